@@ -1,0 +1,352 @@
+"""The typed schema of a run: frozen dataclasses, one per section, with their defaults and their own checks.
+
+A check that needs only one section lives in its `__post_init__`; checks across sections live in `validate.py`.
+This module imports no torch, so that `megarl check` answers at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+MISSING = "???"  # OmegaConf's mark for a value that the user must give
+
+
+class DType(str, Enum):
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+
+
+class Device(str, Enum):
+    auto = "auto"
+    cpu = "cpu"
+    cuda = "cuda"
+
+
+class Overlong(str, Enum):
+    refuse = "refuse"
+    filter = "filter"
+
+
+class Recompute(str, Enum):
+    none = "none"
+    selective = "selective"
+    full = "full"
+
+
+class Decay(str, Enum):
+    constant = "constant"
+    linear = "linear"
+    cosine = "cosine"
+
+
+class AdvantageEstimator(str, Enum):
+    gae = "gae"
+    grpo = "grpo"
+
+
+class PolicyLossKind(str, Enum):
+    ppo_clip = "ppo_clip"
+
+
+class Aggregation(str, Enum):
+    token_mean = "token_mean"
+    sequence_mean_token_sum = "sequence_mean_token_sum"
+    sequence_mean_token_mean = "sequence_mean_token_mean"
+
+
+class KLWhere(str, Enum):
+    none = "none"
+    reward = "reward"
+    loss = "loss"
+
+
+class KLEstimator(str, Enum):
+    k1 = "k1"
+    k2 = "k2"
+    k3 = "k3"
+
+
+class KLControllerKind(str, Enum):
+    fixed = "fixed"
+    adaptive = "adaptive"
+
+
+class RolloutEngineKind(str, Enum):
+    hf = "hf"
+
+
+class PlacementStrategy(str, Enum):
+    split_collocate = "split_collocate"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """The policy: a Hugging Face folder (`config.json`, safetensors, tokenizer)."""
+
+    path: str = MISSING
+    trust_remote_code: bool = False
+    dtype: DType = DType.bfloat16
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    train_files: list[str] = MISSING  # type: ignore[assignment]
+    val_files: list[str] = field(default_factory=list)
+    max_prompt_length: int = 1024
+    max_response_length: int = 1024
+    overlong: Overlong = Overlong.refuse
+    shuffle: bool = True
+    seed: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdvantageConfig:
+    estimator: AdvantageEstimator = AdvantageEstimator.gae
+    gamma: float = 1.0
+    lam: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyLossConfig:
+    kind: PolicyLossKind = PolicyLossKind.ppo_clip
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    clip_dual: float | None = None  # lower bound c > 1 on the ratio's weight where A < 0 (Ye et al. 2020)
+    aggregation: Aggregation = Aggregation.token_mean
+
+
+@dataclass(frozen=True, kw_only=True)
+class ValueLossConfig:
+    clip: float | None = 0.2
+
+
+@dataclass(frozen=True, kw_only=True)
+class KLControllerConfig:
+    kind: KLControllerKind = KLControllerKind.fixed
+    target: float = 0.1
+    horizon: int = 10000  # samples
+
+
+@dataclass(frozen=True, kw_only=True)
+class KLConfig:
+    where: KLWhere = KLWhere.reward
+    estimator: KLEstimator = KLEstimator.k1
+    coefficient: float = 0.001
+    controller: KLControllerConfig = field(default_factory=KLControllerConfig)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AlgorithmConfig:
+    advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
+    policy_loss: PolicyLossConfig = field(default_factory=PolicyLossConfig)
+    value_loss: ValueLossConfig = field(default_factory=ValueLossConfig)
+    kl: KLConfig = field(default_factory=KLConfig)
+    entropy_coefficient: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """Megatron's parallel sizes of one role. `data_parallel_size` replicas of (tensor x pipeline) ranks."""
+
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+    virtual_pipeline_parallel_size: int | None = None
+    data_parallel_size: int = 1
+    sequence_parallel: bool = False
+
+    @property
+    def world_size(self) -> int:
+        return self.tensor_parallel_size * self.pipeline_parallel_size * self.data_parallel_size
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimConfig:
+    lr: float = 1e-6
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
+    eps: float = 1e-8
+    weight_decay: float = 0.01
+    clip_grad: float = 1.0  # by global norm; 0 switches it off
+    warmup_steps: int = 0  # optimizer steps, linear from 0
+    decay: Decay = Decay.constant
+    min_lr: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class MicroBatchConfig:
+    """How a rank's rows are cut into micro-batches: by count, or by a budget of tokens. Exactly one is given."""
+
+    sequences: int | None = None
+    max_tokens: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ActorConfig:
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    micro_batch: MicroBatchConfig = field(default_factory=lambda: MicroBatchConfig(max_tokens=16384))
+    recompute: Recompute = Recompute.none
+
+
+@dataclass(frozen=True, kw_only=True)
+class CriticModelConfig:
+    path: str | None = None  # None: initialised from the policy's folder
+
+
+@dataclass(frozen=True, kw_only=True)
+class CriticConfig:
+    model: CriticModelConfig = field(default_factory=CriticModelConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-5))
+    micro_batch: MicroBatchConfig = field(default_factory=lambda: MicroBatchConfig(max_tokens=16384))
+    recompute: Recompute = Recompute.none
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReferenceConfig:
+    """The frozen policy. It shares the actor's processes and layout."""
+
+    path: str | None = None  # None: the policy's folder
+    micro_batch: MicroBatchConfig = field(default_factory=lambda: MicroBatchConfig(max_tokens=16384))
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardFunctionConfig:
+    """A Python function `(data_source, solution_str, ground_truth, extra_info) -> float` in a file."""
+
+    path: str = MISSING
+    name: str = "compute_score"
+    weight: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardConfig:
+    functions: list[RewardFunctionConfig] = field(default_factory=list)
+    time_limit_s: float = 10.0
+    max_error_rate: float = 0.0  # share of a batch's samples whose scoring may fail (scored as 0 and reported)
+    num_processes: int = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingConfig:
+    n: int = 1
+    temperature: float = 1.0  # 0 is greedy
+    top_p: float = 1.0
+    top_k: int = -1
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutConfig:
+    engine: RolloutEngineKind = RolloutEngineKind.hf
+    num_replicas: int = 1
+    tensor_parallel_size: int = 1
+    n: int = 1  # samples per prompt
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    max_concurrency: int = 256  # sequences that one replica generates at the same time
+    validation: SamplingConfig = field(default_factory=SamplingConfig)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlacementConfig:
+    strategy: PlacementStrategy = PlacementStrategy.split_collocate
+    num_nodes: int = 1
+    devices_per_node: int | None = None  # None: as many as the roles need
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReshardingConfig:
+    bucket_mb: float = 512.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    packing: bool = True  # False: right-padded batches, kept as the reference
+    log_prob_chunk_tokens: int = 1024  # logits are made for so many tokens at a time
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    save_hf: bool = True  # at the end, the policy as a Hugging Face folder in `output_dir/huggingface`
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerConfig:
+    total_steps: int = 100
+    prompts_per_step: int = 256
+    updates_per_step: int = 1  # optimizer steps in one pass over a step's samples
+    epochs_per_batch: int = 1
+    critic_warmup_steps: int = 0
+    validate_every_steps: int = 0  # 0: only where `validate_before` and the end ask for it
+    validate_before: bool = True
+    phase_time_limit_s: float = 1800.0
+    seed: int = 0
+    output_dir: str = "outputs/run"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrackingConfig:
+    loggers: list[str] = field(default_factory=lambda: ["console", "jsonl", "tensorboard"])
+    project: str = "megarl"
+    run_name: str | None = None
+    log_generations: int = 8  # samples written per validation
+
+
+@dataclass(frozen=True, kw_only=True)
+class PPOConfig:
+    """Everything of one RL run; a file in `configs/` is one of these."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    actor: ActorConfig = field(default_factory=ActorConfig)
+    reference: ReferenceConfig = field(default_factory=ReferenceConfig)
+    critic: CriticConfig = field(default_factory=CriticConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    placement: PlacementConfig = field(default_factory=PlacementConfig)
+    resharding: ReshardingConfig = field(default_factory=ReshardingConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    tracking: TrackingConfig = field(default_factory=TrackingConfig)
+    device: Device = Device.auto
+
+
+@dataclass(frozen=True, kw_only=True)
+class SFTDataConfig:
+    """Parquet rows with `messages`: a chat that ends with the assistant's answer, the only part that is trained."""
+
+    train_files: list[str] = MISSING  # type: ignore[assignment]
+    val_files: list[str] = field(default_factory=list)
+    max_length: int = 2048
+    overlong: Overlong = Overlong.refuse
+    shuffle: bool = True
+    seed: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class SFTTrainerConfig:
+    total_steps: int = 100
+    samples_per_step: int = 256
+    validate_every_steps: int = 0
+    phase_time_limit_s: float = 1800.0
+    seed: int = 0
+    output_dir: str = "outputs/sft"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SFTConfig:
+    """Everything of one supervised run. `actor` is the trained model."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: SFTDataConfig = field(default_factory=SFTDataConfig)
+    actor: ActorConfig = field(default_factory=ActorConfig)
+    placement: PlacementConfig = field(default_factory=PlacementConfig)
+    resharding: ReshardingConfig = field(default_factory=ReshardingConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    trainer: SFTTrainerConfig = field(default_factory=SFTTrainerConfig)
+    tracking: TrackingConfig = field(default_factory=TrackingConfig)
+    device: Device = Device.auto

@@ -1,0 +1,81 @@
+"""A pool of rank processes for tests: real torch.distributed over gloo, imports paid once per session.
+
+    results = rank_pool.run(function, world_size=2, argument=...)   # list of what each rank returned
+
+`function` is a module-level function; it is called in ranks 0..world_size-1 with the default process group ready.
+An exception in a rank ends the pool and is re-raised here with the rank's traceback.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import traceback
+import uuid
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+MAX_RANKS = 4
+
+
+def _serve(rank: int, store_dir: str, inbox: mp.Queue, outbox: mp.Queue) -> None:
+    os.environ["OMP_NUM_THREADS"] = "1"
+    import torch
+
+    torch.set_num_threads(1)
+    while (call := inbox.get()) is not None:
+        call_id, function, world_size, arguments = call
+        try:
+            dist.init_process_group(
+                "gloo", init_method=f"file://{store_dir}/{call_id}", rank=rank, world_size=world_size, timeout=timedelta(seconds=120)
+            )
+            try:
+                outbox.put((rank, True, function(**arguments)))
+            finally:
+                dist.destroy_process_group()
+        except BaseException:
+            outbox.put((rank, False, traceback.format_exc()))
+
+
+class RankPool:
+    def __init__(self) -> None:
+        context = mp.get_context("spawn")
+        self._store = tempfile.TemporaryDirectory()
+        self._outbox = context.Queue()
+        self._inboxes = [context.Queue() for _ in range(MAX_RANKS)]
+        self._processes = [
+            context.Process(target=_serve, args=(rank, self._store.name, inbox, self._outbox), daemon=True)
+            for rank, inbox in enumerate(self._inboxes)
+        ]
+        for process in self._processes:
+            process.start()
+
+    def run(self, function: Callable[..., Any], *, world_size: int, **arguments: Any) -> list[Any]:
+        """Results are in the order of ranks. Tensors come back through shared memory."""
+        call_id = uuid.uuid4().hex
+        for inbox in self._inboxes[:world_size]:
+            inbox.put((call_id, function, world_size, arguments))
+        results: dict[int, Any] = {}
+        failures = []
+        while len(results) + len(failures) < world_size:
+            rank, good, value = self._outbox.get(timeout=300)
+            if good:
+                results[rank] = value
+            else:
+                failures.append(f"rank {rank}:\n{value}")
+        if failures:
+            raise AssertionError("\n".join(failures))
+        return [results[rank] for rank in range(world_size)]
+
+    def close(self) -> None:
+        for inbox in self._inboxes:
+            inbox.put(None)
+        for process in self._processes:
+            process.join(timeout=10)
+            if process.is_alive():
+                process.kill()
+        self._store.cleanup()
