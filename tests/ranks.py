@@ -37,7 +37,7 @@ def _serve(rank: int, store_dir: str, inbox: mp.Queue, outbox: mp.Queue) -> None
                 outbox.put((rank, True, function(**arguments)))
             finally:
                 dist.destroy_process_group()
-        except BaseException:
+        except BaseException:  # noqa: BLE001  (the boundary of a process: the traceback goes to the test)
             outbox.put((rank, False, traceback.format_exc()))
 
 
