@@ -1,0 +1,110 @@
+"""The KL divergence from the reference policy: per-token estimators, the reward penalty, and the controllers of its weight."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from megarl.algorithms.masked import masked
+from megarl.config.schema import KLConfig, KLControllerKind, KLEstimator
+
+# exp() of a log-ratio is cut here: e^20 is far outside what training survives, and the cut keeps float32 finite.
+LOG_RATIO_LIMIT = 20.0
+
+
+def k1(log_probs: Tensor, ref_log_prob: Tensor) -> Tensor:
+    """log p - log q: unbiased, can be negative. Estimators: Schulman, "Approximating KL divergence" (2020)."""
+    return log_probs - ref_log_prob
+
+
+def k2(log_probs: Tensor, ref_log_prob: Tensor) -> Tensor:
+    """(log p - log q)^2 / 2: biased, never negative; its gradient is that of KL(p, q)."""
+    return 0.5 * (log_probs - ref_log_prob).square()
+
+
+def k3(log_probs: Tensor, ref_log_prob: Tensor) -> Tensor:
+    """q/p - 1 - log(q/p): unbiased, never negative."""
+    log_ratio = (ref_log_prob - log_probs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    return torch.expm1(log_ratio) - log_ratio
+
+
+KL_ESTIMATORS: dict[KLEstimator, Callable[[Tensor, Tensor], Tensor]] = {
+    KLEstimator.k1: k1,
+    KLEstimator.k2: k2,
+    KLEstimator.k3: k3,
+}
+
+
+def kl_per_token(log_probs: Tensor, ref_log_prob: Tensor, mask: Tensor, estimator: KLEstimator) -> Tensor:
+    """(B, R) estimates for tokens drawn from the policy; 0 in masked slots, whatever stands there."""
+    return KL_ESTIMATORS[estimator](masked(log_probs, mask), masked(ref_log_prob, mask))
+
+
+def sequence_mean_kl(kl: Tensor, mask: Tensor) -> float:
+    """What a controller watches: the mean over each row's valid tokens, then over the rows that have any."""
+    num_tokens = mask.sum(dim=1)
+    row_means = masked(kl, mask).sum(dim=1) / num_tokens.clamp(min=1)
+    return float(row_means.sum() / (num_tokens > 0).sum().clamp(min=1))
+
+
+def apply_kl_penalty(
+    token_level_scores: Tensor, old_log_probs: Tensor, ref_log_prob: Tensor, mask: Tensor, beta: float, estimator: KLEstimator
+) -> Tensor:
+    """`token_level_rewards` (B, R): scores - beta * KL on valid tokens, 0 elsewhere (Ouyang et al. 2022, eq. 2)."""
+    return masked(token_level_scores, mask) - beta * kl_per_token(old_log_probs, ref_log_prob, mask, estimator)
+
+
+class KLController(Protocol):
+    """Holds beta, the weight of the KL penalty. The state is a plain dict, for checkpoints."""
+
+    coefficient: float
+
+    def update(self, kl: float, num_samples: int) -> None: ...
+
+    def state_dict(self) -> dict[str, float]: ...
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None: ...
+
+
+class FixedKLController:
+    def __init__(self, coefficient: float) -> None:
+        self.coefficient = coefficient
+
+    def update(self, kl: float, num_samples: int) -> None:
+        """Beta stays."""
+
+    def state_dict(self) -> dict[str, float]:
+        return {"coefficient": self.coefficient}
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        self.coefficient = state["coefficient"]
+
+
+class AdaptiveKLController(FixedKLController):
+    """Proportional control in log space (Ziegler et al. 2019, section 2.2).
+
+    beta <- beta * (1 + clip(kl / target - 1, -0.2, 0.2) * num_samples / horizon); `horizon` counts samples.
+    """
+
+    def __init__(self, coefficient: float, *, target: float, horizon: int) -> None:
+        if target <= 0 or horizon <= 0:
+            raise ValueError(f"algorithm.kl.controller: target={target} and horizon={horizon} must be positive for the adaptive controller")
+        super().__init__(coefficient)
+        self._target = target
+        self._horizon = horizon
+
+    def update(self, kl: float, num_samples: int) -> None:
+        """`kl`: the batch's mean KL in nats per token; `num_samples`: the samples of the batch."""
+        error = min(max(kl / self._target - 1.0, -0.2), 0.2)
+        self.coefficient *= 1.0 + error * num_samples / self._horizon
+
+
+KL_CONTROLLERS: dict[KLControllerKind, Callable[[KLConfig], KLController]] = {
+    KLControllerKind.fixed: lambda config: FixedKLController(config.coefficient),
+    KLControllerKind.adaptive: lambda config: AdaptiveKLController(
+        config.coefficient, target=config.controller.target, horizon=config.controller.horizon
+    ),
+}

@@ -1,0 +1,140 @@
+"""The losses that a worker injects into an engine: one micro-batch's outputs and rows in, its share of the loss out.
+
+An engine calls `loss(outputs, rows)` for every micro-batch and adds what comes back, over micro-batches and data-parallel
+ranks; nothing is averaged. Both the loss and the metrics are already divided by counts of the whole mini-batch, so the
+sums are the mini-batch's loss and means. The objects are frozen and can be pickled.
+
+Shapes: b rows of the micro-batch, R padded response tokens. `rows` holds the batch's (b, R) tensors by their batch keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import Tensor
+
+from megarl.algorithms.aggregation import aggregate, denominator
+from megarl.algorithms.kl import kl_per_token
+from megarl.algorithms.policy_loss import ppo_clip
+from megarl.algorithms.value_loss import clipped_value_loss
+from megarl.config.schema import Aggregation, AlgorithmConfig, KLWhere, ValueLossConfig
+
+
+class LossShare(NamedTuple):
+    """Shares of one micro-batch, all scalars: they add up to the values of the mini-batch."""
+
+    loss: Tensor  # with its graph
+    metrics: dict[str, Tensor]  # detached
+
+
+@dataclass(frozen=True, kw_only=True)
+class MiniBatchCounts:
+    """What the sums of one mini-batch are divided by. Counts of disjoint rows add: `counts_of(a) + counts_of(b)`."""
+
+    num_tokens: float  # valid response tokens
+    num_sequences: float  # rows with a valid token
+
+    @classmethod
+    def of(cls, response_mask: Tensor) -> MiniBatchCounts:
+        """response_mask: (B, R) bool, of the whole mini-batch or of the part that will be added to the others."""
+        return cls(
+            num_tokens=denominator(response_mask, Aggregation.token_mean),
+            num_sequences=denominator(response_mask, Aggregation.sequence_mean_token_sum),
+        )
+
+    def __add__(self, other: MiniBatchCounts) -> MiniBatchCounts:
+        return MiniBatchCounts(num_tokens=self.num_tokens + other.num_tokens, num_sequences=self.num_sequences + other.num_sequences)
+
+    def denominator(self, kind: Aggregation) -> float:
+        return self.num_tokens if kind == Aggregation.token_mean else self.num_sequences
+
+    def token_mean(self, per_token: Tensor, mask: Tensor) -> Tensor:
+        """These rows' share of the mini-batch's mean over tokens, detached."""
+        return aggregate(per_token.detach(), mask, Aggregation.token_mean, self.num_tokens)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ActorLoss:
+    """Clipped policy loss, minus the entropy bonus, plus the KL term where `kl.where` is `loss`.
+
+    Reads outputs `log_probs` and, where there is one, `entropy`; rows `old_log_probs`, `advantages`, `response_mask` and, for
+    the KL term, `ref_log_prob`.
+
+    Metrics. `actor/pg_loss`: the policy loss, aggregated as configured. `actor/pg_clipfrac`: share of tokens whose clipped
+    term is the larger. `actor/pg_clipfrac_dual`: share of tokens that the dual clip bounds. `actor/approx_kl`: mean over tokens
+    of old - new log-prob. `actor/entropy`: mean over tokens, when computed. `actor/kl_loss`: the KL term before its coefficient,
+    aggregated as configured.
+    """
+
+    algorithm: AlgorithmConfig
+    counts: MiniBatchCounts
+
+    @property
+    def needs_entropy(self) -> bool:
+        """Whether the loss, and not only a metric, wants `outputs["entropy"]` with its gradient."""
+        return self.algorithm.entropy_coefficient != 0.0
+
+    def __call__(self, outputs: Mapping[str, Tensor], rows: Mapping[str, Tensor]) -> LossShare:
+        config, mask = self.algorithm.policy_loss, rows["response_mask"]
+        policy = ppo_clip(
+            outputs["log_probs"], rows["old_log_probs"], rows["advantages"], mask, config.clip_low, config.clip_high, config.clip_dual
+        )
+        loss = self._aggregate(policy.loss, mask)
+        metrics = {
+            "actor/pg_loss": loss.detach(),
+            "actor/pg_clipfrac": self.counts.token_mean(policy.clipped.to(loss.dtype), mask),
+            "actor/approx_kl": self.counts.token_mean(-policy.log_ratio, mask),
+        }
+        if config.clip_dual is not None:
+            metrics["actor/pg_clipfrac_dual"] = self.counts.token_mean(policy.dual_clipped.to(loss.dtype), mask)
+        if "entropy" in outputs:
+            metrics["actor/entropy"] = self.counts.token_mean(outputs["entropy"], mask)
+        if self.needs_entropy:
+            loss = loss - self.algorithm.entropy_coefficient * self._aggregate(outputs["entropy"], mask)
+        if self.algorithm.kl.where == KLWhere.loss:
+            kl = kl_per_token(outputs["log_probs"], rows["ref_log_prob"], mask, self.algorithm.kl.estimator)
+            kl_loss = self._aggregate(kl, mask)
+            metrics["actor/kl_loss"] = kl_loss.detach()
+            loss = loss + self.algorithm.kl.coefficient * kl_loss
+        return LossShare(loss, metrics)
+
+    def _aggregate(self, per_token: Tensor, mask: Tensor) -> Tensor:
+        kind = self.algorithm.policy_loss.aggregation
+        return aggregate(per_token, mask, kind, self.counts.denominator(kind))
+
+
+@dataclass(frozen=True, kw_only=True)
+class CriticLoss:
+    """Clipped value loss, a mean over tokens.
+
+    Reads outputs `values`; rows `values` (of before the update), `returns`, `response_mask`.
+    Metrics. `critic/vf_loss`: the loss. `critic/vf_clipfrac`: share of tokens whose clipped term is the larger.
+    `critic/vpred_mean`: mean new value over tokens.
+    """
+
+    value_loss: ValueLossConfig
+    counts: MiniBatchCounts
+
+    def __call__(self, outputs: Mapping[str, Tensor], rows: Mapping[str, Tensor]) -> LossShare:
+        mask = rows["response_mask"]
+        value = clipped_value_loss(outputs["values"], rows["values"], rows["returns"], mask, self.value_loss.clip)
+        loss = aggregate(value.loss, mask, Aggregation.token_mean, self.counts.num_tokens)
+        metrics = {
+            "critic/vf_loss": loss.detach(),
+            "critic/vf_clipfrac": self.counts.token_mean(value.clipped.to(loss.dtype), mask),
+            "critic/vpred_mean": self.counts.token_mean(outputs["values"], mask),
+        }
+        return LossShare(loss, metrics)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SFTLoss:
+    """Negative log-likelihood, a mean over the trained tokens. Reads outputs `log_probs`; rows `response_mask`. Metric: `sft/loss`."""
+
+    counts: MiniBatchCounts
+
+    def __call__(self, outputs: Mapping[str, Tensor], rows: Mapping[str, Tensor]) -> LossShare:
+        loss = aggregate(-outputs["log_probs"], rows["response_mask"], Aggregation.token_mean, self.counts.num_tokens)
+        return LossShare(loss, {"sft/loss": loss.detach()})

@@ -1,0 +1,100 @@
+import math
+
+import pytest
+import torch
+
+from megarl.algorithms.kl import (
+    KL_CONTROLLERS,
+    KL_ESTIMATORS,
+    AdaptiveKLController,
+    FixedKLController,
+    apply_kl_penalty,
+    kl_per_token,
+    sequence_mean_kl,
+)
+from megarl.config.schema import KLConfig, KLControllerConfig, KLControllerKind, KLEstimator
+
+NAN, INF = float("nan"), float("inf")
+
+
+def test_estimators_by_hand():
+    log_probs, reference = torch.tensor([math.log(0.5)]), torch.tensor([math.log(0.25)])
+    expected = {KLEstimator.k1: math.log(2), KLEstimator.k2: math.log(2) ** 2 / 2, KLEstimator.k3: 0.5 - 1 + math.log(2)}
+    assert set(KL_ESTIMATORS) == set(KLEstimator) == set(expected)
+    for kind, value in expected.items():
+        assert float(KL_ESTIMATORS[kind](log_probs, reference)) == pytest.approx(value, rel=1e-6)
+
+
+def test_k1_and_k3_are_unbiased():
+    """The expectation over the policy's own distribution is the exact KL divergence."""
+    policy = torch.tensor([0.7, 0.2, 0.1], dtype=torch.float64)
+    reference = torch.tensor([0.3, 0.3, 0.4], dtype=torch.float64)
+    exact = float((policy * (policy / reference).log()).sum())
+    for kind in (KLEstimator.k1, KLEstimator.k3):
+        assert float((policy * KL_ESTIMATORS[kind](policy.log(), reference.log())).sum()) == pytest.approx(exact, rel=1e-12)
+
+
+def test_k3_stays_finite_for_a_collapsed_token():
+    assert torch.isfinite(KL_ESTIMATORS[KLEstimator.k3](torch.tensor([-500.0]), torch.tensor([0.0]))).all()
+
+
+@pytest.mark.parametrize("kind", list(KLEstimator))
+def test_masked_nan_reaches_neither_value_nor_gradient(kind):
+    mask = torch.tensor([[True, False, False]])
+    log_probs = torch.tensor([[-1.0, NAN, -INF]], requires_grad=True)
+    kl = kl_per_token(log_probs, torch.tensor([[-2.0, INF, NAN]]), mask, kind)
+    kl.sum().backward()
+    assert torch.isfinite(kl).all()
+    assert log_probs.grad[0, 0] != 0
+    assert log_probs.grad[0, 1:].tolist() == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("kind", list(KLEstimator))
+def test_gradients_are_right(kind):
+    log_probs = torch.tensor([-1.0, -3.0], dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda x: KL_ESTIMATORS[kind](x, torch.tensor([-2.0, -2.5], dtype=torch.float64)), (log_probs,))
+
+
+def test_penalty_by_hand():
+    scores, mask = torch.tensor([[0.0, 1.0, NAN]]), torch.tensor([[True, True, False]])
+    rewards = apply_kl_penalty(scores, torch.tensor([[-1.0, -2.0, NAN]]), torch.tensor([[-3.0, -1.0, NAN]]), mask, 0.1, KLEstimator.k1)
+    torch.testing.assert_close(rewards, torch.tensor([[-0.2, 1.1, 0.0]]))
+
+
+def test_sequence_mean_kl_by_hand():
+    kl, mask = torch.tensor([[1.0, 3.0], [4.0, NAN], [NAN, NAN]]), torch.tensor([[1, 1], [1, 0], [0, 0]]).bool()
+    assert sequence_mean_kl(kl, mask) == 3.0  # rows: 2, 4, and one without tokens
+
+
+def test_fixed_controller_stays():
+    controller = FixedKLController(0.25)
+    controller.update(100.0, 64)
+    assert controller.coefficient == 0.25
+
+
+@pytest.mark.parametrize(
+    ("kl", "expected"),
+    [
+        (0.11, 0.5 * (1 + 0.1 * 256 / 1000)),  # error 0.1
+        (9.0, 0.5 * (1 + 0.2 * 256 / 1000)),  # clipped above
+        (0.0, 0.5 * (1 - 0.2 * 256 / 1000)),  # clipped below
+    ],
+)
+def test_adaptive_controller_by_hand(kl, expected):
+    controller = AdaptiveKLController(0.5, target=0.1, horizon=1000)
+    controller.update(kl, 256)
+    assert controller.coefficient == pytest.approx(expected, rel=1e-12)
+
+
+def test_controller_state_survives_a_restart():
+    config = KLConfig(coefficient=0.5, controller=KLControllerConfig(kind=KLControllerKind.adaptive, target=0.1, horizon=1000))
+    first, second = (KL_CONTROLLERS[config.controller.kind](config) for _ in range(2))
+    first.update(1.0, 100)
+    second.load_state_dict(first.state_dict())
+    assert second.coefficient == first.coefficient != 0.5
+    assert set(KL_CONTROLLERS) == set(KLControllerKind)
+
+
+def test_adaptive_controller_refuses_a_zero_target():
+    with pytest.raises(ValueError, match="target=0.*positive"):
+        AdaptiveKLController(0.5, target=0, horizon=10)

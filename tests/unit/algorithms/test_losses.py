@@ -1,0 +1,150 @@
+import pickle
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megarl.algorithms.losses import ActorLoss, CriticLoss, MiniBatchCounts, SFTLoss
+from megarl.config.schema import Aggregation, AlgorithmConfig, KLConfig, KLEstimator, KLWhere, PolicyLossConfig, ValueLossConfig
+from tests.unit.algorithms import reference
+from tests.unit.algorithms.strategies import masks, normal, poison
+
+LN2 = 0.6931471805599453
+
+
+def algorithm(aggregation=Aggregation.token_mean, kl=KLWhere.loss, entropy_coefficient=0.01, clip_dual=3.0):
+    return AlgorithmConfig(
+        policy_loss=PolicyLossConfig(aggregation=aggregation, clip_dual=clip_dual),
+        kl=KLConfig(where=kl, estimator=KLEstimator.k2, coefficient=0.1),
+        entropy_coefficient=entropy_coefficient,
+    )
+
+
+def inputs(mask, seed):
+    outputs = {"log_probs": normal(mask, seed), "entropy": normal(mask, seed + 1), "values": normal(mask, seed + 2)}
+    names = ["old_log_probs", "advantages", "ref_log_prob", "values", "returns"]
+    rows = {name: normal(mask, seed + 3 + k) for k, name in enumerate(names)}
+    return outputs, rows | {"response_mask": mask}
+
+
+def losses(mask, aggregation):
+    counts = MiniBatchCounts.of(mask)
+    return {
+        "actor": ActorLoss(algorithm=algorithm(aggregation), counts=counts),
+        "critic": CriticLoss(value_loss=ValueLossConfig(clip=0.2), counts=counts),
+        "sft": SFTLoss(counts=counts),
+    }
+
+
+def test_actor_loss_by_hand():
+    # ratio 2, A = 1: loss -1.2 (clipped); ratio 1, A = -1: loss 1. entropy mean 0.5; KL k2: (1, 0) -> 0.5 and 0, mean 0.25
+    mask = torch.tensor([[True, True, False]])
+    outputs = {"log_probs": torch.tensor([[LN2, 0.0, 9.0]]), "entropy": torch.tensor([[0.25, 0.75, 9.0]])}
+    rows = {
+        "response_mask": mask,
+        "old_log_probs": torch.zeros(1, 3),
+        "advantages": torch.tensor([[1.0, -1.0, 9.0]]),
+        "ref_log_prob": torch.tensor([[LN2 - 1.0, 0.0, 9.0]]),
+    }
+    loss, metrics = ActorLoss(algorithm=algorithm(), counts=MiniBatchCounts.of(mask))(outputs, rows)
+    expected = {
+        "actor/pg_loss": -0.1,
+        "actor/pg_clipfrac": 0.5,
+        "actor/pg_clipfrac_dual": 0.0,
+        "actor/approx_kl": -LN2 / 2,
+        "actor/entropy": 0.5,
+        "actor/kl_loss": 0.25,
+    }
+    assert {name: float(value) for name, value in metrics.items()} == pytest.approx(expected, rel=1e-5)
+    assert float(loss) == pytest.approx(-0.1 - 0.01 * 0.5 + 0.1 * 0.25, rel=1e-5)
+
+
+def test_actor_loss_without_extras_reads_only_what_it_needs():
+    mask = torch.tensor([[True, True]])
+    loss_function = ActorLoss(
+        algorithm=algorithm(kl=KLWhere.reward, entropy_coefficient=0.0, clip_dual=None), counts=MiniBatchCounts.of(mask)
+    )
+    rows = {"response_mask": mask, "old_log_probs": torch.zeros(1, 2), "advantages": torch.ones(1, 2)}
+    loss, metrics = loss_function({"log_probs": torch.zeros(1, 2)}, rows)
+    assert float(loss) == -1.0
+    assert set(metrics) == {"actor/pg_loss", "actor/pg_clipfrac", "actor/approx_kl"}
+    assert not loss_function.needs_entropy
+
+
+def test_critic_loss_by_hand():
+    mask = torch.tensor([[True, True, False]])
+    rows = {"values": torch.tensor([[1.0, 1.0, 0.0]]), "returns": torch.tensor([[2.0, 0.0, 0.0]]), "response_mask": mask}
+    loss_function = CriticLoss(value_loss=ValueLossConfig(clip=0.5), counts=MiniBatchCounts.of(mask))
+    loss, metrics = loss_function({"values": torch.tensor([[2.0, 2.0, 9.0]])}, rows)
+    assert float(loss) == pytest.approx((0.125 + 2.0) / 2)
+    expected = {"critic/vf_loss": 1.0625, "critic/vf_clipfrac": 0.5, "critic/vpred_mean": 2.0}
+    assert {name: float(value) for name, value in metrics.items()} == pytest.approx(expected)
+
+
+def test_sft_loss_by_hand():
+    mask = torch.tensor([[True, True], [True, False]])
+    loss, metrics = SFTLoss(counts=MiniBatchCounts.of(mask))(
+        {"log_probs": torch.tensor([[-1.0, -2.0], [-6.0, 5.0]])}, {"response_mask": mask}
+    )
+    assert float(loss) == float(metrics["sft/loss"]) == 3.0
+
+
+@pytest.mark.parametrize("aggregation", list(Aggregation))
+@settings(max_examples=25, deadline=None)
+@given(mask=masks(), seed=st.integers(0, 1000))
+def test_actor_loss_matches_the_reference(aggregation, mask, seed):
+    outputs, rows = inputs(mask, seed)
+    if not mask.any():
+        return
+    got = losses(mask, aggregation)["actor"](outputs, rows).loss
+    data = [outputs["log_probs"], rows["old_log_probs"], rows["advantages"], outputs["entropy"], rows["ref_log_prob"]]
+    per_token = [
+        [
+            ppo_token(new, old, advantage) - 0.01 * entropy + 0.1 * 0.5 * (new - ref) ** 2
+            for new, old, advantage, entropy, ref in zip(*row, strict=True)
+        ]
+        for row in zip(*(x.tolist() for x in data), strict=True)
+    ]
+    assert float(got) == pytest.approx(reference.aggregate(per_token, mask.tolist(), aggregation.value), rel=1e-9, abs=1e-9)
+
+
+def ppo_token(new, old, advantage):
+    return reference.ppo_token(new, old, advantage, 0.2, 0.2, 3.0)
+
+
+@pytest.mark.parametrize("name", ["actor", "critic", "sft"])
+@pytest.mark.parametrize("aggregation", list(Aggregation))
+@settings(max_examples=20, deadline=None)
+@given(mask=masks(min_rows=2, max_rows=7), seed=st.integers(0, 1000), cut=st.integers(1, 6))
+def test_micro_batches_add_up_in_loss_gradient_and_metrics(name, aggregation, mask, seed, cut):
+    outputs, rows = inputs(mask, seed)
+    outputs = {key: poison(value, mask) for key, value in outputs.items()}
+    loss_function = losses(mask, aggregation)[name]
+    parts = torch.randperm(len(mask), generator=torch.Generator().manual_seed(seed)).split(min(cut, len(mask)))
+
+    def run(index_lists):
+        leaves = {key: value.clone().requires_grad_() for key, value in outputs.items()}
+        shares = [loss_function({k: v[index] for k, v in leaves.items()}, {k: v[index] for k, v in rows.items()}) for index in index_lists]
+        sum(share.loss for share in shares).backward()
+        gradients = [leaf.grad for leaf in leaves.values() if leaf.grad is not None]
+        return gradients, {key: sum(share.metrics[key] for share in shares) for key in shares[0].metrics}
+
+    whole, split = run([torch.arange(len(mask))]), run(parts)
+    torch.testing.assert_close(split, whole)
+    assert all(torch.isfinite(gradient).all() for gradient in whole[0])
+
+
+def test_counts_add_over_ranks():
+    mask = torch.tensor([[True, True], [True, False], [False, False], [True, True]])
+    assert (
+        MiniBatchCounts.of(mask[:1]) + MiniBatchCounts.of(mask[1:])
+        == MiniBatchCounts.of(mask)
+        == MiniBatchCounts(num_tokens=5, num_sequences=3)
+    )
+
+
+@pytest.mark.parametrize("name", ["actor", "critic", "sft"])
+def test_losses_travel_to_workers(name):
+    loss_function = losses(torch.ones(1, 2).bool(), Aggregation.token_mean)[name]
+    assert pickle.loads(pickle.dumps(loss_function)) == loss_function
