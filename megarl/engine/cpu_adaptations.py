@@ -1,0 +1,194 @@
+"""What Megatron-Core needs in order to run on a machine without CUDA: replacements for the few places that name the GPU.
+
+Megatron is used as published: nothing of it is edited on disk. Replacements are installed once per process, in two steps:
+those on `torch` before Megatron is imported, those on Megatron's own functions after. `EVIDENCE` names, for each of
+the latter, a piece of Megatron's source that makes it necessary: a test fails when a new Megatron no longer holds it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import types
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+CPU = torch.device("cpu")
+
+# Factories that Megatron calls with device="cuda" or torch.cuda.current_device() (schedules, optimizer, losses, p2p).
+# Wrapping these costs nothing elsewhere; a TorchFunctionMode would add microseconds to every operation.
+FACTORIES = ("tensor", "zeros", "ones", "empty", "full", "arange", "empty_like", "zeros_like", "ones_like")
+
+
+class Evidence(NamedTuple):
+    module: str  # below megatron.core
+    attribute: str
+    source: str  # must occur in the attribute's source
+    reason: str
+
+
+_ROPE, _RNG = "models.common.embeddings.rope_utils", "tensor_parallel.random"
+EVIDENCE = (
+    Evidence("optimizer.clip_grads", "clip_grad_by_total_norm_fp32", "'torch.cuda.FloatTensor'", "asserts a CUDA tensor"),
+    Evidence("optimizer.distrib_optimizer", "DistributedOptimizer", "'torch.cuda.FloatTensor'", "sorts parameters by type()"),
+    Evidence(_RNG, "_get_cuda_rng_state", "torch.cuda.random.get_rng_state", "reads the GPU's random state"),
+    Evidence(_RNG, "_set_cuda_rng_state", "_lazy_call", "sets the GPU's random state"),
+    Evidence(_ROPE, "_apply_rotary_pos_emb_thd", "for x in sequence_splits", "loops over sequences in Python"),
+    Evidence("pipeline_parallel.schedules", "forward_backward_no_pipelining", 'device="cuda"', "makes tensors on the GPU"),
+    Evidence("pipeline_parallel.p2p_communication", "P2PCommunicator", "torch.cuda.current_device()", "receives on the GPU"),
+    Evidence("jit", "enable_jit_fuser", "torch.compile", "jit_fuser compiles small functions when first called"),
+)
+
+
+class _InertStream:
+    """A CUDA stream or event where there is none: every method does nothing."""
+
+    device = CPU
+
+    def __init__(self, *arguments: Any, **keywords: Any) -> None:
+        pass
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *arguments, **keywords: None
+
+    def __enter__(self) -> _InertStream:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        pass
+
+
+def _names_cuda(device: object) -> bool:
+    if isinstance(device, torch.device):
+        return device.type == "cuda"
+    if isinstance(device, str):
+        return device.startswith("cuda")
+    return isinstance(device, int)
+
+
+def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    @functools.wraps(factory)
+    def make(*arguments: Any, **keywords: Any) -> torch.Tensor:
+        if keywords:
+            if _names_cuda(keywords.get("device")):
+                keywords["device"] = CPU
+            if keywords.get("pin_memory"):
+                keywords["pin_memory"] = False
+        return factory(*arguments, **keywords)
+
+    return make
+
+
+def _adapt_torch() -> None:
+    for name in FACTORIES:
+        setattr(torch, name, _on_cpu(getattr(torch, name)))
+
+    def itself(value: Any, *arguments: Any, **keywords: Any) -> Any:
+        return value
+
+    torch.Tensor.cuda = torch.nn.Module.cuda = torch.Tensor.pin_memory = itself  # type: ignore[method-assign, assignment]
+    cuda = torch.cuda
+    cuda.current_device = lambda: CPU  # type: ignore[assignment, return-value]
+    cuda.synchronize = cuda.empty_cache = lambda *arguments: None  # type: ignore[assignment]
+    cuda.current_stream = cuda.default_stream = _InertStream  # type: ignore[assignment]
+    cuda.stream = lambda stream: contextlib.nullcontext()  # type: ignore[assignment]
+    cuda.Stream = cuda.Event = _InertStream  # type: ignore[assignment, misc]
+    cuda.is_current_stream_capturing = lambda: False  # type: ignore[assignment]
+    cuda.get_rng_state = lambda *arguments: torch.get_rng_state()  # type: ignore[assignment]
+    cuda.set_rng_state = lambda state, *arguments: torch.set_rng_state(state)  # type: ignore[assignment]
+    cuda.manual_seed = lambda seed: None if torch.default_generator.manual_seed(seed) else None  # type: ignore[assignment]
+    cuda.get_device_capability = lambda *arguments: (0, 0)  # type: ignore[assignment]
+    cuda.get_device_properties = lambda *arguments: types.SimpleNamespace(multi_processor_count=1, major=0, minor=0, name="cpu")  # type: ignore[assignment, return-value]
+
+
+@contextlib.contextmanager
+def _no_compiler() -> Iterator[None]:
+    """`jit_fuser` is bound to torch.compile while Megatron is imported, and would start a C++ compiler at its first call."""
+    compiler = torch.compile
+    torch.compile = lambda model=None, **options: model if model is not None else (lambda function: function)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.compile = compiler
+
+
+@contextlib.contextmanager
+def cuda_type_names() -> Iterator[None]:
+    """Within it `Tensor.type()` speaks of CUDA: the optimizers sort parameters by comparing with 'torch.cuda.FloatTensor'."""
+    spelled = torch.Tensor.type
+
+    def cuda_spelling(tensor: torch.Tensor, *arguments: Any, **keywords: Any) -> Any:
+        result = spelled(tensor, *arguments, **keywords)
+        return result.replace("torch.", "torch.cuda.", 1) if isinstance(result, str) else result
+
+    torch.Tensor.type = cuda_spelling  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        torch.Tensor.type = spelled  # type: ignore[method-assign]
+
+
+def _clip_by_total_norm(
+    parameters: list[torch.Tensor] | torch.Tensor, max_norm: float, total_norm: float, use_decoupled_grad: bool = False
+) -> None:
+    """Megatron's arithmetic (clip_grads.py) without its assertion on CUDA tensors."""
+    assert not use_decoupled_grad
+    parameters = [parameters] if isinstance(parameters, torch.Tensor) else parameters
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    coefficient = max_norm / (total_norm + 1.0e-6)
+    if coefficient < 1.0 and gradients:
+        torch._foreach_mul_(gradients, coefficient)
+
+
+def _rotary_packed(
+    t: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    freqs: torch.Tensor,
+    rotary_interleaved: bool = False,
+    multi_latent_attention: bool = False,
+    mscale: float = 1.0,
+    cp_group: torch.distributed.ProcessGroup | None = None,
+) -> torch.Tensor:
+    """Rotary embedding of packed sequences, t (T, heads, D): one gather of the frequencies, not a loop over sequences.
+
+    Megatron slices and joins once per sequence, in each layer, for queries and keys: on short sequences that is most of
+    the time. `freqs` is (max_seqlen, 1, 1, D).
+    """
+    assert cp_group is None or cp_group.size() == 1, "context parallelism is not supported yet"
+    from megatron.core.models.common.embeddings import rope_utils
+
+    lengths = cu_seqlens[1:] - cu_seqlens[:-1]
+    positions = torch.arange(t.shape[0], device=t.device) - torch.repeat_interleave(cu_seqlens[:-1], lengths)
+    rotated = rope_utils._apply_rotary_pos_emb_bshd(t.unsqueeze(1), freqs[positions], rotary_interleaved, multi_latent_attention, mscale)
+    return rotated.squeeze(1)
+
+
+def _adapt_megatron() -> None:
+    import megatron.core.optimizer as optimizer
+    from megatron.core.models.common.embeddings import rope_utils
+    from megatron.core.optimizer import clip_grads, distrib_optimizer
+    from megatron.core.optimizer import optimizer as base_optimizer
+    from megatron.core.tensor_parallel import random
+
+    random._get_cuda_rng_state = lambda device="cpu", clone=False, graph_safe=False: torch.get_rng_state()
+    random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
+    for module in (clip_grads, base_optimizer, distrib_optimizer, optimizer):  # imported by name in the last three
+        if hasattr(module, "clip_grad_by_total_norm_fp32"):
+            module.clip_grad_by_total_norm_fp32 = _clip_by_total_norm
+    rope_utils._apply_rotary_pos_emb_thd = _rotary_packed
+
+
+def install() -> None:
+    """Installs every adaptation; imports Megatron-Core, which takes 6 to 8 seconds of CPU."""
+    _adapt_torch()
+    # Megatron says at length that Transformer Engine and Apex are absent: here that is the point.
+    for module in ("megatron.core", "torch.distributed"):
+        warnings.filterwarnings("ignore", module=module.replace(".", r"\."))
+    with _no_compiler():
+        for module in ("megatron.core", "megatron.core.optimizer", "megatron.core.models.gpt"):
+            importlib.import_module(module)
+    _adapt_megatron()

@@ -1,0 +1,216 @@
+"""One model on Megatron-Core: forward passes and training steps over micro-batches, in any parallel layout.
+
+The engine knows no algorithm. It scores response tokens (log-probs and entropy, or values) and hands them, as (b, R)
+tensors, to a loss that the caller gives it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
+
+from megarl.config.architecture import Architecture
+from megarl.config.schema import OptimConfig, Recompute
+from megarl.engine import platform
+from megarl.engine.groups import ParallelGroups
+from megarl.engine.micro_batch import MicroBatch, make_micro_batch
+from megarl.engine.model import VOCABULARY_DIVISOR, Head, ModelChunk, build_chunks
+from megarl.engine.optimizer import Optimizer, StepStatistics
+from megarl.engine.vocab_parallel import token_scores
+from megarl.resharding.families import OUTPUT_LAYER, VALUE_HEAD_TENSOR
+from megarl.resharding.layout import ShardLayout, model_layouts, padded_vocab_size
+from megarl.resharding.load import ValueHead, load_into_shards
+from megarl.resharding.manifest import read_checkpoint_index
+
+MicroBatches = Sequence[Sequence[int]]  # row numbers of this replica's batch
+Outputs = Mapping[str, Tensor]  # (b, R) float32: `log_probs` and `entropy`, or `values`; 0 where a row has no response token
+Sums = dict[str, Tensor]  # scalars that add up over micro-batches and data-parallel ranks
+LossFunction = Callable[[Outputs, Mapping[str, Tensor]], tuple[Tensor, Sums]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineSpec:
+    """What to build. `head`: "lm" scores tokens, "value" is a critic. `optim` None: the model is frozen.
+
+    temperature: log-probs are of softmax(logits / temperature), as the rollout engine samples.
+    total_optimizer_steps: where the learning-rate decay ends.
+    """
+
+    architecture: Architecture
+    head: Head = "lm"
+    dtype: torch.dtype = torch.float32
+    optim: OptimConfig | None = None
+    total_optimizer_steps: int = 1
+    recompute: Recompute = Recompute.none
+    packing: bool = True
+    log_prob_chunk_tokens: int = 1024
+    temperature: float = 1.0
+
+
+class MegatronEngine:
+    """Weights come from the Hugging Face folder `weights`; a value head that it lacks starts at zero."""
+
+    def __init__(self, spec: EngineSpec, groups: ParallelGroups, weights: str) -> None:
+        self.spec = spec
+        self.groups = groups
+        self._device = platform.current().device
+        self._models = build_chunks(
+            spec.architecture, groups, head=spec.head, dtype=spec.dtype, recompute=spec.recompute, device=self._device
+        )
+        self.layout = _layout(spec.architecture, groups)
+        trainable = spec.optim is not None
+        for model in self._models:
+            model.train(trainable).requires_grad_(trainable)
+        # Wrapped before loading: Megatron moves parameters into its own contiguous buffers.
+        self._chunks: list[Any] = [self._data_parallel(model) for model in self._models] if trainable else list(self._models)
+        self._load(weights)
+        self._optimizer = Optimizer(spec.optim, self._chunks, spec.dtype, spec.total_optimizer_steps) if spec.optim else None
+
+    def _load(self, folder: str) -> None:
+        """A critic made from a language model has no head in its folder: it starts at V = 0 everywhere."""
+        stored = self.spec.head == "lm" or VALUE_HEAD_TENSOR in read_checkpoint_index(folder).tensors
+        parameters = self.parameters()
+        if not stored and OUTPUT_LAYER in parameters:
+            parameters[OUTPUT_LAYER].zero_()
+        value_head: ValueHead = "stored" if stored else "initial"
+        load_into_shards(folder, self.spec.architecture, self.layout, parameters, head=self.spec.head, value_head=value_head)
+
+    def _data_parallel(self, model: ModelChunk) -> DistributedDataParallel:
+        model.config.finalize_model_grads_func = _finalize_gradients
+        config = DistributedDataParallelConfig(use_distributed_optimizer=True, overlap_grad_reduce=False, grad_reduce_in_fp32=True)
+        return DistributedDataParallel(model.config, config, model)
+
+    def parameters(self) -> dict[str, Tensor]:
+        """This rank's shards by Megatron's names, with layers numbered over the whole model."""
+        return {name: parameter.detach() for name, parameter in self._named_parameters()}
+
+    def gradients(self) -> dict[str, Tensor]:
+        """As `parameters`, the float32 gradients after `forward_backward`, of which a data-parallel rank's own slice is reduced."""
+        return {name: parameter.main_grad for name, parameter in self._named_parameters()}
+
+    def _named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        for model in self._models:
+            for name, parameter in model.named_parameters():
+                if name.startswith("decoder.layers."):
+                    local, rest = name.removeprefix("decoder.layers.").split(".", 1)
+                    name = f"decoder.layers.{model.decoder.layers[int(local)].layer_number - 1}.{rest}"
+                yield name, parameter
+
+    def forward(self, batch: Mapping[str, Tensor], micro_batches: MicroBatches) -> dict[str, Tensor] | None:
+        """Scores the rows of `micro_batches` (each row once): (B, R) float32 per output, on the last pipeline stage; else None.
+
+        batch: see `make_micro_batch`; B is this replica's number of rows.
+        """
+        with torch.no_grad():
+            results = self._run(batch, micro_batches, loss=None)
+        if not self.groups.holds_last_stage:
+            return None
+        order = torch.tensor([row for rows in micro_batches for row in rows], device=self._device)
+        assert order.unique().numel() == order.numel() == batch["response_mask"].shape[0], "every row must be in one micro-batch"
+        joined = {key: torch.cat([result[key] for result in results]) for key in results[0]}
+        return {key: torch.empty_like(value).index_copy_(0, order, value) for key, value in joined.items()}
+
+    def forward_backward(self, batch: Mapping[str, Tensor], micro_batches: MicroBatches, loss: LossFunction) -> dict[str, float]:
+        """Gradients of the sum of `loss` over all micro-batches and data-parallel ranks, replacing those there were.
+
+        Returns the loss's sums over this replica's micro-batches, on the last pipeline stage; elsewhere nothing.
+        """
+        assert self._optimizer is not None, "a frozen model has no gradients"
+        self._optimizer.zero_grad()
+        results = self._run(batch, micro_batches, loss)
+        totals: dict[str, Tensor] = {}
+        for sums in results:
+            for key, value in sums.items():
+                totals[key] = totals.get(key, 0.0) + value.detach()
+        return {key: float(value) for key, value in totals.items()}
+
+    def step(self) -> StepStatistics:
+        """Applies the gradients."""
+        assert self._optimizer is not None, "a frozen model has no optimizer"
+        return self._optimizer.step()
+
+    def _run(self, batch: Mapping[str, Tensor], micro_batches: MicroBatches, loss: LossFunction | None) -> list[Any]:
+        parallel = self.groups.parallel
+        if parallel.virtual_pipeline_parallel_size and len(micro_batches) % parallel.pipeline_parallel_size:
+            raise ValueError(
+                f"{len(micro_batches)} micro-batches: with virtual pipeline stages their number must be a multiple of "
+                f"pipeline_parallel_size {parallel.pipeline_parallel_size}"
+            )
+        made = [
+            make_micro_batch(
+                batch,
+                rows,
+                packing=self.spec.packing,
+                align=parallel.tensor_parallel_size if parallel.sequence_parallel else 1,
+                device=self._device,
+            )
+            for rows in micro_batches
+        ]
+        iterators = [iter(made) for _ in self._chunks]
+        single = len(self._chunks) == 1
+        return get_forward_backward_func()(
+            forward_step_func=partial(self._forward_step, loss=loss),
+            data_iterator=iterators[0] if single else iterators,
+            model=self._chunks[0] if single else self._chunks,
+            num_microbatches=len(made),
+            seq_length=1,  # stages tell each other the real shapes (variable_seq_lengths)
+            micro_batch_size=1,
+            forward_only=loss is None,
+            collect_non_loss_data=loss is None,
+        )
+
+    def _forward_step(
+        self, micro_batches: Iterator[MicroBatch], chunk: Any, loss: LossFunction | None
+    ) -> tuple[Tensor, Callable[..., Any]]:
+        micro_batch = next(micro_batches)
+        hidden = chunk(micro_batch.tokens, micro_batch.positions, None, packed_seq_params=micro_batch.packed)
+
+        def scores(hidden: Tensor, non_loss_data: bool = True) -> Any:
+            outputs = self._score(micro_batch, hidden)
+            if loss is None:
+                return outputs
+            value, sums = loss(outputs, micro_batch.rows)
+            # Megatron divides by this count only where it averages; our losses have their denominator already.
+            return value, torch.ones((), dtype=torch.int, device=value.device), sums
+
+        return hidden, scores
+
+    def _score(self, micro_batch: MicroBatch, hidden: Tensor) -> dict[str, Tensor]:
+        model = self._models[-1]
+        at_predictors = model.output_hidden(hidden).index_select(0, micro_batch.predictors)
+        if self.spec.head == "value":
+            return {"values": micro_batch.scatter(model.output_layer(at_predictors))}
+        scores = token_scores(
+            at_predictors,
+            model.output_weight(),
+            micro_batch.targets,
+            vocab_size=self.spec.architecture.vocab_size,
+            temperature=self.spec.temperature,
+            chunk_tokens=self.spec.log_prob_chunk_tokens,
+            group=self.groups.tensor,
+        )
+        return {"log_probs": micro_batch.scatter(scores.log_probs), "entropy": micro_batch.scatter(scores.entropy)}
+
+
+def _finalize_gradients(chunks: list[Any], num_tokens: Tensor | None = None, **keywords: Any) -> None:
+    """Megatron's own reductions (DP, sequence parallel, tied embeddings) without its division by a count of tokens."""
+    finalize_model_grads(chunks, None, **keywords)
+
+
+def _layout(architecture: Architecture, groups: ParallelGroups) -> ShardLayout:
+    parallel = groups.parallel
+    layouts = model_layouts(
+        architecture,
+        tensor_parallel_size=parallel.tensor_parallel_size,
+        pipeline_parallel_size=parallel.pipeline_parallel_size,
+        virtual_pipeline_parallel_size=parallel.virtual_pipeline_parallel_size,
+        padded_vocab_size=padded_vocab_size(architecture.vocab_size, VOCABULARY_DIVISOR, parallel.tensor_parallel_size),
+    )
+    return layouts[groups.pipeline_rank * parallel.tensor_parallel_size + groups.tensor_rank]

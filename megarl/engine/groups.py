@@ -1,0 +1,67 @@
+"""Megatron's process groups. The only file that reads `megatron.core.parallel_state`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+from megarl.config.schema import ParallelConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelGroups:
+    """The groups of this rank and its place in them. Stage: pipeline rank; chunk: virtual pipeline stage on this rank."""
+
+    parallel: ParallelConfig
+    tensor: dist.ProcessGroup
+    pipeline: dist.ProcessGroup
+    data: dist.ProcessGroup
+    tensor_rank: int
+    pipeline_rank: int
+    data_rank: int
+
+    @property
+    def num_chunks(self) -> int:
+        return self.parallel.virtual_pipeline_parallel_size or 1
+
+    def is_first_stage(self, chunk: int) -> bool:
+        return self.pipeline_rank == 0 and chunk == 0
+
+    def is_last_stage(self, chunk: int) -> bool:
+        return self.holds_last_stage and chunk == self.num_chunks - 1
+
+    @property
+    def holds_last_stage(self) -> bool:
+        return self.pipeline_rank == self.parallel.pipeline_parallel_size - 1
+
+
+def initialize(parallel: ParallelConfig, seed: int) -> ParallelGroups:
+    """Creates every group, on all ranks in Megatron's one global order (tp, then dp, then pp). Roles of one process share them.
+
+    Raises ValueError when the world has another size than the layout.
+    """
+    if dist.get_world_size() != parallel.world_size:
+        raise ValueError(
+            f"the layout {parallel} needs {parallel.world_size} ranks, the process group has {dist.get_world_size()}: "
+            "tensor x pipeline x data must equal the number of ranks"
+        )
+    if parallel_state.model_parallel_is_initialized():
+        parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(
+        parallel.tensor_parallel_size,
+        parallel.pipeline_parallel_size,
+        virtual_pipeline_model_parallel_size=parallel.virtual_pipeline_parallel_size,
+    )
+    model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
+    return ParallelGroups(
+        parallel=parallel,
+        tensor=parallel_state.get_tensor_model_parallel_group(),
+        pipeline=parallel_state.get_pipeline_model_parallel_group(),
+        data=parallel_state.get_data_parallel_group(),
+        tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
+        pipeline_rank=parallel_state.get_pipeline_model_parallel_rank(),
+        data_rank=parallel_state.get_data_parallel_rank(),
+    )

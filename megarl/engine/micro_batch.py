@@ -1,0 +1,116 @@
+"""Micro-batches: rows of a batch as one packed sequence without padding, or padded on the right.
+
+Either way a sequence starts at its first real token. The logits that predict response token j of a row with p prompt
+tokens stand at position p + j - 1; values are read there too, V(s_t) being the value before token t is written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from torch import Tensor
+
+MODEL_INPUTS = ("input_ids", "attention_mask", "position_ids", "prompts", "responses")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MicroBatch:
+    """Model inputs for b rows, and where their response tokens are.
+
+    tokens, positions: (1, T) packed or (b, S') padded. predictors: (N,) places in the flattened (sequence-major)
+    hidden states that predict the N response tokens; targets: (N,) those tokens; cells: (N,) their places in a flattened (b, R).
+    """
+
+    tokens: Tensor
+    positions: Tensor
+    packed: PackedSeqParams | None
+    predictors: Tensor
+    targets: Tensor
+    cells: Tensor
+    rows: Mapping[str, Tensor]  # the batch's (b, R) tensors, for the loss
+    num_rows: int
+    response_length: int
+
+    def scatter(self, values: Tensor) -> Tensor:
+        """(N,) per response token -> (b, R), zero elsewhere. Differentiable."""
+        flat = values.new_zeros(self.num_rows * self.response_length)
+        return flat.index_copy(0, self.cells, values).view(self.num_rows, self.response_length)
+
+
+def _aligned(length: int, multiple: int) -> int:
+    return -(-length // multiple) * multiple
+
+
+def make_micro_batch(batch: Mapping[str, Tensor], rows: Sequence[int], *, packing: bool, align: int, device: torch.device) -> MicroBatch:
+    """Cuts `rows` out of `batch`: `input_ids`, `attention_mask` (B, S) and any (B, R) tensors, of which `response_mask` gives R.
+
+    `align`: the number of tokens is made a multiple of it by padding (sequence parallelism cuts along tokens).
+    Raises ValueError when a row has no prompt token, or when its real tokens are not one run around the prompt's end.
+    """
+    index = torch.as_tensor(rows)
+    response_length = batch["response_mask"].shape[1]
+    mask = batch["attention_mask"][index].bool()
+    prompt_length = mask.shape[1] - response_length
+    prompts, responses = mask[:, :prompt_length].sum(1), mask[:, prompt_length:].sum(1)
+    _check_layout(mask, prompt_length, prompts, responses, rows)
+    ids = batch["input_ids"][index]
+    lengths = prompts + responses
+    # offset of each real token inside its sequence, row by row
+    row_of = torch.repeat_interleave(torch.arange(len(rows)), lengths)
+    starts = torch.cumsum(lengths, 0) - lengths
+    offset = torch.arange(int(lengths.sum())) - starts[row_of]
+    real = ids[mask]
+    response_row = torch.repeat_interleave(torch.arange(len(rows)), responses)
+    response_offset = torch.arange(int(responses.sum())) - (torch.cumsum(responses, 0) - responses)[response_row]
+    place_in_row = prompts[response_row] + response_offset - 1
+    if packing:
+        total = _aligned(real.numel(), align)
+        padding = total - real.numel()
+        boundaries = torch.cat([torch.zeros(1, dtype=torch.long), torch.cumsum(lengths, 0)])
+        if padding:  # one more sequence, of padding only
+            boundaries = torch.cat([boundaries, torch.tensor([total])])
+        longest = int((boundaries[1:] - boundaries[:-1]).max())
+        cumulative = boundaries.to(device=device, dtype=torch.int32)
+        packed = PackedSeqParams(
+            qkv_format="thd", cu_seqlens_q=cumulative, cu_seqlens_kv=cumulative, max_seqlen_q=longest, max_seqlen_kv=longest
+        )
+        tokens = torch.nn.functional.pad(real, (0, padding))[None]
+        positions = torch.nn.functional.pad(offset, (0, padding))[None]
+        predictors = starts[response_row] + place_in_row
+    else:
+        packed = None
+        longest = _aligned(int(lengths.max()), align)
+        tokens = torch.zeros(len(rows), longest, dtype=torch.long)
+        tokens[row_of, offset] = real
+        positions = torch.arange(longest).expand(len(rows), -1)
+        predictors = place_in_row * len(rows) + response_row  # hidden states are (S', b, H)
+    return MicroBatch(
+        tokens=tokens.to(device),
+        positions=positions.to(device),
+        packed=packed,
+        predictors=predictors.to(device),
+        targets=ids[response_row, prompt_length + response_offset].to(device),
+        cells=(response_row * response_length + response_offset).to(device),
+        rows={
+            key: value[index].to(device)
+            for key, value in batch.items()
+            if key not in MODEL_INPUTS and value.dim() == 2 and value.shape[1] == response_length
+        },
+        num_rows=len(rows),
+        response_length=response_length,
+    )
+
+
+def _check_layout(mask: Tensor, prompt_length: int, prompts: Tensor, responses: Tensor, rows: Sequence[int]) -> None:
+    column = torch.arange(mask.shape[1])
+    expected = (column >= prompt_length - prompts[:, None]) & (column < prompt_length + responses[:, None])
+    wrong = ((mask != expected).any(1) | (prompts == 0)).nonzero().flatten().tolist()
+    if wrong:
+        raise ValueError(
+            f"row {rows[wrong[0]]} of the batch: attention_mask has {int(prompts[wrong[0]])} prompt and "
+            f"{int(responses[wrong[0]])} response tokens that are not one run; a prompt needs at least one token and is "
+            "padded on the left, a response on the right"
+        )

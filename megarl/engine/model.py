@@ -1,0 +1,190 @@
+"""Megatron's GPTModel built from a Hugging Face architecture: one chunk per virtual pipeline stage, for a policy or a critic."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    set_tensor_model_parallel_attributes,
+)
+from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from megarl.config.architecture import Architecture
+from megarl.config.schema import ParallelConfig, Recompute
+from megarl.engine.groups import ParallelGroups
+from megarl.engine.layers import AttentionCore, RMSNorm
+from megarl.resharding.layout import padded_vocab_size
+
+Head = Literal["lm", "value"]
+VOCABULARY_DIVISOR = 128  # rows per rank are a multiple of it, as matrix units like
+
+
+def transformer_config(
+    architecture: Architecture, parallel: ParallelConfig, dtype: torch.dtype, recompute: Recompute, on_cpu: bool
+) -> TransformerConfig:
+    """Megatron's configuration of the model. Losses come as sums over a fixed denominator: Megatron must not average again."""
+    virtual = parallel.virtual_pipeline_parallel_size
+    recomputing: dict[Recompute, dict[str, Any]] = {
+        Recompute.none: {},
+        Recompute.selective: {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
+        Recompute.full: {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+    }
+    return TransformerConfig(
+        num_layers=architecture.num_hidden_layers,
+        hidden_size=architecture.hidden_size,
+        ffn_hidden_size=architecture.intermediate_size,
+        num_attention_heads=architecture.num_attention_heads,
+        num_query_groups=architecture.num_key_value_heads,
+        kv_channels=architecture.head_dim,
+        normalization="RMSNorm",
+        layernorm_epsilon=architecture.rms_norm_eps,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        add_bias_linear=False,
+        add_qkv_bias=architecture.qkv_bias,
+        qk_layernorm=architecture.qk_norm,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        tensor_model_parallel_size=parallel.tensor_parallel_size,
+        pipeline_model_parallel_size=parallel.pipeline_parallel_size,
+        virtual_pipeline_model_parallel_size=virtual,
+        sequence_parallel=parallel.sequence_parallel,
+        variable_seq_lengths=True,
+        moe_token_dispatcher_type="alltoall",  # of dense models too: variable_seq_lengths refuses the default
+        overlap_p2p_comm=virtual is not None,
+        batch_p2p_comm=virtual is None,
+        pipeline_dtype=dtype,
+        params_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        calculate_per_token_loss=True,
+        perform_initialization=False,  # every element comes from a file, or the load fails
+        use_cpu_initialization=on_cpu,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        apply_rope_fusion=False,
+        gradient_accumulation_fusion=False,
+        persist_layer_norm=False,
+        **recomputing[recompute],
+    )
+
+
+def _block_spec(config: TransformerConfig, chunk: int | None) -> TransformerBlockSubmodules:
+    layer: ModuleSpec = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
+    attention = layer.submodules.self_attention.submodules
+    attention.core_attention = AttentionCore
+    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
+    if config.qk_layernorm:
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
+    num_layers = get_num_layers_to_build(config, vp_stage=chunk)
+    return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=RMSNorm)
+
+
+def inverse_frequencies(architecture: Architecture) -> Tensor:
+    """Rotary inverse frequencies (head_dim / 2,) float32, with Llama 3's scaling where the architecture has it.
+
+    Megatron knows that scaling for one set of constants only, so the numbers are made here. (Llama 3.1, as in
+    Hugging Face's `rope_type: llama3`: long wavelengths are slowed by `factor`, short ones kept, the band between blended.)
+    """
+    exponent = torch.arange(0, architecture.head_dim, 2, dtype=torch.float32) / architecture.head_dim
+    frequencies = 1.0 / (architecture.rope_theta**exponent)
+    scaling = architecture.rope_scaling
+    if scaling is None:
+        return frequencies
+    original = scaling.original_max_position_embeddings
+    wavelength = 2 * math.pi / frequencies
+    smooth = (original / wavelength - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    blended = (1 - smooth) * frequencies / scaling.factor + smooth * frequencies
+    scaled = torch.where(wavelength > original / scaling.low_freq_factor, frequencies / scaling.factor, blended)
+    return torch.where(wavelength < original / scaling.high_freq_factor, frequencies, scaled)
+
+
+class ValueHead(torch.nn.Module):
+    """One number per token, from replicated hidden states: a critic's output layer. weight (1, H)."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.empty(1, config.hidden_size, dtype=config.params_dtype))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """(..., H) -> (...) float32."""
+        return F.linear(hidden, self.weight)[..., 0].float()
+
+
+def _mark_tensor_parallel(model: torch.nn.Module) -> None:
+    """Marks the parameters that are cut over ranks, which Megatron does only while it initialises them.
+
+    Unmarked, a cut parameter passes for a copy and all but rank 0's part is left out of the gradient norm: silently.
+    """
+    dims = {ColumnParallelLinear: 0, VocabParallelEmbedding: 0, RowParallelLinear: 1}
+    for module in model.modules():
+        if type(module) in dims and module.weight is not None:
+            set_tensor_model_parallel_attributes(module.weight, is_parallel=True, dim=dims[type(module)], stride=1)
+
+
+class ModelChunk(GPTModel):
+    """GPTModel whose last stage returns hidden states, because its head runs in chunks of tokens (`vocab_parallel`)."""
+
+    def __init__(self, architecture: Architecture, config: TransformerConfig, groups: ParallelGroups, head: Head, chunk: int) -> None:
+        virtual_stage = chunk if groups.num_chunks > 1 else None
+        super().__init__(
+            config,
+            _block_spec(config, virtual_stage),
+            vocab_size=padded_vocab_size(architecture.vocab_size, VOCABULARY_DIVISOR, groups.parallel.tensor_parallel_size),
+            max_sequence_length=architecture.max_position_embeddings,
+            pre_process=groups.is_first_stage(chunk),
+            post_process=groups.is_last_stage(chunk),
+            share_embeddings_and_output_weights=architecture.tie_word_embeddings and head == "lm",
+            position_embedding_type="rope",
+            vp_stage=virtual_stage,
+        )
+        self.head = head
+        self.rotary_pos_emb.inv_freq = inverse_frequencies(architecture).to(self.rotary_pos_emb.inv_freq.device)
+        if self.post_process and head == "value":
+            self.output_layer = ValueHead(config)
+        _mark_tensor_parallel(self)
+
+    def _postprocess(self, hidden_states: Tensor, **unused: Any) -> Tensor:
+        return hidden_states
+
+    def output_hidden(self, hidden: Tensor) -> Tensor:
+        """Last stage: (S / tp or S, b, H) -> (S * b, H), whole on each tensor-parallel rank.
+
+        In the backward pass the head's gradient is summed over the ranks for a vocabulary cut among them, and taken as
+        it is for a value head, which every rank computes alike.
+        """
+        if self.config.sequence_parallel:
+            summed = self.head == "lm"
+            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=summed, group=self.pg_collection.tp)
+        elif self.head == "lm":
+            hidden = copy_to_tensor_model_parallel_region(hidden, group=self.pg_collection.tp)
+        return hidden.flatten(0, 1)
+
+    def output_weight(self) -> Tensor:
+        return self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else self.output_layer.weight
+
+
+def build_chunks(
+    architecture: Architecture,
+    groups: ParallelGroups,
+    *,
+    head: Head,
+    dtype: torch.dtype,
+    recompute: Recompute,
+    device: torch.device,
+) -> list[ModelChunk]:
+    """This rank's part of the model: one chunk, or one per virtual pipeline stage. Weights are not set yet."""
+    config = transformer_config(architecture, groups.parallel, dtype, recompute, on_cpu=device.type == "cpu")
+    return [ModelChunk(architecture, config, groups, head, chunk).to(device=device, dtype=dtype) for chunk in range(groups.num_chunks)]

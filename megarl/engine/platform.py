@@ -1,0 +1,57 @@
+"""The one place that knows the device: CUDA with NCCL, or the CPU with gloo and Megatron-Core adapted to it."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import torch
+
+from megarl.config.schema import Device
+
+
+@dataclass(frozen=True, kw_only=True)
+class Platform:
+    name: str
+    device: torch.device
+    distributed_backend: str
+
+    @property
+    def is_cuda(self) -> bool:
+        return self.name == "cuda"
+
+
+_active: Platform | None = None
+
+
+def activate(device: Device) -> Platform:
+    """Chooses the device for this process and prepares Megatron-Core for it. Must run before Megatron is imported.
+
+    On CUDA the process takes the GPU `LOCAL_RANK`. Raises ValueError where CUDA is asked for and absent, and where a
+    second call asks for another device (Megatron is adapted once per process).
+    """
+    global _active
+    cuda = device is Device.cuda or (device is Device.auto and torch.cuda.is_available())
+    if cuda and not torch.cuda.is_available():
+        raise ValueError("device=cuda, but torch sees no GPU: use device=cpu or auto, or install a CUDA build of torch")
+    if _active is not None:
+        if _active.is_cuda != cuda:
+            raise ValueError(f"this process already runs on {_active.name}; it cannot change to {device.value}")
+        return _active
+    if cuda:
+        index = int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count()
+        torch.cuda.set_device(index)
+        # Megatron overlaps tensor-parallel communication with computation only when kernels are launched in one queue.
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+        _active = Platform(name="cuda", device=torch.device("cuda", index), distributed_backend="nccl")
+    else:
+        from megarl.engine import cpu_adaptations
+
+        cpu_adaptations.install()
+        _active = Platform(name="cpu", device=torch.device("cpu"), distributed_backend="gloo")
+    return _active
+
+
+def current() -> Platform:
+    assert _active is not None, "megarl.engine.platform.activate has not been called in this process"
+    return _active
