@@ -188,7 +188,8 @@ def install() -> None:
     # Megatron says at length that Transformer Engine and Apex are absent: here that is the point.
     for module in ("megatron.core", "torch.distributed"):
         warnings.filterwarnings("ignore", module=module.replace(".", r"\."))
-    with _no_compiler():
+    with _no_compiler(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
         for module in ("megatron.core", "megatron.core.optimizer", "megatron.core.models.gpt"):
             importlib.import_module(module)
     _adapt_megatron()
