@@ -1,0 +1,140 @@
+"""A batch as bytes that are safe to load: safetensors for tensors, JSON for the rest, a checksum over all. Never pickle.
+
+Layout: MAGIC, CRC32 of the body (4 bytes, little endian), body. The body is one safetensors document whose tensor
+`document` holds the JSON as UTF-8 bytes (safetensors limits its own header to 100 MB, too little for raw texts).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+
+MAGIC = b"megarl-batch-1\n\0"
+_DOCUMENT = "document"
+_TENSOR_PREFIX = "tensor/"
+_TAG = "__megarl__"  # the one key that marks a JSON object as something JSON has no word for
+
+
+class SerializationError(ValueError):
+    """A value that cannot be stored safely, or bytes that are not a whole batch; the message names the value or the file."""
+
+
+class BatchContents(NamedTuple):
+    tensors: dict[str, torch.Tensor]
+    non_tensors: dict[str, list[Any]]
+    meta_info: dict[str, Any]
+
+
+def encode(contents: BatchContents) -> bytes:
+    """Raises SerializationError for a value that is neither JSON nor numpy nor a tuple, nor nested of these."""
+    document = {
+        "non_tensors": {key: [_to_json(row, f"non_tensor_batch[{key!r}]") for row in rows] for key, rows in contents.non_tensors.items()},
+        "meta_info": _to_json(contents.meta_info, "meta_info"),
+    }
+    text = bytearray(json.dumps(document).encode())
+    body = save(
+        {
+            _DOCUMENT: torch.frombuffer(text, dtype=torch.uint8),
+            **{_TENSOR_PREFIX + key: tensor for key, tensor in _unshared(contents.tensors).items()},
+        }
+    )
+    return MAGIC + zlib.crc32(body).to_bytes(4, "little") + body
+
+
+def decode(data: bytes, source: str = "bytes") -> BatchContents:
+    """`source` names the data in errors. Raises SerializationError when it is not a batch, cut short, or changed."""
+    body_start = len(MAGIC) + 4
+    if len(data) < body_start or not data.startswith(MAGIC):
+        raise SerializationError(f"{source} is not a stored DataProto: it does not start with {MAGIC!r}")
+    body = data[body_start:]
+    if zlib.crc32(body) != int.from_bytes(data[len(MAGIC) : body_start], "little"):
+        raise SerializationError(f"{source} is corrupt: its checksum does not match ({len(data)} bytes); write it again")
+    try:
+        tensors = load(body)
+        document = json.loads(bytes(tensors.pop(_DOCUMENT).numpy()))
+        return BatchContents(
+            tensors={name.removeprefix(_TENSOR_PREFIX): tensor for name, tensor in tensors.items()},
+            non_tensors={key: [_from_json(row) for row in rows] for key, rows in document["non_tensors"].items()},
+            meta_info=_from_json(document["meta_info"]),
+        )
+    except (SafetensorError, KeyError, ValueError, TypeError, AttributeError) as error:  # someone else's bytes with a good checksum
+        raise SerializationError(f"{source} does not hold a DataProto: {error}") from error
+
+
+def write_atomically(path: str | os.PathLike[str], data: bytes) -> None:
+    """The file is whole or absent, also when the machine stops half-way: temporary file, fsync, rename."""
+    target = Path(path)
+    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    try:
+        with open(temporary, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, target)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _unshared(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """safetensors refuses tensors that share memory (two keys of one tensor): the second gets memory of its own."""
+    seen: set[int] = set()
+    result = {}
+    for key, tensor in tensors.items():
+        tensor = tensor.detach().cpu().contiguous()
+        if tensor.untyped_storage().data_ptr() in seen:
+            tensor = tensor.clone()
+        seen.add(tensor.untyped_storage().data_ptr())
+        result[key] = tensor
+    return result
+
+
+def _to_json(value: Any, where: str) -> Any:
+    if isinstance(value, np.generic):  # before the plain types: np.float64 is a float too
+        return {_TAG: "scalar", "dtype": value.dtype.str, "value": _to_json(value.item(), where)}
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, np.ndarray):
+        rows = [_to_json(item, where) for item in value.ravel().tolist()]
+        return {_TAG: "array", "dtype": "object" if value.dtype == object else value.dtype.str, "shape": list(value.shape), "value": rows}
+    if isinstance(value, tuple):
+        return {_TAG: "tuple", "value": [_to_json(item, where) for item in value]}
+    if isinstance(value, list):
+        return [_to_json(item, where) for item in value]
+    if isinstance(value, dict):
+        for key in value:
+            if not isinstance(key, str) or key == _TAG:
+                raise SerializationError(f"{where} has the key {key!r}: only strings other than {_TAG!r} can be stored")
+        return {key: _to_json(item, f"{where}[{key!r}]") for key, item in value.items()}
+    raise SerializationError(
+        f"{where} holds a {type(value).__name__}, which cannot be stored safely: use JSON values, numpy values or tensors"
+    )
+
+
+def _from_json(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_from_json(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    kind = value.get(_TAG)
+    if kind is None:
+        return {key: _from_json(item) for key, item in value.items()}
+    content = _from_json(value["value"])
+    if kind == "tuple":
+        return tuple(content)
+    if kind == "scalar":
+        return np.dtype(value["dtype"]).type(content)
+    if kind == "array":
+        array = np.empty(len(content), dtype=np.dtype(value["dtype"]))
+        for index, item in enumerate(content):  # one by one: numpy would read rows that are lists as a second dimension
+            array[index] = item
+        return array.reshape(value["shape"])
+    raise ValueError(f"unknown kind of value {kind!r}")
