@@ -21,11 +21,11 @@ from megarl.config.schema import OptimConfig, Recompute
 from megarl.engine import platform
 from megarl.engine.groups import ParallelGroups
 from megarl.engine.micro_batch import MicroBatch, make_micro_batch
-from megarl.engine.model import VOCABULARY_DIVISOR, Head, ModelChunk, build_chunks
+from megarl.engine.model import Head, ModelChunk, build_chunks
 from megarl.engine.optimizer import Optimizer, StepStatistics
 from megarl.engine.vocab_parallel import token_scores
 from megarl.resharding.families import OUTPUT_LAYER, VALUE_HEAD_TENSOR
-from megarl.resharding.layout import ShardLayout, model_layouts, padded_vocab_size
+from megarl.resharding.layout import layouts_of
 from megarl.resharding.load import ValueHead, load_into_shards
 from megarl.resharding.manifest import read_checkpoint_index
 
@@ -64,7 +64,8 @@ class MegatronEngine:
         self._models = build_chunks(
             spec.architecture, groups, head=spec.head, dtype=spec.dtype, recompute=spec.recompute, device=self._device
         )
-        self.layout = _layout(spec.architecture, groups)
+        stage_and_rank = groups.pipeline_rank * groups.parallel.tensor_parallel_size + groups.tensor_rank
+        self.layout = layouts_of(spec.architecture, groups.parallel)[stage_and_rank]
         trainable = spec.optim is not None
         for model in self._models:
             model.train(trainable).requires_grad_(trainable)
@@ -202,15 +203,3 @@ class MegatronEngine:
 def _finalize_gradients(chunks: list[Any], num_tokens: Tensor | None = None, **keywords: Any) -> None:
     """Megatron's own reductions (DP, sequence parallel, tied embeddings) without its division by a count of tokens."""
     finalize_model_grads(chunks, None, **keywords)
-
-
-def _layout(architecture: Architecture, groups: ParallelGroups) -> ShardLayout:
-    parallel = groups.parallel
-    layouts = model_layouts(
-        architecture,
-        tensor_parallel_size=parallel.tensor_parallel_size,
-        pipeline_parallel_size=parallel.pipeline_parallel_size,
-        virtual_pipeline_parallel_size=parallel.virtual_pipeline_parallel_size,
-        padded_vocab_size=padded_vocab_size(architecture.vocab_size, VOCABULARY_DIVISOR, parallel.tensor_parallel_size),
-    )
-    return layouts[groups.pipeline_rank * parallel.tensor_parallel_size + groups.tensor_rank]

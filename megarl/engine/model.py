@@ -25,10 +25,9 @@ from megarl.config.architecture import Architecture
 from megarl.config.schema import ParallelConfig, Recompute
 from megarl.engine.groups import ParallelGroups
 from megarl.engine.layers import AttentionCore, RMSNorm
-from megarl.resharding.layout import padded_vocab_size
+from megarl.resharding.layout import VOCABULARY_DIVISOR, padded_vocab_size
 
 Head = Literal["lm", "value"]
-VOCABULARY_DIVISOR = 128  # rows per rank are a multiple of it, as matrix units like
 
 
 def transformer_config(
