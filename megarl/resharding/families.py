@@ -1,0 +1,236 @@
+"""The one table per model family that says which Hugging Face tensors make a Megatron parameter, and how it is cut.
+
+Loading, weight sync, conversion and export all read these rows, so a mistake here fails every parity test at once.
+Megatron names carry GLOBAL layer numbers. Dimensions are letters:
+    V vocabulary   H hidden   F feed-forward   Q all query heads   K all key (or value) heads   D one head   1 one
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from typing import Literal, NamedTuple
+
+from megarl.config.architecture import Architecture
+
+Head = Literal["lm", "value"]
+
+
+class Cut(Enum):
+    """How tensor parallelism cuts a parameter."""
+
+    replicated = "replicated"
+    column = "column"  # output features, dimension 0
+    row = "row"  # input features, dimension 1
+    qkv = "qkv"  # by query group: a group's query heads, its key head, its value head
+    gated = "gated"  # gate and up are cut each for itself, then stacked
+    vocabulary = "vocabulary"  # dimension 0, padded with rows that belong to no token
+
+
+class Place(Enum):
+    """The pipeline stages that hold a parameter."""
+
+    embedding = "embedding"  # the first
+    layer = "layer"  # the one that holds the layer
+    output = "output"  # the last
+
+
+class Axes(NamedTuple):
+    """In the views of `HFTensor.view`: HF tensors are joined along `join`, and the whole is cut over TP ranks along `cut`."""
+
+    join: int
+    cut: int | None
+
+
+AXES = {
+    Cut.replicated: Axes(join=0, cut=None),
+    Cut.column: Axes(join=0, cut=0),
+    Cut.row: Axes(join=0, cut=1),
+    Cut.qkv: Axes(join=1, cut=0),  # view (groups, rows of a group, ...)
+    Cut.gated: Axes(join=0, cut=1),  # view (1, rows, ...)
+    Cut.vocabulary: Axes(join=0, cut=0),
+}
+
+
+def _always(architecture: Architecture) -> bool:
+    return True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One Megatron parameter: `tensors` are (Hugging Face name, dimensions) in the order in which they are joined.
+
+    `is_copy`: the tensors are already held by another row, which is the one to be gathered from.
+    """
+
+    megatron: str
+    place: Place
+    cut: Cut
+    tensors: tuple[tuple[str, str], ...]
+    applies: Callable[[Architecture], bool] = _always
+    is_copy: bool = False
+
+
+_HF = "model.layers.{layer}."
+_MEGATRON = "decoder.layers.{layer}."
+
+# Qwen 2 and 2.5, Qwen 3, Llama 2 and 3: pre-norm attention and gated feed-forward. They differ in two switches.
+_DENSE = (
+    Row(
+        megatron="embedding.word_embeddings.weight",
+        place=Place.embedding,
+        cut=Cut.vocabulary,
+        tensors=(("model.embed_tokens.weight", "V H"),),
+    ),
+    Row(
+        megatron=_MEGATRON + "input_layernorm.weight",
+        place=Place.layer,
+        cut=Cut.replicated,
+        tensors=((_HF + "input_layernorm.weight", "H"),),
+    ),
+    Row(
+        megatron=_MEGATRON + "self_attention.linear_qkv.weight",
+        place=Place.layer,
+        cut=Cut.qkv,
+        tensors=(
+            (_HF + "self_attn.q_proj.weight", "Q H"),
+            (_HF + "self_attn.k_proj.weight", "K H"),
+            (_HF + "self_attn.v_proj.weight", "K H"),
+        ),
+    ),
+    Row(
+        megatron=_MEGATRON + "self_attention.linear_qkv.bias",
+        place=Place.layer,
+        cut=Cut.qkv,
+        tensors=((_HF + "self_attn.q_proj.bias", "Q"), (_HF + "self_attn.k_proj.bias", "K"), (_HF + "self_attn.v_proj.bias", "K")),
+        applies=lambda architecture: architecture.qkv_bias,
+    ),
+    Row(
+        megatron=_MEGATRON + "self_attention.q_layernorm.weight",
+        place=Place.layer,
+        cut=Cut.replicated,
+        tensors=((_HF + "self_attn.q_norm.weight", "D"),),
+        applies=lambda architecture: architecture.qk_norm,
+    ),
+    Row(
+        megatron=_MEGATRON + "self_attention.k_layernorm.weight",
+        place=Place.layer,
+        cut=Cut.replicated,
+        tensors=((_HF + "self_attn.k_norm.weight", "D"),),
+        applies=lambda architecture: architecture.qk_norm,
+    ),
+    Row(
+        megatron=_MEGATRON + "self_attention.linear_proj.weight",
+        place=Place.layer,
+        cut=Cut.row,
+        tensors=((_HF + "self_attn.o_proj.weight", "H Q"),),
+    ),
+    Row(
+        megatron=_MEGATRON + "pre_mlp_layernorm.weight",
+        place=Place.layer,
+        cut=Cut.replicated,
+        tensors=((_HF + "post_attention_layernorm.weight", "H"),),
+    ),
+    Row(
+        megatron=_MEGATRON + "mlp.linear_fc1.weight",
+        place=Place.layer,
+        cut=Cut.gated,
+        tensors=((_HF + "mlp.gate_proj.weight", "F H"), (_HF + "mlp.up_proj.weight", "F H")),
+    ),
+    Row(
+        megatron=_MEGATRON + "mlp.linear_fc2.weight",
+        place=Place.layer,
+        cut=Cut.row,
+        tensors=((_HF + "mlp.down_proj.weight", "H F"),),
+    ),
+    Row(
+        megatron="decoder.final_layernorm.weight",
+        place=Place.output,
+        cut=Cut.replicated,
+        tensors=(("model.norm.weight", "H"),),
+    ),
+)
+
+FAMILIES = {"llama": _DENSE, "qwen2": _DENSE, "qwen3": _DENSE}
+
+OUTPUT_LAYER = "output_layer.weight"
+VALUE_HEAD_TENSOR = "score.weight"
+LM_HEAD_TENSOR = "lm_head.weight"
+EMBEDDING_TENSOR = "model.embed_tokens.weight"
+
+_LM_HEAD = Row(megatron=OUTPUT_LAYER, place=Place.output, cut=Cut.vocabulary, tensors=((LM_HEAD_TENSOR, "V H"),))
+_TIED_HEAD = Row(megatron=OUTPUT_LAYER, place=Place.output, cut=Cut.vocabulary, tensors=((EMBEDDING_TENSOR, "V H"),), is_copy=True)
+_VALUE_HEAD = Row(megatron=OUTPUT_LAYER, place=Place.output, cut=Cut.replicated, tensors=((VALUE_HEAD_TENSOR, "1 H"),))
+
+
+class HFTensor(NamedTuple):
+    """A Hugging Face tensor: its shape, and the view (same elements, same order) in which its cut is a rectangle."""
+
+    name: str
+    shape: tuple[int, ...]
+    view: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Weight:
+    """A row of the table for one layer of one architecture. `layer` is the global number, None outside the layers."""
+
+    megatron_name: str
+    place: Place
+    layer: int | None
+    cut: Cut
+    tensors: tuple[HFTensor, ...]
+    is_copy: bool
+
+
+def weights_of(architecture: Architecture, head: Head) -> tuple[Weight, ...]:
+    """Every parameter of the whole model, in the order of the forward pass.
+
+    Raises ValueError for a family without a table.
+    """
+    if architecture.model_type not in FAMILIES:
+        raise ValueError(f"model_type {architecture.model_type!r} has no resharding table; supported: {', '.join(sorted(FAMILIES))}")
+    rows = [row for row in FAMILIES[architecture.model_type] if row.applies(architecture)]
+    if head == "value":
+        rows.append(_VALUE_HEAD)
+    else:
+        rows.append(_TIED_HEAD if architecture.tie_word_embeddings else _LM_HEAD)
+    before = [_expand(row, architecture, None) for row in rows if row.place is Place.embedding]
+    layers = [
+        _expand(row, architecture, layer) for layer in range(architecture.num_hidden_layers) for row in rows if row.place is Place.layer
+    ]
+    after = [_expand(row, architecture, None) for row in rows if row.place is Place.output]
+    return (*before, *layers, *after)
+
+
+def _expand(row: Row, architecture: Architecture, layer: int | None) -> Weight:
+    sizes = {
+        "V": architecture.vocab_size,
+        "H": architecture.hidden_size,
+        "F": architecture.intermediate_size,
+        "Q": architecture.num_attention_heads * architecture.head_dim,
+        "K": architecture.num_key_value_heads * architecture.head_dim,
+        "D": architecture.head_dim,
+        "1": 1,
+    }
+    tensors = []
+    for pattern, dims in row.tensors:
+        shape = tuple(sizes[letter] for letter in dims.split())
+        tensors.append(HFTensor(pattern.format(layer=layer), shape, _view(row.cut, shape, architecture.num_key_value_heads)))
+    return Weight(
+        megatron_name=row.megatron.format(layer=layer),
+        place=row.place,
+        layer=layer,
+        cut=row.cut,
+        tensors=tuple(tensors),
+        is_copy=row.is_copy,
+    )
+
+
+def _view(cut: Cut, shape: tuple[int, ...], num_groups: int) -> tuple[int, ...]:
+    if cut is Cut.qkv:
+        return (num_groups, shape[0] // num_groups, *shape[1:])
+    if cut is Cut.gated:
+        return (1, *shape)
+    return shape

@@ -1,0 +1,86 @@
+"""Boxes of whole-numbered coordinates, and the proof that some of them tile a tensor exactly once.
+
+Every cut that Megatron makes of a Hugging Face tensor is one rectangle, once both tensors are seen through the right view.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+
+
+@dataclass(frozen=True)
+class Rectangle:
+    """The elements with starts[d] <= index[d] < stops[d] in every dimension d."""
+
+    starts: tuple[int, ...]
+    stops: tuple[int, ...]
+
+    @classmethod
+    def whole(cls, shape: Sequence[int]) -> Rectangle:
+        return cls((0,) * len(shape), tuple(shape))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(stop - start for start, stop in zip(self.starts, self.stops, strict=True))
+
+    @property
+    def volume(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        return tuple(slice(start, stop) for start, stop in zip(self.starts, self.stops, strict=True))
+
+    def along(self, dim: int, start: int, stop: int) -> Rectangle:
+        """This rectangle with its extent in one dimension replaced."""
+        return Rectangle(
+            (*self.starts[:dim], start, *self.starts[dim + 1 :]),
+            (*self.stops[:dim], stop, *self.stops[dim + 1 :]),
+        )
+
+    def intersect(self, other: Rectangle) -> Rectangle | None:
+        starts = tuple(map(max, self.starts, other.starts))
+        stops = tuple(map(min, self.stops, other.stops))
+        return Rectangle(starts, stops) if all(map(int.__lt__, starts, stops)) else None
+
+    def relative_to(self, origin: Sequence[int], target: Sequence[int] | None = None) -> Rectangle:
+        """Moved so that the point `origin` comes to lie on `target` (the zero point if not given)."""
+        shift = [to - at for at, to in zip(origin, target or (0,) * len(origin), strict=True)]
+        return Rectangle(tuple(map(int.__add__, self.starts, shift)), tuple(map(int.__add__, self.stops, shift)))
+
+    def __str__(self) -> str:
+        return "[" + ", ".join(f"{start}:{stop}" for start, stop in zip(self.starts, self.stops, strict=True)) + "]"
+
+
+def tiling_fault(shape: Sequence[int], rectangles: Sequence[Rectangle]) -> str | None:
+    """None where the rectangles cover every element of `shape` exactly once, otherwise what is wrong, in words.
+
+    Rectangles that lie inside, do not meet, and have the right total volume tile exactly: no element is looked at.
+    """
+    whole = Rectangle.whole(shape)
+    for index, rectangle in enumerate(rectangles):
+        if rectangle.intersect(whole) != rectangle:
+            return f"{rectangle} lies outside shape {tuple(shape)}"
+        for other in rectangles[:index]:
+            if (overlap := rectangle.intersect(other)) is not None:
+                return f"{overlap} comes twice"
+    missing = whole.volume - sum(rectangle.volume for rectangle in rectangles)
+    return f"{missing} of {whole.volume} elements are missing" if missing else None
+
+
+def contiguous_blocks(shape: Sequence[int], max_volume: int) -> Iterator[tuple[int, Rectangle]]:
+    """Cuts a row-major tensor into rectangles of at most `max_volume` elements, each contiguous in memory.
+
+    Yields (offset of the first element, rectangle) in the order of memory. max_volume >= 1.
+    """
+    inner_volumes = [prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    cut_dim = next(dim for dim, inner in enumerate(inner_volumes) if inner <= max_volume)
+    step = max_volume // inner_volumes[cut_dim]
+    for outer in product(*(range(size) for size in shape[:cut_dim])):
+        for start in range(0, shape[cut_dim], step):
+            starts = (*outer, start) + (0,) * (len(shape) - cut_dim - 1)
+            stops = (*(index + 1 for index in outer), min(start + step, shape[cut_dim]), *shape[cut_dim + 1 :])
+            yield sum(map(int.__mul__, starts, inner_volumes)), Rectangle(starts, stops)
