@@ -1,0 +1,90 @@
+"""Supervised data: chats that end with an assistant's answer, cut into a prompt and the response that is trained.
+
+The keys are those of RL batches, so an engine sees one format: the loss is on `response_mask`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from transformers import PreTrainedTokenizerBase
+
+from megarl.config.schema import Overlong
+from megarl.data.overlong import Measured, keep_within
+from megarl.data.padding import join, pad_left, pad_right
+from megarl.data.tables import Row, chat_messages, read_rows
+from megarl.data.tokenizer import render_chat
+from megarl.protocol.batch import DataProto
+
+
+class Example(NamedTuple):
+    prompt_ids: list[int]
+    response_ids: list[int]  # the final answer's tokens, its end token included
+
+
+class SFTDataset:
+    """Column `messages`: a chat whose last message is the assistant's. `max_length` bounds prompt and response together.
+
+    `num_filtered` counts the rows left out as too long. Raises DataError for a row that cannot be used.
+    """
+
+    def __init__(self, files: Sequence[str], tokenizer: PreTrainedTokenizerBase, max_length: int, overlong: Overlong) -> None:
+        self._pad_id = tokenizer.pad_token_id
+        examples, measured = [], []
+        for row in read_rows(files, required=["messages"]):
+            example = _read(row, tokenizer)
+            examples.append(example)
+            measured.append(Measured.of(row, len(example.prompt_ids) + len(example.response_ids)))
+        self._examples = keep_within(examples, measured, max_length, "data.max_length", overlong)
+        self.num_filtered = len(examples) - len(self._examples)
+
+    def __len__(self) -> int:
+        return len(self._examples)
+
+    def __getitem__(self, index: int) -> Example:
+        return self._examples[index]
+
+    def batch(self, indices: Sequence[int], uids: Sequence[str]) -> DataProto:
+        """`prompts` (B, P), `responses` (B, R), `input_ids`, `attention_mask`, `position_ids` (B, S), all int64,
+        `response_mask` (B, R) bool; P and R are the longest of the batch. Array `uid`."""
+        rows = [self._examples[index] for index in indices]
+        prompts = pad_left([row.prompt_ids for row in rows], max(len(row.prompt_ids) for row in rows), self._pad_id)
+        responses = pad_right([row.response_ids for row in rows], max(len(row.response_ids) for row in rows), self._pad_id)
+        tensors = {**join(prompts, responses), "response_mask": responses.mask.bool()}
+        return DataProto.from_dict(tensors=tensors, non_tensors={"uid": list(uids)})
+
+
+def _read(row: Row, tokenizer: PreTrainedTokenizerBase) -> Example:
+    messages = chat_messages(row, "messages")
+    if len(messages) < 2 or messages[-1]["role"] != "assistant":
+        roles = [message["role"] for message in messages]
+        raise row.error("messages", f"the roles are {roles}; a row needs a prompt and, as its last message, the assistant's answer")
+    try:
+        prompt_ids = render_chat(tokenizer, messages[:-1], for_generation=True)
+        full_ids = render_chat(tokenizer, messages, for_generation=False)
+    except ValueError as error:
+        raise row.error("messages", str(error)) from error
+    if full_ids[: len(prompt_ids)] != prompt_ids:
+        raise row.error("messages", _not_a_prefix(tokenizer, prompt_ids, full_ids))
+    answer_ids = full_ids[len(prompt_ids) :]
+    if tokenizer.eos_token_id not in answer_ids:
+        raise row.error(
+            "messages",
+            f"the rendered answer {tokenizer.decode(answer_ids)[-60:]!r} does not hold the end token {tokenizer.eos_token!r}, so the model "
+            "would not learn to stop; set the tokenizer's eos_token to what its chat template ends an answer with",
+        )
+    last_end = len(answer_ids) - answer_ids[::-1].index(tokenizer.eos_token_id)  # a template may add a line break after it
+    return Example(prompt_ids, answer_ids[:last_end])
+
+
+def _not_a_prefix(tokenizer: PreTrainedTokenizerBase, prompt_ids: list[int], full_ids: list[int]) -> str:
+    """Why the answer's tokens cannot be told from the prompt's: the first place where the two renderings part."""
+    pairs = enumerate(zip(prompt_ids, full_ids, strict=False))
+    parting = next((i for i, (a, b) in pairs if a != b), min(len(prompt_ids), len(full_ids)))
+    prompt, full = (tokenizer.decode(ids[parting : parting + 8]) for ids in (prompt_ids, full_ids))
+    return (
+        f"the prompt rendered for generation is not the beginning of the whole chat: from token {parting} on it reads {prompt!r} and "
+        f"the chat {full!r}, so the answer's tokens cannot be told apart. Use a chat template that renders a message in the same way "
+        "whatever follows it (templates that drop or add thinking parts do not)"
+    )
