@@ -1,0 +1,43 @@
+"""A tiny tokenizer and parquet files for the tests: one token per character, and a ChatML-like template."""
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+CHARACTERS = "abcdefghijklmnopqrstuvwxyz0123456789 +=?.\n"
+TEMPLATE = (
+    "{% for message in messages %}{% if message.role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"
+    "<|start|>{{ message.role }}\n{{ message.content }}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
+)
+
+
+def character_tokenizer(template=TEMPLATE, **special):
+    vocabulary = {token: index for index, token in enumerate(["<|unk|>", *CHARACTERS])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<|unk|>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in ("<|start|>", "<|end|>", "<|pad|>")])
+    special = {"eos_token": "<|end|>", "pad_token": "<|pad|>"} | special
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **{key: value for key, value in special.items() if value})
+    fast.chat_template = template
+    return fast
+
+
+def user(content):
+    return [{"role": "user", "content": content}]
+
+
+def prompt_row(content="a", **changes):
+    return {
+        "prompt": user(content),
+        "data_source": "sums",
+        "reward_model": {"style": "rule", "ground_truth": "5"},
+        "extra_info": {"index": 0},
+    } | changes
+
+
+def write(path, rows):
+    pq.write_table(pa.Table.from_pylist(rows), path)
+    return str(path)

@@ -1,0 +1,112 @@
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from megarl.config.schema import Overlong
+from megarl.data.prompts import PromptDataset
+from megarl.data.tables import DataError
+from tests.unit.data.chats import prompt_row, user, write
+
+FRAME = len("<user\n>\n<assistant\n")  # tokens that the template adds, a special token counting as one
+
+
+def dataset(files, tokenizer, max_prompt_length=40, overlong=Overlong.refuse):
+    return PromptDataset(files, tokenizer, max_prompt_length, overlong)
+
+
+def test_rows_of_all_files_are_rendered_in_order(tmp_path, tokenizer):
+    files = [
+        write(tmp_path / "a.parquet", [prompt_row("2 + 3 = ?", extra_info={"index": 7}), prompt_row("bb")]),
+        write(tmp_path / "b.parquet", [prompt_row("ccc", data_source="other", reward_model={"style": "rule", "ground_truth": "x"})]),
+    ]
+    prompts = dataset(files, tokenizer)
+    assert [tokenizer.decode(prompts[i].token_ids) for i in range(3)] == [
+        f"<|start|>user\n{text}<|end|>\n<|start|>assistant\n" for text in ("2 + 3 = ?", "bb", "ccc")
+    ]
+    assert prompts.num_filtered == 0
+    batch = prompts.batch([2, 0], ["u", "v"])
+    assert batch.batch["prompts"].shape == batch.batch["prompt_attention_mask"].shape == (2, 40)
+    assert batch.batch["prompt_attention_mask"].sum(dim=1).tolist() == [FRAME + 3, FRAME + 9]
+    assert batch.batch["prompts"][0, -FRAME - 3 :].tolist() == list(prompts[2].token_ids)
+    assert batch.batch["prompts"][0, : -FRAME - 3].unique().tolist() == [tokenizer.pad_token_id]
+    assert batch.non_tensor_batch["uid"].tolist() == ["u", "v"]
+    assert batch.non_tensor_batch["data_source"].tolist() == ["other", "sums"]
+    assert batch.non_tensor_batch["reward_model"][0] == {"style": "rule", "ground_truth": "x"}
+    assert batch.non_tensor_batch["extra_info"][1] == {"index": 7}
+
+
+def test_extra_info_may_be_absent_or_null(tmp_path, tokenizer):
+    row = prompt_row()
+    del row["extra_info"]
+    absent, null = write(tmp_path / "a.parquet", [row]), write(tmp_path / "b.parquet", [prompt_row(), prompt_row(extra_info=None)])
+    prompts = dataset([absent, null], tokenizer)
+    assert [prompts[i].extra_info for i in range(3)] == [{}, {"index": 0}, {}]
+
+
+def test_overlong_prompts_are_refused_with_the_numbers(tmp_path, tokenizer):
+    file = write(tmp_path / "a.parquet", [prompt_row("a"), prompt_row("a" * 9), prompt_row("a" * 5)])
+    limit = FRAME + 4
+    message = (
+        rf"a.parquet, row 1: {FRAME + 9} tokens; 2 of 3 rows have more than data.max_prompt_length={limit} tokens, the longest "
+        rf"{FRAME + 9}. Raise data.max_prompt_length to {FRAME + 9}, or set data.overlong=filter"
+    )
+    with pytest.raises(DataError, match=message):
+        dataset([file], tokenizer, limit)
+
+
+def test_overlong_prompts_are_filtered_and_counted_and_never_cut(tmp_path, tokenizer, caplog):
+    file = write(tmp_path / "a.parquet", [prompt_row("a"), prompt_row("a" * 9), prompt_row("a" * 4)])
+    prompts = dataset([file], tokenizer, FRAME + 4, Overlong.filter)
+    assert (len(prompts), prompts.num_filtered) == (2, 1)
+    assert [len(prompts[i].token_ids) for i in range(2)] == [FRAME + 1, FRAME + 4]
+    assert "1 of 3 rows" in caplog.text
+    with pytest.raises(DataError, match="no row is left after filtering"):
+        dataset([file], tokenizer, 3, Overlong.filter)
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        (
+            prompt_row() | {"prompt": "2 + 3"},
+            r"row 0, column 'prompt': found str '2 \+ 3', expected a list of chat messages such as \[\{'role'",
+        ),
+        (
+            prompt_row() | {"prompt": [{"role": "user", "content": 5}]},
+            "row 0, column 'prompt': message 0 is dict .*role and content as strings",
+        ),
+        (prompt_row() | {"prompt": [{"role": "robot", "content": "x"}]}, "message 0 has role 'robot', expected one of .*'user'"),
+        (prompt_row() | {"prompt": [{"role": "tool", "content": "x"}]}, "row 0, column 'prompt': the chat template refuses.*no tools here"),
+        (prompt_row() | {"reward_model": "5"}, "row 0, column 'reward_model': found str '5', expected dict such as .*ground_truth"),
+        (prompt_row() | {"reward_model": {"style": "rule"}}, "column 'reward_model': it has no 'ground_truth', only"),
+        (prompt_row() | {"data_source": 3}, "row 0, column 'data_source': found int 3, expected str"),
+        (prompt_row() | {"extra_info": "x"}, "row 0, column 'extra_info': found str 'x', expected dict"),
+    ],
+)
+def test_a_bad_row_is_named(tmp_path, tokenizer, row, message):
+    with pytest.raises(DataError, match=message):
+        dataset([write(tmp_path / "bad.parquet", [row])], tokenizer)
+
+
+def test_the_row_number_is_that_of_the_file(tmp_path, tokenizer):
+    good = write(tmp_path / "good.parquet", [prompt_row()] * 3)
+    bad = write(tmp_path / "bad.parquet", [prompt_row(), prompt_row(), prompt_row(data_source=None)])
+    with pytest.raises(DataError, match="bad.parquet, row 2, column 'data_source': found NoneType None"):
+        dataset([good, bad], tokenizer)
+
+
+def test_a_bad_file_is_named(tmp_path, tokenizer):
+    with pytest.raises(DataError, match="absent.parquet: there is no such file"):
+        dataset([str(tmp_path / "absent.parquet")], tokenizer)
+    (tmp_path / "text.parquet").write_text("prompt\nhello\n")
+    with pytest.raises(DataError, match="text.parquet: not a parquet file.*to_parquet"):
+        dataset([str(tmp_path / "text.parquet")], tokenizer)
+    renamed = [{"prompts": user("a"), "data_source": "s", "reward_model": {"ground_truth": "5"}}]
+    with pytest.raises(DataError, match="column 'prompt' is missing; the file has .*rename 'prompts'"):
+        dataset([write(tmp_path / "renamed.parquet", renamed)], tokenizer)
+    empty = pa.Table.from_pylist([prompt_row()]).slice(0, 0)
+    pq.write_table(empty, tmp_path / "empty.parquet")
+    with pytest.raises(DataError, match="empty.parquet: the file has no rows"):
+        dataset([str(tmp_path / "empty.parquet")], tokenizer)
+    with pytest.raises(DataError, match="no data file is given; set data.train_files"):
+        dataset([], tokenizer)
