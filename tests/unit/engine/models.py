@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
+from transformers import AutoModel, AutoModelForCausalLM, LlamaConfig, PretrainedConfig, PreTrainedModel, Qwen2Config, Qwen3Config
+
+from megarl.config.architecture import Architecture, RopeScaling
 
 VOCAB_SIZE = 199  # odd, so that every tensor-parallel size pads it
 _SHAPE: dict[str, Any] = {
@@ -51,6 +55,60 @@ def save_model(family: str, folder: Path, seed: int = 0) -> None:
     model.save_pretrained(folder)
 
 
+def architecture_of(family: str) -> Architecture:
+    config = FAMILIES[family]
+    rope = config.rope_parameters
+    scaling = {key: rope[key] for key in RopeScaling.__dataclass_fields__} if rope["rope_type"] == "llama3" else None
+    return Architecture(
+        model_type=config.model_type,
+        num_hidden_layers=config.num_hidden_layers,
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        num_attention_heads=config.num_attention_heads,
+        num_key_value_heads=config.num_key_value_heads,
+        head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+        vocab_size=config.vocab_size,
+        max_position_embeddings=config.max_position_embeddings,
+        rms_norm_eps=config.rms_norm_eps,
+        rope_theta=rope["rope_theta"],
+        rope_scaling=RopeScaling(**scaling) if scaling else None,
+        tie_word_embeddings=config.tie_word_embeddings,
+        qkv_bias=config.model_type == "qwen2",
+        qk_norm=config.model_type == "qwen3",
+    )
+
+
+class Critic(torch.nn.Module):
+    """A Hugging Face trunk with a linear head; its parameters have the names that a critic's folder stores."""
+
+    def __init__(self, trunk: PreTrainedModel, head: Tensor) -> None:
+        super().__init__()
+        self.model = trunk
+        self.score = torch.nn.Linear(head.shape[1], 1, bias=False)
+        self.score.weight = torch.nn.Parameter(head.clone())
+
+
+def save_critic(lm_folder: Path, folder: Path, seed: int = 0) -> None:
+    """The language model's trunk with a random `score.weight` in place of its head."""
+    folder.mkdir(exist_ok=True)
+    tensors = {name: value for name, value in load_file(lm_folder / "model.safetensors").items() if name != "lm_head.weight"}
+    hidden_size = tensors["model.norm.weight"].shape[0]
+    tensors["score.weight"] = torch.randn(1, hidden_size, generator=torch.Generator().manual_seed(seed)) * 0.3
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text((lm_folder / "config.json").read_text())
+
+
+def load_lm(folder: Path) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
+def load_critic(folder: Path) -> Critic:
+    """A folder without `score.weight` gives a head of zeros."""
+    trunk = AutoModel.from_pretrained(folder, dtype=torch.float32)
+    head = load_file(folder / "model.safetensors").get("score.weight")
+    return Critic(trunk, torch.zeros(1, trunk.config.hidden_size) if head is None else head)
+
+
 def make_batch(num_rows: int = 7, prompt_length: int = 6, response_length: int = 9, seed: int = 1) -> dict[str, Tensor]:
     """Rows of different lengths: left-padded prompts, right-padded responses, one full row, one response of one token."""
     generator = torch.Generator().manual_seed(seed)
@@ -71,22 +129,32 @@ def make_batch(num_rows: int = 7, prompt_length: int = 6, response_length: int =
     }
 
 
-def reference_logits(model: torch.nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """(B, R, V) logits that predict each response token, row by row through Hugging Face; zero where there is no token."""
+def _at_predictors(batch: dict[str, Tensor], of_row: Callable[[Tensor], Tensor]) -> Tensor:
+    """(B, R, ...): `of_row` maps token ids (1, L) to (L, ...); its output one before each response token, 0 where there is none."""
     response_length = batch["response_mask"].shape[1]
     prompt_length = batch["input_ids"].shape[1] - response_length
     rows = []
     for ids, mask in zip(batch["input_ids"], batch["attention_mask"].bool(), strict=True):
         prompt, response = int(mask[:prompt_length].sum()), int(mask[prompt_length:].sum())
-        logits = model(ids[mask][None], use_cache=False).logits[0, prompt - 1 : prompt + response - 1]
-        rows.append(torch.nn.functional.pad(logits, (0, 0, 0, response_length - response)))
+        output = of_row(ids[mask][None])[prompt - 1 : prompt + response - 1]
+        rows.append(torch.cat([output, output.new_zeros(response_length - response, *output.shape[1:])]))
     return torch.stack(rows)
 
 
-def reference_scores(model: torch.nn.Module, batch: dict[str, Tensor], temperature: float = 1.0) -> dict[str, Tensor]:
-    """`log_probs` and `entropy` (B, R) of the response tokens, 0 elsewhere."""
+def reference_logits(model: torch.nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """(B, R, V) logits that predict each response token, row by row through Hugging Face; zero where there is no token."""
+    return _at_predictors(batch, lambda ids: model(ids, use_cache=False).logits[0])
+
+
+def reference_values(critic: Critic, batch: dict[str, Tensor]) -> Tensor:
+    """(B, R): the value before each response token is written; 0 where there is none."""
+    return _at_predictors(batch, lambda ids: critic.score(critic.model(ids, use_cache=False).last_hidden_state[0])[:, 0])
+
+
+def scores_of(logits: Tensor, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """`log_probs` and `entropy` (B, R) of the response tokens under softmax(logits), 0 elsewhere."""
     response_length = batch["response_mask"].shape[1]
-    log_softmax = (reference_logits(model, batch) / temperature).log_softmax(-1)
+    log_softmax = logits.log_softmax(-1)
     targets = batch["input_ids"][:, -response_length:]
     real = batch["attention_mask"][:, -response_length:]
     return {

@@ -1,0 +1,128 @@
+"""What runs inside the ranks of the engine's tests: an engine in a layout, and its shards brought back as Hugging Face tensors.
+
+Megatron is imported inside functions, after the platform is active.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megarl.config.architecture import Architecture
+from megarl.config.schema import Device, ParallelConfig
+
+if TYPE_CHECKING:
+    from megarl.engine.engine import MegatronEngine
+    from megarl.engine.groups import ParallelGroups
+
+_TP, _PP, _VPP, _DP = (
+    {f"{name}_parallel_size": 2} for name in ("tensor", "pipeline", "virtual_pipeline", "data")
+)  # each is 1 (or None) where it is left out
+LAYOUTS: dict[str, ParallelConfig] = {
+    "TP1": ParallelConfig(),
+    "TP2": ParallelConfig(**_TP),
+    "PP2": ParallelConfig(**_PP),
+    "TP2xPP2": ParallelConfig(**_TP, **_PP),
+    "PP2xVPP2": ParallelConfig(**_PP, **_VPP),
+    "DP2": ParallelConfig(**_DP),
+    "TP2+SP": ParallelConfig(**_TP, sequence_parallel=True),
+}
+BUCKET_BYTES = 20_000  # several buckets even for a tiny model
+
+Tensors = dict[str, Tensor]
+
+
+def start(parallel: ParallelConfig) -> ParallelGroups:
+    from megarl.engine import platform
+
+    platform.activate(Device.cpu)
+    from megarl.engine import groups
+
+    return groups.initialize(parallel, seed=0)
+
+
+def build(groups: ParallelGroups, folder: str, architecture: Architecture, **spec: Any) -> MegatronEngine:
+    """`spec`: fields of EngineSpec. Chunks of 8 tokens, so that every micro-batch of more has several."""
+    from megarl.engine.engine import EngineSpec, MegatronEngine
+
+    return MegatronEngine(EngineSpec(architecture=architecture, **{"log_prob_chunk_tokens": 8, **spec}), groups, folder)
+
+
+def replica_rows(groups: ParallelGroups, num_rows: int) -> list[int]:
+    """The rows of this data-parallel rank: dealt out in turn, so that replicas can have different numbers of them."""
+    return list(range(groups.data_rank, num_rows, groups.parallel.data_parallel_size))
+
+
+def deal(num_rows: int, num_micro_batches: int) -> list[list[int]]:
+    """Micro-batches whose rows are not in order and not the same in number."""
+    return [list(range(first, num_rows, num_micro_batches))[::-1] for first in range(num_micro_batches)]
+
+
+def take(batch: Mapping[str, Tensor], rows: Sequence[int]) -> Tensors:
+    return {key: value[list(rows)] for key, value in batch.items()}
+
+
+def join_rows(rows: Sequence[int], outputs: Mapping[str, Tensor] | None, num_rows: int) -> Tensors:
+    """Outputs (rows of this replica, on the last stage) -> (B, ...) on every rank, as a driver would collect them."""
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, (list(rows), outputs))
+    joined: Tensors = {}
+    for part_rows, part in gathered:
+        for key, value in (part or {}).items():
+            joined.setdefault(key, torch.full((num_rows, *value.shape[1:]), float("nan")))[part_rows] = value
+    return joined
+
+
+def hf_weights(engine: MegatronEngine) -> Tensors:
+    return _hf_tensors(engine, engine.parameters())
+
+
+def hf_gradients(engine: MegatronEngine) -> Tensors:
+    """Each data-parallel rank holds its own slice of the reduced gradient: the slices are joined first."""
+    for chunk in engine._chunks:
+        for buffer in chunk.buffers + chunk.expert_parallel_buffers:
+            for bucket in buffer.buckets:
+                slices = list(bucket.grad_data.chunk(engine.groups.parallel.data_parallel_size))
+                dist.all_gather(slices, slices[engine.groups.data_rank].clone(), group=engine.groups.data)
+    return _hf_tensors(engine, engine.gradients())
+
+
+def _hf_tensors(engine: MegatronEngine, named: Tensors) -> Tensors:
+    """This stage's Hugging Face tensors on tensor-parallel rank 0, float32; nothing elsewhere."""
+    from megarl.resharding.families import weights_of
+    from megarl.resharding.gather import iterate_buckets
+
+    spec, layout = engine.spec, engine.layout
+    shapes = {tensor.name: tensor.shape for weight in weights_of(spec.architecture, spec.head) for tensor in weight.tensors}
+    pieces: dict[str, list[Tensor]] = {}
+    buckets = iterate_buckets(named, spec.architecture, layout, engine.groups.tensor, BUCKET_BYTES, torch.float32, spec.head)
+    for bucket in buckets:
+        for chunk in bucket.chunks:
+            pieces.setdefault(chunk.name, []).append(chunk.data)
+    return {name: torch.cat(parts).view(shapes[name]) for name, parts in pieces.items()}
+
+
+def merge(parts: Sequence[Mapping[str, Tensor]]) -> Tensors:
+    """The stages' tensors as one model; replicas of a stage must agree to the bit."""
+    merged: Tensors = {}
+    for part in parts:
+        for name, value in part.items():
+            if name in merged:
+                assert torch.equal(merged[name], value), f"replicas disagree on {name}"
+            merged[name] = value
+    return merged
+
+
+def weighted_sum(keys: Sequence[str]) -> Callable[..., Any]:
+    """A loss of the engine: sum over outputs k of k * rows["weight/k"]. Linear, so that the reference is one line."""
+
+    def loss(outputs: Mapping[str, Tensor], rows: Mapping[str, Tensor]) -> tuple[Tensor, Tensors]:
+        value = sum((outputs[key] * rows[f"weight/{key}"]).sum() for key in keys)
+        assert isinstance(value, Tensor)
+        return value, {"loss": value}
+
+    return loss

@@ -1,0 +1,184 @@
+"""The engine against Hugging Face in float32: every family in every layout, forward and backward, policy and critic."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megarl.config.architecture import Architecture
+from megarl.config.schema import OptimConfig, ParallelConfig
+from tests.ranks import RankPool
+from tests.unit.engine.comparison import assert_same, max_difference
+from tests.unit.engine.models import (
+    FAMILIES,
+    architecture_of,
+    load_critic,
+    load_lm,
+    make_batch,
+    reference_logits,
+    reference_values,
+    save_critic,
+    save_model,
+    scores_of,
+)
+from tests.unit.engine.rank_side import (
+    LAYOUTS,
+    Tensors,
+    build,
+    deal,
+    hf_gradients,
+    join_rows,
+    merge,
+    replica_rows,
+    start,
+    take,
+    weighted_sum,
+)
+
+OUTPUT_TOLERANCE = 1e-5  # absolute
+GRADIENT_TOLERANCE = 1e-4  # of the tensor's norm
+GRADIENT_FLOOR = 1e-5  # of the whole gradient's norm: below it a tensor is noise
+TEMPERATURE = 0.7
+
+
+class Case(NamedTuple):
+    """One engine to compare: the folder it is built from and the outputs it gives."""
+
+    folder: str
+    spec: dict[str, Any]
+    keys: tuple[str, ...]
+
+
+CASES = {
+    "policy": Case("lm", {}, ("log_probs", "entropy")),
+    "policy at a temperature": Case("lm", {"temperature": TEMPERATURE}, ("log_probs", "entropy")),
+    "critic": Case("critic", {"head": "value"}, ("values",)),
+    "critic without a stored head": Case("lm", {"head": "value"}, ("values",)),
+}
+
+
+class Compared(NamedTuple):
+    """Outputs (B, R, ...) and, of a weighted sum of them, the gradients by Hugging Face names and their norm."""
+
+    outputs: Tensors
+    gradients: Tensors
+    grad_norm: float
+
+
+def weighted_batch() -> Tensors:
+    """A weight per token and output, so that no two gradients are the same by symmetry."""
+    batch = make_batch()
+    generator = torch.Generator().manual_seed(2)
+    for key in ("log_probs", "entropy", "values"):
+        batch[f"weight/{key}"] = torch.randn(batch["response_mask"].shape, generator=generator) * batch["response_mask"]
+    return batch
+
+
+def with_logits(engine: Any) -> Any:
+    """Makes `engine` return logits too: it has no path of its own that makes them for a whole micro-batch."""
+    score = engine._score
+
+    def scores(micro_batch: Any, hidden: Tensor) -> Tensors:
+        model = engine._models[-1]
+        part = model.output_hidden(hidden)[micro_batch.predictors] @ model.output_weight().T
+        parts = [torch.empty_like(part) for _ in range(engine.groups.parallel.tensor_parallel_size)]
+        dist.all_gather(parts, part, group=engine.groups.tensor)
+        logits = torch.cat(parts, -1)[:, : engine.spec.architecture.vocab_size]
+        cells = logits.new_zeros(micro_batch.num_rows * micro_batch.response_length, logits.shape[1])
+        cells[micro_batch.cells] = logits
+        return {**score(micro_batch, hidden), "logits": cells.view(micro_batch.num_rows, micro_batch.response_length, -1)}
+
+    engine._score = scores
+    return engine
+
+
+def run_engine(parallel: ParallelConfig, architecture: Architecture, folders: dict[str, str], batch: Tensors) -> dict[str, Compared]:
+    """In a rank: every case. Outputs are those of the whole batch; gradients those of the rank's stage."""
+    groups = start(parallel)
+    num_rows = len(batch["input_ids"])
+    rows = replica_rows(groups, num_rows)
+    part, micro_batches = take(batch, rows), deal(len(rows), 2)
+    results = {}
+    for name, case in CASES.items():
+        engine = build(groups, folders[case.folder], architecture, optim=OptimConfig(), **case.spec)
+        engine.forward_backward(part, micro_batches, weighted_sum(case.keys))
+        gradients = hf_gradients(engine)
+        if name == "policy":
+            engine = with_logits(engine)
+        outputs = join_rows(rows, engine.forward(part, micro_batches), num_rows)
+        results[name] = Compared(outputs, gradients, engine.step().grad_norm)
+    return results
+
+
+def run_reference(folders: dict[str, str], batch: Tensors) -> dict[str, Compared]:
+    """The same cases, one row at a time through Hugging Face."""
+    results = {}
+    for name, case in CASES.items():
+        if case.spec.get("head") == "value":
+            model: torch.nn.Module = load_critic(Path(folders[case.folder]))
+            outputs = {"values": reference_values(model, batch)}
+        else:
+            model = load_lm(Path(folders[case.folder]))
+            logits = reference_logits(model, batch)
+            outputs = scores_of(logits / case.spec.get("temperature", 1.0), batch)
+        sum((outputs[key] * batch[f"weight/{key}"]).sum() for key in case.keys).backward()
+        gradients = {key: parameter.grad for key, parameter in model.named_parameters()}
+        norm = torch.stack([gradient.norm() for gradient in gradients.values()]).norm()
+        if name == "policy":
+            outputs["logits"] = logits
+        results[name] = Compared({key: value.detach() for key, value in outputs.items()}, gradients, float(norm))
+    return results
+
+
+class Reference(NamedTuple):
+    architecture: Architecture
+    folders: dict[str, str]
+    batch: Tensors
+    results: dict[str, Compared]
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    folder = tmp_path_factory.mktemp(request.param)
+    save_model(request.param, folder / "lm")
+    save_critic(folder / "lm", folder / "critic")
+    folders, batch = {key: str(folder / key) for key in ("lm", "critic")}, weighted_batch()
+    return Reference(architecture_of(request.param), folders, batch, run_reference(folders, batch))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_engine_gives_what_hugging_face_gives(reference: Reference, layout: str, rank_pool: RankPool) -> None:
+    """Logits, log-probs, entropy and values; every parameter's gradient; the norm, which needs shards told from copies."""
+    parallel = LAYOUTS[layout]
+    ranks = rank_pool.run(
+        run_engine,
+        world_size=parallel.world_size,
+        parallel=parallel,
+        architecture=reference.architecture,
+        folders=reference.folders,
+        batch=reference.batch,
+    )
+    for name, want in reference.results.items():
+        gradients = merge([rank[name].gradients for rank in ranks])
+        assert_same(gradients, want.gradients, GRADIENT_TOLERANCE, floor=GRADIENT_FLOOR * want.grad_norm)
+        for rank in ranks:
+            assert rank[name].outputs.keys() == want.outputs.keys()
+            for key, value in want.outputs.items():
+                assert max_difference(rank[name].outputs[key], value) <= OUTPUT_TOLERANCE, (name, key)
+            assert rank[name].grad_norm == pytest.approx(want.grad_norm, rel=1e-5), name
+
+
+def test_reference_is_not_trivial(reference: Reference) -> None:
+    """What would hide a mistake: log-probs near uniform, values near zero, a parameter without a gradient."""
+    mask = reference.batch["response_mask"]
+    assert float(reference.results["policy"].outputs["log_probs"][mask].std()) > 0.3
+    assert float(reference.results["critic"].outputs["values"][mask].std()) > 0.5
+    for name in ("policy", "critic"):
+        result = reference.results[name]
+        assert all(float(gradient.norm()) > 10 * GRADIENT_FLOOR * result.grad_norm for gradient in result.gradients.values()), name
+    assert not reference.results["critic without a stored head"].outputs["values"].any()
