@@ -247,6 +247,11 @@ class RolloutConfig:
     max_concurrency: int = 256  # sequences that one replica generates at the same time
     validation: SamplingConfig = field(default_factory=SamplingConfig)
 
+    @property
+    def training(self) -> SamplingConfig:
+        """How training samples are drawn."""
+        return SamplingConfig(n=self.n, temperature=self.temperature, top_p=self.top_p, top_k=self.top_k)
+
 
 @dataclass(frozen=True, kw_only=True)
 class PlacementConfig:

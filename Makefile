@@ -1,0 +1,35 @@
+# The two commands of the README: `make quickstart` and `make test`. Both set up .venv first, once.
+PYTHON ?= python3.11
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+export OMP_NUM_THREADS ?= 1
+export TOKENIZERS_PARALLELISM ?= false
+
+.PHONY: setup quickstart test lint types clean
+
+setup: $(READY)
+
+$(READY): requirements/cpu.txt requirements/dev.txt setup.py
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements/cpu.txt -r requirements/dev.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+	touch $(READY)
+
+# Overrides go to the PPO run: make quickstart ARGS="trainer.total_steps=10 trainer.seed=1"
+quickstart: $(READY)
+	$(BIN)/python -m examples.quickstart.run $(ARGS)
+
+test: $(READY) lint types
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(READY)
+	$(BIN)/mypy
+
+clean:
+	rm -rf $(VENV) outputs

@@ -1,0 +1,124 @@
+"""PPO: the loop, and what happens between its phases on the driver (KL penalty, advantages, metrics)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from megarl.algorithms.advantages import ADVANTAGE_ESTIMATORS, AdvantageInputs
+from megarl.algorithms.kl import KL_CONTROLLERS, apply_kl_penalty, kl_per_token, sequence_mean_kl
+from megarl.algorithms.metrics import data_metrics
+from megarl.config.schema import AlgorithmConfig, KLWhere, PPOConfig
+from megarl.data.loader import BatchLoader
+from megarl.protocol.batch import DataProto
+from megarl.trainers.evaluation import Evaluation
+from megarl.trainers.monitor import Monitor
+from megarl.workers.reward import Reward
+from megarl.workers.roles import Actor, Critic, Pending, Reference, valid_token_count
+from megarl.workers.rollout import Rollout
+
+Metrics = dict[str, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Roles:
+    """Who does what. Without a KL term there is no reference; a critic-free estimator has no critic."""
+
+    actor: Actor
+    rollout: Rollout
+    reward: Reward
+    reference: Reference | None = None
+    critic: Critic | None = None
+
+
+class PPOTrainer:
+    """Reads as the algorithm: `train_step` is one step of PPO."""
+
+    def __init__(self, config: PPOConfig, roles: Roles, prompts: BatchLoader, evaluation: Evaluation | None, monitor: Monitor) -> None:
+        self.config = config
+        self.roles = roles
+        self.prompts = prompts
+        self.evaluation = evaluation
+        self.monitor = monitor
+        self._advantages = AdvantageStep(config.algorithm)
+
+    def fit(self) -> None:
+        """Trains for `trainer.total_steps`; validates before, every so often, and at the end."""
+        trainer = self.config.trainer
+        self.roles.actor.sync_weights(self.roles.rollout)
+        if trainer.validate_before:
+            self._validate(0)
+        for step in range(1, trainer.total_steps + 1):
+            with self.monitor.step(step):
+                self.monitor.record(self.train_step(next(self.prompts), step))
+                if step == trainer.total_steps or (trainer.validate_every_steps and step % trainer.validate_every_steps == 0):
+                    self._validate(step)
+
+    def train_step(self, prompts: DataProto, step: int) -> Metrics:
+        """One step: samples, their scores, advantages, updates of both models, and the new weights to the rollout."""
+        roles, phase = self.roles, self.monitor.phase
+        trains_actor = step > self.config.trainer.critic_warmup_steps
+
+        batch = roles.rollout.generate(prompts, self.config.rollout.training, step)
+        scores = [roles.reward.score(batch), roles.actor.log_probs(batch)]
+        if roles.reference:
+            scores.append(roles.reference.log_probs(batch))
+        if roles.critic:
+            scores.append(roles.critic.values(batch))
+        batch = batch.union(*scores)  # the roles work side by side where their pools differ
+        with phase("adv"):
+            batch, metrics = self._advantages(batch)
+        updates = []
+        if roles.critic:
+            updates.append(roles.critic.update(batch, step))
+        if trains_actor:
+            updates.append(roles.actor.update(batch, step))
+        for result in Pending.gather(updates):
+            metrics |= result
+        if trains_actor:
+            with phase("update_weights"):
+                roles.actor.sync_weights(roles.rollout)
+        return metrics | self._batch_metrics(batch)
+
+    def _batch_metrics(self, batch: DataProto) -> Metrics:
+        metrics = data_metrics(batch.tensors, self.config.data.max_response_length)
+        metrics["reward/error_rate"] = batch.meta_info["reward/error_rate"]
+        metrics["num_tokens"] = float(valid_token_count(batch))
+        return metrics
+
+    def _validate(self, step: int) -> None:
+        if self.evaluation:
+            with self.monitor.phase("testing"):
+                self.monitor.record_validation(self.evaluation.run(self.roles.rollout, self.roles.reward), step)
+
+
+class AdvantageStep:
+    """From scores to advantages and returns: the KL penalty in the reward, then the estimator. Keeps the KL controller."""
+
+    def __init__(self, algorithm: AlgorithmConfig) -> None:
+        self._algorithm = algorithm
+        self.kl_controller = KL_CONTROLLERS[algorithm.kl.controller.kind](algorithm.kl)
+
+    def __call__(self, batch: DataProto) -> tuple[DataProto, Metrics]:
+        """Adds `token_level_rewards`, `advantages`, `returns` (B, R).
+
+        Metrics: `actor/reward_kl_penalty`, the mean KL per token over rows (sequence_mean_kl), and its coefficient before the update.
+        """
+        tensors, metrics = batch.tensors, {}
+        scores, mask = tensors["token_level_scores"], tensors["response_mask"]
+        rewards = torch.where(mask, scores, 0.0)
+        if "ref_log_prob" in tensors:
+            config, beta = self._algorithm.kl, self.kl_controller.coefficient
+            old, reference = tensors["old_log_probs"], tensors["ref_log_prob"]
+            kl = sequence_mean_kl(kl_per_token(old, reference, mask, config.estimator), mask)
+            metrics = {"actor/reward_kl_penalty": kl, "actor/reward_kl_penalty_coeff": beta}
+            if config.where is KLWhere.reward:
+                rewards = apply_kl_penalty(scores, old, reference, mask, beta, config.estimator)
+                self.kl_controller.update(kl, len(batch))
+        inputs = AdvantageInputs(
+            token_level_rewards=rewards, response_mask=mask, uid=batch.non_tensor_batch["uid"], values=tensors.get("values")
+        )
+        estimate = ADVANTAGE_ESTIMATORS[self._algorithm.advantage.estimator](inputs, self._algorithm.advantage)
+        added = {"token_level_rewards": rewards, "advantages": estimate.advantages, "returns": estimate.returns}
+        return batch.union(DataProto.from_dict(added)), metrics

@@ -1,0 +1,41 @@
+"""Supervised fine-tuning on the engine of RL: the likelihood of the answers, with the prompts masked out."""
+
+from __future__ import annotations
+
+from megarl.config.schema import SFTConfig
+from megarl.data.loader import BatchLoader, one_pass
+from megarl.data.sft import SFTDataset
+from megarl.trainers.monitor import Monitor
+from megarl.workers.roles import Actor, valid_token_count
+
+
+class SFTTrainer:
+    """Validation is the mean negative log-likelihood per answer token, `val/loss`, over all held-out rows."""
+
+    def __init__(self, config: SFTConfig, actor: Actor, batches: BatchLoader, validation: SFTDataset | None, monitor: Monitor) -> None:
+        self.config = config
+        self.actor = actor
+        self.batches = batches
+        self.validation = validation
+        self.monitor = monitor
+
+    def fit(self) -> None:
+        trainer = self.config.trainer
+        for step in range(1, trainer.total_steps + 1):
+            with self.monitor.step(step):
+                batch = next(self.batches)
+                metrics = self.actor.update_sft(batch).get()
+                self.monitor.record({**metrics, "num_tokens": float(valid_token_count(batch))})
+                if step == trainer.total_steps or (trainer.validate_every_steps and step % trainer.validate_every_steps == 0):
+                    self._validate(step)
+
+    def _validate(self, step: int) -> None:
+        if self.validation is None:
+            return
+        total, num_tokens = 0.0, 0
+        with self.monitor.phase("testing"):
+            for batch in one_pass(self.validation, self.config.trainer.samples_per_step):
+                mask = batch.tensors["response_mask"]
+                total -= float(self.actor.log_probs(batch).get().tensors["old_log_probs"][mask].sum())
+                num_tokens += int(mask.sum())
+        self.monitor.record({"val/loss": total / num_tokens})

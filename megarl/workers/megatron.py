@@ -1,0 +1,117 @@
+"""What every Megatron role has in a worker process: the process group, the parallel groups, an engine, and its place in the mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from megarl.config.architecture import Architecture
+from megarl.config.schema import Device, DType, EngineConfig, OptimConfig, ParallelConfig, Recompute
+from megarl.controller.worker import Worker
+from megarl.engine import platform
+from megarl.protocol.batch import DataProto
+from megarl.protocol.mesh import MeshCoordinate
+from megarl.protocol.weights import WeightBucket
+from megarl.resharding.families import Head
+from megarl.resharding.gather import iterate_buckets
+
+if TYPE_CHECKING:  # importing these imports Megatron, which wants the platform to be active
+    from megarl.engine.engine import LossFunction, MegatronEngine
+    from megarl.engine.groups import ParallelGroups
+
+MICRO_BATCHES = "micro_batches"  # meta_info: the row numbers of each micro-batch, planned by the driver
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSpec:
+    """One model of a role: where its weights are, what it is, and how its process is laid out."""
+
+    path: str
+    architecture: Architecture
+    head: Head
+    dtype: DType
+    parallel: ParallelConfig
+    engine: EngineConfig
+    device: Device
+    seed: int
+    temperature: float = 1.0
+    optim: OptimConfig | None = None
+    total_optimizer_steps: int = 1
+    recompute: Recompute = Recompute.none
+
+
+_groups: ParallelGroups | None = None  # roles that are fused in this process share them
+
+
+def _process_groups(spec: ModelSpec) -> ParallelGroups:
+    global _groups
+    from megarl.engine import groups
+
+    if _groups is None:
+        dist.init_process_group(platform.current().distributed_backend, init_method="env://")
+        _groups = groups.initialize(spec.parallel, spec.seed)
+    if _groups.parallel != spec.parallel:
+        raise ValueError(f"roles fused in one process share a layout, but one has {_groups.parallel} and another {spec.parallel}")
+    return _groups
+
+
+class MegatronWorker(Worker):
+    """One rank of a role. The engine is built, and its weights read, when the worker is constructed."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        platform.activate(spec.device)
+        self._groups = _process_groups(spec)
+        from megarl.engine.engine import EngineSpec, MegatronEngine
+
+        self._spec = spec
+        self._engine: MegatronEngine = MegatronEngine(
+            EngineSpec(
+                architecture=spec.architecture,
+                head=spec.head,
+                dtype=getattr(torch, spec.dtype.value),
+                optim=spec.optim,
+                total_optimizer_steps=spec.total_optimizer_steps,
+                recompute=spec.recompute,
+                packing=spec.engine.packing,
+                log_prob_chunk_tokens=spec.engine.log_prob_chunk_tokens,
+                temperature=spec.temperature,
+            ),
+            self._groups,
+            spec.path,
+        )
+        self._export: Iterator[WeightBucket] = iter(())
+
+    def mesh_coordinate(self) -> MeshCoordinate:
+        return MeshCoordinate(dp=self._groups.data_rank, tp=self._groups.tensor_rank, pp=self._groups.pipeline_rank)
+
+    def _forward(self, part: DataProto, names: dict[str, str]) -> DataProto:
+        """Scores of this replica's rows, renamed to batch keys; without rows on the ranks that do not hold the last stage."""
+        outputs = self._engine.forward(part.tensors, part.meta_info[MICRO_BATCHES])
+        return DataProto.from_dict({names[key]: value.cpu() for key, value in (outputs or {}).items() if key in names})
+
+    def _train(self, part: DataProto, loss: LossFunction, prefix: str) -> dict[str, float]:
+        metrics = self._engine.forward_backward(part.tensors, part.meta_info[MICRO_BATCHES], loss)
+        step = self._engine.step()
+        return {**metrics, f"{prefix}/grad_norm": step.grad_norm, f"{prefix}/lr": step.lr}
+
+    def begin_weight_export(self, bucket_bytes: int) -> None:
+        """Starts a pass over the weights; the first data-parallel replica gives them, stage by stage."""
+        parameters = self._engine.parameters()
+        dtype = next(iter(parameters.values())).dtype
+        is_source = self._groups.data_rank == 0
+        self._export = (
+            iterate_buckets(
+                parameters, self._spec.architecture, self._engine.layout, self._groups.tensor, bucket_bytes, dtype, self._spec.head
+            )
+            if is_source
+            else iter(())
+        )
+
+    def next_weight_bucket(self) -> WeightBucket | None:
+        """The next bucket of this rank's stage, None after the last. All tensor-parallel ranks of the stage must be asked."""
+        return next(self._export, None)

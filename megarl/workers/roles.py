@@ -1,0 +1,160 @@
+"""The Megatron roles as the training loop sees them: a handle plans micro-batches, dispatches them, and restores the order of rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megarl.algorithms.losses import MiniBatchCounts
+from megarl.config.schema import MicroBatchConfig, ParallelConfig
+from megarl.controller.futures import WorkerFuture, gather
+from megarl.controller.group import RoleGroup
+from megarl.data.packing import BatchPlan, plan_micro_batches
+from megarl.protocol.batch import DataProto
+from megarl.protocol.future import DataProtoFuture
+from megarl.workers.megatron import MICRO_BATCHES
+
+_MODEL_KEYS = ("input_ids", "attention_mask", "response_mask")
+
+
+class Pending(DataProtoFuture):
+    """A result that is computed from other futures' results when all of them are there."""
+
+    def __init__(self, parts: Sequence[WorkerFuture], finish: Callable[[list[Any]], Any]) -> None:
+        self._parts = parts
+        self._finish = finish
+
+    def get(self, timeout: float | None = None) -> Any:
+        return self._finish(gather(*self._parts, timeout=timeout))
+
+    @classmethod
+    def gather(cls, futures: Sequence[Any], timeout: float | None = None) -> list[Any]:
+        gather(*(part for future in futures for part in future._parts), timeout=timeout)
+        return [future.get() for future in futures]
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpdatePlan:
+    """How a step's samples become optimizer steps: `updates_per_step` mini-batches in each of `epochs_per_batch` passes."""
+
+    updates_per_step: int
+    epochs_per_batch: int
+    seed: int
+
+    def mini_batches(self, batch: DataProto, step: int) -> Iterator[DataProto]:
+        size = len(batch) // self.updates_per_step
+        return batch.make_iterator(size, epochs=self.epochs_per_batch, seed=self.seed + step if self.updates_per_step > 1 else None)
+
+
+class MegatronRole:
+    """A group of workers that hold one model, with its layout and the limit of its micro-batches."""
+
+    def __init__(self, group: RoleGroup, parallel: ParallelConfig, micro_batch: MicroBatchConfig) -> None:
+        self.group = group
+        self._parallel = parallel
+        self._micro_batch = micro_batch
+
+    def _split(self, batch: DataProto, keys: Iterable[str]) -> tuple[BatchPlan, list[DataProto]]:
+        """One part per replica with the plan of its micro-batches. Rows that only fill a micro-batch have no response token."""
+        lengths = batch.tensors["attention_mask"].sum(1).tolist()
+        virtual = self._parallel.virtual_pipeline_parallel_size is not None
+        plan = plan_micro_batches(
+            lengths,
+            self._parallel.data_parallel_size,
+            sequences=self._micro_batch.sequences,
+            max_tokens=self._micro_batch.max_tokens,
+            multiple_of=self._parallel.pipeline_parallel_size if virtual else 1,
+        )
+        model_inputs = batch.select(list(keys), [])
+        parts = []
+        for rank in plan.ranks:
+            part = model_inputs.select_idxs(rank.rows)
+            for micro_batch, rows in zip(rank.micro_batches, rank.local_micro_batches, strict=True):
+                if micro_batch.is_filler:
+                    part.tensors["response_mask"][rows.start : rows.stop] = False
+            part.meta_info = {MICRO_BATCHES: [list(rows) for rows in rank.local_micro_batches]}
+            parts.append(part)
+        return plan, parts
+
+    def _score(self, batch: DataProto, method: Callable[[list[DataProto]], WorkerFuture]) -> Pending:
+        plan, parts = self._split(batch, _MODEL_KEYS)
+
+        def restore(results: list[Any]) -> DataProto:
+            (replicas,) = results
+            return DataProto.concat(replicas).select_idxs(plan.restore_order())
+
+        return Pending([method(parts)], restore)
+
+    def _update(
+        self,
+        mini_batches: Iterable[DataProto],
+        keys: Sequence[str],
+        method: Callable[[list[DataProto], MiniBatchCounts], WorkerFuture],
+    ) -> Pending:
+        """Queues one optimizer step per mini-batch; metrics are summed over replicas and averaged over mini-batches."""
+        futures = []
+        for mini_batch in mini_batches:
+            counts = MiniBatchCounts.of(mini_batch.tensors["response_mask"])
+            futures.append(method(self._split(mini_batch, (*_MODEL_KEYS, *keys))[1], counts))
+        return Pending(futures, lambda updates: _mean([_over_replicas(replicas) for replicas in updates]))
+
+
+# Metrics that every replica reports alike; all others are shares that add up.
+_REPORTED_ALIKE = ("/grad_norm", "/lr")
+
+
+def _over_replicas(replicas: list[dict[str, float]]) -> dict[str, float]:
+    return {
+        name: value if name.endswith(_REPORTED_ALIKE) else sum(replica[name] for replica in replicas) for name, value in replicas[0].items()
+    }
+
+
+def _mean(updates: list[dict[str, float]]) -> dict[str, float]:
+    return {name: sum(update[name] for update in updates) / len(updates) for name in updates[0]}
+
+
+class Reference(MegatronRole):
+    def log_probs(self, batch: DataProto) -> Pending:
+        """`ref_log_prob` (B, R)."""
+        return self._score(batch, self.group.ref_log_prob)
+
+
+class Critic(MegatronRole):
+    def __init__(self, group: RoleGroup, parallel: ParallelConfig, micro_batch: MicroBatchConfig, updates: UpdatePlan) -> None:
+        super().__init__(group, parallel, micro_batch)
+        self._updates = updates
+
+    def values(self, batch: DataProto) -> Pending:
+        """`values` (B, R)."""
+        return self._score(batch, self.group.values)
+
+    def update(self, batch: DataProto, step: int) -> Pending:
+        """Trains on `values`, `returns`; the metrics of CriticLoss, `critic/grad_norm` and `critic/lr`."""
+        return self._update(self._updates.mini_batches(batch, step), ("values", "returns"), self.group.update_critic)
+
+
+class Actor(MegatronRole):
+    def __init__(self, group: RoleGroup, parallel: ParallelConfig, micro_batch: MicroBatchConfig, updates: UpdatePlan) -> None:
+        super().__init__(group, parallel, micro_batch)
+        self._updates = updates
+
+    def log_probs(self, batch: DataProto) -> Pending:
+        """`old_log_probs`, `entropys` (B, R)."""
+        return self._score(batch, self.group.old_log_prob)
+
+    def update(self, batch: DataProto, step: int) -> Pending:
+        """Trains on `old_log_probs`, `advantages` and, where it is there, `ref_log_prob`; the metrics of ActorLoss."""
+        keys = [key for key in ("old_log_probs", "advantages", "ref_log_prob") if key in batch.tensors]
+        return self._update(self._updates.mini_batches(batch, step), keys, self.group.update_actor)
+
+    def update_sft(self, batch: DataProto) -> Pending:
+        """One optimizer step on the likelihood of all rows; `sft/loss`, `sft/grad_norm`, `sft/lr`."""
+        return self._update([batch], (), self.group.update_sft)
+
+
+def valid_token_count(batch: DataProto) -> int:
+    """Prompt and response tokens of all rows, padding left out."""
+    return int(torch.count_nonzero(batch.tensors["attention_mask"]))
