@@ -12,3 +12,13 @@ def rank_pool() -> Iterator[RankPool]:
     pool = RankPool()
     yield pool
     pool.close()
+
+
+@pytest.fixture(scope="session")
+def ray_cluster() -> Iterator[None]:
+    """One local Ray for the session: eight logical CPUs, so at most eight worker processes at a time."""
+    from megarl.controller.cluster import shutdown, start_ray
+
+    start_ray(num_cpus=8, object_store_mb=256)
+    yield
+    assert shutdown() == []

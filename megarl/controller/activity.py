@@ -1,0 +1,62 @@
+"""What a worker process is doing: kept up to date by the thread that works, read by the monitor thread while that one hangs."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from megarl.controller.messages import Location, PhaseSpan, RankActivity
+
+
+class Activity:
+    """One call at a time, with named phases inside it."""
+
+    def __init__(self) -> None:
+        self._method: str | None = None
+        self._started_s = 0.0
+        self._thread = 0
+        self._phases: list[str] = []
+        self._spans: list[PhaseSpan] = []
+
+    @contextmanager
+    def call(self, method: str) -> Iterator[None]:
+        self._spans, self._phases = [], []
+        self._thread, self._started_s, self._method = threading.get_ident(), time.time(), method
+        try:
+            yield
+        finally:
+            self._spans.insert(0, PhaseSpan(method, self._started_s, time.time()))
+            self._method = None
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        started_s = time.time()
+        self._phases.append(name)
+        try:
+            yield
+        finally:
+            self._phases.pop()
+            self._spans.append(PhaseSpan(name, started_s, time.time()))
+
+    def spans(self) -> tuple[PhaseSpan, ...]:
+        """Of the last call: the whole of it first, then its phases in the order in which they ended."""
+        return tuple(self._spans)
+
+    def report(self, location: Location) -> RankActivity:
+        """Needs no help from the working thread: that one may hang in a collective."""
+        method, phases = self._method, list(self._phases)
+        if method is None:
+            return RankActivity(location, None, None, 0.0, "")
+        return RankActivity(location, method, " > ".join(phases) or None, time.time() - self._started_s, self._stack())
+
+    def _stack(self) -> str:
+        frame = sys._current_frames().get(self._thread)
+        if frame is None:
+            return "  (the thread has ended)\n"
+        entries = traceback.extract_stack(frame)
+        calls = [number for number, entry in enumerate(entries) if entry.filename.endswith("controller/host.py")]
+        return "".join(traceback.format_list(entries[calls[-1] + 1 if calls else 0 :]))

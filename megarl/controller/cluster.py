@@ -1,0 +1,99 @@
+"""Starting Ray for a run, or joining the cluster that is there; and leaving nothing behind."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import ray
+from ray._private import ray_constants
+
+from megarl.controller.reaper import OWNER, end_processes_of, start_reaper
+
+_MIN_OBJECT_STORE_MB = 80  # Ray refuses less than 75 MiB
+# Read by Ray's daemons. Workers are started when they are needed, not one per logical CPU in advance.
+_DAEMON_SETTINGS = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_enable_worker_prestart": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
+
+_RAY = "/ray"  # added to the driver's mark on all that runs under Ray
+
+_owner: str | None = None
+
+
+def start_ray(*, num_cpus: int, num_gpus: int = 0, object_store_mb: float = 512) -> None:
+    """Joins the cluster of RAY_ADDRESS if that is set; else starts one on this machine, reachable from this machine only.
+
+    `num_cpus` is logical: one per process that the run needs, however few cores there are. `object_store_mb` bounds the
+    shared memory for what travels between processes. Raises ValueError for values that Ray would refuse.
+    """
+    if num_cpus < 1 or object_store_mb < _MIN_OBJECT_STORE_MB:
+        raise ValueError(
+            f"start_ray: num_cpus={num_cpus} must be at least 1, object_store_mb={object_store_mb:g} at least {_MIN_OBJECT_STORE_MB}"
+        )
+    if ray.is_initialized():
+        raise ValueError("start_ray: Ray runs in this process already; call shutdown() first")
+    if os.environ.get("RAY_ADDRESS"):
+        ray.init(address=os.environ["RAY_ADDRESS"], logging_level=logging.ERROR, log_to_driver=False)
+        return
+    for name, value in _DAEMON_SETTINGS.items():
+        os.environ.setdefault(name, value)
+    with _loopback_only(), _marked_as_ray():
+        ray.init(
+            num_cpus=num_cpus,
+            num_gpus=num_gpus,
+            object_store_memory=int(object_store_mb * 2**20),
+            include_dashboard=False,
+            logging_level=logging.ERROR,
+            log_to_driver=False,
+        )
+
+
+@contextmanager
+def _loopback_only() -> Iterator[None]:
+    """Ray on Linux listens on every interface, and whoever reaches its ports can run code. This switch, made for laptops with
+    other systems, makes it bind to 127.0.0.1; it is read when ray is imported, and from the environment by the daemons."""
+    os.environ[ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR] = "0"
+    ray_constants.ENABLE_RAY_CLUSTER = False
+    try:
+        yield
+    finally:
+        del os.environ[ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR]
+        ray_constants.ENABLE_RAY_CLUSTER = True
+
+
+@contextmanager
+def _marked_as_ray() -> Iterator[None]:
+    """Ray's daemons, and so its workers, inherit a mark of their own."""
+    os.environ[OWNER] = process_owner() + _RAY
+    try:
+        yield
+    finally:
+        os.environ[OWNER] = process_owner()
+
+
+def shutdown() -> list[int]:
+    """Leaves the cluster, which ends this run's workers, and waits until no process that this one started through Ray is left.
+
+    Returns the pids of those that could not be ended, normally none. May be called twice.
+    """
+    ray.shutdown()
+    return end_processes_of(process_owner() + _RAY)
+
+
+def worker_owner(group: int, rank: int) -> str:
+    """By which a worker's descendants are known."""
+    return f"{process_owner()}{_RAY}/{group}.{rank}/"
+
+
+def process_owner() -> str:
+    """By which this driver's descendants are known. Its first caller starts the process that ends them all when the driver is gone."""
+    global _owner
+    if _owner is None:
+        _owner = uuid.uuid4().hex
+        os.environ[OWNER] = _owner
+        start_reaper(_owner, whole_group=False)  # it may share its group with the shell's pipeline
+        atexit.register(shutdown)
+    return _owner

@@ -1,0 +1,71 @@
+"""What the driver raises when a worker group fails, and which of several failures is shown."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from megarl.controller.messages import CallFailure, FailureKind, RankActivity
+
+
+class RankFailure(NamedTuple):
+    role: str
+    rank: int
+    node: str
+    pid: int | None  # None: the process ended before it could tell
+    method: str
+    failure: CallFailure
+
+    def describe(self) -> str:
+        process = f"pid {self.pid}" if self.pid is not None else "pid unknown"
+        return f"{self.role} rank {self.rank} (node {self.node}, {process}) in {self.method}: {self.failure.summary}"
+
+
+class WorkerError(RuntimeError):
+    """A worker raised, or its process ended. The attributes are those of the failure that came first; `others` came with it."""
+
+    def __init__(self, first: RankFailure, others: Sequence[RankFailure] = ()) -> None:
+        self.role, self.rank, self.node, self.pid, self.method = first.role, first.rank, first.node, first.pid, first.method
+        self.remote_traceback = first.failure.traceback
+        self.others = tuple(others)
+        lines = [first.describe(), "", self.remote_traceback.rstrip()]
+        if others:
+            lines += ["", f"{len(others)} more failed after it:", *(f"  {other.describe()}" for other in others[:8])]
+        super().__init__("\n".join(lines))
+
+
+class RankReport(NamedTuple):
+    """`activity` is None when the process did not answer."""
+
+    role: str
+    rank: int
+    node: str
+    activity: RankActivity | None
+
+    def describe(self) -> str:
+        head = f"{self.role} rank {self.rank} (node {self.node}"
+        if self.activity is None:
+            return f"{head}): no answer from the process; it is stopped, or holds Python's lock"
+        head += f", pid {self.activity.location.pid})"
+        if self.activity.method is None:
+            return f"{head}: idle"
+        phase = f", phase {self.activity.phase}" if self.activity.phase else ""
+        return f"{head}: in {self.activity.method}{phase} for {self.activity.running_s:.0f} s\n{self.activity.stack.rstrip()}"
+
+
+class PhaseTimeoutError(TimeoutError):
+    """A call outlived its group's limit; the group has been killed. `reports` tell what each rank was doing."""
+
+    def __init__(self, role: str, method: str, limit_s: float, reports: Sequence[RankReport]) -> None:
+        self.role, self.method, self.limit_s, self.reports = role, method, limit_s, tuple(reports)
+        lines = [f"{role}.{method} took longer than phase_time_limit_s={limit_s:g}; the group was ended. What each rank was doing:"]
+        super().__init__("\n".join([*lines, *(report.describe() for report in reports)]))
+
+
+def first_failure(failures: Sequence[RankFailure]) -> WorkerError:
+    """The likeliest cause: an exception of a worker's own before a death, a death before complaints about peers; then the earliest.
+
+    A rank that raises leaves its peers in a collective that breaks or aborts them, so their errors are its consequences.
+    """
+    ordered = sorted(failures, key=lambda failure: (failure.failure.kind, failure.failure.time_s))
+    return WorkerError(ordered[0], [other for other in ordered[1:] if other.failure.kind is not FailureKind.upstream])

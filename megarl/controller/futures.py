@@ -1,0 +1,71 @@
+"""What a non-blocking call returns: results that stay in the object store until they are asked for, or are passed on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import ray
+
+from megarl.controller.calls import Call, wait_for_calls
+from megarl.controller.dispatch import Collect, CollectKind, Forwarded, collect
+from megarl.protocol.future import DataProtoFuture
+
+
+class WorkerFuture(DataProtoFuture):
+    """`.get()` waits; given as an argument to a method of any group, it sends references and the driver never holds the data."""
+
+    def __init__(self, calls: Sequence[Call], kept: Sequence[Call], how: Collect) -> None:
+        self.calls = tuple(calls)  # all ranks
+        self._kept = tuple(kept)  # the ranks whose results count, in order
+        self._how = how
+
+    def get(self, timeout: float | None = None) -> Any:
+        """Raises WorkerError with the first failure of any rank, PhaseTimeoutError, or TimeoutError after `timeout` seconds."""
+        wait_for_calls(self.calls, timeout)
+        return collect(ray.get([call.result for call in self._kept]), self._how)
+
+    @classmethod
+    def gather(cls, futures: Sequence[WorkerFuture], timeout: float | None = None) -> list[Any]:
+        wait_for_calls([call for future in futures for call in future.calls], timeout)
+        return [future.get() for future in futures]
+
+    @property
+    def is_single(self) -> bool:
+        return self._how.kind is CollectKind.first
+
+    def forwarded(self) -> Forwarded:
+        return Forwarded(tuple(call.result for call in self._kept), self._how)
+
+
+def gather(*futures: WorkerFuture, timeout: float | None = None) -> list[Any]:
+    """Waits for futures of any groups at the same time; their results in order.
+
+    Raises the first failure of any (a failure behind the second is not hidden by a first one that still works),
+    PhaseTimeoutError, or TimeoutError after `timeout` seconds.
+    """
+    return WorkerFuture.gather(futures, timeout)
+
+
+def forward(argument: Any) -> Any:
+    """A future, or a list of futures of one result each, becomes references; anything else stays. Raises ValueError for a mixture."""
+    if isinstance(argument, WorkerFuture):
+        return argument.forwarded()
+    if not isinstance(argument, (list, tuple)) or not any(isinstance(item, WorkerFuture) for item in argument):
+        return argument
+    if not all(isinstance(item, WorkerFuture) and item.is_single for item in argument):
+        raise ValueError(
+            "a list of futures as an argument must hold nothing but futures of a single rank (execute_rank_async and the like)"
+        )
+    references = tuple(reference for item in argument for reference in item.forwarded().references)
+    return Forwarded(references, Collect(CollectKind.joined, presplit=True))
+
+
+def upstream_calls(arguments: Sequence[Any]) -> tuple[Call, ...]:
+    futures = [
+        item
+        for argument in arguments
+        for item in (argument if isinstance(argument, (list, tuple)) else [argument])
+        if isinstance(item, WorkerFuture)
+    ]
+    return tuple(call for future in futures for call in future.calls)

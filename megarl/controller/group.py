@@ -1,0 +1,194 @@
+"""RayWorkerGroup: the driver's handle on all ranks of a role. A worker's registered methods are the group's own, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import ray
+
+from megarl.controller.actors import ActorSet
+from megarl.controller.calls import Call
+from megarl.controller.dispatch import (
+    REGISTRATION,
+    RULES,
+    Collect,
+    CollectKind,
+    Dispatch,
+    Registration,
+    Rule,
+    arrange_same,
+    plan_call,
+    route_rank,
+)
+from megarl.controller.futures import WorkerFuture, forward, upstream_calls
+from megarl.controller.messages import CallRecord
+from megarl.controller.resource_pool import RayResourcePool
+from megarl.controller.transport import register_serializers
+from megarl.controller.worker import Worker
+from megarl.controller.worker_class import ColocatedWorkerClass, RayClassWithInitArgs
+from megarl.protocol.mesh import MeshCoordinate
+from megarl.protocol.span import Span
+
+_SMALL = (type(None), bool, int, float, str, ray.ObjectRef)
+NO_ENVIRONMENT: Mapping[str, str] = MappingProxyType({})
+
+
+class RoleGroup:
+    """All ranks of one role. Several may share the same processes (`RayWorkerGroup.spawn`)."""
+
+    def __init__(self, actors: ActorSet, role: str, worker_class: type[Worker]) -> None:
+        self._attach(actors, role, worker_class)
+
+    def _attach(self, actors: ActorSet, role: str, worker_class: type[Worker]) -> None:
+        self._actors, self.role, self._worker_class = actors, role, worker_class
+        self._mesh: tuple[MeshCoordinate, ...] = ()
+        self._spans: list[Span] = []
+        for name in dir(worker_class):
+            registration = getattr(getattr(worker_class, name), REGISTRATION, None)
+            if registration is None:
+                continue
+            if hasattr(RayWorkerGroup, name):
+                raise ValueError(
+                    f"{worker_class.__name__}.{name} cannot be registered: {name} is a method of the group; give it another name"
+                )
+            setattr(self, name, self._bound(name, registration))
+
+    def __getattr__(self, name: str) -> Any:
+        """Reached only for what is not there; also what tells type checkers that groups have their workers' methods."""
+        if name.startswith("_"):
+            raise AttributeError(name)
+        worker = f"{self._worker_class.__name__} has no registered method {name!r}" if "_worker_class" in vars(self) else name
+        raise AttributeError(
+            f"{worker}; several roles in one process are reached through spawn()" if not vars(self).get("role") else worker
+        )
+
+    @property
+    def world_size(self) -> int:
+        return self._actors.world_size
+
+    @property
+    def ready(self) -> WorkerFuture:
+        """Of the workers' construction. Waiting is optional: calls queue behind it, and report its failure as theirs."""
+        return WorkerFuture(self._actors.construction, (), Collect(CollectKind.listed))
+
+    @property
+    def mesh(self) -> tuple[MeshCoordinate, ...]:
+        """Of each rank, as the workers say; asked once. Raises what the workers raise."""
+        if not self._mesh:
+            self._mesh = tuple(MeshCoordinate(*coordinate) for coordinate in self.execute_all_sync("mesh_coordinate"))
+        return self._mesh
+
+    # ---- calls
+
+    def execute_all_async(self, method: str, *args: Any, **kwargs: Any) -> WorkerFuture:
+        """The same arguments to every rank; the result is a list in the order of ranks."""
+        return self._execute(RULES[Dispatch.ONE_TO_ALL], method, args, kwargs)
+
+    def execute_all_sync(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
+        return self.execute_all_async(method, *args, **kwargs).get()
+
+    def execute_rank_async(self, rank: int, method: str, *args: Any, **kwargs: Any) -> WorkerFuture:
+        """One rank alone. Raises ValueError for a rank that does not exist."""
+        if not 0 <= rank < self.world_size:
+            raise ValueError(f"{self.role} has ranks 0 to {self.world_size - 1}, not {rank}")
+        rule = Rule(lambda world_size, mesh: route_rank(rank), arrange_same, CollectKind.first)
+        return self._execute(rule, method, args, kwargs)
+
+    def execute_rank_zero_async(self, method: str, *args: Any, **kwargs: Any) -> WorkerFuture:
+        return self.execute_rank_async(0, method, *args, **kwargs)
+
+    def execute_rank_zero_sync(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        return self.execute_rank_async(0, method, *args, **kwargs).get()
+
+    def _bound(self, name: str, registration: Registration) -> Any:
+        rule = RULES[registration.dispatch_mode]
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            future = self._execute(rule, name, args, kwargs)
+            return future.get() if registration.blocking else future
+
+        call.__name__, call.__doc__ = name, getattr(self._worker_class, name).__doc__
+        return call
+
+    def _execute(self, rule: Rule, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> WorkerFuture:
+        if not callable(getattr(self._worker_class, method, None)):
+            raise ValueError(f"{self._worker_class.__name__}, the worker of role {self.role!r}, has no method {method!r}")
+        mesh = self.mesh if rule.needs_mesh else ()
+        named = {name: forward(value) for name, value in kwargs.items()}
+        plan = plan_call(rule, self.world_size, mesh, [forward(value) for value in args], named)
+        upstream = upstream_calls([*args, *kwargs.values()])
+        shared = _share(plan.values, plan.route.parts)
+        calls = {
+            rank: self._actors.submit(
+                self.role, rank, method, plan.layout, shared[part], rank in plan.route.results, upstream, self._record_spans
+            )
+            for rank, part in zip(plan.route.ranks, plan.route.parts, strict=True)
+        }
+        return WorkerFuture(list(calls.values()), [calls[rank] for rank in plan.route.results], plan.collect)
+
+    # ---- timeline and end
+
+    def _record_spans(self, call: Call, record: CallRecord) -> None:
+        pool = self._actors.pool.name
+        self._spans += [Span(pool, call.role, call.rank, span.name, span.start_s, span.end_s) for span in record.spans]
+
+    def drain_spans(self) -> list[Span]:
+        """What the calls that were waited for did since the last time, on every rank: each call, then its phases."""
+        spans, self._spans = self._spans, []
+        return spans
+
+    def shutdown(self) -> None:
+        """Ends the processes at once, those of all roles that share them."""
+        self._actors.kill()
+
+
+class RayWorkerGroup(RoleGroup):
+    """Starts one process per bundle of `resource_pool` and constructs the workers there; returns before they are ready.
+
+    `ray_cls_with_init`: one worker class, or several fused (`create_colocated_worker_cls`), whose groups `spawn` gives.
+    `environment`: set in the processes before torch is loaded. On CPU, OMP_NUM_THREADS is 1 unless it says otherwise.
+    `phase_time_limit_s`: a call that runs longer raises PhaseTimeoutError with every rank's stack, and the group is ended.
+    """
+
+    def __init__(
+        self,
+        resource_pool: RayResourcePool,
+        ray_cls_with_init: RayClassWithInitArgs | ColocatedWorkerClass,
+        *,
+        role: str = "worker",
+        phase_time_limit_s: float = 1800.0,
+        environment: Mapping[str, str] = NO_ENVIRONMENT,
+    ) -> None:
+        fused = isinstance(ray_cls_with_init, ColocatedWorkerClass)
+        self._roles = ray_cls_with_init.roles if isinstance(ray_cls_with_init, ColocatedWorkerClass) else {role: ray_cls_with_init}
+        register_serializers()
+        defaults = {} if resource_pool.use_gpu else {"OMP_NUM_THREADS": "1"}
+        actors = ActorSet(resource_pool, self._roles, {**defaults, **environment}, phase_time_limit_s, self._record_spans)
+        if fused:
+            self._actors, self.role, self._spans = actors, "", []
+        else:
+            self._attach(actors, role, self._roles[role].cls)
+
+    def spawn(self) -> dict[str, RoleGroup]:
+        """One group per role, on the same processes."""
+        return {role: RoleGroup(self._actors, role, spec.cls) for role, spec in self._roles.items()}
+
+
+def _share(values: Sequence[Sequence[Any]], parts: Sequence[int]) -> list[list[Any]]:
+    """Values that more than one rank gets go to the object store once, and the ranks get the reference."""
+    readers: dict[int, int] = {}
+    for part in parts:
+        for value in values[part]:
+            readers[id(value)] = readers.get(id(value), 0) + 1
+    stored: dict[int, Any] = {}
+
+    def sent(value: Any) -> Any:
+        if isinstance(value, _SMALL) or readers[id(value)] == 1:
+            return value
+        if id(value) not in stored:
+            stored[id(value)] = ray.put(value)
+        return stored[id(value)]
+
+    return [[sent(value) for value in part] for part in values]

@@ -1,0 +1,165 @@
+"""The Ray actor: one process that holds the workers of one rank, runs their methods, and can tell what it is doing.
+
+Imports neither torch nor a worker class at the top: the environment is set before either is loaded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import ray
+
+from megarl.controller.activity import Activity
+from megarl.controller.messages import CallFailure, CallRecord, FailedResult, FailureKind, Location, RankActivity, RankIdentity, Rendezvous
+from megarl.controller.reaper import OWNER, start_reaper
+
+if TYPE_CHECKING:
+    from megarl.controller.dispatch import ArgumentLayout
+    from megarl.controller.worker import Worker
+
+# What gloo, NCCL and c10d say on the ranks whose peer has gone.
+_COMMUNICATION_WORDS = (
+    "gloo/transport",
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Broken pipe",
+    "NCCL error",
+    "NCCL communicator was aborted",
+    "Watchdog caught collective operation timeout",
+    "wait timeout after",
+)
+
+
+class WorkerHost:
+    """Methods return (result, CallRecord) as two objects, and never raise: the driver needs the record, the result may be forwarded."""
+
+    def __init__(self) -> None:
+        self._activity = Activity()
+        self._workers: dict[str, Worker] = {}
+        self._location = Location(_node_address(), os.getpid(), _stderr_path())
+        self._reserved_port: socket.socket | None = None
+
+    def rendezvous(self) -> Rendezvous:
+        """An address of this process's node that no one else takes: the port stays bound but not listening, which keeps others
+        from being given it and lets torch's store (SO_REUSEADDR) have it."""
+        self._reserved_port = socket.socket()
+        self._reserved_port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self._reserved_port.bind(("", 0))
+        return Rendezvous(self._location.node, self._reserved_port.getsockname()[1])
+
+    def construct(
+        self, workers: bytes, identity: RankIdentity, rendezvous: Rendezvous, environment: Mapping[str, str], owner: str
+    ) -> tuple[Any, CallRecord]:
+        """`workers`: pickled {role: (class, arguments, named arguments)}, opened only after the environment is set."""
+        launch = {
+            "RANK": identity.rank,
+            "WORLD_SIZE": identity.world_size,
+            "LOCAL_RANK": identity.local_rank,
+            "MASTER_ADDR": rendezvous.address,
+            "MASTER_PORT": rendezvous.port,
+        }
+        os.environ.update({OWNER: owner, **environment, **{name: str(value) for name, value in launch.items()}})
+        return self._record("__init__", lambda: self._construct(workers, identity, owner))
+
+    def _construct(self, workers: bytes, identity: RankIdentity, owner: str) -> None:
+        from megarl.controller.transport import register_serializers
+        from megarl.controller.worker import WorkerContext
+
+        start_reaper(owner, whole_group=True)
+        register_serializers()
+        for role, (cls, arguments, named_arguments) in pickle.loads(workers).items():
+            worker = cls.__new__(cls)
+            worker.context = WorkerContext(
+                role, identity.rank, identity.world_size, identity.local_rank, self._location.node, self._activity
+            )
+            worker.__init__(*arguments, **named_arguments)
+            self._workers[role] = worker
+
+    def execute(self, role: str, method: str, layout: ArgumentLayout, keep_result: bool, *values: Any) -> tuple[Any, CallRecord]:
+        """`keep_result` False: another rank's result is the one that counts, so this one's is not stored."""
+        failed = next((value for value in values if isinstance(value, FailedResult)), None)
+        if failed is not None:
+            failure = CallFailure(
+                FailureKind.upstream, f"its argument, the result of {failed.method}, failed: {failed.summary}", "", time.time()
+            )
+            return FailedResult(method, failure.summary), CallRecord(self._location, (), failure)
+        return self._record(method, lambda: self._execute(role, method, layout, keep_result, values))
+
+    def _execute(self, role: str, method: str, layout: ArgumentLayout, keep_result: bool, values: tuple[Any, ...]) -> Any:
+        from megarl.controller.dispatch import rebuild_arguments
+
+        arguments, named_arguments = rebuild_arguments(layout, values)
+        result = getattr(self._workers[role], method)(*arguments, **named_arguments)
+        return result if keep_result else None
+
+    def _record(self, method: str, call: Callable[[], Any]) -> tuple[Any, CallRecord]:
+        result, failure = None, None
+        try:
+            with self._activity.call(method), _output_flushed():
+                result = call()
+        except BaseException as error:  # noqa: BLE001  (the boundary of a process: the driver gets it, sys.exit included)
+            failure = _failure_of(error)
+            result = FailedResult(method, failure.summary)
+        return result, CallRecord(self._location, self._activity.spans(), failure)
+
+    @ray.method(concurrency_group="monitor")
+    def activity(self) -> RankActivity:
+        """Answers while `execute` hangs: it runs in a thread of its own."""
+        return self._activity.report(self._location)
+
+
+@contextlib.contextmanager
+def _output_flushed() -> Iterator[None]:
+    """What a worker printed is in its log when the process is killed later."""
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+
+
+def _failure_of(error: BaseException) -> CallFailure:
+    now = time.time()
+    summary = traceback.format_exception_only(error)[-1].strip().splitlines()[0]
+    text = "".join(traceback.format_exception(type(error), error, _after_host(error.__traceback__)))
+    return CallFailure(FailureKind.communication if _is_about_a_peer(error) else FailureKind.exception, summary, text, now)
+
+
+def _after_host(trace: TracebackType | None) -> TracebackType | None:
+    """The part that begins with the worker's own code; all of it when the host itself failed."""
+    own, step = trace, trace
+    while step is not None:
+        if step.tb_frame.f_code.co_filename == __file__:
+            own = step.tb_next or own
+        step = step.tb_next
+    return own
+
+
+def _is_about_a_peer(error: BaseException) -> bool:
+    if isinstance(error, (ConnectionError, EOFError)):
+        return True
+    if any(cls.__name__ in ("DistBackendError", "DistNetworkError") for cls in type(error).__mro__):
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in _COMMUNICATION_WORDS)
+
+
+def _node_address() -> str:
+    """As the cluster knows this node (loopback for a local cluster), not as its network card is called."""
+    node_id = ray.get_runtime_context().get_node_id()
+    return next(node["NodeManagerAddress"] for node in ray.nodes() if node["NodeID"] == node_id)
+
+
+def _stderr_path() -> str:
+    try:
+        return os.readlink("/proc/self/fd/2")
+    except OSError:
+        return ""

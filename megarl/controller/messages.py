@@ -1,0 +1,76 @@
+"""What a worker process and the driver tell each other about a call, apart from its result. Small, and free of torch."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import NamedTuple
+
+
+class FailureKind(IntEnum):
+    """How likely a failure is the cause of the others: the smaller, the likelier."""
+
+    exception = 0
+    death = 1  # the process is gone
+    communication = 2  # a peer did not answer; the reason is with the peer
+    upstream = 3  # an argument was the result of a call that had failed
+
+
+class CallFailure(NamedTuple):
+    kind: FailureKind
+    summary: str  # one line: type and message
+    traceback: str  # as it was in the worker's process
+    time_s: float  # seconds since the epoch on the worker's clock
+
+
+class PhaseSpan(NamedTuple):
+    name: str
+    start_s: float
+    end_s: float
+
+
+class Location(NamedTuple):
+    """Where a rank runs. `stderr_path` is a file of that node."""
+
+    node: str
+    pid: int
+    stderr_path: str
+
+
+class CallRecord(NamedTuple):
+    """How a call went. It comes back beside the result, so that the driver learns this without fetching the result."""
+
+    location: Location
+    spans: tuple[PhaseSpan, ...]
+    failure: CallFailure | None
+
+
+class FailedResult(NamedTuple):
+    """Stands where the result of a failed call would be, for whoever was given the future."""
+
+    method: str
+    summary: str
+
+
+class RankActivity(NamedTuple):
+    """What a process is doing right now. `method` is None when it is idle."""
+
+    location: Location
+    method: str | None
+    phase: str | None
+    running_s: float
+    stack: str
+
+
+class RankIdentity(NamedTuple):
+    """The launch variables of one rank, in torchrun's words."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+
+
+class Rendezvous(NamedTuple):
+    """Where the ranks of one group meet: torch.distributed's MASTER_ADDR and MASTER_PORT."""
+
+    address: str
+    port: int

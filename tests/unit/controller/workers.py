@@ -1,0 +1,159 @@
+"""Small workers for the controller's tests; imported by the Ray processes too."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from typing import Any
+
+import torch
+
+from megarl.controller.dispatch import Dispatch, register
+from megarl.controller.worker import Worker
+from megarl.protocol.batch import DataProto
+from megarl.protocol.mesh import MeshCoordinate
+from megarl.protocol.weights import TensorChunk, WeightBucket
+
+LAUNCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS", "GREETING")
+
+
+class EchoWorker(Worker):
+    """Ranks lie as Megatron lays them out: tp fastest, then dp (4 ranks: dp=2, tp=2)."""
+
+    def __init__(self, tensor_parallel_size: int = 1, *, label: str = "echo") -> None:
+        self.seen_at_construction = {name: os.environ.get(name) for name in LAUNCH} | {"threads": torch.get_num_threads()}
+        self.tensor_parallel_size = tensor_parallel_size
+        self.label = label
+        self.bucket: WeightBucket | None = None
+
+    def mesh_coordinate(self) -> MeshCoordinate:
+        return MeshCoordinate(dp=self.rank // self.tensor_parallel_size, tp=self.rank % self.tensor_parallel_size)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def about(self) -> dict[str, Any]:
+        return {
+            **self.seen_at_construction,
+            "role": self.role,
+            "rank": self.rank,
+            "pid": os.getpid(),
+            "label": self.label,
+            "node": self.node,
+        }
+
+    @register(Dispatch.RANK_ZERO)
+    def who(self) -> int:
+        return self.rank
+
+    @register(Dispatch.ALL_TO_ALL)
+    def add_rank(self, value: int, *, factor: int) -> int:
+        return value * factor + self.rank
+
+    @register(Dispatch.DATA_PARALLEL)
+    def square(self, batch: DataProto) -> DataProto:
+        return DataProto.from_dict({"square": batch.batch["x"] ** 2, "rank": torch.full((len(batch),), self.rank)})
+
+    @register(Dispatch.MEGATRON_MESH)
+    def scale(self, batch: DataProto, factor: int) -> DataProto:
+        batch.batch["x"] *= factor  # in place: the other ranks of the replica must not see it
+        time.sleep(0.05 * self.rank)
+        rank = torch.full((len(batch),), self.rank)
+        return DataProto.from_dict({"scaled": batch.batch["x"], "rank": rank}, {"uid": batch.non_tensor_batch["uid"]})
+
+    @register(Dispatch.MEGATRON_MESH, blocking=False)
+    def scale_later(self, batch: DataProto, factor: int) -> DataProto:
+        return DataProto.from_dict({"x": batch.batch["x"] * factor}, {"uid": batch.non_tensor_batch["uid"]})
+
+    @register(Dispatch.MEGATRON_MESH)
+    def expand(self, batch: DataProto, n: int) -> DataProto:
+        return batch.select(["x"]).repeat(n)
+
+    @register(Dispatch.MEGATRON_MESH)
+    def count(self, batch: DataProto) -> dict[str, int]:
+        return {"rows": len(batch), "rank": self.rank}
+
+    @register(Dispatch.ONE_TO_ALL, blocking=False)
+    def size_of(self, value: Any) -> tuple[str, int]:
+        return type(value).__name__, len(value)
+
+    def make_bucket(self, num_elements: int) -> WeightBucket:
+        with self.phase("gather"):
+            data = torch.arange(num_elements, dtype=torch.float32) + self.rank
+            return WeightBucket((TensorChunk("a", 0, data), TensorChunk("b", 0, data[:4].to(torch.bfloat16))))
+
+    @register(Dispatch.ONE_TO_ALL, blocking=False)
+    def load(self, bucket: WeightBucket) -> tuple[float, str, list[float]]:
+        with self.phase("load"):
+            return bucket.chunks[0].data.sum().item(), str(bucket.chunks[1].data.dtype), bucket.chunks[1].data.tolist()
+
+    # ---- ways to fail
+
+    @register(Dispatch.ONE_TO_ALL, blocking=False)
+    def fail_on(self, rank: int, after_s: float = 0.0) -> int:
+        """The rank named raises; the others complain about it, sooner than it does when `after_s` is positive."""
+        if self.rank == rank:
+            time.sleep(after_s)
+            raise KeyError(f"no such layer on rank {rank}")
+        if after_s < 0:
+            time.sleep(-after_s)
+        raise RuntimeError(f"[../gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:{rank}")
+
+    @register(Dispatch.ONE_TO_ALL, blocking=False)
+    def sleep(self, seconds: float) -> int:
+        with self.phase("napping"):
+            time.sleep(seconds)
+        return self.rank
+
+    @register(Dispatch.ONE_TO_ALL, blocking=False)
+    def stop_python(self, rank: int) -> None:
+        if self.rank == rank:
+            print("these are my last words", file=sys.stderr)
+            os.abort()
+        time.sleep(0.2)
+        raise RuntimeError("gloo/transport: Connection reset by peer")
+
+    @register(Dispatch.ONE_TO_ALL)
+    def start_children(self) -> list[int]:
+        """A child, and a grandchild in a session of its own whose parent has ended."""
+        child = subprocess.Popen(["sleep", "600"])
+        script = (
+            "import subprocess; quiet = subprocess.DEVNULL;"
+            "print(subprocess.Popen(['sleep', '600'], start_new_session=True, stdout=quiet, stderr=quiet).pid)"
+        )
+        grandchild = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+        return [child.pid, int(grandchild.stdout)]
+
+
+class BrokenWorker(Worker):
+    def __init__(self, rank: int) -> None:
+        if self.rank == rank:
+            raise FileNotFoundError("no model in /nowhere")
+
+    @register(Dispatch.ONE_TO_ALL)
+    def work(self) -> int:
+        return self.rank
+
+
+class ClashingWorker(Worker):
+    @register(Dispatch.ONE_TO_ALL)
+    def shutdown(self) -> None:
+        """The group has a method of this name."""
+
+
+class CollectiveWorker(Worker):
+    """Joins a gloo group through the address that the group chose."""
+
+    def __init__(self) -> None:
+        torch.distributed.init_process_group("gloo")
+
+    @register(Dispatch.ONE_TO_ALL)
+    def sum_ranks(self) -> int:
+        total = torch.tensor(self.rank)
+        torch.distributed.all_reduce(total)
+        return int(total)
+
+    @register(Dispatch.ONE_TO_ALL, blocking=False)
+    def hang(self, absent: int) -> None:
+        if self.rank != absent:
+            torch.distributed.barrier()
