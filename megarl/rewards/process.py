@@ -1,0 +1,123 @@
+"""What runs inside a reward process: it loads the functions once and scores one sample at a time. Imports no torch."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import multiprocessing
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from numbers import Real
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from megarl.config.schema import RewardFunctionConfig
+from megarl.rewards.functions import RewardFunction, RewardFunctionError, last_line, load_reward_function
+
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+class ScoreRequest(NamedTuple):
+    """One sample. `ground_truth` and `extra_info` are the data set's, and must be picklable."""
+
+    uid: str
+    data_source: str
+    solution_str: str
+    ground_truth: Any
+    extra_info: dict[str, Any]
+
+
+class Outcome(NamedTuple):
+    """`score` is the weighted sum of the functions; `metrics` holds `name/score` and the numbers that `name` returned beside it.
+
+    With an `error`, the score is 0 and means nothing.
+    """
+
+    score: float
+    metrics: dict[str, float]
+    error: str | None = None
+
+
+class NotAScoreError(ValueError):
+    """A function returned something else than a finite number, or a dict with such a `score`."""
+
+
+class LoadedFunction(NamedTuple):
+    config: RewardFunctionConfig
+    call: RewardFunction
+
+
+# The state of the process, set by `start`: what was loaded, or why it could not be.
+_functions: list[LoadedFunction] = []
+_load_error: str | None = None
+
+
+def start(configs: Sequence[RewardFunctionConfig]) -> None:
+    """The pool's initializer. It never raises: the pool would start processes again and again. See `load_error`."""
+    global _load_error
+    _die_with_parent()
+    # The pool's own handler is Python code, which never runs while a function hangs in C (a regular expression, say).
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    try:
+        _functions[:] = [LoadedFunction(config, load_reward_function(config.path, config.name)) for config in configs]
+    except RewardFunctionError as error:
+        _load_error = str(error)
+
+
+def _die_with_parent() -> None:
+    """SIGKILL to this process when the thread that started it ends, so in any case when the pool's owner does."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        parent = multiprocessing.parent_process()
+        if parent is not None and not parent.is_alive():  # it ended before the call above
+            os._exit(1)
+
+
+def load_error() -> str | None:
+    return _load_error
+
+
+def score(request: ScoreRequest) -> Outcome:
+    """Calls all functions on one sample. Never raises: what goes wrong is the outcome's `error`."""
+    if _load_error is not None:
+        return Outcome(0.0, {}, _load_error)
+    total, metrics = 0.0, {}
+    for function in _functions:
+        name = function.config.name if len(_functions) == 1 else f"{Path(function.config.path).stem}.{function.config.name}"
+        try:
+            values = _numbers(function.call(**_arguments(request)))
+        except NotAScoreError as error:
+            return Outcome(0.0, {}, f"{name} returned {error}")
+        except BaseException as error:  # noqa: BLE001  (the boundary of the process: the user's code may raise anything, SystemExit too)
+            return Outcome(0.0, {}, f"{name} raised {last_line(error)}")
+        total += function.config.weight * values["score"]
+        metrics.update({f"{name}/{key}": value for key, value in values.items()})
+    return Outcome(total, metrics)
+
+
+def _arguments(request: ScoreRequest) -> dict[str, Any]:
+    fields = request._asdict()
+    del fields["uid"]
+    return fields
+
+
+def _numbers(returned: Any) -> dict[str, float]:
+    """`score` and the other numbers of what a function returned. Raises NotAScoreError unless the score is a finite number."""
+    if not isinstance(returned, dict):
+        returned = {"score": returned}
+    if "score" not in returned:
+        raise NotAScoreError(f"a dict without 'score', with the keys {sorted(map(str, returned))}; expected a number or such a dict")
+    numbers = {str(key): number for key, value in returned.items() if (number := _number(value)) is not None}
+    if "score" not in numbers:
+        value = returned["score"]
+        raise NotAScoreError(f"the {type(value).__name__} {repr(value)[:60]} as its score, expected a finite number")
+    return numbers
+
+
+def _number(value: Any) -> float | None:
+    """A finite float, or None. Scalars of numpy and torch count as numbers."""
+    if getattr(value, "shape", None) == ():
+        value = value.item()
+    return float(value) if isinstance(value, Real) and math.isfinite(value) else None

@@ -1,0 +1,172 @@
+"""Scores a batch of samples with the user's functions, in processes that can be killed.
+
+A function may loop for ever, raise, exit or crash; each is reported for its sample and ends the run above an allowed rate. It
+never becomes a silent 0, and it never stops the other samples.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from types import TracebackType
+from typing import Literal, NamedTuple
+
+from pebble import ProcessExpired, ProcessPool
+
+from megarl.config.schema import RewardFunctionConfig
+from megarl.rewards import process
+from megarl.rewards.functions import RewardFunctionError
+from megarl.rewards.process import Outcome, ScoreRequest
+
+START_TIME_LIMIT_S = 120.0  # for a reward file's imports on a busy machine
+MAX_POOL_RESTARTS = 3  # in a row, without a sample scored in between
+NUM_SHOWN_ERRORS = 5
+
+
+class ScoreError(NamedTuple):
+    """Why a sample has no score."""
+
+    index: int  # in the batch
+    uid: str
+    kind: Literal["function", "time_limit", "process_died"]
+    message: str
+
+    def __str__(self) -> str:
+        return f"sample {self.index} (uid {self.uid}): {self.message}"
+
+
+class ScoreReport(NamedTuple):
+    """In the order of the requests. A sample with an error scores 0 and has no metrics."""
+
+    scores: list[float]
+    metrics: list[dict[str, float]]
+    errors: list[ScoreError]
+
+
+class RewardError(RuntimeError):
+    """More samples of a batch failed than `reward.max_error_rate` allows; the message shows the first of them."""
+
+
+class RewardScorer:
+    """A pool of `num_processes` that score samples; a sample may take `time_limit_s` seconds for all functions together.
+
+    The clock of a sample starts when its process takes it up. The processes are spawned, not forked, so the owner may have threads
+    and a GPU; none outlives the owner, however it ends. Raises RewardFunctionError at once for functions that cannot be loaded.
+    """
+
+    def __init__(self, functions: Sequence[RewardFunctionConfig], time_limit_s: float, max_error_rate: float, num_processes: int) -> None:
+        if not functions:
+            raise RewardFunctionError("reward.functions is empty; give at least one {path, name}")
+        self._functions = list(functions)
+        self._time_limit_s = time_limit_s
+        self._max_error_rate = max_error_rate
+        self._num_processes = num_processes
+        # The kernel ends a process with the *thread* that started it (PR_SET_PDEATHSIG), so the pool is started in a thread that
+        # lives as long as the scorer; later processes are started by the pool's own thread.
+        self._starter = ThreadPoolExecutor(max_workers=1, thread_name_prefix="reward_pool_starter")
+        self._pool = self._starter.submit(self._start).result()
+
+    def __enter__(self) -> RewardScorer:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends the processes, also those that are in the middle of a sample."""
+        self._stop()
+        self._starter.shutdown()
+
+    def score(self, requests: Sequence[ScoreRequest]) -> ScoreReport:
+        """Raises RewardError as soon as the share of failed samples is above `max_error_rate`; what is left is then not scored."""
+        outcomes: dict[int, Outcome] = {}
+        errors: list[ScoreError] = []
+        waiting = list(range(len(requests)))
+        num_fruitless = 0
+        while waiting:
+            unscored = self._score_some(requests, waiting, outcomes, errors)
+            num_fruitless = num_fruitless + 1 if len(unscored) == len(waiting) else 0
+            if num_fruitless == MAX_POOL_RESTARTS:
+                raise RewardError(
+                    f"the reward processes died {num_fruitless} times before they scored a sample; {len(waiting)} samples are left. "
+                    "Look for what kills them: the kernel's log shows processes that ran out of memory"
+                )
+            waiting = unscored
+        errors.sort(key=lambda error: error.index)
+        rows = [outcomes.get(index, Outcome(0.0, {})) for index in range(len(requests))]
+        return ScoreReport([row.score for row in rows], [row.metrics for row in rows], errors)
+
+    def _start(self) -> ProcessPool:
+        """Starts the processes, and waits until one of them has loaded the functions."""
+        context = multiprocessing.get_context("spawn")
+        pool = ProcessPool(max_workers=self._num_processes, initializer=process.start, initargs=[self._functions], context=context)
+        loading = pool.schedule(process.load_error)
+        if not wait([loading], timeout=START_TIME_LIMIT_S).done:
+            files = ", ".join(function.path for function in self._functions)
+            problem = f"running reward function file(s) {files} takes more than {START_TIME_LIMIT_S:g} s; move slow work out of them"
+        else:
+            problem = loading.result()
+        if problem is not None:
+            pool.stop()
+            pool.join()
+            raise RewardFunctionError(problem)
+        return pool
+
+    def _score_some(
+        self, requests: Sequence[ScoreRequest], waiting: Sequence[int], outcomes: dict[int, Outcome], errors: list[ScoreError]
+    ) -> list[int]:
+        """Fills in outcomes and errors; returns what the pool did not get to because it broke (a process was killed while idle)."""
+        self._ensure_pool()
+        futures = {index: self._pool.schedule(process.score, args=[requests[index]], timeout=self._time_limit_s) for index in waiting}
+        unscored = []
+        for index, future in futures.items():
+            result = self._result(future)
+            if result is None:
+                unscored.append(index)
+            elif isinstance(result, Outcome) and result.error is None:
+                outcomes[index] = result
+            else:
+                errors.append(self._describe(index, requests[index].uid, result))
+                if len(errors) > self._max_error_rate * len(requests):
+                    self._stop()  # the pool starts again if there is a next time
+                    raise RewardError(self._too_many(errors, len(requests)))
+        return unscored
+
+    def _ensure_pool(self) -> None:
+        if not self._pool.active:
+            self._stop()
+            self._pool = self._starter.submit(self._start).result()
+
+    def _stop(self) -> None:
+        self._pool.stop()
+        self._pool.join()
+
+    def _result(self, future: Future[Outcome]) -> Outcome | TimeoutError | ProcessExpired | None:
+        """None where the pool broke, which can leave futures that nobody will ever complete."""
+        while not wait([future], timeout=1.0).done:
+            if not self._pool.active:
+                return None
+        try:
+            return future.result()
+        except (TimeoutError, ProcessExpired) as error:
+            return error
+        except BrokenProcessPool:
+            return None
+
+    def _describe(self, index: int, uid: str, result: Outcome | TimeoutError | ProcessExpired) -> ScoreError:
+        if isinstance(result, Outcome):
+            assert result.error is not None
+            return ScoreError(index, uid, "function", result.error)
+        if isinstance(result, ProcessExpired):
+            return ScoreError(index, uid, "process_died", f"its process died while scoring it (exit code {result.exitcode})")
+        return ScoreError(index, uid, "time_limit", f"it took more than reward.time_limit_s={self._time_limit_s:g} s and was killed")
+
+    def _too_many(self, errors: Sequence[ScoreError], num_requests: int) -> str:
+        shown = "\n".join(f"  {error}" for error in errors[:NUM_SHOWN_ERRORS])
+        return (
+            f"scoring failed for at least {len(errors)} of {num_requests} samples, more than "
+            f"reward.max_error_rate={self._max_error_rate:g} allows:\n{shown}\n"
+            "Mend the reward function, or raise reward.max_error_rate to score such samples as 0"
+        )

@@ -1,0 +1,168 @@
+import os
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import psutil
+import pytest
+
+from megarl.config.schema import RewardFunctionConfig
+from megarl.rewards.functions import RewardFunctionError
+from megarl.rewards.scorer import RewardError, RewardScorer, ScoreRequest
+from tests.unit.rewards import functions_under_test
+
+FILE = functions_under_test.__file__
+COMPUTE_SCORE = RewardFunctionConfig(path=FILE)
+
+
+def requests(*solutions):
+    return [
+        ScoreRequest(uid=f"u{i}", data_source="s", solution_str=text, ground_truth="5", extra_info={"answer": "5"})
+        for i, text in enumerate(solutions)
+    ]
+
+
+@pytest.fixture(scope="module")
+def scorer():
+    """Lenient: errors are reported and not raised."""
+    with RewardScorer([COMPUTE_SCORE], time_limit_s=1.0, max_error_rate=1.0, num_processes=2) as scorer:
+        yield scorer
+
+
+def process_ids(scorer):
+    return {int(score) for score in scorer.score(requests(*["process"] * 20)).scores}
+
+
+def is_running(pid):
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+
+
+def wait_until(condition, limit_s=20):
+    deadline = time.monotonic() + limit_s
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return condition()
+
+
+def test_numbers_truth_values_and_dicts_are_scores(scorer):
+    report = scorer.score(requests("right", "equal", "dict", "wrong"))
+    assert report.scores == [1.0, 1.0, 0.5, 0.0]
+    assert report.errors == []
+    assert report.metrics[2] == {"compute_score/score": 0.5, "compute_score/format": 1.0}
+
+
+def test_each_failure_is_reported_for_its_sample_and_the_others_are_scored(scorer):
+    solutions = ["right", "raise", "die", "sleep", "hang in C", "nan", "text", "no score", "exit", "right"]
+    report = scorer.score(requests(*solutions))
+    assert report.scores == [1.0] + [0.0] * 8 + [1.0]
+    assert [(error.index, error.uid, error.kind) for error in report.errors] == [
+        (1, "u1", "function"),
+        (2, "u2", "process_died"),
+        (3, "u3", "time_limit"),
+        (4, "u4", "time_limit"),
+        (5, "u5", "function"),
+        (6, "u6", "function"),
+        (7, "u7", "function"),
+        (8, "u8", "function"),
+    ]
+    messages = [error.message for error in report.errors]
+    assert messages[0].startswith("compute_score raised ZeroDivisionError: division by zero (functions_under_test.py:")
+    assert "exit code" in messages[1]
+    assert "-9" in messages[1]
+    assert messages[2] == messages[3] == "it took more than reward.time_limit_s=1 s and was killed"
+    assert messages[4] == "compute_score returned the float nan as its score, expected a finite number"
+    assert messages[5] == "compute_score returned the str '1.0' as its score, expected a finite number"
+    assert "a dict without 'score', with the keys ['points']" in messages[6]
+    assert "raised SystemExit: 3" in messages[7]
+
+
+def test_the_run_stops_above_the_error_rate_and_shows_the_first_failures():
+    with RewardScorer([COMPUTE_SCORE], time_limit_s=5.0, max_error_rate=0.25, num_processes=1) as scorer:
+        assert len(scorer.score(requests("raise", "right", "right", "right")).errors) == 1
+        with pytest.raises(RewardError) as caught:
+            scorer.score(requests("raise", "right", "nan", "text", *["sleep"] * 5))  # 3 of 9 is over a quarter: no sleeper is waited for
+        text = str(caught.value)
+        assert "failed for at least 3 of 9 samples, more than reward.max_error_rate=0.25 allows" in text
+        assert "sample 0 (uid u0): compute_score raised ZeroDivisionError" in text
+        assert "sample 2 (uid u2): compute_score returned the float nan" in text
+        assert scorer.score(requests("right")).scores == [1.0]  # and can be used again
+
+
+def test_weights_combine_functions():
+    functions = [RewardFunctionConfig(path=FILE, weight=2.0), RewardFunctionConfig(path=FILE, name="length", weight=-0.1)]
+    with RewardScorer(functions, time_limit_s=5.0, max_error_rate=0.0, num_processes=1) as scorer:
+        report = scorer.score(requests("right"))
+    assert report.scores == pytest.approx([2.0 * 1.0 - 0.1 * 5])
+    assert report.metrics == [{"functions_under_test.compute_score/score": 1.0, "functions_under_test.length/score": 5.0}]
+
+
+def test_a_process_that_is_killed_while_idle_is_replaced(scorer):
+    victim = process_ids(scorer).pop()
+    os.kill(victim, signal.SIGKILL)
+    assert scorer.score(requests(*["right"] * 10)).scores == [1.0] * 10
+    time.sleep(0.5)  # the pool has noticed by now, with nothing to do
+    assert scorer.score(requests(*["right"] * 10)).scores == [1.0] * 10
+    assert victim not in process_ids(scorer)
+
+
+def test_reward_processes_do_not_import_torch(scorer):
+    assert scorer.score(requests("torch")).scores == [0.0]
+
+
+def test_large_texts_pass(scorer):
+    assert scorer.score(requests(*["x" * 300_000] * 10)).scores == [0.0] * 10
+
+
+def test_nothing_is_left_after_close():
+    scorer = RewardScorer([COMPUTE_SCORE], time_limit_s=100.0, max_error_rate=1.0, num_processes=2)
+    pids = process_ids(scorer)
+    scorer.close()
+    assert pids
+    assert wait_until(lambda: not any(is_running(pid) for pid in pids))
+
+
+OWNER = """
+import threading
+from megarl.config.schema import RewardFunctionConfig
+from megarl.rewards.scorer import RewardScorer, ScoreRequest
+if __name__ == "__main__":
+    scorer = RewardScorer([RewardFunctionConfig(path={file!r})], 1000.0, 1.0, 2)
+    request = ScoreRequest(uid="u", data_source="s", solution_str="process", ground_truth="", extra_info={{}})
+    print(*(int(score) for score in scorer.score([request] * 20).scores), flush=True)
+    scorer.score([request._replace(solution_str=text) for text in ("hang in C", "sleep")])
+"""
+
+
+def test_nothing_is_left_when_the_owner_is_killed(tmp_path):
+    script = tmp_path / "owner.py"
+    script.write_text(OWNER.format(file=FILE))
+    owner = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": os.getcwd()})
+    pids = {int(pid) for pid in owner.stdout.readline().split()}
+    family = pids | {child.pid for child in psutil.Process(owner.pid).children(recursive=True)}
+    time.sleep(0.3)  # the processes are in the middle of a sample
+    owner.kill()
+    owner.wait()
+    owner.stdout.close()
+    assert pids
+    assert wait_until(lambda: not any(is_running(pid) for pid in family)), "reward processes outlive their owner"
+
+
+def test_functions_that_cannot_be_loaded_are_refused_at_the_start(tmp_path):
+    with pytest.raises(RewardFunctionError, match="absent.py': there is no such file"):
+        RewardScorer([RewardFunctionConfig(path=str(tmp_path / "absent.py"))], 1.0, 0.0, 1)
+    with pytest.raises(RewardFunctionError, match=r"reward.functions is empty; give at least one"):
+        RewardScorer([], 1.0, 0.0, 1)
+
+
+def test_processes_outlive_the_thread_that_made_the_scorer():
+    def make():
+        scorer = RewardScorer([COMPUTE_SCORE], 5.0, 0.0, 1)
+        return scorer, process_ids(scorer)
+
+    with ThreadPoolExecutor(max_workers=1) as thread:
+        scorer, pids = thread.submit(make).result()
+    with scorer:
+        time.sleep(0.3)
+        assert process_ids(scorer) == pids
