@@ -45,14 +45,7 @@ class RoleGroup:
         self._actors, self.role, self._worker_class = actors, role, worker_class
         self._mesh: tuple[MeshCoordinate, ...] = ()
         self._spans: list[Span] = []
-        for name in dir(worker_class):
-            registration = getattr(getattr(worker_class, name), REGISTRATION, None)
-            if registration is None:
-                continue
-            if hasattr(RayWorkerGroup, name):
-                raise ValueError(
-                    f"{worker_class.__name__}.{name} cannot be registered: {name} is a method of the group; give it another name"
-                )
+        for name, registration in registered_methods(worker_class).items():
             setattr(self, name, self._bound(name, registration))
 
     def __getattr__(self, name: str) -> Any:
@@ -163,6 +156,8 @@ class RayWorkerGroup(RoleGroup):
     ) -> None:
         fused = isinstance(ray_cls_with_init, ColocatedWorkerClass)
         self._roles = ray_cls_with_init.roles if isinstance(ray_cls_with_init, ColocatedWorkerClass) else {role: ray_cls_with_init}
+        for spec in self._roles.values():
+            registered_methods(spec.cls)  # refused before a process is started
         register_serializers()
         defaults = {} if resource_pool.use_gpu else {"OMP_NUM_THREADS": "1"}
         actors = ActorSet(resource_pool, self._roles, {**defaults, **environment}, phase_time_limit_s, self._record_spans)
@@ -174,6 +169,19 @@ class RayWorkerGroup(RoleGroup):
     def spawn(self) -> dict[str, RoleGroup]:
         """One group per role, on the same processes."""
         return {role: RoleGroup(self._actors, role, spec.cls) for role, spec in self._roles.items()}
+
+
+def registered_methods(worker_class: type[Worker]) -> dict[str, Registration]:
+    """Raises ValueError for a method whose name the group needs for itself."""
+    found = {}
+    for name in dir(worker_class):
+        registration = getattr(getattr(worker_class, name), REGISTRATION, None)
+        if registration is None:
+            continue
+        if hasattr(RayWorkerGroup, name):
+            raise ValueError(f"{worker_class.__name__}.{name} cannot be registered: {name} is a method of the group; give it another name")
+        found[name] = registration
+    return found
 
 
 def _share(values: Sequence[Sequence[Any]], parts: Sequence[int]) -> list[list[Any]]:

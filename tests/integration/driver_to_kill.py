@@ -1,0 +1,26 @@
+"""A driver for test_failures.py: starts workers with children and grandchildren, says who is there, and then waits or ends.
+
+python driver_to_kill.py wait|end
+"""
+
+import json
+import subprocess
+import sys
+
+import psutil
+
+from megarl.controller.cluster import start_ray
+from megarl.controller.group import RayWorkerGroup
+from megarl.controller.resource_pool import RayResourcePool
+from megarl.controller.worker_class import RayClassWithInitArgs
+from tests.unit.controller.workers import EchoWorker
+
+if __name__ == "__main__":
+    start_ray(num_cpus=2, object_store_mb=100)
+    group = RayWorkerGroup(RayResourcePool([2], use_gpu=False), RayClassWithInitArgs(EchoWorker))
+    of_workers = [pid for pids in group.start_children() for pid in pids]
+    of_driver = subprocess.Popen(["sleep", "600"], start_new_session=True).pid
+    below = [process.pid for process in psutil.Process().children(recursive=True)]
+    print(json.dumps({"pids": sorted({*below, *of_workers, of_driver}), "workers": [one["pid"] for one in group.about()]}), flush=True)
+    if sys.argv[1] == "wait":
+        group.sleep(600).get()

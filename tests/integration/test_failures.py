@@ -1,0 +1,135 @@
+"""Everything that can die dies here, on real Ray: the error comes within seconds, names the cause, and nothing is left running."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from megarl.controller.errors import PhaseTimeoutError, WorkerError
+from megarl.controller.futures import gather
+from megarl.controller.group import RayWorkerGroup
+from megarl.controller.resource_pool import RayResourcePool
+from megarl.controller.worker_class import RayClassWithInitArgs
+from tests.processes import gone_within
+from tests.unit.controller.workers import CollectiveWorker, EchoWorker
+
+MakeGroup = Callable[..., RayWorkerGroup]
+
+
+@pytest.fixture
+def make_group(ray_cluster: None) -> Iterator[MakeGroup]:
+    made: list[tuple[RayWorkerGroup, RayResourcePool]] = []
+
+    def make(spec: RayClassWithInitArgs, world_size: int, role: str, **options: object) -> RayWorkerGroup:
+        pool = RayResourcePool([world_size], use_gpu=False, name=role)
+        made.append((group := RayWorkerGroup(pool, spec, role=role, **options), pool))
+        group.ready.get(timeout=120)
+        return group
+
+    yield make
+    for group, pool in made:
+        group.shutdown()
+        pool.release()
+
+
+def test_the_first_failure_is_shown_and_a_killed_worker_is_named(make_group: MakeGroup) -> None:
+    actor = make_group(RayClassWithInitArgs(EchoWorker), 3, "actor")
+    critic = make_group(RayClassWithInitArgs(EchoWorker), 1, "critic")
+    check_exception_beats_its_consequences(actor)
+    check_gather_sees_a_failure_behind_a_working_future(actor, critic)
+    check_crash_beats_its_consequences(critic)
+    check_killed_worker(actor)
+
+
+def check_exception_beats_its_consequences(group: RayWorkerGroup) -> None:
+    """The peers' complaints arrive half a second before the exception that caused them."""
+    with pytest.raises(WorkerError) as caught:
+        group.fail_on(2, after_s=0.5).get()
+    error = caught.value
+    assert (error.role, error.rank, error.node, error.method) == ("actor", 2, "127.0.0.1", "fail_on")
+    assert 'raise KeyError(f"no such layer on rank {rank}")' in error.remote_traceback
+    assert "KeyError: 'no such layer on rank 2'" in str(error)
+    assert "host.py" not in error.remote_traceback
+    assert sorted(other.rank for other in error.others) == [0, 1]
+    assert group.execute_all_sync("who") == [0, 1, 2]  # an exception ends the call, not the workers
+
+
+def check_gather_sees_a_failure_behind_a_working_future(actor: RayWorkerGroup, critic: RayWorkerGroup) -> None:
+    started_s = time.monotonic()
+    with pytest.raises(WorkerError, match="actor rank 1"):
+        gather(critic.sleep(8), actor.fail_on(1))
+    assert time.monotonic() - started_s < 6
+    failed = actor.fail_on(0)
+    with pytest.raises(WorkerError, match="actor rank 0 .*in fail_on: KeyError"):  # the cause, not the call that was given its result
+        actor.execute_rank_zero_sync("size_of", failed)
+
+
+def check_crash_beats_its_consequences(group: RayWorkerGroup) -> None:
+    with pytest.raises(WorkerError) as caught:
+        group.stop_python(0).get()
+    assert (caught.value.role, caught.value.rank) == ("critic", 0)
+    assert "these are my last words" in caught.value.remote_traceback
+
+
+def check_killed_worker(group: RayWorkerGroup) -> None:
+    pids = [one["pid"] for one in group.about()]
+    children = [psutil.Process(pid) for pid in group.start_children()[1]]
+    future = group.sleep(60)
+    threading.Timer(0.3, os.kill, (pids[1], signal.SIGKILL)).start()
+    started_s = time.monotonic()
+    with pytest.raises(WorkerError) as caught:
+        future.get()
+    assert time.monotonic() - started_s < 30
+    error = caught.value
+    assert (error.role, error.rank, error.node, error.pid, error.method) == ("actor", 1, "127.0.0.1", pids[1], "sleep")
+    assert "the process ended" in str(error)
+    assert gone_within(children, limit_s=10) == []
+
+
+def test_a_hang_in_a_collective_is_shown_with_every_stack_and_ended(make_group: MakeGroup) -> None:
+    spec = RayClassWithInitArgs(CollectiveWorker)
+    group = make_group(spec, 2, "actor", phase_time_limit_s=60, environment={"GLOO_SOCKET_IFNAME": "lo"})
+    group._actors.phase_time_limit_s = 2.0  # the start-up above may take longer on a busy machine
+    processes = [psutil.Process(location.pid) for location in group._actors.locations.values()]
+    started_s = time.monotonic()
+    with pytest.raises(PhaseTimeoutError) as caught:
+        group.hang(absent=1).get()
+    assert time.monotonic() - started_s < 15
+    hanging, idle = caught.value.reports
+    assert hanging.activity is not None
+    assert (hanging.role, hanging.rank, hanging.activity.method) == ("actor", 0, "hang")
+    assert "torch.distributed.barrier()" in hanging.activity.stack
+    assert idle.activity is not None
+    assert idle.activity.method is None
+    assert "actor rank 0 (node 127.0.0.1, pid" in str(caught.value)
+    assert gone_within(processes, limit_s=10) == []
+
+
+def test_calls_that_wait_in_a_queue_have_the_limit_for_themselves(make_group: MakeGroup) -> None:
+    group = make_group(RayClassWithInitArgs(EchoWorker), 1, "actor", phase_time_limit_s=60)
+    group._actors.phase_time_limit_s = 2.0
+    assert gather(*[group.sleep(1.2) for _ in range(3)]) == [[0], [0], [0]]
+
+
+@pytest.mark.parametrize(("mode", "end_with"), [("wait", signal.SIGKILL), ("wait", signal.SIGINT), ("end", None)])
+def test_nothing_outlives_the_driver(mode: str, end_with: signal.Signals | None) -> None:
+    root = Path(__file__).parents[2]
+    command = [sys.executable, "-m", "tests.integration.driver_to_kill", mode]
+    driver = subprocess.Popen(command, cwd=root, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, process_group=0)
+    assert driver.stdout is not None
+    told = json.loads(driver.stdout.readline())
+    processes = [psutil.Process(pid) for pid in told["pids"] if psutil.pid_exists(pid)]
+    assert mode == "end" or set(told["workers"]) <= {process.pid for process in processes}
+    assert mode == "end" or len(processes) >= 10  # Ray's daemons, two workers, their children and grandchildren, the driver's child
+    if end_with is not None:
+        driver.send_signal(end_with)
+    assert (driver.wait(timeout=30) == 0) == (end_with is None)
+    assert gone_within(processes, limit_s=30) == []

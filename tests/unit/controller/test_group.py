@@ -1,0 +1,179 @@
+"""Worker groups on real Ray: every dispatch mode, fused roles, futures between groups. The mesh is dp=2, tp=2."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from megarl.controller.futures import gather
+from megarl.controller.group import RayWorkerGroup
+from megarl.controller.resource_pool import RayResourcePool
+from megarl.controller.worker_class import RayClassWithInitArgs, create_colocated_worker_cls
+from megarl.protocol.batch import DataProto
+from tests.unit.controller.workers import BrokenWorker, ClashingWorker, CollectiveWorker, EchoWorker
+
+
+@pytest.fixture(scope="module")
+def group(ray_cluster: None) -> Iterator[RayWorkerGroup]:
+    pool = RayResourcePool([4], use_gpu=False, name="train")
+    spec = RayClassWithInitArgs(EchoWorker, 2, label="tp2")
+    yield (group := RayWorkerGroup(pool, spec, role="actor", environment={"GREETING": "hello"}))
+    group.shutdown()
+    pool.release()
+
+
+@pytest.fixture(scope="module")
+def fused(ray_cluster: None) -> Iterator[dict]:
+    """Two roles in each of two processes, on a pool of their own; every rank is a replica."""
+    pool = RayResourcePool([2], use_gpu=False, name="judge")
+    roles = {"critic": RayClassWithInitArgs(EchoWorker, label="c"), "reward": RayClassWithInitArgs(EchoWorker, label="r")}
+    group = RayWorkerGroup(pool, create_colocated_worker_cls(roles))
+    with pytest.raises(AttributeError, match=r"reached through spawn\(\)"):
+        group.about()
+    yield group.spawn()
+    group.shutdown()
+    pool.release()
+
+
+def numbered(num_rows: int) -> DataProto:
+    return DataProto.from_dict({"x": torch.arange(num_rows)}, {"uid": [f"u{row}" for row in range(num_rows)]})
+
+
+def test_the_environment_is_there_before_torch_and_the_constructor(group: RayWorkerGroup) -> None:
+    assert group.ready.get() == []
+    about = group.about()
+    assert [(one["RANK"], one["WORLD_SIZE"], one["LOCAL_RANK"], one["rank"]) for one in about] == [
+        (str(r), "4", str(r), r) for r in range(4)
+    ]
+    assert {(one["threads"], one["OMP_NUM_THREADS"], one["GREETING"], one["label"]) for one in about} == {(1, "1", "hello", "tp2")}
+    assert len({(one["MASTER_ADDR"], one["MASTER_PORT"]) for one in about}) == 1
+    assert len({one["pid"] for one in about}) == 4
+    assert {(one["role"], one["node"]) for one in about} == {("actor", "127.0.0.1")}
+
+
+def test_rank_zero_and_all_to_all(group: RayWorkerGroup) -> None:
+    assert group.who() == 0
+    assert group.add_rank([1, 2, 3, 4], factor=[10, 10, 10, 100]) == [10, 21, 32, 403]
+
+
+def test_data_parallel_splits_over_all_ranks(group: RayWorkerGroup) -> None:
+    result = group.square(numbered(6))
+    assert result.batch["square"].tolist() == [0, 1, 4, 9, 16, 25]
+    assert result.batch["rank"].tolist() == [0, 0, 1, 1, 2, 2]  # rank 3 had the padding
+
+
+def test_mesh_splits_over_replicas_and_hears_their_first_rank(group: RayWorkerGroup) -> None:
+    result = group.scale(numbered(5), factor=3)
+    assert result.batch["scaled"].tolist() == [0, 3, 6, 9, 12]
+    assert result.batch["rank"].tolist() == [0, 0, 0, 2, 2]
+    assert result.non_tensor_batch["uid"].tolist() == ["u0", "u1", "u2", "u3", "u4"]
+    assert group.expand(numbered(3), 2).batch["x"].tolist() == [0, 0, 1, 1, 2, 2]
+
+
+def test_parts_that_the_caller_planned(group: RayWorkerGroup) -> None:
+    parts = [numbered(3), numbered(1)]
+    assert group.count(parts) == [{"rows": 3, "rank": 0}, {"rows": 1, "rank": 2}]
+    results = group.scale(parts, 2)
+    assert [result.batch["scaled"].tolist() for result in results] == [[0, 2, 4], [0]]
+    with pytest.raises(ValueError, match="padded by 1"):
+        group.count(numbered(3))
+
+
+def test_execute_by_rank_and_on_all(group: RayWorkerGroup) -> None:
+    assert group.execute_all_sync("who") == [0, 1, 2, 3]
+    assert group.execute_rank_async(3, "who").get() == 3
+    assert group.execute_rank_zero_sync("who") == group.execute_rank_zero_async("who").get() == 0
+    with pytest.raises(ValueError, match="ranks 0 to 3, not 4"):
+        group.execute_rank_async(4, "who")
+    with pytest.raises(ValueError, match="'actor', has no method 'nothing'"):
+        group.execute_all_sync("nothing")
+    with pytest.raises(AttributeError, match="EchoWorker has no registered method 'make_bucket'"):
+        group.make_bucket(1)
+
+
+def test_fused_roles_share_processes(fused: dict) -> None:
+    critic, reward = fused["critic"].about(), fused["reward"].about()
+    assert [one["pid"] for one in critic] == [one["pid"] for one in reward]
+    assert [(one["role"], one["label"]) for one in critic + reward] == [("critic", "c")] * 2 + [("reward", "r")] * 2
+    assert fused["critic"].world_size == 2
+
+
+def test_a_future_goes_to_another_group_part_by_part(group: RayWorkerGroup, fused: dict) -> None:
+    doubled = group.scale_later(numbered(5), 2)
+    again = fused["critic"].scale_later(doubled, 10)
+    joined = numbered(5).select(non_tensor_batch_keys=["uid"], batch_keys=[]).union(again)
+    assert joined.batch["x"].tolist() == [0, 20, 40, 60, 80]
+    assert doubled.get(timeout=30).batch["x"].tolist() == [0, 2, 4, 6, 8]
+    assert fused["reward"].size_of(group.scale_later(numbered(5), 2)).get() == [("DataProto", 5)] * 2
+    single = group.execute_rank_async(0, "scale_later", numbered(4), 2)
+    with pytest.raises(RuntimeError, match="a future that holds a whole batch"):
+        fused["critic"].scale(single, 1)
+
+
+def test_weight_buckets_go_from_one_rank_to_all_without_the_driver(group: RayWorkerGroup, fused: dict) -> None:
+    bucket = group.execute_rank_async(3, "make_bucket", 1000)
+    assert fused["reward"].load(bucket).get() == [(499500 + 3000, "torch.bfloat16", [3, 4, 5, 6])] * 2
+    several = [group.execute_rank_async(rank, "make_bucket", 8) for rank in range(2)]
+    assert fused["reward"].size_of(several).get() == [("list", 2)] * 2
+    with pytest.raises(ValueError, match="nothing but futures of a single rank"):
+        fused["reward"].size_of([several[0], 1])
+
+
+def test_gather_waits_for_groups_together_and_spans_tell_when(group: RayWorkerGroup, fused: dict) -> None:
+    for one in (group, *fused.values()):
+        one.drain_spans()
+    assert gather(group.sleep(0.3), fused["critic"].sleep(0.3)) == [[0, 1, 2, 3], [0, 1]]
+    spans = group.drain_spans() + fused["critic"].drain_spans()
+    assert sorted({(span.pool, span.role, span.name) for span in spans}) == [
+        ("judge", "critic", "napping"),
+        ("judge", "critic", "sleep"),
+        ("train", "actor", "napping"),
+        ("train", "actor", "sleep"),
+    ]
+    assert len(spans) == 2 * 6
+    assert max(span.start_s for span in spans) < min(span.end_s for span in spans)  # both groups slept at the same time
+    assert group.drain_spans() == fused["reward"].drain_spans() == []
+    with pytest.raises(TimeoutError, match=r"actor.sleep has not finished after 0.1 s"):
+        group.sleep(0.5).get(timeout=0.1)
+
+
+def test_one_batch_is_stored_once_per_replica(group: RayWorkerGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    import megarl.controller.group as module
+
+    stored: list[object] = []
+    put = module.ray.put
+    monkeypatch.setattr(module.ray, "put", lambda value: (stored.append(value), put(value))[1])
+    group.scale(numbered(4), 1)
+    assert [len(value) for value in stored] == [2, 2]
+
+
+def test_ranks_meet_at_the_address_they_are_given(ray_cluster: None) -> None:
+    pool = RayResourcePool([2], use_gpu=False)
+    group = RayWorkerGroup(pool, RayClassWithInitArgs(CollectiveWorker), environment={"GLOO_SOCKET_IFNAME": "lo"})
+    assert group.sum_ranks() == [1, 1]
+    group.shutdown()
+    pool.release()
+
+
+def test_a_constructor_that_fails_is_reported_for_whatever_is_called(ray_cluster: None) -> None:
+    pool = RayResourcePool([2], use_gpu=False)
+    group = RayWorkerGroup(pool, RayClassWithInitArgs(BrokenWorker, rank=1), role="reference")
+    with pytest.raises(RuntimeError, match=r"reference rank 1 (.|\n)*in __init__: FileNotFoundError: no model in /nowhere"):
+        group.work()
+    with pytest.raises(RuntimeError, match="no model in /nowhere"):
+        group.ready.get()
+    group.shutdown()
+    with pytest.raises(RuntimeError, match="reference.work: the group has been ended"):
+        group.work()
+    pool.release()
+
+
+def test_classes_that_cannot_work_are_refused(ray_cluster: None) -> None:
+    with pytest.raises(ValueError, match="not a subclass"):
+        RayClassWithInitArgs(dict)
+    with pytest.raises(ValueError, match="there are no roles"):
+        create_colocated_worker_cls({})
+    pool = RayResourcePool([1], use_gpu=False)
+    with pytest.raises(ValueError, match="ClashingWorker.shutdown cannot be registered"):
+        RayWorkerGroup(pool, RayClassWithInitArgs(ClashingWorker))
+    pool.release()

@@ -1,0 +1,71 @@
+"""Pools: what fits where, and the errors when it does not."""
+
+import pytest
+
+from megarl.controller.resource_pool import (
+    InsufficientResourcesError,
+    NodeResources,
+    RayResourcePool,
+    ResourcePoolManager,
+    check_fits,
+    fits,
+)
+
+
+def node(cpus: float, gpus: float = 0) -> NodeResources:
+    return NodeResources("10.0.0.1", {"CPU": cpus, "GPU": gpus})
+
+
+@pytest.mark.parametrize(
+    ("demands", "nodes", "expected"),
+    [
+        ([(4, 4), (4, 4)], [(8, 8)], True),
+        ([(8, 8)], [(4, 4), (4, 4)], False),  # one node must hold it
+        ([(2, 2), (6, 6), (8, 8)], [(8, 8), (8, 8)], True),  # needs the large ones first
+        ([(5, 5), (5, 5)], [(8, 8)], False),
+        ([(4, 0)], [(8, 0)], True),
+        ([(4, 4)], [(2, 8)], False),  # devices enough, CPUs not
+    ],
+)
+def test_fitting_pools_on_nodes(demands: list, nodes: list, expected: bool) -> None:
+    assert fits([{"CPU": cpus, **({"GPU": gpus} if gpus else {})} for cpus, gpus in demands], [node(*sizes) for sizes in nodes]) is expected
+
+
+def test_bad_arguments_are_refused() -> None:
+    for counts in ([], [0], [2, -1]):
+        with pytest.raises(ValueError, match="must be at least 1"):
+            RayResourcePool(counts)
+    with pytest.raises(ValueError, match=r"'actor' is mapped to the pool 'train'; there are \['main'\]"):
+        ResourcePoolManager({"main": [1]}, {"actor": "train"})
+    with pytest.raises(ValueError, match="role 'critic' has no pool"):
+        ResourcePoolManager({"main": [1]}, {"actor": "main"}).get_resource_pool("critic")
+
+
+def test_what_can_never_fit_is_refused_at_once(ray_cluster: None) -> None:
+    with pytest.raises(InsufficientResourcesError) as caught:
+        RayResourcePool([2, 9], use_gpu=False, name="train").bundles()
+    text = str(caught.value)
+    assert "pool 'train': 0 GPU, 9 CPU on one node" in text
+    assert "node 127.0.0.1: 0 GPU, 8 CPU" in text
+    with pytest.raises(InsufficientResourcesError, match="pool 'gpus': 1 GPU, 1 CPU"):
+        RayResourcePool([1], use_gpu=True, name="gpus").bundles()
+    together = ResourcePoolManager({"a": [5], "b": [4]}, {}, use_gpu=False)
+    with pytest.raises(InsufficientResourcesError, match="pool 'b': 0 GPU, 4 CPU"):
+        together.create_resource_pool()
+    check_fits([together.resource_pools["a"]])
+
+
+def test_what_others_hold_is_waited_for_and_then_named(ray_cluster: None) -> None:
+    holder = ResourcePoolManager({"held": [8]}, {"actor": "held"}, use_gpu=False)
+    holder.create_resource_pool()
+    pool = holder.get_resource_pool("actor")
+    assert [(bundle.number, bundle.local_rank) for bundle in pool.bundles()] == [(rank, rank) for rank in range(8)]
+    late = RayResourcePool([2], use_gpu=False, name="late", wait_limit_s=0.5)
+    with pytest.raises(
+        InsufficientResourcesError, match=r"still not free after 0.5 s(.|\n)*pool 'late'(.|\n)*node 127.0.0.1: 0 GPU, 0 CPU"
+    ):
+        late.bundles()
+    holder.release()
+    late.wait_limit_s = 10
+    assert len(late.bundles()) == 2
+    late.release()
