@@ -1,0 +1,93 @@
+"""The decoding loop over a transformers model: one prefill of left-padded prompts, then one token per step for every row.
+
+transformers' own `generate` spends more time per token on its bookkeeping than a small model spends on its forward pass,
+and keeps all steps' logits to return log-probs; this loop keeps one step's.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from transformers import DynamicCache, PreTrainedModel
+
+from megarl.rollout.hf.sampling import sample_tokens
+from megarl.rollout.interface import SamplingParameters
+
+
+class Decoded(NamedTuple):
+    token_ids: torch.Tensor  # (B, N) int64, N steps were made
+    log_probs: torch.Tensor  # (B, N) float32
+    lengths: torch.Tensor  # (B,) int64: what lies beyond is no part of the sample
+    stopped: torch.Tensor  # (B,) bool: the last token is a stop token
+
+
+class _Rows(NamedTuple):
+    """The rows that are still computed, (A,) of the B; `positions` (A,) of the next token."""
+
+    indices: torch.Tensor
+    positions: torch.Tensor
+    mask: torch.Tensor  # (A, P + max_new_tokens) bool: False at the padding on the left
+
+
+@torch.inference_mode()
+def decode(
+    model: PreTrainedModel,
+    prompts: list[list[int]],
+    sampling: SamplingParameters,
+    stop_token_ids: torch.Tensor,
+    generator: torch.Generator,
+) -> Decoded:
+    """One sample of each prompt. Rows that have ended leave the batch as soon as they are half of it."""
+    token_ids, mask = _left_pad(prompts, model.device)
+    batch_size, prompt_length = token_ids.shape
+    sampled_ids = torch.zeros(batch_size, sampling.max_new_tokens, dtype=torch.int64, device=model.device)
+    log_probs = torch.zeros(batch_size, sampling.max_new_tokens, device=model.device)
+    lengths = torch.full((batch_size,), sampling.max_new_tokens, device=model.device)
+    stopped = torch.zeros(batch_size, dtype=torch.bool, device=model.device)
+
+    cache = DynamicCache()
+    rows = _Rows(
+        torch.arange(batch_size, device=model.device),
+        mask.sum(dim=-1),
+        torch.cat([mask, mask.new_ones(batch_size, sampling.max_new_tokens)], dim=-1),
+    )
+    positions = (mask.cumsum(dim=-1) - 1).clamp(min=0)
+    output = model(input_ids=token_ids, attention_mask=mask.long(), position_ids=positions, past_key_values=cache, logits_to_keep=1)
+    for step in range(sampling.max_new_tokens):
+        if step > 0:
+            output = _step(model, sampled_ids[rows.indices, step - 1], rows, prompt_length + step, cache)
+            rows = rows._replace(positions=rows.positions + 1)
+        sampled = sample_tokens(output.logits[:, -1], sampling, generator)
+        sampled_ids[rows.indices, step], log_probs[rows.indices, step] = sampled
+        ends = torch.isin(sampled.token_ids, stop_token_ids) & ~stopped[rows.indices]
+        lengths[rows.indices[ends]] = step + 1
+        stopped[rows.indices[ends]] = True
+        rows = _drop_ended(rows, stopped, cache)
+        if not len(rows.indices):
+            break
+    return Decoded(sampled_ids[:, : step + 1], log_probs[:, : step + 1], lengths, stopped)
+
+
+def _step(model: PreTrainedModel, token_ids: torch.Tensor, rows: _Rows, length: int, cache: DynamicCache):  # noqa: ANN202
+    # A mask of four dimensions is taken as it is: transformers would build the same one anew at every step.
+    mask = rows.mask[:, None, None, :length]
+    return model(input_ids=token_ids[:, None], attention_mask=mask, position_ids=rows.positions[:, None], past_key_values=cache)
+
+
+def _drop_ended(rows: _Rows, stopped: torch.Tensor, cache: DynamicCache) -> _Rows:
+    """Copying the cache costs about what a step does, so it is done when it halves the steps to come."""
+    alive = (~stopped[rows.indices]).nonzero().squeeze(-1)
+    if 2 * len(alive) > len(rows.indices):
+        return rows
+    if len(alive):
+        cache.batch_select_indices(alive)
+    return _Rows(rows.indices[alive], rows.positions[alive], rows.mask[alive])
+
+
+def _left_pad(prompts: list[list[int]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """(B, P) token ids, 0 at the padding, and (B, P) bool, False there."""
+    width = max(map(len, prompts))
+    token_ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts], device=device)
+    lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
+    return token_ids, torch.arange(width, device=device) >= width - lengths[:, None]

@@ -1,0 +1,73 @@
+"""When an engine may generate: the states between "has no weights" and "closed", the same for every engine."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+from megarl.protocol.weights import Manifest, WeightBucket, WeightReceipt
+
+
+class EngineStateError(RuntimeError):
+    """The engine was asked for what it cannot do in its state; the message says the state and what leads out of it."""
+
+
+class EngineState(Enum):
+    EMPTY = "empty"
+    UPDATING = "updating"
+    READY = "ready"
+    ASLEEP = "asleep"
+    CLOSED = "closed"
+
+
+_REMEDY = {
+    EngineState.EMPTY: "it has no complete weights: run a weight update to its end",
+    EngineState.UPDATING: "its weights are half loaded: end the weight update, or begin it anew",
+    EngineState.READY: "it has complete weights: begin a weight update first",
+    EngineState.ASLEEP: "it gave its memory back: wake it, then update its weights",
+    EngineState.CLOSED: "it is closed: start another",
+}
+
+
+class EngineLifecycle:
+    """The state, the version of the weights, and the receipt of the update under way."""
+
+    def __init__(self) -> None:
+        self.state = EngineState.EMPTY
+        self._version: int | None = None
+        self._receipt: WeightReceipt | None = None
+
+    @property
+    def weight_version(self) -> int | None:
+        return self._version
+
+    def require_ready(self) -> int:
+        """The version of the weights. Raises EngineStateError where they are not complete."""
+        self.require("generate", EngineState.READY)
+        assert self._version is not None
+        return self._version
+
+    def begin(self, manifest: Manifest) -> None:
+        self.require("begin a weight update", EngineState.EMPTY, EngineState.UPDATING, EngineState.READY)
+        self.state, self._version, self._receipt = EngineState.UPDATING, None, WeightReceipt(manifest)
+
+    def record(self, bucket: WeightBucket) -> None:
+        """Raises WeightTransferError for a chunk that does not belong; nothing of the bucket may be loaded then."""
+        self.require("load weights", EngineState.UPDATING)
+        assert self._receipt is not None
+        for chunk in bucket.chunks:
+            self._receipt.record(chunk)
+
+    def end(self, version: int) -> None:
+        self.require("end a weight update", EngineState.UPDATING)
+        assert self._receipt is not None
+        receipt, self._receipt, self.state = self._receipt, None, EngineState.EMPTY
+        receipt.close()
+        self.state, self._version = EngineState.READY, version
+
+    def leave(self, state: EngineState) -> None:
+        """Into a state without weights: EMPTY, ASLEEP or CLOSED."""
+        self.state, self._version, self._receipt = state, None, None
+
+    def require(self, action: str, *states: EngineState) -> None:
+        if self.state not in states:
+            raise EngineStateError(f"the engine cannot {action} while {self.state.value}: {_REMEDY[self.state]}")

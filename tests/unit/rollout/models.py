@@ -1,0 +1,65 @@
+"""Tiny models in Hugging Face folders, and their weights as the buckets a trainer sends."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen2Config, Qwen3Config
+
+from megarl.protocol.weights import Manifest, TensorChunk, TensorMeta, WeightBucket
+from megarl.rollout.hf.engine import HFEngine
+
+VOCAB = 97
+
+
+def random_model(family: str = "qwen2", *, tied: bool = False, seed: int = 0, eos_token_id: int | None = None) -> PreTrainedModel:
+    """Logits spread over a few units, so that temperature and truncation make a difference."""
+    shared = dict(
+        num_hidden_layers=2,
+        hidden_size=32,
+        intermediate_size=48,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=VOCAB,
+        max_position_embeddings=64,
+        tie_word_embeddings=tied,
+        bos_token_id=None,
+        eos_token_id=eos_token_id,
+        pad_token_id=None,
+    )
+    kinds = {"qwen2": Qwen2Config(**shared), "qwen3": Qwen3Config(**shared, head_dim=16), "llama": LlamaConfig(**shared)}
+    model = AutoModelForCausalLM.from_config(kinds[family], dtype=torch.float32)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.25 + ("norm" in name))
+    return model.eval()
+
+
+def manifest_of(model: PreTrainedModel) -> Manifest:
+    return {name: TensorMeta(tuple(parameter.shape), parameter.dtype) for name, parameter in model.named_parameters()}
+
+
+def buckets_of(model: PreTrainedModel, chunk_elements: int = 1000) -> list[WeightBucket]:
+    """Every chunk in a bucket of its own, last tensor first: order must not matter."""
+    flat = [(name, parameter.detach().reshape(-1)) for name, parameter in model.named_parameters()]
+    return [
+        WeightBucket((TensorChunk(name, start, data[start : start + chunk_elements]),))
+        for name, data in reversed(flat)
+        for start in range(0, len(data), chunk_elements)
+    ]
+
+
+def push(model: PreTrainedModel, engine: HFEngine, version: int = 1) -> None:
+    engine.begin_weight_update(manifest_of(model))
+    for bucket in buckets_of(model):
+        engine.load_weights(bucket)
+    engine.end_weight_update(version)
+
+
+def engine_for(model: PreTrainedModel, folder: Path, max_concurrency: int = 64, dtype: torch.dtype = torch.float32) -> HFEngine:
+    """An engine without weights, from a folder that holds none either."""
+    model.config.save_pretrained(folder)
+    model.generation_config.save_pretrained(folder)
+    return HFEngine(folder, dtype=dtype, device=torch.device("cpu"), max_concurrency=max_concurrency)

@@ -1,0 +1,203 @@
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from megarl.protocol.weights import TensorChunk, WeightBucket, WeightTransferError
+from megarl.rollout.hf.engine import HFEngine
+from megarl.rollout.interface import Sample, SamplingParameters
+from megarl.rollout.lifecycle import EngineStateError
+from tests.unit.rollout.models import VOCAB, buckets_of, engine_for, manifest_of, push, random_model
+
+PROMPTS = [[5, 6, 7], [11], [20, 21, 22, 23, 24, 25, 26, 27, 28], [3, 4, 3, 4, 3], [90, 91]]
+
+
+def greedy(max_new_tokens: int = 6) -> SamplingParameters:
+    return SamplingParameters(max_new_tokens=max_new_tokens, seed=0, temperature=0.0)
+
+
+def reference_log_probs(model: PreTrainedModel, prompt: list[int], token_ids: list[int], temperature: float) -> torch.Tensor:
+    """One forward pass over the whole sequence, no padding and no cache."""
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt + token_ids])).logits[0, len(prompt) - 1 : -1]
+    return torch.log_softmax(logits / (temperature or 1.0), -1).gather(-1, torch.tensor(token_ids)[:, None]).squeeze(-1)
+
+
+def greedy_reference(model: PreTrainedModel, prompt: list[int], count: int) -> list[int]:
+    token_ids: list[int] = []
+    for _ in range(count):
+        with torch.no_grad():
+            token_ids.append(int(model(torch.tensor([prompt + token_ids])).logits[0, -1].argmax()))
+    return token_ids
+
+
+@pytest.fixture
+def model() -> PreTrainedModel:
+    return random_model()
+
+
+@pytest.fixture
+def engine(model: PreTrainedModel, tmp_path: Path) -> HFEngine:
+    engine = engine_for(model, tmp_path)
+    push(model, engine)
+    return engine
+
+
+@pytest.mark.parametrize(("family", "tied"), [("qwen2", False), ("qwen2", True), ("qwen3", False), ("llama", True)])
+@pytest.mark.parametrize("temperature", [0.6, 1.0, 0.0])
+def test_log_probs_are_those_of_a_plain_forward(tmp_path: Path, family: str, tied: bool, temperature: float) -> None:
+    model = random_model(family, tied=tied)
+    engine = engine_for(model, tmp_path, max_concurrency=4)  # several batches, each with different lengths
+    push(model, engine)
+    sampling = SamplingParameters(max_new_tokens=7, seed=1, n=2, temperature=temperature, top_p=1.0 if temperature == 1 else 0.9)
+    samples = engine.generate(PROMPTS, sampling)
+    for index, sample in enumerate(samples):
+        expected = reference_log_probs(model, PROMPTS[index // 2], sample.token_ids, temperature)
+        assert torch.allclose(torch.tensor(sample.log_probs), expected, atol=1e-5)
+        if temperature == 0:
+            assert sample.token_ids == greedy_reference(model, PROMPTS[index // 2], 7)
+
+
+def test_samples_are_prompt_major_and_repeatable(engine: HFEngine) -> None:
+    sampling = SamplingParameters(max_new_tokens=5, seed=7, n=3)
+    samples = engine.generate(PROMPTS, sampling)
+    assert len(samples) == 15
+    assert samples == engine.generate(PROMPTS, sampling)
+    other = engine.generate(PROMPTS, SamplingParameters(max_new_tokens=5, seed=8, n=3))
+    assert [sample.token_ids for sample in samples] != [sample.token_ids for sample in other]
+    for first in range(0, 15, 3):  # the samples of a prompt differ from each other
+        assert len({tuple(sample.token_ids) for sample in samples[first : first + 3]}) == 3
+    greedy_samples = engine.generate(PROMPTS, SamplingParameters(max_new_tokens=5, seed=7, n=2, temperature=0))
+    singles = [engine.generate([prompt], greedy(5))[0].token_ids for prompt in PROMPTS]
+    assert [sample.token_ids for sample in greedy_samples] == [ids for ids in singles for _ in range(2)]
+
+
+def first_at(token_ids: Sequence[int], stops: set[int]) -> int | None:
+    return next((index for index, token in enumerate(token_ids) if token in stops), None)
+
+
+def test_stop_tokens_end_a_sample_and_are_its_last_token(model: PreTrainedModel, engine: HFEngine) -> None:
+    """Against the same greedy continuation without stop tokens, cut by hand; rows end at different steps."""
+    free = [greedy_reference(model, prompt, 12) for prompt in PROMPTS]
+    stops = {free[0][2], free[1][0], free[3][5]}
+    sampling = SamplingParameters(max_new_tokens=12, seed=0, temperature=0, stop_token_ids=tuple(stops))
+    samples = engine.generate(PROMPTS, sampling)
+    ends = [first_at(ids, stops) for ids in free]
+    assert len(set(ends)) >= 3
+    for sample, ids, end in zip(samples, free, ends, strict=True):
+        assert sample.token_ids == (ids if end is None else ids[: end + 1])
+        assert sample.finish_reason == ("length" if end is None else "stop")
+        assert len(sample.log_probs) == len(sample.token_ids)
+
+
+def test_the_models_own_end_token(tmp_path: Path) -> None:
+    free = greedy_reference(random_model(), PROMPTS[2], 8)
+    model = random_model(eos_token_id=free[3])
+    engine = engine_for(model, tmp_path)
+    push(model, engine)
+    end = free.index(free[3])
+    assert engine.generate([PROMPTS[2]], greedy(8))[0].token_ids == free[: end + 1]
+    ignoring = SamplingParameters(max_new_tokens=8, seed=0, temperature=0, ignore_eos=True, stop_token_ids=(free[1],))
+    assert engine.generate([PROMPTS[2]], ignoring)[0].token_ids == free
+
+
+def test_a_batch_that_has_ended_is_not_computed_further(engine: HFEngine) -> None:
+    """Every token stops: one forward pass over the model and no more."""
+    passes = []
+    engine._model.register_forward_hook(lambda *_: passes.append(1))
+    samples = engine.generate(PROMPTS, SamplingParameters(max_new_tokens=9, seed=0, stop_token_ids=tuple(range(VOCAB))))
+    assert passes == [1]
+    assert all((len(sample.token_ids), sample.finish_reason) == (1, "stop") for sample in samples)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_an_update_replaces_every_weight(tmp_path: Path, tied: bool) -> None:
+    old, new = random_model(tied=tied, seed=1), random_model(tied=tied, seed=2)
+    engine = engine_for(old, tmp_path)
+    push(old, engine, version=4)
+    before = engine.generate(PROMPTS, greedy())
+    assert [sample.token_ids for sample in before] == [greedy_reference(old, prompt, 6) for prompt in PROMPTS]
+    push(new, engine, version=5)
+    after = engine.generate(PROMPTS, greedy())
+    assert [sample.token_ids for sample in after] == [greedy_reference(new, prompt, 6) for prompt in PROMPTS]
+    assert [sample.token_ids for sample in after] != [sample.token_ids for sample in before]
+    assert ({sample.weight_version for sample in before}, {sample.weight_version for sample in after}) == ({4}, {5})
+    for (name, parameter), (_, sent) in zip(engine._model.named_parameters(), new.named_parameters(), strict=True):
+        assert torch.equal(parameter, sent), name
+
+
+def test_float32_weights_into_a_bfloat16_engine(model: PreTrainedModel, tmp_path: Path) -> None:
+    engine = engine_for(model, tmp_path, dtype=torch.bfloat16)
+    push(model, engine)
+    sample = engine.generate([PROMPTS[0]], greedy())[0]
+    expected = reference_log_probs(random_model().to(torch.bfloat16), PROMPTS[0], sample.token_ids, 0.0)
+    assert torch.allclose(torch.tensor(sample.log_probs), expected.float(), atol=0.1)
+
+
+def test_no_generation_without_complete_weights(model: PreTrainedModel, tmp_path: Path) -> None:
+    engine = engine_for(model, tmp_path)
+    with pytest.raises(EngineStateError, match="empty"):
+        engine.generate(PROMPTS, greedy())
+    engine.begin_weight_update(manifest_of(model))
+    buckets = buckets_of(model)
+    for bucket in buckets[:-1]:
+        engine.load_weights(bucket)
+    with pytest.raises(EngineStateError, match="updating"):
+        engine.generate(PROMPTS, greedy())
+    with pytest.raises(WeightTransferError, match=r"model\.embed_tokens\.weight \(missing from element 3000 of 3104\)"):
+        engine.end_weight_update(1)
+    with pytest.raises(EngineStateError, match="empty"):
+        engine.generate(PROMPTS, greedy())
+    assert engine.weight_version is None
+    push(model, engine, version=2)
+    assert engine.generate(PROMPTS, greedy())[0].weight_version == 2
+
+
+def test_sleep_gives_memory_back_and_the_next_update_restores_it(model: PreTrainedModel, engine: HFEngine) -> None:
+    before = engine.generate(PROMPTS, greedy())
+    engine.sleep()
+    assert sum(parameter.numel() for parameter in engine._model.parameters()) == 0
+    engine.sleep()
+    with pytest.raises(EngineStateError, match="asleep"):
+        engine.generate(PROMPTS, greedy())
+    with pytest.raises(EngineStateError, match="asleep"):
+        engine.begin_weight_update(manifest_of(model))
+    engine.wake()
+    with pytest.raises(EngineStateError, match="empty"):
+        engine.generate(PROMPTS, greedy())
+    push(model, engine)
+    assert engine.generate(PROMPTS, greedy()) == before
+    engine.close()
+    with pytest.raises(EngineStateError, match="closed"):
+        engine.generate(PROMPTS, greedy())
+
+
+def test_weights_that_are_not_the_models(model: PreTrainedModel, engine: HFEngine) -> None:
+    wrong = dict(manifest_of(random_model(tied=True)))
+    wrong["score.weight"] = wrong["model.norm.weight"]
+    with pytest.raises(WeightTransferError, match=r"lm_head\.weight is missing; score\.weight is not a tensor of the engine's model"):
+        engine.begin_weight_update(wrong)
+    assert engine.weight_version == 1  # still usable
+    engine.begin_weight_update(manifest_of(model))
+    with pytest.raises(WeightTransferError, match=r"'model\.norm\.weight': elements 30..34 lie outside shape \(32,\)"):
+        engine.load_weights(WeightBucket((TensorChunk("model.norm.weight", 30, torch.zeros(4)),)))
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ([], "prompt 1 is empty"),
+        ([3, VOCAB], r"prompt 1 has token ids 3\.\.97, the model's vocabulary is 0\.\.96"),
+        ([1] * 60, "prompt 1 of 60 tokens and max_new_tokens 6 exceed the model's max_position_embeddings 64"),
+    ],
+)
+def test_prompts_that_cannot_be_continued(engine: HFEngine, prompt: list[int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        engine.generate([[1], prompt], greedy())
+
+
+def test_no_prompts_give_no_samples(engine: HFEngine) -> None:
+    assert engine.generate([], greedy()) == []
+    assert Sample._fields == ("token_ids", "log_probs", "finish_reason", "weight_version")

@@ -1,0 +1,52 @@
+import pytest
+import torch
+
+from megarl.protocol.weights import TensorChunk, TensorMeta, WeightBucket, WeightTransferError
+from megarl.rollout.interface import SamplingParameters
+from megarl.rollout.lifecycle import EngineLifecycle, EngineState, EngineStateError
+
+MANIFEST = {"w": TensorMeta((4,), torch.float32)}
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("n", 0), ("max_new_tokens", 0), ("temperature", -0.1), ("temperature", float("nan")), ("top_p", 0.0), ("top_p", 1.1), ("top_k", 0)],
+)
+def test_bad_sampling_parameters_are_named(field: str, value: float) -> None:
+    with pytest.raises(ValueError, match=f"sampling {field} is {value}"):
+        SamplingParameters(**{"max_new_tokens": 1, "seed": 0, field: value})
+
+
+def test_ready_only_between_a_complete_update_and_the_next_thing() -> None:
+    life = EngineLifecycle()
+    with pytest.raises(EngineStateError, match="cannot generate while empty"):
+        life.require_ready()
+    life.begin(MANIFEST)
+    life.record(WeightBucket((TensorChunk("w", 0, torch.zeros(4)),)))
+    with pytest.raises(EngineStateError, match="cannot generate while updating: its weights are half loaded"):
+        life.require_ready()
+    life.end(3)
+    assert (life.require_ready(), life.weight_version) == (3, 3)
+    with pytest.raises(EngineStateError, match="cannot load weights while ready"):
+        life.record(WeightBucket(()))
+    life.leave(EngineState.ASLEEP)
+    with pytest.raises(EngineStateError, match="cannot generate while asleep: .* wake it"):
+        life.require_ready()
+    with pytest.raises(EngineStateError, match="cannot begin a weight update while asleep"):
+        life.begin(MANIFEST)
+    assert life.weight_version is None
+
+
+def test_a_failed_or_repeated_update_starts_from_nothing() -> None:
+    life = EngineLifecycle()
+    life.begin(MANIFEST)
+    life.record(WeightBucket((TensorChunk("w", 0, torch.zeros(3)),)))
+    with pytest.raises(WeightTransferError, match=r"w \(missing from element 3 of 4\)"):
+        life.end(1)
+    assert life.state is EngineState.EMPTY
+    life.begin(MANIFEST)
+    life.record(WeightBucket((TensorChunk("w", 0, torch.zeros(3)),)))
+    life.begin(MANIFEST)  # what came before does not count
+    life.record(WeightBucket((TensorChunk("w", 0, torch.zeros(4)),)))
+    life.end(2)
+    assert life.require_ready() == 2
