@@ -97,3 +97,8 @@ def process_owner() -> str:
         start_reaper(_owner, whole_group=False)  # it may share its group with the shell's pipeline
         atexit.register(shutdown)
     return _owner
+
+
+def num_cluster_gpus() -> int:
+    """Of all nodes of the cluster that this process has joined."""
+    return int(ray.cluster_resources().get("GPU", 0))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
 from megarl.algorithms.advantages import ADVANTAGE_ESTIMATORS, AdvantageInputs
@@ -14,28 +12,16 @@ from megarl.data.loader import BatchLoader
 from megarl.protocol.batch import DataProto
 from megarl.trainers.evaluation import Evaluation
 from megarl.trainers.monitor import Monitor
-from megarl.workers.reward import Reward
-from megarl.workers.roles import Actor, Critic, Pending, Reference, valid_token_count
-from megarl.workers.rollout import Rollout
+from megarl.workers.roles import Pending, valid_token_count
+from megarl.workers.start import PPORoles
 
 Metrics = dict[str, float]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Roles:
-    """Who does what. Without a KL term there is no reference; a critic-free estimator has no critic."""
-
-    actor: Actor
-    rollout: Rollout
-    reward: Reward
-    reference: Reference | None = None
-    critic: Critic | None = None
 
 
 class PPOTrainer:
     """Reads as the algorithm: `train_step` is one step of PPO."""
 
-    def __init__(self, config: PPOConfig, roles: Roles, prompts: BatchLoader, evaluation: Evaluation | None, monitor: Monitor) -> None:
+    def __init__(self, config: PPOConfig, roles: PPORoles, prompts: BatchLoader, evaluation: Evaluation | None, monitor: Monitor) -> None:
         self.config = config
         self.roles = roles
         self.prompts = prompts
@@ -46,7 +32,7 @@ class PPOTrainer:
     def fit(self) -> None:
         """Trains for `trainer.total_steps`; validates before, every so often, and at the end."""
         trainer = self.config.trainer
-        self.roles.actor.sync_weights(self.roles.rollout)
+        self.roles.actor.sync_weights(self.roles.rollout.group)
         if trainer.validate_before:
             self._validate(0)
         for step in range(1, trainer.total_steps + 1):
@@ -78,7 +64,7 @@ class PPOTrainer:
             metrics |= result
         if trains_actor:
             with phase("update_weights"):
-                roles.actor.sync_weights(roles.rollout)
+                roles.actor.sync_weights(roles.rollout.group)
         return metrics | self._batch_metrics(batch)
 
     def _batch_metrics(self, batch: DataProto) -> Metrics:

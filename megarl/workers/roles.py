@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from megarl.data.packing import BatchPlan, plan_micro_batches
 from megarl.protocol.batch import DataProto
 from megarl.protocol.future import DataProtoFuture
 from megarl.workers.megatron import MICRO_BATCHES
+from megarl.workers.weight_sync import WeightSource, sync_weights
 
 _MODEL_KEYS = ("input_ids", "attention_mask", "response_mask")
 
@@ -137,9 +139,24 @@ class Critic(MegatronRole):
 
 
 class Actor(MegatronRole):
-    def __init__(self, group: RoleGroup, parallel: ParallelConfig, micro_batch: MicroBatchConfig, updates: UpdatePlan) -> None:
+    """The policy in training; the only role whose weights leave it."""
+
+    def __init__(
+        self, group: RoleGroup, parallel: ParallelConfig, micro_batch: MicroBatchConfig, weights: WeightSource, updates: UpdatePlan
+    ) -> None:
         super().__init__(group, parallel, micro_batch)
+        self._weights = weights
         self._updates = updates
+        self._version = 0
+
+    def sync_weights(self, rollout: RoleGroup) -> None:
+        """Every rollout worker gets the weights as they are now, stamped with the next version."""
+        self._version += 1
+        sync_weights(self._weights, rollout, self._version)
+
+    def save_hf(self, folder: Path, source_folder: str) -> None:
+        """See WeightSource.save_hf."""
+        self._weights.save_hf(folder, source_folder)
 
     def log_probs(self, batch: DataProto) -> Pending:
         """`old_log_probs`, `entropys` (B, R)."""

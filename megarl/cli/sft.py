@@ -1,0 +1,44 @@
+"""`megarl sft`: supervised fine-tuning from a configuration, on the engine that PPO uses."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from megarl.cli.check import load_checked
+from megarl.cli.session import open_monitor, open_session, write_summary
+from megarl.config.architecture import read_architecture
+from megarl.config.schema import SFTConfig
+from megarl.data.loader import BatchLoader
+from megarl.data.sft import SFTDataset
+from megarl.data.tokenizer import load_tokenizer
+from megarl.placement.plan import plan_placement
+from megarl.trainers.sft import SFTTrainer
+from megarl.workers.start import start_sft
+
+
+def run(config_path: str, overrides: Sequence[str]) -> int:
+    """Trains; 0 at the end. Everything that can be known to be wrong raises ValueError before a process is started."""
+    config = load_checked(SFTConfig, config_path, overrides)
+    architecture = read_architecture(config.model.path, config.model.trust_remote_code)
+    tokenizer = load_tokenizer(config.model.path, config.model.trust_remote_code)
+    data, trainer = config.data, config.trainer
+    train = SFTDataset(data.train_files, tokenizer, data.max_length, data.overlong)
+    loader = BatchLoader(train, trainer.samples_per_step, shuffle=data.shuffle, seed=data.seed)
+    held_out = SFTDataset(data.val_files, tokenizer, data.max_length, data.overlong) if data.val_files else None
+
+    started_s = time.monotonic()
+    with open_session(config, plan_placement(config)) as session:
+        actor = start_sft(config, architecture, session.device, session.pools)
+        with open_monitor(session, config, "SFT", [actor.group]) as monitor:
+            SFTTrainer(config, actor, loader, held_out, monitor).fit()
+        if config.checkpoint.save_hf:
+            folder = session.output_dir / "huggingface"
+            actor.save_hf(folder, config.model.path)
+            session.console.print(f"the trained model is in {folder}")
+        seconds = round(time.monotonic() - started_s, 1)
+        write_summary(
+            session.output_dir,
+            {"steps": trainer.total_steps, "seconds": seconds, "samples": trainer.total_steps * trainer.samples_per_step},
+        )
+    return 0

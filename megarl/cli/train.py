@@ -1,0 +1,85 @@
+"""`megarl train`: puts a PPO run together from its configuration, runs it, and writes what it gives."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from rich.table import Table
+
+from megarl.cli.check import load_checked
+from megarl.cli.session import Session, open_monitor, open_session, write_summary
+from megarl.config.architecture import read_architecture
+from megarl.config.schema import PPOConfig
+from megarl.data.loader import BatchLoader
+from megarl.data.prompts import PromptDataset
+from megarl.data.tokenizer import load_tokenizer
+from megarl.placement.plan import plan_placement
+from megarl.trainers.evaluation import Evaluation
+from megarl.trainers.monitor import Monitor
+from megarl.trainers.ppo import PPOTrainer
+from megarl.workers.rollout import TokenRules
+from megarl.workers.start import Architectures, PPORoles, start_ppo
+
+
+def run(config_path: str, overrides: Sequence[str]) -> int:
+    """Trains; 0 at the end. Everything that can be known to be wrong raises ValueError before a process is started."""
+    config = load_checked(PPOConfig, config_path, overrides)
+    models = _read_architectures(config)
+    tokenizer = load_tokenizer(config.model.path, config.model.trust_remote_code)
+    rules = TokenRules(
+        pad_token_id=tokenizer.pad_token_id,
+        stop_token_ids=(tokenizer.eos_token_id,),
+        max_response_length=config.data.max_response_length,
+    )
+    data, trainer = config.data, config.trainer
+    train = PromptDataset(data.train_files, tokenizer, data.max_prompt_length, data.overlong)
+    loader = BatchLoader(train, trainer.prompts_per_step, shuffle=data.shuffle, seed=data.seed)
+    evaluation = None
+    if data.val_files:
+        held_out = PromptDataset(data.val_files, tokenizer, data.max_prompt_length, data.overlong)
+        evaluation = Evaluation(held_out, config.rollout.validation, trainer.prompts_per_step, config.tracking.log_generations)
+
+    started_s = time.monotonic()
+    with open_session(config, plan_placement(config)) as session:
+        roles = start_ppo(config, models, rules, session.device, session.pools)
+        with open_monitor(session, config, "PPO", roles.groups) as monitor:
+            PPOTrainer(config, roles, loader, evaluation, monitor).fit()
+        _finish(config, session, roles, monitor, time.monotonic() - started_s)
+    return 0
+
+
+def _read_architectures(config: PPOConfig) -> Architectures:
+    trust = config.model.trust_remote_code
+    return Architectures(
+        policy=read_architecture(config.model.path, trust),
+        reference=read_architecture(config.reference.path or config.model.path, trust),
+        critic=read_architecture(config.critic.model.path or config.model.path, trust),
+    )
+
+
+def _finish(config: PPOConfig, session: Session, roles: PPORoles, monitor: Monitor, seconds: float) -> None:
+    trainer = config.trainer
+    folder = session.output_dir / "huggingface"
+    if config.checkpoint.save_hf:
+        roles.actor.save_hf(folder, config.model.path)
+    samples = trainer.total_steps * trainer.prompts_per_step * config.rollout.n
+    scores = dict(monitor.validations)
+    summary = {
+        "validation": {"before": scores.get(0), "after": scores.get(trainer.total_steps)},
+        "steps": trainer.total_steps,
+        "seconds": round(seconds, 1),
+        "samples": samples,
+    }
+    write_summary(session.output_dir, summary)
+    table = Table(title="PPO run", show_header=False)
+    table.add_row("steps", str(trainer.total_steps))
+    table.add_row("samples", f"{samples:,}")
+    table.add_row("seconds", f"{seconds:.0f}")
+    for name, step in (("before", 0), ("after", trainer.total_steps)):
+        if step in scores:
+            table.add_row(f"validation score {name}", f"{scores[step]:.3f}")
+    if config.checkpoint.save_hf:
+        table.add_row("policy (Hugging Face)", str(folder))
+    table.add_row("metrics, timeline, generations", str(session.output_dir))
+    session.console.print(table)

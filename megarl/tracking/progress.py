@@ -1,0 +1,45 @@
+"""What a person sees while a run goes on: a bar with step, reward, KL, tokens per second and time left."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+# Metric -> its short name on the bar; those that a run does not have are left out.
+SHOWN = {
+    "critic/score/mean": "reward",
+    "actor/reward_kl_penalty": "KL",
+    "sft/loss": "loss",
+    "perf/throughput": "tokens/s",
+}
+
+
+class ProgressBar:
+    """A live bar on a terminal. Elsewhere (a log file) nothing is drawn: there the console logger's lines tell the same."""
+
+    def __init__(self, title: str, total_steps: int, console: Console) -> None:
+        columns = (
+            TextColumn("[bold]{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[metrics]}"),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+        )
+        self._progress = Progress(*columns, console=console, disable=not console.is_terminal)
+        self._task = self._progress.add_task(title, total=total_steps, metrics="")
+
+    def __enter__(self) -> ProgressBar:
+        self._progress.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._progress.stop()
+
+    def advance(self, metrics: Mapping[str, float]) -> None:
+        shown = "  ".join(f"{short} {metrics[name]:.3g}" for name, short in SHOWN.items() if name in metrics)
+        self._progress.update(self._task, advance=1, metrics=shown)

@@ -1,0 +1,46 @@
+"""`timeline.json`: what ran where and when, as a chrome trace (open it in chrome://tracing or ui.perfetto.dev)."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from megarl.protocol.span import Span
+
+TIMELINE_FILE = "timeline.json"
+_MAX_EVENTS = 200_000  # a browser still opens it; later steps replace the earliest
+
+
+class Timeline:
+    """One process row per pool, one thread row per rank and role. The file on disk is whole at all times."""
+
+    def __init__(self, output_dir: Path) -> None:
+        self._path = output_dir / TIMELINE_FILE
+        self._events: list[dict[str, Any]] = []
+        self._processes: dict[str, int] = {}
+        self._threads: dict[tuple[str, str, int], int] = {}
+
+    def add(self, spans: Iterable[Span], step: int) -> None:
+        for span in spans:
+            process = self._processes.setdefault(span.pool, len(self._processes))
+            thread = self._threads.setdefault((span.pool, span.role, span.rank), len(self._threads))
+            start_us, duration_us = span.start_s * 1e6, (span.end_s - span.start_s) * 1e6
+            place = {"pid": process, "tid": thread, "ts": start_us, "dur": duration_us}
+            self._events.append({"name": span.name, "ph": "X", **place, "args": {"step": step}})
+        self._events = self._events[-_MAX_EVENTS:]
+
+    def write(self) -> None:
+        names = [
+            {"name": "process_name", "ph": "M", "pid": process, "args": {"name": f"pool {pool}"}}
+            for pool, process in self._processes.items()
+        ]
+        names += [
+            {"name": "thread_name", "ph": "M", "pid": self._processes[pool], "tid": thread, "args": {"name": f"{role} rank {rank}"}}
+            for (pool, role, rank), thread in self._threads.items()
+        ]
+        partial = self._path.with_suffix(".partial")
+        partial.write_text(json.dumps({"traceEvents": names + self._events, "displayTimeUnit": "ms"}), encoding="utf-8")
+        os.replace(partial, self._path)

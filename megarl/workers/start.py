@@ -1,0 +1,183 @@
+"""Starts the worker groups that a run needs, on the pools of its placement, and gives the handles of its roles."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from megarl.config.architecture import Architecture
+from megarl.config.schema import (
+    ActorConfig,
+    AdvantageEstimator,
+    CriticConfig,
+    Device,
+    KLWhere,
+    PPOConfig,
+    SFTConfig,
+)
+from megarl.controller.group import RayWorkerGroup, RoleGroup
+from megarl.controller.resource_pool import ResourcePoolManager
+from megarl.controller.worker_class import RayClassWithInitArgs, create_colocated_worker_cls
+from megarl.workers.critic import CriticWorker
+from megarl.workers.megatron import ModelSpec
+from megarl.workers.policy import ActorWorker, ReferenceWorker
+from megarl.workers.reward import Reward, RewardWorker
+from megarl.workers.roles import Actor, Critic, Reference, UpdatePlan
+from megarl.workers.rollout import Rollout, RolloutSpec, RolloutWorker, TokenRules
+from megarl.workers.weight_sync import WeightSource
+
+
+@dataclass(frozen=True, kw_only=True)
+class PPORoles:
+    """Who does what. Without a KL term there is no reference; a critic-free estimator has no critic."""
+
+    actor: Actor
+    rollout: Rollout
+    reward: Reward
+    reference: Reference | None = None
+    critic: Critic | None = None
+
+    @property
+    def groups(self) -> list[RoleGroup]:
+        roles = (self.actor, self.reference, self.critic, self.rollout, self.reward)
+        return [role.group for role in roles if role is not None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Architectures:
+    """Of every model of a run, read before anything starts."""
+
+    policy: Architecture
+    reference: Architecture
+    critic: Architecture
+
+
+class _Starter:
+    """Builds specs from config sections; keeps what all of them share."""
+
+    def __init__(self, config: PPOConfig | SFTConfig, device: Device, pools: ResourcePoolManager) -> None:
+        self._config = config
+        self._device = device
+        self._pools = pools
+
+    def model(self, role: ActorConfig | CriticConfig, path: str, architecture: Architecture, **spec: object) -> ModelSpec:
+        config = self._config
+        return ModelSpec(
+            path=path,
+            architecture=architecture,
+            dtype=config.model.dtype,
+            parallel=role.parallel,
+            engine=config.engine,
+            device=self._device,
+            seed=config.trainer.seed,
+            **spec,  # type: ignore[arg-type]
+        )
+
+    def group(self, workers: Mapping[str, RayClassWithInitArgs]) -> dict[str, RoleGroup]:
+        """Roles in one process per rank."""
+        pool = self._pools.get_resource_pool(next(iter(workers)))
+        limit_s = self._config.trainer.phase_time_limit_s
+        return RayWorkerGroup(pool, create_colocated_worker_cls(workers), phase_time_limit_s=limit_s).spawn()
+
+    def weight_source(self, group: RoleGroup, architecture: Architecture) -> WeightSource:
+        return WeightSource(
+            group=group,
+            architecture=architecture,
+            parallel=self._config.actor.parallel,
+            dtype=self._config.model.dtype,
+            bucket_bytes=int(self._config.resharding.bucket_mb * 2**20),
+        )
+
+
+def needs_reference(config: PPOConfig) -> bool:
+    return config.algorithm.kl.where is not KLWhere.none
+
+
+def needs_critic(config: PPOConfig) -> bool:
+    return config.algorithm.advantage.estimator is AdvantageEstimator.gae
+
+
+def start_ppo(config: PPOConfig, models: Architectures, rules: TokenRules, device: Device, pools: ResourcePoolManager) -> PPORoles:
+    """Returns before the workers have loaded their weights; the first call to each waits for it."""
+    trainer = config.trainer
+    starter = _Starter(config, device, pools)
+    updates = UpdatePlan(updates_per_step=trainer.updates_per_step, epochs_per_batch=trainer.epochs_per_batch, seed=trainer.seed)
+    per_step = trainer.updates_per_step * trainer.epochs_per_batch
+    policy = {"head": "lm", "temperature": config.rollout.temperature}
+
+    actor_steps = max(1, trainer.total_steps - trainer.critic_warmup_steps) * per_step
+    actor_spec = starter.model(
+        config.actor,
+        config.model.path,
+        models.policy,
+        optim=config.actor.optim,
+        total_optimizer_steps=actor_steps,
+        recompute=config.actor.recompute,
+        **policy,
+    )
+    policies = {"actor": RayClassWithInitArgs(ActorWorker, actor_spec, config.algorithm)}
+    if needs_reference(config):
+        reference_spec = starter.model(config.actor, config.reference.path or config.model.path, models.reference, **policy)
+        policies["reference"] = RayClassWithInitArgs(ReferenceWorker, reference_spec)
+    policy_groups = starter.group(policies)
+    critic = _start_critic(config, models, starter, updates, per_step) if needs_critic(config) else None
+
+    rollout_spec = RolloutSpec(
+        path=config.model.path,
+        dtype=config.model.dtype,
+        device=device,
+        max_concurrency=config.rollout.max_concurrency,
+        trust_remote_code=config.model.trust_remote_code,
+    )
+    rollout_group = starter.group({"rollout": RayClassWithInitArgs(RolloutWorker, rollout_spec)})["rollout"]
+    reward_worker = RayClassWithInitArgs(RewardWorker, config.reward, config.model.path, config.model.trust_remote_code)
+    reward_group = starter.group({"reward": reward_worker})["reward"]
+
+    actor_group = policy_groups["actor"]
+    return PPORoles(
+        actor=Actor(
+            actor_group,
+            config.actor.parallel,
+            config.actor.micro_batch,
+            starter.weight_source(actor_group, models.policy),
+            updates,
+        ),
+        reference=(
+            Reference(policy_groups["reference"], config.actor.parallel, config.reference.micro_batch)
+            if "reference" in policy_groups
+            else None
+        ),
+        critic=critic,
+        rollout=Rollout(rollout_group, rules, trainer.seed),
+        reward=Reward(reward_group),
+    )
+
+
+def _start_critic(config: PPOConfig, models: Architectures, starter: _Starter, updates: UpdatePlan, per_step: int) -> Critic:
+    spec = starter.model(
+        config.critic,
+        config.critic.model.path or config.model.path,
+        models.critic,
+        head="value",
+        optim=config.critic.optim,
+        total_optimizer_steps=config.trainer.total_steps * per_step,
+        recompute=config.critic.recompute,
+    )
+    group = starter.group({"critic": RayClassWithInitArgs(CriticWorker, spec, config.algorithm.value_loss)})["critic"]
+    return Critic(group, config.critic.parallel, config.critic.micro_batch, updates)
+
+
+def start_sft(config: SFTConfig, architecture: Architecture, device: Device, pools: ResourcePoolManager) -> Actor:
+    starter = _Starter(config, device, pools)
+    spec = starter.model(
+        config.actor,
+        config.model.path,
+        architecture,
+        head="lm",
+        optim=config.actor.optim,
+        total_optimizer_steps=config.trainer.total_steps,
+        recompute=config.actor.recompute,
+    )
+    group = starter.group({"actor": RayClassWithInitArgs(ActorWorker, spec)})["actor"]
+    updates = UpdatePlan(updates_per_step=1, epochs_per_batch=1, seed=config.trainer.seed)
+    return Actor(group, config.actor.parallel, config.actor.micro_batch, starter.weight_source(group, architecture), updates)
