@@ -66,7 +66,7 @@ def grpo(token_level_rewards: Tensor, response_mask: Tensor, uid: np.ndarray, ep
 
     The outcome of a sample is the sum of its rewards; its advantage, on each of its tokens, is
     (outcome - mean) / (standard deviation + epsilon) over the samples with the same `uid` (B,), with the unbiased deviation.
-    A group of one, and a group whose outcomes are all equal, get 0. There is no critic: returns are the advantages.
+    A group of one, and a group whose outcomes are all equal, have no deviation and get 0. There is no critic: returns are the advantages.
     """
     outcomes = masked(token_level_rewards, response_mask).sum(dim=1)
     _, group_of_row = np.unique(uid.astype(str), return_inverse=True)
@@ -78,7 +78,7 @@ def grpo(token_level_rewards: Tensor, response_mask: Tensor, uid: np.ndarray, ep
 
     deviation = outcomes - (group_sum(outcomes) / sizes)[group]
     standard_deviation = (group_sum(deviation.square()) / (sizes - 1).clamp(min=1)).sqrt()
-    scaled = torch.where(sizes[group] > 1, deviation / (standard_deviation[group] + epsilon), 0.0)
+    scaled = deviation / (standard_deviation[group] + epsilon)
     advantages = masked(scaled[:, None].expand_as(token_level_rewards), response_mask)
     return Advantages(advantages, advantages)
 

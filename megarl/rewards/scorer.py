@@ -10,6 +10,7 @@ import multiprocessing
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Literal, NamedTuple
 
@@ -25,7 +26,8 @@ MAX_POOL_RESTARTS = 3  # in a row, without a sample scored in between
 NUM_SHOWN_ERRORS = 5
 
 
-class ScoreError(NamedTuple):
+@dataclass(frozen=True)
+class ScoreError:
     """Why a sample has no score."""
 
     index: int  # in the batch
