@@ -1,0 +1,178 @@
+"""The gradient of a mini-batch does not depend on how it is cut: micro-batches, token budgets, replicas, packing, padding."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megarl.algorithms.losses import ActorLoss, CriticLoss, MiniBatchCounts
+from megarl.config.schema import AlgorithmConfig, KLConfig, KLEstimator, KLWhere, OptimConfig, ParallelConfig, ValueLossConfig
+from megarl.data.packing import BatchPlan, MicroBatch, RankPlan, plan_micro_batches
+from tests.ranks import RankPool
+from tests.unit.engine.comparison import assert_same
+from tests.unit.engine.models import architecture_of, load_lm, make_batch, reference_logits, save_critic, save_model, scores_of
+from tests.unit.engine.rank_side import LAYOUTS, Tensors, build, hf_gradients, merge, start, take
+
+FAMILY = "qwen2-tied"
+NUM_ROWS = 9
+TOLERANCE = 1e-5  # of the tensor's norm
+FLOOR = 1e-4  # of the whole gradient's norm
+LOSS_INPUTS = ("old_log_probs", "advantages", "ref_log_prob", "values", "returns")
+
+
+class Split(NamedTuple):
+    """One way to run the mini-batch."""
+
+    plan: BatchPlan
+    packing: bool = True
+    poisoned: bool = False  # NaN in every masked slot of the loss's inputs, random ids where there is padding
+
+
+class Result(NamedTuple):
+    gradients: Tensors
+    metrics: dict[str, float]
+
+
+def by_hand(*micro_batches: tuple[int, ...]) -> BatchPlan:
+    return BatchPlan(ranks=(RankPlan(micro_batches=tuple(MicroBatch(rows=rows) for rows in micro_batches)),), num_rows=NUM_ROWS)
+
+
+def splits_of(parallel: ParallelConfig, lengths: list[int]) -> dict[str, Split]:
+    """Several per layout; the pipeline with virtual stages wants an even number of micro-batches."""
+    dp, multiple = parallel.data_parallel_size, 2 if parallel.virtual_pipeline_parallel_size else 1
+
+    def plan(**limit: int) -> BatchPlan:
+        return plan_micro_batches(lengths, dp, multiple_of=multiple, **limit)
+
+    splits = {
+        "one row each": Split(plan(sequences=1)),
+        "two rows each": Split(plan(sequences=2)),
+        "two rows each, padded": Split(plan(sequences=2), packing=False),
+        "all rows": Split(plan(sequences=NUM_ROWS)),
+        "all rows, padded": Split(plan(sequences=NUM_ROWS), packing=False),
+        "a budget of 16 tokens": Split(plan(max_tokens=16)),
+        "a budget of 40 tokens": Split(plan(max_tokens=40)),
+        "a budget of 40 tokens, padded": Split(plan(max_tokens=40), packing=False),
+    }
+    if dp == 1:
+        splits["uneven"] = Split(by_hand((5,), (8, 0, 7, 3, 1, 6, 4, 2)))
+        splits["uneven, padded"] = Split(splits["uneven"].plan, packing=False)
+    return splits
+
+
+def loss_for(head: str, batch: Tensors) -> Any:
+    counts = MiniBatchCounts.of(batch["response_mask"])
+    if head == "value":
+        return CriticLoss(value_loss=ValueLossConfig(clip=0.2), counts=counts)
+    kl = KLConfig(where=KLWhere.loss, estimator=KLEstimator.k3, coefficient=0.1)
+    return ActorLoss(algorithm=AlgorithmConfig(kl=kl, entropy_coefficient=0.05), counts=counts)
+
+
+def poison(batch: Tensors) -> Tensors:
+    generator = torch.Generator().manual_seed(9)
+    garbage = torch.randint(0, 199, batch["input_ids"].shape, generator=generator)
+    nan = {key: torch.where(batch["response_mask"], batch[key], float("nan")) for key in LOSS_INPUTS}
+    return {**batch, **nan, "input_ids": torch.where(batch["attention_mask"].bool(), batch["input_ids"], garbage)}
+
+
+def run_splits(parallel: ParallelConfig, folders: dict[str, str], batch: Tensors, splits: dict[str, Split]) -> dict[str, dict[str, Result]]:
+    """In a rank: head -> split -> the stage's gradients and the mini-batch's metrics."""
+    groups = start(parallel)
+    results: dict[str, dict[str, Result]] = {}
+    for head, folder in folders.items():
+        engines = {
+            packing: build(groups, folder, architecture_of(FAMILY), head=head, packing=packing, optim=OptimConfig())
+            for packing in (True, False)
+        }
+        for name, split in splits.items():
+            engine = engines[split.packing]
+            mine = split.plan.ranks[groups.data_rank]
+            part = take(poison(batch) if split.poisoned else batch, mine.rows)
+            for micro_batch, rows in zip(mine.micro_batches, mine.local_micro_batches, strict=True):
+                part["response_mask"][list(rows)] &= not micro_batch.is_filler
+            metrics = engine.forward_backward(part, mine.local_micro_batches, loss_for(head, batch))
+            gathered: list[Any] = [None] * parallel.world_size
+            dist.all_gather_object(gathered, metrics if groups.tensor_rank == 0 else {})
+            totals = {key: sum(each.get(key, 0.0) for each in gathered) for each in gathered for key in each}
+            results.setdefault(head, {})[name] = Result(hf_gradients(engine), totals)
+    return results
+
+
+class Setting(NamedTuple):
+    folders: dict[str, str]
+    batch: Tensors
+    whole: dict[str, Result]  # head -> all rows in one packed micro-batch on one rank
+
+
+@pytest.fixture(scope="module")
+def setting(rank_pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Setting:
+    folder = tmp_path_factory.mktemp("invariance")
+    save_model(FAMILY, folder / "lm")
+    save_critic(folder / "lm", folder / "value")
+    folders = {head: str(folder / head) for head in ("lm", "value")}
+    batch = make_batch(num_rows=NUM_ROWS)
+    batch["response_mask"][0, 2:4] = False  # what a tool wrote
+    with torch.no_grad():
+        log_probs = scores_of(reference_logits(load_lm(folder / "lm"), batch), batch)["log_probs"]
+    generator = torch.Generator().manual_seed(3)
+    noise = {key: torch.randn(log_probs.shape, generator=generator) for key in LOSS_INPUTS}
+    near = {key: log_probs + 0.2 * noise[key] for key in ("old_log_probs", "ref_log_prob")}
+    batch = {**batch, **noise, **near}
+    whole = {"whole": Split(by_hand(tuple(range(NUM_ROWS))))}
+    (result,) = rank_pool.run(run_splits, world_size=1, parallel=ParallelConfig(), folders=folders, batch=batch, splits=whole)
+    return Setting(folders, batch, {head: named["whole"] for head, named in result.items()})
+
+
+def total_norm(gradients: Tensors) -> float:
+    return float(torch.stack([gradient.norm() for gradient in gradients.values()]).norm())
+
+
+def run(rank_pool: RankPool, setting: Setting, parallel: ParallelConfig, splits: dict[str, Split]) -> dict[tuple[str, str], Result]:
+    """(head, split) -> the whole model's gradients."""
+    ranks = rank_pool.run(
+        run_splits, world_size=parallel.world_size, parallel=parallel, folders=setting.folders, batch=setting.batch, splits=splits
+    )
+    return {
+        (head, name): Result(merge([rank[head][name].gradients for rank in ranks]), ranks[0][head][name].metrics)
+        for head in setting.folders
+        for name in splits
+    }
+
+
+@pytest.mark.parametrize("layout", ["TP1", "DP2", "TP2+SP", "PP2xVPP2"])
+def test_gradient_and_metrics_do_not_depend_on_the_split(setting: Setting, layout: str, rank_pool: RankPool) -> None:
+    lengths = setting.batch["attention_mask"].sum(1).tolist()
+    splits = splits_of(LAYOUTS[layout], lengths)
+    if LAYOUTS[layout].data_parallel_size > 1:  # an odd number of rows, one each: a filler must not count
+        assert any(micro_batch.is_filler for rank in splits["one row each"].plan.ranks for micro_batch in rank.micro_batches)
+    for (head, _), result in run(rank_pool, setting, LAYOUTS[layout], splits).items():
+        want = setting.whole[head]
+        assert_same(result.gradients, want.gradients, TOLERANCE, floor=FLOOR * total_norm(want.gradients))
+        assert result.metrics == pytest.approx(want.metrics, rel=1e-5, abs=1e-6)
+
+
+@pytest.mark.parametrize("layout", ["TP1", "TP2+SP"])
+def test_nan_in_masked_slots_changes_nothing(setting: Setting, layout: str, rank_pool: RankPool) -> None:
+    plan = by_hand((5, 0), (8, 7, 3, 1), (6, 4, 2))
+    splits = {
+        f"{packing} {poisoned}": Split(plan, packing=packing, poisoned=poisoned) for packing in (True, False) for poisoned in (True, False)
+    }
+    results = run(rank_pool, setting, LAYOUTS[layout], splits)
+    for head in setting.folders:
+        for packing in (True, False):
+            clean, poisoned = results[head, f"{packing} False"], results[head, f"{packing} True"]
+            assert clean.metrics == poisoned.metrics
+            for name, gradient in clean.gradients.items():
+                assert torch.equal(poisoned.gradients[name], gradient), name
+
+
+def test_the_loss_is_not_trivial(setting: Setting) -> None:
+    """Some tokens are clipped and some are not, and every parameter has a gradient above the floor."""
+    assert 0.1 < setting.whole["lm"].metrics["actor/pg_clipfrac"] < 0.9
+    assert 0.1 < setting.whole["value"].metrics["critic/vf_clipfrac"] < 0.9
+    for result in setting.whole.values():
+        norm = total_norm(result.gradients)
+        assert all(float(gradient.norm()) > FLOOR * norm for gradient in result.gradients.values())
