@@ -1,0 +1,126 @@
+"""The arithmetic of a run: prompts -> samples -> mini-batches -> rows of a rank -> micro-batches -> optimizer steps. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from megarl.config.architecture import Architecture
+from megarl.config.roles import ModelRole, model_roles
+from megarl.config.schema import MicroBatchConfig, PPOConfig, SFTConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoleArithmetic:
+    """What one model does in one step. A range is (least, most).
+
+    mini_batch_rows: rows of one optimizer step, over all replicas; of a model that only infers: all rows of the step.
+    rows_per_replica: of a mini-batch; the ranges differ where the rows do not divide by the replicas.
+    micro_batches: of the fullest replica in a mini-batch, from "all rows are as short as can be" to "all are as long as allowed".
+    """
+
+    role: str
+    num_parameters: int
+    num_ranks: int
+    num_replicas: int
+    mini_batch_rows: int
+    rows_per_replica: tuple[int, int]
+    micro_batches: tuple[int, int]
+    optimizer_steps_per_step: int
+    optimizer_steps_total: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunArithmetic:
+    """`max_row_tokens`: tokens of the longest row that the data settings allow, prompt and response together."""
+
+    total_steps: int
+    prompts_per_step: int
+    samples_per_prompt: int
+    samples_per_step: int
+    samples_total: int
+    mini_batches_per_step: int
+    max_row_tokens: int
+    roles: tuple[RoleArithmetic, ...]
+
+
+def samples_per_step(config: PPOConfig | SFTConfig) -> int:
+    if isinstance(config, SFTConfig):
+        return config.trainer.samples_per_step
+    return config.trainer.prompts_per_step * config.rollout.n
+
+
+def updates_per_pass(config: PPOConfig | SFTConfig) -> int:
+    """Mini-batches, and so optimizer steps, of one pass over a step's samples."""
+    return 1 if isinstance(config, SFTConfig) else config.trainer.updates_per_step
+
+
+def max_row_tokens(config: PPOConfig | SFTConfig) -> int:
+    if isinstance(config, SFTConfig):
+        return config.data.max_length
+    return config.data.max_prompt_length + config.data.max_response_length
+
+
+def derive(config: PPOConfig | SFTConfig, architectures: Mapping[str, Architecture]) -> RunArithmetic:
+    """The arithmetic of a valid configuration; `architectures` has one for each of `model_roles(config)`, by its name."""
+    samples = samples_per_step(config)
+    return RunArithmetic(
+        total_steps=config.trainer.total_steps,
+        prompts_per_step=config.trainer.prompts_per_step if isinstance(config, PPOConfig) else samples,
+        samples_per_prompt=config.rollout.n if isinstance(config, PPOConfig) else 1,
+        samples_per_step=samples,
+        samples_total=samples * config.trainer.total_steps,
+        mini_batches_per_step=updates_per_pass(config),
+        max_row_tokens=max_row_tokens(config),
+        roles=tuple(_role(config, role, architectures[role.name]) for role in model_roles(config)),
+    )
+
+
+def _role(config: PPOConfig | SFTConfig, role: ModelRole, architecture: Architecture) -> RoleArithmetic:
+    rows = samples_per_step(config)
+    per_step, trained_steps = 0, 0
+    if role.optim is not None:
+        rows //= updates_per_pass(config)
+        per_step, trained_steps = updates_per_pass(config), config.trainer.total_steps
+        if isinstance(config, PPOConfig):
+            per_step *= config.trainer.epochs_per_batch
+            trained_steps -= config.trainer.critic_warmup_steps if role.name == "actor" else 0
+    replicas = role.parallel.data_parallel_size
+    fullest = -(-rows // replicas)
+    virtual = role.parallel.virtual_pipeline_parallel_size is not None
+    return RoleArithmetic(
+        role=role.name,
+        num_parameters=num_parameters(architecture, with_value_head=role.name == "critic"),
+        num_ranks=role.parallel.world_size,
+        num_replicas=replicas,
+        mini_batch_rows=rows,
+        rows_per_replica=(rows // replicas, fullest),
+        micro_batches=_micro_batches(
+            fullest, role.micro_batch, max_row_tokens(config), role.parallel.pipeline_parallel_size if virtual else 1
+        ),
+        optimizer_steps_per_step=per_step,
+        optimizer_steps_total=per_step * trained_steps,
+    )
+
+
+def _micro_batches(rows: int, limit: MicroBatchConfig, row_tokens: int, multiple_of: int) -> tuple[int, int]:
+    """An interleaved pipeline runs a multiple of its stages (`multiple_of`); the rest are fillers."""
+    if limit.sequences is not None:
+        least = most = -(-rows // limit.sequences)
+    else:
+        assert limit.max_tokens is not None
+        # A row has a prompt token and a response token at least.
+        least, most = -(-2 * rows // limit.max_tokens), -(-rows // (limit.max_tokens // row_tokens))
+    return -(-least // multiple_of) * multiple_of, -(-most // multiple_of) * multiple_of
+
+
+def num_parameters(architecture: Architecture, with_value_head: bool = False) -> int:
+    """Parameters of the model as Hugging Face counts them, a tied embedding once; `with_value_head`: (H) weights instead of (V, H)."""
+    hidden, head_dim = architecture.hidden_size, architecture.head_dim
+    query, key_value = architecture.num_attention_heads * head_dim, architecture.num_key_value_heads * head_dim
+    attention = hidden * (query + 2 * key_value) + query * hidden
+    attention += (query + 2 * key_value) * architecture.qkv_bias + 2 * head_dim * architecture.qk_norm
+    layer = attention + 3 * hidden * architecture.intermediate_size + 2 * hidden
+    embedding = architecture.vocab_size * hidden
+    output = hidden if with_value_head else embedding * (not architecture.tie_word_embeddings)
+    return embedding + architecture.num_hidden_layers * layer + hidden + output

@@ -1,0 +1,140 @@
+"""From files and overrides to a frozen, typed configuration: everything that does not fit the schema is listed at once."""
+
+from __future__ import annotations
+
+import difflib
+import types
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from megarl.config.errors import ConfigError
+from megarl.config.schema import MISSING
+from megarl.config.sources import Layer, read_layers
+
+Config = typing.TypeVar("Config")
+
+
+def load_config(schema: type[Config], path: str, overrides: Sequence[str] = ()) -> Config:
+    """The configuration in the YAML file `path` with `key.sub=value` overrides, as a frozen instance of `schema`.
+
+    Paths inside it stay as they are written: relative to the current directory, as on any command line.
+    Raises ConfigError with every unknown key (and the nearest known one), wrong value and missing value, and its source.
+    """
+    review = _Review(schema)
+    given: Any = OmegaConf.create()
+    for layer in read_layers(path, overrides):
+        for section in layer.replaces:
+            given.pop(section, None)
+        given = OmegaConf.merge(given, review.fitting(schema, layer.values, "", layer))
+    merged = OmegaConf.merge(OmegaConf.structured(schema), given)
+    missing = [key for key in sorted(OmegaConf.missing_keys(merged)) if key not in review.refused]
+    problems = review.problems + [f"{key}: is missing; give it in the file or as {key}=..." for key in missing]
+    if problems:
+        raise ConfigError(path, problems)
+    try:
+        return typing.cast(Config, OmegaConf.to_object(merged))
+    except (OmegaConfBaseException, ValueError) as error:
+        raise ConfigError(path, [" ".join(str(error).split())]) from error
+
+
+def dump_config(config: Any, path: Path) -> None:
+    """Writes the resolved configuration as YAML that `load_config` reads back to an equal value."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    OmegaConf.save(OmegaConf.structured(config), path)
+
+
+@dataclass
+class _Review:
+    """Compares plain values with the schema, and keeps what it had to refuse."""
+
+    schema: type
+    problems: list[str] = field(default_factory=list)
+    refused: set[str] = field(default_factory=set)  # full dotted keys
+
+    def fitting(self, section: type, values: Mapping[Any, Any], prefix: str, layer: Layer) -> dict[str, Any]:
+        """`values` without what does not fit, so that the search for problems can go on."""
+        hints = _hints(section)
+        good: dict[str, Any] = {}
+        for name, value in values.items():
+            key = f"{prefix}{name}"
+            if name not in hints:
+                self._refuse(key, f"{key}: unknown key; {_nearest(self.schema, section, prefix, str(name))}", layer)
+            elif is_dataclass(hints[name]):
+                if isinstance(value, Mapping):
+                    good[name] = self.fitting(typing.cast(type, hints[name]), value, f"{key}.", layer)
+                else:
+                    self._refuse(key, f"{key}: is {value!r}, but is a section with the keys {', '.join(_hints(hints[name]))}", layer)
+            elif (item := _item_section(hints[name])) and isinstance(value, list) and all(isinstance(row, Mapping) for row in value):
+                good[name] = [self.fitting(item, row, f"{key}[{index}].", layer) for index, row in enumerate(value)]
+            elif _accepts(section, name, value):
+                good[name] = value
+            else:
+                self._refuse(key, f"{key}: is {value!r}, but must be {_expected(hints[name])}", layer)
+        return good
+
+    def _refuse(self, key: str, problem: str, layer: Layer) -> None:
+        self.refused.add(key)
+        self.problems.append(f"{problem} [{layer.source}]")
+
+
+def _hints(section: Any) -> dict[str, Any]:
+    hints = typing.get_type_hints(section)
+    return {entry.name: hints[entry.name] for entry in fields(section)}
+
+
+def _item_section(hint: Any) -> type | None:
+    """The dataclass of a list of sections."""
+    item = typing.get_args(hint)[0] if typing.get_origin(hint) is list else None
+    return item if isinstance(item, type) and is_dataclass(item) else None
+
+
+def _accepts(section: type, name: str, value: Any) -> bool:
+    """OmegaConf's own conversion decides: '1e-5' is a float, 3 is a float, 'grpo' is the enum's member, 3.5 is no integer."""
+    try:
+        OmegaConf.merge(OmegaConf.structured(section), {name: value})
+    except OmegaConfBaseException:
+        return False
+    hint = _hints(section)[name]
+    # OmegaConf would also take 5 for true, and true for 1.0 or for the text "True"
+    return value == MISSING or (isinstance(value, bool) == (hint is bool) if hint in (bool, int, float, str) else True)
+
+
+def _expected(hint: Any) -> str:
+    words = {int: "an integer", float: "a number", bool: "true or false", str: "a text"}
+    if hint in words:
+        return words[hint]
+    if isinstance(hint, type) and issubclass(hint, Enum):
+        return "one of " + ", ".join(member.name for member in hint)
+    if typing.get_origin(hint) is list:
+        item = typing.get_args(hint)[0]
+        return (
+            f"a list of sections with the keys {', '.join(_hints(item))}" if is_dataclass(item) else f"a list, each item {_expected(item)}"
+        )
+    assert typing.get_origin(hint) in (typing.Union, types.UnionType), hint
+    return " or ".join("null" if part is type(None) else _expected(part) for part in typing.get_args(hint))
+
+
+def _all_keys(section: Any, prefix: str = "") -> Iterator[str]:
+    for name, hint in _hints(section).items():
+        yield prefix + name
+        if is_dataclass(hint):
+            yield from _all_keys(hint, f"{prefix}{name}.")
+
+
+def _nearest(schema: type, section: type, prefix: str, name: str) -> str:
+    """A neighbour with a similar name, then the same name in another section, then any similar key, then the choices there are."""
+    if near := difflib.get_close_matches(name, _hints(section), n=1):
+        return f"did you mean {prefix}{near[0]}?"
+    keys = list(_all_keys(schema))
+    if same := [key for key in keys if key.rsplit(".", 1)[-1] == name]:
+        return f"did you mean {max(same, key=lambda key: difflib.SequenceMatcher(None, key, prefix + name).ratio())}?"
+    if near := difflib.get_close_matches(prefix + name, keys, n=1):
+        return f"did you mean {near[0]}?"
+    return f"known here: {', '.join(_hints(section))}"

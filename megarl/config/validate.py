@@ -1,0 +1,294 @@
+"""Checks across the sections of a configuration: every violation is found, with both values and the nearest that work."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from math import lcm
+from pathlib import Path
+from typing import NamedTuple
+
+from megarl.config.architecture import Architecture, read_architecture
+from megarl.config.derive import max_row_tokens, samples_per_step, updates_per_pass
+from megarl.config.errors import ConfigError
+from megarl.config.nearest import either, nearest_divisors, nearest_multiples
+from megarl.config.ranges import leaves, range_of
+from megarl.config.roles import ModelRole, model_roles, needs_critic, needs_reference
+from megarl.config.schema import (
+    AdvantageEstimator,
+    KLControllerKind,
+    KLWhere,
+    OptimConfig,
+    PPOConfig,
+    RolloutEngineKind,
+    SFTConfig,
+)
+
+RunConfig = PPOConfig | SFTConfig
+LOGGERS = ("console", "jsonl", "tensorboard")  # tracking's; kept here too because tracking imports torch
+
+
+class Violation(NamedTuple):
+    """`keys`: the dotted keys of which one has to change."""
+
+    keys: tuple[str, ...]
+    message: str
+
+    def __str__(self) -> str:
+        return f"{', '.join(self.keys)}: {self.message}"
+
+
+Violations = Iterator[Violation]
+
+
+def validate(config: RunConfig) -> list[Violation]:
+    """Everything that is wrong with a configuration and with the files that it names. Reads `config.json`s, nothing larger.
+
+    A rule whose own numbers are out of range is left out: the range is the message.
+    """
+    violations = list(_ranges(config))
+    broken = {key for violation in violations for key in violation.keys}
+    for rule in (_optim, _files, _tracking):
+        violations += rule(config)
+    if isinstance(config, PPOConfig):
+        for needed, ppo_rule in _PPO_RULES:
+            if not broken.intersection(needed):
+                violations += ppo_rule(config)
+    for role in model_roles(config):
+        violations += _role_rules(config, role, broken)
+    architectures, unreadable = read_architectures(config)
+    violations += unreadable
+    for role in model_roles(config):
+        if role.name in architectures and not any(key.startswith(role.parallel_key) for key in broken):
+            violations += _fits_layout(role, architectures[role.name])
+    violations += _lengths_fit(config, architectures)
+    violations += _same_vocabulary(config, architectures)
+    return list(dict.fromkeys(violations))  # the reference shares the actor's model and layout, and so its violations
+
+
+def read_architectures(config: RunConfig) -> tuple[dict[str, Architecture], list[Violation]]:
+    """The architecture of each role's model by the role's name, and why the others cannot be read."""
+    architectures, violations = {}, []
+    for role in model_roles(config):
+        try:
+            architectures[role.name] = read_architecture(role.path, config.model.trust_remote_code)
+        except ConfigError as error:
+            violations.append(Violation((role.path_key,), f"{error.source}: {'; '.join(error.problems)}"))
+    return architectures, violations
+
+
+def _ranges(config: RunConfig) -> Violations:
+    for key, value in leaves(config):
+        allowed = range_of(key)
+        if allowed is not None and value is not None and value not in allowed:
+            yield Violation((key,), f"is {value:g}, but must be {allowed}")
+
+
+def _optim(config: RunConfig) -> Violations:
+    sections: dict[str, OptimConfig] = {"actor.optim": config.actor.optim}
+    if isinstance(config, PPOConfig):
+        sections["critic.optim"] = config.critic.optim
+    for key, optim in sections.items():
+        if len(optim.betas) != 2 or not all(0 <= beta < 1 for beta in optim.betas):
+            yield Violation((f"{key}.betas",), f"is {optim.betas}, but must be two numbers in [0, 1), as [0.9, 0.95]")
+        if optim.min_lr > optim.lr:
+            yield Violation((f"{key}.min_lr", f"{key}.lr"), f"min_lr {optim.min_lr:g} is above lr {optim.lr:g}; the rate decays to min_lr")
+
+
+def _files(config: RunConfig) -> Violations:
+    files = [(f"data.{kind}_files", path) for kind in ("train", "val") for path in getattr(config.data, f"{kind}_files")]
+    if isinstance(config, PPOConfig):
+        files += [(f"reward.functions[{index}].path", function.path) for index, function in enumerate(config.reward.functions)]
+    for key, path in files:
+        if not Path(path).is_file():
+            yield Violation((key,), f"there is no file {path!r} (the current directory is {Path.cwd()})")
+    if not config.data.train_files:
+        yield Violation(("data.train_files",), "is empty; name at least one parquet file")
+    for folder, key in {role.path: role.path_key for role in model_roles(config)}.items():
+        if (Path(folder) / "config.json").is_file() and not any(Path(folder).glob("*.safetensors")):
+            yield Violation((key,), f"{folder!r} holds no *.safetensors; save the model with save_pretrained(..., safe_serialization=True)")
+
+
+def _tracking(config: RunConfig) -> Violations:
+    for name in config.tracking.loggers:
+        if name not in LOGGERS:
+            yield Violation(("tracking.loggers",), f"{name!r} is not a logger; there are {', '.join(LOGGERS)}")
+    if config.trainer.validate_every_steps > 0 and not config.data.val_files:
+        yield Violation(
+            ("trainer.validate_every_steps", "data.val_files"),
+            f"validation every {config.trainer.validate_every_steps} steps needs val_files; name one, or set validate_every_steps to 0",
+        )
+
+
+def _mini_batches(config: PPOConfig) -> Violations:
+    samples, updates = samples_per_step(config), config.trainer.updates_per_step
+    if samples % updates:
+        prompts, n = config.trainer.prompts_per_step, config.rollout.n
+        step = lcm(n, updates) // n  # prompts_per_step that work are its multiples
+        yield Violation(
+            ("trainer.updates_per_step", "trainer.prompts_per_step", "rollout.n"),
+            f"prompts_per_step {prompts} x n {n} = {samples} samples do not divide into updates_per_step {updates} mini-batches; "
+            f"use updates_per_step {either(nearest_divisors(samples, updates))}, or prompts_per_step {either(nearest_multiples(prompts, step))}",
+        )
+
+
+def _sampling(config: PPOConfig) -> Violations:
+    rollout = config.rollout
+    if rollout.temperature == 0:
+        yield Violation(("rollout.temperature",), "is 0 (greedy): training needs samples of the policy; use 1.0, the usual choice")
+    for key, value, off in (("top_p", rollout.top_p, 1.0), ("top_k", rollout.top_k, -1)):
+        if value != off:
+            yield Violation(
+                (f"rollout.{key}",),
+                f"is {value:g}: a truncated sampler draws from another distribution than the one whose log-probs the trainer computes, so "
+                f"the ratio of PPO would mean something else; use {off:g} for training (rollout.validation.{key} is free)",
+            )
+    if rollout.validation.top_k != -1 and rollout.validation.top_k < 1:
+        yield Violation(("rollout.validation.top_k",), f"is {rollout.validation.top_k}, but must be at least 1, or -1 for all tokens")
+    if rollout.engine is RolloutEngineKind.hf and rollout.tensor_parallel_size != 1:
+        yield Violation(
+            ("rollout.tensor_parallel_size", "rollout.engine"),
+            f"the engine 'hf' holds a whole model per replica, so tensor_parallel_size {rollout.tensor_parallel_size} must be 1; "
+            "for more throughput raise rollout.num_replicas",
+        )
+
+
+def _algorithm(config: PPOConfig) -> Violations:
+    kl = config.algorithm.kl
+    if kl.controller.kind is KLControllerKind.adaptive and kl.where is not KLWhere.reward:
+        yield Violation(
+            ("algorithm.kl.controller.kind", "algorithm.kl.where"),
+            f"the adaptive controller steers the penalty in the reward, but where is {kl.where.name!r}; use where=reward, or kind=fixed",
+        )
+    if config.algorithm.advantage.estimator is AdvantageEstimator.grpo and config.rollout.n < 2:
+        yield Violation(
+            ("rollout.n", "algorithm.advantage.estimator"),
+            f"grpo compares the samples of a prompt, but n is {config.rollout.n}, so every advantage would be 0; use 2 or more",
+        )
+    if not config.reward.functions:
+        yield Violation(
+            ("reward.functions",), "is empty: nothing would be learnt; give a list such as [{path: reward.py, name: compute_score}]"
+        )
+
+
+def _critic_warmup(config: PPOConfig) -> Violations:
+    warmup, total = config.trainer.critic_warmup_steps, config.trainer.total_steps
+    if warmup and not needs_critic(config):
+        yield Violation(
+            ("trainer.critic_warmup_steps", "algorithm.advantage.estimator"),
+            f"is {warmup}, but the estimator {config.algorithm.advantage.estimator.name} has no critic; use 0, or the estimator gae",
+        )
+    if warmup >= total:
+        yield Violation(
+            ("trainer.critic_warmup_steps", "trainer.total_steps"),
+            f"critic_warmup_steps {warmup} leave none of total_steps {total} to train the actor; use {total - 1} or fewer",
+        )
+
+
+# Each with the keys whose range it relies on.
+_PPO_RULES: tuple[tuple[tuple[str, ...], Callable[[PPOConfig], Violations]], ...] = (
+    (("trainer.updates_per_step", "trainer.prompts_per_step", "rollout.n"), _mini_batches),
+    (("rollout.temperature", "rollout.top_p"), _sampling),
+    (("rollout.n",), _algorithm),
+    (("trainer.critic_warmup_steps", "trainer.total_steps"), _critic_warmup),
+)
+
+
+def _role_rules(config: RunConfig, role: ModelRole, broken: set[str]) -> Violations:
+    """What one model's layout and micro-batches must satisfy without knowing the model."""
+    parallel = role.parallel
+    if parallel.virtual_pipeline_parallel_size is not None and parallel.pipeline_parallel_size == 1:
+        yield Violation(
+            (f"{role.parallel_key}.virtual_pipeline_parallel_size", f"{role.parallel_key}.pipeline_parallel_size"),
+            f"virtual stages {parallel.virtual_pipeline_parallel_size} need a pipeline, but pipeline_parallel_size is 1; "
+            "leave virtual_pipeline_parallel_size null, or use a pipeline_parallel_size of 2 or more",
+        )
+    if parallel.sequence_parallel and parallel.tensor_parallel_size == 1:
+        yield Violation(
+            (f"{role.parallel_key}.sequence_parallel", f"{role.parallel_key}.tensor_parallel_size"),
+            "sequence_parallel splits activations over tensor-parallel ranks, but tensor_parallel_size is 1; use 2 or more, or false",
+        )
+    yield from _micro_batch(config, role)
+    rows_keys = {"trainer.prompts_per_step", "rollout.n", "trainer.updates_per_step", "trainer.samples_per_step"}
+    replicas_key = f"{role.parallel_key}.data_parallel_size"
+    if role.optim is None or broken & (rows_keys | {replicas_key}):
+        return
+    rows, replicas = samples_per_step(config) // updates_per_pass(config), parallel.data_parallel_size
+    if rows < replicas:
+        size_key = "trainer.samples_per_step" if isinstance(config, SFTConfig) else "trainer.prompts_per_step"
+        yield Violation(
+            (replicas_key, size_key),
+            f"a mini-batch has {rows} rows, fewer than data_parallel_size {replicas}, so some replicas would have nothing to learn from; "
+            f"use data_parallel_size {max(rows, 1)} or fewer, or mini-batches of {replicas} rows or more",
+        )
+
+
+def _micro_batch(config: RunConfig, role: ModelRole) -> Violations:
+    limit, key = role.micro_batch, f"{role.name}.micro_batch"
+    if (limit.sequences is None) == (limit.max_tokens is None):
+        given = "neither is" if limit.sequences is None else f"both are ({limit.sequences} and {limit.max_tokens})"
+        yield Violation(
+            (f"{key}.sequences", f"{key}.max_tokens"), f"give exactly one, but {given}; set the other to null, as in {key}.max_tokens=null"
+        )
+    elif limit.max_tokens is not None and limit.max_tokens < max_row_tokens(config):
+        lengths = ("data.max_length",) if isinstance(config, SFTConfig) else ("data.max_prompt_length", "data.max_response_length")
+        yield Violation(
+            (f"{key}.max_tokens", *lengths),
+            f"a row may have {max_row_tokens(config)} tokens, more than max_tokens {limit.max_tokens}; "
+            f"use max_tokens {max_row_tokens(config)} or more, or shorter rows",
+        )
+
+
+def _fits_layout(role: ModelRole, architecture: Architecture) -> Violations:
+    parallel, tensor = role.parallel, role.parallel.tensor_parallel_size
+    for field in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
+        size = getattr(architecture, field)
+        if size % tensor:
+            yield Violation(
+                (f"{role.parallel_key}.tensor_parallel_size",),
+                f"{field} {size} of {role.path} does not divide by tensor_parallel_size {tensor}; "
+                f"use {either(nearest_divisors(size, tensor))}",
+            )
+    stages = parallel.pipeline_parallel_size * (parallel.virtual_pipeline_parallel_size or 1)
+    layers = architecture.num_hidden_layers
+    if layers % stages:
+        product = f"pipeline_parallel_size {parallel.pipeline_parallel_size}"
+        if parallel.virtual_pipeline_parallel_size is not None:
+            product += f" x virtual_pipeline_parallel_size {parallel.virtual_pipeline_parallel_size} = {stages}"
+        yield Violation(
+            (f"{role.parallel_key}.pipeline_parallel_size",),
+            f"num_hidden_layers {layers} of {role.path} does not divide by {product}; "
+            f"use {either(nearest_divisors(layers, stages))} stages",
+        )
+
+
+def _lengths_fit(config: RunConfig, architectures: dict[str, Architecture]) -> Violations:
+    tokens = max_row_tokens(config)
+    for role in model_roles(config):
+        if role.name not in architectures or tokens <= (limit := architectures[role.name].max_position_embeddings):
+            continue
+        if isinstance(config, SFTConfig):
+            yield Violation(("data.max_length",), f"is {tokens}, more than max_position_embeddings {limit} of {role.path}; use {limit}")
+            continue
+        prompt, response = config.data.max_prompt_length, config.data.max_response_length
+        remedy = f"max_response_length {limit - prompt}" if prompt < limit else "shorter prompts"
+        yield Violation(
+            ("data.max_prompt_length", "data.max_response_length"),
+            f"{prompt} + {response} = {tokens} tokens are more than max_position_embeddings {limit} of {role.path}; use {remedy}",
+        )
+
+
+def _same_vocabulary(config: RunConfig, architectures: dict[str, Architecture]) -> Violations:
+    """All models read the policy's token ids; the reference must be a distribution over the same ones."""
+    if not isinstance(config, PPOConfig) or "actor" not in architectures:
+        return
+    policy = architectures["actor"].vocab_size
+    if needs_reference(config) and "reference" in architectures and architectures["reference"].vocab_size != policy:
+        yield Violation(
+            ("reference.path", "model.path"),
+            f"the reference has vocab_size {architectures['reference'].vocab_size}, the policy {policy}; their KL needs one vocabulary",
+        )
+    if "critic" in architectures and architectures["critic"].vocab_size < policy:
+        yield Violation(
+            ("critic.model.path", "model.path"),
+            f"the critic has vocab_size {architectures['critic'].vocab_size}, below the policy's {policy}; it reads the policy's tokens",
+        )
