@@ -38,27 +38,29 @@ def decode(
     stop_token_ids: torch.Tensor,
     generator: torch.Generator,
 ) -> Decoded:
-    """One sample of each prompt. Rows that have ended leave the batch as soon as they are half of it."""
-    token_ids, mask = _left_pad(prompts, model.device)
-    batch_size, prompt_length = token_ids.shape
+    """One sample of each prompt, equal prompts being prefilled once.
+
+    Rows that have ended leave the batch as soon as they are half of it.
+    """
+    batch_size = len(prompts)
     sampled_ids = torch.zeros(batch_size, sampling.max_new_tokens, dtype=torch.int64, device=model.device)
     log_probs = torch.zeros(batch_size, sampling.max_new_tokens, device=model.device)
     lengths = torch.full((batch_size,), sampling.max_new_tokens, device=model.device)
     stopped = torch.zeros(batch_size, dtype=torch.bool, device=model.device)
 
     cache = DynamicCache()
+    logits, mask = _prefill(model, prompts, cache)
+    prompt_length = mask.shape[1]
     rows = _Rows(
         torch.arange(batch_size, device=model.device),
         mask.sum(dim=-1),
         torch.cat([mask, mask.new_ones(batch_size, sampling.max_new_tokens)], dim=-1),
     )
-    positions = (mask.cumsum(dim=-1) - 1).clamp(min=0)
-    output = model(input_ids=token_ids, attention_mask=mask.long(), position_ids=positions, past_key_values=cache, logits_to_keep=1)
     for step in range(sampling.max_new_tokens):
         if step > 0:
-            output = _step(model, sampled_ids[rows.indices, step - 1], rows, prompt_length + step, cache)
+            logits = _step(model, sampled_ids[rows.indices, step - 1], rows, prompt_length + step, cache)
             rows = rows._replace(positions=rows.positions + 1)
-        sampled = sample_tokens(output.logits[:, -1], sampling, generator)
+        sampled = sample_tokens(logits, sampling, generator)
         sampled_ids[rows.indices, step], log_probs[rows.indices, step] = sampled
         ends = torch.isin(sampled.token_ids, stop_token_ids) & ~stopped[rows.indices]
         lengths[rows.indices[ends]] = step + 1
@@ -69,10 +71,26 @@ def decode(
     return Decoded(sampled_ids[:, : step + 1], log_probs[:, : step + 1], lengths, stopped)
 
 
-def _step(model: PreTrainedModel, token_ids: torch.Tensor, rows: _Rows, length: int, cache: DynamicCache):  # noqa: ANN202
+def _prefill(model: PreTrainedModel, prompts: list[list[int]], cache: DynamicCache) -> tuple[torch.Tensor, torch.Tensor]:
+    """Fills the cache; logits (B, V) of each prompt's last token, and the mask (B, P) bool of the left-padded prompts."""
+    distinct = {prompt: index for index, prompt in enumerate(dict.fromkeys(map(tuple, prompts)))}
+    token_ids, mask = _left_pad([list(prompt) for prompt in distinct], model.device)
+    positions = (mask.cumsum(dim=-1) - 1).clamp(min=0)
+    output = model(input_ids=token_ids, attention_mask=mask.long(), position_ids=positions, past_key_values=cache, logits_to_keep=1)
+    logits = output.logits[:, -1]
+    if len(distinct) == len(prompts):
+        return logits, mask
+    owners = torch.tensor([distinct[tuple(prompt)] for prompt in prompts], device=model.device)
+    cache.batch_select_indices(owners)
+    return logits[owners], mask[owners]
+
+
+def _step(model: PreTrainedModel, token_ids: torch.Tensor, rows: _Rows, length: int, cache: DynamicCache) -> torch.Tensor:
+    """Logits (A, V) after one more token of each row; token_ids: (A,)."""
     # A mask of four dimensions is taken as it is: transformers would build the same one anew at every step.
     mask = rows.mask[:, None, None, :length]
-    return model(input_ids=token_ids[:, None], attention_mask=mask, position_ids=rows.positions[:, None], past_key_values=cache)
+    output = model(input_ids=token_ids[:, None], attention_mask=mask, position_ids=rows.positions[:, None], past_key_values=cache)
+    return output.logits[:, -1]
 
 
 def _drop_ended(rows: _Rows, stopped: torch.Tensor, cache: DynamicCache) -> _Rows:
