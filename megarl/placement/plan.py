@@ -72,11 +72,18 @@ class PlacementPlan:
         return counts
 
     @property
-    def group_of_role(self) -> dict[str, str]:
-        return {role: group.name for group in self.groups for role in group.roles}
+    def num_processes(self) -> int:
+        return len(self.processes)
 
-    def group(self, name: str) -> GroupPlan:
-        return next(group for group in self.groups if group.name == name)
+    @property
+    def process_on_nodes(self) -> dict[str, list[int]]:
+        """Group -> processes on each of its nodes, as the executor reserves them: a group is one reservation."""
+        return {group.name: group.processes_on_nodes for group in self.groups}
+
+    @property
+    def role_pools(self) -> dict[str, str]:
+        """Role -> the group that holds it, a key of `process_on_nodes`."""
+        return {role: group.name for group in self.groups for role in group.roles}
 
     def __str__(self) -> str:
         return "\n".join(str(process) for process in self.processes)

@@ -1,0 +1,7 @@
+"""`python -m megarl` is the command `megarl`."""
+
+import sys
+
+from megarl.cli.main import main
+
+sys.exit(main())

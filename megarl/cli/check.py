@@ -1,0 +1,130 @@
+"""`megarl check CONFIG`: finds everything that is wrong before anything starts, and prints what the run would do. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TypeVar
+
+from rich.console import Console
+from rich.table import Table
+
+from megarl.config.architecture import Architecture
+from megarl.config.derive import RoleArithmetic, RunArithmetic, derive
+from megarl.config.errors import ConfigError
+from megarl.config.load import load_config
+from megarl.config.roles import ModelRole, model_roles
+from megarl.config.schema import PPOConfig, SFTConfig
+from megarl.config.validate import Violation, read_architectures, validate
+from megarl.placement.plan import PlacementPlan, plan_placement
+
+RunConfig = TypeVar("RunConfig", PPOConfig, SFTConfig)
+# Without these a placement cannot even be counted.
+_PLACEMENT_KEYS = ("placement.", "actor.parallel.", "critic.parallel.", "rollout.num_replicas", "rollout.tensor_parallel_size")
+
+
+def load_checked(schema: type[RunConfig], path: str, overrides: Sequence[str] = ()) -> RunConfig:
+    """`load_config`, and every check that needs no process. Raises ConfigError that lists all that is wrong."""
+    config = load_config(schema, path, overrides)
+    violations = validate(config)
+    problems = [str(violation) for violation in violations]
+    if not any(_is_about_placement(violation) for violation in violations):
+        try:
+            plan_placement(config)
+        except ConfigError as error:
+            problems += error.problems
+    if problems:
+        raise ConfigError(path, problems)
+    return config
+
+
+def _is_about_placement(violation: Violation) -> bool:
+    return any(key.startswith(_PLACEMENT_KEYS) for key in violation.keys)
+
+
+def run(config_path: str, overrides: Sequence[str], schema: type[PPOConfig] | type[SFTConfig] = PPOConfig) -> int:
+    """Prints models, arithmetic and placement of a good configuration; 0. Raises ConfigError for any other."""
+    config = load_checked(schema, config_path, overrides)  # type: ignore[type-var]
+    architectures, _ = read_architectures(config)
+    arithmetic, plan = derive(config, architectures), plan_placement(config)
+    console = Console()
+    console.print(_models(model_roles(config), architectures, arithmetic))
+    console.print(_arithmetic(arithmetic))
+    console.print(_per_role(arithmetic))
+    console.print(_placement(plan))
+    console.print(f"{config_path}: good ({plan.num_processes} processes, {plan.num_devices} devices)", highlight=False)
+    return 0
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left")
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    return table
+
+
+def _models(roles: Sequence[ModelRole], architectures: Mapping[str, Architecture], arithmetic: RunArithmetic) -> Table:
+    table = _table("Models", "role", "model", "parameters", "layers", "hidden", "heads", "kv", "TP x PP x DP")
+    for role, row in zip(roles, arithmetic.roles, strict=True):
+        architecture, parallel = architectures[role.name], role.parallel
+        pipeline = str(parallel.pipeline_parallel_size)
+        if parallel.virtual_pipeline_parallel_size is not None:
+            pipeline += f" ({parallel.virtual_pipeline_parallel_size} virtual)"
+        table.add_row(
+            role.name,
+            f"{role.path} ({architecture.model_type})",
+            f"{row.num_parameters:,}",
+            str(architecture.num_hidden_layers),
+            str(architecture.hidden_size),
+            str(architecture.num_attention_heads),
+            str(architecture.num_key_value_heads),
+            f"{parallel.tensor_parallel_size} x {pipeline} x {parallel.data_parallel_size}",
+        )
+    return table
+
+
+def _arithmetic(arithmetic: RunArithmetic) -> Table:
+    table = _table("One step", "quantity", "value", "from")
+    samples = f"{arithmetic.prompts_per_step:,} prompts x {arithmetic.samples_per_prompt}"
+    table.add_row("samples", f"{arithmetic.samples_per_step:,}", samples)
+    mini_batch = arithmetic.samples_per_step // arithmetic.mini_batches_per_step
+    table.add_row("mini-batches", f"{arithmetic.mini_batches_per_step:,} x {mini_batch:,} rows", f"{arithmetic.samples_per_step:,} samples")
+    table.add_row("longest row", f"{arithmetic.max_row_tokens:,} tokens", "data")
+    total = f"{arithmetic.total_steps:,} steps x {arithmetic.samples_per_step:,}"
+    table.add_row("samples of the run", f"{arithmetic.samples_total:,}", total)
+    return table
+
+
+def _per_role(arithmetic: RunArithmetic) -> Table:
+    table = _table("Per role", "role", "ranks", "replicas", "rows per pass", "rows per replica", "micro-batches", "steps per step", "steps")
+    for role in arithmetic.roles:
+        table.add_row(*_role_row(role))
+    table.caption = "rows per pass: of a mini-batch where the role trains. micro-batches: per replica and pass. steps: of the optimizer."
+    return table
+
+
+def _role_row(role: RoleArithmetic) -> tuple[str, ...]:
+    trains = role.optimizer_steps_total > 0
+    return (
+        role.role,
+        str(role.num_ranks),
+        str(role.num_replicas),
+        f"{role.mini_batch_rows:,}",
+        _between(role.rows_per_replica),
+        _between(role.micro_batches),
+        f"{role.optimizer_steps_per_step:,}" if trains else "-",
+        f"{role.optimizer_steps_total:,}" if trains else "-",
+    )
+
+
+def _between(bounds: tuple[int, int]) -> str:
+    least, most = bounds
+    return f"{least:,}" if least == most else f"{least:,} to {most:,}"
+
+
+def _placement(plan: PlacementPlan) -> Table:
+    size = f"{plan.num_nodes} x {plan.devices_per_node} devices"
+    table = _table(f"Placement: {plan.strategy.value} on {size}", "pool", "process", "roles", "node", "device")
+    for process in plan.processes:
+        device = "cpu" if process.device is None else str(process.device)
+        table.add_row(process.pool, f"{process.group} {process.rank}", " + ".join(process.roles), str(process.node), device)
+    return table

@@ -1,0 +1,78 @@
+"""The command `megarl`: reads the command line, starts the subcommand, and turns how it ends into an exit status.
+
+0: good. 2: something that the user can mend, said in a message. 1: something failed while running, shown with its traceback.
+A subcommand's module is imported when it is asked for, so that `megarl check` and `megarl --help` need no torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+
+from megarl import __version__
+from megarl.config.errors import ConfigError
+from megarl.config.schema import PPOConfig, SFTConfig
+
+GOOD, FAILED, USER_ERROR, INTERRUPTED = 0, 1, 2, 130
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command; returns the exit status, except for argparse's own exits (2 for a wrong command line)."""
+    parsed = _parser().parse_args(arguments)
+    try:
+        return parsed.start(parsed)
+    except KeyboardInterrupt:
+        print(f"megarl {parsed.command}: interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except Exception as error:  # noqa: BLE001  (the boundary of the process)
+        if isinstance(error, ConfigError) or (isinstance(error, ValueError) and _raised_by_megarl(error)):
+            print(f"megarl {parsed.command}: {error}", file=sys.stderr)
+            return USER_ERROR
+        traceback.print_exception(error)
+        print(f"megarl {parsed.command}: failed while running; the cause is shown above", file=sys.stderr)
+        return FAILED
+
+
+def _raised_by_megarl(error: ValueError) -> bool:
+    """megarl's own code raises ValueError only for what a user wrote. One from a library, or from a worker, is a failure."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    module = trace.tb_frame.f_globals.get("__name__", "") if trace is not None else ""
+    return module.split(".")[0] == "megarl"
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="megarl", description="Reinforcement learning of large language models on Megatron-Core and Ray.")
+    parser.add_argument("--version", action="version", version=f"megarl {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    _add_run(commands, "train", "train with reinforcement learning", lambda parsed: _run("train")(parsed.config, parsed.overrides))
+    _add_run(commands, "sft", "fine-tune on demonstrations", lambda parsed: _run("sft")(parsed.config, parsed.overrides))
+    check = _add_run(commands, "check", "find every error in a configuration, and print what the run would do", _start_check)
+    check.add_argument("--sft", action="store_true", help="the file is for `megarl sft`")
+    plot = commands.add_parser("plot", help="draw a run's curves to a PNG")
+    plot.add_argument("run_dir", metavar="RUN_DIR", help="the run's trainer.output_dir")
+    plot.set_defaults(start=lambda parsed: _run("plot")(parsed.run_dir))
+    return parser
+
+
+def _add_run(
+    commands: argparse._SubParsersAction[argparse.ArgumentParser], name: str, summary: str, start: Callable[[argparse.Namespace], int]
+) -> argparse.ArgumentParser:
+    """A subcommand that reads a configuration."""
+    command = commands.add_parser(name, help=summary, description=summary)
+    command.add_argument("config", metavar="CONFIG", help="a YAML file, such as configs/quickstart.yaml")
+    command.add_argument("overrides", metavar="key=value", nargs="*", help="such as trainer.total_steps=10 or algorithm=grpo")
+    command.set_defaults(start=start)
+    return command
+
+
+def _run(command: str) -> Callable[..., int]:
+    return importlib.import_module(f"megarl.cli.{command}").run
+
+
+def _start_check(parsed: argparse.Namespace) -> int:
+    return _run("check")(parsed.config, parsed.overrides, SFTConfig if parsed.sft else PPOConfig)
