@@ -17,6 +17,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from megarl.engine.linear import linear
+
 CPU = torch.device("cpu")
 
 # Factories that Megatron calls with device="cuda" or torch.cuda.current_device() (schedules, optimizer, losses, p2p).
@@ -40,6 +42,7 @@ EVIDENCE = (
     Evidence(_ROPE, "_apply_rotary_pos_emb_thd", "for x in sequence_splits", "loops over sequences in Python"),
     Evidence("pipeline_parallel.schedules", "forward_backward_no_pipelining", 'device="cuda"', "makes tensors on the GPU"),
     Evidence("pipeline_parallel.p2p_communication", "P2PCommunicator", "torch.cuda.current_device()", "receives on the GPU"),
+    Evidence("tensor_parallel.layers", "LinearWithGradAccumulationAndAsyncCommunication", "torch.matmul(", "multiplies with MKL"),
     Evidence("jit", "enable_jit_fuser", "torch.compile", "jit_fuser compiles small functions when first called"),
 )
 
@@ -167,12 +170,34 @@ def _rotary_packed(
     return rotated.squeeze(1)
 
 
+def _linear(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    gradient_accumulation_fusion: bool,
+    allreduce_dgrad: bool,
+    sequence_parallel: bool,
+    tp_group: torch.distributed.ProcessGroup | None = None,
+    **deferral: Any,
+) -> torch.Tensor:
+    """Megatron's tensor-parallel linear layer on our product. Its own also overlaps collectives with products, on CUDA."""
+    from megatron.core.tensor_parallel import mappings
+
+    assert not gradient_accumulation_fusion
+    assert not any(deferral.values()), deferral
+    if sequence_parallel:
+        input = mappings.gather_from_sequence_parallel_region(input, group=tp_group)
+    elif allreduce_dgrad:
+        input = mappings.copy_to_tensor_model_parallel_region(input, group=tp_group)
+    return linear(input, weight, bias)
+
+
 def _adapt_megatron() -> None:
     import megatron.core.optimizer as optimizer
     from megatron.core.models.common.embeddings import rope_utils
     from megatron.core.optimizer import clip_grads, distrib_optimizer
     from megatron.core.optimizer import optimizer as base_optimizer
-    from megatron.core.tensor_parallel import random
+    from megatron.core.tensor_parallel import layers, random
 
     random._get_cuda_rng_state = lambda device="cpu", clone=False, graph_safe=False: torch.get_rng_state()
     random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
@@ -180,6 +205,7 @@ def _adapt_megatron() -> None:
         if hasattr(module, "clip_grad_by_total_norm_fp32"):
             module.clip_grad_by_total_norm_fp32 = _clip_by_total_norm
     rope_utils._apply_rotary_pos_emb_thd = _rotary_packed
+    layers.linear_with_grad_accumulation_and_async_allreduce = layers.linear_with_frozen_weight = _linear
 
 
 def install() -> None:
