@@ -1,0 +1,19 @@
+"""`megarl plot RUN_DIR`: draws a run's curves."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from megarl.tracking.plot import MetricsFileError, plot_run
+
+
+def run(run_dir: str) -> int:
+    """Writes RUN_DIR/curves.png and says so. Returns the exit status: 0, or 2 with one line of error for what the user can mend."""
+    try:
+        written = plot_run(Path(run_dir))
+    except MetricsFileError as error:
+        print(f"megarl plot: {error}", file=sys.stderr)
+        return 2
+    print(f"curves drawn to {written}")
+    return 0

@@ -1,0 +1,95 @@
+"""Loggers write what they were given, at once, and one that fails never ends a run."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from megarl.tracking.loggers import LOGGERS, ConsoleLogger, Tracker
+
+
+def _lines(path):
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def test_jsonl_has_a_line_a_step_before_the_run_ends(tmp_path):
+    tracker = Tracker(["jsonl"], tmp_path)
+    tracker.log({"critic/score/mean": 0.5}, 1)
+    tracker.log({"critic/score/mean": 0.25, "actor/lr": 1e-3}, 2)
+    assert _lines(tmp_path / "metrics.jsonl") == [
+        {"step": 1, "critic/score/mean": 0.5},
+        {"step": 2, "critic/score/mean": 0.25, "actor/lr": 1e-3},
+    ]
+    tracker.close()
+
+
+def test_a_second_run_in_the_folder_appends(tmp_path):
+    for step in (1, 2):
+        tracker = Tracker(["jsonl"], tmp_path)
+        tracker.log({"a": float(step)}, step)
+        tracker.close()
+    assert [line["step"] for line in _lines(tmp_path / "metrics.jsonl")] == [1, 2]
+
+
+def test_tensorboard_files_hold_the_values(tmp_path):
+    tracker = Tracker(["tensorboard"], tmp_path)
+    for step, value in ((0, 0.5), (3, 0.75)):
+        tracker.log({"val/score/mean": value}, step)
+    tracker.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [(event.step, event.value) for event in events.Scalars("val/score/mean")] == [(0, 0.5), (3, 0.75)]
+
+
+def test_console_line_shows_the_main_metrics_that_exist(tmp_path):
+    written = []
+    ConsoleLogger(tmp_path, written.append).log({"critic/score/mean": 0.51234, "timing_s/gen": 2.0, "perf/throughput": 1500.0}, 7)
+    assert written == ["step 7  critic/score/mean 0.5123  perf/throughput 1500"]
+
+
+def test_generations_keep_their_text(tmp_path):
+    tracker = Tracker([], tmp_path)
+    tracker.log_generations(5, [{"response": "48−61", "score": 1.0}, {"response": "", "score": 0.0}])
+    assert _lines(tmp_path / "generations.jsonl") == [
+        {"step": 5, "response": "48−61", "score": 1.0},
+        {"step": 5, "response": "", "score": 0.0},
+    ]
+
+
+def test_a_failing_logger_warns_once_and_the_others_go_on(tmp_path, monkeypatch, caplog):
+    class Broken:
+        def __init__(self, output_dir):
+            pass
+
+        def log(self, metrics, step):
+            raise ConnectionError("no route to host")
+
+        def close(self):
+            raise ConnectionError("no route to host")
+
+    monkeypatch.setitem(LOGGERS, "broken", Broken)
+    tracker = Tracker(["broken", "jsonl"], tmp_path)
+    with caplog.at_level(logging.WARNING):
+        for step in (1, 2):
+            tracker.log({"a": 1.0}, step)
+        tracker.close()
+    assert [line["step"] for line in _lines(tmp_path / "metrics.jsonl")] == [1, 2]
+    assert len(caplog.records) == 1
+    assert "broken" in caplog.text
+    assert "no route to host" in caplog.text
+
+
+def test_an_unknown_name_is_refused_before_anything_is_written(tmp_path):
+    with pytest.raises(ValueError, match=r"\['wandd'\].*console.*jsonl.*tensorboard"):
+        Tracker(["jsonl", "wandd"], tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_nan_is_logged_not_hidden(tmp_path):
+    tracker = Tracker(["jsonl"], tmp_path)
+    tracker.log({"actor/grad_norm": math.nan}, 1)
+    assert math.isnan(_lines(tmp_path / "metrics.jsonl")[0]["actor/grad_norm"])

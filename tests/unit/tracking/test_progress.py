@@ -1,0 +1,28 @@
+"""The bar on a terminal, and silence where there is none."""
+
+from __future__ import annotations
+
+import io
+
+from rich.console import Console
+
+from megarl.tracking.progress import ProgressBar
+
+
+def _drawn(*, terminal: bool) -> str:
+    output = io.StringIO()
+    console = Console(file=output, force_terminal=terminal, width=160, color_system=None)
+    with ProgressBar("PPO", 4, console) as bar:
+        bar.advance({"critic/score/mean": 0.51234, "actor/reward_kl_penalty": 0.0123, "perf/throughput": 1234.0, "timing_s/gen": 9.0})
+    return output.getvalue()
+
+
+def test_a_terminal_sees_step_reward_kl_and_throughput():
+    drawn = _drawn(terminal=True)
+    for shown in ("PPO", "1/4", "reward 0.512", "KL 0.0123", "tokens/s 1.23e+03", "left"):
+        assert shown in drawn
+    assert "9" not in drawn.split("tokens/s")[-1].split("left")[0].replace("1.23e+03", "").replace("0:00:00", "")
+
+
+def test_a_log_file_gets_no_control_characters():
+    assert _drawn(terminal=False).strip() == ""
