@@ -1,0 +1,119 @@
+"""Micro-batches against positions, predictors and targets worked out by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megarl.config.schema import Device
+from tests.ranks import RankPool
+
+# P = 3, R = 3. Row 0: prompt 5 6, response 7 8. Row 1: prompt 1 2 3, response 4. 9 stands where there is no token.
+BATCH = {
+    "input_ids": torch.tensor([[9, 5, 6, 7, 8, 9], [1, 2, 3, 4, 9, 9]]),
+    "attention_mask": torch.tensor([[0, 1, 1, 1, 1, 0], [1, 1, 1, 1, 0, 0]]),
+    "position_ids": torch.tensor([[0, 0, 1, 2, 3, 4], [0, 1, 2, 3, 4, 5]]),
+    "prompts": torch.tensor([[9, 5, 6], [1, 2, 3]]),
+    "responses": torch.tensor([[7, 8, 9], [4, 9, 9]]),
+    "response_mask": torch.tensor([[True, True, False], [True, False, False]]),
+    "advantages": torch.tensor([[0.1, 0.2, 0.3], [0.4, 0.5, 0.6]]),
+    "uid_number": torch.tensor([3, 4]),  # (B,): not per token, so not for the loss
+}
+
+
+def make(batch: dict[str, Tensor], rows: list[int], packing: bool, align: int) -> dict[str, Any]:
+    """In a rank: the micro-batch as plain values."""
+    from megarl.engine import platform
+
+    platform.activate(Device.cpu)
+    from megarl.engine.micro_batch import make_micro_batch
+
+    made = make_micro_batch(batch, rows, packing=packing, align=align, device=torch.device("cpu"))
+    plain = {key: getattr(made, key).tolist() for key in ("tokens", "positions", "predictors", "targets", "cells")}
+    if made.packed is not None:
+        plain["boundaries"] = made.packed.cu_seqlens_q.tolist()
+        plain["longest"] = made.packed.max_seqlen_q
+    plain["rows"] = {key: value.tolist() for key, value in made.rows.items()}
+    plain["scattered"] = made.scatter(torch.arange(1.0, len(made.cells) + 1)).tolist()
+    return plain
+
+
+def made(rank_pool: RankPool, *, rows: list[int], packing: bool, align: int = 1, batch: dict[str, Tensor] = BATCH) -> dict[str, Any]:
+    return rank_pool.run(make, world_size=1, batch=batch, rows=rows, packing=packing, align=align)[0]
+
+
+def test_packed(rank_pool: RankPool) -> None:
+    got = made(rank_pool, rows=[0, 1], packing=True)
+    assert got["tokens"] == [[5, 6, 7, 8, 1, 2, 3, 4]]
+    assert got["positions"] == [[0, 1, 2, 3, 0, 1, 2, 3]]
+    assert got["boundaries"] == [0, 4, 8]
+    assert got["longest"] == 4
+    assert got["predictors"] == [1, 2, 6]  # 6 predicts 7, 7 predicts 8; 3 predicts 4
+    assert got["targets"] == [7, 8, 4]
+    assert got["cells"] == [0, 1, 3]
+    assert got["scattered"] == [[1.0, 2.0, 0.0], [3.0, 0.0, 0.0]]
+    assert got["rows"] == {
+        "response_mask": [[True, True, False], [True, False, False]],
+        "advantages": BATCH["advantages"].tolist(),
+    }
+
+
+def test_packed_rows_in_another_order(rank_pool: RankPool) -> None:
+    got = made(rank_pool, rows=[1, 0], packing=True)
+    assert got["tokens"] == [[1, 2, 3, 4, 5, 6, 7, 8]]
+    assert got["predictors"] == [2, 5, 6]
+    assert got["targets"] == [4, 7, 8]
+    assert got["scattered"] == [[1.0, 0.0, 0.0], [2.0, 3.0, 0.0]]
+    assert got["rows"]["advantages"] == BATCH["advantages"][[1, 0]].tolist()
+
+
+def test_packed_and_aligned(rank_pool: RankPool) -> None:
+    """The padding is a sequence of its own at the end, so no real token attends to it."""
+    got = made(rank_pool, rows=[0, 1], packing=True, align=3)
+    assert got["tokens"] == [[5, 6, 7, 8, 1, 2, 3, 4, 0]]
+    assert got["boundaries"] == [0, 4, 8, 9]
+    assert got["predictors"] == [1, 2, 6]
+    assert made(rank_pool, rows=[0, 1], packing=True, align=4)["boundaries"] == [0, 4, 8]
+
+
+def test_padded(rank_pool: RankPool) -> None:
+    """Places are those of sequence-major hidden states (S', b): position 2 of row 0 is place 2 * 2 + 0."""
+    got = made(rank_pool, rows=[0, 1], packing=False, align=3)
+    assert got["tokens"] == [[5, 6, 7, 8, 0, 0], [1, 2, 3, 4, 0, 0]]
+    assert got["positions"] == [[0, 1, 2, 3, 4, 5]] * 2
+    assert got["predictors"] == [2, 4, 5]
+    assert got["targets"] == [7, 8, 4]
+    assert got["cells"] == [0, 1, 3]
+    assert "boundaries" not in got
+
+
+def test_masked_response_tokens_are_scored_all_the_same(rank_pool: RankPool) -> None:
+    """What a tool wrote is context and is scored; `response_mask` only goes to the loss."""
+    batch = {**BATCH, "response_mask": torch.tensor([[False, True, False], [True, False, False]])}
+    assert made(rank_pool, rows=[0, 1], packing=True, batch=batch)["targets"] == [7, 8, 4]
+
+
+def test_a_row_without_a_response(rank_pool: RankPool) -> None:
+    batch = {**BATCH, "attention_mask": torch.tensor([[0, 1, 1, 0, 0, 0], [1, 1, 1, 1, 0, 0]])}
+    got = made(rank_pool, rows=[0, 1], packing=True, batch=batch)
+    assert got["tokens"] == [[5, 6, 1, 2, 3, 4]]
+    assert got["predictors"] == [4]
+    assert got["scattered"] == [[0.0, 0.0, 0.0], [1.0, 0.0, 0.0]]
+
+
+@pytest.mark.parametrize(
+    ("mask", "says"),
+    [
+        ([0, 0, 0, 1, 1, 0], "0 prompt and 2 response"),
+        ([1, 1, 0, 1, 1, 0], "2 prompt and 2 response"),  # padded on the right
+        ([0, 1, 1, 0, 1, 1], "2 prompt and 2 response"),  # a gap after the prompt
+        ([1, 0, 1, 1, 0, 0], "2 prompt and 1 response"),
+    ],
+)
+def test_wrong_padding_names_the_row(mask: list[int], says: str, rank_pool: RankPool) -> None:
+    batch = {**BATCH, "attention_mask": torch.tensor([[1, 1, 1, 1, 0, 0], mask])}
+    with pytest.raises(AssertionError, match=f"ValueError: row 1 of the batch: attention_mask has {says}"):
+        made(rank_pool, rows=[0, 1], packing=True, batch=batch)
