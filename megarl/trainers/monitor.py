@@ -32,7 +32,8 @@ _TIMELINE_EVERY_STEPS = 10
 
 class Monitor:
     """Collects what the workers report about their calls. `timing_s/<phase>` runs from the first rank's start to the last one's
-    end within the step, so phases that overlap add up to more than `timing_s/step`."""
+    end within the step, so phases that overlap add up to more than `timing_s/step`. `perf/throughput` is the step's tokens per
+    second of training: validation does not count."""
 
     def __init__(self, groups: Sequence[RoleGroup], tracker: Tracker, timeline: Timeline, progress: ProgressBar) -> None:
         self._groups = groups
@@ -40,7 +41,8 @@ class Monitor:
         self._timeline = timeline
         self._progress = progress
         self._metrics: dict[str, float] = {}
-        self._driver_spans: list[Span] = []
+        self._spans: list[Span] = []
+        self._testing_spans: list[Span] = []
         self.validations: list[tuple[int, float]] = []  # step, mean score
 
     def __enter__(self) -> Monitor:
@@ -66,7 +68,16 @@ class Monitor:
         """A phase of the driver's own, or one that the workers' calls do not name."""
         start_s = time.time()
         yield
-        self._driver_spans.append(Span(_DRIVER, _DRIVER, 0, name, start_s, time.time()))
+        self._spans.append(Span(_DRIVER, _DRIVER, 0, name, start_s, time.time()))
+
+    @contextmanager
+    def testing(self) -> Iterator[None]:
+        """The phase of validation: what the workers do within it is on the timeline, and in no timing but `timing_s/testing`."""
+        # Sorted by when their calls were waited for: the clocks of workers on other nodes are not the driver's.
+        self._spans += self._drain()
+        with self.phase("testing"):
+            yield
+        self._testing_spans += self._drain()
 
     def record(self, metrics: Mapping[str, float]) -> None:
         self._metrics |= metrics
@@ -80,28 +91,27 @@ class Monitor:
             self._metrics = {}
 
     def _finish(self, step: int) -> None:
-        spans = self._driver_spans + [span for group in self._groups for span in group.drain_spans()]
-        self._driver_spans = []
-        self._timeline.add(spans, step)
-        self._metrics |= phase_timings(spans)
+        spans, testing_spans = self._spans + self._drain(), self._testing_spans
+        self._spans, self._testing_spans = [], []
+        self._timeline.add(spans + testing_spans, step)
+        timings = phase_timings(spans)
+        self._metrics |= timings
         if "num_tokens" in self._metrics:
-            self._metrics["perf/throughput"] = self._metrics["num_tokens"] / self._metrics["timing_s/step"]
+            training_s = timings["timing_s/step"] - timings.get("timing_s/testing", 0.0)
+            self._metrics["perf/throughput"] = self._metrics["num_tokens"] / training_s
         self._tracker.log(self._metrics, step)
         if step % _TIMELINE_EVERY_STEPS == 0:
             self._timeline.write()
 
+    def _drain(self) -> list[Span]:
+        return [span for group in self._groups for span in group.drain_spans()]
+
 
 def phase_timings(spans: Sequence[Span]) -> dict[str, float]:
-    """`timing_s/<phase>` in seconds: last end minus first start of the spans of a phase. The driver's spans name their phase.
-
-    While the driver validates, the workers' calls belong to that phase (`testing`), not to the phases of training.
-    """
-    testing = [span for span in spans if span.pool == _DRIVER and span.name == "testing"]
+    """`timing_s/<phase>` in seconds: last end minus first start of the spans of a phase. The driver's spans name their phase."""
     edges: dict[str, list[float]] = defaultdict(list)
     for span in spans:
         name = span.name if span.pool == _DRIVER else PHASES.get(span.name)
-        within_testing = any(outer.start_s <= span.start_s and span.end_s <= outer.end_s for outer in testing)
-        if name is None or (within_testing and span.pool != _DRIVER):
-            continue
-        edges[name] += [span.start_s, span.end_s]
+        if name is not None:
+            edges[name] += [span.start_s, span.end_s]
     return {f"timing_s/{name}": max(times) - min(times) for name, times in edges.items()}

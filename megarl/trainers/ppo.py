@@ -75,8 +75,9 @@ class PPOTrainer:
 
     def _validate(self, step: int) -> None:
         if self.evaluation:
-            with self.monitor.phase("testing"):
-                self.monitor.record_validation(self.evaluation.run(self.roles.rollout, self.roles.reward), step)
+            with self.monitor.testing():
+                result = self.evaluation.run(self.roles.rollout, self.roles.reward)
+            self.monitor.record_validation(result, step)
 
 
 class AdvantageStep:

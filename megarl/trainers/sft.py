@@ -33,7 +33,7 @@ class SFTTrainer:
         if self.validation is None:
             return
         total, num_tokens = 0.0, 0
-        with self.monitor.phase("testing"):
+        with self.monitor.testing():
             for batch in one_pass(self.validation, self.config.trainer.samples_per_step):
                 mask = batch.tensors["response_mask"]
                 total -= float(self.actor.log_probs(batch).get().tensors["old_log_probs"][mask].sum())
