@@ -1,0 +1,94 @@
+"""The quickstart's model and data: reproducible, held-out problems really held out, rewards by the task's own verifier."""
+
+from __future__ import annotations
+
+import hashlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow.parquet
+import pytest
+
+from examples.quickstart import prepare as preparation
+from examples.quickstart.prepare import make_tokenizer, prepare
+from examples.quickstart.reward import compute_score
+from megarl.config.schema import Overlong
+from megarl.data.prompts import PromptDataset
+from megarl.data.sft import SFTDataset
+from megarl.data.tokenizer import load_tokenizer, render_chat
+
+REPOSITORY = Path(__file__).parents[3]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    return prepare(tmp_path_factory.mktemp("quickstart"), seed=3)
+
+
+def _digests(made):
+    files = [made.model / "model.safetensors", made.model / "tokenizer.json", *made[1:]]
+    return [hashlib.sha256(file.read_bytes()).hexdigest() for file in files]
+
+
+def _problems(path):
+    rows = pyarrow.parquet.read_table(path).to_pylist()
+    return [(row["prompt"] if "prompt" in row else row["messages"])[0]["content"] for row in rows]
+
+
+def test_the_same_seed_gives_the_same_bytes_and_another_seed_others(made, tmp_path):
+    again, other = prepare(tmp_path / "again", seed=3), prepare(tmp_path / "other", seed=4)
+    assert _digests(again) == _digests(made)
+    differ = [one != two for one, two in zip(_digests(other), _digests(made), strict=True)]
+    assert differ == [True, False, True, True, True, True]  # only the tokenizer is the same
+
+
+def test_held_out_problems_are_in_no_other_file(made):
+    held_out = _problems(made.validation)
+    assert len(held_out) == len(set(held_out)) == preparation.NUM_VALIDATION
+    for path in (made.train, made.sft_train, made.sft_validation):
+        assert not set(held_out) & set(_problems(path))
+    assert not set(_problems(made.sft_validation)) & set(_problems(made.sft_train))
+
+
+def test_ground_truths_are_right_and_half_of_the_demonstrations_slip(made):
+    for row in pyarrow.parquet.read_table(made.train).slice(0, 300).to_pylist():
+        assert str(eval(row["prompt"][0]["content"])) == row["reward_model"]["ground_truth"]
+    demonstrations = pyarrow.parquet.read_table(made.sft_train).to_pylist()
+    errors = [int(row["messages"][1]["content"]) - eval(row["messages"][0]["content"]) for row in demonstrations]
+    # 15,000 draws: five standard deviations of the share are 0.02
+    assert sum(error != 0 for error in errors) / len(errors) == pytest.approx(preparation.SLIP_SHARE, abs=0.02)
+    assert set(errors) == {0, *preparation.SLIPS}
+
+
+def test_a_prompt_is_a_token_per_character_and_an_answer_ends(made):
+    tokenizer = load_tokenizer(str(made.model))
+    chat = [{"role": "user", "content": "48 - 61"}, {"role": "assistant", "content": "-13"}]
+    ids = render_chat(tokenizer, chat, for_generation=False)
+    assert tokenizer.convert_ids_to_tokens(ids) == ["<user>", *"48-61", "<assistant>", *"-13", "<end>"]
+    assert render_chat(tokenizer, chat[:1], for_generation=True) == ids[:7]
+    assert tokenizer.decode(ids[7:], skip_special_tokens=True) == "-13"
+    assert len(make_tokenizer()) == 17
+
+
+def test_the_data_sets_of_a_run_read_the_files(made):
+    tokenizer = load_tokenizer(str(made.model))
+    for path in (made.train, made.validation):
+        prompts = PromptDataset([str(path)], tokenizer, 7, Overlong.refuse)
+        assert len(prompts) == len(_problems(path))
+    for path in (made.sft_train, made.sft_validation):
+        examples = SFTDataset([str(path)], tokenizer, 12, Overlong.refuse)  # 7 and at most "-51", "100" or "198" and the end
+        assert {example.response_ids[-1] for example in (examples[0], examples[1])} == {tokenizer.eos_token_id}
+
+
+@pytest.mark.parametrize(
+    ("answer", "score"),
+    [("-13", 1.0), ("-013", 1.0), ("-13.0", 1.0), ("13", 0.0), ("-13-13", 0.0), ("4-13", 0.0), ("", 0.0), ("--", 0.0)],
+)
+def test_only_the_verifiers_full_score_is_rewarded(answer, score):
+    assert compute_score("chain_sum", answer, "-13", {"question": "48 - 61 ="}) == score
+
+
+def test_the_reward_file_loads_no_torch():
+    script = "import sys, examples.quickstart.reward; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", script], cwd=REPOSITORY, check=False).returncode == 0
