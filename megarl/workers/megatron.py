@@ -55,7 +55,10 @@ def _process_groups(spec: ModelSpec) -> ParallelGroups:
         dist.init_process_group(platform.current().distributed_backend, init_method="env://")
         _groups = groups.initialize(spec.parallel, spec.seed)
     if _groups.parallel != spec.parallel:
-        raise ValueError(f"roles fused in one process share a layout, but one has {_groups.parallel} and another {spec.parallel}")
+        raise ValueError(
+            f"roles fused in one process share a layout, but one has {_groups.parallel} and another {spec.parallel}: "
+            "give them the same parallel sizes, or pools of their own"
+        )
     return _groups
 
 
@@ -112,6 +115,7 @@ class MegatronWorker(Worker):
             else iter(())
         )
 
-    def next_weight_bucket(self) -> WeightBucket | None:
-        """The next bucket of this rank's stage, None after the last. All tensor-parallel ranks of the stage must be asked."""
-        return next(self._export, None)
+    def next_weight_bucket(self) -> WeightBucket:
+        """The next bucket of this rank's stage on its tensor-parallel rank 0; empty after the last, and on the other ranks of the
+        stage, which must all be asked."""
+        return next(self._export, WeightBucket(()))

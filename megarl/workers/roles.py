@@ -47,7 +47,16 @@ class UpdatePlan:
     seed: int
 
     def mini_batches(self, batch: DataProto, step: int) -> Iterator[DataProto]:
-        size = len(batch) // self.updates_per_step
+        """Of equal size, each row once in a pass, in an order of its own for every pass and step.
+
+        Raises ValueError where the rows do not divide: more updates would be made than the learning-rate schedule counts on.
+        """
+        size, left_over = divmod(len(batch), self.updates_per_step)
+        if left_over:
+            raise ValueError(
+                f"{len(batch)} samples do not divide into trainer.updates_per_step={self.updates_per_step} equal mini-batches; "
+                f"{left_over} would be left over: make trainer.prompts_per_step x rollout.n a multiple of it"
+            )
         return batch.make_iterator(size, epochs=self.epochs_per_batch, seed=self.seed + step if self.updates_per_step > 1 else None)
 
 

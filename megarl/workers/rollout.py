@@ -51,8 +51,9 @@ class RolloutWorker(Worker):
         self._engine.begin_weight_update(manifest)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
-    def load_weights(self, bucket: WeightBucket) -> None:
-        self._engine.load_weights(bucket)
+    def load_weights(self, buckets: list[WeightBucket]) -> None:
+        for bucket in buckets:
+            self._engine.load_weights(bucket)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def end_weight_update(self, version: int) -> None:

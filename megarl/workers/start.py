@@ -6,12 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from megarl.config.architecture import Architecture
+from megarl.config.roles import needs_critic, needs_reference
 from megarl.config.schema import (
     ActorConfig,
-    AdvantageEstimator,
     CriticConfig,
     Device,
-    KLWhere,
     PPOConfig,
     SFTConfig,
 )
@@ -87,14 +86,6 @@ class _Starter:
             dtype=self._config.model.dtype,
             bucket_bytes=int(self._config.resharding.bucket_mb * 2**20),
         )
-
-
-def needs_reference(config: PPOConfig) -> bool:
-    return config.algorithm.kl.where is not KLWhere.none
-
-
-def needs_critic(config: PPOConfig) -> bool:
-    return config.algorithm.advantage.estimator is AdvantageEstimator.gae
 
 
 def start_ppo(config: PPOConfig, models: Architectures, rules: TokenRules, device: Device, pools: ResourcePoolManager) -> PPORoles:

@@ -1,7 +1,7 @@
 """The way of the weights: from the shards of a Megatron role, bucket by bucket, to whoever takes Hugging Face tensors.
 
-The driver passes references; it never holds a weight, except to write a folder. At most two buckets are under way: while
-one is loaded the next is gathered.
+The driver passes references; it never holds a weight, except to write a folder. At most two buckets of a pipeline
+stage are under way: while one is loaded the next is gathered.
 """
 
 from __future__ import annotations
@@ -43,27 +43,24 @@ class WeightSource:
     def manifest(self) -> Manifest:
         return manifest_of(self.architecture, self._torch_dtype, self.head)
 
-    def buckets(self) -> Iterator[list[WorkerFuture]]:
-        """References to the next bucket of every pipeline stage that has one left. Ask for more only when these are used."""
+    def rounds(self) -> Iterator[list[WorkerFuture]]:
+        """References to the next bucket of every rank of the first replica; those of ranks that have none, or none left, are empty.
+
+        The ranks of a stage assemble a bucket together, so whoever waits for one waits for all, and sees the first failure
+        of any. Ask for more only when these are used.
+        """
         self.group.execute_all_sync("begin_weight_export", self.bucket_bytes)
-        sources = self._source_ranks()
-        counts = self._bucket_counts()
-        for index in range(max(counts)):
-            futures = [self.group.execute_rank_async(rank, "next_weight_bucket") for rank in range(self.group.world_size)]
-            yield [futures[rank] for rank, count in zip(sources, counts, strict=True) if index < count]
+        exporters = [rank for rank, place in enumerate(self.group.mesh) if place.dp == 0]
+        for _ in range(self._num_rounds()):
+            yield [self.group.execute_rank_async(rank, "next_weight_bucket") for rank in exporters]
 
-    def _source_ranks(self) -> list[int]:
-        """Of each stage, the rank that has the assembled tensors: tensor-parallel rank 0 of the first replica."""
-        stages = {place.pp: rank for rank, place in enumerate(self.group.mesh) if (place.dp, place.tp) == (0, 0)}
-        return [stages[stage] for stage in range(self.parallel.pipeline_parallel_size)]
-
-    def _bucket_counts(self) -> list[int]:
+    def _num_rounds(self) -> int:
         stages = layouts_of(self.architecture, self.parallel)[:: self.parallel.tensor_parallel_size]
-        return [len(plan_buckets(self.architecture, stage, self.bucket_bytes, self._torch_dtype, self.head)) for stage in stages]
+        return max(len(plan_buckets(self.architecture, stage, self.bucket_bytes, self._torch_dtype, self.head)) for stage in stages)
 
     def save_hf(self, folder: Path, source_folder: str) -> None:
         """Writes a Hugging Face folder whose tokenizer and configuration are those of `source_folder`; all of it or nothing."""
-        buckets = (future.get() for futures in self.buckets() for future in futures)
+        buckets = (bucket for futures in self.rounds() for bucket in gather(*futures))
         save_hf_folder(buckets, self.manifest, folder, source_folder)
 
 
@@ -71,8 +68,8 @@ def sync_weights(source: WeightSource, rollout: RoleGroup, version: int) -> None
     """Every rank of `rollout` gets all weights, stamped `version`; it refuses to generate from the first bucket to the last."""
     rollout.begin_weight_update(source.manifest)
     loading: list[WorkerFuture] = []
-    for futures in source.buckets():
+    for buckets in source.rounds():
         gather(*loading)
-        loading = [rollout.load_weights(future) for future in futures]
+        loading = [rollout.load_weights(buckets)]
     gather(*loading)
     rollout.end_weight_update(version)

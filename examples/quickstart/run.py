@@ -1,0 +1,46 @@
+"""The quickstart: makes a tiny model and its data, warms the model up on demonstrations, then trains it by PPO.
+
+    make quickstart                                   # or, in the virtual environment:
+    python -m examples.quickstart.run trainer.total_steps=50
+
+Arguments are overrides of configs/quickstart.yaml; `trainer.seed` also seeds the model, the data and the warm-up. Each stage
+is a command of its own, printed before it runs, so that it can be run alone.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+OUTPUT_DIR = Path("outputs/quickstart")
+SEED, RUN_DIR = "trainer.seed=", "trainer.output_dir="
+
+
+def main(overrides: list[str]) -> int:
+    seed = next((override.removeprefix(SEED) for override in overrides if override.startswith(SEED)), "0")
+    seeds = [f"{SEED}{seed}", f"data.seed={seed}"]
+    megarl = [sys.executable, "-m", "megarl"]
+    shutil.rmtree(OUTPUT_DIR, ignore_errors=True)
+    stages = (
+        [sys.executable, "-m", "examples.quickstart.prepare", "--output-dir", str(OUTPUT_DIR), "--seed", seed],
+        [*megarl, "sft", "configs/quickstart_sft.yaml", *seeds],
+        [*megarl, "train", "configs/quickstart.yaml", *seeds, *overrides],
+        [*megarl, "plot", str(OUTPUT_DIR)],
+    )
+    for stage in stages:
+        print("$ " + shlex.join(["python", *stage[1:]]), flush=True)
+        status = subprocess.run(stage, check=False).returncode
+        if status:
+            return status
+    run_dir = next((Path(override.removeprefix(RUN_DIR)) for override in overrides if override.startswith(RUN_DIR)), OUTPUT_DIR)
+    validation = json.loads((run_dir / "summary.json").read_text())["validation"]
+    print(f"held-out accuracy: {validation['before']:.1%} before PPO, {validation['after']:.1%} after")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
