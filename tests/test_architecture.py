@@ -1,0 +1,114 @@
+"""The layers of megarl: imports go down only, and heavy libraries stay in their homes. Read from the source with `ast`."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+LAYERS = (
+    ("config", "protocol"),
+    ("algorithms", "rewards", "data", "placement", "tracking"),
+    ("controller", "resharding", "rollout"),
+    ("engine",),
+    ("workers",),
+    ("trainers",),
+    ("cli",),
+)
+LAYER_OF = {package: number for number, packages in enumerate(LAYERS) for package in packages}
+
+# Library -> the only package (a dotted prefix) that may import it.
+HOMES = {
+    "ray": "megarl.controller",
+    "megatron": "megarl.engine",
+    "transformer_engine": "megarl.engine",
+    "sglang": "megarl.rollout.sglang",
+    "wandb": "megarl.tracking",
+}
+WITHOUT_TORCH = ("megarl.config", "megarl.placement")
+
+
+def imported_modules(source: str, module: str, is_package: bool) -> Iterator[tuple[int, str]]:
+    """(line, absolute module) of every import statement at any depth; `from x import y` counts as x.y, which may be a module."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            package = module.split(".") if is_package else module.split(".")[:-1]
+            above = package[: len(package) - node.level + 1] if node.level else []
+            base = ".".join([*above, *([node.module] if node.module else [])])
+            yield from ((node.lineno, f"{base}.{alias.name}") for alias in node.names)
+
+
+def within(module: str, home: str) -> bool:
+    return module == home or module.startswith(home + ".")
+
+
+def breaches(source: str, module: str, is_package: bool = False) -> list[str]:
+    found = []
+    own = module.split(".")[1] if "." in module else ""
+    for line, imported in imported_modules(source, module, is_package):
+        top, _, rest = imported.partition(".")
+        target = rest.split(".")[0]
+        if top == "megarl" and target in LAYER_OF and own not in ("", "__main__", target) and LAYER_OF[target] >= LAYER_OF[own]:
+            found.append(f"{module}:{line} imports {imported}: {own} is in layer {LAYER_OF[own]}, {target} in {LAYER_OF[target]}")
+        if top in HOMES and not within(module, HOMES[top]):
+            found.append(f"{module}:{line} imports {imported}: only {HOMES[top]} may import {top}")
+        if top == "torch" and any(within(module, package) for package in WITHOUT_TORCH):
+            found.append(f"{module}:{line} imports {imported}: {own} must not import torch")
+    return found
+
+
+def test_imports_go_down_only() -> None:
+    found = []
+    for file in sorted((ROOT / "megarl").rglob("*.py")):
+        parts = file.relative_to(ROOT).with_suffix("").parts
+        is_package = parts[-1] == "__init__"
+        module = ".".join(parts[:-1] if is_package else parts)
+        found += breaches(file.read_text(encoding="utf-8"), module, is_package)
+    assert not found, "\n" + "\n".join(found)
+
+
+def test_every_package_has_a_layer() -> None:
+    packages = {file.parent.name for file in (ROOT / "megarl").glob("*/__init__.py")}
+    assert packages == set(LAYER_OF)
+
+
+@pytest.mark.parametrize(
+    ("module", "source", "named"),
+    [
+        ("megarl.config.load", "import megarl.trainers.ppo", "trainers"),
+        ("megarl.config.load", "from megarl.protocol.batch import DataProto", "sibling of layer 0"),
+        ("megarl.engine.model", "from megarl.workers import actor", "higher layer"),
+        ("megarl.resharding.load", "def f():\n    from megarl import rollout", "inside a function"),
+        ("megarl.rollout.interface", "from ..controller.group import RoleGroup", "relative, sibling"),
+        ("megarl.engine.model", "if TYPE_CHECKING:\n    from megarl.trainers.ppo import PPOTrainer", "for types only"),
+        ("megarl.workers.actor", "import ray", "ray outside the controller"),
+        ("megarl.workers.actor", "from megatron.core import parallel_state", "megatron outside the engine"),
+        ("megarl.rollout.hf.engine", "import sglang.srt", "sglang outside rollout/sglang"),
+        ("megarl.engine_room.layers", "import transformer_engine.pytorch as te", "a name that only begins like the home"),
+        ("megarl.trainers.ppo", "def f():\n    import wandb", "wandb outside tracking"),
+        ("megarl.placement.plan", "import torch.distributed", "torch in placement"),
+    ],
+)
+def test_a_planted_breach_is_caught(module: str, source: str, named: str) -> None:
+    assert len(breaches(source, module)) == 1, named
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("megarl.cli.main", "from megarl import __version__\nfrom megarl.config.schema import PPOConfig"),
+        ("megarl.cli.main", "from .check import run"),
+        ("megarl.engine.model", "import torch\nimport megatron.core\nfrom megarl.resharding.layout import ShardLayout"),
+        ("megarl.controller.group", "import ray\nfrom megarl.controller.calls import Call"),
+        ("megarl.rollout.sglang.engine", "import sglang"),
+        ("megarl.workers.actor", "import rayleigh"),
+    ],
+)
+def test_what_is_allowed_passes(module: str, source: str) -> None:
+    assert breaches(source, module) == []
