@@ -70,14 +70,15 @@ class Optimizer:
 
     def step(self) -> StepStatistics:
         """Raises TrainingDivergedError, before anything is changed, when the gradient is not finite."""
-        norm = self._optimizer.get_grad_norm()
+        self._optimizer.prepare_grads()  # without it the norm would be that of no gradients: 0
+        norm = float(self._optimizer.get_grad_norm())
         if not math.isfinite(norm):
             raise TrainingDivergedError(
                 f"the gradient norm is {norm}: no update was made. Look for NaN in rewards or advantages, or lower optim.lr"
             )
         self._schedule.step(1)
-        _, grad_norm, _ = self._optimizer.step()
-        return StepStatistics(grad_norm=float(grad_norm), lr=self._optimizer.param_groups[0]["lr"])
+        self._optimizer.step()
+        return StepStatistics(grad_norm=norm, lr=self._optimizer.param_groups[0]["lr"])
 
 
 def _construction() -> contextlib.AbstractContextManager[None]:
