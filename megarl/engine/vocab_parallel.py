@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
+
+from megarl.engine.linear import product
 
 
 class TokenScores(NamedTuple):
@@ -20,49 +21,111 @@ class TokenScores(NamedTuple):
     entropy: Tensor  # (T,) float32, nats
 
 
-class _VocabParallelScores(torch.autograd.Function):
-    """log softmax(logits)[target] and the entropy, from logits (T, V / tp) of this rank.
+class _Vocabulary(NamedTuple):
+    """This rank's columns: `size` of them from `first` on. It can hold none, when the vocabulary is small."""
+
+    first: int
+    size: int
+    temperature: float
+    chunk_tokens: int
+    group: dist.ProcessGroup
+
+    def logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
+        """(t, H), (>= size, H) -> (t, size) float32."""
+        logits = product(hidden, weight[: self.size]).float()
+        return logits if self.temperature == 1.0 else logits.div_(self.temperature)
+
+    def find(self, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """(t,) bool, which targets this rank holds, and (t, 1) their columns, 0 for the others."""
+        here = (targets >= self.first) & (targets < self.first + self.size)
+        return here, torch.where(here, targets - self.first, 0)[:, None]
+
+
+class _Scores(torch.autograd.Function):
+    """log softmax(logits)[target] and the entropy, (T,) each.
 
     d log p_y / d z_i = 1[i = y] - p_i;   d H / d z_i = -p_i (log p_i + H).
+    With the log of the partition function kept, the backward pass needs no collective.
     """
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, first_column: int, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, vocabulary: _Vocabulary) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
-        tokens, columns = logits.shape
-        parallel = group.size() > 1
-        # A rank can hold nothing but padding, when the vocabulary is small.
-        maximum = logits.amax(-1) if columns else logits.new_full((tokens,), float("-inf"))
-        if parallel:
-            dist.all_reduce(maximum, op=dist.ReduceOp.MAX, group=group)
-        logits = logits - maximum[:, None]
-        here = (targets >= first_column) & (targets < first_column + columns)
-        column = torch.where(here, targets - first_column, 0)
-        target = torch.where(here, logits.gather(1, column[:, None])[:, 0], 0.0) if columns else logits.new_zeros(tokens)
-        exponentials = logits.exp()
-        sums = torch.stack([exponentials.sum(-1), (exponentials * logits).sum(-1), target])
-        if parallel:
-            dist.all_reduce(sums, group=group)
-        partition, weighted, target = sums
-        log_partition = partition.log()
-        log_probs = target - log_partition
-        entropy = log_partition - weighted / partition
-        ctx.save_for_backward(exponentials.div_(partition[:, None]), entropy, here, column)
+        scores = []
+        for part, part_targets in zip(hidden.split(vocabulary.chunk_tokens), targets.split(vocabulary.chunk_tokens), strict=True):
+            logits = vocabulary.logits(part, weight)
+            scores.append(_score(logits, part_targets, vocabulary))
+        log_probs, entropy, log_partition = torch.cat(scores, dim=1)
+        # The backward pass begins with the last chunk and needs as much memory then: its logits are not made twice.
+        ctx.save_for_backward(hidden, weight, targets, entropy, log_partition, logits)
+        ctx.vocabulary = vocabulary
         return log_probs, entropy
 
     @staticmethod
-    def backward(ctx: Any, grad_log_probs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, None, None, None]:  # type: ignore[override]
-        probabilities, entropy, here, column = ctx.saved_tensors
-        gradient = None
+    def backward(ctx: Any, grad_log_probs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, Tensor | None, None, None]:  # type: ignore[override]
+        if grad_log_probs is None and grad_entropy is None:
+            return None, None, None, None
+        hidden, weight, targets, entropy, log_partition, last_logits = ctx.saved_tensors
+        vocabulary: _Vocabulary = ctx.vocabulary
+        grad_log_probs, grad_entropy = (
+            None if gradient is None else gradient / vocabulary.temperature for gradient in (grad_log_probs, grad_entropy)
+        )
+        grad_hidden = torch.empty_like(hidden)
+        grad_rows: Tensor | None = None
+        starts = range(0, hidden.shape[0], vocabulary.chunk_tokens)
+        for start in reversed(starts):
+            part = slice(start, start + vocabulary.chunk_tokens)
+            logits = last_logits if start == starts[-1] else vocabulary.logits(hidden[part], weight)
+            gradient = _logits_gradient(
+                logits - log_partition[part, None],
+                vocabulary.find(targets[part]),
+                entropy[part],
+                None if grad_log_probs is None else grad_log_probs[part],
+                None if grad_entropy is None else grad_entropy[part],
+            ).to(hidden.dtype)
+            grad_hidden[part] = product(gradient, weight[: vocabulary.size].t())
+            grad_part = product(gradient.t(), hidden[part].t()).float()
+            grad_rows = grad_part if grad_rows is None else grad_rows.add_(grad_part)
+        if grad_rows is None:
+            return grad_hidden, torch.zeros_like(weight), None, None
+        return grad_hidden, F.pad(grad_rows, (0, 0, 0, weight.shape[0] - vocabulary.size)).to(weight.dtype), None, None
+
+
+def _score(logits: Tensor, targets: Tensor, vocabulary: _Vocabulary) -> Tensor:
+    """(3, t): log-probs, entropy and log of the partition function, over all ranks' columns of `logits` (t, V / tp)."""
+    parallel = vocabulary.group.size() > 1
+    maximum = logits.amax(1) if vocabulary.size else logits.new_full((logits.shape[0],), float("-inf"))
+    if parallel:
+        dist.all_reduce(maximum, op=dist.ReduceOp.MAX, group=vocabulary.group)
+    here, column = vocabulary.find(targets)
+    target = torch.where(here, logits.gather(1, column)[:, 0] - maximum, 0.0) if vocabulary.size else torch.zeros_like(maximum)
+    shifted = logits - maximum[:, None]
+    exponentials = shifted.exp()
+    sums = torch.stack([exponentials.sum(1), shifted.mul_(exponentials).sum(1), target])
+    if parallel:
+        dist.all_reduce(sums, group=vocabulary.group)
+    partition, weighted, target = sums
+    log_partition = partition.log()
+    return torch.stack([target - log_partition, log_partition - weighted / partition, log_partition + maximum])
+
+
+def _logits_gradient(
+    log_softmax: Tensor, target: tuple[Tensor, Tensor], entropy: Tensor, grad_log_probs: Tensor | None, grad_entropy: Tensor | None
+) -> Tensor:
+    """(t, V / tp) of those log-probs, which are overwritten, from what is known per token (t,)."""
+    probabilities = log_softmax.exp()
+    if grad_entropy is None:
+        assert grad_log_probs is not None
+        gradient = probabilities.mul_(-grad_log_probs[:, None])
+    else:
+        factor = log_softmax.add_(entropy[:, None]).mul_(-grad_entropy[:, None])
         if grad_log_probs is not None:
-            gradient = probabilities * -grad_log_probs[:, None]
-            if gradient.shape[1]:
-                gradient.scatter_add_(1, column[:, None], torch.where(here, grad_log_probs, 0.0)[:, None])
-        if grad_entropy is not None:
-            logs = probabilities.clamp_min(torch.finfo(torch.float32).tiny).log()
-            from_entropy = -grad_entropy[:, None] * probabilities * (logs + entropy[:, None])
-            gradient = from_entropy if gradient is None else gradient + from_entropy
-        return gradient, None, None, None
+            factor.sub_(grad_log_probs[:, None])
+        gradient = factor.mul_(probabilities)
+    here, column = target
+    if grad_log_probs is not None and gradient.shape[1]:
+        gradient.scatter_add_(1, column, torch.where(here, grad_log_probs, 0.0)[:, None])
+    return gradient
 
 
 def token_scores(
@@ -80,18 +143,7 @@ def token_scores(
     hidden: (T, H), the same on every rank of `group`, whose gradient is this rank's part of the sum over the group.
     weight: (padded V / tp, H), this rank's rows. targets: (T,) int64, global token ids.
     """
-    first_column = group.rank() * weight.shape[0]
-    weight = weight[: max(0, min(weight.shape[0], vocab_size - first_column))]
-
-    def scores(part: Tensor, part_targets: Tensor) -> tuple[Tensor, Tensor]:
-        logits = F.linear(part, weight).float()
-        if temperature != 1.0:
-            logits = logits / temperature
-        return _VocabParallelScores.apply(logits, part_targets, first_column, group)
-
-    chunks = list(zip(hidden.split(chunk_tokens), targets.split(chunk_tokens), strict=True))
-    if len(chunks) == 1 or not torch.is_grad_enabled():
-        results = [scores(*chunk) for chunk in chunks]
-    else:
-        results = [checkpoint(scores, *chunk, use_reentrant=False, preserve_rng_state=False) for chunk in chunks]
-    return TokenScores(torch.cat([log_probs for log_probs, _ in results]), torch.cat([entropy for _, entropy in results]))
+    first = group.rank() * weight.shape[0]
+    size = max(0, min(weight.shape[0], vocab_size - first))
+    vocabulary = _Vocabulary(first=first, size=size, temperature=temperature, chunk_tokens=chunk_tokens, group=group)
+    return TokenScores(*_Scores.apply(hidden, weight, targets, vocabulary))
