@@ -57,8 +57,10 @@ def _write_weights(buckets: Iterable[WeightBucket], manifest: Manifest, folder: 
     incomplete: dict[str, tuple[torch.Tensor, int]] = {}  # tensor, elements still to come
     for chunk in (chunk for bucket in buckets for chunk in bucket.chunks):
         receipt.record(chunk)
-        shape = manifest[chunk.name].shape
-        tensor, remaining = incomplete.pop(chunk.name, None) or (torch.empty(shape, dtype=chunk.data.dtype), prod(shape))
+        if chunk.name not in incomplete:
+            shape = manifest[chunk.name].shape
+            incomplete[chunk.name] = (torch.empty(shape, dtype=chunk.data.dtype), prod(shape))
+        tensor, remaining = incomplete.pop(chunk.name)
         tensor.view(-1)[chunk.offset : chunk.offset + chunk.data.numel()].copy_(chunk.data)
         remaining -= chunk.data.numel()
         if remaining > 0:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import accumulate
 from math import prod
 
@@ -48,7 +49,10 @@ class Block:
 
 Bucket = tuple[Block, ...]
 
+_BLOCKS_PER_BUCKET = 8  # tensors are cut this fine, so that a bucket is closed with at most an eighth of it empty
 
+
+@lru_cache(maxsize=8)  # the same plan serves every step
 def plan_buckets(
     architecture: Architecture, layout: ShardLayout, bucket_bytes: int, dtype: torch.dtype, head: Head = "lm"
 ) -> tuple[Bucket, ...]:
@@ -63,7 +67,7 @@ def plan_buckets(
     buckets: list[Bucket] = []
     current: list[Block] = []
     room = max_volume
-    for block in _blocks(architecture, layout, max_volume, head):
+    for block in _blocks(architecture, layout, max(1, max_volume // _BLOCKS_PER_BUCKET), head):
         if block.volume > room:
             buckets.append(tuple(current))
             current, room = [], max_volume
@@ -72,7 +76,7 @@ def plan_buckets(
     return (*buckets, tuple(current)) if current else tuple(buckets)
 
 
-def _blocks(architecture: Architecture, layout: ShardLayout, max_volume: int, head: Head) -> Iterator[Block]:
+def _blocks(architecture: Architecture, layout: ShardLayout, max_block_volume: int, head: Head) -> Iterator[Block]:
     ranks = [replace(layout, tensor_parallel_rank=rank) for rank in range(layout.tensor_parallel_size)]
     for weight in held_weights(architecture, layout, head):
         sources = [(rank.tensor_parallel_rank, piece) for rank in ranks for piece in pieces(weight, rank) if piece.is_source]
@@ -80,7 +84,7 @@ def _blocks(architecture: Architecture, layout: ShardLayout, max_volume: int, he
             of_tensor = [(rank, piece) for rank, piece in sources if piece.hf_name == tensor.name]
             if not of_tensor:
                 continue
-            for offset, block in contiguous_blocks(tensor.view, max_volume):
+            for offset, block in contiguous_blocks(tensor.view, max_block_volume):
                 transfers = tuple(transfer for rank, piece in of_tensor for transfer in _transfers(rank, piece, block))
                 yield Block(tensor.name, weight.megatron_name, offset, block.shape, transfers)
 
@@ -155,7 +159,9 @@ def _assemble(
     requests = []
     for rank, message in messages.items():
         assert group is not None
-        requests.append(dist.irecv(message, src=dist.get_global_rank(group, rank), group=group))
+        request = dist.irecv(message, src=dist.get_global_rank(group, rank), group=group)
+        assert request is not None, "this rank is not in the tensor-parallel group it was given"
+        requests.append(request)
 
     ends = list(accumulate(block.volume for block in bucket))
     flat = torch.empty(ends[-1], dtype=dtype, device=device)
