@@ -21,6 +21,8 @@ RunConfig = TypeVar("RunConfig", PPOConfig, SFTConfig)
 # Without these a placement cannot even be counted.
 _PLACEMENT_KEYS = ("placement.", "actor.parallel.", "critic.parallel.", "rollout.num_replicas", "rollout.tensor_parallel_size")
 
+_FILE_WIDTH = 140  # columns of the tables where nobody's window limits them: a path must not be folded in a log
+
 
 def load_checked(schema: type[RunConfig], path: str, overrides: Sequence[str] = ()) -> RunConfig:
     """`load_config`, and every check that needs no process. Raises ConfigError that lists all that is wrong."""
@@ -47,6 +49,8 @@ def run(config_path: str, overrides: Sequence[str], schema: type[PPOConfig] | ty
     architectures, _ = read_architectures(config)
     arithmetic, plan = derive(config, architectures), plan_placement(config)
     console = Console()
+    if not console.is_terminal:
+        console = Console(width=max(console.width, _FILE_WIDTH))
     console.print(_models(model_roles(config), architectures, arithmetic))
     console.print(_arithmetic(arithmetic))
     console.print(_per_role(arithmetic))

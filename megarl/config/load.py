@@ -62,6 +62,7 @@ class _Review:
         """`values` without what does not fit, so that the search for problems can go on."""
         hints = _hints(section)
         good: dict[str, Any] = {}
+        plain: dict[str, Any] = {}
         for name, value in values.items():
             key = f"{prefix}{name}"
             if name not in hints:
@@ -73,10 +74,15 @@ class _Review:
                     self._refuse(key, f"{key}: is {value!r}, but is a section with the keys {', '.join(_hints(hints[name]))}", layer)
             elif (item := _item_section(hints[name])) and isinstance(value, list) and all(isinstance(row, Mapping) for row in value):
                 good[name] = [self.fitting(item, row, f"{key}[{index}].", layer) for index, row in enumerate(value)]
-            elif _accepts(section, name, value):
+            else:
+                plain[name] = value
+        # Almost always all of them fit, and asking once is much quicker than asking for each.
+        all_fit = not plain or _accepts(section, plain)
+        for name, value in plain.items():
+            if all_fit or _accepts(section, {name: value}):
                 good[name] = value
             else:
-                self._refuse(key, f"{key}: is {value!r}, but must be {_expected(hints[name])}", layer)
+                self._refuse(f"{prefix}{name}", f"{prefix}{name}: is {value!r}, but must be {_expected(hints[name])}", layer)
         return good
 
     def _refuse(self, key: str, problem: str, layer: Layer) -> None:
@@ -95,15 +101,20 @@ def _item_section(hint: Any) -> type | None:
     return item if isinstance(item, type) and is_dataclass(item) else None
 
 
-def _accepts(section: type, name: str, value: Any) -> bool:
-    """OmegaConf's own conversion decides: '1e-5' is a float, 3 is a float, 'grpo' is the enum's member, 3.5 is no integer."""
+def _accepts(section: type, values: Mapping[str, Any]) -> bool:
+    """OmegaConf's own conversion decides: '1e-5' is a float, 3 is a float, 'grpo' is the enum's member, 3.5 is no integer.
+
+    Except that it would also take 5 for true, and true for 1.0 or for the text "True".
+    """
+    hints = _hints(section)
+    for name, value in values.items():
+        if hints[name] in (bool, int, float, str) and value != MISSING and isinstance(value, bool) != (hints[name] is bool):
+            return False
     try:
-        OmegaConf.merge(OmegaConf.structured(section), {name: value})
+        OmegaConf.merge(OmegaConf.structured(section), dict(values))
     except OmegaConfBaseException:
         return False
-    hint = _hints(section)[name]
-    # OmegaConf would also take 5 for true, and true for 1.0 or for the text "True"
-    return value == MISSING or (isinstance(value, bool) == (hint is bool) if hint in (bool, int, float, str) else True)
+    return True
 
 
 def _expected(hint: Any) -> str:

@@ -85,6 +85,9 @@ class PlacementPlan:
         """Role -> the group that holds it, a key of `process_on_nodes`."""
         return {role: group.name for group in self.groups for role in group.roles}
 
+    def group(self, name: str) -> GroupPlan:
+        return next(group for group in self.groups if group.name == name)
+
     def __str__(self) -> str:
         return "\n".join(str(process) for process in self.processes)
 

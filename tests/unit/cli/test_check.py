@@ -1,0 +1,134 @@
+"""`megarl check`: what a user sees and the exit status, for good and for broken configurations."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megarl.cli.check import load_checked
+from megarl.cli.main import main
+from megarl.config.errors import ConfigError
+from megarl.config.schema import PPOConfig
+from tests.unit.config.folders import ppo_values, sft_values, write_yaml
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture
+def ppo(tmp_path: Path) -> str:
+    return write_yaml(tmp_path / "run.yaml", ppo_values(tmp_path))
+
+
+def as_command(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "megarl", *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_a_good_file_prints_models_arithmetic_and_places(
+    ppo: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert main(["check", ppo]) == 0
+    out = capsys.readouterr().out
+    rows = [" ".join(line.replace("│", " ").split()) for line in out.splitlines()]
+    assert "samples 48 12 prompts x 4" in rows
+    assert "mini-batches 3 x 16 rows 48 samples" in rows
+    assert "actor 4 2 16 8 1 to 4 6 36" in rows
+    assert "reference 4 2 48 24 1 - -" in rows
+    assert "critic 2 1 16 16 6 6 60" in rows
+    assert "actor actor 3 actor + reference 0 3" in rows
+    assert "critic reward 0 reward 0 cpu" in rows
+    assert "good (8 processes, 7 devices)" in out
+
+
+def test_sft_files_are_checked_with_the_switch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write_yaml(tmp_path / "sft.yaml", sft_values(tmp_path))
+    assert main(["check", "--sft", path, "trainer.total_steps=7"]) == 0
+    assert "7 steps x 8" in capsys.readouterr().out
+    assert main(["check", path]) == 2
+    assert "data.max_length: unknown key" in capsys.readouterr().err
+
+
+BROKEN = [
+    ("actor.optm.lr=1", "did you mean actor.optim?"),
+    ("model.dtype=fp16", "must be one of float32, bfloat16"),
+    ("trainer.total_steps=many", "must be an integer"),
+    ("model.path=nowhere", "there is no folder 'nowhere'"),
+    ("trainer.updates_per_step=5", "do not divide into updates_per_step 5"),
+    ("actor.parallel.tensor_parallel_size=4", "num_key_value_heads 2"),
+    ("critic.parallel.pipeline_parallel_size=3", "num_hidden_layers 4"),
+    ("data.max_response_length=100", "max_position_embeddings 64"),
+    ("rollout.top_p=0.9", "truncated sampler"),
+    ("reward.functions=[]", "reward.functions: is empty"),
+    ("placement.devices_per_node=2", "the roles need 7"),
+    ("algorithm=nothing", "algorithm=nothing: there is no such file"),
+    ("trainer.seed", "write key.sub=value"),
+]
+
+
+@pytest.mark.parametrize(("override", "said"), BROKEN)
+def test_a_broken_configuration_is_one_clear_error(ppo: str, override: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    overrides = [override, "actor.micro_batch.max_tokens=128"] if "max_response_length" in override else [override]
+    assert main(["check", ppo, *overrides]) == 2
+    out, err = capsys.readouterr()
+    assert said in err
+    assert "1 problem" in err
+    assert err.startswith("megarl check: ")
+    assert "Traceback" not in err
+    assert out == ""
+
+
+def test_a_missing_value_names_its_key(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", write_yaml(tmp_path / "run.yaml", {"data": {"train_files": ["x"]}})]) == 2
+    assert "model.path: is missing; give it in the file or as model.path=..." in capsys.readouterr().err
+
+
+def test_schema_rules_and_placement_are_listed_together(ppo: str) -> None:
+    with pytest.raises(ConfigError, match="3 problems"):
+        load_checked(PPOConfig, ppo, ["rollout.top_k=5", "tracking.loggers=[x]", "placement.devices_per_node=2"])
+    with pytest.raises(ConfigError, match="1 problem\n"):  # no placement can be counted with this
+        load_checked(PPOConfig, ppo, ["placement.num_nodes=0"])
+
+
+@pytest.mark.parametrize("override", ["trainer.updates_per_step=5", "actor.optm.lr=1", "model.path=nowhere"])
+def test_the_command_ends_with_status_2_and_a_message(ppo: str, override: str) -> None:
+    ended = as_command("check", ppo, override)
+    assert ended.returncode == 2
+    assert ended.stdout == ""
+    assert "Traceback" not in ended.stderr
+    assert ended.stderr.startswith(f"megarl check: {ppo}: 1 problem")
+
+
+def test_check_imports_no_torch(ppo: str) -> None:
+    program = "import sys; from megarl.cli.main import main; status = main(sys.argv[1:]); print(sorted(sys.modules)); sys.exit(status)"
+    ended = subprocess.run([sys.executable, "-c", program, "check", ppo], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+    modules = ended.stdout.splitlines()[-1]
+    assert "'megarl.placement.plan'" in modules
+    for heavy in ("torch", "ray", "transformers", "numpy", "pyarrow", "megatron"):
+        assert f"'{heavy}'" not in modules
+
+
+def test_check_is_quick(ppo: str) -> None:
+    before = os.times()
+    assert as_command("check", ppo).returncode == 0
+    after = os.times()
+    # CPU time of the child, which a loaded machine does not change; the promise is 2 s.
+    assert (after.children_user + after.children_system) - (before.children_user + before.children_system) < 2.0
+
+
+def test_the_shipped_configurations_are_good(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """With stand-ins for the files that the quickstart makes: what is left is the configurations' own."""
+    stand_ins = ppo_values(tmp_path)
+    monkeypatch.chdir(ROOT)
+    data = [f"data.{kind}_files={stand_ins['data']['train_files']}" for kind in ("train", "val")]
+    model = f"model.path={stand_ins['model']['path']}"
+    reward = f"reward.functions=[{{path: {tmp_path}/reward.py}}]"
+    for algorithm in ("ppo", "grpo"):
+        changes = [f"algorithm={algorithm}", "rollout.n=4", "trainer.critic_warmup_steps=0"]
+        assert main(["check", "configs/quickstart.yaml", *changes, model, reward, *data]) == 0
+    assert main(["check", "configs/quickstart.yaml", model, reward, *data]) == 0
+    assert main(["check", "--sft", "configs/quickstart_sft.yaml", model, *data]) == 0
+    assert capsys.readouterr().err == ""

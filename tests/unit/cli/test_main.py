@@ -1,0 +1,91 @@
+"""The dispatcher: which subcommand is started with what, and how each way to end becomes an exit status."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from types import ModuleType
+
+import pytest
+
+from megarl.cli.main import main
+from megarl.config.errors import ConfigError
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, Callable[..., int]], None]:
+    """Puts a stand-in in the place of a subcommand's module."""
+
+    def install(name: str, run: Callable[..., int]) -> None:
+        module = ModuleType(f"megarl.cli.{name}")
+        module.run = run  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, f"megarl.cli.{name}", module)
+
+    return install
+
+
+@pytest.mark.parametrize("name", ["train", "sft"])
+def test_runs_get_the_file_and_the_overrides(name: str, command: Callable[[str, Callable[..., int]], None]) -> None:
+    calls = []
+    command(name, lambda path, overrides: calls.append((path, overrides)) or 0)
+    assert main([name, "x.yaml", "a.b=1", "algorithm=grpo"]) == 0
+    assert calls == [("x.yaml", ["a.b=1", "algorithm=grpo"])]
+
+
+def test_plot_gets_the_folder_and_its_status_is_ours(command: Callable[[str, Callable[..., int]], None]) -> None:
+    command("plot", lambda run_dir: 0 if run_dir == "outputs/x" else 2)
+    assert main(["plot", "outputs/x"]) == 0
+    assert main(["plot", "outputs/y"]) == 2
+
+
+def _fail(error: BaseException) -> Callable[..., int]:
+    def run(path: str, overrides: list[str]) -> int:
+        raise error
+
+    return run
+
+
+def test_what_the_user_can_mend_is_status_2(command: Callable[[str, Callable[..., int]], None], capsys: pytest.CaptureFixture[str]) -> None:
+    command("train", _fail(ConfigError("x.yaml", ["trainer.seed: is wrong"])))
+    assert main(["train", "x.yaml"]) == 2
+    assert capsys.readouterr().err == "megarl train: x.yaml: 1 problem\n  - trainer.seed: is wrong\n"
+
+
+def test_a_value_error_of_megarl_is_the_users_and_one_of_a_library_is_not(
+    command: Callable[[str, Callable[..., int]], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    from megarl.controller.resource_pool import RayResourcePool
+
+    command("train", lambda path, overrides: RayResourcePool([]))  # type: ignore[arg-type, return-value]
+    assert main(["train", "x.yaml"]) == 2
+    assert "Traceback" not in capsys.readouterr().err
+    command("train", lambda path, overrides: int("many"))
+    assert main(["train", "x.yaml"]) == 1
+    err = capsys.readouterr().err
+    assert "invalid literal for int()" in err
+    assert err.endswith("megarl train: failed while running; the cause is shown above\n")
+
+
+def test_failures_and_interrupts(command: Callable[[str, Callable[..., int]], None], capsys: pytest.CaptureFixture[str]) -> None:
+    command("train", _fail(RuntimeError("a worker died")))
+    assert main(["train", "x.yaml"]) == 1
+    assert "RuntimeError: a worker died" in capsys.readouterr().err
+    command("train", _fail(KeyboardInterrupt()))
+    assert main(["train", "x.yaml"]) == 130
+    assert capsys.readouterr().err == "megarl train: interrupted\n"
+
+
+@pytest.mark.parametrize("arguments", [[], ["fly"], ["train"], ["plot"]])
+def test_a_wrong_command_line_is_status_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2
+    assert "usage: megarl" in capsys.readouterr().err
+
+
+def test_help_names_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--help"])
+    assert ended.value.code == 0
+    out = capsys.readouterr().out
+    assert all(f"\n    {name} " in out for name in ("train", "sft", "check", "plot"))

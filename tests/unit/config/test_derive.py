@@ -1,0 +1,101 @@
+"""The arithmetic of a run against numbers worked out by hand, and parameter counts against transformers."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PretrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from megarl.config.architecture import read_architecture
+from megarl.config.derive import RoleArithmetic, RunArithmetic, derive, num_parameters
+from megarl.config.load import load_config
+from megarl.config.schema import PPOConfig, SFTConfig
+from megarl.config.validate import read_architectures
+from megarl.data.packing import plan_micro_batches
+from tests.unit.config.folders import ppo_values, sft_values, write_yaml
+
+
+def arithmetic(folder: Path, *overrides: str) -> RunArithmetic:
+    config = load_config(PPOConfig, write_yaml(folder / "run.yaml", ppo_values(folder)), list(overrides))
+    return derive(config, read_architectures(config)[0])
+
+
+def test_ppo_by_hand(tmp_path: Path) -> None:
+    run = arithmetic(tmp_path)
+    # 12 prompts x 4 samples; 3 mini-batches of 16 rows; rows of 16 + 8 tokens.
+    assert (run.prompts_per_step, run.samples_per_prompt, run.samples_per_step, run.samples_total) == (12, 4, 48, 480)
+    assert (run.mini_batches_per_step, run.max_row_tokens) == (3, 24)
+    actor, reference, critic = (dataclasses.replace(role, num_parameters=0) for role in run.roles)
+    assert actor == RoleArithmetic(
+        role="actor",
+        num_parameters=0,
+        num_ranks=4,
+        num_replicas=2,
+        mini_batch_rows=16,
+        rows_per_replica=(8, 8),
+        micro_batches=(1, 4),  # 64 tokens hold 32 of the shortest rows (2 tokens), and 2 of the longest: 8 / 2
+        optimizer_steps_per_step=6,  # 3 updates x 2 epochs
+        optimizer_steps_total=36,  # 10 steps less 4 of critic warm-up
+    )
+    assert (reference.mini_batch_rows, reference.rows_per_replica, reference.micro_batches) == (48, (24, 24), (1, 1))
+    assert (reference.num_ranks, reference.optimizer_steps_per_step, reference.optimizer_steps_total) == (4, 0, 0)
+    assert (critic.num_ranks, critic.rows_per_replica, critic.micro_batches) == (2, (16, 16), (6, 6))  # 16 rows by 3
+    assert (critic.optimizer_steps_per_step, critic.optimizer_steps_total) == (6, 60)
+
+
+def test_rows_that_do_not_divide_by_the_replicas(tmp_path: Path) -> None:
+    actor = arithmetic(tmp_path, "actor.parallel.data_parallel_size=3").roles[0]
+    assert actor.rows_per_replica == (5, 6)  # 16 rows over 3
+    assert actor.micro_batches == (1, 3)
+
+
+def test_a_virtual_pipeline_runs_a_multiple_of_its_stages(tmp_path: Path) -> None:
+    critic = arithmetic(tmp_path, "critic.parallel.virtual_pipeline_parallel_size=2", "critic.micro_batch.sequences=6").roles[2]
+    assert critic.micro_batches == (4, 4)  # ceil(16 / 6) = 3, and the pipeline has 2 stages
+
+
+@pytest.mark.parametrize("length", [2, 24])
+def test_micro_batches_are_what_the_packer_plans(tmp_path: Path, length: int) -> None:
+    actor = arithmetic(tmp_path).roles[0]
+    planned = plan_micro_batches([length] * actor.mini_batch_rows, actor.num_replicas, max_tokens=64)
+    assert planned.num_micro_batches == actor.micro_batches[0 if length == 2 else 1]
+
+
+def test_sft_by_hand(tmp_path: Path) -> None:
+    config = load_config(SFTConfig, write_yaml(tmp_path / "sft.yaml", sft_values(tmp_path)))
+    run = derive(config, read_architectures(config)[0])
+    assert (run.samples_per_step, run.samples_total, run.mini_batches_per_step, run.max_row_tokens) == (8, 40, 1, 32)
+    assert (len(run.roles), run.roles[0].optimizer_steps_total) == (1, 5)
+
+
+@pytest.mark.parametrize(
+    ("config", "model"),
+    [
+        (Qwen2Config(tie_word_embeddings=True), Qwen2ForCausalLM),
+        (Qwen3Config(head_dim=16), Qwen3ForCausalLM),
+        (LlamaConfig(), LlamaForCausalLM),
+    ],
+    ids=["qwen2-tied", "qwen3", "llama"],
+)
+def test_parameters_are_those_of_transformers(tmp_path: Path, config: PretrainedConfig, model: type[PreTrainedModel]) -> None:
+    sizes = {"hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = type(config)(**{**config.to_diff_dict(), **sizes, "vocab_size": 199, "layer_types": None, "head_dim": 16})
+    config.save_pretrained(tmp_path)
+    architecture = read_architecture(str(tmp_path))
+    with torch.device("meta"):
+        reference = model(config)
+    assert num_parameters(architecture) == reference.num_parameters()
+    without_output = 0 if architecture.tie_word_embeddings else 199 * 48
+    assert num_parameters(architecture, with_value_head=True) == reference.num_parameters() - without_output + 48

@@ -1,0 +1,153 @@
+"""Loading: inheritance, groups, overrides, and errors that list everything with the nearest known key."""
+
+from __future__ import annotations
+
+from dataclasses import FrozenInstanceError
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl.config.errors import ConfigError
+from megarl.config.load import dump_config, load_config
+from megarl.config.schema import AdvantageEstimator, DType, KLWhere, PPOConfig, RewardFunctionConfig, SFTConfig
+from tests.unit.config.folders import write_yaml
+
+MINIMAL: dict[str, Any] = {"model": {"path": "models/m"}, "data": {"train_files": ["a.parquet"]}}
+
+
+@pytest.fixture
+def minimal(tmp_path: Path) -> str:
+    return write_yaml(tmp_path / "run.yaml", MINIMAL)
+
+
+@pytest.fixture
+def groups(tmp_path: Path) -> Path:
+    write_yaml(tmp_path / "algorithm" / "ppo.yaml", {"kl": {"coefficient": 0.05, "where": "loss"}, "entropy_coefficient": 0.2})
+    write_yaml(tmp_path / "algorithm" / "grpo.yaml", {"advantage": {"estimator": "grpo"}, "kl": {"where": "none"}})
+    return tmp_path
+
+
+def problems_of(path: str, *overrides: str, schema: type = PPOConfig) -> tuple[str, ...]:
+    with pytest.raises(ConfigError) as error:
+        load_config(schema, path, list(overrides))
+    return error.value.problems
+
+
+def test_defaults_file_and_overrides_in_this_order(minimal: str) -> None:
+    overrides = ["trainer.seed=3", "actor.optim.lr=2e-4", "actor.optim.betas=[0.5,0.6]", "model.dtype=float32", "value_clip=1"]
+    config = load_config(PPOConfig, minimal, overrides[:-1])
+    assert (config.model.path, config.trainer.seed, config.trainer.total_steps) == ("models/m", 3, 100)
+    assert (config.actor.optim.lr, config.actor.optim.betas, config.critic.optim.lr) == (2e-4, [0.5, 0.6], 1e-5)
+    assert config.model.dtype is DType.float32
+    with pytest.raises(FrozenInstanceError):
+        config.trainer.seed = 4  # type: ignore[misc]
+
+
+def test_null_and_lists_of_sections_on_the_command_line(minimal: str) -> None:
+    config = load_config(
+        PPOConfig,
+        minimal,
+        ["actor.micro_batch.max_tokens=null", "reward.functions=[{path: r.py, weight: 2}]", "placement.devices_per_node=8"],
+    )
+    assert config.actor.micro_batch.max_tokens is None
+    assert config.reward.functions == [RewardFunctionConfig(path="r.py", weight=2.0)]
+    assert config.placement.devices_per_node == 8
+
+
+def test_base_is_relative_to_the_file_and_forms_a_chain(tmp_path: Path) -> None:
+    write_yaml(tmp_path / "bases" / "all.yaml", {**MINIMAL, "trainer": {"seed": 1, "total_steps": 1, "prompts_per_step": 1}})
+    write_yaml(tmp_path / "bases" / "middle.yaml", {"base": "all.yaml", "trainer": {"seed": 2, "total_steps": 2}})
+    config = load_config(PPOConfig, write_yaml(tmp_path / "run.yaml", {"base": "bases/middle.yaml", "trainer": {"seed": 3}}))
+    assert (config.trainer.prompts_per_step, config.trainer.total_steps, config.trainer.seed) == (1, 2, 3)
+
+
+def test_base_in_a_circle_or_absent_is_an_error(tmp_path: Path) -> None:
+    first = write_yaml(tmp_path / "a.yaml", {"base": "b.yaml"})
+    write_yaml(tmp_path / "b.yaml", {"base": "a.yaml"})
+    assert "goes in a circle" in problems_of(first)[0]
+    assert "there is no file" in problems_of(write_yaml(tmp_path / "c.yaml", {"base": "nowhere.yaml"}))[0]
+    assert "must be the path of a file" in problems_of(write_yaml(tmp_path / "d.yaml", {"base": ["a.yaml"]}))[0]
+
+
+def test_a_group_is_a_file_and_can_be_changed_in_place(groups: Path) -> None:
+    config = load_config(PPOConfig, write_yaml(groups / "run.yaml", MINIMAL | {"algorithm": "ppo"}), ["algorithm.kl.coefficient=0.5"])
+    assert (config.algorithm.kl.where, config.algorithm.kl.coefficient) == (KLWhere.loss, 0.5)
+    changed = write_yaml(groups / "run.yaml", MINIMAL | {"algorithm": {"base": "ppo", "kl": {"coefficient": 0.7}}})
+    config = load_config(PPOConfig, changed)
+    assert (config.algorithm.kl.where, config.algorithm.kl.coefficient, config.algorithm.entropy_coefficient) == (KLWhere.loss, 0.7, 0.2)
+
+
+def test_choosing_a_group_starts_its_section_afresh(groups: Path) -> None:
+    path = write_yaml(groups / "run.yaml", MINIMAL | {"algorithm": {"base": "ppo", "kl": {"estimator": "k3"}}})
+    config = load_config(PPOConfig, path, ["algorithm.kl.coefficient=0.5", "algorithm=grpo"])
+    assert config.algorithm.advantage.estimator is AdvantageEstimator.grpo
+    assert (config.algorithm.kl.where, config.algorithm.kl.coefficient) == (KLWhere.none, 0.5)
+    assert (config.algorithm.kl.estimator.name, config.algorithm.entropy_coefficient) == ("k1", 0.0)
+
+
+def test_a_group_is_found_in_the_current_configs_folder(tmp_path: Path, groups: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (groups / "algorithm").rename(tmp_path / "configs_algorithm")
+    write_yaml(tmp_path / "configs" / "algorithm" / "mine.yaml", {"entropy_coefficient": 0.3})
+    monkeypatch.chdir(tmp_path)
+    path = write_yaml(tmp_path / "elsewhere" / "run.yaml", MINIMAL | {"algorithm": "mine"})
+    assert load_config(PPOConfig, path).algorithm.entropy_coefficient == 0.3
+    assert problems_of(path, "algorithm=ppo") == (
+        f"algorithm=ppo: there is no such file; there are mine (looked in {tmp_path}/elsewhere/algorithm, configs/algorithm)",
+    )
+
+
+def test_every_problem_is_listed_with_its_source(tmp_path: Path) -> None:
+    values = {
+        "actor": {"optm": {}, "lr": 3, "recompute": "sometimes", "parallel": {"sequence_parallel": 5, "tensor_parallel_size": "two"}},
+        "critic": 3,
+        "data": {"train_files": "a.parquet", "seed": 1.5},
+        "reward": {"functions": [{"nam": "x"}]},
+        "algorithm": {"kl": {"coefficient": True}, "policy_loss": {"clip_dual": "x"}},
+    }
+    path = write_yaml(tmp_path / "bad.yaml", values)
+    expected = [
+        f"actor.optm: unknown key; did you mean actor.optim? [{path}]",
+        f"actor.lr: unknown key; did you mean actor.optim.lr? [{path}]",
+        f"actor.recompute: is 'sometimes', but must be one of none, selective, full [{path}]",
+        f"actor.parallel.sequence_parallel: is 5, but must be true or false [{path}]",
+        f"actor.parallel.tensor_parallel_size: is 'two', but must be an integer [{path}]",
+        f"critic: is 3, but is a section with the keys model, parallel, optim, micro_batch, recompute [{path}]",
+        f"data.train_files: is 'a.parquet', but must be a list, each item a text [{path}]",
+        f"data.seed: is 1.5, but must be an integer [{path}]",
+        f"reward.functions[0].nam: unknown key; did you mean reward.functions[0].name? [{path}]",
+        f"algorithm.kl.coefficient: is True, but must be a number [{path}]",
+        f"algorithm.policy_loss.clip_dual: is 'x', but must be a number or null [{path}]",
+        "trainer.total_step: unknown key; did you mean trainer.total_steps? [command line]",
+        "device: is 'tpu', but must be one of auto, cpu, cuda [command line]",
+        "model.path: is missing; give it in the file or as model.path=...",
+        "reward.functions[0].path: is missing; give it in the file or as reward.functions[0].path=...",
+    ]
+    assert sorted(problems_of(path, "trainer.total_step=4", "device=tpu")) == sorted(expected)
+
+
+def test_ppo_keys_are_unknown_to_sft(minimal: str) -> None:
+    length, rollout = problems_of(minimal, "data.max_prompt_length=3", "rollout.n=4", schema=SFTConfig)
+    assert length == "data.max_prompt_length: unknown key; did you mean data.max_length? [command line]"
+    assert rollout.startswith("rollout: unknown key; known here: model, data, actor, placement, ")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [("model: [1", "is not YAML"), ("- 1\n- 2", "must hold a mapping"), ("trainer: {seed: 1, seed: 2}", "is not YAML"), ("", "model.path")],
+)
+def test_files_that_are_no_configuration(tmp_path: Path, text: str, said: str) -> None:
+    (tmp_path / "x.yaml").write_text(text)
+    assert any(said in problem for problem in problems_of(str(tmp_path / "x.yaml")))
+
+
+def test_overrides_that_are_none(minimal: str) -> None:
+    assert problems_of(minimal, "fast", "trainer.seed=[1")[0] == "'fast' is not an override; write key.sub=value"
+    assert len(problems_of(minimal, "fast", "trainer.seed=[1")) == 2
+    assert "there is no such file" in problems_of("nowhere.yaml")[0]
+
+
+def test_dump_is_read_back_equal(tmp_path: Path, minimal: str) -> None:
+    config = load_config(PPOConfig, minimal, ["reward.functions=[{path: r.py}]", "actor.optim.lr=3e-7", "tracking.run_name=x"])
+    dump_config(config, tmp_path / "deep" / "config.yaml")
+    assert load_config(PPOConfig, str(tmp_path / "deep" / "config.yaml")) == config

@@ -1,0 +1,171 @@
+"""Each rule across sections: one broken configuration, one violation that names the keys, both values and what would work."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megarl.config.load import load_config
+from megarl.config.nearest import nearest_divisors, nearest_multiples
+from megarl.config.ranges import RANGES, leaves, range_of
+from megarl.config.schema import PPOConfig, SFTConfig
+from megarl.config.validate import LOGGERS, validate
+from megarl.tracking.loggers import LOGGERS as TRACKING_LOGGERS
+from tests.unit.config.folders import model_folder, ppo_values, sft_values, write_yaml
+
+
+@pytest.fixture
+def ppo(tmp_path: Path) -> str:
+    return write_yaml(tmp_path / "run.yaml", ppo_values(tmp_path))
+
+
+def violations(path: str, *overrides: str) -> list[str]:
+    return [str(violation) for violation in validate(load_config(PPOConfig, path, list(overrides)))]
+
+
+def test_a_good_configuration_has_none(ppo: str) -> None:
+    assert violations(ppo) == []
+    assert violations(ppo, "model.dtype=bfloat16", "device=cpu") == []  # bf16 on a CPU is allowed
+    assert violations(ppo, "trainer.prompts_per_step=13", "trainer.updates_per_step=4") == []  # 13 rows over 2 replicas: uneven is allowed
+    assert violations(ppo, "rollout.validation.top_p=0.9", "rollout.validation.temperature=0") == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (
+            ["trainer.updates_per_step=5"],
+            "trainer.updates_per_step, trainer.prompts_per_step, rollout.n: prompts_per_step 12 x n 4 = 48 samples do not divide into "
+            "updates_per_step 5 mini-batches; use updates_per_step 4 or 6 or prompts_per_step 10 or 15",
+        ),
+        (
+            ["trainer.prompts_per_step=1", "rollout.n=1", "trainer.updates_per_step=1"],
+            "actor.parallel.data_parallel_size, trainer.prompts_per_step: a mini-batch has 1 rows, fewer than data_parallel_size 2, so "
+            "some replicas would have nothing to learn from; use data_parallel_size 1 or fewer, or mini-batches of 2 rows or more",
+        ),
+        (["critic.parallel.tensor_parallel_size=4"], "num_key_value_heads 2 of {model} does not divide by tensor_parallel_size 4; use 2"),
+        (
+            ["critic.parallel.pipeline_parallel_size=3"],
+            "critic.parallel.pipeline_parallel_size: num_hidden_layers 4 of {model} does not divide by pipeline_parallel_size 3; "
+            "use 2 or 4 stages",
+        ),
+        (
+            ["critic.parallel.virtual_pipeline_parallel_size=4"],
+            "does not divide by pipeline_parallel_size 2 x virtual_pipeline_parallel_size 4 = 8; use 4 stages",
+        ),
+        (["actor.parallel.virtual_pipeline_parallel_size=2"], "virtual stages 2 need a pipeline, but pipeline_parallel_size is 1"),
+        (["critic.parallel.sequence_parallel=true"], "but tensor_parallel_size is 1; use 2 or more, or false"),
+        (
+            ["data.max_prompt_length=60", "actor.micro_batch.max_tokens=68"],
+            "data.max_prompt_length, data.max_response_length: 60 + 8 = 68 tokens are more than max_position_embeddings 64 of {model}; "
+            "use max_response_length 4",
+        ),
+        (["data.max_prompt_length=64", "actor.micro_batch.max_tokens=80"], "use shorter prompts"),
+        (
+            ["actor.micro_batch.max_tokens=20"],
+            "actor.micro_batch.max_tokens, data.max_prompt_length, data.max_response_length: a row may have 24 tokens, more than "
+            "max_tokens 20; use max_tokens 24 or more, or shorter rows",
+        ),
+        (
+            ["actor.micro_batch.sequences=2"],
+            "actor.micro_batch.sequences, actor.micro_batch.max_tokens: give exactly one, but both are (2 and 64)",
+        ),
+        (["reference.micro_batch.max_tokens=null"], "reference.micro_batch.max_tokens: give exactly one, but neither is"),
+        (["rollout.top_p=0.9"], "rollout.top_p: is 0.9: a truncated sampler draws from another distribution"),
+        (["rollout.top_k=50"], "rollout.top_k: is 50: a truncated sampler draws from another distribution"),
+        (["rollout.temperature=0"], "rollout.temperature: is 0 (greedy): training needs samples of the policy; use 1.0"),
+        (["rollout.validation.top_k=0"], "rollout.validation.top_k: is 0, but must be at least 1, or -1 for all tokens"),
+        (["rollout.tensor_parallel_size=2"], "the engine 'hf' holds a whole model per replica, so tensor_parallel_size 2 must be 1"),
+        (["algorithm.kl.controller.kind=adaptive", "algorithm.kl.where=loss"], "but where is 'loss'; use where=reward, or kind=fixed"),
+        (
+            ["algorithm.advantage.estimator=grpo", "rollout.n=1", "trainer.critic_warmup_steps=0"],
+            "rollout.n, algorithm.advantage.estimator: grpo compares the samples of a prompt, but n is 1",
+        ),
+        (
+            ["algorithm.advantage.estimator=grpo"],
+            "trainer.critic_warmup_steps, algorithm.advantage.estimator: is 4, but the estimator grpo",
+        ),
+        (["trainer.critic_warmup_steps=10"], "critic_warmup_steps 10 leave none of total_steps 10 to train the actor; use 9 or fewer"),
+        (["reward.functions=[]"], "reward.functions: is empty: nothing would be learnt"),
+        (["reward.functions=[{path: nowhere.py}]"], "reward.functions[0].path: there is no file 'nowhere.py'"),
+        (["data.train_files=[]"], "data.train_files: is empty; name at least one parquet file"),
+        (["data.val_files=[nowhere.parquet]"], "data.val_files: there is no file 'nowhere.parquet'"),
+        (["trainer.validate_every_steps=5"], "trainer.validate_every_steps, data.val_files: validation every 5 steps needs val_files"),
+        (["tracking.loggers=[console,papyrus]"], "tracking.loggers: 'papyrus' is not a logger; there are console, jsonl, tensorboard"),
+        (["critic.model.path=nowhere"], "critic.model.path: nowhere/config.json: there is no folder 'nowhere'"),
+        (["actor.optim.betas=[0.9]"], "actor.optim.betas: is [0.9], but must be two numbers in [0, 1)"),
+        (["critic.optim.min_lr=1"], "critic.optim.min_lr, critic.optim.lr: min_lr 1 is above lr 1e-05"),
+        (["algorithm.advantage.lam=1.5"], "algorithm.advantage.lam: is 1.5, but must be in [0, 1]"),
+        (["algorithm.policy_loss.clip_low=1"], "algorithm.policy_loss.clip_low: is 1, but must be in (0, 1)"),
+        (["algorithm.policy_loss.clip_dual=0.5"], "algorithm.policy_loss.clip_dual: is 0.5, but must be above 1"),
+        (["algorithm.entropy_coefficient=.nan"], "algorithm.entropy_coefficient: is nan, but must be a finite number"),
+        (["reward.max_error_rate=2"], "reward.max_error_rate: is 2, but must be in [0, 1]"),
+        (["trainer.total_steps=0"], "trainer.total_steps: is 0, but must be at least 1"),
+        (["trainer.updates_per_step=0"], "trainer.updates_per_step: is 0, but must be at least 1"),
+        (["actor.parallel.tensor_parallel_size=0"], "actor.parallel.tensor_parallel_size: is 0, but must be at least 1"),
+        (["actor.optim.lr=0"], "actor.optim.lr: is 0, but must be above 0"),
+    ],
+)
+def test_one_mistake_is_one_violation(ppo: str, overrides: list[str], said: str) -> None:
+    found = violations(ppo, *overrides)
+    assert len(found) == 1, found
+    assert said.format(model=Path(ppo).parent / "model") in found[0]
+
+
+def test_all_are_listed_at_once(ppo: str) -> None:
+    mistakes = ["trainer.updates_per_step=5", "rollout.top_p=0.5", "critic.parallel.pipeline_parallel_size=3", "reward.functions=[]"]
+    assert (
+        len(violations(ppo, *mistakes, "algorithm.advantage.gamma=2", "tracking.loggers=[x]", "model.path=nowhere")) == 6
+    )  # no model, no layers
+
+
+def test_models_of_other_vocabularies(ppo: str, tmp_path: Path) -> None:
+    smaller = model_folder(tmp_path / "smaller", vocab_size=50)
+    (found,) = violations(ppo, f"reference.path={smaller}")
+    assert found == "reference.path, model.path: the reference has vocab_size 50, the policy 101; their KL needs one vocabulary"
+    (found,) = violations(ppo, f"critic.model.path={smaller}")
+    assert found == "critic.model.path, model.path: the critic has vocab_size 50, below the policy's 101; it reads the policy's tokens"
+
+
+def test_a_role_that_is_not_needed_is_not_checked(ppo: str) -> None:
+    assert violations(ppo, "algorithm.kl.where=none", "reference.path=nowhere") == []
+    without_critic = ["algorithm.advantage.estimator=grpo", "trainer.critic_warmup_steps=0"]
+    assert violations(ppo, *without_critic, "critic.model.path=nowhere", "critic.parallel.tensor_parallel_size=3") == []
+
+
+def test_a_model_without_weights(ppo: str, tmp_path: Path) -> None:
+    (tmp_path / "model" / "model.safetensors").unlink()
+    (found,) = violations(ppo)
+    assert found.startswith("model.path: ")
+    assert "holds no *.safetensors" in found
+
+
+def test_sft(tmp_path: Path) -> None:
+    path = write_yaml(tmp_path / "sft.yaml", sft_values(tmp_path))
+    assert validate(load_config(SFTConfig, path)) == []
+    overrides = ["data.max_length=65", "actor.micro_batch.max_tokens=64", "actor.parallel.data_parallel_size=9", "data.train_files=[x]"]
+    violations_found = validate(load_config(SFTConfig, path, overrides))
+    assert len(violations_found) == 4
+    found = " | ".join(map(str, violations_found))
+    assert "data.max_length: is 65, more than max_position_embeddings 64" in found
+    assert "actor.micro_batch.max_tokens, data.max_length: a row may have 65 tokens" in found
+    assert "actor.parallel.data_parallel_size, trainer.samples_per_step: a mini-batch has 8 rows" in found
+    assert "data.train_files: there is no file 'x'" in found
+
+
+def test_nearest_values() -> None:
+    assert nearest_multiples(13, 4) == [12, 16]
+    assert nearest_multiples(3, 4) == [4]
+    assert nearest_divisors(48, 5) == [4, 6]
+    assert nearest_divisors(4, 9) == [4]
+
+
+def test_the_tables_match_what_they_describe() -> None:
+    """A range of a key that was renamed would check nothing; a logger that is not in tracking would fail at the start of a run."""
+    keys = {key for config in (PPOConfig(), SFTConfig()) for key, _ in leaves(config)}
+    for tail in RANGES:
+        assert any(key == tail or key.endswith(f".{tail}") for key in keys), tail
+    numbers = {key for key, value in leaves(PPOConfig()) if isinstance(value, int | float) and not isinstance(value, bool)}
+    assert {key for key in numbers if range_of(key) is None} == {"rollout.top_k", "rollout.validation.top_k"}  # -1 or 1 and above
+    assert set(LOGGERS) == set(TRACKING_LOGGERS)

@@ -1,0 +1,136 @@
+"""Placement plans against ones worked out by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from megarl.config.errors import ConfigError
+from megarl.config.schema import (
+    ActorConfig,
+    AdvantageConfig,
+    AdvantageEstimator,
+    AlgorithmConfig,
+    CriticConfig,
+    KLConfig,
+    KLWhere,
+    ParallelConfig,
+    PlacementConfig,
+    PPOConfig,
+    RolloutConfig,
+    SFTConfig,
+)
+from megarl.placement.plan import PlacementPlan, plan_placement
+
+
+def ppo(
+    *, actor: ParallelConfig, critic: ParallelConfig, rollout: RolloutConfig, placement: PlacementConfig, **sections: object
+) -> PPOConfig:
+    return PPOConfig(
+        actor=ActorConfig(parallel=actor), critic=CriticConfig(parallel=critic), rollout=rollout, placement=placement, **sections
+    )  # type: ignore[arg-type]
+
+
+def places(plan: PlacementPlan, group: str) -> list[tuple[int, int | None]]:
+    return [(process.node, process.device) for process in plan.group(group).processes]
+
+
+QUICKSTART = {
+    "actor": ParallelConfig(tensor_parallel_size=2),
+    "critic": ParallelConfig(),
+    "rollout": RolloutConfig(num_replicas=1),
+    "placement": PlacementConfig(),
+}
+
+
+def test_split_collocate_on_one_node() -> None:
+    plan = plan_placement(ppo(**QUICKSTART))  # type: ignore[arg-type]
+    assert str(plan).splitlines() == [
+        "actor/actor[0] actor+reference on node 0, device 0",
+        "actor/actor[1] actor+reference on node 0, device 1",
+        "critic/critic[0] critic on node 0, device 2",
+        "critic/reward[0] reward on node 0, cpu",
+        "rollout/rollout[0] rollout on node 0, device 3",
+    ]
+    assert plan.pools == {"actor": 2, "critic": 1, "rollout": 1}
+    assert (plan.devices_per_node, plan.num_devices, plan.num_processes) == (4, 4, 5)
+    assert plan.process_on_nodes == {"actor": [2], "critic": [1], "reward": [1], "rollout": [1]}
+    assert plan.role_pools == {"actor": "actor", "reference": "actor", "critic": "critic", "reward": "reward", "rollout": "rollout"}
+    assert [plan.group(name).uses_devices for name in ("actor", "critic", "reward", "rollout")] == [True, True, False, True]
+    assert plan == plan_placement(ppo(**QUICKSTART))  # type: ignore[arg-type]
+
+
+def test_without_critic_and_reference() -> None:
+    algorithm = AlgorithmConfig(advantage=AdvantageConfig(estimator=AdvantageEstimator.grpo), kl=KLConfig(where=KLWhere.none))
+    plan = plan_placement(ppo(**QUICKSTART, algorithm=algorithm))  # type: ignore[arg-type]
+    assert plan.pools == {"actor": 2, "reward": 0, "rollout": 1}
+    assert plan.role_pools == {"actor": "actor", "reward": "reward", "rollout": "rollout"}
+
+
+def test_two_nodes_keep_a_tensor_parallel_group_together() -> None:
+    # Actor: 6 ranks in pairs on node 0. The critic's group of 4 does not fit into the 2 devices left there, the rollout does.
+    config = ppo(
+        actor=ParallelConfig(tensor_parallel_size=2, data_parallel_size=3),
+        critic=ParallelConfig(tensor_parallel_size=4),
+        rollout=RolloutConfig(num_replicas=3),
+        placement=PlacementConfig(num_nodes=2, devices_per_node=8),
+    )
+    plan = plan_placement(config)
+    assert places(plan, "actor") == [(0, device) for device in range(6)]
+    assert places(plan, "critic") == [(1, 0), (1, 1), (1, 2), (1, 3)]
+    assert places(plan, "reward") == [(1, None)]
+    assert places(plan, "rollout") == [(0, 6), (0, 7), (1, 4)]
+    assert plan.process_on_nodes == {"actor": [6], "critic": [4], "reward": [1], "rollout": [2, 1]}
+
+
+def test_no_device_is_given_twice() -> None:
+    config = ppo(
+        actor=ParallelConfig(tensor_parallel_size=2, pipeline_parallel_size=2, data_parallel_size=2),
+        critic=ParallelConfig(data_parallel_size=3),
+        rollout=RolloutConfig(num_replicas=5),
+        placement=PlacementConfig(num_nodes=4, devices_per_node=4),
+    )
+    plan = plan_placement(config)
+    devices = [(process.node, process.device) for process in plan.processes if process.device is not None]
+    assert len(devices) == len(set(devices)) == 16
+
+
+def test_nodes_are_as_large_as_needed_when_nothing_is_said() -> None:
+    # 4 + 3 + 1 = 8 devices over 2 nodes: 4 each would do by count, and does.
+    config = ppo(
+        actor=ParallelConfig(tensor_parallel_size=4),
+        critic=ParallelConfig(data_parallel_size=3),
+        rollout=RolloutConfig(),
+        placement=PlacementConfig(num_nodes=2),
+    )
+    assert plan_placement(config).devices_per_node == 4
+    # 3 + 3 = 6 over 2 nodes: 3 each; but two groups of 2 and one of 2 more need 4 on one of them.
+    config = ppo(
+        actor=ParallelConfig(tensor_parallel_size=2),
+        critic=ParallelConfig(tensor_parallel_size=2),
+        rollout=RolloutConfig(num_replicas=1, tensor_parallel_size=2),
+        placement=PlacementConfig(num_nodes=2),
+    )
+    assert plan_placement(config).devices_per_node == 4
+
+
+def test_too_few_devices_is_an_error_with_the_count_that_works() -> None:
+    config = ppo(**{**QUICKSTART, "placement": PlacementConfig(devices_per_node=3)})  # type: ignore[arg-type]
+    with pytest.raises(ConfigError) as error:
+        plan_placement(config)
+    assert error.value.problems == (
+        "placement.num_nodes, placement.devices_per_node: 1 x 3 = 3 devices, but the roles need 4 "
+        "(actor+reference 2, critic 1, rollout 1); use devices_per_node 4 or more, more nodes, or smaller parallel sizes",
+    )
+
+
+def test_a_group_that_fits_on_no_node_is_an_error() -> None:
+    config = ppo(**{**QUICKSTART, "placement": PlacementConfig(num_nodes=4, devices_per_node=1)})  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="a tensor-parallel group must fit on one node; use devices_per_node 2 or more"):
+        plan_placement(config)
+
+
+def test_sft_is_the_actor_alone() -> None:
+    config = SFTConfig(actor=ActorConfig(parallel=ParallelConfig(pipeline_parallel_size=2)))
+    plan = plan_placement(config)
+    assert plan.process_on_nodes == {"actor": [2]}
+    assert plan.role_pools == {"actor": "actor"}
