@@ -178,7 +178,10 @@ _STRATEGIES: dict[PlacementStrategy, Callable[[PPOConfig], list[_Request]]] = {
 
 
 def _assign(requests: list[_Request], num_nodes: int, devices_per_node: int) -> tuple[GroupPlan, ...] | None:
-    """First fit, in the order of the requests; a group's ranks never go back to an earlier node. None: it does not fit."""
+    """First fit, in the order of the requests; None: it does not fit.
+
+    The tensor-parallel groups of a request are of one size, so its ranks fill the nodes in order: what was full stays full.
+    """
     used = [0] * num_nodes
     node_of_pool: dict[str, int] = {}
     groups = []
@@ -187,7 +190,7 @@ def _assign(requests: list[_Request], num_nodes: int, devices_per_node: int) -> 
         node = node_of_pool.get(request.pool, 0) if request.together == 0 else 0
         for rank in range(request.num_processes):
             if request.together and rank % request.together == 0:
-                node = next((index for index in range(node, num_nodes) if used[index] + request.together <= devices_per_node), -1)
+                node = next((index for index in range(num_nodes) if used[index] + request.together <= devices_per_node), -1)
                 if node < 0:
                     return None
                 used[node] += request.together

@@ -28,6 +28,7 @@ def test_a_good_configuration_has_none(ppo: str) -> None:
     assert violations(ppo) == []
     assert violations(ppo, "model.dtype=bfloat16", "device=cpu") == []  # bf16 on a CPU is allowed
     assert violations(ppo, "trainer.prompts_per_step=13", "trainer.updates_per_step=4") == []  # 13 rows over 2 replicas: uneven is allowed
+    assert violations(ppo, "data.max_prompt_length=56") == []  # 56 + 8: all of the 64 positions, and of the 64 tokens of a micro-batch
     assert violations(ppo, "rollout.validation.top_p=0.9", "rollout.validation.temperature=0") == []
 
 
