@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import socket
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ from ray._private import ray_constants
 
 from megarl.controller.reaper import OWNER, end_processes_of, start_reaper
 
+_ANSWER_S = 10.0
 _MIN_OBJECT_STORE_MB = 80  # Ray refuses less than 75 MiB
 # Read by Ray's daemons. Workers are started when they are needed, not one per logical CPU in advance.
 _DAEMON_SETTINGS = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_enable_worker_prestart": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
@@ -27,7 +29,8 @@ def start_ray(*, num_cpus: int, num_gpus: int = 0, object_store_mb: float = 512)
     """Joins the cluster of RAY_ADDRESS if that is set; else starts one on this machine, reachable from this machine only.
 
     `num_cpus` is logical: one per process that the run needs, however few cores there are. `object_store_mb` bounds the
-    shared memory for what travels between processes. Raises ValueError for values that Ray would refuse.
+    shared memory for what travels between processes. Raises ValueError for values that Ray would refuse, and for a RAY_ADDRESS
+    that does not answer.
     """
     if num_cpus < 1 or object_store_mb < _MIN_OBJECT_STORE_MB:
         raise ValueError(
@@ -35,8 +38,9 @@ def start_ray(*, num_cpus: int, num_gpus: int = 0, object_store_mb: float = 512)
         )
     if ray.is_initialized():
         raise ValueError("start_ray: Ray runs in this process already; call shutdown() first")
-    if os.environ.get("RAY_ADDRESS"):
-        ray.init(address=os.environ["RAY_ADDRESS"], logging_level=logging.ERROR, log_to_driver=False)
+    if address := os.environ.get("RAY_ADDRESS"):
+        _check_answers(address)
+        ray.init(address=address, logging_level=logging.ERROR, log_to_driver=False)
         return
     for name, value in _DAEMON_SETTINGS.items():
         os.environ.setdefault(name, value)
@@ -49,6 +53,21 @@ def start_ray(*, num_cpus: int, num_gpus: int = 0, object_store_mb: float = 512)
             logging_level=logging.ERROR,
             log_to_driver=False,
         )
+
+
+def _check_answers(address: str) -> None:
+    """Ray itself tries for minutes. `auto` and names of files are left to it."""
+    host, separator, port = address.rpartition(":")
+    if "://" in address:
+        raise ValueError(f"RAY_ADDRESS={address}: the driver must run inside the cluster (submit it as a Ray job); give HOST:PORT or auto")
+    if not separator:
+        return
+    try:
+        socket.create_connection((host, int(port)), timeout=_ANSWER_S).close()
+    except OSError as error:
+        raise ValueError(
+            f"RAY_ADDRESS={address} does not answer ({error}); start the cluster, or unset it to run on this machine"
+        ) from error
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import ray
@@ -12,7 +12,18 @@ from megarl.controller.dispatch import Collect, CollectKind, Forwarded, collect
 from megarl.protocol.future import DataProtoFuture
 
 
-class WorkerFuture(DataProtoFuture):
+class RemoteFuture(DataProtoFuture):
+    """A result that rests on remote calls, `calls`."""
+
+    calls: tuple[Call, ...]
+
+    @classmethod
+    def gather(cls, futures: Sequence[RemoteFuture], timeout: float | None = None) -> list[Any]:
+        wait_for_calls([call for future in futures for call in future.calls], timeout)
+        return [future.get() for future in futures]
+
+
+class WorkerFuture(RemoteFuture):
     """`.get()` waits; given as an argument to a method of any group, it sends references and the driver never holds the data."""
 
     def __init__(self, calls: Sequence[Call], kept: Sequence[Call], how: Collect) -> None:
@@ -25,11 +36,6 @@ class WorkerFuture(DataProtoFuture):
         wait_for_calls(self.calls, timeout)
         return collect(ray.get([call.result for call in self._kept]), self._how)
 
-    @classmethod
-    def gather(cls, futures: Sequence[WorkerFuture], timeout: float | None = None) -> list[Any]:
-        wait_for_calls([call for future in futures for call in future.calls], timeout)
-        return [future.get() for future in futures]
-
     @property
     def is_single(self) -> bool:
         return self._how.kind is CollectKind.first
@@ -38,13 +44,26 @@ class WorkerFuture(DataProtoFuture):
         return Forwarded(tuple(call.result for call in self._kept), self._how)
 
 
-def gather(*futures: WorkerFuture, timeout: float | None = None) -> list[Any]:
+class DerivedFuture(RemoteFuture):
+    """`finish` of the results of other futures, computed on the driver by whoever asks."""
+
+    def __init__(self, parts: Sequence[RemoteFuture], finish: Callable[[list[Any]], Any]) -> None:
+        self.calls = tuple(call for part in parts for call in part.calls)
+        self._parts = tuple(parts)
+        self._finish = finish
+
+    def get(self, timeout: float | None = None) -> Any:
+        """As WorkerFuture.get; also what `finish` raises."""
+        return self._finish(self.gather(self._parts, timeout))
+
+
+def gather(*futures: RemoteFuture, timeout: float | None = None) -> list[Any]:
     """Waits for futures of any groups at the same time; their results in order.
 
     Raises the first failure of any (a failure behind the second is not hidden by a first one that still works),
     PhaseTimeoutError, or TimeoutError after `timeout` seconds.
     """
-    return WorkerFuture.gather(futures, timeout)
+    return RemoteFuture.gather(futures, timeout)
 
 
 def forward(argument: Any) -> Any:

@@ -219,9 +219,7 @@ class DataProto:
 
     def union(self, *others: DataProto | DataProtoFuture) -> DataProto:
         """The columns of all; futures are waited for together. Raises ValueError when a key has two values or the rows differ in number."""
-        futures = [other for other in others if isinstance(other, DataProtoFuture)]
-        arrived = iter(type(futures[0]).gather(futures) if futures else ())
-        batches = [self, *(next(arrived) if isinstance(other, DataProtoFuture) else other for other in others)]
+        batches = [self, *_arrived(others)]
         with_rows = [batch for batch in batches if batch.batch is not None or batch.non_tensor_batch]
         if len({len(batch) for batch in with_rows}) > 1:
             raise ValueError(f"union: the batches have {[len(batch) for batch in with_rows]} rows; they must have the same number")
@@ -265,6 +263,16 @@ class DataProto:
     @classmethod
     def _of(cls, tensors: dict[str, torch.Tensor], arrays: dict[str, np.ndarray], meta_info: dict[str, Any], num_rows: int) -> DataProto:
         return cls(TensorDict(tensors, batch_size=[num_rows]) if tensors else None, arrays, meta_info)
+
+
+def _arrived(others: Sequence[DataProto | DataProtoFuture]) -> list[DataProto]:
+    """Futures of one kind are waited for together."""
+    batches = {place: other for place, other in enumerate(others) if isinstance(other, DataProto)}
+    futures = {place: other for place, other in enumerate(others) if isinstance(other, DataProtoFuture)}
+    for kind in {type(future) for future in futures.values()}:
+        places = [place for place, future in futures.items() if type(future) is kind]
+        batches |= dict(zip(places, kind.gather([futures[place] for place in places]), strict=True))
+    return [batches[place] for place in range(len(others))]
 
 
 def _rebuild(

@@ -1,4 +1,4 @@
-"""A driver for test_failures.py: starts workers with children and grandchildren, says who is there, and then waits or ends.
+"""A driver for test_failures.py: starts a worker with a child and a grandchild, says who is there, and then waits or ends.
 
 python driver_to_kill.py wait|end
 """
@@ -16,11 +16,12 @@ from megarl.controller.worker_class import RayClassWithInitArgs
 from tests.unit.controller.workers import EchoWorker
 
 if __name__ == "__main__":
-    start_ray(num_cpus=2, object_store_mb=100)
-    group = RayWorkerGroup(RayResourcePool([2], use_gpu=False), RayClassWithInitArgs(EchoWorker))
+    start_ray(num_cpus=1, object_store_mb=100)
+    group = RayWorkerGroup(RayResourcePool([1], use_gpu=False), RayClassWithInitArgs(EchoWorker))
     of_workers = [pid for pids in group.start_children() for pid in pids]
     of_driver = subprocess.Popen(["sleep", "600"], start_new_session=True).pid
     below = [process.pid for process in psutil.Process().children(recursive=True)]
-    print(json.dumps({"pids": sorted({*below, *of_workers, of_driver}), "workers": [one["pid"] for one in group.about()]}), flush=True)
+    workers = [one["pid"] for one in group.about()]
+    print(json.dumps({"pids": sorted({*below, *workers, *of_workers, of_driver})}), flush=True)
     if sys.argv[1] == "wait":
         group.sleep(600).get()

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import ray
 
 from megarl.controller.errors import PhaseTimeoutError, WorkerError
 from megarl.controller.futures import gather
@@ -121,15 +122,37 @@ def test_calls_that_wait_in_a_queue_have_the_limit_for_themselves(make_group: Ma
 
 @pytest.mark.parametrize(("mode", "end_with"), [("wait", signal.SIGKILL), ("wait", signal.SIGINT), ("end", None)])
 def test_nothing_outlives_the_driver(mode: str, end_with: signal.Signals | None) -> None:
-    root = Path(__file__).parents[2]
-    command = [sys.executable, "-m", "tests.integration.driver_to_kill", mode]
-    driver = subprocess.Popen(command, cwd=root, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, process_group=0)
-    assert driver.stdout is not None
-    told = json.loads(driver.stdout.readline())
-    processes = [psutil.Process(pid) for pid in told["pids"] if psutil.pid_exists(pid)]
-    assert mode == "end" or set(told["workers"]) <= {process.pid for process in processes}
-    assert mode == "end" or len(processes) >= 10  # Ray's daemons, two workers, their children and grandchildren, the driver's child
+    driver, processes = start_driver(mode, {})
+    assert mode == "end" or len(processes) >= 10  # Ray's daemons, the worker, its child and grandchild, the driver's child
     if end_with is not None:
         driver.send_signal(end_with)
     assert (driver.wait(timeout=30) == 0) == (end_with is None)
     assert gone_within(processes, limit_s=30) == []
+
+
+def test_a_driver_that_joined_a_cluster_takes_only_its_own_along(ray_cluster: None, make_group: MakeGroup) -> None:
+    bystander = make_group(RayClassWithInitArgs(EchoWorker), 1, "actor")
+    address = ray.get_runtime_context().gcs_address
+    driver, processes = start_driver(
+        "wait", {"RAY_ADDRESS": address, "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
+    )  # Ray's own loopback switch
+    driver.kill()
+    driver.wait()
+    assert gone_within(processes, limit_s=30) == []
+    assert bystander.who() == 0
+
+
+def start_driver(mode: str, environment: dict[str, str]) -> tuple[subprocess.Popen, list[psutil.Process]]:
+    """The driver once its workers are up, and all that it and they have started."""
+    driver = subprocess.Popen(
+        [sys.executable, "-m", "tests.integration.driver_to_kill", mode],
+        cwd=Path(__file__).parents[2],
+        env={**os.environ, **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        process_group=0,
+    )
+    assert driver.stdout is not None
+    told = json.loads(driver.stdout.readline())
+    return driver, [psutil.Process(pid) for pid in told["pids"] if psutil.pid_exists(pid)]

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from megarl.controller.futures import gather
+from megarl.controller.futures import DerivedFuture, gather
 from megarl.controller.group import RayWorkerGroup
 from megarl.controller.resource_pool import RayResourcePool
 from megarl.controller.worker_class import RayClassWithInitArgs, create_colocated_worker_cls
@@ -133,6 +133,8 @@ def test_gather_waits_for_groups_together_and_spans_tell_when(group: RayWorkerGr
     assert len(spans) == 2 * 6
     assert max(span.start_s for span in spans) < min(span.end_s for span in spans)  # both groups slept at the same time
     assert group.drain_spans() == fused["reward"].drain_spans() == []
+    both = DerivedFuture([group.sleep(0), fused["critic"].sleep(0)], lambda results: sum(map(sum, results)))
+    assert gather(both, group.size_of([5])) == [0 + 1 + 2 + 3 + 0 + 1, [("list", 1)] * 4]
     with pytest.raises(TimeoutError, match=r"actor.sleep has not finished after 0.1 s"):
         group.sleep(0.5).get(timeout=0.1)
 

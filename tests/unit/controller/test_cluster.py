@@ -1,0 +1,40 @@
+"""Starting and joining a cluster: what is refused, and quickly."""
+
+import socket
+
+import psutil
+import pytest
+
+from megarl.controller.cluster import start_ray
+
+
+def test_values_that_cannot_work_are_refused() -> None:
+    with pytest.raises(ValueError, match="num_cpus=0 must be at least 1"):
+        start_ray(num_cpus=0)
+    with pytest.raises(ValueError, match="object_store_mb=10 at least 80"):
+        start_ray(num_cpus=1, object_store_mb=10)
+
+
+def test_it_runs_once_and_listens_to_this_machine_only(ray_cluster: None) -> None:
+    with pytest.raises(ValueError, match="Ray runs in this process already"):
+        start_ray(num_cpus=1)
+    listening = [one.laddr.ip for daemon in ray_daemons() for one in daemon.net_connections("inet") if one.status == psutil.CONN_LISTEN]
+    assert len(listening) >= 3
+    assert {address.removeprefix("::ffff:") for address in listening} == {"127.0.0.1"}
+
+
+def ray_daemons() -> list[psutil.Process]:
+    living = [process for process in psutil.Process().children(recursive=True) if process.status() != psutil.STATUS_ZOMBIE]
+    return [process for process in living if process.name() in ("gcs_server", "raylet")]
+
+
+@pytest.mark.parametrize(
+    ("address", "message"), [("127.0.0.1:{free}", "does not answer"), ("ray://head:10001", "must run inside the cluster")]
+)
+def test_an_address_that_cannot_work_is_refused_at_once(address: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megarl.controller.cluster.ray.is_initialized", lambda: False)
+    with socket.socket() as unused:  # bound and not listening: nobody answers there
+        unused.bind(("127.0.0.1", 0))
+        monkeypatch.setenv("RAY_ADDRESS", address.format(free=unused.getsockname()[1]))
+        with pytest.raises(ValueError, match=message):
+            start_ray(num_cpus=1)
