@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -10,8 +10,8 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-# Sequences up to this length attend in padded groups of similar length: the cost of a call outweighs the padding.
-MAX_PADDED_LENGTH = 128
+# What a call of attention costs beside its work, as pairs of tokens: sequences share a padded call where that costs less.
+CALL_COST = 1024
 
 
 class RMSNorm(torch.nn.Module):
@@ -63,51 +63,76 @@ class AttentionCore(torch.nn.Module):
         assert attention_bias is None
         assert attention_mask is None
         if packed_seq_params is not None:
-            return self._forward_packed(query, key, value, attention_groups(packed_seq_params))
+            return self._forward_packed(query, key, value, attention_plan(packed_seq_params))
         sequence, batch = query.shape[:2]
         mixed = self._attend(*(tensor.permute(1, 2, 0, 3) for tensor in (query, key, value)))
         return mixed.permute(2, 0, 1, 3).reshape(sequence, batch, -1)
 
-    def _forward_packed(self, query: Tensor, key: Tensor, value: Tensor, groups: list[Tensor]) -> Tensor:
+    def _forward_packed(self, query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan) -> Tensor:
         tokens, heads, dim = query.shape
-        if len(groups) == 1 and groups[0].numel() == tokens:  # all sequences have one length: nothing to move
-            count, length = groups[0].shape
-            parts = (tensor.view(count, length, -1, dim).transpose(1, 2) for tensor in (query, key, value))
-            return self._attend(*parts).transpose(1, 2).reshape(tokens, heads * dim)
-        # Row `tokens` is an extra row of zeros that stands for padding.
-        padded = [F.pad(tensor.flatten(1), (0, 0, 0, 1)) for tensor in (query, key, value)]
-        mixed, sources = [], []
-        for group in groups:
-            parts = (tensor.index_select(0, group.flatten()).view(*group.shape, -1, dim).transpose(1, 2) for tensor in padded)
-            mixed.append(self._attend(*parts).transpose(1, 2).reshape(group.numel(), heads * dim))
-            sources.append(group.flatten())
-        source = torch.cat(sources)
-        place = torch.empty(tokens + 1, dtype=torch.long, device=query.device)
-        place[source] = torch.arange(source.numel(), device=query.device)
-        return torch.cat(mixed).index_select(0, place[:tokens])
+        parts = [tensor.flatten(1) for tensor in (query, key, value)]
+        if plan.gather is not None:
+            parts = [tensor.index_select(0, plan.gather) for tensor in parts]
+        sizes = [count * length for count, length in plan.shapes]
+        mixed = []
+        for shape, *call in zip(plan.shapes, *(tensor.split(sizes) for tensor in parts), strict=True):
+            batch = (tensor.view(*shape, -1, dim).transpose(1, 2) for tensor in call)
+            mixed.append(self._attend(*batch).transpose(1, 2).reshape(-1, heads * dim))
+        joined = torch.cat(mixed)
+        return joined if plan.scatter is None else joined.index_select(0, plan.scatter)
 
 
-def attention_groups(packed: PackedSeqParams) -> list[Tensor]:
-    """Token indices of the sequences of a packed batch, in groups (sequences, length) of similar length.
+class AttentionPlan(NamedTuple):
+    """The calls that attend a packed batch of T tokens, each a batch of sequences padded to one length.
 
-    A sequence up to MAX_PADDED_LENGTH goes with those of the same power of two, padded with the index T; a longer
-    one stands alone. Computed once per micro-batch and kept on `packed`, because every layer asks.
+    shapes: (sequences, length) of each call. gather: (N,) the tokens of all calls, N - T of them padding; scatter: (T,)
+    where each token stands among them. Both None where that is the order in which the tokens already are.
     """
-    kept = getattr(packed, "megarl_attention_groups", None)
+
+    shapes: list[tuple[int, int]]
+    gather: Tensor | None
+    scatter: Tensor | None
+
+
+def attention_plan(packed: PackedSeqParams) -> AttentionPlan:
+    """Made once per micro-batch and kept on `packed`, because every layer asks.
+
+    Padding repeats a sequence's last token: it comes after all real ones, so that causal attention keeps it from
+    them, and what is computed for it is dropped, so that its gradient is zero.
+    """
+    kept = getattr(packed, "megarl_attention_plan", None)
     if kept is not None:
         return kept
-    starts = packed.cu_seqlens_q.tolist()
-    total, device = starts[-1], packed.cu_seqlens_q.device
-    buckets: dict[tuple[int, int], list[tuple[int, int]]] = {}
-    for number, (start, end) in enumerate(zip(starts, starts[1:], strict=False)):
-        length = end - start
-        assert length > 0, "a packed batch holds no empty sequence"
-        key = (length.bit_length(), 0) if length <= MAX_PADDED_LENGTH else (length, number + 1)
-        buckets.setdefault(key, []).append((start, length))
-    groups = []
-    for members in buckets.values():
-        start, length = torch.tensor(members, device=device).T
-        offset = torch.arange(int(length.max()), device=device)
-        groups.append(torch.where(offset < length[:, None], start[:, None] + offset, total))
-    packed.megarl_attention_groups = groups  # type: ignore[attr-defined]
-    return groups
+    boundaries = packed.cu_seqlens_q.long()
+    starts, lengths = boundaries[:-1], boundaries.diff()
+    shapes, gathered, real = [], [], []
+    for members in _share_calls(lengths.tolist()):
+        rows = torch.tensor(members, device=boundaries.device)
+        length = lengths[rows].max()
+        shapes.append((len(members), int(length)))
+        offset = torch.arange(int(length), device=boundaries.device)
+        last = lengths[rows, None] - 1
+        gathered.append((starts[rows, None] + torch.minimum(offset, last)).flatten())
+        real.append((offset <= last).flatten())
+    gather, is_real = torch.cat(gathered), torch.cat(real)
+    tokens = torch.arange(int(boundaries[-1]), device=boundaries.device)
+    if torch.equal(gather, tokens):
+        plan = AttentionPlan(shapes, None, None)
+    else:
+        scatter = torch.empty_like(tokens)
+        scatter[gather[is_real]] = is_real.nonzero()[:, 0]
+        plan = AttentionPlan(shapes, gather, scatter)
+    packed.megarl_attention_plan = plan  # type: ignore[attr-defined]
+    return plan
+
+
+def _share_calls(lengths: list[int]) -> list[list[int]]:
+    """Sequences by the call they share: longest first, one joins those before it unless padding it costs more than a call."""
+    calls: list[list[int]] = []
+    for number in sorted(range(len(lengths)), key=lambda number: -lengths[number]):
+        assert lengths[number] > 0, "a packed batch holds no empty sequence"
+        if calls and lengths[calls[-1][0]] ** 2 - lengths[number] ** 2 <= CALL_COST:
+            calls[-1].append(number)
+        else:
+            calls.append([number])
+    return sorted(sorted(members) for members in calls)
