@@ -44,11 +44,12 @@ def run_steps(folder: str, optim: OptimConfig, total_steps: int, num_steps: int)
     engine = build(groups, folder, architecture_of(FAMILY), optim=optim, total_optimizer_steps=total_steps)
     batch, statistics, before = take(make_batch(), [1, 2]), [], hf_weights(engine)
     after_first: Tensors = {}
-    for _ in range(num_steps):
+    for step in range(num_steps):
         engine.forward_backward(batch, [[0, 1]], negative_log_likelihood)
         statistics.append(engine.step())
-        after_first = after_first or hf_weights(engine)
-    return Steps([step.lr for step in statistics], [step.grad_norm for step in statistics], before, after_first)
+        if step == 0:
+            after_first = hf_weights(engine)
+    return Steps([each.lr for each in statistics], [each.grad_norm for each in statistics], before, after_first)
 
 
 def steps(rank_pool: RankPool, folder: str, *, total_steps: int = 100, num_steps: int = 1, **optim: Any) -> Steps:

@@ -1,0 +1,111 @@
+"""Each adaptation of Megatron-Core is still needed, and does what the original does."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from megarl.engine.cpu_adaptations import EVIDENCE, Evidence
+from tests.ranks import RankPool
+
+
+def megatron_source(module: str, attribute: str) -> str:
+    """The source of `attribute` as Megatron ships it, read from its file: an installed adaptation does not show."""
+    spec = importlib.util.find_spec("megatron")
+    assert spec is not None
+    assert spec.submodule_search_locations
+    path = Path(spec.submodule_search_locations[0], "core", *module.split("."))
+    file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    text = file.read_text()
+    for node in ast.parse(text).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == attribute:
+            return ast.get_source_segment(text, node) or ""
+    raise AssertionError(f"{file} no longer defines {attribute}: the adaptation of it replaces nothing")
+
+
+@pytest.mark.parametrize("evidence", EVIDENCE, ids=lambda evidence: evidence.attribute)
+def test_megatron_still_does_what_is_adapted(evidence: Evidence) -> None:
+    assert evidence.source in megatron_source(evidence.module, evidence.attribute), (
+        f"megatron.core.{evidence.module}.{evidence.attribute} no longer holds {evidence.source!r} ({evidence.reason}): "
+        "see whether its adaptation in cpu_adaptations.py is still needed"
+    )
+
+
+# Runs in an interpreter of its own, where nothing is adapted. Prints the name of each check that came out as expected.
+UNADAPTED = """
+import os, tempfile, warnings
+warnings.simplefilter("ignore")
+import torch, torch.distributed as dist
+from megatron.core import jit
+from megatron.core.models.common.embeddings import rope_utils
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32, get_grad_norm_fp32
+from megatron.core.tensor_parallel import random
+from megarl.engine.cpu_adaptations import _rotary_packed
+
+def fails(name, function, *errors):
+    try:
+        function()
+    except errors:
+        print(name)
+
+parameter = torch.nn.Parameter(torch.ones(3))
+parameter.grad = torch.ones(3)
+dist.init_process_group("gloo", init_method="file://" + tempfile.mktemp(), rank=0, world_size=1)
+fails("clip", lambda: clip_grad_by_total_norm_fp32([parameter], 1.0, 2.0), AssertionError)
+fails("norm", lambda: get_grad_norm_fp32([parameter.grad], grad_stats_parallel_group=dist.group.WORLD), AssertionError, RuntimeError)
+fails("get rng", lambda: random._get_cuda_rng_state(), AssertionError, RuntimeError)
+fails("seed", lambda: random.model_parallel_cuda_manual_seed(0), AssertionError, RuntimeError)
+fails("current device", torch.cuda.current_device, AssertionError, RuntimeError)
+if jit.jit_fuser is torch.compile:
+    print("compiler")
+
+# The packed rotary embedding that replaces Megatron's loop gives the same numbers.
+boundaries = torch.tensor([0, 4, 5, 12], dtype=torch.int32)
+heads, frequencies = torch.randn(12, 2, 8), torch.randn(7, 1, 1, 8)
+want = rope_utils._apply_rotary_pos_emb_thd(heads, boundaries, frequencies, cp_group=dist.group.WORLD)
+if torch.equal(_rotary_packed(heads, boundaries, frequencies, cp_group=dist.group.WORLD), want):
+    print("rotary")
+"""
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="on a machine with a GPU the originals work")
+def test_without_adaptations_megatron_fails_here() -> None:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    run = subprocess.run(
+        [sys.executable, "-c", UNADAPTED],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env=environment,
+        cwd=Path(__file__).parents[3],
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.split("\n")[:-1] == ["clip", "norm", "get rng", "seed", "current device", "compiler", "rotary"]
+
+
+def clip(max_norm: float, total_norm: float) -> list[float]:
+    from megarl.config.schema import Device
+    from megarl.engine import platform
+
+    platform.activate(Device.cpu)
+    from megatron.core.optimizer import optimizer
+
+    parameters = [torch.nn.Parameter(torch.zeros(2)), torch.nn.Parameter(torch.zeros(1))]
+    parameters[0].grad = torch.tensor([3.0, 4.0])
+    optimizer.clip_grad_by_total_norm_fp32(parameters, max_norm, total_norm)
+    assert parameters[1].grad is None
+    return parameters[0].grad.tolist()
+
+
+def test_clipping_does_the_originals_arithmetic(rank_pool: RankPool) -> None:
+    """Gradients times max_norm / (total_norm + 1e-6), where that is below one."""
+    assert rank_pool.run(clip, world_size=1, max_norm=1.0, total_norm=5.0)[0] == pytest.approx([0.6, 0.8], rel=1e-5)
+    assert rank_pool.run(clip, world_size=1, max_norm=6.0, total_norm=5.0)[0] == [3.0, 4.0]

@@ -1,0 +1,190 @@
+"""What the engine promises beside its numbers: bfloat16 with float32 masters, recomputation, and errors that say what to change."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from megarl.config.schema import Device, OptimConfig, ParallelConfig, Recompute
+from tests.ranks import RankPool
+from tests.unit.engine.models import architecture_of, load_lm, make_batch, reference_logits, save_model, scores_of
+from tests.unit.engine.rank_side import LAYOUTS, Tensors, build, deal, hf_gradients, hf_weights, join_rows, merge, start, take
+
+FAMILY = "qwen2"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path: Path = tmp_path_factory.mktemp("engine") / "lm"
+    save_model(FAMILY, path)
+    return str(path)
+
+
+def negative_log_likelihood(outputs: Any, rows: Any) -> Any:
+    loss = -(outputs["log_probs"] + 0.1 * outputs["entropy"]).sum()
+    return loss, {"loss": loss}
+
+
+# ---- bfloat16
+
+
+class Trained(NamedTuple):
+    scores: Tensors  # before training
+    dtypes: set[torch.dtype]
+    before: Tensors
+    after_one: Tensors
+    after_all: Tensors
+
+
+def train(parallel: ParallelConfig, folder: str, dtype: torch.dtype, lr: float, num_steps: int) -> Trained:
+    groups = start(parallel)
+    optim = OptimConfig(lr=lr, weight_decay=0.0, betas=[0.9, 0.9])
+    engine = build(groups, folder, architecture_of(FAMILY), dtype=dtype, optim=optim)
+    batch = make_batch()
+    scores = join_rows(range(7), engine.forward(batch, deal(7, 2)), 7)
+    dtypes = {value.dtype for value in engine.parameters().values()}
+    before, after_one = hf_weights(engine), {}
+    for step in range(num_steps):
+        engine.forward_backward(take(batch, [1, 2]), [[0, 1]], negative_log_likelihood)
+        engine.step()
+        if step == 0:
+            after_one = hf_weights(engine)
+    return Trained(scores, dtypes, before, after_one, hf_weights(engine))
+
+
+def test_updates_below_bfloat16_resolution_add_up(rank_pool: RankPool, folder: str) -> None:
+    """Each update is an eighth of the distance between neighbouring bfloat16 numbers in [0.5, 1), so that it is lost when it is
+    added to them; twenty-four are three such distances, and the float32 masters keep them."""
+    lr, num_steps = 2.0**-8 / 8, 24
+    runs: dict[torch.dtype, list[Trained]] = {
+        dtype: rank_pool.run(
+            train,
+            world_size=2,
+            parallel=LAYOUTS["TP2"],
+            folder=folder,
+            dtype=dtype,
+            lr=lr,
+            num_steps=num_steps if dtype.itemsize == 2 else 1,
+        )
+        for dtype in (torch.bfloat16, torch.float32)
+    }
+    low, high = runs[torch.bfloat16], runs[torch.float32]
+    assert low[0].dtypes == {torch.bfloat16}
+    name = "model.norm.weight"  # near 1, above which neighbours are twice as far apart
+    before, after_one, after_all = (merge([getattr(rank, key) for rank in low])[name] for key in ("before", "after_one", "after_all"))
+    assert torch.equal(after_one, before)
+    moved = (after_all - before).abs()
+    assert float(moved.median()) > 0.5 * lr * num_steps
+    for rank in low:
+        for key, value in rank.scores.items():
+            assert value.dtype == torch.float32
+            assert float((value - high[0].scores[key]).abs().max()) < 0.1
+
+
+# ---- recomputation
+
+
+class Recomputed(NamedTuple):
+    gradients: Tensors
+    layer_calls: int
+    attention_calls: int
+
+
+def run_recompute(parallel: ParallelConfig, folder: str, recompute: Recompute) -> Recomputed:
+    """In a rank: the gradients, and how often its first layer and that layer's attention ran, per micro-batch."""
+    engine = build(start(parallel), folder, architecture_of(FAMILY), recompute=recompute, optim=OptimConfig())
+    calls = {"layer": 0, "attention": 0}
+
+    def count(key: str) -> Any:
+        def hook(*unused: Any) -> None:
+            calls[key] += 1
+
+        return hook
+
+    layer = engine._models[0].decoder.layers[0]
+    layer.register_forward_hook(count("layer"))
+    layer.self_attention.core_attention.register_forward_hook(count("attention"))
+    micro_batches = deal(7, 2)
+    engine.forward_backward(make_batch(), micro_batches, negative_log_likelihood)
+    assert all(number % len(micro_batches) == 0 for number in calls.values())
+    return Recomputed(hf_gradients(engine), calls["layer"] // len(micro_batches), calls["attention"] // len(micro_batches))
+
+
+@pytest.mark.parametrize("layout", ["TP1", "TP2+SP", "PP2xVPP2"])
+def test_recomputation_changes_no_gradient(layout: str, rank_pool: RankPool, folder: str) -> None:
+    parallel = LAYOUTS[layout]
+    runs: dict[Recompute, list[Recomputed]] = {
+        recompute: rank_pool.run(run_recompute, world_size=parallel.world_size, parallel=parallel, folder=folder, recompute=recompute)
+        for recompute in Recompute
+    }
+    calls = {recompute: (ranks[0].layer_calls, ranks[0].attention_calls) for recompute, ranks in runs.items()}
+    assert calls == {Recompute.none: (1, 1), Recompute.selective: (1, 2), Recompute.full: (2, 2)}
+    gradients = {recompute: merge([rank.gradients for rank in ranks]) for recompute, ranks in runs.items()}
+    for recompute in (Recompute.selective, Recompute.full):
+        for name, want in gradients[Recompute.none].items():
+            assert torch.equal(gradients[recompute][name], want), (recompute, name)
+
+
+# ---- a frozen model, and gradients that do not pile up
+
+
+def run_beside(folder: str) -> tuple[Tensors, Tensors, Tensors, Tensors]:
+    """In one rank: a trained and a frozen engine that share their groups."""
+    groups = start(ParallelConfig())
+    architecture, batch, cut = architecture_of(FAMILY), make_batch(), deal(7, 3)
+    actor = build(groups, folder, architecture, optim=OptimConfig(lr=1e-2))
+    reference = build(groups, folder, architecture)
+    actor.forward_backward(batch, cut, negative_log_likelihood)
+    first = hf_gradients(actor)
+    actor.forward_backward(batch, cut, negative_log_likelihood)
+    second = hf_gradients(actor)
+    actor.step()
+    trained, frozen = actor.forward(batch, cut), reference.forward(batch, cut)
+    assert trained is not None
+    assert frozen is not None
+    return first, second, trained, frozen
+
+
+def test_gradients_replace_those_before_and_a_frozen_model_stays(rank_pool: RankPool, folder: str) -> None:
+    first, second, trained, frozen = rank_pool.run(run_beside, world_size=1, folder=folder)[0]
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    batch = make_batch()
+    with torch.no_grad():
+        want = scores_of(reference_logits(load_lm(Path(folder)), batch), batch)
+    torch.testing.assert_close(frozen["log_probs"], want["log_probs"], rtol=0.0, atol=1e-5)
+    assert float((trained["log_probs"] - want["log_probs"]).abs().max()) > 0.1
+
+
+# ---- errors
+
+
+def run_micro_batches(folder: str, count: int) -> None:
+    engine = build(start(LAYOUTS["PP2xVPP2"]), folder, architecture_of(FAMILY))
+    engine.forward(make_batch(), deal(7, count))
+
+
+def test_virtual_stages_want_a_multiple_of_the_stages(rank_pool: RankPool, folder: str) -> None:
+    with pytest.raises(AssertionError, match="ValueError: 3 micro-batches: .* must be a multiple of pipeline_parallel_size 2"):
+        rank_pool.run(run_micro_batches, world_size=2, folder=folder, count=3)
+
+
+def test_a_layout_of_another_size_than_the_world(rank_pool: RankPool) -> None:
+    with pytest.raises(AssertionError, match="needs 4 ranks, the process group has 2: tensor x pipeline x data"):
+        rank_pool.run(start, world_size=2, parallel=LAYOUTS["TP2xPP2"])
+
+
+def activate_both() -> None:
+    from megarl.engine import platform
+
+    platform.activate(Device.cpu)
+    assert platform.activate(Device.cpu) is platform.current()
+    platform.activate(Device.cuda)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_cuda_without_a_gpu(rank_pool: RankPool) -> None:
+    with pytest.raises(AssertionError, match="ValueError: device=cuda, but torch sees no GPU: use device=cpu or auto"):
+        rank_pool.run(activate_both, world_size=1)
