@@ -1,14 +1,39 @@
-"""Everything a run reads, made small: a model folder with a tokenizer and chat template, parquet prompts, a reward file."""
+"""Small runs on real Ray: what they read (a model folder with tokenizer, parquet files, a reward file), and the runs themselves."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
+from rich.console import Console
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+from megarl.config.architecture import read_architecture
+from megarl.config.schema import Device, PPOConfig, SFTConfig
+from megarl.controller.group import RoleGroup
+from megarl.controller.resource_pool import ResourcePoolManager
+from megarl.data.loader import BatchLoader
+from megarl.data.prompts import PromptDataset
+from megarl.data.sft import SFTDataset
+from megarl.data.tokenizer import load_tokenizer
+from megarl.placement.plan import plan_placement
+from megarl.protocol.batch import DataProto
+from megarl.tracking.loggers import Tracker
+from megarl.tracking.progress import ProgressBar
+from megarl.tracking.timeline import Timeline
+from megarl.trainers.evaluation import Evaluation
+from megarl.trainers.monitor import Monitor
+from megarl.trainers.ppo import PPOTrainer
+from megarl.trainers.sft import SFTTrainer
+from megarl.workers.rollout import TokenRules
+from megarl.workers.start import Architectures, PPORoles, start_ppo, start_sft
 
 SYMBOLS = ["<pad>", "<end>", "<user>", "<model>", *"0123456789+= "]
 CHAT_TEMPLATE = (
@@ -40,12 +65,13 @@ def save_policy(folder: Path, seed: int = 0) -> None:
         pad_token_id=0,
         eos_token_id=1,
         bos_token_id=None,
+        initializer_range=0.1,  # so that distributions are far from uniform
     )
     Qwen2ForCausalLM(config).float().save_pretrained(folder)
 
 
 def save_inputs(folder: Path) -> None:
-    """`policy/`, `train.parquet`, `validation.parquet`, `sft.parquet` and `reward.py` in `folder`."""
+    """`policy/`, `train.parquet`, `validation.parquet`, `sft.parquet`, `sft_validation.parquet` and `reward.py` in `folder`."""
     save_policy(folder / "policy")
     rows = [
         {
@@ -59,7 +85,100 @@ def save_inputs(folder: Path) -> None:
     pq.write_table(pa.Table.from_pylist(rows[:32]), folder / "train.parquet")
     pq.write_table(pa.Table.from_pylist(rows[32:]), folder / "validation.parquet")
     chats = [
-        {"messages": [{"role": "user", "content": f"{number}="}, {"role": "assistant", "content": f"{number}+1"}]} for number in range(40)
+        {"messages": [{"role": "user", "content": f"{number}="}, {"role": "assistant", "content": f"{number}+1" + "=" * (number % 3)}]}
+        for number in range(40)
     ]
-    pq.write_table(pa.Table.from_pylist(chats), folder / "sft.parquet")
+    pq.write_table(pa.Table.from_pylist(chats[:32]), folder / "sft.parquet")
+    pq.write_table(pa.Table.from_pylist(chats[32:]), folder / "sft_validation.parquet")
     (folder / "reward.py").write_text(REWARD)
+
+
+class Finished(NamedTuple):
+    """`metrics`: the lines of metrics.jsonl. `policy`: the trained model's Hugging Face folder."""
+
+    output_dir: Path
+    metrics: list[dict[str, Any]]
+
+    @property
+    def policy(self) -> Path:
+        return self.output_dir / "huggingface"
+
+
+class WatchedLoader(BatchLoader):
+    """Calls `look(step)` before it serves the batch of a step: between the steps of a trainer."""
+
+    def __init__(self, dataset: PromptDataset, batch_size: int, look: Callable[[int], None]) -> None:
+        super().__init__(dataset, batch_size, shuffle=True, seed=0)
+        self._look = look
+        self._step = 0
+
+    def __next__(self) -> DataProto:
+        self._step += 1
+        self._look(self._step)
+        return super().__next__()
+
+
+def run_ppo(config: PPOConfig, look: Callable[[int, PPORoles], None] = lambda step, roles: None) -> Finished:
+    """Trains as `megarl train` does, on the Ray that is there; `look` sees the roles before each step."""
+    path, data, trainer = config.model.path, config.data, config.trainer
+    architecture, tokenizer = read_architecture(path), load_tokenizer(path)
+    train, held_out = (
+        PromptDataset(files, tokenizer, data.max_prompt_length, data.overlong) for files in (data.train_files, data.val_files)
+    )
+    rules = TokenRules(
+        pad_token_id=tokenizer.pad_token_id, stop_token_ids=(tokenizer.eos_token_id,), max_response_length=data.max_response_length
+    )
+    evaluation = Evaluation(held_out, config.rollout.validation, trainer.prompts_per_step, config.tracking.log_generations)
+    with _pools(config) as pools:
+        models = Architectures(policy=architecture, reference=architecture, critic=architecture)
+        roles = start_ppo(config, models, rules, Device.cpu, pools)
+        loader = WatchedLoader(train, trainer.prompts_per_step, lambda step: look(step, roles))
+        with _ended(roles.groups), _monitor(config, roles.groups) as monitor:
+            PPOTrainer(config, roles, loader, evaluation, monitor).fit()
+            roles.actor.save_hf(Path(trainer.output_dir) / "huggingface", path)
+    return _finished(config)
+
+
+def run_sft(config: SFTConfig) -> Finished:
+    """As `run_ppo`, for `megarl sft`."""
+    path, data = config.model.path, config.data
+    tokenizer = load_tokenizer(path)
+    train, held_out = (SFTDataset(files, tokenizer, data.max_length, data.overlong) for files in (data.train_files, data.val_files))
+    with _pools(config) as pools:
+        actor = start_sft(config, read_architecture(path), Device.cpu, pools)
+        loader = BatchLoader(train, config.trainer.samples_per_step, shuffle=data.shuffle, seed=data.seed)
+        with _ended([actor.group]), _monitor(config, [actor.group]) as monitor:
+            SFTTrainer(config, actor, loader, held_out, monitor).fit()
+            actor.save_hf(Path(config.trainer.output_dir) / "huggingface", path)
+    return _finished(config)
+
+
+@contextmanager
+def _pools(config: PPOConfig | SFTConfig) -> Iterator[ResourcePoolManager]:
+    plan = plan_placement(config)
+    pools = ResourcePoolManager(plan.process_on_nodes, plan.role_pools, use_gpu=False)
+    try:
+        pools.create_resource_pool()
+        yield pools
+    finally:
+        pools.release()
+
+
+@contextmanager
+def _ended(groups: list[RoleGroup]) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        for group in groups:
+            group.shutdown()
+
+
+def _monitor(config: PPOConfig | SFTConfig, groups: list[RoleGroup]) -> Monitor:
+    output_dir = Path(config.trainer.output_dir)
+    progress = ProgressBar("test", config.trainer.total_steps, Console())
+    return Monitor(groups, Tracker(config.tracking.loggers, output_dir), Timeline(output_dir), progress)
+
+
+def _finished(config: PPOConfig | SFTConfig) -> Finished:
+    output_dir = Path(config.trainer.output_dir)
+    return Finished(output_dir, [json.loads(line) for line in (output_dir / "metrics.jsonl").read_text().splitlines()])

@@ -1,0 +1,254 @@
+"""PPO end to end on real Megatron and real Ray: what a run writes, and that its parts do what the configuration says."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from megarl.config.schema import (
+    ActorConfig,
+    AdvantageConfig,
+    AdvantageEstimator,
+    AlgorithmConfig,
+    CriticConfig,
+    DataConfig,
+    Device,
+    DType,
+    KLConfig,
+    KLControllerConfig,
+    KLControllerKind,
+    KLEstimator,
+    KLWhere,
+    MicroBatchConfig,
+    ModelConfig,
+    OptimConfig,
+    ParallelConfig,
+    PPOConfig,
+    ReferenceConfig,
+    RewardConfig,
+    RewardFunctionConfig,
+    RolloutConfig,
+    SamplingConfig,
+    TrackingConfig,
+    TrainerConfig,
+)
+from megarl.placement.plan import plan_placement
+from megarl.rollout.interface import SamplingParameters
+from megarl.workers.start import PPORoles
+from tests.integration.tiny_run import Finished, run_ppo, save_inputs
+
+pytestmark = pytest.mark.usefixtures("ray_cluster")
+
+STEPS, WARMUP_STEPS = 5, 2
+SAMPLES = 16
+TARGET, HORIZON, BETA = 0.02, 160, 0.05
+MICRO_BATCH = MicroBatchConfig(max_tokens=64)
+TRAINED = ["actor/pg_loss", "actor/pg_clipfrac", "actor/approx_kl", "actor/entropy", "actor/grad_norm", "actor/lr"]
+ALWAYS = [
+    *("critic/vf_loss", "critic/vf_clipfrac", "critic/grad_norm", "critic/score/mean", "critic/score/max", "critic/score/min"),
+    *("response_length/mean", "response_length/max", "response_length/min", "response_length/clip_ratio"),
+    *(f"timing_s/{phase}" for phase in ("step", "gen", "reward", "old_log_prob", "ref", "values", "adv", "update_critic")),
+    *("perf/throughput", "training/rollout_probs_diff_mean", "training/rollout_probs_diff_max"),
+]
+IN_TRAINING = [*TRAINED, "timing_s/update_actor", "timing_s/update_weights"]
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    save_inputs(folder := tmp_path_factory.mktemp("inputs"))
+    return folder
+
+
+def config(
+    inputs: Path, output_dir: Path, algorithm: AlgorithmConfig, *, tensor_parallel_size: int = 1, updates_per_step: int = 2, **trainer: Any
+) -> PPOConfig:
+    return PPOConfig(
+        model=ModelConfig(path=str(inputs / "policy"), dtype=DType.float32),
+        data=DataConfig(
+            train_files=[str(inputs / "train.parquet")],
+            val_files=[str(inputs / "validation.parquet")],
+            max_prompt_length=8,
+            max_response_length=8,
+        ),
+        algorithm=algorithm,
+        actor=ActorConfig(
+            parallel=ParallelConfig(tensor_parallel_size=tensor_parallel_size), micro_batch=MICRO_BATCH, optim=OptimConfig(lr=5e-3)
+        ),
+        critic=CriticConfig(micro_batch=MICRO_BATCH, optim=OptimConfig(lr=1e-2)),
+        reference=ReferenceConfig(micro_batch=MICRO_BATCH),
+        reward=RewardConfig(functions=[RewardFunctionConfig(path=str(inputs / "reward.py"))], num_processes=1),
+        rollout=RolloutConfig(n=4, validation=SamplingConfig(temperature=0)),
+        trainer=TrainerConfig(prompts_per_step=SAMPLES // 4, updates_per_step=updates_per_step, output_dir=str(output_dir), **trainer),
+        tracking=TrackingConfig(loggers=["jsonl"], log_generations=3),
+        device=Device.cpu,
+    )
+
+
+def split_collocate(inputs: Path, output_dir: Path) -> PPOConfig:
+    controller = KLControllerConfig(kind=KLControllerKind.adaptive, target=TARGET, horizon=HORIZON)
+    return config(
+        inputs,
+        output_dir,
+        AlgorithmConfig(kl=KLConfig(coefficient=BETA, controller=controller)),
+        tensor_parallel_size=2,
+        total_steps=STEPS,
+        critic_warmup_steps=WARMUP_STEPS,
+        epochs_per_batch=2,
+        validate_every_steps=2,
+    )
+
+
+class PolicyWatch:
+    """The actor's weights, and the version that the rollout has, before each step."""
+
+    def __init__(self, folder: Path, source: Path) -> None:
+        self._folder = folder
+        self._source = source
+        self.versions: list[int] = []
+
+    def __call__(self, step: int, roles: PPORoles) -> None:
+        sampling = SamplingParameters(max_new_tokens=1, seed=0)
+        self.versions.append(roles.rollout.group.execute_rank_async(0, "generate", [[2]], sampling).get()[0].weight_version)
+        roles.actor.save_hf(self._folder / str(step), str(self._source))
+
+    def weights(self, step: int) -> dict[str, torch.Tensor]:
+        return load_file(self._folder / str(step) / "model.safetensors")
+
+
+@pytest.fixture(scope="module")
+def watch(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> PolicyWatch:
+    return PolicyWatch(tmp_path_factory.mktemp("watched"), inputs / "policy")
+
+
+@pytest.fixture(scope="module")
+def finished(inputs: Path, watch: PolicyWatch, tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    return run_ppo(split_collocate(inputs, tmp_path_factory.mktemp("ppo")), watch)
+
+
+def test_every_step_has_its_metrics(finished: Finished) -> None:
+    before, *steps = finished.metrics
+    assert [line["step"] for line in finished.metrics] == list(range(STEPS + 1))
+    assert before.keys() == {"step", "val/count/score/mean", "val/score/mean", "timing_s/testing"}
+    for line in steps:
+        expected = {*ALWAYS, *(IN_TRAINING if line["step"] > WARMUP_STEPS else [])}
+        expected |= {"val/count/score/mean", "timing_s/testing"} if line["step"] in (2, 4, STEPS) else set()
+        assert expected - line.keys() == set(), line["step"]
+        assert all(math.isfinite(value) for value in line.values())
+        assert line["training/rollout_probs_diff_max"] < 1e-5  # the rollout has the actor's weights
+        phases = [line[f"timing_s/{name}"] for name in ("gen", "reward", "values", "update_critic")]
+        assert 0 < max(phases) < line["timing_s/step"]
+        assert ("timing_s/testing" in line) == ("val/score/mean" in line)
+
+
+def test_no_metric_is_of_a_phase_that_did_not_happen(finished: Finished) -> None:
+    for line in finished.metrics[1 : WARMUP_STEPS + 1]:
+        assert not line.keys() & set(IN_TRAINING)
+
+
+def test_the_critic_warms_up_alone(finished: Finished, watch: PolicyWatch, inputs: Path) -> None:
+    start = load_file(inputs / "policy" / "model.safetensors")
+    for step in range(1, WARMUP_STEPS + 2):
+        assert all(torch.equal(weight, start[name]) for name, weight in watch.weights(step).items())
+    assert any(not torch.equal(weight, start[name]) for name, weight in watch.weights(WARMUP_STEPS + 2).items())
+    assert watch.versions == [1, 1, 1, 2, 3]
+    first, second = finished.metrics[1:3]
+    assert (first["critic/values/max"], first["critic/values/min"]) == (0, 0)  # a new head
+    assert second["critic/values/max"] != 0
+
+
+def test_the_kl_coefficient_follows_its_controller(finished: Finished) -> None:
+    """beta <- beta (1 + clip(kl / target - 1, -0.2, 0.2) samples / horizon)."""
+    steps = finished.metrics[1:]
+    kls = [line["actor/reward_kl_penalty"] for line in steps]
+    assert kls[: WARMUP_STEPS + 1] == pytest.approx([0, 0, 0], abs=1e-6)
+    assert max(kls[WARMUP_STEPS + 1 :]) > TARGET  # it moves both ways
+    betas = [line["actor/reward_kl_penalty_coeff"] for line in steps]
+    assert betas[:4] == pytest.approx([0.05, 0.049, 0.04802, 0.0470596])
+    for beta, kl, following in zip(betas, kls, betas[1:], strict=False):
+        error = min(max(kl / TARGET - 1, -0.2), 0.2)
+        assert following == pytest.approx(beta * (1 + error * SAMPLES / HORIZON))
+
+
+def test_rewards_are_scores_minus_the_penalty(finished: Finished) -> None:
+    last = finished.metrics[-1]
+    assert last["critic/rewards/mean"] != pytest.approx(last["critic/score/mean"], abs=1e-6)
+    first = finished.metrics[1]  # no KL yet
+    assert first["critic/rewards/mean"] == pytest.approx(first["critic/score/mean"], abs=1e-6)
+
+
+def test_the_timeline_shows_every_pool(finished: Finished, inputs: Path) -> None:
+    events = json.loads((finished.output_dir / "timeline.json").read_text())["traceEvents"]
+    names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+    pools = plan_placement(split_collocate(inputs, finished.output_dir)).process_on_nodes
+    assert set(names.values()) == {f"pool {pool}" for pool in (*pools, "driver")}
+    calls = [event for event in events if event["ph"] == "X"]
+    assert {names[event["pid"]] for event in calls} == set(names.values())
+    assert all(event["dur"] >= 0 for event in calls)
+    assert {"generate", "score", "old_log_prob", "ref_log_prob", "values", "update_critic", "update_actor", "step"} <= {
+        event["name"] for event in calls
+    }
+
+
+def test_the_updates_of_both_models_overlap(finished: Finished) -> None:
+    """Their pools share no process: a critic's update begins before the actor's last one of the same step has ended."""
+    events = json.loads((finished.output_dir / "timeline.json").read_text())["traceEvents"]
+    of_last_step = [event for event in events if event["ph"] == "X" and event["args"]["step"] == STEPS]
+    actor, critic = ([event for event in of_last_step if event["name"] == name] for name in ("update_actor", "update_critic"))
+    assert min(event["ts"] for event in critic) < max(event["ts"] + event["dur"] for event in actor)
+    assert min(event["ts"] for event in actor) < max(event["ts"] + event["dur"] for event in critic)
+
+
+def test_generations_are_written(finished: Finished) -> None:
+    rows = [json.loads(line) for line in (finished.output_dir / "generations.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [step for step in (0, 2, 4, STEPS) for _ in range(3)]
+    assert rows[0].keys() == {"step", "uid", "data_source", "response", "ground_truth", "score"}
+    assert [row["response"] for row in rows[:3]] == [row["response"] for row in rows[3:6]]  # greedy, with the same weights
+
+
+def test_the_policy_is_saved_for_transformers(finished: Finished, inputs: Path) -> None:
+    model, loading = AutoModelForCausalLM.from_pretrained(finished.policy, output_loading_info=True)
+    assert not loading["missing_keys"]
+    assert not loading["unexpected_keys"]
+    start = load_file(inputs / "policy" / "model.safetensors")
+    moved = {name: float((weight - start[name]).abs().max()) for name, weight in model.state_dict().items() if name in start}
+    assert moved.keys() == start.keys()
+    assert min(moved.values()) > 1e-4
+
+
+def without_times(finished: Finished) -> list[dict[str, float]]:
+    return [{key: value for key, value in line.items() if not key.startswith(("timing_s/", "perf/"))} for line in finished.metrics]
+
+
+def test_the_same_seed_gives_the_same_run(finished: Finished, inputs: Path, tmp_path: Path) -> None:
+    assert without_times(run_ppo(split_collocate(inputs, tmp_path))) == without_times(finished)
+
+
+def test_grpo_runs_without_critic_and_reference(inputs: Path, tmp_path: Path) -> None:
+    algorithm = AlgorithmConfig(advantage=AdvantageConfig(estimator=AdvantageEstimator.grpo), kl=KLConfig(where=KLWhere.none))
+    seen: list[PPORoles] = []
+    finished = run_ppo(config(inputs, tmp_path, algorithm, total_steps=2, validate_before=False), lambda step, roles: seen.append(roles))
+    assert (seen[0].critic, seen[0].reference) == (None, None)
+    assert [line["step"] for line in finished.metrics] == [1, 2]
+    for line in finished.metrics:
+        assert set(IN_TRAINING) <= line.keys()
+        assert not line.keys() & {"critic/vf_loss", "critic/values/mean", "timing_s/values", "timing_s/ref", "actor/reward_kl_penalty"}
+        assert line["actor/grad_norm"] > 0
+        assert line["critic/rewards/mean"] == line["critic/score/mean"]
+
+
+def test_the_kl_can_stand_in_the_loss(inputs: Path, tmp_path: Path) -> None:
+    kl = KLConfig(where=KLWhere.loss, estimator=KLEstimator.k3, coefficient=0.1)
+    algorithm = AlgorithmConfig(advantage=AdvantageConfig(estimator=AdvantageEstimator.grpo), kl=kl)
+    finished = run_ppo(config(inputs, tmp_path, algorithm, updates_per_step=1, total_steps=3, validate_before=False))
+    losses = [line["actor/kl_loss"] for line in finished.metrics]
+    assert losses[0] == pytest.approx(0, abs=1e-6)  # the actor is still the reference
+    assert min(losses[1:]) > 1e-3
+    for line in finished.metrics:
+        assert line["critic/rewards/mean"] == line["critic/score/mean"]  # and not in the reward

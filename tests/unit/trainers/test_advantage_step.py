@@ -1,0 +1,80 @@
+"""From scores to advantages, with numbers worked out by hand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from megarl.config.schema import (
+    AdvantageConfig,
+    AdvantageEstimator,
+    AlgorithmConfig,
+    KLConfig,
+    KLControllerConfig,
+    KLControllerKind,
+    KLWhere,
+)
+from megarl.protocol.batch import DataProto
+from megarl.trainers.ppo import AdvantageStep
+
+MASK = torch.tensor([[True, True], [True, False]])
+NAN = float("nan")  # what stands outside the mask must not count
+
+
+def batch(**tensors: Tensor) -> DataProto:
+    scores = torch.tensor([[0.0, 1.0], [0.5, NAN]])
+    return DataProto.from_dict({"token_level_scores": scores, "response_mask": MASK, **tensors}, {"uid": ["a", "a"]})
+
+
+def log_probs() -> dict[str, Tensor]:
+    """KL (k1) per token: 0.1, 0.3 | 0.4: row means 0.2 and 0.4, of which the mean is 0.3."""
+    return {"old_log_probs": torch.tensor([[-1.0, -1.0], [-1.0, NAN]]), "ref_log_prob": torch.tensor([[-1.1, -1.3], [-1.4, NAN]])}
+
+
+def gae_config(kl: KLConfig) -> AlgorithmConfig:
+    return AlgorithmConfig(advantage=AdvantageConfig(gamma=1.0, lam=1.0), kl=kl)
+
+
+def test_the_penalty_is_in_the_rewards() -> None:
+    """beta 0.5: rewards -0.05, 1 - 0.15 | 0.5 - 0.2. With gamma = lambda = 1 returns are sums of what is to come."""
+    values = torch.tensor([[0.1, 0.2], [0.3, NAN]])
+    result, metrics = AdvantageStep(gae_config(KLConfig(coefficient=0.5)))(batch(**log_probs(), values=values))
+    tensors = result.tensors
+    assert torch.allclose(tensors["token_level_rewards"], torch.tensor([[-0.05, 0.85], [0.3, 0.0]]))
+    assert torch.allclose(tensors["returns"], torch.tensor([[0.8, 0.85], [0.3, 0.0]]))
+    # before whitening: 0.7, 0.65 | 0.0; mean 0.45, deviations 0.25, 0.2, -0.45, variance (0.0625 + 0.04 + 0.2025) / 2
+    deviation = 0.1525**0.5
+    assert torch.allclose(tensors["advantages"], torch.tensor([[0.25, 0.2], [-0.45, 0.0]]) / deviation)
+    assert metrics == pytest.approx({"actor/reward_kl_penalty": 0.3, "actor/reward_kl_penalty_coeff": 0.5})
+
+
+def test_the_controller_moves_after_the_step() -> None:
+    """KL 0.3 is 50 % over the target, cut to 20 %; two samples of a horizon of ten: beta * 1.04."""
+    controller = KLControllerConfig(kind=KLControllerKind.adaptive, target=0.2, horizon=10)
+    step = AdvantageStep(gae_config(KLConfig(coefficient=0.5, controller=controller)))
+    coefficients = [step(batch(**log_probs(), values=torch.zeros(2, 2)))[1]["actor/reward_kl_penalty_coeff"] for _ in range(3)]
+    assert coefficients == pytest.approx([0.5, 0.52, 0.5408])
+
+
+def test_a_penalty_in_the_loss_leaves_rewards_and_controller_alone() -> None:
+    controller = KLControllerConfig(kind=KLControllerKind.adaptive, target=0.2, horizon=10)
+    step = AdvantageStep(gae_config(KLConfig(where=KLWhere.loss, coefficient=0.5, controller=controller)))
+    result, metrics = step(batch(**log_probs(), values=torch.zeros(2, 2)))
+    assert torch.equal(result.tensors["token_level_rewards"], torch.tensor([[0.0, 1.0], [0.5, 0.0]]))
+    assert metrics["actor/reward_kl_penalty"] == pytest.approx(0.3)
+    assert step.kl_controller.coefficient == 0.5
+
+
+def test_grpo_compares_the_samples_of_a_prompt() -> None:
+    """Outcomes 1 and 0.5: mean 0.75, standard deviation 0.5 / sqrt 2."""
+    algorithm = AlgorithmConfig(advantage=AdvantageConfig(estimator=AdvantageEstimator.grpo), kl=KLConfig(where=KLWhere.none))
+    result, metrics = AdvantageStep(algorithm)(batch())
+    scaled = 0.25 / (0.5 / 2**0.5)
+    assert torch.allclose(result.tensors["advantages"], torch.tensor([[scaled, scaled], [-scaled, 0.0]]), atol=1e-5)
+    assert metrics == {}
+
+
+def test_gae_without_values_is_an_error() -> None:
+    with pytest.raises(ValueError, match="needs the critic's `values`"):
+        AdvantageStep(gae_config(KLConfig()))(batch(**log_probs()))

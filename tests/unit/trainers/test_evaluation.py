@@ -1,0 +1,77 @@
+"""Validation over a small data set, with a rollout and a reward that are made up."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from megarl.config.schema import SamplingConfig
+from megarl.protocol.batch import DataProto
+from megarl.trainers.evaluation import Evaluation
+
+SOURCES = ["sums", "sums", "words", "sums", "words"]
+
+
+class Rows:
+    """Five prompts of two sources."""
+
+    def __len__(self) -> int:
+        return len(SOURCES)
+
+    def batch(self, indices: Sequence[int], uids: Sequence[str]) -> DataProto:
+        return DataProto.from_dict(
+            {"prompts": torch.tensor(list(indices))[:, None]},
+            {
+                "uid": list(uids),
+                "data_source": [SOURCES[index] for index in indices],
+                "reward_model": [{"ground_truth": f"truth {index}"} for index in indices],
+            },
+        )
+
+
+class FakeRollout:
+    def __init__(self) -> None:
+        self.asked: list[tuple[int, SamplingConfig, int]] = []
+
+    def generate(self, prompts: DataProto, sampling: SamplingConfig, step: int) -> DataProto:
+        self.asked.append((len(prompts), sampling, step))
+        return prompts.repeat(sampling.n)
+
+
+class FakeReward:
+    """Sample k of prompt i scores i + k / 2."""
+
+    def score(self, batch: DataProto) -> DataProto:
+        prompts = batch.tensors["prompts"][:, 0].tolist()
+        scores = [prompt + 0.5 * (row % 2) for row, prompt in enumerate(prompts)]
+        return DataProto.from_dict(non_tensors={"score": scores, "response_text": [f"text {prompt}" for prompt in prompts]})
+
+
+def run(num_generations: int) -> tuple[Any, FakeRollout]:
+    rollout = FakeRollout()
+    evaluation = Evaluation(Rows(), SamplingConfig(n=2, temperature=0.3), batch_size=2, num_generations=num_generations)  # type: ignore[arg-type]
+    return evaluation.run(rollout, FakeReward()), rollout  # type: ignore[arg-type]
+
+
+def test_means_are_over_all_samples_of_a_source() -> None:
+    """sums: prompts 0, 1, 3; words: prompts 2, 4; each prompt's two samples average to its number + 0.25."""
+    result, rollout = run(num_generations=0)
+    assert result.metrics == pytest.approx({"val/sums/score/mean": 4 / 3 + 0.25, "val/words/score/mean": 3.25, "val/score/mean": 2.25})
+    assert [num_prompts for num_prompts, _, _ in rollout.asked] == [2, 2, 1]
+    assert {(sampling.temperature, sampling.n, step) for _, sampling, step in rollout.asked} == {(0.3, 2, 0)}
+    assert result.generations == []
+
+
+def test_the_first_rows_are_kept_to_be_read() -> None:
+    result, _ = run(num_generations=5)  # one of them is of the second batch
+    assert [row["uid"] for row in result.generations] == ["0", "0", "1", "1", "2"]
+    assert result.generations[1] == {
+        "uid": "0",
+        "data_source": "sums",
+        "response": "text 0",
+        "ground_truth": "truth 0",
+        "score": 0.5,
+    }

@@ -1,0 +1,132 @@
+"""Timings of phases from made-up spans, and what the monitor makes of steps and validations."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from megarl.protocol.span import Span
+from megarl.tracking.loggers import Tracker
+from megarl.tracking.progress import ProgressBar
+from megarl.tracking.timeline import Timeline
+from megarl.trainers import monitor as monitor_module
+from megarl.trainers.evaluation import ValidationResult
+from megarl.trainers.monitor import Monitor, phase_timings
+
+
+def span(role: str, rank: int, name: str, start_s: float, end_s: float) -> Span:
+    return Span(role if role == "driver" else f"pool of {role}", role, rank, name, start_s, end_s)
+
+
+def test_a_phase_lasts_from_its_first_start_to_its_last_end() -> None:
+    spans = [
+        span("rollout", 0, "generate", 10.0, 14.0),
+        span("rollout", 1, "generate", 10.5, 15.5),
+        span("critic", 0, "update_critic", 20.0, 21.0),  # two mini-batches, side by side with the actor's
+        span("critic", 0, "update_critic", 22.0, 23.0),
+        span("actor", 0, "update_actor", 20.5, 26.0),
+        span("actor", 0, "begin_weight_export", 27.0, 28.0),  # no phase of its own
+        span("driver", 0, "update_weights", 26.5, 29.0),
+        span("driver", 0, "step", 10.0, 30.0),
+    ]
+    assert phase_timings(spans) == {
+        "timing_s/gen": 5.5,
+        "timing_s/update_critic": 3.0,
+        "timing_s/update_actor": 5.5,
+        "timing_s/update_weights": 2.5,
+        "timing_s/step": 20.0,
+    }
+
+
+class Group:
+    """Stands in for a worker group: its calls are on clocks of their own."""
+
+    def __init__(self) -> None:
+        self.spans: list[Span] = []
+
+    def drain_spans(self) -> list[Span]:
+        spans, self.spans = self.spans, []
+        return spans
+
+
+class Clock:
+    """Every look at it is a second later."""
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def time(self) -> float:
+        self.now_s += 1.0
+        return self.now_s
+
+
+@pytest.fixture
+def group() -> Group:
+    return Group()
+
+
+@pytest.fixture
+def monitor(group: Group, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Monitor]:
+    monkeypatch.setattr(monitor_module, "time", Clock())
+    progress = ProgressBar("test", 2, Console(file=io.StringIO()))
+    with Monitor([group], Tracker(["jsonl"], tmp_path), Timeline(tmp_path), progress) as made:  # type: ignore[list-item]
+        yield made
+
+
+def logged(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+RESULT = ValidationResult({"val/score/mean": 0.5}, [{"uid": "0", "response": "x"}])
+
+
+def test_validation_is_timed_apart_from_training(monitor: Monitor, group: Group, tmp_path: Path) -> None:
+    with monitor.testing():  # the clock: from 101 to 102
+        group.spans.append(span("rollout", 0, "generate", 0.0, 50.0))
+    monitor.record_validation(RESULT, 0)
+    with monitor.step(1):  # from 103 to 108
+        group.spans.append(span("rollout", 0, "generate", 60.0, 61.0))
+        monitor.record({"num_tokens": 40.0})
+        with monitor.phase("adv"):
+            pass
+        with monitor.testing():
+            group.spans.append(span("rollout", 0, "generate", 62.0, 99.0))
+        monitor.record_validation(RESULT, 1)
+    before, step = logged(tmp_path)
+    assert before == {"step": 0, "val/score/mean": 0.5, "timing_s/testing": 1.0}
+    assert step == {
+        "step": 1,
+        "num_tokens": 40.0,
+        "val/score/mean": 0.5,
+        "timing_s/gen": 1.0,
+        "timing_s/adv": 1.0,
+        "timing_s/testing": 1.0,
+        "timing_s/step": 5.0,
+        "perf/throughput": 10.0,
+    }
+    assert monitor.validations == [(0, 0.5), (1, 0.5)]
+
+
+def test_the_timeline_has_validation_too(monitor: Monitor, group: Group, tmp_path: Path) -> None:
+    with monitor.step(1), monitor.testing():
+        group.spans.append(span("rollout", 0, "generate", 1.0, 2.0))
+    monitor.__exit__(None, None, None)
+    events = json.loads((tmp_path / "timeline.json").read_text())["traceEvents"]
+    assert {event["name"] for event in events if event["ph"] == "X"} == {"generate", "testing", "step"}
+
+
+def test_a_step_that_fails_is_not_logged(monitor: Monitor, tmp_path: Path) -> None:
+    with pytest.raises(KeyError), monitor.step(1):
+        raise KeyError("broken")
+    assert logged(tmp_path) == []
+    with monitor.step(2):
+        monitor.record({"a": 1.0})
+    with monitor.step(3):
+        pass
+    assert [sorted(line) for line in logged(tmp_path)] == [["a", "step", "timing_s/step"], ["step", "timing_s/step"]]
