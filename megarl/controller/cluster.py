@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import ray
 from ray._private import ray_constants
 
-from megarl.controller.reaper import OWNER, end_processes_of, start_reaper
+from megarl.controller.reaper import OWNER, descendants, end_held, end_processes_of, hold, start_reaper
 
 _ANSWER_S = 10.0
 _MIN_OBJECT_STORE_MB = 80  # Ray refuses less than 75 MiB
@@ -23,6 +23,7 @@ _DAEMON_SETTINGS = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_enable_worker_prestart"
 _RAY = "/ray"  # added to the driver's mark on all that runs under Ray
 
 _owner: str | None = None
+_daemons: list[int] = []  # descriptors of the processes that ray.init started here
 
 
 def start_ray(*, num_cpus: int, num_gpus: int = 0, object_store_mb: float = 512) -> None:
@@ -41,9 +42,11 @@ def start_ray(*, num_cpus: int, num_gpus: int = 0, object_store_mb: float = 512)
     if address := os.environ.get("RAY_ADDRESS"):
         _check_answers(address)
         ray.init(address=address, logging_level=logging.ERROR, log_to_driver=False)
+        start_reaper(process_owner(), whole_group=False)  # a driver may share its group with the shell's pipeline
         return
     for name, value in _DAEMON_SETTINGS.items():
         os.environ.setdefault(name, value)
+    before = set(descendants(os.getpid()))
     with _loopback_only(), _marked_as_ray():
         ray.init(
             num_cpus=num_cpus,
@@ -53,6 +56,9 @@ def start_ray(*, num_cpus: int, num_gpus: int = 0, object_store_mb: float = 512)
             logging_level=logging.ERROR,
             log_to_driver=False,
         )
+    daemons = [pid for pid in descendants(os.getpid()) if pid not in before]
+    start_reaper(process_owner(), whole_group=False, named=daemons)
+    _daemons.extend(hold(daemons))
 
 
 def _check_answers(address: str) -> None:
@@ -99,6 +105,8 @@ def shutdown() -> list[int]:
     Returns the pids of those that could not be ended, normally none. May be called twice.
     """
     ray.shutdown()
+    end_held(_daemons)
+    _daemons.clear()
     return end_processes_of(process_owner() + _RAY)
 
 
@@ -108,12 +116,11 @@ def worker_owner(group: int, rank: int) -> str:
 
 
 def process_owner() -> str:
-    """By which this driver's descendants are known. Its first caller starts the process that ends them all when the driver is gone."""
+    """By which this driver's descendants are known."""
     global _owner
     if _owner is None:
         _owner = uuid.uuid4().hex
         os.environ[OWNER] = _owner
-        start_reaper(_owner, whole_group=False)  # it may share its group with the shell's pipeline
         atexit.register(shutdown)
     return _owner
 

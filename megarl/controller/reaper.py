@@ -3,7 +3,8 @@
 Ray ends the processes that it started; it knows nothing of those that they started (inference servers, reward sandboxes),
 and when the driver is killed its daemons die before they could tidy up. So every driver and every worker has a small
 process that sleeps on its pidfd until it ends, however it ends. What belongs to it is known by an environment variable,
-which children inherit through any number of generations, and for a worker also by its process group.
+which children inherit through any number of generations, and for a worker also by its process group. Some processes
+overwrite their environment with their title (Ray's agents do): those can be named.
 """
 
 from __future__ import annotations
@@ -15,17 +16,50 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 OWNER = "MEGARL_PROCESS_OWNER"  # a worker's value begins with its driver's
 
 
-def start_reaper(owner: str, whole_group: bool) -> None:
-    """Watches over this process. `whole_group`: all of its process group belongs to it, if it is the leader (Ray sees to that)."""
+def start_reaper(owner: str, whole_group: bool, named: Sequence[int] = ()) -> None:
+    """Watches over this process. `whole_group`: all of its process group belongs to it, if it is the leader (Ray sees to that).
+    `named`: processes that belong to it whatever they look like."""
     group = os.getpid() if whole_group and os.getpgid(0) == os.getpid() else 0
     environment = {key: value for key, value in os.environ.items() if key != OWNER}
-    command = [sys.executable, "-I", "-S", __file__, str(os.getpid()), owner, str(group)]
+    arguments = [str(number) for number in (os.getpid(), group, *named)]
+    command = [sys.executable, "-I", "-S", __file__, owner, *arguments]
     subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=True)
+
+
+def descendants(pid: int) -> list[int]:
+    """Children, their children, and so on."""
+    children: dict[int, list[int]] = {}
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            with contextlib.suppress(OSError):  # it ended while we looked
+                children.setdefault(int(_status(entry)[1]), []).append(int(entry))
+    found = list(children.get(pid, []))
+    for child in found:  # grows while it is read
+        found += children.get(child, [])
+    return found
+
+
+def hold(pids: Iterable[int]) -> list[int]:
+    """Process descriptors: they stay with their processes when a pid is used again. Those that have ended are left out."""
+    descriptors = []
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            descriptors.append(os.pidfd_open(pid))
+    return descriptors
+
+
+def end_held(descriptors: Iterable[int]) -> None:
+    """Kills them and closes the descriptors."""
+    for descriptor in descriptors:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+        os.close(descriptor)
 
 
 def processes_of(owner: str, group: int = 0) -> list[int]:
@@ -54,19 +88,25 @@ def end_processes_of(owner: str, group: int = 0, limit_s: float = 10.0) -> list[
 
 
 def _is_zombie(pid: str) -> bool:
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    return _status(pid)[0] == "Z"
 
 
-def _watch(pid: int, owner: str, group: int) -> None:
-    with contextlib.suppress(ProcessLookupError):  # it has ended already
-        descriptor = os.pidfd_open(pid)
+def _status(pid: str) -> list[str]:
+    """State, parent, ...: what follows the name in /proc/PID/stat."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+
+
+def _watch(owner: str, pid: int, group: int, *named: int) -> None:
+    held = hold(named)
+    for descriptor in hold([pid]):  # none when it has ended already
         poll = select.poll()
         poll.register(descriptor, select.POLLIN)
         poll.poll()
+    end_held(held)
     end_processes_of(owner, group)
 
 
 if __name__ == "__main__":
     if os.fork() == 0:  # not a child of the watched process: Ray kills the children of a worker that ends
         os.setsid()
-        _watch(int(sys.argv[1]), sys.argv[2], int(sys.argv[3]))
+        _watch(sys.argv[1], *(int(number) for number in sys.argv[2:]))

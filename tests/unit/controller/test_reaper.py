@@ -8,18 +8,16 @@ import uuid
 
 import psutil
 
-from megarl.controller.reaper import end_processes_of, processes_of
+from megarl.controller.reaper import descendants, end_processes_of, processes_of
 from tests.processes import gone_within
 
 OWNER_SCRIPT = """
 import os, subprocess, sys, time
 from megarl.controller.reaper import OWNER, start_reaper
 os.environ[OWNER] = sys.argv[1]
-start_reaper(sys.argv[1], whole_group=sys.argv[2] == "group")
-marked = dict(os.environ)
-if sys.argv[2] == "group":
-    del marked[OWNER]  # a child that cleared its environment is still of the group
-child = subprocess.Popen(["sleep", "600"], env=marked, start_new_session=sys.argv[2] != "group")
+kind = sys.argv[2]
+child = subprocess.Popen(["sleep", "600"], env=dict(os.environ) if kind == "mark" else {}, start_new_session=kind != "group")
+start_reaper(sys.argv[1], whole_group=kind == "group", named=[child.pid] if kind == "named" else [])
 print(child.pid, flush=True)
 time.sleep(600)
 """
@@ -32,7 +30,7 @@ def start_owner(owner: str, kind: str) -> tuple[subprocess.Popen, psutil.Process
 
 
 def test_children_end_with_a_killed_owner() -> None:
-    for kind in ("mark", "group"):
+    for kind in ("mark", "group", "named"):  # only the first can be told by its environment
         owner, child = start_owner(uuid.uuid4().hex, kind)
         os.kill(owner.pid, signal.SIGKILL)
         owner.wait()
@@ -43,6 +41,7 @@ def test_only_the_owners_processes_are_found() -> None:
     name = uuid.uuid4().hex
     owner, child = start_owner(name + "/0.1/", "mark")
     assert processes_of(name) == [child.pid]
+    assert descendants(owner.pid) == [child.pid]
     assert processes_of(name + "/0.2/") == []
     assert end_processes_of(name) == []
     assert gone_within([child], limit_s=1) == []
