@@ -2,9 +2,9 @@
 
     python -m examples.quickstart.prepare --output-dir outputs/quickstart --seed 0
 
-The task is reasoning-gym's `chain_sum` with two terms of two digits ("48 - 61"); its own verifier scores the answers.
-The demonstrations for supervised fine-tuning come from teachers who slip: in half of them one digit of the answer is off by one.
-A model that imitates them slips as often as they do. Only the verifier's rewards can teach it better, and that is what PPO shows.
+The task is reasoning-gym's `basic_arithmetic`: sums of two numbers from 1 to 100 ("48 + 61"); its own verifier scores the
+answers. The demonstrations for supervised fine-tuning come from three teachers who slip: in half of them the answer is off by one or
+by ten. A model that imitates them slips as often as they do. Only the verifier's rewards can teach it better, and that is what PPO shows.
 """
 
 from __future__ import annotations
@@ -22,8 +22,10 @@ from reasoning_gym import create_dataset
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-TASK = "chain_sum"
-NUM_DRAWS = 60_000  # of 16,200 possible problems; nearly all of them turn up
+TASK = "basic_arithmetic"
+TERMS = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2, "operators": ["+"], "allow_parentheses": False}
+NUM_DRAWS = 60_000  # some 10,000 different problems turn up
+NUM_TEACHERS = 3
 NUM_VALIDATION = 512
 NUM_SFT_VALIDATION = 256
 SLIP_SHARE = 0.5
@@ -65,13 +67,13 @@ def prepare(output_dir: str | Path, seed: int) -> Prepared:
     train = problems[NUM_VALIDATION + NUM_SFT_VALIDATION :]
     _write(made.train, [_prompt_row(problem, "train", index) for index, problem in enumerate(train)])
     _write(made.validation, [_prompt_row(problem, "validation", index) for index, problem in enumerate(held_out)])
-    _write(made.sft_train, [_demonstration(problem, chance) for problem in train])
+    _write(made.sft_train, [_demonstration(problem, chance) for _ in range(NUM_TEACHERS) for problem in train])
     _write(made.sft_validation, [_demonstration(problem, chance) for problem in sft_held_out])
     return made
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per character, blanks dropped; 17 tokens, which no tensor-parallel size divides. A prompt has 7 tokens."""
+    """One token per character, blanks dropped; 17 tokens, which no tensor-parallel size divides. A prompt has 5 to 9 tokens."""
     vocabulary = {token: index for index, token in enumerate((*SPECIAL_TOKENS, *CHARACTERS))}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
     tokenizer.normalizer = normalizers.Replace(" ", "")
@@ -114,7 +116,7 @@ def _save_model(path: Path, seed: int) -> None:
 def _distinct_problems(seed: int) -> list[dict[str, Any]]:
     """reasoning-gym draws with replacement, so the same sum comes back; each is kept once, in the order of its first draw."""
     # Entry i is drawn from seed + i: seeds far apart, so that two runs do not share a stretch of draws.
-    draws = create_dataset(TASK, seed=seed * NUM_DRAWS, size=NUM_DRAWS, min_terms=2, max_terms=2, min_digits=2, max_digits=2)
+    draws = create_dataset(TASK, seed=seed * NUM_DRAWS, size=NUM_DRAWS, allow_negation=False, **TERMS)
     by_expression: dict[str, dict[str, Any]] = {}
     for entry in draws:
         by_expression.setdefault(entry["metadata"]["expression"], entry)
