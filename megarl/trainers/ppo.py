@@ -8,11 +8,12 @@ from megarl.algorithms.advantages import ADVANTAGE_ESTIMATORS, AdvantageInputs
 from megarl.algorithms.kl import KL_CONTROLLERS, apply_kl_penalty, kl_per_token, sequence_mean_kl
 from megarl.algorithms.metrics import data_metrics
 from megarl.config.schema import AlgorithmConfig, KLWhere, PPOConfig
+from megarl.controller.futures import gather
 from megarl.data.loader import BatchLoader
 from megarl.protocol.batch import DataProto
 from megarl.trainers.evaluation import Evaluation
 from megarl.trainers.monitor import Monitor
-from megarl.workers.roles import Pending, valid_token_count
+from megarl.workers.roles import valid_token_count
 from megarl.workers.start import PPORoles
 
 Metrics = dict[str, float]
@@ -60,7 +61,7 @@ class PPOTrainer:
             updates.append(roles.critic.update(batch, step))
         if trains_actor:
             updates.append(roles.actor.update(batch, step))
-        for result in Pending.gather(updates):
+        for result in gather(*updates):
             metrics |= result
         if trains_actor:
             with phase("update_weights"):

@@ -5,12 +5,12 @@ from __future__ import annotations
 from megarl.algorithms.scores import place_scores
 from megarl.config.schema import RewardConfig
 from megarl.controller.dispatch import Dispatch, register
+from megarl.controller.futures import DerivedFuture
 from megarl.controller.group import RoleGroup
 from megarl.controller.worker import Worker
 from megarl.data.tokenizer import load_tokenizer
 from megarl.protocol.batch import DataProto
 from megarl.rewards.scorer import RewardScorer, ScoreRequest
-from megarl.workers.roles import Pending
 
 
 class RewardWorker(Worker):
@@ -47,7 +47,7 @@ class Reward:
     def __init__(self, group: RoleGroup) -> None:
         self.group = group
 
-    def score(self, batch: DataProto) -> Pending:
+    def score(self, batch: DataProto) -> DerivedFuture:
         """See RewardWorker.score."""
         needed = batch.select(["responses", "response_mask"], ["uid", "data_source", "reward_model", "extra_info"])
-        return Pending([self.group.score(needed)], lambda results: results[0])
+        return DerivedFuture([self.group.score(needed)], lambda results: results[0])

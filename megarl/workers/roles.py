@@ -11,31 +11,14 @@ import torch
 
 from megarl.algorithms.losses import MiniBatchCounts
 from megarl.config.schema import MicroBatchConfig, ParallelConfig
-from megarl.controller.futures import WorkerFuture, gather
+from megarl.controller.futures import DerivedFuture, WorkerFuture
 from megarl.controller.group import RoleGroup
 from megarl.data.packing import BatchPlan, plan_micro_batches
 from megarl.protocol.batch import DataProto
-from megarl.protocol.future import DataProtoFuture
 from megarl.workers.megatron import MICRO_BATCHES
 from megarl.workers.weight_sync import WeightSource, sync_weights
 
 _MODEL_KEYS = ("input_ids", "attention_mask", "response_mask")
-
-
-class Pending(DataProtoFuture):
-    """A result that is computed from other futures' results when all of them are there."""
-
-    def __init__(self, parts: Sequence[WorkerFuture], finish: Callable[[list[Any]], Any]) -> None:
-        self._parts = parts
-        self._finish = finish
-
-    def get(self, timeout: float | None = None) -> Any:
-        return self._finish(gather(*self._parts, timeout=timeout))
-
-    @classmethod
-    def gather(cls, futures: Sequence[Any], timeout: float | None = None) -> list[Any]:
-        gather(*(part for future in futures for part in future._parts), timeout=timeout)
-        return [future.get() for future in futures]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,27 +73,27 @@ class MegatronRole:
             parts.append(part)
         return plan, parts
 
-    def _score(self, batch: DataProto, method: Callable[[list[DataProto]], WorkerFuture]) -> Pending:
+    def _score(self, batch: DataProto, method: Callable[[list[DataProto]], WorkerFuture]) -> DerivedFuture:
         plan, parts = self._split(batch, _MODEL_KEYS)
 
         def restore(results: list[Any]) -> DataProto:
             (replicas,) = results
             return DataProto.concat(replicas).select_idxs(plan.restore_order())
 
-        return Pending([method(parts)], restore)
+        return DerivedFuture([method(parts)], restore)
 
     def _update(
         self,
         mini_batches: Iterable[DataProto],
         keys: Sequence[str],
         method: Callable[[list[DataProto], MiniBatchCounts], WorkerFuture],
-    ) -> Pending:
+    ) -> DerivedFuture:
         """Queues one optimizer step per mini-batch; metrics are summed over replicas and averaged over mini-batches."""
         futures = []
         for mini_batch in mini_batches:
             counts = MiniBatchCounts.of(mini_batch.tensors["response_mask"])
             futures.append(method(self._split(mini_batch, (*_MODEL_KEYS, *keys))[1], counts))
-        return Pending(futures, lambda updates: _mean([_over_replicas(replicas) for replicas in updates]))
+        return DerivedFuture(futures, lambda updates: _mean([_over_replicas(replicas) for replicas in updates]))
 
 
 # Metrics that every replica reports alike; all others are shares that add up.
@@ -128,7 +111,7 @@ def _mean(updates: list[dict[str, float]]) -> dict[str, float]:
 
 
 class Reference(MegatronRole):
-    def log_probs(self, batch: DataProto) -> Pending:
+    def log_probs(self, batch: DataProto) -> DerivedFuture:
         """`ref_log_prob` (B, R)."""
         return self._score(batch, self.group.ref_log_prob)
 
@@ -138,11 +121,11 @@ class Critic(MegatronRole):
         super().__init__(group, parallel, micro_batch)
         self._updates = updates
 
-    def values(self, batch: DataProto) -> Pending:
+    def values(self, batch: DataProto) -> DerivedFuture:
         """`values` (B, R)."""
         return self._score(batch, self.group.values)
 
-    def update(self, batch: DataProto, step: int) -> Pending:
+    def update(self, batch: DataProto, step: int) -> DerivedFuture:
         """Trains on `values`, `returns`; the metrics of CriticLoss, `critic/grad_norm` and `critic/lr`."""
         return self._update(self._updates.mini_batches(batch, step), ("values", "returns"), self.group.update_critic)
 
@@ -167,16 +150,16 @@ class Actor(MegatronRole):
         """See WeightSource.save_hf."""
         self._weights.save_hf(folder, source_folder)
 
-    def log_probs(self, batch: DataProto) -> Pending:
+    def log_probs(self, batch: DataProto) -> DerivedFuture:
         """`old_log_probs`, `entropys` (B, R)."""
         return self._score(batch, self.group.old_log_prob)
 
-    def update(self, batch: DataProto, step: int) -> Pending:
+    def update(self, batch: DataProto, step: int) -> DerivedFuture:
         """Trains on `old_log_probs`, `advantages` and, where it is there, `ref_log_prob`; the metrics of ActorLoss."""
         keys = [key for key in ("old_log_probs", "advantages", "ref_log_prob") if key in batch.tensors]
         return self._update(self._updates.mini_batches(batch, step), keys, self.group.update_actor)
 
-    def update_sft(self, batch: DataProto) -> Pending:
+    def update_sft(self, batch: DataProto) -> DerivedFuture:
         """One optimizer step on the likelihood of all rows; `sft/loss`, `sft/grad_norm`, `sft/lr`."""
         return self._update([batch], (), self.group.update_sft)
 
