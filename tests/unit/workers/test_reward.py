@@ -1,0 +1,58 @@
+"""The reward worker, in this process: what it decodes, where its scores stand, and what it reports of failures."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from megarl.config.schema import RewardConfig, RewardFunctionConfig
+from megarl.data.padding import pad_right
+from megarl.protocol.batch import DataProto
+from megarl.workers.reward import RewardWorker
+from tests.integration.tiny_run import SYMBOLS, save_policy
+
+FUNCTION = """
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    if solution_str == "":
+        raise KeyError("nothing to score")
+    return len(solution_str) + 10 * (solution_str == ground_truth) + 100 * (data_source == "two") + extra_info["bonus"]
+"""
+ANSWERS = ["12<end>", "3+4<end>", "<end>", "7= "]
+
+
+@pytest.fixture
+def worker(tmp_path: Path) -> Iterator[RewardWorker]:
+    save_policy(tmp_path / "policy")
+    (tmp_path / "reward.py").write_text(FUNCTION)
+    functions = [RewardFunctionConfig(path=str(tmp_path / "reward.py"))]
+    made = RewardWorker(RewardConfig(functions=functions, max_error_rate=0.25, num_processes=1), str(tmp_path / "policy"), False)
+    yield made
+    made._scorer.close()
+
+
+def token_ids(text: str) -> list[int]:
+    ids = [SYMBOLS.index(symbol) for symbol in text.removesuffix("<end>")]
+    return [*ids, SYMBOLS.index("<end>")] if text.endswith("<end>") else ids
+
+
+def test_scores_stand_on_the_last_token_that_was_written(worker: RewardWorker) -> None:
+    """12 is right (2 characters + 10); 3+4 is of the second source (3 + 100); one fails and scores 0; 7= has 3 and a bonus of 0.5."""
+    responses = pad_right([token_ids(text) for text in ANSWERS], 5, pad_id=SYMBOLS.index("9"))  # the padding must not be read
+    batch = DataProto.from_dict(
+        {"responses": responses.ids, "response_mask": responses.mask.bool()},
+        {
+            "uid": ["a", "a", "b", "b"],
+            "data_source": ["one", "two", "one", "one"],
+            "reward_model": [{"ground_truth": "12"}] * 4,
+            "extra_info": [{"bonus": 0}, {"bonus": 0}, {"bonus": 0}, {"bonus": 0.5}],
+        },
+    )
+    scored = worker.score(batch)
+    assert scored.non_tensor_batch["response_text"].tolist() == ["12", "3+4", "", "7= "]
+    assert scored.non_tensor_batch["score"].tolist() == [12, 103, 0, 3.5]
+    expected = [[0, 0, 12, 0, 0], [0, 0, 0, 103, 0], [0, 0, 0, 0, 0], [0, 0, 3.5, 0, 0]]
+    assert torch.equal(scored.tensors["token_level_scores"], torch.tensor(expected))
+    assert scored.meta_info == {"reward/error_rate": 0.25}
