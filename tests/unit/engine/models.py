@@ -11,8 +11,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModel, AutoModelForCausalLM, LlamaConfig, PretrainedConfig, PreTrainedModel, Qwen2Config, Qwen3Config
 
-from megarl.config.architecture import Architecture, RopeScaling
-
 VOCAB_SIZE = 199  # odd, so that every tensor-parallel size pads it
 _SHAPE: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
@@ -53,29 +51,6 @@ def save_model(family: str, folder: Path, seed: int = 0) -> None:
             else:
                 parameter.mul_(3.0)
     model.save_pretrained(folder)
-
-
-def architecture_of(family: str) -> Architecture:
-    config = FAMILIES[family]
-    rope = config.rope_parameters
-    scaling = {key: rope[key] for key in RopeScaling.__dataclass_fields__} if rope["rope_type"] == "llama3" else None
-    return Architecture(
-        model_type=config.model_type,
-        num_hidden_layers=config.num_hidden_layers,
-        hidden_size=config.hidden_size,
-        intermediate_size=config.intermediate_size,
-        num_attention_heads=config.num_attention_heads,
-        num_key_value_heads=config.num_key_value_heads,
-        head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
-        vocab_size=config.vocab_size,
-        max_position_embeddings=config.max_position_embeddings,
-        rms_norm_eps=config.rms_norm_eps,
-        rope_theta=rope["rope_theta"],
-        rope_scaling=RopeScaling(**scaling) if scaling else None,
-        tie_word_embeddings=config.tie_word_embeddings,
-        qkv_bias=config.model_type == "qwen2",
-        qk_norm=config.model_type == "qwen3",
-    )
 
 
 class Critic(torch.nn.Module):

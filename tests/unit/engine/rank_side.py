@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megarl.config.architecture import Architecture
+from megarl.config.architecture import read_architecture
 from megarl.config.schema import Device, ParallelConfig
 
 if TYPE_CHECKING:
@@ -31,6 +31,10 @@ LAYOUTS: dict[str, ParallelConfig] = {
     "DP2": ParallelConfig(**_DP),
     "TP2+SP": ParallelConfig(**_TP, sequence_parallel=True),
 }
+MIXED_LAYOUTS: dict[str, ParallelConfig] = {
+    "TP2+SPxDP2": ParallelConfig(**_TP, **_DP, sequence_parallel=True),
+    "PP2xDP2": ParallelConfig(**_PP, **_DP),
+}
 BUCKET_BYTES = 20_000  # several buckets even for a tiny model
 
 Tensors = dict[str, Tensor]
@@ -45,11 +49,11 @@ def start(parallel: ParallelConfig) -> ParallelGroups:
     return groups.initialize(parallel, seed=0)
 
 
-def build(groups: ParallelGroups, folder: str, architecture: Architecture, **spec: Any) -> MegatronEngine:
+def build(groups: ParallelGroups, folder: str, **spec: Any) -> MegatronEngine:
     """`spec`: fields of EngineSpec. Chunks of 8 tokens, so that every micro-batch of more has several."""
     from megarl.engine.engine import EngineSpec, MegatronEngine
 
-    return MegatronEngine(EngineSpec(architecture=architecture, **{"log_prob_chunk_tokens": 8, **spec}), groups, folder)
+    return MegatronEngine(EngineSpec(architecture=read_architecture(folder), **{"log_prob_chunk_tokens": 8, **spec}), groups, folder)
 
 
 def replica_rows(groups: ParallelGroups, num_rows: int) -> list[int]:
@@ -92,10 +96,11 @@ def hf_gradients(engine: MegatronEngine) -> Tensors:
 
 
 def _hf_tensors(engine: MegatronEngine, named: Tensors) -> Tensors:
-    """This stage's Hugging Face tensors on tensor-parallel rank 0, float32; nothing elsewhere."""
+    """This stage's Hugging Face tensors on tensor-parallel rank 0, float32; nothing elsewhere (all ranks must ask)."""
     from megarl.resharding.families import weights_of
     from megarl.resharding.gather import iterate_buckets
 
+    _check_copies(engine, named)
     spec, layout = engine.spec, engine.layout
     shapes = {tensor.name: tensor.shape for weight in weights_of(spec.architecture, spec.head) for tensor in weight.tensors}
     pieces: dict[str, list[Tensor]] = {}
@@ -104,6 +109,26 @@ def _hf_tensors(engine: MegatronEngine, named: Tensors) -> Tensors:
         for chunk in bucket.chunks:
             pieces.setdefault(chunk.name, []).append(chunk.data)
     return {name: torch.cat(parts).view(shapes[name]) for name, parts in pieces.items()}
+
+
+def _check_copies(engine: MegatronEngine, named: Tensors) -> None:
+    """What several ranks hold must be the same on all: replicated parameters of a stage, and the two ends of tied weights."""
+    from megarl.resharding.families import OUTPUT_LAYER, Cut
+    from megarl.resharding.layout import held_weights
+
+    architecture, groups = engine.spec.architecture, engine.groups
+    for weight in held_weights(architecture, engine.layout, engine.spec.head):
+        if weight.cut is Cut.replicated:
+            mine = named[weight.megatron_name].contiguous()
+            copies = [torch.empty_like(mine) for _ in range(groups.parallel.tensor_parallel_size)]
+            dist.all_gather(copies, mine, group=groups.tensor)
+            assert all(torch.equal(copy, mine) for copy in copies), f"tensor-parallel ranks disagree on {weight.megatron_name}"
+    if architecture.tie_word_embeddings and engine.spec.head == "lm":
+        ends: list[Any] = [None] * groups.parallel.pipeline_parallel_size
+        dist.all_gather_object(ends, named.get(OUTPUT_LAYER, named.get("embedding.word_embeddings.weight")), group=groups.pipeline)
+        held = [end for end in (ends[0], ends[-1]) if end is not None]
+        assert len(held) == 2
+        assert torch.equal(*held), "the tied output layer is not the embedding"
 
 
 def merge(parts: Sequence[Mapping[str, Tensor]]) -> Tensors:

@@ -10,7 +10,7 @@ import torch
 
 from megarl.config.schema import Device, OptimConfig, ParallelConfig, Recompute
 from tests.ranks import RankPool
-from tests.unit.engine.models import architecture_of, load_lm, make_batch, reference_logits, save_model, scores_of
+from tests.unit.engine.models import load_lm, make_batch, reference_logits, save_model, scores_of
 from tests.unit.engine.rank_side import LAYOUTS, Tensors, build, deal, hf_gradients, hf_weights, join_rows, merge, start, take
 
 FAMILY = "qwen2"
@@ -42,7 +42,7 @@ class Trained(NamedTuple):
 def train(parallel: ParallelConfig, folder: str, dtype: torch.dtype, lr: float, num_steps: int) -> Trained:
     groups = start(parallel)
     optim = OptimConfig(lr=lr, weight_decay=0.0, betas=[0.9, 0.9])
-    engine = build(groups, folder, architecture_of(FAMILY), dtype=dtype, optim=optim)
+    engine = build(groups, folder, dtype=dtype, optim=optim)
     batch = make_batch()
     scores = join_rows(range(7), engine.forward(batch, deal(7, 2)), 7)
     dtypes = {value.dtype for value in engine.parameters().values()}
@@ -95,7 +95,7 @@ class Recomputed(NamedTuple):
 
 def run_recompute(parallel: ParallelConfig, folder: str, recompute: Recompute) -> Recomputed:
     """In a rank: the gradients, and how often its first layer and that layer's attention ran, per micro-batch."""
-    engine = build(start(parallel), folder, architecture_of(FAMILY), recompute=recompute, optim=OptimConfig())
+    engine = build(start(parallel), folder, recompute=recompute, optim=OptimConfig())
     calls = {"layer": 0, "attention": 0}
 
     def count(key: str) -> Any:
@@ -134,9 +134,9 @@ def test_recomputation_changes_no_gradient(layout: str, rank_pool: RankPool, fol
 def run_beside(folder: str) -> tuple[Tensors, Tensors, Tensors, Tensors]:
     """In one rank: a trained and a frozen engine that share their groups."""
     groups = start(ParallelConfig())
-    architecture, batch, cut = architecture_of(FAMILY), make_batch(), deal(7, 3)
-    actor = build(groups, folder, architecture, optim=OptimConfig(lr=1e-2))
-    reference = build(groups, folder, architecture)
+    batch, cut = make_batch(), deal(7, 3)
+    actor = build(groups, folder, optim=OptimConfig(lr=1e-2))
+    reference = build(groups, folder)
     actor.forward_backward(batch, cut, negative_log_likelihood)
     first = hf_gradients(actor)
     actor.forward_backward(batch, cut, negative_log_likelihood)
@@ -162,7 +162,7 @@ def test_gradients_replace_those_before_and_a_frozen_model_stays(rank_pool: Rank
 
 
 def run_micro_batches(folder: str, count: int) -> None:
-    engine = build(start(LAYOUTS["PP2xVPP2"]), folder, architecture_of(FAMILY))
+    engine = build(start(LAYOUTS["PP2xVPP2"]), folder)
     engine.forward(make_batch(), deal(7, count))
 
 

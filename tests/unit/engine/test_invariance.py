@@ -13,7 +13,7 @@ from megarl.config.schema import AlgorithmConfig, KLConfig, KLEstimator, KLWhere
 from megarl.data.packing import BatchPlan, MicroBatch, RankPlan, plan_micro_batches
 from tests.ranks import RankPool
 from tests.unit.engine.comparison import assert_same
-from tests.unit.engine.models import architecture_of, load_lm, make_batch, reference_logits, save_critic, save_model, scores_of
+from tests.unit.engine.models import load_lm, make_batch, reference_logits, save_critic, save_model, scores_of
 from tests.unit.engine.rank_side import LAYOUTS, Tensors, build, hf_gradients, merge, start, take
 
 FAMILY = "qwen2-tied"
@@ -83,10 +83,7 @@ def run_splits(parallel: ParallelConfig, folders: dict[str, str], batch: Tensors
     groups = start(parallel)
     results: dict[str, dict[str, Result]] = {}
     for head, folder in folders.items():
-        engines = {
-            packing: build(groups, folder, architecture_of(FAMILY), head=head, packing=packing, optim=OptimConfig())
-            for packing in (True, False)
-        }
+        engines = {packing: build(groups, folder, head=head, packing=packing, optim=OptimConfig()) for packing in (True, False)}
         for name, split in splits.items():
             engine = engines[split.packing]
             mine = split.plan.ranks[groups.data_rank]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -12,11 +14,10 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 
-from megarl.config.architecture import Architecture, RopeScaling
+from megarl.config.architecture import Architecture, read_architecture
 from megarl.config.schema import Device
 from tests.ranks import RankPool
 from tests.unit.engine.comparison import max_difference
-from tests.unit.engine.models import architecture_of
 
 HEADS, GROUPS, DIM = 4, 2, 8
 
@@ -140,7 +141,7 @@ def frequencies(architecture: Architecture) -> Tensor:
     return inverse_frequencies(architecture)
 
 
-def test_rope_scaling_with_the_numbers_of_llama_3_1(rank_pool: RankPool) -> None:
+def test_rope_scaling_with_the_numbers_of_llama_3_1(rank_pool: RankPool, tmp_path: Path) -> None:
     scaling = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
     config = LlamaConfig(
         hidden_size=4096,
@@ -148,11 +149,11 @@ def test_rope_scaling_with_the_numbers_of_llama_3_1(rank_pool: RankPool) -> None
         max_position_embeddings=131072,
         rope_parameters={"rope_type": "llama3", "rope_theta": 500000.0, **scaling},
     )
-    fields = {**vars(architecture_of("llama2")), "head_dim": 128, "rope_theta": 500000.0, "rope_scaling": RopeScaling(**scaling)}
-    (got,) = rank_pool.run(frequencies, world_size=1, architecture=Architecture(**fields))
-    want = LlamaRotaryEmbedding(config).inv_freq
-    torch.testing.assert_close(got, want, rtol=1e-6, atol=0.0)
-    (plain,) = rank_pool.run(frequencies, world_size=1, architecture=Architecture(**{**fields, "rope_scaling": None}))
+    config.save_pretrained(tmp_path)
+    architecture = read_architecture(str(tmp_path))
+    (got,) = rank_pool.run(frequencies, world_size=1, architecture=architecture)
+    torch.testing.assert_close(got, LlamaRotaryEmbedding(config).inv_freq, rtol=1e-6, atol=0.0)
+    (plain,) = rank_pool.run(frequencies, world_size=1, architecture=replace(architecture, rope_scaling=None))
     kept, slowed = int((got == plain).sum()), int(torch.isclose(got, plain / 8).sum())
     assert kept > 20
     assert slowed > 20

@@ -12,7 +12,7 @@ import torch
 from megarl.config.schema import Decay, OptimConfig, ParallelConfig
 from tests.ranks import RankPool
 from tests.unit.engine.comparison import relative_differences
-from tests.unit.engine.models import architecture_of, make_batch, save_model
+from tests.unit.engine.models import make_batch, save_model
 from tests.unit.engine.rank_side import LAYOUTS, Tensors, build, deal, hf_weights, merge, start, take
 
 FAMILY = "qwen2"
@@ -41,7 +41,7 @@ class Steps(NamedTuple):
 def run_steps(folder: str, optim: OptimConfig, total_steps: int, num_steps: int) -> Steps:
     """In one rank: steps on the same two rows."""
     groups = start(ParallelConfig())
-    engine = build(groups, folder, architecture_of(FAMILY), optim=optim, total_optimizer_steps=total_steps)
+    engine = build(groups, folder, optim=optim, total_optimizer_steps=total_steps)
     batch, statistics, before = take(make_batch(), [1, 2]), [], hf_weights(engine)
     after_first: Tensors = {}
     for step in range(num_steps):
@@ -129,7 +129,7 @@ class Diverged(NamedTuple):
 def run_divergence(parallel: ParallelConfig, folder: str, value: float) -> Diverged:
     """In a rank: one good step, one whose loss is `value` on the last replica only, one good step."""
     groups = start(parallel)
-    engine = build(groups, folder, architecture_of(FAMILY), optim=OptimConfig(lr=LR, warmup_steps=4))
+    engine = build(groups, folder, optim=OptimConfig(lr=LR, warmup_steps=4))
     from megarl.engine.optimizer import TrainingDivergedError
 
     batch, cut = take(make_batch(), [1, 2, 3, 4]), deal(4, 2)

@@ -10,13 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megarl.config.architecture import Architecture
 from megarl.config.schema import OptimConfig, ParallelConfig
 from tests.ranks import RankPool
 from tests.unit.engine.comparison import assert_same, max_difference
 from tests.unit.engine.models import (
     FAMILIES,
-    architecture_of,
     load_critic,
     load_lm,
     make_batch,
@@ -28,6 +26,7 @@ from tests.unit.engine.models import (
 )
 from tests.unit.engine.rank_side import (
     LAYOUTS,
+    MIXED_LAYOUTS,
     Tensors,
     build,
     deal,
@@ -97,7 +96,7 @@ def with_logits(engine: Any) -> Any:
     return engine
 
 
-def run_engine(parallel: ParallelConfig, architecture: Architecture, folders: dict[str, str], batch: Tensors) -> dict[str, Compared]:
+def run_engine(parallel: ParallelConfig, folders: dict[str, str], batch: Tensors) -> dict[str, Compared]:
     """In a rank: every case. Outputs are those of the whole batch; gradients those of the rank's stage."""
     groups = start(parallel)
     num_rows = len(batch["input_ids"])
@@ -105,7 +104,7 @@ def run_engine(parallel: ParallelConfig, architecture: Architecture, folders: di
     part, micro_batches = take(batch, rows), deal(len(rows), 2)
     results = {}
     for name, case in CASES.items():
-        engine = build(groups, folders[case.folder], architecture, optim=OptimConfig(), **case.spec)
+        engine = build(groups, folders[case.folder], optim=OptimConfig(), **case.spec)
         engine.forward_backward(part, micro_batches, weighted_sum(case.keys))
         gradients = hf_gradients(engine)
         if name == "policy":
@@ -136,7 +135,6 @@ def run_reference(folders: dict[str, str], batch: Tensors) -> dict[str, Compared
 
 
 class Reference(NamedTuple):
-    architecture: Architecture
     folders: dict[str, str]
     batch: Tensors
     results: dict[str, Compared]
@@ -148,18 +146,26 @@ def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     save_model(request.param, folder / "lm")
     save_critic(folder / "lm", folder / "critic")
     folders, batch = {key: str(folder / key) for key in ("lm", "critic")}, weighted_batch()
-    return Reference(architecture_of(request.param), folders, batch, run_reference(folders, batch))
+    return Reference(folders, batch, run_reference(folders, batch))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_engine_gives_what_hugging_face_gives(reference: Reference, layout: str, rank_pool: RankPool) -> None:
+    compare(reference, LAYOUTS[layout], rank_pool)
+
+
+@pytest.mark.parametrize("reference", ["qwen3-tied"], indirect=True)
+@pytest.mark.parametrize("layout", MIXED_LAYOUTS)
+def test_replicas_of_a_cut_model(reference: Reference, layout: str, rank_pool: RankPool) -> None:
+    compare(reference, MIXED_LAYOUTS[layout], rank_pool)
+
+
+def compare(reference: Reference, parallel: ParallelConfig, rank_pool: RankPool) -> None:
     """Logits, log-probs, entropy and values; every parameter's gradient; the norm, which needs shards told from copies."""
-    parallel = LAYOUTS[layout]
     ranks = rank_pool.run(
         run_engine,
         world_size=parallel.world_size,
         parallel=parallel,
-        architecture=reference.architecture,
         folders=reference.folders,
         batch=reference.batch,
     )

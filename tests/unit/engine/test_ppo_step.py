@@ -14,7 +14,6 @@ from megarl.algorithms.advantages import ADVANTAGE_ESTIMATORS, AdvantageInputs
 from megarl.algorithms.kl import apply_kl_penalty
 from megarl.algorithms.losses import ActorLoss, CriticLoss, MiniBatchCounts
 from megarl.algorithms.scores import place_scores
-from megarl.config.architecture import Architecture
 from megarl.config.schema import (
     AdvantageConfig,
     AlgorithmConfig,
@@ -27,7 +26,7 @@ from megarl.config.schema import (
 from tests.ranks import RankPool
 from tests.unit.engine import ppo_reference
 from tests.unit.engine.comparison import assert_same, max_difference
-from tests.unit.engine.models import architecture_of, load_critic, load_lm, make_batch, save_critic, save_model
+from tests.unit.engine.models import load_critic, load_lm, make_batch, save_critic, save_model
 from tests.unit.engine.ppo_reference import Outcome, Settings, Update
 from tests.unit.engine.rank_side import LAYOUTS, Tensors, build, deal, hf_weights, join_rows, merge, replica_rows, start, take
 
@@ -77,7 +76,7 @@ def update(engine: Any, batch: Tensors, rows: list[int], loss: Any, prefix: str,
     return Update(total, grad_norm, clipped)
 
 
-def run_engine(parallel: ParallelConfig, architecture: Architecture, folders: dict[str, str], batch: Tensors) -> Outcome:
+def run_engine(parallel: ParallelConfig, folders: dict[str, str], batch: Tensors) -> Outcome:
     """In a rank. The weights are those of its stage; outputs those of the whole batch."""
     groups = start(parallel)
     optim = OptimConfig(
@@ -89,9 +88,9 @@ def run_engine(parallel: ParallelConfig, architecture: Architecture, folders: di
         warmup_steps=SETTINGS.warmup_steps,
     )
     trained = {"optim": optim, "total_optimizer_steps": SETTINGS.num_updates}
-    actor = build(groups, folders["lm"], architecture, temperature=SETTINGS.temperature, **trained)
-    reference = build(groups, folders["reference"], architecture, temperature=SETTINGS.temperature)
-    critic = build(groups, folders["critic"], architecture, head="value", **trained)
+    actor = build(groups, folders["lm"], temperature=SETTINGS.temperature, **trained)
+    reference = build(groups, folders["reference"], temperature=SETTINGS.temperature)
+    critic = build(groups, folders["critic"], head="value", **trained)
     num_rows = len(batch["input_ids"])
     rows = replica_rows(groups, num_rows)
 
@@ -118,7 +117,6 @@ def run_engine(parallel: ParallelConfig, architecture: Architecture, folders: di
 
 
 class Reference(NamedTuple):
-    architecture: Architecture
     folders: dict[str, str]
     batch: Tensors
     before: tuple[Tensors, Tensors]  # actor and critic
@@ -146,7 +144,7 @@ def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     before = tuple({name: parameter.detach() for name, parameter in model.named_parameters()} for model in models)
     batch = batch_with_hole()
     after = ppo_reference.run(folders, batch, SCORES, SETTINGS)
-    return Reference(architecture_of(request.param), folders, batch, before, after)
+    return Reference(folders, batch, before, after)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -156,7 +154,6 @@ def test_step_gives_the_weights_of_the_reference(reference: Reference, layout: s
         run_engine,
         world_size=parallel.world_size,
         parallel=parallel,
-        architecture=reference.architecture,
         folders=reference.folders,
         batch=reference.batch,
     )
