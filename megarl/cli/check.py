@@ -46,17 +46,21 @@ def _is_about_placement(violation: Violation) -> bool:
 def run(config_path: str, overrides: Sequence[str], schema: type[PPOConfig] | type[SFTConfig] = PPOConfig) -> int:
     """Prints models, arithmetic and placement of a good configuration; 0. Raises ConfigError for any other."""
     config = load_checked(schema, config_path, overrides)  # type: ignore[type-var]
-    architectures, _ = read_architectures(config)
-    arithmetic, plan = derive(config, architectures), plan_placement(config)
     console = Console()
-    if not console.is_terminal:
-        console = Console(width=max(console.width, _FILE_WIDTH))
+    print_run(config, console)
+    plan = plan_placement(config)
+    console.print(f"{config_path}: good ({plan.num_processes} processes, {plan.num_devices} devices)", highlight=False)
+    return 0
+
+
+def print_run(config: PPOConfig | SFTConfig, console: Console) -> None:
+    """What a run will do, as tables; also what a run shows when it starts."""
+    architectures, _ = read_architectures(config)
+    arithmetic = derive(config, architectures)
     console.print(_models(model_roles(config), architectures, arithmetic))
     console.print(_arithmetic(arithmetic))
     console.print(_per_role(arithmetic))
-    console.print(_placement(plan))
-    console.print(f"{config_path}: good ({plan.num_processes} processes, {plan.num_devices} devices)", highlight=False)
-    return 0
+    console.print(_placement(plan_placement(config)))
 
 
 def _table(title: str, *columns: str) -> Table:
@@ -67,7 +71,7 @@ def _table(title: str, *columns: str) -> Table:
 
 
 def _models(roles: Sequence[ModelRole], architectures: Mapping[str, Architecture], arithmetic: RunArithmetic) -> Table:
-    table = _table("Models", "role", "model", "parameters", "layers", "hidden", "heads", "kv", "TP x PP x DP")
+    table = _table("Models", "role", "model", "parameters", "layers", "hidden", "heads", "kv", "TP x PP x DP", "state per rank")
     for role, row in zip(roles, arithmetic.roles, strict=True):
         architecture, parallel = architectures[role.name], role.parallel
         pipeline = str(parallel.pipeline_parallel_size)
@@ -82,7 +86,9 @@ def _models(roles: Sequence[ModelRole], architectures: Mapping[str, Architecture
             str(architecture.num_attention_heads),
             str(architecture.num_key_value_heads),
             f"{parallel.tensor_parallel_size} x {pipeline} x {parallel.data_parallel_size}",
+            f"{row.state_bytes_per_rank / 2**20:,.1f} MiB",
         )
+    table.caption = "state: weights, gradients and optimizer state; activations come on top"
     return table
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from megarl.cli.check import print_run
 from megarl.config.load import dump_config
 from megarl.config.schema import Device, PPOConfig, SFTConfig
 from megarl.controller.cluster import num_cluster_gpus, shutdown, start_ray
@@ -51,11 +52,13 @@ def open_session(config: PPOConfig | SFTConfig, plan: PlacementPlan) -> Iterator
     output_dir.mkdir(parents=True, exist_ok=True)
     dump_config(config, output_dir / "config.yaml")
     console = Console()
+    print_run(config, console)
     console.print(f"starting Ray for {plan.num_processes} processes", style="dim")
     start_ray(num_cpus=plan.num_processes, num_gpus=torch.cuda.device_count() if config.device is not Device.cpu else 0)
     try:
         device = _resolve(config.device)
-        pools = ResourcePoolManager(plan.process_on_nodes, plan.role_pools, use_gpu=device is Device.cuda)
+        cpu_pools = [group.name for group in plan.groups if not group.uses_devices]
+        pools = ResourcePoolManager(plan.process_on_nodes, plan.role_pools, device is Device.cuda, cpu_pools)
         pools.create_resource_pool()
         yield Session(output_dir=output_dir, device=device, pools=pools, console=console)
     finally:

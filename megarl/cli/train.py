@@ -10,6 +10,7 @@ from rich.table import Table
 from megarl.cli.check import load_checked
 from megarl.cli.session import Session, open_monitor, open_session, write_summary
 from megarl.config.architecture import read_architecture
+from megarl.config.roles import needs_critic, needs_reference
 from megarl.config.schema import PPOConfig
 from megarl.data.loader import BatchLoader
 from megarl.data.prompts import PromptDataset
@@ -53,8 +54,8 @@ def _read_architectures(config: PPOConfig) -> Architectures:
     trust = config.model.trust_remote_code
     return Architectures(
         policy=read_architecture(config.model.path, trust),
-        reference=read_architecture(config.reference.path or config.model.path, trust),
-        critic=read_architecture(config.critic.model.path or config.model.path, trust),
+        reference=read_architecture(config.reference.path or config.model.path, trust) if needs_reference(config) else None,
+        critic=read_architecture(config.critic.model.path or config.model.path, trust) if needs_critic(config) else None,
     )
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from megarl.config.architecture import Architecture
 from megarl.config.roles import ModelRole, model_roles
-from megarl.config.schema import MicroBatchConfig, PPOConfig, SFTConfig
+from megarl.config.schema import DType, MicroBatchConfig, PPOConfig, SFTConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,6 +17,7 @@ class RoleArithmetic:
     mini_batch_rows: rows of one optimizer step, over all replicas; of a model that only infers: all rows of the step.
     rows_per_replica: of a mini-batch; the ranges differ where the rows do not divide by the replicas.
     micro_batches: of the fullest replica in a mini-batch, from "all rows are as short as can be" to "all are as long as allowed".
+    state_bytes_per_rank: of weights, gradients and optimizer state, parameters cut evenly; activations come on top.
     """
 
     role: str
@@ -28,6 +29,7 @@ class RoleArithmetic:
     micro_batches: tuple[int, int]
     optimizer_steps_per_step: int
     optimizer_steps_total: int
+    state_bytes_per_rank: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +102,19 @@ def _role(config: PPOConfig | SFTConfig, role: ModelRole, architecture: Architec
         ),
         optimizer_steps_per_step=per_step,
         optimizer_steps_total=per_step * trained_steps,
+        state_bytes_per_rank=state_bytes(config.model.dtype, role, architecture),
     )
+
+
+def state_bytes(dtype: DType, role: ModelRole, architecture: Architecture) -> int:
+    """Weights in `dtype`; where the model trains, float32 gradients, and over data-parallel ranks (ZeRO 1) two float32 Adam
+    moments and, for bfloat16, a float32 master copy."""
+    cut = role.parallel.tensor_parallel_size * role.parallel.pipeline_parallel_size
+    parameters = -(-num_parameters(architecture, with_value_head=role.name == "critic") // cut)
+    weight_bytes, master_bytes = (4, 0) if dtype is DType.float32 else (2, 4)
+    if role.optim is None:
+        return parameters * weight_bytes
+    return parameters * (weight_bytes + 4) + parameters * (8 + master_bytes) // role.parallel.data_parallel_size
 
 
 def _micro_batches(rows: int, limit: MicroBatchConfig, row_tokens: int, multiple_of: int) -> tuple[int, int]:

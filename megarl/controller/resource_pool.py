@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 import ray
@@ -82,15 +82,24 @@ class RayResourcePool:
 class ResourcePoolManager:
     """The pools of a run, and which role runs on which.
 
-    `resource_pool_spec`: pool name -> processes on each node; `mapping`: role -> pool name.
+    `resource_pool_spec`: pool name -> processes on each node; `mapping`: role -> pool name; `cpu_pools`: those whose processes
+    need no GPU where `use_gpu` gives one to the others.
     Raises ValueError for a role whose pool does not exist.
     """
 
-    def __init__(self, resource_pool_spec: Mapping[str, Sequence[int]], mapping: Mapping[str, str], use_gpu: bool = True) -> None:
+    def __init__(
+        self,
+        resource_pool_spec: Mapping[str, Sequence[int]],
+        mapping: Mapping[str, str],
+        use_gpu: bool = True,
+        cpu_pools: Collection[str] = (),
+    ) -> None:
         for role, pool in mapping.items():
             if pool not in resource_pool_spec:
                 raise ValueError(f"role {role!r} is mapped to the pool {pool!r}; there are {sorted(resource_pool_spec)}")
-        self.resource_pools = {name: RayResourcePool(counts, use_gpu, name) for name, counts in resource_pool_spec.items()}
+        self.resource_pools = {
+            name: RayResourcePool(counts, use_gpu and name not in cpu_pools, name) for name, counts in resource_pool_spec.items()
+        }
         self._mapping = dict(mapping)
 
     def create_resource_pool(self) -> None:

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from megarl.config.architecture import Architecture
-from megarl.config.roles import needs_critic, needs_reference
 from megarl.config.schema import (
     ActorConfig,
     CriticConfig,
@@ -44,11 +43,11 @@ class PPORoles:
 
 @dataclass(frozen=True, kw_only=True)
 class Architectures:
-    """Of every model of a run, read before anything starts."""
+    """Of every model that a run has, read before anything starts."""
 
     policy: Architecture
-    reference: Architecture
-    critic: Architecture
+    reference: Architecture | None
+    critic: Architecture | None
 
 
 class _Starter:
@@ -107,11 +106,11 @@ def start_ppo(config: PPOConfig, models: Architectures, rules: TokenRules, devic
         **policy,
     )
     policies = {"actor": RayClassWithInitArgs(ActorWorker, actor_spec, config.algorithm)}
-    if needs_reference(config):
+    if models.reference is not None:
         reference_spec = starter.model(config.actor, config.reference.path or config.model.path, models.reference, **policy)
         policies["reference"] = RayClassWithInitArgs(ReferenceWorker, reference_spec)
     policy_groups = starter.group(policies)
-    critic = _start_critic(config, models, starter, updates, per_step) if needs_critic(config) else None
+    critic = _start_critic(config, models.critic, starter, updates, per_step) if models.critic is not None else None
 
     rollout_spec = RolloutSpec(
         path=config.model.path,
@@ -144,11 +143,11 @@ def start_ppo(config: PPOConfig, models: Architectures, rules: TokenRules, devic
     )
 
 
-def _start_critic(config: PPOConfig, models: Architectures, starter: _Starter, updates: UpdatePlan, per_step: int) -> Critic:
+def _start_critic(config: PPOConfig, architecture: Architecture, starter: _Starter, updates: UpdatePlan, per_step: int) -> Critic:
     spec = starter.model(
         config.critic,
         config.critic.model.path or config.model.path,
-        models.critic,
+        architecture,
         head="value",
         optim=config.critic.optim,
         total_optimizer_steps=config.trainer.total_steps * per_step,

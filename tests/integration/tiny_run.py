@@ -16,6 +16,8 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from megarl.config.architecture import read_architecture
+from megarl.config.roles import needs_critic, needs_reference
+from megarl.config.roles import needs_critic, needs_reference
 from megarl.config.schema import Device, PPOConfig, SFTConfig
 from megarl.controller.group import RoleGroup
 from megarl.controller.resource_pool import ResourcePoolManager
@@ -130,7 +132,11 @@ def run_ppo(config: PPOConfig, look: Callable[[int, PPORoles], None] = lambda st
     )
     evaluation = Evaluation(held_out, config.rollout.validation, trainer.prompts_per_step, config.tracking.log_generations)
     with _pools(config) as pools:
-        models = Architectures(policy=architecture, reference=architecture, critic=architecture)
+        models = Architectures(
+            policy=architecture,
+            reference=architecture if needs_reference(config) else None,
+            critic=architecture if needs_critic(config) else None,
+        )
         roles = start_ppo(config, models, rules, Device.cpu, pools)
         loader = WatchedLoader(train, trainer.prompts_per_step, lambda step: look(step, roles))
         with _ended(roles.groups), _monitor(config, roles.groups) as monitor:

@@ -31,6 +31,7 @@ def as_command(*arguments: str) -> subprocess.CompletedProcess[str]:
 def test_a_good_file_prints_models_arithmetic_and_places(
     ppo: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
     assert main(["check", ppo]) == 0
     out = capsys.readouterr().out
     rows = [" ".join(line.replace("│", " ").split()) for line in out.splitlines()]

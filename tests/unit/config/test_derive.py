@@ -19,9 +19,10 @@ from transformers import (
 )
 
 from megarl.config.architecture import read_architecture
-from megarl.config.derive import RoleArithmetic, RunArithmetic, derive, num_parameters
+from megarl.config.derive import RoleArithmetic, RunArithmetic, derive, num_parameters, state_bytes
 from megarl.config.load import load_config
-from megarl.config.schema import PPOConfig, SFTConfig
+from megarl.config.roles import ModelRole
+from megarl.config.schema import DType, MicroBatchConfig, OptimConfig, ParallelConfig, PPOConfig, SFTConfig
 from megarl.config.validate import read_architectures
 from megarl.data.packing import plan_micro_batches
 from tests.unit.config.folders import ppo_values, sft_values, write_yaml
@@ -37,7 +38,7 @@ def test_ppo_by_hand(tmp_path: Path) -> None:
     # 12 prompts x 4 samples; 3 mini-batches of 16 rows; rows of 16 + 8 tokens.
     assert (run.prompts_per_step, run.samples_per_prompt, run.samples_per_step, run.samples_total) == (12, 4, 48, 480)
     assert (run.mini_batches_per_step, run.max_row_tokens) == (3, 24)
-    actor, reference, critic = (dataclasses.replace(role, num_parameters=0) for role in run.roles)
+    actor, reference, critic = (dataclasses.replace(role, num_parameters=0, state_bytes_per_rank=0) for role in run.roles)
     assert actor == RoleArithmetic(
         role="actor",
         num_parameters=0,
@@ -48,6 +49,7 @@ def test_ppo_by_hand(tmp_path: Path) -> None:
         micro_batches=(1, 4),  # 64 tokens hold 32 of the shortest rows (2 tokens), and 2 of the longest: 8 / 2
         optimizer_steps_per_step=6,  # 3 updates x 2 epochs
         optimizer_steps_total=36,  # 10 steps less 4 of critic warm-up
+        state_bytes_per_rank=0,
     )
     assert (reference.mini_batch_rows, reference.rows_per_replica, reference.micro_batches) == (48, (24, 24), (1, 1))
     assert (reference.num_ranks, reference.optimizer_steps_per_step, reference.optimizer_steps_total) == (4, 0, 0)
@@ -99,3 +101,24 @@ def test_parameters_are_those_of_transformers(tmp_path: Path, config: Pretrained
     assert num_parameters(architecture) == reference.num_parameters()
     without_output = 0 if architecture.tie_word_embeddings else 199 * 48
     assert num_parameters(architecture, with_value_head=True) == reference.num_parameters() - without_output + 48
+
+
+def test_state_of_a_rank_by_hand(tmp_path: Path) -> None:
+    """2,000 parameters over TP 2. bfloat16: weights 2 and gradients 4 bytes each; over DP 2, moments 8 and a master 4."""
+    # No layer: the embedding of 49 x 40, tied, and the last norm of 40.
+    read = read_architecture(ppo_values(tmp_path)["model"]["path"])
+    tiny = dataclasses.replace(read, num_hidden_layers=0, hidden_size=40, vocab_size=49, tie_word_embeddings=True)
+    assert num_parameters(tiny) == 2000
+    parallel = ParallelConfig(tensor_parallel_size=2, data_parallel_size=2)
+    role = ModelRole(
+        name="actor",
+        path="",
+        path_key="",
+        parallel=parallel,
+        parallel_key="",
+        micro_batch=MicroBatchConfig(sequences=1),
+        optim=OptimConfig(),
+    )
+    assert state_bytes(DType.bfloat16, role, tiny) == 1000 * (2 + 4 + (8 + 4) // 2)
+    assert state_bytes(DType.float32, role, tiny) == 1000 * (4 + 4 + 8 // 2)
+    assert state_bytes(DType.bfloat16, dataclasses.replace(role, optim=None), tiny) == 1000 * 2
