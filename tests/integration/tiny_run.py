@@ -17,7 +17,6 @@ from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from megarl.config.architecture import read_architecture
 from megarl.config.roles import needs_critic, needs_reference
-from megarl.config.roles import needs_critic, needs_reference
 from megarl.config.schema import Device, PPOConfig, SFTConfig
 from megarl.controller.group import RoleGroup
 from megarl.controller.resource_pool import ResourcePoolManager

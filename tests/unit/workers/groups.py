@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
+from megarl.config.architecture import read_architecture
 from megarl.config.schema import (
     AlgorithmConfig,
     Device,
@@ -29,7 +30,7 @@ from megarl.workers.policy import ActorWorker, ReferenceWorker
 from megarl.workers.roles import Actor, Critic, Reference, UpdatePlan
 from megarl.workers.rollout import Rollout, RolloutSpec, RolloutWorker, TokenRules
 from megarl.workers.weight_sync import WeightSource
-from tests.unit.engine.models import architecture_of, save_critic, save_model
+from tests.unit.engine.models import save_critic, save_model
 
 FAMILY = "qwen2-tied"
 COOL = 0.7  # the second actor's temperature
@@ -66,7 +67,7 @@ def model_spec(
 ) -> ModelSpec:
     return ModelSpec(
         path=str(path),
-        architecture=architecture_of(FAMILY),
+        architecture=read_architecture(str(path)),
         head=head,
         dtype=DType.float32,
         parallel=parallel,
@@ -102,7 +103,7 @@ def started_models(folders: Folders, parallel: ParallelConfig) -> Iterator[Model
     with started("models", parallel.world_size, workers) as groups:
 
         def actor(name: str) -> Actor:
-            return Actor(groups[name], parallel, ONE_ROW, weight_source(groups[name], parallel, BUCKET_BYTES), updates)
+            return Actor(groups[name], parallel, ONE_ROW, weight_source(groups[name], folders, parallel, BUCKET_BYTES), updates)
 
         yield Models(
             actor=actor("actor"),
@@ -112,9 +113,9 @@ def started_models(folders: Folders, parallel: ParallelConfig) -> Iterator[Model
         )
 
 
-def weight_source(group: RoleGroup, parallel: ParallelConfig, bucket_bytes: int) -> WeightSource:
+def weight_source(group: RoleGroup, folders: Folders, parallel: ParallelConfig, bucket_bytes: int) -> WeightSource:
     return WeightSource(
-        group=group, architecture=architecture_of(FAMILY), parallel=parallel, dtype=DType.float32, bucket_bytes=bucket_bytes
+        group=group, architecture=read_architecture(str(folders.policy)), parallel=parallel, dtype=DType.float32, bucket_bytes=bucket_bytes
     )
 
 

@@ -260,17 +260,17 @@ def test_small_buckets_carry_the_same_weights(live: Live, folders: Folders, tmp_
     parallel = LAYOUTS[live.name]
     group = live.models.cool_actor.group
     for name, bucket_bytes in (("small", 4_000), ("large", 10**7)):
-        weight_source(group, parallel, bucket_bytes).save_hf(tmp_path / name, str(folders.policy))
+        weight_source(group, folders, parallel, bucket_bytes).save_hf(tmp_path / name, str(folders.policy))
     small, large = (load_file(tmp_path / name / "model.safetensors") for name in ("small", "large"))
     assert small.keys() == large.keys()
     assert all(torch.equal(small[name], large[name]) for name in large)
 
 
 @pytest.mark.parametrize("live", ["TP2"], indirect=True)
-def test_a_rank_that_dies_in_a_weight_export_is_named(live: Live) -> None:
+def test_a_rank_that_dies_in_a_weight_export_is_named(live: Live, folders: Folders) -> None:
     """Rank 1 only sends to rank 0, which holds the bucket and loses its connection."""
     group = live.models.actor.group
-    rounds = weight_source(group, LAYOUTS["TP2"], bucket_bytes=4_000).rounds()
+    rounds = weight_source(group, folders, LAYOUTS["TP2"], bucket_bytes=4_000).rounds()
     gather(*next(rounds))
     os.kill(group._actors.locations[1].pid, signal.SIGKILL)
     with pytest.raises(WorkerError) as caught:
