@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from megarl.engine.linear import linear
+from megarl.engine.rotary import rotary_packed
 
 CPU = torch.device("cpu")
 
@@ -43,6 +44,7 @@ EVIDENCE = (
     Evidence("pipeline_parallel.schedules", "forward_backward_no_pipelining", 'device="cuda"', "makes tensors on the GPU"),
     Evidence("pipeline_parallel.p2p_communication", "P2PCommunicator", "torch.cuda.current_device()", "receives on the GPU"),
     Evidence("tensor_parallel.layers", "LinearWithGradAccumulationAndAsyncCommunication", "torch.matmul(", "multiplies with MKL"),
+    Evidence("distributed.param_and_grad_buffer", "_ParamAndGradBucketGroup", "dist_reduce_scatter_func(", "reduces in a group of one"),
     Evidence("jit", "enable_jit_fuser", "torch.compile", "jit_fuser compiles small functions when first called"),
 )
 
@@ -147,29 +149,6 @@ def _clip_by_total_norm(
         torch._foreach_mul_(gradients, coefficient)
 
 
-def _rotary_packed(
-    t: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    freqs: torch.Tensor,
-    rotary_interleaved: bool = False,
-    multi_latent_attention: bool = False,
-    mscale: float = 1.0,
-    cp_group: torch.distributed.ProcessGroup | None = None,
-) -> torch.Tensor:
-    """Rotary embedding of packed sequences, t (T, heads, D): one gather of the frequencies, not a loop over sequences.
-
-    Megatron slices and joins once per sequence, in each layer, for queries and keys: on short sequences that is most of
-    the time. `freqs` is (max_seqlen, 1, 1, D).
-    """
-    assert cp_group is None or cp_group.size() == 1, "context parallelism is not supported yet"
-    from megatron.core.models.common.embeddings import rope_utils
-
-    lengths = cu_seqlens[1:] - cu_seqlens[:-1]
-    positions = torch.arange(t.shape[0], device=t.device) - torch.repeat_interleave(cu_seqlens[:-1], lengths)
-    rotated = rope_utils._apply_rotary_pos_emb_bshd(t.unsqueeze(1), freqs[positions], rotary_interleaved, multi_latent_attention, mscale)
-    return rotated.squeeze(1)
-
-
 def _linear(
     input: torch.Tensor,
     weight: torch.Tensor,
@@ -192,8 +171,25 @@ def _linear(
     return linear(input, weight, bias)
 
 
+def _unless_alone(collective: Callable[..., Any]) -> Callable[..., Any]:
+    """Reduce-scatter or all-gather between a buffer and this rank's slice of it: in a group of one, one and the same memory.
+
+    gloo copies it there and back all the same, at every step and for every parameter.
+    """
+
+    @functools.wraps(collective)
+    def run(output: torch.Tensor, input: torch.Tensor, *, group: torch.distributed.ProcessGroup, **options: Any) -> Any:
+        if group.size() > 1:
+            return collective(output, input, group=group, **options)
+        assert output.data_ptr() == input.data_ptr()
+        return None
+
+    return run
+
+
 def _adapt_megatron() -> None:
     import megatron.core.optimizer as optimizer
+    from megatron.core.distributed import param_and_grad_buffer as buffers
     from megatron.core.models.common.embeddings import rope_utils
     from megatron.core.optimizer import clip_grads, distrib_optimizer
     from megatron.core.optimizer import optimizer as base_optimizer
@@ -204,8 +200,10 @@ def _adapt_megatron() -> None:
     for module in (clip_grads, base_optimizer, distrib_optimizer, optimizer):  # imported by name in the last three
         if hasattr(module, "clip_grad_by_total_norm_fp32"):
             module.clip_grad_by_total_norm_fp32 = _clip_by_total_norm
-    rope_utils._apply_rotary_pos_emb_thd = _rotary_packed
+    rope_utils._apply_rotary_pos_emb_thd = rotary_packed
     layers.linear_with_grad_accumulation_and_async_allreduce = layers.linear_with_frozen_weight = _linear
+    buffers.dist_reduce_scatter_func = _unless_alone(buffers.dist_reduce_scatter_func)
+    buffers.dist_all_gather_func = _unless_alone(buffers.dist_all_gather_func)
 
 
 def install() -> None:
