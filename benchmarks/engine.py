@@ -1,0 +1,281 @@
+"""How fast the engine trains on this machine's CPU, as ratios to peers measured in the same run.
+
+    python benchmarks/engine.py [--quick]
+
+Measured is forward + backward of a batch (no optimizer step) in float32, in one process with as many threads as cores, of
+Qwen2-style models with random weights. The loss is the mean log-prob of all response tokens. A speed is real tokens
+(prompt + response, padding not counted) per second, of the fastest of several repeats. The repeats of two contestants
+alternate, so that what else runs on the machine slows both; read the ratios, not the speeds.
+
+hugging_face   the engine (packed) over `Qwen2ForCausalLM` (sdpa attention) on the same rows. The peer at its best: all rows
+               have one length, so it pads nothing and needs no mask; it computes logits of response tokens only and the
+               fused cross-entropy, where the engine computes the entropy too. Where the engine wins, much of it is that it
+               multiplies with oneDNN and torch with MKL, which is slow on AMD processors (megarl/engine/linear.py).
+packing        rows of log-normal length, their mean a third of the longest allowed: packed over padded, both in our engine
+               with the same rows in each micro-batch. Padding ends at the longest row of its own micro-batch.
+token_budget   the same rows, packed on both sides, in the same memory of N tokens: micro-batches of at most N tokens over
+               micro-batches of a fixed number of rows. A fixed number must be safe when every row is of the longest
+               length: N // longest. What a budget gains shrinks as memory grows, because a few rows keep a CPU busy; the
+               target is set where memory is tight, for one row of the longest length, and the rest is shown. There is no
+               pipeline and no data parallelism here, where micro-batches of equal work would gain more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform as host
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers.utils.logging import disable_progress_bar
+
+from megarl.config.architecture import read_architecture
+from megarl.config.schema import Device, OptimConfig, ParallelConfig
+from megarl.data.packing import plan_micro_batches
+from megarl.engine import platform
+
+platform.activate(Device.cpu)  # before anything that imports Megatron
+
+from megarl.engine import groups  # noqa: E402
+from megarl.engine.engine import EngineSpec, MegatronEngine, MicroBatches  # noqa: E402
+
+LONGEST = 256  # tokens of a row, prompt and response
+PROMPT = 64  # a quarter of each row
+LENGTH_SIGMA = 0.6  # of log(length): about 2 % of the rows are cut off at LONGEST
+SAME_LOSS = 1e-4
+
+Step = Callable[[], float]  # forward and backward of the whole batch; returns the loss
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """A Qwen2-style model, and how many rows the comparisons give it. Two query heads share a key head."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    vocab_size: int
+    full_rows: int  # of the longest length
+    log_normal_rows: int
+
+
+MODELS = {
+    "10M": Shape(
+        hidden_size=256,
+        intermediate_size=1024,
+        num_hidden_layers=8,
+        num_attention_heads=8,
+        vocab_size=4096,
+        full_rows=8,
+        log_normal_rows=32,
+    ),
+    "100M": Shape(
+        hidden_size=640,
+        intermediate_size=2560,
+        num_hidden_layers=12,
+        num_attention_heads=10,
+        vocab_size=16384,
+        full_rows=4,
+        log_normal_rows=16,
+    ),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """`ratio`: tokens per second of the first contestant over those of the second. `target` None: shown only."""
+
+    name: str
+    tokens_per_second: Mapping[str, float]
+    target: float | None
+
+    @property
+    def ratio(self) -> float:
+        ours, peer = self.tokens_per_second.values()
+        return ours / peer
+
+    @property
+    def is_met(self) -> bool:
+        return self.target is None or self.ratio >= self.target
+
+    def __str__(self) -> str:
+        target = "" if self.target is None else f"{self.target:.1f} {'met' if self.is_met else 'MISSED'}"
+        speeds = ", ".join(f"{name} {speed:,.0f}" for name, speed in self.tokens_per_second.items())
+        return f"{self.name:<31} {self.ratio:5.2f}   {target:<11} {speeds}"
+
+
+def make_batch(lengths: Sequence[int], vocab_size: int) -> dict[str, Tensor]:
+    """Rows of `lengths` tokens as the engine takes them: (B, S) padded left of the prompts and right of the responses."""
+    total = torch.tensor(lengths)
+    prompts = (total * PROMPT // LONGEST).clamp(min=1)
+    column = torch.arange(LONGEST)
+    mask = (column >= PROMPT - prompts[:, None]) & (column < PROMPT + (total - prompts)[:, None])
+    ids = torch.randint(0, vocab_size, tuple(mask.shape), generator=torch.Generator().manual_seed(1))
+    return {"input_ids": torch.where(mask, ids, 0), "attention_mask": mask.long(), "response_mask": mask[:, PROMPT:]}
+
+
+def log_normal_lengths(num_rows: int) -> list[int]:
+    """Cut off at LONGEST, and scaled so that the mean of these rows is a third of it."""
+    draws = (torch.randn(num_rows, generator=torch.Generator().manual_seed(0)) * LENGTH_SIGMA).exp()
+    lengths = draws
+    for _ in range(20):  # cutting off lowers the mean a little each time
+        lengths = (lengths * (LONGEST / 3 / lengths.mean())).clamp(max=LONGEST)
+    return [max(2, round(length)) for length in lengths.tolist()]
+
+
+def compare(name: str, contestants: Mapping[str, Step], num_tokens: int, repeats: int, target: float | None) -> Result:
+    """The fastest of `repeats` calls of each, in turns, after one call that is not timed.
+
+    Raises ValueError when their losses differ: then they did not do the same work.
+    """
+    losses = {key: step() for key, step in contestants.items()}
+    if max(losses.values()) - min(losses.values()) > SAME_LOSS:
+        raise ValueError(f"{name}: the contestants disagree on the loss: {losses}")
+    seconds = dict.fromkeys(contestants, float("inf"))
+    for _ in range(repeats):
+        for key, step in contestants.items():
+            start = time.perf_counter()
+            step()
+            seconds[key] = min(seconds[key], time.perf_counter() - start)
+    return Result(name=name, tokens_per_second={key: num_tokens / value for key, value in seconds.items()}, target=target)
+
+
+class Contest:
+    """One model with random weights: in Hugging Face, and in the engine, packed and padded."""
+
+    def __init__(self, size: str) -> None:
+        self.size = size
+        self.shape = shape = MODELS[size]
+        torch.manual_seed(0)
+        config = Qwen2Config(
+            hidden_size=shape.hidden_size,
+            intermediate_size=shape.intermediate_size,
+            num_hidden_layers=shape.num_hidden_layers,
+            num_attention_heads=shape.num_attention_heads,
+            num_key_value_heads=shape.num_attention_heads // 2,
+            vocab_size=shape.vocab_size,
+            tie_word_embeddings=False,
+            attn_implementation="sdpa",
+        )
+        self.hugging_face = Qwen2ForCausalLM(config).float().train()
+        self.num_parameters = sum(parameter.numel() for parameter in self.hugging_face.parameters())
+        with tempfile.TemporaryDirectory() as folder:
+            self.hugging_face.save_pretrained(folder)
+            self._engines = {packing: _build_engine(folder, packing) for packing in (True, False)}
+
+    def engine_step(self, batch: Mapping[str, Tensor], micro_batches: MicroBatches, packing: bool = True) -> Step:
+        num_response_tokens = float(batch["response_mask"].sum())
+
+        def loss(outputs: Mapping[str, Tensor], rows: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+            value = -(outputs["log_probs"] * rows["response_mask"]).sum() / num_response_tokens
+            return value, {"loss": value}
+
+        return lambda: self._engines[packing].forward_backward(batch, micro_batches, loss)["loss"]
+
+    def hugging_face_step(self, ids: Tensor) -> Step:
+        """Every row of `ids` (B, LONGEST) is full."""
+        predictors = torch.arange(PROMPT - 1, LONGEST - 1)
+
+        def step() -> float:
+            self.hugging_face.zero_grad(set_to_none=True)
+            logits = self.hugging_face(ids, use_cache=False, logits_to_keep=predictors).logits
+            loss = F.cross_entropy(logits.flatten(0, 1), ids[:, PROMPT:].flatten())
+            loss.backward()
+            return float(loss.detach())
+
+        return step
+
+
+def _build_engine(folder: str, packing: bool) -> MegatronEngine:
+    spec = EngineSpec(architecture=read_architecture(folder), packing=packing, optim=OptimConfig())
+    return MegatronEngine(spec, groups.initialize(ParallelConfig(), seed=0), folder)
+
+
+def beside_hugging_face(contest: Contest, repeats: int) -> Result:
+    num_rows = contest.shape.full_rows
+    batch = make_batch([LONGEST] * num_rows, contest.shape.vocab_size)
+    contestants = {
+        "megarl": contest.engine_step(batch, [range(num_rows)]),
+        "Hugging Face": contest.hugging_face_step(batch["input_ids"]),
+    }
+    return compare(f"hugging_face {contest.size}, {num_rows} rows", contestants, num_rows * LONGEST, repeats, target=1.0)
+
+
+def packed_beside_padded(contest: Contest, rows_together: int, repeats: int) -> Result:
+    lengths = log_normal_lengths(contest.shape.log_normal_rows)
+    batch = make_batch(lengths, contest.shape.vocab_size)
+    cuts = [range(start, start + rows_together) for start in range(0, len(lengths), rows_together)]
+    contestants = {"packed": contest.engine_step(batch, cuts), "padded": contest.engine_step(batch, cuts, packing=False)}
+    return compare(f"packing {contest.size}, {rows_together} rows each", contestants, sum(lengths), repeats, target=1.3)
+
+
+def token_budget_beside_fixed(contest: Contest, safe_rows: int, repeats: int) -> Result:
+    """In memory for `safe_rows` rows of the longest length."""
+    lengths = log_normal_lengths(contest.shape.log_normal_rows)
+    batch = make_batch(lengths, contest.shape.vocab_size)
+    max_tokens = safe_rows * LONGEST
+    plans = {
+        "budget": plan_micro_batches(lengths, 1, max_tokens=max_tokens).ranks[0].micro_batches,
+        "fixed": plan_micro_batches(lengths, 1, sequences=safe_rows).ranks[0].micro_batches,
+    }
+    contestants = {
+        f"{name} ({len(plan)} micro-batches)": contest.engine_step(batch, [micro_batch.rows for micro_batch in plan])
+        for name, plan in plans.items()
+    }
+    name = f"token_budget {contest.size}, {max_tokens} tokens"
+    return compare(name, contestants, sum(lengths), repeats, target=1.2 if safe_rows == 1 else None)
+
+
+def run_contests(size: str, repeats: int) -> Iterator[Result]:
+    contest = Contest(size)
+    print(f"{size}: {contest.num_parameters / 1e6:.1f} million parameters, {contest.shape}")
+    yield beside_hugging_face(contest, repeats)
+    yield packed_beside_padded(contest, 8, repeats)
+    for safe_rows in (1, 2, 4):
+        yield token_budget_beside_fixed(contest, safe_rows, repeats)
+
+
+def processor_name() -> str:
+    if os.path.exists("/proc/cpuinfo"):
+        with open("/proc/cpuinfo") as lines:
+            for line in lines:
+                if line.startswith("model name"):
+                    return line.split(":", 1)[1].strip()
+    return host.processor() or host.machine()
+
+
+def main() -> int:
+    """Returns 1 when a target is missed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="the 10M model only, three repeats")
+    quick = parser.parse_args().quick
+    num_cores = len(os.sched_getaffinity(0))
+    torch.set_num_threads(num_cores)
+    disable_progress_bar()
+    print(f"{processor_name()}, {num_cores} cores and threads, load {os.getloadavg()[0]:.1f}, torch {torch.__version__}")
+    print(f"{'comparison':<31} ratio   target      tokens/s")
+    results = []
+    with tempfile.TemporaryDirectory() as store:
+        dist.init_process_group("gloo", init_method=f"file://{store}/rendezvous", rank=0, world_size=1)
+        for size in ["10M"] if quick else MODELS:
+            for result in run_contests(size, repeats=3 if quick else 7):
+                print(result, flush=True)
+                results.append(result)
+        dist.destroy_process_group()
+    missed = [result.name for result in results if not result.is_met]
+    print(f"targets missed: {', '.join(missed)}" if missed else "every target is met")
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
