@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from megarl import __version__
 from megarl.config.errors import ConfigError
 from megarl.config.schema import PPOConfig, SFTConfig
+from megarl.controller.errors import PhaseTimeoutError, WorkerError
 
 GOOD, FAILED, USER_ERROR, INTERRUPTED = 0, 1, 2, 130
 
@@ -31,7 +32,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if isinstance(error, ConfigError) or (isinstance(error, ValueError) and _raised_by_megarl(error)):
             print(f"megarl {parsed.command}: {error}", file=sys.stderr)
             return USER_ERROR
-        traceback.print_exception(error)
+        if isinstance(error, (WorkerError, PhaseTimeoutError)):  # what happened is with the worker: the driver's own stack only waits
+            print(error, file=sys.stderr)
+        else:
+            traceback.print_exception(error)
         print(f"megarl {parsed.command}: failed while running; the cause is shown above", file=sys.stderr)
         return FAILED
 

@@ -10,6 +10,7 @@ import pytest
 
 from megarl.cli.main import main
 from megarl.config.errors import ConfigError
+from megarl.controller.errors import PhaseTimeoutError
 
 
 @pytest.fixture
@@ -89,3 +90,13 @@ def test_help_names_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
     assert ended.value.code == 0
     out = capsys.readouterr().out
     assert all(f"\n    {name} " in out for name in ("train", "sft", "check", "plot"))
+
+
+def test_a_workers_failure_is_shown_without_the_drivers_stack(
+    command: Callable[[str, Callable[..., int]], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    command("train", _fail(PhaseTimeoutError("critic", "values", 5.0, [])))
+    assert main(["train", "x.yaml"]) == 1
+    said = capsys.readouterr().err
+    assert "values" in said
+    assert "Traceback" not in said
