@@ -20,6 +20,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 MAX_RANKS = 4
+ANSWER_LIMIT_S = 300
 
 
 def _serve(rank: int, store_dir: str, inbox: mp.Queue, outbox: mp.Queue) -> None:
@@ -51,18 +52,26 @@ class RankPool:
             context.Process(target=_serve, args=(rank, self._store.name, inbox, self._outbox), daemon=True)
             for rank, inbox in enumerate(self._inboxes)
         ]
+        self._hung = False
         for process in self._processes:
             process.start()
 
     def run(self, function: Callable[..., Any], *, world_size: int, **arguments: Any) -> list[Any]:
-        """Results are in the order of ranks. Tensors come back through shared memory."""
+        """Results are in the order of ranks. Tensors come back through shared memory.
+
+        A rank that does not answer in time (a collective that its peers do not reach) makes the pool unusable, so that the
+        next tests fail at once and do not wait as long.
+        """
+        assert not self._hung, "a rank of an earlier test hangs; the first failure is the one to look at"
         call_id = uuid.uuid4().hex
         for inbox in self._inboxes[:world_size]:
             inbox.put((call_id, function, world_size, arguments))
         results: dict[int, Any] = {}
         failures = []
         while len(results) + len(failures) < world_size:
-            rank, good, value = self._outbox.get(timeout=300)
+            self._hung = True
+            rank, good, value = self._outbox.get(timeout=ANSWER_LIMIT_S)
+            self._hung = False
             if good:
                 results[rank] = value
             else:

@@ -43,4 +43,7 @@ def main(overrides: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except KeyboardInterrupt:  # the stage has got it too, and has said so
+        sys.exit(130)

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from rich.console import Console
@@ -69,6 +69,22 @@ def _resolve(device: Device) -> Device:
     if device is not Device.auto:
         return device
     return Device.cuda if num_cluster_gpus() else Device.cpu
+
+
+class Filtered(Protocol):
+    num_filtered: int
+
+    def __len__(self) -> int: ...
+
+
+def report_filtered(console: Console, data_sets: Mapping[str, Filtered]) -> None:
+    """What `overlong=filter` left out, if anything."""
+    for name, data_set in data_sets.items():
+        if data_set.num_filtered:
+            total = len(data_set) + data_set.num_filtered
+            console.print(
+                f"{name}: left out {data_set.num_filtered:,} of {total:,} rows, longer than the configuration allows", style="yellow"
+            )
 
 
 def open_monitor(session: Session, config: PPOConfig | SFTConfig, title: str, groups: list[RoleGroup]) -> Monitor:

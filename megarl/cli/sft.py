@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 
 from megarl.cli.check import load_checked
-from megarl.cli.session import open_monitor, open_session, write_summary
+from megarl.cli.session import open_monitor, open_session, report_filtered, write_summary
 from megarl.config.architecture import read_architecture
 from megarl.config.schema import SFTConfig
 from megarl.data.loader import BatchLoader
@@ -29,6 +29,7 @@ def run(config_path: str, overrides: Sequence[str]) -> int:
 
     started_s = time.monotonic()
     with open_session(config, plan_placement(config)) as session:
+        report_filtered(session.console, {"data.train_files": train} | ({"data.val_files": held_out} if held_out else {}))
         actor = start_sft(config, architecture, session.device, session.pools)
         with open_monitor(session, config, "SFT", [actor.group]) as monitor:
             SFTTrainer(config, actor, loader, held_out, monitor).fit()

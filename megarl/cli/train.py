@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from rich.table import Table
 
 from megarl.cli.check import load_checked
-from megarl.cli.session import Session, open_monitor, open_session, write_summary
+from megarl.cli.session import Session, open_monitor, open_session, report_filtered, write_summary
 from megarl.config.architecture import read_architecture
 from megarl.config.roles import needs_critic, needs_reference
 from megarl.config.schema import PPOConfig
@@ -36,13 +36,15 @@ def run(config_path: str, overrides: Sequence[str]) -> int:
     data, trainer = config.data, config.trainer
     train = PromptDataset(data.train_files, tokenizer, data.max_prompt_length, data.overlong)
     loader = BatchLoader(train, trainer.prompts_per_step, shuffle=data.shuffle, seed=data.seed)
-    evaluation = None
+    data_sets, evaluation = {"data.train_files": train}, None
     if data.val_files:
         held_out = PromptDataset(data.val_files, tokenizer, data.max_prompt_length, data.overlong)
+        data_sets["data.val_files"] = held_out
         evaluation = Evaluation(held_out, config.rollout.validation, trainer.prompts_per_step, config.tracking.log_generations)
 
     started_s = time.monotonic()
     with open_session(config, plan_placement(config)) as session:
+        report_filtered(session.console, data_sets)
         roles = start_ppo(config, models, rules, session.device, session.pools)
         with open_monitor(session, config, "PPO", roles.groups) as monitor:
             PPOTrainer(config, roles, loader, evaluation, monitor).fit()
