@@ -1,11 +1,12 @@
 """How fast the engine trains on this machine's CPU, as ratios to peers measured in the same run.
 
-    python benchmarks/engine.py [--quick]
+    python benchmarks/engine.py [--quick] [--cpu-time]
 
 Measured is forward + backward of a batch (no optimizer step) in float32, in one process with as many threads as cores, of
 Qwen2-style models with random weights. The loss is the mean log-prob of all response tokens. A speed is real tokens
 (prompt + response, padding not counted) per second, of the fastest of several repeats. The repeats of two contestants
-alternate, so that what else runs on the machine slows both; read the ratios, not the speeds.
+alternate, so that what else runs on the machine slows both; read the ratios, not the speeds. Where much else runs, two
+threads wait for each other for most of the time: `--cpu-time` takes one thread and its seconds on the processor.
 
 hugging_face   the engine (packed) over `Qwen2ForCausalLM` (sdpa attention) on the same rows. The peer at its best: all rows
                have one length, so it pads nothing and needs no mask; it computes logits of response tokens only and the
@@ -67,6 +68,7 @@ class Shape:
     vocab_size: int
     full_rows: int  # of the longest length
     log_normal_rows: int
+    safe_rows: tuple[int, ...]  # memories of the token budget, in rows of the longest length
 
 
 MODELS = {
@@ -78,6 +80,7 @@ MODELS = {
         vocab_size=4096,
         full_rows=8,
         log_normal_rows=32,
+        safe_rows=(1, 2, 4),
     ),
     "100M": Shape(
         hidden_size=640,
@@ -87,6 +90,7 @@ MODELS = {
         vocab_size=16384,
         full_rows=4,
         log_normal_rows=16,
+        safe_rows=(1,),
     ),
 }
 
@@ -133,21 +137,38 @@ def log_normal_lengths(num_rows: int) -> list[int]:
     return [max(2, round(length)) for length in lengths.tolist()]
 
 
-def compare(name: str, contestants: Mapping[str, Step], num_tokens: int, repeats: int, target: float | None) -> Result:
-    """The fastest of `repeats` calls of each, in turns, after one call that is not timed.
+@dataclass(frozen=True, kw_only=True)
+class Timing:
+    """`clock` gives seconds. Of each contestant at least `repeats` calls are timed, and up to twice as many until
+    its two fastest differ by less than 3 %."""
+
+    clock: Callable[[], float]
+    repeats: int
+
+    def is_settled(self, seconds: Sequence[float]) -> bool:
+        if len(seconds) < self.repeats:
+            return False
+        fastest, second = sorted(seconds)[:2]
+        return second < fastest * 1.03
+
+
+def compare(name: str, contestants: Mapping[str, Step], num_tokens: int, timing: Timing, target: float | None) -> Result:
+    """Calls the contestants in turns, once without timing.
 
     Raises ValueError when their losses differ: then they did not do the same work.
     """
     losses = {key: step() for key, step in contestants.items()}
     if max(losses.values()) - min(losses.values()) > SAME_LOSS:
         raise ValueError(f"{name}: the contestants disagree on the loss: {losses}")
-    seconds = dict.fromkeys(contestants, float("inf"))
-    for _ in range(repeats):
+    seconds: dict[str, list[float]] = {key: [] for key in contestants}
+    for _ in range(2 * timing.repeats):
         for key, step in contestants.items():
-            start = time.perf_counter()
+            start = timing.clock()
             step()
-            seconds[key] = min(seconds[key], time.perf_counter() - start)
-    return Result(name=name, tokens_per_second={key: num_tokens / value for key, value in seconds.items()}, target=target)
+            seconds[key].append(timing.clock() - start)
+        if all(timing.is_settled(times) for times in seconds.values()):
+            break
+    return Result(name=name, tokens_per_second={key: num_tokens / min(times) for key, times in seconds.items()}, target=target)
 
 
 class Contest:
@@ -201,25 +222,25 @@ def _build_engine(folder: str, packing: bool) -> MegatronEngine:
     return MegatronEngine(spec, groups.initialize(ParallelConfig(), seed=0), folder)
 
 
-def beside_hugging_face(contest: Contest, repeats: int) -> Result:
+def beside_hugging_face(contest: Contest, timing: Timing) -> Result:
     num_rows = contest.shape.full_rows
     batch = make_batch([LONGEST] * num_rows, contest.shape.vocab_size)
     contestants = {
         "megarl": contest.engine_step(batch, [range(num_rows)]),
         "Hugging Face": contest.hugging_face_step(batch["input_ids"]),
     }
-    return compare(f"hugging_face {contest.size}, {num_rows} rows", contestants, num_rows * LONGEST, repeats, target=1.0)
+    return compare(f"hugging_face {contest.size}, {num_rows} rows", contestants, num_rows * LONGEST, timing, target=1.0)
 
 
-def packed_beside_padded(contest: Contest, rows_together: int, repeats: int) -> Result:
+def packed_beside_padded(contest: Contest, rows_together: int, timing: Timing) -> Result:
     lengths = log_normal_lengths(contest.shape.log_normal_rows)
     batch = make_batch(lengths, contest.shape.vocab_size)
     cuts = [range(start, start + rows_together) for start in range(0, len(lengths), rows_together)]
     contestants = {"packed": contest.engine_step(batch, cuts), "padded": contest.engine_step(batch, cuts, packing=False)}
-    return compare(f"packing {contest.size}, {rows_together} rows each", contestants, sum(lengths), repeats, target=1.3)
+    return compare(f"packing {contest.size}, {rows_together} rows each", contestants, sum(lengths), timing, target=1.3)
 
 
-def token_budget_beside_fixed(contest: Contest, safe_rows: int, repeats: int) -> Result:
+def token_budget_beside_fixed(contest: Contest, safe_rows: int, timing: Timing) -> Result:
     """In memory for `safe_rows` rows of the longest length."""
     lengths = log_normal_lengths(contest.shape.log_normal_rows)
     batch = make_batch(lengths, contest.shape.vocab_size)
@@ -233,16 +254,20 @@ def token_budget_beside_fixed(contest: Contest, safe_rows: int, repeats: int) ->
         for name, plan in plans.items()
     }
     name = f"token_budget {contest.size}, {max_tokens} tokens"
-    return compare(name, contestants, sum(lengths), repeats, target=1.2 if safe_rows == 1 else None)
+    return compare(name, contestants, sum(lengths), timing, target=1.2 if safe_rows == 1 else None)
 
 
-def run_contests(size: str, repeats: int) -> Iterator[Result]:
+def run_contests(size: str, timing: Timing) -> Iterator[Result]:
     contest = Contest(size)
-    print(f"{size}: {contest.num_parameters / 1e6:.1f} million parameters, {contest.shape}")
-    yield beside_hugging_face(contest, repeats)
-    yield packed_beside_padded(contest, 8, repeats)
-    for safe_rows in (1, 2, 4):
-        yield token_budget_beside_fixed(contest, safe_rows, repeats)
+    shape = contest.shape
+    print(
+        f"{size}: {contest.num_parameters / 1e6:.1f} million parameters, {shape.num_hidden_layers} layers, hidden {shape.hidden_size}, "
+        f"{shape.num_attention_heads} heads, vocabulary {shape.vocab_size}"
+    )
+    yield beside_hugging_face(contest, timing)
+    yield packed_beside_padded(contest, 8, timing)
+    for safe_rows in shape.safe_rows:
+        yield token_budget_beside_fixed(contest, safe_rows, timing)
 
 
 def processor_name() -> str:
@@ -258,17 +283,20 @@ def main() -> int:
     """Returns 1 when a target is missed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="the 10M model only, three repeats")
-    quick = parser.parse_args().quick
+    parser.add_argument("--cpu-time", action="store_true", help="one thread, and its seconds on the processor")
+    arguments = parser.parse_args()
+    timing = Timing(clock=time.process_time if arguments.cpu_time else time.perf_counter, repeats=3 if arguments.quick else 5)
     num_cores = len(os.sched_getaffinity(0))
-    torch.set_num_threads(num_cores)
+    torch.set_num_threads(1 if arguments.cpu_time else num_cores)
     disable_progress_bar()
-    print(f"{processor_name()}, {num_cores} cores and threads, load {os.getloadavg()[0]:.1f}, torch {torch.__version__}")
+    print(f"{processor_name()}, {num_cores} cores, load {os.getloadavg()[0]:.1f}, torch {torch.__version__}")
+    print(f"{torch.get_num_threads()} threads, seconds {'on the processor' if arguments.cpu_time else 'on the clock'}")
     print(f"{'comparison':<31} ratio   target      tokens/s")
     results = []
     with tempfile.TemporaryDirectory() as store:
         dist.init_process_group("gloo", init_method=f"file://{store}/rendezvous", rank=0, world_size=1)
-        for size in ["10M"] if quick else MODELS:
-            for result in run_contests(size, repeats=3 if quick else 7):
+        for size in ["10M"] if arguments.quick else MODELS:
+            for result in run_contests(size, timing):
                 print(result, flush=True)
                 results.append(result)
         dist.destroy_process_group()
