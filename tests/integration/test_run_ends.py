@@ -28,7 +28,12 @@ from tests.processes import gone_within
 
 LIMIT_S = 30.0
 START_LIMIT_S = 150.0  # until the first step, on a busy machine
-SLOW_REWARD = "import time\ndef compute_score(data_source, solution_str, ground_truth, extra_info):\n    time.sleep(100)\n"
+SLOW_REWARD = """
+import pathlib, time
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    pathlib.Path(__file__).with_name("scoring").touch()
+    time.sleep(100)
+"""
 
 
 class Run:
@@ -130,9 +135,7 @@ def test_ctrl_c_ends_cleanly(start: Callable[[], Run]) -> None:
 def test_a_killed_reward_function_is_an_error_of_its_sample_and_ends_the_run(start: Callable[[], Run], folder: Path) -> None:
     (folder / "reward.py").write_text(SLOW_REWARD)
     run = start()
-    # The pool's process, below the reward's worker; it is at work when the rollout has been called.
-    run.wait_for(lambda: run.descendants("multiprocessing.spawn import spawn_main"))
-    time.sleep(START_LIMIT_S / 10)
+    run.wait_for((folder / "scoring").exists)
     everything = run.descendants()
     for process in run.descendants("multiprocessing.spawn import spawn_main"):
         process.kill()
