@@ -8,10 +8,8 @@ the latter, a piece of Megatron's source that makes it necessary: a test fails w
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
 import importlib
-import platform as host
 import types
 import warnings
 from collections.abc import Callable, Iterator
@@ -23,7 +21,6 @@ from megarl.engine.linear import linear
 from megarl.engine.rotary import rotary_packed
 
 CPU = torch.device("cpu")
-KEPT_BYTES = 2**30
 
 # Factories that Megatron calls with device="cuda" or torch.cuda.current_device() (schedules, optimizer, losses, p2p).
 # Wrapping these costs nothing elsewhere; a TorchFunctionMode would add microseconds to every operation.
@@ -209,21 +206,8 @@ def _adapt_megatron() -> None:
     buffers.dist_all_gather_func = _unless_alone(buffers.dist_all_gather_func)
 
 
-def _keep_freed_memory() -> None:
-    """Makes glibc keep what tensors free for the next tensors: only free memory over 1 GiB at the heap's end is given back.
-
-    By default each large block goes back to the system, which must clear its pages when the next tensor touches them: a
-    fifth of the time of a 100M model's forward and backward. Other C libraries have other rules and are left alone.
-    """
-    trim_threshold, mmap_threshold = -1, -3  # M_TRIM_THRESHOLD and M_MMAP_THRESHOLD of malloc.h
-    if host.libc_ver()[0] == "glibc":
-        for threshold in (trim_threshold, mmap_threshold):
-            ctypes.CDLL(None).mallopt(threshold, KEPT_BYTES)
-
-
 def install() -> None:
     """Installs every adaptation; imports Megatron-Core, which takes 6 to 8 seconds of CPU."""
-    _keep_freed_memory()
     _adapt_torch()
     # Megatron says at length that Transformer Engine and Apex are absent: here that is the point.
     for module in ("megatron.core", "torch.distributed"):
