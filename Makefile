@@ -11,9 +11,10 @@ export TOKENIZERS_PARALLELISM ?= false
 
 setup: $(READY)
 
-$(READY): requirements/cpu.txt requirements/dev.txt setup.py
+$(READY): requirements/cpu.txt requirements/sglang.txt requirements/dev.txt setup.py
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements/cpu.txt -r requirements/dev.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/sglang.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
 	touch $(READY)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
 
 MISSING = "???"  # OmegaConf's mark for a value that the user must give
 
@@ -74,10 +75,30 @@ class KLControllerKind(str, Enum):
 
 class RolloutEngineKind(str, Enum):
     hf = "hf"
+    sglang = "sglang"
+
+
+class SGLangMode(str, Enum):
+    engine = "engine"  # in the process of the rollout worker
+    server = "server"  # an HTTP server that the worker starts
 
 
 class PlacementStrategy(str, Enum):
     split_collocate = "split_collocate"
+    hybrid = "hybrid"
+
+
+class Transport(str, Enum):
+    auto = "auto"  # colocated where trainer and engines share a node or devices, else broadcast
+    colocated = "colocated"  # shared memory on CPU, CUDA IPC on CUDA
+    broadcast = "broadcast"
+    disk = "disk"
+
+
+class Verify(str, Enum):
+    off = "off"
+    first = "first"
+    always = "always"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -233,6 +254,14 @@ class SamplingConfig:
     temperature: float = 1.0  # 0 is greedy
     top_p: float = 1.0
     top_k: int = -1
+    min_new_tokens: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class SGLangConfig:
+    mode: SGLangMode = SGLangMode.engine
+    deterministic: bool = False  # on CUDA, kernels that give the same samples for the same seed, slower; on CPU always
+    server_args: dict[str, Any] = field(default_factory=dict)  # SGLang's own options, by the names of its ServerArgs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -245,7 +274,10 @@ class RolloutConfig:
     top_p: float = 1.0
     top_k: int = -1
     max_concurrency: int = 256  # sequences that one replica generates at the same time
+    restart_limit: int = 3  # replicas that may be started anew in one run
+    health_limit_s: float = 120.0  # an engine that makes no progress for so long is taken for hung
     validation: SamplingConfig = field(default_factory=SamplingConfig)
+    sglang: SGLangConfig = field(default_factory=SGLangConfig)
 
     @property
     def training(self) -> SamplingConfig:
@@ -263,6 +295,9 @@ class PlacementConfig:
 @dataclass(frozen=True, kw_only=True)
 class ReshardingConfig:
     bucket_mb: float = 512.0
+    transport: Transport = Transport.auto
+    verify: Verify = Verify.first  # compare checksums of every tensor, trainer and engine
+    max_log_prob_difference: float = 0.1  # mean |trainer - engine| over the first batch's tokens, above which the run ends
 
 
 @dataclass(frozen=True, kw_only=True)

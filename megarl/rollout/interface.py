@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Literal, NamedTuple
 
-from megarl.protocol.weights import Manifest, WeightBucket
+import numpy as np
+
+from megarl.protocol.parcels import GroupAddress, Parcel
+from megarl.protocol.weights import Manifest
+
+_WAIT_S = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -14,8 +21,9 @@ class SamplingParameters:
     """How to continue each prompt.
 
     n: samples per prompt. temperature: 0 is greedy. top_k: the k most probable tokens, -1 for all; then top_p: of these the
-    fewest whose probability reaches top_p. stop_token_ids: end a sample, beside the model's own end tokens. ignore_eos:
-    no token ends a sample (for benchmarks). seed: the same call on the same weights gives the same samples.
+    fewest whose probability reaches top_p. min_new_tokens: until then no token that would end the sample is drawn.
+    stop_token_ids: end a sample, beside the model's own end tokens. ignore_eos: no token ends a sample (for benchmarks).
+    seed: the same seed on the same weights gives the same sample, whatever else is generated at the same time.
     Raises ValueError that names the field.
     """
 
@@ -25,6 +33,7 @@ class SamplingParameters:
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = -1
+    min_new_tokens: int = 0
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
 
@@ -38,56 +47,126 @@ class SamplingParameters:
             raise ValueError(f"sampling top_p is {self.top_p}; it must lie in (0, 1], 1 switches it off")
         if self.top_k != -1 and self.top_k < 1:
             raise ValueError(f"sampling top_k is {self.top_k}; it must be at least 1, or -1 for all tokens")
+        if not 0 <= self.min_new_tokens <= self.max_new_tokens:
+            raise ValueError(
+                f"sampling min_new_tokens is {self.min_new_tokens}; it must lie between 0 and max_new_tokens {self.max_new_tokens}"
+            )
+
+
+class GenerationRequest(NamedTuple):
+    """One sample to be written. `request_id` is unique among the requests in flight; `sampling.n` is 1."""
+
+    request_id: int
+    prompt: list[int]
+    sampling: SamplingParameters
 
 
 class Sample(NamedTuple):
     """One continuation. `token_ids` are what the model wrote, the end token included where it wrote one.
 
-    log_probs: one per token, THE contract of every engine: log_softmax(logits / temperature) of the token over the whole
-    vocabulary, before top-k and top-p; with temperature 0, log_softmax(logits). Float32.
+    log_probs: one per token, THE contract of every engine (docs/logprobs.md): log_softmax(logits / temperature) of the token over
+    the whole vocabulary, before top-k and top-p; with temperature 0, log_softmax(logits). Float32.
     finish_reason: "stop" where the last token ended it, "length" where max_new_tokens did.
-    weight_version: of the weights that wrote it.
+    weight_versions: of the weights that wrote it, in order; more than one where weights were updated in the middle.
     """
 
     token_ids: list[int]
     log_probs: list[float]
     finish_reason: Literal["stop", "length"]
-    weight_version: int
+    weight_versions: tuple[int, ...]
+
+
+class FinishedRequest(NamedTuple):
+    request_id: int
+    sample: Sample
+
+
+class EngineDeadError(RuntimeError):
+    """The engine's processes ended, or make no progress. Start another; what was in flight is to be sent again."""
 
 
 class RolloutEngine(ABC):
     """An engine is usable from the end of a complete weight update until it sleeps, is updated again, or is closed.
 
-    In between, `generate` raises EngineStateError: no sample is ever written by half-loaded weights.
+    In between it raises EngineStateError: no sample is ever written by half-loaded weights. Methods are called by one thread.
+    Any method may raise EngineDeadError.
     """
 
     @abstractmethod
-    def generate(self, prompts: list[list[int]], sampling: SamplingParameters) -> list[Sample]:
-        """`sampling.n` samples of each prompt, prompt-major: those of prompt i are [i * n, (i + 1) * n).
+    def submit(self, requests: Sequence[GenerationRequest]) -> None:
+        """Queues requests, in order; returns at once.
 
-        Raises EngineStateError where the engine has no complete weights, ValueError for an empty prompt, a token id
-        outside the vocabulary, or a prompt that leaves no room for `max_new_tokens`.
+        Raises EngineStateError where the engine has no complete weights, ValueError for an empty prompt, a token id outside the
+        vocabulary, or a prompt that leaves no room for `max_new_tokens`; then none of `requests` is queued.
         """
+
+    @abstractmethod
+    def collect(self, wait_s: float) -> list[FinishedRequest]:
+        """What has finished since the last time, in the order of finishing; waits at most `wait_s` for the first to finish."""
+
+    @abstractmethod
+    def abort(self) -> None:
+        """Forgets all requests in flight."""
+
+    def generate(self, prompts: Sequence[list[int]], sampling: SamplingParameters) -> list[Sample]:
+        """`sampling.n` samples of each prompt, prompt-major: those of prompt i are [i * n, (i + 1) * n). Raises as `submit`."""
+        requests = plan_requests(prompts, sampling)
+        self.submit(requests)
+        samples: dict[int, Sample] = {}
+        while len(samples) < len(requests):
+            samples |= dict(self.collect(_WAIT_S))
+        return [samples[request.request_id] for request in requests]
 
     @abstractmethod
     def begin_weight_update(self, manifest: Manifest) -> None:
         """Announces all tensors to come; from here to `end_weight_update` the engine refuses to generate.
 
-        An update that was begun and not ended is given up. Raises WeightTransferError where the manifest is not that of
-        the engine's model, and then leaves the engine as it was; EngineStateError while asleep or closed.
+        Pauses generation: requests in flight go on after the update. An update that was begun and not ended is given up.
+        Raises WeightTransferError where the manifest is not that of the engine's model, and then leaves the engine as it was;
+        EngineStateError while asleep or closed.
         """
 
     @abstractmethod
-    def load_weights(self, bucket: WeightBucket) -> None:
-        """Raises WeightTransferError for a chunk that the manifest does not have; EngineStateError outside an update."""
+    def load_weights(self, parcels: Sequence[Parcel]) -> None:
+        """Copies the parcels' elements into the model; when it returns they may be overwritten.
+
+        Raises WeightTransferError for a chunk that the manifest does not have; EngineStateError outside an update.
+        """
+
+    @abstractmethod
+    def load_folder(self, folder: Path) -> None:
+        """All weights from a Hugging Face folder with safetensors. Raises as `load_weights`."""
 
     @abstractmethod
     def end_weight_update(self, version: int) -> None:
-        """The engine is usable. Raises WeightTransferError that names tensors missing or doubled: then it stays unusable."""
+        """Stamps the version, flushes the prefix cache, resumes generation: the engine is usable.
+
+        Raises WeightTransferError that names tensors missing or doubled: then it stays unusable.
+        """
+
+    @property
+    @abstractmethod
+    def num_ranks(self) -> int:
+        """Ranks that it takes in a weight group: its tensor-parallel size."""
+
+    @abstractmethod
+    def join_weight_group(self, address: GroupAddress, first_rank: int) -> None:
+        """Its ranks become `first_rank`, ... of the group; returns when all members are there."""
+
+    @abstractmethod
+    def leave_weight_groups(self) -> None:
+        """Leaves every group that it joined."""
+
+    @abstractmethod
+    def checksums(self) -> dict[str, int]:
+        """Hugging Face name -> checksum (protocol/checksum.py) of the weights as the engine holds them, read back from its model.
+
+        Raises EngineStateError without complete weights.
+        """
 
     @abstractmethod
     def sleep(self) -> None:
-        """Gives back the memory of weights and cache. Sleeping twice is sleeping."""
+        """Gives back the memory of weights and cache. Sleeping twice is sleeping. Requests in flight are forgotten."""
 
     @abstractmethod
     def wake(self) -> None:
@@ -99,5 +178,19 @@ class RolloutEngine(ABC):
         """Of the complete weights at hand, None where there are none."""
 
     @abstractmethod
+    def process_ids(self) -> list[int]:
+        """Of the processes that it consists of beside the caller's; empty for an engine inside it."""
+
+    @abstractmethod
     def close(self) -> None:
         """Ends the engine and what it started."""
+
+
+def plan_requests(prompts: Sequence[list[int]], sampling: SamplingParameters) -> list[GenerationRequest]:
+    """One request per sample, prompt-major, each with a seed of its own that depends on its place alone."""
+    seeds = np.random.SeedSequence(sampling.seed).generate_state(len(prompts) * sampling.n)
+    return [
+        GenerationRequest(index * sampling.n + sample, prompt, replace(sampling, n=1, seed=int(seeds[index * sampling.n + sample])))
+        for index, prompt in enumerate(prompts)
+        for sample in range(sampling.n)
+    ]
