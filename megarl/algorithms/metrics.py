@@ -27,6 +27,7 @@ def data_metrics(batch: Mapping[str, Tensor], max_response_length: int) -> dict[
       `max_response_length` tokens or more.
     - `prompt_length/{mean,max,min}`: True tokens of `prompt_attention_mask` (B, P), over rows.
     - `training/rollout_probs_diff_{mean,max}`: over valid tokens, |exp(rollout_log_probs) - exp(old_log_probs)|.
+    - `training/rollout_log_probs_diff_{mean,max}`: over valid tokens, |rollout_log_probs - old_log_probs|.
     """
     mask = batch["response_mask"]
     lengths = mask.sum(dim=1)
@@ -44,9 +45,10 @@ def data_metrics(batch: Mapping[str, Tensor], max_response_length: int) -> dict[
     if "values" in batch and "returns" in batch:
         metrics["critic/vf_explained_var"] = _explained_variance(batch["values"][mask], batch["returns"][mask])
     if "rollout_log_probs" in batch and "old_log_probs" in batch:
-        difference = (batch["rollout_log_probs"][mask].exp() - batch["old_log_probs"][mask].exp()).abs()
-        metrics["training/rollout_probs_diff_mean"] = float(difference.mean()) if difference.numel() else 0.0
-        metrics["training/rollout_probs_diff_max"] = float(difference.max()) if difference.numel() else 0.0
+        rollout, old = batch["rollout_log_probs"][mask], batch["old_log_probs"][mask]
+        for name, difference in (("probs", (rollout.exp() - old.exp()).abs()), ("log_probs", (rollout - old).abs())):
+            metrics[f"training/rollout_{name}_diff_mean"] = float(difference.mean()) if difference.numel() else 0.0
+            metrics[f"training/rollout_{name}_diff_max"] = float(difference.max()) if difference.numel() else 0.0
     return metrics
 
 

@@ -12,6 +12,7 @@ from megarl.controller.futures import gather
 from megarl.data.loader import BatchLoader
 from megarl.protocol.batch import DataProto
 from megarl.trainers.evaluation import Evaluation
+from megarl.trainers.log_prob_gate import LogProbGate
 from megarl.trainers.monitor import Monitor
 from megarl.workers.roles import valid_token_count
 from megarl.workers.start import PPORoles
@@ -29,6 +30,7 @@ class PPOTrainer:
         self.evaluation = evaluation
         self.monitor = monitor
         self._advantages = AdvantageStep(config.algorithm)
+        self._check_log_probs = LogProbGate(config.resharding.max_log_prob_difference)
 
     def fit(self) -> None:
         """Trains for `trainer.total_steps`; validates before, every so often, and at the end."""
@@ -54,6 +56,7 @@ class PPOTrainer:
         if roles.critic:
             scores.append(roles.critic.values(batch))
         batch = batch.union(*scores)  # the roles work side by side where their pools differ
+        self._check_log_probs(batch)
         with phase("adv"):
             batch, metrics = self._advantages(batch)
         updates = []

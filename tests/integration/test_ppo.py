@@ -56,6 +56,7 @@ ALWAYS = [
     *("response_length/mean", "response_length/max", "response_length/min", "response_length/clip_ratio"),
     *(f"timing_s/{phase}" for phase in ("step", "gen", "reward", "old_log_prob", "ref", "values", "adv", "update_critic")),
     *("perf/throughput", "training/rollout_probs_diff_mean", "training/rollout_probs_diff_max"),
+    *("training/rollout_log_probs_diff_mean", "training/rollout_log_probs_diff_max"),
 ]
 IN_TRAINING = [*TRAINED, "timing_s/update_actor", "timing_s/update_weights"]
 

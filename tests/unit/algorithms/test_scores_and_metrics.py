@@ -60,6 +60,8 @@ def test_data_metrics_by_hand():
         "critic/vf_explained_var": 1 - 0.25 / 1.0,  # returns - values = 0, 0, 1, 1
         "training/rollout_probs_diff_mean": 0.1,
         "training/rollout_probs_diff_max": 0.3,
+        "training/rollout_log_probs_diff_mean": (math.log(1.2) + math.log(2.5)) / 4,
+        "training/rollout_log_probs_diff_max": math.log(2.5),
     }
     assert data_metrics(batch, max_response_length=3) == pytest.approx(expected, rel=1e-5)
     assert data_metrics(batch, max_response_length=4)["response_length/clip_ratio"] == 0.0
