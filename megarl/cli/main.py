@@ -13,9 +13,8 @@ import traceback
 from collections.abc import Callable, Sequence
 
 from megarl import __version__
-from megarl.config.errors import ConfigError
+from megarl.config.errors import ConfigError, RunError
 from megarl.config.schema import PPOConfig, SFTConfig
-from megarl.controller.errors import PhaseTimeoutError, WorkerError
 
 GOOD, FAILED, USER_ERROR, INTERRUPTED = 0, 1, 2, 130
 
@@ -32,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if isinstance(error, ConfigError) or (isinstance(error, ValueError) and _raised_by_megarl(error)):
             print(f"megarl {parsed.command}: {error}", file=sys.stderr)
             return USER_ERROR
-        if isinstance(error, (WorkerError, PhaseTimeoutError)):  # what happened is with the worker: the driver's own stack only waits
+        if isinstance(error, RunError):
             print(error, file=sys.stderr)
         else:
             traceback.print_exception(error)

@@ -1,4 +1,4 @@
-"""The errors of configuration: what a user wrote cannot be run, and the message says what to change."""
+"""The errors that explain themselves: the command line shows their message without a stack."""
 
 from __future__ import annotations
 
@@ -6,10 +6,17 @@ from collections.abc import Sequence
 
 
 class ConfigError(ValueError):
-    """Every problem found in one place, one line each. `source` is the file (or files) that the user would edit."""
+    """What a user wrote cannot be run. Every problem found in one place, one line each, that says what to change.
+
+    `source` is the file (or files) that the user would edit.
+    """
 
     def __init__(self, source: str, problems: Sequence[str]) -> None:
         self.source = source
         self.problems = tuple(problems)
         count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
         super().__init__("\n".join([f"{source}: {count}", *(f"  - {problem}" for problem in problems)]))
+
+
+class RunError(RuntimeError):
+    """Something failed while running, and the message says what, where and why."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from megarl.config.errors import RunError
 from megarl.controller.messages import CallFailure, FailureKind, RankActivity
 
 
@@ -21,7 +22,7 @@ class RankFailure(NamedTuple):
         return f"{self.role} rank {self.rank} (node {self.node}, {process}) in {self.method}: {self.failure.summary}"
 
 
-class WorkerError(RuntimeError):
+class WorkerError(RunError):
     """A worker raised, or its process ended. The attributes are those of the failure that came first; `others` came with it."""
 
     def __init__(self, first: RankFailure, others: Sequence[RankFailure] = ()) -> None:
@@ -53,7 +54,7 @@ class RankReport(NamedTuple):
         return f"{head}: in {self.activity.method}{phase} for {self.activity.running_s:.0f} s\n{self.activity.stack.rstrip()}"
 
 
-class PhaseTimeoutError(TimeoutError):
+class PhaseTimeoutError(RunError, TimeoutError):
     """A call outlived its group's limit; the group has been killed. `reports` tell what each rank was doing."""
 
     def __init__(self, role: str, method: str, limit_s: float, reports: Sequence[RankReport]) -> None:

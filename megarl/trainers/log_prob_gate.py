@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from megarl.config.errors import RunError
 from megarl.protocol.batch import DataProto
 
 _CAUSES = (
@@ -14,7 +15,7 @@ _CAUSES = (
 )
 
 
-class LogProbMismatchError(RuntimeError):
+class LogProbMismatchError(RunError):
     """Engine and trainer disagree about the samples of the first batch; the message has the numbers and the likely causes."""
 
 
