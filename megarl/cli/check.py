@@ -14,7 +14,8 @@ from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
 from megarl.config.roles import ModelRole, model_roles
 from megarl.config.schema import PPOConfig, SFTConfig
-from megarl.config.validate import Violation, read_architectures, validate
+from megarl.config.validate import read_architectures, validate
+from megarl.config.violation import Violation
 from megarl.placement.plan import PlacementPlan, plan_placement
 
 RunConfig = TypeVar("RunConfig", PPOConfig, SFTConfig)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from math import lcm
 from pathlib import Path
-from typing import NamedTuple
 
+from megarl.config import rollout_rules
 from megarl.config.architecture import Architecture, read_architecture
 from megarl.config.derive import max_row_tokens, samples_per_step, updates_per_pass
 from megarl.config.errors import ConfigError
@@ -19,25 +19,12 @@ from megarl.config.schema import (
     KLWhere,
     OptimConfig,
     PPOConfig,
-    RolloutEngineKind,
     SFTConfig,
 )
+from megarl.config.violation import Violation, Violations
 
 RunConfig = PPOConfig | SFTConfig
 LOGGERS = ("console", "jsonl", "tensorboard")  # tracking's; kept here too because tracking imports torch
-
-
-class Violation(NamedTuple):
-    """`keys`: the dotted keys of which one has to change."""
-
-    keys: tuple[str, ...]
-    message: str
-
-    def __str__(self) -> str:
-        return f"{', '.join(self.keys)}: {self.message}"
-
-
-Violations = Iterator[Violation]
 
 
 def validate(config: RunConfig) -> list[Violation]:
@@ -60,6 +47,8 @@ def validate(config: RunConfig) -> list[Violation]:
     for role in model_roles(config):
         if role.name in architectures and not any(key.startswith(role.parallel_key) for key in broken):
             violations += _fits_layout(role, architectures[role.name])
+    if isinstance(config, PPOConfig) and "actor" in architectures and "rollout.tensor_parallel_size" not in broken:
+        violations += rollout_rules.engine_fits_model(config, architectures["actor"])
     violations += _lengths_fit(config, architectures)
     violations += _same_vocabulary(config, architectures)
     return list(dict.fromkeys(violations))  # the reference shares the actor's model and layout, and so its violations
@@ -132,27 +121,6 @@ def _mini_batches(config: PPOConfig) -> Violations:
         )
 
 
-def _sampling(config: PPOConfig) -> Violations:
-    rollout = config.rollout
-    if rollout.temperature == 0:
-        yield Violation(("rollout.temperature",), "is 0 (greedy): training needs samples of the policy; use 1.0, the usual choice")
-    for key, value, off in (("top_p", rollout.top_p, 1.0), ("top_k", rollout.top_k, -1)):
-        if value != off:
-            yield Violation(
-                (f"rollout.{key}",),
-                f"is {value:g}: a truncated sampler draws from another distribution than the one whose log-probs the trainer computes, so "
-                f"the ratio of PPO would mean something else; use {off:g} for training (rollout.validation.{key} is free)",
-            )
-    if rollout.validation.top_k != -1 and rollout.validation.top_k < 1:
-        yield Violation(("rollout.validation.top_k",), f"is {rollout.validation.top_k}, but must be at least 1, or -1 for all tokens")
-    if rollout.engine is RolloutEngineKind.hf and rollout.tensor_parallel_size != 1:
-        yield Violation(
-            ("rollout.tensor_parallel_size", "rollout.engine"),
-            f"the engine 'hf' holds a whole model per replica, so tensor_parallel_size {rollout.tensor_parallel_size} must be 1; "
-            "for more throughput raise rollout.num_replicas",
-        )
-
-
 def _algorithm(config: PPOConfig) -> Violations:
     kl = config.algorithm.kl
     if kl.controller.kind is KLControllerKind.adaptive and kl.where is not KLWhere.reward:
@@ -185,10 +153,17 @@ def _critic_warmup(config: PPOConfig) -> Violations:
         )
 
 
+_ENGINE_KEYS = ("rollout.num_replicas", "rollout.tensor_parallel_size")
+_ACTOR_SIZES = tuple(f"actor.parallel.{axis}_parallel_size" for axis in ("tensor", "pipeline", "data"))
 # Each with the keys whose range it relies on.
 _PPO_RULES: tuple[tuple[tuple[str, ...], Callable[[PPOConfig], Violations]], ...] = (
     (("trainer.updates_per_step", "trainer.prompts_per_step", "rollout.n"), _mini_batches),
-    (("rollout.temperature", "rollout.top_p"), _sampling),
+    (
+        ("rollout.temperature", "rollout.top_p", "rollout.validation.min_new_tokens", "data.max_response_length"),
+        rollout_rules.sampling,
+    ),
+    (("rollout.tensor_parallel_size",), rollout_rules.whole_model),
+    ((*_ENGINE_KEYS, *_ACTOR_SIZES), rollout_rules.shared_devices),
     (("rollout.n",), _algorithm),
     (("trainer.critic_warmup_steps", "trainer.total_steps"), _critic_warmup),
 )

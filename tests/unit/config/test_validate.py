@@ -30,6 +30,9 @@ def test_a_good_configuration_has_none(ppo: str) -> None:
     assert violations(ppo, "trainer.prompts_per_step=13", "trainer.updates_per_step=4") == []  # 13 rows over 2 replicas: uneven is allowed
     assert violations(ppo, "data.max_prompt_length=56") == []  # 56 + 8: all of the 64 positions, and of the 64 tokens of a micro-batch
     assert violations(ppo, "rollout.validation.top_p=0.9", "rollout.validation.temperature=0") == []
+    # Four ranks hold the two key-value heads twice.
+    assert violations(ppo, "rollout.engine=sglang", "rollout.tensor_parallel_size=4", "rollout.validation.min_new_tokens=8") == []
+    assert violations(ppo, "placement.strategy=hybrid", "rollout.num_replicas=4") == []
 
 
 @pytest.mark.parametrize(
@@ -78,6 +81,19 @@ def test_a_good_configuration_has_none(ppo: str) -> None:
         (["rollout.temperature=0"], "rollout.temperature: is 0 (greedy): training needs samples of the policy; use 1.0"),
         (["rollout.validation.top_k=0"], "rollout.validation.top_k: is 0, but must be at least 1, or -1 for all tokens"),
         (["rollout.tensor_parallel_size=2"], "the engine 'hf' holds a whole model per replica, so tensor_parallel_size 2 must be 1"),
+        (
+            ["rollout.engine=sglang", "rollout.tensor_parallel_size=8"],
+            "rollout.tensor_parallel_size: num_attention_heads 4 of {model} does not divide by tensor_parallel_size 8; use 4",
+        ),
+        (
+            ["rollout.validation.min_new_tokens=9"],
+            "rollout.validation.min_new_tokens, data.max_response_length: min_new_tokens 9 is above max_response_length 8; use 8 or fewer",
+        ),
+        (
+            ["placement.strategy=hybrid", "rollout.num_replicas=5"],
+            "num_replicas 5 x tensor_parallel_size 1 = 5 devices, but in the placement 'hybrid' the engines share the actor's, which are 4"
+            "; use num_replicas 4 or fewer, a larger actor, or the placement split_collocate",
+        ),
         (["algorithm.kl.controller.kind=adaptive", "algorithm.kl.where=loss"], "but where is 'loss'; use where=reward, or kind=fixed"),
         (
             ["algorithm.advantage.estimator=grpo", "rollout.n=1", "trainer.critic_warmup_steps=0"],
@@ -127,6 +143,20 @@ def test_models_of_other_vocabularies(ppo: str, tmp_path: Path) -> None:
     assert found == "reference.path, model.path: the reference has vocab_size 50, the policy 101; their KL needs one vocabulary"
     (found,) = violations(ppo, f"critic.model.path={smaller}")
     assert found == "critic.model.path, model.path: the critic has vocab_size 50, below the policy's 101; it reads the policy's tokens"
+
+
+def test_heads_that_ranks_can_neither_share_nor_hold_whole(ppo: str, tmp_path: Path) -> None:
+    model = model_folder(tmp_path / "heads", num_attention_heads=12, num_key_value_heads=6)
+    (found,) = violations(
+        ppo, f"model.path={model}", f"critic.model.path={tmp_path / 'model'}", "rollout.engine=sglang", "rollout.tensor_parallel_size=4"
+    )
+    assert f"num_key_value_heads 6 of {model} neither divides by tensor_parallel_size 4 nor divides it; use 3 or 6, or a" in found
+
+
+def test_engines_larger_than_the_actor_whose_devices_they_share(ppo: str) -> None:
+    sizes = ["rollout.engine=sglang", "rollout.tensor_parallel_size=4", "actor.parallel.data_parallel_size=1"]
+    (found,) = violations(ppo, "placement.strategy=hybrid", *sizes)
+    assert "which are 2; use tensor_parallel_size 2 or less, a larger actor" in found
 
 
 def test_a_role_that_is_not_needed_is_not_checked(ppo: str) -> None:

@@ -1,0 +1,79 @@
+"""What the rollout's settings must satisfy: samplers whose log-probs the trainer can use, engines that the model and the devices fit."""
+
+from __future__ import annotations
+
+from megarl.config.architecture import Architecture
+from megarl.config.nearest import either, nearest_divisors
+from megarl.config.schema import PlacementStrategy, PPOConfig, RolloutEngineKind
+from megarl.config.violation import Violation, Violations
+
+_TP = "rollout.tensor_parallel_size"
+
+
+def sampling(config: PPOConfig) -> Violations:
+    """Samplers that training may use, and lengths that can be."""
+    rollout = config.rollout
+    if rollout.temperature == 0:
+        yield Violation(("rollout.temperature",), "is 0 (greedy): training needs samples of the policy; use 1.0, the usual choice")
+    for key, value, off in (("top_p", rollout.top_p, 1.0), ("top_k", rollout.top_k, -1)):
+        if value != off:
+            yield Violation(
+                (f"rollout.{key}",),
+                f"is {value:g}: a truncated sampler draws from another distribution than the one whose log-probs the trainer computes, so "
+                f"the ratio of PPO would mean something else; use {off:g} for training (rollout.validation.{key} is free)",
+            )
+    if rollout.validation.top_k != -1 and rollout.validation.top_k < 1:
+        yield Violation(("rollout.validation.top_k",), f"is {rollout.validation.top_k}, but must be at least 1, or -1 for all tokens")
+    least, most = rollout.validation.min_new_tokens, config.data.max_response_length
+    if least > most:
+        yield Violation(
+            ("rollout.validation.min_new_tokens", "data.max_response_length"),
+            f"min_new_tokens {least} is above max_response_length {most}; use {most} or fewer",
+        )
+
+
+def whole_model(config: PPOConfig) -> Violations:
+    """Engines that cannot cut a model."""
+    rollout = config.rollout
+    if rollout.engine is RolloutEngineKind.hf and rollout.tensor_parallel_size != 1:
+        yield Violation(
+            (_TP, "rollout.engine"),
+            f"the engine 'hf' holds a whole model per replica, so tensor_parallel_size {rollout.tensor_parallel_size} must be 1; "
+            "for more throughput raise rollout.num_replicas, or use rollout.engine=sglang",
+        )
+
+
+def shared_devices(config: PPOConfig) -> Violations:
+    """In the placement `hybrid` engines have the actor's devices and no others."""
+    rollout, parallel = config.rollout, config.actor.parallel
+    needed, there = rollout.num_replicas * rollout.tensor_parallel_size, parallel.world_size
+    if config.placement.strategy is not PlacementStrategy.hybrid or needed <= there:
+        return
+    fitting = there // rollout.tensor_parallel_size
+    remedy = f"use num_replicas {fitting} or fewer" if fitting else f"use tensor_parallel_size {there} or less"
+    yield Violation(
+        ("rollout.num_replicas", _TP, "actor.parallel", "placement.strategy"),
+        f"num_replicas {rollout.num_replicas} x tensor_parallel_size {rollout.tensor_parallel_size} = {needed} devices, but in the "
+        f"placement 'hybrid' the engines share the actor's, which are {there}; {remedy}, a larger actor, or the placement split_collocate",
+    )
+
+
+def engine_fits_model(config: PPOConfig, policy: Architecture) -> Violations:
+    """How SGLang cuts a model: query heads and the MLP evenly; a key-value head is on one rank, or whole on several."""
+    tensor, path = config.rollout.tensor_parallel_size, config.model.path
+    if config.rollout.engine is not RolloutEngineKind.sglang:
+        return
+    for field in ("num_attention_heads", "intermediate_size"):
+        size = getattr(policy, field)
+        if size % tensor:
+            yield Violation(
+                (_TP,),
+                f"{field} {size} of {path} does not divide by tensor_parallel_size {tensor}; use {either(nearest_divisors(size, tensor))}",
+            )
+    heads = policy.num_key_value_heads
+    if heads % tensor and tensor % heads:
+        yield Violation(
+            (_TP,),
+            f"num_key_value_heads {heads} of {path} neither divides by tensor_parallel_size {tensor} nor divides it; "
+            f"use {either(nearest_divisors(heads, tensor))}, or a multiple of {heads}",
+        )
