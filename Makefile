@@ -18,9 +18,10 @@ $(READY): requirements/cpu.txt requirements/sglang.txt requirements/dev.txt setu
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
 	touch $(READY)
 
-# Overrides go to the PPO run: make quickstart ARGS="trainer.total_steps=10 trainer.seed=1"
+# make quickstart ENGINE=sglang; overrides go to the PPO run: make quickstart ARGS="trainer.total_steps=10 trainer.seed=1"
+ENGINE ?= hf
 quickstart: $(READY)
-	$(BIN)/python -m examples.quickstart.run $(ARGS)
+	$(BIN)/python -m examples.quickstart.run rollout.engine=$(ENGINE) $(ARGS)
 
 test: $(READY) lint types
 	$(BIN)/python -m pytest $(ARGS)

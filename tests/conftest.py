@@ -16,9 +16,9 @@ def rank_pool() -> Iterator[RankPool]:
 
 @pytest.fixture(scope="session")
 def ray_cluster() -> Iterator[None]:
-    """One local Ray for the session: eight logical CPUs, so at most eight worker processes at a time."""
+    """One local Ray for the session: twelve logical CPUs, so at most twelve worker processes at a time."""
     from megarl.controller.cluster import shutdown, start_ray
 
-    start_ray(num_cpus=8, object_store_mb=256)
+    start_ray(num_cpus=12, object_store_mb=256)
     yield
     assert shutdown() == []
