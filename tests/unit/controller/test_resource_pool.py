@@ -46,7 +46,7 @@ def test_what_can_never_fit_is_refused_at_once(ray_cluster: None) -> None:
         RayResourcePool([2, 9], use_gpu=False, name="train").bundles()
     text = str(caught.value)
     assert "pool 'train': 0 GPU, 9 CPU on one node" in text
-    assert "node 127.0.0.1: 0 GPU, 8 CPU" in text
+    assert "node 127.0.0.1: 0 GPU, 12 CPU" in text
     with pytest.raises(InsufficientResourcesError, match="pool 'gpus': 1 GPU, 1 CPU"):
         RayResourcePool([1], use_gpu=True, name="gpus").bundles()
     together = ResourcePoolManager({"a": [5], "b": [4]}, {}, use_gpu=False)
