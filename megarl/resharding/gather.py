@@ -19,7 +19,7 @@ from megarl.config.architecture import Architecture
 from megarl.protocol.weights import TensorChunk, WeightBucket
 from megarl.resharding.families import Head
 from megarl.resharding.layout import Piece, ShardLayout, held_weights, pieces
-from megarl.resharding.rectangles import Rectangle, contiguous_blocks
+from megarl.protocol.rectangles import Rectangle, contiguous_blocks
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from megarl.config.architecture import Architecture
 from megarl.config.schema import ParallelConfig
 from megarl.protocol.weights import WeightTransferError
 from megarl.resharding.families import AXES, Cut, Head, Place, Weight, weights_of
-from megarl.resharding.rectangles import Rectangle, tiling_fault
+from megarl.protocol.rectangles import Rectangle, tiling_fault
 
 VOCABULARY_DIVISOR = 128  # a rank's vocabulary rows are a multiple of it, as matrix units like
 

@@ -23,7 +23,7 @@ from megarl.resharding.manifest import (
     manifest_of,
     read_checkpoint_index,
 )
-from megarl.resharding.rectangles import tiling_fault
+from megarl.protocol.rectangles import tiling_fault
 
 ValueHead = Literal["stored", "initial"]
 

@@ -14,7 +14,7 @@ from megarl.resharding.layout import (
     rank_pieces,
     shard_shapes,
 )
-from megarl.resharding.rectangles import Rectangle
+from megarl.protocol.rectangles import Rectangle
 from tests.unit.resharding.models import PADDED_VOCAB, architecture_of
 
 LAYOUTS = [(1, 1, None), (2, 1, None), (4, 1, None), (1, 2, None), (2, 2, None), (4, 2, None), (1, 2, 2), (2, 2, 2)]

@@ -11,7 +11,7 @@ from megarl.resharding.gather import iterate_buckets, plan_buckets
 from megarl.resharding.layout import model_layouts, shard_shapes
 from megarl.resharding.load import load_into_shards
 from megarl.resharding.manifest import manifest_of
-from megarl.resharding.rectangles import tiling_fault
+from megarl.protocol.rectangles import tiling_fault
 from tests.unit.resharding.models import PADDED_VOCAB, architecture_of, random_model, save, slow_shards
 
 MODELS = [("qwen2", False), ("qwen2", True), ("qwen3", False), ("llama", True)]

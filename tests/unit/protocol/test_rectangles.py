@@ -1,6 +1,7 @@
+import pytest
 import torch
 
-from megarl.resharding.rectangles import Rectangle, contiguous_blocks, tiling_fault
+from megarl.protocol.rectangles import Rectangle, contiguous_blocks, range_rectangles, tiling_fault
 
 
 def test_intersect_and_move() -> None:
@@ -32,3 +33,15 @@ def test_blocks_are_contiguous_bounded_and_cover() -> None:
                 assert values[0] == offset
                 parts.append(values)
             assert torch.equal(torch.cat(parts), tensor.view(-1))
+
+
+@pytest.mark.parametrize("shape", [(), (7,), (5, 6), (1, 6), (3, 4, 5), (2, 1, 3, 2)])
+def test_ranges_are_contiguous_rectangles_in_order(shape: tuple[int, ...]) -> None:
+    numel = torch.Size(shape).numel()
+    tensor = torch.arange(numel).view(shape)
+    for start in range(numel):
+        for stop in range(start, numel + 1):
+            rectangles = list(range_rectangles(shape, start, stop))
+            assert len(rectangles) <= max(1, 2 * len(shape) - 1)
+            values = [tensor[rectangle.slices].reshape(-1) for rectangle in rectangles]
+            assert torch.equal(torch.cat(values) if values else tensor.new_empty(0), torch.arange(start, stop))

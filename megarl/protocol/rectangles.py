@@ -84,3 +84,29 @@ def contiguous_blocks(shape: Sequence[int], max_volume: int) -> Iterator[tuple[i
             starts = (*outer, start) + (0,) * (len(shape) - cut_dim - 1)
             stops = (*(index + 1 for index in outer), min(start + step, shape[cut_dim]), *shape[cut_dim + 1 :])
             yield sum(map(int.__mul__, starts, inner_volumes)), Rectangle(starts, stops)
+
+
+def range_rectangles(shape: Sequence[int], start: int, stop: int) -> Iterator[Rectangle]:
+    """The elements start <= i < stop of a row-major tensor as the fewest rectangles that are contiguous in memory, in their order.
+
+    At most two for each dimension. 0 <= start <= stop <= the number of elements.
+    """
+    if start >= stop:
+        return
+    inner = prod(shape[1:])
+    if not shape or inner == 0:
+        yield Rectangle.whole(shape)
+        return
+    first_whole, last_whole = -(-start // inner), stop // inner
+    if first_whole > last_whole:  # inside one row
+        yield from _in_row(shape, start // inner, start % inner, stop - start // inner * inner)
+        return
+    yield from _in_row(shape, start // inner, start % inner, inner) if start % inner else ()
+    if first_whole < last_whole:
+        yield Rectangle.whole(shape).along(0, first_whole, last_whole)
+    yield from _in_row(shape, last_whole, 0, stop % inner)
+
+
+def _in_row(shape: Sequence[int], row: int, start: int, stop: int) -> Iterator[Rectangle]:
+    for inner in range_rectangles(shape[1:], start, stop):
+        yield Rectangle((row, *inner.starts), (row + 1, *inner.stops))
