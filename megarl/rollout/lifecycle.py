@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from enum import Enum
 
-from megarl.protocol.weights import Manifest, WeightBucket, WeightReceipt
+import torch
+
+from megarl.protocol.parcels import ChunkMeta
+from megarl.protocol.weights import Manifest, TensorChunk, WeightReceipt
 
 
 class EngineStateError(RuntimeError):
@@ -50,12 +53,14 @@ class EngineLifecycle:
         self.require("begin a weight update", EngineState.EMPTY, EngineState.UPDATING, EngineState.READY)
         self.state, self._version, self._receipt = EngineState.UPDATING, None, WeightReceipt(manifest)
 
-    def record(self, bucket: WeightBucket) -> None:
-        """Raises WeightTransferError for a chunk that does not belong; nothing of the bucket may be loaded then."""
+    def require_update(self) -> None:
         self.require("load weights", EngineState.UPDATING)
+
+    def record(self, chunk: ChunkMeta, dtype: torch.dtype) -> None:
+        """Before the chunk is copied. Raises WeightTransferError for one that does not belong."""
+        self.require_update()
         assert self._receipt is not None
-        for chunk in bucket.chunks:
-            self._receipt.record(chunk)
+        self._receipt.record(TensorChunk(chunk.name, chunk.offset, torch.empty(chunk.numel, dtype=dtype, device="meta")))
 
     def end(self, version: int) -> None:
         self.require("end a weight update", EngineState.UPDATING)

@@ -6,11 +6,13 @@ and keeps all steps' logits to return log-probs; this loop keeps one step's.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
+from megarl.rollout.hf.noise import row_keys
 from megarl.rollout.hf.sampling import sample_tokens
 from megarl.rollout.interface import SamplingParameters
 
@@ -36,9 +38,9 @@ def decode(
     prompts: list[list[int]],
     sampling: SamplingParameters,
     stop_token_ids: torch.Tensor,
-    generator: torch.Generator,
+    seeds: Sequence[int],
 ) -> Decoded:
-    """One sample of each prompt, equal prompts being prefilled once.
+    """One sample of each prompt, equal prompts being prefilled once; `seeds`, one per prompt, stand for the seed of `sampling`.
 
     Rows that have ended leave the batch as soon as they are half of it.
     """
@@ -47,6 +49,7 @@ def decode(
     log_probs = torch.zeros(batch_size, sampling.max_new_tokens, device=model.device)
     lengths = torch.full((batch_size,), sampling.max_new_tokens, device=model.device)
     stopped = torch.zeros(batch_size, dtype=torch.bool, device=model.device)
+    keys = row_keys(seeds, model.device)
 
     cache = DynamicCache()
     logits, mask = _prefill(model, prompts, cache)
@@ -60,7 +63,8 @@ def decode(
         if step > 0:
             logits = _step(model, sampled_ids[rows.indices, step - 1], rows, prompt_length + step, cache)
             rows = rows._replace(positions=rows.positions + 1)
-        sampled = sample_tokens(logits, sampling, generator)
+        forbidden = stop_token_ids[: 0 if step >= sampling.min_new_tokens else None]
+        sampled = sample_tokens(logits, sampling, keys[rows.indices], step, forbidden)
         sampled_ids[rows.indices, step], log_probs[rows.indices, step] = sampled
         ends = torch.isin(sampled.token_ids, stop_token_ids) & ~stopped[rows.indices]
         lengths[rows.indices[ends]] = step + 1

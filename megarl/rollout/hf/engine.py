@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from dataclasses import fields
+from operator import attrgetter
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.initialization import no_init_weights
 
-from megarl.protocol.weights import Manifest, WeightBucket, WeightTransferError
+from megarl.protocol.parcels import ChunkMeta, GroupAddress, Parcel
+from megarl.protocol.weights import Manifest, TensorChunk, WeightTransferError
+from megarl.rollout.end_tokens import end_token_ids
 from megarl.rollout.hf.decoding import decode
-from megarl.rollout.interface import RolloutEngine, Sample, SamplingParameters
+from megarl.rollout.hf.folder import read_tensors
+from megarl.rollout.interface import FinishedRequest, GenerationRequest, RolloutEngine, Sample, SamplingParameters
 from megarl.rollout.lifecycle import EngineLifecycle, EngineState
+
+_kind = attrgetter(*(field.name for field in fields(SamplingParameters) if field.name != "seed"))
 
 
 class HFEngine(RolloutEngine):
     """Starts without weights, from the folder's config.json: they come by an update, so they are always the trainer's.
 
+    Requests wait until `collect`, which decodes one batch of them to its end.
     dtype: of the weights and the cache. max_concurrency: sequences that are decoded at the same time.
     """
 
@@ -38,44 +47,66 @@ class HFEngine(RolloutEngine):
         self._max_concurrency = max_concurrency
         self._max_length: int = config.max_position_embeddings
         self._vocab_size: int = config.vocab_size
-        self._end_token_ids = _end_token_ids(Path(path), config.eos_token_id)
+        self._end_token_ids = end_token_ids(path)
         self._shapes = {name: tuple(parameter.shape) for name, parameter in self._model.named_parameters()}
         self._lifecycle = EngineLifecycle()
+        self._waiting: list[GenerationRequest] = []
 
     @property
     def weight_version(self) -> int | None:
         return self._lifecycle.weight_version
 
-    def generate(self, prompts: list[list[int]], sampling: SamplingParameters) -> list[Sample]:
+    # ---- generation
+
+    def submit(self, requests: Sequence[GenerationRequest]) -> None:
+        self._lifecycle.require_ready()
+        for request in requests:
+            self._check(request)
+        self._waiting += requests
+
+    def collect(self, wait_s: float) -> list[FinishedRequest]:
+        """Waits for as long as the batch takes, whatever `wait_s` says."""
         version = self._lifecycle.require_ready()
-        for index, prompt in enumerate(prompts):
-            self._check_prompt(index, prompt, sampling.max_new_tokens)
+        batch = self._next_batch()
+        if not batch:
+            return []
+        sampling = batch[0].sampling
         stops = () if sampling.ignore_eos else {*sampling.stop_token_ids, *self._end_token_ids}
         stop_token_ids = torch.tensor(sorted(stops), dtype=torch.int64, device=self._device)
-        generator = torch.Generator(self._device).manual_seed(sampling.seed)
+        seeds = [request.sampling.seed for request in batch]
+        decoded = decode(self._model, [request.prompt for request in batch], sampling, stop_token_ids, seeds)
+        return [
+            FinishedRequest(request.request_id, Sample(ids[:length], log_probs[:length], "stop" if stopped else "length", (version,)))
+            for request, ids, log_probs, length, stopped in zip(batch, *(tensor.tolist() for tensor in decoded), strict=True)
+        ]
 
-        rows = [prompt for prompt in prompts for _ in range(sampling.n)]
-        longest_first = sorted(range(len(rows)), key=lambda row: -len(rows[row]))  # like lengths together: little padding
-        samples: dict[int, Sample] = {}
-        for start in range(0, len(rows), self._max_concurrency):
-            batch = longest_first[start : start + self._max_concurrency]
-            decoded = decode(self._model, [rows[row] for row in batch], sampling, stop_token_ids, generator)
-            for row, ids, log_probs, length, stopped in zip(batch, *(tensor.tolist() for tensor in decoded), strict=True):
-                samples[row] = Sample(ids[:length], log_probs[:length], "stop" if stopped else "length", version)
-        return [samples[row] for row in range(len(rows))]
+    def _next_batch(self) -> list[GenerationRequest]:
+        """Takes up to max_concurrency requests that differ in nothing but prompt and seed; like lengths together: little padding."""
+        if not self._waiting:
+            return []
+        longest_first = sorted(self._waiting, key=lambda request: -len(request.prompt))
+        kind = _kind(longest_first[0].sampling)
+        batch = [request for request in longest_first if _kind(request.sampling) == kind][: self._max_concurrency]
+        taken = {request.request_id for request in batch}
+        self._waiting = [request for request in self._waiting if request.request_id not in taken]
+        return batch
 
-    def _check_prompt(self, index: int, prompt: list[int], max_new_tokens: int) -> None:
+    def abort(self) -> None:
+        self._waiting = []
+
+    def _check(self, request: GenerationRequest) -> None:
+        prompt, max_new_tokens, name = request.prompt, request.sampling.max_new_tokens, f"the prompt of request {request.request_id}"
         if not prompt:
-            raise ValueError(f"prompt {index} is empty; a model needs at least one token to continue")
+            raise ValueError(f"{name} is empty; a model needs at least one token to continue")
         if not 0 <= min(prompt) <= max(prompt) < self._vocab_size:
-            raise ValueError(
-                f"prompt {index} has token ids {min(prompt)}..{max(prompt)}, the model's vocabulary is 0..{self._vocab_size - 1}"
-            )
+            raise ValueError(f"{name} has token ids {min(prompt)}..{max(prompt)}, the model's vocabulary is 0..{self._vocab_size - 1}")
         if len(prompt) + max_new_tokens > self._max_length:
             raise ValueError(
-                f"prompt {index} of {len(prompt)} tokens and max_new_tokens {max_new_tokens} exceed the model's "
+                f"{name} of {len(prompt)} tokens and max_new_tokens {max_new_tokens} exceed the model's "
                 f"max_position_embeddings {self._max_length}; shorten the prompts or max_new_tokens"
             )
+
+    # ---- weights
 
     def begin_weight_update(self, manifest: Manifest) -> None:
         shapes = {name: meta.shape for name, meta in manifest.items()}
@@ -90,14 +121,39 @@ class HFEngine(RolloutEngine):
             raise WeightTransferError(f"{len(faults)} tensors do not fit the engine's model: " + "; ".join(sorted(faults)[:8]))
         self._lifecycle.begin(manifest)
 
-    def load_weights(self, bucket: WeightBucket) -> None:
-        self._lifecycle.record(bucket)
+    def load_weights(self, parcels: Sequence[Parcel]) -> None:
+        for parcel in parcels:
+            for chunk in parcel.chunks:
+                self._lifecycle.record(chunk, parcel.dtype)
+            self._copy(_open(parcel))
+
+    def load_folder(self, folder: Path) -> None:
+        for name, tensor in read_tensors(folder):
+            self._lifecycle.record(ChunkMeta(name, 0, tensor.numel()), tensor.dtype)
+            self._copy([TensorChunk(name, 0, tensor.view(-1))])
+
+    def _copy(self, chunks: Iterator[TensorChunk] | Sequence[TensorChunk]) -> None:
         parameters = dict(self._model.named_parameters())  # a tied output layer is not in it twice
-        for chunk in bucket.chunks:
+        for chunk in chunks:
             parameters[chunk.name].data.view(-1)[chunk.offset : chunk.offset + chunk.data.numel()].copy_(chunk.data)
 
     def end_weight_update(self, version: int) -> None:
         self._lifecycle.end(version)
+
+    @property
+    def num_ranks(self) -> int:
+        return 1
+
+    def join_weight_group(self, address: GroupAddress, first_rank: int) -> None:
+        raise NotImplementedError
+
+    def leave_weight_groups(self) -> None:
+        raise NotImplementedError
+
+    def checksums(self) -> dict[str, int]:
+        raise NotImplementedError
+
+    # ---- memory and end
 
     def sleep(self) -> None:
         self._lifecycle.require("sleep", EngineState.EMPTY, EngineState.UPDATING, EngineState.READY, EngineState.ASLEEP)
@@ -110,20 +166,23 @@ class HFEngine(RolloutEngine):
             parameter.data = torch.empty(self._shapes[name], dtype=parameter.dtype, device=self._device)
         self._lifecycle.leave(EngineState.EMPTY)
 
+    def process_ids(self) -> list[int]:
+        return []
+
     def close(self) -> None:
         self._release()
         self._lifecycle.leave(EngineState.CLOSED)
 
     def _release(self) -> None:
+        self.abort()
         for parameter in self._model.parameters():
             parameter.data = parameter.data.new_empty(0)
 
 
-def _end_token_ids(folder: Path, from_config: int | list[int] | None) -> set[int]:
-    """generation_config.json decides where it is there (chat models end turns with another token than documents)."""
-    found = from_config
-    if (folder / "generation_config.json").is_file():
-        found = GenerationConfig.from_pretrained(folder).eos_token_id
-    if found is None:
-        return set()
-    return {found} if isinstance(found, int) else set(found)
+def _open(parcel: Parcel) -> Iterator[TensorChunk]:
+    """The chunks, read from the memory of the process that made them."""
+    with open(parcel.where.address, "rb") as memory:
+        flat = torch.frombuffer(bytearray(memory.read(parcel.nbytes)), dtype=parcel.dtype)
+    for chunk in parcel.chunks:
+        yield TensorChunk(chunk.name, chunk.offset, flat[: chunk.numel])
+        flat = flat[chunk.numel :]

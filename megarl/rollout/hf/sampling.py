@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 
+from megarl.rollout.hf.noise import gumbel_noise
 from megarl.rollout.interface import SamplingParameters
 
 
@@ -14,14 +15,21 @@ class SampledTokens(NamedTuple):
     log_probs: torch.Tensor  # (B,) float32
 
 
-def sample_tokens(logits: torch.Tensor, sampling: SamplingParameters, generator: torch.Generator) -> SampledTokens:
-    """logits: (B, V) in any float type; memory for a few float32 copies of it is used."""
+def sample_tokens(
+    logits: torch.Tensor, sampling: SamplingParameters, keys: torch.Tensor, step: int, forbidden: torch.Tensor
+) -> SampledTokens:
+    """Token `step` of each row; the seed of `sampling` is not used.
+
+    logits: (B, V) in any float type; memory for a few float32 copies of it is used. keys: (B,) of noise.row_keys.
+    forbidden: (F,) token ids that are not drawn.
+    """
     logits = logits.float()
-    if sampling.temperature == 0:
-        token_ids = logits.argmax(dim=-1)
-    else:
+    if sampling.temperature != 0:
         logits = logits / sampling.temperature
-        token_ids = torch.multinomial(_truncate(logits, sampling).softmax(dim=-1), 1, generator=generator).squeeze(-1)
+    allowed = logits.index_fill(-1, forbidden, -torch.inf) if len(forbidden) else logits
+    if sampling.temperature != 0:
+        allowed = _truncate(allowed, sampling) + gumbel_noise(keys, step, logits.shape[-1])
+    token_ids = allowed.argmax(dim=-1)
     chosen = logits.gather(-1, token_ids[:, None]).squeeze(-1)
     return SampledTokens(token_ids, chosen - logits.logsumexp(dim=-1))
 

@@ -1,14 +1,19 @@
-"""Tiny models in Hugging Face folders, and their weights as the buckets a trainer sends."""
+"""Tiny models in Hugging Face folders, and their weights as the parcels a trainer sends."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen2Config, Qwen3Config
 
-from megarl.protocol.weights import Manifest, TensorChunk, TensorMeta, WeightBucket
+from megarl.protocol.parcels import ChunkMeta, Parcel, SegmentHandle
+from megarl.protocol.weights import Manifest, TensorChunk, TensorMeta
 from megarl.rollout.hf.engine import HFEngine
+from megarl.rollout.interface import RolloutEngine
 
 VOCAB = 97
 
@@ -41,20 +46,41 @@ def manifest_of(model: PreTrainedModel) -> Manifest:
     return {name: TensorMeta(tuple(parameter.shape), parameter.dtype) for name, parameter in model.named_parameters()}
 
 
-def buckets_of(model: PreTrainedModel, chunk_elements: int = 1000) -> list[WeightBucket]:
-    """Every chunk in a bucket of its own, last tensor first: order must not matter."""
+def chunks_of(model: PreTrainedModel, chunk_elements: int = 1000) -> list[TensorChunk]:
+    """Last tensor first: order must not matter."""
     flat = [(name, parameter.detach().reshape(-1)) for name, parameter in model.named_parameters()]
     return [
-        WeightBucket((TensorChunk(name, start, data[start : start + chunk_elements]),))
+        TensorChunk(name, start, data[start : start + chunk_elements])
         for name, data in reversed(flat)
         for start in range(0, len(data), chunk_elements)
     ]
 
 
-def push(model: PreTrainedModel, engine: HFEngine, version: int = 1) -> None:
+@contextmanager
+def parcels_of(chunks: Sequence[TensorChunk], chunks_per_parcel: int = 3) -> Iterator[list[Parcel]]:
+    """The chunks in memory of this process, which is given back at the end of the block."""
+    with ExitStack() as stack:
+        yield [
+            stack.enter_context(_parcel(chunks[start : start + chunks_per_parcel])) for start in range(0, len(chunks), chunks_per_parcel)
+        ]
+
+
+@contextmanager
+def _parcel(chunks: Sequence[TensorChunk]) -> Iterator[Parcel]:
+    flat = torch.cat([chunk.data for chunk in chunks])
+    descriptor = os.memfd_create("weights")
+    try:
+        os.write(descriptor, flat.view(torch.uint8).numpy().tobytes())
+        where = SegmentHandle("memfd", f"/proc/{os.getpid()}/fd/{descriptor}", flat.nbytes)
+        yield Parcel(tuple(ChunkMeta(chunk.name, chunk.offset, chunk.data.numel()) for chunk in chunks), flat.dtype, where)
+    finally:
+        os.close(descriptor)
+
+
+def push(model: PreTrainedModel, engine: RolloutEngine, version: int = 1) -> None:
     engine.begin_weight_update(manifest_of(model))
-    for bucket in buckets_of(model):
-        engine.load_weights(bucket)
+    with parcels_of(chunks_of(model)) as parcels:
+        engine.load_weights(parcels)
     engine.end_weight_update(version)
 
 

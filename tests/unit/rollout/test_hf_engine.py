@@ -5,11 +5,11 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from megarl.protocol.weights import TensorChunk, WeightBucket, WeightTransferError
+from megarl.protocol.weights import TensorChunk, WeightTransferError
 from megarl.rollout.hf.engine import HFEngine
-from megarl.rollout.interface import Sample, SamplingParameters
+from megarl.rollout.interface import FinishedRequest, GenerationRequest, SamplingParameters, plan_requests
 from megarl.rollout.lifecycle import EngineStateError
-from tests.unit.rollout.models import VOCAB, buckets_of, engine_for, manifest_of, push, random_model
+from tests.unit.rollout.models import VOCAB, chunks_of, engine_for, manifest_of, parcels_of, push, random_model
 
 PROMPTS = [[5, 6, 7], [11], [20, 21, 22, 23, 24, 25, 26, 27, 28], [3, 4, 3, 4, 3], [90, 91]]
 
@@ -112,6 +112,73 @@ def test_a_batch_that_has_ended_is_not_computed_further(engine: HFEngine) -> Non
     assert all((len(sample.token_ids), sample.finish_reason) == (1, "stop") for sample in samples)
 
 
+def test_a_sample_does_not_depend_on_what_is_written_beside_it(engine: HFEngine) -> None:
+    """The same requests in one batch, in batches of two, one by one and in another order."""
+    requests = plan_requests(PROMPTS, SamplingParameters(max_new_tokens=7, seed=3, n=2, stop_token_ids=tuple(range(20))))
+    together = {finished.request_id: finished.sample for finished in collected(engine, requests)}
+    engine._max_concurrency = 2
+    in_pairs = dict(collected(engine, requests[::-1]))
+    alone = {request.request_id: collected(engine, [request])[0].sample for request in requests}
+    assert {len(sample.token_ids) for sample in together.values()} != {7}
+    for other in (in_pairs, alone):
+        for request_id, sample in together.items():
+            assert other[request_id].token_ids == sample.token_ids
+            assert other[request_id].log_probs == pytest.approx(sample.log_probs, abs=1e-5)
+
+
+def collected(engine: HFEngine, requests: Sequence[GenerationRequest]) -> list[FinishedRequest]:
+    engine.submit(requests)
+    return [finished for _ in requests for finished in engine.collect(0.0)]
+
+
+def test_requests_of_different_kinds_are_decoded_apart(engine: HFEngine) -> None:
+    kinds = [greedy(3), SamplingParameters(max_new_tokens=4, seed=1), greedy(3)]
+    engine.submit([GenerationRequest(number, PROMPTS[number], sampling) for number, sampling in enumerate(kinds)])
+    batches = [[finished.request_id for finished in engine.collect(0.0)] for _ in range(3)]
+    assert batches == [[2, 0], [1], []]  # the longest prompt first, with what can be decoded beside it
+
+
+def test_no_token_ends_a_sample_before_the_minimum(model: PreTrainedModel, engine: HFEngine) -> None:
+    """Every token but two ends a sample: the first three are of these two, and their log-probs are over the whole vocabulary."""
+    sampling = SamplingParameters(max_new_tokens=9, min_new_tokens=3, seed=0, n=4, stop_token_ids=tuple(range(2, VOCAB)))
+    for index, sample in enumerate(engine.generate(PROMPTS, sampling)):
+        assert len(sample.token_ids) > 3
+        assert set(sample.token_ids[:3]) <= {0, 1}
+        expected = reference_log_probs(model, PROMPTS[index // 4], sample.token_ids, 1.0)
+        assert torch.allclose(torch.tensor(sample.log_probs), expected, atol=1e-5)
+
+
+def test_abort_and_sleep_forget_what_waits(model: PreTrainedModel, engine: HFEngine) -> None:
+    engine.submit(plan_requests(PROMPTS, greedy()))
+    engine.abort()
+    assert engine.collect(0.0) == []
+    engine.submit(plan_requests(PROMPTS, greedy()))
+    engine.sleep()
+    engine.wake()
+    push(model, engine)
+    assert engine.collect(0.0) == []
+
+
+def test_a_folder_carries_the_same_weights(model: PreTrainedModel, engine: HFEngine, tmp_path: Path) -> None:
+    other = random_model(seed=5)
+    other.save_pretrained(tmp_path / "other", max_shard_size="20KB")
+    assert len(list((tmp_path / "other").glob("*.safetensors"))) > 1
+    engine.begin_weight_update(manifest_of(model))
+    engine.load_folder(tmp_path / "other")
+    engine.end_weight_update(2)
+    for (name, parameter), (_, saved) in zip(engine._model.named_parameters(), other.named_parameters(), strict=True):
+        assert torch.equal(parameter, saved), name
+
+
+def test_a_folder_without_whole_weights(model: PreTrainedModel, engine: HFEngine, tmp_path: Path) -> None:
+    engine.begin_weight_update(manifest_of(model))
+    with pytest.raises(WeightTransferError, match=r"holds no \*\.safetensors file"):
+        engine.load_folder(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"12345678{}")
+    with pytest.raises(WeightTransferError, match=r"model\.safetensors is no whole safetensors file"):
+        engine.load_folder(tmp_path)
+
+
 @pytest.mark.parametrize("tied", [False, True])
 def test_an_update_replaces_every_weight(tmp_path: Path, tied: bool) -> None:
     old, new = random_model(tied=tied, seed=1), random_model(tied=tied, seed=2)
@@ -123,7 +190,7 @@ def test_an_update_replaces_every_weight(tmp_path: Path, tied: bool) -> None:
     after = engine.generate(PROMPTS, greedy())
     assert [sample.token_ids for sample in after] == [greedy_reference(new, prompt, 6) for prompt in PROMPTS]
     assert [sample.token_ids for sample in after] != [sample.token_ids for sample in before]
-    assert ({sample.weight_version for sample in before}, {sample.weight_version for sample in after}) == ({4}, {5})
+    assert ({sample.weight_versions for sample in before}, {sample.weight_versions for sample in after}) == ({(4,)}, {(5,)})
     for (name, parameter), (_, sent) in zip(engine._model.named_parameters(), new.named_parameters(), strict=True):
         assert torch.equal(parameter, sent), name
 
@@ -141,9 +208,8 @@ def test_no_generation_without_complete_weights(model: PreTrainedModel, tmp_path
     with pytest.raises(EngineStateError, match="empty"):
         engine.generate(PROMPTS, greedy())
     engine.begin_weight_update(manifest_of(model))
-    buckets = buckets_of(model)
-    for bucket in buckets[:-1]:
-        engine.load_weights(bucket)
+    with parcels_of(chunks_of(model)[:-1]) as parcels:
+        engine.load_weights(parcels)
     with pytest.raises(EngineStateError, match="updating"):
         engine.generate(PROMPTS, greedy())
     with pytest.raises(WeightTransferError, match=r"model\.embed_tokens\.weight \(missing from element 3000 of 3104\)"):
@@ -152,7 +218,7 @@ def test_no_generation_without_complete_weights(model: PreTrainedModel, tmp_path
         engine.generate(PROMPTS, greedy())
     assert engine.weight_version is None
     push(model, engine, version=2)
-    assert engine.generate(PROMPTS, greedy())[0].weight_version == 2
+    assert engine.generate(PROMPTS, greedy())[0].weight_versions == (2,)
 
 
 def test_sleep_gives_memory_back_and_the_next_update_restores_it(model: PreTrainedModel, engine: HFEngine) -> None:
@@ -181,16 +247,20 @@ def test_weights_that_are_not_the_models(model: PreTrainedModel, engine: HFEngin
         engine.begin_weight_update(wrong)
     assert engine.weight_version == 1  # still usable
     engine.begin_weight_update(manifest_of(model))
-    with pytest.raises(WeightTransferError, match=r"'model\.norm\.weight': elements 30..34 lie outside shape \(32,\)"):
-        engine.load_weights(WeightBucket((TensorChunk("model.norm.weight", 30, torch.zeros(4)),)))
+    outside = [TensorChunk("model.norm.weight", 30, torch.zeros(4))]
+    with (
+        parcels_of(outside) as parcels,
+        pytest.raises(WeightTransferError, match=r"'model\.norm\.weight': elements 30..34 lie outside shape \(32,\)"),
+    ):
+        engine.load_weights(parcels)
 
 
 @pytest.mark.parametrize(
     ("prompt", "message"),
     [
-        ([], "prompt 1 is empty"),
-        ([3, VOCAB], r"prompt 1 has token ids 3\.\.97, the model's vocabulary is 0\.\.96"),
-        ([1] * 60, "prompt 1 of 60 tokens and max_new_tokens 6 exceed the model's max_position_embeddings 64"),
+        ([], "the prompt of request 1 is empty"),
+        ([3, VOCAB], r"the prompt of request 1 has token ids 3\.\.97, the model's vocabulary is 0\.\.96"),
+        ([1] * 60, "the prompt of request 1 of 60 tokens and max_new_tokens 6 exceed the model's max_position_embeddings 64"),
     ],
 )
 def test_prompts_that_cannot_be_continued(engine: HFEngine, prompt: list[int], message: str) -> None:
@@ -200,4 +270,3 @@ def test_prompts_that_cannot_be_continued(engine: HFEngine, prompt: list[int], m
 
 def test_no_prompts_give_no_samples(engine: HFEngine) -> None:
     assert engine.generate([], greedy()) == []
-    assert Sample._fields == ("token_ids", "log_probs", "finish_reason", "weight_version")

@@ -1,7 +1,8 @@
 import pytest
 import torch
 
-from megarl.protocol.weights import TensorChunk, TensorMeta, WeightBucket, WeightTransferError
+from megarl.protocol.parcels import ChunkMeta
+from megarl.protocol.weights import TensorMeta, WeightTransferError
 from megarl.rollout.interface import SamplingParameters
 from megarl.rollout.lifecycle import EngineLifecycle, EngineState, EngineStateError
 
@@ -22,13 +23,13 @@ def test_ready_only_between_a_complete_update_and_the_next_thing() -> None:
     with pytest.raises(EngineStateError, match="cannot generate while empty"):
         life.require_ready()
     life.begin(MANIFEST)
-    life.record(WeightBucket((TensorChunk("w", 0, torch.zeros(4)),)))
+    life.record(ChunkMeta("w", 0, 4), torch.float32)
     with pytest.raises(EngineStateError, match="cannot generate while updating: its weights are half loaded"):
         life.require_ready()
     life.end(3)
     assert (life.require_ready(), life.weight_version) == (3, 3)
     with pytest.raises(EngineStateError, match="cannot load weights while ready"):
-        life.record(WeightBucket(()))
+        life.record(ChunkMeta("w", 0, 4), torch.float32)
     life.leave(EngineState.ASLEEP)
     with pytest.raises(EngineStateError, match="cannot generate while asleep: .* wake it"):
         life.require_ready()
@@ -40,13 +41,13 @@ def test_ready_only_between_a_complete_update_and_the_next_thing() -> None:
 def test_a_failed_or_repeated_update_starts_from_nothing() -> None:
     life = EngineLifecycle()
     life.begin(MANIFEST)
-    life.record(WeightBucket((TensorChunk("w", 0, torch.zeros(3)),)))
+    life.record(ChunkMeta("w", 0, 3), torch.float32)
     with pytest.raises(WeightTransferError, match=r"w \(missing from element 3 of 4\)"):
         life.end(1)
     assert life.state is EngineState.EMPTY
     life.begin(MANIFEST)
-    life.record(WeightBucket((TensorChunk("w", 0, torch.zeros(3)),)))
+    life.record(ChunkMeta("w", 0, 3), torch.float32)
     life.begin(MANIFEST)  # what came before does not count
-    life.record(WeightBucket((TensorChunk("w", 0, torch.zeros(4)),)))
+    life.record(ChunkMeta("w", 0, 4), torch.float32)
     life.end(2)
     assert life.require_ready() == 2
