@@ -22,6 +22,7 @@ from megarl.engine import platform
 from megarl.engine.groups import ParallelGroups
 from megarl.engine.micro_batch import MicroBatch, make_micro_batch
 from megarl.engine.model import Head, ModelChunk, build_chunks
+from megarl.engine.offload import EngineState, MovableState, StatePart
 from megarl.engine.optimizer import Optimizer, StepStatistics
 from megarl.engine.vocab_parallel import token_scores
 from megarl.resharding.families import OUTPUT_LAYER, VALUE_HEAD_TENSOR
@@ -71,8 +72,36 @@ class MegatronEngine:
             model.train(trainable).requires_grad_(trainable)
         # Wrapped before loading: Megatron moves parameters into its own contiguous buffers.
         self._chunks: list[Any] = [self._data_parallel(model) for model in self._models] if trainable else list(self._models)
+        self._state = EngineState(self._movable_parts())
+        self._gradients_are_made = False
         self._load(weights)
         self._optimizer = Optimizer(spec.optim, self._chunks, spec.dtype, spec.total_optimizer_steps) if spec.optim else None
+
+    def _movable_parts(self) -> dict[StatePart, MovableState]:
+        parts = {StatePart.parameters: MovableState(self._parameter_list)}
+        if self.spec.optim is not None:
+            parts[StatePart.optimizer] = MovableState(self._optimizer_tensors)
+            parts[StatePart.gradients] = MovableState(lambda: [each.main_grad for each in self._parameter_list()], kept=False)
+        return parts
+
+    def _parameter_list(self) -> list[torch.nn.Parameter]:
+        return [parameter for model in self._models for parameter in model.parameters()]
+
+    def _optimizer_tensors(self) -> list[Tensor]:
+        """In float32 the optimizer steps the parameters themselves, which are another part."""
+        assert self._optimizer is not None
+        others = {parameter.untyped_storage().data_ptr() for parameter in self._parameter_list()}
+        return [tensor for tensor in self._optimizer.state_tensors() if tensor.untyped_storage().data_ptr() not in others]
+
+    def offload(self, *parts: StatePart) -> int:
+        """Moves parts of the state out of the device's memory (see offload.py); bytes given back. Gradients are lost."""
+        if StatePart.gradients in parts:
+            self._gradients_are_made = False
+        return self._state.offload(parts)
+
+    def restore(self, *parts: StatePart) -> int:
+        """Moves them back, as they were; bytes taken. Until then what needs them raises OffloadedError."""
+        return self._state.restore(parts)
 
     def _load(self, folder: str) -> None:
         """A critic made from a language model has no head in its folder: it starts at V = 0 everywhere."""
@@ -90,10 +119,12 @@ class MegatronEngine:
 
     def parameters(self) -> dict[str, Tensor]:
         """This rank's shards by Megatron's names, with layers numbered over the whole model."""
+        self._state.require("give its parameters", StatePart.parameters)
         return {name: parameter.detach() for name, parameter in self._named_parameters()}
 
     def gradients(self) -> dict[str, Tensor]:
         """As `parameters`, the float32 gradients after `forward_backward`, of which a data-parallel rank's own slice is reduced."""
+        self._state.require("give its gradients", StatePart.gradients)
         return {name: parameter.main_grad for name, parameter in self._named_parameters()}
 
     def _named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
@@ -109,6 +140,7 @@ class MegatronEngine:
 
         batch: see `make_micro_batch`; B is this replica's number of rows.
         """
+        self._state.require("score", StatePart.parameters)
         with torch.no_grad():
             results = self._run(batch, micro_batches, loss=None)
         if not self.groups.holds_last_stage:
@@ -124,8 +156,10 @@ class MegatronEngine:
         Returns the loss's sums over this replica's micro-batches, on the last pipeline stage; elsewhere nothing.
         """
         assert self._optimizer is not None, "a frozen model has no gradients"
+        self._state.require("train", *StatePart)
         self._optimizer.zero_grad()
         results = self._run(batch, micro_batches, loss)
+        self._gradients_are_made = True
         totals: dict[str, Tensor] = {}
         for sums in results:
             for key, value in sums.items():
@@ -135,6 +169,8 @@ class MegatronEngine:
     def step(self) -> StepStatistics:
         """Applies the gradients."""
         assert self._optimizer is not None, "a frozen model has no optimizer"
+        self._state.require("step", *StatePart)
+        assert self._gradients_are_made, "a step needs the gradients of a forward_backward after the last offload"
         return self._optimizer.step()
 
     def _run(self, batch: Mapping[str, Tensor], micro_batches: MicroBatches, loss: LossFunction | None) -> list[Any]:

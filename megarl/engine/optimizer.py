@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -67,6 +68,13 @@ class Optimizer:
         for chunk in self._chunks:
             chunk.zero_grad_buffer()
         self._optimizer.zero_grad()
+
+    def state_tensors(self) -> Iterator[torch.Tensor]:
+        """Moments, and what the steps are applied to: float32 masters of bfloat16 parameters, or the parameters themselves."""
+        for group in self._optimizer.param_groups:
+            yield from group["params"]
+        for _, state in self._optimizer.state.items():  # noqa: PERF102  (of several optimizers it is Megatron's own type, with no more)
+            yield from (value for value in state.values() if isinstance(value, torch.Tensor) and value.dim())
 
     def step(self) -> StepStatistics:
         """Raises TrainingDivergedError, before anything is changed, when the gradient is not finite."""

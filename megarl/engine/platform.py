@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import sys
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +21,16 @@ class Platform:
     @property
     def is_cuda(self) -> bool:
         return self.name == "cuda"
+
+    def return_freed_memory(self) -> None:
+        """To the device, or to the system: what allocators keep of what was freed, so that another process can have it."""
+        if self.is_cuda:
+            torch.cuda.empty_cache()
+        elif sys.platform == "linux":
+            # glibc keeps freed blocks of up to 32 MiB that lie between used ones; other libraries have no such call.
+            trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+            if trim is not None:
+                trim(0)
 
 
 _active: Platform | None = None

@@ -1,0 +1,173 @@
+"""Moves a model's state out of the way and back, bit for bit: gradients, optimizer state, parameters.
+
+A tensor's memory is its storage, and views of it are everywhere: Megatron's buffers, their buckets, the parameters, the
+optimizer's shards of them. So storages are emptied and filled in place, and every view is right again afterwards.
+On CUDA the bytes wait in pinned host memory. On the CPU they wait in a temporary file (in TMPDIR) that has no name, so that a
+process's memory really gets smaller and a killed process leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import io
+import tempfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from enum import Enum
+from typing import NamedTuple, Protocol, cast
+
+import torch
+from torch import Tensor, UntypedStorage
+
+from megarl.engine import platform
+
+
+class StatePart(str, Enum):
+    """What can be moved by itself. `optimizer`: moments and, for bfloat16, float32 masters. `gradients` are zero when they are back."""
+
+    gradients = "gradients"
+    optimizer = "optimizer"
+    parameters = "parameters"
+
+
+class OffloadedError(RuntimeError):
+    """The engine was asked for what it cannot do without the parts that are away."""
+
+
+class _Shelf(Protocol):
+    """Where bytes wait, in the order in which they are given."""
+
+    def put(self, storages: Sequence[UntypedStorage]) -> None: ...
+
+    def take(self, storages: Sequence[UntypedStorage]) -> None: ...
+
+
+class _File:
+    """Of the file system, without a name. Its space is given back when the bytes are."""
+
+    def __init__(self) -> None:
+        self._file: io.FileIO | None = None
+
+    def put(self, storages: Sequence[UntypedStorage]) -> None:
+        """Raises OSError where the disk is full."""
+        file = cast(io.FileIO, tempfile.TemporaryFile(buffering=0))  # noqa: SIM115  (open until `take`)
+        for storage in storages:
+            _all_of(storage, file.write)
+        self._file = file
+
+    def take(self, storages: Sequence[UntypedStorage]) -> None:
+        assert self._file is not None
+        with self._file as file:
+            file.seek(0)
+            for storage in storages:
+                _all_of(storage, file.readinto)
+        self._file = None
+
+
+def _bytes_of(storage: UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # type: ignore[call-overload]
+
+
+def _all_of(storage: UntypedStorage, move: Callable[[memoryview], int | None]) -> None:
+    """One call moves at most 2 GiB on Linux."""
+    # By its address: a storage that was shown as a numpy array cannot be resized any more.
+    view = memoryview((ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr())).cast("B")
+    while view:
+        moved = move(view)
+        if not moved:
+            raise OSError(f"the temporary file of an offloaded model ended {len(view)} bytes early")
+        view = view[moved:]
+
+
+class _PinnedMemory:
+    """Kept from one time to the next: pinning takes longer than copying."""
+
+    def __init__(self) -> None:
+        self._copies: list[Tensor] = []
+
+    def put(self, storages: Sequence[UntypedStorage]) -> None:
+        if [copy.numel() for copy in self._copies] != [storage.nbytes() for storage in storages]:
+            self._copies = [torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=True) for storage in storages]
+        self._copy((copy, _bytes_of(storage)) for copy, storage in zip(self._copies, storages, strict=True))
+
+    def take(self, storages: Sequence[UntypedStorage]) -> None:
+        self._copy((_bytes_of(storage), copy) for copy, storage in zip(self._copies, storages, strict=True))
+
+    @staticmethod
+    def _copy(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+        for target, source in pairs:
+            target.copy_(source, non_blocking=True)
+        torch.cuda.synchronize()
+
+
+class _Moved(NamedTuple):
+    storage: UntypedStorage
+    nbytes: int
+
+
+class MovableState:
+    """One part of a model's state. `find` gives its tensors as they are at the moment; what shares a storage is moved once.
+
+    `kept` False: the contents are dropped, and zero when the memory is back.
+    """
+
+    def __init__(self, find: Callable[[], Iterable[Tensor]], kept: bool = True) -> None:
+        self._find = find
+        self._kept = kept
+        self._shelf: _Shelf = _PinnedMemory() if platform.current().is_cuda else _File()
+        self._away: list[_Moved] | None = None
+
+    @property
+    def is_away(self) -> bool:
+        return self._away is not None
+
+    def offload(self) -> int:
+        """Bytes given back; 0 where they are away already. Raises OSError where there is no room for them, and moves nothing then."""
+        if self._away is not None:
+            return 0
+        storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in self._find()}
+        moved = [_Moved(storage, storage.nbytes()) for pointer, storage in storages.items() if pointer]
+        if self._kept:
+            self._shelf.put([each.storage for each in moved])
+        for each in moved:
+            each.storage.resize_(0)
+        self._away = moved
+        platform.current().return_freed_memory()
+        return sum(each.nbytes for each in moved)
+
+    def restore(self) -> int:
+        """Bytes taken again; 0 where nothing is away."""
+        if self._away is None:
+            return 0
+        for each in self._away:
+            each.storage.resize_(each.nbytes)
+            if not self._kept:
+                _bytes_of(each.storage).zero_()
+        if self._kept:
+            self._shelf.take([each.storage for each in self._away])
+        nbytes, self._away = sum(each.nbytes for each in self._away), None
+        return nbytes
+
+
+class EngineState:
+    """The parts of one model that can be moved: all three where it trains, its parameters where it is frozen."""
+
+    def __init__(self, parts: Mapping[StatePart, MovableState]) -> None:
+        self._parts = dict(parts)
+
+    @property
+    def away(self) -> frozenset[StatePart]:
+        return frozenset(part for part, state in self._parts.items() if state.is_away)
+
+    def offload(self, parts: Iterable[StatePart]) -> int:
+        """Bytes given back. What is away stays away; a part that the model does not have is nothing."""
+        return sum(self._parts[part].offload() for part in parts if part in self._parts)
+
+    def restore(self, parts: Iterable[StatePart]) -> int:
+        """Bytes taken again."""
+        return sum(self._parts[part].restore() for part in parts if part in self._parts)
+
+    def require(self, action: str, *parts: StatePart) -> None:
+        """Raises OffloadedError that says what is away."""
+        missing = [part.value for part in parts if part in self.away]
+        if missing:
+            raise OffloadedError(f"the engine cannot {action}: {' and '.join(missing)} offloaded; restore what was moved away first")
