@@ -8,6 +8,8 @@ from math import prod
 
 import torch
 
+from megarl.protocol.parcels import ChunkMeta
+
 
 class WeightTransferError(ValueError):
     """A tensor is missing, extra, doubled or wrongly shaped; the message names it."""
@@ -30,6 +32,10 @@ class TensorChunk:
     offset: int
     data: torch.Tensor
 
+    @property
+    def meta(self) -> ChunkMeta:
+        return ChunkMeta(self.name, self.offset, self.data.numel())
+
 
 @dataclass(frozen=True)
 class WeightBucket:
@@ -49,14 +55,14 @@ class WeightReceipt:
     manifest: Manifest
     _arrived: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
 
-    def record(self, chunk: TensorChunk) -> None:
+    def record(self, chunk: ChunkMeta, dtype: torch.dtype) -> None:
         """Raises WeightTransferError for an unknown name, a wrong dtype, or elements outside the tensor."""
         meta = self.manifest.get(chunk.name)
         if meta is None:
             raise WeightTransferError(f"tensor {chunk.name!r} is not in the model's manifest")
-        if chunk.data.dtype != meta.dtype:
-            raise WeightTransferError(f"tensor {chunk.name!r} arrived as {chunk.data.dtype}, the manifest says {meta.dtype}")
-        end = chunk.offset + chunk.data.numel()
+        if dtype != meta.dtype:
+            raise WeightTransferError(f"tensor {chunk.name!r} arrived as {dtype}, the manifest says {meta.dtype}")
+        end = chunk.offset + chunk.numel
         if chunk.offset < 0 or end > prod(meta.shape):
             raise WeightTransferError(f"tensor {chunk.name!r}: elements {chunk.offset}..{end} lie outside shape {meta.shape}")
         self._arrived.setdefault(chunk.name, []).append((chunk.offset, end))

@@ -56,7 +56,7 @@ def _write_weights(buckets: Iterable[WeightBucket], manifest: Manifest, folder: 
     writer = _ShardWriter(folder, max_shard_size)
     incomplete: dict[str, tuple[torch.Tensor, int]] = {}  # tensor, elements still to come
     for chunk in (chunk for bucket in buckets for chunk in bucket.chunks):
-        receipt.record(chunk)
+        receipt.record(chunk.meta, chunk.data.dtype)
         if chunk.name not in incomplete:
             shape = manifest[chunk.name].shape
             incomplete[chunk.name] = (torch.empty(shape, dtype=chunk.data.dtype), prod(shape))

@@ -7,7 +7,7 @@ from enum import Enum
 import torch
 
 from megarl.protocol.parcels import ChunkMeta
-from megarl.protocol.weights import Manifest, TensorChunk, WeightReceipt
+from megarl.protocol.weights import Manifest, WeightReceipt
 
 
 class EngineStateError(RuntimeError):
@@ -60,7 +60,7 @@ class EngineLifecycle:
         """Before the chunk is copied. Raises WeightTransferError for one that does not belong."""
         self.require_update()
         assert self._receipt is not None
-        self._receipt.record(TensorChunk(chunk.name, chunk.offset, torch.empty(chunk.numel, dtype=dtype, device="meta")))
+        self._receipt.record(chunk, dtype)
 
     def end(self, version: int) -> None:
         self.require("end a weight update", EngineState.UPDATING)

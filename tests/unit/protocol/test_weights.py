@@ -13,7 +13,7 @@ B_WHOLE = TensorChunk("b", 0, torch.zeros(4, dtype=torch.bfloat16))
 def close_after(*chunks: TensorChunk) -> None:
     receipt = WeightReceipt(MANIFEST)
     for chunk in chunks:
-        receipt.record(chunk)
+        receipt.record(chunk.meta, chunk.data.dtype)
     receipt.close()
 
 

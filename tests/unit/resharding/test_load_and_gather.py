@@ -134,7 +134,7 @@ def test_bfloat16_parameters_and_float32_folder(folders) -> None:
     state = random_model("qwen3").state_dict()
     for bucket in iterate_buckets(parameters, architecture, layout, None, 5000, torch.float32):
         for chunk in bucket.chunks:
-            receipt.record(chunk)
+            receipt.record(chunk.meta, chunk.data.dtype)
             expected = state[chunk.name].view(-1)[chunk.offset : chunk.offset + len(chunk.data)]
             assert torch.equal(chunk.data, expected.to(torch.bfloat16).float())
     receipt.close()
