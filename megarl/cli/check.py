@@ -136,6 +136,6 @@ def _placement(plan: PlacementPlan) -> Table:
     size = f"{plan.num_nodes} x {plan.devices_per_node} devices"
     table = _table(f"Placement: {plan.strategy.value} on {size}", "pool", "process", "roles", "node", "device")
     for process in plan.processes:
-        device = "cpu" if process.device is None else str(process.device)
+        device = ", ".join(map(str, process.devices)) or "cpu"
         table.add_row(process.pool, f"{process.group} {process.rank}", " + ".join(process.roles), str(process.node), device)
     return table

@@ -2,42 +2,55 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 from megarl.config.errors import ConfigError
 from megarl.config.roles import needs_critic, needs_reference
 from megarl.config.schema import PlacementStrategy, PPOConfig, SFTConfig
 
+_Place = tuple[int, tuple[int, ...]]  # node, its devices
+
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessPlan:
-    """One process. `device`: its number on the node, None for a process that only needs a CPU."""
+    """One process. `devices`: their numbers on the node, none for a process that only needs a CPU, several for an engine that cuts
+    its model over them."""
 
     pool: str
     group: str
     rank: int
     roles: tuple[str, ...]
     node: int
-    device: int | None
+    devices: tuple[int, ...]
+
+    @property
+    def place(self) -> str:
+        if not self.devices:
+            return "cpu"
+        return f"device{'s' if len(self.devices) > 1 else ''} {', '.join(map(str, self.devices))}"
 
     def __str__(self) -> str:
-        place = "cpu" if self.device is None else f"device {self.device}"
-        return f"{self.pool}/{self.group}[{self.rank}] {'+'.join(self.roles)} on node {self.node}, {place}"
+        return f"{self.pool}/{self.group}[{self.rank}] {'+'.join(self.roles)} on node {self.node}, {self.place}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class GroupPlan:
-    """Processes that hold the same roles with one layout: one worker group."""
+    """Processes that hold the same roles with one layout. `shares`: the group whose devices they use, None: devices of their own."""
 
     name: str
     pool: str
     roles: tuple[str, ...]
     processes: tuple[ProcessPlan, ...]
+    shares: str | None = None
 
     @property
     def uses_devices(self) -> bool:
-        return self.processes[0].device is not None
+        return bool(self.processes[0].devices)
+
+    @property
+    def nodes(self) -> frozenset[int]:
+        return frozenset(process.node for process in self.processes)
 
     @property
     def processes_on_nodes(self) -> list[int]:
@@ -48,7 +61,8 @@ class GroupPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class PlacementPlan:
-    """Pools share no device, so they work at the same time; the groups of a pool stand side by side in it."""
+    """Pools share no device, so they work at the same time; the groups of a pool stand side by side in it, and one that shares
+    another's devices takes turns with it."""
 
     strategy: PlacementStrategy
     num_nodes: int
@@ -61,29 +75,61 @@ class PlacementPlan:
 
     @property
     def num_devices(self) -> int:
-        return sum(process.device is not None for process in self.processes)
+        return sum(self.pools.values())
 
     @property
     def pools(self) -> dict[str, int]:
         """Pool name -> devices."""
-        counts = dict.fromkeys((group.pool for group in self.groups), 0)
+        devices: dict[str, set[tuple[int, int]]] = {group.pool: set() for group in self.groups}
         for process in self.processes:
-            counts[process.pool] += process.device is not None
-        return counts
+            devices[process.pool] |= {(process.node, device) for device in process.devices}
+        return {pool: len(places) for pool, places in devices.items()}
 
     @property
     def num_processes(self) -> int:
         return len(self.processes)
 
     @property
+    def reservations(self) -> tuple[GroupPlan, ...]:
+        """The groups that have devices, or CPUs, of their own: each is one reservation, with a bundle per process."""
+        return tuple(group for group in self.groups if group.shares is None)
+
+    @property
     def process_on_nodes(self) -> dict[str, list[int]]:
-        """Group -> processes on each of its nodes, as the executor reserves them: a group is one reservation."""
-        return {group.name: group.processes_on_nodes for group in self.groups}
+        """Reservation -> bundles on each of its nodes."""
+        return {group.name: group.processes_on_nodes for group in self.reservations}
+
+    @property
+    def devices_per_process(self) -> dict[str, int]:
+        """Reservation -> devices of a bundle; 0 where it is a CPU."""
+        return {group.name: len(group.processes[0].devices) for group in self.reservations}
+
+    @property
+    def colocate_counts(self) -> dict[str, int]:
+        """Reservation -> groups whose processes share its bundles."""
+        sharing = [group.shares for group in self.groups]
+        return {group.name: 1 + sharing.count(group.name) for group in self.reservations}
+
+    @property
+    def num_cpus(self) -> int:
+        """Ray's logical CPUs that the reservations count: one for each process that a bundle may hold."""
+        return sum(len(group.processes) * self.colocate_counts[group.name] for group in self.reservations)
 
     @property
     def role_pools(self) -> dict[str, str]:
-        """Role -> the group that holds it, a key of `process_on_nodes`."""
-        return {role: group.name for group in self.groups for role in group.roles}
+        """Role -> the reservation that it runs in, a key of `process_on_nodes`."""
+        return {role: group.shares or group.name for group in self.groups for role in group.roles}
+
+    def bundles(self, name: str) -> tuple[tuple[int, ...], ...]:
+        """Of each process of a group, the bundles in its reservation whose devices it has; its own is the first."""
+        group = self.group(name)
+        owners = self.group(group.shares or name).processes
+        if not group.uses_devices:
+            return tuple((rank,) for rank in range(len(owners)))
+        return tuple(
+            tuple(owner.rank for owner in owners if owner.node == process.node and set(owner.devices) & set(process.devices))
+            for process in group.processes
+        )
 
     def group(self, name: str) -> GroupPlan:
         return next(group for group in self.groups if group.name == name)
@@ -94,13 +140,23 @@ class PlacementPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class _Request:
-    """A group to place. `together`: so many consecutive ranks (a tensor-parallel group) must be on one node; 0: a CPU process."""
+    """A group to place. `together`: devices (of a tensor-parallel group) that must be on one node; 0: CPU processes.
+
+    `devices_per_process`: consecutive ones that a process has. `shares`: another request, whose devices are used.
+    """
 
     name: str
     pool: str
     roles: tuple[str, ...]
     num_processes: int
     together: int
+    devices_per_process: int = 1
+    shares: str | None = None
+
+    @property
+    def num_devices(self) -> int:
+        """That it has for itself."""
+        return self.num_processes * self.devices_per_process if self.together and self.shares is None else 0
 
 
 def plan_placement(config: PPOConfig | SFTConfig) -> PlacementPlan:
@@ -111,7 +167,7 @@ def plan_placement(config: PPOConfig | SFTConfig) -> PlacementPlan:
     """
     placement = config.placement
     requests = _sft(config) if isinstance(config, SFTConfig) else _STRATEGIES[placement.strategy](config)
-    needed = sum(request.num_processes for request in requests if request.together)
+    needed = sum(request.num_devices for request in requests)
     smallest = -(-needed // placement.num_nodes)
     sizes = [placement.devices_per_node] if placement.devices_per_node is not None else range(smallest, needed + 1)
     for devices_per_node in sizes:
@@ -120,7 +176,7 @@ def plan_placement(config: PPOConfig | SFTConfig) -> PlacementPlan:
             return PlacementPlan(
                 strategy=placement.strategy, num_nodes=placement.num_nodes, devices_per_node=devices_per_node, groups=groups
             )
-    roles = ", ".join(f"{'+'.join(request.roles)} {request.num_processes}" for request in requests if request.together)
+    roles = ", ".join(f"{'+'.join(request.roles)} {request.num_devices}" for request in requests if request.num_devices)
     fits_by_count = needed <= placement.num_nodes * sizes[0]
     split = ", and a tensor-parallel group must fit on one node" if fits_by_count else ""
     problem = (
@@ -144,9 +200,29 @@ def _policy_roles(config: PPOConfig) -> tuple[str, ...]:
 
 
 def _split_collocate(config: PPOConfig) -> list[_Request]:
-    """Actor and reference in one set of processes, the critic in another, rollout in a third. The reward is a CPU process beside
-    the critic, or in a pool of its own where there is none."""
-    actor, critic, rollout = config.actor.parallel, config.critic.parallel, config.rollout
+    """Actor and reference in one set of processes, the critic in another, rollout in a third, a process per replica. The reward is a
+    CPU process beside the critic, or in a pool of its own where there is none."""
+    rollout = config.rollout
+    engines = _Request(
+        name="rollout",
+        pool="rollout",
+        roles=("rollout",),
+        num_processes=rollout.num_replicas,
+        together=rollout.tensor_parallel_size,
+        devices_per_process=rollout.tensor_parallel_size,
+    )
+    return [*_trainers(config), engines]
+
+
+def _hybrid(config: PPOConfig) -> list[_Request]:
+    """As split_collocate, but the rollout has the actor's devices."""
+    *trainers, engines = _split_collocate(config)
+    assert engines.num_processes * engines.together <= config.actor.parallel.world_size, "validate() refuses it"
+    return [*trainers, replace(engines, pool="actor", shares="actor")]
+
+
+def _trainers(config: PPOConfig) -> list[_Request]:
+    actor, critic = config.actor.parallel, config.critic.parallel
     requests = [
         _Request(
             name="actor", pool="actor", roles=_policy_roles(config), num_processes=actor.world_size, together=actor.tensor_parallel_size
@@ -156,13 +232,8 @@ def _split_collocate(config: PPOConfig) -> list[_Request]:
         requests.append(
             _Request(name="critic", pool="critic", roles=("critic",), num_processes=critic.world_size, together=critic.tensor_parallel_size)
         )
-    num_engines = rollout.num_replicas * rollout.tensor_parallel_size
     beside = "critic" if needs_critic(config) else "reward"
-    return [
-        *requests,
-        _Request(name="reward", pool=beside, roles=("reward",), num_processes=1, together=0),
-        _Request(name="rollout", pool="rollout", roles=("rollout",), num_processes=num_engines, together=rollout.tensor_parallel_size),
-    ]
+    return [*requests, _Request(name="reward", pool=beside, roles=("reward",), num_processes=1, together=0)]
 
 
 def _sft(config: SFTConfig) -> list[_Request]:
@@ -174,6 +245,7 @@ def _sft(config: SFTConfig) -> list[_Request]:
 
 _STRATEGIES: dict[PlacementStrategy, Callable[[PPOConfig], list[_Request]]] = {
     PlacementStrategy.split_collocate: _split_collocate,
+    PlacementStrategy.hybrid: _hybrid,
 }
 
 
@@ -183,19 +255,48 @@ def _assign(requests: list[_Request], num_nodes: int, devices_per_node: int) -> 
     The tensor-parallel groups of a request are of one size, so its ranks fill the nodes in order: what was full stays full.
     """
     used = [0] * num_nodes
-    node_of_pool: dict[str, int] = {}
-    groups = []
+    groups: dict[str, GroupPlan] = {}
     for request in requests:
-        processes: list[ProcessPlan] = []
-        node = node_of_pool.get(request.pool, 0) if request.together == 0 else 0
-        for rank in range(request.num_processes):
-            if request.together and rank % request.together == 0:
-                node = next((index for index in range(num_nodes) if used[index] + request.together <= devices_per_node), -1)
-                if node < 0:
-                    return None
-                used[node] += request.together
-            device = used[node] - request.together + rank % request.together if request.together else None
-            processes.append(ProcessPlan(pool=request.pool, group=request.name, rank=rank, roles=request.roles, node=node, device=device))
-        node_of_pool.setdefault(request.pool, processes[0].node)
-        groups.append(GroupPlan(name=request.name, pool=request.pool, roles=request.roles, processes=tuple(processes)))
-    return tuple(groups)
+        if request.shares is not None:
+            places = _shared(request, groups[request.shares])
+        elif request.together:
+            places = _own(request, used, devices_per_node)
+        else:
+            beside = next((group for group in groups.values() if group.pool == request.pool), None)
+            places = [(beside.processes[0].node if beside else 0, ())] * request.num_processes
+        if places is None:
+            return None
+        processes = tuple(
+            ProcessPlan(pool=request.pool, group=request.name, rank=rank, roles=request.roles, node=node, devices=devices)
+            for rank, (node, devices) in enumerate(places)
+        )
+        groups[request.name] = GroupPlan(
+            name=request.name, pool=request.pool, roles=request.roles, processes=processes, shares=request.shares
+        )
+    return tuple(groups.values())
+
+
+def _own(request: _Request, used: list[int], devices_per_node: int) -> list[_Place] | None:
+    """Takes the next free devices; `used` counts those of each node."""
+    places: list[_Place] = []
+    while len(places) < request.num_processes:
+        node = next((index for index, count in enumerate(used) if count + request.together <= devices_per_node), None)
+        if node is None:
+            return None
+        places += _cut(node, range(used[node], used[node] + request.together), request.devices_per_process)
+        used[node] += request.together
+    return places
+
+
+def _shared(request: _Request, owner: GroupPlan) -> list[_Place] | None:
+    """Takes the devices of the owner, node by node, in the order of its ranks."""
+    places: list[_Place] = []
+    for node in sorted(owner.nodes):
+        devices = [device for process in owner.processes if process.node == node for device in process.devices]
+        places += _cut(node, devices, request.devices_per_process)
+    return places[: request.num_processes] if len(places) >= request.num_processes else None
+
+
+def _cut(node: int, devices: Sequence[int], size: int) -> list[_Place]:
+    """Whole processes only: the rest of the devices stays without one."""
+    return [(node, tuple(devices[first : first + size])) for first in range(0, len(devices) - size + 1, size)]

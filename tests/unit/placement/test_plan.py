@@ -15,6 +15,7 @@ from megarl.config.schema import (
     KLWhere,
     ParallelConfig,
     PlacementConfig,
+    PlacementStrategy,
     PPOConfig,
     RolloutConfig,
     SFTConfig,
@@ -30,8 +31,9 @@ def ppo(
     )  # type: ignore[arg-type]
 
 
-def places(plan: PlacementPlan, group: str) -> list[tuple[int, int | None]]:
-    return [(process.node, process.device) for process in plan.group(group).processes]
+def places(plan: PlacementPlan, group: str) -> list[tuple[int, ...]]:
+    """The node, then the devices, of each process."""
+    return [(process.node, *process.devices) for process in plan.group(group).processes]
 
 
 QUICKSTART = {
@@ -77,9 +79,25 @@ def test_two_nodes_keep_a_tensor_parallel_group_together() -> None:
     plan = plan_placement(config)
     assert places(plan, "actor") == [(0, device) for device in range(6)]
     assert places(plan, "critic") == [(1, 0), (1, 1), (1, 2), (1, 3)]
-    assert places(plan, "reward") == [(1, None)]
+    assert places(plan, "reward") == [(1,)]
     assert places(plan, "rollout") == [(0, 6), (0, 7), (1, 4)]
     assert plan.process_on_nodes == {"actor": [6], "critic": [4], "reward": [1], "rollout": [2, 1]}
+
+
+def test_a_replica_is_one_process_with_a_device_for_each_tensor_parallel_rank() -> None:
+    # Node 0 has one device left after the actor's three, too few for a replica of two.
+    config = ppo(
+        actor=ParallelConfig(data_parallel_size=3),
+        critic=ParallelConfig(),
+        rollout=RolloutConfig(num_replicas=3, tensor_parallel_size=2),
+        placement=PlacementConfig(num_nodes=3, devices_per_node=4),
+    )
+    plan = plan_placement(config)
+    assert places(plan, "rollout") == [(1, 0, 1), (1, 2, 3), (2, 0, 1)]
+    assert str(plan.group("rollout").processes[1]) == "rollout/rollout[1] rollout on node 1, devices 2, 3"
+    assert plan.process_on_nodes["rollout"] == [2, 1]
+    assert plan.devices_per_process == {"actor": 1, "critic": 1, "reward": 0, "rollout": 2}
+    assert (plan.pools["rollout"], plan.num_devices, plan.num_processes) == (6, 10, 8)
 
 
 def test_no_device_is_given_twice() -> None:
@@ -90,7 +108,7 @@ def test_no_device_is_given_twice() -> None:
         placement=PlacementConfig(num_nodes=4, devices_per_node=4),
     )
     plan = plan_placement(config)
-    devices = [(process.node, process.device) for process in plan.processes if process.device is not None]
+    devices = [(process.node, device) for process in plan.processes for device in process.devices]
     assert len(devices) == len(set(devices)) == 16
 
 
@@ -134,3 +152,48 @@ def test_sft_is_the_actor_alone() -> None:
     plan = plan_placement(config)
     assert plan.process_on_nodes == {"actor": [2]}
     assert plan.role_pools == {"actor": "actor"}
+
+
+def hybrid(actor: ParallelConfig, rollout: RolloutConfig, **placement: object) -> PPOConfig:
+    config = PlacementConfig(strategy=PlacementStrategy.hybrid, **placement)  # type: ignore[arg-type]
+    return ppo(actor=actor, critic=ParallelConfig(), rollout=rollout, placement=config)
+
+
+def test_hybrid_engines_have_the_devices_of_the_actor() -> None:
+    plan = plan_placement(hybrid(ParallelConfig(tensor_parallel_size=2, data_parallel_size=2), RolloutConfig(num_replicas=4)))
+    assert str(plan).splitlines() == [
+        *(f"actor/actor[{rank}] actor+reference on node 0, device {rank}" for rank in range(4)),
+        "critic/critic[0] critic on node 0, device 4",
+        "critic/reward[0] reward on node 0, cpu",
+        *(f"actor/rollout[{rank}] rollout on node 0, device {rank}" for rank in range(4)),
+    ]
+    assert (plan.pools, plan.num_devices, plan.num_processes) == ({"actor": 4, "critic": 1}, 5, 10)
+    assert plan.role_pools["rollout"] == "actor"
+    assert plan.process_on_nodes == {"actor": [4], "critic": [1], "reward": [1]}
+    assert plan.colocate_counts == {"actor": 2, "critic": 1, "reward": 1}
+    assert plan.num_cpus == 4 * 2 + 2
+    assert plan.bundles("rollout") == plan.bundles("actor") == ((0,), (1,), (2,), (3,))
+
+
+def test_hybrid_replicas_of_several_devices_stay_on_a_node() -> None:
+    # Nodes of 4 and 2 actor devices: of 3 each, one would be left over on both.
+    actor, rollout = ParallelConfig(tensor_parallel_size=2, data_parallel_size=3), RolloutConfig(num_replicas=2, tensor_parallel_size=2)
+    plan = plan_placement(hybrid(actor, rollout, num_nodes=2, devices_per_node=4))
+    assert places(plan, "actor") == [(0, 0), (0, 1), (0, 2), (0, 3), (1, 0), (1, 1)]
+    assert places(plan, "rollout") == [(0, 0, 1), (0, 2, 3)]
+    assert plan.bundles("rollout") == ((0, 1), (2, 3))
+    assert places(plan, "critic") == [(1, 2)]
+
+
+def test_hybrid_replicas_that_no_node_can_hold() -> None:
+    # Two pipeline stages on a node each: a replica of two devices would need both.
+    config = hybrid(ParallelConfig(pipeline_parallel_size=2), RolloutConfig(tensor_parallel_size=2), num_nodes=3, devices_per_node=1)
+    with pytest.raises(ConfigError, match="a tensor-parallel group must fit on one node; use devices_per_node 2 or more"):
+        plan_placement(config)
+
+
+def test_a_reservation_is_a_bundle_for_each_process() -> None:
+    plan = plan_placement(ppo(**{**QUICKSTART, "rollout": RolloutConfig(num_replicas=2, tensor_parallel_size=2)}))  # type: ignore[arg-type]
+    assert plan.bundles("rollout") == ((0,), (1,))
+    assert plan.bundles("reward") == ((0,),)
+    assert plan.num_cpus == plan.num_processes == 6
