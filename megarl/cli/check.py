@@ -13,10 +13,11 @@ from megarl.config.derive import RoleArithmetic, RunArithmetic, derive
 from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
 from megarl.config.roles import ModelRole, model_roles
-from megarl.config.schema import PPOConfig, SFTConfig
+from megarl.config.schema import PPOConfig, RolloutEngineKind, SFTConfig
 from megarl.config.validate import read_architectures, validate
 from megarl.config.violation import Violation
 from megarl.placement.plan import PlacementPlan, plan_placement
+from megarl.placement.transport import transports
 
 RunConfig = TypeVar("RunConfig", PPOConfig, SFTConfig)
 # Without these a placement cannot even be counted.
@@ -32,7 +33,9 @@ def load_checked(schema: type[RunConfig], path: str, overrides: Sequence[str] = 
     problems = [str(violation) for violation in violations]
     if not any(_is_about_placement(violation) for violation in violations):
         try:
-            plan_placement(config)
+            plan = plan_placement(config)
+            if isinstance(config, PPOConfig):
+                transports(config, plan)
         except ConfigError as error:
             problems += error.problems
     if problems:
@@ -61,7 +64,10 @@ def print_run(config: PPOConfig | SFTConfig, console: Console) -> None:
     console.print(_models(model_roles(config), architectures, arithmetic))
     console.print(_arithmetic(arithmetic))
     console.print(_per_role(arithmetic))
-    console.print(_placement(plan_placement(config)))
+    plan = plan_placement(config)
+    if isinstance(config, PPOConfig):
+        console.print(_rollout(config, plan))
+    console.print(_placement(plan))
 
 
 def _table(title: str, *columns: str) -> Table:
@@ -130,6 +136,23 @@ def _role_row(role: RoleArithmetic) -> tuple[str, ...]:
 def _between(bounds: tuple[int, int]) -> str:
     least, most = bounds
     return f"{least:,}" if least == most else f"{least:,} to {most:,}"
+
+
+def _rollout(config: PPOConfig, plan: PlacementPlan) -> Table:
+    rollout, resharding = config.rollout, config.resharding
+    table = _table("Rollout", "quantity", "value", "from")
+    mode = f", {rollout.sglang.mode.value} mode" if rollout.engine is RolloutEngineKind.sglang else ""
+    table.add_row("engine", f"{rollout.engine.value}{mode}", "rollout.engine")
+    replicas = f"{rollout.num_replicas} x {rollout.tensor_parallel_size} devices"
+    table.add_row("replicas", replicas, "the actor's devices" if plan.group("rollout").shares else "devices of their own")
+    table.add_row("sequences at a time", f"{rollout.num_replicas * rollout.max_concurrency:,}", f"{rollout.max_concurrency:,} per replica")
+    ways = transports(config, plan)
+    way = " or ".join(f"{transport.value} on {device.value}" for device, transport in ways.items())
+    if len(set(ways.values())) == 1:
+        way = next(iter(ways.values())).value
+    table.add_row("weights by", way, f"resharding.transport={resharding.transport.value}")
+    table.add_row("weights compared", resharding.verify.value, "resharding.verify")
+    return table
 
 
 def _placement(plan: PlacementPlan) -> Table:

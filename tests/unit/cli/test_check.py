@@ -42,7 +42,23 @@ def test_a_good_file_prints_models_arithmetic_and_places(
     assert "critic 2 1 16 16 6 6 60" in rows
     assert "actor actor 3 actor + reference 0 3" in rows
     assert "critic reward 0 reward 0 cpu" in rows
+    assert "engine hf rollout.engine" in rows
+    assert "replicas 1 x 1 devices devices of their own" in rows
+    assert "weights by colocated on cpu or broadcast on cuda resharding.transport=auto" in rows
     assert "good (8 processes, 7 devices)" in out
+
+
+def test_engines_on_the_devices_of_the_actor(ppo: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
+    overrides = ["placement.strategy=hybrid", "rollout.engine=sglang", "rollout.num_replicas=2", "rollout.tensor_parallel_size=2"]
+    assert main(["check", ppo, *overrides]) == 0
+    out = capsys.readouterr().out
+    rows = [" ".join(line.replace("│", " ").split()) for line in out.splitlines()]
+    assert "engine sglang, engine mode rollout.engine" in rows
+    assert "replicas 2 x 2 devices the actor's devices" in rows
+    assert "weights by colocated resharding.transport=auto" in rows
+    assert "actor rollout 1 rollout 0 2, 3" in rows
+    assert "good (9 processes, 6 devices)" in out
 
 
 def test_sft_files_are_checked_with_the_switch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -65,6 +81,7 @@ BROKEN = [
     ("rollout.top_p=0.9", "truncated sampler"),
     ("reward.functions=[]", "reward.functions: is empty"),
     ("placement.devices_per_node=2", "the roles need 7"),
+    ("rollout.num_replicas=0", "must be at least 1"),
     ("algorithm=nothing", "algorithm=nothing: there is no such file"),
     ("trainer.seed", "write key.sub=value"),
 ]
@@ -85,6 +102,12 @@ def test_a_broken_configuration_is_one_clear_error(ppo: str, override: str, said
 def test_a_missing_value_names_its_key(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", write_yaml(tmp_path / "run.yaml", {"data": {"train_files": ["x"]}})]) == 2
     assert "model.path: is missing; give it in the file or as model.path=..." in capsys.readouterr().err
+
+
+def test_a_way_for_the_weights_that_does_not_exist(ppo: str, capsys: pytest.CaptureFixture[str]) -> None:
+    overrides = ["resharding.transport=colocated", "device=cuda"]
+    assert main(["check", ppo, *overrides]) == 2
+    assert "resharding.transport, placement.strategy: is colocated, but in the placement 'split_collocate'" in capsys.readouterr().err
 
 
 def test_schema_rules_and_placement_are_listed_together(ppo: str) -> None:
