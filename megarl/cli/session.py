@@ -57,8 +57,7 @@ def open_session(config: PPOConfig | SFTConfig, plan: PlacementPlan) -> Iterator
     start_ray(num_cpus=plan.num_processes, num_gpus=torch.cuda.device_count() if config.device is not Device.cpu else 0)
     try:
         device = _resolve(config.device)
-        cpu_pools = [group.name for group in plan.groups if not group.uses_devices]
-        pools = ResourcePoolManager(plan.process_on_nodes, plan.role_pools, device is Device.cuda, cpu_pools)
+        pools = ResourcePoolManager(plan.process_on_nodes, plan.role_pools, device is Device.cuda, plan.devices_per_process)
         pools.create_resource_pool()
         yield Session(output_dir=output_dir, device=device, pools=pools, console=console)
     finally:

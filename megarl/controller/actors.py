@@ -47,7 +47,7 @@ class ActorSet:
         self._handles = [
             actor_class.options(
                 num_cpus=1,
-                num_gpus=1 / resource_pool.max_colocate_count if resource_pool.use_gpu else 0,
+                num_gpus=resource_pool.gpus_per_process / resource_pool.max_colocate_count if resource_pool.use_gpu else 0,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(bundle.placement_group, placement_group_bundle_index=bundle.number),
                 max_restarts=0,
             ).remote()

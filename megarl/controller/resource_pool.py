@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
 _CPU, _GPU = "CPU", "GPU"
+NO_EXCEPTIONS: Mapping[str, int] = MappingProxyType({})
 
 
 class InsufficientResourcesError(ValueError):
@@ -25,7 +27,7 @@ class Bundle(NamedTuple):
 
 
 class RayResourcePool:
-    """`process_on_nodes[i]` processes, each with a device of its own, together on one node, for every i.
+    """`process_on_nodes[i]` processes, each with `gpus_per_process` devices of its own, together on one node, for every i.
 
     `max_colocate_count` worker groups may share the pool: each process then takes that fraction of a GPU.
     On CPU a process takes one of Ray's logical CPUs, which `start_ray(num_cpus=...)` counts as the run needs them.
@@ -38,16 +40,19 @@ class RayResourcePool:
         name: str = "pool",
         max_colocate_count: int = 1,
         wait_limit_s: float = 60.0,
+        gpus_per_process: int = 1,
     ) -> None:
-        if not process_on_nodes or min(process_on_nodes) < 1 or max_colocate_count < 1:
+        if not process_on_nodes or min(*process_on_nodes, max_colocate_count, gpus_per_process) < 1:
             raise ValueError(
-                f"pool {name!r}: process_on_nodes={list(process_on_nodes)} and max_colocate_count={max_colocate_count} must be at least 1"
+                f"pool {name!r}: process_on_nodes={list(process_on_nodes)}, max_colocate_count={max_colocate_count} and "
+                f"gpus_per_process={gpus_per_process} must be at least 1"
             )
         self.process_on_nodes = tuple(process_on_nodes)
         self.use_gpu = use_gpu
         self.name = name
         self.max_colocate_count = max_colocate_count
         self.wait_limit_s = wait_limit_s
+        self.gpus_per_process = gpus_per_process
         self._groups: list[PlacementGroup] = []
 
     @property
@@ -55,7 +60,7 @@ class RayResourcePool:
         return sum(self.process_on_nodes)
 
     def resources_per_process(self) -> dict[str, float]:
-        return {_CPU: self.max_colocate_count, **({_GPU: 1} if self.use_gpu else {})}
+        return {_CPU: self.max_colocate_count, **({_GPU: self.gpus_per_process} if self.use_gpu else {})}
 
     def bundles(self) -> list[Bundle]:
         """In the order of ranks; reserves them on the first call. Raises InsufficientResourcesError, at once when it can never
@@ -72,6 +77,10 @@ class RayResourcePool:
             Bundle(group, index, index) for group, count in zip(self._groups, self.process_on_nodes, strict=True) for index in range(count)
         ]
 
+    def split(self) -> list[RayResourcePool]:
+        """One pool for each process, on the bundles of this one: for groups that are ended and started anew one by one."""
+        return [_PoolPart(self, rank) for rank in range(self.world_size)]
+
     def release(self) -> None:
         """Gives the devices back; ends the processes that still use them."""
         for group in self._groups:
@@ -79,11 +88,26 @@ class RayResourcePool:
         self._groups = []
 
 
+class _PoolPart(RayResourcePool):
+    """One process of `whole`, which holds the reservation."""
+
+    def __init__(self, whole: RayResourcePool, rank: int) -> None:
+        super().__init__([1], whole.use_gpu, whole.name, whole.max_colocate_count, whole.wait_limit_s, whole.gpus_per_process)
+        self._whole = whole
+        self._rank = rank
+
+    def bundles(self) -> list[Bundle]:
+        return [self._whole.bundles()[self._rank]._replace(local_rank=0)]
+
+    def release(self) -> None:
+        raise ValueError(f"pool {self.name!r}: a part of a pool cannot be released; release the whole pool")
+
+
 class ResourcePoolManager:
     """The pools of a run, and which role runs on which.
 
-    `resource_pool_spec`: pool name -> processes on each node; `mapping`: role -> pool name; `cpu_pools`: those whose processes
-    need no GPU where `use_gpu` gives one to the others.
+    `resource_pool_spec`: pool name -> processes on each node; `mapping`: role -> pool name; `gpus_per_process`: pool name -> GPUs
+    of each process where `use_gpu`, 1 for those that it does not name, 0 for processes that need none.
     Raises ValueError for a role whose pool does not exist.
     """
 
@@ -92,13 +116,19 @@ class ResourcePoolManager:
         resource_pool_spec: Mapping[str, Sequence[int]],
         mapping: Mapping[str, str],
         use_gpu: bool = True,
-        cpu_pools: Collection[str] = (),
+        gpus_per_process: Mapping[str, int] = NO_EXCEPTIONS,
     ) -> None:
         for role, pool in mapping.items():
             if pool not in resource_pool_spec:
                 raise ValueError(f"role {role!r} is mapped to the pool {pool!r}; there are {sorted(resource_pool_spec)}")
         self.resource_pools = {
-            name: RayResourcePool(counts, use_gpu and name not in cpu_pools, name) for name, counts in resource_pool_spec.items()
+            name: RayResourcePool(
+                counts,
+                use_gpu and gpus_per_process.get(name, 1) > 0,
+                name,
+                gpus_per_process=gpus_per_process.get(name, 1) or 1,
+            )
+            for name, counts in resource_pool_spec.items()
         }
         self._mapping = dict(mapping)
 

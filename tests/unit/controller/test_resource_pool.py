@@ -43,23 +43,45 @@ def test_bad_arguments_are_refused() -> None:
 
 def test_what_can_never_fit_is_refused_at_once(ray_cluster: None) -> None:
     with pytest.raises(InsufficientResourcesError) as caught:
-        RayResourcePool([2, 9], use_gpu=False, name="train").bundles()
+        RayResourcePool([2, 13], use_gpu=False, name="train").bundles()
     text = str(caught.value)
-    assert "pool 'train': 0 GPU, 9 CPU on one node" in text
+    assert "pool 'train': 0 GPU, 13 CPU on one node" in text
     assert "node 127.0.0.1: 0 GPU, 12 CPU" in text
     with pytest.raises(InsufficientResourcesError, match="pool 'gpus': 1 GPU, 1 CPU"):
         RayResourcePool([1], use_gpu=True, name="gpus").bundles()
-    together = ResourcePoolManager({"a": [5], "b": [4]}, {}, use_gpu=False)
+    together = ResourcePoolManager({"a": [9], "b": [4]}, {}, use_gpu=False)
     with pytest.raises(InsufficientResourcesError, match="pool 'b': 0 GPU, 4 CPU"):
         together.create_resource_pool()
     check_fits([together.resource_pools["a"]])
 
 
+def test_gpus_of_each_process() -> None:
+    pools = ResourcePoolManager(
+        {"engines": [2], "reward": [1], "actor": [4]}, {}, gpus_per_process={"engines": 4, "reward": 0}
+    ).resource_pools
+    assert {name: pool.resources_per_process() for name, pool in pools.items()} == {
+        "engines": {"CPU": 1, "GPU": 4},
+        "reward": {"CPU": 1},
+        "actor": {"CPU": 1, "GPU": 1},
+    }
+
+
+def test_parts_stand_on_the_bundles_of_the_whole(ray_cluster: None) -> None:
+    whole = RayResourcePool([2], use_gpu=False, name="engines")
+    parts = whole.split()
+    assert [part.bundles()[0].number for part in parts] == [0, 1]
+    assert [part.bundles()[0].local_rank for part in parts] == [0, 0]
+    assert parts[1].bundles()[0].placement_group == whole.bundles()[1].placement_group
+    with pytest.raises(ValueError, match="release the whole pool"):
+        parts[0].release()
+    whole.release()
+
+
 def test_what_others_hold_is_waited_for_and_then_named(ray_cluster: None) -> None:
-    holder = ResourcePoolManager({"held": [8]}, {"actor": "held"}, use_gpu=False)
+    holder = ResourcePoolManager({"held": [12]}, {"actor": "held"}, use_gpu=False)
     holder.create_resource_pool()
     pool = holder.get_resource_pool("actor")
-    assert [(bundle.number, bundle.local_rank) for bundle in pool.bundles()] == [(rank, rank) for rank in range(8)]
+    assert [(bundle.number, bundle.local_rank) for bundle in pool.bundles()] == [(rank, rank) for rank in range(12)]
     late = RayResourcePool([2], use_gpu=False, name="late", wait_limit_s=0.5)
     with pytest.raises(
         InsufficientResourcesError, match=r"still not free after 0.5 s(.|\n)*pool 'late'(.|\n)*node 127.0.0.1: 0 GPU, 0 CPU"
