@@ -11,13 +11,16 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.initialization import no_init_weights
 
+from megarl.protocol.checksum import checksum
 from megarl.protocol.parcels import ChunkMeta, GroupAddress, Parcel
+from megarl.protocol.receiver import ParcelReceiver
 from megarl.protocol.weights import Manifest, TensorChunk, WeightTransferError
 from megarl.rollout.end_tokens import end_token_ids
 from megarl.rollout.hf.decoding import decode
 from megarl.rollout.hf.folder import read_tensors
 from megarl.rollout.interface import FinishedRequest, GenerationRequest, RolloutEngine, Sample, SamplingParameters
 from megarl.rollout.lifecycle import EngineLifecycle, EngineState
+from megarl.rollout.prompts import check_request
 
 _kind = attrgetter(*(field.name for field in fields(SamplingParameters) if field.name != "seed"))
 
@@ -50,6 +53,7 @@ class HFEngine(RolloutEngine):
         self._end_token_ids = end_token_ids(path)
         self._shapes = {name: tuple(parameter.shape) for name, parameter in self._model.named_parameters()}
         self._lifecycle = EngineLifecycle()
+        self._receiver = ParcelReceiver(device)
         self._waiting: list[GenerationRequest] = []
 
     @property
@@ -61,7 +65,7 @@ class HFEngine(RolloutEngine):
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
         self._lifecycle.require_ready()
         for request in requests:
-            self._check(request)
+            check_request(request, self._vocab_size, self._max_length)
         self._waiting += requests
 
     def collect(self, wait_s: float) -> list[FinishedRequest]:
@@ -94,18 +98,6 @@ class HFEngine(RolloutEngine):
     def abort(self) -> None:
         self._waiting = []
 
-    def _check(self, request: GenerationRequest) -> None:
-        prompt, max_new_tokens, name = request.prompt, request.sampling.max_new_tokens, f"the prompt of request {request.request_id}"
-        if not prompt:
-            raise ValueError(f"{name} is empty; a model needs at least one token to continue")
-        if not 0 <= min(prompt) <= max(prompt) < self._vocab_size:
-            raise ValueError(f"{name} has token ids {min(prompt)}..{max(prompt)}, the model's vocabulary is 0..{self._vocab_size - 1}")
-        if len(prompt) + max_new_tokens > self._max_length:
-            raise ValueError(
-                f"{name} of {len(prompt)} tokens and max_new_tokens {max_new_tokens} exceed the model's "
-                f"max_position_embeddings {self._max_length}; shorten the prompts or max_new_tokens"
-            )
-
     # ---- weights
 
     def begin_weight_update(self, manifest: Manifest) -> None:
@@ -125,7 +117,7 @@ class HFEngine(RolloutEngine):
         for parcel in parcels:
             for chunk in parcel.chunks:
                 self._lifecycle.record(chunk, parcel.dtype)
-            self._copy(_open(parcel))
+            self._copy(self._receiver.open(parcel))
 
     def load_folder(self, folder: Path) -> None:
         for name, tensor in read_tensors(folder):
@@ -138,6 +130,7 @@ class HFEngine(RolloutEngine):
             parameters[chunk.name].data.view(-1)[chunk.offset : chunk.offset + chunk.data.numel()].copy_(chunk.data)
 
     def end_weight_update(self, version: int) -> None:
+        self._receiver.release()
         self._lifecycle.end(version)
 
     @property
@@ -145,13 +138,14 @@ class HFEngine(RolloutEngine):
         return 1
 
     def join_weight_group(self, address: GroupAddress, first_rank: int) -> None:
-        raise NotImplementedError
+        self._receiver.join(address, first_rank)
 
     def leave_weight_groups(self) -> None:
-        raise NotImplementedError
+        self._receiver.leave()
 
     def checksums(self) -> dict[str, int]:
-        raise NotImplementedError
+        self._lifecycle.require_ready()
+        return {name: checksum(parameter.data) for name, parameter in self._model.named_parameters()}
 
     # ---- memory and end
 
@@ -171,18 +165,10 @@ class HFEngine(RolloutEngine):
 
     def close(self) -> None:
         self._release()
+        self._receiver.leave()
         self._lifecycle.leave(EngineState.CLOSED)
 
     def _release(self) -> None:
         self.abort()
         for parameter in self._model.parameters():
             parameter.data = parameter.data.new_empty(0)
-
-
-def _open(parcel: Parcel) -> Iterator[TensorChunk]:
-    """The chunks, read from the memory of the process that made them."""
-    with open(parcel.where.address, "rb") as memory:
-        flat = torch.frombuffer(bytearray(memory.read(parcel.nbytes)), dtype=parcel.dtype)
-    for chunk in parcel.chunks:
-        yield TensorChunk(chunk.name, chunk.offset, flat[: chunk.numel])
-        flat = flat[chunk.numel :]

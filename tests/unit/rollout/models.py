@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -10,7 +9,8 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen2Config, Qwen3Config
 
-from megarl.protocol.parcels import ChunkMeta, Parcel, SegmentHandle
+from megarl.protocol.parcels import ChunkMeta, Parcel
+from megarl.protocol.segment import Segment
 from megarl.protocol.weights import Manifest, TensorChunk, TensorMeta
 from megarl.rollout.hf.engine import HFEngine
 from megarl.rollout.interface import RolloutEngine
@@ -68,13 +68,12 @@ def parcels_of(chunks: Sequence[TensorChunk], chunks_per_parcel: int = 3) -> Ite
 @contextmanager
 def _parcel(chunks: Sequence[TensorChunk]) -> Iterator[Parcel]:
     flat = torch.cat([chunk.data for chunk in chunks])
-    descriptor = os.memfd_create("weights")
+    segment = Segment.create(flat.nbytes, flat.device)
     try:
-        os.write(descriptor, flat.view(torch.uint8).numpy().tobytes())
-        where = SegmentHandle("memfd", f"/proc/{os.getpid()}/fd/{descriptor}", flat.nbytes)
-        yield Parcel(tuple(ChunkMeta(chunk.name, chunk.offset, chunk.data.numel()) for chunk in chunks), flat.dtype, where)
+        segment.tensor(flat.dtype, flat.numel()).copy_(flat)
+        yield Parcel(tuple(ChunkMeta(chunk.name, chunk.offset, chunk.data.numel()) for chunk in chunks), flat.dtype, segment.handle)
     finally:
-        os.close(descriptor)
+        segment.close()
 
 
 def push(model: PreTrainedModel, engine: RolloutEngine, version: int = 1) -> None:

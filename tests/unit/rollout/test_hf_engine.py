@@ -5,6 +5,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from megarl.protocol.checksum import checksum
 from megarl.protocol.weights import TensorChunk, WeightTransferError
 from megarl.rollout.hf.engine import HFEngine
 from megarl.rollout.interface import FinishedRequest, GenerationRequest, SamplingParameters, plan_requests
@@ -193,6 +194,7 @@ def test_an_update_replaces_every_weight(tmp_path: Path, tied: bool) -> None:
     assert ({sample.weight_versions for sample in before}, {sample.weight_versions for sample in after}) == ({(4,)}, {(5,)})
     for (name, parameter), (_, sent) in zip(engine._model.named_parameters(), new.named_parameters(), strict=True):
         assert torch.equal(parameter, sent), name
+    assert engine.checksums() == {name: checksum(parameter.data) for name, parameter in new.named_parameters()}
 
 
 def test_float32_weights_into_a_bfloat16_engine(model: PreTrainedModel, tmp_path: Path) -> None:
