@@ -1,0 +1,105 @@
+"""The request queue: hand-made cases, and any order of finishing and losing."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megarl.rollout.dispatch import DispatchError, RequestQueue
+
+
+def queue(count: int, num_replicas: int, max_concurrency: int) -> RequestQueue[str]:
+    return RequestQueue([(number, f"r{number}") for number in range(count)], num_replicas, max_concurrency)
+
+
+def test_requests_are_dealt_in_order_to_the_least_loaded() -> None:
+    requests = queue(7, num_replicas=2, max_concurrency=3)
+    assert requests.deal([1]) == {1: ["r0", "r1", "r2"]}
+    assert requests.deal([0, 1]) == {0: ["r3", "r4", "r5"]}
+    assert requests.deal([0, 1]) == {}  # both are full
+    requests.finish(1, 0)
+    requests.finish(1, 2)
+    requests.finish(0, 4)
+    assert requests.deal([0, 1]) == {1: ["r6"]}  # which has one, the other two
+    assert (requests.load(0), requests.load(1), requests.num_unfinished) == (2, 2, 4)
+
+
+def test_an_even_share_at_the_start() -> None:
+    assert queue(5, num_replicas=2, max_concurrency=9).deal([0, 1]) == {0: ["r0", "r2", "r4"], 1: ["r1", "r3"]}
+
+
+def test_what_a_lost_replica_had_goes_first() -> None:
+    requests = queue(6, num_replicas=2, max_concurrency=2)
+    requests.deal([0, 1])
+    requests.finish(0, 2)
+    assert requests.lose(1) == 2
+    assert requests.deal([0]) == {0: ["r1"]}
+    assert requests.deal([1]) == {1: ["r3", "r4"]}
+    assert requests.lose(1) == 2
+    assert requests.deal([1]) == {1: ["r3", "r4"]}
+
+
+def test_what_was_not_given_or_came_before_is_an_error() -> None:
+    requests = queue(2, num_replicas=2, max_concurrency=2)
+    requests.deal([0])
+    requests.finish(0, 1)
+    for replica, request_id, message in [
+        (0, 1, "replica 0 finished request 1, which was finished before"),
+        (1, 0, "replica 1 finished request 0, which was not given to it"),
+        (0, 9, "replica 0 finished request 9, which was not given to it"),
+    ]:
+        with pytest.raises(DispatchError, match=message):
+            requests.finish(replica, request_id)
+    with pytest.raises(ValueError, match="unique"):
+        RequestQueue([(1, "a"), (1, "b")], 1, 1)
+
+
+@given(
+    count=st.integers(0, 20),
+    num_replicas=st.integers(1, 4),
+    max_concurrency=st.integers(1, 5),
+    events=st.lists(st.tuples(st.sampled_from(["deal", "finish", "lose"]), st.integers(0, 3), st.integers(0, 100)), max_size=80),
+)
+def test_nothing_is_lost_or_doubled_whatever_happens(
+    count: int, num_replicas: int, max_concurrency: int, events: list[tuple[str, int, int]]
+) -> None:
+    requests = queue(count, num_replicas, max_concurrency)
+    held: list[list[int]] = [[] for _ in range(num_replicas)]  # what each replica has, by our own account
+    finished: list[int] = []
+    waiting = list(range(count))
+
+    def deal(ready: list[int]) -> None:
+        loads = [len(one) for one in held]
+        for replica, dealt in requests.deal(ready).items():
+            held[replica] += [int(request[1:]) for request in dealt]
+        new = sorted(number for number in waiting if any(number in one for one in held))
+        assert new == sorted(waiting)[: len(new)]  # the first that came
+        for number in new:
+            waiting.remove(number)
+        assert all(len(one) <= max_concurrency for one in held)
+        assert not waiting or all(len(held[replica]) == max_concurrency for replica in ready)  # none is kept from working
+        for replica in ready:  # nobody got one while another had fewer
+            if len(held[replica]) > loads[replica]:
+                assert len(held[replica]) - 1 <= min(len(held[other]) for other in ready)
+
+    for event, replica, choice in events:
+        replica %= num_replicas
+        if event == "deal":
+            deal([number for number in range(num_replicas) if choice >> number & 1])
+        elif event == "lose":
+            assert requests.lose(replica) == len(held[replica])
+            waiting += held[replica]
+            held[replica] = []
+        elif held[replica]:
+            number = held[replica].pop(choice % len(held[replica]))
+            requests.finish(replica, number)
+            finished.append(number)
+    while requests.num_unfinished:  # and it always comes to an end
+        deal(list(range(num_replicas)))
+        for replica, numbers in enumerate(held):
+            for number in numbers:
+                requests.finish(replica, number)
+            finished += numbers
+            numbers.clear()
+    assert sorted(finished) == list(range(count))
