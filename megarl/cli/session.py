@@ -54,10 +54,12 @@ def open_session(config: PPOConfig | SFTConfig, plan: PlacementPlan) -> Iterator
     console = Console()
     print_run(config, console)
     console.print(f"starting Ray for {plan.num_processes} processes", style="dim")
-    start_ray(num_cpus=plan.num_processes, num_gpus=torch.cuda.device_count() if config.device is not Device.cpu else 0)
+    start_ray(num_cpus=plan.num_cpus, num_gpus=torch.cuda.device_count() if config.device is not Device.cpu else 0)
     try:
         device = _resolve(config.device)
-        pools = ResourcePoolManager(plan.process_on_nodes, plan.role_pools, device is Device.cuda, plan.devices_per_process)
+        pools = ResourcePoolManager(
+            plan.process_on_nodes, plan.role_pools, device is Device.cuda, plan.devices_per_process, plan.colocate_counts
+        )
         pools.create_resource_pool()
         yield Session(output_dir=output_dir, device=device, pools=pools, console=console)
     finally:

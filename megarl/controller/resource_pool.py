@@ -107,7 +107,8 @@ class ResourcePoolManager:
     """The pools of a run, and which role runs on which.
 
     `resource_pool_spec`: pool name -> processes on each node; `mapping`: role -> pool name; `gpus_per_process`: pool name -> GPUs
-    of each process where `use_gpu`, 1 for those that it does not name, 0 for processes that need none.
+    of each process where `use_gpu`, 1 for those that it does not name, 0 for processes that need none; `max_colocate_counts`: pool
+    name -> worker groups that share it, 1 for those that it does not name.
     Raises ValueError for a role whose pool does not exist.
     """
 
@@ -117,6 +118,7 @@ class ResourcePoolManager:
         mapping: Mapping[str, str],
         use_gpu: bool = True,
         gpus_per_process: Mapping[str, int] = NO_EXCEPTIONS,
+        max_colocate_counts: Mapping[str, int] = NO_EXCEPTIONS,
     ) -> None:
         for role, pool in mapping.items():
             if pool not in resource_pool_spec:
@@ -126,6 +128,7 @@ class ResourcePoolManager:
                 counts,
                 use_gpu and gpus_per_process.get(name, 1) > 0,
                 name,
+                max_colocate_counts.get(name, 1),
                 gpus_per_process=gpus_per_process.get(name, 1) or 1,
             )
             for name, counts in resource_pool_spec.items()

@@ -161,7 +161,7 @@ def run_sft(config: SFTConfig) -> Finished:
 @contextmanager
 def _pools(config: PPOConfig | SFTConfig) -> Iterator[ResourcePoolManager]:
     plan = plan_placement(config)
-    pools = ResourcePoolManager(plan.process_on_nodes, plan.role_pools, use_gpu=False)
+    pools = ResourcePoolManager(plan.process_on_nodes, plan.role_pools, use_gpu=False, max_colocate_counts=plan.colocate_counts)
     try:
         pools.create_resource_pool()
         yield pools

@@ -57,12 +57,15 @@ def test_what_can_never_fit_is_refused_at_once(ray_cluster: None) -> None:
 
 def test_gpus_of_each_process() -> None:
     pools = ResourcePoolManager(
-        {"engines": [2], "reward": [1], "actor": [4]}, {}, gpus_per_process={"engines": 4, "reward": 0}
+        {"engines": [2], "reward": [1], "actor": [4]},
+        {},
+        gpus_per_process={"engines": 4, "reward": 0},
+        max_colocate_counts={"actor": 2},
     ).resource_pools
     assert {name: pool.resources_per_process() for name, pool in pools.items()} == {
         "engines": {"CPU": 1, "GPU": 4},
         "reward": {"CPU": 1},
-        "actor": {"CPU": 1, "GPU": 1},
+        "actor": {"CPU": 2, "GPU": 1},  # a CPU for each of two processes that share the GPU
     }
 
 
