@@ -13,6 +13,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11",
     packages=find_packages(include=["megarl", "megarl.*"]),
+    package_data={"megarl.rollout.sglang": ["stand_ins/**/*.py"]},  # folders on the path of SGLang's processes, no packages of ours
     install_requires=[
         "torch>=2.11",
         "megatron-core>=0.16.1,<0.20",

@@ -1,0 +1,221 @@
+"""What SGLang needs in order to run well on a machine without CUDA: replacements for the few places that want the GPU.
+
+SGLang is used as published: nothing of it is edited on disk. `EVIDENCE` names, for each replacement, a piece of SGLang's
+source that makes it necessary: a test fails when a new SGLang no longer holds it.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+
+class Evidence(NamedTuple):
+    module: str  # below sglang
+    attribute: str  # of the module; with a dot, of a class in it
+    source: str  # must occur in the attribute's source
+    reason: str
+
+
+_ATTENTION = "srt.layers.attention.torch_native_backend"
+_UPDATER = "srt.managers.scheduler_components.weight_updater"
+EVIDENCE = (
+    Evidence("kernels.ops.sampling.murmur_hash", "murmur_hash32", "sgl_kernel.murmur_hash32_cpu", "seeds need a compiled kernel"),
+    Evidence(
+        "srt.model_executor.model_runner",
+        "ModelRunner.maybe_enable_batch_invariant_mode",
+        "enable_batch_invariant_mode()",
+        "replaces torch's operators by Triton kernels",
+    ),
+    Evidence(
+        "srt.arg_groups.overrides", "_deterministic_attention_backend", "DETERMINISTIC_ATTENTION_BACKEND_CHOICES", "refuses torch_native"
+    ),
+    Evidence(_ATTENTION, "TorchNativeAttnBackend._run_sdpa_forward_decode", "for seq_idx in range", "attends to one sequence at a time"),
+    Evidence(
+        _UPDATER,
+        "SchedulerWeightUpdaterManager.release_memory_occupation",
+        "self.memory_saver_adapter.pause(GPU_MEMORY_TYPE_WEIGHTS)",
+        "frees memory only with torch_memory_saver, which is CUDA",
+    ),
+)
+
+_MASK = 0xFFFFFFFF
+_library: torch.library.Library | None = None
+
+
+def install_in_arguments() -> None:
+    """Before ServerArgs are made: torch_native may be used with per-request seeds."""
+    from sglang.srt.server_args import add_deterministic_attention_backend_choices
+
+    add_deterministic_attention_backend_choices(["torch_native"])
+
+
+def install_in_scheduler() -> None:
+    """In a scheduler process, before its model is made."""
+    _define_murmur_hash()
+    _disable_batch_invariant_kernels()
+    _batch_decode_attention()
+    _release_memory_for_real()
+
+
+def _define_murmur_hash() -> None:
+    global _library
+    _library = torch.library.Library("sgl_kernel", "FRAGMENT")
+    _library.define("murmur_hash32_cpu(Tensor seed, Tensor positions, Tensor col_indices) -> Tensor")
+    _library.impl("murmur_hash32_cpu", murmur_hash32, "CPU")
+
+
+def murmur_hash32(seed: torch.Tensor, positions: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+    """MurmurHash3 (x86, 32 bits) of the 16 bytes (seed, position, column), as SGLang's Triton kernel has it.
+
+    seed: (B,) 64-bit. positions: (B,) and columns: (V,), of which 32 bits count. Returns (B, V) uint32.
+    """
+    seed = seed.to(torch.int64)
+    hashed = _mix(torch.zeros_like(seed), seed & _MASK)
+    hashed = _mix(hashed, (seed >> 32) & _MASK)
+    hashed = _mix(hashed, positions.to(torch.int64) & _MASK)
+    hashed = _mix(hashed[:, None], columns.to(torch.int64)[None, :] & _MASK)
+    hashed = hashed ^ 16
+    hashed = hashed ^ (hashed >> 16)
+    hashed = (hashed * 0x85EBCA6B) & _MASK
+    hashed = hashed ^ (hashed >> 13)
+    hashed = (hashed * 0xC2B2AE35) & _MASK
+    return (hashed ^ (hashed >> 16)).to(torch.uint32)
+
+
+def _rotate(value: torch.Tensor, bits: int) -> torch.Tensor:
+    return ((value << bits) | (value >> (32 - bits))) & _MASK
+
+
+def _mix(hashed: torch.Tensor, block: torch.Tensor) -> torch.Tensor:
+    block = (_rotate((block * 0xCC9E2D51) & _MASK, 15) * 0x1B873593) & _MASK
+    return (_rotate(hashed ^ block, 13) * 5 + 0xE6546B64) & _MASK
+
+
+def _disable_batch_invariant_kernels() -> None:
+    """They are Triton's. A CPU row of a product differs by rounding with the batch, which flips a sample next to never."""
+    from sglang.srt import batch_invariant_ops
+    from sglang.srt.model_executor import model_runner
+
+    def nothing(*arguments: object, **keywords: object) -> None:
+        pass
+
+    batch_invariant_ops.enable_batch_invariant_mode = nothing
+    if hasattr(model_runner, "enable_batch_invariant_mode"):  # imported by name in some versions
+        model_runner.enable_batch_invariant_mode = nothing
+
+
+class _PaddedBatch(NamedTuple):
+    """Where the keys of a decode step lie, the same for all layers. slots: (B * L,) rows of the cache, L the longest sequence;
+    bias: (B, 1, 1, L), -inf beyond a sequence's end."""
+
+    length: int
+    slots: torch.Tensor
+    bias: torch.Tensor
+
+
+def _pad_batch(req_to_token: torch.Tensor, req_pool_indices: torch.Tensor, seq_lens: torch.Tensor, dtype: torch.dtype) -> _PaddedBatch:
+    length = int(seq_lens.max())
+    slots = req_to_token[req_pool_indices, :length].long().flatten()
+    beyond = torch.arange(length)[None, None, None, :] >= seq_lens[:, None, None, None]
+    return _PaddedBatch(length, slots, torch.zeros(beyond.shape, dtype=dtype).masked_fill_(beyond, -torch.inf))
+
+
+def _batch_decode_attention() -> None:
+    """One attention over the padded batch per layer, instead of a Python loop over its sequences."""
+    from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend as Backend
+
+    init_forward_metadata, one_by_one = Backend.init_forward_metadata, Backend._run_sdpa_forward_decode
+
+    def init(self: Any, forward_batch: Any) -> None:
+        init_forward_metadata(self, forward_batch)
+        self.megarl_padded = None
+
+    def decode(
+        self: Any,
+        query: torch.Tensor,
+        output: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        req_to_token: torch.Tensor,
+        req_pool_indices: torch.Tensor,
+        seq_lens: torch.Tensor,
+        *arguments: Any,
+        **keywords: Any,
+    ) -> torch.Tensor:
+        sliding_window = keywords.get("sliding_window_size")
+        is_plain = not arguments and keywords.get("encoder_lens") is None and not keywords.get("is_cross_attn")
+        if not is_plain or (sliding_window is not None and sliding_window > -1):
+            return one_by_one(self, query, output, k_cache, v_cache, req_to_token, req_pool_indices, seq_lens, *arguments, **keywords)
+        if self.megarl_padded is None:
+            self.megarl_padded = _pad_batch(req_to_token, req_pool_indices, seq_lens, query.dtype)
+        scaling, grouped = keywords.get("scaling"), keywords.get("enable_gqa", False)
+        output.copy_(padded_decode_attention(query, k_cache, v_cache, self.megarl_padded, scaling, grouped))
+        return output
+
+    Backend.init_forward_metadata, Backend._run_sdpa_forward_decode = init, decode
+
+
+def padded_decode_attention(
+    query: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, batch: _PaddedBatch, scaling: float | None, grouped: bool
+) -> torch.Tensor:
+    """query: (B, heads, D), the newest token of each sequence; caches: (slots, KV heads, D). Returns (B, heads, D)."""
+    shape = (query.shape[0], batch.length, *k_cache.shape[1:])
+    keys = k_cache.index_select(0, batch.slots).view(shape).transpose(1, 2).to(query.dtype)
+    values = v_cache.index_select(0, batch.slots).view(*shape[:-1], v_cache.shape[-1]).transpose(1, 2).to(query.dtype)
+    attended = scaled_dot_product_attention(query.unsqueeze(2), keys, values, attn_mask=batch.bias, scale=scaling, enable_gqa=grouped)
+    return attended.squeeze(2)
+
+
+def _release_memory_for_real() -> None:
+    """Storages of weights and cache are emptied and made again, in place: every tensor and view of them stays what it is."""
+    from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager as Manager
+
+    release, resume = Manager.release_memory_occupation, Manager.resume_memory_occupation
+    released: list[tuple[torch.UntypedStorage, int]] = []  # a process has one manager, and the class has slots
+
+    def release_for_real(self: Any, request: Any) -> Any:
+        answer = release(self, request)
+        released.extend(empty_storages(_resident_tensors(self.tp_worker.model_runner)))
+        return answer
+
+    def resume_for_real(self: Any, request: Any) -> Any:
+        refill_storages(released)
+        released.clear()
+        return resume(self, request)
+
+    Manager.release_memory_occupation, Manager.resume_memory_occupation = release_for_real, resume_for_real
+
+
+def _resident_tensors(model_runner: Any) -> list[torch.Tensor]:
+    """Parameters and the key and value cache. Buffers (rotary tables) are no weights and stay."""
+    pool = model_runner.token_to_kv_pool
+    return [*(parameter.data for parameter in model_runner.model.parameters()), *pool.k_buffer, *pool.v_buffer]
+
+
+def empty_storages(tensors: list[torch.Tensor]) -> list[tuple[torch.UntypedStorage, int]]:
+    """Gives the memory back; returns each storage once, with its size in bytes."""
+    storages = {storage.data_ptr(): storage for storage in (tensor.untyped_storage() for tensor in tensors) if storage.nbytes()}
+    sizes = [(storage, storage.nbytes()) for storage in storages.values()]
+    for storage, _ in sizes:
+        storage.resize_(0)
+    _trim_heap()
+    return sizes
+
+
+def refill_storages(sizes: list[tuple[torch.UntypedStorage, int]]) -> None:
+    """Takes the memory again. Zeros: what is read before it is written (padding) must not be chance."""
+    for storage, nbytes in sizes:
+        storage.resize_(nbytes)
+        storage.fill_(0)  # type: ignore[attr-defined]
+
+
+def _trim_heap() -> None:
+    """glibc keeps freed blocks below its mapping threshold, which grows with use, until it is asked for them."""
+    import ctypes
+
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # not in every C library
+    if trim is not None:
+        trim(0)

@@ -1,0 +1,301 @@
+"""The fast engine: SGLang, in this process or as a server beside it, behind the interface of all engines."""
+
+from __future__ import annotations
+
+import itertools
+import pickle
+import queue
+import time
+from collections.abc import Coroutine, Iterator, Sequence
+from concurrent.futures import Future
+from math import prod
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from safetensors import safe_open
+
+from megarl.config.schema import SGLangMode
+from megarl.protocol.parcels import ChunkMeta, GroupAddress, Parcel
+from megarl.protocol.weights import Manifest, WeightTransferError
+from megarl.rollout.end_tokens import end_token_ids
+from megarl.rollout.interface import EngineDeadError, FinishedRequest, GenerationRequest, RolloutEngine
+from megarl.rollout.lifecycle import EngineLifecycle, EngineState
+from megarl.rollout.prompts import check_request
+from megarl.rollout.sglang.backend import Backend, CallRefusedError
+from megarl.rollout.sglang.in_process import InProcessBackend
+from megarl.rollout.sglang.loader import LoaderClient
+from megarl.rollout.sglang.loop import LoopThread
+from megarl.rollout.sglang.messages import generation_payload, read_sample
+from megarl.rollout.sglang.server import ServerBackend
+from megarl.rollout.sglang.server_args import WEIGHT_LOADER, build_server_args, context_length, vocab_size
+from megarl.rollout.sglang.spec import SGLangSpec
+
+T = TypeVar("T")
+
+_START_LIMIT_S = 600.0  # kernels may be compiled
+_POLL_S = 0.5
+_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+
+
+class SGLangEngine(RolloutEngine):
+    """Starts without weights. Raises EngineDeadError with SGLang's last words where it does not start."""
+
+    def __init__(self, spec: SGLangSpec) -> None:
+        server_args = build_server_args(spec)
+        self._spec = spec
+        self._backend: Backend
+        if spec.mode is SGLangMode.server:
+            self._backend = ServerBackend(server_args, spec.host, _START_LIMIT_S)
+        else:
+            self._backend = InProcessBackend(server_args)
+        self._end_token_ids = end_token_ids(spec.path)
+        self._vocab_size = vocab_size(spec)
+        self._max_length = context_length(spec)
+        self._lifecycle = EngineLifecycle()
+        self._loop = LoopThread(self._backend.start)
+        self._finished: queue.SimpleQueue[tuple[int, FinishedRequest | BaseException]] = queue.SimpleQueue()
+        self._in_flight: dict[int, Future[None]] = {}  # by ticket, which is never used twice
+        self._tickets = itertools.count()
+        self._session_is_open = self._is_paused = False
+        self._last_sign_s = time.monotonic()
+        self._wait_for(self._backend.open())
+        self._loader = LoaderClient(self._send_to_loader, spec.tensor_parallel_size)
+
+    @property
+    def weight_version(self) -> int | None:
+        return self._lifecycle.weight_version
+
+    @property
+    def num_ranks(self) -> int:
+        return self._spec.tensor_parallel_size
+
+    # ---- generation
+
+    def submit(self, requests: Sequence[GenerationRequest]) -> None:
+        self._lifecycle.require_ready()
+        self._raise_if_dead()
+        for request in requests:
+            check_request(request, self._vocab_size, self._max_length)
+            if request.sampling.min_new_tokens and not self._spec.with_tokenizer:
+                raise ValueError("min_new_tokens needs an engine with_tokenizer: SGLang takes the end tokens that it suppresses from there")
+        if not self._in_flight:
+            self._last_sign_s = time.monotonic()
+        for request in requests:
+            ticket = next(self._tickets)
+            self._in_flight[ticket] = self._loop.submit(self._generate(ticket, request))
+
+    async def _generate(self, ticket: int, request: GenerationRequest) -> None:
+        version = self._lifecycle.weight_version
+        assert version is not None
+        outcome: FinishedRequest | BaseException
+        try:
+            answer = await self._backend.generate(generation_payload(request, self._end_token_ids))
+            outcome = FinishedRequest(request.request_id, read_sample(answer, request.sampling, version))
+        except Exception as error:  # noqa: BLE001  the boundary of the loop's thread: `collect` raises it
+            outcome = error
+        self._finished.put((ticket, outcome))
+
+    def collect(self, wait_s: float) -> list[FinishedRequest]:
+        self._lifecycle.require_ready()
+        collected: list[FinishedRequest] = []
+        deadline_s = time.monotonic() + wait_s
+        while self._in_flight:
+            remaining_s = deadline_s - time.monotonic()
+            try:
+                ticket, outcome = self._finished.get(timeout=0 if collected else max(0.0, min(_POLL_S, remaining_s)))
+            except queue.Empty:
+                if collected:
+                    break
+                self._check_health()
+                if remaining_s <= 0:
+                    break
+                continue
+            if self._in_flight.pop(ticket, None) is None:
+                continue  # of a request that was forgotten
+            self._last_sign_s = time.monotonic()
+            if isinstance(outcome, BaseException):
+                self._raise_if_dead()
+                raise outcome
+            collected.append(outcome)
+        return collected
+
+    def _check_health(self) -> None:
+        """Raises EngineDeadError where a process has ended, or where nothing has been heard of the model for `health_limit_s`."""
+        self._raise_if_dead()
+        limit_s = self._spec.health_limit_s
+        if time.monotonic() - self._last_sign_s < limit_s:
+            return
+        if not self._wait_for(self._backend.is_responsive(limit_s), 2 * limit_s):
+            raise EngineDeadError(f"SGLang has {len(self._in_flight)} requests and has given no sign of life for {limit_s:g} s")
+        self._last_sign_s = time.monotonic()
+
+    def abort(self) -> None:
+        for future in self._in_flight.values():
+            future.cancel()
+        if self._in_flight:
+            self._in_flight.clear()
+            self._wait_for(self._backend.abort(), self._spec.health_limit_s)
+
+    # ---- weights
+
+    def begin_weight_update(self, manifest: Manifest) -> None:
+        self._lifecycle.require("begin a weight update", EngineState.EMPTY, EngineState.UPDATING, EngineState.READY)
+        was_ready = self._lifecycle.state is EngineState.READY
+        self._pause()
+        try:
+            self._loader.prepare(manifest)
+        except WeightTransferError:
+            if was_ready:
+                self._close_session()
+                self._resume()
+            raise
+        self._lifecycle.begin(manifest)
+
+    def load_weights(self, parcels: Sequence[Parcel]) -> None:
+        self._lifecycle.require_update()
+        for parcel in parcels:
+            for chunk in parcel.chunks:
+                self._lifecycle.record(chunk, parcel.dtype)
+        self._loader.load(parcels)
+
+    def load_folder(self, folder: Path) -> None:
+        """By SGLang's own reading of the files."""
+        self._lifecycle.require_update()
+        for chunk, dtype in _tensors_of(folder):
+            self._lifecycle.record(chunk, dtype)
+        self._close_session()
+        try:
+            self._call("update_weights_from_disk", model_path=str(folder), load_format="auto", flush_cache=False, abort_all_requests=False)
+        except CallRefusedError as error:
+            raise WeightTransferError(f"SGLang could not load {folder}: {error}") from error
+
+    def end_weight_update(self, version: int) -> None:
+        self._lifecycle.require("end a weight update", EngineState.UPDATING)
+        self._close_session()
+        self._lifecycle.end(version)
+        self._call("update_weight_version", new_version=str(version), abort_all_requests=False)
+        self._flush()
+        self._resume()
+
+    def join_weight_group(self, address: GroupAddress, first_rank: int) -> None:
+        self._loader.join(address, first_rank)
+        self._close_session()
+
+    def leave_weight_groups(self) -> None:
+        self._loader.leave()
+        self._close_session()
+
+    def checksums(self) -> dict[str, int]:
+        self._lifecycle.require_ready()
+        checksums = self._loader.checksums()
+        self._close_session()
+        self._resume()
+        return checksums
+
+    def _send_to_loader(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
+        """One message to the weight loader of every rank. Generation is paused and a session opened where they are not yet."""
+        self._pause()
+        if not self._session_is_open and self._backend.features.has("begin_weight_update"):
+            self._call("begin_weight_update")
+            self._session_is_open = True
+        message = pickle.dumps(tensors)
+        try:
+            self._call(
+                "update_weights_from_tensor",
+                time_limit_s=None,
+                serialized_named_tensors=[message] * self.num_ranks,
+                load_format=WEIGHT_LOADER,
+                flush_cache=False,
+                abort_all_requests=False,
+            )
+        except CallRefusedError as error:
+            raise WeightTransferError(f"SGLang did not run megarl's weight loader: {error}") from error
+
+    def _close_session(self) -> None:
+        if self._session_is_open:
+            self._call("end_weight_update")
+            self._session_is_open = False
+
+    def _pause(self) -> None:
+        """Running requests go back into the queue: what they have written is kept, their cache is not."""
+        if not self._is_paused:
+            self._call("pause_generation", mode="retract")
+            self._is_paused = True
+
+    def _resume(self) -> None:
+        self._call("continue_generation", torch_empty_cache=False)
+        self._is_paused = False
+
+    def _flush(self) -> None:
+        if not self._wait_for(self._backend.flush_cache(), self._spec.health_limit_s):
+            raise EngineDeadError("SGLang did not flush its prefix cache, although generation is paused")
+
+    # ---- memory and end
+
+    def sleep(self) -> None:
+        self._lifecycle.require("sleep", EngineState.EMPTY, EngineState.UPDATING, EngineState.READY, EngineState.ASLEEP)
+        if self._lifecycle.state is EngineState.ASLEEP:
+            return
+        self.abort()
+        self._pause()
+        self._close_session()
+        self._flush()
+        self._lifecycle.leave(EngineState.ASLEEP)
+        self._call("release_memory_occupation")
+
+    def wake(self) -> None:
+        self._lifecycle.require("wake", EngineState.ASLEEP)
+        self._call("resume_memory_occupation")
+        self._lifecycle.leave(EngineState.EMPTY)
+
+    def process_ids(self) -> list[int]:
+        return self._backend.process_ids()
+
+    def close(self) -> None:
+        if self._lifecycle.state is EngineState.CLOSED:
+            return
+        self._lifecycle.leave(EngineState.CLOSED)
+        self._in_flight.clear()
+        self._loader.close()
+        self._loop.submit(self._backend.close()).result(_POLL_S * 10)
+        self._loop.stop()
+        self._backend.stop()
+
+    # ---- calls
+
+    def _call(self, endpoint: str, *, time_limit_s: float | None = 0.0, **values: Any) -> None:
+        """time_limit_s: None: no limit; 0: `health_limit_s`."""
+        limit_s = self._spec.health_limit_s if time_limit_s == 0 else time_limit_s
+        self._wait_for(self._backend.call(endpoint, self._backend.features.payload(endpoint, **values)), limit_s)
+
+    def _wait_for(self, coroutine: Coroutine[Any, Any, T], limit_s: float | None = None) -> T:
+        """Raises EngineDeadError where a process ends, or the limit is reached, before there is an answer."""
+        future = self._loop.submit(coroutine)
+        start_s = time.monotonic()
+        while True:
+            try:
+                return future.result(_POLL_S)
+            except TimeoutError:
+                if future.done():
+                    raise
+                self._raise_if_dead()
+                if limit_s is not None and time.monotonic() - start_s > limit_s:
+                    future.cancel()
+                    raise EngineDeadError(f"SGLang has not answered for {limit_s:g} s") from None
+
+    def _raise_if_dead(self) -> None:
+        if self._lifecycle.state is not EngineState.CLOSED and (ended := self._backend.dead_process()) is not None:
+            raise EngineDeadError(f"SGLang is gone: {ended}")
+
+
+def _tensors_of(folder: Path) -> Iterator[tuple[ChunkMeta, torch.dtype]]:
+    """What the folder's safetensors hold, from their headers. Raises WeightTransferError where there are none."""
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise WeightTransferError(f"{folder} holds no safetensors files")
+    for file in files:
+        with safe_open(file, framework="pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118  it is no dictionary
+                header = tensors.get_slice(name)
+                yield ChunkMeta(name, 0, prod(header.get_shape())), _DTYPES[header.get_dtype()]

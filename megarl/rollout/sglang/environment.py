@@ -1,0 +1,33 @@
+"""What a process must have before it imports `sglang`: environment variables, and stand-ins where CUDA packages are absent."""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from importlib.util import find_spec
+from pathlib import Path
+
+STAND_INS = Path(__file__).parent / "stand_ins"
+
+
+def prepare(device: str) -> None:
+    """Called before `sglang` is imported; what this process spawns inherits both the variables and sys.path.
+
+    On the CPU, packages that SGLang imports and does not use there (sgl_kernel, triton, torchvision, IPython, soundfile)
+    are stood in for. The folder comes last on the path: a real package always wins.
+    """
+    os.environ.setdefault("TQDM_DISABLE", "1")  # bars of loading a file, in a log
+    os.environ.setdefault("PYTHONWARNINGS", "ignore::UserWarning")  # on what is not installed, from every process anew
+    warnings.filterwarnings("ignore", category=UserWarning, module=r"sglang\.")
+    # Otherwise the last token of a sample that fills the model's context could not be generated (server_args.py).
+    os.environ["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"
+    if device == "cpu":
+        if "transformers" in sys.modules and find_spec("torchvision") is None:
+            # It decides once, when it is imported, which of its classes there are, and SGLang asks for those for images.
+            raise RuntimeError("transformers was imported in this process before SGLang: start the engine in a process of its own")
+        os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
+        os.environ["TORCHDYNAMO_DISABLE"] = "1"  # a few small functions would be compiled: seconds, and a C++ compiler is needed
+        os.environ.setdefault("OMP_NUM_THREADS", "1")  # as many threads as cores, per rank, stand in each other's way
+        if str(STAND_INS) not in sys.path:
+            sys.path.append(str(STAND_INS))

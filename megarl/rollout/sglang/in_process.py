@@ -1,0 +1,109 @@
+"""SGLang's Engine in this process: its tokenizer manager runs in our loop, its schedulers in processes that it spawns."""
+
+from __future__ import annotations
+
+import atexit
+import multiprocessing
+import time
+from collections.abc import Callable
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+from megarl.rollout.interface import EngineDeadError
+from megarl.rollout.sglang import environment, features, processes
+from megarl.rollout.sglang.backend import Backend, CallRefusedError
+from megarl.rollout.sglang.features import ENDPOINTS, Features
+from megarl.rollout.sglang.last_words import LastWords
+
+_END_LIMIT_S = 10.0
+
+
+class InProcessBackend(Backend):
+    def __init__(self, server_args: dict[str, Any]) -> None:
+        self._server_args = server_args
+        self._children: list[BaseProcess] = []
+
+    def start(self) -> None:
+        environment.prepare(self._server_args["device"])
+        self._last_words = LastWords()
+        before = set(multiprocessing.active_children())
+        try:
+            self._engine = _make_engine(self._server_args)
+        except RuntimeError as error:  # what SGLang raises when a process of its ends; what it says is where to look
+            self._children = [child for child in multiprocessing.active_children() if child not in before]
+            words = self._last_words.read()
+            self.stop()
+            raise EngineDeadError(f"SGLang did not start: {words or error}") from error
+        self._children = [child for child in multiprocessing.active_children() if child not in before]
+        self._manager = self._engine.tokenizer_manager
+        # It would end this whole process by a signal when one of the engine's ends; `dead_process` reports that instead.
+        self._manager._subprocess_watchdog.stop()
+        atexit.unregister(self._engine.shutdown)  # kills every child of this process, not only its own
+        atexit.register(self.stop)
+        self._features = features.detect()
+
+    @property
+    def features(self) -> Features:
+        return self._features
+
+    async def open(self) -> None:
+        self._manager.auto_create_handle_loop()
+
+    async def generate(self, payload: dict[str, Any]) -> dict[str, Any]:
+        from sglang.srt.managers.io_struct import GenerateReqInput
+
+        return await anext(self._manager.generate_request(GenerateReqInput(**payload), None))
+
+    async def call(self, endpoint: str, payload: dict[str, Any]) -> None:
+        import sglang.srt.managers.io_struct as requests
+
+        kind = ENDPOINTS[endpoint]
+        method: Callable[[Any], Any] = getattr(self._manager, kind.method)
+        answer = await method(getattr(requests, kind.request)(**payload))
+        if isinstance(answer, tuple) and not answer[0]:
+            raise CallRefusedError(f"{endpoint}: {answer[1]}")
+
+    async def flush_cache(self) -> bool:
+        return (await self._manager.flush_cache()).success
+
+    async def abort(self) -> None:
+        self._manager.abort_request(abort_all=True)
+
+    async def is_responsive(self, limit_s: float) -> bool:
+        return time.time() - self._manager.last_receive_tstamp < limit_s
+
+    def dead_process(self) -> str | None:
+        for child in self._children:
+            if not child.is_alive():
+                words = self._last_words.read()
+                return f"process {child.pid} ended with code {child.exitcode}" + (f": {words}" if words else "")
+        return None
+
+    def process_ids(self) -> list[int]:
+        return [child.pid for child in self._children if child.pid is not None]
+
+    async def close(self) -> None:
+        pass
+
+    def stop(self) -> None:
+        atexit.unregister(self.stop)
+        for child in self._children:
+            child.kill()
+        for child in self._children:
+            child.join(_END_LIMIT_S)
+        self._last_words.close()
+
+
+def _make_engine(server_args: dict[str, Any]) -> Any:
+    from sglang.srt.entrypoints.engine import Engine
+
+    if server_args["device"] == "cpu":
+        from megarl.rollout.sglang import cpu_adaptations
+
+        cpu_adaptations.install_in_arguments()
+
+    class AdaptedEngine(Engine):
+        run_scheduler_process_func = staticmethod(processes.run_scheduler)
+        run_detokenizer_process_func = staticmethod(processes.run_detokenizer)
+
+    return AdaptedEngine(**server_args)

@@ -1,0 +1,52 @@
+"""Our requests in SGLang's words, and its answers in ours. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any, Literal
+
+from megarl.rollout.interface import GenerationRequest, Sample, SamplingParameters
+
+
+def generation_payload(request: GenerationRequest, end_token_ids: Collection[int]) -> dict[str, Any]:
+    """A GenerateReqInput."""
+    sampling = request.sampling
+    stops = [] if sampling.ignore_eos else sorted({*sampling.stop_token_ids, *end_token_ids})
+    return {
+        "input_ids": request.prompt,
+        "sampling_params": {
+            "max_new_tokens": sampling.max_new_tokens,
+            "min_new_tokens": sampling.min_new_tokens,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k,
+            "stop_token_ids": stops,
+            "ignore_eos": sampling.ignore_eos,
+            "sampling_seed": sampling.seed,
+            "skip_special_tokens": False,
+        },
+        "return_logprob": True,
+    }
+
+
+def read_sample(answer: dict[str, Any], sampling: SamplingParameters, version: int) -> Sample:
+    """version: of the weights when the request was submitted.
+
+    Raises RuntimeError where the request was ended by something else than a token or its length.
+    """
+    meta = answer["meta_info"]
+    # (log-prob, token, text) of every token, the end token included; SGLang's log-probs are those of the contract.
+    tokens = meta["output_token_logprobs"]
+    reason = meta["finish_reason"]
+    if reason["type"] not in ("stop", "length") or (reason["type"] == "length" and len(tokens) != sampling.max_new_tokens):
+        raise RuntimeError(f"SGLang ended a request after {len(tokens)} of {sampling.max_new_tokens} tokens: {reason}")
+    ended: Literal["stop", "length"] = reason["type"]
+    return Sample([token for _, token, *_ in tokens], [log_prob for log_prob, *_ in tokens], ended, _versions(meta, version))
+
+
+def _versions(meta: dict[str, Any], submitted: int) -> tuple[int, ...]:
+    """Newer versions of SGLang say which weights wrote which tokens; older ones only which were there at the end."""
+    if "weight_versions" in meta:
+        return tuple(int(span["version"]) for span in meta["weight_versions"])
+    ended = int(meta["weight_version"])
+    return (submitted,) if ended == submitted else (submitted, ended)

@@ -1,0 +1,156 @@
+"""SGLang's HTTP server in a process beside this one, reached over loopback or the given address, with a key made for it."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import secrets
+import select
+import subprocess
+import sys
+from typing import Any
+
+import aiohttp
+import psutil
+
+from megarl.rollout.interface import EngineDeadError
+from megarl.rollout.sglang.backend import Backend, CallRefusedError
+from megarl.rollout.sglang.features import Features
+from megarl.rollout.sglang.last_words import LastWords
+
+_END_LIMIT_S = 10.0
+_POLL_S = 0.2
+_OK = 200
+
+
+class ServerBackend(Backend):
+    """start_limit_s: for the process to serve."""
+
+    def __init__(self, server_args: dict[str, Any], host: str, start_limit_s: float) -> None:
+        self._server_args, self._host, self._start_limit_s = server_args, host, start_limit_s
+        self._key = secrets.token_urlsafe(32)
+
+    def start(self) -> None:
+        self._last_words = LastWords()
+        ready, ready_fd = os.pipe()
+        # stdout joins stderr: a worker's own standard output is none of SGLang's business.
+        self._process = subprocess.Popen(
+            [sys.executable, "-W", "ignore::UserWarning", "-m", "megarl.rollout.sglang.server_process"],
+            stdin=subprocess.PIPE,
+            stdout=2,
+            pass_fds=[ready_fd],
+        )
+        os.close(ready_fd)
+        settings = {"server_args": self._server_args, "host": self._host, "api_key": self._key, "ready_fd": ready_fd}
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(settings).encode() + b"\n")
+        self._process.stdin.flush()
+        with os.fdopen(ready) as pipe:
+            answered, _, _ = select.select([pipe], [], [], self._start_limit_s)
+            answer = pipe.readline() if answered else ""
+        if not answer:
+            words = self._last_words.read()
+            self.stop()
+            why = words or ("it ended without a word" if answered else f"it did not serve within {self._start_limit_s:g} s")
+            raise EngineDeadError(f"SGLang's server did not start: {why}")
+        found = json.loads(answer)
+        self._features = Features(**found["features"])
+        self.url = f"http://{f'[{self._host}]' if ':' in self._host else self._host}:{found['port']}"
+        self._children = psutil.Process(self._process.pid).children(recursive=True)
+
+    @property
+    def features(self) -> Features:
+        return self._features
+
+    async def open(self) -> None:
+        # Generation takes as long as it takes: `is_responsive` and `dead_process` say when it will not end.
+        self._session = aiohttp.ClientSession(
+            self.url,
+            headers={"Authorization": f"Bearer {self._key}"},
+            connector=aiohttp.TCPConnector(limit=0),
+            timeout=aiohttp.ClientTimeout(total=None),
+        )
+
+    async def generate(self, payload: dict[str, Any]) -> dict[str, Any]:
+        async with self._session.post("/generate", json=payload) as response:
+            if response.status != _OK:
+                raise ValueError(await _message(response))
+            return await response.json()
+
+    async def call(self, endpoint: str, payload: dict[str, Any]) -> None:
+        async with self._session.post(f"/{endpoint}", json=_as_json(payload)) as response:
+            if response.status != _OK:
+                raise CallRefusedError(f"{endpoint}: {await _message(response)}")
+
+    async def flush_cache(self) -> bool:
+        async with self._session.post("/flush_cache") as response:
+            return response.status == _OK
+
+    async def abort(self) -> None:
+        await self.call("abort_request", {"abort_all": True})
+
+    async def is_responsive(self, limit_s: float) -> bool:
+        try:
+            async with self._session.get("/health_generate", timeout=aiohttp.ClientTimeout(total=limit_s)) as response:
+                return response.status == _OK
+        except (TimeoutError, aiohttp.ClientError):
+            return False
+
+    def dead_process(self) -> str | None:
+        code = self._process.poll()
+        ended = None if code is None else f"the server, process {self._process.pid}, ended with code {code}"
+        for child in self._children:
+            if ended is None and not _is_alive(child):
+                ended = f"process {child.pid} of the server ended"
+        if ended is None:
+            return None
+        words = self._last_words.read()
+        return ended + (f": {words}" if words else "")
+
+    def process_ids(self) -> list[int]:
+        return [self._process.pid, *(child.pid for child in self._children)]
+
+    async def close(self) -> None:
+        await self._session.close()
+
+    def stop(self) -> None:
+        """Its standard input ends, and with it the server and what it spawned; what is slow is killed."""
+        assert self._process.stdin is not None
+        children = psutil.Process(self._process.pid).children(recursive=True) if self._process.poll() is None else []
+        self._process.stdin.close()
+        try:
+            self._process.wait(_END_LIMIT_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        for child in children:
+            if _is_alive(child):
+                child.kill()
+        psutil.wait_procs(children, _END_LIMIT_S)
+        self._last_words.close()
+
+
+def _as_json(payload: dict[str, Any]) -> dict[str, Any]:
+    """Lists of bytes as base64, which is how the server's request classes take them."""
+    return {
+        name: [base64.b64encode(item).decode() if isinstance(item, bytes) else item for item in value] if isinstance(value, list) else value
+        for name, value in payload.items()
+    }
+
+
+async def _message(response: aiohttp.ClientResponse) -> str:
+    """What the server says is wrong, out of the shapes that its endpoints give it."""
+    text = await response.text()
+    try:
+        answer = json.loads(text)
+    except json.JSONDecodeError:
+        return text
+    if not isinstance(answer, dict):
+        return text
+    error = answer.get("error")
+    return str(answer.get("message") or (error.get("message") if isinstance(error, dict) else error) or text)
+
+
+def _is_alive(process: psutil.Process) -> bool:
+    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE

@@ -1,0 +1,147 @@
+"""SGLang's own arguments: those that an engine of ours needs, and the user's beside them, refused early where they cannot be."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Collection, Iterable
+from difflib import get_close_matches
+from typing import Any
+
+from megarl.config.errors import ConfigError
+from megarl.rollout.end_tokens import end_token_ids
+from megarl.rollout.sglang.spec import SGLangSpec
+
+WEIGHT_LOADER = "megarl.rollout.sglang.loader.run"
+
+# What megarl sets, and where a user sets it instead.
+_OWN = {
+    "model_path": "model.path",
+    "tokenizer_path": "model.path",
+    "trust_remote_code": "model.trust_remote_code",
+    "dtype": "model.dtype",
+    "device": "device",
+    "tp_size": "rollout.tensor_parallel_size",
+    "tensor_parallel_size": "rollout.tensor_parallel_size",
+    "max_running_requests": "rollout.max_concurrency",
+    "enable_deterministic_inference": "rollout.sglang.deterministic",
+    "dp_size": "rollout.num_replicas",
+    "data_parallel_size": "rollout.num_replicas",
+    "pp_size": None,
+    "pipeline_parallel_size": None,
+    "nnodes": None,
+    "node_rank": None,
+    "base_gpu_id": None,
+    "skip_tokenizer_init": None,
+    "context_length": None,
+    "json_model_override_args": None,
+    "load_format": None,
+    "custom_weight_loader": None,
+    "weight_version": None,
+    "enable_memory_saver": None,
+    "allow_auto_truncate": None,
+    "skip_server_warmup": None,
+    "tokenizer_worker_num": None,
+    "host": None,
+    "port": None,
+    "api_key": None,
+    "admin_api_key": None,
+}
+_SPARE_TOKENS = 8  # SGLang keeps a few of the context, and of the cache, for itself
+_CPU_CACHE_TOKENS = 65536
+_PROBE_LIMIT_S = 120
+
+
+def build_server_args(spec: SGLangSpec) -> dict[str, Any]:
+    """All arguments of the engine but those of the HTTP server. Raises ConfigError as `refuse_own_server_args`."""
+    refuse_own_server_args(spec.server_args)
+    longest = context_length(spec)
+    arguments: dict[str, Any] = {
+        "model_path": str(spec.path),
+        "trust_remote_code": spec.trust_remote_code,
+        "dtype": str(spec.dtype).removeprefix("torch."),
+        "device": spec.device.type,
+        "tp_size": spec.tensor_parallel_size,
+        "max_running_requests": spec.max_concurrency,
+        "max_total_tokens": spec.max_total_tokens,
+        "context_length": longest + _SPARE_TOKENS,
+        # With generation_config.json's, which it adds: exactly the tokens that end a sample of every other engine.
+        "json_model_override_args": json.dumps({"eos_token_id": sorted(end_token_ids(spec.path)) or None}),
+        "skip_tokenizer_init": not spec.with_tokenizer,
+        "load_format": "dummy",  # the weights come by an update, so that they are always the trainer's
+        "custom_weight_loader": [WEIGHT_LOADER],
+        "enable_deterministic_inference": spec.deterministic or spec.device.type == "cpu",
+        "log_level": "error",
+    }
+    if spec.device.type == "cpu":
+        tokens = spec.max_total_tokens or min(spec.max_concurrency * longest, max(_CPU_CACHE_TOKENS, longest))
+        arguments |= {
+            "max_total_tokens": tokens + _SPARE_TOKENS,
+            "mem_fraction_static": 0.1,  # of the machine; bounds nothing where max_total_tokens is given
+            "attention_backend": "torch_native",
+            "sampling_backend": "pytorch",
+            "disable_cuda_graph": True,
+        }
+    elif spec.release_memory:
+        arguments["enable_memory_saver"] = True
+    return {name: value for name, value in (arguments | dict(spec.server_args)).items() if value is not None}
+
+
+def context_length(spec: SGLangSpec) -> int:
+    """Tokens of prompt and sample together."""
+    return _model_config(spec)["max_position_embeddings"]
+
+
+def vocab_size(spec: SGLangSpec) -> int:
+    return _model_config(spec)["vocab_size"]
+
+
+def _model_config(spec: SGLangSpec) -> dict[str, Any]:
+    """Without transformers, which must not be imported before SGLang's environment is prepared."""
+    config = json.loads((spec.path / "config.json").read_text())
+    return config.get("text_config", config)
+
+
+def refuse_own_server_args(names: Iterable[str]) -> None:
+    """Raises ConfigError for arguments that megarl sets itself."""
+    problems = []
+    for name in names:
+        if name in _OWN:
+            instead = f"; set {_OWN[name]}" if _OWN[name] else ", and it has no other value that works here"
+            problems.append(f"rollout.sglang.server_args.{name} is set by megarl{instead}")
+    if problems:
+        raise ConfigError("rollout.sglang.server_args", problems)
+
+
+def refuse_unknown_server_args(names: Collection[str], device: str) -> None:
+    """Raises ConfigError for names that SGLang's ServerArgs do not have, or that megarl sets itself.
+
+    device: "cpu" or "cuda". SGLang is imported in a process of its own, for a few seconds, and only where there are names.
+    """
+    refuse_own_server_args(names)
+    if not names:
+        return
+    known = _known_server_args(device)
+    problems = []
+    for name in names:
+        if name not in known:
+            close = get_close_matches(name, known, n=3)
+            hint = f"did you mean {' or '.join(close)}?" if close else "see its ServerArgs for what there is"
+            problems.append(f"rollout.sglang.server_args.{name} is no option of the installed SGLang; {hint}")
+    if problems:
+        raise ConfigError("rollout.sglang.server_args", problems)
+
+
+def _known_server_args(device: str) -> list[str]:
+    program = (
+        "import json, sys\n"
+        "from megarl.rollout.sglang import environment\n"
+        "environment.prepare(sys.argv[1])\n"
+        "from megarl.rollout.sglang import features\n"
+        "print(json.dumps(features.server_arg_names()))\n"
+    )
+    probe = subprocess.run([sys.executable, "-c", program, device], capture_output=True, text=True, timeout=_PROBE_LIMIT_S, check=False)
+    if probe.returncode:
+        raise ConfigError("rollout.engine", [f"SGLang cannot be imported: {probe.stderr.strip().splitlines()[-1]}"])
+    return json.loads(probe.stdout.splitlines()[-1])

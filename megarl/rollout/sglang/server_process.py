@@ -1,0 +1,96 @@
+"""The process of SGLang's HTTP server: `python -m megarl.rollout.sglang.server_process`, started by server.py.
+
+Its settings, the API key among them, come as one line of JSON on standard input, so that they show in no list of processes.
+When standard input ends, the one who started it is gone, and it ends too. It answers on the descriptor that it is given,
+with one line of JSON, when it serves.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from typing import Any
+
+import psutil
+
+from megarl.rollout.sglang import environment, features, last_words, processes
+
+_POLL_S = 0.05
+
+
+def main() -> None:
+    settings = json.loads(sys.stdin.readline())
+    threading.Thread(target=_end_with_starter, daemon=True).start()
+    try:
+        _serve(settings)
+    except BaseException:  # the boundary of this process: its end is told to the one who started it
+        last_words.leave(traceback.format_exc())
+        raise
+    finally:
+        _kill_descendants()
+
+
+def _serve(settings: dict[str, Any]) -> None:
+    server_args = settings["server_args"]
+    environment.prepare(server_args["device"])
+    if server_args["device"] == "cpu":
+        from megarl.rollout.sglang import cpu_adaptations
+
+        cpu_adaptations.install_in_arguments()
+    from sglang.srt.entrypoints.http_server import launch_server
+    from sglang.srt.server_args import ServerArgs
+
+    # Bound and not listening, it keeps the port from others and lets the server (SO_REUSEADDR) have it.
+    reserved = socket.socket(socket.AF_INET6 if ":" in settings["host"] else socket.AF_INET)
+    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    reserved.bind((settings["host"], 0))
+    port = reserved.getsockname()[1]
+
+    def ready() -> None:
+        _wait_until_listening(settings["host"], port)
+        answer = {"port": port, "features": dataclasses.asdict(features.detect())}
+        with os.fdopen(settings["ready_fd"], "w") as pipe:
+            pipe.write(json.dumps(answer) + "\n")
+
+    launch_server(
+        ServerArgs(
+            **server_args, host=settings["host"], port=port, api_key=settings["api_key"], log_level_http="warning", skip_server_warmup=True
+        ),
+        run_scheduler_process_func=processes.run_scheduler,
+        run_detokenizer_process_func=processes.run_detokenizer,
+        launch_callback=ready,
+    )
+
+
+def _wait_until_listening(host: str, port: int) -> None:
+    """SGLang calls back when its model is ready, at times before its socket is. Whoever waits for the answer limits the time."""
+    while True:
+        try:
+            socket.create_connection((host, port)).close()
+        except ConnectionRefusedError:
+            time.sleep(_POLL_S)
+        else:
+            return
+
+
+def _end_with_starter() -> None:
+    while sys.stdin.readline():
+        pass
+    _kill_descendants()
+    os._exit(0)
+
+
+def _kill_descendants() -> None:
+    for child in psutil.Process().children(recursive=True):
+        child.send_signal(signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    main()

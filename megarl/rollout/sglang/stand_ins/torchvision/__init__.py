@@ -1,0 +1,6 @@
+"""Stands in for torchvision, which SGLang and transformers import for image models: everything raises when it is called."""
+
+from . import io as io
+from . import transforms as transforms
+
+__version__ = "0.28.0"  # compared with by transformers
