@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from contextlib import AbstractContextManager
 from typing import NamedTuple
 
@@ -56,3 +57,14 @@ class Worker:
     def mesh_coordinate(self) -> MeshCoordinate:
         """Where this rank stands in its model's layout. Every rank is a replica of its own unless a subclass knows better."""
         return MeshCoordinate(dp=self.rank)
+
+    def resident_memory_gb(self) -> float:
+        """Memory of this process and of all that it started, in 10^9 bytes; what they share counts for each."""
+        import psutil
+
+        process = psutil.Process()
+        resident = process.memory_info().rss
+        for child in process.children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):  # it ended meanwhile
+                resident += child.memory_info().rss
+        return resident / 1e9

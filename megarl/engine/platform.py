@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
-import sys
 from dataclasses import dataclass
 
 import torch
 
 from megarl.config.schema import Device
+from megarl.protocol.memory import trim_heap
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,11 +25,8 @@ class Platform:
         """To the device, or to the system: what allocators keep of what was freed, so that another process can have it."""
         if self.is_cuda:
             torch.cuda.empty_cache()
-        elif sys.platform == "linux":
-            # glibc keeps freed blocks of up to 32 MiB that lie between used ones; other libraries have no such call.
-            trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-            if trim is not None:
-                trim(0)
+        else:
+            trim_heap()
 
 
 _active: Platform | None = None

@@ -11,8 +11,10 @@ import torch.distributed as dist
 
 from megarl.config.architecture import Architecture
 from megarl.config.schema import Device, DType, EngineConfig, OptimConfig, ParallelConfig, Recompute
+from megarl.controller.dispatch import Dispatch, register
 from megarl.controller.worker import Worker
 from megarl.engine import platform
+from megarl.engine.offload import StatePart
 from megarl.protocol.batch import DataProto
 from megarl.protocol.mesh import MeshCoordinate
 from megarl.protocol.weights import WeightBucket
@@ -101,6 +103,16 @@ class MegatronWorker(Worker):
         metrics = self._engine.forward_backward(part.tensors, part.meta_info[MICRO_BATCHES], loss)
         step = self._engine.step()
         return {**metrics, f"{prefix}/grad_norm": step.grad_norm, f"{prefix}/lr": step.lr}
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def offload_state(self, parts: tuple[StatePart, ...]) -> int:
+        """Moves parts of the model's state out of memory; see MegatronEngine.offload."""
+        return self._engine.offload(*parts)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def restore_state(self, parts: tuple[StatePart, ...]) -> int:
+        """Moves them back."""
+        return self._engine.restore(*parts)
 
     def begin_weight_export(self, bucket_bytes: int) -> None:
         """Starts a pass over the weights; the first data-parallel replica gives them, stage by stage."""

@@ -16,6 +16,7 @@ from megarl.controller.group import RoleGroup
 from megarl.data.packing import BatchPlan, plan_micro_batches
 from megarl.protocol.batch import DataProto
 from megarl.workers.megatron import MICRO_BATCHES
+from megarl.workers.residency import EVERYBODY_STAYS, Residency
 from megarl.workers.weight_sync import WeightSource, sync_weights
 
 _MODEL_KEYS = ("input_ids", "attention_mask", "response_mask")
@@ -46,8 +47,11 @@ class UpdatePlan:
 class MegatronRole:
     """A group of workers that hold one model, with its layout and the limit of its micro-batches."""
 
-    def __init__(self, group: RoleGroup, parallel: ParallelConfig, micro_batch: MicroBatchConfig) -> None:
+    def __init__(
+        self, group: RoleGroup, parallel: ParallelConfig, micro_batch: MicroBatchConfig, residency: Residency = EVERYBODY_STAYS
+    ) -> None:
         self.group = group
+        self._residency = residency
         self._parallel = parallel
         self._micro_batch = micro_batch
 
@@ -74,6 +78,7 @@ class MegatronRole:
         return plan, parts
 
     def _score(self, batch: DataProto, method: Callable[[list[DataProto]], WorkerFuture]) -> DerivedFuture:
+        self._residency.before_scoring()
         plan, parts = self._split(batch, _MODEL_KEYS)
 
         def restore(results: list[Any]) -> DataProto:
@@ -89,6 +94,7 @@ class MegatronRole:
         method: Callable[[list[DataProto], MiniBatchCounts], WorkerFuture],
     ) -> DerivedFuture:
         """Queues one optimizer step per mini-batch; metrics are summed over replicas and averaged over mini-batches."""
+        self._residency.before_update()
         futures = []
         for mini_batch in mini_batches:
             counts = MiniBatchCounts.of(mini_batch.tensors["response_mask"])
@@ -134,9 +140,15 @@ class Actor(MegatronRole):
     """The policy in training; the only role whose weights leave it."""
 
     def __init__(
-        self, group: RoleGroup, parallel: ParallelConfig, micro_batch: MicroBatchConfig, weights: WeightSource, updates: UpdatePlan
+        self,
+        group: RoleGroup,
+        parallel: ParallelConfig,
+        micro_batch: MicroBatchConfig,
+        weights: WeightSource,
+        updates: UpdatePlan,
+        residency: Residency = EVERYBODY_STAYS,
     ) -> None:
-        super().__init__(group, parallel, micro_batch)
+        super().__init__(group, parallel, micro_batch, residency)
         self._weights = weights
         self._updates = updates
         self._version = 0
@@ -148,7 +160,8 @@ class Actor(MegatronRole):
 
     def save_hf(self, folder: Path, source_folder: str) -> None:
         """See WeightSource.save_hf."""
-        self._weights.save_hf(folder, source_folder)
+        with self._residency.actor_parameters():
+            self._weights.save_hf(folder, source_folder)
 
     def log_probs(self, batch: DataProto) -> DerivedFuture:
         """`old_log_probs`, `entropys` (B, R)."""
