@@ -1,0 +1,190 @@
+"""The weight loader of SGLang's processes on small models of our own that fuse, cut and pad as SGLang does."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from megarl.protocol.checksum import checksum
+from megarl.protocol.parcels import ChunkMeta, Parcel
+from megarl.protocol.segment import Segment
+from megarl.protocol.weights import Manifest, TensorMeta, WeightTransferError
+from megarl.rollout.sglang.loader import LoaderClient, RankLoader
+
+CPU = torch.device("cpu")
+SHAPES = {"q": (8, 6), "k": (4, 6), "down": (6, 10), "norm": (6,), "embed": (7, 6), "expert": (2, 3, 6)}
+
+
+class Model(torch.nn.Module):
+    """q and k are fused and cut by rows, `down` is cut by columns and padded, `embed` is padded by rows, `expert` is stored
+    transposed for each expert, `norm` is on every rank."""
+
+    def __init__(self, rank: int, num_ranks: int) -> None:
+        super().__init__()
+        self._rank, self._num_ranks = rank, num_ranks
+        shapes = {"qk": (12 // num_ranks, 6), "down": (6, 16 // num_ranks), "embed": (8 // num_ranks, 6), "expert": (2, 6, 3), "norm": (6,)}
+        for name, shape in shapes.items():
+            setattr(self, name, torch.nn.Parameter(torch.full(shape, 99.0)))
+
+    def load_weights(self, weights: Sequence[tuple[str, torch.Tensor]]) -> None:
+        rank, count = self._rank, self._num_ranks
+        for name, tensor in weights:
+            if name in ("q", "k"):
+                rows, first = tensor.shape[0] // count, 0 if name == "q" else 8 // count
+                self.qk.data.narrow(0, first, rows).copy_(tensor.narrow(0, rank * rows, rows))
+            elif name == "down":
+                start, stop = (min((rank + end) * self.down.shape[1], 10) for end in (0, 1))
+                self.down.data[:, : stop - start].copy_(tensor[:, start:stop])
+            elif name == "embed":
+                start, stop = (min((rank + end) * self.embed.shape[0], 7) for end in (0, 1))
+                self.embed.data[: stop - start].copy_(tensor[start:stop])
+            elif name == "expert":
+                for expert in range(2):
+                    self.expert.data[expert].copy_(tensor[expert].t())
+            elif name == "norm":
+                assert tensor.shape == self.norm.shape, "wrong shape"
+                self.norm.data.copy_(tensor)
+
+
+class Scheduler:
+    """Runs what SGLang's processes would, one rank after the other, in this process."""
+
+    def __init__(self, models: Sequence[torch.nn.Module]) -> None:
+        self.models = models
+        self._loaders = [RankLoader(CPU) for _ in models]
+        self.silent_ranks: set[int] = set()
+
+    def send(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
+        message = json.loads(bytes(tensors[0][1].numpy()))
+        for rank, (model, loader) in enumerate(zip(self.models, self._loaders, strict=True)):
+            if rank in self.silent_ranks:
+                continue
+            try:
+                answer = {"result": loader.answer(model, rank, message["command"], message["arguments"])}
+            except WeightTransferError as error:
+                answer = {"failure": str(error)}
+            (Path(message["answers"]) / f"{message['number']}.{rank}.json").write_text(json.dumps(answer))
+
+
+def random_weights() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+
+
+def manifest_of(weights: dict[str, torch.Tensor]) -> Manifest:
+    return {name: TensorMeta(tuple(tensor.shape), tensor.dtype) for name, tensor in weights.items()}
+
+
+def parcel_of(weights: dict[str, torch.Tensor], chunk_elements: int) -> tuple[Parcel, Segment]:
+    flat = torch.cat([tensor.reshape(-1) for tensor in weights.values()])
+    segment = Segment.create(flat.nbytes, CPU)
+    segment.tensor(flat.dtype, flat.numel()).copy_(flat)
+    chunks = [
+        ChunkMeta(name, offset, min(chunk_elements, tensor.numel() - offset))
+        for name, tensor in weights.items()
+        for offset in range(0, tensor.numel(), chunk_elements)
+    ]
+    return Parcel(tuple(chunks), flat.dtype, segment.handle), segment
+
+
+@pytest.fixture
+def client_of():
+    clients = []
+
+    def make(scheduler: Scheduler) -> LoaderClient:
+        clients.append(LoaderClient(scheduler.send, len(scheduler.models)))
+        return clients[-1]
+
+    yield make
+    for client in clients:
+        client.close()
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("chunk_elements", [1, 5, 1000])
+def test_pieces_of_any_size_arrive_as_whole_tensors_would(client_of: Callable, num_ranks: int, chunk_elements: int) -> None:
+    weights = random_weights()
+    expected = [Model(rank, num_ranks) for rank in range(num_ranks)]
+    for model in expected:
+        for parameter in model.parameters():
+            parameter.data.zero_()  # padding counts as zero
+        model.load_weights(list(weights.items()))
+    scheduler = Scheduler([Model(rank, num_ranks) for rank in range(num_ranks)])
+    client = client_of(scheduler)
+    client.prepare(manifest_of(weights))
+    parcel, segment = parcel_of(weights, chunk_elements)
+    client.load([parcel])
+    for model, reference in zip(scheduler.models, expected, strict=True):
+        for name, parameter in model.named_parameters():
+            assert torch.equal(parameter, reference.get_parameter(name)), name
+    assert client.checksums() == {name: checksum(tensor) for name, tensor in weights.items()}
+    segment.close()
+    with pytest.raises(WeightTransferError, match="segment is gone"):
+        client.load([parcel])
+
+
+def test_checksums_tell_which_tensor_is_wrong(client_of: Callable) -> None:
+    weights = random_weights()
+    scheduler = Scheduler([Model(rank, 2) for rank in range(2)])
+    client = client_of(scheduler)
+    client.prepare(manifest_of(weights))
+    parcel, _ = parcel_of(weights, 1000)
+    client.load([parcel])
+    scheduler.models[1].qk.data[5, 2] += 1e-6  # the last row of rank 1's part of k
+    true = {name: checksum(tensor) for name, tensor in weights.items()}
+    assert {name for name, value in client.checksums().items() if value != true[name]} == {"k"}
+    scheduler.models[1].norm.data[3] += 1
+    with pytest.raises(WeightTransferError, match="ranks hold different copies of norm"):
+        client.checksums()
+
+
+def test_tensors_that_are_not_the_models(client_of: Callable) -> None:
+    scheduler = Scheduler([Model(0, 1)])
+    client, manifest = client_of(scheduler), manifest_of(random_weights())
+    before = {name: parameter.clone() for name, parameter in scheduler.models[0].named_parameters()}
+    with pytest.raises(WeightTransferError, match="bias is not a tensor of the engine's model"):
+        client.prepare({**manifest, "bias": TensorMeta((6,), torch.float32)})
+    with pytest.raises(WeightTransferError, match="no tensor goes into embed"):
+        client.prepare({name: meta for name, meta in manifest.items() if name != "embed"})
+    with pytest.raises(WeightTransferError, match=r"refuses norm of shape \(5,\): AssertionError wrong shape"):
+        client.prepare({**manifest, "norm": TensorMeta((5,), torch.float32)})
+    with pytest.raises(WeightTransferError, match=r"embed does not fit the engine's model: 12 of 54 elements are missing"):
+        client.prepare({**manifest, "embed": TensorMeta((9, 6), torch.float32)})
+    for name, parameter in scheduler.models[0].named_parameters():
+        assert torch.equal(parameter, before[name])
+
+
+class Computing(Model):
+    def load_weights(self, weights: Sequence[tuple[str, torch.Tensor]]) -> None:
+        super().load_weights([(name, tensor * 2 if name == "norm" else tensor) for name, tensor in weights])
+
+
+class Flattening(Model):
+    def load_weights(self, weights: Sequence[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in weights:
+            if name == "q":
+                self.qk.data.view(-1)[:48].copy_(tensor.view(-1))
+            else:
+                super().load_weights([(name, tensor)])
+
+
+@pytest.mark.parametrize(("kind", "why"), [(Computing, r"norm \(it calls aten\.mul"), (Flattening, r"q \(of shape \(8, 6\) it copies")])
+def test_a_loader_that_cannot_be_followed_is_an_error_when_pieces_come(client_of: Callable, kind: type[Model], why: str) -> None:
+    """Not before: a folder can still be loaded."""
+    weights = random_weights()
+    client = client_of(Scheduler([kind(0, 1)]))
+    client.prepare(manifest_of(weights))
+    parcel, _ = parcel_of(weights, 1000)
+    with pytest.raises(WeightTransferError, match=why + r".*resharding\.transport=disk"):
+        client.load([parcel])
+
+
+def test_a_rank_that_does_not_answer(client_of: Callable) -> None:
+    scheduler = Scheduler([Model(rank, 2) for rank in range(2)])
+    scheduler.silent_ranks = {1}
+    with pytest.raises(WeightTransferError, match=r"ranks \[1\] did not run megarl's weight loader \(prepare\)"):
+        client_of(scheduler).prepare(manifest_of(random_weights()))
