@@ -11,7 +11,7 @@ from pathlib import Path
 STAND_INS = Path(__file__).parent / "stand_ins"
 
 
-def prepare(device: str) -> None:
+def prepare(device: str, num_ranks: int = 1) -> None:
     """Called before `sglang` is imported; what this process spawns inherits both the variables and sys.path.
 
     On the CPU, packages that SGLang imports and does not use there (sgl_kernel, triton, torchvision, IPython, soundfile)
@@ -28,6 +28,9 @@ def prepare(device: str) -> None:
             raise RuntimeError("transformers was imported in this process before SGLang: start the engine in a process of its own")
         os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
         os.environ["TORCHDYNAMO_DISABLE"] = "1"  # a few small functions would be compiled: seconds, and a C++ compiler is needed
+        # By default each rank is bound to a NUMA node of its own, and more ranks than nodes are refused.
+        cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
+        os.environ["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join([cores] * num_ranks)
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # as many threads as cores, per rank, stand in each other's way
         if str(STAND_INS) not in sys.path:
             sys.path.append(str(STAND_INS))

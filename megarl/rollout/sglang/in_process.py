@@ -24,7 +24,7 @@ class InProcessBackend(Backend):
         self._children: list[BaseProcess] = []
 
     def start(self) -> None:
-        environment.prepare(self._server_args["device"])
+        environment.prepare(self._server_args["device"], self._server_args["tp_size"])
         self._last_words = LastWords()
         before = set(multiprocessing.active_children())
         try:

@@ -39,7 +39,7 @@ def main() -> None:
 
 def _serve(settings: dict[str, Any]) -> None:
     server_args = settings["server_args"]
-    environment.prepare(server_args["device"])
+    environment.prepare(server_args["device"], server_args["tp_size"])
     if server_args["device"] == "cpu":
         from megarl.rollout.sglang import cpu_adaptations
 
