@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,13 +17,12 @@ from megarl.cli.check import print_run
 from megarl.config.load import dump_config
 from megarl.config.schema import Device, PPOConfig, SFTConfig
 from megarl.controller.cluster import num_cluster_gpus, shutdown, start_ray
-from megarl.controller.group import RoleGroup
 from megarl.controller.resource_pool import ResourcePoolManager
 from megarl.placement.plan import PlacementPlan
 from megarl.tracking.loggers import METRICS_FILE, Tracker
 from megarl.tracking.progress import ProgressBar
 from megarl.tracking.timeline import Timeline
-from megarl.trainers.monitor import Monitor
+from megarl.trainers.monitor import Monitor, Watched
 
 SUMMARY_FILE = "summary.json"
 
@@ -88,7 +87,7 @@ def report_filtered(console: Console, data_sets: Mapping[str, Filtered]) -> None
             )
 
 
-def open_monitor(session: Session, config: PPOConfig | SFTConfig, title: str, groups: list[RoleGroup]) -> Monitor:
+def open_monitor(session: Session, config: PPOConfig | SFTConfig, title: str, groups: Sequence[Watched]) -> Monitor:
     progress = ProgressBar(title, config.trainer.total_steps, session.console)
     # Where the bar is live, it says what the console's lines would.
     names = [name for name in config.tracking.loggers if name != "console" or not session.console.is_terminal]

@@ -89,6 +89,19 @@ def wait_for_calls(calls: Sequence[Call], timeout: float | None = None) -> None:
             raise TimeoutError(f"{waiting.role}.{waiting.method} has not finished after {timeout:g} s (rank {waiting.rank}); it goes on")
 
 
+def wait_for_one(calls: Sequence[Call], timeout: float) -> None:
+    """Waits until one more of them has ended, at most `timeout` s; it raises nothing."""
+    pending = {call.record_reference: call for call in calls if not call.ended}
+    if pending:
+        _collect_ended(pending, timeout)
+
+
+def has_ended(calls: Sequence[Call]) -> bool:
+    """All of them have succeeded, or one has failed."""
+    _collect_ended({call.record_reference: call for call in calls if not call.ended}, 0.0)
+    return any(call.failure is not None for call in calls) or all(call.ended for call in calls)
+
+
 def _with_upstream(calls: Iterable[Call]) -> list[Call]:
     """The calls, those that made their arguments, and the construction of the groups: their failures and hangs are the cause of ours."""
     found: dict[Call, None] = {}
@@ -104,6 +117,8 @@ def _with_upstream(calls: Iterable[Call]) -> list[Call]:
 def _collect_ended(pending: dict[ray.ObjectRef, Call], wait_s: float) -> list[RankFailure]:
     """Takes the calls that have ended out of `pending`, after at most `wait_s`; returns the failures among them."""
     references = list(pending)
+    if not references:
+        return []
     ray.wait(references, num_returns=1, timeout=max(0.0, wait_s), fetch_local=False)
     ended, _ = ray.wait(references, num_returns=len(references), timeout=0, fetch_local=False)
     failures = []

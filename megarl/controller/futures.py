@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import ray
 
-from megarl.controller.calls import Call, wait_for_calls
+from megarl.controller.calls import Call, has_ended, wait_for_calls, wait_for_one
 from megarl.controller.dispatch import Collect, CollectKind, Forwarded, collect
 from megarl.protocol.future import DataProtoFuture
 
@@ -64,6 +65,16 @@ def gather(*futures: RemoteFuture, timeout: float | None = None) -> list[Any]:
     PhaseTimeoutError, or TimeoutError after `timeout` seconds.
     """
     return RemoteFuture.gather(futures, timeout)
+
+
+def wait_for_any(futures: Sequence[RemoteFuture], timeout: float) -> list[RemoteFuture]:
+    """Those of `futures` that have ended, well or not, after at most `timeout` seconds of waiting for the first; `get` tells how."""
+    ended = [future for future in futures if has_ended(future.calls)]
+    give_up_s = time.monotonic() + timeout
+    while not ended and (remaining_s := give_up_s - time.monotonic()) > 0:
+        wait_for_one([call for future in futures for call in future.calls], remaining_s)
+        ended = [future for future in futures if has_ended(future.calls)]
+    return ended
 
 
 def forward(argument: Any) -> Any:

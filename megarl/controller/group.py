@@ -22,6 +22,7 @@ from megarl.controller.dispatch import (
     plan_call,
     route_rank,
 )
+from megarl.controller.errors import RankReport
 from megarl.controller.futures import WorkerFuture, forward, upstream_calls
 from megarl.controller.messages import CallRecord
 from megarl.controller.resource_pool import RayResourcePool
@@ -120,6 +121,10 @@ class RoleGroup:
             for rank, part in zip(plan.route.ranks, plan.route.parts, strict=True)
         }
         return WorkerFuture(list(calls.values()), [calls[rank] for rank in plan.route.results], plan.collect)
+
+    def reports(self) -> list[RankReport]:
+        """What every rank is doing right now, without its help; takes at most a few seconds."""
+        return self._actors.reports()
 
     # ---- timeline and end
 

@@ -19,7 +19,17 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from megarl.controller.activity import Activity
-from megarl.controller.messages import CallFailure, CallRecord, FailedResult, FailureKind, Location, RankActivity, RankIdentity, Rendezvous
+from megarl.controller.messages import (
+    CallFailure,
+    CallRecord,
+    FailedResult,
+    FailureKind,
+    Location,
+    RankActivity,
+    RankIdentity,
+    Rendezvous,
+    qualified_name,
+)
 from megarl.controller.reaper import OWNER, start_reaper
 
 if TYPE_CHECKING:
@@ -131,7 +141,8 @@ def _failure_of(error: BaseException) -> CallFailure:
     now = time.time()
     summary = traceback.format_exception_only(error)[-1].strip().splitlines()[0]
     text = "".join(traceback.format_exception(type(error), error, _after_host(error.__traceback__)))
-    return CallFailure(FailureKind.communication if _is_about_a_peer(error) else FailureKind.exception, summary, text, now)
+    kind = FailureKind.communication if _is_about_a_peer(error) else FailureKind.exception
+    return CallFailure(kind, summary, text, now, qualified_name(type(error)))
 
 
 def _after_host(trace: TracebackType | None) -> TracebackType | None:

@@ -6,6 +6,11 @@ from enum import IntEnum
 from typing import NamedTuple
 
 
+def qualified_name(cls: type) -> str:
+    """By which a failure's exception class is known where it cannot be sent itself."""
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
 class FailureKind(IntEnum):
     """How likely a failure is the cause of the others: the smaller, the likelier."""
 
@@ -20,6 +25,7 @@ class CallFailure(NamedTuple):
     summary: str  # one line: type and message
     traceback: str  # as it was in the worker's process
     time_s: float  # seconds since the epoch on the worker's clock
+    error_type: str = ""  # module and name of the exception's class, where there was one
 
 
 class PhaseSpan(NamedTuple):

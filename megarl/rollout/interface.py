@@ -170,7 +170,7 @@ class RolloutEngine(ABC):
 
     @abstractmethod
     def wake(self) -> None:
-        """Takes the memory again. The weights are gone: the engine is usable after the next update."""
+        """Takes the memory again. The weights are gone: the engine is usable after the next update. Waking twice is waking."""
 
     @property
     @abstractmethod

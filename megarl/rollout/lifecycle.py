@@ -69,6 +69,11 @@ class EngineLifecycle:
         receipt.close()
         self.state, self._version = EngineState.READY, version
 
+    def must_wake(self) -> bool:
+        """Whether it sleeps. Raises EngineStateError where it is closed."""
+        self.require("wake", EngineState.EMPTY, EngineState.UPDATING, EngineState.READY, EngineState.ASLEEP)
+        return self.state is EngineState.ASLEEP
+
     def leave(self, state: EngineState) -> None:
         """Into a state without weights: EMPTY, ASLEEP or CLOSED."""
         self.state, self._version, self._receipt = state, None, None

@@ -7,8 +7,8 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
+from typing import Protocol
 
-from megarl.controller.group import RoleGroup
 from megarl.protocol.span import Span
 from megarl.tracking.loggers import Tracker
 from megarl.tracking.progress import ProgressBar
@@ -17,7 +17,7 @@ from megarl.trainers.evaluation import ValidationResult
 
 # A worker's method -> the phase that it is part of (mission: timing_s/<phase>).
 PHASES = {
-    "generate": "gen",
+    "exchange": "gen",
     "score": "reward",
     "old_log_prob": "old_log_prob",
     "ref_log_prob": "ref",
@@ -30,12 +30,18 @@ _DRIVER = "driver"
 _TIMELINE_EVERY_STEPS = 10
 
 
+class Watched(Protocol):
+    """Whose calls are on the timeline: a worker group, or the replicas of the rollout."""
+
+    def drain_spans(self) -> list[Span]: ...
+
+
 class Monitor:
     """Collects what the workers report about their calls. `timing_s/<phase>` runs from the first rank's start to the last one's
     end within the step, so phases that overlap add up to more than `timing_s/step`. `perf/throughput` is the step's tokens per
     second of training: validation does not count."""
 
-    def __init__(self, groups: Sequence[RoleGroup], tracker: Tracker, timeline: Timeline, progress: ProgressBar) -> None:
+    def __init__(self, groups: Sequence[Watched], tracker: Tracker, timeline: Timeline, progress: ProgressBar) -> None:
         self._groups = groups
         self._tracker = tracker
         self._timeline = timeline

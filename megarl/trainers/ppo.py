@@ -35,7 +35,7 @@ class PPOTrainer:
     def fit(self) -> None:
         """Trains for `trainer.total_steps`; validates before, every so often, and at the end."""
         trainer = self.config.trainer
-        self.roles.actor.sync_weights(self.roles.rollout.group)
+        self.roles.actor.sync_weights(self.roles.rollout)
         if trainer.validate_before:
             self._validate(0)
         for step in range(1, trainer.total_steps + 1):
@@ -68,7 +68,7 @@ class PPOTrainer:
             metrics |= result
         if trains_actor:
             with phase("update_weights"):
-                roles.actor.sync_weights(roles.rollout.group)
+                roles.actor.sync_weights(roles.rollout)
         return metrics | self._batch_metrics(batch)
 
     def _batch_metrics(self, batch: DataProto) -> Metrics:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from megarl.controller.group import RoleGroup
 from megarl.data.packing import BatchPlan, plan_micro_batches
 from megarl.protocol.batch import DataProto
 from megarl.workers.megatron import MICRO_BATCHES
-from megarl.workers.residency import EVERYBODY_STAYS, Residency
+from megarl.workers.residency import EVERYBODY_STAYS, Engines, Residency
 from megarl.workers.weight_sync import WeightSource, sync_weights
 
 _MODEL_KEYS = ("input_ids", "attention_mask", "response_mask")
@@ -153,10 +154,10 @@ class Actor(MegatronRole):
         self._updates = updates
         self._version = 0
 
-    def sync_weights(self, rollout: RoleGroup) -> None:
-        """Every rollout worker gets the weights as they are now, stamped with the next version."""
+    def sync_weights(self, rollout: Engines) -> None:
+        """Every replica gets the weights as they are now, stamped with the next version."""
         self._version += 1
-        sync_weights(self._weights, rollout, self._version)
+        self._residency.send(rollout, partial(sync_weights, self._weights, version=self._version))
 
     def save_hf(self, folder: Path, source_folder: str) -> None:
         """See WeightSource.save_hf."""

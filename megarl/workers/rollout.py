@@ -1,63 +1,29 @@
-"""The rollout role: workers that own an inference engine, and the handle that turns prompts into a batch of samples."""
+"""The rollout role as the training loop sees it: prompts go in, a batch of samples comes out, whatever happens to the replicas."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from megarl.config.schema import Device, DType, SamplingConfig
-from megarl.controller.dispatch import Dispatch, register
-from megarl.controller.futures import gather
+from megarl.config.errors import RunError
+from megarl.config.schema import SamplingConfig
+from megarl.controller.errors import PhaseTimeoutError, WorkerError
+from megarl.controller.futures import WorkerFuture, wait_for_any
 from megarl.controller.group import RoleGroup
-from megarl.controller.worker import Worker
 from megarl.data.padding import Padded, join, pad_right
 from megarl.protocol.batch import DataProto
-from megarl.protocol.weights import Manifest, WeightBucket
-from megarl.rollout.hf.engine import HFEngine
-from megarl.rollout.interface import RolloutEngine, Sample, SamplingParameters
+from megarl.protocol.span import Span
+from megarl.rollout.dispatch import RequestQueue
+from megarl.rollout.interface import FinishedRequest, GenerationRequest, Sample, SamplingParameters, plan_requests
+from megarl.workers.replicas import Push, Replicas, is_dead
 
-
-@dataclass(frozen=True, kw_only=True)
-class RolloutSpec:
-    path: str
-    dtype: DType
-    device: Device
-    max_concurrency: int
-    trust_remote_code: bool
-
-
-class RolloutWorker(Worker):
-    """One replica. It holds no usable weights until the first weight update ends."""
-
-    def __init__(self, spec: RolloutSpec) -> None:
-        super().__init__()
-        cuda = spec.device is Device.cuda or (spec.device is Device.auto and torch.cuda.is_available())
-        self._engine: RolloutEngine = HFEngine(
-            spec.path,
-            dtype=getattr(torch, spec.dtype.value),
-            device=torch.device("cuda" if cuda else "cpu"),
-            max_concurrency=spec.max_concurrency,
-            trust_remote_code=spec.trust_remote_code,
-        )
-
-    def generate(self, prompts: list[list[int]], sampling: SamplingParameters) -> list[Sample]:
-        return self._engine.generate(prompts, sampling)
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def begin_weight_update(self, manifest: Manifest) -> None:
-        self._engine.begin_weight_update(manifest)
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
-    def load_weights(self, buckets: list[WeightBucket]) -> None:
-        for bucket in buckets:
-            self._engine.load_weights(bucket)
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def end_weight_update(self, version: int) -> None:
-        self._engine.end_weight_update(version)
+_WAIT_S = 5.0  # that a replica waits for a sample to finish before it says that it is still there
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,41 +35,164 @@ class TokenRules:
     max_response_length: int
 
 
-class Rollout:
-    """All replicas. Prompts are dealt to them in order, in equal shares."""
+@dataclass(frozen=True, kw_only=True)
+class RolloutLimits:
+    """max_concurrency: requests that a replica has in flight. answer_limit_s: a replica whose process gives no answer for so long
+    hangs. sample_limit_s: so does one that has requests and finishes none."""
 
-    def __init__(self, group: RoleGroup, rules: TokenRules, seed: int) -> None:
-        self.group = group
+    max_concurrency: int
+    answer_limit_s: float
+    sample_limit_s: float
+
+
+class EngineFaultError(RunError):
+    """An engine gave what was not asked for: its samples cannot be trusted."""
+
+
+class _Exchange(NamedTuple):
+    """A call that is under way, or that has just ended."""
+
+    future: WorkerFuture
+    start_s: float
+
+
+class Rollout:
+    """All replicas. Each request goes to the least loaded one that has room, in order of arrival.
+
+    A replica that dies or hangs is started anew with the current weights, and its unfinished requests are sent again: with the
+    same seeds, so that the samples are those that it would have written.
+    """
+
+    def __init__(self, replicas: Replicas, rules: TokenRules, limits: RolloutLimits, seed: int) -> None:
+        self._replicas = replicas
         self._rules = rules
+        self._limits = limits
         self._seed = seed
+        self._request_numbers = itertools.count()  # never used twice, so that a late sample is known as such
+        self._restarts_reported = 0
+        self._num_resent = 0
+        self._num_tokens = [0] * len(replicas)
+        self._generating_s = 0.0
+
+    @property
+    def replicas(self) -> Sequence[RoleGroup]:
+        """A worker group of one process for each; others once a replica was replaced."""
+        return tuple(self._replicas.groups)
+
+    def update_weights(self, push: Push) -> None:
+        """See Replicas.update_weights."""
+        self._replicas.update_weights(push)
+
+    # ---- generation
 
     def generate(self, prompts: DataProto, sampling: SamplingConfig, step: int) -> DataProto:
         """B = prompts x n rows, the samples of a prompt side by side: the prompts' arrays, the model's inputs (`prompts`,
-        `responses`, `input_ids`, `attention_mask`, `position_ids`), `response_mask` and `rollout_log_probs` (B, R).
+        `responses`, `input_ids`, `attention_mask`, `position_ids`), `response_mask` and `rollout_log_probs` (B, R), and the arrays
+        `weight_version` (the oldest that wrote a sample) and `finish_reason` (B,).
 
-        R is the longest response. The same prompts, weights, seed and step give the same samples.
+        R is the longest response. The same prompts, weights, seed and step give the same samples, however many replicas there are.
+        Raises EngineFaultError, DispatchError and RestartLimitError; ValueError for prompts that no engine can continue.
         """
         tokens = prompts.tensors
         ids = [row[mask.bool()].tolist() for row, mask in zip(tokens["prompts"], tokens["prompt_attention_mask"], strict=True)]
-        replicas = range(min(self.group.world_size, len(ids)))
-        bounds = np.linspace(0, len(ids), len(replicas) + 1).round().astype(int)
-        futures = [
-            self.group.execute_rank_async(rank, "generate", ids[bounds[rank] : bounds[rank + 1]], self._parameters(sampling, step, rank))
-            for rank in replicas
-        ]
-        samples = [sample for replica in gather(*futures) for sample in replica]
-        return self._assemble(prompts.repeat(sampling.n), samples)
+        requests = self._numbered(plan_requests(ids, self._parameters(sampling, step)))
+        version = self._replicas.weight_version
+        samples: dict[int, Sample] = {}
+        for replica, finished in self._finished(requests):
+            if finished.sample.weight_versions != (version,):
+                raise EngineFaultError(
+                    f"rollout replica {replica} wrote a sample with the weight versions {finished.sample.weight_versions}; the weights "
+                    f"at hand are version {version}"
+                )
+            samples[finished.request_id] = finished.sample
+        return self._assemble(prompts.repeat(sampling.n), [samples[request.request_id] for request in requests])
 
-    def _parameters(self, sampling: SamplingConfig, step: int, replica: int) -> SamplingParameters:
+    def stream(self, requests: Sequence[GenerationRequest]) -> Iterator[FinishedRequest]:
+        """The samples as they finish. Those that are not asked for to the end are given up. Raises as `generate`."""
+        numbered = self._numbered(requests)
+        original = {new.request_id: old.request_id for old, new in zip(requests, numbered, strict=True)}
+        for _, finished in self._finished(numbered):
+            yield finished._replace(request_id=original[finished.request_id])
+
+    def _numbered(self, requests: Sequence[GenerationRequest]) -> list[GenerationRequest]:
+        return [request._replace(request_id=next(self._request_numbers)) for request in requests]
+
+    def _parameters(self, sampling: SamplingConfig, step: int) -> SamplingParameters:
         return SamplingParameters(
             n=sampling.n,
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             top_k=sampling.top_k,
+            min_new_tokens=sampling.min_new_tokens,
             max_new_tokens=self._rules.max_response_length,
             stop_token_ids=self._rules.stop_token_ids,
-            seed=int(np.random.SeedSequence([self._seed, step, replica]).generate_state(1)[0]),
+            seed=int(np.random.SeedSequence([self._seed, step]).generate_state(1)[0]),
         )
+
+    def _finished(self, requests: Sequence[GenerationRequest]) -> Iterator[tuple[int, FinishedRequest]]:
+        """Replica and sample, each request once."""
+        by_id = {request.request_id: request for request in requests}
+        queue = RequestQueue(by_id.items(), len(self._replicas), self._limits.max_concurrency)
+        exchanges: dict[int, _Exchange] = {}
+        start_s = time.monotonic()
+        last_sample_s = [start_s] * len(self._replicas)
+        try:
+            while queue.num_unfinished:
+                self._hand_out(queue, exchanges)
+                for replica, exchange in self._ended(exchanges, last_sample_s):
+                    answer = self._answer(replica, exchange, queue)
+                    if answer is None or answer:
+                        last_sample_s[replica] = time.monotonic()
+                    for finished in answer or ():
+                        queue.finish(replica, finished.request_id)
+                        _check_sample(replica, by_id[finished.request_id], finished.sample)
+                        self._num_tokens[replica] += len(finished.sample.token_ids)
+                        yield replica, finished
+        finally:
+            self._generating_s += time.monotonic() - start_s
+            for replica in range(len(self._replicas)):
+                if queue.load(replica):  # of a batch that is given up
+                    self._replicas.groups[replica].abort()
+
+    def _hand_out(self, queue: RequestQueue[GenerationRequest], exchanges: dict[int, _Exchange]) -> None:
+        """A new call to every replica that has none under way and has, or gets, something to do."""
+        idle = [replica for replica in range(len(self._replicas)) if replica not in exchanges]
+        dealt = queue.deal(idle)
+        for replica in idle:
+            if queue.load(replica):
+                future = self._replicas.groups[replica].exchange(dealt.get(replica, []), _WAIT_S)
+                exchanges[replica] = _Exchange(future, time.monotonic())
+
+    def _ended(self, exchanges: dict[int, _Exchange], last_sample_s: Sequence[float]) -> list[tuple[int, _Exchange | None]]:
+        """Takes out of `exchanges` those that have ended; those of replicas that hang, as None. Waits for the first."""
+        limits_s = {
+            replica: min(exchange.start_s + self._limits.answer_limit_s, last_sample_s[replica] + self._limits.sample_limit_s)
+            for replica, exchange in exchanges.items()
+        }
+        ended = wait_for_any([exchange.future for exchange in exchanges.values()], max(0.0, min(limits_s.values()) - time.monotonic()))
+        now_s = time.monotonic()
+        found: list[tuple[int, _Exchange | None]] = []
+        for replica in list(exchanges):
+            if exchanges[replica].future in ended:
+                found.append((replica, exchanges.pop(replica)))
+            elif now_s >= limits_s[replica]:
+                del exchanges[replica]
+                found.append((replica, None))
+        return found
+
+    def _answer(self, replica: int, exchange: _Exchange | None, queue: RequestQueue[GenerationRequest]) -> list[FinishedRequest] | None:
+        """What the replica has finished; None where it had to be replaced."""
+        try:
+            if exchange is not None:
+                return exchange.future.get()
+            why = "\n".join(["it gives no answer, or no sample:", *(one.describe() for one in self._replicas.groups[replica].reports())])
+        except (WorkerError, PhaseTimeoutError) as error:
+            if not is_dead(error):
+                raise
+            why = str(error)
+        self._num_resent += queue.lose(replica)
+        self._replicas.replace(replica, why)
+        return None
 
     def _assemble(self, prompts: DataProto, samples: Sequence[Sample]) -> DataProto:
         assert len(samples) == len(prompts)
@@ -118,4 +207,48 @@ class Rollout:
             "response_mask": responses.mask.bool(),
             "rollout_log_probs": log_probs,
         }
-        return DataProto.from_dict(tensors, prompts.non_tensor_batch, prompts.meta_info)
+        arrays = {
+            "weight_version": [min(sample.weight_versions) for sample in samples],
+            "finish_reason": [sample.finish_reason for sample in samples],
+        }
+        return DataProto.from_dict(tensors, {**prompts.non_tensor_batch, **arrays}, prompts.meta_info)
+
+    # ---- what the run shows
+
+    def drain_metrics(self) -> dict[str, float]:
+        """Since the last time: `rollout/num_restarts`, `rollout/num_resent`, and for each replica
+        `rollout/replica_<number>/tokens_per_s` while samples were being written."""
+        metrics = {
+            "rollout/num_restarts": float(self._replicas.num_restarts - self._restarts_reported),
+            "rollout/num_resent": float(self._num_resent),
+        }
+        if self._generating_s:
+            for replica, num_tokens in enumerate(self._num_tokens):
+                metrics[f"rollout/replica_{replica}/tokens_per_s"] = num_tokens / self._generating_s
+        self._restarts_reported = self._replicas.num_restarts
+        self._num_resent, self._generating_s, self._num_tokens = 0, 0.0, [0] * len(self._replicas)
+        return metrics
+
+    def drain_spans(self) -> list[Span]:
+        """See Replicas.drain_spans."""
+        return self._replicas.drain_spans()
+
+    def shutdown(self) -> None:
+        """Ends the replicas at once."""
+        self._replicas.shutdown()
+
+
+def _check_sample(replica: int, request: GenerationRequest, sample: Sample) -> None:
+    """Raises EngineFaultError for a sample that cannot be what was asked for."""
+    sampling, count = request.sampling, len(sample.token_ids)
+    faults = []
+    if not 1 <= count <= sampling.max_new_tokens:
+        faults.append(f"{count} tokens where 1 to {sampling.max_new_tokens} were asked for")
+    if len(sample.log_probs) != count:
+        faults.append(f"{len(sample.log_probs)} log-probs for {count} tokens")
+    if sample.finish_reason not in ("stop", "length"):
+        faults.append(f"finish reason {sample.finish_reason!r}")
+    if not sample.weight_versions:
+        faults.append("no weight version")
+    if faults:
+        raise EngineFaultError(f"rollout replica {replica} gave a sample that cannot be right: {', '.join(faults)}")

@@ -4,25 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from megarl.config.architecture import Architecture
 from megarl.config.schema import (
     ActorConfig,
     CriticConfig,
     Device,
+    PlacementStrategy,
     PPOConfig,
+    RolloutEngineKind,
     SFTConfig,
 )
 from megarl.controller.group import RayWorkerGroup, RoleGroup
 from megarl.controller.resource_pool import ResourcePoolManager
 from megarl.controller.worker_class import RayClassWithInitArgs, create_colocated_worker_cls
 from megarl.workers.critic import CriticWorker
+from megarl.workers.engines import EngineSpec, build_engine
 from megarl.workers.megatron import ModelSpec
 from megarl.workers.policy import ActorWorker, ReferenceWorker
+from megarl.workers.replicas import Replicas
 from megarl.workers.reward import Reward, RewardWorker
 from megarl.workers.roles import Actor, Critic, Reference, UpdatePlan
-from megarl.workers.rollout import Rollout, RolloutSpec, RolloutWorker, TokenRules
+from megarl.workers.rollout import Rollout, RolloutLimits, TokenRules
 from megarl.workers.weight_sync import WeightSource
+
+_ANSWER_GRACE_S = 30.0  # an engine that hangs finds out itself and says why; only when it does not is its process ended
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,9 +43,10 @@ class PPORoles:
     critic: Critic | None = None
 
     @property
-    def groups(self) -> list[RoleGroup]:
-        roles = (self.actor, self.reference, self.critic, self.rollout, self.reward)
-        return [role.group for role in roles if role is not None]
+    def groups(self) -> list[RoleGroup | Rollout]:
+        """All that runs, to be watched and ended."""
+        roles = (self.actor, self.reference, self.critic, self.reward)
+        return [*(role.group for role in roles if role is not None), self.rollout]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,14 +120,7 @@ def start_ppo(config: PPOConfig, models: Architectures, rules: TokenRules, devic
     policy_groups = starter.group(policies)
     critic = _start_critic(config, models.critic, starter, updates, per_step) if models.critic is not None else None
 
-    rollout_spec = RolloutSpec(
-        path=config.model.path,
-        dtype=config.model.dtype,
-        device=device,
-        max_concurrency=config.rollout.max_concurrency,
-        trust_remote_code=config.model.trust_remote_code,
-    )
-    rollout_group = starter.group({"rollout": RayClassWithInitArgs(RolloutWorker, rollout_spec)})["rollout"]
+    rollout = _start_rollout(config, rules, device, pools)
     reward_worker = RayClassWithInitArgs(RewardWorker, config.reward, config.model.path, config.model.trust_remote_code)
     reward_group = starter.group({"reward": reward_worker})["reward"]
 
@@ -138,9 +139,36 @@ def start_ppo(config: PPOConfig, models: Architectures, rules: TokenRules, devic
             else None
         ),
         critic=critic,
-        rollout=Rollout(rollout_group, rules, trainer.seed),
+        rollout=rollout,
         reward=Reward(reward_group),
     )
+
+
+def _start_rollout(config: PPOConfig, rules: TokenRules, device: Device, pools: ResourcePoolManager) -> Rollout:
+    rollout, limit_s = config.rollout, config.trainer.phase_time_limit_s
+    spec = EngineSpec(
+        path=config.model.path,
+        dtype=config.model.dtype,
+        device=device,
+        rollout=rollout,
+        trust_remote_code=config.model.trust_remote_code,
+        with_min_new_tokens=rollout.validation.min_new_tokens > 0,
+        release_memory=config.placement.strategy is PlacementStrategy.hybrid,
+    )
+    replicas = Replicas(
+        pools.get_resource_pool("rollout"),
+        partial(build_engine, spec),
+        restart_limit=rollout.restart_limit,
+        phase_time_limit_s=limit_s,
+    )
+    # The reference engine answers when its batch is done, however long that takes; SGLang answers every few seconds.
+    answers_meanwhile = rollout.engine is RolloutEngineKind.sglang
+    limits = RolloutLimits(
+        max_concurrency=rollout.max_concurrency,
+        answer_limit_s=rollout.health_limit_s + _ANSWER_GRACE_S if answers_meanwhile else limit_s,
+        sample_limit_s=limit_s,
+    )
+    return Rollout(replicas, rules, limits, config.trainer.seed)
 
 
 def _start_critic(config: PPOConfig, architecture: Architecture, starter: _Starter, updates: UpdatePlan, per_step: int) -> Critic:

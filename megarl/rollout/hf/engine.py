@@ -155,7 +155,8 @@ class HFEngine(RolloutEngine):
         self._lifecycle.leave(EngineState.ASLEEP)
 
     def wake(self) -> None:
-        self._lifecycle.require("wake", EngineState.ASLEEP)
+        if not self._lifecycle.must_wake():
+            return
         for name, parameter in self._model.named_parameters():
             parameter.data = torch.empty(self._shapes[name], dtype=parameter.dtype, device=self._device)
         self._lifecycle.leave(EngineState.EMPTY)

@@ -8,6 +8,7 @@ import queue
 import time
 from collections.abc import Coroutine, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from math import prod
 from pathlib import Path
 from typing import Any, TypeVar
@@ -172,6 +173,7 @@ class SGLangEngine(RolloutEngine):
 
     def end_weight_update(self, version: int) -> None:
         self._lifecycle.require("end a weight update", EngineState.UPDATING)
+        self._loader.finish()
         self._close_session()
         self._lifecycle.end(version)
         self._call("update_weight_version", new_version=str(version), abort_all_requests=False)
@@ -179,23 +181,32 @@ class SGLangEngine(RolloutEngine):
         self._resume()
 
     def join_weight_group(self, address: GroupAddress, first_rank: int) -> None:
-        self._loader.join(address, first_rank)
-        self._close_session()
+        with self._paused():
+            self._loader.join(address, first_rank)
 
     def leave_weight_groups(self) -> None:
-        self._loader.leave()
-        self._close_session()
+        with self._paused():
+            self._loader.leave()
 
     def checksums(self) -> dict[str, int]:
         self._lifecycle.require_ready()
-        checksums = self._loader.checksums()
-        self._close_session()
-        self._resume()
-        return checksums
+        with self._paused():
+            return self._loader.checksums()
+
+    @contextmanager
+    def _paused(self) -> Iterator[None]:
+        was_paused = self._is_paused
+        self._pause()
+        try:
+            yield
+        finally:
+            self._close_session()
+            if not was_paused:
+                self._resume()
 
     def _send_to_loader(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
-        """One message to the weight loader of every rank. Generation is paused and a session opened where they are not yet."""
-        self._pause()
+        """One message to the weight loader of every rank, while generation is paused."""
+        assert self._is_paused
         if not self._session_is_open and self._backend.features.has("begin_weight_update"):
             self._call("begin_weight_update")
             self._session_is_open = True
@@ -245,7 +256,8 @@ class SGLangEngine(RolloutEngine):
         self._call("release_memory_occupation")
 
     def wake(self) -> None:
-        self._lifecycle.require("wake", EngineState.ASLEEP)
+        if not self._lifecycle.must_wake():
+            return
         self._call("resume_memory_occupation")
         self._lifecycle.leave(EngineState.EMPTY)
 

@@ -26,8 +26,8 @@ def span(role: str, rank: int, name: str, start_s: float, end_s: float) -> Span:
 
 def test_a_phase_lasts_from_its_first_start_to_its_last_end() -> None:
     spans = [
-        span("rollout", 0, "generate", 10.0, 14.0),
-        span("rollout", 1, "generate", 10.5, 15.5),
+        span("rollout", 0, "exchange", 10.0, 14.0),
+        span("rollout", 1, "exchange", 10.5, 15.5),
         span("critic", 0, "update_critic", 20.0, 21.0),  # two mini-batches, side by side with the actor's
         span("critic", 0, "update_critic", 22.0, 23.0),
         span("actor", 0, "update_actor", 20.5, 26.0),
@@ -88,15 +88,15 @@ RESULT = ValidationResult({"val/score/mean": 0.5}, [{"uid": "0", "response": "x"
 
 def test_validation_is_timed_apart_from_training(monitor: Monitor, group: Group, tmp_path: Path) -> None:
     with monitor.testing():  # the clock: from 101 to 102
-        group.spans.append(span("rollout", 0, "generate", 0.0, 50.0))
+        group.spans.append(span("rollout", 0, "exchange", 0.0, 50.0))
     monitor.record_validation(RESULT, 0)
     with monitor.step(1):  # from 103 to 108
-        group.spans.append(span("rollout", 0, "generate", 60.0, 61.0))
+        group.spans.append(span("rollout", 0, "exchange", 60.0, 61.0))
         monitor.record({"num_tokens": 40.0})
         with monitor.phase("adv"):
             pass
         with monitor.testing():
-            group.spans.append(span("rollout", 0, "generate", 62.0, 99.0))
+            group.spans.append(span("rollout", 0, "exchange", 62.0, 99.0))
         monitor.record_validation(RESULT, 1)
     before, step = logged(tmp_path)
     assert before == {"step": 0, "val/score/mean": 0.5, "timing_s/testing": 1.0}
@@ -115,10 +115,10 @@ def test_validation_is_timed_apart_from_training(monitor: Monitor, group: Group,
 
 def test_the_timeline_has_validation_too(monitor: Monitor, group: Group, tmp_path: Path) -> None:
     with monitor.step(1), monitor.testing():
-        group.spans.append(span("rollout", 0, "generate", 1.0, 2.0))
+        group.spans.append(span("rollout", 0, "exchange", 1.0, 2.0))
     monitor.__exit__(None, None, None)
     events = json.loads((tmp_path / "timeline.json").read_text())["traceEvents"]
-    assert {event["name"] for event in events if event["ph"] == "X"} == {"generate", "testing", "step"}
+    assert {event["name"] for event in events if event["ph"] == "X"} == {"exchange", "testing", "step"}
 
 
 def test_a_step_that_fails_is_not_logged(monitor: Monitor, tmp_path: Path) -> None:

@@ -1,0 +1,155 @@
+"""The replicas of the rollout role as processes: started one by one, given weights together, replaced when they die or hang."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+
+from megarl.config.errors import RunError
+from megarl.controller.errors import PhaseTimeoutError, WorkerError
+from megarl.controller.group import RayWorkerGroup, RoleGroup
+from megarl.controller.messages import FailureKind, qualified_name
+from megarl.controller.resource_pool import RayResourcePool
+from megarl.controller.worker_class import RayClassWithInitArgs
+from megarl.protocol.span import Span
+from megarl.rollout.interface import EngineDeadError, RolloutEngine
+from megarl.workers.rollout_worker import RolloutWorker
+
+Push = Callable[[Sequence[RoleGroup]], None]  # gives all of them the weights as they are now
+
+_CHECK_S = 60.0  # how long a replica that may be dead has to say that it is not
+_log = logging.getLogger(__name__)
+
+
+class RestartLimitError(RunError):
+    """Replicas ended too often. The message ends with the last words of the one that ended last."""
+
+
+class Replicas:
+    """One process per replica, each a worker group of its own on its part of the pool. All are used by one thread.
+
+    `restart_limit`: how many may be started anew before the run ends. Restarting means: the replica's process is killed, what it
+    started ends with it, a new one takes its place and gets the current weights.
+    """
+
+    def __init__(
+        self, pool: RayResourcePool, build_engine: Callable[[], RolloutEngine], *, restart_limit: int, phase_time_limit_s: float
+    ) -> None:
+        self._pools = pool.split()
+        self._worker = RayClassWithInitArgs(RolloutWorker, build_engine)
+        self._phase_time_limit_s = phase_time_limit_s
+        self._restart_limit = restart_limit
+        self._push: Push | None = None
+        self._spans: list[Span] = []
+        self.num_restarts = 0
+        self.weight_version: int | None = None  # that all replicas have
+        self.groups = [self._start(number) for number in range(len(self._pools))]
+
+    def __len__(self) -> int:
+        return len(self.groups)
+
+    def _start(self, number: int) -> RoleGroup:
+        return RayWorkerGroup(self._pools[number], self._worker, role="rollout", phase_time_limit_s=self._phase_time_limit_s)
+
+    # ---- weights
+
+    def update_weights(self, push: Push) -> None:
+        """Runs `push` for all replicas, and keeps it for those that are started later.
+
+        When it fails because replicas have died, these are replaced and all get the weights again. Raises what `push` raises
+        otherwise, RestartLimitError, and RunError where the replicas do not have one version afterwards.
+        """
+        self._push = push
+        while True:
+            try:
+                push(self.groups)
+                break
+            except (WorkerError, PhaseTimeoutError) as error:
+                if self.weight_version is None and is_failed_start(error):
+                    raise  # it has never worked: another attempt would not either
+                dead = [number for number in range(len(self.groups)) if not self._lives(number)]
+                if not dead:
+                    raise
+                for number in dead:
+                    self._restart(number, str(error))
+        self.weight_version = self._common_version()
+
+    def replace(self, number: int, why: str) -> None:
+        """A new process for a replica that died or hangs, with the current weights. Raises as `update_weights`."""
+        self._restart(number, why)
+        assert self._push is not None
+        self._give_weights(number, self._push)
+        self.weight_version = self._common_version()
+
+    def _give_weights(self, number: int, push: Push) -> None:
+        while True:
+            try:
+                push([self.groups[number]])
+                return
+            except (WorkerError, PhaseTimeoutError) as error:
+                if self._lives(number):
+                    raise
+                self._restart(number, str(error))
+
+    def _common_version(self) -> int:
+        versions = [group.weight_version() for group in self.groups]
+        if len(set(versions)) > 1 or versions[0] is None:
+            raise RunError(f"the rollout replicas have the weight versions {versions} after an update; they must have one")
+        return versions[0]
+
+    # ---- life and death
+
+    def _lives(self, number: int) -> bool:
+        """Asks the replica, which waits for what it is doing."""
+        try:
+            self.groups[number].check_health().get(timeout=_CHECK_S)
+        except (WorkerError, PhaseTimeoutError) as error:
+            return not is_dead(error)
+        except TimeoutError:
+            return False
+        return True
+
+    def _restart(self, number: int, why: str) -> None:
+        """Raises RestartLimitError when there were too many."""
+        last_words = f"rollout replica {number} of {len(self.groups)} ended or hung: {why}"
+        self.kill(number)
+        if self.num_restarts == self._restart_limit:
+            raise RestartLimitError(
+                f"{last_words}\n\nrollout.restart_limit: {self._restart_limit} restarts are used up. The cause is in the words above; "
+                "where it comes and goes, allow more"
+            )
+        self.num_restarts += 1
+        left = self._restart_limit - self.num_restarts
+        _log.warning("%s\nrollout replica %d is started anew; restarts left: %d", last_words, number, left)
+        self.groups[number] = self._start(number)
+
+    def kill(self, number: int) -> None:
+        self._keep_spans(number)
+        self.groups[number].shutdown()
+
+    def shutdown(self) -> None:
+        for number in range(len(self.groups)):
+            self.kill(number)
+
+    # ---- timeline
+
+    def _keep_spans(self, number: int) -> None:
+        self._spans += [span._replace(rank=number) for span in self.groups[number].drain_spans()]
+
+    def drain_spans(self) -> list[Span]:
+        """As RoleGroup.drain_spans, of all replicas and of those that were replaced; the rank is the replica's number."""
+        for number in range(len(self.groups)):
+            self._keep_spans(number)
+        spans, self._spans = self._spans, []
+        return spans
+
+
+def is_dead(error: WorkerError | PhaseTimeoutError) -> bool:
+    """The process or its engine is gone or stuck; anything else is an error of what it was asked to do."""
+    if isinstance(error, PhaseTimeoutError):
+        return True
+    return error.kind is FailureKind.death or error.error_type == qualified_name(EngineDeadError)
+
+
+def is_failed_start(error: WorkerError | PhaseTimeoutError) -> bool:
+    return isinstance(error, WorkerError) and error.role == "rollout" and error.method == "__init__" and error.kind is FailureKind.exception
