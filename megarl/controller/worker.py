@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from contextlib import AbstractContextManager
 from typing import NamedTuple
 
@@ -57,6 +58,10 @@ class Worker:
     def mesh_coordinate(self) -> MeshCoordinate:
         """Where this rank stands in its model's layout. Every rank is a replica of its own unless a subclass knows better."""
         return MeshCoordinate(dp=self.rank)
+
+    def visible_gpus(self) -> str:
+        """The GPUs that Ray shows this process, as CUDA_VISIBLE_DEVICES names them."""
+        return os.environ.get("CUDA_VISIBLE_DEVICES", "")
 
     def resident_memory_gb(self) -> float:
         """Memory of this process and of all that it started, in 10^9 bytes; what they share counts for each."""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 from megarl.config.errors import RunError
 from megarl.controller.errors import PhaseTimeoutError, WorkerError
-from megarl.controller.group import RayWorkerGroup, RoleGroup
+from megarl.controller.futures import gather
+from megarl.controller.group import NO_ENVIRONMENT, RayWorkerGroup, RoleGroup
 from megarl.controller.messages import FailureKind, qualified_name
 from megarl.controller.resource_pool import RayResourcePool
 from megarl.controller.worker_class import RayClassWithInitArgs
@@ -25,17 +27,29 @@ class RestartLimitError(RunError):
     """Replicas ended too often. The message ends with the last words of the one that ended last."""
 
 
+class ReplicaPlace(NamedTuple):
+    """Where a replica runs: a pool of one process, and what its environment must say beside what Ray puts there."""
+
+    pool: RayResourcePool
+    environment: Mapping[str, str] = NO_ENVIRONMENT
+
+
 class Replicas:
-    """One process per replica, each a worker group of its own on its part of the pool. All are used by one thread.
+    """One process per replica, each a worker group of its own in its place. All are used by one thread.
 
     `restart_limit`: how many may be started anew before the run ends. Restarting means: the replica's process is killed, what it
     started ends with it, a new one takes its place and gets the current weights.
     """
 
     def __init__(
-        self, pool: RayResourcePool, build_engine: Callable[[], RolloutEngine], *, restart_limit: int, phase_time_limit_s: float
+        self,
+        places: Sequence[ReplicaPlace],
+        build_engine: Callable[[], RolloutEngine],
+        *,
+        restart_limit: int,
+        phase_time_limit_s: float,
     ) -> None:
-        self._pools = pool.split()
+        self._places = tuple(places)
         self._worker = RayClassWithInitArgs(RolloutWorker, build_engine)
         self._phase_time_limit_s = phase_time_limit_s
         self._restart_limit = restart_limit
@@ -43,13 +57,14 @@ class Replicas:
         self._spans: list[Span] = []
         self.num_restarts = 0
         self.weight_version: int | None = None  # that all replicas have
-        self.groups = [self._start(number) for number in range(len(self._pools))]
+        self.groups = [self._start(number) for number in range(len(self._places))]
 
     def __len__(self) -> int:
         return len(self.groups)
 
     def _start(self, number: int) -> RoleGroup:
-        return RayWorkerGroup(self._pools[number], self._worker, role="rollout", phase_time_limit_s=self._phase_time_limit_s)
+        pool, environment = self._places[number]
+        return RayWorkerGroup(pool, self._worker, role="rollout", phase_time_limit_s=self._phase_time_limit_s, environment=environment)
 
     # ---- weights
 
@@ -67,11 +82,7 @@ class Replicas:
             except (WorkerError, PhaseTimeoutError) as error:
                 if self.weight_version is None and is_failed_start(error):
                     raise  # it has never worked: another attempt would not either
-                dead = [number for number in range(len(self.groups)) if not self._lives(number)]
-                if not dead:
-                    raise
-                for number in dead:
-                    self._restart(number, str(error))
+                self._restart_dead(error)
         self.weight_version = self._common_version()
 
     def replace(self, number: int, why: str) -> None:
@@ -97,7 +108,37 @@ class Replicas:
             raise RunError(f"the rollout replicas have the weight versions {versions} after an update; they must have one")
         return versions[0]
 
+    # ---- memory
+
+    def sleep(self) -> None:
+        """All give their memory back. One that has died is replaced first: what takes the memory next must find all of it."""
+        while True:
+            try:
+                gather(*(group.execute_all_async("sleep") for group in self.groups))
+                return
+            except (WorkerError, PhaseTimeoutError) as error:
+                self._restart_dead(error)
+
+    def resident_memory_gb(self) -> float:
+        """Of the fullest replica; those that are dead have none."""
+        sizes = [0.0]
+        for group in self.groups:
+            try:
+                sizes += group.execute_all_sync("resident_memory_gb")
+            except (WorkerError, PhaseTimeoutError) as error:
+                if not is_dead(error):
+                    raise
+        return max(sizes)
+
     # ---- life and death
+
+    def _restart_dead(self, error: WorkerError | PhaseTimeoutError) -> None:
+        """Raises `error` where all replicas live."""
+        dead = [number for number in range(len(self.groups)) if not self._lives(number)]
+        if not dead:
+            raise error
+        for number in dead:
+            self._restart(number, str(error))
 
     def _lives(self, number: int) -> bool:
         """Asks the replica, which waits for what it is doing."""

@@ -27,10 +27,11 @@ _TO_TRAIN = (StatePart.gradients, StatePart.optimizer)
 class Engines(Protocol):
     """What a turn needs of the rollout (workers/rollout.py)."""
 
-    @property
-    def replicas(self) -> Sequence[RoleGroup]: ...
-
     def update_weights(self, push: Push) -> None: ...
+
+    def sleep(self) -> None: ...
+
+    def resident_memory_gb(self) -> float: ...
 
 
 class Residency:
@@ -94,7 +95,7 @@ class TakingTurns(Residency):
             return
         if self._engines is not None:
             self._measure()
-            _all(self._engines.replicas, "sleep")
+            self._engines.sleep()
         _all(self._trainers, "restore_state", (StatePart.parameters,))
         self._mode, self._actor_is_in = _Mode.training, True
 
@@ -138,9 +139,8 @@ class TakingTurns(Residency):
 
     def _measure(self) -> None:
         assert self._engines is not None
-        for name, groups in (("actor", [self._actor]), ("rollout", self._engines.replicas)):
-            sizes = _all(groups, "resident_memory_gb")
-            self._resident_gb[f"memory/{name}_rss_gb/{self._mode.value}"] = max(sizes)
+        sizes_gb = {"actor": max(_all([self._actor], "resident_memory_gb")), "rollout": self._engines.resident_memory_gb()}
+        self._resident_gb |= {f"memory/{name}_rss_gb/{self._mode.value}": size for name, size in sizes_gb.items()}
 
     def metrics(self) -> dict[str, float]:
         return dict(self._resident_gb)

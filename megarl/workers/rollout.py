@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -63,10 +63,19 @@ class Rollout:
     same seeds, so that the samples are those that it would have written.
     """
 
-    def __init__(self, replicas: Replicas, rules: TokenRules, limits: RolloutLimits, seed: int) -> None:
+    def __init__(
+        self,
+        replicas: Replicas,
+        rules: TokenRules,
+        limits: RolloutLimits,
+        seed: int,
+        before_generate: Callable[[], None] = lambda: None,
+    ) -> None:
+        """before_generate: called when samples are asked for; it may take turns with others, and update the weights."""
         self._replicas = replicas
         self._rules = rules
         self._limits = limits
+        self._before_generate = before_generate
         self._seed = seed
         self._request_numbers = itertools.count()  # never used twice, so that a late sample is known as such
         self._restarts_reported = 0
@@ -83,6 +92,14 @@ class Rollout:
         """See Replicas.update_weights."""
         self._replicas.update_weights(push)
 
+    def sleep(self) -> None:
+        """See Replicas.sleep."""
+        self._replicas.sleep()
+
+    def resident_memory_gb(self) -> float:
+        """See Replicas.resident_memory_gb."""
+        return self._replicas.resident_memory_gb()
+
     # ---- generation
 
     def generate(self, prompts: DataProto, sampling: SamplingConfig, step: int) -> DataProto:
@@ -96,6 +113,7 @@ class Rollout:
         tokens = prompts.tensors
         ids = [row[mask.bool()].tolist() for row, mask in zip(tokens["prompts"], tokens["prompt_attention_mask"], strict=True)]
         requests = self._numbered(plan_requests(ids, self._parameters(sampling, step)))
+        self._before_generate()
         version = self._replicas.weight_version
         samples: dict[int, Sample] = {}
         for replica, finished in self._finished(requests):
@@ -109,6 +127,7 @@ class Rollout:
 
     def stream(self, requests: Sequence[GenerationRequest]) -> Iterator[FinishedRequest]:
         """The samples as they finish. Those that are not asked for to the end are given up. Raises as `generate`."""
+        self._before_generate()
         numbered = self._numbered(requests)
         original = {new.request_id: old.request_id for old, new in zip(requests, numbered, strict=True)}
         for _, finished in self._finished(numbered):

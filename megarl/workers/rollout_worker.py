@@ -8,6 +8,7 @@ from pathlib import Path
 
 from megarl.controller.dispatch import Dispatch, register
 from megarl.controller.worker import Worker
+from megarl.protocol.memory import trim_heap
 from megarl.protocol.parcels import GroupAddress, Parcel
 from megarl.protocol.weights import Manifest
 from megarl.rollout.interface import EngineDeadError, FinishedRequest, GenerationRequest, RolloutEngine
@@ -20,6 +21,7 @@ class RolloutWorker(Worker):
         super().__init__()
         self._engine = build_engine()
         self._engine_processes = self._engine.process_ids()
+        self._is_asleep = False
 
     # ---- generation
 
@@ -76,11 +78,17 @@ class RolloutWorker(Worker):
 
     @register(dispatch_mode=Dispatch.RANK_ZERO)
     def sleep(self) -> None:
+        """Gives the engine's memory back. Nothing where it sleeps."""
         self._engine.sleep()
+        self._is_asleep = True
+        trim_heap()
 
     @register(dispatch_mode=Dispatch.RANK_ZERO)
     def wake(self) -> None:
-        self._engine.wake()
+        """Nothing where the engine is awake, as one that was started anew is."""
+        if self._is_asleep:
+            self._engine.wake()
+        self._is_asleep = False
 
     @register(dispatch_mode=Dispatch.RANK_ZERO)
     def process_ids(self) -> list[int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -19,11 +19,13 @@ from megarl.config.schema import (
 from megarl.controller.group import RayWorkerGroup, RoleGroup
 from megarl.controller.resource_pool import ResourcePoolManager
 from megarl.controller.worker_class import RayClassWithInitArgs, create_colocated_worker_cls
+from megarl.placement.plan import plan_placement
 from megarl.workers.critic import CriticWorker
 from megarl.workers.engines import EngineSpec, build_engine
 from megarl.workers.megatron import ModelSpec
 from megarl.workers.policy import ActorWorker, ReferenceWorker
-from megarl.workers.replicas import Replicas
+from megarl.workers.replicas import ReplicaPlace, Replicas
+from megarl.workers.residency import EVERYBODY_STAYS, Residency, TakingTurns
 from megarl.workers.reward import Reward, RewardWorker
 from megarl.workers.roles import Actor, Critic, Reference, UpdatePlan
 from megarl.workers.rollout import Rollout, RolloutLimits, TokenRules
@@ -34,13 +36,14 @@ _ANSWER_GRACE_S = 30.0  # an engine that hangs finds out itself and says why; on
 
 @dataclass(frozen=True, kw_only=True)
 class PPORoles:
-    """Who does what. Without a KL term there is no reference; a critic-free estimator has no critic."""
+    """Who does what. Without a KL term there is no reference; a critic-free estimator has no critic. `residency`: who is in memory."""
 
     actor: Actor
     rollout: Rollout
     reward: Reward
     reference: Reference | None = None
     critic: Critic | None = None
+    residency: Residency = EVERYBODY_STAYS
 
     @property
     def groups(self) -> list[RoleGroup | Rollout]:
@@ -120,7 +123,8 @@ def start_ppo(config: PPOConfig, models: Architectures, rules: TokenRules, devic
     policy_groups = starter.group(policies)
     critic = _start_critic(config, models.critic, starter, updates, per_step) if models.critic is not None else None
 
-    rollout = _start_rollout(config, rules, device, pools)
+    residency = _residency(config, policy_groups)
+    rollout = _start_rollout(config, rules, device, _replica_places(config, device, pools, policy_groups["actor"]), residency)
     reward_worker = RayClassWithInitArgs(RewardWorker, config.reward, config.model.path, config.model.trust_remote_code)
     reward_group = starter.group({"reward": reward_worker})["reward"]
 
@@ -132,19 +136,40 @@ def start_ppo(config: PPOConfig, models: Architectures, rules: TokenRules, devic
             config.actor.micro_batch,
             starter.weight_source(actor_group, models.policy),
             updates,
+            residency,
         ),
         reference=(
-            Reference(policy_groups["reference"], config.actor.parallel, config.reference.micro_batch)
+            Reference(policy_groups["reference"], config.actor.parallel, config.reference.micro_batch, residency)
             if "reference" in policy_groups
             else None
         ),
         critic=critic,
         rollout=rollout,
         reward=Reward(reward_group),
+        residency=residency,
     )
 
 
-def _start_rollout(config: PPOConfig, rules: TokenRules, device: Device, pools: ResourcePoolManager) -> Rollout:
+def _residency(config: PPOConfig, policies: Mapping[str, RoleGroup]) -> Residency:
+    """Where engines share the actor's devices, all that is in memory has left it when this returns: then engines can start."""
+    if config.placement.strategy is not PlacementStrategy.hybrid:
+        return EVERYBODY_STAYS
+    turns = TakingTurns(policies["actor"], policies.get("reference"))
+    turns.make_room()
+    return turns
+
+
+def _replica_places(config: PPOConfig, device: Device, pools: ResourcePoolManager, actor: RoleGroup) -> list[ReplicaPlace]:
+    """Of each replica: the bundle of its first device, and the names of all its devices where it has those of several bundles."""
+    bundles = plan_placement(config).bundles("rollout")
+    parts = pools.get_resource_pool("rollout").split()
+    if device is not Device.cuda or all(len(numbers) == 1 for numbers in bundles):
+        return [ReplicaPlace(parts[numbers[0]]) for numbers in bundles]
+    gpus = actor.execute_all_sync("visible_gpus")
+    return [ReplicaPlace(parts[numbers[0]], {"CUDA_VISIBLE_DEVICES": ",".join(gpus[number] for number in numbers)}) for numbers in bundles]
+
+
+def _start_rollout(config: PPOConfig, rules: TokenRules, device: Device, places: Sequence[ReplicaPlace], residency: Residency) -> Rollout:
     rollout, limit_s = config.rollout, config.trainer.phase_time_limit_s
     spec = EngineSpec(
         path=config.model.path,
@@ -156,7 +181,7 @@ def _start_rollout(config: PPOConfig, rules: TokenRules, device: Device, pools: 
         release_memory=config.placement.strategy is PlacementStrategy.hybrid,
     )
     replicas = Replicas(
-        pools.get_resource_pool("rollout"),
+        places,
         partial(build_engine, spec),
         restart_limit=rollout.restart_limit,
         phase_time_limit_s=limit_s,
@@ -168,7 +193,7 @@ def _start_rollout(config: PPOConfig, rules: TokenRules, device: Device, pools: 
         answer_limit_s=rollout.health_limit_s + _ANSWER_GRACE_S if answers_meanwhile else limit_s,
         sample_limit_s=limit_s,
     )
-    return Rollout(replicas, rules, limits, config.trainer.seed)
+    return Rollout(replicas, rules, limits, config.trainer.seed, residency.before_generate)
 
 
 def _start_critic(config: PPOConfig, architecture: Architecture, starter: _Starter, updates: UpdatePlan, per_step: int) -> Critic:

@@ -81,6 +81,13 @@ class FakeRollout:
         self.push = push
         push(self.replicas)
 
+    def sleep(self) -> None:
+        for replica in self.replicas:
+            replica.sleep()
+
+    def resident_memory_gb(self) -> float:
+        return 2.5
+
     def restart(self, index: int) -> None:
         self.replicas[index] = FakeEngine(f"engine{index}'", self.log)
         self.push([self.replicas[index]])
@@ -245,7 +252,7 @@ def test_memory_is_reported_for_both_modes() -> None:
     world.send()
     assert world.residency.metrics() == {}
     world.score()
-    assert world.residency.metrics() == {"memory/actor_rss_gb/rollout": 1.5, "memory/rollout_rss_gb/rollout": 1.5}
+    assert world.residency.metrics() == {"memory/actor_rss_gb/rollout": 1.5, "memory/rollout_rss_gb/rollout": 2.5}
     world.generate()
     assert {key for key in world.residency.metrics() if key.endswith("/training")} == {
         "memory/actor_rss_gb/training",
