@@ -1,0 +1,269 @@
+"""An inference engine without a model: real weights, samples computed from them by a hash, and misdeeds on demand."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from megarl.protocol.checksum import checksum
+from megarl.protocol.parcels import ChunkMeta, GroupAddress, Parcel
+from megarl.protocol.receiver import ParcelReceiver
+from megarl.protocol.weights import Manifest, TensorMeta, WeightTransferError
+from megarl.rollout.hf.folder import read_tensors
+from megarl.rollout.interface import EngineDeadError, FinishedRequest, GenerationRequest, RolloutEngine, Sample
+from megarl.rollout.lifecycle import EngineLifecycle, EngineState
+from megarl.rollout.prompts import check_request
+
+MANIFEST: Manifest = {"embedding": TensorMeta((40, 8), torch.float32), "norm": TensorMeta((8,), torch.float32)}
+LAST_WORDS = "these are the fake engine's last words"
+
+
+class What(Enum):
+    die = "die"  # say that the engine is dead
+    raise_error = "raise_error"  # an error that no restart can mend
+    hang = "hang"
+    kill_process = "kill_process"  # its own, which is the worker's
+    kill_child = "kill_child"  # a process that it started
+    lie_checksum = "lie_checksum"
+    lie_doubled = "lie_doubled"
+    lie_lost = "lie_lost"
+    lie_unknown = "lie_unknown"
+    lie_version = "lie_version"
+    lie_too_long = "lie_too_long"
+    lie_log_probs = "lie_log_probs"
+
+
+class Misdeed(NamedTuple):
+    """`what`, at the `call`-th call (from 1) of `method`: by the first engine that comes so far, and once."""
+
+    method: str
+    call: int
+    what: What
+
+
+@dataclass(frozen=True, kw_only=True)
+class FakeSpec:
+    """folder: of the record of calls, shared by all replicas. samples_per_collect, delay_s: how fast it is.
+    num_processes: that it starts beside its own."""
+
+    folder: Path
+    manifest: Manifest
+    vocab_size: int = 40
+    max_length: int = 64
+    max_concurrency: int = 64
+    samples_per_collect: int = 4
+    delay_s: float = 0.0
+    num_processes: int = 0
+    end_token_ids: tuple[int, ...] = ()
+    script: tuple[Misdeed, ...] = ()
+
+
+def recorded_calls(folder: Path) -> list[dict[str, Any]]:
+    """`pid`, `method` and `detail` of all calls of all engines, in order."""
+    return [json.loads(line) for line in (folder / "calls.jsonl").read_text().splitlines()]
+
+
+def random_weights(manifest: Manifest, seed: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(meta.shape, generator=generator).to(meta.dtype) for name, meta in manifest.items()}
+
+
+class FakeEngine(RolloutEngine):
+    def __init__(self, spec: FakeSpec) -> None:
+        self._spec = spec
+        self._counts: Counter[str] = Counter()
+        self._weights = {name: torch.zeros(meta.shape, dtype=meta.dtype) for name, meta in spec.manifest.items()}
+        self._lifecycle = EngineLifecycle()
+        self._receiver = ParcelReceiver(torch.device("cpu"))
+        self._waiting: list[GenerationRequest] = []
+        self._children = [subprocess.Popen(["sleep", "1000"]) for _ in range(spec.num_processes)]
+        self._record("__init__")
+
+    def _record(self, method: str, detail: object = None) -> What | None:
+        """Writes the call down; what the script wants to happen now."""
+        self._counts[method] += 1
+        line = json.dumps({"pid": os.getpid(), "method": method, "detail": detail}) + "\n"
+        descriptor = os.open(self._spec.folder / "calls.jsonl", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+        os.write(descriptor, line.encode())
+        os.close(descriptor)
+        for number, misdeed in enumerate(self._spec.script):
+            if misdeed.method == method and misdeed.call <= self._counts[method] and self._claim(number):
+                return self._do(misdeed.what)
+        return None
+
+    def _claim(self, number: int) -> bool:
+        try:
+            (self._spec.folder / f"misdeed_{number}").touch(exist_ok=False)
+        except FileExistsError:
+            return False
+        return True
+
+    def _do(self, what: What) -> What | None:
+        if what is What.die:
+            raise EngineDeadError(LAST_WORDS)
+        if what is What.raise_error:
+            raise KeyError("no such layer")
+        if what is What.hang:
+            time.sleep(10_000)
+        if what is What.kill_process:
+            print(LAST_WORDS, flush=True)
+            os.kill(os.getpid(), signal.SIGKILL)
+        if what is What.kill_child:
+            self._children[0].kill()
+            self._children[0].wait()
+        return what
+
+    def _check_children(self) -> None:
+        ended = [child.pid for child in self._children if child.poll() is not None]
+        if ended:
+            raise EngineDeadError(f"{LAST_WORDS}: the processes {ended} have ended")
+
+    # ---- generation
+
+    def submit(self, requests: Sequence[GenerationRequest]) -> None:
+        self._lifecycle.require_ready()
+        self._check_children()
+        self._record("submit", [request.request_id for request in requests])
+        for request in requests:
+            check_request(request, self._spec.vocab_size, self._spec.max_length)
+        self._waiting += requests
+
+    def collect(self, wait_s: float) -> list[FinishedRequest]:
+        version = self._lifecycle.require_ready()
+        self._check_children()
+        lie = self._record("collect")
+        time.sleep(self._spec.delay_s)
+        count = self._spec.samples_per_collect
+        batch, self._waiting = self._waiting[:count], self._waiting[count:]
+        finished = [FinishedRequest(request.request_id, self._sample(request, version)) for request in batch]
+        return finished if lie is None or not finished else _falsified(finished, lie)
+
+    def _sample(self, request: GenerationRequest, version: int) -> Sample:
+        sampling = request.sampling
+        stops = set() if sampling.ignore_eos else {*sampling.stop_token_ids, *self._spec.end_token_ids}
+        seed = sampling.seed if sampling.temperature else None
+        numbers = _numbers(repr((request.prompt, seed, sampling.temperature, sorted(self._checksums().items()))))
+        tokens: list[int] = []
+        log_probs: list[float] = []
+        while len(tokens) < sampling.max_new_tokens:
+            token = next(numbers) % self._spec.vocab_size
+            if token in stops and len(tokens) < sampling.min_new_tokens:
+                continue
+            tokens.append(token)
+            log_probs.append(-(next(numbers) % 1000) / 256)
+            if token in stops:
+                return Sample(tokens, log_probs, "stop", (version,))
+        return Sample(tokens, log_probs, "length", (version,))
+
+    def abort(self) -> None:
+        self._record("abort")
+        self._waiting = []
+
+    # ---- weights
+
+    @property
+    def weight_version(self) -> int | None:
+        return self._lifecycle.weight_version
+
+    @property
+    def num_ranks(self) -> int:
+        return 1
+
+    def begin_weight_update(self, manifest: Manifest) -> None:
+        self._record("begin_weight_update")
+        if dict(manifest) != dict(self._spec.manifest):
+            differing = sorted(name for name in {*manifest, *self._spec.manifest} if manifest.get(name) != self._spec.manifest.get(name))
+            raise WeightTransferError(f"{len(differing)} tensors do not fit the engine's model: {', '.join(differing)}")
+        self._lifecycle.begin(manifest)
+
+    def load_weights(self, parcels: Sequence[Parcel]) -> None:
+        self._record("load_weights")
+        for parcel in parcels:
+            for chunk in parcel.chunks:
+                self._lifecycle.record(chunk, parcel.dtype)
+            for piece in self._receiver.open(parcel):
+                self._weights[piece.name].view(-1)[piece.offset : piece.offset + len(piece.data)] = piece.data
+
+    def load_folder(self, folder: Path) -> None:
+        self._record("load_folder")
+        for name, tensor in read_tensors(folder):
+            self._lifecycle.record(ChunkMeta(name, 0, tensor.numel()), tensor.dtype)
+            self._weights[name].copy_(tensor)
+
+    def end_weight_update(self, version: int) -> None:
+        self._record("end_weight_update", version)
+        self._lifecycle.end(version)
+
+    def join_weight_group(self, address: GroupAddress, first_rank: int) -> None:
+        self._record("join_weight_group")
+        self._receiver.join(address, first_rank)
+
+    def leave_weight_groups(self) -> None:
+        self._record("leave_weight_groups")
+        self._receiver.leave()
+
+    def checksums(self) -> dict[str, int]:
+        self._lifecycle.require_ready()
+        lie = self._record("checksums")
+        sums = self._checksums()
+        return {name: value + (lie is What.lie_checksum and name == min(sums)) for name, value in sums.items()}
+
+    def _checksums(self) -> dict[str, int]:
+        return {name: checksum(tensor) for name, tensor in self._weights.items()}
+
+    # ---- memory and end
+
+    def sleep(self) -> None:
+        self._record("sleep")
+        self._lifecycle.require("sleep", EngineState.EMPTY, EngineState.UPDATING, EngineState.READY, EngineState.ASLEEP)
+        self._waiting = []
+        self._lifecycle.leave(EngineState.ASLEEP)
+
+    def wake(self) -> None:
+        self._record("wake")
+        if self._lifecycle.must_wake():
+            self._lifecycle.leave(EngineState.EMPTY)
+
+    def process_ids(self) -> list[int]:
+        return [child.pid for child in self._children]
+
+    def close(self) -> None:
+        self._record("close")
+        for child in self._children:
+            child.kill()
+            child.wait()
+        self._lifecycle.leave(EngineState.CLOSED)
+
+
+def _numbers(text: str) -> Iterator[int]:
+    """Without end; the same for the same text."""
+    for number in range(2**63):
+        yield int.from_bytes(hashlib.blake2b(f"{number} {text}".encode(), digest_size=6).digest(), "little")
+
+
+def _falsified(finished: list[FinishedRequest], lie: What) -> list[FinishedRequest]:
+    first, sample = finished[0], finished[0].sample
+    if lie is What.lie_doubled:
+        return [first, *finished]
+    if lie is What.lie_lost:
+        return finished[1:]
+    if lie is What.lie_unknown:
+        return [first._replace(request_id=10**9), *finished[1:]]
+    changed = {
+        What.lie_version: sample._replace(weight_versions=(7, *sample.weight_versions)),
+        What.lie_too_long: sample._replace(token_ids=sample.token_ids * 100, log_probs=sample.log_probs * 100),
+        What.lie_log_probs: sample._replace(log_probs=sample.log_probs[1:]),
+    }
+    return [first._replace(sample=changed[lie]), *finished[1:]] if lie in changed else finished

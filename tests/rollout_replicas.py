@@ -1,0 +1,62 @@
+"""Rollouts of any engine on real Ray, with weights that the test itself sends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from megarl.controller.futures import gather
+from megarl.controller.group import RoleGroup
+from megarl.controller.resource_pool import RayResourcePool
+from megarl.protocol.parcels import ChunkMeta, Parcel
+from megarl.protocol.segment import Segment
+from megarl.protocol.weights import TensorMeta
+from megarl.rollout.interface import RolloutEngine
+from megarl.workers.replicas import Push, Replicas
+from megarl.workers.rollout import Rollout, RolloutLimits, TokenRules
+
+RULES = TokenRules(pad_token_id=0, stop_token_ids=(1, 2, 3), max_response_length=12)
+
+
+def push_of(weights: Mapping[str, torch.Tensor], version: int) -> Push:
+    """Gives replicas these weights, from memory of this process."""
+
+    def push(replicas: Sequence[RoleGroup]) -> None:
+        manifest = {name: TensorMeta(tuple(tensor.shape), tensor.dtype) for name, tensor in weights.items()}
+        flat = torch.cat([tensor.reshape(-1) for tensor in weights.values()])
+        segment = Segment.create(flat.nbytes, flat.device)
+        try:
+            segment.tensor(flat.dtype, flat.numel()).copy_(flat)
+            chunks = tuple(ChunkMeta(name, 0, tensor.numel()) for name, tensor in weights.items())
+            gather(*(replica.execute_rank_zero_async("begin_weight_update", manifest) for replica in replicas))
+            gather(*(replica.load_weights([Parcel(chunks, flat.dtype, segment.handle)]) for replica in replicas))
+            gather(*(replica.execute_rank_zero_async("end_weight_update", version) for replica in replicas))
+        finally:
+            segment.close()
+
+    return push
+
+
+@contextmanager
+def started_rollout(
+    build_engine: Callable[[], RolloutEngine],
+    num_replicas: int,
+    *,
+    rules: TokenRules = RULES,
+    max_concurrency: int = 8,
+    restart_limit: int = 3,
+    answer_limit_s: float = 60.0,
+    sample_limit_s: float = 60.0,
+    seed: int = 0,
+) -> Iterator[Rollout]:
+    """Its processes end with the block."""
+    pool = RayResourcePool([num_replicas], use_gpu=False, name="rollout")
+    replicas = Replicas(pool, build_engine, restart_limit=restart_limit, phase_time_limit_s=120)
+    limits = RolloutLimits(max_concurrency=max_concurrency, answer_limit_s=answer_limit_s, sample_limit_s=sample_limit_s)
+    try:
+        yield Rollout(replicas, rules, limits, seed)
+    finally:
+        replicas.shutdown()
+        pool.release()
