@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megarl.controller.dispatch import Dispatch, register
 from megarl.controller.worker import Worker
-from megarl.protocol.memory import trim_heap
+from megarl.protocol.heap import trim_heap
 from megarl.protocol.parcels import GroupAddress, Parcel
 from megarl.protocol.weights import Manifest
 from megarl.rollout.interface import EngineDeadError, FinishedRequest, GenerationRequest, RolloutEngine
