@@ -14,7 +14,7 @@ from megarl.protocol.parcels import ChunkMeta, Parcel
 from megarl.protocol.segment import Segment
 from megarl.protocol.weights import TensorMeta
 from megarl.rollout.interface import RolloutEngine
-from megarl.workers.replicas import Push, Replicas
+from megarl.workers.replicas import Push, ReplicaPlace, Replicas
 from megarl.workers.rollout import Rollout, RolloutLimits, TokenRules
 
 RULES = TokenRules(pad_token_id=0, stop_token_ids=(1, 2, 3), max_response_length=12)
@@ -53,7 +53,7 @@ def started_rollout(
 ) -> Iterator[Rollout]:
     """Its processes end with the block."""
     pool = RayResourcePool([num_replicas], use_gpu=False, name="rollout")
-    replicas = Replicas(pool, build_engine, restart_limit=restart_limit, phase_time_limit_s=120)
+    replicas = Replicas([ReplicaPlace(part) for part in pool.split()], build_engine, restart_limit=restart_limit, phase_time_limit_s=120)
     limits = RolloutLimits(max_concurrency=max_concurrency, answer_limit_s=answer_limit_s, sample_limit_s=sample_limit_s)
     try:
         yield Rollout(replicas, rules, limits, seed)
