@@ -8,7 +8,6 @@ from pathlib import Path
 import torch
 
 from megarl.config.schema import Device, DType, RolloutConfig, RolloutEngineKind
-from megarl.rollout.hf.engine import HFEngine
 from megarl.rollout.interface import RolloutEngine
 
 
@@ -30,6 +29,9 @@ def build_engine(spec: EngineSpec) -> RolloutEngine:
 
 
 def _hf_engine(spec: EngineSpec) -> RolloutEngine:
+    # Here, because it imports transformers, which in SGLang's process SGLang's environment must come before.
+    from megarl.rollout.hf.engine import HFEngine
+
     return HFEngine(
         spec.path,
         dtype=getattr(torch, spec.dtype.value),
