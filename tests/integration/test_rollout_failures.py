@@ -1,0 +1,194 @@
+"""Replicas that die, hang, fail and lie, on real Ray: the batch is whole and as it would have been, or the error names the replica."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megarl.config.errors import RunError
+from megarl.config.schema import SamplingConfig
+from megarl.controller.errors import WorkerError
+from megarl.data.padding import pad_left
+from megarl.protocol.batch import DataProto
+from megarl.protocol.checksum import checksum
+from megarl.rollout.dispatch import DispatchError
+from megarl.rollout.interface import GenerationRequest, SamplingParameters
+from megarl.workers.replicas import RestartLimitError
+from megarl.workers.rollout import EngineFaultError, Rollout
+from tests.fake_engine import LAST_WORDS, MANIFEST, FakeEngine, FakeSpec, Misdeed, What, random_weights, recorded_calls
+from tests.rollout_replicas import push_of, started_rollout
+
+WEIGHTS = random_weights(MANIFEST, seed=1)
+SAMPLING = SamplingConfig(n=3)
+StartFake = Callable[..., Rollout]
+
+
+def prompts() -> DataProto:
+    rows = [[number + 1] * (1 + number % 5) for number in range(12)]
+    padded = pad_left(rows, 5, pad_id=0)
+    return DataProto.from_dict({"prompts": padded.ids, "prompt_attention_mask": padded.mask}, {"uid": [str(row) for row in range(12)]})
+
+
+@pytest.fixture
+def start(ray_cluster: None, tmp_path: Path) -> Iterator[StartFake]:
+    with ExitStack() as stack:
+
+        def start_fake(*script: Misdeed, num_replicas: int = 2, num_processes: int = 0, **options: Any) -> Rollout:
+            spec = FakeSpec(folder=tmp_path, manifest=MANIFEST, script=script, num_processes=num_processes)
+            rollout = stack.enter_context(started_rollout(partial(FakeEngine, spec), num_replicas, **options))
+            rollout.update_weights(push_of(WEIGHTS, 5))
+            return rollout
+
+        yield start_fake
+
+
+def tokens_of(batch: DataProto) -> list[list[int]]:
+    return [row[mask].tolist() for row, mask in zip(batch.tensors["responses"], batch.tensors["response_mask"], strict=True)]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> list[list[int]]:
+    """What one replica writes in peace."""
+    spec = FakeSpec(folder=tmp_path_factory.mktemp("undisturbed"), manifest=MANIFEST)
+    with started_rollout(partial(FakeEngine, spec), 1) as rollout:
+        rollout.update_weights(push_of(WEIGHTS, 5))
+        batch = rollout.generate(prompts(), SAMPLING, step=1)
+        assert set(batch.non_tensor_batch["weight_version"]) == {5}
+        assert set(batch.non_tensor_batch["finish_reason"]) == {"stop", "length"}
+        assert batch.non_tensor_batch["uid"].tolist() == [str(row) for row in range(12) for _ in range(3)]
+        return tokens_of(batch)
+
+
+def test_samples_do_not_depend_on_the_number_of_replicas(start: StartFake, undisturbed: list[list[int]], tmp_path: Path) -> None:
+    rollout = start(max_concurrency=3)
+    assert tokens_of(rollout.generate(prompts(), SAMPLING, step=1)) == undisturbed
+    assert tokens_of(rollout.generate(prompts(), SAMPLING, step=2)) != undisturbed
+    metrics = rollout.drain_metrics()
+    assert (metrics["rollout/num_restarts"], metrics["rollout/num_resent"]) == (0, 0)
+    assert metrics["rollout/replica_0/tokens_per_s"] > 0 < metrics["rollout/replica_1/tokens_per_s"]
+    submitted = [call for call in recorded_calls(tmp_path) if call["method"] == "submit"]
+    assert max(len(call["detail"]) for call in submitted) == 3
+    assert len({call["pid"] for call in submitted}) == 2
+    assert {(span.rank, span.name) for span in rollout.drain_spans()} >= {(0, "exchange"), (1, "exchange"), (1, "load_weights")}
+
+
+@pytest.mark.parametrize(
+    ("misdeed", "why"),
+    [
+        (Misdeed("collect", 3, What.die), f"EngineDeadError: {LAST_WORDS}"),
+        (Misdeed("collect", 2, What.kill_process), "the process ended"),
+        (Misdeed("submit", 2, What.kill_child), LAST_WORDS),
+        (Misdeed("collect", 2, What.hang), "in exchange for"),
+    ],
+)
+def test_a_lost_replica_is_replaced_and_the_batch_is_whole(
+    start: StartFake,
+    undisturbed: list[list[int]],
+    misdeed: Misdeed,
+    why: str,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    rollout = start(misdeed, num_processes=1, answer_limit_s=2.0 if misdeed.what is What.hang else 60.0)
+    with caplog.at_level(logging.WARNING):
+        assert tokens_of(rollout.generate(prompts(), SAMPLING, step=1)) == undisturbed
+    metrics = rollout.drain_metrics()
+    assert metrics["rollout/num_restarts"] == 1
+    assert 1 <= metrics["rollout/num_resent"] <= 8
+    (warning,) = [record.getMessage() for record in caplog.records if record.name == "megarl.workers.replicas"]
+    assert why in warning
+    assert "is started anew; restarts left: 2" in warning
+    expected = {name: checksum(tensor) for name, tensor in WEIGHTS.items()}
+    assert [replica.checksums() for replica in rollout.replicas] == [expected, expected]
+    starts = [call["pid"] for call in recorded_calls(tmp_path) if call["method"] == "__init__"]
+    assert len(set(starts)) == 3
+    spans = rollout.drain_spans()
+    assert {span.rank for span in spans if span.name == "exchange"} == {0, 1}
+    assert sum(span.name == "__init__" for span in spans) == 3  # the lost one's as well
+
+
+def test_too_many_restarts_end_the_run_with_the_last_words(start: StartFake) -> None:
+    rollout = start(*[Misdeed("collect", 1, What.die)] * 3, restart_limit=2)
+    with pytest.raises(RestartLimitError, match=rf"(?s)rollout replica \d of 2 ended or hung.*{LAST_WORDS}.*restart_limit: 2 restarts"):
+        rollout.generate(prompts(), SAMPLING, step=1)
+
+
+def test_a_replica_that_dies_while_it_gets_weights(start: StartFake, undisturbed: list[list[int]]) -> None:
+    """In the first update; in the update of the replica that replaces another."""
+    rollout = start(
+        Misdeed("load_weights", 1, What.kill_process), Misdeed("collect", 2, What.die), Misdeed("end_weight_update", 1, What.die)
+    )
+    assert rollout.drain_metrics()["rollout/num_restarts"] == 2  # two misdeeds hit the first update
+    assert tokens_of(rollout.generate(prompts(), SAMPLING, step=1)) == undisturbed
+    assert rollout.drain_metrics()["rollout/num_restarts"] == 1
+
+
+def test_a_failure_that_no_restart_can_mend_is_raised(start: StartFake) -> None:
+    rollout = start(Misdeed("collect", 2, What.raise_error))
+    with pytest.raises(WorkerError, match="KeyError: 'no such layer'"):
+        rollout.generate(prompts(), SAMPLING, step=1)
+    with pytest.raises(WorkerError, match="exceed the model's max_position_embeddings"):
+        list(rollout.stream([GenerationRequest(0, [1] * 60, SamplingParameters(max_new_tokens=9, seed=0))]))
+    assert rollout.drain_metrics()["rollout/num_restarts"] == 0
+    assert len(rollout.generate(prompts(), SAMPLING, step=1)) == 36  # what was given up does not come back
+
+
+@pytest.mark.parametrize(
+    ("lie", "error", "message"),
+    [
+        (What.lie_doubled, DispatchError, r"replica \d finished request \d+, which was finished before"),
+        (What.lie_unknown, DispatchError, r"replica \d finished request 1000000000, which was not given to it"),
+        (What.lie_version, EngineFaultError, r"rollout replica \d wrote a sample with the weight versions \(7, 5\); .*version 5"),
+        (What.lie_too_long, EngineFaultError, r"rollout replica \d gave .*: \d+ tokens where 1 to 12 were asked for"),
+        (What.lie_log_probs, EngineFaultError, r"rollout replica \d gave .*: \d+ log-probs for \d+ tokens"),
+    ],
+)
+def test_a_lie_is_found_and_the_replica_named(start: StartFake, lie: What, error: type[RunError], message: str) -> None:
+    rollout = start(Misdeed("collect", 2, lie))
+    with pytest.raises(error, match=message):
+        rollout.generate(prompts(), SAMPLING, step=1)
+
+
+def test_a_sample_that_never_comes_is_asked_for_again(start: StartFake, undisturbed: list[list[int]]) -> None:
+    rollout = start(Misdeed("collect", 2, What.lie_lost), sample_limit_s=2.0)
+    assert tokens_of(rollout.generate(prompts(), SAMPLING, step=1)) == undisturbed
+    assert rollout.drain_metrics()["rollout/num_resent"] == 1
+
+
+def test_a_stream_gives_samples_as_they_finish_and_can_be_given_up(start: StartFake, tmp_path: Path) -> None:
+    rollout = start(Misdeed("collect", 4, What.kill_process))
+    requests = [GenerationRequest(100 + number, [number % 40], SamplingParameters(max_new_tokens=4, seed=number)) for number in range(40)]
+    whole = {finished.request_id: finished.sample for finished in rollout.stream(requests)}
+    assert sorted(whole) == list(range(100, 140))
+    stream = rollout.stream(requests)
+    some = [next(stream) for _ in range(5)]
+    stream.close()
+    assert all(whole[finished.request_id] == finished.sample for finished in some)
+    again = Counter(finished.request_id for finished in rollout.stream(requests))
+    assert again == Counter(range(100, 140))
+    assert "abort" in {call["method"] for call in recorded_calls(tmp_path)}
+
+
+def test_an_engine_that_never_starts_is_not_tried_again(ray_cluster: None, tmp_path: Path) -> None:
+    spec = FakeSpec(folder=tmp_path, manifest=MANIFEST, script=(Misdeed("__init__", 1, What.die),))
+    with (
+        started_rollout(partial(FakeEngine, spec), 1) as rollout,
+        pytest.raises(WorkerError, match=f"in __init__: .*EngineDeadError: {LAST_WORDS}"),
+    ):
+        rollout.update_weights(push_of(WEIGHTS, 1))
+    assert len(recorded_calls(tmp_path)) == 1
+
+
+def test_replicas_with_different_versions_are_an_error(start: StartFake) -> None:
+    rollout = start()
+    with pytest.raises(RunError, match=r"the rollout replicas have the weight versions \[6, 5\] after an update"):
+        rollout.update_weights(lambda replicas: push_of(WEIGHTS, 6)(replicas[:1]))
+    assert torch.equal(WEIGHTS["norm"], random_weights(MANIFEST, 1)["norm"])
