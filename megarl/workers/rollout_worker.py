@@ -21,7 +21,6 @@ class RolloutWorker(Worker):
         super().__init__()
         self._engine = build_engine()
         self._engine_processes = self._engine.process_ids()
-        self._is_asleep = False
 
     # ---- generation
 
@@ -80,15 +79,12 @@ class RolloutWorker(Worker):
     def sleep(self) -> None:
         """Gives the engine's memory back. Nothing where it sleeps."""
         self._engine.sleep()
-        self._is_asleep = True
         trim_heap()
 
     @register(dispatch_mode=Dispatch.RANK_ZERO)
     def wake(self) -> None:
         """Nothing where the engine is awake, as one that was started anew is."""
-        if self._is_asleep:
-            self._engine.wake()
-        self._is_asleep = False
+        self._engine.wake()
 
     @register(dispatch_mode=Dispatch.RANK_ZERO)
     def process_ids(self) -> list[int]:
