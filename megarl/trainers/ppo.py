@@ -75,7 +75,7 @@ class PPOTrainer:
         metrics = data_metrics(batch.tensors, self.config.data.max_response_length)
         metrics["reward/error_rate"] = batch.meta_info["reward/error_rate"]
         metrics["num_tokens"] = float(valid_token_count(batch))
-        return metrics
+        return metrics | self.roles.residency.metrics()
 
     def _validate(self, step: int) -> None:
         if self.evaluation:

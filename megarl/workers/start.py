@@ -99,7 +99,8 @@ class _Starter:
 
 
 def start_ppo(config: PPOConfig, models: Architectures, rules: TokenRules, device: Device, pools: ResourcePoolManager) -> PPORoles:
-    """Returns before the workers have loaded their weights; the first call to each waits for it."""
+    """Returns before the workers have loaded their weights; the first call to each waits for it. Where engines share the actor's
+    devices, the actor has loaded its own, and made room."""
     trainer = config.trainer
     starter = _Starter(config, device, pools)
     updates = UpdatePlan(updates_per_step=trainer.updates_per_step, epochs_per_batch=trainer.epochs_per_batch, seed=trainer.seed)
@@ -123,10 +124,10 @@ def start_ppo(config: PPOConfig, models: Architectures, rules: TokenRules, devic
     policy_groups = starter.group(policies)
     critic = _start_critic(config, models.critic, starter, updates, per_step) if models.critic is not None else None
 
-    residency = _residency(config, policy_groups)
-    rollout = _start_rollout(config, rules, device, _replica_places(config, device, pools, policy_groups["actor"]), residency)
     reward_worker = RayClassWithInitArgs(RewardWorker, config.reward, config.model.path, config.model.trust_remote_code)
     reward_group = starter.group({"reward": reward_worker})["reward"]
+    residency = _residency(config, policy_groups)
+    rollout = _start_rollout(config, rules, device, _replica_places(config, device, pools, policy_groups["actor"]), residency)
 
     actor_group = policy_groups["actor"]
     return PPORoles(
