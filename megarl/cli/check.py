@@ -13,7 +13,7 @@ from megarl.config.derive import RoleArithmetic, RunArithmetic, derive
 from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
 from megarl.config.roles import ModelRole, model_roles
-from megarl.config.schema import PPOConfig, RolloutEngineKind, SFTConfig
+from megarl.config.schema import Device, PPOConfig, RolloutEngineKind, SFTConfig
 from megarl.config.validate import read_architectures, validate
 from megarl.config.violation import Violation
 from megarl.placement.plan import PlacementPlan, plan_placement
@@ -38,9 +38,22 @@ def load_checked(schema: type[RunConfig], path: str, overrides: Sequence[str] = 
                 transports(config, plan)
         except ConfigError as error:
             problems += error.problems
+    if isinstance(config, PPOConfig) and config.rollout.sglang.server_args:
+        problems += _server_args_problems(config)
     if problems:
         raise ConfigError(path, problems)
     return config
+
+
+def _server_args_problems(config: PPOConfig) -> Sequence[str]:
+    # Here, because asking SGLang takes seconds and torch; nobody else shall wait for it.
+    from megarl.rollout.sglang.server_args import refuse_unknown_server_args
+
+    try:
+        refuse_unknown_server_args(config.rollout.sglang.server_args, "cuda" if config.device is Device.cuda else "cpu")
+    except ConfigError as error:
+        return error.problems
+    return ()
 
 
 def _is_about_placement(violation: Violation) -> bool:

@@ -48,6 +48,28 @@ def test_a_good_file_prints_models_arithmetic_and_places(
     assert "good (8 processes, 7 devices)" in out
 
 
+def test_options_that_sglang_does_not_know_are_refused_with_all_else_that_is_wrong(ppo: str) -> None:
+    overrides = [
+        "rollout.engine=sglang",
+        "rollout.sglang.server_args={mem_fraction_statik: 0.5, chunked_prefill_size: 64, tp_size: 2}",
+        "trainer.updates_per_step=5",
+    ]
+    with pytest.raises(ConfigError) as caught:
+        load_checked(PPOConfig, ppo, overrides)
+    own = [problem for problem in caught.value.problems if "server_args.tp_size" in problem]
+    assert own
+    assert "rollout.tensor_parallel_size" in own[0]
+    assert any("trainer.updates_per_step" in problem for problem in caught.value.problems)
+    with pytest.raises(ConfigError) as caught:
+        load_checked(
+            PPOConfig, ppo, ["rollout.engine=sglang", "rollout.sglang.server_args={mem_fraction_statik: 0.5, chunked_prefill_size: 64}"]
+        )
+    assert len(caught.value.problems) == 1
+    assert "mem_fraction_statik is no option" in caught.value.problems[0]
+    assert "did you mean mem_fraction_static" in caught.value.problems[0]
+    load_checked(PPOConfig, ppo, ["rollout.engine=sglang", "rollout.sglang.server_args={chunked_prefill_size: 64}"])
+
+
 def test_engines_on_the_devices_of_the_actor(ppo: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "160")
     overrides = ["placement.strategy=hybrid", "rollout.engine=sglang", "rollout.num_replicas=2", "rollout.tensor_parallel_size=2"]
