@@ -61,3 +61,33 @@ def test_bfloat16_training_lowers_the_loss(groups: Any, tmp_path: Path) -> None:
         losses.append(engine.forward_backward(batch, [[0, 1, 2], [3, 4, 5, 6]], loss)["loss"])
         engine.step()
     assert losses[-1] < losses[0] - 0.5
+
+
+def test_what_is_offloaded_leaves_the_gpu_and_comes_back_the_same(groups: Any, tmp_path: Path) -> None:
+    from megarl.engine.offload import StatePart
+
+    save_model("qwen2", tmp_path)
+    batch = make_batch()
+
+    def loss(outputs: Any, rows: Any) -> Any:
+        value = -outputs["log_probs"].sum()
+        return value, {"loss": value.detach()}
+
+    def trained(away: tuple[StatePart, ...]) -> tuple[list[float], dict[str, torch.Tensor]]:
+        engine = _engine(groups, tmp_path, dtype=torch.bfloat16, optim=OptimConfig(lr=1e-3))
+        norms = []
+        for _ in range(3):
+            engine.forward_backward(batch, [[0, 1, 2], [3, 4, 5, 6]], loss)
+            norms.append(engine.step().grad_norm)
+            before = torch.cuda.memory_allocated()
+            given_back = engine.offload(*away)
+            assert before - torch.cuda.memory_allocated() >= 0.9 * given_back
+            engine.restore(*away)
+        return norms, {name: value.clone() for name, value in engine.parameters().items()}
+
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    norms, weights = trained(())
+    same_norms, same_weights = trained(tuple(StatePart))
+    assert same_norms == pytest.approx(norms, rel=1e-5)
+    for name, weight in weights.items():
+        torch.testing.assert_close(same_weights[name], weight)
