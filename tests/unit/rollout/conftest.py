@@ -1,0 +1,3 @@
+"""Engines that the tests of this folder share for the session."""
+
+from tests.unit.rollout.sglang_engines import sglang_in_process, sglang_server  # noqa: F401

@@ -1,0 +1,92 @@
+"""An engine in a Ray actor, for tests. Imports no transformers: in that process SGLang comes first."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import RayTaskError
+
+from megarl.protocol.parcels import GroupAddress, Parcel
+from megarl.protocol.weights import Manifest
+from megarl.rollout.interface import FinishedRequest, GenerationRequest, RolloutEngine
+from megarl.rollout.sglang.engine import SGLangEngine
+from megarl.rollout.sglang.spec import SGLangSpec
+
+
+class EngineHolder:
+    """The actor."""
+
+    def __init__(self, spec: SGLangSpec) -> None:
+        self._engine = SGLangEngine(spec)
+
+    def call(self, name: str, arguments: Sequence[Any]) -> Any:
+        attribute = getattr(self._engine, name)
+        return attribute(*arguments) if callable(attribute) else attribute
+
+
+class RemoteEngine(RolloutEngine):
+    """An engine in a Ray actor, as if it were here. What it raises is raised here."""
+
+    def __init__(self, spec: SGLangSpec) -> None:
+        self.actor = ray.remote(num_cpus=1)(EngineHolder).remote(spec)
+        self._ask("process_ids")
+
+    def _ask(self, name: str, *arguments: Any) -> Any:
+        try:
+            return ray.get(self.actor.call.remote(name, arguments))
+        except RayTaskError as error:
+            raise error.cause from None
+
+    def submit(self, requests: Sequence[GenerationRequest]) -> None:
+        self._ask("submit", requests)
+
+    def collect(self, wait_s: float) -> list[FinishedRequest]:
+        return self._ask("collect", wait_s)
+
+    def abort(self) -> None:
+        self._ask("abort")
+
+    def begin_weight_update(self, manifest: Manifest) -> None:
+        self._ask("begin_weight_update", manifest)
+
+    def load_weights(self, parcels: Sequence[Parcel]) -> None:
+        self._ask("load_weights", parcels)
+
+    def load_folder(self, folder: Path) -> None:
+        self._ask("load_folder", folder)
+
+    def end_weight_update(self, version: int) -> None:
+        self._ask("end_weight_update", version)
+
+    @property
+    def num_ranks(self) -> int:
+        return self._ask("num_ranks")
+
+    def join_weight_group(self, address: GroupAddress, first_rank: int) -> None:
+        self._ask("join_weight_group", address, first_rank)
+
+    def leave_weight_groups(self) -> None:
+        self._ask("leave_weight_groups")
+
+    def checksums(self) -> dict[str, int]:
+        return self._ask("checksums")
+
+    def sleep(self) -> None:
+        self._ask("sleep")
+
+    def wake(self) -> None:
+        self._ask("wake")
+
+    @property
+    def weight_version(self) -> int | None:
+        return self._ask("weight_version")
+
+    def process_ids(self) -> list[int]:
+        return self._ask("process_ids")
+
+    def close(self) -> None:
+        self._ask("close")
+        ray.kill(self.actor)

@@ -1,0 +1,169 @@
+"""Each adaptation of SGLang is still needed, and does what the original does."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from megarl.rollout.sglang import cpu_adaptations
+from megarl.rollout.sglang.cpu_adaptations import EVIDENCE, Evidence
+from megarl.rollout.sglang.environment import STAND_INS
+
+ROOT = Path(__file__).parents[4]
+MIB = 2**20
+
+
+def sglang_source(module: str, attribute: str) -> str:
+    """The source of `attribute` as SGLang ships it, read from its file: SGLang is not imported."""
+    spec = importlib.util.find_spec("sglang")
+    assert spec is not None
+    assert spec.submodule_search_locations
+    file = Path(spec.submodule_search_locations[0], *module.split(".")).with_suffix(".py")
+    text = file.read_text()
+    body: list[ast.stmt] = ast.parse(text).body
+    for name in attribute.split("."):
+        found = [node for node in body if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == name]
+        assert found, f"{file} no longer defines {attribute}: the adaptation of it replaces nothing"
+        body = found[0].body
+    return ast.get_source_segment(text, found[0]) or ""
+
+
+@pytest.mark.parametrize("evidence", EVIDENCE, ids=lambda evidence: evidence.attribute)
+def test_sglang_still_does_what_is_adapted(evidence: Evidence) -> None:
+    assert evidence.source in sglang_source(evidence.module, evidence.attribute), (
+        f"sglang.{evidence.module}.{evidence.attribute} no longer holds {evidence.source!r} ({evidence.reason}): "
+        "see whether its adaptation in cpu_adaptations.py is still needed"
+    )
+
+
+# Runs in an interpreter of its own, where nothing but the stand-ins is there. Prints the name of each check that came out as expected.
+UNADAPTED = """
+import types
+from importlib.util import find_spec
+for package in ("sgl_kernel", "triton", "torchvision", "IPython", "soundfile"):
+    if find_spec(package) is None:
+        print(package)
+
+from megarl.rollout.sglang import environment
+environment.prepare("cpu")
+import torch
+
+def fails(name, function, *errors):
+    try:
+        function()
+    except errors as error:
+        print(name)
+
+import sgl_kernel, soundfile, triton
+from torchvision.transforms import functional
+fails("kernel", lambda: sgl_kernel.rmsnorm(1), NotImplementedError)
+fails("sound", lambda: soundfile.read("x"), NotImplementedError)
+fails("image", lambda: functional.resize(1), NotImplementedError)
+fails("triton", lambda: triton.jit(lambda: 0)[(1,)](), NotImplementedError)
+
+from sglang.kernels.ops.sampling.murmur_hash import murmur_hash32
+from sglang.srt.arg_groups.overrides import _deterministic_attention_backend
+from sglang.srt.utils.torch_memory_saver_adapter import TorchMemorySaverAdapter
+one = torch.zeros(1, dtype=torch.int64)
+fails("murmur", lambda: murmur_hash32(one, one, one), AttributeError, RuntimeError)
+arguments = types.SimpleNamespace(attention_backend="torch_native", enable_deterministic_inference=True)
+fails("deterministic", lambda: _deterministic_attention_backend(arguments), ValueError)
+if type(TorchMemorySaverAdapter.create(enable=False)).__name__ == "_TorchMemorySaverAdapterNoop":
+    print("memory")
+"""
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="on a machine with a GPU the originals work")
+def test_without_adaptations_sglang_fails_here() -> None:
+    run = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", UNADAPTED],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        cwd=ROOT,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    packages, checks = run.stdout.split()[:5], run.stdout.split()[5:]
+    assert packages == ["sgl_kernel", "triton", "torchvision", "IPython", "soundfile"], "stand-ins of what is there can go"
+    assert checks == ["kernel", "sound", "image", "triton", "murmur", "deterministic", "memory"], run.stderr
+
+
+def test_stand_ins_come_last_on_the_path() -> None:
+    program = "import sys; from megarl.rollout.sglang import environment; environment.prepare(sys.argv[1]); print(sys.path[-1])"
+    last = {
+        device: subprocess.run([sys.executable, "-c", program, device], capture_output=True, text=True, check=True, cwd=ROOT).stdout.strip()
+        for device in ("cpu", "cuda")
+    }
+    assert last["cpu"] == str(STAND_INS)
+    assert last["cuda"] != str(STAND_INS)
+
+
+def murmur3(data: bytes) -> int:
+    """MurmurHash3_x86_32 (Austin Appleby), seed 0, of whole blocks."""
+    hashed = 0
+    for start in range(0, len(data), 4):
+        block = int.from_bytes(data[start : start + 4], "little") * 0xCC9E2D51 & 0xFFFFFFFF
+        block = (block << 15 | block >> 17) * 0x1B873593 & 0xFFFFFFFF
+        hashed ^= block
+        hashed = ((hashed << 13 | hashed >> 19) * 5 + 0xE6546B64) & 0xFFFFFFFF
+    hashed ^= len(data)
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+        hashed = (hashed ^ hashed >> shift) * factor & 0xFFFFFFFF
+    return hashed ^ hashed >> 16
+
+
+def test_murmur_hash_is_the_published_one() -> None:
+    assert murmur3(b"test") == 0xBA6BD213  # a published test vector
+    seeds, positions, columns = [0, 2**32 - 1, 2**63 - 5], [0, 1, 70000], [0, 1, 150000]
+    hashed = cpu_adaptations.murmur_hash32(torch.tensor(seeds), torch.tensor(positions), torch.tensor(columns))
+    assert hashed.dtype == torch.uint32
+    for row, (seed, position) in enumerate(zip(seeds, positions, strict=True)):
+        for index, column in enumerate(columns):
+            block = seed.to_bytes(8, "little") + position.to_bytes(4, "little") + column.to_bytes(4, "little")
+            assert hashed[row, index].item() == murmur3(block)
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+def test_batched_decode_attention_equals_one_sequence_at_a_time(kv_heads: int) -> None:
+    generator = torch.Generator().manual_seed(kv_heads)
+    lengths, heads, width, slots = [1, 9, 4], 4, 8, 40
+    k_cache, v_cache = (torch.randn(slots, kv_heads, width, generator=generator) for _ in range(2))
+    table = torch.zeros(5, 12, dtype=torch.int32)
+    order = 1 + torch.randperm(slots - 1, generator=generator)
+    rows = torch.tensor([3, 0, 4])
+    for row, length in zip(rows.tolist(), lengths, strict=True):
+        table[row, :length], order = order[:length], order[length:]
+    query = torch.randn(len(lengths), heads, width, generator=generator)
+    k_cache[0] = v_cache[0] = 1e4  # where the padding of the table points: must not matter
+    batch = cpu_adaptations._pad_batch(table, rows, torch.tensor(lengths), query.dtype)
+    attended = cpu_adaptations.padded_decode_attention(query, k_cache, v_cache, batch, 0.3, kv_heads < heads)
+    for index, (row, length) in enumerate(zip(rows.tolist(), lengths, strict=True)):
+        where = table[row, :length].long()
+        keys, values = k_cache[where].transpose(0, 1), v_cache[where].transpose(0, 1)
+        alone = scaled_dot_product_attention(query[index, :, None], keys, values, scale=0.3, enable_gqa=True)
+        assert torch.allclose(attended[index], alone[:, 0], atol=1e-6)
+
+
+def test_emptied_storages_give_memory_back_and_views_stay_valid() -> None:
+    resident = psutil.Process().memory_info
+    small = torch.ones(1000)
+    large = torch.ones(64 * MIB)  # 256 MiB
+    view, before = large[5:7], resident().rss
+    sizes = cpu_adaptations.empty_storages([small, large, view])  # each storage once
+    assert [nbytes for _, nbytes in sizes] == [4000, 256 * MIB]
+    assert before - resident().rss > 250 * MIB
+    cpu_adaptations.refill_storages(sizes)
+    assert large.sum() == 0
+    large[5] = 3
+    assert view.tolist() == [3, 0]
