@@ -1,0 +1,131 @@
+"""Trainer and engines on the same devices, taking turns: the run is the one that they make on devices of their own."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from megarl.config.schema import (
+    ActorConfig,
+    AlgorithmConfig,
+    CriticConfig,
+    DataConfig,
+    Device,
+    DType,
+    KLConfig,
+    MicroBatchConfig,
+    ModelConfig,
+    OptimConfig,
+    ParallelConfig,
+    PlacementConfig,
+    PlacementStrategy,
+    PPOConfig,
+    ReferenceConfig,
+    ReshardingConfig,
+    RewardConfig,
+    RewardFunctionConfig,
+    RolloutConfig,
+    RolloutEngineKind,
+    SamplingConfig,
+    TrackingConfig,
+    TrainerConfig,
+    Verify,
+)
+from megarl.workers.start import PPORoles
+from tests.integration.tiny_run import Finished, run_ppo, save_inputs
+
+pytestmark = pytest.mark.usefixtures("ray_cluster")
+
+STEPS = 3
+MICRO_BATCH = MicroBatchConfig(max_tokens=64)
+TOLERANCE = 1e-6
+ENGINE_AND_TRAINER = "training/rollout_"  # rounding, and so dependent on what an engine wrote at the same time
+NOT_COMPARED = ("timing_s/", "perf/", "memory/", "rollout/", ENGINE_AND_TRAINER)
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    save_inputs(folder := tmp_path_factory.mktemp("inputs"))
+    return folder
+
+
+def config(inputs: Path, output_dir: Path, strategy: PlacementStrategy, engine: RolloutEngineKind = RolloutEngineKind.hf) -> PPOConfig:
+    """A step that warms the critic up, and two that train both; validation after the second and the last."""
+    return PPOConfig(
+        model=ModelConfig(path=str(inputs / "policy"), dtype=DType.float32),
+        data=DataConfig(
+            train_files=[str(inputs / "train.parquet")],
+            val_files=[str(inputs / "validation.parquet")],
+            max_prompt_length=8,
+            max_response_length=8,
+        ),
+        algorithm=AlgorithmConfig(kl=KLConfig(coefficient=0.05)),
+        actor=ActorConfig(parallel=ParallelConfig(tensor_parallel_size=2), micro_batch=MICRO_BATCH, optim=OptimConfig(lr=5e-3)),
+        critic=CriticConfig(micro_batch=MICRO_BATCH, optim=OptimConfig(lr=1e-2)),
+        reference=ReferenceConfig(micro_batch=MICRO_BATCH),
+        reward=RewardConfig(functions=[RewardFunctionConfig(path=str(inputs / "reward.py"))], num_processes=1),
+        rollout=RolloutConfig(engine=engine, n=4, num_replicas=2, validation=SamplingConfig(temperature=0)),
+        placement=PlacementConfig(strategy=strategy),
+        resharding=ReshardingConfig(verify=Verify.always),
+        trainer=TrainerConfig(
+            prompts_per_step=4,
+            updates_per_step=2,
+            total_steps=STEPS,
+            critic_warmup_steps=1,
+            validate_every_steps=2,
+            output_dir=str(output_dir),
+        ),
+        tracking=TrackingConfig(loggers=["jsonl"], log_generations=3),
+        device=Device.cpu,
+    )
+
+
+@pytest.fixture(scope="module")
+def split(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    return run_ppo(config(inputs, tmp_path_factory.mktemp("split"), PlacementStrategy.split_collocate))
+
+
+def assert_same_run(finished: Finished, expected: Finished) -> None:
+    assert len(finished.metrics) == len(expected.metrics) == STEPS + 1
+    for line, other in zip(finished.metrics, expected.metrics, strict=True):
+        compared, others = ({key: value for key, value in each.items() if not key.startswith(NOT_COMPARED)} for each in (line, other))
+        assert compared == pytest.approx(others, rel=TOLERANCE, abs=1e-9), line["step"]
+        assert all(value < 1e-5 for key, value in line.items() if key.startswith(ENGINE_AND_TRAINER) and "diff" in key)
+    weights, others = (load_file(run.policy / "model.safetensors") for run in (finished, expected))
+    assert weights.keys() == others.keys()
+    for name, weight in weights.items():
+        torch.testing.assert_close(weight, others[name], rtol=TOLERANCE, atol=1e-9)
+
+
+def test_hybrid_is_the_same_run(split: Finished, inputs: Path, tmp_path: Path) -> None:
+    hybrid = run_ppo(config(inputs, tmp_path, PlacementStrategy.hybrid))
+    assert_same_run(hybrid, split)
+    for line in hybrid.metrics[2:]:  # in the first, no turn of the trainer has ended
+        for role in ("actor", "rollout"):
+            for mode in ("rollout", "training"):
+                assert 0.05 < line[f"memory/{role}_rss_gb/{mode}"] < 10, line
+    assert not any(key.startswith("memory/") for line in split.metrics for key in line)
+
+
+class Killer:
+    """Kills an engine between steps, while the trainer's weights are away."""
+
+    def __init__(self, step: int, replica: int) -> None:
+        self._step, self._replica = step, replica
+
+    def __call__(self, step: int, roles: PPORoles) -> None:
+        if step == self._step:
+            os.kill(roles.rollout.replicas[self._replica].process_ids()[0], signal.SIGKILL)
+
+
+@pytest.mark.parametrize("step", [2, 3])  # after a step that put the engines to sleep, and after one that gave them weights
+def test_an_engine_that_is_killed_gets_weights_from_a_trainer_that_is_away(
+    step: int, split: Finished, inputs: Path, tmp_path: Path
+) -> None:
+    hybrid = run_ppo(config(inputs, tmp_path, PlacementStrategy.hybrid), Killer(step, replica=1))
+    assert_same_run(hybrid, split)
