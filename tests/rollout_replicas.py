@@ -15,7 +15,8 @@ from megarl.protocol.segment import Segment
 from megarl.protocol.weights import TensorMeta
 from megarl.rollout.interface import RolloutEngine
 from megarl.workers.replicas import Push, ReplicaPlace, Replicas
-from megarl.workers.rollout import Rollout, RolloutLimits, TokenRules
+from megarl.workers.request_run import RolloutLimits
+from megarl.workers.rollout import Rollout, TokenRules
 
 RULES = TokenRules(pad_token_id=0, stop_token_ids=(1, 2, 3), max_response_length=12)
 

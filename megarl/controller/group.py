@@ -122,6 +122,11 @@ class RoleGroup:
         }
         return WorkerFuture(list(calls.values()), [calls[rank] for rank in plan.route.results], plan.collect)
 
+    @property
+    def pids(self) -> list[int]:
+        """Of the processes that have answered a call; on other nodes they may be those of other processes here."""
+        return [location.pid for location in self._actors.locations.values()]
+
     def reports(self) -> list[RankReport]:
         """What every rank is doing right now, without its help; takes at most a few seconds."""
         return self._actors.reports()

@@ -57,6 +57,7 @@ class Replicas:
         self._spans: list[Span] = []
         self.num_restarts = 0
         self.weight_version: int | None = None  # that all replicas have
+        self.starting: set[int] = set()  # those that were started anew and have no weights yet
         self.groups = [self._start(number) for number in range(len(self._places))]
 
     def __len__(self) -> int:
@@ -78,35 +79,60 @@ class Replicas:
         while True:
             try:
                 push(self.groups)
+                versions = [group.weight_version() for group in self.groups]
                 break
             except (WorkerError, PhaseTimeoutError) as error:
                 if self.weight_version is None and is_failed_start(error):
                     raise  # it has never worked: another attempt would not either
                 self._restart_dead(error)
-        self.weight_version = self._common_version()
+        self._check_versions(versions)
+        self.starting.clear()
+        self.weight_version = versions[0]
 
-    def replace(self, number: int, why: str) -> None:
-        """A new process for a replica that died or hangs, with the current weights. Raises as `update_weights`."""
-        self._restart(number, why)
+    def restart(self, number: int, why: str) -> None:
+        """Ends a replica that died or hangs and starts another in its place; `admit` it when its group is ready.
+
+        Raises RestartLimitError when there were too many.
+        """
+        last_words = f"rollout replica {number} of {len(self.groups)} ended or hung: {why}"
+        self.kill(number)
+        if self.num_restarts == self._restart_limit:
+            raise RestartLimitError(
+                f"{last_words}\n\nrollout.restart_limit: {self._restart_limit} restarts are used up. The cause is in the words above; "
+                "where it comes and goes, allow more"
+            )
+        self.num_restarts += 1
+        left = self._restart_limit - self.num_restarts
+        _log.warning("%s\nrollout replica %d is started anew; restarts left: %d", last_words, number, left)
+        self.groups[number] = self._start(number)
+        self.starting.add(number)
+
+    def admit(self, number: int) -> bool:
+        """Gives a replica that was started anew the current weights. False: it died of it and is started once more.
+
+        Raises RestartLimitError, and what the push of weights raises where the replica lives.
+        """
         assert self._push is not None
-        self._give_weights(number, self._push)
-        self.weight_version = self._common_version()
+        try:
+            self._push([self.groups[number]])
+            version = self.groups[number].weight_version()
+        except (WorkerError, PhaseTimeoutError) as error:
+            if self._lives(number, error):
+                raise
+            self.restart(number, str(error))
+            return False
+        self._check_versions([version, self.weight_version])
+        self.starting.remove(number)
+        return True
 
-    def _give_weights(self, number: int, push: Push) -> None:
-        while True:
-            try:
-                push([self.groups[number]])
-                return
-            except (WorkerError, PhaseTimeoutError) as error:
-                if self._lives(number):
-                    raise
-                self._restart(number, str(error))
+    def settle(self) -> None:
+        """Waits for the replicas that are starting anew, and gives them the weights."""
+        while self.starting:
+            self.admit(min(self.starting))
 
-    def _common_version(self) -> int:
-        versions = [group.weight_version() for group in self.groups]
+    def _check_versions(self, versions: Sequence[int | None]) -> None:
         if len(set(versions)) > 1 or versions[0] is None:
             raise RunError(f"the rollout replicas have the weight versions {versions} after an update; they must have one")
-        return versions[0]
 
     # ---- memory
 
@@ -134,35 +160,24 @@ class Replicas:
 
     def _restart_dead(self, error: WorkerError | PhaseTimeoutError) -> None:
         """Raises `error` where all replicas live."""
-        dead = [number for number in range(len(self.groups)) if not self._lives(number)]
+        dead = [number for number in range(len(self.groups)) if not self._lives(number, error)]
         if not dead:
             raise error
         for number in dead:
-            self._restart(number, str(error))
+            self.restart(number, str(error))
 
-    def _lives(self, number: int) -> bool:
-        """Asks the replica, which waits for what it is doing."""
+    def _lives(self, number: int, failure: WorkerError | PhaseTimeoutError) -> bool:
+        """Whether `failure` is not its death; else it is asked, and comes to answer when it is done with what it does."""
+        group = self.groups[number]
+        if is_dead(failure) and isinstance(failure, WorkerError) and failure.pid in group.pids:
+            return False
         try:
-            self.groups[number].check_health().get(timeout=_CHECK_S)
+            group.check_health().get(timeout=_CHECK_S)
         except (WorkerError, PhaseTimeoutError) as error:
             return not is_dead(error)
         except TimeoutError:
             return False
         return True
-
-    def _restart(self, number: int, why: str) -> None:
-        """Raises RestartLimitError when there were too many."""
-        last_words = f"rollout replica {number} of {len(self.groups)} ended or hung: {why}"
-        self.kill(number)
-        if self.num_restarts == self._restart_limit:
-            raise RestartLimitError(
-                f"{last_words}\n\nrollout.restart_limit: {self._restart_limit} restarts are used up. The cause is in the words above; "
-                "where it comes and goes, allow more"
-            )
-        self.num_restarts += 1
-        left = self._restart_limit - self.num_restarts
-        _log.warning("%s\nrollout replica %d is started anew; restarts left: %d", last_words, number, left)
-        self.groups[number] = self._start(number)
 
     def kill(self, number: int) -> None:
         self._keep_spans(number)

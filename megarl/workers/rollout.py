@@ -6,24 +6,18 @@ import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from megarl.config.errors import RunError
 from megarl.config.schema import SamplingConfig
-from megarl.controller.errors import PhaseTimeoutError, WorkerError
-from megarl.controller.futures import WorkerFuture, wait_for_any
 from megarl.controller.group import RoleGroup
 from megarl.data.padding import Padded, join, pad_right
 from megarl.protocol.batch import DataProto
 from megarl.protocol.span import Span
-from megarl.rollout.dispatch import RequestQueue
 from megarl.rollout.interface import FinishedRequest, GenerationRequest, Sample, SamplingParameters, plan_requests
-from megarl.workers.replicas import Push, Replicas, is_dead
-
-_WAIT_S = 5.0  # that a replica waits for a sample to finish before it says that it is still there
+from megarl.workers.replicas import Push, Replicas
+from megarl.workers.request_run import EngineFaultError, RequestRun, RolloutLimits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,27 +27,6 @@ class TokenRules:
     pad_token_id: int
     stop_token_ids: tuple[int, ...]
     max_response_length: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class RolloutLimits:
-    """max_concurrency: requests that a replica has in flight. answer_limit_s: a replica whose process gives no answer for so long
-    hangs. sample_limit_s: so does one that has requests and finishes none."""
-
-    max_concurrency: int
-    answer_limit_s: float
-    sample_limit_s: float
-
-
-class EngineFaultError(RunError):
-    """An engine gave what was not asked for: its samples cannot be trusted."""
-
-
-class _Exchange(NamedTuple):
-    """A call that is under way, or that has just ended."""
-
-    future: WorkerFuture
-    start_s: float
 
 
 class Rollout:
@@ -91,6 +64,10 @@ class Rollout:
     def update_weights(self, push: Push) -> None:
         """See Replicas.update_weights."""
         self._replicas.update_weights(push)
+
+    def settle(self) -> None:
+        """See Replicas.settle. Not needed to generate: those that have started do the work meanwhile."""
+        self._replicas.settle()
 
     def sleep(self) -> None:
         """See Replicas.sleep."""
@@ -150,68 +127,13 @@ class Rollout:
 
     def _finished(self, requests: Sequence[GenerationRequest]) -> Iterator[tuple[int, FinishedRequest]]:
         """Replica and sample, each request once."""
-        by_id = {request.request_id: request for request in requests}
-        queue = RequestQueue(by_id.items(), len(self._replicas), self._limits.max_concurrency)
-        exchanges: dict[int, _Exchange] = {}
-        start_s = time.monotonic()
-        last_sample_s = [start_s] * len(self._replicas)
+        run, start_s = RequestRun(self._replicas, self._limits, requests), time.monotonic()
         try:
-            while queue.num_unfinished:
-                self._hand_out(queue, exchanges)
-                for replica, exchange in self._ended(exchanges, last_sample_s):
-                    answer = self._answer(replica, exchange, queue)
-                    if answer is None or answer:
-                        last_sample_s[replica] = time.monotonic()
-                    for finished in answer or ():
-                        queue.finish(replica, finished.request_id)
-                        _check_sample(replica, by_id[finished.request_id], finished.sample)
-                        self._num_tokens[replica] += len(finished.sample.token_ids)
-                        yield replica, finished
+            yield from run.samples()
         finally:
             self._generating_s += time.monotonic() - start_s
-            for replica in range(len(self._replicas)):
-                if queue.load(replica):  # of a batch that is given up
-                    self._replicas.groups[replica].abort()
-
-    def _hand_out(self, queue: RequestQueue[GenerationRequest], exchanges: dict[int, _Exchange]) -> None:
-        """A new call to every replica that has none under way and has, or gets, something to do."""
-        idle = [replica for replica in range(len(self._replicas)) if replica not in exchanges]
-        dealt = queue.deal(idle)
-        for replica in idle:
-            if queue.load(replica):
-                future = self._replicas.groups[replica].exchange(dealt.get(replica, []), _WAIT_S)
-                exchanges[replica] = _Exchange(future, time.monotonic())
-
-    def _ended(self, exchanges: dict[int, _Exchange], last_sample_s: Sequence[float]) -> list[tuple[int, _Exchange | None]]:
-        """Takes out of `exchanges` those that have ended; those of replicas that hang, as None. Waits for the first."""
-        limits_s = {
-            replica: min(exchange.start_s + self._limits.answer_limit_s, last_sample_s[replica] + self._limits.sample_limit_s)
-            for replica, exchange in exchanges.items()
-        }
-        ended = wait_for_any([exchange.future for exchange in exchanges.values()], max(0.0, min(limits_s.values()) - time.monotonic()))
-        now_s = time.monotonic()
-        found: list[tuple[int, _Exchange | None]] = []
-        for replica in list(exchanges):
-            if exchanges[replica].future in ended:
-                found.append((replica, exchanges.pop(replica)))
-            elif now_s >= limits_s[replica]:
-                del exchanges[replica]
-                found.append((replica, None))
-        return found
-
-    def _answer(self, replica: int, exchange: _Exchange | None, queue: RequestQueue[GenerationRequest]) -> list[FinishedRequest] | None:
-        """What the replica has finished; None where it had to be replaced."""
-        try:
-            if exchange is not None:
-                return exchange.future.get()
-            why = "\n".join(["it gives no answer, or no sample:", *(one.describe() for one in self._replicas.groups[replica].reports())])
-        except (WorkerError, PhaseTimeoutError) as error:
-            if not is_dead(error):
-                raise
-            why = str(error)
-        self._num_resent += queue.lose(replica)
-        self._replicas.replace(replica, why)
-        return None
+            self._num_resent += run.num_resent
+            self._num_tokens = [total + new for total, new in zip(self._num_tokens, run.num_tokens, strict=True)]
 
     def _assemble(self, prompts: DataProto, samples: Sequence[Sample]) -> DataProto:
         assert len(samples) == len(prompts)
@@ -226,7 +148,7 @@ class Rollout:
             "response_mask": responses.mask.bool(),
             "rollout_log_probs": log_probs,
         }
-        arrays = {
+        arrays: dict[str, list] = {
             "weight_version": [min(sample.weight_versions) for sample in samples],
             "finish_reason": [sample.finish_reason for sample in samples],
         }
@@ -255,19 +177,3 @@ class Rollout:
     def shutdown(self) -> None:
         """Ends the replicas at once."""
         self._replicas.shutdown()
-
-
-def _check_sample(replica: int, request: GenerationRequest, sample: Sample) -> None:
-    """Raises EngineFaultError for a sample that cannot be what was asked for."""
-    sampling, count = request.sampling, len(sample.token_ids)
-    faults = []
-    if not 1 <= count <= sampling.max_new_tokens:
-        faults.append(f"{count} tokens where 1 to {sampling.max_new_tokens} were asked for")
-    if len(sample.log_probs) != count:
-        faults.append(f"{len(sample.log_probs)} log-probs for {count} tokens")
-    if sample.finish_reason not in ("stop", "length"):
-        faults.append(f"finish reason {sample.finish_reason!r}")
-    if not sample.weight_versions:
-        faults.append("no weight version")
-    if faults:
-        raise EngineFaultError(f"rollout replica {replica} gave a sample that cannot be right: {', '.join(faults)}")

@@ -25,10 +25,11 @@ from megarl.workers.engines import EngineSpec, build_engine
 from megarl.workers.megatron import ModelSpec
 from megarl.workers.policy import ActorWorker, ReferenceWorker
 from megarl.workers.replicas import ReplicaPlace, Replicas
+from megarl.workers.request_run import RolloutLimits
 from megarl.workers.residency import EVERYBODY_STAYS, Residency, TakingTurns
 from megarl.workers.reward import Reward, RewardWorker
 from megarl.workers.roles import Actor, Critic, Reference, UpdatePlan
-from megarl.workers.rollout import Rollout, RolloutLimits, TokenRules
+from megarl.workers.rollout import Rollout, TokenRules
 from megarl.workers.weight_sync import WeightSource
 
 _ANSWER_GRACE_S = 30.0  # an engine that hangs finds out itself and says why; only when it does not is its process ended

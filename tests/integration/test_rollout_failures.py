@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from megarl.config.errors import RunError
 from megarl.config.schema import SamplingConfig
@@ -22,7 +21,8 @@ from megarl.protocol.checksum import checksum
 from megarl.rollout.dispatch import DispatchError
 from megarl.rollout.interface import GenerationRequest, SamplingParameters
 from megarl.workers.replicas import RestartLimitError
-from megarl.workers.rollout import EngineFaultError, Rollout
+from megarl.workers.request_run import EngineFaultError
+from megarl.workers.rollout import Rollout
 from tests.fake_engine import LAST_WORDS, MANIFEST, FakeEngine, FakeSpec, Misdeed, What, random_weights, recorded_calls
 from tests.rollout_replicas import push_of, started_rollout
 
@@ -71,10 +71,17 @@ def test_samples_do_not_depend_on_the_number_of_replicas(start: StartFake, undis
     rollout = start(max_concurrency=3)
     assert tokens_of(rollout.generate(prompts(), SAMPLING, step=1)) == undisturbed
     assert tokens_of(rollout.generate(prompts(), SAMPLING, step=2)) != undisturbed
+    check_metrics_and_calls(rollout, tmp_path)
+
+    with pytest.raises(RunError, match=r"the rollout replicas have the weight versions \[6, 5\] after an update"):
+        rollout.update_weights(lambda replicas: push_of(WEIGHTS, 6)(replicas[:1]))
+
+
+def check_metrics_and_calls(rollout: Rollout, folder: Path) -> None:
     metrics = rollout.drain_metrics()
     assert (metrics["rollout/num_restarts"], metrics["rollout/num_resent"]) == (0, 0)
     assert metrics["rollout/replica_0/tokens_per_s"] > 0 < metrics["rollout/replica_1/tokens_per_s"]
-    submitted = [call for call in recorded_calls(tmp_path) if call["method"] == "submit"]
+    submitted = [call for call in recorded_calls(folder) if call["method"] == "submit"]
     assert max(len(call["detail"]) for call in submitted) == 3
     assert len({call["pid"] for call in submitted}) == 2
     assert {(span.rank, span.name) for span in rollout.drain_spans()} >= {(0, "exchange"), (1, "exchange"), (1, "load_weights")}
@@ -106,6 +113,7 @@ def test_a_lost_replica_is_replaced_and_the_batch_is_whole(
     (warning,) = [record.getMessage() for record in caplog.records if record.name == "megarl.workers.replicas"]
     assert why in warning
     assert "is started anew; restarts left: 2" in warning
+    rollout.settle()
     expected = {name: checksum(tensor) for name, tensor in WEIGHTS.items()}
     assert [replica.checksums() for replica in rollout.replicas] == [expected, expected]
     starts = [call["pid"] for call in recorded_calls(tmp_path) if call["method"] == "__init__"]
@@ -141,20 +149,22 @@ def test_a_failure_that_no_restart_can_mend_is_raised(start: StartFake) -> None:
     assert len(rollout.generate(prompts(), SAMPLING, step=1)) == 36  # what was given up does not come back
 
 
-@pytest.mark.parametrize(
-    ("lie", "error", "message"),
-    [
-        (What.lie_doubled, DispatchError, r"replica \d finished request \d+, which was finished before"),
-        (What.lie_unknown, DispatchError, r"replica \d finished request 1000000000, which was not given to it"),
-        (What.lie_version, EngineFaultError, r"rollout replica \d wrote a sample with the weight versions \(7, 5\); .*version 5"),
-        (What.lie_too_long, EngineFaultError, r"rollout replica \d gave .*: \d+ tokens where 1 to 12 were asked for"),
-        (What.lie_log_probs, EngineFaultError, r"rollout replica \d gave .*: \d+ log-probs for \d+ tokens"),
-    ],
-)
-def test_a_lie_is_found_and_the_replica_named(start: StartFake, lie: What, error: type[RunError], message: str) -> None:
-    rollout = start(Misdeed("collect", 2, lie))
-    with pytest.raises(error, match=message):
-        rollout.generate(prompts(), SAMPLING, step=1)
+LIES: dict[What, tuple[type[RunError], str]] = {
+    What.lie_doubled: (DispatchError, r"replica 0 finished request \d+, which was finished before"),
+    What.lie_unknown: (DispatchError, r"replica 0 finished request 1000000000, which was not given to it"),
+    What.lie_version: (EngineFaultError, r"rollout replica 0 wrote a sample with the weight versions \(7, 5\); .*version 5"),
+    What.lie_too_long: (EngineFaultError, r"rollout replica 0 gave .*: \d+ tokens where 1 to 12 were asked for"),
+    What.lie_log_probs: (EngineFaultError, r"rollout replica 0 gave .*: \d+ log-probs for \d+ tokens"),
+}
+
+
+def test_a_lie_is_found_and_the_replica_named(start: StartFake, undisturbed: list[list[int]]) -> None:
+    """One after the other, each in the first answer of a batch; then it tells the truth."""
+    rollout = start(*(Misdeed("collect", 1, lie) for lie in LIES), num_replicas=1)
+    for error, message in LIES.values():
+        with pytest.raises(error, match=message):
+            rollout.generate(prompts(), SAMPLING, step=1)
+    assert tokens_of(rollout.generate(prompts(), SAMPLING, step=1)) == undisturbed
 
 
 def test_a_sample_that_never_comes_is_asked_for_again(start: StartFake, undisturbed: list[list[int]]) -> None:
@@ -185,10 +195,3 @@ def test_an_engine_that_never_starts_is_not_tried_again(ray_cluster: None, tmp_p
     ):
         rollout.update_weights(push_of(WEIGHTS, 1))
     assert len(recorded_calls(tmp_path)) == 1
-
-
-def test_replicas_with_different_versions_are_an_error(start: StartFake) -> None:
-    rollout = start()
-    with pytest.raises(RunError, match=r"the rollout replicas have the weight versions \[6, 5\] after an update"):
-        rollout.update_weights(lambda replicas: push_of(WEIGHTS, 6)(replicas[:1]))
-    assert torch.equal(WEIGHTS["norm"], random_weights(MANIFEST, 1)["norm"])
