@@ -40,7 +40,6 @@ from megarl.config.schema import (
     TrainerConfig,
 )
 from megarl.placement.plan import plan_placement
-from megarl.rollout.interface import SamplingParameters
 from megarl.workers.start import PPORoles
 from tests.integration.tiny_run import Finished, run_ppo, save_inputs
 
@@ -115,8 +114,7 @@ class PolicyWatch:
         self.versions: list[int] = []
 
     def __call__(self, step: int, roles: PPORoles) -> None:
-        sampling = SamplingParameters(max_new_tokens=1, seed=0)
-        self.versions.append(roles.rollout.group.execute_rank_async(0, "generate", [[2]], sampling).get()[0].weight_version)
+        self.versions.append(roles.rollout.replicas[0].weight_version())
         roles.actor.save_hf(self._folder / str(step), str(self._source))
 
     def weights(self, step: int) -> dict[str, torch.Tensor]:

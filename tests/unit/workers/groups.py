@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,6 +19,7 @@ from megarl.config.schema import (
     MicroBatchConfig,
     OptimConfig,
     ParallelConfig,
+    RolloutConfig,
     ValueLossConfig,
 )
 from megarl.controller.group import RayWorkerGroup, RoleGroup
@@ -25,11 +27,13 @@ from megarl.controller.resource_pool import RayResourcePool
 from megarl.controller.worker_class import RayClassWithInitArgs, create_colocated_worker_cls
 from megarl.resharding.families import Head
 from megarl.workers.critic import CriticWorker
+from megarl.workers.engines import EngineSpec, build_engine
 from megarl.workers.megatron import ModelSpec
 from megarl.workers.policy import ActorWorker, ReferenceWorker
 from megarl.workers.roles import Actor, Critic, Reference, UpdatePlan
-from megarl.workers.rollout import Rollout, RolloutSpec, RolloutWorker, TokenRules
+from megarl.workers.rollout import Rollout, TokenRules
 from megarl.workers.weight_sync import WeightSource
+from tests.rollout_replicas import started_rollout
 from tests.unit.engine.models import save_critic, save_model
 
 FAMILY = "qwen2-tied"
@@ -120,8 +124,8 @@ def weight_source(group: RoleGroup, folders: Folders, parallel: ParallelConfig, 
 
 
 @contextmanager
-def started_rollout(folders: Folders, num_replicas: int) -> Iterator[Rollout]:
-    spec = RolloutSpec(path=str(folders.policy), dtype=DType.float32, device=Device.cpu, max_concurrency=8, trust_remote_code=False)
+def started_policy_rollout(folders: Folders, num_replicas: int) -> Iterator[Rollout]:
+    spec = EngineSpec(path=str(folders.policy), dtype=DType.float32, device=Device.cpu, rollout=RolloutConfig(max_concurrency=8))
     rules = TokenRules(pad_token_id=0, stop_token_ids=(END_TOKEN_ID,), max_response_length=MAX_RESPONSE_LENGTH)
-    with started("rollout", num_replicas, {"rollout": RayClassWithInitArgs(RolloutWorker, spec)}) as groups:
-        yield Rollout(groups["rollout"], rules, seed=0)
+    with started_rollout(partial(build_engine, spec), num_replicas, rules=rules, max_concurrency=8) as rollout:
+        yield rollout

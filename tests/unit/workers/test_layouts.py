@@ -20,7 +20,6 @@ from megarl.controller.futures import gather
 from megarl.controller.worker_class import RayClassWithInitArgs
 from megarl.data.padding import pad_left
 from megarl.protocol.batch import DataProto
-from megarl.rollout.interface import SamplingParameters
 from megarl.workers.policy import ActorWorker, ReferenceWorker
 from megarl.workers.roles import Actor
 from megarl.workers.rollout import Rollout
@@ -36,7 +35,7 @@ from tests.unit.workers.groups import (
     save_folders,
     started,
     started_models,
-    started_rollout,
+    started_policy_rollout,
     weight_source,
 )
 
@@ -101,13 +100,12 @@ def response_rows(batch: DataProto) -> list[list[int]]:
 def generate(models: Models, rollout: Rollout) -> Generated:
     """Greedy samples of the actor's weights; then the gap of both actors, each against samples of its own weights."""
     gaps: dict[float, float] = {}
-    models.actor.sync_weights(rollout.group)
+    models.actor.sync_weights(rollout)
     greedy = rollout.generate(prompts(), SamplingConfig(temperature=0), step=0)
-    one = rollout.group.execute_rank_async(1, "generate", [[7]], SamplingParameters(max_new_tokens=1, seed=0)).get()
     gaps[1.0] = log_prob_gap(models.actor, rollout, 1.0)
-    models.cool_actor.sync_weights(rollout.group)
+    models.cool_actor.sync_weights(rollout)
     gaps[COOL] = log_prob_gap(models.cool_actor, rollout, COOL)
-    return Generated(response_rows(greedy), one[0].weight_version, gaps)
+    return Generated(response_rows(greedy), greedy.non_tensor_batch["weight_version"][0], gaps)
 
 
 def log_prob_gap(actor: Actor, rollout: Rollout, temperature: float) -> float:
@@ -154,7 +152,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
 
 @pytest.fixture(scope="module")
 def rollout(ray_cluster: None, folders: Folders) -> Iterator[Rollout]:
-    with started_rollout(folders, num_replicas=2) as handle:
+    with started_policy_rollout(folders, num_replicas=2) as handle:
         yield handle
 
 

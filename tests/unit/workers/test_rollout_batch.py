@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from megarl.config.schema import SamplingConfig
 from megarl.protocol.batch import DataProto
-from megarl.rollout.interface import Sample, SamplingParameters
+from megarl.rollout.interface import FinishedRequest, GenerationRequest, Sample
+from megarl.workers.request_run import RolloutLimits
 from megarl.workers.rollout import Rollout, TokenRules
 
 PAD, END = 0, 1
@@ -24,19 +23,19 @@ def prompts() -> DataProto:
 
 
 def sample(ids: list[int], log_probs: list[float]) -> Sample:
-    return Sample(ids, log_probs, "stop", 3)
+    return Sample(ids, log_probs, "stop", (3,))
 
 
 SAMPLES = [
     sample([5, 6, 4, END], [-0.1, -0.2, -0.3, -0.4]),
     sample([END], [-0.5]),
     sample([5, PAD, END], [-0.6, -0.7, -0.8]),  # it wrote the padding's id
-    sample([6, 6], [-0.9, -1.0]),
+    Sample([6, 6], [-0.9, -1.0], "length", (4, 5)),
 ]
 
 
 def test_samples_become_a_batch() -> None:
-    batch = Rollout(None, RULES, seed=0)._assemble(prompts().repeat(2), SAMPLES)  # type: ignore[arg-type]
+    batch = rollout(1)._assemble(prompts().repeat(2), SAMPLES)  # type: ignore[arg-type]
     expected = {
         "prompts": [[0, 0, 7], [0, 0, 7], [8, 9, 0], [8, 9, 0]],
         "prompt_attention_mask": [[0, 0, 1], [0, 0, 1], [1, 1, 1], [1, 1, 1]],
@@ -55,57 +54,83 @@ def test_samples_become_a_batch() -> None:
     assert tensors.keys() == {*expected, "response_mask", "rollout_log_probs"}
     assert batch.non_tensor_batch["uid"].tolist() == ["a", "a", "b", "b"]
     assert batch.non_tensor_batch["data_source"].tolist() == ["one", "one", "two", "two"]
+    assert batch.non_tensor_batch["weight_version"].tolist() == [3, 3, 3, 4]  # the oldest
+    assert batch.non_tensor_batch["finish_reason"].tolist() == ["stop", "stop", "stop", "length"]
 
 
-class Echo:
-    """Stands in for a future of a replica: its samples are its prompts, reversed, `n` times."""
+class Answer:
+    """Stands in for a call that has ended: its samples are the prompts, reversed."""
 
-    def __init__(self, ids: list[list[int]], sampling: SamplingParameters) -> None:
+    def __init__(self, requests: list[GenerationRequest]) -> None:
         self.calls = ()
-        self._samples = [sample(row[::-1], [-1.0] * len(row)) for row in ids for _ in range(sampling.n)]
+        self._finished = [
+            FinishedRequest(request.request_id, sample(request.prompt[::-1], [-1.0] * len(request.prompt))) for request in requests
+        ]
 
-    def get(self, timeout: float | None = None) -> list[Sample]:
-        return self._samples
-
-
-class Replicas:
-    """Stands in for the group of rollout workers; remembers what each was asked."""
-
-    def __init__(self, world_size: int) -> None:
-        self.world_size = world_size
-        self.asked: dict[int, tuple[list[list[int]], SamplingParameters]] = {}
-
-    def execute_rank_async(self, rank: int, method: str, ids: list[list[int]], sampling: SamplingParameters) -> Any:
-        assert method == "generate"
-        self.asked[rank] = (ids, sampling)
-        return Echo(ids, sampling)
+    def get(self, timeout: float | None = None) -> list[FinishedRequest]:
+        return self._finished
 
 
-def generate(replicas: Replicas, step: int, n: int = 2) -> DataProto:
-    return Rollout(replicas, RULES, seed=4).generate(prompts(), SamplingConfig(n=n, temperature=0.5, top_p=0.9, top_k=3), step)  # type: ignore[arg-type]
+class Group:
+    """Stands in for the worker group of a replica; remembers what it was asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[GenerationRequest] = []
+
+    def exchange(self, requests: list[GenerationRequest], wait_s: float) -> Answer:
+        self.asked += requests
+        return Answer(requests)
+
+
+class StandInReplicas:
+    """Stands in for Replicas."""
+
+    def __init__(self, count: int) -> None:
+        self.groups = [Group() for _ in range(count)]
+        self.starting: set[int] = set()
+        self.num_restarts = 0
+        self.weight_version = 3
+
+    def __len__(self) -> int:
+        return len(self.groups)
+
+
+LIMITS = RolloutLimits(max_concurrency=2, answer_limit_s=60, sample_limit_s=60)
+
+
+def rollout(num_replicas: int) -> Rollout:
+    return Rollout(StandInReplicas(num_replicas), RULES, LIMITS, seed=4)  # type: ignore[arg-type]
+
+
+def asked(rollout: Rollout) -> list[list[GenerationRequest]]:
+    return [replica.asked for replica in rollout.replicas]  # type: ignore[attr-defined]
+
+
+def generate(rollout: Rollout, step: int, n: int = 2) -> DataProto:
+    return rollout.generate(prompts(), SamplingConfig(n=n, temperature=0.5, top_p=0.9, top_k=3, min_new_tokens=1), step)
 
 
 def test_prompts_are_dealt_without_their_padding_and_come_back_in_order() -> None:
-    replicas = Replicas(2)
-    batch = generate(replicas, step=1)
-    assert [replicas.asked[rank][0] for rank in (0, 1)] == [[[7]], [[8, 9, 0]]]
-    assert batch.tensors["responses"].tolist() == [[7, 0, 0], [7, 0, 0], [0, 9, 8], [0, 9, 8]]
-    sampling = replicas.asked[0][1]
-    assert (sampling.n, sampling.temperature, sampling.top_p, sampling.top_k) == (2, 0.5, 0.9, 3)
+    batch = generate(whole := rollout(2), step=1, n=3)
+    assert [[request.prompt for request in one] for one in asked(whole)] == [[[7], [7], [8, 9, 0]], [[7], [8, 9, 0], [8, 9, 0]]]
+    assert batch.tensors["responses"].tolist() == [[7, 0, 0]] * 3 + [[0, 9, 8]] * 3
+    sampling = asked(whole)[0][0].sampling
+    assert (sampling.n, sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_new_tokens) == (1, 0.5, 0.9, 3, 1)
     assert (sampling.max_new_tokens, sampling.stop_token_ids) == (6, (END,))
 
 
-def test_replicas_without_a_prompt_are_not_asked() -> None:
-    replicas = Replicas(5)
-    assert len(generate(replicas, step=1)) == 4
-    assert sorted(replicas.asked) == [0, 1]
+def test_replicas_without_a_request_are_not_asked() -> None:
+    generate(whole := rollout(5), step=1)
+    assert [len(one) for one in asked(whole)] == [1, 1, 1, 1, 0]
 
 
-def test_each_replica_and_step_draws_from_a_seed_of_its_own() -> None:
-    seeds = []
-    for step in (1, 2):
-        generate(replicas := Replicas(2), step)
-        seeds += [replicas.asked[rank][1].seed for rank in (0, 1)]
-    assert len(set(seeds)) == 4
-    generate(replicas := Replicas(2), 1)
-    assert [replicas.asked[rank][1].seed for rank in (0, 1)] == seeds[:2]
+def test_each_sample_and_step_has_a_seed_of_its_own_whatever_the_replicas_are() -> None:
+    def seeds(num_replicas: int, step: int) -> list[int]:
+        generate(whole := rollout(num_replicas), step)
+        return [
+            request.sampling.seed
+            for request in sorted((request for one in asked(whole) for request in one), key=lambda request: request.request_id)
+        ]
+
+    assert len({*seeds(1, 1), *seeds(1, 2)}) == 8
+    assert seeds(1, 1) == seeds(2, 1) == seeds(5, 1)
