@@ -1,4 +1,4 @@
-"""Writes a stream of weight buckets as a complete Hugging Face folder: all of it appears at once, or nothing does."""
+"""Writes a model as a Hugging Face folder: its stages write their own files at the same time, and all of it appears at once."""
 
 from __future__ import annotations
 
@@ -6,34 +6,127 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from math import prod
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
-from safetensors.torch import save_file
 
-from megarl.protocol.weights import Manifest, WeightBucket, WeightReceipt
-from megarl.resharding.manifest import INDEX_FILE, SINGLE_FILE
+from megarl.config.architecture import Architecture
+from megarl.protocol.peak_memory import PeakMemory
+from megarl.protocol.weights import Manifest
+from megarl.resharding.families import Head
+from megarl.resharding.gather import Bucket, BucketGatherer, Shards
+from megarl.resharding.layout import ShardLayout, held_weights
+from megarl.resharding.manifest import INDEX_FILE, SINGLE_FILE, manifest_of
+from megarl.resharding.safetensors_file import SafetensorsFile
+from megarl.resharding.sender import Outlet, WeightSender
 
 # What a folder holds beside its weights: configuration, tokenizer, chat templates, and a custom model's code.
 _COPIED = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py")
-_DEFAULT_SHARD_BYTES = 5 * 10**9
+DEFAULT_FILE_BYTES = 5 * 10**9
 
 
-def save_hf_folder(
-    buckets: Iterable[WeightBucket],
-    manifest: Manifest,
-    folder: str | Path,
-    source_folder: str | Path,
-    max_shard_size: int = _DEFAULT_SHARD_BYTES,
-) -> None:
-    """Writes safetensors of at most `max_shard_size` bytes (a single larger tensor has a file of its own) and copies
-    configuration, tokenizer and chat template from `source_folder`; config.json says the dtype of the weights.
+class FilePlan(NamedTuple):
+    """One file, written by tensor-parallel rank 0 of the pipeline stage `stage`."""
 
-    A folder that is there is replaced after the new one is complete. Beside the buckets, memory for one file is used.
-    Raises WeightTransferError for tensors that are missing, extra or doubled, and then leaves `folder` as it was;
-    ValueError where `folder` is the source, or exists and is not a Hugging Face folder.
+    name: str
+    stage: int
+    manifest: Manifest
+
+
+def plan_files(
+    architecture: Architecture,
+    stages: Sequence[ShardLayout],
+    dtype: torch.dtype,
+    head: Head = "lm",
+    max_file_bytes: int = DEFAULT_FILE_BYTES,
+) -> tuple[FilePlan, ...]:
+    """Files of at most `max_file_bytes` (a single larger tensor has one of its own). `stages`: the layout of a rank of each stage."""
+    whole = manifest_of(architecture, dtype, head)
+    parts: list[tuple[int, dict]] = []
+    for stage, layout in enumerate(stages):
+        room = 0
+        for tensor in (tensor for weight in held_weights(architecture, layout, head) if not weight.is_copy for tensor in weight.tensors):
+            nbytes = prod(tensor.shape) * dtype.itemsize
+            if nbytes > room:
+                parts.append((stage, {}))
+                room = max(max_file_bytes, nbytes)
+            parts[-1][1][tensor.name] = whole[tensor.name]
+            room -= nbytes
+    assert sorted(whole) == sorted(name for _, manifest in parts for name in manifest), "stages must hold each tensor once"
+    if len(parts) == 1:
+        return (FilePlan(SINGLE_FILE, *parts[0]),)
+    return tuple(
+        FilePlan(f"model-{number:05d}-of-{len(parts):05d}.safetensors", stage, manifest)
+        for number, (stage, manifest) in enumerate(parts, start=1)
+    )
+
+
+class FileOutlet(Outlet):
+    """Into the files of one stage, by a thread of its own while the next bucket is assembled."""
+
+    def __init__(self, folder: Path, files: Sequence[FilePlan], numel: int, dtype: torch.dtype, device: torch.device) -> None:
+        self._files = [SafetensorsFile(folder / file.name, file.manifest) for file in files]
+        self._file_of = {name: opened for file, opened in zip(files, self._files, strict=True) for name in file.manifest}
+        self._buffers = [torch.empty(numel, dtype=dtype, device=device) for _ in range(2)]
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="weights-to-file")
+        self._under_way: list[Future[None] | None] = [None, None]
+        self.nbytes = sum(buffer.nbytes for buffer in self._buffers)
+
+    def buffer(self, slot: int) -> torch.Tensor:
+        if (under_way := self._under_way[slot]) is not None:
+            wait([under_way])
+        return self._buffers[slot]
+
+    def hand_over(self, slot: int, bucket: Bucket) -> str:
+        self._raise_failure(slot)
+        self._under_way[slot] = self._thread.submit(self._write, self._buffers[slot], bucket)
+        return ""
+
+    def _raise_failure(self, slot: int) -> None:
+        if (under_way := self._under_way[slot]) is not None:
+            under_way.result()
+
+    def _write(self, buffer: torch.Tensor, bucket: Bucket) -> None:
+        start_s = time.perf_counter()
+        for chunk, data in zip(bucket.chunks, buffer[: bucket.volume].split([chunk.numel for chunk in bucket.chunks]), strict=True):
+            self._file_of[chunk.name].write(chunk, data.cpu())
+        self.transport_s += time.perf_counter() - start_s
+
+    def close(self) -> None:
+        """Also raises OSError, where the disk is full."""
+        self._thread.shutdown()
+        for slot in range(2):
+            self._raise_failure(slot)
+        self._buffers = []
+        for file in self._files:
+            file.close()
+
+    def abandon(self) -> None:
+        self._thread.shutdown(cancel_futures=True)
+        self._buffers = []
+        for file in self._files:
+            file.abandon()
+
+
+def open_file_sender(shards: Shards, bucket_bytes: int, dtype: torch.dtype, folder: Path, files: Sequence[FilePlan]) -> WeightSender:
+    """`files`: those of this rank's stage. Ask for parcels until they are empty, then `end`: the files are complete."""
+    peak = PeakMemory(shards.device)
+    gatherer = BucketGatherer(shards, bucket_bytes, dtype)
+    outlet = FileOutlet(folder, files, gatherer.largest_volume, dtype, shards.device) if gatherer.rank == 0 else None
+    return WeightSender(gatherer, outlet, dtype, peak)
+
+
+def save_hf_folder(write_weights: Callable[[Path], None], files: Sequence[FilePlan], folder: str | Path, source_folder: str | Path) -> None:
+    """`write_weights` writes `files` into the folder that it is given; configuration, tokenizer and chat template are copied from
+    `source_folder`, and config.json says the dtype of the weights.
+
+    A folder that is there is replaced after the new one is complete. Raises ValueError where `folder` is the source, or exists and
+    is not a Hugging Face folder; what `write_weights` raises, and then leaves `folder` as it was.
     """
     folder, source_folder = Path(folder).absolute(), Path(source_folder).absolute()
     if folder.resolve() == source_folder.resolve():
@@ -44,72 +137,23 @@ def save_hf_folder(
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}.partial-", dir=folder.parent) as scratch:
         partial = Path(scratch) / "new"
         partial.mkdir()
-        _write_weights(buckets, manifest, partial, max_shard_size)
-        _copy_companions(source_folder, partial, next(iter(manifest.values())).dtype)
+        write_weights(partial)
+        _write_index(partial, files)
+        _copy_companions(source_folder, partial, next(iter(files[0].manifest.values())).dtype)
         if folder.exists():
             os.rename(folder, Path(scratch) / "old")
         os.rename(partial, folder)
 
 
-def _write_weights(buckets: Iterable[WeightBucket], manifest: Manifest, folder: Path, max_shard_size: int) -> None:
-    receipt = WeightReceipt(manifest)
-    writer = _ShardWriter(folder, max_shard_size)
-    incomplete: dict[str, tuple[torch.Tensor, int]] = {}  # tensor, elements still to come
-    for chunk in (chunk for bucket in buckets for chunk in bucket.chunks):
-        receipt.record(chunk.meta, chunk.data.dtype)
-        if chunk.name not in incomplete:
-            shape = manifest[chunk.name].shape
-            incomplete[chunk.name] = (torch.empty(shape, dtype=chunk.data.dtype), prod(shape))
-        tensor, remaining = incomplete.pop(chunk.name)
-        tensor.view(-1)[chunk.offset : chunk.offset + chunk.data.numel()].copy_(chunk.data)
-        remaining -= chunk.data.numel()
-        if remaining > 0:
-            incomplete[chunk.name] = (tensor, remaining)
-        else:
-            writer.add(chunk.name, tensor)
-    receipt.close()
-    writer.close()
-
-
-class _ShardWriter:
-    """Fills one file after the other; the names that tell their number are given when the number is known."""
-
-    def __init__(self, folder: Path, max_bytes: int) -> None:
-        self._folder = folder
-        self._max_bytes = max_bytes
-        self._pending: dict[str, torch.Tensor] = {}
-        self._pending_bytes = 0
-        self._total_bytes = 0
-        self._written: list[list[str]] = []  # names of each file's tensors
-
-    def add(self, name: str, tensor: torch.Tensor) -> None:
-        if self._pending and self._pending_bytes + tensor.nbytes > self._max_bytes:
-            self._flush()
-        self._pending[name] = tensor
-        self._pending_bytes += tensor.nbytes
-        self._total_bytes += tensor.nbytes
-
-    def _flush(self) -> None:
-        save_file(self._pending, self._part(len(self._written)), metadata={"format": "pt"})
-        self._written.append(list(self._pending))
-        self._pending, self._pending_bytes = {}, 0
-
-    def _part(self, number: int) -> Path:
-        return self._folder / f"part-{number}"
-
-    def close(self) -> None:
-        self._flush()
-        count = len(self._written)
-        if count == 1:
-            self._part(0).rename(self._folder / SINGLE_FILE)
-            return
-        weight_map = {}
-        for number, names in enumerate(self._written):
-            file = f"model-{number + 1:05d}-of-{count:05d}.safetensors"
-            self._part(number).rename(self._folder / file)
-            weight_map.update(dict.fromkeys(names, file))
-        index = {"metadata": {"total_size": self._total_bytes}, "weight_map": dict(sorted(weight_map.items()))}
-        (self._folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
+def _write_index(folder: Path, files: Sequence[FilePlan]) -> None:
+    if len(files) == 1:
+        return
+    tensors = [(name, meta, file.name) for file in files for name, meta in file.manifest.items()]
+    index = {
+        "metadata": {"total_size": sum(prod(meta.shape) * meta.dtype.itemsize for _, meta, _ in tensors)},
+        "weight_map": {name: file for name, _, file in sorted(tensors, key=lambda tensor: tensor[0])},
+    }
+    (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
 
 
 def _copy_companions(source: Path, target: Path, dtype: torch.dtype) -> None:

@@ -1,25 +1,27 @@
 """Turns the Megatron shards of one pipeline stage into buckets of Hugging Face tensors, in bounded memory.
 
-`plan_buckets` is pure: it says which rank sends which rectangle of which parameter into which bucket. `iterate_buckets`
-executes it with point-to-point transfers to tensor-parallel rank 0, one message per rank and bucket.
+`plan_buckets` is pure: it says which rank sends which rectangle of which parameter into which bucket. `BucketGatherer`
+executes it with point-to-point transfers to tensor-parallel rank 0: a bucket in rounds, with one message per rank and round.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import accumulate
+from itertools import pairwise
 from math import prod
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from megarl.config.architecture import Architecture
-from megarl.protocol.weights import TensorChunk, WeightBucket
+from megarl.protocol.parcels import ChunkMeta
+from megarl.protocol.rectangles import Rectangle, contiguous_blocks
 from megarl.resharding.families import Head
 from megarl.resharding.layout import Piece, ShardLayout, held_weights, pieces
-from megarl.protocol.rectangles import Rectangle, contiguous_blocks
 
 
 @dataclass(frozen=True)
@@ -47,9 +49,48 @@ class Block:
         return prod(self.shape)
 
 
-Bucket = tuple[Block, ...]
+class BucketSizes(NamedTuple):
+    """How `bucket_bytes` is used, in elements: two buckets and two messages under way are at most two times `bucket_bytes`.
 
-_BLOCKS_PER_BUCKET = 8  # tensors are cut this fine, so that a bucket is closed with at most an eighth of it empty
+    message: of a round, in all ranks' messages together. block: tensors are cut this fine, so that a bucket is closed with at
+    most an eighth of it empty.
+    """
+
+    bucket: int
+    message: int
+    block: int
+
+    @classmethod
+    def of(cls, bucket_bytes: int, dtype: torch.dtype) -> BucketSizes:
+        """Raises ValueError where `bucket_bytes` holds no element."""
+        total = bucket_bytes // dtype.itemsize
+        message = max(1, total // 8)
+        bucket = total - message
+        if bucket < 1:
+            raise ValueError(f"a bucket of {bucket_bytes} bytes has no room for a {dtype} element; give a larger resharding.bucket_mb")
+        return cls(bucket, message, max(1, bucket // 8))
+
+
+Round = tuple[Block, ...]
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Blocks that lie back to back in the order of `rounds`."""
+
+    rounds: tuple[Round, ...]
+
+    @property
+    def blocks(self) -> tuple[Block, ...]:
+        return tuple(block for blocks in self.rounds for block in blocks)
+
+    @property
+    def volume(self) -> int:
+        return sum(block.volume for block in self.blocks)
+
+    @property
+    def chunks(self) -> tuple[ChunkMeta, ...]:
+        return tuple(ChunkMeta(block.hf_name, block.offset, block.volume) for block in self.blocks)
 
 
 @lru_cache(maxsize=8)  # the same plan serves every step
@@ -61,19 +102,22 @@ def plan_buckets(
     Each Hugging Face tensor that the stage is the source of comes exactly once; padded vocabulary rows and the tied copy
     of the output layer do not come at all. Raises ValueError where `bucket_bytes` holds no element.
     """
-    max_volume = bucket_bytes // dtype.itemsize
-    if max_volume < 1:
-        raise ValueError(f"bucket of {bucket_bytes} bytes holds no {dtype} element; give resharding.bucket_mb a larger value")
-    buckets: list[Bucket] = []
-    current: list[Block] = []
-    room = max_volume
-    for block in _blocks(architecture, layout, max(1, max_volume // _BLOCKS_PER_BUCKET), head):
+    sizes = BucketSizes.of(bucket_bytes, dtype)
+    blocks = list(_blocks(architecture, layout, sizes.block, head))
+    return tuple(Bucket(tuple(map(tuple, _filled(bucket, sizes.message)))) for bucket in _filled(blocks, sizes.bucket))
+
+
+def _filled(blocks: Sequence[Block], max_volume: int) -> list[list[Block]]:
+    """Cut into runs of at most `max_volume` elements."""
+    runs: list[list[Block]] = []
+    room = 0
+    for block in blocks:
         if block.volume > room:
-            buckets.append(tuple(current))
-            current, room = [], max_volume
-        current.append(block)
+            runs.append([])
+            room = max_volume
+        runs[-1].append(block)
         room -= block.volume
-    return (*buckets, tuple(current)) if current else tuple(buckets)
+    return runs
 
 
 def _blocks(architecture: Architecture, layout: ShardLayout, max_block_volume: int, head: Head) -> Iterator[Block]:
@@ -95,87 +139,142 @@ def _transfers(rank: int, piece: Piece, block: Rectangle) -> Iterator[Transfer]:
         yield Transfer(rank, piece.shard_view, in_shard, shared.relative_to(block.starts))
 
 
-def iterate_buckets(
-    parameters: Mapping[str, torch.Tensor],
-    architecture: Architecture,
-    layout: ShardLayout,
-    tensor_parallel_group: dist.ProcessGroup | None,
-    bucket_bytes: int,
-    dtype: torch.dtype,
-    head: Head = "lm",
-) -> Iterator[WeightBucket]:
-    """Streams the stage's weights as buckets of at most `bucket_bytes`, converted to `dtype`.
+@dataclass(frozen=True, kw_only=True)
+class Shards:
+    """What one rank has of a model. parameters: Megatron name with global layer number -> contiguous tensor. `group`: the
+    tensor-parallel ranks of the stage, None where there is one."""
 
-    Every tensor-parallel rank of the stage must iterate to the end: each yields as many buckets, those of ranks other
-    than 0 empty. Beside the parameters, rank 0 holds at most two buckets' bytes (what arrives, and the bucket made of
-    it), another rank one; a bucket that was yielded stays the caller's. The group may be None where
-    tensor_parallel_size is 1. parameters: Megatron name with global layer number -> contiguous tensor.
+    parameters: Mapping[str, torch.Tensor]
+    architecture: Architecture
+    layout: ShardLayout
+    group: dist.ProcessGroup | None
+    head: Head = "lm"
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(iter(self.parameters.values())).dtype
+
+    @property
+    def device(self) -> torch.device:
+        return next(iter(self.parameters.values())).device
+
+
+class BucketGatherer:
+    """One rank's part in assembling the buckets of its stage, converted to `dtype`. Every tensor-parallel rank of the stage must
+    gather every bucket, in order. Holds the two messages that are under way.
+
+    gather_s, convert_s: seconds spent on waiting for messages, and on copying, so far.
     """
-    rank = layout.tensor_parallel_rank
-    for bucket in plan_buckets(architecture, layout, bucket_bytes, dtype, head):
-        if rank == 0:
-            yield _assemble(bucket, parameters, layout.tensor_parallel_size, tensor_parallel_group, dtype)
+
+    def __init__(self, shards: Shards, bucket_bytes: int, dtype: torch.dtype) -> None:
+        self._shards = shards
+        self.rank = shards.layout.tensor_parallel_rank
+        self.buckets = plan_buckets(shards.architecture, shards.layout, bucket_bytes, dtype, shards.head)
+        length = BucketSizes.of(bucket_bytes, dtype).message if shards.layout.tensor_parallel_size > 1 else 0
+        self._messages = torch.empty(2, length, dtype=dtype, device=shards.device)
+        self.gather_s = 0.0
+        self.convert_s = 0.0
+
+    @property
+    def nbytes(self) -> int:
+        return self._messages.nbytes
+
+    @property
+    def largest_volume(self) -> int:
+        return max(bucket.volume for bucket in self.buckets)
+
+    def gather(self, bucket: Bucket, flat: torch.Tensor | None) -> None:
+        """On rank 0 `flat` (bucket.volume elements) becomes the bucket; the other ranks have none and send their parts."""
+        if self.rank == 0:
+            assert flat is not None
+            self._receive(bucket, flat)
         else:
-            assert tensor_parallel_group is not None
-            _send(bucket, parameters, rank, tensor_parallel_group, dtype)
-            yield WeightBucket(())
+            self._send(bucket)
+
+    def _send(self, bucket: Bucket) -> None:
+        under_way: list[dist.Work | None] = [None, None]
+        for index, blocks in enumerate(bucket.rounds):
+            self._wait(under_way[index % 2])
+            start_s = time.perf_counter()
+            length = 0
+            for part in _contribution(blocks, self.rank):
+                target = self._messages[index % 2, part.start : part.stop].view(part.transfer.in_block.shape)
+                target.copy_(self._region(blocks[part.block], part.transfer))
+                length = part.stop
+            self.convert_s += time.perf_counter() - start_s
+            under_way[index % 2] = self._transfer(dist.isend, 0, self._messages[index % 2, :length]) if length else None
+        for work in under_way:
+            self._wait(work)
+
+    def _receive(self, bucket: Bucket, flat: torch.Tensor) -> None:
+        expected = [self._expect(bucket.rounds[0], 0)]
+        position = 0
+        for index, blocks in enumerate(bucket.rounds):
+            if index + 1 < len(bucket.rounds):  # it travels while this round is copied
+                expected.append(self._expect(bucket.rounds[index + 1], (index + 1) % 2))
+            regions = []
+            for block in blocks:
+                regions.append(flat[position : position + block.volume].view(block.shape))
+                position += block.volume
+            self._copy(blocks, 0, regions, None)
+            for rank, message, work in expected[index]:
+                self._wait(work)
+                self._copy(blocks, rank, regions, message)
+            expected[index] = []
+
+    def _expect(self, blocks: Round, slot: int) -> list[tuple[int, torch.Tensor, dist.Work]]:
+        """Starts to receive the messages of all other ranks; they lie side by side in one of the two places."""
+        lengths = [_message_length(blocks, rank) for rank in range(1, self._shards.layout.tensor_parallel_size)]
+        ends = [sum(lengths[:count]) for count in range(len(lengths) + 1)]
+        messages = [self._messages[slot, start:stop] for start, stop in pairwise(ends)]
+        return [
+            (rank, message, self._transfer(dist.irecv, rank, message)) for rank, message in enumerate(messages, start=1) if message.numel()
+        ]
+
+    def _copy(self, blocks: Round, rank: int, regions: Sequence[torch.Tensor], message: torch.Tensor | None) -> None:
+        """What `rank` gives, from its message or from this rank's own shards."""
+        start_s = time.perf_counter()
+        for part in _contribution(blocks, rank):
+            shape = part.transfer.in_block.shape
+            source = self._region(blocks[part.block], part.transfer) if message is None else message[part.start : part.stop].view(shape)
+            regions[part.block][part.transfer.in_block.slices].copy_(source)
+        self.convert_s += time.perf_counter() - start_s
+
+    def _region(self, block: Block, transfer: Transfer) -> torch.Tensor:
+        return self._shards.parameters[block.megatron_name].detach().view(transfer.shard_view)[transfer.in_shard.slices]
+
+    def _transfer(self, function: Callable[..., dist.Work | None], peer: int, message: torch.Tensor) -> dist.Work:
+        group = self._shards.group
+        assert group is not None
+        work = function(message, dist.get_global_rank(group, peer), group=group)
+        assert work is not None, "this rank is not in the tensor-parallel group it was given"
+        return work
+
+    def _wait(self, work: dist.Work | None) -> None:
+        if work is not None:
+            start_s = time.perf_counter()
+            work.wait()
+            self.gather_s += time.perf_counter() - start_s
 
 
-def _contribution(bucket: Bucket, rank: int) -> Iterator[tuple[int, Transfer, int, int]]:
-    """(index of the block, transfer, start, stop): what a rank gives to a bucket, and where it lies in its flat message."""
+class _Part(NamedTuple):
+    """block: its number in the round. start, stop: where the transfer lies in the rank's flat message."""
+
+    block: int
+    transfer: Transfer
+    start: int
+    stop: int
+
+
+def _contribution(blocks: Round, rank: int) -> Iterator[_Part]:
     start = 0
-    for index, block in enumerate(bucket):
+    for index, block in enumerate(blocks):
         for transfer in block.transfers:
             if transfer.rank == rank:
                 stop = start + transfer.in_block.volume
-                yield index, transfer, start, stop
+                yield _Part(index, transfer, start, stop)
                 start = stop
 
 
-def _message_length(bucket: Bucket, rank: int) -> int:
-    return sum(stop - start for _, _, start, stop in _contribution(bucket, rank))
-
-
-def _shard_region(parameters: Mapping[str, torch.Tensor], block: Block, transfer: Transfer) -> torch.Tensor:
-    return parameters[block.megatron_name].detach().view(transfer.shard_view)[transfer.in_shard.slices]
-
-
-def _send(bucket: Bucket, parameters: Mapping[str, torch.Tensor], rank: int, group: dist.ProcessGroup, dtype: torch.dtype) -> None:
-    length = _message_length(bucket, rank)
-    if not length:
-        return
-    message = torch.empty(length, dtype=dtype, device=_device(parameters))
-    for index, transfer, start, stop in _contribution(bucket, rank):
-        message[start:stop].view(transfer.in_block.shape).copy_(_shard_region(parameters, bucket[index], transfer))
-    dist.send(message, dst=dist.get_global_rank(group, 0), group=group)
-
-
-def _assemble(
-    bucket: Bucket, parameters: Mapping[str, torch.Tensor], num_ranks: int, group: dist.ProcessGroup | None, dtype: torch.dtype
-) -> WeightBucket:
-    device = _device(parameters)
-    lengths = {rank: _message_length(bucket, rank) for rank in range(1, num_ranks)}
-    messages = {rank: torch.empty(length, dtype=dtype, device=device) for rank, length in lengths.items() if length}
-    requests = []
-    for rank, message in messages.items():
-        assert group is not None
-        request = dist.irecv(message, src=dist.get_global_rank(group, rank), group=group)
-        assert request is not None, "this rank is not in the tensor-parallel group it was given"
-        requests.append(request)
-
-    ends = list(accumulate(block.volume for block in bucket))
-    flat = torch.empty(ends[-1], dtype=dtype, device=device)
-    data = [flat[end - block.volume : end] for block, end in zip(bucket, ends, strict=True)]
-    regions = [elements.view(block.shape) for block, elements in zip(bucket, data, strict=True)]
-    for index, transfer, _, _ in _contribution(bucket, 0):  # while the messages of the others travel
-        regions[index][transfer.in_block.slices].copy_(_shard_region(parameters, bucket[index], transfer))
-    for request in requests:
-        request.wait()
-    for rank, message in messages.items():
-        for index, transfer, start, stop in _contribution(bucket, rank):
-            regions[index][transfer.in_block.slices].copy_(message[start:stop].view(transfer.in_block.shape))
-    return WeightBucket(tuple(TensorChunk(block.hf_name, block.offset, elements) for block, elements in zip(bucket, data, strict=True)))
-
-
-def _device(parameters: Mapping[str, torch.Tensor]) -> torch.device:
-    return next(iter(parameters.values())).device
+def _message_length(blocks: Round, rank: int) -> int:
+    return sum(part.stop - part.start for part in _contribution(blocks, rank))

@@ -9,9 +9,9 @@ from math import prod
 
 from megarl.config.architecture import Architecture
 from megarl.config.schema import ParallelConfig
+from megarl.protocol.rectangles import Rectangle, tiling_fault
 from megarl.protocol.weights import WeightTransferError
 from megarl.resharding.families import AXES, Cut, Head, Place, Weight, weights_of
-from megarl.protocol.rectangles import Rectangle, tiling_fault
 
 VOCABULARY_DIVISOR = 128  # a rank's vocabulary rows are a multiple of it, as matrix units like
 

@@ -12,6 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from megarl.config.architecture import Architecture
+from megarl.protocol.rectangles import tiling_fault
 from megarl.protocol.weights import WeightTransferError
 from megarl.resharding.families import OUTPUT_LAYER, VALUE_HEAD_TENSOR, Head, Weight
 from megarl.resharding.layout import Piece, ShardLayout, held_weights, padding, pieces, shard_shapes, shard_view
@@ -23,7 +24,6 @@ from megarl.resharding.manifest import (
     manifest_of,
     read_checkpoint_index,
 )
-from megarl.protocol.rectangles import tiling_fault
 
 ValueHead = Literal["stored", "initial"]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -12,14 +11,13 @@ import torch.distributed as dist
 from megarl.config.architecture import Architecture
 from megarl.config.schema import Device, DType, EngineConfig, OptimConfig, ParallelConfig, Recompute
 from megarl.controller.dispatch import Dispatch, register
-from megarl.controller.worker import Worker
 from megarl.engine import platform
 from megarl.engine.offload import StatePart
 from megarl.protocol.batch import DataProto
 from megarl.protocol.mesh import MeshCoordinate
-from megarl.protocol.weights import WeightBucket
 from megarl.resharding.families import Head
-from megarl.resharding.gather import iterate_buckets
+from megarl.resharding.gather import Shards
+from megarl.workers.weight_export import WeightExport
 
 if TYPE_CHECKING:  # importing these imports Megatron, which wants the platform to be active
     from megarl.engine.engine import LossFunction, MegatronEngine
@@ -64,7 +62,7 @@ def _process_groups(spec: ModelSpec) -> ParallelGroups:
     return _groups
 
 
-class MegatronWorker(Worker):
+class MegatronWorker(WeightExport):
     """One rank of a role. The engine is built, and its weights read, when the worker is constructed."""
 
     def __init__(self, spec: ModelSpec) -> None:
@@ -89,7 +87,6 @@ class MegatronWorker(Worker):
             self._groups,
             spec.path,
         )
-        self._export: Iterator[WeightBucket] = iter(())
 
     def mesh_coordinate(self) -> MeshCoordinate:
         return MeshCoordinate(dp=self._groups.data_rank, tp=self._groups.tensor_rank, pp=self._groups.pipeline_rank)
@@ -114,20 +111,11 @@ class MegatronWorker(Worker):
         """Moves them back."""
         return self._engine.restore(*parts)
 
-    def begin_weight_export(self, bucket_bytes: int) -> None:
-        """Starts a pass over the weights; the first data-parallel replica gives them, stage by stage."""
-        parameters = self._engine.parameters()
-        dtype = next(iter(parameters.values())).dtype
-        is_source = self._groups.data_rank == 0
-        self._export = (
-            iterate_buckets(
-                parameters, self._spec.architecture, self._engine.layout, self._groups.tensor, bucket_bytes, dtype, self._spec.head
-            )
-            if is_source
-            else iter(())
+    def _shards(self) -> Shards:
+        return Shards(
+            parameters=self._engine.parameters(),
+            architecture=self._spec.architecture,
+            layout=self._engine.layout,
+            group=self._groups.tensor,
+            head=self._spec.head,
         )
-
-    def next_weight_bucket(self) -> WeightBucket:
-        """The next bucket of this rank's stage on its tensor-parallel rank 0; empty after the last, and on the other ranks of the
-        stage, which must all be asked."""
-        return next(self._export, WeightBucket(()))

@@ -2,6 +2,7 @@ from dataclasses import replace
 
 import pytest
 
+from megarl.protocol.rectangles import Rectangle
 from megarl.protocol.weights import WeightTransferError
 from megarl.resharding.families import weights_of
 from megarl.resharding.layout import (
@@ -14,7 +15,6 @@ from megarl.resharding.layout import (
     rank_pieces,
     shard_shapes,
 )
-from megarl.protocol.rectangles import Rectangle
 from tests.unit.resharding.models import PADDED_VOCAB, architecture_of
 
 LAYOUTS = [(1, 1, None), (2, 1, None), (4, 1, None), (1, 2, None), (2, 2, None), (4, 2, None), (1, 2, 2), (2, 2, 2)]

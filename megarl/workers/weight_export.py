@@ -1,0 +1,106 @@
+"""The part of a Megatron worker through which its weights leave: this rank's share of a pass over them, and its weight group.
+
+The ranks of the first data-parallel replica give the weights, all of them in step; the others are not asked.
+"""
+
+from __future__ import annotations
+
+import socket
+from abc import abstractmethod
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from megarl.controller.worker import Worker
+from megarl.protocol.parcels import GroupAddress, Parcel
+from megarl.protocol.weight_group import WeightGroup, reserve_port
+from megarl.resharding.export import FilePlan, open_file_sender
+from megarl.resharding.gather import Shards
+from megarl.resharding.sender import SenderReport, WeightSender, open_sender
+from megarl.resharding.verify import shard_checksums
+
+
+class MeetingPoint(NamedTuple):
+    """Where a weight group of which a rank is rank 0 can be joined, and how its members speak."""
+
+    host: str
+    port: int
+    backend: str
+
+
+class WeightExport(Worker):
+    """Methods raise WeightTransferError where an engine is gone; then `abandon_weight_export`, and begin anew."""
+
+    _sender: WeightSender | None = None
+    _group: WeightGroup | None = None
+    _group_name = ""
+    _listener: socket.socket | None = None
+
+    @abstractmethod
+    def _shards(self) -> Shards:
+        """The weights as they are now."""
+
+    # ---- a pass over the weights
+
+    def begin_weight_export(self, bucket_bytes: int, broadcast: bool) -> None:
+        """Into the weight group that was joined, or into memory that the engines of this node read."""
+        self._drop_sender()
+        shards = self._shards()
+        self._sender = open_sender(shards, bucket_bytes, shards.dtype, self._group if broadcast else None, self._group_name)
+
+    def begin_file_export(self, bucket_bytes: int, folder: str, files: Sequence[FilePlan]) -> None:
+        """`files`: of all stages. This rank's are made, still without content."""
+        self._drop_sender()
+        shards = self._shards()
+        own = [file for file in files if file.stage == self.mesh_coordinate().pp]
+        self._sender = open_file_sender(shards, bucket_bytes, shards.dtype, Path(folder), own)
+
+    def next_parcel(self) -> Parcel:
+        """The next bucket of the stage, on its tensor-parallel rank 0; empty after the last, and on the other ranks of the stage."""
+        assert self._sender is not None, "no export was begun"
+        return self._sender.next_parcel()
+
+    def send_all(self) -> None:
+        """All buckets, where nobody has to take them: into files."""
+        assert self._sender is not None, "no export was begun"
+        self._sender.send_all()
+
+    def end_weight_export(self) -> SenderReport:
+        assert self._sender is not None, "no export was begun"
+        sender, self._sender = self._sender, None
+        return sender.end()
+
+    def abandon_weight_export(self) -> None:
+        """After a failure: gives all memory back, and leaves the weight group."""
+        self._drop_sender()
+        self.leave_weight_group()
+
+    def weight_checksums(self) -> dict[str, int]:
+        """What this rank's shards add to the checksum of each Hugging Face tensor."""
+        shards = self._shards()
+        return shard_checksums(shards, shards.dtype)
+
+    def _drop_sender(self) -> None:
+        if self._sender is not None:
+            sender, self._sender = self._sender, None
+            sender.abandon()
+
+    # ---- the weight group of this rank and the engines
+
+    def reserve_weight_group(self) -> MeetingPoint:
+        if self._listener is not None:
+            self._listener.close()
+        self._listener = reserve_port(self.node)
+        return MeetingPoint(self.node, self._listener.getsockname()[1], "nccl" if self._shards().device.type == "cuda" else "gloo")
+
+    def join_weight_group(self, address: GroupAddress) -> None:
+        """As rank 0; returns when all members are there."""
+        self.leave_weight_group()
+        listener, self._listener = self._listener, None
+        self._group = WeightGroup(address, 0, self._shards().device, listener)
+        self._group_name = address.name
+
+    def leave_weight_group(self) -> None:
+        if self._group is not None:
+            self._group.close()
+            self._group = None
