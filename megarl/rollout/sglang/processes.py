@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
 import signal
+import socket
 import traceback
 from typing import Any
 
@@ -16,6 +18,7 @@ from megarl.rollout.sglang import last_words
 def run_scheduler(server_args: Any, *arguments: Any, **keywords: Any) -> Any:
     """One rank of the model. Given to SGLang as its `run_scheduler_process_func`."""
     _end_alone()
+    _stay_on_this_machine()
     if server_args.device == "cpu":
         from megarl.rollout.sglang import cpu_adaptations
 
@@ -47,3 +50,17 @@ def _end_alone() -> None:
         send_signal(process, number)
 
     psutil.Process.send_signal = send
+
+
+def _stay_on_this_machine() -> None:
+    """The ranks of an engine meet at 127.0.0.1, but torch's store would listen on every interface, and without a password."""
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    rendezvous = importlib.import_module("torch.distributed.rendezvous")  # a function hides the module of that name
+    open_store = rendezvous.TCPStore
+
+    def make(host_name: str, port: int, world_size: int | None = None, is_master: bool = False, **options: Any) -> Any:
+        if is_master:
+            options["master_listen_fd"] = socket.create_server((host_name, port)).detach()
+        return open_store(host_name, port, world_size, is_master, **options)
+
+    rendezvous.TCPStore = make  # type: ignore[attr-defined]

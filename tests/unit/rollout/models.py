@@ -18,15 +18,23 @@ from megarl.rollout.interface import RolloutEngine
 VOCAB = 97
 
 
-def random_model(family: str = "qwen2", *, tied: bool = False, seed: int = 0, eos_token_id: int | None = None) -> PreTrainedModel:
+def random_model(
+    family: str = "qwen2",
+    *,
+    tied: bool = False,
+    seed: int = 0,
+    eos_token_id: int | None = None,
+    vocab_size: int = VOCAB,
+    hidden_size: int = 32,
+) -> PreTrainedModel:
     """Logits spread over a few units, so that temperature and truncation make a difference."""
     shared = dict(
         num_hidden_layers=2,
-        hidden_size=32,
+        hidden_size=hidden_size,
         intermediate_size=48,
         num_attention_heads=4,
         num_key_value_heads=2,
-        vocab_size=VOCAB,
+        vocab_size=vocab_size,
         max_position_embeddings=64,
         tie_word_embeddings=tied,
         bos_token_id=None,

@@ -28,12 +28,13 @@ def server_model(seed: int = 0) -> PreTrainedModel:
 
 
 def in_process_model(seed: int = 0) -> PreTrainedModel:
-    """A model that fits `sglang_in_process`: tied, and with normalised queries and keys."""
-    return random_model("qwen3", tied=True, eos_token_id=END_TOKEN, seed=seed)
+    """A model that fits `sglang_in_process`: tied, with normalised queries and keys, and with 40 MB to be given back."""
+    return random_model("qwen3", tied=True, eos_token_id=END_TOKEN, seed=seed, vocab_size=40000, hidden_size=256)
 
 
 def spec_for(model: PreTrainedModel, folder: Path, **changes: Any) -> SGLangSpec:
     """From a folder that holds no weights."""
+    model.config.architectures = [type(model).__name__]  # as saving the whole model does
     model.config.save_pretrained(folder)
     model.generation_config.save_pretrained(folder)
     settings = dict(dtype=torch.float32, device=torch.device("cpu"), max_concurrency=16, health_limit_s=60.0)

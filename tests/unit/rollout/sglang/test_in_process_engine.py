@@ -1,0 +1,99 @@
+"""SGLang's Engine in a Ray actor, two ranks: what differs from a server, and what happens when it dies."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+from megarl.config.schema import SGLangMode
+from megarl.protocol.checksum import checksum
+from megarl.rollout.interface import EngineDeadError, SamplingParameters
+from megarl.rollout.sglang.engine import SGLangEngine
+from tests.unit.rollout.models import VOCAB, push
+from tests.unit.rollout.remote_engine import RemoteEngine
+from tests.unit.rollout.sglang.test_server_engine import PROMPTS, difference
+from tests.unit.rollout.sglang_engines import END_TOKEN, in_process_model, server_model, spec_for
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    return in_process_model()
+
+
+def resident_bytes(engine: RemoteEngine) -> int:
+    return sum(psutil.Process(pid).memory_info().rss for pid in engine.process_ids())
+
+
+def test_two_ranks_hold_and_use_the_models_weights(sglang_in_process: RemoteEngine, model: PreTrainedModel) -> None:
+    push(model, sglang_in_process, version=3)
+    assert sglang_in_process.checksums() == {name: checksum(parameter.detach()) for name, parameter in model.named_parameters()}
+    for temperature in (0.6, 0.0):
+        sampling = SamplingParameters(max_new_tokens=20, seed=1, temperature=temperature)
+        for prompt, sample in zip(PROMPTS, sglang_in_process.generate(PROMPTS, sampling), strict=True):
+            assert difference(model, prompt, sample, temperature).max() < 1e-4
+            assert sample.weight_versions == (3,)
+
+
+def test_asleep_it_gives_the_memory_of_its_weights_back(sglang_in_process: RemoteEngine, model: PreTrainedModel) -> None:
+    push(model, sglang_in_process)
+    sampling = SamplingParameters(max_new_tokens=9, seed=0)
+    before, awake = sglang_in_process.generate(PROMPTS, sampling), resident_bytes(sglang_in_process)
+    weights = sum(parameter.nbytes for parameter in model.parameters())
+    assert weights > 30e6
+    sglang_in_process.sleep()
+    assert awake - resident_bytes(sglang_in_process) > 0.9 * weights
+    sglang_in_process.wake()
+    push(model, sglang_in_process)
+    assert [sample.token_ids for sample in sglang_in_process.generate(PROMPTS, sampling)] == [sample.token_ids for sample in before]
+
+
+@pytest.fixture(scope="module")
+def mortal(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RemoteEngine]:
+    """One rank, with a tokenizer; the last test kills it."""
+    folder = tmp_path_factory.mktemp("mortal")
+    words = Tokenizer(models.WordLevel({f"w{token}": token for token in range(VOCAB)}, unk_token="w0"))
+    PreTrainedTokenizerFast(tokenizer_object=words, eos_token=f"w{END_TOKEN}", unk_token="w0").save_pretrained(folder)
+    engine = RemoteEngine(spec_for(server_model(), folder, with_tokenizer=True))
+    push(server_model(), engine)
+    yield engine
+    engine.close()
+
+
+def test_min_new_tokens_keeps_end_tokens_away(mortal: RemoteEngine) -> None:
+    sampling = SamplingParameters(max_new_tokens=30, seed=0, n=30, temperature=2.0, min_new_tokens=10, stop_token_ids=(11,))
+    samples = mortal.generate([[5, 6]], sampling)
+    assert min(len(sample.token_ids) for sample in samples) > 10
+    assert {sample.finish_reason for sample in samples} == {"stop", "length"}
+    for sample in samples:
+        assert not {END_TOKEN, 11} & set(sample.token_ids[:-1])
+
+
+def test_a_killed_scheduler_is_found_at_once(mortal: RemoteEngine) -> None:
+    sampling = SamplingParameters(max_new_tokens=60, seed=0, n=200, ignore_eos=True)
+    process_ids = mortal.process_ids()
+    [scheduler] = [pid for pid in process_ids if "scheduler" in psutil.Process(pid).name()]
+    os.kill(scheduler, signal.SIGKILL)
+    start_s = time.monotonic()
+    with pytest.raises(EngineDeadError, match=f"process {scheduler} ended with code -9"):
+        mortal.generate([[5, 6]], sampling)
+    assert time.monotonic() - start_s < 10
+    with pytest.raises(EngineDeadError):
+        mortal.begin_weight_update({})
+    mortal.actor.call.remote("close", ())
+    for pid in process_ids:
+        psutil.wait_procs([psutil.Process(pid)] if psutil.pid_exists(pid) else [], timeout=20)
+    assert not [pid for pid in process_ids if psutil.pid_exists(pid)]
+
+
+def test_a_start_that_fails_says_why(tmp_path: Path) -> None:
+    """With SGLang's own last words, of whichever of its processes they are."""
+    with pytest.raises(EngineDeadError, match="divi"):
+        SGLangEngine(spec_for(server_model(), tmp_path, mode=SGLangMode.server, tensor_parallel_size=3))

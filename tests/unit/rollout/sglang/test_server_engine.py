@@ -1,0 +1,259 @@
+"""SGLang behind its HTTP server, one rank, against transformers in float32."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+import requests
+import torch
+from transformers import PreTrainedModel
+
+from megarl.protocol.checksum import checksum
+from megarl.protocol.weights import WeightTransferError
+from megarl.rollout.interface import EngineDeadError, GenerationRequest, Sample, SamplingParameters, plan_requests
+from megarl.rollout.lifecycle import EngineStateError
+from megarl.rollout.sglang.engine import SGLangEngine
+from megarl.rollout.sglang.server import ServerBackend
+from tests.unit.rollout.models import VOCAB, chunks_of, manifest_of, parcels_of, push
+from tests.unit.rollout.sglang_engines import END_TOKEN, server_model
+
+PROMPTS = [[5, 6, 14, 8], [9], [20, 21, 22, 23, 24, 25, 26, 27, 28], [3, 4, 3, 4, 3], [90, 91]]
+
+
+def log_probs(model: PreTrainedModel, prompt: list[int], token_ids: list[int], temperature: float) -> torch.Tensor:
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt + token_ids])).logits[0, len(prompt) - 1 : -1]
+    return torch.log_softmax(logits / (temperature or 1.0), -1).gather(-1, torch.tensor(token_ids)[:, None]).squeeze(-1)
+
+
+def difference(model: PreTrainedModel, prompt: list[int], sample: Sample, temperature: float = 1.0) -> torch.Tensor:
+    return (torch.tensor(sample.log_probs) - log_probs(model, prompt, sample.token_ids, temperature)).abs()
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    return server_model()
+
+
+@pytest.fixture
+def engine(sglang_server: SGLangEngine, model: PreTrainedModel) -> SGLangEngine:
+    if sglang_server.weight_version != 1:
+        push(model, sglang_server, version=1)
+    return sglang_server
+
+
+@pytest.fixture
+def changed(engine: SGLangEngine) -> Iterator[SGLangEngine]:
+    """For tests that leave other weights, or none: the next one pushes its own."""
+    yield engine
+    push(server_model(), engine, version=0)
+
+
+@pytest.mark.parametrize("temperature", [0.6, 1.0, 0.0])
+def test_log_probs_are_those_of_a_plain_forward(engine: SGLangEngine, model: PreTrainedModel, temperature: float) -> None:
+    sampling = SamplingParameters(max_new_tokens=20, seed=1, n=2, temperature=temperature, top_p=1.0 if temperature == 1 else 0.9)
+    samples = engine.generate(PROMPTS, sampling)
+    assert len(samples) == 2 * len(PROMPTS)
+    for index, sample in enumerate(samples):
+        prompt = PROMPTS[index // 2]
+        assert difference(model, prompt, sample, temperature).max() < 1e-4
+        assert sample.weight_versions == (1,)
+        if temperature == 0:
+            with torch.no_grad():
+                logits = model(torch.tensor([prompt + sample.token_ids])).logits[0, len(prompt) - 1 : -1]
+            assert sample.token_ids == logits.argmax(-1).tolist()
+
+
+def test_the_seed_alone_decides_a_sample(engine: SGLangEngine) -> None:
+    planned = plan_requests(PROMPTS, SamplingParameters(max_new_tokens=20, seed=3, n=4))
+    together = [sample.token_ids for sample in engine.generate(PROMPTS, SamplingParameters(max_new_tokens=20, seed=3, n=4))]
+    assert len({tuple(token_ids) for token_ids in together}) > 15  # samples of a prompt differ
+    for request in planned[::-3]:
+        [alone] = run(engine, [request]).values()
+        assert alone.token_ids == together[request.request_id]
+
+
+def run(engine: SGLangEngine, planned: list[GenerationRequest]) -> dict[int, Sample]:
+    engine.submit(planned)
+    samples: dict[int, Sample] = {}
+    while len(samples) < len(planned):
+        samples |= dict(engine.collect(1.0))
+    return samples
+
+
+def test_end_tokens_and_lengths(engine: SGLangEngine) -> None:
+    sampling = SamplingParameters(max_new_tokens=40, seed=0, n=30, temperature=2.0)
+    samples = engine.generate([[5, 6]], sampling)
+    assert {sample.finish_reason for sample in samples} == {"stop", "length"}
+    for sample in samples:
+        assert END_TOKEN not in sample.token_ids[:-1]
+        assert (sample.token_ids[-1] == END_TOKEN) == (sample.finish_reason == "stop")
+        assert sample.finish_reason == "stop" or len(sample.token_ids) == 40
+
+    ignored = engine.generate([[5, 6]], replace(sampling, ignore_eos=True))
+    assert {(len(sample.token_ids), sample.finish_reason) for sample in ignored} == {(40, "length")}
+    assert any(END_TOKEN in sample.token_ids for sample in ignored)
+
+    # With the same seeds, the samples are the ignored ones up to the first of both end tokens.
+    stop = ignored[0].token_ids[5]
+    for sample, whole in zip(engine.generate([[5, 6]], replace(sampling, stop_token_ids=(stop,))), ignored, strict=True):
+        ends = [index for index, token in enumerate(whole.token_ids) if token in (stop, END_TOKEN)]
+        assert sample.token_ids == whole.token_ids[: ends[0] + 1 if ends else None]
+
+
+def test_a_sample_may_fill_the_context_and_not_more(engine: SGLangEngine) -> None:
+    sampling = SamplingParameters(max_new_tokens=30, seed=0, ignore_eos=True)
+    [sample] = engine.generate([[5] * 34], sampling)
+    assert (len(sample.token_ids), sample.finish_reason) == (30, "length")
+    with pytest.raises(ValueError, match="35 tokens and max_new_tokens 30 exceed the model's max_position_embeddings 64"):
+        engine.generate([[5], [5] * 35], sampling)
+    for prompt in ([], [VOCAB]):
+        with pytest.raises(ValueError, match="empty|vocabulary"):
+            engine.generate([[5], prompt], sampling)
+    with pytest.raises(ValueError, match="min_new_tokens needs an engine with_tokenizer"):
+        engine.generate([[5]], replace(sampling, min_new_tokens=2))
+    assert engine.collect(0.0) == []  # nothing was queued
+
+
+def test_aborted_requests_are_forgotten(engine: SGLangEngine) -> None:
+    sampling = SamplingParameters(max_new_tokens=50, seed=0, ignore_eos=True)
+    engine.submit(plan_requests([[5]] * 100, sampling))
+    engine.abort()
+    assert engine.collect(0.2) == []
+    [sample] = engine.generate([[5]], sampling)
+    assert len(sample.token_ids) == 50
+
+
+def test_an_update_in_the_middle_shows_in_the_versions(changed: SGLangEngine, model: PreTrainedModel) -> None:
+    """Every token is by the weights that its sample's versions say, with no trace of the old ones in the cache."""
+    new = server_model(seed=1)
+    planned = plan_requests([[token] for token in range(10, 90)], SamplingParameters(max_new_tokens=60, seed=0, ignore_eos=True))
+    changed.submit(planned)
+    samples = dict(changed.collect(60.0))
+    push(new, changed, version=2)
+    while len(samples) < len(planned):
+        samples |= dict(changed.collect(1.0))
+    assert {sample.weight_versions for sample in samples.values()} >= {(1,), (1, 2), (2,)}
+    for request in planned:
+        sample = samples[request.request_id]
+        by_old, by_new = (difference(writer, request.prompt, sample) < 1e-4 for writer in (model, new))
+        switch = int(by_old.long().cumprod(-1).sum())
+        if sample.weight_versions == (1,):
+            assert switch == 60
+        else:
+            assert by_new[switch:].all()
+            assert (switch == 0) == (sample.weight_versions == (2,))
+
+
+def test_checksums_are_the_models(engine: SGLangEngine, model: PreTrainedModel) -> None:
+    assert engine.checksums() == {name: checksum(parameter.detach()) for name, parameter in model.named_parameters()}
+    engine.generate([[5]], SamplingParameters(max_new_tokens=2, seed=0))  # generation goes on
+
+
+def test_a_folder_and_parcels_give_the_same_weights(changed: SGLangEngine, tmp_path: Path) -> None:
+    """SGLang's own reader is the reference."""
+    other = server_model(seed=2)
+    other.save_pretrained(tmp_path)
+    sampling = SamplingParameters(max_new_tokens=20, seed=0)
+    push(other, changed, version=5)
+    by_parcels, checksums = changed.generate(PROMPTS, sampling), changed.checksums()
+    push(server_model(), changed, version=6)
+    changed.begin_weight_update(manifest_of(other))
+    changed.load_folder(tmp_path)
+    changed.end_weight_update(7)
+    assert [sample.token_ids for sample in changed.generate(PROMPTS, sampling)] == [sample.token_ids for sample in by_parcels]
+    assert changed.checksums() == checksums
+
+
+def test_an_incomplete_folder_is_named(changed: SGLangEngine, tmp_path: Path) -> None:
+    changed.begin_weight_update(manifest_of(server_model()))
+    with pytest.raises(WeightTransferError, match="no safetensors"):
+        changed.load_folder(tmp_path)
+
+
+def test_a_half_loaded_engine_refuses(changed: SGLangEngine, model: PreTrainedModel) -> None:
+    sampling = SamplingParameters(max_new_tokens=2, seed=0)
+    changed.begin_weight_update(manifest_of(model))
+    with pytest.raises(EngineStateError, match="half loaded"):
+        changed.generate([[5]], sampling)
+    with parcels_of(chunks_of(model)[:-1]) as parcels:
+        changed.load_weights(parcels)
+    with pytest.raises(WeightTransferError, match=r"model\.embed_tokens\.weight \(missing at element 0\)|incomplete"):
+        changed.end_weight_update(2)
+    with pytest.raises(EngineStateError, match="no complete weights"):
+        changed.generate([[5]], sampling)
+    with pytest.raises(EngineStateError, match="no complete weights"):
+        changed.checksums()
+
+
+def test_a_foreign_manifest_leaves_the_engine_usable(engine: SGLangEngine, model: PreTrainedModel) -> None:
+    manifest = dict(manifest_of(model))
+    manifest["model.nonsense.weight"] = manifest["model.norm.weight"]
+    before = engine.generate(PROMPTS, SamplingParameters(max_new_tokens=9, seed=0))
+    with pytest.raises(WeightTransferError, match="nonsense"):
+        engine.begin_weight_update(manifest)
+    after = engine.generate(PROMPTS, SamplingParameters(max_new_tokens=9, seed=0))
+    assert [sample.token_ids for sample in after] == [sample.token_ids for sample in before]
+    assert engine.weight_version == 1
+
+
+def test_asleep_it_refuses_and_awake_it_needs_weights(changed: SGLangEngine, model: PreTrainedModel) -> None:
+    sampling = SamplingParameters(max_new_tokens=9, seed=0)
+    before = changed.generate(PROMPTS, sampling)
+    changed.submit(plan_requests(PROMPTS, sampling))
+    changed.sleep()
+    changed.sleep()
+    with pytest.raises(EngineStateError, match="asleep"):
+        changed.generate(PROMPTS, sampling)
+    with pytest.raises(EngineStateError, match="asleep"):
+        changed.begin_weight_update(manifest_of(model))
+    changed.wake()
+    with pytest.raises(EngineStateError, match="no complete weights"):
+        changed.generate(PROMPTS, sampling)
+    push(model, changed, version=4)
+    after = changed.generate(PROMPTS, sampling)
+    assert [sample.token_ids for sample in after] == [sample.token_ids for sample in before]
+
+
+def test_requests_without_the_key_are_refused(engine: SGLangEngine) -> None:
+    backend = engine._backend
+    assert isinstance(backend, ServerBackend)
+    body = {"input_ids": [5], "sampling_params": {"max_new_tokens": 1}}
+    for path in ("/generate", "/update_weights_from_disk", "/pause_generation", "/release_memory_occupation", "/get_model_info"):
+        for headers in ({}, {"Authorization": "Bearer nonsense"}):
+            assert requests.post(backend.url + path, json=body, headers=headers, timeout=30).status_code == 401, path
+    [sample] = engine.generate([[5]], SamplingParameters(max_new_tokens=1, seed=0))
+    assert len(sample.token_ids) == 1
+
+
+def test_it_listens_on_loopback_only_and_keeps_its_key_to_itself(engine: SGLangEngine) -> None:
+    backend = engine._backend
+    assert isinstance(backend, ServerBackend)
+    listening = set()
+    for pid in engine.process_ids():
+        process = psutil.Process(pid)
+        listening |= {connection.laddr.ip for connection in process.net_connections() if connection.status == psutil.CONN_LISTEN}
+        for file in ("cmdline", "environ"):
+            assert backend._key.encode() not in Path(f"/proc/{pid}/{file}").read_bytes()
+    assert listening == {"127.0.0.1"}
+
+
+def test_a_hung_engine_is_found_by_its_silence(changed: SGLangEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(changed, "_spec", replace(changed._spec, health_limit_s=1.0))
+    schedulers = [pid for pid in changed.process_ids() if "scheduler" in psutil.Process(pid).name()]
+    assert schedulers
+    for pid in schedulers:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        with pytest.raises(EngineDeadError, match="no sign of life for 1 s"):
+            changed.generate([[5]], SamplingParameters(max_new_tokens=2, seed=0))
+    finally:
+        for pid in schedulers:
+            os.kill(pid, signal.SIGCONT)
+    changed.abort()
