@@ -2,14 +2,15 @@
 
 A tensor's memory is its storage, and views of it are everywhere: Megatron's buffers, their buckets, the parameters, the
 optimizer's shards of them. So storages are emptied and filled in place, and every view is right again afterwards.
-On CUDA the bytes wait in pinned host memory. On the CPU they wait in a temporary file (in TMPDIR) that has no name, so that a
-process's memory really gets smaller and a killed process leaves nothing behind.
+On CUDA the bytes wait in pinned host memory. On the CPU they wait in a temporary file (in TMPDIR, or /var/tmp) that has no name,
+so that a process's memory really gets smaller and a killed process leaves nothing behind.
 """
 
 from __future__ import annotations
 
 import ctypes
 import io
+import os
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
@@ -49,7 +50,7 @@ class _File:
 
     def put(self, storages: Sequence[UntypedStorage]) -> None:
         """Raises OSError where the disk is full."""
-        file = cast(io.FileIO, tempfile.TemporaryFile(buffering=0))  # noqa: SIM115  (open until `take`)
+        file = cast(io.FileIO, tempfile.TemporaryFile(buffering=0, dir=_disk_folder()))  # noqa: SIM115  (open until `take`)
         for storage in storages:
             _all_of(storage, file.write)
         self._file = file
@@ -65,6 +66,12 @@ class _File:
 
 def _bytes_of(storage: UntypedStorage) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # type: ignore[call-overload]
+
+
+def _disk_folder() -> str:
+    """/tmp is memory on many systems, /var/tmp is not."""
+    on_disk = "/var/tmp"
+    return tempfile.gettempdir() if os.environ.get("TMPDIR") or not os.access(on_disk, os.W_OK) else on_disk
 
 
 def _all_of(storage: UntypedStorage, move: Callable[[memoryview], int | None]) -> None:
