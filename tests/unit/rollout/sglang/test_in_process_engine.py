@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
@@ -95,5 +96,8 @@ def test_a_killed_scheduler_is_found_at_once(mortal: RemoteEngine) -> None:
 
 def test_a_start_that_fails_says_why(tmp_path: Path) -> None:
     """With SGLang's own last words, of whichever of its processes they are."""
-    with pytest.raises(EngineDeadError, match="divi"):
-        SGLangEngine(spec_for(server_model(), tmp_path, mode=SGLangMode.server, tensor_parallel_size=3))
+    spec = spec_for(server_model(), tmp_path, mode=SGLangMode.server)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"architectures": ["NonsenseForCausalLM"]}))
+    with pytest.raises(EngineDeadError, match="NonsenseForCausalLM"):
+        SGLangEngine(spec)
