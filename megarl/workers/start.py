@@ -128,7 +128,7 @@ def start_ppo(config: PPOConfig, models: Architectures, rules: TokenRules, devic
     reward_worker = RayClassWithInitArgs(RewardWorker, config.reward, config.model.path, config.model.trust_remote_code)
     reward_group = starter.group({"reward": reward_worker})["reward"]
     residency = _residency(config, policy_groups)
-    rollout = _start_rollout(config, rules, device, _replica_places(config, device, pools, policy_groups["actor"]), residency)
+    rollout = _start_rollout(config, rules, device, replica_places(config, device, pools, policy_groups["actor"]), residency)
 
     actor_group = policy_groups["actor"]
     return PPORoles(
@@ -161,7 +161,7 @@ def _residency(config: PPOConfig, policies: Mapping[str, RoleGroup]) -> Residenc
     return turns
 
 
-def _replica_places(config: PPOConfig, device: Device, pools: ResourcePoolManager, actor: RoleGroup) -> list[ReplicaPlace]:
+def replica_places(config: PPOConfig, device: Device, pools: ResourcePoolManager, actor: RoleGroup) -> list[ReplicaPlace]:
     """Of each replica: the bundle of its first device, and the names of all its devices where it has those of several bundles."""
     bundles = plan_placement(config).bundles("rollout")
     parts = pools.get_resource_pool("rollout").split()
