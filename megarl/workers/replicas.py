@@ -169,12 +169,12 @@ class Replicas:
     def _lives(self, number: int, failure: WorkerError | PhaseTimeoutError) -> bool:
         """Whether `failure` is not its death; else it is asked, and comes to answer when it is done with what it does."""
         group = self.groups[number]
-        if is_dead(failure) and isinstance(failure, WorkerError) and failure.pid in group.pids:
+        if isinstance(failure, WorkerError) and failure.pid in group.pids and (is_dead(failure) or is_failed_start(failure)):
             return False
         try:
             group.check_health().get(timeout=_CHECK_S)
         except (WorkerError, PhaseTimeoutError) as error:
-            return not is_dead(error)
+            return not (is_dead(error) or is_failed_start(error))
         except TimeoutError:
             return False
         return True
@@ -208,4 +208,5 @@ def is_dead(error: WorkerError | PhaseTimeoutError) -> bool:
 
 
 def is_failed_start(error: WorkerError | PhaseTimeoutError) -> bool:
+    """A replica did not come up."""
     return isinstance(error, WorkerError) and error.role == "rollout" and error.method == "__init__" and error.kind is FailureKind.exception

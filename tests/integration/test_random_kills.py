@@ -1,0 +1,16 @@
+"""Fifty random kills of the fake engine's processes: the soak command of tests/soak/kills.py, in the suite."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.soak.kills import run
+
+
+def test_fifty_random_kills_lose_nothing(ray_cluster: None, tmp_path: Path) -> None:
+    report = run("fake", num_kills=50, seed=0, folder=tmp_path)
+    assert sum(report.victims.values()) == 50
+    assert len(report.victims) >= 2  # workers, and processes that their engines had started
+    assert report.num_restarts >= 25  # a process may die of one kill while the next is under way
+    assert report.num_resent > 0
+    assert report.num_checksums > 0
