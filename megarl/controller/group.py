@@ -26,7 +26,6 @@ from megarl.controller.errors import RankReport
 from megarl.controller.futures import WorkerFuture, forward, upstream_calls
 from megarl.controller.messages import CallRecord
 from megarl.controller.resource_pool import RayResourcePool
-from megarl.controller.transport import register_serializers
 from megarl.controller.worker import Worker
 from megarl.controller.worker_class import ColocatedWorkerClass, RayClassWithInitArgs
 from megarl.protocol.mesh import MeshCoordinate
@@ -168,7 +167,6 @@ class RayWorkerGroup(RoleGroup):
         self._roles = ray_cls_with_init.roles if isinstance(ray_cls_with_init, ColocatedWorkerClass) else {role: ray_cls_with_init}
         for spec in self._roles.values():
             registered_methods(spec.cls)  # refused before a process is started
-        register_serializers()
         defaults = {} if resource_pool.use_gpu else {"OMP_NUM_THREADS": "1"}
         actors = ActorSet(resource_pool, self._roles, {**defaults, **environment}, phase_time_limit_s, self._record_spans)
         if fused:

@@ -81,11 +81,9 @@ class WorkerHost:
         return self._record("__init__", lambda: self._construct(workers, identity, owner))
 
     def _construct(self, workers: bytes, identity: RankIdentity, owner: str) -> None:
-        from megarl.controller.transport import register_serializers
         from megarl.controller.worker import WorkerContext
 
         start_reaper(owner, whole_group=True)
-        register_serializers()
         for role, (cls, arguments, named_arguments) in pickle.loads(workers).items():
             worker = cls.__new__(cls)
             worker.context = WorkerContext(

@@ -37,17 +37,6 @@ class TensorChunk:
         return ChunkMeta(self.name, self.offset, self.data.numel())
 
 
-@dataclass(frozen=True)
-class WeightBucket:
-    """Chunks that travel together; `nbytes` never exceeds the `bucket_mb` that the sender was given."""
-
-    chunks: tuple[TensorChunk, ...]
-
-    @property
-    def nbytes(self) -> int:
-        return sum(chunk.data.numel() * chunk.data.element_size() for chunk in self.chunks)
-
-
 @dataclass
 class WeightReceipt:
     """Counts what has arrived against a manifest, so that a load is complete or an error."""

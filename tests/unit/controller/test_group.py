@@ -87,8 +87,8 @@ def test_execute_by_rank_and_on_all(group: RayWorkerGroup) -> None:
         group.execute_rank_async(4, "who")
     with pytest.raises(ValueError, match="'actor', has no method 'nothing'"):
         group.execute_all_sync("nothing")
-    with pytest.raises(AttributeError, match="EchoWorker has no registered method 'make_bucket'"):
-        group.make_bucket(1)
+    with pytest.raises(AttributeError, match="EchoWorker has no registered method 'make_numbers'"):
+        group.make_numbers(1)
 
 
 def test_fused_roles_share_processes(fused: dict) -> None:
@@ -110,10 +110,10 @@ def test_a_future_goes_to_another_group_part_by_part(group: RayWorkerGroup, fuse
         fused["critic"].scale(single, 1)
 
 
-def test_weight_buckets_go_from_one_rank_to_all_without_the_driver(group: RayWorkerGroup, fused: dict) -> None:
-    bucket = group.execute_rank_async(3, "make_bucket", 1000)
-    assert fused["reward"].load(bucket).get() == [(499500 + 3000, "torch.bfloat16", [3, 4, 5, 6])] * 2
-    several = [group.execute_rank_async(rank, "make_bucket", 8) for rank in range(2)]
+def test_a_result_goes_from_one_rank_to_all_without_the_driver(group: RayWorkerGroup, fused: dict) -> None:
+    numbers = group.execute_rank_async(3, "make_numbers", 1000)
+    assert fused["reward"].load(numbers).get() == [499500 + 3000] * 2
+    several = [group.execute_rank_async(rank, "make_numbers", 8) for rank in range(2)]
     assert fused["reward"].size_of(several).get() == [("list", 2)] * 2
     with pytest.raises(ValueError, match="nothing but futures of a single rank"):
         fused["reward"].size_of([several[0], 1])

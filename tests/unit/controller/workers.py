@@ -8,13 +8,13 @@ import sys
 import time
 from typing import Any
 
+import numpy as np
 import torch
 
 from megarl.controller.dispatch import Dispatch, register
 from megarl.controller.worker import Worker
 from megarl.protocol.batch import DataProto
 from megarl.protocol.mesh import MeshCoordinate
-from megarl.protocol.weights import TensorChunk, WeightBucket
 
 LAUNCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS", "GREETING")
 
@@ -26,7 +26,6 @@ class EchoWorker(Worker):
         self.seen_at_construction = {name: os.environ.get(name) for name in LAUNCH} | {"threads": torch.get_num_threads()}
         self.tensor_parallel_size = tensor_parallel_size
         self.label = label
-        self.bucket: WeightBucket | None = None
 
     def mesh_coordinate(self) -> MeshCoordinate:
         return MeshCoordinate(dp=self.rank // self.tensor_parallel_size, tp=self.rank % self.tensor_parallel_size)
@@ -77,15 +76,14 @@ class EchoWorker(Worker):
     def size_of(self, value: Any) -> tuple[str, int]:
         return type(value).__name__, len(value)
 
-    def make_bucket(self, num_elements: int) -> WeightBucket:
+    def make_numbers(self, count: int) -> np.ndarray:
         with self.phase("gather"):
-            data = torch.arange(num_elements, dtype=torch.float32) + self.rank
-            return WeightBucket((TensorChunk("a", 0, data), TensorChunk("b", 0, data[:4].to(torch.bfloat16))))
+            return np.arange(count, dtype=np.float32) + self.rank
 
     @register(Dispatch.ONE_TO_ALL, blocking=False)
-    def load(self, bucket: WeightBucket) -> tuple[float, str, list[float]]:
+    def load(self, numbers: np.ndarray) -> float:
         with self.phase("load"):
-            return bucket.chunks[0].data.sum().item(), str(bucket.chunks[1].data.dtype), bucket.chunks[1].data.tolist()
+            return float(numbers.sum())
 
     # ---- ways to fail
 

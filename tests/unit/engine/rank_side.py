@@ -98,16 +98,21 @@ def hf_gradients(engine: MegatronEngine) -> Tensors:
 def _hf_tensors(engine: MegatronEngine, named: Tensors) -> Tensors:
     """This stage's Hugging Face tensors on tensor-parallel rank 0, float32; nothing elsewhere (all ranks must ask)."""
     from megarl.resharding.families import weights_of
-    from megarl.resharding.gather import iterate_buckets
+    from megarl.resharding.gather import BucketGatherer, Shards
 
     _check_copies(engine, named)
-    spec, layout = engine.spec, engine.layout
+    spec = engine.spec
     shapes = {tensor.name: tensor.shape for weight in weights_of(spec.architecture, spec.head) for tensor in weight.tensors}
     pieces: dict[str, list[Tensor]] = {}
-    buckets = iterate_buckets(named, spec.architecture, layout, engine.groups.tensor, BUCKET_BYTES, torch.float32, spec.head)
-    for bucket in buckets:
-        for chunk in bucket.chunks:
-            pieces.setdefault(chunk.name, []).append(chunk.data)
+    shards = Shards(parameters=named, architecture=spec.architecture, layout=engine.layout, group=engine.groups.tensor, head=spec.head)
+    gatherer = BucketGatherer(shards, BUCKET_BYTES, torch.float32)
+    for bucket in gatherer.buckets:
+        flat = torch.empty(bucket.volume) if gatherer.rank == 0 else None
+        gatherer.gather(bucket, flat)
+        for chunk, data in (
+            zip(bucket.chunks, flat.split([chunk.numel for chunk in bucket.chunks]), strict=True) if flat is not None else ()
+        ):
+            pieces.setdefault(chunk.name, []).append(data)
     return {name: torch.cat(parts).view(shapes[name]) for name, parts in pieces.items()}
 
 

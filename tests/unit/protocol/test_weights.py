@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megarl.protocol.weights import TensorChunk, TensorMeta, WeightBucket, WeightReceipt, WeightTransferError
+from megarl.protocol.weights import TensorChunk, TensorMeta, WeightReceipt, WeightTransferError
 
 MANIFEST = {"a": TensorMeta((2, 3), torch.float32), "b": TensorMeta((4,), torch.bfloat16)}
 A_HEAD, A_TAIL = TensorChunk("a", 0, torch.zeros(4)), TensorChunk("a", 4, torch.zeros(2))
@@ -19,10 +19,6 @@ def close_after(*chunks: TensorChunk) -> None:
 
 def test_a_complete_load_in_any_order_passes() -> None:
     close_after(A_TAIL, B_WHOLE, A_HEAD)
-
-
-def test_bytes_of_a_bucket() -> None:
-    assert WeightBucket((A_HEAD, B_WHOLE)).nbytes == 4 * 4 + 4 * 2
 
 
 @pytest.mark.parametrize(
