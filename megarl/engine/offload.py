@@ -49,10 +49,18 @@ class _File:
         self._file: io.FileIO | None = None
 
     def put(self, storages: Sequence[UntypedStorage]) -> None:
-        """Raises OSError where the disk is full."""
-        file = cast(io.FileIO, tempfile.TemporaryFile(buffering=0, dir=_disk_folder()))  # noqa: SIM115  (open until `take`)
-        for storage in storages:
-            _all_of(storage, file.write)
+        """Raises OSError that names the folder where the bytes do not fit."""
+        folder = _disk_folder()
+        try:
+            file = cast(io.FileIO, tempfile.TemporaryFile(buffering=0, dir=folder))  # noqa: SIM115  (open until `take`)
+            for storage in storages:
+                _all_of(storage, file.write)
+        except OSError as error:
+            size_mb = sum(storage.nbytes() for storage in storages) / 1e6
+            raise OSError(
+                error.errno,
+                f"cannot keep {size_mb:,.0f} MB of offloaded state in {folder}: {error.strerror}; set TMPDIR to a folder with room",
+            ) from error
         self._file = file
 
     def take(self, storages: Sequence[UntypedStorage]) -> None:
