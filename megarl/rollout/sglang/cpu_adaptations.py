@@ -42,7 +42,6 @@ EVIDENCE = (
 )
 
 _MASK = 0xFFFFFFFF
-_library: torch.library.Library | None = None
 
 
 def install_in_arguments() -> None:
@@ -54,17 +53,17 @@ def install_in_arguments() -> None:
 
 def install_in_scheduler() -> None:
     """In a scheduler process, before its model is made."""
-    _define_murmur_hash()
+    _replace_murmur_hash()
     _disable_batch_invariant_kernels()
     _batch_decode_attention()
     _release_memory_for_real()
 
 
-def _define_murmur_hash() -> None:
-    global _library
-    _library = torch.library.Library("sgl_kernel", "FRAGMENT")
-    _library.define("murmur_hash32_cpu(Tensor seed, Tensor positions, Tensor col_indices) -> Tensor")
-    _library.impl("murmur_hash32_cpu", murmur_hash32, "CPU")
+def _replace_murmur_hash() -> None:
+    from sglang.kernels.ops.sampling import murmur_hash
+    from sglang.srt.layers import sampler
+
+    murmur_hash.murmur_hash32 = sampler.murmur_hash32 = murmur_hash32  # imported by name there
 
 
 def murmur_hash32(seed: torch.Tensor, positions: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from math import prod
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from safetensors import safe_open
@@ -36,7 +36,13 @@ T = TypeVar("T")
 
 _START_LIMIT_S = 600.0  # kernels may be compiled
 _POLL_S = 0.5
+_FLUSH_POLL_S = 0.05
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+
+
+class _InFlight(NamedTuple):
+    request: GenerationRequest
+    future: Future[None]
 
 
 class SGLangEngine(RolloutEngine):
@@ -56,9 +62,10 @@ class SGLangEngine(RolloutEngine):
         self._lifecycle = EngineLifecycle()
         self._loop = LoopThread(self._backend.start)
         self._finished: queue.SimpleQueue[tuple[int, FinishedRequest | BaseException]] = queue.SimpleQueue()
-        self._in_flight: dict[int, Future[None]] = {}  # by ticket, which is never used twice
+        self._in_flight: dict[int, _InFlight] = {}  # by ticket, which is never used twice
         self._tickets = itertools.count()
         self._session_is_open = self._is_paused = False
+        self._last_version = -1  # of the last complete weights
         self._last_sign_s = time.monotonic()
         self._wait_for(self._backend.open())
         self._loader = LoaderClient(self._send_to_loader, spec.tensor_parallel_size)
@@ -84,15 +91,14 @@ class SGLangEngine(RolloutEngine):
             self._last_sign_s = time.monotonic()
         for request in requests:
             ticket = next(self._tickets)
-            self._in_flight[ticket] = self._loop.submit(self._generate(ticket, request))
+            self._in_flight[ticket] = _InFlight(request, self._loop.submit(self._generate(ticket, request)))
 
     async def _generate(self, ticket: int, request: GenerationRequest) -> None:
-        version = self._lifecycle.weight_version
-        assert version is not None
+        submitted = self._last_version
         outcome: FinishedRequest | BaseException
         try:
             answer = await self._backend.generate(generation_payload(request, self._end_token_ids))
-            outcome = FinishedRequest(request.request_id, read_sample(answer, request.sampling, version))
+            outcome = FinishedRequest(request.request_id, read_sample(answer, request.sampling, submitted, self._last_version))
         except Exception as error:  # noqa: BLE001  the boundary of the loop's thread: `collect` raises it
             outcome = error
         self._finished.put((ticket, outcome))
@@ -132,8 +138,8 @@ class SGLangEngine(RolloutEngine):
         self._last_sign_s = time.monotonic()
 
     def abort(self) -> None:
-        for future in self._in_flight.values():
-            future.cancel()
+        for in_flight in self._in_flight.values():
+            in_flight.future.cancel()
         if self._in_flight:
             self._in_flight.clear()
             self._wait_for(self._backend.abort(), self._spec.health_limit_s)
@@ -176,9 +182,17 @@ class SGLangEngine(RolloutEngine):
         self._loader.finish()
         self._close_session()
         self._lifecycle.end(version)
-        self._call("update_weight_version", new_version=str(version), abort_all_requests=False)
-        self._flush()
+        self._last_version = version
+        if self._backend.features.has("update_weight_version"):
+            self._call("update_weight_version", new_version=str(version), abort_all_requests=False)
+        started_anew: list[GenerationRequest] = []
+        if not self._try_to_flush():
+            # Older versions flush only what is idle: requests that wait for the end of the update start anew after it.
+            started_anew = [in_flight.request for in_flight in self._in_flight.values()]
+            self.abort()
+            self._flush()
         self._resume()
+        self.submit(started_anew)
 
     def join_weight_group(self, address: GroupAddress, first_rank: int) -> None:
         with self._paused():
@@ -238,9 +252,16 @@ class SGLangEngine(RolloutEngine):
         self._call("continue_generation", torch_empty_cache=False)
         self._is_paused = False
 
+    def _try_to_flush(self) -> bool:
+        return self._wait_for(self._backend.flush_cache(), self._spec.health_limit_s)
+
     def _flush(self) -> None:
-        if not self._wait_for(self._backend.flush_cache(), self._spec.health_limit_s):
-            raise EngineDeadError("SGLang did not flush its prefix cache, although generation is paused")
+        """When all requests have been aborted, which SGLang does when it comes to it."""
+        start_s = time.monotonic()
+        while not self._try_to_flush():
+            if time.monotonic() - start_s > self._spec.health_limit_s:
+                raise EngineDeadError(f"SGLang has not ended the requests that were aborted {self._spec.health_limit_s:g} s ago")
+            time.sleep(_FLUSH_POLL_S)
 
     # ---- memory and end
 

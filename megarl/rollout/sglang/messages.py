@@ -29,8 +29,8 @@ def generation_payload(request: GenerationRequest, end_token_ids: Collection[int
     }
 
 
-def read_sample(answer: dict[str, Any], sampling: SamplingParameters, version: int) -> Sample:
-    """version: of the weights when the request was submitted.
+def read_sample(answer: dict[str, Any], sampling: SamplingParameters, submitted: int, finished: int) -> Sample:
+    """submitted, finished: versions of the weights when the request was submitted, and when its answer came.
 
     Raises RuntimeError where the request was ended by something else than a token or its length.
     """
@@ -41,12 +41,8 @@ def read_sample(answer: dict[str, Any], sampling: SamplingParameters, version: i
     if reason["type"] not in ("stop", "length") or (reason["type"] == "length" and len(tokens) != sampling.max_new_tokens):
         raise RuntimeError(f"SGLang ended a request after {len(tokens)} of {sampling.max_new_tokens} tokens: {reason}")
     ended: Literal["stop", "length"] = reason["type"]
-    return Sample([token for _, token, *_ in tokens], [log_prob for log_prob, *_ in tokens], ended, _versions(meta, version))
-
-
-def _versions(meta: dict[str, Any], submitted: int) -> tuple[int, ...]:
-    """Newer versions of SGLang say which weights wrote which tokens; older ones only which were there at the end."""
-    if "weight_versions" in meta:
-        return tuple(int(span["version"]) for span in meta["weight_versions"])
-    ended = int(meta["weight_version"])
-    return (submitted,) if ended == submitted else (submitted, ended)
+    if "weight_versions" in meta:  # newer versions of SGLang say which weights wrote which tokens
+        versions = tuple(int(span["version"]) for span in meta["weight_versions"])
+    else:
+        versions = (submitted,) if finished == submitted else (submitted, finished)
+    return Sample([token for _, token, *_ in tokens], [log_prob for log_prob, *_ in tokens], ended, versions)

@@ -14,7 +14,7 @@ SAMPLING = SamplingParameters(max_new_tokens=3, seed=5, temperature=0.5, stop_to
 
 def answer(reason: dict[str, Any], count: int = 3, **meta: Any) -> dict[str, Any]:
     tokens = [(-0.5 * index, 10 + index, None) for index in range(count)]
-    return {"output_ids": [], "meta_info": {"finish_reason": reason, "output_token_logprobs": tokens, "weight_version": "4", **meta}}
+    return {"output_ids": [], "meta_info": {"finish_reason": reason, "output_token_logprobs": tokens, **meta}}
 
 
 def test_a_request_says_everything_explicitly() -> None:
@@ -32,18 +32,18 @@ def test_with_ignore_eos_nothing_stops() -> None:
 
 
 def test_an_answer_becomes_a_sample() -> None:
-    assert read_sample(answer({"type": "length", "length": 3}), SAMPLING, 4) == Sample([10, 11, 12], [0.0, -0.5, -1.0], "length", (4,))
-    assert read_sample(answer({"type": "stop", "matched": 11}, count=2), SAMPLING, 4).finish_reason == "stop"
+    assert read_sample(answer({"type": "length", "length": 3}), SAMPLING, 4, 4) == Sample([10, 11, 12], [0.0, -0.5, -1.0], "length", (4,))
+    assert read_sample(answer({"type": "stop", "matched": 11}, count=2), SAMPLING, 4, 4).finish_reason == "stop"
 
 
 def test_weight_versions_by_token_or_by_request() -> None:
     length = {"type": "length", "length": 3}
     spans = [{"version": "3", "start": 0, "end": 1}, {"version": "4", "start": 1, "end": 3}]
-    assert read_sample(answer(length, weight_versions=spans), SAMPLING, 3).weight_versions == (3, 4)
-    assert read_sample(answer(length), SAMPLING, 2).weight_versions == (2, 4)  # older versions of SGLang
+    assert read_sample(answer(length, weight_versions=spans), SAMPLING, 3, 4).weight_versions == (3, 4)
+    assert read_sample(answer(length), SAMPLING, 2, 4).weight_versions == (2, 4)  # older versions of SGLang
 
 
 @pytest.mark.parametrize(("reason", "count"), [({"type": "abort", "message": "gone"}, 2), ({"type": "length", "length": 2}, 2)])
 def test_a_sample_that_was_cut_off_is_an_error(reason: dict[str, Any], count: int) -> None:
     with pytest.raises(RuntimeError, match="after 2 of 3 tokens"):
-        read_sample(answer(reason, count), SAMPLING, 4)
+        read_sample(answer(reason, count), SAMPLING, 4, 4)

@@ -139,7 +139,8 @@ def test_an_update_in_the_middle_shows_in_the_versions(changed: SGLangEngine, mo
     push(new, changed, version=2)
     while len(samples) < len(planned):
         samples |= dict(changed.collect(1.0))
-    assert {sample.weight_versions for sample in samples.values()} >= {(1,), (1, 2), (2,)}
+    goes_on = changed._backend.features.has("begin_weight_update")  # before 0.5.21 what waits for the update starts anew
+    assert {sample.weight_versions for sample in samples.values()} == {(1,), (2,), *([(1, 2)] if goes_on else [])}
     for request in planned:
         sample = samples[request.request_id]
         by_old, by_new = (difference(writer, request.prompt, sample) < 1e-4 for writer in (model, new))
