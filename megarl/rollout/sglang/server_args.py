@@ -73,6 +73,7 @@ def build_server_args(spec: SGLangSpec) -> dict[str, Any]:
         "custom_weight_loader": [WEIGHT_LOADER],
         "enable_deterministic_inference": spec.deterministic or spec.device.type == "cpu",
         "log_level": "error",
+        "sleep_on_idle": True,  # else its schedulers take a core each while others train
     }
     if spec.device.type == "cpu":
         tokens = spec.max_total_tokens or min(spec.max_concurrency * longest, max(_CPU_CACHE_TOKENS, longest))
