@@ -1,0 +1,174 @@
+"""The matrix: each family, from each trainer layout, by each transport. Fresh random weights go from real Megatron ranks into the real
+SGLang, which then writes what Hugging Face writes with them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from megarl.config.architecture import read_architecture
+from megarl.config.schema import Device, DType, RolloutConfig, RolloutEngineKind, SGLangConfig, SGLangMode, Transport, Verify
+from megarl.controller.dispatch import Dispatch, register
+from megarl.controller.errors import WorkerError
+from megarl.controller.group import RoleGroup
+from megarl.controller.resource_pool import RayResourcePool
+from megarl.controller.worker_class import RayClassWithInitArgs
+from megarl.rollout.interface import Sample, SamplingParameters, plan_requests
+from megarl.workers.engines import EngineSpec, build_engine
+from megarl.workers.megatron import MegatronWorker, ModelSpec
+from megarl.workers.replicas import ReplicaPlace, Replicas
+from megarl.workers.weight_sync import WeightSource, WeightSync
+from tests.unit.engine.models import FAMILIES, load_lm, save_model
+from tests.unit.engine.rank_side import LAYOUTS
+from tests.unit.workers.groups import model_spec, started
+
+LAYOUT_NAMES = ("TP1", "TP2", "PP2", "TP2xPP2", "PP2xVPP2")
+TRANSPORTS = (Transport.colocated, Transport.broadcast, Transport.disk)
+BUCKET_BYTES = 20_000  # less than the embedding: it is split
+TOLERANCE = 1e-3
+PROMPTS = [[5, 6, 14, 7, 8], [9, 10], [120, 121, 122, 123, 124, 125, 198]]
+GREEDY = SamplingParameters(max_new_tokens=12, seed=0, temperature=0, ignore_eos=True)
+COOL = SamplingParameters(max_new_tokens=12, seed=1, temperature=0.6, ignore_eos=True)
+# What the engines of a family are, so that every kind is in the matrix: replicas, tensor parallelism, mode.
+ENGINES = {
+    "qwen2": (2, 1, SGLangMode.engine),
+    "qwen2-tied": (1, 1, SGLangMode.server),
+    "qwen3-tied": (1, 2, SGLangMode.engine),
+    "llama2": (1, 2, SGLangMode.server),
+    "llama3-tied": (1, 1, SGLangMode.engine),
+}
+
+
+class ReloadingWorker(MegatronWorker):
+    """Takes one model after another; the processes and their parallel groups stay."""
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def load(self, spec: ModelSpec) -> None:
+        MegatronWorker.__init__(self, spec)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("models")
+    for family in FAMILIES:
+        save_model(family, folder / family)
+    return {family: folder / family for family in FAMILIES}
+
+
+@pytest.fixture(scope="module")
+def engines(ray_cluster: None, folders: dict[str, Path]) -> Iterator[dict[str, Replicas]]:
+    """All families at the same time: they start while the trainers do."""
+    pools, replicas = [], {}
+    for family, (num_replicas, tensor_parallel_size, mode) in ENGINES.items():
+        pool = RayResourcePool([num_replicas], use_gpu=False, name=family)
+        rollout = RolloutConfig(
+            engine=RolloutEngineKind.sglang,
+            tensor_parallel_size=tensor_parallel_size,
+            max_concurrency=8,
+            sglang=SGLangConfig(mode=mode),
+        )
+        spec = EngineSpec(path=str(folders[family]), dtype=DType.float32, device=Device.cpu, rollout=rollout)
+        places = [ReplicaPlace(part) for part in pool.split()]
+        replicas[family] = Replicas(places, partial(build_engine, spec), restart_limit=0, phase_time_limit_s=300)
+        pools.append(pool)
+    yield replicas
+    for of_family in replicas.values():
+        of_family.shutdown()
+    for pool in pools:
+        pool.release()
+
+
+class Trainers(NamedTuple):
+    layout: str
+    group: RoleGroup
+
+    def push(self, family: str, folder: Path, transport: Transport, replicas: Replicas, version: int, scratch: Path) -> None:
+        """The folder's weights, through this layout's shards, into the engines; every checksum is compared."""
+        parallel = LAYOUTS[self.layout]
+        self.group.load(model_spec(folder, parallel, optim=None))
+        source = WeightSource(
+            group=self.group, architecture=read_architecture(str(folder)), parallel=parallel, dtype=DType.float32, bucket_bytes=BUCKET_BYTES
+        )
+        sync = WeightSync(source, transport=transport, verify=Verify.always, scratch_dir=scratch, config_dir=folder)
+        replicas.update_weights(lambda groups: sync.push(groups, version))
+        sync.close()
+
+
+@pytest.fixture(scope="module", params=LAYOUT_NAMES)
+def trainers(request: pytest.FixtureRequest, engines: dict[str, Replicas], folders: dict[str, Path]) -> Iterator[Trainers]:
+    parallel = LAYOUTS[request.param]
+    worker = RayClassWithInitArgs(ReloadingWorker, model_spec(folders["qwen2"], parallel, optim=None))
+    with started("trainers", parallel.world_size, {"actor": worker}) as groups:
+        yield Trainers(request.param, groups["actor"])
+
+
+def generate(replica: RoleGroup, sampling: SamplingParameters) -> list[Sample]:
+    requests = plan_requests(PROMPTS, sampling)
+    samples: dict[int, Sample] = {}
+    waiting = list(requests)
+    while len(samples) < len(requests):
+        samples |= dict(replica.exchange(waiting, 5.0).get())
+        waiting = []
+    return [samples[request.request_id] for request in requests]
+
+
+def greedy_by_transformers(model: PreTrainedModel) -> list[list[int]]:
+    written = []
+    for prompt in PROMPTS:
+        ids = torch.tensor([prompt])
+        whole = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            max_new_tokens=12,
+            min_new_tokens=12,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+        written.append(whole[0, len(prompt) :].tolist())
+    return written
+
+
+def log_prob_gap(model: PreTrainedModel, samples: list[Sample], temperature: float) -> float:
+    """The largest difference from Hugging Face's log_softmax(logits / temperature) of the same tokens."""
+    gaps = []
+    for prompt, sample in zip(PROMPTS, samples, strict=True):
+        with torch.no_grad():
+            logits = model(torch.tensor([prompt + sample.token_ids])).logits[0, len(prompt) - 1 : -1]
+        expected = (logits / temperature).log_softmax(-1).gather(1, torch.tensor(sample.token_ids)[:, None])[:, 0]
+        gaps.append(float((expected - torch.tensor(sample.log_probs)).abs().max()))
+    return max(gaps)
+
+
+_versions = iter(range(1, 1000))
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_engine_writes_what_hugging_face_writes_with_the_pushed_weights(
+    trainers: Trainers, engines: dict[str, Replicas], family: str, transport: Transport, tmp_path: Path
+) -> None:
+    version, replicas = next(_versions), engines[family]
+    save_model(family, tmp_path / "model", seed=version)
+    model = load_lm(tmp_path / "model")
+    expected = greedy_by_transformers(model)
+    for replica in replicas.groups:
+        if replicas.weight_version is None:
+            with pytest.raises(WorkerError, match="has no complete weights"):
+                generate(replica, GREEDY)
+        else:
+            assert [sample.token_ids for sample in generate(replica, GREEDY)] != expected
+
+    trainers.push(family, tmp_path / "model", transport, replicas, version, tmp_path / "scratch")
+    for replica in replicas.groups:
+        greedy, cool = generate(replica, GREEDY), generate(replica, COOL)
+        assert [sample.token_ids for sample in greedy] == expected
+        assert log_prob_gap(model, greedy, 1.0) < TOLERANCE
+        assert log_prob_gap(model, cool, COOL.temperature) < TOLERANCE
+        assert {sample.weight_versions for sample in greedy + cool} == {(version,)}
