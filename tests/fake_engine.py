@@ -154,7 +154,7 @@ class FakeEngine(RolloutEngine):
         sampling = request.sampling
         stops = set() if sampling.ignore_eos else {*sampling.stop_token_ids, *self._spec.end_token_ids}
         seed = sampling.seed if sampling.temperature else None
-        numbers = _numbers(repr((request.prompt, seed, sampling.temperature, sorted(self._checksums().items()))))
+        numbers = _numbers(repr((request.prompt, seed, float(sampling.temperature), sorted(self._checksums().items()))))
         tokens: list[int] = []
         log_probs: list[float] = []
         while len(tokens) < sampling.max_new_tokens:

@@ -1,0 +1,274 @@
+"""What every engine must do, asked of all of them: the fake one, the reference, and SGLang in both modes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import PreTrainedModel
+
+from megarl.protocol.checksum import checksum
+from megarl.protocol.weights import Manifest, TensorChunk, TensorMeta, WeightTransferError
+from megarl.rollout.interface import GenerationRequest, RolloutEngine, Sample, SamplingParameters, plan_requests
+from megarl.rollout.lifecycle import EngineStateError
+from tests.fake_engine import MANIFEST, FakeEngine, FakeSpec, random_weights
+from tests.unit.rollout.models import engine_for, parcels_of, random_model
+from tests.unit.rollout.sglang_engines import END_TOKEN, in_process_model, server_model
+from tests.unit.rollout.test_hf_engine import reference_log_probs
+
+Weights = dict[str, torch.Tensor]
+PROMPTS = [[5, 6, 7], [11], [20, 21, 22, 23, 24, 25, 26, 27, 28], [3, 4, 3, 4, 3], [30, 31]]
+
+
+class Subject(NamedTuple):
+    """model: seed -> the model whose weights `weights(seed)` are, None where there is none to compute with."""
+
+    engine: RolloutEngine
+    weights: Callable[[int], Weights]
+    model: Callable[[int], PreTrainedModel] | None
+    has_min_new_tokens: bool = True
+
+    @property
+    def manifest(self) -> Manifest:
+        return {name: TensorMeta(tuple(tensor.shape), tensor.dtype) for name, tensor in self.weights(0).items()}
+
+    def load(self, chunks: Sequence[TensorChunk]) -> None:
+        with parcels_of(chunks) as parcels:
+            self.engine.load_weights(parcels)
+
+    def push(self, seed: int = 0, version: int = 1, chunk_elements: int = 100_000) -> None:
+        self.engine.begin_weight_update(self.manifest)
+        self.load(chunks_of(self.weights(seed), chunk_elements))
+        self.engine.end_weight_update(version)
+
+
+def chunks_of(weights: Weights, chunk_elements: int) -> list[TensorChunk]:
+    return [
+        TensorChunk(name, start, tensor.reshape(-1)[start : start + chunk_elements])
+        for name, tensor in reversed(weights.items())
+        for start in range(0, tensor.numel(), chunk_elements)
+    ]
+
+
+def of_model(model: Callable[[int], PreTrainedModel]) -> Callable[[int], Weights]:
+    return lambda seed: {name: parameter.detach() for name, parameter in model(seed).named_parameters()}
+
+
+def hf_model(seed: int = 0) -> PreTrainedModel:
+    return random_model(eos_token_id=END_TOKEN, seed=seed)
+
+
+@pytest.fixture(params=["fake", "hf", "sglang_server", "sglang_in_process"])
+def subject(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Subject]:
+    if request.param == "fake":
+        spec = FakeSpec(folder=tmp_path, manifest=MANIFEST, end_token_ids=(END_TOKEN,))
+        yield Subject(FakeEngine(spec), lambda seed: random_weights(MANIFEST, seed), None)
+    elif request.param == "hf":
+        yield Subject(engine_for(hf_model(), tmp_path, max_concurrency=4), of_model(hf_model), hf_model)
+    else:
+        model = server_model if request.param == "sglang_server" else in_process_model
+        yield Subject(request.getfixturevalue(request.param), of_model(model), model, has_min_new_tokens=False)
+
+
+@pytest.fixture
+def ready(subject: Subject) -> Subject:
+    subject.push()
+    return subject
+
+
+def greedy(max_new_tokens: int = 6) -> SamplingParameters:
+    return SamplingParameters(max_new_tokens=max_new_tokens, seed=0, temperature=0.0)
+
+
+def tokens(samples: Sequence[Sample]) -> list[list[int]]:
+    return [sample.token_ids for sample in samples]
+
+
+def collected(engine: RolloutEngine, requests: Sequence[GenerationRequest]) -> dict[int, Sample]:
+    engine.submit(requests)
+    samples: dict[int, Sample] = {}
+    while len(samples) < len(requests):
+        found = engine.collect(1.0)
+        assert not samples.keys() & dict(found).keys()
+        samples |= dict(found)
+    return samples
+
+
+def test_no_sample_without_complete_weights(ready: Subject) -> None:
+    engine = ready.engine
+    before = engine.generate(PROMPTS, greedy())
+    engine.begin_weight_update(ready.manifest)
+    with pytest.raises(EngineStateError, match="cannot generate while updating"):
+        engine.generate(PROMPTS, greedy())
+    with pytest.raises(EngineStateError, match="updating"):
+        engine.checksums()
+    chunks = chunks_of(ready.weights(0), 100_000)
+    ready.load(chunks[1:])
+    with pytest.raises(WeightTransferError, match=rf"{chunks[0].name} \(missing from element"):
+        engine.end_weight_update(2)
+    with pytest.raises(EngineStateError, match="cannot generate while empty"):
+        engine.generate(PROMPTS, greedy())
+    with pytest.raises(EngineStateError, match="cannot load weights while empty"):
+        ready.load(chunks[:1])
+    assert engine.weight_version is None
+    ready.push(version=3)
+    assert tokens(engine.generate(PROMPTS, greedy())) == tokens(before)
+    assert engine.weight_version == 3
+
+
+def test_doubled_unknown_and_misplaced_weights(ready: Subject) -> None:
+    engine = ready.engine
+    wrong = {**ready.manifest, "score.weight": TensorMeta((3,), torch.float32)}
+    with pytest.raises(WeightTransferError, match=r"score\.weight"):
+        engine.begin_weight_update(wrong)
+    assert engine.generate(PROMPTS[:1], greedy())[0].weight_versions == (1,)  # it stayed as it was
+    name, shape = next((name, meta.shape) for name, meta in ready.manifest.items() if len(meta.shape) == 1)
+    engine.begin_weight_update(ready.manifest)
+    for chunk, message in [
+        (TensorChunk("score.weight", 0, torch.zeros(3)), "'score.weight' is not in the model's manifest"),
+        (TensorChunk(name, shape[0] - 1, torch.zeros(2)), "lie outside shape"),
+        (TensorChunk(name, 0, torch.zeros(2, dtype=torch.bfloat16)), "arrived as torch.bfloat16, the manifest says torch.float32"),
+    ]:
+        with pytest.raises(WeightTransferError, match=message):
+            ready.load([chunk])
+    chunks = chunks_of(ready.weights(0), 100_000)
+    ready.load([*chunks, chunks[-1]])
+    with pytest.raises(WeightTransferError, match=rf"{chunks[-1].name} \(twice at element"):
+        engine.end_weight_update(2)
+
+
+def test_weights_arrive_whole_from_any_pieces(ready: Subject) -> None:
+    engine = ready.engine
+    before = engine.generate(PROMPTS, greedy())
+    for version, chunk_elements in ((2, 77_777), (3, 10**9)):
+        ready.push(seed=version, version=version, chunk_elements=min(chunk_elements, 10**8))
+        expected = {name: checksum(tensor) for name, tensor in ready.weights(version).items()}
+        assert engine.checksums() == expected
+        after = engine.generate(PROMPTS, greedy())
+        assert {sample.weight_versions for sample in after} == {(version,)}
+        assert tokens(after) != tokens(before)
+
+
+def test_a_folder_is_loaded_as_parcels_are(ready: Subject, tmp_path: Path) -> None:
+    folder = tmp_path / "weights"
+    folder.mkdir()
+    save_file({name: tensor.contiguous() for name, tensor in ready.weights(4).items()}, folder / "model.safetensors")
+    ready.engine.begin_weight_update(ready.manifest)
+    ready.engine.load_folder(folder)
+    ready.engine.end_weight_update(2)
+    assert ready.engine.checksums() == {name: checksum(tensor) for name, tensor in ready.weights(4).items()}
+
+
+def test_samples_are_prompt_major_and_follow_the_seed(ready: Subject) -> None:
+    sampling = SamplingParameters(max_new_tokens=5, seed=7, n=3)
+    samples = ready.engine.generate(PROMPTS, sampling)
+    assert len(samples) == 15
+    assert tokens(ready.engine.generate(PROMPTS, sampling)) == tokens(samples)
+    assert tokens(ready.engine.generate(PROMPTS, SamplingParameters(max_new_tokens=5, seed=8, n=3))) != tokens(samples)
+    assert len({tuple(ids) for ids in tokens(samples)[:3]}) > 1
+    singles = [ready.engine.generate([prompt], greedy(5))[0].token_ids for prompt in PROMPTS]
+    twice = ready.engine.generate(PROMPTS, SamplingParameters(max_new_tokens=5, seed=7, n=2, temperature=0))
+    assert tokens(twice) == [ids for ids in singles for _ in range(2)]
+
+
+def test_a_sample_does_not_depend_on_what_is_written_beside_it(ready: Subject) -> None:
+    requests = plan_requests(PROMPTS, SamplingParameters(max_new_tokens=7, seed=3, n=2))
+    together = collected(ready.engine, requests)
+    backwards = collected(ready.engine, requests[::-1])
+    alone = {request.request_id: collected(ready.engine, [request])[request.request_id] for request in requests}
+    for request_id, sample in together.items():
+        assert backwards[request_id].token_ids == sample.token_ids == alone[request_id].token_ids
+
+
+def test_stop_tokens_end_a_sample_and_length_does(ready: Subject) -> None:
+    free = ready.engine.generate(PROMPTS, SamplingParameters(max_new_tokens=12, seed=0, temperature=0, ignore_eos=True))
+    assert {(len(sample.token_ids), sample.finish_reason) for sample in free} == {(12, "length")}
+    stops = {free[0].token_ids[2], free[1].token_ids[0], free[3].token_ids[5]}
+    sampling = SamplingParameters(max_new_tokens=12, seed=0, temperature=0, stop_token_ids=tuple(stops))
+    reasons = set()
+    for sample, whole in zip(ready.engine.generate(PROMPTS, sampling), free, strict=True):
+        end = next((place for place, token in enumerate(whole.token_ids) if token in {*stops, END_TOKEN}), None)
+        assert sample.token_ids == (whole.token_ids if end is None else whole.token_ids[: end + 1])
+        assert sample.finish_reason == ("length" if end is None else "stop")
+        assert len(sample.log_probs) == len(sample.token_ids)
+        reasons.add(sample.finish_reason)
+    assert "stop" in reasons
+
+
+def test_the_minimum_length(ready: Subject) -> None:
+    sampling = SamplingParameters(max_new_tokens=9, min_new_tokens=3, seed=0, n=4, stop_token_ids=tuple(range(2, 30)))
+    if not ready.has_min_new_tokens:
+        with pytest.raises(ValueError, match="min_new_tokens needs an engine with_tokenizer"):
+            ready.engine.generate(PROMPTS, sampling)
+        return
+    samples = ready.engine.generate(PROMPTS, sampling)
+    assert min(len(sample.token_ids) for sample in samples) > 3
+    assert not {token for sample in samples for token in sample.token_ids[:3]} & {*range(2, 30), END_TOKEN}
+
+
+@pytest.mark.parametrize("temperature", [0.6, 1.0, 0.0])
+def test_log_probs_are_those_of_the_whole_distribution(ready: Subject, temperature: float) -> None:
+    if ready.model is None:
+        pytest.skip("it has no model: its log-probs are made up")
+    model = ready.model(0)
+    sampling = SamplingParameters(max_new_tokens=9, seed=1, temperature=temperature, top_p=0.8, top_k=20)
+    for prompt, sample in zip(PROMPTS, ready.engine.generate(PROMPTS, sampling), strict=True):
+        expected = reference_log_probs(model, prompt, sample.token_ids, temperature)
+        assert torch.allclose(torch.tensor(sample.log_probs), expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("prompt", [[], [3, 10**6], [-1], [1] * 62])
+def test_prompts_that_cannot_be_continued_are_refused_with_all_beside_them(ready: Subject, prompt: list[int]) -> None:
+    requests = [GenerationRequest(0, [5], greedy()), GenerationRequest(1, prompt, greedy())]
+    with pytest.raises(ValueError, match="the prompt of request 1"):
+        ready.engine.submit(requests)
+    assert ready.engine.collect(0.2) == []
+    assert ready.engine.generate([], greedy()) == []
+
+
+def test_what_is_given_up_does_not_come_back(ready: Subject) -> None:
+    ready.engine.submit(plan_requests(PROMPTS, greedy(40)))
+    ready.engine.abort()
+    assert ready.engine.collect(0.2) == []
+    numbered = [request._replace(request_id=100 + request.request_id) for request in plan_requests(PROMPTS, greedy())]
+    assert sorted(collected(ready.engine, numbered)) == [100, 101, 102, 103, 104]
+
+
+def test_asleep_it_refuses_and_the_next_update_wakes_it_up_to_the_same(ready: Subject) -> None:
+    engine = ready.engine
+    before = engine.generate(PROMPTS, greedy())
+    engine.submit(plan_requests(PROMPTS, greedy(40)))
+    engine.sleep()
+    engine.sleep()
+    for call in (lambda: engine.generate(PROMPTS, greedy()), lambda: engine.begin_weight_update(ready.manifest), engine.checksums):
+        with pytest.raises(EngineStateError, match="asleep"):
+            call()
+    engine.wake()
+    engine.wake()
+    with pytest.raises(EngineStateError, match="cannot generate while empty"):
+        engine.generate(PROMPTS, greedy())
+    ready.push(version=5)
+    assert tokens(engine.generate(PROMPTS, greedy())) == tokens(before)
+
+
+def test_an_update_can_be_begun_anew(ready: Subject) -> None:
+    ready.engine.begin_weight_update(ready.manifest)
+    ready.load(chunks_of(ready.weights(1), 100_000)[:1])
+    ready.push(seed=2, version=2)
+    assert ready.engine.checksums() == {name: checksum(tensor) for name, tensor in ready.weights(2).items()}
+
+
+def test_closed_it_refuses(subject: Subject, request: pytest.FixtureRequest) -> None:
+    if "sglang" in request.node.name:
+        pytest.skip("the other tests need this engine")
+    subject.push()
+    subject.engine.close()
+    with pytest.raises(EngineStateError, match="cannot generate while closed"):
+        subject.engine.generate(PROMPTS, greedy())
+    with pytest.raises(EngineStateError, match="cannot begin a weight update while closed"):
+        subject.engine.begin_weight_update(subject.manifest)
+    assert subject.engine.process_ids() == []
