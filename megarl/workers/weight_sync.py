@@ -130,6 +130,7 @@ class WeightSync:
         self._transport, self._verify = transport, verify
         self._scratch_dir, self._config_dir = Path(scratch_dir), Path(config_dir)
         self._members: list[RoleGroup] = []  # of the weight groups
+        self._member_processes: list[list[int]] = []  # an engine that slept may have come back as other processes
         self._verified: list[RoleGroup] = []
 
     def push(self, replicas: Sequence[RoleGroup], version: int) -> PushReport:
@@ -200,7 +201,8 @@ class WeightSync:
 
     def _join(self, replicas: Sequence[RoleGroup]) -> None:
         """One group per pipeline stage, made in the order of the stages; new ones when the replicas are others than before."""
-        if self._members and _same(self._members, replicas):
+        processes = _on_all(replicas, "process_ids")
+        if _same(self._members, replicas) and processes == self._member_processes:
             return
         self._leave([member for member in self._members if any(member is replica for replica in replicas)])
         num_ranks = _on_all(replicas, "num_ranks")
@@ -211,7 +213,7 @@ class WeightSync:
             for index, replica in enumerate(replicas):
                 joining.append(replica.execute_rank_zero_async("join_weight_group", address, 1 + sum(num_ranks[:index])))
             gather(*joining)
-        self._members = list(replicas)
+        self._members, self._member_processes = list(replicas), processes
 
     def _leave(self, members: Sequence[RoleGroup]) -> None:
         """At the same time: whoever waits in a broadcast is let go when the others leave."""

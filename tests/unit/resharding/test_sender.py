@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -171,3 +172,28 @@ def test_broadcast(rank_pool, folders) -> None:
     total = sum(tensor.numel() for tensor in random_model("qwen3").state_dict().values())
     results = rank_pool.run(broadcast_all, world_size=3, folder=folders["qwen3", False], layout=Layout(2, 1, None))
     assert results == [total, 0, total]
+
+
+def measure_memory(bucket_bytes: int) -> list[int]:
+    """What the kernel counts while a model of 140 MB is sent in buckets far smaller."""
+    architecture = replace(architecture_of("qwen3", num_layers=1), vocab_size=30_000, hidden_size=1024)
+    rank = dist.get_rank()
+    own = model_layouts(architecture, tensor_parallel_size=2, padded_vocab_size=30_000)[rank]
+    parameters = {name: torch.ones(shape) for name, shape in shard_shapes(architecture, own).items()}
+    shards = Shards(parameters=parameters, architecture=architecture, layout=own, group=dist.new_group([0, 1]))
+    measured = []
+    for _ in range(2):
+        sender = open_sender(shards, bucket_bytes, torch.float32)
+        sender.send_all()
+        report = sender.end()
+        assert report.planned_extra_bytes <= 2 * bucket_bytes
+        measured.append(report.measured_extra_bytes)
+    return measured
+
+
+def test_memory_as_measured_is_at_most_two_buckets(rank_pool) -> None:
+    bucket_bytes = 16 * 2**20
+    slack = 4 * 2**20  # of gloo, and of the interpreter
+    for rank, measured in enumerate(rank_pool.run(measure_memory, world_size=2, bucket_bytes=bucket_bytes)):
+        assert max(measured) <= 2 * bucket_bytes + slack
+        assert rank != 0 or max(measured) > bucket_bytes  # it measures
