@@ -9,6 +9,8 @@ import secrets
 import select
 import subprocess
 import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import aiohttp
@@ -72,19 +74,28 @@ class ServerBackend(Backend):
             timeout=aiohttp.ClientTimeout(total=None),
         )
 
+    @asynccontextmanager
+    async def _post(self, path: str, **body: Any) -> AsyncIterator[aiohttp.ClientResponse]:
+        """Raises EngineDeadError where the connection breaks: the server is on this machine."""
+        try:
+            async with self._session.post(path, **body) as response:
+                yield response
+        except aiohttp.ClientError as error:
+            raise EngineDeadError(f"the connection to SGLang's server broke: {error or type(error).__name__}") from error
+
     async def generate(self, payload: dict[str, Any]) -> dict[str, Any]:
-        async with self._session.post("/generate", json=payload) as response:
+        async with self._post("/generate", json=payload) as response:
             if response.status != _OK:
                 raise ValueError(await _message(response))
             return await response.json()
 
     async def call(self, endpoint: str, payload: dict[str, Any]) -> None:
-        async with self._session.post(f"/{endpoint}", json=_as_json(payload)) as response:
+        async with self._post(f"/{endpoint}", json=_as_json(payload)) as response:
             if response.status != _OK:
                 raise CallRefusedError(f"{endpoint}: {await _message(response)}")
 
     async def flush_cache(self) -> bool:
-        async with self._session.post("/flush_cache") as response:
+        async with self._post("/flush_cache") as response:
             return response.status == _OK
 
     async def abort(self) -> None:
