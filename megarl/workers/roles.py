@@ -18,7 +18,7 @@ from megarl.data.packing import BatchPlan, plan_micro_batches
 from megarl.protocol.batch import DataProto
 from megarl.workers.megatron import MICRO_BATCHES
 from megarl.workers.residency import EVERYBODY_STAYS, Engines, Residency
-from megarl.workers.weight_sync import WeightSource, sync_weights
+from megarl.workers.weight_sync import WeightSource, WeightSync, sync_weights
 
 _MODEL_KEYS = ("input_ids", "attention_mask", "response_mask")
 
@@ -148,16 +148,19 @@ class Actor(MegatronRole):
         weights: WeightSource,
         updates: UpdatePlan,
         residency: Residency = EVERYBODY_STAYS,
+        weight_sync: WeightSync | None = None,
     ) -> None:
+        """weight_sync: how replicas get the weights; None: sync_weights of workers/weight_sync.py."""
         super().__init__(group, parallel, micro_batch, residency)
         self._weights = weights
+        self._push = partial(sync_weights, weights) if weight_sync is None else weight_sync.push
         self._updates = updates
         self._version = 0
 
     def sync_weights(self, rollout: Engines) -> None:
         """Every replica gets the weights as they are now, stamped with the next version."""
         self._version += 1
-        self._residency.send(rollout, partial(sync_weights, self._weights, version=self._version))
+        self._residency.send(rollout, partial(self._push, version=self._version))
 
     def save_hf(self, folder: Path, source_folder: str) -> None:
         """See WeightSource.save_hf."""

@@ -20,6 +20,7 @@ from megarl.controller.group import RayWorkerGroup, RoleGroup
 from megarl.controller.resource_pool import ResourcePoolManager
 from megarl.controller.worker_class import RayClassWithInitArgs, create_colocated_worker_cls
 from megarl.placement.plan import plan_placement
+from megarl.placement.transport import choose_transport
 from megarl.workers.critic import CriticWorker
 from megarl.workers.engines import EngineSpec, build_engine
 from megarl.workers.megatron import ModelSpec
@@ -30,7 +31,7 @@ from megarl.workers.residency import EVERYBODY_STAYS, Residency, TakingTurns
 from megarl.workers.reward import Reward, RewardWorker
 from megarl.workers.roles import Actor, Critic, Reference, UpdatePlan
 from megarl.workers.rollout import Rollout, TokenRules
-from megarl.workers.weight_sync import WeightSource
+from megarl.workers.weight_sync import WeightSource, WeightSync
 
 _ANSWER_GRACE_S = 30.0  # an engine that hangs finds out itself and says why; only when it does not is its process ended
 
@@ -131,14 +132,16 @@ def start_ppo(config: PPOConfig, models: Architectures, rules: TokenRules, devic
     rollout = _start_rollout(config, rules, device, replica_places(config, device, pools, policy_groups["actor"]), residency)
 
     actor_group = policy_groups["actor"]
+    source = starter.weight_source(actor_group, models.policy)
     return PPORoles(
         actor=Actor(
             actor_group,
             config.actor.parallel,
             config.actor.micro_batch,
-            starter.weight_source(actor_group, models.policy),
+            source,
             updates,
             residency,
+            _weight_sync(config, source, device),
         ),
         reference=(
             Reference(policy_groups["reference"], config.actor.parallel, config.reference.micro_batch, residency)
@@ -159,6 +162,16 @@ def _residency(config: PPOConfig, policies: Mapping[str, RoleGroup]) -> Residenc
     turns = TakingTurns(policies["actor"], policies.get("reference"))
     turns.make_room()
     return turns
+
+
+def _weight_sync(config: PPOConfig, source: WeightSource, device: Device) -> WeightSync:
+    return WeightSync(
+        source,
+        transport=choose_transport(config, plan_placement(config), device),
+        verify=config.resharding.verify,
+        scratch_dir=config.trainer.output_dir,
+        config_dir=config.model.path,
+    )
 
 
 def replica_places(config: PPOConfig, device: Device, pools: ResourcePoolManager, actor: RoleGroup) -> list[ReplicaPlace]:
