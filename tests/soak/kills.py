@@ -59,6 +59,7 @@ def make_subject(engine: str, folder: Path) -> Subject:
         spec = FakeSpec(folder=folder, manifest=MANIFEST, num_processes=2, delay_s=0.1)
         return Subject(partial(FakeEngine, spec), random_weights(MANIFEST, seed=0), num_requests=64, pause_s=0.3)
     model = random_model()
+    model.config.architectures = [type(model).__name__]  # as saving the whole model does; SGLang wants it
     model.config.save_pretrained(folder)
     model.generation_config.save_pretrained(folder)
     rollout = RolloutConfig(engine=RolloutEngineKind(engine), max_concurrency=16)
