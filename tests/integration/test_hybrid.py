@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 from pathlib import Path
@@ -129,3 +130,11 @@ def test_an_engine_that_is_killed_gets_weights_from_a_trainer_that_is_away(
 ) -> None:
     hybrid = run_ppo(config(inputs, tmp_path, PlacementStrategy.hybrid), Killer(step, replica=1))
     assert_same_run(hybrid, split)
+
+
+def test_sglang_takes_turns_too(inputs: Path, tmp_path: Path) -> None:
+    runs = []
+    for strategy in PlacementStrategy:
+        settings = config(inputs, tmp_path / strategy.value, strategy, RolloutEngineKind.sglang)
+        runs.append(run_ppo(dataclasses.replace(settings, rollout=dataclasses.replace(settings.rollout, num_replicas=1))))
+    assert_same_run(*runs)
