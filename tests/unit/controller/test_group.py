@@ -5,8 +5,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from megarl.controller.futures import DerivedFuture, gather
+from megarl.controller.errors import WorkerError
+from megarl.controller.futures import DerivedFuture, gather, wait_for_any
 from megarl.controller.group import RayWorkerGroup
+from megarl.controller.messages import FailureKind
 from megarl.controller.resource_pool import RayResourcePool
 from megarl.controller.worker_class import RayClassWithInitArgs, create_colocated_worker_cls
 from megarl.protocol.batch import DataProto
@@ -179,3 +181,16 @@ def test_classes_that_cannot_work_are_refused(ray_cluster: None) -> None:
     with pytest.raises(ValueError, match="ClashingWorker.shutdown cannot be registered"):
         RayWorkerGroup(pool, RayClassWithInitArgs(ClashingWorker))
     pool.release()
+
+
+def test_waiting_for_whichever_ends_first(group: RayWorkerGroup, fused: dict) -> None:
+    """Well or not; `get` tells which. Nothing that ended is an answer too, after the timeout."""
+    slow = fused["critic"].execute_rank_async(0, "sleep", 2.0)
+    failed = group.execute_rank_async(0, "fail_on", 0)
+    assert wait_for_any([slow, failed], timeout=60) == [failed]
+    with pytest.raises(WorkerError) as caught:
+        failed.get()
+    assert (caught.value.kind, caught.value.error_type) == (FailureKind.exception, "builtins.KeyError")
+    assert wait_for_any([slow], timeout=0.0) == []
+    assert wait_for_any([slow], timeout=60) == [slow]
+    assert group.pids[0] == group.about()[0]["pid"]
