@@ -123,8 +123,8 @@ class RoleGroup:
 
     @property
     def pids(self) -> list[int]:
-        """Of the processes that have answered a call; on other nodes they may be those of other processes here."""
-        return [location.pid for location in self._actors.locations.values()]
+        """Of the processes that have answered a call, in the order of ranks; each is a number of its own node."""
+        return [self._actors.locations[rank].pid for rank in sorted(self._actors.locations)]
 
     def reports(self) -> list[RankReport]:
         """What every rank is doing right now, without its help; takes at most a few seconds."""
