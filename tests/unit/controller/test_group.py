@@ -185,7 +185,8 @@ def test_classes_that_cannot_work_are_refused(ray_cluster: None) -> None:
 
 def test_waiting_for_whichever_ends_first(group: RayWorkerGroup, fused: dict) -> None:
     """Well or not; `get` tells which. Nothing that ended is an answer too, after the timeout."""
-    slow = fused["critic"].execute_rank_async(0, "sleep", 2.0)
+    group.about()  # both are up
+    slow = fused["critic"].execute_rank_async(0, "sleep", 5.0)
     failed = group.execute_rank_async(0, "fail_on", 0)
     assert wait_for_any([slow, failed], timeout=60) == [failed]
     with pytest.raises(WorkerError) as caught:
