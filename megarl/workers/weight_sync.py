@@ -145,8 +145,7 @@ class WeightSync:
             if self._transport is Transport.disk:
                 reports, load_s = self._through_folder(replicas, version)
             else:
-                reports, load_s = self._through_parcels(replicas)
-            _on_all(replicas, "end_weight_update", version)
+                reports, load_s = self._through_parcels(replicas, version)
             verify_s = self._check(replicas)
             is_complete = True
         finally:
@@ -169,14 +168,16 @@ class WeightSync:
 
     # ---- the ways
 
-    def _through_parcels(self, replicas: Sequence[RoleGroup]) -> tuple[list[SenderReport], float]:
+    def _through_parcels(self, replicas: Sequence[RoleGroup], version: int) -> tuple[list[SenderReport], float]:
         source, broadcast = self._source, self._transport is Transport.broadcast
         if broadcast:
             self._join(replicas)
-        _on_all(replicas, "begin_weight_update", source.manifest)
-        gather(*source.call("begin_weight_export", source.bucket_bytes, broadcast))
+        preparing = [replica.execute_rank_zero_async("begin_weight_update", source.manifest) for replica in replicas]
+        opening = source.call("begin_weight_export", source.bucket_bytes, broadcast)
+        gathering = source.call("next_parcel")
+        gather(*preparing, *opening)
         load_s = 0.0
-        parcels = gather(*source.call("next_parcel"))
+        parcels = gather(*gathering)
         for remaining in reversed(range(source.num_rounds())):
             start_s = time.perf_counter()
             filled = [parcel for parcel in parcels if parcel.chunks]
@@ -185,7 +186,10 @@ class WeightSync:
             gather(*loading)
             load_s += time.perf_counter() - start_s
             parcels = gather(*gathering)
-        return gather(*source.call("end_weight_export")), load_s
+        ending = [replica.execute_rank_zero_async("end_weight_update", version) for replica in replicas]
+        closing = source.call("end_weight_export")
+        gather(*ending, *closing)
+        return gather(*closing), load_s
 
     def _through_folder(self, replicas: Sequence[RoleGroup], version: int) -> tuple[list[SenderReport], float]:
         self._scratch_dir.mkdir(parents=True, exist_ok=True)
@@ -195,7 +199,9 @@ class WeightSync:
             start_s = time.perf_counter()
             _on_all(replicas, "begin_weight_update", self._source.manifest)
             _on_all(replicas, "load_folder", str(folder))
-            return reports, time.perf_counter() - start_s
+            load_s = time.perf_counter() - start_s
+            _on_all(replicas, "end_weight_update", version)
+            return reports, load_s
 
     # ---- weight groups
 
@@ -255,8 +261,3 @@ def _on_all(replicas: Sequence[RoleGroup], method: str, *arguments: object) -> l
 
 def _same(before: Sequence[RoleGroup], now: Sequence[RoleGroup]) -> bool:
     return len(before) == len(now) and all(one is other for one, other in zip(before, now, strict=True))
-
-
-def sync_weights(source: WeightSource, replicas: Sequence[RoleGroup], version: int) -> None:
-    """Through shared memory, not verified."""
-    WeightSync(source, transport=Transport.colocated, verify=Verify.off, scratch_dir=".", config_dir=".").push(replicas, version)

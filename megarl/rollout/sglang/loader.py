@@ -7,6 +7,7 @@ rank writes its answer into a folder that the sender made.
 
 from __future__ import annotations
 
+import gc
 import json
 import shutil
 import tempfile
@@ -47,6 +48,9 @@ class RankLoader:
     def __init__(self, device: torch.device) -> None:
         self._receiver = ParcelReceiver(device)
         self._plan = Plan({}, {}, [])
+        # What SGLang made at its start lives as long as its process. Its flush of the prefix cache collects garbage on the CPU,
+        # and would look at all of it at the end of every update, for nearly half a second.
+        gc.freeze()
 
     def answer(self, model: Any, rank: int, command: str, arguments: dict[str, Any]) -> Any:
         """Raises WeightTransferError."""
