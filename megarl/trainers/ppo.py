@@ -36,6 +36,7 @@ class PPOTrainer:
         """Trains for `trainer.total_steps`; validates before, every so often, and at the end."""
         trainer = self.config.trainer
         self.roles.actor.sync_weights(self.roles.rollout)
+        self.roles.drain_metrics()  # of the first push, which has waited for processes to start
         if trainer.validate_before:
             self._validate(0)
         for step in range(1, trainer.total_steps + 1):
@@ -69,13 +70,13 @@ class PPOTrainer:
         if trains_actor:
             with phase("update_weights"):
                 roles.actor.sync_weights(roles.rollout)
-        return metrics | self._batch_metrics(batch)
+        return metrics | self._batch_metrics(batch) | roles.drain_metrics()
 
     def _batch_metrics(self, batch: DataProto) -> Metrics:
         metrics = data_metrics(batch.tensors, self.config.data.max_response_length)
         metrics["reward/error_rate"] = batch.meta_info["reward/error_rate"]
         metrics["num_tokens"] = float(valid_token_count(batch))
-        return metrics | self.roles.residency.metrics()
+        return metrics
 
     def _validate(self, step: int) -> None:
         if self.evaluation:

@@ -18,7 +18,7 @@ from megarl.data.packing import BatchPlan, plan_micro_batches
 from megarl.protocol.batch import DataProto
 from megarl.workers.megatron import MICRO_BATCHES
 from megarl.workers.residency import EVERYBODY_STAYS, Engines, Residency
-from megarl.workers.weight_sync import WeightSource, WeightSync, sync_weights
+from megarl.workers.weight_sync import PushReport, WeightSource, WeightSync
 
 _MODEL_KEYS = ("input_ids", "attention_mask", "response_mask")
 
@@ -150,17 +150,27 @@ class Actor(MegatronRole):
         residency: Residency = EVERYBODY_STAYS,
         weight_sync: WeightSync | None = None,
     ) -> None:
-        """weight_sync: how replicas get the weights; None: sync_weights of workers/weight_sync.py."""
+        """weight_sync: how replicas get the weights; None where there are no replicas."""
         super().__init__(group, parallel, micro_batch, residency)
         self._weights = weights
-        self._push = partial(sync_weights, weights) if weight_sync is None else weight_sync.push
+        self._weight_sync = weight_sync
         self._updates = updates
         self._version = 0
+        self._last_push: PushReport | None = None
 
     def sync_weights(self, rollout: Engines) -> None:
         """Every replica gets the weights as they are now, stamped with the next version."""
         self._version += 1
-        self._residency.send(rollout, partial(self._push, version=self._version))
+        self._residency.send(rollout, partial(self._push, self._version))
+
+    def _push(self, version: int, replicas: Sequence[RoleGroup]) -> None:
+        assert self._weight_sync is not None, "sync_weights of an actor without replicas"
+        self._last_push = self._weight_sync.push(replicas, version)
+
+    def drain_metrics(self) -> dict[str, float]:
+        """Of the last push of weights (PushReport.metrics), where there was one since the last time."""
+        report, self._last_push = self._last_push, None
+        return {} if report is None else report.metrics()
 
     def save_hf(self, folder: Path, source_folder: str) -> None:
         """See WeightSource.save_hf."""

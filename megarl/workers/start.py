@@ -53,6 +53,10 @@ class PPORoles:
         roles = (self.actor, self.reference, self.critic, self.reward)
         return [*(role.group for role in roles if role is not None), self.rollout]
 
+    def drain_metrics(self) -> dict[str, float]:
+        """What the roles have to say about themselves since the last time: memory, the push of weights, replicas."""
+        return self.residency.metrics() | self.actor.drain_metrics() | self.rollout.drain_metrics()
+
 
 @dataclass(frozen=True, kw_only=True)
 class Architectures:

@@ -57,7 +57,7 @@ ALWAYS = [
     *("perf/throughput", "training/rollout_probs_diff_mean", "training/rollout_probs_diff_max"),
     *("training/rollout_log_probs_diff_mean", "training/rollout_log_probs_diff_max"),
 ]
-IN_TRAINING = [*TRAINED, "timing_s/update_actor", "timing_s/update_weights"]
+IN_TRAINING = [*TRAINED, "timing_s/update_actor", "timing_s/update_weights", "resharding/gb_per_s", "resharding/extra_bytes"]
 
 
 @pytest.fixture(scope="module")
@@ -190,7 +190,7 @@ def test_the_timeline_shows_every_pool(finished: Finished, inputs: Path) -> None
     calls = [event for event in events if event["ph"] == "X"]
     assert {names[event["pid"]] for event in calls} == set(names.values())
     assert all(event["dur"] >= 0 for event in calls)
-    assert {"generate", "score", "old_log_prob", "ref_log_prob", "values", "update_critic", "update_actor", "step"} <= {
+    assert {"exchange", "score", "old_log_prob", "ref_log_prob", "values", "update_critic", "update_actor", "step"} <= {
         event["name"] for event in calls
     }
 
@@ -221,8 +221,11 @@ def test_the_policy_is_saved_for_transformers(finished: Finished, inputs: Path) 
     assert min(moved.values()) > 1e-4
 
 
+_TIMED = ("timing_s/", "perf/", "resharding/", "rollout/")
+
+
 def without_times(finished: Finished) -> list[dict[str, float]]:
-    return [{key: value for key, value in line.items() if not key.startswith(("timing_s/", "perf/"))} for line in finished.metrics]
+    return [{key: value for key, value in line.items() if not key.startswith(_TIMED)} for line in finished.metrics]
 
 
 def test_the_same_seed_gives_the_same_run(finished: Finished, inputs: Path, tmp_path: Path) -> None:

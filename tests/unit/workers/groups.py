@@ -20,7 +20,9 @@ from megarl.config.schema import (
     OptimConfig,
     ParallelConfig,
     RolloutConfig,
+    Transport,
     ValueLossConfig,
+    Verify,
 )
 from megarl.controller.group import RayWorkerGroup, RoleGroup
 from megarl.controller.resource_pool import RayResourcePool
@@ -32,7 +34,7 @@ from megarl.workers.megatron import ModelSpec
 from megarl.workers.policy import ActorWorker, ReferenceWorker
 from megarl.workers.roles import Actor, Critic, Reference, UpdatePlan
 from megarl.workers.rollout import Rollout, TokenRules
-from megarl.workers.weight_sync import WeightSource
+from megarl.workers.weight_sync import WeightSource, WeightSync
 from tests.rollout_replicas import started_rollout
 from tests.unit.engine.models import save_critic, save_model
 
@@ -107,7 +109,11 @@ def started_models(folders: Folders, parallel: ParallelConfig) -> Iterator[Model
     with started("models", parallel.world_size, workers) as groups:
 
         def actor(name: str) -> Actor:
-            return Actor(groups[name], parallel, ONE_ROW, weight_source(groups[name], folders, parallel, BUCKET_BYTES), updates)
+            source = weight_source(groups[name], folders, parallel, BUCKET_BYTES)
+            sync = WeightSync(
+                source, transport=Transport.colocated, verify=Verify.first, scratch_dir=folders.policy.parent, config_dir=folders.policy
+            )
+            return Actor(groups[name], parallel, ONE_ROW, source, updates, weight_sync=sync)
 
         yield Models(
             actor=actor("actor"),
