@@ -62,6 +62,11 @@ class RoleGroup:
         return self._actors.world_size
 
     @property
+    def has_ended(self) -> bool:
+        """It was shut down, or a call that outlived its limit ended it: it takes no more calls."""
+        return not self._actors.alive
+
+    @property
     def ready(self) -> WorkerFuture:
         """Of the workers' construction. Waiting is optional: calls queue behind it, and report its failure as theirs."""
         return WorkerFuture(self._actors.construction, (), Collect(CollectKind.listed))

@@ -171,6 +171,8 @@ class Replicas:
         group = self.groups[number]
         if isinstance(failure, WorkerError) and failure.pid in group.pids and (is_dead(failure) or is_failed_start(failure)):
             return False
+        if group.has_ended:  # it hung
+            return False
         try:
             group.check_health().get(timeout=_CHECK_S)
         except (WorkerError, PhaseTimeoutError) as error:

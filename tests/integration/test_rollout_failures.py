@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -14,7 +14,8 @@ import pytest
 
 from megarl.config.errors import RunError
 from megarl.config.schema import SamplingConfig
-from megarl.controller.errors import WorkerError
+from megarl.controller.errors import PhaseTimeoutError, WorkerError
+from megarl.controller.group import RoleGroup
 from megarl.data.padding import pad_left
 from megarl.protocol.batch import DataProto
 from megarl.protocol.checksum import checksum
@@ -137,6 +138,23 @@ def test_a_replica_that_dies_while_it_gets_weights(start: StartFake, undisturbed
     assert rollout.drain_metrics()["rollout/num_restarts"] == 2  # two misdeeds hit the first update
     assert tokens_of(rollout.generate(prompts(), SAMPLING, step=1)) == undisturbed
     assert rollout.drain_metrics()["rollout/num_restarts"] == 1
+
+
+def test_a_replica_that_was_ended_because_it_hung_in_a_push_is_replaced(start: StartFake, undisturbed: list[list[int]]) -> None:
+    rollout, good, attempts = start(), push_of(WEIGHTS, 5), []
+
+    def push(replicas: Sequence[RoleGroup]) -> None:
+        attempts.append(len(replicas))
+        if len(attempts) == 1:
+            reports = replicas[0].reports()
+            replicas[0].shutdown()
+            raise PhaseTimeoutError("rollout", "load_weights", 1.0, reports)
+        good(replicas)
+
+    rollout.update_weights(push)
+    assert attempts == [2, 2]
+    assert rollout.drain_metrics()["rollout/num_restarts"] == 1
+    assert tokens_of(rollout.generate(prompts(), SAMPLING, step=1)) == undisturbed
 
 
 def test_a_failure_that_no_restart_can_mend_is_raised(start: StartFake) -> None:
