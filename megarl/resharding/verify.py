@@ -6,8 +6,9 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
+from megarl.config.errors import RunError
 from megarl.protocol.checksum import MODULUS, checksum, row_major_strides
-from megarl.protocol.weights import Manifest, WeightTransferError
+from megarl.protocol.weights import Manifest
 from megarl.resharding.gather import Shards
 from megarl.resharding.layout import held_weights, pieces
 
@@ -38,11 +39,15 @@ def add_checksums(parts: Iterable[Mapping[str, int]]) -> dict[str, int]:
     return sums
 
 
+class WeightMismatchError(RunError):
+    """An engine says other checksums than the trainer; the message names the tensors."""
+
+
 def compare_checksums(manifest: Manifest, trainer: Mapping[str, int], engine: Mapping[str, int], engine_name: str) -> None:
-    """Raises WeightTransferError that names the tensors that differ, or that one of the two does not have."""
+    """Raises WeightMismatchError that names the tensors that differ, or that one of the two does not have."""
     differing = [name for name in manifest if name not in trainer or trainer[name] != engine.get(name)]
     if differing:
-        raise WeightTransferError(
+        raise WeightMismatchError(
             f"{engine_name} does not hold the trainer's weights: {len(differing)} of {len(manifest)} tensors differ in their checksums: "
             + ", ".join(differing[:_MAX_NAMED])
         )

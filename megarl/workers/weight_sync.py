@@ -136,7 +136,7 @@ class WeightSync:
     def push(self, replicas: Sequence[RoleGroup], version: int) -> PushReport:
         """Every replica gets all weights, stamped `version`; it refuses to generate from the first bucket to the last.
 
-        Raises WorkerError where a rank or an engine fails or dies, WeightTransferError that names tensors whose checksums differ.
+        Raises WorkerError where a rank or an engine fails or dies, WeightMismatchError that names tensors whose checksums differ.
         It can be called again afterwards, with replicas in the place of those that died.
         """
         is_complete = False
@@ -239,7 +239,7 @@ class WeightSync:
     # ---- verification
 
     def _check(self, replicas: Sequence[RoleGroup]) -> float:
-        """Seconds. Raises WeightTransferError that names tensors."""
+        """Seconds. Raises WeightMismatchError that names tensors."""
         start_s = time.perf_counter()
         to_check = {Verify.off: [], Verify.always: list(replicas)}.get(self._verify)
         if to_check is None:

@@ -15,14 +15,13 @@ from megarl.protocol.checksum import checksum
 from megarl.protocol.parcels import GroupAddress
 from megarl.protocol.receiver import ParcelReceiver
 from megarl.protocol.weight_group import WeightGroup, reserve_port
-from megarl.protocol.weights import WeightTransferError
 from megarl.resharding.export import open_file_sender, plan_files
 from megarl.resharding.gather import Shards
 from megarl.resharding.layout import model_layouts, shard_shapes
 from megarl.resharding.load import load_into_shards
 from megarl.resharding.manifest import manifest_of
 from megarl.resharding.sender import WeightSender, open_sender
-from megarl.resharding.verify import add_checksums, compare_checksums, shard_checksums
+from megarl.resharding.verify import WeightMismatchError, add_checksums, compare_checksums, shard_checksums
 from tests.unit.resharding.models import PADDED_VOCAB, architecture_of, random_model, save
 
 MODELS = [("qwen2", True), ("qwen3", False), ("llama", False)]
@@ -138,7 +137,7 @@ def test_a_lie_is_found_and_named() -> None:
     changed[[1, 4]] = changed[[4, 1]]  # two rows in each other's place
     engine["model.layers.2.mlp.up_proj.weight"] = checksum(changed)
     del engine["model.norm.weight"]
-    with pytest.raises(WeightTransferError, match=r"replica 1 does not hold.*2 of \d+ tensors.*layers\.2\.mlp\.up_proj.*model\.norm"):
+    with pytest.raises(WeightMismatchError, match=r"replica 1 does not hold.*2 of \d+ tensors.*layers\.2\.mlp\.up_proj.*model\.norm"):
         compare_checksums(manifest, trainer, engine, "replica 1")
 
 

@@ -21,7 +21,7 @@ from megarl.controller.resource_pool import RayResourcePool
 from megarl.controller.worker_class import RayClassWithInitArgs
 from megarl.protocol.checksum import checksum
 from megarl.protocol.parcels import Parcel
-from megarl.protocol.weights import WeightTransferError
+from megarl.resharding.verify import WeightMismatchError
 from megarl.rollout.hf.engine import HFEngine
 from megarl.rollout.interface import RolloutEngine
 from megarl.workers.engines import EngineSpec, build_engine
@@ -144,7 +144,7 @@ def test_every_transport_gives_all_replicas_the_weights(trainer: Trainer, folder
 def test_a_lie_is_named(trainer: Trainer, folders: Folders, replicas_of, tmp_path: Path) -> None:
     replicas = replicas_of(partial(faulty_engine, str(folders.initial), None, True), 1)
     with pytest.raises(
-        WeightTransferError, match=r"rollout replica 0 does not hold.*1 of \d+ tensors.*model\.layers\.1\.mlp\.up_proj\.weight"
+        WeightMismatchError, match=r"rollout replica 0 does not hold.*1 of \d+ tensors.*model\.layers\.1\.mlp\.up_proj\.weight"
     ):
         trainer.sync(Transport.colocated, tmp_path, Verify.first).push(replicas.groups, 1)
     trainer.sync(Transport.colocated, tmp_path, Verify.off).push(replicas.groups, 2)
