@@ -16,7 +16,6 @@ from torch import Tensor
 
 from megarl.config.schema import ParallelConfig, SamplingConfig
 from megarl.controller.errors import WorkerError
-from megarl.controller.futures import gather
 from megarl.controller.worker_class import RayClassWithInitArgs
 from megarl.data.padding import pad_left
 from megarl.protocol.batch import DataProto
@@ -91,6 +90,11 @@ class Observed:
     reference_after: Tensor
     generated_after: Generated
     sft_metrics: dict[str, float]
+
+
+def stored(folder: Path) -> dict[str, Tensor]:
+    """A file for each pipeline stage."""
+    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
 def response_rows(batch: DataProto) -> list[list[int]]:
@@ -193,7 +197,7 @@ def test_scores_come_back_in_the_order_of_the_batch(live: Live, single: Observed
 
 
 def test_updates_do_not_depend_on_the_layout_nor_on_fillers(live: Live, single: Observed, folders: Folders) -> None:
-    start, expected, got = (load_file(folder / "model.safetensors") for folder in (folders.policy, single.folder, live.observed.folder))
+    start, expected, got = (stored(folder) for folder in (folders.policy, single.folder, live.observed.folder))
     assert got.keys() == expected.keys()
     assert max(max_difference(expected[name], start[name]) for name in expected) > 1e-2
     for name, weight in expected.items():
@@ -259,20 +263,21 @@ def test_small_buckets_carry_the_same_weights(live: Live, folders: Folders, tmp_
     group = live.models.cool_actor.group
     for name, bucket_bytes in (("small", 4_000), ("large", 10**7)):
         weight_source(group, folders, parallel, bucket_bytes).save_hf(tmp_path / name, str(folders.policy))
-    small, large = (load_file(tmp_path / name / "model.safetensors") for name in ("small", "large"))
+    small, large = (stored(tmp_path / name) for name in ("small", "large"))
     assert small.keys() == large.keys()
     assert all(torch.equal(small[name], large[name]) for name in large)
 
 
 @pytest.mark.parametrize("live", ["TP2"], indirect=True)
-def test_a_rank_that_dies_in_a_weight_export_is_named(live: Live, folders: Folders) -> None:
-    """Rank 1 only sends to rank 0, which holds the bucket and loses its connection."""
+def test_a_rank_that_dies_in_a_weight_export_is_named(live: Live, folders: Folders, tmp_path: Path) -> None:
+    """Rank 1 only sends to rank 0, which holds the bucket and loses its connection. Nothing is left of the folder."""
     group = live.models.actor.group
-    rounds = weight_source(group, folders, LAYOUTS["TP2"], bucket_bytes=4_000).rounds()
-    gather(*next(rounds))
+    source = weight_source(group, folders, LAYOUTS["TP2"], bucket_bytes=4_000)
+    source.save_hf(tmp_path / "whole", str(folders.policy))
     os.kill(group._actors.locations[1].pid, signal.SIGKILL)
     with pytest.raises(WorkerError) as caught:
-        gather(*next(rounds))
+        source.save_hf(tmp_path / "partial", str(folders.policy))
+    assert [path.name for path in tmp_path.iterdir()] == ["whole"]
     assert (caught.value.role, caught.value.rank) == ("actor", 1)
 
 
