@@ -1,0 +1,90 @@
+"""SGLang on one GPU: weights by CUDA IPC from this process, memory given back, log-probs against transformers. It needs SGLang's own
+packages: CUDA graphs, flash attention and torch_memory_saver are in use."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config
+
+from megarl.config.schema import SGLangMode
+from megarl.protocol.checksum import checksum
+from megarl.rollout.interface import Sample, SamplingParameters
+from megarl.rollout.sglang.engine import SGLangEngine
+from megarl.rollout.sglang.spec import SGLangSpec
+from tests.unit.rollout.models import push
+
+PROMPTS = [[5, 6, 14, 8], [9], [20, 21, 22, 23, 24, 25, 26, 27, 28]]
+TOLERANCE = 0.05  # bfloat16 on both sides, by different kernels
+
+
+def cuda_model(seed: int) -> PreTrainedModel:
+    torch.manual_seed(seed)
+    config = Qwen2Config(
+        vocab_size=1000,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        tie_word_embeddings=False,
+        initializer_range=0.1,
+        bos_token_id=None,
+        eos_token_id=7,
+    )
+    return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).cuda().eval()
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SGLangEngine]:
+    folder = tmp_path_factory.mktemp("model")
+    model = cuda_model(0)
+    model.config.save_pretrained(folder)
+    model.generation_config.save_pretrained(folder)
+    spec = SGLangSpec(
+        path=folder,
+        dtype=torch.bfloat16,
+        device=torch.device("cuda"),
+        max_concurrency=16,
+        mode=SGLangMode.server,
+        release_memory=True,
+        server_args={"mem_fraction_static": 0.3},
+    )
+    engine = SGLangEngine(spec)
+    yield engine
+    engine.close()
+
+
+def mean_gap(model: PreTrainedModel, samples: list[Sample], temperature: float) -> float:
+    gaps = []
+    for prompt, sample in zip(PROMPTS, samples, strict=True):
+        with torch.no_grad():
+            logits = model(torch.tensor([prompt + sample.token_ids], device="cuda")).logits[0, len(prompt) - 1 : -1].float().cpu()
+        expected = (logits / temperature).log_softmax(-1).gather(1, torch.tensor(sample.token_ids)[:, None])[:, 0]
+        gaps.append((expected - torch.tensor(sample.log_probs)).abs())
+    return float(torch.cat(gaps).mean())
+
+
+@pytest.mark.parametrize("temperature", [0.6, 1.0])
+def test_weights_by_cuda_ipc_give_the_models_log_probs(engine: SGLangEngine, temperature: float) -> None:
+    model = cuda_model(seed=int(temperature * 10))
+    push(model, engine, version=int(temperature * 10))
+    assert engine.checksums() == {name: checksum(parameter.detach()) for name, parameter in model.named_parameters()}
+    samples = engine.generate(PROMPTS, SamplingParameters(max_new_tokens=32, seed=0, temperature=temperature, ignore_eos=True))
+    assert mean_gap(model, samples, temperature) < TOLERANCE
+
+
+def test_memory_is_given_back_and_taken_again(engine: SGLangEngine) -> None:
+    model = cuda_model(seed=3)
+    push(model, engine, version=3)
+    before, _ = torch.cuda.mem_get_info()
+    engine.sleep()
+    asleep, _ = torch.cuda.mem_get_info()
+    assert asleep - before > 2**30  # the cache alone is a third of the device
+    engine.wake()
+    push(model, engine, version=4)
+    samples = engine.generate(PROMPTS, SamplingParameters(max_new_tokens=8, seed=0, ignore_eos=True))
+    assert {sample.weight_versions for sample in samples} == {(4,)}
