@@ -25,7 +25,8 @@ from megarl.resharding.gather import Bucket, BucketGatherer, Shards
 class SenderReport(NamedTuple):
     """Of one rank and one pass. gather_s: waiting for the shards of other ranks; convert_s: copying into Hugging Face's layout;
     transport_s: from handing a bucket over until it was taken, as far as the sender sees it. nbytes: given away by this rank.
-    planned_extra_bytes: of all buffers; measured_extra_bytes: the most memory that the process took beyond what it had."""
+    planned_extra_bytes: of all buffers; measured_extra_bytes: the most memory that the process took beyond what it had, in which
+    buffers that were kept from the pass before do not count."""
 
     gather_s: float
     convert_s: float
@@ -58,11 +59,32 @@ class Outlet(ABC):
         """Gives the buffers back as soon as can be; what was not sent is not sent."""
 
 
+class KeptSegments:
+    """Two segments that stay from one pass to the next: the system takes longer to make memory than a bucket takes to be copied."""
+
+    def __init__(self) -> None:
+        self._segments: list[Segment] = []
+
+    def take(self, nbytes: int, device: torch.device) -> list[Segment]:
+        """Those of the last pass, if they are as large."""
+        if any(segment.handle.nbytes != nbytes for segment in self._segments):
+            self.close()
+        if not self._segments:
+            self._segments = [Segment.create(nbytes, device) for _ in range(2)]
+        return self._segments
+
+    def close(self) -> None:
+        """Gives the memory back."""
+        for segment in self._segments:
+            segment.close()
+        self._segments = []
+
+
 class SegmentOutlet(Outlet):
     """Engines of the same node read the buffers themselves; who asks for buckets sees to it that they have read them."""
 
-    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
-        self._segments = [Segment.create(numel * dtype.itemsize, device) for _ in range(2)]
+    def __init__(self, kept: KeptSegments, numel: int, dtype: torch.dtype, device: torch.device) -> None:
+        self._kept, self._segments = kept, kept.take(numel * dtype.itemsize, device)
         self._buffers = [segment.tensor(dtype, numel) for segment in self._segments]
         self.nbytes = sum(segment.handle.nbytes for segment in self._segments)
 
@@ -75,12 +97,11 @@ class SegmentOutlet(Outlet):
         return self._segments[slot].handle
 
     def close(self) -> None:
-        self.abandon()
+        self._buffers = []
 
     def abandon(self) -> None:
         self._buffers = []
-        for segment in self._segments:
-            segment.close()
+        self._kept.close()
 
 
 class BroadcastOutlet(Outlet):
@@ -181,9 +202,9 @@ class WeightSender:
 
 
 def open_sender(
-    shards: Shards, bucket_bytes: int, dtype: torch.dtype, group: WeightGroup | None = None, group_name: str = ""
+    shards: Shards, bucket_bytes: int, dtype: torch.dtype, kept: KeptSegments, group: WeightGroup | None = None, group_name: str = ""
 ) -> WeightSender:
-    """Into memory that engines of this node read, or to those of `group`.
+    """Into memory that engines of this node read, `kept` for the next pass, or to those of `group`.
 
     Raises ValueError where `bucket_bytes` holds no element.
     """
@@ -193,6 +214,8 @@ def open_sender(
     if gatherer.rank == 0:
         numel = gatherer.largest_volume
         outlet = (
-            SegmentOutlet(numel, dtype, shards.device) if group is None else BroadcastOutlet(numel, dtype, shards.device, group, group_name)
+            SegmentOutlet(kept, numel, dtype, shards.device)
+            if group is None
+            else BroadcastOutlet(numel, dtype, shards.device, group, group_name)
         )
     return WeightSender(gatherer, outlet, dtype, peak)

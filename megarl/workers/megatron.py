@@ -103,7 +103,8 @@ class MegatronWorker(WeightExport):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def offload_state(self, parts: tuple[StatePart, ...]) -> int:
-        """Moves parts of the model's state out of memory; see MegatronEngine.offload."""
+        """Moves parts of the model's state out of memory; see MegatronEngine.offload. What weights were sent from goes as well."""
+        self.release_weight_buffers()
         return self._engine.offload(*parts)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)

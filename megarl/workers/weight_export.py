@@ -16,7 +16,7 @@ from megarl.protocol.parcels import GroupAddress, Parcel
 from megarl.protocol.weight_group import WeightGroup, reserve_port
 from megarl.resharding.export import FilePlan, open_file_sender
 from megarl.resharding.gather import Shards
-from megarl.resharding.sender import SenderReport, WeightSender, open_sender
+from megarl.resharding.sender import KeptSegments, SenderReport, WeightSender, open_sender
 from megarl.resharding.verify import shard_checksums
 
 
@@ -35,6 +35,7 @@ class WeightExport(Worker):
     _group: WeightGroup | None = None
     _group_name = ""
     _listener: socket.socket | None = None
+    _kept: KeptSegments | None = None
 
     @abstractmethod
     def _shards(self) -> Shards:
@@ -46,7 +47,8 @@ class WeightExport(Worker):
         """Into the weight group that was joined, or into memory that the engines of this node read."""
         self._drop_sender()
         shards = self._shards()
-        self._sender = open_sender(shards, bucket_bytes, shards.dtype, self._group if broadcast else None, self._group_name)
+        self._kept = self._kept or KeptSegments()
+        self._sender = open_sender(shards, bucket_bytes, shards.dtype, self._kept, self._group if broadcast else None, self._group_name)
 
     def begin_file_export(self, bucket_bytes: int, folder: str, files: Sequence[FilePlan]) -> None:
         """`files`: of all stages. This rank's are made, still without content."""
@@ -79,6 +81,11 @@ class WeightExport(Worker):
         """What this rank's shards add to the checksum of each Hugging Face tensor."""
         shards = self._shards()
         return shard_checksums(shards, shards.dtype)
+
+    def release_weight_buffers(self) -> None:
+        """What is kept for the next pass."""
+        if self._kept is not None:
+            self._kept.close()
 
     def _drop_sender(self) -> None:
         if self._sender is not None:

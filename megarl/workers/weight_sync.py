@@ -95,7 +95,7 @@ class PushReport(NamedTuple):
 
     gather_s: waiting for other ranks' shards. convert_s: copying into Hugging Face's layout. transport_s: broadcasts, or writing
     files; 0 through shared memory. load_s: from telling the engines about a bucket until all have loaded it. verify_s: comparing
-    checksums. nbytes: of all weights, once. extra_bytes: the most memory that a trainer rank took for it, as measured.
+    checksums. nbytes: of all weights, once. extra_bytes: the most memory that a trainer rank took for it, as planned or as measured.
     """
 
     seconds: float
@@ -159,7 +159,7 @@ class WeightSync:
             load_s=load_s,
             verify_s=verify_s,
             nbytes=sum(report.nbytes for report in reports),
-            extra_bytes=max(report.measured_extra_bytes for report in reports),
+            extra_bytes=max(max(report.planned_extra_bytes, report.measured_extra_bytes) for report in reports),
         )
 
     def close(self) -> None:

@@ -6,7 +6,6 @@ from pathlib import Path
 
 from tests.soak.kills import run
 
-
 KILLS = 14
 
 

@@ -275,6 +275,7 @@ class SGLangEngine(RolloutEngine):
         self._flush()
         self._lifecycle.leave(EngineState.ASLEEP)
         self._call("release_memory_occupation")
+        self._resume()  # a paused scheduler takes a core for itself; nothing is asked of it until it is awake
 
     def wake(self) -> None:
         if not self._lifecycle.must_wake():

@@ -20,7 +20,7 @@ from megarl.resharding.gather import Shards
 from megarl.resharding.layout import model_layouts, shard_shapes
 from megarl.resharding.load import load_into_shards
 from megarl.resharding.manifest import manifest_of
-from megarl.resharding.sender import WeightSender, open_sender
+from megarl.resharding.sender import KeptSegments, WeightSender, open_sender
 from megarl.resharding.verify import WeightMismatchError, add_checksums, compare_checksums, shard_checksums
 from tests.unit.resharding.models import PADDED_VOCAB, architecture_of, random_model, save
 
@@ -81,7 +81,7 @@ def send_all(folders: dict, layout: Layout, target: str) -> dict:
         receiver = ParcelReceiver(CPU)
         counts = []
         for bucket_bytes in (300, 3000, 10**6):  # far smaller than most tensors; smaller than some; all
-            sender = open_sender(shards, bucket_bytes, torch.float32)
+            sender = open_sender(shards, bucket_bytes, torch.float32, KeptSegments())
             if tensor_rank == 0:
                 counts.append(received(sender, receiver, state))
             else:
@@ -154,7 +154,7 @@ def broadcast_all(folder: Path, layout: Layout) -> float:
     else:
         shards = shards_of(folder, "qwen3", False, layout, rank, group)
         weights = WeightGroup(addresses[0], 0, CPU, listener) if rank == 0 else None
-        sender = open_sender(shards, 5000, torch.float32, weights, "stage-0")
+        sender = open_sender(shards, 5000, torch.float32, KeptSegments(), weights, "stage-0")
     state = random_model("qwen3").state_dict()
     count = 0
     while True:
@@ -180,13 +180,15 @@ def measure_memory(bucket_bytes: int) -> list[int]:
     own = model_layouts(architecture, tensor_parallel_size=2, padded_vocab_size=30_000)[rank]
     parameters = {name: torch.ones(shape) for name, shape in shard_shapes(architecture, own).items()}
     shards = Shards(parameters=parameters, architecture=architecture, layout=own, group=dist.new_group([0, 1]))
-    measured = []
+    measured, kept = [], KeptSegments()
     for _ in range(2):
-        sender = open_sender(shards, bucket_bytes, torch.float32)
+        sender = open_sender(shards, bucket_bytes, torch.float32, kept)
         sender.send_all()
         report = sender.end()
         assert report.planned_extra_bytes <= 2 * bucket_bytes
         measured.append(report.measured_extra_bytes)
+    assert measured[1] < bucket_bytes  # the buffers are those of the first pass
+    kept.close()
     return measured
 
 
