@@ -164,6 +164,7 @@ def run(engine: str, num_kills: int, seed: int, folder: Path) -> Report:
                 with killer.lock:
                     num_checksums += _check_weights(rollout, sums)
                 totals.update({name: int(value) for name, value in rollout.drain_metrics().items() if "num_" in name})
+                print(f"batch {num_batches}: {killer.victims.total()} of {num_kills} kills, {time.monotonic() - start_s:.0f} s", flush=True)
         rollout.update_weights(push_of(subject.weights, 1 + num_batches))  # whoever died last is found by it
         num_checksums += _check_weights(rollout, sums)
         totals.update({name: int(value) for name, value in rollout.drain_metrics().items() if "num_" in name})
