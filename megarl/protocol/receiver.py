@@ -35,10 +35,11 @@ class ParcelReceiver:
             group.close()
         self._groups = {}
         self.release()
+        self._segments.close()
 
     def release(self) -> None:
-        """Gives back what was kept for the next parcel; after the last one."""
-        self._segments.close()
+        """After the last parcel: gives back memory that was kept for the next. What others own stays mapped, for the next update."""
+        self._segments.forget_devices()
         self._buffer = self._buffer.new_empty(0)
 
     def open(self, parcel: Parcel) -> Iterator[TensorChunk]:

@@ -86,6 +86,10 @@ class SegmentReader:
             raise WeightTransferError(f"{handle}: {numel} elements of {dtype} were announced, it holds {handle.nbytes} bytes")
         return self._opened[handle.address][1][:nbytes].view(dtype)
 
+    def forget_devices(self) -> None:
+        """Of GPU memory: its owner cannot give it back while it is open here."""
+        self._opened = {address: opened for address, opened in self._opened.items() if opened[0]}
+
     def close(self) -> None:
         self._opened = {}
 
