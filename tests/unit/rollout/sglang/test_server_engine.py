@@ -132,8 +132,11 @@ def test_aborted_requests_are_forgotten(engine: SGLangEngine) -> None:
 
 def test_an_update_in_the_middle_shows_in_the_versions(changed: SGLangEngine, model: PreTrainedModel) -> None:
     """Every token is by the weights that its sample's versions say, with no trace of the old ones in the cache."""
-    new = server_model(seed=1)
-    planned = plan_requests([[token] for token in range(10, 60)], SamplingParameters(max_new_tokens=60, seed=0, ignore_eos=True))
+    new, sampling = server_model(seed=1), SamplingParameters(max_new_tokens=60, seed=0, ignore_eos=True)
+    planned = [  # of many lengths, so that whenever the update comes some have been begun and not ended
+        request._replace(sampling=replace(request.sampling, max_new_tokens=(4, 60, 32, 46, 18)[number % 5]))
+        for number, request in enumerate(plan_requests([[token] for token in range(10, 90)], sampling))
+    ]
     changed.submit(planned)
     samples = dict(changed.collect(60.0))
     push(new, changed, version=2)
@@ -146,7 +149,7 @@ def test_an_update_in_the_middle_shows_in_the_versions(changed: SGLangEngine, mo
         by_old, by_new = (difference(writer, request.prompt, sample) < 1e-4 for writer in (model, new))
         switch = int(by_old.long().cumprod(-1).sum())
         if sample.weight_versions == (1,):
-            assert switch == 60
+            assert switch == request.sampling.max_new_tokens
         else:
             assert by_new[switch:].all()
             assert (switch == 0) == (sample.weight_versions == (2,))
