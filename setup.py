@@ -34,7 +34,7 @@ setup(
     ],
     extras_require={
         "quickstart": ["reasoning-gym"],
-        "cuda": ["transformer-engine[pytorch]"],
+        "cuda": ["transformer-engine[pytorch]", "sglang>=0.5.17,<0.5.24"],
         "dev": ["pytest", "hypothesis", "ruff", "mypy"],
     },
     entry_points={"console_scripts": ["megarl=megarl.cli.main:main"]},

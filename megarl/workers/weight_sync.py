@@ -241,17 +241,20 @@ class WeightSync:
     def _check(self, replicas: Sequence[RoleGroup]) -> float:
         """Seconds. Raises WeightMismatchError that names tensors."""
         start_s = time.perf_counter()
-        to_check = {Verify.off: [], Verify.always: list(replicas)}.get(self._verify)
-        if to_check is None:
-            to_check = [replica for replica in replicas if not any(replica is verified for verified in self._verified)]
+        to_check = [replica for replica in replicas if self._is_to_be_verified(replica)]
         if to_check:
             parts = self._source.call("weight_checksums")
             engines = [replica.execute_rank_zero_async("checksums") for replica in to_check]
             trainer = add_checksums(gather(*parts))
-            for number, engine in enumerate(gather(*engines)):
-                compare_checksums(self._source.manifest, trainer, engine, f"rollout replica {number}")
-            self._verified = [*replicas]
+            for replica, engine in zip(to_check, gather(*engines), strict=True):
+                compare_checksums(self._source.manifest, trainer, engine, f"the rollout replica with pid {replica.pids[0]}")
+            self._verified = [*self._verified, *to_check] if self._verify is Verify.first else []
         return time.perf_counter() - start_s
+
+    def _is_to_be_verified(self, replica: RoleGroup) -> bool:
+        if self._verify is Verify.first:
+            return not any(replica is verified for verified in self._verified)
+        return self._verify is Verify.always
 
 
 def _on_all(replicas: Sequence[RoleGroup], method: str, *arguments: object) -> list:

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Qwen2Config
 
 from megarl.controller.futures import gather
 from megarl.controller.group import RoleGroup
@@ -19,6 +18,7 @@ from megarl.rollout.hf.engine import HFEngine
 from megarl.workers.rollout import Rollout
 from tests.fake_engine import MANIFEST, FakeEngine, FakeSpec, Misdeed, What, random_weights, recorded_calls
 from tests.rollout_replicas import push_of, started_rollout
+from tests.unit.engine.models import save_large_model
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
@@ -79,19 +79,8 @@ def test_a_replica_that_dies_asleep_is_replaced_when_weights_come(tmp_path: Path
 
 
 def test_a_sleeping_engine_gives_its_memory_back(tmp_path: Path) -> None:
-    """The reference engine with 55 million parameters: 220 MB, in tensors that the heap would keep."""
-    config = Qwen2Config(
-        vocab_size=199,
-        hidden_size=512,
-        intermediate_size=1536,
-        num_hidden_layers=18,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=256,
-        tie_word_embeddings=True,
-    )
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    model.save_pretrained(tmp_path)
+    """The reference engine, with tensors that the heap would keep."""
+    model = save_large_model(tmp_path)
     build = partial(HFEngine, str(tmp_path), dtype=torch.float32, device=torch.device("cpu"), max_concurrency=8, trust_remote_code=False)
     weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
     size_gb = sum(weight.nbytes for weight in weights.values()) / 1e9

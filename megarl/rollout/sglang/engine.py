@@ -7,7 +7,7 @@ import pickle
 import queue
 import time
 from collections.abc import Coroutine, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from math import prod
 from pathlib import Path
@@ -37,6 +37,7 @@ T = TypeVar("T")
 _START_LIMIT_S = 600.0  # kernels may be compiled
 _POLL_S = 0.5
 _FLUSH_POLL_S = 0.05
+_ABORT_POLL_S = 0.02
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
@@ -138,11 +139,19 @@ class SGLangEngine(RolloutEngine):
         self._last_sign_s = time.monotonic()
 
     def abort(self) -> None:
-        for in_flight in self._in_flight.values():
-            in_flight.future.cancel()
-        if self._in_flight:
-            self._in_flight.clear()
+        """SGLang gives up what it knows of: a request that is on its way to its server is met by a later call."""
+        futures = [in_flight.future for in_flight in self._in_flight.values()]
+        self._in_flight.clear()
+        start_s = time.monotonic()
+        while futures:
             self._wait_for(self._backend.abort(), self._spec.health_limit_s)
+            if self._is_paused:  # it does not answer them
+                for future in futures:
+                    future.cancel()
+                return
+            futures = list(wait(futures, timeout=_ABORT_POLL_S).not_done)
+            if time.monotonic() - start_s > self._spec.health_limit_s:
+                raise EngineDeadError(f"SGLang has not given up {len(futures)} requests within {self._spec.health_limit_s:g} s")
 
     # ---- weights
 
@@ -269,9 +278,11 @@ class SGLangEngine(RolloutEngine):
         self._lifecycle.require("sleep", EngineState.EMPTY, EngineState.UPDATING, EngineState.READY, EngineState.ASLEEP)
         if self._lifecycle.state is EngineState.ASLEEP:
             return
+        self._close_session()
+        if self._is_paused:
+            self._resume()
         self.abort()
         self._pause()
-        self._close_session()
         self._flush()
         self._lifecycle.leave(EngineState.ASLEEP)
         self._call("release_memory_occupation")

@@ -59,7 +59,7 @@ class ServerBackend(Backend):
         found = json.loads(answer)
         self._features = Features(**found["features"])
         self.url = f"http://{f'[{self._host}]' if ':' in self._host else self._host}:{found['port']}"
-        self._children = psutil.Process(self._process.pid).children(recursive=True)
+        self._children = psutil.Process(self._process.pid).children()  # theirs come and go
 
     @property
     def features(self) -> Features:

@@ -53,6 +53,23 @@ def save_model(family: str, folder: Path, seed: int = 0) -> None:
     model.save_pretrained(folder)
 
 
+def save_large_model(folder: Path) -> PreTrainedModel:
+    """55 million parameters (220 MB), many of them in tensors that are smaller than what glibc maps by themselves."""
+    config = Qwen2Config(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=512,
+        intermediate_size=1536,
+        num_hidden_layers=18,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        tie_word_embeddings=True,
+    )
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.save_pretrained(folder)
+    return model
+
+
 class Critic(torch.nn.Module):
     """A Hugging Face trunk with a linear head; its parameters have the names that a critic's folder stores."""
 

@@ -8,12 +8,11 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Qwen2Config
 
 from megarl.config.architecture import read_architecture
 from megarl.config.schema import OptimConfig, ParallelConfig
 from tests.ranks import RankPool
-from tests.unit.engine.models import make_batch, save_model
+from tests.unit.engine.models import make_batch, save_large_model, save_model
 from tests.unit.engine.rank_side import LAYOUTS, Tensors, build, deal, hf_weights, merge, replica_rows, start, take
 
 NUM_STEPS, NUM_ROWS = 3, 8
@@ -130,19 +129,8 @@ def measure(folder: str, optim: OptimConfig | None) -> Memory:
 
 @pytest.fixture(scope="module")
 def large(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """55 million parameters, many of them in tensors that are smaller than what glibc maps by themselves."""
     folder: Path = tmp_path_factory.mktemp("large")
-    config = Qwen2Config(
-        vocab_size=199,
-        hidden_size=512,
-        intermediate_size=1536,
-        num_hidden_layers=18,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=256,
-        tie_word_embeddings=True,
-    )
-    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    save_large_model(folder)
     return str(folder)
 
 

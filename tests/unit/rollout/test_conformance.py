@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -253,6 +254,17 @@ def test_asleep_it_refuses_and_the_next_update_wakes_it_up_to_the_same(ready: Su
         engine.generate(PROMPTS, greedy())
     ready.push(version=5)
     assert tokens(engine.generate(PROMPTS, greedy())) == tokens(before)
+
+
+def test_asleep_it_holds_none_of_the_requests_that_were_on_their_way(ready: Subject) -> None:
+    """A request that arrives after all have been given up would run without weights."""
+    for delay_ms in range(0, 12, 2):
+        ready.engine.submit(plan_requests(PROMPTS * 6, greedy(40)))
+        time.sleep(delay_ms / 1000)  # each finds them elsewhere
+        ready.engine.sleep()
+        ready.engine.wake()
+        ready.push()
+    assert ready.engine.collect(0.2) == []
 
 
 def test_an_update_can_be_begun_anew(ready: Subject) -> None:

@@ -144,7 +144,8 @@ def test_every_transport_gives_all_replicas_the_weights(trainer: Trainer, folder
 def test_a_lie_is_named(trainer: Trainer, folders: Folders, replicas_of, tmp_path: Path) -> None:
     replicas = replicas_of(partial(faulty_engine, str(folders.initial), None, True), 1)
     with pytest.raises(
-        WeightMismatchError, match=r"rollout replica 0 does not hold.*1 of \d+ tensors.*model\.layers\.1\.mlp\.up_proj\.weight"
+        WeightMismatchError,
+        match=r"the rollout replica with pid \d+ does not hold.*1 of \d+ tensors.*model\.layers\.1\.mlp\.up_proj\.weight",
     ):
         trainer.sync(Transport.colocated, tmp_path, Verify.first).push(replicas.groups, 1)
     trainer.sync(Transport.colocated, tmp_path, Verify.off).push(replicas.groups, 2)
