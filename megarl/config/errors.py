@@ -20,3 +20,7 @@ class ConfigError(ValueError):
 
 class RunError(RuntimeError):
     """Something failed while running, and the message says what, where and why."""
+
+
+class CheckpointError(RunError):
+    """A checkpoint cannot be written or read. One line: what is wrong, in which file, with which tensor, and what to do."""

@@ -91,6 +91,8 @@ RANGES = {
     "validate_every_steps": NOT_NEGATIVE,
     "phase_time_limit_s": POSITIVE,
     "log_generations": NOT_NEGATIVE,
+    "checkpoint.every_steps": NOT_NEGATIVE,
+    "checkpoint.keep": NOT_NEGATIVE,
 }
 
 

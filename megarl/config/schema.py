@@ -308,7 +308,14 @@ class EngineConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    save_hf: bool = True  # at the end, the policy as a Hugging Face folder in `output_dir/huggingface`
+    """When a run's whole state is saved, where, and what a run that starts does with what is there."""
+
+    dir: str | None = None  # None: `checkpoints` in `trainer.output_dir`
+    every_steps: int = 0  # and after the last step; 0: only where SIGTERM ends the run
+    keep: int = 2  # complete checkpoints; 0: all
+    save_hf: bool = True  # the policy as a Hugging Face folder, in each checkpoint and at the end in `output_dir/huggingface`
+    asynchronous: bool = True  # files are written while training goes on
+    resume: str = "auto"  # auto: from the latest checkpoint, where there is one; disable; or the path of one
 
 
 @dataclass(frozen=True, kw_only=True)
