@@ -28,7 +28,7 @@ class WorkerError(RunError):
     def __init__(self, first: RankFailure, others: Sequence[RankFailure] = ()) -> None:
         self.role, self.rank, self.node, self.pid, self.method = first.role, first.rank, first.node, first.pid, first.method
         self.kind, self.error_type = first.failure.kind, first.failure.error_type
-        self.remote_traceback = first.failure.traceback
+        self.summary, self.remote_traceback = first.failure.summary, first.failure.traceback
         self.others = tuple(others)
         lines = [first.describe(), "", self.remote_traceback.rstrip()]
         if others:
