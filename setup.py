@@ -29,6 +29,7 @@ setup(
         "pebble>=5.2",
         "psutil",
         "rich",
+        "xxhash>=3.4",
         "tensorboard",
         "matplotlib",
     ],
