@@ -110,14 +110,16 @@ class Killer:
                 self._kill_one()
 
     def _kill_one(self) -> None:
-        """Nothing where the replica has no process, or dies while we look."""
+        """Nothing where the replica has no such process, or dies while we look."""
         replica = self.chance.choice(self.rollout.replicas)
         if not replica.pids and self.chance.random() < _SPARED_AT_START:
             return
         pids = replica.pids or [one.activity.location.pid for one in replica.reports() if one.activity is not None]  # it may be starting
         try:
             worker = psutil.Process(pids[0])
-            victim = self.chance.choice([worker, worker, *worker.children(recursive=True)])
+            # In turns: else a busy machine, whose workers are often just starting and have no children, would lose these alone.
+            wants_child = self.victims.total() % 2 == 1
+            victim = self.chance.choice(worker.children(recursive=True)) if wants_child else worker
             name = "the worker" if victim == worker else f"a child ({victim.name()[:20]})"
             os.kill(victim.pid, signal.SIGKILL)
         except (IndexError, psutil.NoSuchProcess, ProcessLookupError):
