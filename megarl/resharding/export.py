@@ -27,6 +27,7 @@ from megarl.resharding.sender import Outlet, WeightSender
 
 # What a folder holds beside its weights: configuration, tokenizer, chat templates, and a custom model's code.
 _COPIED = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py")
+VALUE_CLASS = "ForTokenClassification"  # of transformers: a value per token
 DEFAULT_FILE_BYTES = 5 * 10**9
 
 
@@ -139,7 +140,7 @@ def save_hf_folder(write_weights: Callable[[Path], None], files: Sequence[FilePl
         partial.mkdir()
         write_weights(partial)
         _write_index(partial, files)
-        _copy_companions(source_folder, partial, next(iter(files[0].manifest.values())).dtype)
+        copy_companions(source_folder, partial, next(iter(files[0].manifest.values())).dtype)
         if folder.exists():
             os.rename(folder, Path(scratch) / "old")
         os.rename(partial, folder)
@@ -156,7 +157,8 @@ def _write_index(folder: Path, files: Sequence[FilePlan]) -> None:
     (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
 
 
-def _copy_companions(source: Path, target: Path, dtype: torch.dtype) -> None:
+def copy_companions(source: Path, target: Path, dtype: torch.dtype, head: Head = "lm") -> None:
+    """All but the weights. config.json names the dtype and the class of a model with this head."""
     for pattern in _COPIED:
         for path in source.glob(pattern):
             if not path.name.endswith(".index.json"):
@@ -164,4 +166,6 @@ def _copy_companions(source: Path, target: Path, dtype: torch.dtype) -> None:
     config = json.loads((source / "config.json").read_text())
     config.pop("torch_dtype", None)  # the older name of the field
     config["dtype"] = str(dtype).removeprefix("torch.")
+    if head == "value":
+        config["architectures"] = [name.partition("For")[0].removesuffix("Model") + VALUE_CLASS for name in config["architectures"]]
     (target / "config.json").write_text(json.dumps(config, indent=2) + "\n")
