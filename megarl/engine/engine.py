@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
@@ -53,6 +53,16 @@ class EngineSpec:
     packing: bool = True
     log_prob_chunk_tokens: int = 1024
     temperature: float = 1.0
+
+
+class TrainingState(NamedTuple):
+    """What a checkpoint keeps of an engine. places: where its tensors are, in memory or away."""
+
+    models: Sequence[ModelChunk]
+    optimizer: Optimizer
+    places: EngineState
+    groups: ParallelGroups
+    vocab_size: int
 
 
 class MegatronEngine:
@@ -102,6 +112,11 @@ class MegatronEngine:
     def restore(self, *parts: StatePart) -> int:
         """Moves them back, as they were; bytes taken. Until then what needs them raises OffloadedError."""
         return self._state.restore(parts)
+
+    def training_state(self) -> TrainingState:
+        """Of an engine that trains."""
+        assert self._optimizer is not None, "a frozen model is as its folder says, and is never saved"
+        return TrainingState(self._models, self._optimizer, self._state, self.groups, self.spec.architecture.vocab_size)
 
     def _load(self, folder: str) -> None:
         """A critic made from a language model has no head in its folder: it starts at V = 0 everywhere."""

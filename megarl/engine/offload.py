@@ -14,6 +14,7 @@ import os
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
+from itertools import accumulate
 from typing import NamedTuple, Protocol, cast
 
 import torch
@@ -41,12 +42,16 @@ class _Shelf(Protocol):
 
     def take(self, storages: Sequence[UntypedStorage]) -> None: ...
 
+    def read(self, number: int, start: int, target: Tensor) -> None:
+        """Bytes of the storage that was put as `number`, from `start` on, into `target` (bytes,) uint8 in host memory; they stay."""
+
 
 class _File:
     """Of the file system, without a name. Its space is given back when the bytes are."""
 
     def __init__(self) -> None:
         self._file: io.FileIO | None = None
+        self._starts: list[int] = []
 
     def put(self, storages: Sequence[UntypedStorage]) -> None:
         """Raises OSError that names the folder where the bytes do not fit."""
@@ -62,6 +67,7 @@ class _File:
                 f"cannot keep {size_mb:,.0f} MB of offloaded state in {folder}: {error.strerror}; set TMPDIR to a folder with room",
             ) from error
         self._file = file
+        self._starts = list(accumulate((storage.nbytes() for storage in storages), initial=0))
 
     def take(self, storages: Sequence[UntypedStorage]) -> None:
         assert self._file is not None
@@ -70,6 +76,11 @@ class _File:
             for storage in storages:
                 _all_of(storage, file.readinto)
         self._file = None
+
+    def read(self, number: int, start: int, target: Tensor) -> None:
+        assert self._file is not None
+        self._file.seek(self._starts[number] + start)
+        _all_of(target.untyped_storage(), self._file.readinto)
 
 
 def _bytes_of(storage: UntypedStorage) -> Tensor:
@@ -106,6 +117,9 @@ class _PinnedMemory:
 
     def take(self, storages: Sequence[UntypedStorage]) -> None:
         self._copy((_bytes_of(storage), copy) for copy, storage in zip(self._copies, storages, strict=True))
+
+    def read(self, number: int, start: int, target: Tensor) -> None:
+        target.copy_(self._copies[number][start : start + target.numel()])
 
     @staticmethod
     def _copy(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
@@ -162,6 +176,17 @@ class MovableState:
         nbytes, self._away = sum(each.nbytes for each in self._away), None
         return nbytes
 
+    def read(self, tensor: Tensor, start: int, count: int) -> Tensor | None:
+        """Elements start..start + count of a contiguous tensor that is away, in host memory of their own; None where it is not."""
+        identity = tensor.untyped_storage()._cdata  # its address is gone with its memory
+        for number, moved in enumerate(self._away or ()):
+            if moved.storage._cdata == identity:
+                assert self._kept
+                copy = torch.empty(count * tensor.itemsize, dtype=torch.uint8)
+                self._shelf.read(number, (tensor.storage_offset() + start) * tensor.itemsize, copy)
+                return copy.view(tensor.dtype)
+        return None
+
 
 class EngineState:
     """The parts of one model that can be moved: all three where it trains, its parameters where it is frozen."""
@@ -186,3 +211,14 @@ class EngineState:
         missing = [part.value for part in parts if part in self.away]
         if missing:
             raise OffloadedError(f"the engine cannot {action}: {' and '.join(missing)} offloaded; restore what was moved away first")
+
+    def host_copy(self, tensor: Tensor, start: int, count: int) -> Tensor:
+        """Elements start..start + count of a contiguous tensor, in its memory's order: (count,) in host memory of their own.
+
+        Also of a tensor that is away, which stays away.
+        """
+        for state in self._parts.values():
+            copy = state.read(tensor, start, count)
+            if copy is not None:
+                return copy
+        return tensor.detach().view(-1)[start : start + count].to("cpu", copy=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
@@ -16,14 +16,35 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megarl.config.schema import OptimConfig
 from megarl.engine import platform
 
+MOMENTS = ("exp_avg", "exp_avg_sq")  # of each element, as Adam and Megatron call them
+
 
 class TrainingDivergedError(RuntimeError):
     """The gradient is not finite; the weights are still those of the last good step."""
 
 
+class OptimizerSlice(NamedTuple):
+    """What this data-parallel rank updates of a parameter: its elements start..stop, in the order of memory.
+
+    tensors: `param` (the float32 master, or the parameter's own memory), `exp_avg` and `exp_avg_sq`, (stop - start,) float32 each.
+    """
+
+    parameter: torch.nn.Parameter
+    start: int
+    stop: int
+    tensors: dict[str, torch.Tensor]
+
+
 class StepStatistics(NamedTuple):
     grad_norm: float  # of all parameters, before clipping
     lr: float  # that this step used
+
+
+class StepCounts(NamedTuple):
+    """Updates so far. adam: what its bias correction counts. schedule: where the learning rate is."""
+
+    adam: int
+    schedule: int
 
 
 class Optimizer:
@@ -75,6 +96,71 @@ class Optimizer:
             yield from group["params"]
         for _, state in self._optimizer.state.items():  # noqa: PERF102  (of several optimizers it is Megatron's own type, with no more)
             yield from (value for value in state.values() if isinstance(value, torch.Tensor) and value.dim())
+
+    def slices(self) -> list[OptimizerSlice]:
+        """Every element of every parameter is in one slice of one data-parallel rank."""
+        slices = []
+        for optimizer in self._parts():
+            self._make_moments(optimizer.optimizer)
+            for ranges in (ranges for buffer in optimizer.gbuf_ranges for buckets in buffer.values() for ranges in buckets):
+                for parameter, parameter_ranges in ranges["param_map"].items():
+                    group, number = optimizer.model_param_group_index_map[parameter]
+                    master = optimizer.optimizer.param_groups[group]["params"][number]
+                    moments = optimizer.optimizer.state[master]
+                    held = parameter_ranges["param"]
+                    tensors = {"param": master.detach(), **{name: moments[name] for name in MOMENTS}}
+                    slices.append(OptimizerSlice(parameter, held.start, held.end, tensors))
+        return slices
+
+    def _parts(self) -> list[Any]:
+        """One, or one for each kind of parameters."""
+        return list(getattr(self._optimizer, "chained_optimizers", [self._optimizer]))
+
+    @staticmethod
+    def _make_moments(optimizer: torch.optim.Optimizer) -> None:
+        """As the first step would: until then torch's Adam has none."""
+        counts_by_tensor = isinstance(optimizer, torch.optim.Adam)
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                state = optimizer.state[parameter]
+                if MOMENTS[0] in state:
+                    continue
+                if counts_by_tensor:
+                    device = parameter.device if group["capturable"] or group["fused"] else "cpu"
+                    state["step"] = torch.zeros((), dtype=torch.float32, device=device)
+                state.update({name: torch.zeros_like(parameter) for name in MOMENTS})
+
+    def counts(self) -> StepCounts:
+        """How far this optimizer is."""
+        counts = set()
+        for optimizer in (part.optimizer for part in self._parts()):
+            self._make_moments(optimizer)
+            counts |= {int(state["step"]) for state in optimizer.state.values() if "step" in state}
+            counts |= {int(group["step"]) for group in optimizer.param_groups if "step" in group}
+        assert len(counts) <= 1, f"Adam has taken {sorted(counts)} steps: of each parameter it must be the same number"
+        return StepCounts(adam=max(counts, default=0), schedule=int(self._schedule.num_steps))
+
+    def set_counts(self, counts: StepCounts) -> None:
+        """The next step is the one after `counts`, on this optimizer's own schedule. Of a rank without parameters too."""
+        for optimizer in (part.optimizer for part in self._parts()):
+            self._make_moments(optimizer)
+            for state in optimizer.state.values():
+                if "step" in state:
+                    state["step"].fill_(counts.adam)
+            if not isinstance(optimizer, torch.optim.Adam):  # those of Transformer Engine and Apex count by group
+                for group in optimizer.param_groups:
+                    group["step"] = counts.adam
+        self._schedule.num_steps = counts.schedule
+        self._schedule.step(0)
+
+    def megatron_state(self) -> dict[str, Any]:
+        """Settings and counts without tensors, as Megatron stores them; of a rank that has a part of the optimizer."""
+        self.counts()
+        return dict(self._optimizer.state_dict())
+
+    def schedule_state(self) -> dict[str, Any]:
+        """As Megatron stores it."""
+        return dict(self._schedule.state_dict())
 
     def step(self) -> StepStatistics:
         """Raises TrainingDivergedError, before anything is changed, when the gradient is not finite."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,6 +21,7 @@ from megarl.resharding.gather import Shards
 from megarl.workers.weight_export import WeightExport
 
 if TYPE_CHECKING:  # importing these imports Megatron, which wants the platform to be active
+    from megarl.engine.checkpoint import PendingSave
     from megarl.engine.engine import LossFunction, MegatronEngine
     from megarl.engine.groups import ParallelGroups
 
@@ -87,6 +89,7 @@ class MegatronWorker(WeightExport):
             self._groups,
             spec.path,
         )
+        self._pending_save: PendingSave | None = None
 
     def mesh_coordinate(self) -> MeshCoordinate:
         return MeshCoordinate(dp=self._groups.data_rank, tp=self._groups.tensor_rank, pp=self._groups.pipeline_rank)
@@ -111,6 +114,34 @@ class MegatronWorker(WeightExport):
     def restore_state(self, parts: tuple[StatePart, ...]) -> int:
         """Moves them back."""
         return self._engine.restore(*parts)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def begin_save(self, folder: str) -> None:
+        """Copies the model's state of now, and writes it while the worker does other work; see engine/checkpoint.py."""
+        from megarl.engine.checkpoint import begin_save
+
+        assert self._pending_save is None, "the save before this one has not been finished"
+        self._pending_save = begin_save(self._engine, Path(folder))
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def save_is_written(self) -> bool:
+        """Of this rank; also where it has failed."""
+        assert self._pending_save is not None, "no save has begun"
+        return self._pending_save.is_written()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def finish_save(self) -> dict[str, str]:
+        """Completes the folder but for its manifest; the checksums of what this rank wrote."""
+        assert self._pending_save is not None, "no save has begun"
+        pending, self._pending_save = self._pending_save, None
+        return pending.finish()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def load_checkpoint(self, folder: str) -> None:
+        """The model's state becomes that of a folder with a manifest, of any layout."""
+        from megarl.engine.checkpoint import load
+
+        load(self._engine, Path(folder))
 
     def _shards(self) -> Shards:
         return Shards(

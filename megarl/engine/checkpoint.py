@@ -1,0 +1,226 @@
+"""Saves the training state of a model beside its training, and loads it into any layout.
+
+On disk it is Megatron's distributed checkpoint (`torch_dist`): its names and places in whole tensors, its optimizer format
+`fully_reshardable`. Each data-parallel rank writes the elements that its optimizer updates, so nothing is gathered for it.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, is_main_replica
+
+from megarl.config.errors import CheckpointError
+from megarl.engine.checkpoint_files import BackgroundWriter, HostItem, WrittenItem, write_index
+from megarl.engine.engine import MegatronEngine, TrainingState
+from megarl.engine.groups import ParallelGroups
+from megarl.engine.optimizer import StepCounts
+from megarl.engine.random_state import random_state, set_random_state
+from megarl.engine.sharding import Shard, sharding_of
+from megarl.resharding.role_folder import WHOLE_FILES, check_folder, item_checksums, item_name
+from megarl.resharding.torch_dist import DistributedTensor, TorchDistIndex, read_index
+
+Result = TypeVar("Result")
+
+OPTIMIZER_FORMAT = "fully_reshardable"
+RNG_KEY = "rng_state"
+
+
+class PendingSave:
+    """A save whose state has been copied, and is being written while training goes on."""
+
+    def __init__(self, folder: Path, writer: BackgroundWriter, common: dict) -> None:
+        self._folder = folder
+        self._writer = writer
+        self._common = common
+
+    def is_written(self) -> bool:
+        """On this rank; also where that has failed, which `finish` raises."""
+        return self._writer.is_done()
+
+    def finish(self) -> dict[str, str]:
+        """Waits for what is not written yet and, with all ranks, completes Megatron's part of the folder.
+
+        Returns the checksums of what this rank wrote, by name (resharding/role_folder.py), for the manifest.
+        Raises CheckpointError, on all ranks, where one of them could not write.
+        """
+        written, failure = self._writer.wait()
+        _agree(failure)
+        parts: list[list[WrittenItem]] | None = [[] for _ in range(dist.get_world_size())] if dist.get_rank() == 0 else None
+        dist.gather_object(written, parts, dst=0)
+
+        def complete() -> dict[str, str]:
+            if parts is None:
+                return {}
+            save_config(CheckpointingConfig("torch_dist", 1), str(self._folder))
+            write_index(self._folder, [item for part in parts for item in part], self._common)
+            return item_checksums(self._folder, WHOLE_FILES)
+
+        return {item_name(item.stored): item.checksum for item in written} | _on_all_ranks(complete, self._folder)
+
+
+def begin_save(engine: MegatronEngine, folder: Path) -> PendingSave:
+    """Copies the state of now to the host, wherever it is, and starts to write it into `folder`, which is made, or empty.
+
+    Called by all ranks of the model. Training may go on when it returns. Raises CheckpointError, on all ranks, where the folder cannot
+    be made.
+    """
+    _on_all_ranks(lambda: folder.mkdir(parents=True, exist_ok=True) if dist.get_rank() == 0 else None, folder)
+    state = engine.training_state()
+    common = _common_state(state) if dist.get_rank() == 0 else {}
+    return PendingSave(folder, BackgroundWriter(folder / f"__{dist.get_rank()}_0.distcp", list(_host_items(state))), common)
+
+
+def _host_items(state: TrainingState) -> Iterable[HostItem]:
+    sharding, slices = sharding_of(state.models, state.groups), state.optimizer.slices()
+    for shards in (sharding.of_weights(slices), sharding.of_optimizer(slices)):
+        for shard in shards:
+            if shard.is_main:
+                data = state.places.host_copy(shard.tensor, shard.start, shard.place.volume).view(shard.place.shape)
+                yield HostItem(key=shard.key, shape=shard.shape, offsets=shard.place.starts, data=data)
+    for entry in (*sharding.objects, _rng_entry(state.groups)):
+        if is_main_replica(entry.replica_id):
+            yield HostItem(key=entry.unique_key, data=[entry.data])  # Megatron stores a list, of one
+
+
+def _rng_entry(groups: ParallelGroups) -> ShardedObject:
+    """Each rank has its own."""
+    parallel = groups.parallel
+    return ShardedObject(
+        RNG_KEY,
+        random_state(),
+        (parallel.pipeline_parallel_size, parallel.tensor_parallel_size, parallel.data_parallel_size),
+        (groups.pipeline_rank, groups.tensor_rank, groups.data_rank),
+    )
+
+
+def _common_state(state: TrainingState) -> dict:
+    """What all ranks share, where Megatron's own programs look for it."""
+    settings = {"distrib_optim_sharding_type": OPTIMIZER_FORMAT, "singleton_local_shards": False, "chained_optim_avoid_prefix": True}
+    optimizer = {**state.optimizer.megatron_state(), "param_state_sharding_type": OPTIMIZER_FORMAT}
+    counts = state.optimizer.counts()
+    return {
+        "checkpoint_version": 3.0,
+        "content_metadata": settings,
+        "optimizer": optimizer,
+        "opt_param_scheduler": state.optimizer.schedule_state(),
+        "step_counts": counts._asdict(),
+    }
+
+
+def load(engine: MegatronEngine, folder: Path) -> None:
+    """The engine's state becomes that of the checkpoint, which may be of another layout; called by all its ranks.
+
+    The learning rate goes on where it was, on this engine's schedule. The random number generators do in the same layout; in another
+    one each rank keeps its own.
+    Raises CheckpointError, on all ranks and before anything is changed, for a folder that is damaged or of another model.
+    """
+    state = engine.training_state()
+    away = state.places.away
+    engine.restore(*away)
+    index = _on_all_ranks(lambda: _checked_index(folder), folder)
+    sharding = sharding_of(state.models, state.groups)
+    shards = [*sharding.of_parameters(), *sharding.of_optimizer(state.optimizer.slices())]
+    _on_all_ranks(lambda: _check_shards(index, shards, state.vocab_size), folder)
+    _check_complete(index, shards)
+    for shard in shards:
+        shard.view.fill_(float("nan"))
+    wanted = {str(number): _sharded_tensor(shard, index.tensors[shard.key]) for number, shard in enumerate(shards)}
+    common = dist_checkpointing.load({"shards": wanted}, str(folder), validate_access_integrity=False)
+    _on_all_ranks(lambda: _check_loaded(folder, shards), folder)
+    state.optimizer.set_counts(StepCounts(**common["step_counts"]))
+    _load_random_state(index, state.groups)
+    engine.offload(*away)
+
+
+def _checked_index(folder: Path) -> TorchDistIndex:
+    """Each rank checks its part of the folder's bytes. Only after it may Megatron read the folder: it runs the pickles."""
+    check_folder(folder, part=(dist.get_rank(), dist.get_world_size()))
+    return read_index(folder)
+
+
+def _check_shards(index: TorchDistIndex, shards: Sequence[Shard], vocab_size: int) -> None:
+    """The checkpoint has what this rank needs, as it needs it. A vocabulary may be padded to another size."""
+    if not any(key.startswith("optimizer.") for key in index.tensors):
+        raise CheckpointError(
+            f"{index.folder}: holds a model without the state of its training, which cannot be resumed; convert it to a Hugging Face "
+            "folder and start from that (model.path)"
+        )
+    for shard in shards:
+        stored = index.tensors.get(shard.key)
+        if stored is None:
+            raise CheckpointError(f"{index.folder}: has no tensor {shard.key}, which this model has; it is of another architecture")
+        same = stored.shape == shard.shape or (
+            shard.is_padded and stored.shape[1:] == shard.shape[1:] and min(stored.shape[0], shard.shape[0]) >= vocab_size
+        )
+        if not same:
+            raise CheckpointError(f"{index.folder}: {shard.key} has shape {stored.shape}; this model's has {shard.shape}")
+        if stored.dtype != shard.tensor.dtype:
+            raise CheckpointError(f"{index.folder}: {shard.key} is {stored.dtype}; this run has {shard.tensor.dtype}: set model.dtype")
+
+
+def _check_complete(index: TorchDistIndex, shards: Sequence[Shard]) -> None:
+    """The ranks together take everything that is stored."""
+    parts: list[set[str]] = [set() for _ in range(dist.get_world_size())]
+    dist.all_gather_object(parts, {shard.key for shard in shards})
+    extra = index.tensors.keys() - set().union(*parts)
+    if extra:
+        raise CheckpointError(f"{index.folder}: has {len(extra)} tensors that this model has not, such as {min(extra)}")
+
+
+def _sharded_tensor(shard: Shard, stored: DistributedTensor) -> ShardedTensor:
+    """For Megatron to fill in place. Where the vocabulary is padded to another size, the rows that are not stored become zero."""
+    return ShardedTensor(
+        key=shard.key,
+        data=shard.view,
+        dtype=shard.tensor.dtype,
+        local_shape=shard.place.shape,
+        global_shape=shard.shape,
+        global_offset=shard.place.starts,
+        axis_fragmentations=None,
+        allow_shape_mismatch=stored.shape != shard.shape,
+    )
+
+
+def _check_loaded(folder: Path, shards: Sequence[Shard]) -> None:
+    for shard in shards:
+        if bool(shard.view.isnan().any()):
+            raise CheckpointError(f"{folder}: {shard.key} is not a number somewhere after loading; an earlier checkpoint may be good")
+
+
+def _load_random_state(index: TorchDistIndex, groups: ParallelGroups) -> None:
+    item = index.objects.get(_rng_entry(groups).unique_key)
+    if item is None:
+        return
+    with (index.folder / item.file).open("rb") as file:
+        file.seek(item.position)
+        (state,) = torch.load(io.BytesIO(file.read(item.nbytes)), weights_only=True)
+    set_random_state(state)
+
+
+def _on_all_ranks(action: Callable[[], Result], folder: Path) -> Result:
+    """What `action` returns here. What it raises of files, on any rank, is raised on every rank."""
+    result, failure = None, None
+    try:
+        result = action()
+    except CheckpointError as error:
+        failure = str(error)
+    except OSError as error:
+        failure = f"{error.filename or folder}: {error.strerror or error}"
+    _agree(failure)
+    return result  # type: ignore[return-value]  (without a failure it is what the action gave)
+
+
+def _agree(failure: str | None) -> None:
+    failures: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(failures, failure)
+    for each in failures:
+        if each is not None:
+            raise CheckpointError(each)

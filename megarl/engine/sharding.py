@@ -1,0 +1,139 @@
+"""Where a model's parameters, and its optimizer's parts of them, lie in the tensors of a checkpoint.
+
+Names and places are Megatron's (`sharded_state_dict`): of the whole model, whatever the layout. A parameter is one rectangle of such
+a tensor, or two (a gated MLP); what the distributed optimizer holds is a range of a parameter's elements, and so a few rectangles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import NamedTuple
+
+import torch
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
+from torch import Tensor
+
+from megarl.engine.groups import ParallelGroups
+from megarl.engine.model import ModelChunk
+from megarl.engine.optimizer import OptimizerSlice
+from megarl.protocol.rectangles import Rectangle
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shard:
+    """`volume` elements of `tensor`, in the order of its memory from `start` on, are the rectangle `place` of the tensor `key`.
+
+    shape: of the whole tensor. is_main: of the ranks that hold these elements, the one that writes them (of a whole parameter: the
+    ranks that differ in their data-parallel place are one here). is_padded: rows at its end may only pad the vocabulary.
+    """
+
+    key: str
+    shape: tuple[int, ...]
+    place: Rectangle
+    tensor: Tensor
+    start: int
+    is_main: bool
+    is_padded: bool
+
+    @property
+    def view(self) -> Tensor:
+        """The elements, in the shape of `place`, which must be in memory."""
+        return self.tensor.detach().view(-1)[self.start : self.start + self.place.volume].view(self.place.shape)
+
+    def part(self, start: int, stop: int, key: str, tensor: Tensor) -> Iterator[Shard]:
+        """Of the elements start..stop of the parameter, those that are in this shard, as they lie in `tensor` (stop - start,)."""
+        first, last = max(start, self.start), min(stop, self.start + self.place.volume)
+        if first >= last:
+            return
+        position = first - start
+        for rectangle in rectangles_of_range(self.place.shape, first - self.start, last - self.start):
+            place = rectangle.relative_to((0,) * len(self.shape), self.place.starts)
+            yield replace(self, key=key, place=place, tensor=tensor, start=position)
+            position += place.volume
+
+
+def rectangles_of_range(shape: Sequence[int], start: int, stop: int) -> Iterator[Rectangle]:
+    """The elements start..stop of a row-major tensor, in that order: a part of a row, whole rows, a part of a row, at most."""
+    if start >= stop:
+        return
+    if len(shape) == 1:
+        yield Rectangle((start,), (stop,))
+        return
+    row_volume = prod(shape[1:])
+    first, last = -(-start // row_volume), stop // row_volume  # whole rows
+    if first > last:  # within one row
+        yield from _of_row(shape, last, start, stop)
+        return
+    yield from _of_row(shape, first - 1, start, first * row_volume)
+    if first < last:
+        yield Rectangle((first, *(0 for _ in shape[1:])), (last, *shape[1:]))
+    yield from _of_row(shape, last, last * row_volume, stop)
+
+
+def _of_row(shape: Sequence[int], row: int, start: int, stop: int) -> Iterator[Rectangle]:
+    before = row * prod(shape[1:])
+    for rectangle in rectangles_of_range(shape[1:], start - before, stop - before):
+        yield Rectangle((row, *rectangle.starts), (row + 1, *rectangle.stops))
+
+
+class Sharding(NamedTuple):
+    """Of one rank. parameters: by parameter. objects: what Megatron stores beside them, for layers that have none of it too."""
+
+    parameters: dict[torch.nn.Parameter, list[Shard]]
+    objects: list[ShardedObject]
+
+    def of_parameters(self) -> Iterator[Shard]:
+        for shards in self.parameters.values():
+            yield from shards
+
+    def of_optimizer(self, slices: Sequence[OptimizerSlice]) -> Iterator[Shard]:
+        """Moments and float32 masters, each with the key that Megatron's `fully_reshardable` format gives it."""
+        for part in slices:
+            for shard in self.parameters[part.parameter]:
+                for name, tensor in part.tensors.items():
+                    yield from shard.part(part.start, part.stop, f"optimizer.state.{name}.{shard.key}", tensor)
+
+    def of_weights(self, slices: Sequence[OptimizerSlice]) -> Iterator[Shard]:
+        """The parameters once: each data-parallel rank has the elements that its optimizer updates, so that all write alike much."""
+        for part in slices:
+            flat = part.parameter.detach().view(-1)
+            for shard in self.parameters[part.parameter]:
+                for piece in shard.part(part.start, part.stop, shard.key, flat):
+                    yield replace(piece, tensor=part.parameter, start=piece.start + part.start)
+
+
+def sharding_of(models: Sequence[ModelChunk], groups: ParallelGroups) -> Sharding:
+    parameters: dict[torch.nn.Parameter, list[Shard]] = {}
+    objects: list[ShardedObject] = []
+    for model in models:
+        for entry in model.sharded_state_dict(metadata={"dp_cp_group": groups.data}).values():
+            if isinstance(entry, ShardedObject):
+                objects.append(entry)
+            else:
+                assert isinstance(entry.data, torch.nn.Parameter)
+                parameters[entry.data] = list(_shards(entry, entry.data))
+    return Sharding(parameters, objects)
+
+
+def _shards(entry: ShardedTensor | ShardedTensorFactory, parameter: torch.nn.Parameter) -> Iterator[Shard]:
+    """Megatron cuts a tensor without memory as it would cut the parameter, whose memory may be elsewhere."""
+    assert parameter.is_contiguous()
+    outline = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+    whole = isinstance(entry, ShardedTensor)
+    cuts: list[ShardedTensor] = [replace(entry, data=outline)] if whole else entry.build_fn(entry.key, outline, entry.replica_id, None)
+    for cut in cuts:
+        assert cut.data is not None
+        assert cut.data.is_contiguous()
+        yield Shard(
+            key=cut.key,
+            shape=tuple(cut.global_shape),
+            place=Rectangle.whole((1,) * cut.prepend_axis_num + tuple(cut.local_shape)).relative_to(
+                (0,) * len(cut.global_shape), cut.global_offset
+            ),
+            tensor=parameter,
+            start=cut.data.storage_offset(),
+            is_main=not any(cut.replica_id[:2]),
+            is_padded=cut.allow_shape_mismatch,
+        )
