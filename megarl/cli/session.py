@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,15 +13,21 @@ import torch
 from rich.console import Console
 
 from megarl.cli.check import print_run
+from megarl.cli.termination import Termination
+from megarl.config.compare import differences
 from megarl.config.load import dump_config
 from megarl.config.schema import Device, PPOConfig, SFTConfig
 from megarl.controller.cluster import num_cluster_gpus, shutdown, start_ray
 from megarl.controller.resource_pool import ResourcePoolManager
 from megarl.placement.plan import PlacementPlan
+from megarl.protocol.whole_file import write_whole
+from megarl.tracking.cut import clear
 from megarl.tracking.loggers import METRICS_FILE, Tracker
 from megarl.tracking.progress import ProgressBar
 from megarl.tracking.timeline import Timeline
+from megarl.trainers.checkpoint import CONFIG_FILE
 from megarl.trainers.monitor import Monitor, Watched
+from megarl.trainers.resume import AUTO, Resume, checkpoint_folder
 
 SUMMARY_FILE = "summary.json"
 
@@ -33,24 +38,21 @@ class Session:
     device: Device  # resolved: cpu or cuda
     pools: ResourcePoolManager
     console: Console
+    termination: Termination
 
 
 @contextmanager
-def open_session(config: PPOConfig | SFTConfig, plan: PlacementPlan) -> Iterator[Session]:
+def open_session(config: PPOConfig | SFTConfig, plan: PlacementPlan, resume: Resume | None) -> Iterator[Session]:
     """Makes the run's folder with the resolved `config.yaml`, starts or joins Ray, and reserves the pools of `plan`.
 
-    However the block ends, the processes are ended with it. Raises ValueError for a folder that holds another run, and
-    InsufficientResourcesError where the cluster cannot hold the pools.
+    However the block ends, the processes are ended with it. Raises ValueError for a folder that holds another run,
+    CheckpointError where checkpoints cannot be written, and InsufficientResourcesError where the cluster cannot hold the pools.
     """
     output_dir = Path(config.trainer.output_dir)
-    if (output_dir / METRICS_FILE).exists():
-        raise ValueError(
-            f"trainer.output_dir={str(output_dir)!r} holds the metrics of another run; remove the folder or give a new one, "
-            "so that two runs are not mixed"
-        )
-    output_dir.mkdir(parents=True, exist_ok=True)
-    dump_config(config, output_dir / "config.yaml")
     console = Console()
+    _claim(output_dir, config, resume, console)
+    checkpoint_folder(config).prepare()
+    dump_config(config, output_dir / CONFIG_FILE)
     print_run(config, console)
     console.print(f"starting Ray for {plan.num_processes} processes", style="dim")
     start_ray(num_cpus=plan.num_cpus, num_gpus=torch.cuda.device_count() if config.device is not Device.cpu else 0)
@@ -60,9 +62,32 @@ def open_session(config: PPOConfig | SFTConfig, plan: PlacementPlan) -> Iterator
             plan.process_on_nodes, plan.role_pools, device is Device.cuda, plan.devices_per_process, plan.colocate_counts
         )
         pools.create_resource_pool()
-        yield Session(output_dir=output_dir, device=device, pools=pools, console=console)
+        with Termination(lambda text: console.print(text, soft_wrap=True)) as termination:
+            yield Session(output_dir=output_dir, device=device, pools=pools, console=console, termination=termination)
     finally:
         shutdown()
+
+
+def _claim(output_dir: Path, config: PPOConfig | SFTConfig, resume: Resume | None, console: Console) -> None:
+    """The folder is new, or is this run's own. What a run has left that ended before its first checkpoint is cleared: it starts over."""
+    output_dir.mkdir(parents=True, exist_ok=True)
+    if not (output_dir / METRICS_FILE).exists() or (resume is not None and resume.is_own):
+        return
+    if resume is not None or not _ended_early(output_dir, config):
+        raise ValueError(
+            f"trainer.output_dir={str(output_dir)!r} holds the metrics of another run; remove the folder or give a new one, "
+            "so that two runs are not mixed"
+        )
+    console.print(f"the run in {output_dir} ended before its first checkpoint: starting over", style="yellow", soft_wrap=True)
+    clear(output_dir)
+
+
+def _ended_early(output_dir: Path, config: PPOConfig | SFTConfig) -> bool:
+    """It would have saved, and it is the run that the configuration describes."""
+    saved = output_dir / CONFIG_FILE
+    if config.checkpoint.resume != AUTO or config.checkpoint.every_steps == 0 or not saved.is_file():
+        return False
+    return not (output_dir / SUMMARY_FILE).exists() and not any(change.is_fixed for change in differences(saved, config))
 
 
 def _resolve(device: Device) -> Device:
@@ -87,8 +112,8 @@ def report_filtered(console: Console, data_sets: Mapping[str, Filtered]) -> None
             )
 
 
-def open_monitor(session: Session, config: PPOConfig | SFTConfig, title: str, groups: Sequence[Watched]) -> Monitor:
-    progress = ProgressBar(title, config.trainer.total_steps, session.console)
+def open_monitor(session: Session, config: PPOConfig | SFTConfig, title: str, groups: Sequence[Watched], resume: Resume | None) -> Monitor:
+    progress = ProgressBar(title, config.trainer.total_steps, session.console, done=0 if resume is None else resume.step)
     # Where the bar is live, it says what the console's lines would.
     names = [name for name in config.tracking.loggers if name != "console" or not session.console.is_terminal]
     return Monitor(groups, Tracker(names, session.output_dir), Timeline(session.output_dir), progress)
@@ -96,6 +121,4 @@ def open_monitor(session: Session, config: PPOConfig | SFTConfig, title: str, gr
 
 def write_summary(output_dir: Path, summary: Mapping[str, Any]) -> None:
     """`summary.json`, all of it or nothing."""
-    partial = output_dir / f".{SUMMARY_FILE}.partial"
-    partial.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
-    os.replace(partial, output_dir / SUMMARY_FILE)
+    write_whole(output_dir / SUMMARY_FILE, json.dumps(summary, indent=2) + "\n")

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 
 from megarl.cli.check import load_checked
+from megarl.cli.resumption import is_complete, load_checkpoint, open_checkpoints, say_stopped
 from megarl.cli.session import open_monitor, open_session, report_filtered, write_summary
 from megarl.config.architecture import read_architecture
 from megarl.config.schema import SFTConfig
@@ -13,13 +13,18 @@ from megarl.data.loader import BatchLoader
 from megarl.data.sft import SFTDataset
 from megarl.data.tokenizer import load_tokenizer
 from megarl.placement.plan import plan_placement
+from megarl.trainers.resume import find_resume
 from megarl.trainers.sft import SFTTrainer
+from megarl.workers.saved_models import sft_models
 from megarl.workers.start import start_sft
 
 
 def run(config_path: str, overrides: Sequence[str]) -> int:
-    """Trains; 0 at the end. Everything that can be known to be wrong raises ValueError before a process is started."""
+    """Trains; 0 at the end, 143 where SIGTERM ended it. What can be known to be wrong raises ValueError before a process is started."""
     config = load_checked(SFTConfig, config_path, overrides)
+    resume = find_resume(config)
+    if is_complete(config, resume):
+        return 0
     architecture = read_architecture(config.model.path, config.model.trust_remote_code)
     tokenizer = load_tokenizer(config.model.path, config.model.trust_remote_code)
     data, trainer = config.data, config.trainer
@@ -27,17 +32,27 @@ def run(config_path: str, overrides: Sequence[str]) -> int:
     loader = BatchLoader(train, trainer.samples_per_step, shuffle=data.shuffle, seed=data.seed)
     held_out = SFTDataset(data.val_files, tokenizer, data.max_length, data.overlong) if data.val_files else None
 
-    started_s = time.monotonic()
-    with open_session(config, plan_placement(config)) as session:
+    if resume is not None:
+        loader.load_state_dict(resume.state["data"])  # other data are refused before a process is started
+
+    with open_session(config, plan_placement(config), resume) as session:
         report_filtered(session.console, {"data.train_files": train} | ({"data.val_files": held_out} if held_out else {}))
         actor = start_sft(config, architecture, session.device, session.pools)
-        with open_monitor(session, config, "SFT", [actor.group]) as monitor:
-            SFTTrainer(config, actor, loader, held_out, monitor).fit()
+        saved = sft_models(config, actor)
+        load_checkpoint(session, config, saved, resume)
+        with open_monitor(session, config, "SFT", [actor.group], resume) as monitor:
+            checkpoints = open_checkpoints(session, config, saved, monitor, resume)
+            sft = SFTTrainer(config, actor, loader, held_out, monitor, checkpoints)
+            if resume is not None:
+                sft.load_state_dict(resume.state)
+            sft.fit()
+        if checkpoints.stopped_after is not None:
+            return say_stopped(session, checkpoints)
         if config.checkpoint.save_hf:
             folder = session.output_dir / "huggingface"
             actor.save_hf(folder, config.model.path)
             session.console.print(f"the trained model is in {folder}")
-        seconds = round(time.monotonic() - started_s, 1)
+        seconds = round(checkpoints.seconds, 1)
         write_summary(
             session.output_dir,
             {"steps": trainer.total_steps, "seconds": seconds, "samples": trainer.total_steps * trainer.samples_per_step},

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 
 from rich.table import Table
 
 from megarl.cli.check import load_checked
+from megarl.cli.resumption import is_complete, load_checkpoint, open_checkpoints, say_stopped
 from megarl.cli.session import Session, open_monitor, open_session, report_filtered, write_summary
 from megarl.config.architecture import read_architecture
 from megarl.config.roles import needs_critic, needs_reference
@@ -19,13 +19,18 @@ from megarl.placement.plan import plan_placement
 from megarl.trainers.evaluation import Evaluation
 from megarl.trainers.monitor import Monitor
 from megarl.trainers.ppo import PPOTrainer
+from megarl.trainers.resume import find_resume
 from megarl.workers.rollout import TokenRules
+from megarl.workers.saved_models import ppo_models
 from megarl.workers.start import Architectures, PPORoles, start_ppo
 
 
 def run(config_path: str, overrides: Sequence[str]) -> int:
-    """Trains; 0 at the end. Everything that can be known to be wrong raises ValueError before a process is started."""
+    """Trains; 0 at the end, 143 where SIGTERM ended it. What can be known to be wrong raises ValueError before a process is started."""
     config = load_checked(PPOConfig, config_path, overrides)
+    resume = find_resume(config)
+    if is_complete(config, resume):
+        return 0
     models = _read_architectures(config)
     tokenizer = load_tokenizer(config.model.path, config.model.trust_remote_code)
     rules = TokenRules(
@@ -42,13 +47,23 @@ def run(config_path: str, overrides: Sequence[str]) -> int:
         data_sets["data.val_files"] = held_out
         evaluation = Evaluation(held_out, config.rollout.validation, trainer.prompts_per_step, config.tracking.log_generations)
 
-    started_s = time.monotonic()
-    with open_session(config, plan_placement(config)) as session:
+    if resume is not None:
+        loader.load_state_dict(resume.state["data"])  # other data are refused before a process is started
+
+    with open_session(config, plan_placement(config), resume) as session:
         report_filtered(session.console, data_sets)
         roles = start_ppo(config, models, rules, session.device, session.pools)
-        with open_monitor(session, config, "PPO", roles.groups) as monitor:
-            PPOTrainer(config, roles, loader, evaluation, monitor).fit()
-        _finish(config, session, roles, monitor, time.monotonic() - started_s)
+        saved = ppo_models(config, roles)
+        load_checkpoint(session, config, saved, resume)
+        with open_monitor(session, config, "PPO", roles.groups, resume) as monitor:
+            checkpoints = open_checkpoints(session, config, saved, monitor, resume)
+            ppo = PPOTrainer(config, roles, loader, evaluation, monitor, checkpoints)
+            if resume is not None:
+                ppo.load_state_dict(resume.state)
+            ppo.fit()
+        if checkpoints.stopped_after is not None:
+            return say_stopped(session, checkpoints)
+        _finish(config, session, roles, monitor, checkpoints.seconds)
     return 0
 
 

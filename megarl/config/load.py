@@ -45,9 +45,11 @@ def load_config(schema: type[Config], path: str, overrides: Sequence[str] = ()) 
 
 
 def dump_config(config: Any, path: Path) -> None:
-    """Writes the resolved configuration as YAML that `load_config` reads back to an equal value."""
+    """Writes the resolved configuration as YAML that `load_config` reads back to an equal value; all of it or nothing."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    OmegaConf.save(OmegaConf.structured(config), path)
+    partial = path.with_name(f".{path.name}.partial")
+    OmegaConf.save(OmegaConf.structured(config), partial)
+    partial.replace(path)
 
 
 @dataclass

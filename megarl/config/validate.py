@@ -34,7 +34,7 @@ def validate(config: RunConfig) -> list[Violation]:
     """
     violations = list(_ranges(config))
     broken = {key for violation in violations for key in violation.keys}
-    for rule in (_optim, _files, _tracking):
+    for rule in (_optim, _files, _tracking, _checkpoint):
         violations += rule(config)
     if isinstance(config, PPOConfig):
         for needed, ppo_rule in _PPO_RULES:
@@ -106,6 +106,14 @@ def _tracking(config: RunConfig) -> Violations:
             ("trainer.validate_every_steps", "data.val_files"),
             f"validation every {config.trainer.validate_every_steps} steps needs val_files; name one, or set validate_every_steps to 0",
         )
+
+
+def _checkpoint(config: RunConfig) -> Violations:
+    resume = config.checkpoint.resume
+    if resume not in ("auto", "disable") and not Path(resume).is_dir():
+        yield Violation(("checkpoint.resume",), f"there is no folder {resume!r}; give auto, disable, or the path of a checkpoint")
+    if config.checkpoint.dir is not None and Path(config.checkpoint.dir).is_file():
+        yield Violation(("checkpoint.dir",), f"{config.checkpoint.dir!r} is a file; give a folder")
 
 
 def _mini_batches(config: PPOConfig) -> Violations:

@@ -11,7 +11,10 @@ from megarl.protocol.batch import DataProto
 
 
 class RowSource(Protocol):
-    """A data set whose rows can be made into a batch; `uids` name this visit to each row."""
+    """A data set whose rows can be made into a batch; `uids` name this visit to each row. fingerprint: of all rows, in order."""
+
+    @property
+    def fingerprint(self) -> str: ...
 
     def __len__(self) -> int: ...
 
@@ -66,7 +69,7 @@ class BatchLoader:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues with the row after the last one served; the batch size may be another.
 
-        Raises ValueError where the data set's size, the seed or `shuffle` differ: the order would not be the one that was begun.
+        Raises ValueError where the rows, the seed or `shuffle` differ: the order would not be the one that was begun.
         """
         for name, now in self._identity().items():
             if state[name] != now:
@@ -77,7 +80,7 @@ class BatchLoader:
         self._num_served = state["num_served"]
 
     def _identity(self) -> dict[str, Any]:
-        return {"num_rows": len(self._dataset), "shuffle": self._shuffle, "seed": self._seed}
+        return {"num_rows": len(self._dataset), "rows": self._dataset.fingerprint, "shuffle": self._shuffle, "seed": self._seed}
 
 
 def one_pass(dataset: RowSource, batch_size: int) -> Iterator[DataProto]:

@@ -9,6 +9,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from megarl.config.schema import Overlong
+from megarl.data.fingerprint import Fingerprint
 from megarl.data.overlong import Measured, keep_within
 from megarl.data.padding import pad_left
 from megarl.data.tables import DataError, Row, chat_messages, read_rows, typed_value
@@ -43,6 +44,10 @@ class PromptDataset:
             measured.append(Measured.of(row, len(prompt.token_ids)))
         self._prompts = keep_within(prompts, measured, max_prompt_length, "data.max_prompt_length", overlong)
         self.num_filtered = len(prompts) - len(self._prompts)
+        fingerprint = Fingerprint()
+        for prompt in self._prompts:
+            fingerprint.add(prompt.token_ids, values=[prompt.data_source, prompt.reward_model, prompt.extra_info])
+        self.fingerprint = fingerprint.hex()
 
     def __len__(self) -> int:
         return len(self._prompts)

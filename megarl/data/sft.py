@@ -11,6 +11,7 @@ from typing import NamedTuple
 from transformers import PreTrainedTokenizerBase
 
 from megarl.config.schema import Overlong
+from megarl.data.fingerprint import Fingerprint
 from megarl.data.overlong import Measured, keep_within
 from megarl.data.padding import join, pad_left, pad_right
 from megarl.data.tables import Row, chat_messages, read_rows
@@ -38,6 +39,10 @@ class SFTDataset:
             measured.append(Measured.of(row, len(example.prompt_ids) + len(example.response_ids)))
         self._examples = keep_within(examples, measured, max_length, "data.max_length", overlong)
         self.num_filtered = len(examples) - len(self._examples)
+        fingerprint = Fingerprint()
+        for example in self._examples:
+            fingerprint.add(example.prompt_ids, example.response_ids)
+        self.fingerprint = fingerprint.hex()
 
     def __len__(self) -> int:
         return len(self._examples)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -12,12 +13,16 @@ from torch.utils.tensorboard import SummaryWriter
 
 METRICS_FILE = "metrics.jsonl"
 GENERATIONS_FILE = "generations.jsonl"
+TENSORBOARD_FOLDER = "tensorboard"
 
 _log = logging.getLogger(__name__)
 
 
 class Logger(Protocol):
     def log(self, metrics: Mapping[str, float], step: int) -> None: ...
+
+    def flush(self) -> None:
+        """All that was logged is on the disk, or with whom it is for."""
 
     def close(self) -> None: ...
 
@@ -34,6 +39,9 @@ class ConsoleLogger:
         shown = [f"{name} {metrics[name]:.4g}" for name in self.SHOWN if name in metrics]
         self._write(f"step {step}  " + "  ".join(shown))
 
+    def flush(self) -> None:
+        pass
+
     def close(self) -> None:
         pass
 
@@ -48,17 +56,23 @@ class JsonlLogger:
         self._file.write(json.dumps({"step": step, **metrics}) + "\n")
         self._file.flush()
 
+    def flush(self) -> None:
+        os.fsync(self._file.fileno())
+
     def close(self) -> None:
         self._file.close()
 
 
 class TensorBoardLogger:
     def __init__(self, output_dir: Path) -> None:
-        self._writer = SummaryWriter(str(output_dir / "tensorboard"))
+        self._writer = SummaryWriter(str(output_dir / TENSORBOARD_FOLDER))
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, step)
+
+    def flush(self) -> None:
+        self._writer.flush()
 
     def close(self) -> None:
         self._writer.close()
@@ -87,6 +101,11 @@ class Tracker:
         """Appends to `generations.jsonl`: {"step": ..., **row} per row."""
         with (self._output_dir / GENERATIONS_FILE).open("a", encoding="utf-8") as file:
             file.writelines(json.dumps({"step": step, **row}, ensure_ascii=False, default=str) + "\n" for row in rows)
+
+    def flush(self) -> None:
+        """What was logged survives the end of the process, however it ends."""
+        for name, logger in self._loggers.items():
+            self._guarded(name, logger.flush)
 
     def close(self) -> None:
         for name, logger in self._loggers.items():

@@ -20,7 +20,8 @@ SHOWN = {
 class ProgressBar:
     """A live bar on a terminal. Elsewhere (a log file) nothing is drawn: there the console logger's lines tell the same."""
 
-    def __init__(self, title: str, total_steps: int, console: Console) -> None:
+    def __init__(self, title: str, total_steps: int, console: Console, done: int = 0) -> None:
+        """done: steps that were made before a run was resumed."""
         columns = (
             TextColumn("[bold]{task.description}"),
             BarColumn(),
@@ -31,7 +32,7 @@ class ProgressBar:
             TimeRemainingColumn(),
         )
         self._progress = Progress(*columns, console=console, disable=not console.is_terminal)
-        self._task = self._progress.add_task(title, total=total_steps, metrics="")
+        self._task = self._progress.add_task(title, total=total_steps, completed=done, metrics="")
 
     def __enter__(self) -> ProgressBar:
         self._progress.start()

@@ -85,6 +85,10 @@ class Monitor:
             yield
         self._testing_spans += self._drain()
 
+    def flush(self) -> None:
+        """The metrics of all steps that have ended are in their files."""
+        self._tracker.flush()
+
     def record(self, metrics: Mapping[str, float]) -> None:
         self._metrics |= metrics
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 
 from megarl.algorithms.advantages import ADVANTAGE_ESTIMATORS, AdvantageInputs
 from megarl.algorithms.kl import KL_CONTROLLERS, apply_kl_penalty, kl_per_token, sequence_mean_kl
 from megarl.algorithms.metrics import data_metrics
-from megarl.config.schema import AlgorithmConfig, KLWhere, PPOConfig
+from megarl.config.schema import AlgorithmConfig, KLControllerKind, KLWhere, PPOConfig
 from megarl.controller.futures import gather
 from megarl.data.loader import BatchLoader
 from megarl.protocol.batch import DataProto
+from megarl.trainers.checkpoint import Checkpointer
 from megarl.trainers.evaluation import Evaluation
 from megarl.trainers.log_prob_gate import LogProbGate
 from megarl.trainers.monitor import Monitor
@@ -23,27 +27,56 @@ Metrics = dict[str, float]
 class PPOTrainer:
     """Reads as the algorithm: `train_step` is one step of PPO."""
 
-    def __init__(self, config: PPOConfig, roles: PPORoles, prompts: BatchLoader, evaluation: Evaluation | None, monitor: Monitor) -> None:
+    def __init__(
+        self,
+        config: PPOConfig,
+        roles: PPORoles,
+        prompts: BatchLoader,
+        evaluation: Evaluation | None,
+        monitor: Monitor,
+        checkpoints: Checkpointer,
+    ) -> None:
         self.config = config
         self.roles = roles
         self.prompts = prompts
         self.evaluation = evaluation
         self.monitor = monitor
+        self.checkpoints = checkpoints
         self._advantages = AdvantageStep(config.algorithm)
         self._check_log_probs = LogProbGate(config.resharding.max_log_prob_difference)
 
     def fit(self) -> None:
-        """Trains for `trainer.total_steps`; validates before, every so often, and at the end."""
+        """Trains up to `trainer.total_steps`; validates before, every so often, and at the end."""
         trainer = self.config.trainer
         self.roles.actor.sync_weights(self.roles.rollout)
         self.roles.drain_metrics()  # of the first push, which has waited for processes to start
-        if trainer.validate_before:
+        if trainer.validate_before and self.checkpoints.is_at_start:
             self._validate(0)
-        for step in range(1, trainer.total_steps + 1):
+        for step in self.checkpoints.steps():
             with self.monitor.step(step):
                 self.monitor.record(self.train_step(next(self.prompts), step))
                 if step == trainer.total_steps or (trainer.validate_every_steps and step % trainer.validate_every_steps == 0):
                     self._validate(step)
+                self.checkpoints.save(step, self.state_dict)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the driver knows between two steps, as JSON can hold it; the models' state is theirs."""
+        return {
+            "trainer": "ppo",
+            "data": self.prompts.state_dict(),
+            "kl_controller": {"kind": self.config.algorithm.kl.controller.kind.value, **self._advantages.kl_controller.state_dict()},
+            "weight_version": self.roles.actor.weight_version,
+            "validations": self.monitor.validations,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Before `fit`. Raises ValueError where the data are others."""
+        self.prompts.load_state_dict(state["data"])
+        controller = self.config.algorithm.kl.controller.kind
+        if controller is not KLControllerKind.fixed and state["kl_controller"]["kind"] == controller.value:
+            self._advantages.kl_controller.load_state_dict(state["kl_controller"])  # a fixed one is as the configuration says
+        self.roles.actor.resume_version(state["weight_version"])
+        self.monitor.validations = [(step, score) for step, score in state["validations"]]
 
     def train_step(self, prompts: DataProto, step: int) -> Metrics:
         """One step: samples, their scores, advantages, updates of both models, and the new weights to the rollout."""

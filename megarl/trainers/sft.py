@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from megarl.config.schema import SFTConfig
 from megarl.data.loader import BatchLoader, one_pass
 from megarl.data.sft import SFTDataset
+from megarl.trainers.checkpoint import Checkpointer
 from megarl.trainers.monitor import Monitor
 from megarl.workers.roles import Actor, valid_token_count
 
@@ -12,22 +16,40 @@ from megarl.workers.roles import Actor, valid_token_count
 class SFTTrainer:
     """Validation is the mean negative log-likelihood per answer token, `val/loss`, over all held-out rows."""
 
-    def __init__(self, config: SFTConfig, actor: Actor, batches: BatchLoader, validation: SFTDataset | None, monitor: Monitor) -> None:
+    def __init__(
+        self,
+        config: SFTConfig,
+        actor: Actor,
+        batches: BatchLoader,
+        validation: SFTDataset | None,
+        monitor: Monitor,
+        checkpoints: Checkpointer,
+    ) -> None:
         self.config = config
         self.actor = actor
         self.batches = batches
         self.validation = validation
         self.monitor = monitor
+        self.checkpoints = checkpoints
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the driver knows between two steps, as JSON can hold it."""
+        return {"trainer": "sft", "data": self.batches.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Before `fit`. Raises ValueError where the data are others."""
+        self.batches.load_state_dict(state["data"])
 
     def fit(self) -> None:
         trainer = self.config.trainer
-        for step in range(1, trainer.total_steps + 1):
+        for step in self.checkpoints.steps():
             with self.monitor.step(step):
                 batch = next(self.batches)
                 metrics = self.actor.update_sft(batch).get()
                 self.monitor.record({**metrics, "num_tokens": float(valid_token_count(batch))})
                 if step == trainer.total_steps or (trainer.validate_every_steps and step % trainer.validate_every_steps == 0):
                     self._validate(step)
+                self.checkpoints.save(step, self.state_dict)
 
     def _validate(self, step: int) -> None:
         if self.validation is None:

@@ -158,6 +158,15 @@ class Actor(MegatronRole):
         self._version = 0
         self._last_push: PushReport | None = None
 
+    @property
+    def weight_version(self) -> int:
+        """Of the weights that were sent last; 0 where none were."""
+        return self._version
+
+    def resume_version(self, version: int) -> None:
+        """The next weights to be sent are those of `version`, which engines had before the run was resumed."""
+        self._version = version - 1
+
     def sync_weights(self, rollout: Engines) -> None:
         """Every replica gets the weights as they are now, stamped with the next version."""
         self._version += 1

@@ -29,11 +29,14 @@ from megarl.protocol.batch import DataProto
 from megarl.tracking.loggers import Tracker
 from megarl.tracking.progress import ProgressBar
 from megarl.tracking.timeline import Timeline
+from megarl.trainers.checkpoint import Checkpointer
 from megarl.trainers.evaluation import Evaluation
 from megarl.trainers.monitor import Monitor
 from megarl.trainers.ppo import PPOTrainer
+from megarl.trainers.resume import checkpoint_folder
 from megarl.trainers.sft import SFTTrainer
 from megarl.workers.rollout import TokenRules
+from megarl.workers.saved_models import SavedModels, ppo_models, sft_models
 from megarl.workers.start import Architectures, PPORoles, start_ppo, start_sft
 
 SYMBOLS = ["<pad>", "<end>", "<user>", "<model>", *"0123456789+= "]
@@ -139,7 +142,7 @@ def run_ppo(config: PPOConfig, look: Callable[[int, PPORoles], None] = lambda st
         roles = start_ppo(config, models, rules, Device.cpu, pools)
         loader = WatchedLoader(train, trainer.prompts_per_step, lambda step: look(step, roles))
         with _ended(roles.groups), _monitor(config, roles.groups) as monitor:
-            PPOTrainer(config, roles, loader, evaluation, monitor).fit()
+            PPOTrainer(config, roles, loader, evaluation, monitor, _checkpoints(config, ppo_models(config, roles), monitor)).fit()
             roles.actor.save_hf(Path(trainer.output_dir) / "huggingface", path)
     return _finished(config)
 
@@ -153,7 +156,7 @@ def run_sft(config: SFTConfig) -> Finished:
         actor = start_sft(config, read_architecture(path), Device.cpu, pools)
         loader = BatchLoader(train, config.trainer.samples_per_step, shuffle=data.shuffle, seed=data.seed)
         with _ended([actor.group]), _monitor(config, [actor.group]) as monitor:
-            SFTTrainer(config, actor, loader, held_out, monitor).fit()
+            SFTTrainer(config, actor, loader, held_out, monitor, _checkpoints(config, sft_models(config, actor), monitor)).fit()
             actor.save_hf(Path(config.trainer.output_dir) / "huggingface", path)
     return _finished(config)
 
@@ -182,6 +185,10 @@ def _monitor(config: PPOConfig | SFTConfig, groups: list[RoleGroup]) -> Monitor:
     output_dir = Path(config.trainer.output_dir)
     progress = ProgressBar("test", config.trainer.total_steps, Console())
     return Monitor(groups, Tracker(config.tracking.loggers, output_dir), Timeline(output_dir), progress)
+
+
+def _checkpoints(config: PPOConfig | SFTConfig, models: SavedModels, monitor: Monitor) -> Checkpointer:
+    return Checkpointer(config, checkpoint_folder(config), models, monitor)
 
 
 def _finished(config: PPOConfig | SFTConfig) -> Finished:

@@ -12,8 +12,9 @@ from megarl.protocol.batch import DataProto
 class Numbers:
     """A data set whose row i is the number i."""
 
-    def __init__(self, size):
+    def __init__(self, size, fingerprint="numbers"):
         self.size = size
+        self.fingerprint = fingerprint
 
     def __len__(self):
         return self.size
@@ -85,6 +86,12 @@ def test_resuming_with_other_data_is_refused(size, seed, shuffle, name):
     state = BatchLoader(Numbers(8), 2, shuffle=True, seed=0).state_dict()
     with pytest.raises(ValueError, match=f"cannot resume the data.*{name}"):
         BatchLoader(Numbers(size), 2, shuffle=shuffle, seed=seed).load_state_dict(state)
+
+
+def test_resuming_with_as_many_other_rows_is_refused():
+    state = BatchLoader(Numbers(8), 2, shuffle=True, seed=0).state_dict()
+    with pytest.raises(ValueError, match="cannot resume the data.*rows=numbers, this run has letters"):
+        BatchLoader(Numbers(8, "letters"), 2, shuffle=True, seed=0).load_state_dict(state)
 
 
 def test_one_pass_serves_all_rows_in_order_with_a_smaller_last_batch():

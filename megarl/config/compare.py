@@ -1,0 +1,56 @@
+"""What differs between the configuration that a checkpoint was written with and the one that goes on from it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+from omegaconf import OmegaConf
+
+from megarl.config.schema import PPOConfig, SFTConfig
+
+ABSENT = "(no such key)"
+
+# With another value the steps to come would not be those of the run that was begun. Key -> what it decides.
+FIXED = {
+    "model.dtype": "the numbers that the optimizer continues with",
+    "data.shuffle": "the order of the data",
+    "data.seed": "the order of the data",
+    "trainer.seed": "the samples that are drawn",
+    "trainer.prompts_per_step": "which data a step has",
+    "trainer.samples_per_step": "which data a step has",
+    "algorithm.advantage.estimator": "which models are trained",
+}
+# What says where and when a run saves and resumes is no part of what it computes.
+_IGNORED = ("checkpoint.resume",)
+
+
+class Difference(NamedTuple):
+    key: str
+    before: Any
+    now: Any
+
+    @property
+    def is_fixed(self) -> bool:
+        return self.key in FIXED
+
+
+def differences(saved: Path, config: PPOConfig | SFTConfig) -> list[Difference]:
+    """By dotted key, sorted; lists count as one value. `saved`: a resolved `config.yaml`. Raises OSError, yaml.YAMLError."""
+    before = dict(_flat(yaml.safe_load(saved.read_text(encoding="utf-8")) or {}))
+    now = dict(_flat(yaml.safe_load(OmegaConf.to_yaml(OmegaConf.structured(config)))))
+    return [
+        Difference(key, before.get(key, ABSENT), now.get(key, ABSENT))
+        for key in sorted(before.keys() | now.keys())
+        if key not in _IGNORED and before.get(key, ABSENT) != now.get(key, ABSENT)
+    ]
+
+
+def _flat(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in values.items():
+        if isinstance(value, dict) and value:
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value

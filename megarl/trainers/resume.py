@@ -1,0 +1,174 @@
+"""Which checkpoint a run goes on from, whether it may, and what is different now. Reads small files only, before anything starts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megarl.config.architecture import read_architecture
+from megarl.config.compare import FIXED, Difference, differences
+from megarl.config.errors import CheckpointError, ConfigError
+from megarl.config.roles import model_roles
+from megarl.config.schema import PPOConfig, SFTConfig
+from megarl.config.validate import read_architectures
+from megarl.resharding.role_folder import HUGGING_FACE_FOLDER, check_folder, read_manifest
+from megarl.trainers.checkpoint import CONFIG_FILE, STATE_FILE
+from megarl.trainers.checkpoint_folder import DESCRIPTION_FILE, LATEST_FILE, CheckpointFolder, check_files
+
+RunConfig = PPOConfig | SFTConfig
+AUTO, DISABLE = "auto", "disable"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resume:
+    """checkpoint: its folder. state: of the trainer. is_own: it is in the run's own folder of checkpoints, so that the run's files
+    go on; from another run's checkpoint a new run begins."""
+
+    checkpoint: Path
+    step: int
+    state: dict[str, Any]
+    differences: Sequence[Difference]
+    is_own: bool
+
+
+def checkpoint_folder(config: RunConfig) -> CheckpointFolder:
+    given = config.checkpoint.dir
+    return CheckpointFolder(Path(config.trainer.output_dir) / "checkpoints" if given is None else Path(given))
+
+
+def find_resume(config: RunConfig) -> Resume | None:
+    """None: the run starts from the beginning.
+
+    Raises ConfigError where the configuration does not fit the checkpoint, and CheckpointError where that is damaged; it names the
+    file, and the older ones that are whole: none of them is taken silently.
+    """
+    folder = checkpoint_folder(config)
+    if config.checkpoint.resume == DISABLE:
+        if folder.whole():
+            raise _problem(
+                "checkpoint.resume", f"is disable, but {folder.path} holds checkpoints of a run; use another trainer.output_dir, or auto"
+            )
+        return None
+    if config.checkpoint.resume == AUTO:
+        found = folder.latest()
+    else:
+        found = _given(Path(config.checkpoint.resume))
+        if folder.whole() and not _is_in(found, folder):
+            raise _problem(
+                "checkpoint.resume",
+                f"is {str(found)!r}, but {folder.path} holds checkpoints of this run; go on from those with auto, or use another folder",
+            )
+    return None if found is None else _read(found, folder, config)
+
+
+def _given(path: Path) -> Path:
+    """A checkpoint, or the latest of a folder of them."""
+    if (path / DESCRIPTION_FILE).is_file():
+        return path
+    found = CheckpointFolder(path).latest() if path.is_dir() else None
+    if found is None:
+        raise _problem(
+            "checkpoint.resume",
+            f"is {str(path)!r}, which is neither a checkpoint (with {DESCRIPTION_FILE}) nor a folder of them (with {LATEST_FILE}); "
+            "give one, or auto, or disable",
+        )
+    return found
+
+
+def _is_in(checkpoint: Path, folder: CheckpointFolder) -> bool:
+    return checkpoint.resolve().parent == folder.path.resolve()
+
+
+def _read(checkpoint: Path, folder: CheckpointFolder, config: RunConfig) -> Resume:
+    try:
+        description = check_files(checkpoint)
+        for role in description["roles"]:
+            read_manifest(checkpoint / role)  # the ranks compare the rest with it, each its part
+        state = _state(checkpoint)
+        changes = _changes(checkpoint, config)
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}. {older_ones(checkpoint)}") from error
+    problems = [
+        f"{change.key}: is {change.now!r}, but the checkpoint was written with {change.before!r}, and it decides {FIXED[change.key]}; "
+        "use the same value, or start anew in another folder"
+        for change in changes
+        if change.is_fixed
+    ]
+    problems += _role_problems(checkpoint, description["roles"], config)
+    problems += _step_problems(state, config)
+    if problems:
+        raise ConfigError(f"{checkpoint}, which the run would go on from", problems)
+    return Resume(checkpoint=checkpoint, step=state["step"], state=state, differences=changes, is_own=_is_in(checkpoint, folder))
+
+
+def _state(checkpoint: Path) -> dict[str, Any]:
+    path = checkpoint / STATE_FILE
+    try:
+        state = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path}: cannot be read ({error}); the checkpoint is damaged") from error
+    return state
+
+
+def _changes(checkpoint: Path, config: RunConfig) -> list[Difference]:
+    try:
+        return differences(checkpoint / CONFIG_FILE, config)
+    except (OSError, yaml.YAMLError) as error:
+        raise CheckpointError(f"{checkpoint / CONFIG_FILE}: cannot be read ({error}); the checkpoint is damaged") from error
+
+
+def _role_problems(checkpoint: Path, saved: Sequence[str], config: RunConfig) -> list[str]:
+    """Other models than those that the run trains."""
+    trained = [role.name for role in model_roles(config) if role.optim is not None]
+    if sorted(saved) != sorted(trained):
+        return [f"roles: the checkpoint has {', '.join(sorted(saved))}, but this run trains {', '.join(sorted(trained))}"]
+    problems, (now, _) = [], read_architectures(config)
+    for role in trained:
+        before = read_architecture(str(checkpoint / role / HUGGING_FACE_FOLDER), config.model.trust_remote_code)
+        for field in fields(before):
+            was, wanted = getattr(before, field.name), getattr(now[role], field.name)
+            if was != wanted:
+                problems.append(f"{role}: {field.name} is {wanted!r}, but the checkpoint's model has {was!r}; give the same model")
+    return problems
+
+
+def _step_problems(state: dict[str, Any], config: RunConfig) -> list[str]:
+    problems, kind = [], trainer_kind(config)
+    if state["trainer"] != kind:
+        problems.append(f"trainer: the checkpoint was written by {state['trainer']}, this is {kind}; start from its Hugging Face folder")
+    if state["step"] > config.trainer.total_steps:
+        problems.append(
+            f"trainer.total_steps: is {config.trainer.total_steps}, but the checkpoint is of step {state['step']}; "
+            f"give more, or an earlier checkpoint as checkpoint.resume=PATH"
+        )
+    return problems
+
+
+def trainer_kind(config: RunConfig) -> str:
+    return "ppo" if isinstance(config, PPOConfig) else "sft"
+
+
+def older_ones(damaged: Path) -> str:
+    """What a user can go on from in the place of a checkpoint that is damaged."""
+    whole = [path for path in CheckpointFolder(damaged.parent).whole() if path.name < damaged.name and _is_whole(path)]
+    if not whole:
+        return "There is no older one that is whole"
+    return "Older ones that are whole: " + ", ".join(map(str, reversed(whole))) + "; go on from one with checkpoint.resume=PATH"
+
+
+def _is_whole(checkpoint: Path) -> bool:
+    try:
+        for role in check_files(checkpoint)["roles"]:
+            check_folder(checkpoint / role)
+    except CheckpointError:
+        return False
+    return True
+
+
+def _problem(key: str, problem: str) -> ConfigError:
+    return ConfigError("checkpoint", [f"{key}: {problem}"])
