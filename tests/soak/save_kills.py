@@ -1,0 +1,269 @@
+"""Random kills inside saves: a run whose whole process tree dies while it writes checkpoints ends as one that nobody disturbed.
+
+python -m tests.soak.save_kills --command sft|ppo --dtype float32|bfloat16 --kills 50 --seed 0
+
+Every step is saved. Each time, at a random moment after a save was seen to begin, all processes get SIGKILL. Then the latest checkpoint
+must be there, whole to the last checksum, and the run is started again with the same command. At the end its metrics (timings apart),
+generations, TensorBoard curves, weights and optimizer state are compared, bit for bit, with those of an undisturbed run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import psutil
+import torch
+from safetensors.torch import load_file
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from megarl.config.load import dump_config
+from megarl.config.schema import (
+    ActorConfig,
+    AlgorithmConfig,
+    CheckpointConfig,
+    CriticConfig,
+    DataConfig,
+    Decay,
+    Device,
+    DType,
+    KLConfig,
+    KLControllerConfig,
+    KLControllerKind,
+    MicroBatchConfig,
+    ModelConfig,
+    OptimConfig,
+    PPOConfig,
+    ReferenceConfig,
+    RewardConfig,
+    RewardFunctionConfig,
+    RolloutConfig,
+    SFTConfig,
+    SFTDataConfig,
+    SFTTrainerConfig,
+    TrackingConfig,
+    TrainerConfig,
+)
+from megarl.resharding.role_folder import check_folder
+from megarl.trainers.checkpoint_folder import CheckpointFolder, check_files
+from tests.integration.tiny_run import save_inputs
+from tests.processes import gone_within
+
+LIMIT_S = 300.0
+# What a clock says, and no computation.
+_TIMED = re.compile(r"(timing_s|perf|memory|resharding)/.*|rollout/replica_\d+/tokens_per_s")
+_MICRO_BATCH = MicroBatchConfig(max_tokens=64)
+_LOGGED = TrackingConfig(loggers=["console", "jsonl", "tensorboard"], log_generations=3)
+
+
+def sft_config(inputs: Path, dtype: DType, total_steps: int, every_steps: int) -> SFTConfig:
+    return SFTConfig(
+        model=ModelConfig(path=str(inputs / "policy"), dtype=dtype),
+        data=SFTDataConfig(train_files=[str(inputs / "sft.parquet")], val_files=[str(inputs / "sft_validation.parquet")], max_length=16),
+        actor=ActorConfig(micro_batch=_MICRO_BATCH, optim=OptimConfig(lr=1e-2, warmup_steps=3, decay=Decay.cosine)),
+        checkpoint=CheckpointConfig(every_steps=every_steps),
+        trainer=SFTTrainerConfig(total_steps=total_steps, samples_per_step=7, validate_every_steps=3),
+        tracking=_LOGGED,
+        device=Device.cpu,
+    )
+
+
+def ppo_config(inputs: Path, dtype: DType, total_steps: int, every_steps: int) -> PPOConfig:
+    """With everything that the driver has to remember: an adaptive KL controller, a critic's warm-up, validations."""
+    controller = KLControllerConfig(kind=KLControllerKind.adaptive, target=0.02, horizon=160)
+    return PPOConfig(
+        model=ModelConfig(path=str(inputs / "policy"), dtype=dtype),
+        data=DataConfig(
+            train_files=[str(inputs / "train.parquet")],
+            val_files=[str(inputs / "validation.parquet")],
+            max_prompt_length=8,
+            max_response_length=8,
+        ),
+        algorithm=AlgorithmConfig(kl=KLConfig(coefficient=0.05, controller=controller)),
+        actor=ActorConfig(micro_batch=_MICRO_BATCH, optim=OptimConfig(lr=5e-3, warmup_steps=4, decay=Decay.linear)),
+        critic=CriticConfig(micro_batch=_MICRO_BATCH, optim=OptimConfig(lr=1e-2, decay=Decay.cosine)),
+        reference=ReferenceConfig(micro_batch=_MICRO_BATCH),
+        reward=RewardConfig(functions=[RewardFunctionConfig(path=str(inputs / "reward.py"))], num_processes=1, time_limit_s=60),
+        rollout=RolloutConfig(n=2),
+        checkpoint=CheckpointConfig(every_steps=every_steps),
+        trainer=TrainerConfig(
+            total_steps=total_steps, prompts_per_step=6, updates_per_step=2, critic_warmup_steps=1, validate_every_steps=3
+        ),
+        tracking=_LOGGED,
+        device=Device.cpu,
+    )
+
+
+CONFIGS: dict[str, Callable[[Path, DType, int, int], SFTConfig | PPOConfig]] = {"sft": sft_config, "ppo": ppo_config}
+MEGARL_COMMANDS = {"sft": "sft", "ppo": "train"}
+
+
+@dataclass
+class Run:
+    """A run in its folder, started as often as it takes."""
+
+    command: str
+    config: SFTConfig | PPOConfig
+    folder: Path
+
+    def __post_init__(self) -> None:
+        self.output_dir, self.log = self.folder / "run", self.folder / "log.txt"
+        trainer = replace(self.config.trainer, output_dir=str(self.output_dir))  # type: ignore[type-var]
+        dump_config(replace(self.config, trainer=trainer), self.folder / "run.yaml")  # type: ignore[type-var]
+        self.checkpoints = CheckpointFolder(self.output_dir / "checkpoints")
+
+    def start(self, *overrides: str) -> psutil.Popen:
+        command = [sys.executable, "-m", "megarl", MEGARL_COMMANDS[self.command], str(self.folder / "run.yaml"), *overrides]
+        with self.log.open("w") as log:
+            return psutil.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+
+    def finish(self, *overrides: str) -> Outcome:
+        """Runs to the end."""
+        assert self.start(*overrides).wait(timeout=LIMIT_S) == 0, self.log.read_text()
+        return self.outcome()
+
+    def wait_for(self, condition: Callable[[], object], driver: psutil.Popen) -> None:
+        deadline = time.monotonic() + LIMIT_S
+        while not condition():
+            assert driver.poll() is None, self.log.read_text()
+            assert time.monotonic() < deadline, self.log.read_text()
+            time.sleep(0.002)
+
+    def is_saving(self, after_step: int = 0) -> bool:
+        """A checkpoint of a step after `after_step` is being written."""
+        return any(int(path.name[6:14]) > after_step for path in self.checkpoints.path.glob(".step_*.partial"))
+
+    def outcome(self) -> Outcome:
+        policy = load_file(self.output_dir / "huggingface" / "model.safetensors")
+        latest = self.checkpoints.latest()
+        assert latest is not None
+        states = {path.parent.name: json.loads(path.read_text())["tensors"] for path in latest.glob("*/manifest.json")}
+        generations = self.output_dir / "generations.jsonl"
+        return Outcome(
+            metrics=[_untimed(json.loads(line)) for line in (self.output_dir / "metrics.jsonl").read_text().splitlines()],
+            curves=_curves(self.output_dir / "tensorboard"),
+            generations=generations.read_text() if generations.exists() else "",
+            weights={name: tensor.contiguous().view(torch.uint8).numpy().tobytes() for name, tensor in policy.items()},
+            states=states,
+            latest=latest.name,
+        )
+
+
+class Outcome(NamedTuple):
+    """What a run leaves. states: by role and tensor (weights, moments, masters) its chunks with their checksums."""
+
+    metrics: list[dict[str, Any]]
+    curves: dict[str, list[tuple[int, float]]]
+    generations: str
+    weights: dict[str, bytes]
+    states: dict[str, dict[str, Any]]
+    latest: str
+
+
+def assert_same(one: Outcome, other: Outcome) -> None:
+    for mine, theirs in zip(one.metrics, other.metrics, strict=True):
+        assert mine == theirs
+    assert one.curves == other.curves
+    assert one.generations == other.generations
+    assert one.weights == other.weights
+    assert one.states == other.states
+    assert one.latest == other.latest
+
+
+def _untimed(line: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in line.items() if not _TIMED.fullmatch(name)}
+
+
+def _curves(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    events = EventAccumulator(str(folder), size_guidance={"scalars": 0})
+    events.Reload()
+    names = [name for name in events.Tags()["scalars"] if not _TIMED.fullmatch(name)]
+    return {name: [(event.step, event.value) for event in events.Scalars(name)] for name in names}
+
+
+def kill_tree(driver: psutil.Popen) -> None:
+    """SIGKILL to all at once; returns when all are gone."""
+    everything = [driver, *driver.children(recursive=True)]
+    for process in everything:
+        try:
+            process.kill()
+        except psutil.NoSuchProcess:
+            continue
+    driver.wait(timeout=60)
+    assert gone_within(everything, 60) == []
+
+
+def kill_in_save(run: Run, chance: random.Random, longest_save_s: float) -> str:
+    """Starts the run, and kills it a random time after a random save has begun. Says what was there at that moment."""
+    driver = run.start()
+    latest = run.checkpoints.latest()
+    before = int(latest.name[5:]) if latest else 0
+    run.wait_for(lambda: run.is_saving(before + chance.randrange(2)), driver)
+    time.sleep(chance.uniform(0, longest_save_s))
+    kill_tree(driver)
+    return _moment(run)
+
+
+def _moment(run: Run) -> str:
+    partial = [{path.name for path in folder.rglob("*")} for folder in run.checkpoints.path.glob(".step_*.partial")]
+    if not partial:
+        return "between saves" if not list(run.checkpoints.path.glob(".step_*.removed")) else "while removing an old one"
+    names = partial[0]
+    for name, moment in (("checkpoint.json", "sealed"), ("manifest.json", "manifest written"), (".metadata", "index written")):
+        if name in names:
+            return moment
+    return "state copied" if any(name.endswith(".distcp") for name in names) else "begun"
+
+
+def assert_whole(run: Run, had_one: bool) -> bool:
+    """The latest checkpoint is complete to the last byte; there may be none only while there never was one."""
+    latest = run.checkpoints.latest()
+    assert latest is not None or not had_one
+    if latest is not None:
+        for role in check_files(latest)["roles"]:
+            check_folder(latest / role)
+    return latest is not None
+
+
+def soak(command: str, dtype: DType, num_kills: int, seed: int, folder: Path, longest_save_s: float = 0.4) -> str:
+    """Raises AssertionError where a checkpoint or the end is not as it must be."""
+    save_inputs(folder)
+    config = CONFIGS[command](folder, dtype, 12 + 2 * num_kills, 1)
+    chance, start_s = random.Random(seed), time.monotonic()
+    for name in ("straight", "killed"):
+        (folder / name).mkdir()
+    straight = Run(command, config, folder / "straight").finish()
+    run, moments, had_one = Run(command, config, folder / "killed"), Counter[str](), False
+    for number in range(1, num_kills + 1):
+        moment = kill_in_save(run, chance, longest_save_s)
+        moments[moment] += 1
+        had_one = assert_whole(run, had_one)
+        latest = run.checkpoints.latest()
+        print(f"kill {number}: {moment}; latest {latest.name if latest else 'none'}, {time.monotonic() - start_s:.0f} s", flush=True)
+    assert_same(run.finish(), straight)
+    return (
+        f"{command} {dtype.value}: {num_kills} kills ({', '.join(f'{count} x {moment}' for moment, count in moments.most_common())}) in "
+        f"{time.monotonic() - start_s:.0f} s; a complete checkpoint was found each time, and the end is that of an undisturbed run"
+    )
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--command", choices=sorted(CONFIGS), default="sft")
+    parser.add_argument("--dtype", type=DType, choices=list(DType), default=DType.float32)
+    parser.add_argument("--kills", type=int, default=50)
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as scratch:
+        print(soak(arguments.command, arguments.dtype, arguments.kills, arguments.seed, Path(scratch)))
