@@ -70,6 +70,8 @@ class Optimizer:
         )
         with _construction():
             self._optimizer: MegatronOptimizer = get_megatron_optimizer(megatron_config, chunks)
+        for part in self._parts():
+            _make_moments(part.optimizer)
         self._schedule = OptimizerParamScheduler(
             self._optimizer,
             init_lr=0.0,
@@ -101,7 +103,6 @@ class Optimizer:
         """Every element of every parameter is in one slice of one data-parallel rank."""
         slices = []
         for optimizer in self._parts():
-            self._make_moments(optimizer.optimizer)
             for ranges in (ranges for buffer in optimizer.gbuf_ranges for buckets in buffer.values() for ranges in buckets):
                 for parameter, parameter_ranges in ranges["param_map"].items():
                     group, number = optimizer.model_param_group_index_map[parameter]
@@ -116,25 +117,10 @@ class Optimizer:
         """One, or one for each kind of parameters."""
         return list(getattr(self._optimizer, "chained_optimizers", [self._optimizer]))
 
-    @staticmethod
-    def _make_moments(optimizer: torch.optim.Optimizer) -> None:
-        """As the first step would: until then torch's Adam has none."""
-        counts_by_tensor = isinstance(optimizer, torch.optim.Adam)
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                state = optimizer.state[parameter]
-                if MOMENTS[0] in state:
-                    continue
-                if counts_by_tensor:
-                    device = parameter.device if group["capturable"] or group["fused"] else "cpu"
-                    state["step"] = torch.zeros((), dtype=torch.float32, device=device)
-                state.update({name: torch.zeros_like(parameter) for name in MOMENTS})
-
     def counts(self) -> StepCounts:
         """How far this optimizer is."""
         counts = set()
         for optimizer in (part.optimizer for part in self._parts()):
-            self._make_moments(optimizer)
             counts |= {int(state["step"]) for state in optimizer.state.values() if "step" in state}
             counts |= {int(group["step"]) for group in optimizer.param_groups if "step" in group}
         assert len(counts) <= 1, f"Adam has taken {sorted(counts)} steps: of each parameter it must be the same number"
@@ -143,7 +129,6 @@ class Optimizer:
     def set_counts(self, counts: StepCounts) -> None:
         """The next step is the one after `counts`, on this optimizer's own schedule. Of a rank without parameters too."""
         for optimizer in (part.optimizer for part in self._parts()):
-            self._make_moments(optimizer)
             for state in optimizer.state.values():
                 if "step" in state:
                     state["step"].fill_(counts.adam)
@@ -155,7 +140,6 @@ class Optimizer:
 
     def megatron_state(self) -> dict[str, Any]:
         """Settings and counts without tensors, as Megatron stores them; of a rank that has a part of the optimizer."""
-        self.counts()
         return dict(self._optimizer.state_dict())
 
     def schedule_state(self) -> dict[str, Any]:
@@ -173,6 +157,18 @@ class Optimizer:
         self._schedule.step(1)
         self._optimizer.step()
         return StepStatistics(grad_norm=norm, lr=self._optimizer.param_groups[0]["lr"])
+
+
+def _make_moments(optimizer: torch.optim.Optimizer) -> None:
+    """As the first step would: what can be moved away or saved is then the same before it and after."""
+    counts_by_tensor = isinstance(optimizer, torch.optim.Adam)
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            state = optimizer.state[parameter]
+            if counts_by_tensor:
+                device = parameter.device if group["capturable"] or group["fused"] else "cpu"
+                state["step"] = torch.zeros((), dtype=torch.float32, device=device)
+            state.update({name: torch.zeros_like(parameter) for name in MOMENTS})
 
 
 def _construction() -> contextlib.AbstractContextManager[None]:

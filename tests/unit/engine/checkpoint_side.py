@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from megarl.config.schema import Decay, OptimConfig, ParallelConfig
 from megarl.resharding.role_folder import Description, Layout, write_manifest
+from megarl.resharding.torch_dist import read_chunk, read_index
 from tests.unit.engine.models import make_batch
 from tests.unit.engine.rank_side import Tensors, build, deal, replica_rows, start, take
 
@@ -72,16 +72,16 @@ def kept_state(engine: MegatronEngine) -> Tensors:
 
 
 def draws() -> Tensors:
-    """The next numbers of every generator."""
+    """The next numbers of every generator; of Megatron's, their states."""
     import random
 
     import numpy as np
     from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
-    with get_cuda_rng_tracker().fork():
-        tracked = torch.rand(4)
+    tracked = {f"tracked {name}": generator.clone() for name, generator in get_cuda_rng_tracker().get_states().items()}
+    assert tracked
     return {
-        "tracked": tracked,
+        **tracked,
         "torch": torch.rand(4),
         "numpy": torch.from_numpy(np.random.rand(4)),
         "python": torch.tensor([random.random() for _ in range(4)], dtype=torch.float64),
@@ -118,7 +118,7 @@ def save_whole(engine: MegatronEngine, settings: Settings, folder: Path, meanwhi
 
 
 class Saved(NamedTuple):
-    """at_save: the state when the save began. after: the next steps without a stop."""
+    """at_save: the state when the save began. draws: random numbers after it. after: the next steps."""
 
     at_save: Tensors
     draws: Tensors
@@ -126,7 +126,7 @@ class Saved(NamedTuple):
 
 
 def train_and_save(settings: Settings, folder: Path, num_steps: int, num_after: int) -> Saved:
-    """In a rank: steps, a save that is written while the next steps run."""
+    """In a rank: steps, and a save that is finished when the next steps have run."""
     engine = open_engine(settings)
     if num_steps:
         train(engine, num_steps)
@@ -139,25 +139,140 @@ def train_and_save(settings: Settings, folder: Path, num_steps: int, num_after: 
     return Saved(at_save, drawn, after)
 
 
-def load_and_train(settings: Settings, folder: Path, num_steps: int, num_after: int) -> Saved:
-    """In a rank: another engine that has gone elsewhere, the load, the next steps."""
+def load_and_train(settings: Settings, folder: Path, num_steps: int, num_after: int, again: Path | None = None) -> Saved:
+    """In a rank: an engine that has trained on something else, the load (and a save into `again`), the next steps."""
     engine = open_engine(settings)
     train(engine, 1, first=90)
     from megarl.engine.checkpoint import load
 
     load(engine, folder)
+    if again is not None:
+        save_whole(engine, settings, again)
     return Saved(kept_state(engine), draws(), train(engine, num_after, first=num_steps))
 
 
-def save_failure(call: Callable[[], Any]) -> str:
-    """The one line of a CheckpointError."""
+def save_what_is_away(settings: Settings, plain: Path, moved: Path) -> list[str]:
+    """In a rank: a save of all that is in memory, and one of all that is not; the parts that are away after a load."""
+    engine = open_engine(settings)
+    train(engine, 2)
+    from megarl.engine.checkpoint import load
+    from megarl.engine.offload import StatePart
+
+    save_whole(engine, settings, plain)
+    before = kept_state(engine)
+    engine.offload(*StatePart)
+    save_whole(engine, settings, moved)
+    away = engine.training_state().places.away
+    load(engine, moved)
+    assert engine.training_state().places.away == away
+    engine.restore(*StatePart)
+    assert same([before], [kept_state(engine)])
+    return sorted(part.value for part in away)
+
+
+def load_by_megatron(settings: Settings, folder: Path) -> list[tuple[str, tuple[int, ...], torch.Tensor]]:
+    """In a rank: what Megatron reads into state dicts that it made, as (key, place, tensor), without those of padding."""
+    engine = open_engine(settings)
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
+
+    metadata = {"distrib_optim_sharding_type": "fully_reshardable", "dp_cp_group": engine.groups.data}
+    models = {f"model{number}": model.sharded_state_dict(metadata=metadata) for number, model in enumerate(engine._models)}
+    optimizer = engine.training_state().optimizer._optimizer.sharded_state_dict(models, is_loading=True, metadata=metadata)
+    wanted = {**models, "optimizer": optimizer}
+    loaded = dist_checkpointing.load(wanted, str(folder))
+    assert loaded["optimizer"]["optimizer"]["param_groups"][0]["step"] == 2
+    apply_factories(wanted)
+    read = []
+    for entry in nested_values(wanted):
+        if isinstance(entry, ShardedTensor):
+            shape = (1,) * entry.prepend_axis_num + entry.local_shape
+            read.append((entry.key, entry.global_offset, entry.data.detach().view(shape).clone()))
+    return read
+
+
+def draws_around_a_load(settings: Settings, folder: Path) -> bool:
+    """In a rank: whether the generators go on as if nothing had been loaded."""
+    import random
+
+    import numpy as np
+
+    engine = open_engine(settings)
+    from megarl.engine.checkpoint import load
+    from megarl.engine.random_state import random_state, set_random_state
+
+    random.seed(5)
+    np.random.seed(5)
+    torch.manual_seed(5)
+    state = random_state()
+    want = draws()
+    set_random_state(state)
+    load(engine, folder)
+    return same([want], [draws()])
+
+
+def load_damaged(settings: Settings, folders: Sequence[Path], good: Path) -> list[tuple[str, bool]]:
+    """In a rank: of each folder, what is said, and whether the engine is as before; then the good one is loaded."""
+    engine = open_engine(settings)
+    train(engine, 1, first=50)
+    from megarl.engine.checkpoint import load
+
+    results = []
+    for folder in folders:
+        before = kept_state(engine)
+        line = failure_of(lambda folder=folder: load(engine, folder))  # type: ignore[misc]
+        results.append((line, same([before], [kept_state(engine)])))
+    load(engine, good)
+    return results
+
+
+def refused_load(settings: Settings, folder: Path) -> str:
+    """In a rank: what is said of a checkpoint of another model."""
+    engine = open_engine(settings)
+    from megarl.engine.checkpoint import load
+
+    return failure_of(lambda: load(engine, folder))
+
+
+def failing_saves(settings: Settings, folder: Path) -> list[str]:
+    """In a rank: what is said of saves into folders with a full disk in the place of one file, and into none; then one that is good."""
+    engine = open_engine(settings)
+    train(engine, 1)
+    full = {"items": "__1_0.distcp", "index": "..metadata.partial"}
+    if dist.get_rank() == 0:
+        for name, file in full.items():
+            (folder / name).mkdir()
+            (folder / name / file).symlink_to("/dev/full")
+        (folder / "file").touch()
+    dist.barrier()
+    before = kept_state(engine)
+    lines = [failure_of(lambda name=name: save_whole(engine, settings, folder / name)) for name in (*full, "file")]  # type: ignore[misc]
+    assert same([before], [kept_state(engine)])
+    save_whole(engine, settings, folder / "good")
+    return lines
+
+
+def failure_of(call: Callable[[], Any]) -> str:
+    """The one line of the CheckpointError that `call` raises."""
     from megarl.config.errors import CheckpointError
 
     try:
         call()
     except CheckpointError as error:
         return str(error)
-    return ""
+    raise AssertionError("nothing was wrong")
+
+
+def stored_tensors(folder: Path) -> Tensors:
+    """Every tensor of a folder, whole; NaN where nothing is stored."""
+    index = read_index(folder)
+    tensors = {}
+    for key, tensor in index.tensors.items():
+        tensors[key] = torch.full(tensor.shape, float("nan"), dtype=tensor.dtype)
+        for chunk in tensor.chunks:
+            tensors[key][chunk.rectangle.slices] = read_chunk(index, key, chunk)
+    return tensors
 
 
 def same(left: Sequence[Tensors], right: Sequence[Tensors]) -> bool:
@@ -166,7 +281,3 @@ def same(left: Sequence[Tensors], right: Sequence[Tensors]) -> bool:
         one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
         for one, other in zip(left, right, strict=True)
     )
-
-
-def all_of(tensors: Tensors) -> Tensor:
-    return torch.cat([value.double().flatten() for value in tensors.values()])

@@ -2,15 +2,35 @@
 
 from __future__ import annotations
 
+import copy
+import json
+import os
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
+import xxhash
+from transformers import AutoModelForCausalLM
 
 from megarl.config.schema import ParallelConfig
+from megarl.resharding.torch_dist import read_index
 from tests.ranks import RankPool
-from tests.unit.engine.checkpoint_side import Saved, Settings, load_and_train, same, train_and_save
-from tests.unit.engine.models import save_critic, save_model
+from tests.unit.engine.checkpoint_side import (
+    Saved,
+    Settings,
+    draws_around_a_load,
+    failing_saves,
+    load_and_train,
+    load_by_megatron,
+    load_damaged,
+    refused_load,
+    same,
+    save_what_is_away,
+    stored_tensors,
+    train_and_save,
+)
+from tests.unit.engine.models import FAMILIES, save_critic, save_model
 from tests.unit.engine.rank_side import LAYOUTS
 
 STEPS, AFTER = 2, 3
@@ -31,9 +51,15 @@ def saved(rank_pool: RankPool, settings: Settings, folder: Path, steps: int = ST
     )
 
 
-def loaded(rank_pool: RankPool, settings: Settings, folder: Path, steps: int = STEPS) -> list[Saved]:
+def loaded(rank_pool: RankPool, settings: Settings, folder: Path, steps: int = STEPS, again: Path | None = None) -> list[Saved]:
     return rank_pool.run(
-        load_and_train, world_size=settings.parallel.world_size, settings=settings, folder=folder, num_steps=steps, num_after=AFTER
+        load_and_train,
+        world_size=settings.parallel.world_size,
+        settings=settings,
+        folder=folder,
+        num_steps=steps,
+        num_after=AFTER,
+        again=again,
     )
 
 
@@ -69,20 +95,164 @@ RESHAPED = [
     ParallelConfig(pipeline_parallel_size=2, virtual_pipeline_parallel_size=2),
     ParallelConfig(tensor_parallel_size=2, pipeline_parallel_size=2),
 ]
+RESHAPED_MODELS = [("qwen2", "lm", torch.float32), ("qwen2-tied", "lm", torch.bfloat16), ("critic", "value", torch.float32)]
 
 
-@pytest.mark.parametrize("model", ["qwen2", "qwen2-tied", "critic"])
-def test_in_another_layout_the_next_steps_agree(model: str, rank_pool: RankPool, folders: dict[str, str], tmp_path: Path) -> None:
-    """From TP2 to each, and back."""
-    head = "value" if model == "critic" else "lm"
-    source = Settings(LAYOUTS["TP2"], folders[model], head)
-    want = saved(rank_pool, source, tmp_path / "actor")[0].after.losses
+@pytest.mark.parametrize(("model", "head", "dtype"), RESHAPED_MODELS)
+def test_in_another_layout_the_next_steps_agree(
+    model: str, head: str, dtype: torch.dtype, rank_pool: RankPool, folders: dict[str, str], tmp_path: Path
+) -> None:
+    """From TP2 to each layout. What is saved there again is the same to the bit, and so is what goes on from that in TP2."""
+    source = Settings(LAYOUTS["TP2"], folders[model], head, dtype)
+    want = saved(rank_pool, source, tmp_path / "source")
+    stored = stored_tensors(tmp_path / "source")
+    assert {name.split(".")[2] for name in stored if name.startswith("optimizer.")} == {"param", "exp_avg", "exp_avg_sq"}
     for number, parallel in enumerate(RESHAPED):
-        settings = Settings(parallel, folders[model], head)
-        got = loaded(rank_pool, settings, tmp_path / "actor")[0].after.losses
-        assert got == pytest.approx(want, rel=1e-5), parallel
-        there = tmp_path / str(number)
-        again = saved(rank_pool, settings, there)[0].after.losses
-        assert again == pytest.approx(want, rel=1e-5), parallel
-        back = loaded(rank_pool, source, there)[0].after.losses
-        assert back == pytest.approx(want, rel=1e-5), parallel
+        again = tmp_path / str(number)
+        got = loaded(rank_pool, Settings(parallel, folders[model], head, dtype), tmp_path / "source", again=again)
+        assert same([stored_tensors(again)], [stored]), parallel
+        for rank in got:
+            tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+            assert rank.after.losses == pytest.approx(want[0].after.losses, rel=tolerance), parallel
+            assert [lr for _, lr in rank.after.statistics] == [lr for _, lr in want[0].after.statistics]
+    back = loaded(rank_pool, source, again)
+    assert same([rank.after.state for rank in back], [rank.after.state for rank in want])
+
+
+def test_a_vocabulary_that_is_padded_to_another_size(rank_pool: RankPool, tmp_path: Path) -> None:
+    """300 rows are 384 in TP1 and 512 in TP2."""
+    torch.manual_seed(0)
+    config = copy.deepcopy(FAMILIES["qwen2"])
+    config.vocab_size = 300
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(tmp_path / "model")
+    one, two = (Settings(LAYOUTS[layout], str(tmp_path / "model")) for layout in ("TP1", "TP2"))
+    want = saved(rank_pool, one, tmp_path / "384")
+    got = loaded(rank_pool, two, tmp_path / "384", again=tmp_path / "512")
+    assert got[0].after.losses == pytest.approx(want[0].after.losses, rel=1e-5)
+    small, large = stored_tensors(tmp_path / "384"), stored_tensors(tmp_path / "512")
+    keys = [key for key in small if small[key].shape != large[key].shape]
+    assert len(keys) == 2 * 4  # embedding and output layer: weights, masters, moments
+    for key in keys:
+        assert torch.equal(large[key][:384], small[key])
+        assert not large[key][300:].any()
+    back = loaded(rank_pool, one, tmp_path / "512")
+    assert same([back[0].after.state], [want[0].after.state])
+
+
+def test_everything_away(rank_pool: RankPool, folders: dict[str, str], tmp_path: Path) -> None:
+    """What is offloaded is saved as what is not, and stays where it is; a load leaves it away, too."""
+    for layout, dtype in (("DP2", torch.bfloat16), ("TP1", torch.float32)):
+        settings = Settings(LAYOUTS[layout], folders["qwen2"], dtype=dtype)
+        plain, moved = tmp_path / f"{layout} plain", tmp_path / f"{layout} moved"
+        results = rank_pool.run(save_what_is_away, world_size=settings.parallel.world_size, settings=settings, plain=plain, moved=moved)
+        assert results == [["gradients", "optimizer", "parameters"]] * settings.parallel.world_size
+        assert same([stored_tensors(plain)], [stored_tensors(moved)])
+
+
+def test_megatron_loads_it_by_itself(rank_pool: RankPool, folders: dict[str, str], tmp_path: Path) -> None:
+    """With its own sharded state dicts, of the model and of its distributed optimizer, in another layout."""
+    saved(rank_pool, Settings(LAYOUTS["DP2"], folders["qwen2-tied"]), tmp_path / "actor")
+    stored = stored_tensors(tmp_path / "actor")
+    settings = Settings(LAYOUTS["PP2xVPP2"], folders["qwen2-tied"])
+    ranks = rank_pool.run(load_by_megatron, world_size=2, settings=settings, folder=tmp_path / "actor")
+    found: dict[str, int] = {}
+    for rank in ranks:
+        for key, start, tensor in rank:
+            place = tuple(slice(first, first + size) for first, size in zip(start, tensor.shape, strict=True))
+            assert torch.equal(stored[key][place], tensor), key
+            found[key] = found.get(key, 0) + tensor.numel()
+    assert found.keys() == stored.keys()
+    assert all(found[key] >= stored[key].numel() for key in stored)
+
+
+def test_another_layout_keeps_its_random_numbers(rank_pool: RankPool, folders: dict[str, str], tmp_path: Path) -> None:
+    saved(rank_pool, Settings(LAYOUTS["TP1"], folders["qwen2"]), tmp_path / "actor")
+    for layout, kept in (("TP1", False), ("DP2", True)):
+        settings = Settings(LAYOUTS[layout], folders["qwen2"])
+        ranks = rank_pool.run(draws_around_a_load, world_size=settings.parallel.world_size, settings=settings, folder=tmp_path / "actor")
+        assert ranks == [kept] * len(ranks)
+
+
+def damage(folder: Path, kind: str) -> None:
+    first, second = folder / "__0_0.distcp", folder / "__1_0.distcp"
+    index = read_index(folder)
+    chunk = index.tensors["decoder.layers.mlp.linear_fc2.weight"].chunks[-1]
+    if kind == "a flipped bit":
+        content = bytearray((folder / chunk.file).read_bytes())
+        content[chunk.position + chunk.nbytes // 2] ^= 1
+        (folder / chunk.file).write_bytes(content)
+    elif kind == "a truncated file":
+        os.truncate(second, second.stat().st_size - 1000)
+    elif kind == "a missing file":
+        second.unlink()
+    elif kind == "swapped files":
+        first.rename(folder / "other")
+        second.rename(first)
+        (folder / "other").rename(second)
+    elif kind == "code in an object":
+        torch.save({"step_counts": Code()}, folder / "common.pt")
+        manifest = json.loads((folder / "manifest.json").read_text())
+        content = (folder / "common.pt").read_bytes()
+        manifest["files"]["common.pt"] = {"nbytes": len(content), "checksum": xxhash.xxh3_64_hexdigest(content)}
+        (folder / "manifest.json").write_text(json.dumps(manifest))
+    else:
+        (folder / "manifest.json").unlink()
+
+
+class Code:
+    def __reduce__(self) -> tuple:
+        return (os.system, ("true",))
+
+
+DAMAGE = {
+    "a flipped bit": "__1_0.distcp: decoder.layers.mlp.linear_fc2.weight at bytes",
+    "a truncated file": "__1_0.distcp: truncated: it has",
+    "a missing file": "__1_0.distcp: the file is missing; it holds output_layer.weight",
+    "swapped files": "__0_0.distcp: truncated: it has",
+    "code in an object": "common.pt: its pickle names posix.system",
+    "no manifest": "manifest.json: the file is missing",
+}
+
+
+def test_damage_is_found_before_anything_is_loaded(rank_pool: RankPool, folders: dict[str, str], tmp_path: Path) -> None:
+    """On every rank the same line, that names the file and, where it is one, the tensor; the engine stays as it was."""
+    settings = Settings(LAYOUTS["TP2"], folders["qwen2"])
+    saved(rank_pool, settings, tmp_path / "good")
+    for kind in DAMAGE:
+        shutil.copytree(tmp_path / "good", tmp_path / kind)
+        damage(tmp_path / kind, kind)
+    damaged = [tmp_path / kind for kind in DAMAGE]
+    ranks = rank_pool.run(load_damaged, world_size=2, settings=settings, folders=damaged, good=tmp_path / "good")
+    assert ranks[0] == ranks[1]
+    for (kind, said), (line, untouched) in zip(DAMAGE.items(), ranks[0], strict=True):
+        assert untouched, kind
+        assert line.startswith(f"{tmp_path / kind}/{said}"), line
+        assert "\n" not in line
+
+
+def test_a_checkpoint_of_something_else(rank_pool: RankPool, folders: dict[str, str], tmp_path: Path) -> None:
+    saved(rank_pool, Settings(LAYOUTS["TP1"], folders["qwen2"]), tmp_path / "actor")
+    others = [
+        Settings(LAYOUTS["TP1"], folders["qwen3-tied"]),
+        Settings(LAYOUTS["TP1"], folders["critic"], "value"),
+        Settings(LAYOUTS["TP1"], folders["qwen2"], dtype=torch.bfloat16),
+    ]
+    lines = [rank_pool.run(refused_load, world_size=1, settings=settings, folder=tmp_path / "actor")[0] for settings in others]
+    actor = tmp_path / "actor"
+    assert lines == [
+        f"{actor}: decoder.layers.self_attention.linear_proj.weight has shape (4, 64, 64); this model's has (4, 64, 128)",
+        f"{actor}: output_layer.weight has shape (256, 64); this model's has (1, 64)",
+        f"{actor}: embedding.word_embeddings.weight is torch.float32; this run has torch.bfloat16: set model.dtype",
+    ]
+
+
+def test_a_save_that_fails(rank_pool: RankPool, folders: dict[str, str], tmp_path: Path) -> None:
+    """A full disk (/dev/full), on one rank of two or at the very end, and a folder that cannot be made."""
+    settings = Settings(LAYOUTS["DP2"], folders["qwen2"])
+    ranks = rank_pool.run(failing_saves, world_size=2, settings=settings, folder=tmp_path)
+    assert ranks[0] == ranks[1]
+    assert ranks[0] == [
+        f"{tmp_path}/items/__1_0.distcp: cannot be written: No space left on device",
+        f"{tmp_path}/index: No space left on device",
+        f"{tmp_path}/file: File exists",
+    ]

@@ -111,7 +111,7 @@ class Memory(NamedTuple):
 
 
 def measure(folder: str, optim: OptimConfig | None) -> Memory:
-    """In a rank: the change of its resident memory. One step is made first, so that the optimizer has its moments."""
+    """In a rank: the change of its resident memory. One step is made first, so that the moments have been written."""
     engine = build(start(ParallelConfig()), folder, optim=optim)
     from megarl.engine.offload import StatePart
 
@@ -155,7 +155,7 @@ def use_what_is_away(folder: str) -> list[str]:
 
     batch = take(make_batch(), [1, 2])
     engine.forward_backward(batch, [[0, 1]], negative_log_likelihood)
-    engine.step()  # before it the optimizer has nothing
+    engine.step()
     calls = {
         StatePart.parameters: (lambda: engine.forward(batch, [[0, 1]]), engine.parameters),
         StatePart.gradients: (engine.gradients, lambda: engine.forward_backward(batch, [[0, 1]], negative_log_likelihood)),
