@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -17,7 +14,9 @@ import torch
 
 from megarl.config.architecture import Architecture
 from megarl.protocol.peak_memory import PeakMemory
-from megarl.protocol.weights import Manifest
+from megarl.protocol.weights import Manifest, TensorMeta
+from megarl.protocol.whole_folder import whole_folder
+from megarl.resharding.companions import CONFIG_FILE, copy_companions
 from megarl.resharding.families import Head
 from megarl.resharding.gather import Bucket, BucketGatherer, Shards
 from megarl.resharding.layout import ShardLayout, held_weights
@@ -25,9 +24,6 @@ from megarl.resharding.manifest import INDEX_FILE, SINGLE_FILE, manifest_of
 from megarl.resharding.safetensors_file import SafetensorsFile
 from megarl.resharding.sender import Outlet, WeightSender
 
-# What a folder holds beside its weights: configuration, tokenizer, chat templates, and a custom model's code.
-_COPIED = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py")
-VALUE_CLASS = "ForTokenClassification"  # of transformers: a value per token
 DEFAULT_FILE_BYTES = 5 * 10**9
 
 
@@ -122,9 +118,11 @@ def open_file_sender(shards: Shards, bucket_bytes: int, dtype: torch.dtype, fold
     return WeightSender(gatherer, outlet, dtype, peak)
 
 
-def save_hf_folder(write_weights: Callable[[Path], None], files: Sequence[FilePlan], folder: str | Path, source_folder: str | Path) -> None:
+def save_hf_folder(
+    write_weights: Callable[[Path], None], files: Sequence[FilePlan], folder: str | Path, source_folder: str | Path, head: Head = "lm"
+) -> None:
     """`write_weights` writes `files` into the folder that it is given; configuration, tokenizer and chat template are copied from
-    `source_folder`, and config.json says the dtype of the weights.
+    `source_folder`, and config.json says the dtype of the weights and the class with that `head`.
 
     A folder that is there is replaced after the new one is complete. Raises ValueError where `folder` is the source, or exists and
     is not a Hugging Face folder; what `write_weights` raises, and then leaves `folder` as it was.
@@ -132,40 +130,20 @@ def save_hf_folder(write_weights: Callable[[Path], None], files: Sequence[FilePl
     folder, source_folder = Path(folder).absolute(), Path(source_folder).absolute()
     if folder.resolve() == source_folder.resolve():
         raise ValueError(f"{folder}: export would overwrite the folder it copies the tokenizer from; give another folder")
-    if folder.exists() and any(folder.iterdir()) and not (folder / "config.json").is_file():
+    if folder.exists() and any(folder.iterdir()) and not (folder / CONFIG_FILE).is_file():
         raise ValueError(f"{folder}: exists and is not a Hugging Face folder, so it is not replaced; give another folder")
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{folder.name}.partial-", dir=folder.parent) as scratch:
-        partial = Path(scratch) / "new"
-        partial.mkdir()
+    with whole_folder(folder) as partial:
         write_weights(partial)
-        _write_index(partial, files)
-        copy_companions(source_folder, partial, next(iter(files[0].manifest.values())).dtype)
-        if folder.exists():
-            os.rename(folder, Path(scratch) / "old")
-        os.rename(partial, folder)
+        write_index(partial, [(name, meta, file.name) for file in files for name, meta in file.manifest.items()])
+        copy_companions(source_folder, partial, next(iter(files[0].manifest.values())).dtype, head)
 
 
-def _write_index(folder: Path, files: Sequence[FilePlan]) -> None:
-    if len(files) == 1:
+def write_index(folder: Path, tensors: Sequence[tuple[str, TensorMeta, str]]) -> None:
+    """`tensors`: (name, meta, file). A single file needs none."""
+    if len({file for _, _, file in tensors}) == 1:
         return
-    tensors = [(name, meta, file.name) for file in files for name, meta in file.manifest.items()]
     index = {
         "metadata": {"total_size": sum(prod(meta.shape) * meta.dtype.itemsize for _, meta, _ in tensors)},
         "weight_map": {name: file for name, _, file in sorted(tensors, key=lambda tensor: tensor[0])},
     }
     (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
-
-
-def copy_companions(source: Path, target: Path, dtype: torch.dtype, head: Head = "lm") -> None:
-    """All but the weights. config.json names the dtype and the class of a model with this head."""
-    for pattern in _COPIED:
-        for path in source.glob(pattern):
-            if not path.name.endswith(".index.json"):
-                shutil.copyfile(path, target / path.name)
-    config = json.loads((source / "config.json").read_text())
-    config.pop("torch_dtype", None)  # the older name of the field
-    config["dtype"] = str(dtype).removeprefix("torch.")
-    if head == "value":
-        config["architectures"] = [name.partition("For")[0].removesuffix("Model") + VALUE_CLASS for name in config["architectures"]]
-    (target / "config.json").write_text(json.dumps(config, indent=2) + "\n")

@@ -156,6 +156,7 @@ FAMILIES = {"llama": _DENSE, "qwen2": _DENSE, "qwen3": _DENSE}
 
 OUTPUT_LAYER = "output_layer.weight"
 VALUE_HEAD_TENSOR = "score.weight"
+VALUE_BIAS_TENSOR = "score.bias"  # of transformers' ...ForTokenClassification; our heads have none, so it must be zero
 LM_HEAD_TENSOR = "lm_head.weight"
 EMBEDDING_TENSOR = "model.embed_tokens.weight"
 

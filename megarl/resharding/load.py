@@ -20,6 +20,7 @@ from megarl.resharding.manifest import (
     CheckpointIndex,
     check_index,
     check_tied_head,
+    check_value_bias,
     is_harmless_extra,
     manifest_of,
     read_checkpoint_index,
@@ -66,6 +67,8 @@ def _check_folder(index: CheckpointIndex, architecture: Architecture, head: Head
     )
     if head == "lm" and architecture.tie_word_embeddings:
         check_tied_head(index)
+    if head == "value" and not skips_head:
+        check_value_bias(index)
 
 
 def _check_parameters(parameters: Mapping[str, torch.Tensor], expected: Mapping[str, tuple[int, ...]]) -> None:

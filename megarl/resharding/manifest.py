@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 
 from megarl.config.architecture import Architecture
 from megarl.protocol.weights import Manifest, TensorMeta, WeightTransferError
-from megarl.resharding.families import EMBEDDING_TENSOR, LM_HEAD_TENSOR, VALUE_HEAD_TENSOR, Head, weights_of
+from megarl.resharding.families import EMBEDDING_TENSOR, LM_HEAD_TENSOR, VALUE_BIAS_TENSOR, VALUE_HEAD_TENSOR, Head, weights_of
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -122,9 +122,11 @@ def _remedy_for_missing(name: str) -> str:
 
 def is_harmless_extra(name: str, architecture: Architecture, head: Head) -> bool:
     """Extras that real folders hold: rotary tables (computed, not learnt), and the output layer of a tied model
-    (compared by `check_tied_head`) or of a language model of which a critic is made."""
+    (compared by `check_tied_head`) or of a language model of which a critic is made, a value head's bias (`check_value_bias`)."""
     if name == LM_HEAD_TENSOR:
         return head == "value" or architecture.tie_word_embeddings
+    if name == VALUE_BIAS_TENSOR:
+        return head == "value"
     return name.endswith("rotary_emb.inv_freq")
 
 
@@ -149,3 +151,15 @@ def check_tied_head(index: CheckpointIndex) -> None:
             f"{head.file}: {LM_HEAD_TENSOR} differs from {EMBEDDING_TENSOR}, but config.json has tie_word_embeddings=true; "
             "set it to false, or remove the tensor"
         )
+
+
+def check_value_bias(index: CheckpointIndex) -> None:
+    """A value head here has no bias. Raises WeightTransferError where the folder has one that is not zero."""
+    stored = index.tensors.get(VALUE_BIAS_TENSOR)
+    if stored is None:
+        return
+    with safe_open(stored.file, framework="pt") as file:
+        if bool(file.get_tensor(VALUE_BIAS_TENSOR).any()):
+            raise WeightTransferError(
+                f"{stored.file}: {VALUE_BIAS_TENSOR} is not zero, and megarl's value heads have no bias; train the head without one"
+            )

@@ -15,7 +15,7 @@ from megarl.controller.errors import WorkerError
 from megarl.controller.futures import gather
 from megarl.controller.group import RoleGroup
 from megarl.controller.messages import qualified_name
-from megarl.resharding.export import copy_companions
+from megarl.resharding.companions import copy_companions
 from megarl.resharding.families import Head
 from megarl.resharding.role_folder import HUGGING_FACE_FOLDER, Description, Layout, write_manifest
 from megarl.workers.roles import Actor
