@@ -14,7 +14,7 @@ LAYERS = (
     ("config", "protocol"),
     ("algorithms", "rewards", "data", "placement", "tracking"),
     ("controller", "resharding", "rollout"),
-    ("engine",),
+    ("engine", "conversion"),
     ("workers",),
     ("trainers",),
     ("cli",),
