@@ -206,7 +206,9 @@ def kill_tree(driver: psutil.Popen) -> None:
 
 def kill_in_save(run: Run, chance: random.Random, longest_save_s: float) -> str:
     """Starts the run, and kills it a random time after a random save has begun. Says what was there at that moment."""
+    left = list(run.checkpoints.path.glob(".step_*"))
     driver = run.start()
+    run.wait_for(lambda: not any(path.exists() for path in left), driver)  # what the last kill has left is removed first
     latest = run.checkpoints.latest()
     before = int(latest.name[5:]) if latest else 0
     run.wait_for(lambda: run.is_saving(before + chance.randrange(2)), driver)
