@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TypeVar
 
 from rich.console import Console
 from rich.table import Table
 
 from megarl.config.architecture import Architecture
-from megarl.config.derive import RoleArithmetic, RunArithmetic, derive
+from megarl.config.derive import RoleArithmetic, RunArithmetic, checkpoint_bytes, checkpoint_path, derive, most_checkpoints
 from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
 from megarl.config.roles import ModelRole, model_roles
@@ -81,6 +83,8 @@ def print_run(config: PPOConfig | SFTConfig, console: Console) -> None:
     if isinstance(config, PPOConfig):
         console.print(_rollout(config, plan))
     console.print(_placement(plan))
+    console.print(_checkpoints(config, architectures))
+    _warn_of_full_disk(config, architectures, console)
 
 
 def _table(title: str, *columns: str) -> Table:
@@ -175,3 +179,40 @@ def _placement(plan: PlacementPlan) -> Table:
         device = ", ".join(map(str, process.devices)) or "cpu"
         table.add_row(process.pool, f"{process.group} {process.rank}", " + ".join(process.roles), str(process.node), device)
     return table
+
+
+def _checkpoints(config: PPOConfig | SFTConfig, architectures: Mapping[str, Architecture]) -> Table:
+    checkpoint = config.checkpoint
+    table = _table("Checkpoints", "quantity", "value", "from")
+    table.add_row("in", str(checkpoint_path(config)), "checkpoint.dir" if checkpoint.dir else "trainer.output_dir")
+    when = f"every {checkpoint.every_steps:,} steps and at the end" if checkpoint.every_steps else "only when SIGTERM ends the run"
+    table.add_row("saved", when, "checkpoint.every_steps")
+    table.add_row("kept", f"the {checkpoint.keep:,} newest" if checkpoint.keep else "all", "checkpoint.keep")
+    parts = "weights, masters, moments" + (", the policy for Hugging Face" if checkpoint.save_hf else "")
+    table.add_row("size of one", _gib(checkpoint_bytes(config, architectures)), parts)
+    most = most_checkpoints(config)
+    table.add_row("most at a time", _gib(most * checkpoint_bytes(config, architectures)), f"{most:,} checkpoints")
+    table.add_row("free on the disk", _gib(_free_bytes(checkpoint_path(config))), "now")
+    return table
+
+
+def _warn_of_full_disk(config: PPOConfig | SFTConfig, architectures: Mapping[str, Architecture], console: Console) -> None:
+    needed, path = most_checkpoints(config) * checkpoint_bytes(config, architectures), checkpoint_path(config)
+    if needed > (free := _free_bytes(path)):
+        console.print(
+            f"warning: the checkpoints in {path} will need {_gib(needed)}, but {_gib(free)} are free: lower checkpoint.keep, "
+            "raise checkpoint.every_steps, or give a checkpoint.dir on a larger disk",
+            style="yellow",
+            soft_wrap=True,
+            highlight=False,
+        )
+
+
+def _free_bytes(path: Path) -> int:
+    """On the disk that will hold `path`, which need not exist."""
+    existing = next(parent for parent in (path.absolute(), *path.absolute().parents) if parent.exists())
+    return shutil.disk_usage(existing).free
+
+
+def _gib(nbytes: int) -> str:
+    return f"{nbytes / 2**30:,.2f} GiB" if nbytes >= 2**30 else f"{nbytes / 2**20:,.2f} MiB"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from megarl.config.architecture import Architecture
 from megarl.config.roles import ModelRole, model_roles
@@ -115,6 +116,32 @@ def state_bytes(dtype: DType, role: ModelRole, architecture: Architecture) -> in
     if role.optim is None:
         return parameters * weight_bytes
     return parameters * (weight_bytes + 4) + parameters * (8 + master_bytes) // role.parallel.data_parallel_size
+
+
+def checkpoint_path(config: PPOConfig | SFTConfig) -> Path:
+    """The folder of the run's checkpoints."""
+    given = config.checkpoint.dir
+    return Path(config.trainer.output_dir) / "checkpoints" if given is None else Path(given)
+
+
+def checkpoint_bytes(config: PPOConfig | SFTConfig, architectures: Mapping[str, Architecture]) -> int:
+    """Of one checkpoint: of each model that trains its weights, float32 masters and two float32 moments; with `save_hf` the policy's
+    weights once more. The rest is small."""
+    weight_bytes = 4 if config.model.dtype is DType.float32 else 2
+    total = 0
+    for role in model_roles(config):
+        if role.optim is not None:
+            parameters = num_parameters(architectures[role.name], with_value_head=role.name == "critic")
+            total += parameters * (weight_bytes + 12)
+            total += parameters * weight_bytes * (role.name == "actor" and config.checkpoint.save_hf)
+    return total
+
+
+def most_checkpoints(config: PPOConfig | SFTConfig) -> int:
+    """On the disk at one time: those that are kept, and one that is written before an old one goes."""
+    every, keep = config.checkpoint.every_steps, config.checkpoint.keep
+    made = -(-config.trainer.total_steps // every) if every else 0
+    return made if keep == 0 else min(made, keep + 1)
 
 
 def _micro_batches(rows: int, limit: MicroBatchConfig, row_tokens: int, multiple_of: int) -> tuple[int, int]:

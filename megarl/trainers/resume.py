@@ -12,6 +12,7 @@ import yaml
 
 from megarl.config.architecture import read_architecture
 from megarl.config.compare import FIXED, Difference, differences
+from megarl.config.derive import checkpoint_path
 from megarl.config.errors import CheckpointError, ConfigError
 from megarl.config.roles import model_roles
 from megarl.config.schema import PPOConfig, SFTConfig
@@ -37,8 +38,7 @@ class Resume:
 
 
 def checkpoint_folder(config: RunConfig) -> CheckpointFolder:
-    given = config.checkpoint.dir
-    return CheckpointFolder(Path(config.trainer.output_dir) / "checkpoints" if given is None else Path(given))
+    return CheckpointFolder(checkpoint_path(config))
 
 
 def find_resume(config: RunConfig) -> Resume | None:

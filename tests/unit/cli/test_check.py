@@ -48,6 +48,27 @@ def test_a_good_file_prints_models_arithmetic_and_places(
     assert "good (8 processes, 7 devices)" in out
 
 
+def test_the_disk_that_checkpoints_take_is_counted(ppo: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model: 101 x 48 embeddings, output layer or a value head, and four layers; 12 float32 bytes each beside the bfloat16 weights."""
+    monkeypatch.setenv("COLUMNS", "200")
+    assert main(["check", ppo, "checkpoint.every_steps=3", "checkpoint.dir=/large/disk"]) == 0
+    out = capsys.readouterr().out
+    rows = [" ".join(line.replace("│", " ").split()) for line in out.splitlines()]
+    layer = 2 * 48 * 48 + 2 * 48 * 24 + (48 + 2 * 24) + 3 * 48 * 96 + 2 * 48
+    actor, critic = (101 * 48 + 4 * layer + 48 + output for output in (101 * 48, 48))
+    size = (14 * (actor + critic) + 2 * actor) / 2**20
+    assert "in /large/disk checkpoint.dir" in rows
+    assert "saved every 3 steps and at the end checkpoint.every_steps" in rows
+    assert f"size of one {size:.2f} MiB weights, masters, moments, the policy for Hugging Face" in rows
+    assert f"most at a time {3 * size:.2f} MiB 3 checkpoints" in rows
+    assert "warning" not in out
+    monkeypatch.setattr("megarl.cli.check._free_bytes", lambda path: int(2.9 * size * 2**20))
+    assert main(["check", ppo, "checkpoint.every_steps=3"]) == 0
+    assert "lower checkpoint.keep" in capsys.readouterr().out
+    assert main(["check", ppo, "checkpoint.every_steps=5"]) == 0  # two in ten steps
+    assert "warning" not in capsys.readouterr().out
+
+
 def test_options_that_sglang_does_not_know_are_refused_with_all_else_that_is_wrong(ppo: str) -> None:
     overrides = [
         "rollout.engine=sglang",
@@ -106,6 +127,8 @@ BROKEN = [
     ("rollout.num_replicas=0", "must be at least 1"),
     ("algorithm=nothing", "algorithm=nothing: there is no such file"),
     ("trainer.seed", "write key.sub=value"),
+    ("checkpoint.resume=nowhere", "there is no folder 'nowhere'; give auto, disable, or the path of a checkpoint"),
+    ("checkpoint.keep=-1", "must be at least 0"),
 ]
 
 
