@@ -147,14 +147,16 @@ def run_ppo(config: PPOConfig, look: Callable[[int, PPORoles], None] = lambda st
     return _finished(config)
 
 
-def run_sft(config: SFTConfig) -> Finished:
-    """As `run_ppo`, for `megarl sft`."""
-    path, data = config.model.path, config.data
+def run_sft(config: SFTConfig, data: dict[str, Any] | None = None) -> Finished:
+    """As `run_ppo`, for `megarl sft`; `data`: where the loader begins, as its `state_dict` says."""
+    path, files = config.model.path, (config.data.train_files, config.data.val_files)
     tokenizer = load_tokenizer(path)
-    train, held_out = (SFTDataset(files, tokenizer, data.max_length, data.overlong) for files in (data.train_files, data.val_files))
+    train, held_out = (SFTDataset(each, tokenizer, config.data.max_length, config.data.overlong) for each in files)
     with _pools(config) as pools:
         actor = start_sft(config, read_architecture(path), Device.cpu, pools)
-        loader = BatchLoader(train, config.trainer.samples_per_step, shuffle=data.shuffle, seed=data.seed)
+        loader = BatchLoader(train, config.trainer.samples_per_step, shuffle=config.data.shuffle, seed=config.data.seed)
+        if data is not None:
+            loader.load_state_dict(data)
         with _ended([actor.group]), _monitor(config, [actor.group]) as monitor:
             SFTTrainer(config, actor, loader, held_out, monitor, _checkpoints(config, sft_models(config, actor), monitor)).fit()
             actor.save_hf(Path(config.trainer.output_dir) / "huggingface", path)

@@ -1,0 +1,151 @@
+"""The oracle: a run that was killed, or told to end, and went on is the run that nobody disturbed, bit for bit.
+
+Real commands, as a user runs them. tests/soak/save_kills.py does the same with as many kills as one has time for.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megarl.cli.main import main
+from megarl.config.schema import CheckpointConfig, DType, ModelConfig, SFTConfig
+from tests.integration.tiny_run import run_sft, save_inputs
+from tests.soak.save_kills import Outcome, Run, assert_same, assert_whole, kill_in_save, ppo_config, sft_config
+
+SFT_STEPS, PPO_STEPS = 16, 4
+LONGEST_SAVE_S = 0.3
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    save_inputs(folder := tmp_path_factory.mktemp("inputs"))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def straight_run(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Of supervised training, undisturbed; all its checkpoints are kept."""
+    config = sft_config(inputs, DType.float32, SFT_STEPS, every_steps=1)
+    return Run("sft", replace(config, checkpoint=replace(config.checkpoint, keep=0)), tmp_path_factory.mktemp("straight"))
+
+
+@pytest.fixture(scope="module")
+def straight(straight_run: Run) -> Outcome:
+    return straight_run.finish()
+
+
+def test_sft_killed_in_a_save_and_told_to_end_goes_on_as_if_nothing_had_been(straight: Outcome, inputs: Path, tmp_path: Path) -> None:
+    run = Run("sft", sft_config(inputs, DType.float32, SFT_STEPS, every_steps=1), tmp_path)
+    kill_in_save(run, random.Random(), LONGEST_SAVE_S)
+    had_one = assert_whole(run, had_one=False)
+
+    driver = run.start()
+    run.wait_for(lambda: run.is_saving(after_step=4), driver)
+    driver.send_signal(signal.SIGTERM)
+    assert driver.wait(timeout=60) == 128 + signal.SIGTERM, run.log.read_text()
+    assert assert_whole(run, had_one)
+    latest = run.checkpoints.latest()
+    assert latest is not None
+    step = int(latest.name[5:])
+    assert 5 <= step < SFT_STEPS
+    assert f"ended by SIGTERM after step {step}, which is saved; the same command goes on from there" in run.log.read_text()
+    assert list(run.checkpoints.path.glob(".step_*")) == []
+
+    assert_same(run.finish(), straight)
+    assert f"after step {step}" in run.log.read_text()
+    assert len(run.checkpoints.whole()) == 2  # old ones from before are removed as well
+
+
+def test_a_cold_start_from_the_weights_is_another_run(ray_cluster: None, straight: Outcome, straight_run: Run, tmp_path: Path) -> None:
+    """The same weights and data give the same loss; with new moments and a new schedule the step after it does not."""
+    done = 8
+    path = straight_run.checkpoints.path / f"step_{done:08d}"
+    config = replace(
+        straight_run.config,
+        model=ModelConfig(path=str(path / "huggingface"), dtype=DType.float32),
+        checkpoint=CheckpointConfig(),
+        trainer=replace(straight_run.config.trainer, total_steps=2, output_dir=str(tmp_path)),
+    )
+    assert isinstance(config, SFTConfig)
+    first, second = run_sft(config, json.loads((path / "trainer.json").read_text())["data"]).metrics
+    assert first["sft/loss"] == straight.metrics[done]["sft/loss"]
+    assert first["sft/lr"] != straight.metrics[done]["sft/lr"]
+    assert second["sft/loss"] != straight.metrics[done + 1]["sft/loss"]
+
+
+def test_a_flipped_bit_is_named_with_its_tensor_and_what_is_whole_is_listed(straight: Outcome, straight_run: Run) -> None:
+    latest = straight_run.checkpoints.path / straight.latest
+    (shard,) = (latest / "actor").glob("*.distcp")
+    whole = shard.read_bytes()
+    position = whole.index(b"PK", 5000) - 2000  # in the data of a tensor
+    shard.write_bytes(whole[:position] + bytes([whole[position] ^ 4]) + whole[position + 1 :])
+    driver = straight_run.start(f"trainer.total_steps={SFT_STEPS + 1}")
+    assert driver.wait(timeout=120) == 1
+    shard.write_bytes(whole)
+    (line,) = [line for line in straight_run.log.read_text().splitlines() if str(shard) in line]
+    assert "is not what was written (its checksum differs)" in line
+    assert "decoder." in line or "embedding." in line
+    assert f"Older ones that are whole: {straight_run.checkpoints.path / f'step_{SFT_STEPS - 1:08d}'}, " in line
+    assert "Traceback" not in straight_run.log.read_text()
+
+
+def test_a_complete_run_says_so_and_starts_nothing(straight: Outcome, straight_run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["sft", str(straight_run.folder / "run.yaml")]) == 0
+    assert "the run is complete" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("trainer.total_steps=8", "trainer.total_steps: is 8, but the checkpoint is of step 16"),
+        ("data.seed=1", "data.seed: is 1, but the checkpoint was written with 0, and it decides the order of the data"),
+        ("trainer.samples_per_step=8", "trainer.samples_per_step: is 8"),
+        ("model.dtype=bfloat16", "model.dtype: is 'bfloat16', but the checkpoint was written with 'float32'"),
+        ("checkpoint.resume=disable", "holds checkpoints of a run; use another trainer.output_dir, or auto"),
+        ("data.train_files=OTHER", "cannot resume the data: the checkpoint was written with num_rows=32, this run has 8"),
+    ],
+)
+def test_what_would_be_another_run_is_refused(
+    straight: Outcome, straight_run: Run, inputs: Path, override: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    override = override.replace("OTHER", f"[{inputs / 'sft_validation.parquet'}]")
+    steps = [] if "total_steps" in override else [f"trainer.total_steps={SFT_STEPS + 1}"]
+    assert main(["sft", str(straight_run.folder / "run.yaml"), override, *steps]) == 2
+    out, err = capsys.readouterr()
+    assert said in err
+    assert "Traceback" not in err
+
+
+def test_damage_that_the_driver_sees_is_known_before_a_process_starts(
+    straight: Outcome, straight_run: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    latest = straight_run.checkpoints.path / straight.latest
+    state = latest / "trainer.json"
+    content = state.read_bytes()
+    state.write_bytes(content.replace(b"num_served", b"num_severd"))
+    assert main(["sft", str(straight_run.folder / "run.yaml"), f"trainer.total_steps={SFT_STEPS + 1}"]) == 1
+    state.write_bytes(content)
+    err = capsys.readouterr().err.splitlines()
+    assert err[0].startswith(f"{state}: its content is not what was written (checksum)")
+    assert "Older ones that are whole: " in err[0]
+
+
+def test_ppo_killed_in_a_save_goes_on_as_if_nothing_had_been(inputs: Path, tmp_path: Path) -> None:
+    """With a critic that warms up, an adaptive KL controller, validations, and bfloat16 weights over float32 masters."""
+    config = ppo_config(inputs, DType.bfloat16, PPO_STEPS, every_steps=2)
+    outcomes = []
+    for name in ("straight", "killed"):
+        (tmp_path / name).mkdir()
+        run = Run("ppo", config, tmp_path / name)
+        if name == "killed":
+            kill_in_save(run, random.Random(), LONGEST_SAVE_S)
+            assert_whole(run, had_one=False)
+        outcomes.append(run.finish())
+    assert_same(outcomes[1], outcomes[0])
+    assert {"actor", "critic"} == outcomes[0].states.keys()
