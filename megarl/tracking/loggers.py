@@ -101,6 +101,8 @@ class Tracker:
         """Appends to `generations.jsonl`: {"step": ..., **row} per row."""
         with (self._output_dir / GENERATIONS_FILE).open("a", encoding="utf-8") as file:
             file.writelines(json.dumps({"step": step, **row}, ensure_ascii=False, default=str) + "\n" for row in rows)
+            file.flush()
+            os.fsync(file.fileno())
 
     def flush(self) -> None:
         """What was logged survives the end of the process, however it ends."""
