@@ -1,0 +1,128 @@
+"""Which checkpoint is found, from small made-up ones; what they hold is read and refused as a real one's would be."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl.config.errors import CheckpointError, ConfigError
+from megarl.config.load import dump_config, load_config
+from megarl.config.schema import CheckpointConfig, OptimConfig, PPOConfig
+from megarl.trainers.checkpoint_folder import CheckpointFolder
+from megarl.trainers.resume import checkpoint_folder, find_resume
+from tests.unit.config.folders import ARCHITECTURE, model_folder, ppo_values, write_yaml
+
+MANIFEST = {
+    "format": 1,
+    "head": "lm",
+    "dtype": "bfloat16",
+    "step": 4,
+    "layout": {"tensor_parallel_size": 1, "pipeline_parallel_size": 1, "virtual_pipeline_parallel_size": None, "data_parallel_size": 1},
+    "tensors": {},
+    "objects": {},
+    "files": {},
+}
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> PPOConfig:
+    values = ppo_values(tmp_path)
+    values["trainer"]["output_dir"] = str(tmp_path / "run")
+    return load_config(PPOConfig, write_yaml(tmp_path / "run.yaml", values))
+
+
+def save(config: PPOConfig, step: int, folder: CheckpointFolder | None = None, *, trainer: str = "ppo", **architecture: Any) -> Path:
+    folder = folder or checkpoint_folder(config)
+    partial = folder.begin(step)
+    for role in ("actor", "critic"):
+        model_folder(partial / role / "huggingface", **architecture)
+        (partial / role / "manifest.json").write_text(json.dumps(MANIFEST))
+    (partial / "trainer.json").write_text(json.dumps({"step": step, "trainer": trainer}))
+    dump_config(config, partial / "config.yaml")
+    folder.seal(step, {"roles": ["actor", "critic"], "versions": {}})
+    return folder.commit(step)
+
+
+def resuming(config: PPOConfig, resume: str | Path) -> PPOConfig:
+    return replace(config, checkpoint=CheckpointConfig(resume=str(resume)))
+
+
+def test_auto_finds_the_latest_or_starts_from_the_beginning(config: PPOConfig) -> None:
+    assert find_resume(config) is None
+    save(config, 2)
+    path = save(config, 4)
+    found = find_resume(config)
+    assert found is not None
+    assert (found.checkpoint, found.step, found.is_own, found.differences) == (path, 4, True, [])
+
+
+def test_a_path_is_a_checkpoint_or_a_folder_of_them(config: PPOConfig, tmp_path: Path) -> None:
+    other = CheckpointFolder(tmp_path / "other")
+    save(config, 2, other)
+    latest = save(config, 4, other)
+    for path, step in ((tmp_path / "other", 4), (latest, 4), (tmp_path / "other" / "step_00000002", 2)):
+        found = find_resume(resuming(config, path))
+        assert found is not None
+        assert (found.step, found.is_own) == (step, False)
+    save(config, 6)
+    with pytest.raises(ConfigError, match="holds checkpoints of this run; go on from those with auto"):
+        find_resume(resuming(config, latest))
+    own = find_resume(resuming(config, checkpoint_folder(config).path / "step_00000006"))
+    assert own is not None
+    assert own.is_own
+    with pytest.raises(ConfigError, match="neither a checkpoint"):
+        find_resume(resuming(config, latest / "actor"))
+
+
+def test_disable_does_not_mix_two_runs(config: PPOConfig) -> None:
+    assert find_resume(resuming(config, "disable")) is None
+    save(config, 2)
+    with pytest.raises(ConfigError, match="holds checkpoints of a run"):
+        find_resume(resuming(config, "disable"))
+
+
+def test_harmless_changes_are_listed(config: PPOConfig) -> None:
+    save(config, 2)
+    actor = replace(config.actor, optim=OptimConfig(lr=1e-4))
+    found = find_resume(replace(config, actor=actor))
+    assert found is not None
+    assert [(change.key, change.before, change.now) for change in found.differences] == [("actor.optim.lr", 1e-6, 1e-4)]
+
+
+def test_every_reason_against_it_is_listed_at_once(config: PPOConfig) -> None:
+    path = save(config, 4, hidden_size=ARCHITECTURE["hidden_size"] * 2)
+    changed = replace(config, trainer=replace(config.trainer, total_steps=3, prompts_per_step=24))
+    with pytest.raises(ConfigError) as caught:
+        find_resume(changed)
+    assert caught.value.source.startswith(str(path))
+    said = "\n".join(caught.value.problems)
+    assert "trainer.prompts_per_step: is 24, but the checkpoint was written with 12" in said
+    assert "trainer.total_steps: is 3, but the checkpoint is of step 4" in said
+    assert "actor: hidden_size is 48, but the checkpoint's model has 96" in said
+    assert "critic: hidden_size is 48" in said
+
+
+def test_another_trainers_checkpoint_is_refused(config: PPOConfig) -> None:
+    save(config, 4, trainer="sft")
+    with pytest.raises(ConfigError, match="written by sft, this is ppo"):
+        find_resume(config)
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (lambda path: (path / "actor" / "manifest.json").unlink(), "actor/manifest.json: the file is missing"),
+        (lambda path: (path / "config.yaml").unlink(), "config.yaml: is missing"),
+        (lambda path: (path / "trainer.json").write_text(" " * len((path / "trainer.json").read_text())), "trainer.json: its content"),
+    ],
+)
+def test_damage_is_named_and_no_older_one_is_taken(config: PPOConfig, damage: Callable[[Path], object], said: str) -> None:
+    damage(save(config, 4))
+    with pytest.raises(CheckpointError, match=f"{said}.*There is no older one that is whole") as caught:
+        find_resume(config)
+    assert "\n" not in str(caught.value)
