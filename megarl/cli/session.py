@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ from megarl.tracking.timeline import Timeline
 from megarl.trainers.checkpoint import CONFIG_FILE
 from megarl.trainers.monitor import Monitor, Watched
 from megarl.trainers.resume import AUTO, Resume, checkpoint_folder
+from megarl.workers.weight_sync import PUSHED_FOLDERS
 
 SUMMARY_FILE = "summary.json"
 
@@ -71,6 +73,8 @@ def open_session(config: PPOConfig | SFTConfig, plan: PlacementPlan, resume: Res
 def _claim(output_dir: Path, config: PPOConfig | SFTConfig, resume: Resume | None, console: Console) -> None:
     """The folder is new, or is this run's own. What a run has left that ended before its first checkpoint is cleared: it starts over."""
     output_dir.mkdir(parents=True, exist_ok=True)
+    for folder in output_dir.glob(PUSHED_FOLDERS):  # of a process that was killed while it sent weights through the disk
+        shutil.rmtree(folder)
     if not (output_dir / METRICS_FILE).exists() or (resume is not None and resume.is_own):
         return
     if resume is not None or not _ended_early(output_dir, config):

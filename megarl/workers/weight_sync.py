@@ -29,6 +29,7 @@ from megarl.resharding.manifest import manifest_of
 from megarl.resharding.sender import SenderReport
 from megarl.resharding.verify import add_checksums, compare_checksums
 
+PUSHED_FOLDERS = ".weights-*"  # the transport `disk` has one while it works
 _GROUP_LIMIT_S = 300.0  # for the members of a weight group to come, and for one broadcast
 
 
@@ -193,7 +194,7 @@ class WeightSync:
 
     def _through_folder(self, replicas: Sequence[RoleGroup], version: int) -> tuple[list[SenderReport], float]:
         self._scratch_dir.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=f"weights-{version}-", dir=self._scratch_dir) as scratch:
+        with tempfile.TemporaryDirectory(prefix=f".weights-{version}-", dir=self._scratch_dir) as scratch:
             folder = Path(scratch) / "model"
             reports = self._source.save_hf(folder, self._config_dir)
             start_s = time.perf_counter()

@@ -55,6 +55,13 @@ def test_a_run_that_died_before_its_first_checkpoint_starts_over(config: SFTConf
     assert sorted(path.name for path in output_dir.iterdir()) == ["config.yaml"]
 
 
+def test_weights_that_were_on_their_way_through_the_disk_are_removed(config: SFTConfig) -> None:
+    output_dir = left_by(config)
+    (output_dir / ".weights-3-abc" / "model").mkdir(parents=True)
+    claim(config, resumed(is_own=True))
+    assert not (output_dir / ".weights-3-abc").exists()
+
+
 def test_a_run_that_goes_on_keeps_its_metrics(config: SFTConfig) -> None:
     output_dir = left_by(config)
     claim(config, resumed(is_own=True))
