@@ -32,7 +32,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def straight_run(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
     """Of supervised training, undisturbed; all its checkpoints are kept."""
     config = sft_config(inputs, DType.float32, SFT_STEPS, every_steps=1)
-    return Run("sft", replace(config, checkpoint=replace(config.checkpoint, keep=0)), tmp_path_factory.mktemp("straight"))
+    return Run(replace(config, checkpoint=replace(config.checkpoint, keep=0)), tmp_path_factory.mktemp("straight"))
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,7 @@ def straight(straight_run: Run) -> Outcome:
 
 
 def test_sft_killed_in_a_save_and_told_to_end_goes_on_as_if_nothing_had_been(straight: Outcome, inputs: Path, tmp_path: Path) -> None:
-    run = Run("sft", sft_config(inputs, DType.float32, SFT_STEPS, every_steps=1), tmp_path)
+    run = Run(sft_config(inputs, DType.float32, SFT_STEPS, every_steps=1), tmp_path)
     kill_in_save(run, random.Random(), LONGEST_SAVE_S)
     had_one = assert_whole(run, had_one=False)
 
@@ -142,7 +142,7 @@ def test_ppo_killed_in_a_save_goes_on_as_if_nothing_had_been(inputs: Path, tmp_p
     outcomes = []
     for name in ("straight", "killed"):
         (tmp_path / name).mkdir()
-        run = Run("ppo", config, tmp_path / name)
+        run = Run(config, tmp_path / name)
         if name == "killed":
             kill_in_save(run, random.Random(), LONGEST_SAVE_S)
             assert_whole(run, had_one=False)

@@ -1,6 +1,6 @@
 """Random kills inside saves: a run whose whole process tree dies while it writes checkpoints ends as one that nobody disturbed.
 
-python -m tests.soak.save_kills --command sft|ppo --dtype float32|bfloat16 --kills 50 --seed 0
+python -m tests.soak.save_kills --kind sft|ppo|hybrid --dtype float32|bfloat16 --kills 50 --seed 0
 
 Every step is saved. Each time, at a random moment after a save was seen to begin, all processes get SIGKILL. Then the latest checkpoint
 must be there, whole to the last checksum, and the run is started again with the same command. At the end its metrics (timings apart),
@@ -45,6 +45,8 @@ from megarl.config.schema import (
     ModelConfig,
     OptimConfig,
     ParallelConfig,
+    PlacementConfig,
+    PlacementStrategy,
     PPOConfig,
     ReferenceConfig,
     RewardConfig,
@@ -110,15 +112,23 @@ def ppo_config(inputs: Path, dtype: DType, total_steps: int, every_steps: int) -
     )
 
 
-CONFIGS: dict[str, Callable[[Path, DType, int, int], SFTConfig | PPOConfig]] = {"sft": sft_config, "ppo": ppo_config}
-MEGARL_COMMANDS = {"sft": "sft", "ppo": "train"}
+def hybrid_config(inputs: Path, dtype: DType, total_steps: int, every_steps: int) -> PPOConfig:
+    """Actor and engines take turns on the same devices: when a step ends, the actor's state is away."""
+    config = ppo_config(inputs, dtype, total_steps, every_steps)
+    return replace(config, placement=PlacementConfig(strategy=PlacementStrategy.hybrid))
+
+
+CONFIGS: dict[str, Callable[[Path, DType, int, int], SFTConfig | PPOConfig]] = {
+    "sft": sft_config,
+    "ppo": ppo_config,
+    "hybrid": hybrid_config,
+}
 
 
 @dataclass
 class Run:
     """A run in its folder, started as often as it takes."""
 
-    command: str
     config: SFTConfig | PPOConfig
     folder: Path
 
@@ -129,7 +139,14 @@ class Run:
         self.checkpoints = CheckpointFolder(self.output_dir / "checkpoints")
 
     def start(self, *overrides: str) -> psutil.Popen:
-        command = [sys.executable, "-m", "megarl", MEGARL_COMMANDS[self.command], str(self.folder / "run.yaml"), *overrides]
+        command = [
+            sys.executable,
+            "-m",
+            "megarl",
+            "sft" if isinstance(self.config, SFTConfig) else "train",
+            str(self.folder / "run.yaml"),
+            *overrides,
+        ]
         with self.log.open("w") as log:
             return psutil.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
 
@@ -243,15 +260,15 @@ def assert_whole(run: Run, had_one: bool) -> bool:
     return latest is not None
 
 
-def soak(command: str, dtype: DType, num_kills: int, seed: int, folder: Path, longest_save_s: float = 0.4) -> str:
+def soak(kind: str, dtype: DType, num_kills: int, seed: int, folder: Path, longest_save_s: float = 0.4) -> str:
     """Raises AssertionError where a checkpoint or the end is not as it must be."""
     save_inputs(folder)
-    config = CONFIGS[command](folder, dtype, 12 + 2 * num_kills, 1)
+    config = CONFIGS[kind](folder, dtype, 12 + 2 * num_kills, 1)
     chance, start_s = random.Random(seed), time.monotonic()
     for name in ("straight", "killed"):
         (folder / name).mkdir()
-    straight = Run(command, config, folder / "straight").finish()
-    run, moments, had_one = Run(command, config, folder / "killed"), Counter[str](), False
+    straight = Run(config, folder / "straight").finish()
+    run, moments, had_one = Run(config, folder / "killed"), Counter[str](), False
     for number in range(1, num_kills + 1):
         moment = kill_in_save(run, chance, longest_save_s)
         moments[moment] += 1
@@ -260,17 +277,17 @@ def soak(command: str, dtype: DType, num_kills: int, seed: int, folder: Path, lo
         print(f"kill {number}: {moment}; latest {latest.name if latest else 'none'}, {time.monotonic() - start_s:.0f} s", flush=True)
     assert_same(run.finish(), straight)
     return (
-        f"{command} {dtype.value}: {num_kills} kills ({', '.join(f'{count} x {moment}' for moment, count in moments.most_common())}) in "
+        f"{kind} {dtype.value}: {num_kills} kills ({', '.join(f'{count} x {moment}' for moment, count in moments.most_common())}) in "
         f"{time.monotonic() - start_s:.0f} s; a complete checkpoint was found each time, and the end is that of an undisturbed run"
     )
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--command", choices=sorted(CONFIGS), default="sft")
+    parser.add_argument("--kind", choices=sorted(CONFIGS), default="sft")
     parser.add_argument("--dtype", type=DType, choices=list(DType), default=DType.float32)
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
-        print(soak(arguments.command, arguments.dtype, arguments.kills, arguments.seed, Path(scratch)))
+        print(soak(arguments.kind, arguments.dtype, arguments.kills, arguments.seed, Path(scratch)))
