@@ -115,8 +115,9 @@ def test_in_another_layout_the_next_steps_agree(
             tolerance = 1e-5 if dtype == torch.float32 else 2e-2
             assert rank.after.losses == pytest.approx(want[0].after.losses, rel=tolerance), parallel
             assert [lr for _, lr in rank.after.statistics] == [lr for _, lr in want[0].after.statistics]
-    back = loaded(rank_pool, source, again)
-    assert same([rank.after.state for rank in back], [rank.after.state for rank in want])
+        back = loaded(rank_pool, source, again)
+        assert [rank.after.losses for rank in back] == [rank.after.losses for rank in want], parallel
+        assert same([rank.after.state for rank in back], [rank.after.state for rank in want]), parallel
 
 
 def test_a_vocabulary_that_is_padded_to_another_size(rank_pool: RankPool, tmp_path: Path) -> None:
