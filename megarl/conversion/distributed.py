@@ -40,10 +40,11 @@ def canonical_rest(rest: str) -> str:
 def open_distributed(folder: Path, companions: Path, trust_remote_code: bool = False) -> ModelSource:
     """Checks checksums too where the folder has our manifest. Raises CheckpointError that names file and tensor."""
     architecture = read_architecture(str(companions), trust_remote_code)
-    layout = "layout not recorded"
+    layout, step = "layout not recorded", None
     if (folder / MANIFEST_FILE).exists():
         check_folder(folder)
-        sizes = read_manifest(folder).description.layout
+        description = read_manifest(folder).description
+        sizes, step = description.layout, description.step
         layout = (
             f"written by TP {sizes.tensor_parallel_size} x PP {sizes.pipeline_parallel_size}"
             + (f" x VPP {sizes.virtual_pipeline_parallel_size}" if sizes.virtual_pipeline_parallel_size else "")
@@ -75,6 +76,7 @@ def open_distributed(folder: Path, companions: Path, trust_remote_code: bool = F
         architecture=architecture,
         head=head,
         tensors=checked_tensors(folder, architecture, head, dtypes, found),
+        step=step,
     )
 
 

@@ -58,7 +58,8 @@ class SourceTensor:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSource:
-    """kind: the format, in words. layout: how it is cut, in words. companions: the folder with config.json and the tokenizer."""
+    """kind: the format, in words. layout: how it is cut, in words. companions: the folder with config.json and the tokenizer. step: of
+    the run that saved it."""
 
     folder: Path
     kind: str
@@ -67,6 +68,7 @@ class ModelSource:
     architecture: Architecture
     head: Head
     tensors: Mapping[str, SourceTensor]
+    step: int | None = None
 
     @property
     def num_parameters(self) -> int:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.checkpoint import filesystem, metadata, planner
@@ -329,15 +329,33 @@ def tensor_record(value: Any) -> TensorRecord | None:
 
 
 def storage_place(file: Any, source: str, storage: str) -> tuple[int, int]:
-    """(position, bytes) of the storage in what torch.save wrote: not compressed, so it can be used where it lies."""
+    """(position, bytes) of one of the `storage_places`."""
+    place = storage_places(file, source).get(storage)
+    if place is None:
+        raise CheckpointError(f"{source}: damaged: storage {storage} is not in the item")
+    return place.position, place.nbytes
+
+
+class StoragePlace(NamedTuple):
+    """Bytes in a file that torch.save wrote: not compressed, so they can be used where they lie. crc32: 0 where none was taken."""
+
+    position: int
+    nbytes: int
+    crc32: int
+
+
+def storage_places(file: Any, source: str) -> dict[str, StoragePlace]:
+    """name -> place, of every storage in what torch.save wrote. Raises CheckpointError where it is not such a file."""
+    places = {}
     try:
         with zipfile.ZipFile(file) as archive:
-            found = [entry for entry in archive.infolist() if entry.filename.endswith(f"/data/{storage}")]
-            if len(found) != 1 or found[0].compress_type != zipfile.ZIP_STORED:
-                raise CheckpointError(f"{source}: damaged: storage {storage} is not in the item")
-            file.seek(found[0].header_offset + 26)  # the lengths of the name and of the padding that align the data
-            lengths = file.read(4)
-            start = found[0].header_offset + 30 + int.from_bytes(lengths[:2], "little") + int.from_bytes(lengths[2:], "little")
-            return start, found[0].file_size
+            for entry in archive.infolist():
+                if entry.filename.count("/") != 2 or "/data/" not in entry.filename or entry.compress_type != zipfile.ZIP_STORED:
+                    continue
+                file.seek(entry.header_offset + 26)  # the lengths of the name and of the padding that align the data
+                lengths = file.read(4)
+                start = entry.header_offset + 30 + int.from_bytes(lengths[:2], "little") + int.from_bytes(lengths[2:], "little")
+                places[entry.filename.rpartition("/")[2]] = StoragePlace(start, entry.file_size, entry.CRC)
     except (zipfile.BadZipFile, OSError) as error:
         raise CheckpointError(f"{source}: damaged: {error}") from error
+    return places
