@@ -18,7 +18,7 @@ from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_conf
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, is_main_replica
 
 from megarl.config.errors import CheckpointError
-from megarl.engine.checkpoint_files import BackgroundWriter, HostItem, WrittenItem, write_index
+from megarl.engine.checkpoint_files import BackgroundWriter, HostItem
 from megarl.engine.engine import MegatronEngine, TrainingState
 from megarl.engine.groups import ParallelGroups
 from megarl.engine.optimizer import StepCounts
@@ -26,6 +26,7 @@ from megarl.engine.random_state import random_state, set_random_state
 from megarl.engine.sharding import Shard, sharding_of
 from megarl.resharding.role_folder import WHOLE_FILES, check_folder, item_checksums, item_name
 from megarl.resharding.torch_dist import DistributedTensor, TorchDistIndex, read_index
+from megarl.resharding.torch_dist_index import WrittenItem, write_index
 
 Result = TypeVar("Result")
 

@@ -1,4 +1,4 @@
-"""Writes a rank's part of a checkpoint in the background, and the files that say where everything lies.
+"""Writes a rank's part of a checkpoint in the background.
 
 The files are those of Megatron's `torch_dist`. Its own writer forks processes that have threads and keeps a server for their results;
 this one is a thread, and takes the checksums of what it writes.
@@ -8,10 +8,7 @@ from __future__ import annotations
 
 import io
 import os
-import pickle
 import threading
-from collections import defaultdict
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -19,22 +16,9 @@ from typing import Any, BinaryIO
 import torch
 import xxhash
 from torch import Tensor
-from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 
-from megarl.config.errors import CheckpointError
-from megarl.protocol.whole_file import write_whole
-from megarl.resharding.torch_dist import COMMON_FILE, METADATA_FILE, StoredChunk, StoredItem, chunks_fault
-
-ITEM_ALIGNMENT = 64  # bytes; torch aligns a tensor within its item alike, so that it can be used where it lies in the file
+from megarl.resharding.torch_dist import StoredChunk, StoredItem
+from megarl.resharding.torch_dist_index import ITEM_ALIGNMENT, WrittenItem
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,17 +29,6 @@ class HostItem:
     data: Any
     shape: tuple[int, ...] = ()
     offsets: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True, kw_only=True)
-class WrittenItem:
-    """stored: a StoredChunk of a tensor of `shape` and `dtype`, or an object's StoredItem. checksum: xxh3_64 of its bytes."""
-
-    key: str
-    stored: StoredItem
-    checksum: str
-    shape: tuple[int, ...] = ()
-    dtype: torch.dtype | None = None
 
 
 class _HashedFile(io.RawIOBase):
@@ -125,43 +98,3 @@ class BackgroundWriter:
             return WrittenItem(key=item.key, stored=StoredItem(**place), checksum=checksum)
         chunk = StoredChunk(**place, offsets=item.offsets, shape=tuple(item.data.shape))
         return WrittenItem(key=item.key, stored=chunk, checksum=checksum, shape=item.shape, dtype=item.data.dtype)
-
-
-def write_index(folder: Path, items: Sequence[WrittenItem], common: dict[str, Any]) -> None:
-    """`.metadata` and `common.pt` of the items of all ranks. Raises OSError; CheckpointError where they are not whole tensors."""
-    buffer = io.BytesIO()
-    torch.save(common, buffer)
-    write_whole(folder / COMMON_FILE, buffer.getvalue())
-    write_whole(folder / METADATA_FILE, pickle.dumps(_metadata(items)))
-
-
-def _metadata(items: Sequence[WrittenItem]) -> Metadata:
-    """As torch.distributed.checkpoint writes it."""
-    chunks: dict[str, list[WrittenItem]] = defaultdict(list)
-    for item in items:
-        chunks[item.key].append(item)
-    entries = {key: _entry(key, of_key) for key, of_key in chunks.items()}
-    places = {
-        MetadataIndex(item.key, item.stored.offsets if isinstance(item.stored, StoredChunk) else None): _StorageInfo(
-            relative_path=item.stored.file, offset=item.stored.position, length=item.stored.nbytes
-        )
-        for item in items
-    }
-    return Metadata(state_dict_metadata=entries, storage_data=places, storage_meta=StorageMeta(), version=CURRENT_DCP_VERSION)
-
-
-def _entry(key: str, items: Sequence[WrittenItem]) -> TensorStorageMetadata | BytesStorageMetadata:
-    first = items[0]
-    if first.dtype is None:
-        assert len(items) == 1, f"several ranks have written {key}"
-        return BytesStorageMetadata()
-    assert all((item.shape, item.dtype) == (first.shape, first.dtype) for item in items), f"ranks do not agree on {key}"
-    chunks = [item.stored for item in items if isinstance(item.stored, StoredChunk)]
-    fault = chunks_fault(first.shape, [chunk.rectangle for chunk in chunks])
-    if fault is not None:
-        raise CheckpointError(f"the ranks have not written {key} once: {fault}")
-    return TensorStorageMetadata(
-        properties=TensorProperties(dtype=first.dtype),
-        size=torch.Size(first.shape),
-        chunks=[ChunkStorageMetadata(offsets=torch.Size(chunk.offsets), sizes=torch.Size(chunk.shape)) for chunk in chunks],
-    )
