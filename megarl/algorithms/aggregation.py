@@ -22,13 +22,22 @@ def denominator(response_mask: Tensor, kind: Aggregation) -> float:
     return float(response_mask.any(dim=1).sum())
 
 
-def aggregate(per_token: Tensor, mask: Tensor, kind: Aggregation, denominator: float) -> Tensor:
+def aggregate(per_token: Tensor, mask: Tensor, kind: Aggregation, denominator: float, norm_tokens: int | None = None) -> Tensor:
     """The share of these rows (b, R) in the mini-batch's loss, a scalar; `denominator` is that of the whole mini-batch.
 
     token_mean: all valid tokens weigh the same. sequence_mean_token_sum: the sum over a row's tokens, averaged over rows.
-    sequence_mean_token_mean: the mean over a row's tokens, averaged over rows. A mini-batch without tokens gives 0.
+    sequence_mean_token_mean: the mean over a row's tokens, averaged over rows. sequence_mean_token_sum_norm: the sum over a row's
+    tokens divided by the constant `norm_tokens`, averaged over rows (Dr. GRPO, Liu et al. 2025, section 3.2). A mini-batch without
+    tokens gives 0. Raises ValueError where the kind needs `norm_tokens` and there is none.
     """
     per_token = masked(per_token, mask)
     if kind == Aggregation.sequence_mean_token_mean:
         per_token = per_token / mask.sum(dim=1, keepdim=True).clamp(min=1)
+    if kind == Aggregation.sequence_mean_token_sum_norm:
+        if norm_tokens is None:
+            raise ValueError(
+                "algorithm.policy_loss.norm_tokens is null, but aggregation=sequence_mean_token_sum_norm divides by it; "
+                "set it to data.max_response_length, and keep it when that changes"
+            )
+        per_token = per_token / norm_tokens
     return per_token.sum() / max(denominator, 1.0)

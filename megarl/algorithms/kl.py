@@ -20,6 +20,11 @@ def k1(log_probs: Tensor, ref_log_prob: Tensor) -> Tensor:
     return log_probs - ref_log_prob
 
 
+def abs_k1(log_probs: Tensor, ref_log_prob: Tensor) -> Tensor:
+    """|log p - log q|: biased, never negative."""
+    return (log_probs - ref_log_prob).abs()
+
+
 def k2(log_probs: Tensor, ref_log_prob: Tensor) -> Tensor:
     """(log p - log q)^2 / 2: biased, never negative; its gradient is that of KL(p, q)."""
     return 0.5 * (log_probs - ref_log_prob).square()
@@ -31,10 +36,28 @@ def k3(log_probs: Tensor, ref_log_prob: Tensor) -> Tensor:
     return torch.expm1(log_ratio) - log_ratio
 
 
+def straight_through(estimator: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
+    """The estimator's value with the gradient of k2.
+
+    In a loss only k2's gradient, (log p - log q) grad log p, is an unbiased estimate of the gradient of KL(p, q) on samples of p:
+    that of k1 is 0 in expectation, and that of k3 belongs to KL(q, p).
+    """
+
+    def estimate(log_probs: Tensor, ref_log_prob: Tensor) -> Tensor:
+        surrogate = k2(log_probs, ref_log_prob)
+        return estimator(log_probs, ref_log_prob).detach() + (surrogate - surrogate.detach())
+
+    return estimate
+
+
 KL_ESTIMATORS: dict[KLEstimator, Callable[[Tensor, Tensor], Tensor]] = {
     KLEstimator.k1: k1,
+    KLEstimator.abs_k1: abs_k1,
     KLEstimator.k2: k2,
     KLEstimator.k3: k3,
+    KLEstimator.k1_straight_through: straight_through(k1),
+    KLEstimator.abs_k1_straight_through: straight_through(abs_k1),
+    KLEstimator.k3_straight_through: straight_through(k3),
 }
 
 

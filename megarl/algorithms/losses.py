@@ -17,7 +17,9 @@ from torch import Tensor
 
 from megarl.algorithms.aggregation import aggregate, denominator
 from megarl.algorithms.kl import kl_per_token
-from megarl.algorithms.policy_loss import ppo_clip
+from megarl.algorithms.masked import masked
+from megarl.algorithms.policy_losses import POLICY_LOSSES, PolicyInputs, TokenLosses
+from megarl.algorithms.policy_losses.covariance import SELECTED_TOKENS
 from megarl.algorithms.value_loss import clipped_value_loss
 from megarl.config.schema import Aggregation, AlgorithmConfig, KLWhere, ValueLossConfig
 
@@ -57,15 +59,16 @@ class MiniBatchCounts:
 
 @dataclass(frozen=True, kw_only=True)
 class ActorLoss:
-    """Clipped policy loss, minus the entropy bonus, plus the KL term where `kl.where` is `loss`.
+    """The policy loss that is configured, minus the entropy bonus, plus the KL term where `kl.where` is `loss`.
 
-    Reads outputs `log_probs` and, where there is one, `entropy`; rows `old_log_probs`, `advantages`, `response_mask` and, for
-    the KL term, `ref_log_prob`.
+    Reads outputs `log_probs` and, where there is one, `entropy`; rows `advantages`, `response_mask`, `ref_log_prob` for the KL term,
+    and where they are there `old_log_probs` (without it the old log-probs are those of now: one update per batch, every ratio
+    exactly 1), `rollout_weights` (factors of the per-token policy loss), and what `PolicyLoss.prepare` of the kind has added.
 
-    Metrics. `actor/pg_loss`: the policy loss, aggregated as configured. `actor/pg_clipfrac`: share of tokens whose clipped
-    term is the larger. `actor/pg_clipfrac_dual`: share of tokens that the dual clip bounds. `actor/approx_kl`: mean over tokens
-    of old - new log-prob. `actor/entropy`: mean over tokens, when computed. `actor/kl_loss`: the KL term before its coefficient,
-    aggregated as configured.
+    Metrics. `actor/pg_loss`: the policy loss, aggregated as configured. `actor/pg_clipfrac`: share of tokens at which the loss's
+    own limit is in force (`TokenLosses.bounded`). `actor/pg_clipfrac_dual`: share of tokens that the dual clip bounds.
+    `actor/approx_kl`: mean over tokens of old - new log-prob. `actor/entropy`: mean over tokens, when computed. `actor/kl_loss`:
+    the KL term before its coefficient, aggregated as configured.
     """
 
     algorithm: AlgorithmConfig
@@ -77,18 +80,16 @@ class ActorLoss:
         return self.algorithm.entropy_coefficient != 0.0
 
     def __call__(self, outputs: Mapping[str, Tensor], rows: Mapping[str, Tensor]) -> LossShare:
-        config, mask = self.algorithm.policy_loss, rows["response_mask"]
-        policy = ppo_clip(
-            outputs["log_probs"], rows["old_log_probs"], rows["advantages"], mask, config.clip_low, config.clip_high, config.clip_dual
+        mask = rows["response_mask"]
+        inputs = PolicyInputs.of(
+            outputs["log_probs"], rows.get("old_log_probs"), rows["advantages"], mask, selected=rows.get(SELECTED_TOKENS)
         )
-        loss = self._aggregate(policy.loss, mask)
-        metrics = {
-            "actor/pg_loss": loss.detach(),
-            "actor/pg_clipfrac": self.counts.token_mean(policy.clipped.to(loss.dtype), mask),
-            "actor/approx_kl": self.counts.token_mean(-policy.log_ratio, mask),
-        }
-        if config.clip_dual is not None:
-            metrics["actor/pg_clipfrac_dual"] = self.counts.token_mean(policy.dual_clipped.to(loss.dtype), mask)
+        policy = POLICY_LOSSES[self.algorithm.policy_loss.kind].per_token(inputs, self.algorithm.policy_loss)
+        per_token = policy.loss
+        if "rollout_weights" in rows:
+            per_token = per_token * masked(rows["rollout_weights"], mask)
+        loss = self._aggregate(per_token, mask)
+        metrics = {"actor/pg_loss": loss.detach()} | self._policy_metrics(inputs, policy)
         if "entropy" in outputs:
             metrics["actor/entropy"] = self.counts.token_mean(outputs["entropy"], mask)
         if self.needs_entropy:
@@ -100,9 +101,19 @@ class ActorLoss:
             loss = loss + self.algorithm.kl.coefficient * kl_loss
         return LossShare(loss, metrics)
 
+    def _policy_metrics(self, inputs: PolicyInputs, policy: TokenLosses) -> dict[str, Tensor]:
+        mask, dtype = inputs.mask, policy.loss.dtype
+        metrics = {
+            "actor/pg_clipfrac": self.counts.token_mean(policy.bounded.to(dtype), mask),
+            "actor/approx_kl": self.counts.token_mean(-inputs.log_ratio, mask),
+        }
+        if policy.dual_clipped is not None:
+            metrics["actor/pg_clipfrac_dual"] = self.counts.token_mean(policy.dual_clipped.to(dtype), mask)
+        return metrics
+
     def _aggregate(self, per_token: Tensor, mask: Tensor) -> Tensor:
-        kind = self.algorithm.policy_loss.aggregation
-        return aggregate(per_token, mask, kind, self.counts.denominator(kind))
+        config = self.algorithm.policy_loss
+        return aggregate(per_token, mask, config.aggregation, self.counts.denominator(config.aggregation), config.norm_tokens)
 
 
 @dataclass(frozen=True, kw_only=True)

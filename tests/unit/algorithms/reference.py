@@ -31,12 +31,62 @@ def value_token(value, old, target, clip):
     return 0.5 * max((value - target) ** 2, (near - target) ** 2)
 
 
-def aggregate(rows, masks, kind):
+def aggregate(rows, masks, kind, norm_tokens=None):
     sums = [sum(x for x, keep in zip(row, mask, strict=True) if keep) for row, mask in zip(rows, masks, strict=True)]
     counts = [sum(mask) for mask in masks]
     filled = [(s, c) for s, c in zip(sums, counts, strict=True) if c]
     if kind == "token_mean":
         return sum(sums) / sum(counts)
+    if kind == "sequence_mean_token_sum_norm":
+        return sum(s / norm_tokens for s, _ in filled) / len(filled)
     if kind == "sequence_mean_token_sum":
         return sum(s for s, _ in filled) / len(filled)
     return sum(s / c for s, c in filled) / len(filled)
+
+
+def policy_row(kind, new, at, old, advantages, mask, selected, config):
+    """Losses of one row's tokens. `at`: the new log-probs that parts without a gradient are taken at; a dictionary t -> loss.
+
+    As a function of `new`, with `at` fixed, its derivative at new = at is the gradient that the loss should have.
+    """
+    valid = [t for t, keep in enumerate(mask) if keep]
+    mean_log_ratio = sum(at[t] - old[t] for t in valid) / max(len(valid), 1)
+    mean_advantage = sum(advantages[t] for t in valid) / max(len(valid), 1)
+    losses = {}
+    for t in valid:
+        ratio, frozen, advantage = math.exp(new[t] - old[t]), math.exp(at[t] - old[t]), advantages[t]
+        low, high = 1 - config.clip_low, 1 + config.clip_high
+        if kind == "ppo_clip":
+            losses[t] = ppo_token(new[t], old[t], advantage, config.clip_low, config.clip_high, config.clip_dual)
+        elif kind == "gspo":
+            ratio = math.exp(mean_log_ratio + new[t] - at[t])
+            losses[t] = max(-ratio * advantage, -min(max(ratio, low), high) * advantage)
+        elif kind == "gmpo":
+            if mean_advantage > 0:
+                cut = [min(new[u] - old[u], config.clip_high) for u in valid]
+            else:
+                cut = [max(new[u] - old[u], -config.clip_low) for u in valid]
+            losses[t] = -mean_advantage * math.exp(sum(cut) / len(valid))
+        elif kind == "cispo":
+            losses[t] = -min(max(frozen, low), high) * advantage * new[t]
+        elif kind == "sapo":
+            tau = config.sapo.temperature_positive if advantage > 0 else config.sapo.temperature_negative
+            losses[t] = -advantage * 4 / tau / (1 + math.exp(-tau * (ratio - 1)))
+        elif kind == "gpg":
+            losses[t] = -advantage * new[t]
+        elif kind == "clip_cov":
+            kept = ppo_token(new[t], old[t], advantage, config.clip_low, config.clip_high, config.clip_dual)
+            losses[t] = 0.0 if selected[t] else kept
+        elif kind == "kl_cov":
+            losses[t] = -ratio * advantage + (config.covariance.kl_coefficient * abs(new[t] - old[t]) if selected[t] else 0.0)
+        else:
+            losses[t] = dppo_token(kind, new[t], at[t], old[t], advantage, config)
+    return losses
+
+
+def dppo_token(kind, new, at, old, advantage, config):
+    p, q = math.exp(at), math.exp(old)
+    distance = abs(p - q) if kind == "dppo_tv" else q * math.log(q / p) + (1 - q) * math.log((1 - q) / (1 - p))
+    away = (at > old and distance > config.clip_high) if advantage > 0 else (at < old and distance > config.clip_low)
+    weight = p / q if config.clip_dual is None else min(p / q, config.clip_dual)
+    return 0.0 if away else -weight * math.exp(new - at) * advantage

@@ -9,6 +9,7 @@ from tests.unit.algorithms import reference
 from tests.unit.algorithms.strategies import masks, normal, poison
 
 KINDS = list(Aggregation)
+NORM_TOKENS = 4  # read by sequence_mean_token_sum_norm only
 
 
 @pytest.mark.parametrize(
@@ -17,11 +18,12 @@ KINDS = list(Aggregation)
         (Aggregation.token_mean, 18 / 4),
         (Aggregation.sequence_mean_token_sum, (9 + 9) / 2),
         (Aggregation.sequence_mean_token_mean, (3 + 9) / 2),
+        (Aggregation.sequence_mean_token_sum_norm, (9 / 4 + 9 / 4) / 2),
     ],
 )
 def test_by_hand(kind, expected):
     per_token, mask = torch.tensor([[1.0, 3.0, 5.0], [9.0, 0.0, 0.0]]), torch.tensor([[1, 1, 1], [1, 0, 0]]).bool()
-    assert float(aggregate(per_token, mask, kind, denominator(mask, kind))) == expected
+    assert float(aggregate(per_token, mask, kind, denominator(mask, kind), NORM_TOKENS)) == expected
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -29,8 +31,8 @@ def test_by_hand(kind, expected):
 @given(mask=masks(), seed=st.integers(0, 1000))
 def test_matches_the_reference_whatever_stands_in_masked_slots(kind, mask, seed):
     x = normal(mask, seed)
-    got = float(aggregate(poison(x, mask), mask, kind, denominator(mask, kind)))
-    assert got == pytest.approx(reference.aggregate(x.tolist(), mask.tolist(), kind.value) if mask.any() else 0.0, abs=1e-12)
+    got = float(aggregate(poison(x, mask), mask, kind, denominator(mask, kind), NORM_TOKENS))
+    assert got == pytest.approx(reference.aggregate(x.tolist(), mask.tolist(), kind.value, NORM_TOKENS) if mask.any() else 0.0, abs=1e-12)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -39,11 +41,11 @@ def test_matches_the_reference_whatever_stands_in_masked_slots(kind, mask, seed)
 def test_any_split_adds_up_in_value_and_gradient(kind, mask, seed, cut):
     x = normal(mask, seed).requires_grad_()
     whole_denominator = denominator(mask, kind)
-    aggregate(x, mask, kind, whole_denominator).backward()
+    aggregate(x, mask, kind, whole_denominator, NORM_TOKENS).backward()
     whole, x.grad = x.grad, None
     order = torch.randperm(len(mask), generator=torch.Generator().manual_seed(seed))
     parts = order.split(min(cut, len(mask)))
-    sum(aggregate(x[rows], mask[rows], kind, whole_denominator) for rows in parts).backward()
+    sum(aggregate(x[rows], mask[rows], kind, whole_denominator, NORM_TOKENS) for rows in parts).backward()
     torch.testing.assert_close(x.grad, whole)
     assert sum(denominator(mask[rows], kind) for rows in parts) == whole_denominator
 
@@ -54,4 +56,10 @@ def test_filler_rows_change_nothing(kind):
     x = normal(mask, 0)
     padded_mask, padded = torch.cat([mask, torch.zeros(1, 2).bool()]), torch.cat([x, torch.full((1, 2), 7.0)])
     assert denominator(padded_mask, kind) == denominator(mask, kind)
-    assert aggregate(padded, padded_mask, kind, denominator(padded_mask, kind)) == aggregate(x, mask, kind, denominator(mask, kind))
+    whole = aggregate(x, mask, kind, denominator(mask, kind), NORM_TOKENS)
+    assert aggregate(padded, padded_mask, kind, denominator(padded_mask, kind), NORM_TOKENS) == whole
+
+
+def test_a_missing_constant_is_refused():
+    with pytest.raises(ValueError, match="norm_tokens is null.*set it to data.max_response_length"):
+        aggregate(torch.zeros(1, 1), torch.ones(1, 1).bool(), Aggregation.sequence_mean_token_sum_norm, 1.0)

@@ -19,7 +19,16 @@ NAN, INF = float("nan"), float("inf")
 
 def test_estimators_by_hand():
     log_probs, reference = torch.tensor([math.log(0.5)]), torch.tensor([math.log(0.25)])
-    expected = {KLEstimator.k1: math.log(2), KLEstimator.k2: math.log(2) ** 2 / 2, KLEstimator.k3: 0.5 - 1 + math.log(2)}
+    k3 = 0.5 - 1 + math.log(2)
+    expected = {
+        KLEstimator.k1: math.log(2),
+        KLEstimator.abs_k1: math.log(2),
+        KLEstimator.k2: math.log(2) ** 2 / 2,
+        KLEstimator.k3: k3,
+        KLEstimator.k1_straight_through: math.log(2),
+        KLEstimator.abs_k1_straight_through: math.log(2),
+        KLEstimator.k3_straight_through: k3,
+    }
     assert set(KL_ESTIMATORS) == set(KLEstimator) == set(expected)
     for kind, value in expected.items():
         assert float(KL_ESTIMATORS[kind](log_probs, reference)) == pytest.approx(value, rel=1e-6)
@@ -49,7 +58,32 @@ def test_masked_nan_reaches_neither_value_nor_gradient(kind):
     assert log_probs.grad[0, 1:].tolist() == [0.0, 0.0]
 
 
-@pytest.mark.parametrize("kind", list(KLEstimator))
+@pytest.mark.parametrize("kind", [kind for kind in KLEstimator if "straight_through" in kind.name])
+def test_straight_through_has_the_gradient_of_the_divergence(kind):
+    """Its expectation over the policy's own distribution is d KL / d logits; k1's is 0."""
+    reference = torch.tensor([0.3, 0.3, 0.4], dtype=torch.float64).log()
+    gradients = {}
+    for name in (kind, KLEstimator.k1, "exact"):
+        logits = torch.tensor([0.5, -0.3, 0.1], dtype=torch.float64, requires_grad=True)
+        log_probs = logits.log_softmax(0)
+        policy = log_probs.exp()
+        if name == "exact":
+            (policy * (log_probs - reference)).sum().backward()
+        else:
+            (policy.detach() * KL_ESTIMATORS[name](log_probs, reference)).sum().backward()
+        gradients[name] = logits.grad
+    torch.testing.assert_close(gradients[kind], gradients["exact"])
+    torch.testing.assert_close(gradients[KLEstimator.k1], torch.zeros(3, dtype=torch.float64))
+    assert gradients["exact"].abs().max() > 0.05
+
+
+def test_gradient_of_abs_k1_has_the_sign_of_the_log_ratio():
+    log_probs = torch.tensor([-1.0, -3.0], requires_grad=True)
+    KL_ESTIMATORS[KLEstimator.abs_k1](log_probs, torch.tensor([-2.0, -2.0])).sum().backward()
+    assert log_probs.grad.tolist() == [1.0, -1.0]
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KLEstimator if "straight_through" not in kind.name])
 def test_gradients_are_right(kind):
     log_probs = torch.tensor([-1.0, -3.0], dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda x: KL_ESTIMATORS[kind](x, torch.tensor([-2.0, -2.5], dtype=torch.float64)), (log_probs,))

@@ -6,16 +6,28 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.algorithms.losses import ActorLoss, CriticLoss, MiniBatchCounts, SFTLoss
-from megarl.config.schema import Aggregation, AlgorithmConfig, KLConfig, KLEstimator, KLWhere, PolicyLossConfig, ValueLossConfig
+from megarl.config.schema import (
+    Aggregation,
+    AlgorithmConfig,
+    KLConfig,
+    KLEstimator,
+    KLWhere,
+    PolicyLossConfig,
+    PolicyLossKind,
+    ValueLossConfig,
+)
 from tests.unit.algorithms import reference
 from tests.unit.algorithms.strategies import masks, normal, poison
 
 LN2 = 0.6931471805599453
 
 
-def algorithm(aggregation=Aggregation.token_mean, kl=KLWhere.loss, entropy_coefficient=0.01, clip_dual=3.0):
+NORM_TOKENS = 4
+
+
+def algorithm(aggregation=Aggregation.token_mean, kl=KLWhere.loss, entropy_coefficient=0.01, clip_dual=3.0, kind=PolicyLossKind.ppo_clip):
     return AlgorithmConfig(
-        policy_loss=PolicyLossConfig(aggregation=aggregation, clip_dual=clip_dual),
+        policy_loss=PolicyLossConfig(kind=kind, aggregation=aggregation, clip_dual=clip_dual, norm_tokens=NORM_TOKENS),
         kl=KLConfig(where=kl, estimator=KLEstimator.k2, coefficient=0.1),
         entropy_coefficient=entropy_coefficient,
     )
@@ -25,6 +37,7 @@ def inputs(mask, seed):
     outputs = {"log_probs": normal(mask, seed), "entropy": normal(mask, seed + 1), "values": normal(mask, seed + 2)}
     names = ["old_log_probs", "advantages", "ref_log_prob", "values", "returns"]
     rows = {name: normal(mask, seed + 3 + k) for k, name in enumerate(names)}
+    rows |= {"rollout_weights": normal(mask, seed + 8).abs(), "selected_tokens": normal(mask, seed + 9) > 0.5}
     return outputs, rows | {"response_mask": mask}
 
 
@@ -34,6 +47,7 @@ def losses(mask, aggregation):
         "actor": ActorLoss(algorithm=algorithm(aggregation), counts=counts),
         "critic": CriticLoss(value_loss=ValueLossConfig(clip=0.2), counts=counts),
         "sft": SFTLoss(counts=counts),
+        **{kind.value: ActorLoss(algorithm=algorithm(aggregation, kind=kind), counts=counts) for kind in PolicyLossKind},
     }
 
 
@@ -90,6 +104,34 @@ def test_sft_loss_by_hand():
     assert float(loss) == float(metrics["sft/loss"]) == 3.0
 
 
+def test_rollout_weights_multiply_the_policy_loss_alone():
+    # ratio 1: token losses -1 and 2; weights 0.5 and 3; KL k2 of 1 and 0
+    mask = torch.tensor([[True, True, False]])
+    rows = {
+        "response_mask": mask,
+        "advantages": torch.tensor([[1.0, -2.0, 9.0]]),
+        "ref_log_prob": torch.tensor([[-1.0, 0.0, 9.0]]),
+        "rollout_weights": torch.tensor([[0.5, 3.0, float("nan")]]),
+    }
+    loss, metrics = ActorLoss(algorithm=algorithm(entropy_coefficient=0.0), counts=MiniBatchCounts.of(mask))(
+        {"log_probs": torch.zeros(1, 3)}, rows
+    )
+    assert float(metrics["actor/pg_loss"]) == pytest.approx((-0.5 + 6.0) / 2)
+    assert float(loss) == pytest.approx((-0.5 + 6.0) / 2 + 0.1 * 0.25)
+
+
+def test_without_old_log_probs_the_loss_is_that_of_equal_ones():
+    mask = torch.tensor([[True, True], [True, False]])
+    outputs, rows = inputs(mask, 0)
+    losses_and_gradients = []
+    for old in (None, outputs["log_probs"].clone()):
+        leaf = outputs["log_probs"].clone().requires_grad_()
+        given_rows = {key: value for key, value in rows.items() if key != "old_log_probs"} | ({} if old is None else {"old_log_probs": old})
+        loss = losses(mask, Aggregation.token_mean)["actor"](outputs | {"log_probs": leaf}, given_rows).loss
+        losses_and_gradients.append((loss.detach(), *torch.autograd.grad(loss, leaf)))
+    torch.testing.assert_close(*losses_and_gradients)
+
+
 @pytest.mark.parametrize("aggregation", list(Aggregation))
 @settings(max_examples=25, deadline=None)
 @given(mask=masks(), seed=st.integers(0, 1000))
@@ -98,28 +140,30 @@ def test_actor_loss_matches_the_reference(aggregation, mask, seed):
     if not mask.any():
         return
     got = losses(mask, aggregation)["actor"](outputs, rows).loss
-    data = [outputs["log_probs"], rows["old_log_probs"], rows["advantages"], outputs["entropy"], rows["ref_log_prob"]]
+    keys = ("old_log_probs", "advantages", "ref_log_prob", "rollout_weights")
+    data = [outputs["log_probs"], outputs["entropy"], *(rows[key] for key in keys)]
     per_token = [
         [
-            ppo_token(new, old, advantage) - 0.01 * entropy + 0.1 * 0.5 * (new - ref) ** 2
-            for new, old, advantage, entropy, ref in zip(*row, strict=True)
+            weight * ppo_token(new, old, advantage) - 0.01 * entropy + 0.1 * 0.5 * (new - ref) ** 2
+            for new, entropy, old, advantage, ref, weight in zip(*row, strict=True)
         ]
         for row in zip(*(x.tolist() for x in data), strict=True)
     ]
-    assert float(got) == pytest.approx(reference.aggregate(per_token, mask.tolist(), aggregation.value), rel=1e-9, abs=1e-9)
+    assert float(got) == pytest.approx(reference.aggregate(per_token, mask.tolist(), aggregation.value, NORM_TOKENS), rel=1e-9, abs=1e-9)
 
 
 def ppo_token(new, old, advantage):
     return reference.ppo_token(new, old, advantage, 0.2, 0.2, 3.0)
 
 
-@pytest.mark.parametrize("name", ["actor", "critic", "sft"])
-@pytest.mark.parametrize("aggregation", list(Aggregation))
+@pytest.mark.parametrize("name", ["critic", "sft", *(kind.value for kind in PolicyLossKind)])
 @settings(max_examples=20, deadline=None)
-@given(mask=masks(min_rows=2, max_rows=7), seed=st.integers(0, 1000), cut=st.integers(1, 6))
-def test_micro_batches_add_up_in_loss_gradient_and_metrics(name, aggregation, mask, seed, cut):
+@given(mask=masks(min_rows=2, max_rows=7), seed=st.integers(0, 1000), cut=st.integers(1, 6), aggregation=st.sampled_from(Aggregation))
+def test_rows_in_any_order_and_cut_add_up_in_loss_gradient_and_metrics(name, mask, seed, cut, aggregation):
+    """With NaN in masked slots: over micro-batches, over replicas, and in another order, it is the same mini-batch."""
     outputs, rows = inputs(mask, seed)
     outputs = {key: poison(value, mask) for key, value in outputs.items()}
+    rows = {key: poison(value, mask) if value.is_floating_point() else value for key, value in rows.items()}
     loss_function = losses(mask, aggregation)[name]
     parts = torch.randperm(len(mask), generator=torch.Generator().manual_seed(seed)).split(min(cut, len(mask)))
 

@@ -1,0 +1,227 @@
+"""Every policy loss: by hand, beside a slow reference in value and gradient, and whole or cut."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megarl.algorithms.policy_losses import POLICY_LOSSES, PolicyInputs
+from megarl.algorithms.policy_losses.covariance import SELECTED_TOKENS, token_covariance
+from megarl.config.schema import CovarianceConfig, PolicyLossConfig, PolicyLossKind, SAPOConfig
+from tests.unit.algorithms.reference import policy_row
+from tests.unit.algorithms.strategies import masks, normal, poison
+
+NAN, INF = float("nan"), float("inf")
+KINDS = list(PolicyLossKind)
+
+
+def config_of(kind, **changes):
+    """Bounds that some tokens of standard normal log-ratios reach and others do not."""
+    bounds = {"clip_low": 0.05, "clip_high": 0.03} if kind.name.startswith("dppo") else {"clip_low": 0.3, "clip_high": 0.4}
+    return PolicyLossConfig(kind=kind, **(bounds | {"covariance": CovarianceConfig(share=0.3, low=-1.0, kl_coefficient=0.5)} | changes))
+
+
+def losses_of(config, ratios, advantages, old=None, selected=None):
+    """TokenLosses of rows without a masked token. old: probabilities, 0.1 where not given."""
+    ratios = torch.tensor(ratios)
+    old = torch.full_like(ratios, 0.1).log() if old is None else torch.tensor(old).log()
+    advantages, mask = torch.tensor(advantages), torch.ones(ratios.shape, dtype=torch.bool)
+    selected = None if selected is None else torch.tensor(selected)
+    inputs = PolicyInputs.of(old + ratios.log(), old, advantages, mask, selected)
+    return POLICY_LOSSES[config.kind].per_token(inputs, config)
+
+
+def test_registry_covers_every_kind():
+    assert set(POLICY_LOSSES) == set(PolicyLossKind)
+
+
+def test_ppo_clip_by_hand():
+    ratios, advantages = [[1.0, 1.5, 0.5, 1.5, 0.5, 10.0]], [[2.0, 2.0, 2.0, -2.0, -2.0, -2.0]]
+    result = losses_of(PolicyLossConfig(clip_low=0.2, clip_high=0.3), ratios, advantages)
+    torch.testing.assert_close(result.loss, torch.tensor([[-2.0, -2.6, -1.0, 3.0, 1.6, 20.0]]))
+    assert result.bounded.tolist() == [[False, True, False, False, True, False]]
+    assert result.dual_clipped is None
+    dual = losses_of(PolicyLossConfig(clip_low=0.2, clip_high=0.3, clip_dual=3.0), ratios, advantages)
+    torch.testing.assert_close(dual.loss, torch.tensor([[-2.0, -2.6, -1.0, 3.0, 1.6, 6.0]]))
+    assert dual.dual_clipped.tolist() == [[False] * 5 + [True]]
+
+
+def test_gspo_by_hand():
+    # row 1: sqrt(2 x 0.5) = 1; row 2: sqrt(4 x 1) = 2, clipped to 1.5 for A > 0 and not for A < 0
+    config = PolicyLossConfig(kind=PolicyLossKind.gspo, clip_low=0.5, clip_high=0.5)
+    result = losses_of(config, [[2.0, 0.5], [4.0, 1.0], [4.0, 1.0]], [[1.0, 1.0], [2.0, 2.0], [-2.0, -2.0]])
+    torch.testing.assert_close(result.loss, torch.tensor([[-1.0, -1.0], [-3.0, -3.0], [4.0, 4.0]]))
+    assert result.bounded.tolist() == [[False, False], [True, True], [False, False]]
+
+
+def test_gmpo_by_hand():
+    # A = 3: log-ratios log 2 and log 8, cut at log 4: sqrt(2 x 4) = sqrt(8). A = -1: ratios 2 and 1/8, the second cut at 1/2: 1
+    config = PolicyLossConfig(kind=PolicyLossKind.gmpo, clip_low=math.log(2), clip_high=math.log(4))
+    result = losses_of(config, [[2.0, 8.0], [2.0, 0.125]], [[3.0, 3.0], [-1.0, -1.0]], old=[[0.1, 0.01], [0.1, 0.1]])
+    torch.testing.assert_close(result.loss, torch.tensor([[-3 * 8**0.5, -3 * 8**0.5], [1.0, 1.0]]))
+    assert result.bounded.tolist() == [[False, True], [False, True]]
+
+
+def test_cispo_by_hand():
+    # log p = log(0.1 x ratio); the weights are 1.2, 1, 0.8
+    config = PolicyLossConfig(kind=PolicyLossKind.cispo, clip_low=0.2, clip_high=0.2)
+    result = losses_of(config, [[2.0, 1.0, 0.5]], [[1.0, -1.0, 2.0]])
+    expected = [-1.2 * math.log(0.2), math.log(0.1), -1.6 * math.log(0.05)]
+    torch.testing.assert_close(result.loss, torch.tensor([expected]))
+    assert result.bounded.tolist() == [[True, False, True]]
+
+
+def test_sapo_by_hand():
+    # At a ratio of 1 the gate is 4/tau x 1/2; at 1 + log(3)/tau the sigmoid is 3/4
+    sapo = SAPOConfig(temperature_positive=1.0, temperature_negative=2.0)
+    config = PolicyLossConfig(kind=PolicyLossKind.sapo, sapo=sapo)
+    result = losses_of(config, [[1.0, 1.0, 1 + math.log(3), 1 + math.log(3) / 2]], [[1.0, -1.0, 1.0, -1.0]])
+    torch.testing.assert_close(result.loss, torch.tensor([[-2.0, 1.0, -3.0, 1.5]]))
+
+
+def test_gpg_by_hand():
+    result = losses_of(PolicyLossConfig(kind=PolicyLossKind.gpg), [[1.0, 5.0]], [[2.0, -1.0]])
+    torch.testing.assert_close(result.loss, torch.tensor([[-2 * math.log(0.1), math.log(0.5)]]))
+
+
+def test_selected_tokens_by_hand():
+    ratios, advantages, selected = [[1.1, 1.1, 2.0]], [[1.0, 1.0, 1.0]], [[True, False, False]]
+    clip = losses_of(PolicyLossConfig(kind=PolicyLossKind.clip_cov), ratios, advantages, selected=selected)
+    torch.testing.assert_close(clip.loss, torch.tensor([[0.0, -1.1, -1.2]]))
+    assert clip.bounded.tolist() == [[True, False, True]]
+    covariance = CovarianceConfig(kl_coefficient=0.5)
+    kl = losses_of(PolicyLossConfig(kind=PolicyLossKind.kl_cov, covariance=covariance), ratios, advantages, selected=selected)
+    torch.testing.assert_close(kl.loss, torch.tensor([[-1.1 + 0.5 * math.log(1.1), -1.1, -2.0]]))
+    assert kl.bounded.tolist() == [[True, False, False]]
+
+
+def test_dppo_by_hand():
+    # p: 0.5 -> 0.6 (TV 0.1), 0.5 -> 0.9 (0.4), 0.001 -> 0.01 (a ratio of 10, TV 0.009); each with A > 0, then with A < 0
+    old, ratios = [[0.5, 0.5, 0.001] * 2], [[1.2, 1.8, 10.0] * 2]
+    advantages = [[1.0] * 3 + [-1.0] * 3]
+    config = PolicyLossConfig(kind=PolicyLossKind.dppo_tv, clip_low=0.2, clip_high=0.2)
+    result = losses_of(config, ratios, advantages, old)
+    assert result.bounded.tolist() == [[False, True, False, False, False, False]]  # A < 0 takes a token that rose back
+    torch.testing.assert_close(result.loss, torch.tensor([[-1.2, 0.0, -10.0, 1.2, 1.8, 10.0]]))
+    # KL(old || new) of 0.5 -> 0.9: 0.5 log(0.5 / 0.9) + 0.5 log(0.5 / 0.1) = 0.5108
+    for limit, bounded in ((0.52, False), (0.50, True)):
+        kl = PolicyLossConfig(kind=PolicyLossKind.dppo_kl, clip_low=0.2, clip_high=limit, clip_dual=3.0)
+        result = losses_of(kl, ratios, advantages, old)
+        assert result.bounded[0, 1].item() is bounded
+        assert result.loss[0, 2].item() == pytest.approx(-3.0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("clip_dual", [None, 1.5])
+@settings(max_examples=15, deadline=None)
+@given(mask=masks(), seed=st.integers(0, 1000))
+def test_value_and_gradient_match_the_reference(kind, clip_dual, mask, seed):
+    """The gradient is that of the reference by differences, with what has no gradient held fixed."""
+    config = config_of(kind, clip_dual=clip_dual)
+    old = -0.1 - normal(mask, seed).abs()
+    new = (old + 0.5 * normal(mask, seed + 1)).clamp(max=-0.05)
+    advantages, selected = normal(mask, seed + 2), normal(mask, seed + 3) > 0.5
+    leaf = poison(new, mask).requires_grad_()
+    inputs = PolicyInputs.of(leaf, poison(old, mask, INF), poison(advantages, mask, -INF), mask, selected)
+    losses = POLICY_LOSSES[kind].per_token(inputs, config).loss
+    weights = normal(mask, seed + 4)
+    (losses * weights)[mask].sum().backward()
+    assert (leaf.grad[~mask] == 0).all()
+    for row in range(len(mask)):
+        frozen = new[row].tolist()
+        fixed = [x[row].tolist() for x in (old, advantages, mask, selected)]
+        expected = policy_row(kind.name, frozen, frozen, *fixed, config)
+        assert {t: losses[row, t].item() for t in expected} == pytest.approx(expected, rel=1e-9, abs=1e-12)
+        for t in expected:
+            up, down = (frozen[:t] + [frozen[t] + step] + frozen[t + 1 :] for step in (1e-6, -1e-6))
+            difference = [policy_row(kind.name, moved, frozen, *fixed, config) for moved in (up, down)]
+            slope = sum(weights[row, u].item() * (difference[0][u] - difference[1][u]) for u in expected) / 2e-6
+            assert leaf.grad[row, t].item() == pytest.approx(slope, rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind.name not in ("gspo", "cispo", "dppo_tv", "dppo_kl")])
+def test_gradcheck(kind):
+    """Those that hold nothing fixed; the others are checked beside the reference."""
+    mask = torch.tensor([[True, True, False], [True, True, True]])
+    new, old, advantages = (normal(mask, k) for k in range(3))
+    selected = torch.tensor([[True, False, False], [False, True, False]])
+
+    def loss(x):
+        return POLICY_LOSSES[kind].per_token(PolicyInputs.of(x, old, advantages, mask, selected), config_of(kind)).loss * mask
+
+    assert torch.autograd.gradcheck(loss, (new.requires_grad_(),))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_without_old_log_probs_the_ratio_is_one_and_the_gradient_that_of_the_policy_gradient(kind):
+    """Of every kind, as none of its limits is in force at a ratio of 1; those of a whole response spread it over its tokens."""
+    mask = torch.tensor([[True, True, False], [True, True, True], [False, False, False]])
+    leaf, advantages = poison(normal(mask, 0), mask).requires_grad_(), torch.tensor([[2.0], [-1.0], [5.0]]).expand(3, 3)
+    inputs = PolicyInputs.of(leaf, None, advantages, mask)
+    assert torch.equal(inputs.ratio, torch.ones(3, 3, dtype=torch.float64))
+    losses = POLICY_LOSSES[kind].per_token(inputs, config_of(kind))
+    losses.loss[mask].sum().backward()
+    torch.testing.assert_close(leaf.grad, torch.where(mask, -advantages, 0.0).double())
+    assert not losses.bounded.any()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_collapsed_token_stays_finite(kind):
+    leaf = torch.tensor([[0.0, -500.0]], requires_grad=True)
+    old, mask = torch.tensor([[-500.0, 0.0]]), torch.ones(1, 2, dtype=torch.bool)
+    for sign in (1.0, -1.0):
+        inputs = PolicyInputs.of(leaf, old, torch.full((1, 2), sign), mask)
+        loss = POLICY_LOSSES[kind].per_token(inputs, config_of(kind)).loss
+        (gradient,) = torch.autograd.grad(loss.sum(), leaf)
+        assert torch.isfinite(loss).all()
+        assert torch.isfinite(gradient).all()
+
+
+def test_covariance_by_hand():
+    # log p: -1, -3, mean -2; A: 2, 0, mean 1. (1)(1) and (-1)(-1)
+    mask = torch.tensor([[True, True, False]])
+    tensors = {"old_log_probs": torch.tensor([[-1.0, -3.0, NAN]]), "advantages": torch.tensor([[2.0, 0.0, INF]])}
+    assert token_covariance(tensors, mask).tolist() == [[1.0, 1.0, 0.0]]
+
+
+def selection(kind, tensors, mask, seed=0, **covariance):
+    config = PolicyLossConfig(kind=kind, covariance=CovarianceConfig(**covariance))
+    prepared = POLICY_LOSSES[kind].prepare(tensors, mask, config, seed)
+    assert set(prepared) == {SELECTED_TOKENS}
+    return prepared[SELECTED_TOKENS]
+
+
+@settings(max_examples=30, deadline=None)
+@given(mask=masks(), seed=st.integers(0, 1000), share=st.sampled_from([0.001, 0.3, 1.0]))
+def test_kl_cov_selects_the_largest_covariances(mask, seed, share):
+    clean = {"old_log_probs": normal(mask, seed), "advantages": normal(mask, seed + 1)}
+    selected = selection(PolicyLossKind.kl_cov, {key: poison(x, mask) for key, x in clean.items()}, mask, share=share)
+    num_tokens = int(mask.sum())
+    assert not (selected & ~mask).any()
+    assert int(selected.sum()) == min(num_tokens, max(1, int(share * num_tokens)))
+    covariance = token_covariance(clean, mask)
+    if selected.any() and (mask & ~selected).any():
+        assert covariance[selected].min() >= covariance[mask & ~selected].max()
+
+
+@settings(max_examples=30, deadline=None)
+@given(mask=masks(), seed=st.integers(0, 1000), share=st.sampled_from([0.001, 0.3, 1.0]))
+def test_clip_cov_draws_between_the_bounds(mask, seed, share):
+    clean = {"old_log_probs": normal(mask, seed), "advantages": normal(mask, seed + 1)}
+    poisoned = {key: poison(x, mask) for key, x in clean.items()}
+    bounds = {"share": share, "low": -0.2, "high": 0.5}
+    selected = selection(PolicyLossKind.clip_cov, poisoned, mask, seed, **bounds)
+    covariance, num_tokens = token_covariance(clean, mask), int(mask.sum())
+    candidates = mask & (covariance > -0.2) & (covariance < 0.5)
+    assert not (selected & ~candidates).any()
+    assert int(selected.sum()) == min(int(candidates.sum()), max(1, int(share * num_tokens)))
+    assert torch.equal(selected, selection(PolicyLossKind.clip_cov, poisoned, mask, seed, **bounds))
+
+
+def test_clip_cov_draws_others_with_another_seed():
+    mask = torch.ones(8, 50, dtype=torch.bool)
+    tensors = {"old_log_probs": normal(mask, 0), "advantages": normal(mask, 1)}
+    draws = [selection(PolicyLossKind.clip_cov, tensors, mask, seed, share=0.05, low=-1.0) for seed in range(2)]
+    assert not torch.equal(*draws)

@@ -1,0 +1,42 @@
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megarl.algorithms.value_loss import clipped_value_loss
+from tests.unit.algorithms.reference import value_token
+from tests.unit.algorithms.strategies import masks, normal, poison
+
+INF = float("inf")
+
+
+def test_value_loss_by_hand():
+    # V = 2, 2, 0.1; V_old = 1, 1, 0; R = 2, 0, 0; c = 0.5 -> near V = 1.5, 1.5, 0.1
+    values, old, returns = torch.tensor([[2.0, 2.0, 0.1]]), torch.tensor([[1.0, 1.0, 0.0]]), torch.tensor([[2.0, 0.0, 0.0]])
+    mask = torch.ones(1, 3, dtype=torch.bool)
+    result = clipped_value_loss(values, old, returns, mask, 0.5)
+    torch.testing.assert_close(result.loss, torch.tensor([[0.125, 2.0, 0.005]]))
+    assert result.clipped.tolist() == [[True, False, False]]
+    torch.testing.assert_close(clipped_value_loss(values, old, returns, mask, None).loss, torch.tensor([[0.0, 2.0, 0.005]]))
+
+
+@settings(max_examples=60, deadline=None)
+@given(mask=masks(), seed=st.integers(0, 1000), clip=st.sampled_from([None, 0.2, 1.0]))
+def test_value_loss_matches_the_reference_with_poisoned_masked_slots(mask, seed, clip):
+    values, old, returns = (normal(mask, seed + k) for k in range(3))
+    leaf = poison(values, mask).requires_grad_()
+    result = clipped_value_loss(leaf, poison(old, mask, INF), poison(returns, mask), mask, clip)
+    expected = torch.zeros_like(values)
+    for row, t in mask.nonzero().tolist():
+        expected[row, t] = value_token(float(values[row, t]), float(old[row, t]), float(returns[row, t]), clip)
+    torch.testing.assert_close(result.loss.detach(), expected)
+    result.loss.sum().backward()
+    assert torch.isfinite(leaf.grad).all()
+    assert (leaf.grad[~mask] == 0).all()
+
+
+@pytest.mark.parametrize("clip", [None, 0.5])
+def test_value_loss_gradcheck(clip):
+    mask = torch.tensor([[True, True, False], [True, True, True]])
+    values, old, returns = (normal(mask, k) for k in range(3))
+    assert torch.autograd.gradcheck(lambda x: clipped_value_loss(x, old, returns, mask, clip).loss, (values.requires_grad_(),))
