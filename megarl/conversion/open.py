@@ -11,6 +11,7 @@ import re
 from pathlib import Path
 
 from megarl.config.errors import CheckpointError
+from megarl.conversion.classic import is_classic, open_classic
 from megarl.conversion.distributed import open_distributed
 from megarl.conversion.hugging_face import open_hugging_face
 from megarl.conversion.source import ModelSource, read_json
@@ -45,6 +46,8 @@ def open_model(path: Path, role: str | None = None, trust_remote_code: bool = Fa
         folder = _tracked_folder(folder)
     if is_torch_dist(folder):
         return open_distributed(folder, _companions(path, folder, companions), trust_remote_code)
+    if is_classic(folder):
+        return open_classic(folder, _companions(path, folder, companions), trust_remote_code)
     if (folder / MANIFEST_FILE).is_file():
         raise CheckpointError(f"{folder / METADATA_FILE}: the file is missing, so what the other files hold is not known")
     if (folder / CONFIG_FILE).is_file():

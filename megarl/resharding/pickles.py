@@ -172,11 +172,21 @@ def read_pickle(file: IO[bytes], source: str) -> bytes:
     """The bytes of `data.pkl` in what torch.save wrote. Raises CheckpointError where it is not such a file."""
     try:
         with zipfile.ZipFile(file) as archive:
-            names = [name for name in archive.namelist() if name.endswith("/data.pkl") or name == "data.pkl"]
-            if len(names) != 1:
-                raise CheckpointError(f"{source}: not a file that torch.save wrote: it has {len(names)} pickles named data.pkl")
-            return archive.read(names[0])
+            entries = [entry for entry in archive.infolist() if entry.filename.endswith("/data.pkl") or entry.filename == "data.pkl"]
+            if len(entries) != 1:
+                raise CheckpointError(f"{source}: not a file that torch.save wrote: it has {len(entries)} pickles named data.pkl")
+            if entries[0].CRC or entries[0].compress_type != zipfile.ZIP_STORED:
+                return archive.read(entries[0])
+            file.seek(entry_start(file, entries[0]))  # torch.serialization.set_crc32_options(False)
+            return file.read(entries[0].file_size)
     except (zipfile.BadZipFile, NotImplementedError, OSError, EOFError) as error:
         raise CheckpointError(
             f"{source}: damaged, or not in the zip format that torch.save has written since torch 1.6: {error}"
         ) from error
+
+
+def entry_start(file: IO[bytes], entry: zipfile.ZipInfo) -> int:
+    """Where in the file the bytes of an entry begin."""
+    file.seek(entry.header_offset + 26)  # the lengths of the name and of the padding that align the data
+    lengths = file.read(4)
+    return entry.header_offset + 30 + int.from_bytes(lengths[:2], "little") + int.from_bytes(lengths[2:], "little")

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint import filesystem, metadata, planner
 
 from megarl.config.errors import CheckpointError
 from megarl.protocol.rectangles import Rectangle, tiling_fault
-from megarl.resharding.pickles import DATA_NAMES, METADATA_NAMES, Name, Record, load_listed, read_pickle
+from megarl.resharding.pickles import DATA_NAMES, METADATA_NAMES, Name, Record, entry_start, load_listed, read_pickle
 
 METADATA_FILE, COMMON_FILE, BACKEND_FILE = ".metadata", "common.pt", "metadata.json"
 TORCH_DIST = {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch", "common_backend_version": 1}
@@ -352,10 +352,7 @@ def storage_places(file: Any, source: str) -> dict[str, StoragePlace]:
             for entry in archive.infolist():
                 if entry.filename.count("/") != 2 or "/data/" not in entry.filename or entry.compress_type != zipfile.ZIP_STORED:
                     continue
-                file.seek(entry.header_offset + 26)  # the lengths of the name and of the padding that align the data
-                lengths = file.read(4)
-                start = entry.header_offset + 30 + int.from_bytes(lengths[:2], "little") + int.from_bytes(lengths[2:], "little")
-                places[entry.filename.rpartition("/")[2]] = StoragePlace(start, entry.file_size, entry.CRC)
+                places[entry.filename.rpartition("/")[2]] = StoragePlace(entry_start(file, entry), entry.file_size, entry.CRC)
     except (zipfile.BadZipFile, OSError) as error:
         raise CheckpointError(f"{source}: damaged: {error}") from error
     return places

@@ -1,0 +1,70 @@
+"""What runs inside the ranks of the tests of classic checkpoints: each saves its part of a real GPTModel as Megatron's programs do."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megarl.config.architecture import read_architecture
+from megarl.config.schema import ParallelConfig
+from tests.unit.engine.rank_side import build, start
+
+_WITH_TRANSFORMER_ENGINE = {
+    "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
+    "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
+}
+
+
+def save_classic(parallel: ParallelConfig, model: str, folder: Path, head: str, dtype: torch.dtype, engine_names: bool) -> None:
+    """In a rank. engine_names: as with Transformer Engine, and with the extra states that its layers have."""
+    groups = start(parallel)
+    engine = build(groups, model, head=head, dtype=dtype)
+    states = [_renamed(chunk.state_dict()) if engine_names else chunk.state_dict() for chunk in engine._models]
+    pipeline = parallel.pipeline_parallel_size
+    name = f"mp_rank_{groups.tensor_rank:02d}" + (f"_{groups.pipeline_rank:03d}" if pipeline > 1 else "")
+    (folder / name).mkdir(parents=True)
+    content: dict[str, Any] = {"model": states[0]} if len(states) == 1 else {f"model{number}": state for number, state in enumerate(states)}
+    torch.save(
+        {
+            "args": arguments(parallel, model),
+            "checkpoint_version": 3.0,
+            "iteration": 7,
+            "optimizer": {"optimizer": {"state": {0: {"exp_avg": torch.ones(3)}}, "param_groups": [{"lr": 1e-6}]}},
+            "rng_state": [{"random_rng_state": (3, (1, 2), None), "torch_rng_state": torch.get_rng_state()}],
+            **content,
+        },
+        folder / name / "model_optim_rng.pt",
+    )
+
+
+def _renamed(state: dict[str, Any]) -> dict[str, Any]:
+    renamed = {}
+    for name, value in state.items():
+        for plain, fused in _WITH_TRANSFORMER_ENGINE.items():
+            name = name.replace(plain, fused)
+        renamed[name] = value
+    return {**renamed, "decoder.layers.0.self_attention.core_attention._extra_state": None}
+
+
+def arguments(parallel: ParallelConfig, model: str) -> Namespace:
+    from megatron.core.transformer.enums import AttnBackend
+
+    architecture = read_architecture(model)
+    return Namespace(
+        rank=dist.get_rank(),
+        tensor_model_parallel_size=parallel.tensor_parallel_size,
+        pipeline_model_parallel_size=parallel.pipeline_parallel_size,
+        num_layers=architecture.num_hidden_layers,
+        hidden_size=architecture.hidden_size,
+        group_query_attention=True,
+        num_query_groups=architecture.num_key_value_heads,
+        num_experts=None,
+        rotary_base=architecture.rope_theta,
+        params_dtype=torch.bfloat16,
+        attention_backend=AttnBackend.auto,
+        data_path=None,
+    )
