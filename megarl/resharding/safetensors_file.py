@@ -19,7 +19,7 @@ class SafetensorsFile:
     """A file that is complete when `close` returns. `manifest`: its tensors, which lie in it in this order."""
 
     def __init__(self, path: Path, manifest: Manifest) -> None:
-        self._manifest = manifest
+        self._path = path
         self._receipt = WeightReceipt(manifest)
         header: dict[str, object] = {"__metadata__": {"format": "pt"}}
         self._starts: dict[str, int] = {}
@@ -42,9 +42,12 @@ class SafetensorsFile:
 
     def _write(self, data: bytes | memoryview, place: int) -> None:
         rest = memoryview(data)
-        while rest:  # the system writes at most 2 GiB at a time
-            written = os.pwrite(self._file, rest, place)
-            rest, place = rest[written:], place + written
+        try:
+            while rest:  # the system writes at most 2 GiB at a time
+                written = os.pwrite(self._file, rest, place)
+                rest, place = rest[written:], place + written
+        except OSError as error:  # which does not say where
+            raise OSError(error.errno, error.strerror, str(self._path)) from None
 
     def close(self) -> None:
         """Raises WeightTransferError that names tensors missing or doubled."""
