@@ -27,10 +27,17 @@ _STEP = re.compile(r"step_\d{8,}")
 _MAX_LISTED = 8
 
 
-def open_model(path: Path, role: str | None = None, trust_remote_code: bool = False, companions: Path | None = None) -> ModelSource:
+def open_model(
+    path: Path,
+    role: str | None = None,
+    trust_remote_code: bool = False,
+    companions: Path | None = None,
+    check_contents: bool = True,
+) -> ModelSource:
     """role: of a run's checkpoint, which has several models; where none is given the only one, or the actor.
 
     companions: a Hugging Face folder, whose weights are not read, for a Megatron checkpoint that does not say what its model is.
+    check_contents: weights are compared with their checksums where there are any, so all of them are read.
     Raises CheckpointError, ConfigError, WeightTransferError: of a folder that is none of these, or damaged.
     """
     path = path.absolute()
@@ -45,9 +52,9 @@ def open_model(path: Path, role: str | None = None, trust_remote_code: bool = Fa
     if (folder / TRACKER_FILE).is_file():
         folder = _tracked_folder(folder)
     if is_torch_dist(folder):
-        return open_distributed(folder, _companions(path, folder, companions), trust_remote_code)
+        return open_distributed(folder, _companions(path, folder, companions), trust_remote_code, check_contents)
     if is_classic(folder):
-        return open_classic(folder, _companions(path, folder, companions), trust_remote_code)
+        return open_classic(folder, _companions(path, folder, companions), trust_remote_code, check_contents)
     if (folder / MANIFEST_FILE).is_file():
         raise CheckpointError(f"{folder / METADATA_FILE}: the file is missing, so what the other files hold is not known")
     if (folder / CONFIG_FILE).is_file():
