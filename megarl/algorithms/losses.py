@@ -1,8 +1,9 @@
 """The losses that a worker injects into an engine: one micro-batch's outputs and rows in, its share of the loss out.
 
 An engine calls `loss(outputs, rows)` for every micro-batch and adds what comes back, over micro-batches and data-parallel
-ranks; nothing is averaged. Both the loss and the metrics are already divided by counts of the whole mini-batch, so the
-sums are the mini-batch's loss and means. The objects are frozen and can be pickled.
+ranks; nothing is averaged, and of a metric whose name ends in `_max` or `_min` the extreme is taken. Both the loss and the
+other metrics are already divided by counts of the whole mini-batch, so the sums are its loss and means. The objects are frozen
+and can be pickled.
 
 Shapes: b rows of the micro-batch, R padded response tokens. `rows` holds the batch's (b, R) tensors by their batch keys.
 """
@@ -13,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from megarl.algorithms.aggregation import aggregate, denominator
@@ -67,7 +69,8 @@ class ActorLoss:
 
     Metrics. `actor/pg_loss`: the policy loss, aggregated as configured. `actor/pg_clipfrac`: share of tokens at which the loss's
     own limit is in force (`TokenLosses.bounded`). `actor/pg_clipfrac_dual`: share of tokens that the dual clip bounds.
-    `actor/approx_kl`: mean over tokens of old - new log-prob. `actor/entropy`: mean over tokens, when computed. `actor/kl_loss`:
+    `actor/approx_kl`: mean over tokens of old - new log-prob. `actor/ratio_max`, `actor/ratio_min`: over tokens, of the ratio of new to
+    old probabilities; -inf and inf where there is no token. `actor/entropy`: mean over tokens, when computed. `actor/kl_loss`:
     the KL term before its coefficient, aggregated as configured.
     """
 
@@ -106,6 +109,8 @@ class ActorLoss:
         metrics = {
             "actor/pg_clipfrac": self.counts.token_mean(policy.bounded.to(dtype), mask),
             "actor/approx_kl": self.counts.token_mean(-inputs.log_ratio, mask),
+            "actor/ratio_max": inputs.ratio.detach().masked_fill(~mask, -torch.inf).max(),
+            "actor/ratio_min": inputs.ratio.detach().masked_fill(~mask, torch.inf).min(),
         }
         if policy.dual_clipped is not None:
             metrics["actor/pg_clipfrac_dual"] = self.counts.token_mean(policy.dual_clipped.to(dtype), mask)

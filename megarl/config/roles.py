@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megarl.config.schema import AdvantageEstimator, KLWhere, MicroBatchConfig, OptimConfig, ParallelConfig, PPOConfig, SFTConfig
+from megarl.config.schema import (
+    AdvantageEstimator,
+    AlgorithmConfig,
+    KLWhere,
+    MicroBatchConfig,
+    OptimConfig,
+    ParallelConfig,
+    PPOConfig,
+    SFTConfig,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +35,11 @@ def needs_reference(config: PPOConfig) -> bool:
 
 def needs_critic(config: PPOConfig) -> bool:
     return config.algorithm.advantage.estimator is AdvantageEstimator.gae
+
+
+def needs_sum_pi_squared(algorithm: AlgorithmConfig) -> bool:
+    """Whether scoring gives the sum of the squared probabilities at each token."""
+    return algorithm.advantage.estimator.name == "optimal_token_baseline"
 
 
 def model_roles(config: PPOConfig | SFTConfig) -> tuple[ModelRole, ...]:

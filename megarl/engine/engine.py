@@ -6,7 +6,7 @@ tensors, to a loss that the caller gives it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -24,15 +24,16 @@ from megarl.engine.micro_batch import MicroBatch, make_micro_batch
 from megarl.engine.model import Head, ModelChunk, build_chunks
 from megarl.engine.offload import EngineState, MovableState, StatePart
 from megarl.engine.optimizer import Optimizer, StepStatistics
-from megarl.engine.vocab_parallel import token_scores
+from megarl.engine.vocab_parallel import Extra, token_scores
+from megarl.protocol.shares import add_up
 from megarl.resharding.families import OUTPUT_LAYER, VALUE_HEAD_TENSOR
 from megarl.resharding.layout import layouts_of
 from megarl.resharding.load import ValueHead, load_into_shards
 from megarl.resharding.manifest import read_checkpoint_index
 
 MicroBatches = Sequence[Sequence[int]]  # row numbers of this replica's batch
-Outputs = Mapping[str, Tensor]  # (b, R) float32: `log_probs` and `entropy`, or `values`; 0 where a row has no response token
-Sums = dict[str, Tensor]  # scalars that add up over micro-batches and data-parallel ranks
+Outputs = Mapping[str, Tensor]  # (b, R) float32: `log_probs` and extras, or `values`; 0 where a row has no response token
+Sums = dict[str, Tensor]  # scalars that come together over micro-batches and data-parallel ranks as protocol/shares.py says
 LossFunction = Callable[[Outputs, Mapping[str, Tensor]], tuple[Tensor, Sums]]
 
 
@@ -150,14 +151,16 @@ class MegatronEngine:
                     name = f"decoder.layers.{model.decoder.layers[int(local)].layer_number - 1}.{rest}"
                 yield name, parameter
 
-    def forward(self, batch: Mapping[str, Tensor], micro_batches: MicroBatches) -> dict[str, Tensor] | None:
+    def forward(
+        self, batch: Mapping[str, Tensor], micro_batches: MicroBatches, extras: Collection[Extra] = ("entropy",)
+    ) -> dict[str, Tensor] | None:
         """Scores the rows of `micro_batches` (each row once): (B, R) float32 per output, on the last pipeline stage; else None.
 
-        batch: see `make_micro_batch`; B is this replica's number of rows.
+        batch: see `make_micro_batch`; B is this replica's number of rows. extras: outputs of a language model beside `log_probs`.
         """
         self._state.require("score", StatePart.parameters)
         with torch.no_grad():
-            results = self._run(batch, micro_batches, loss=None)
+            results = self._run(batch, micro_batches, None, extras)
         if not self.groups.holds_last_stage:
             return None
         order = torch.tensor([row for rows in micro_batches for row in rows], device=self._device)
@@ -165,21 +168,20 @@ class MegatronEngine:
         joined = {key: torch.cat([result[key] for result in results]) for key in results[0]}
         return {key: torch.empty_like(value).index_copy_(0, order, value) for key, value in joined.items()}
 
-    def forward_backward(self, batch: Mapping[str, Tensor], micro_batches: MicroBatches, loss: LossFunction) -> dict[str, float]:
+    def forward_backward(
+        self, batch: Mapping[str, Tensor], micro_batches: MicroBatches, loss: LossFunction, extras: Collection[Extra] = ("entropy",)
+    ) -> dict[str, float]:
         """Gradients of the sum of `loss` over all micro-batches and data-parallel ranks, replacing those there were.
 
-        Returns the loss's sums over this replica's micro-batches, on the last pipeline stage; elsewhere nothing.
+        extras: outputs that the loss reads beside `log_probs`. Returns the loss's metrics over this replica's micro-batches, on the
+        last pipeline stage; elsewhere nothing.
         """
         assert self._optimizer is not None, "a frozen model has no gradients"
         self._state.require("train", *StatePart)
         self._optimizer.zero_grad()
-        results = self._run(batch, micro_batches, loss)
+        results = self._run(batch, micro_batches, loss, extras)
         self._gradients_are_made = True
-        totals: dict[str, Tensor] = {}
-        for sums in results:
-            for key, value in sums.items():
-                totals[key] = totals.get(key, 0.0) + value.detach()
-        return {key: float(value) for key, value in totals.items()}
+        return _add_up(results)
 
     def step(self) -> StepStatistics:
         """Applies the gradients."""
@@ -188,7 +190,9 @@ class MegatronEngine:
         assert self._gradients_are_made, "a step needs the gradients of a forward_backward after the last offload"
         return self._optimizer.step()
 
-    def _run(self, batch: Mapping[str, Tensor], micro_batches: MicroBatches, loss: LossFunction | None) -> list[Any]:
+    def _run(
+        self, batch: Mapping[str, Tensor], micro_batches: MicroBatches, loss: LossFunction | None, extras: Collection[Extra]
+    ) -> list[Any]:
         parallel = self.groups.parallel
         if parallel.virtual_pipeline_parallel_size and len(micro_batches) % parallel.pipeline_parallel_size:
             raise ValueError(
@@ -208,7 +212,7 @@ class MegatronEngine:
         iterators = [iter(made) for _ in self._chunks]
         single = len(self._chunks) == 1
         return get_forward_backward_func()(
-            forward_step_func=partial(self._forward_step, loss=loss),
+            forward_step_func=partial(self._forward_step, loss=loss, extras=extras),
             data_iterator=iterators[0] if single else iterators,
             model=self._chunks[0] if single else self._chunks,
             num_microbatches=len(made),
@@ -219,13 +223,13 @@ class MegatronEngine:
         )
 
     def _forward_step(
-        self, micro_batches: Iterator[MicroBatch], chunk: Any, loss: LossFunction | None
+        self, micro_batches: Iterator[MicroBatch], chunk: Any, loss: LossFunction | None, extras: Collection[Extra]
     ) -> tuple[Tensor, Callable[..., Any]]:
         micro_batch = next(micro_batches)
         hidden = chunk(micro_batch.tokens, micro_batch.positions, None, packed_seq_params=micro_batch.packed)
 
         def scores(hidden: Tensor, non_loss_data: bool = True) -> Any:
-            outputs = self._score(micro_batch, hidden)
+            outputs = self._score(micro_batch, hidden, extras)
             if loss is None:
                 return outputs
             value, sums = loss(outputs, micro_batch.rows)
@@ -234,7 +238,7 @@ class MegatronEngine:
 
         return hidden, scores
 
-    def _score(self, micro_batch: MicroBatch, hidden: Tensor) -> dict[str, Tensor]:
+    def _score(self, micro_batch: MicroBatch, hidden: Tensor, extras: Collection[Extra]) -> dict[str, Tensor]:
         model = self._models[-1]
         at_predictors = model.output_hidden(hidden).index_select(0, micro_batch.predictors)
         if self.spec.head == "value":
@@ -247,8 +251,16 @@ class MegatronEngine:
             temperature=self.spec.temperature,
             chunk_tokens=self.spec.log_prob_chunk_tokens,
             group=self.groups.tensor,
+            extras=extras,
         )
-        return {"log_probs": micro_batch.scatter(scores.log_probs), "entropy": micro_batch.scatter(scores.entropy)}
+        return {key: micro_batch.scatter(values) for key, values in scores._asdict().items() if values is not None}
+
+
+def _add_up(sums: Sequence[Sums]) -> dict[str, float]:
+    """All micro-batches' metrics, with one transfer from the device."""
+    values = [value.detach().double() for each in sums for value in each.values()]
+    numbers = iter(torch.stack(values).tolist() if values else ())
+    return add_up([{name: next(numbers) for name in each} for each in sums])
 
 
 def _finalize_gradients(chunks: list[Any], num_tokens: Tensor | None = None, **keywords: Any) -> None:

@@ -6,7 +6,8 @@ the backward pass. Columns that only pad the vocabulary are left out before the 
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Collection
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -15,10 +16,15 @@ from torch import Tensor
 
 from megarl.engine.linear import product
 
+Extra = Literal["entropy", "sum_pi_squared"]  # what costs another pass over the logits, and is only computed where it is asked for
+
 
 class TokenScores(NamedTuple):
-    log_probs: Tensor  # (T,) float32
-    entropy: Tensor  # (T,) float32, nats
+    """(T,) float32 each; None where it was not asked for."""
+
+    log_probs: Tensor
+    entropy: Tensor | None  # nats
+    sum_pi_squared: Tensor | None  # sum over the vocabulary of the squared probabilities; has no gradient
 
 
 class _Vocabulary(NamedTuple):
@@ -29,6 +35,7 @@ class _Vocabulary(NamedTuple):
     temperature: float
     chunk_tokens: int
     group: dist.ProcessGroup
+    extras: frozenset[Extra]
 
     def logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
         """(t, H), (>= size, H) -> (t, size) float32."""
@@ -42,27 +49,30 @@ class _Vocabulary(NamedTuple):
 
 
 class _Scores(torch.autograd.Function):
-    """log softmax(logits)[target] and the entropy, (T,) each.
+    """log softmax(logits)[target], the entropy and the sum of squared probabilities, (T,) each; 0 for what is not asked for.
 
     d log p_y / d z_i = 1[i = y] - p_i;   d H / d z_i = -p_i (log p_i + H).
     With the log of the partition function kept, the backward pass needs no collective.
     """
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, vocabulary: _Vocabulary) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, vocabulary: _Vocabulary) -> tuple[Tensor, Tensor, Tensor]:
         ctx.set_materialize_grads(False)
         scores = []
         for part, part_targets in zip(hidden.split(vocabulary.chunk_tokens), targets.split(vocabulary.chunk_tokens), strict=True):
             logits = vocabulary.logits(part, weight)
             scores.append(_score(logits, part_targets, vocabulary))
-        log_probs, entropy, log_partition = torch.cat(scores, dim=1)
+        log_probs, entropy, sum_pi_squared, log_partition = torch.cat(scores, dim=1)
         # The backward pass begins with the last chunk and needs as much memory then: its logits are not made twice.
         ctx.save_for_backward(hidden, weight, targets, entropy, log_partition, logits)
         ctx.vocabulary = vocabulary
-        return log_probs, entropy
+        ctx.mark_non_differentiable(sum_pi_squared)
+        return log_probs, entropy, sum_pi_squared
 
     @staticmethod
-    def backward(ctx: Any, grad_log_probs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, Tensor | None, None, None]:  # type: ignore[override]
+    def backward(  # type: ignore[override]
+        ctx: Any, grad_log_probs: Tensor | None, grad_entropy: Tensor | None, _: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None, None, None]:
         if grad_log_probs is None and grad_entropy is None:
             return None, None, None, None
         hidden, weight, targets, entropy, log_partition, last_logits = ctx.saved_tensors
@@ -92,7 +102,8 @@ class _Scores(torch.autograd.Function):
 
 
 def _score(logits: Tensor, targets: Tensor, vocabulary: _Vocabulary) -> Tensor:
-    """(3, t): log-probs, entropy and log of the partition function, over all ranks' columns of `logits` (t, V / tp)."""
+    """(4, t): log-probs, entropy, sum of squared probabilities and log of the partition function, over all ranks' columns of
+    `logits` (t, V / tp)."""
     parallel = vocabulary.group.size() > 1
     maximum = logits.amax(1) if vocabulary.size else logits.new_full((logits.shape[0],), float("-inf"))
     if parallel:
@@ -100,13 +111,17 @@ def _score(logits: Tensor, targets: Tensor, vocabulary: _Vocabulary) -> Tensor:
     here, column = vocabulary.find(targets)
     target = torch.where(here, logits.gather(1, column)[:, 0] - maximum, 0.0) if vocabulary.size else torch.zeros_like(maximum)
     shifted = logits - maximum[:, None]
-    exponentials = shifted.exp()
-    sums = torch.stack([exponentials.sum(1), shifted.mul_(exponentials).sum(1), target])
+    exponentials = shifted.exp() if "entropy" in vocabulary.extras else shifted.exp_()
+    not_asked_for = torch.zeros_like(maximum)
+    weighted = shifted.mul_(exponentials).sum(1) if "entropy" in vocabulary.extras else not_asked_for
+    squares = exponentials.square().sum(1) if "sum_pi_squared" in vocabulary.extras else not_asked_for
+    sums = torch.stack([exponentials.sum(1), target, weighted, squares])
     if parallel:
         dist.all_reduce(sums, group=vocabulary.group)
-    partition, weighted, target = sums
+    partition, target, weighted, squares = sums
     log_partition = partition.log()
-    return torch.stack([target - log_partition, log_partition - weighted / partition, log_partition + maximum])
+    entropy = log_partition - weighted / partition if "entropy" in vocabulary.extras else not_asked_for
+    return torch.stack([target - log_partition, entropy, squares / partition.square(), log_partition + maximum])
 
 
 def _logits_gradient(
@@ -137,13 +152,17 @@ def token_scores(
     temperature: float,
     chunk_tokens: int,
     group: dist.ProcessGroup,
+    extras: Collection[Extra] = ("entropy",),
 ) -> TokenScores:
-    """Scores of `targets` under softmax(hidden @ weight.T / temperature).
+    """Scores of `targets` under softmax(hidden @ weight.T / temperature); `extras`: those that are asked for beside the log-probs.
 
     hidden: (T, H), the same on every rank of `group`, whose gradient is this rank's part of the sum over the group.
     weight: (padded V / tp, H), this rank's rows. targets: (T,) int64, global token ids.
     """
     first = group.rank() * weight.shape[0]
     size = max(0, min(weight.shape[0], vocab_size - first))
-    vocabulary = _Vocabulary(first=first, size=size, temperature=temperature, chunk_tokens=chunk_tokens, group=group)
-    return TokenScores(*_Scores.apply(hidden, weight, targets, vocabulary))
+    vocabulary = _Vocabulary(first, size, temperature, chunk_tokens, group, frozenset(extras))
+    log_probs, entropy, sum_pi_squared = _Scores.apply(hidden, weight, targets, vocabulary)
+    return TokenScores(
+        log_probs, entropy if "entropy" in vocabulary.extras else None, sum_pi_squared if "sum_pi_squared" in vocabulary.extras else None
+    )

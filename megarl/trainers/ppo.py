@@ -9,6 +9,7 @@ import torch
 
 from megarl.algorithms.advantages import ADVANTAGE_ESTIMATORS, AdvantageInputs
 from megarl.algorithms.kl import KL_CONTROLLERS, apply_kl_penalty, kl_per_token, sequence_mean_kl
+from megarl.algorithms.masked import masked_mean
 from megarl.algorithms.metrics import data_metrics
 from megarl.config.schema import AlgorithmConfig, KLControllerKind, KLWhere, PPOConfig
 from megarl.controller.futures import gather
@@ -106,7 +107,10 @@ class PPOTrainer:
         return metrics | self._batch_metrics(batch) | roles.drain_metrics()
 
     def _batch_metrics(self, batch: DataProto) -> Metrics:
-        metrics = data_metrics(batch.tensors, self.config.data.max_response_length)
+        """`actor/entropy`: of the policy that wrote the samples, in nats, a mean over the response tokens."""
+        tensors = batch.tensors
+        metrics = data_metrics(tensors, self.config.data.max_response_length)
+        metrics["actor/entropy"] = float(masked_mean(tensors["entropys"], tensors["response_mask"]))
         metrics["reward/error_rate"] = batch.meta_info["reward/error_rate"]
         metrics["num_tokens"] = float(valid_token_count(batch))
         return metrics

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,6 +25,7 @@ if TYPE_CHECKING:  # importing these imports Megatron, which wants the platform 
     from megarl.engine.checkpoint import PendingSave
     from megarl.engine.engine import LossFunction, MegatronEngine
     from megarl.engine.groups import ParallelGroups
+    from megarl.engine.vocab_parallel import Extra
 
 MICRO_BATCHES = "micro_batches"  # meta_info: the row numbers of each micro-batch, planned by the driver
 
@@ -94,13 +96,14 @@ class MegatronWorker(WeightExport):
     def mesh_coordinate(self) -> MeshCoordinate:
         return MeshCoordinate(dp=self._groups.data_rank, tp=self._groups.tensor_rank, pp=self._groups.pipeline_rank)
 
-    def _forward(self, part: DataProto, names: dict[str, str]) -> DataProto:
+    def _forward(self, part: DataProto, names: Mapping[str, str], extras: Collection[Extra] = ()) -> DataProto:
         """Scores of this replica's rows, renamed to batch keys; without rows on the ranks that do not hold the last stage."""
-        outputs = self._engine.forward(part.tensors, part.meta_info[MICRO_BATCHES])
-        return DataProto.from_dict({names[key]: value.cpu() for key, value in (outputs or {}).items() if key in names})
+        outputs = self._engine.forward(part.tensors, part.meta_info[MICRO_BATCHES], extras)
+        return DataProto.from_dict({names[key]: value.cpu() for key, value in (outputs or {}).items()})
 
-    def _train(self, part: DataProto, loss: LossFunction, prefix: str) -> dict[str, float]:
-        metrics = self._engine.forward_backward(part.tensors, part.meta_info[MICRO_BATCHES], loss)
+    def _train(self, part: DataProto, loss: LossFunction, prefix: str, extras: Collection[Extra] = ()) -> dict[str, float]:
+        """One optimizer step; `extras` are what the loss reads beside log-probs."""
+        metrics = self._engine.forward_backward(part.tensors, part.meta_info[MICRO_BATCHES], loss, extras)
         step = self._engine.step()
         return {**metrics, f"{prefix}/grad_norm": step.grad_norm, f"{prefix}/lr": step.lr}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from megarl.algorithms.losses import ActorLoss, MiniBatchCounts, SFTLoss
+from megarl.config.roles import needs_sum_pi_squared
 from megarl.config.schema import AlgorithmConfig
 from megarl.controller.dispatch import Dispatch, register
 from megarl.protocol.batch import DataProto
@@ -25,17 +26,20 @@ class ActorWorker(MegatronWorker):
         """algorithm None: supervised fine-tuning only."""
         super().__init__(spec)
         self._algorithm = algorithm
+        self._needs_sum_pi_squared = algorithm is not None and needs_sum_pi_squared(algorithm)
 
     @register(dispatch_mode=Dispatch.MEGATRON_MESH, blocking=False)
     def old_log_prob(self, part: DataProto) -> DataProto:
-        """`old_log_probs` and `entropys` (b, R)."""
-        return self._forward(part, {"log_probs": "old_log_probs", "entropy": "entropys"})
+        """`old_log_probs` and `entropys` (b, R), and `sum_pi_squared` where the advantages are made of it."""
+        names = {"log_probs": "old_log_probs", "entropy": "entropys", "sum_pi_squared": "sum_pi_squared"}
+        return self._forward(part, names, ("entropy", "sum_pi_squared") if self._needs_sum_pi_squared else ("entropy",))
 
     @register(dispatch_mode=Dispatch.MEGATRON_MESH, blocking=False)
     def update_actor(self, part: DataProto, counts: MiniBatchCounts) -> dict[str, float]:
         """One optimizer step on a mini-batch; this replica's shares of its metrics, see ActorLoss."""
         assert self._algorithm is not None
-        return self._train(part, ActorLoss(algorithm=self._algorithm, counts=counts), "actor")
+        loss = ActorLoss(algorithm=self._algorithm, counts=counts)
+        return self._train(part, loss, "actor", ("entropy",) if loss.needs_entropy else ())
 
     @register(dispatch_mode=Dispatch.MEGATRON_MESH, blocking=False)
     def update_sft(self, part: DataProto, counts: MiniBatchCounts) -> dict[str, float]:

@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from megarl.algorithms.losses import MiniBatchCounts
-from megarl.config.schema import MicroBatchConfig, ParallelConfig
+from megarl.config.schema import AlgorithmConfig, MicroBatchConfig, ParallelConfig
 from megarl.controller.futures import DerivedFuture, WorkerFuture
 from megarl.controller.group import RoleGroup
 from megarl.data.packing import BatchPlan, plan_micro_batches
 from megarl.protocol.batch import DataProto
+from megarl.protocol.shares import add_up, combined, is_extreme
+from megarl.workers.actor_rows import MODEL_KEYS, actor_rows
 from megarl.workers.megatron import MICRO_BATCHES
+from megarl.workers.ratio_gate import FirstRatioGate
 from megarl.workers.residency import EVERYBODY_STAYS, Engines, Residency
 from megarl.workers.weight_sync import PushReport, WeightSource, WeightSync
-
-_MODEL_KEYS = ("input_ids", "attention_mask", "response_mask")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +33,15 @@ class UpdatePlan:
     updates_per_step: int
     epochs_per_batch: int
     seed: int
+
+    @property
+    def is_one(self) -> bool:
+        """A step makes a single optimizer step, so that the samples are of the very policy that it trains."""
+        return self.updates_per_step * self.epochs_per_batch == 1
+
+    def seed_of(self, step: int, update: int) -> int:
+        """For what is drawn for one update of a step; another for each."""
+        return int(np.random.SeedSequence([self.seed, step, update]).generate_state(1)[0])
 
     def mini_batches(self, batch: DataProto, step: int) -> Iterator[DataProto]:
         """Of equal size, each row once in a pass, in an order of its own for every pass and step.
@@ -80,7 +92,7 @@ class MegatronRole:
 
     def _score(self, batch: DataProto, method: Callable[[list[DataProto]], WorkerFuture]) -> DerivedFuture:
         self._residency.before_scoring()
-        plan, parts = self._split(batch, _MODEL_KEYS)
+        plan, parts = self._split(batch, MODEL_KEYS)
 
         def restore(results: list[Any]) -> DataProto:
             (replicas,) = results
@@ -91,30 +103,44 @@ class MegatronRole:
     def _update(
         self,
         mini_batches: Iterable[DataProto],
-        keys: Sequence[str],
         method: Callable[[list[DataProto], MiniBatchCounts], WorkerFuture],
+        check_first: Callable[[Mapping[str, float]], None] = lambda metrics: None,
     ) -> DerivedFuture:
-        """Queues one optimizer step per mini-batch; metrics are summed over replicas and averaged over mini-batches."""
+        """Queues one optimizer step per mini-batch, which has the tensors that the loss reads and no others.
+
+        Metrics are summed over replicas and averaged over mini-batches; of extremes it is the extreme. `check_first`: of the metrics
+        of the first mini-batch.
+        """
         self._residency.before_update()
         futures = []
         for mini_batch in mini_batches:
             counts = MiniBatchCounts.of(mini_batch.tensors["response_mask"])
-            futures.append(method(self._split(mini_batch, (*_MODEL_KEYS, *keys))[1], counts))
-        return DerivedFuture(futures, lambda updates: _mean([_over_replicas(replicas) for replicas in updates]))
+            futures.append(method(self._split(mini_batch, mini_batch.tensors)[1], counts))
+
+        def metrics(results: list[list[dict[str, float]]]) -> dict[str, float]:
+            updates = [_over_replicas(replicas) for replicas in results]
+            check_first(updates[0])
+            return _over_updates(updates)
+
+        return DerivedFuture(futures, metrics)
 
 
-# Metrics that every replica reports alike; all others are shares that add up.
+# Metrics that every replica reports alike; all others are shares (protocol/shares.py).
 _REPORTED_ALIKE = ("/grad_norm", "/lr")
 
 
 def _over_replicas(replicas: list[dict[str, float]]) -> dict[str, float]:
-    return {
-        name: value if name.endswith(_REPORTED_ALIKE) else sum(replica[name] for replica in replicas) for name, value in replicas[0].items()
-    }
+    alike = {name: value for name, value in replicas[0].items() if name.endswith(_REPORTED_ALIKE)}
+    shares = {name: value for name, value in add_up(replicas).items() if not math.isinf(value)}  # extremes over no token at all
+    return {**shares, **alike}
 
 
-def _mean(updates: list[dict[str, float]]) -> dict[str, float]:
-    return {name: sum(update[name] for update in updates) / len(updates) for name in updates[0]}
+def _over_updates(updates: list[dict[str, float]]) -> dict[str, float]:
+    metrics = {}
+    for name in dict.fromkeys(name for update in updates for name in update):
+        values = [update[name] for update in updates if name in update]
+        metrics[name] = combined(name, values) if is_extreme(name) else sum(values) / len(values)
+    return metrics
 
 
 class Reference(MegatronRole):
@@ -134,7 +160,8 @@ class Critic(MegatronRole):
 
     def update(self, batch: DataProto, step: int) -> DerivedFuture:
         """Trains on `values`, `returns`; the metrics of CriticLoss, `critic/grad_norm` and `critic/lr`."""
-        return self._update(self._updates.mini_batches(batch, step), ("values", "returns"), self.group.update_critic)
+        rows = batch.select([*MODEL_KEYS, "values", "returns"], [])
+        return self._update(self._updates.mini_batches(rows, step), self.group.update_critic)
 
 
 class Actor(MegatronRole):
@@ -149,12 +176,17 @@ class Actor(MegatronRole):
         updates: UpdatePlan,
         residency: Residency = EVERYBODY_STAYS,
         weight_sync: WeightSync | None = None,
+        algorithm: AlgorithmConfig | None = None,
+        check_first_ratio: FirstRatioGate | None = None,
     ) -> None:
-        """weight_sync: how replicas get the weights; None where there are no replicas."""
+        """weight_sync: how replicas get the weights; None where there are no replicas. algorithm None: supervised fine-tuning only.
+        check_first_ratio: of the first update, where a step makes several."""
         super().__init__(group, parallel, micro_batch, residency)
         self._weights = weights
         self._weight_sync = weight_sync
         self._updates = updates
+        self._algorithm = algorithm
+        self._check_first_ratio = check_first_ratio
         self._version = 0
         self._last_push: PushReport | None = None
 
@@ -187,17 +219,25 @@ class Actor(MegatronRole):
             self._weights.save_hf(folder, source_folder)
 
     def log_probs(self, batch: DataProto) -> DerivedFuture:
-        """`old_log_probs`, `entropys` (B, R)."""
+        """`old_log_probs`, `entropys` (B, R), and `sum_pi_squared` where the advantages are made of it."""
         return self._score(batch, self.group.old_log_prob)
 
     def update(self, batch: DataProto, step: int) -> DerivedFuture:
-        """Trains on `old_log_probs`, `advantages` and, where it is there, `ref_log_prob`; the metrics of ActorLoss."""
-        keys = [key for key in ("old_log_probs", "advantages", "ref_log_prob") if key in batch.tensors]
-        return self._update(self._updates.mini_batches(batch, step), keys, self.group.update_actor)
+        """Trains on `advantages` and what else the algorithm asks for (actor_rows); the metrics of ActorLoss."""
+        assert self._algorithm is not None
+        one_update = self._updates.is_one
+        mini_batches = [
+            actor_rows(mini_batch, self._algorithm, one_update=one_update, seed=self._updates.seed_of(step, number))
+            for number, mini_batch in enumerate(self._updates.mini_batches(batch, step))
+        ]
+        check = self._check_first_ratio
+        if check is None or one_update:
+            return self._update(mini_batches, self.group.update_actor)
+        return self._update(mini_batches, self.group.update_actor, check)
 
     def update_sft(self, batch: DataProto) -> DerivedFuture:
         """One optimizer step on the likelihood of all rows; `sft/loss`, `sft/grad_norm`, `sft/lr`."""
-        return self._update([batch], (), self.group.update_sft)
+        return self._update([batch.select(MODEL_KEYS, [])], self.group.update_sft)
 
 
 def valid_token_count(batch: DataProto) -> int:

@@ -25,6 +25,7 @@ from megarl.workers.critic import CriticWorker
 from megarl.workers.engines import EngineSpec, build_engine
 from megarl.workers.megatron import ModelSpec
 from megarl.workers.policy import ActorWorker, ReferenceWorker
+from megarl.workers.ratio_gate import FirstRatioGate
 from megarl.workers.replicas import ReplicaPlace, Replicas
 from megarl.workers.request_run import RolloutLimits
 from megarl.workers.residency import EVERYBODY_STAYS, Residency, TakingTurns
@@ -146,6 +147,8 @@ def start_ppo(config: PPOConfig, models: Architectures, rules: TokenRules, devic
             updates,
             residency,
             _weight_sync(config, source, device),
+            config.algorithm,
+            FirstRatioGate(config.model.dtype),
         ),
         reference=(
             Reference(policy_groups["reference"], config.actor.parallel, config.reference.micro_batch, residency)

@@ -16,6 +16,7 @@ from megarl.config.schema import (
     PolicyLossKind,
     ValueLossConfig,
 )
+from megarl.protocol.shares import add_up
 from tests.unit.algorithms import reference
 from tests.unit.algorithms.strategies import masks, normal, poison
 
@@ -67,6 +68,8 @@ def test_actor_loss_by_hand():
         "actor/pg_clipfrac": 0.5,
         "actor/pg_clipfrac_dual": 0.0,
         "actor/approx_kl": -LN2 / 2,
+        "actor/ratio_max": 2.0,
+        "actor/ratio_min": 1.0,
         "actor/entropy": 0.5,
         "actor/kl_loss": 0.25,
     }
@@ -82,7 +85,7 @@ def test_actor_loss_without_extras_reads_only_what_it_needs():
     rows = {"response_mask": mask, "old_log_probs": torch.zeros(1, 2), "advantages": torch.ones(1, 2)}
     loss, metrics = loss_function({"log_probs": torch.zeros(1, 2)}, rows)
     assert float(loss) == -1.0
-    assert set(metrics) == {"actor/pg_loss", "actor/pg_clipfrac", "actor/approx_kl"}
+    assert set(metrics) == {"actor/pg_loss", "actor/pg_clipfrac", "actor/approx_kl", "actor/ratio_max", "actor/ratio_min"}
     assert not loss_function.needs_entropy
 
 
@@ -172,7 +175,7 @@ def test_rows_in_any_order_and_cut_add_up_in_loss_gradient_and_metrics(name, mas
         shares = [loss_function({k: v[index] for k, v in leaves.items()}, {k: v[index] for k, v in rows.items()}) for index in index_lists]
         sum(share.loss for share in shares).backward()
         gradients = [leaf.grad for leaf in leaves.values() if leaf.grad is not None]
-        return gradients, {key: sum(share.metrics[key] for share in shares) for key in shares[0].metrics}
+        return gradients, add_up([{key: float(value) for key, value in share.metrics.items()} for share in shares])
 
     whole, split = run([torch.arange(len(mask))]), run(parts)
     torch.testing.assert_close(split, whole)

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from megarl.algorithms.losses import ActorLoss, CriticLoss, MiniBatchCounts
 from megarl.config.schema import AlgorithmConfig, KLConfig, KLEstimator, KLWhere, OptimConfig, ParallelConfig, ValueLossConfig
 from megarl.data.packing import BatchPlan, MicroBatch, RankPlan, plan_micro_batches
+from megarl.protocol.shares import add_up
 from tests.ranks import RankPool
 from tests.unit.engine.comparison import assert_same
 from tests.unit.engine.models import load_lm, make_batch, reference_logits, save_critic, save_model, scores_of
@@ -93,8 +94,7 @@ def run_splits(parallel: ParallelConfig, folders: dict[str, str], batch: Tensors
             metrics = engine.forward_backward(part, mine.local_micro_batches, loss_for(head, batch))
             gathered: list[Any] = [None] * parallel.world_size
             dist.all_gather_object(gathered, metrics if groups.tensor_rank == 0 else {})
-            totals = {key: sum(each.get(key, 0.0) for each in gathered) for each in gathered for key in each}
-            results.setdefault(head, {})[name] = Result(hf_gradients(engine), totals)
+            results.setdefault(head, {})[name] = Result(hf_gradients(engine), add_up(gathered))
     return results
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -111,6 +111,43 @@ def test_scores_and_gradients(size: int, rank_pool: RankPool) -> None:
             for name, case in CASES.items():
                 for key, value in reference(inputs, case)._asdict().items():
                     assert max_difference(getattr(results[name], key), value) <= TOLERANCE, (name, key)
+
+
+def run_extras(inputs: Inputs) -> dict[tuple[str, ...], Any]:
+    """In a rank: extras -> all scores, and the gradient with respect to the hidden states of the log-probs."""
+    from megarl.engine import platform
+
+    platform.activate(Device.cpu)
+    from megarl.engine.vocab_parallel import token_scores
+
+    rank, size = dist.get_rank(), dist.get_world_size()
+    rows = -(-VOCAB_SIZE // size)
+    weight = torch.nn.functional.pad(inputs.weight, (0, 0, 0, rows * size - VOCAB_SIZE))[rank * rows : (rank + 1) * rows]
+    found = {}
+    for extras in ((), ("entropy",), ("sum_pi_squared",), ("entropy", "sum_pi_squared")):
+        hidden = inputs.hidden.clone().requires_grad_()
+        scores = token_scores(
+            hidden, weight, inputs.targets, vocab_size=VOCAB_SIZE, temperature=0.7, chunk_tokens=7, group=dist.group.WORLD, extras=extras
+        )
+        (scores.log_probs * inputs.log_prob_weight).sum().backward()
+        dist.all_reduce(hidden.grad)
+        found[extras] = (*(None if score is None else score.detach() for score in scores), hidden.grad)
+    return found
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_extras_are_made_where_they_are_asked_for(size: int, rank_pool: RankPool) -> None:
+    """The log-probs and their gradient are the same with any of them."""
+    inputs = make_inputs(entropy=0.0)
+    want = reference(inputs, Case(temperature=0.7))
+    probabilities = (inputs.hidden.double() @ inputs.weight.double().T / 0.7).softmax(-1)
+    for found in rank_pool.run(run_extras, world_size=size, inputs=inputs):
+        for extras, (log_probs, entropy, sum_pi_squared, gradient) in found.items():
+            assert max_difference(log_probs, want.log_probs) <= TOLERANCE
+            assert max_difference(gradient, want.hidden_grad) <= TOLERANCE
+            assert (entropy is None, sum_pi_squared is None) == ("entropy" not in extras, "sum_pi_squared" not in extras)
+            assert entropy is None or max_difference(entropy, want.entropy) <= TOLERANCE
+            assert sum_pi_squared is None or max_difference(sum_pi_squared, probabilities.square().sum(1)) <= TOLERANCE
 
 
 def test_logits_in_the_thousands(rank_pool: RankPool) -> None:

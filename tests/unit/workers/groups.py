@@ -113,7 +113,7 @@ def started_models(folders: Folders, parallel: ParallelConfig) -> Iterator[Model
             sync = WeightSync(
                 source, transport=Transport.colocated, verify=Verify.first, scratch_dir=folders.policy.parent, config_dir=folders.policy
             )
-            return Actor(groups[name], parallel, ONE_ROW, source, updates, weight_sync=sync)
+            return Actor(groups[name], parallel, ONE_ROW, source, updates, weight_sync=sync, algorithm=ALGORITHM)
 
         yield Models(
             actor=actor("actor"),
