@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,3 +24,14 @@ def place_scores(scores: Sequence[float] | Tensor, response_mask: Tensor) -> Ten
     last = torch.where(response_mask, positions, -1).amax(dim=1, keepdim=True)
     column = torch.as_tensor(scores, dtype=torch.float32, device=response_mask.device)[:, None]
     return torch.zeros(response_mask.shape, dtype=torch.float32, device=response_mask.device).scatter_(1, last, column)
+
+
+def refuse_unusable(name: str, per_row: Tensor, uid: np.ndarray) -> None:
+    """Raises ValueError where a value of `per_row` (B,) is NaN or infinite, with the uids (B,) of the first such samples."""
+    rows = (~torch.isfinite(per_row)).nonzero().flatten().tolist()
+    if rows:
+        shown = ", ".join([*(str(uid[row]) for row in rows[:8]), *(["..."] if len(rows) > 8 else [])])
+        raise ValueError(
+            f"{name} is {float(per_row[rows[0]])} for {len(rows)} of {len(per_row)} samples (uid {shown}); "
+            "one of them would make every advantage of its group or batch useless: mend the reward function"
+        )

@@ -44,6 +44,15 @@ class Decay(str, Enum):
 class AdvantageEstimator(str, Enum):
     gae = "gae"
     grpo = "grpo"
+    grpo_pass_k = "grpo_pass_k"
+    rloo = "rloo"
+    reinforce_plus_plus = "reinforce_plus_plus"
+    reinforce_plus_plus_baseline = "reinforce_plus_plus_baseline"
+    opo = "opo"
+    gpg = "gpg"
+    remax = "remax"
+    gdpo = "gdpo"
+    optimal_token_baseline = "optimal_token_baseline"
 
 
 class PolicyLossKind(str, Enum):

@@ -4,12 +4,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.algorithms.advantages import ADVANTAGE_ESTIMATORS, AdvantageInputs, gae, grpo
+from megarl.algorithms.advantages import ADVANTAGE_ESTIMATORS, AdvantageInputs, gae, rewards_to_go
 from megarl.config.schema import AdvantageConfig, AdvantageEstimator
+from tests.unit.algorithms import reference_advantages
 from tests.unit.algorithms.reference import gae_row
 from tests.unit.algorithms.strategies import masks, normal, poison
 
 NAN, INF = float("nan"), float("inf")
+KINDS = list(AdvantageEstimator)
+NOT_OVER_GROUPS = ("gae", "reinforce_plus_plus", "remax")
 FRACTIONS = st.sampled_from([0.0, 0.5, 0.9, 0.99, 1.0])
 
 
@@ -57,24 +60,264 @@ def test_returns_without_discount_are_rewards_to_go():
     torch.testing.assert_close(returns, torch.tensor([[10.0, 9.0, 7.0, 4.0]]))
 
 
+def test_a_long_row_is_summed_in_blocks():
+    """More than a block of blocks, not a multiple of either, with and without a discount."""
+    mask = torch.ones(2, 1100, dtype=torch.bool)
+    rewards = normal(mask, 0)
+    for gamma in (1.0, 0.97):
+        expected = gae_row(rewards[0].tolist(), [0.0] * 1100, mask[0].tolist(), gamma, 1.0)[0]
+        np.testing.assert_allclose(rewards_to_go(rewards, mask, gamma)[0].numpy(), expected, rtol=1e-10, atol=1e-10)
+
+
+def inputs_of(scores, uid, lengths=None, **others):
+    """Rows with an outcome on their last token; two tokens each where no lengths are given."""
+    lengths = [2] * len(scores) if lengths is None else lengths
+    mask = torch.arange(max(lengths))[None, :] < torch.tensor(lengths)[:, None]
+    rewards = torch.full(mask.shape, NAN, dtype=torch.float64).masked_fill(mask, 0.0)
+    for row, (score, length) in enumerate(zip(scores, lengths, strict=True)):
+        rewards[row, length - 1] = score
+    return AdvantageInputs(token_level_rewards=rewards, response_mask=mask, uid=np.array(list(uid), dtype=object), **others)
+
+
+def per_row(kind, inputs, **config):
+    """The advantage of each row's first token, which is that of all."""
+    advantages, _ = ADVANTAGE_ESTIMATORS[kind](inputs, AdvantageConfig(estimator=kind, **config))
+    mask = inputs.response_mask
+    assert torch.equal(advantages, torch.where(mask, advantages[:, :1], 0.0))
+    return advantages[:, 0].tolist()
+
+
 def test_grpo_by_hand():
-    # group a: outcomes 1, 3 -> mean 2, unbiased deviation sqrt(2); group b: one sample; group c: equal outcomes
-    rewards = torch.tensor([[1.0, 0.0], [5.0, NAN], [1.0, 2.0], [4.0, 0.0], [2.0, 2.0]])
-    mask = torch.tensor([[1, 1], [1, 0], [1, 1], [1, 0], [1, 1]]).bool()
-    advantages, returns = grpo(rewards, mask, np.array(["a", "b", "a", "c", "c"], dtype=object), epsilon=0.0 + 1e-12)
+    # a: 1, 3 -> mean 2, unbiased deviation sqrt(2); b: one sample; c: equal outcomes
+    inputs = inputs_of([1.0, 5.0, 3.0, 4.0, 4.0], "abacc", [2, 1, 2, 1, 2])
     half = 0.5**0.5
-    torch.testing.assert_close(advantages, torch.tensor([[-half, -half], [0.0, 0.0], [half, half], [0.0, 0.0], [0.0, 0.0]]))
-    assert torch.equal(advantages, returns)
+    assert per_row(AdvantageEstimator.grpo, inputs) == pytest.approx([-half, 0.0, half, 0.0, 0.0], rel=1e-5)
+    assert per_row(AdvantageEstimator.grpo, inputs, normalize_by_std=False) == [-1.0, 0.0, 1.0, 0.0, 0.0]
 
 
-@settings(max_examples=40, deadline=None)
-@given(mask=masks(min_rows=2, max_rows=6), seed=st.integers(0, 1000))
-def test_grpo_does_not_depend_on_the_order_of_rows(mask, seed):
-    rewards, uid = normal(mask, seed), np.array([f"prompt-{row % 3}" for row in range(len(mask))], dtype=object)
+def test_grpo_pass_k_by_hand():
+    # a: 1, 5, 3 -> 5 - 3 for the best; b: the best twice; c: one sample. deviation of 1, 5, 3: 2
+    inputs = inputs_of([1.0, 5.0, 3.0, 2.0, 2.0, 0.0, 7.0], "aaabbbc")
+    assert per_row(AdvantageEstimator.grpo_pass_k, inputs, normalize_by_std=False) == [0.0, 2.0, 0.0, 0.0, 0.0, 0.0, 0.0]
+    assert per_row(AdvantageEstimator.grpo_pass_k, inputs) == pytest.approx([0.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0], rel=1e-5)
+
+
+def test_rloo_by_hand():
+    # a: 1 - (3 + 8)/2, 3 - (1 + 8)/2, 8 - (1 + 3)/2; b: one sample
+    inputs = inputs_of([1.0, 3.0, 8.0, 4.0], "aaab")
+    assert per_row(AdvantageEstimator.rloo, inputs) == pytest.approx([-4.5, -1.5, 6.0, 0.0])
+
+
+def test_opo_by_hand():
+    # baseline (1 x 3 + 3 x 1) / 4 = 1.5
+    inputs = inputs_of([3.0, 1.0, 9.0], "aab", [1, 3, 2])
+    assert per_row(AdvantageEstimator.opo, inputs) == pytest.approx([1.5, -0.5, 0.0])
+
+
+def test_gpg_by_hand():
+    # B = 5, M = 3 (b: equal, c: one sample): alpha = 5 / 2
+    inputs = inputs_of([0.0, 1.0, 2.0, 2.0, 7.0], "aabbc")
+    assert per_row(AdvantageEstimator.gpg, inputs) == pytest.approx([-1.25, 1.25, 0.0, 0.0, 0.0])
+
+
+def test_reinforce_plus_plus_by_hand():
+    # gamma 0.5: rewards to go 1, 2 and 6; mean 3, unbiased variance 7
+    mask = torch.tensor([[True, True], [True, False]])
+    rewards = torch.tensor([[0.0, 2.0], [6.0, NAN]])
+    inputs = AdvantageInputs(token_level_rewards=rewards, response_mask=mask, uid=np.array(["a", "b"], dtype=object))
+    advantages, returns = ADVANTAGE_ESTIMATORS[AdvantageEstimator.reinforce_plus_plus](inputs, AdvantageConfig(gamma=0.5))
+    root = 7**0.5
+    torch.testing.assert_close(advantages, torch.tensor([[-2 / root, -1 / root], [3 / root, 0.0]]))
+    assert returns.tolist() == [[1.0, 2.0], [6.0, 0.0]]
+
+
+def test_reinforce_plus_plus_baseline_by_hand():
+    # centred: -1 (twice), 1, 0 (b: one sample); mean -1/4, variance (2 x (3/4)^2 + (5/4)^2 + (1/4)^2) / 3 = 11/12
+    inputs = inputs_of([1.0, 3.0, 5.0], "aab", [2, 1, 1])
+    root = (11 / 12) ** 0.5
+    expected = [-0.75 / root, 1.25 / root, 0.25 / root]
+    assert per_row(AdvantageEstimator.reinforce_plus_plus_baseline, inputs) == pytest.approx(expected, rel=1e-6)
+
+
+def test_remax_by_hand():
+    inputs = inputs_of([1.0, 3.0], "aa", baseline_scores=torch.tensor([0.5, 4.0]))
+    assert per_row(AdvantageEstimator.remax, inputs) == [0.5, -1.0]
+
+
+def test_gdpo_by_hand():
+    # part 1: (0, 2) -> deviation sqrt(2): -+1/sqrt(2); part 2, weight 3: equal in a, 1 and 0 in b -> +-3/sqrt(2); totals sum to 0
+    parts = torch.tensor([[0.0, 1.0], [2.0, 1.0], [5.0, 1.0], [5.0, 0.0]], dtype=torch.float64)
+    inputs = inputs_of([0.0] * 4, "aabb", score_parts=parts, score_weights=torch.tensor([1.0, 3.0]))
+    totals = [-(0.5**0.5), 0.5**0.5, 3 * 0.5**0.5, -3 * 0.5**0.5]
+    scale = (sum(x * x for x in totals) / 3) ** 0.5
+    assert per_row(AdvantageEstimator.gdpo, inputs) == pytest.approx([x / scale for x in totals], rel=1e-5)
+
+
+def test_optimal_token_baseline_by_hand():
+    # squared norms 1 - 2p + q: row 1: 1 - 1 + 0.5 = 0.5 twice; row 2: 1 - 0.5 + 0.25 = 0.75. Scores 1 and 5.
+    # t = 0: (1 x 0.5 + 5 x 0.75) / 1.25 = 3.4; t = 1: row 1 alone
+    squares = torch.tensor([[0.5, 0.5], [0.25, NAN]], dtype=torch.float64)
+    log_probs = torch.tensor([[0.5, 0.5], [0.25, NAN]], dtype=torch.float64).log()
+    inputs = inputs_of([1.0, 5.0], "aa", [2, 1], sum_pi_squared=squares, old_log_probs=log_probs)
+    advantages, returns = ADVANTAGE_ESTIMATORS[AdvantageEstimator.optimal_token_baseline](inputs, AdvantageConfig())
+    torch.testing.assert_close(advantages, torch.tensor([[-2.4, 0.0], [1.6, 0.0]], dtype=torch.float64))
+    assert returns.tolist() == [[1.0, 1.0], [5.0, 0.0]]
+
+
+def batch_of(mask, seed):
+    """Random inputs of every estimator by name, with few outcomes so that groups have equal ones; groups of uneven sizes."""
+    generator = torch.Generator().manual_seed(seed)
+    rewards = torch.randint(-1, 3, mask.shape, generator=generator).double()
+    uid = np.array([f"prompt-{int(k)}" for k in torch.randint(0, 3, (len(mask),), generator=generator)], dtype=object)
+    return {
+        "token_level_rewards": rewards,
+        "response_mask": mask,
+        "uid": uid,
+        "values": normal(mask, seed + 1),
+        "baseline_scores": normal(mask, seed + 2)[:, 0].contiguous(),
+        "score_parts": torch.randint(0, 3, (len(mask), 2), generator=generator).double(),
+        "score_weights": torch.tensor([1.0, 0.5], dtype=torch.float64),
+        "old_log_probs": -normal(mask, seed + 3).abs(),
+        "sum_pi_squared": normal(mask, seed + 4).abs().clamp(max=1.0),
+    }
+
+
+PER_TOKEN = ("token_level_rewards", "values", "old_log_probs", "sum_pi_squared")
+
+
+def poisoned(batch, value=NAN):
+    return {key: poison(x, batch["response_mask"], value) if key in PER_TOKEN else x for key, x in batch.items()}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=30, deadline=None)
+@given(mask=masks(max_rows=7), seed=st.integers(0, 1000), by_std=st.booleans(), gamma=FRACTIONS, lam=FRACTIONS)
+def test_matches_the_reference_whatever_stands_in_masked_slots(kind, mask, seed, by_std, gamma, lam):
+    batch, config = batch_of(mask, seed), AdvantageConfig(estimator=kind, normalize_by_std=by_std, gamma=gamma, lam=lam)
+    got = ADVANTAGE_ESTIMATORS[kind](AdvantageInputs(**poisoned(batch)), config)
+    expected = reference_advantages.advantages(kind.value, {key: x.tolist() for key, x in batch.items()}, config)
+    for ours, theirs in zip(got, expected, strict=True):
+        np.testing.assert_allclose(ours.numpy(), np.array(theirs).reshape(mask.shape), rtol=1e-7, atol=1e-7)
+    assert got.advantages.dtype == got.returns.dtype == torch.float64
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=15, deadline=None)
+@given(mask=masks(min_rows=2, max_rows=7), seed=st.integers(0, 1000))
+def test_the_order_of_rows_and_longer_padding_change_nothing(kind, mask, seed):
+    batch = batch_of(mask, seed)
     order = torch.randperm(len(mask), generator=torch.Generator().manual_seed(seed))
-    straight = grpo(rewards, mask, uid).advantages
-    shuffled = grpo(rewards[order], mask[order], uid[order.numpy()]).advantages
-    torch.testing.assert_close(shuffled, straight[order])
+
+    def moved(x):
+        return x[order.numpy() if isinstance(x, np.ndarray) else order]
+
+    def padded(key, x):
+        return torch.nn.functional.pad(x, (0, 3)) if key in (*PER_TOKEN, "response_mask") else x
+
+    shuffled = {key: x if key == "score_weights" else padded(key, moved(x)) for key, x in batch.items()}
+    config = AdvantageConfig(estimator=kind, gamma=0.9, lam=0.8)
+    straight = ADVANTAGE_ESTIMATORS[kind](AdvantageInputs(**poisoned(batch)), config)
+    other = ADVANTAGE_ESTIMATORS[kind](AdvantageInputs(**poisoned(shuffled, INF)), config)
+    for ours, theirs in zip(other, straight, strict=True):
+        torch.testing.assert_close(ours[:, : mask.shape[1]], theirs[order])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=10, deadline=None)
+@given(mask=masks(min_rows=2), seed=st.integers(0, 1000))
+def test_a_row_without_a_token_changes_nothing_for_the_others(kind, mask, seed):
+    batch = batch_of(mask, seed)
+
+    def with_empty_row(key, x):
+        if key == "score_weights":
+            return x
+        if key == "uid":
+            return np.append(x, x[0])
+        return torch.cat([x, torch.zeros_like(x[:1]) if x.dtype is torch.bool else torch.full_like(x[:1], 7.0)])
+
+    config = AdvantageConfig(estimator=kind, gamma=0.9, lam=0.8)
+    alone = ADVANTAGE_ESTIMATORS[kind](AdvantageInputs(**batch), config)
+    beside = ADVANTAGE_ESTIMATORS[kind](AdvantageInputs(**{key: with_empty_row(key, x) for key, x in batch.items()}), config)
+    for with_it, without in zip(beside, alone, strict=True):
+        torch.testing.assert_close(with_it[:-1], without)
+        assert not with_it[-1].any()
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind.name not in NOT_OVER_GROUPS])
+@pytest.mark.parametrize(("scores", "uid"), [([0.7] * 3, "aaa"), ([0.1, 0.2, 0.3], "abc"), ([5.0], "a")])
+def test_equal_outcomes_and_groups_of_one_have_no_advantage(kind, scores, uid):
+    """Exactly 0, so that rounding is not divided by itself; the optimal token baseline divides by nothing of the kind."""
+    size = torch.tensor(scores, dtype=torch.float64)
+    others = {"score_parts": size[:, None].expand(-1, 2), "sum_pi_squared": torch.full((len(scores), 2), 0.5)}
+    inputs = inputs_of(scores, uid, **others, old_log_probs=torch.full((len(scores), 2), -1.0))
+    rounding = 1e-6 if kind is AdvantageEstimator.optimal_token_baseline else 0.0
+    assert per_row(kind, inputs) == pytest.approx([0.0] * len(scores), abs=rounding)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_single_valid_token_of_the_batch(kind):
+    batch = batch_of(torch.tensor([[False, True, False], [False, False, False]]), 3)
+    advantages, returns = ADVANTAGE_ESTIMATORS[kind](AdvantageInputs(**poisoned(batch)), AdvantageConfig(estimator=kind))
+    if kind is AdvantageEstimator.remax:
+        assert advantages[0, 1] == batch["token_level_rewards"][0, 1] - batch["baseline_scores"][0]
+    else:
+        assert not advantages.any()
+    assert torch.isfinite(returns).all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_batch_without_a_valid_token_is_all_zero(kind):
+    batch = batch_of(torch.zeros(3, 2, dtype=torch.bool), 0)
+    advantages, returns = ADVANTAGE_ESTIMATORS[kind](AdvantageInputs(**poisoned(batch)), AdvantageConfig(estimator=kind))
+    assert torch.equal(advantages, torch.zeros(3, 2, dtype=torch.float64))
+    assert torch.equal(returns, torch.zeros(3, 2, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_response_that_fills_its_length_is_like_any_other(kind):
+    """Its last token needs no padding after it."""
+    full = batch_of(torch.ones(3, 4, dtype=torch.bool), 0)
+    padded = {key: torch.nn.functional.pad(x, (0, 2)) if key in (*PER_TOKEN, "response_mask") else x for key, x in full.items()}
+    config = AdvantageConfig(estimator=kind, gamma=0.9, lam=0.8)
+    for ours, theirs in zip(*(ADVANTAGE_ESTIMATORS[kind](AdvantageInputs(**each), config) for each in (full, padded)), strict=True):
+        torch.testing.assert_close(ours, theirs[:, :4])
+
+
+@pytest.mark.parametrize("value", [NAN, INF, -INF])
+def test_rewards_that_are_no_numbers_are_refused_with_the_uid(value):
+    rewards, mask = torch.tensor([[0.0, 1.0], [value, 0.0], [0.0, value]]), torch.tensor([[True, True], [True, True], [True, False]])
+    uid = np.array(["good", "bad", "masked"], dtype=object)
+    with pytest.raises(ValueError, match=rf"token_level_rewards is {value} for 1 of 3 samples \(uid bad\).*mend the reward function"):
+        AdvantageInputs(token_level_rewards=rewards, response_mask=mask, uid=uid)
+
+
+@pytest.mark.parametrize(("kind", "key"), [(AdvantageEstimator.remax, "baseline_scores"), (AdvantageEstimator.gdpo, "score_parts")])
+def test_other_scores_that_are_no_numbers_are_refused_with_the_uid(kind, key):
+    batch = batch_of(torch.ones(3, 2, dtype=torch.bool), 0) | {"uid": np.array(["a", "b", "c"], dtype=object)}
+    batch[key][1] = NAN
+    with pytest.raises(ValueError, match=r"score is nan for 1 of 3 samples \(uid b\)"):
+        ADVANTAGE_ESTIMATORS[kind](AdvantageInputs(**batch), AdvantageConfig(estimator=kind))
+
+
+def test_many_bad_samples_are_not_all_listed():
+    with pytest.raises(ValueError, match=r"for 10 of 10 samples \(uid a, b, c, d, e, f, g, h, \.\.\.\)"):
+        inputs_of([NAN] * 10, "abcdefghij")
+
+
+@pytest.mark.parametrize(
+    ("kind", "missing", "remedy"),
+    [
+        (AdvantageEstimator.gae, "values", "use grpo"),
+        (AdvantageEstimator.remax, "baseline_scores", "use rloo"),
+        (AdvantageEstimator.gdpo, "score_parts", "use grpo"),
+        (AdvantageEstimator.optimal_token_baseline, "old_log_probs", "use rloo"),
+        (AdvantageEstimator.optimal_token_baseline, "sum_pi_squared", "use rloo"),
+    ],
+)
+def test_a_missing_input_is_named_with_its_estimator(kind, missing, remedy):
+    batch = batch_of(torch.ones(2, 2, dtype=torch.bool), 0) | {missing: None}
+    with pytest.raises(ValueError, match=f"estimator={kind.value} needs .*`{missing}`.*{remedy}"):
+        ADVANTAGE_ESTIMATORS[kind](AdvantageInputs(**batch), AdvantageConfig(estimator=kind))
 
 
 def test_registry_covers_every_estimator():
@@ -83,17 +326,8 @@ def test_registry_covers_every_estimator():
 
 def test_registered_gae_whitens_the_advantages_and_not_the_returns():
     mask = torch.tensor([[True, True, False], [True, True, True]])
-    rewards, values = normal(mask, 0), normal(mask, 1)
-    inputs = AdvantageInputs(token_level_rewards=rewards, response_mask=mask, values=values, uid=np.array(["a", "b"], dtype=object))
-    advantages, returns = ADVANTAGE_ESTIMATORS[AdvantageEstimator.gae](inputs, AdvantageConfig(gamma=0.9, lam=0.8))
+    batch = batch_of(mask, 0)
+    advantages, returns = ADVANTAGE_ESTIMATORS[AdvantageEstimator.gae](AdvantageInputs(**batch), AdvantageConfig(gamma=0.9, lam=0.8))
     assert abs(float(advantages[mask].mean())) < 1e-12
     assert float(advantages[mask].var()) == pytest.approx(1.0, abs=1e-6)
-    torch.testing.assert_close(returns, gae(rewards, values, mask, 0.9, 0.8).returns)
-
-
-def test_registered_gae_without_values_says_what_to_do():
-    inputs = AdvantageInputs(
-        token_level_rewards=torch.zeros(1, 1), response_mask=torch.ones(1, 1).bool(), uid=np.array(["a"], dtype=object)
-    )
-    with pytest.raises(ValueError, match="needs the critic's `values`.*grpo"):
-        ADVANTAGE_ESTIMATORS[AdvantageEstimator.gae](inputs, AdvantageConfig())
+    torch.testing.assert_close(returns, gae(batch["token_level_rewards"], batch["values"], mask, 0.9, 0.8).returns)
