@@ -21,7 +21,8 @@ def data_metrics(batch: Mapping[str, Tensor], max_response_length: int) -> dict[
     """Metrics of a whole batch of (B, R) tensors by batch key; `response_mask` is needed, each other key adds its metrics.
 
     - `critic/score/*` and `critic/rewards/*`: over rows, of the row's sum of `token_level_scores` / `token_level_rewards`.
-    - `critic/advantages/*`, `critic/returns/*`, `critic/values/*`: over valid tokens.
+    - `critic/advantages/*`, `critic/returns/*`, `critic/values/*`: over valid tokens; `std` is the square root of the mean squared
+      deviation.
     - `critic/vf_explained_var`: 1 - Var(returns - values) / Var(returns) over valid tokens (0 where Var(returns) is 0).
     - `response_length/{mean,max,min}`: tokens that the model wrote, over rows; `clip_ratio`: share of rows with
       `max_response_length` tokens or more.
@@ -42,6 +43,8 @@ def data_metrics(batch: Mapping[str, Tensor], max_response_length: int) -> dict[
     for name in ("advantages", "returns", "values"):
         if name in batch:
             metrics |= _summary(f"critic/{name}", batch[name][mask])
+            if mask.any():
+                metrics[f"critic/{name}/std"] = float(batch[name][mask].std(correction=0))
     if "values" in batch and "returns" in batch:
         metrics["critic/vf_explained_var"] = _explained_variance(batch["values"][mask], batch["returns"][mask])
     if "rollout_log_probs" in batch and "old_log_probs" in batch:

@@ -51,6 +51,9 @@ def test_data_metrics_by_hand():
         "critic/advantages/mean": 1.0,
         "critic/advantages/max": 3.0,
         "critic/advantages/min": -2.0,
+        "critic/advantages/std": 3.5**0.5,  # deviations 0, 1, 2, -3
+        "critic/returns/std": 1.0,
+        "critic/values/std": 0.5,
         "critic/returns/mean": 2.0,
         "critic/returns/max": 3.0,
         "critic/returns/min": 1.0,

@@ -1,0 +1,121 @@
+"""Over-long shaping, groups with signal, and what k samples achieve."""
+
+import itertools
+import statistics
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megarl.algorithms.dynamic_sampling import group_metrics, rows_with_signal
+from megarl.algorithms.overlong import overlong_penalty, penalise_overlong
+from megarl.algorithms.sampling_metrics import best_at_k, majority_at_k, pass_at_k
+from megarl.config.schema import OverlongConfig
+
+NAN = float("nan")
+
+
+def test_overlong_penalty_by_hand():
+    # limit 10, buffer 4: free up to 6, then a quarter for each token
+    penalty = overlong_penalty(torch.tensor([0, 1, 6, 7, 9, 10]), 10, OverlongConfig(buffer_tokens=4, penalty=2.0))
+    assert penalty.tolist() == [0.0, 0.0, 0.0, -0.5, -1.5, -2.0]
+    assert overlong_penalty(torch.tensor([10]), 10, OverlongConfig()).tolist() == [0.0]
+
+
+def test_overlong_penalty_stands_with_the_score():
+    mask = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0], [1, 0, 1, 1]]).bool()  # full; short; full of which one slot is a tool's
+    scores = torch.tensor([[0.0, 0.0, 0.0, 1.0], [0.0, 1.0, NAN, NAN], [0.0, NAN, 0.0, 1.0]])
+    shaped = penalise_overlong(scores, mask, 4, OverlongConfig(buffer_tokens=2, penalty=1.0))
+    torch.testing.assert_close(shaped.token_level_scores[mask], torch.tensor([0.0, 0.0, 0.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.5]))
+    assert shaped.metrics == pytest.approx({"reward/overlong_penalty": -0.5, "reward/overlong_fraction": 2 / 3})
+
+
+def uids(names):
+    return np.array(list(names), dtype=object)
+
+
+def test_rows_with_signal_by_hand():
+    scores = torch.tensor([0.0, 1.0, 1.0, 1.0, 1.0, 0.0, 0.5])
+    assert rows_with_signal(scores, uids("abbaccd")).tolist() == [True, False, False, True, True, True, False]
+
+
+def test_group_metrics_by_hand():
+    # a: differ; b: all best; c: all worst; d: one sample in between
+    metrics = group_metrics(torch.tensor([0.0, 1.0, 1.0, 1.0, 0.0, 0.5]), uids("aabbcd"))
+    assert metrics == pytest.approx({"groups/without_signal": 3 / 4, "groups/at_best": 1 / 4, "groups/at_worst": 1 / 4})
+    equal = group_metrics(torch.tensor([1.0, 1.0]), uids("ab"))
+    assert equal == {"groups/without_signal": 1.0, "groups/at_best": 0.0, "groups/at_worst": 0.0}
+    assert group_metrics(torch.zeros(0), uids("")) == {}
+
+
+def test_a_score_that_is_no_number_is_not_taken_for_equal():
+    with pytest.raises(ValueError, match=r"the score is nan for 1 of 2 samples \(uid a\)"):
+        rows_with_signal(torch.tensor([NAN, 0.0]), uids("ab"))
+
+
+@settings(max_examples=40, deadline=None)
+@given(scores=st.lists(st.integers(0, 2), min_size=1, max_size=8), seed=st.integers(0, 100))
+def test_rows_with_signal_match_a_loop_in_any_order(scores, seed):
+    uid = np.random.default_rng(seed).choice(list("abc"), len(scores)).astype(object)
+    got = rows_with_signal(torch.tensor(scores, dtype=torch.float32), uid)
+    assert got.tolist() == [len({s for s, other in zip(scores, uid, strict=True) if other == own}) > 1 for own in uid]
+    order = np.random.default_rng(seed).permutation(len(scores))
+    assert torch.equal(rows_with_signal(torch.tensor(scores, dtype=torch.float32)[order], uid[order]), got[order])
+
+
+def test_pass_at_k_by_hand():
+    assert pass_at_k(4, 2, 1) == pytest.approx(0.5)
+    assert pass_at_k(4, 2, 2) == pytest.approx(1 - 1 / 6)
+    assert (pass_at_k(4, 2, 3), pass_at_k(4, 0, 4), pass_at_k(4, 4, 1)) == (1.0, 0.0, 1.0)
+    assert pass_at_k(200, 1, 100) == pytest.approx(0.5)
+
+
+def test_majority_by_hand():
+    # of a, a, b, c: pairs aa (a), ab twice, ac twice, bc: a in 1 + 4 halves = 3 of 6, b and c in 2 halves and 1 half: 1.5
+    assert majority_at_k("aabc", [1.0, 1.0, 0.0, 0.0], 2) == pytest.approx(0.5)
+    assert majority_at_k("aabc", [0.0, 0.0, 1.0, 0.0], 2) == pytest.approx(0.25)
+    assert majority_at_k("aabb", [1.0, 1.0, 0.0, 0.0], 4) == pytest.approx(0.5)
+    assert majority_at_k("aab", [1.0, 1.0, 0.0], 3) == 1.0
+
+
+def all_subsets(number, k):
+    return list(itertools.combinations(range(number), k))
+
+
+def majority_of(answers, scores):
+    """The mean over the answers that most give, each with the mean score of all samples that give it."""
+    votes = Counter(answers)
+    winners = [answer for answer, count in votes.items() if count == max(votes.values())]
+    return statistics.fmean(scores[winner] for winner in winners)
+
+
+@settings(max_examples=60, deadline=None)
+@given(answers=st.lists(st.sampled_from("abcd"), min_size=1, max_size=8), data=st.data())
+def test_what_k_samples_achieve_is_the_mean_over_all_subsets(answers, data):
+    number, k = len(answers), data.draw(st.integers(1, len(answers)))
+    by_answer = {answer: data.draw(st.sampled_from([0.0, 0.5, 1.0])) for answer in sorted(set(answers))}
+    scores = [by_answer[answer] for answer in answers]
+    subsets = all_subsets(number, k)
+    majority = statistics.fmean(majority_of([answers[i] for i in subset], by_answer) for subset in subsets)
+    assert majority_at_k(answers, scores, k) == pytest.approx(majority)
+    assert best_at_k(scores, k) == pytest.approx(statistics.fmean(max(scores[i] for i in subset) for subset in subsets))
+    correct = sum(score == 1.0 for score in scores)
+    passed = statistics.fmean(any(scores[i] == 1.0 for i in subset) for subset in subsets)
+    assert pass_at_k(number, correct, k) == pytest.approx(passed)
+    assert best_at_k([float(score == 1.0) for score in scores], k) == pytest.approx(passed)
+
+
+def test_sixty_four_samples_of_many_answers_are_no_burden():
+    answers = [number % 20 for number in range(64)]
+    scores = [float(answer == 0) for answer in answers]
+    assert 0.0 < majority_at_k(answers, scores, 32) < best_at_k(scores, 32) <= 1.0
+
+
+@pytest.mark.parametrize("k", [0, 5])
+def test_a_k_that_the_samples_do_not_allow_is_refused(k):
+    for call in (lambda: pass_at_k(4, 1, k), lambda: best_at_k([0.0] * 4, k), lambda: majority_at_k("abcd", [0.0] * 4, k)):
+        with pytest.raises(ValueError, match=f"k is {k}, but must be between 1 and the 4 samples"):
+            call()
