@@ -24,6 +24,7 @@ from megarl.conversion.streaming import (
     Workers,
     bytes_of,
     fill_block,
+    in_turns,
     no_progress,
     parts_of,
     source_block,
@@ -105,8 +106,8 @@ class _Writer:
                 for item, content in objects:
                     output.write(content, item.stored.position)
                     self.written.append(item)
-                jobs += [partial(self._write_item, file.name, output, planned) for planned in file.items]
-            self._workers.run(jobs)
+                jobs.append([partial(self._write_item, file.name, output, planned) for planned in file.items])
+            self._workers.run(in_turns(jobs))
         finally:
             for output in opened:
                 output.close()

@@ -13,7 +13,7 @@ import torch
 from megarl.conversion.distributed_writer import single_dtype
 from megarl.conversion.output import Written, new_folder
 from megarl.conversion.source import ModelSource, SourceTensor
-from megarl.conversion.streaming import BLOCK_BYTES, Progress, Room, Workers, no_progress, source_block
+from megarl.conversion.streaming import BLOCK_BYTES, Job, Progress, Room, Workers, in_turns, no_progress, source_block
 from megarl.protocol.parcels import ChunkMeta
 from megarl.protocol.rectangles import Rectangle, contiguous_blocks
 from megarl.protocol.weights import TensorMeta
@@ -78,17 +78,19 @@ class _Writer:
         self._workers = Workers()
 
     def write(self, folder: Path, files: Sequence[FilePlan]) -> None:
-        opened, jobs = [], []
+        opened: list[SafetensorsFile] = []
+        jobs: list[list[Job]] = []
         try:
             for file in files:
                 output = SafetensorsFile(folder / file.name, file.manifest)
                 opened.append(output)
+                jobs.append([])
                 for name in file.manifest:
                     if name == VALUE_BIAS_TENSOR:
                         output.write(ChunkMeta(name, 0, 1), torch.zeros(1, dtype=self._dtype))
                     else:
-                        jobs += [partial(self._write_part, output, part) for part in self._parts(name)]
-            self._workers.run(jobs)
+                        jobs[-1] += [partial(self._write_part, output, part) for part in self._parts(name)]
+            self._workers.run(in_turns(jobs))
         except BaseException:
             for output in opened:
                 output.abandon()

@@ -6,6 +6,7 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from itertools import zip_longest
 from math import prod
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from megarl.conversion.source import SourceTensor
 from megarl.protocol.rectangles import Rectangle
 
 Progress = Callable[[int, int], None]  # bytes that were just written, bytes in all; called by several threads
+Job = Callable[["Room"], None]
 BLOCK_BYTES = 8 * 2**20  # of elements, made at a time
 PART_BYTES = 2**20  # of a block, that goes through checksum and file while it is in a core's cache
 MAX_THREADS = 16
@@ -60,14 +62,16 @@ class OutputFile:
 
     def __init__(self, path: Path, nbytes: int) -> None:
         self._path = path
+        self._lock = threading.Lock()  # the system writes a file for one thread at a time, and lets the others spin
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         os.ftruncate(self._descriptor, nbytes)
 
     def write(self, data: bytes | memoryview, position: int) -> None:
         rest = memoryview(data)
         try:
-            while rest:  # the system writes at most 2 GiB at a time
-                written = os.pwrite(self._descriptor, rest, position)
+            while rest:
+                with self._lock:
+                    written = os.pwrite(self._descriptor, rest, position)
                 rest, position = rest[written:], position + written
         except OSError as error:
             raise OSError(error.errno, error.strerror, str(self._path)) from None
@@ -84,6 +88,11 @@ def bytes_of(block: torch.Tensor) -> memoryview:
 def parts_of(data: memoryview) -> Iterator[memoryview]:
     for start in range(0, len(data), PART_BYTES):
         yield data[start : start + PART_BYTES]
+
+
+def in_turns(jobs_of_files: Iterable[Iterable[Job]]) -> list[Job]:
+    """One of each file after another: threads that write the same file wait for each other in the system."""
+    return [job for jobs in zip_longest(*jobs_of_files) for job in jobs if job is not None]
 
 
 class _Stopped(Exception):  # noqa: N818  (no error: another job has one)
@@ -103,7 +112,7 @@ class Workers:
         if self._stop.is_set():
             raise _Stopped
 
-    def run(self, jobs: Iterable[Callable[[Room], None]]) -> None:
+    def run(self, jobs: Iterable[Job]) -> None:
         """Returns when all are done. Raises what the first job raised that failed, after the others have stopped."""
         threads = ThreadPoolExecutor(min(MAX_THREADS, len(os.sched_getaffinity(0))), thread_name_prefix="conversion")
         try:
@@ -116,7 +125,7 @@ class Workers:
         if self._failures:
             raise self._failures[0]
 
-    def _do(self, job: Callable[[Room], None]) -> None:
+    def _do(self, job: Job) -> None:
         self.check()
         if not hasattr(self._own, "room"):
             self._own.room = Room()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from math import prod
 from pathlib import Path
 
@@ -14,12 +15,15 @@ from megarl.protocol.weights import Manifest, WeightReceipt
 
 DTYPE_NAMES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 
+_WRITE_BYTES = 2**20  # at a time: the system copies twice as fast what fits into a core's cache
+
 
 class SafetensorsFile:
     """A file that is complete when `close` returns. `manifest`: its tensors, which lie in it in this order."""
 
     def __init__(self, path: Path, manifest: Manifest) -> None:
         self._path = path
+        self._lock = threading.Lock()  # the system writes a file for one thread at a time, and lets the others spin
         self._receipt = WeightReceipt(manifest)
         header: dict[str, object] = {"__metadata__": {"format": "pt"}}
         self._starts: dict[str, int] = {}
@@ -43,8 +47,9 @@ class SafetensorsFile:
     def _write(self, data: bytes | memoryview, place: int) -> None:
         rest = memoryview(data)
         try:
-            while rest:  # the system writes at most 2 GiB at a time
-                written = os.pwrite(self._file, rest, place)
+            while rest:
+                with self._lock:
+                    written = os.pwrite(self._file, rest[:_WRITE_BYTES], place)
                 rest, place = rest[written:], place + written
         except OSError as error:  # which does not say where
             raise OSError(error.errno, error.strerror, str(self._path)) from None
