@@ -86,8 +86,8 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
 # fmt: off
 _HARMLESS = {
     # bookkeeping; `pretraining_tp` splits the same products
-    "_attn_implementation_autoset", "_name_or_path", "architectures", "attn_implementation", "dtype", "finetuning_task",
-    "initializer_range", "is_decoder", "is_llama_config", "model_type", "prefix", "pretraining_tp", "task_specific_params",
+    "_attn_implementation_autoset", "_model_name_or_path", "_name_or_path", "architectures", "attn_implementation", "dtype",
+    "finetuning_task", "initializer_range", "is_decoder", "is_llama_config", "model_type", "prefix", "pretraining_tp", "task_specific_params",
     "tf_legacy_loss", "tie_encoder_decoder", "tokenizer_class", "torch_dtype", "torchscript", "transformers.js_config",
     "transformers_version", "unsloth_fixed", "unsloth_version", "use_bfloat16",
     # what forward() returns and keeps
@@ -96,7 +96,7 @@ _HARMLESS = {
     "id2label", "label2id", "num_labels", "problem_type",
     # token ids
     "bos_token_id", "decoder_start_token_id", "eos_token_id", "forced_bos_token_id", "forced_eos_token_id", "pad_token_id",
-    "sep_token_id",
+    "sep_token_id", "unk_token_id",
     # generation defaults that transformers v4 kept in this file; sampling comes from the run's own config
     "bad_words_ids", "begin_suppress_tokens", "diversity_penalty", "do_sample", "early_stopping", "encoder_no_repeat_ngram_size",
     "exponential_decay_length_penalty", "length_penalty", "max_length", "min_length", "no_repeat_ngram_size", "num_beam_groups",
