@@ -88,8 +88,8 @@ _HARMLESS = {
     # bookkeeping; `pretraining_tp` splits the same products
     "_attn_implementation_autoset", "_model_name_or_path", "_name_or_path", "architectures", "attn_implementation", "dtype",
     "finetuning_task", "initializer_range", "is_decoder", "is_llama_config", "model_type", "prefix", "pretraining_tp",
-    "task_specific_params", "tf_legacy_loss", "tie_encoder_decoder", "tokenizer_class", "torch_dtype", "torchscript", "transformers.js_config",
-    "transformers_version", "unsloth_fixed", "unsloth_version", "use_bfloat16",
+    "task_specific_params", "tf_legacy_loss", "tie_encoder_decoder", "tokenizer_class", "torch_dtype", "torchscript",
+    "transformers.js_config", "transformers_version", "unsloth_fixed", "unsloth_version", "use_bfloat16",
     # what forward() returns and keeps
     "output_attentions", "output_hidden_states", "return_dict", "use_cache",
     # labels of a classification head
