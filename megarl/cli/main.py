@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Callable, Sequence
 
 from megarl import __version__
+from megarl.cli.convert import add_commands
 from megarl.config.errors import ConfigError, RunError
 from megarl.config.schema import PPOConfig, SFTConfig
 
@@ -59,6 +60,8 @@ def _parser() -> argparse.ArgumentParser:
     plot = commands.add_parser("plot", help="draw a run's curves to a PNG")
     plot.add_argument("run_dir", metavar="RUN_DIR", help="the run's trainer.output_dir")
     plot.set_defaults(start=lambda parsed: _run("plot")(parsed.run_dir))
+    convert = commands.add_parser("convert", help="convert, inspect and compare checkpoints, between Hugging Face and Megatron")
+    add_commands(convert)
     return parser
 
 

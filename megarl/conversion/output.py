@@ -29,7 +29,7 @@ def new_folder(folder: Path, nbytes: int) -> Iterator[Path]:
     """
     folder, partial = folder.absolute(), None
     try:
-        _check_new(folder)
+        check_new(folder)
         _check_space(folder, nbytes)
         with whole_folder(folder) as partial:
             yield partial
@@ -37,7 +37,8 @@ def new_folder(folder: Path, nbytes: int) -> Iterator[Path]:
         raise CheckpointError(_line(folder, partial, error)) from error
 
 
-def _check_new(folder: Path) -> None:
+def check_new(folder: Path) -> None:
+    """Raises CheckpointError where `folder` is a file, or holds something."""
     if folder.is_dir() and any(folder.iterdir()):
         raise CheckpointError(f"{folder}: is there and not empty; give another --output, or remove it")
     if folder.exists() and not folder.is_dir():
