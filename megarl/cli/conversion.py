@@ -76,7 +76,8 @@ def _convert(parsed: argparse.Namespace, write: Callable[[ModelSource, torch.dty
     files = f"{written.num_files} file" + ("s" if written.num_files > 1 else "")
     print(
         f"{parsed.output}: {source.num_parameters:,} parameters, {written.nbytes:,} bytes in {files}, {seconds:.1f} s, "
-        f"{written.nbytes / seconds / 1e9:.2f} GB/s, at most {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6:,.0f} MB of memory, the program itself included"
+        f"{written.nbytes / seconds / 1e9:.2f} GB/s, "
+        f"at most {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6:,.0f} MB of memory, the program itself included"
     )
     return GOOD
 
