@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -15,9 +16,11 @@ from megarl.conversion.source import ModelSource, StoredPiece, checked_tensors
 from megarl.protocol.rectangles import Rectangle, range_rectangles
 from megarl.resharding.families import OUTPUT_LAYER, Cut, Head, Weight, weights_of
 from megarl.resharding.layout import ShardLayout, pieces, shard_view
+from megarl.resharding.pickles import refuse_code
 from megarl.resharding.role_folder import MANIFEST_FILE, check_folder, read_manifest
-from megarl.resharding.torch_dist import DistributedTensor, StoredChunk, TorchDistIndex, read_chunk, read_index
+from megarl.resharding.torch_dist import COMMON_FILE, DistributedTensor, StoredChunk, TorchDistIndex, check_chunk, read_chunk, read_index
 
+_NUM_THREADS = 4
 _PREFIXES = ("", "model.", "module.")
 # Megatron names the two norms of a layer as Transformer Engine does, which holds them in the linear layer that follows.
 _CANONICAL = {
@@ -56,8 +59,8 @@ def open_distributed(folder: Path, companions: Path, trust_remote_code: bool = F
     prefix = next((prefix for prefix in _PREFIXES if prefix + "embedding.word_embeddings.weight" in model), "")
     head: Head = "value" if (stored := model.get(prefix + OUTPUT_LAYER)) is not None and stored.shape[0] == 1 else "lm"
     found: dict[str, list[StoredPiece]] = {}
-    dtypes = {}
-    used = set()
+    dtypes: dict[str, torch.dtype] = {}
+    used: set[str] = set()
     for weight in weights_of(architecture, head):
         if weight.is_copy:
             continue
@@ -69,6 +72,8 @@ def open_distributed(folder: Path, companions: Path, trust_remote_code: bool = F
             dtypes[name] = tensor.dtype
     if extra := model.keys() - used:
         raise CheckpointError(f"{folder}: {min(extra)} is not a tensor of this architecture ({len(extra)} are not)")
+    if check_contents and not (folder / MANIFEST_FILE).exists():
+        _check_unlisted(index, used)
     return ModelSource(
         folder=folder,
         kind="Megatron torch_dist",
@@ -79,6 +84,15 @@ def open_distributed(folder: Path, companions: Path, trust_remote_code: bool = F
         tensors=checked_tensors(folder, architecture, head, dtypes, found),
         step=step,
     )
+
+
+def _check_unlisted(index: TorchDistIndex, keys: Iterable[str]) -> None:
+    """Where no manifest has checksums: the weights against those that torch.save took, and no code in `common.pt`."""
+    if (index.folder / COMMON_FILE).exists():
+        refuse_code(index.folder / COMMON_FILE)
+    chunks = [(key, chunk) for key in sorted(keys) for chunk in index.tensors[key].chunks]
+    with ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="crc") as threads:
+        list(threads.map(lambda each: check_chunk(index, *each), chunks))
 
 
 def _find(folder: Path, model: dict[str, DistributedTensor], prefix: str, weight: Weight) -> tuple[str, int | None]:

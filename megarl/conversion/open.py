@@ -49,6 +49,8 @@ def open_model(
         folder = _role_folder(folder, role)
     elif role is not None:
         raise CheckpointError(f"{path}: role {role!r} was asked for, but this is not a run's checkpoint, and holds one model; leave it out")
+    if (folder.parent / STEP_FILE).is_file() and not (folder / MANIFEST_FILE).is_file():
+        raise CheckpointError(f"{folder / MANIFEST_FILE}: is missing; the checkpoint is damaged")
     if (folder / TRACKER_FILE).is_file():
         folder = _tracked_folder(folder)
     if is_torch_dist(folder):

@@ -69,6 +69,9 @@ def _read_sharded(folder: Path, index_path: Path) -> dict[str, StoredTensor]:
     except (ValueError, KeyError, TypeError) as error:
         raise WeightTransferError(f"{index_path}: not a safetensors index with a weight_map: {error!r}") from error
     tensors: dict[str, StoredTensor] = {}
+    for name, file in file_of.items():
+        if not (folder / file).is_file():
+            raise WeightTransferError(f"{folder / file}: file is missing; it holds {name}")
     for file in sorted(set(file_of.values())):
         for name, stored in _read_header(folder / file).items():
             if file_of.get(name) != file:
@@ -88,7 +91,21 @@ def _read_header(path: Path) -> dict[str, StoredTensor]:
             slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118  (not a dict)
             return {name: StoredTensor(file=path, shape=tuple(s.get_shape()), dtype=s.get_dtype()) for name, s in slices.items()}
     except SafetensorError as error:
-        raise WeightTransferError(f"{path}: truncated or not a safetensors file: {error}") from error
+        raise WeightTransferError(f"{path}: truncated or not a safetensors file: {error}{_cut_off(path)}") from error
+
+
+def _cut_off(path: Path) -> str:
+    """Of a file that ends too early: the first tensor that is not whole, in words."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        encoded = file.read(min(length, path.stat().st_size))
+    try:
+        ends = {name: 8 + length + entry["data_offsets"][1] for name, entry in json.loads(encoded).items() if name != "__metadata__"}
+        lost = [name for name, end in ends.items() if end > path.stat().st_size]
+    except (ValueError, TypeError, KeyError, AttributeError):  # the header itself is damaged
+        return ""
+    first = min(lost, key=lambda name: ends[name], default=None)
+    return "" if first is None else f"; {first} is not all there ({len(lost)} of {len(ends)} tensors are not)"
 
 
 def check_index(index: CheckpointIndex, manifest: Manifest, is_ignored: Callable[[str], bool]) -> None:

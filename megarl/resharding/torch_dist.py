@@ -11,6 +11,7 @@ import json
 import mmap
 import os
 import zipfile
+import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -206,6 +207,15 @@ def read_chunk(index: TorchDistIndex, key: str, chunk: StoredChunk) -> torch.Ten
     if not count:
         return torch.empty(chunk.shape, dtype=dtype)
     return torch.frombuffer(window.memory, dtype=dtype, count=count, offset=window.start + start).view(chunk.shape)
+
+
+def check_chunk(index: TorchDistIndex, key: str, chunk: StoredChunk) -> None:
+    """Raises CheckpointError where its bytes are not those that torch.save wrote, by the CRC-32 it took of them (it may take none)."""
+    window = map_item(index.folder, chunk)
+    source = f"{index.folder / chunk.file}: {key} at {chunk.offsets}"
+    for place in storage_places(WindowFile(window), source).values():
+        if place.crc32 and zlib.crc32(window.view()[place.position : place.position + place.nbytes]) != place.crc32:
+            raise CheckpointError(f"{source} is not what was written (its CRC-32 differs); use another checkpoint")
 
 
 @dataclass(frozen=True, kw_only=True)

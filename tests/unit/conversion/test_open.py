@@ -7,15 +7,17 @@ import pytest
 
 from megarl.config.errors import CheckpointError
 from megarl.conversion.open import open_model
+from megarl.resharding.role_folder import item_checksums, write_manifest
 from tests.unit.conversion.test_source import stacked, write
 from tests.unit.resharding.models import random_model, save
+from tests.unit.resharding.test_role_folder import DESCRIPTION
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run's checkpoints: step 5 with a critic too. No folder has a manifest here."""
+    """A run's checkpoints: step 5 with a critic too."""
     root = tmp_path_factory.mktemp("checkpoints")
     model = random_model("llama")
     for step, roles in ((5, ["actor", "critic"]), (10, ["reference"])):
@@ -24,6 +26,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for role in roles:
             save(model, write(stacked(model.state_dict(), "llama", False), folder / role) / "huggingface")
             (folder / role / "huggingface" / "model.safetensors").unlink()
+            names = [path.name for path in (folder / role).iterdir()]
+            write_manifest(folder / role, DESCRIPTION, item_checksums(folder / role, names))
         (folder / "checkpoint.json").write_text(json.dumps({"format": 1, "step": step, "roles": roles, "files": {}}))
     (root / "latest").write_text("step_00000010\n")
     save(model, root / "hf")
@@ -34,6 +38,7 @@ def test_a_run_s_checkpoints(folders: Path) -> None:
     step = folders / "step_00000005"
     assert open_model(folders).folder == folders / "step_00000010" / "reference"
     assert open_model(step).folder == step / "actor"
+    assert open_model(step).step == DESCRIPTION.step
     assert open_model(step, role="critic").folder == step / "critic"
     assert open_model(step / "critic").companions == step / "critic" / "huggingface"
 
@@ -76,6 +81,7 @@ def test_a_folder_of_megatron_s_own_programs_needs_a_configuration(tmp_path: Pat
         ({"checkpoint.json": '{"format": 2}'}, None, r"checkpoint\.json: has format 2, but this version reads 1"),
         ({"checkpoint.json": '{"format": 1, "roles": 3}'}, None, r"checkpoint\.json: damaged: its roles are 3"),
         ({"checkpoint.json": "{"}, None, r"checkpoint\.json: is not JSON"),
+        ({"checkpoint.json": '{"format": 1, "roles": ["actor"]}', "actor/.metadata": ""}, None, r"actor/manifest\.json: is missing"),
         ({"config.json": "{}"}, "actor", r"role 'actor' was asked for, but this is not a run's checkpoint"),
         ({"manifest.json": "{}"}, None, r"\.metadata: the file is missing"),
         ({"latest_checkpointed_iteration.txt": "7"}, None, r"names iter_0000007, which is not in"),
@@ -87,6 +93,7 @@ def test_a_folder_without_a_model(tmp_path: Path, files: dict[str, str] | None, 
     if files is not None:
         folder.mkdir()
         for name, content in files.items():
+            (folder / name).parent.mkdir(exist_ok=True)
             (folder / name).write_text(content)
     with pytest.raises(CheckpointError, match=says) as raised:
         open_model(folder, role)
