@@ -67,7 +67,7 @@ class TrainingState(NamedTuple):
 
 
 class MegatronEngine:
-    """Weights come from the Hugging Face folder `weights`; a value head that it lacks starts at zero."""
+    """Weights come from the Hugging Face folder `weights`; a value head that it lacks starts at zero where it is trained."""
 
     def __init__(self, spec: EngineSpec, groups: ParallelGroups, weights: str) -> None:
         self.spec = spec
@@ -120,8 +120,10 @@ class MegatronEngine:
         return TrainingState(self._models, self._optimizer, self._state, self.groups, self.spec.architecture.vocab_size)
 
     def _load(self, folder: str) -> None:
-        """A critic made from a language model has no head in its folder: it starts at V = 0 everywhere."""
-        stored = self.spec.head == "lm" or VALUE_HEAD_TENSOR in read_checkpoint_index(folder).tensors
+        """A critic made from a language model has no head in its folder: it starts at V = 0 everywhere. A frozen one would stay there:
+        it must have a head."""
+        made_up = self.spec.head == "value" and self.spec.optim is not None
+        stored = not made_up or VALUE_HEAD_TENSOR in read_checkpoint_index(folder).tensors
         parameters = self.parameters()
         if not stored and OUTPUT_LAYER in parameters:
             parameters[OUTPUT_LAYER].zero_()

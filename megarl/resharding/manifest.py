@@ -133,7 +133,7 @@ def _remedy_for_missing(name: str) -> str:
     if name == LM_HEAD_TENSOR:
         return " (stored without an output layer: is tie_word_embeddings true for this model?)"
     if name == VALUE_HEAD_TENSOR:
-        return " (a language model has no value head: load it with value_head='initial')"
+        return " (a language model has no value head: it can start a critic, but does not score as a reward model)"
     return ""
 
 

@@ -103,7 +103,7 @@ def test_an_untied_config_over_tied_weights_is_refused(tied_folder: Path) -> Non
 
 
 def test_value_head_stored_or_left_to_the_caller(folder: Path) -> None:
-    with pytest.raises(WeightTransferError, match=r"score\.weight is missing .*value_head='initial'"):
+    with pytest.raises(WeightTransferError, match=r"score\.weight is missing .*does not score as a reward model"):
         load(folder, head="value")
     parameters = load(folder, head="value", value_head="initial")
     assert torch.equal(parameters["output_layer.weight"], torch.full((1, 32), 7.0))
