@@ -80,6 +80,8 @@ RANGES = {
     "min_lr": NOT_NEGATIVE,
     "micro_batch.sequences": COUNT,
     "micro_batch.max_tokens": COUNT,
+    "reward.model.weight": FINITE,
+    "reward.model.max_length": COUNT,
     "time_limit_s": POSITIVE,
     "max_error_rate": SHARE,
     "num_processes": COUNT,

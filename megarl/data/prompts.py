@@ -22,6 +22,7 @@ GROUND_TRUTH_EXAMPLE = "{'style': 'rule', 'ground_truth': '5'}"
 @dataclass(frozen=True, kw_only=True)
 class Prompt:
     token_ids: tuple[int, ...]
+    messages: list[dict[str, Any]]
     data_source: str
     reward_model: dict[str, Any]
     extra_info: dict[str, Any]
@@ -57,13 +58,14 @@ class PromptDataset:
 
     def batch(self, indices: Sequence[int], uids: Sequence[str]) -> DataProto:
         """`prompts` and `prompt_attention_mask` (B, P) int64, left-padded to P = max_prompt_length, so that all batches join;
-        arrays `uid`, `data_source`, `reward_model`, `extra_info`. Every row owns its dicts."""
+        arrays `uid`, `messages` (the chat that was rendered), `data_source`, `reward_model`, `extra_info`. Every row owns its dicts."""
         rows = [self._prompts[index] for index in indices]
         padded = pad_left([row.token_ids for row in rows], self._width, self._pad_id)
         return DataProto.from_dict(
             tensors={"prompts": padded.ids, "prompt_attention_mask": padded.mask},
             non_tensors={
                 "uid": list(uids),
+                "messages": [[dict(message) for message in row.messages] for row in rows],
                 "data_source": [row.data_source for row in rows],
                 "reward_model": [dict(row.reward_model) for row in rows],
                 "extra_info": [dict(row.extra_info) for row in rows],
@@ -85,6 +87,7 @@ def _read(row: Row, tokenizer: PreTrainedTokenizerBase) -> Prompt:
         raise DataError(f"{row.file}, row {row.number}: the chat template renders the prompt to no token at all")
     return Prompt(
         token_ids=tuple(token_ids),
+        messages=messages,
         data_source=typed_value(row, "data_source", str, "'openai/gsm8k'"),
         reward_model=reward_model,
         extra_info=extra_info,

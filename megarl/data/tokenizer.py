@@ -10,27 +10,23 @@ from jinja2 import TemplateError
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 
-def load_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """The tokenizer in a local folder, with an end token, a chat template and a pad token.
+def load_tokenizer(path: str, trust_remote_code: bool = False, key: str = "model.path") -> PreTrainedTokenizerBase:
+    """The tokenizer in a local folder, with an end token, a chat template and a pad token. `key`: what names the folder, for messages.
 
     Without a pad token the end token takes its place: every mask is explicit here, so the padding's id has no meaning.
     Raises ValueError for a folder without a tokenizer, an end token or a chat template.
     """
     if not Path(path).is_dir():
-        raise ValueError(
-            f"model.path={path!r} is not a folder; download the model first, for example with `hf download NAME --local-dir DIR`"
-        )
+        raise ValueError(f"{key}={path!r} is not a folder; download the model first, for example with `hf download NAME --local-dir DIR`")
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code, local_files_only=True)
     except (OSError, ValueError) as error:
-        raise ValueError(
-            f"model.path={path!r}: the folder's tokenizer cannot be loaded; copy the tokenizer's files into it: {error}"
-        ) from error
+        raise ValueError(f"{key}={path!r}: the folder's tokenizer cannot be loaded; copy the tokenizer's files into it: {error}") from error
     if tokenizer.eos_token_id is None:
-        raise ValueError(f"model.path={path!r}: the tokenizer has no end token; set eos_token in tokenizer_config.json")
+        raise ValueError(f"{key}={path!r}: the tokenizer has no end token; set eos_token in tokenizer_config.json")
     if tokenizer.chat_template is None:
         raise ValueError(
-            f"model.path={path!r}: the tokenizer has no chat template, so prompts cannot be rendered; "
+            f"{key}={path!r}: the tokenizer has no chat template, so chats cannot be rendered; "
             "put chat_template.jinja (an instruct model of the family has one) into the folder"
         )
     if tokenizer.pad_token_id is None:

@@ -13,8 +13,8 @@ TEMPLATE = (
 )
 
 
-def character_tokenizer(template=TEMPLATE, **special):
-    vocabulary = {token: index for index, token in enumerate(["<|unk|>", *CHARACTERS])}
+def character_tokenizer(template=TEMPLATE, vocabulary_extra="", **special):
+    vocabulary = {token: index for index, token in enumerate(["<|unk|>", *CHARACTERS, *vocabulary_extra])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<|unk|>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     tokenizer.decoder = decoders.Fuse()

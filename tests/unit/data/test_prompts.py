@@ -30,6 +30,7 @@ def test_rows_of_all_files_are_rendered_in_order(tmp_path, tokenizer):
     assert batch.batch["prompts"][0, -FRAME - 3 :].tolist() == list(prompts[2].token_ids)
     assert batch.batch["prompts"][0, : -FRAME - 3].unique().tolist() == [tokenizer.pad_token_id]
     assert batch.non_tensor_batch["uid"].tolist() == ["u", "v"]
+    assert batch.non_tensor_batch["messages"][1] == user("2 + 3 = ?")
     assert batch.non_tensor_batch["data_source"].tolist() == ["other", "sums"]
     assert batch.non_tensor_batch["reward_model"][0] == {"style": "rule", "ground_truth": "x"}
     assert batch.non_tensor_batch["extra_info"][1] == {"index": 7}

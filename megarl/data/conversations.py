@@ -1,0 +1,88 @@
+"""What a reward model reads: a prompt's chat and the answer to it, as token ids of the reward model's own tokenizer and template."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from megarl.config.schema import OverlongConversation
+from megarl.data.padding import join, pad_left, pad_right
+from megarl.data.tokenizer import render_chat
+
+
+class ConversationError(ValueError):
+    """A conversation cannot be given to the reward model; the message says which, why, and what to change."""
+
+
+class Conversation(NamedTuple):
+    """`is_truncated`: its oldest tokens were left out. `spells_special`: the answer's text has a special token of the reward model in
+    it, which the tokenizer then reads as one: a policy may learn to end its answer, or to write another turn, that way."""
+
+    token_ids: list[int]
+    is_truncated: bool
+    spells_special: bool
+
+
+class ConversationEncoder:
+    """Renders a chat with the answer as its last message, closed as the template closes it, and no token more.
+
+    Tokens at the end that are `pad_token_id` (of the model's config.json) are left off, because Hugging Face's classes score the last
+    token that is not padding, by its id. `vocab_size`: of the model. `max_length`: tokens that it reads.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        vocab_size: int,
+        pad_token_id: int | None,
+        max_length: int,
+        overlong: OverlongConversation,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._pad_token_id = pad_token_id
+        self._max_length = max_length
+        self._overlong = overlong
+        special = sorted({token.content for token in tokenizer.added_tokens_decoder.values() if token.special})
+        self._special = re.compile("|".join(map(re.escape, special)) or "(?!)")  # the latter matches nothing
+
+    def encode(self, uid: str, messages: Sequence[Mapping[str, Any]], answer: str) -> Conversation:
+        """Raises ConversationError for a chat that the template refuses, one that is too long, and tokens that the model lacks."""
+        chat = [*map(dict, messages), {"role": "assistant", "content": answer}]
+        try:
+            token_ids = render_chat(self._tokenizer, chat, for_generation=False)
+        except ValueError as error:
+            raise ConversationError(f"sample {uid}, by the reward model's tokenizer: {error}") from error
+        while token_ids and token_ids[-1] == self._pad_token_id:
+            token_ids.pop()
+        if not token_ids:
+            raise ConversationError(f"sample {uid}: the reward model's chat template renders the conversation to no token but padding")
+        if max(token_ids) >= self._vocab_size:
+            raise ConversationError(
+                f"sample {uid}: the reward model's tokenizer gives the token {max(token_ids)}, but the model has {self._vocab_size}; "
+                "put the tokenizer that it was trained with into the folder of reward.model.path"
+            )
+        length = len(token_ids)
+        if length > self._max_length and self._overlong is OverlongConversation.refuse:
+            raise ConversationError(
+                f"sample {uid}: the conversation has {length} tokens of the reward model, which reads at most {self._max_length}; raise "
+                "reward.model.max_length and micro_batch as far as its positions go, use shorter prompts or responses, "
+                "or set reward.model.overlong=truncate to leave the oldest tokens out"
+            )
+        return Conversation(token_ids[-self._max_length :], length > self._max_length, self._special.search(answer) is not None)
+
+
+def conversation_batch(conversations: Sequence[Conversation], rows: Sequence[int]) -> dict[str, Tensor]:
+    """`input_ids`, `attention_mask` (B, L + 1) and `response_mask` (B, 1) of the conversations `rows`: each stands as a prompt whose
+    response is one token, and the value before that token is written is the score of the conversation. The token itself (0) is read by
+    nobody: attention is causal."""
+    token_ids = [conversations[row].token_ids for row in rows]
+    width = max(map(len, token_ids))
+    after = pad_right([[0]] * len(rows), 1, 0)
+    return {**join(pad_left(token_ids, width, 0), after), "response_mask": torch.ones(len(rows), 1, dtype=torch.bool)}

@@ -1,0 +1,71 @@
+"""Conversations for a reward model: what its own template and tokenizer make of them, what is left off, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from megarl.config.schema import OverlongConversation
+from megarl.data.conversations import Conversation, ConversationEncoder, ConversationError, conversation_batch
+from tests.unit.data.chats import character_tokenizer, user
+
+TURNS = [{"role": "system", "content": "be brief"}, *user("1 + 1"), {"role": "assistant", "content": "2"}, *user("and 3?")]
+
+
+def encoder(tokenizer: Any, **changes: Any) -> ConversationEncoder:
+    settings = {"vocab_size": len(tokenizer), "pad_token_id": None, "max_length": 100, "overlong": OverlongConversation.refuse}
+    return ConversationEncoder(tokenizer, **settings | changes)  # type: ignore[arg-type]
+
+
+def test_all_turns_are_rendered_and_the_answer_is_closed(tokenizer: Any) -> None:
+    conversation = encoder(tokenizer).encode("a", TURNS, "5.")
+    text = (
+        "<|start|>system\nbe brief<|end|>\n<|start|>user\n1 + 1<|end|>\n<|start|>assistant\n2<|end|>\n"
+        "<|start|>user\nand 3?<|end|>\n<|start|>assistant\n5.<|end|>\n"
+    )
+    assert tokenizer.decode(conversation.token_ids) == text
+    assert (conversation.is_truncated, conversation.spells_special) == (False, False)
+
+
+def test_only_padding_at_the_end_is_left_off(tokenizer: Any) -> None:
+    """As Hugging Face looks for the last token that is not padding: an end token that is also the pad token is not scored."""
+    tokenizer = character_tokenizer("{% for message in messages %}{{ message.content }}<|end|>{% endfor %}")
+    end = tokenizer.convert_tokens_to_ids("<|end|>")
+    kept, left_off = (encoder(tokenizer, pad_token_id=pad).encode("a", user("1"), "2").token_ids for pad in (None, end))
+    assert tokenizer.decode(kept) == "1<|end|>2<|end|>"
+    assert tokenizer.decode(left_off) == "1<|end|>2"
+
+
+def test_too_long_is_refused_or_loses_its_oldest_tokens(tokenizer: Any) -> None:
+    whole = encoder(tokenizer).encode("a", user("1 + 1"), "2").token_ids
+    assert encoder(tokenizer, max_length=len(whole)).encode("a", user("1 + 1"), "2") == Conversation(whole, False, False)
+    short = len(whole) - 1
+    with pytest.raises(ConversationError, match=rf"sample a: the conversation has {len(whole)} tokens .* reads at most {short}; raise"):
+        encoder(tokenizer, max_length=short).encode("a", user("1 + 1"), "2")
+    truncating = encoder(tokenizer, max_length=short, overlong=OverlongConversation.truncate)
+    assert truncating.encode("a", user("1 + 1"), "2") == Conversation(whole[1:], True, False)
+
+
+def test_an_answer_that_spells_a_special_token_is_told(tokenizer: Any) -> None:
+    """The pattern is the tokens' text, letter by letter: `<.end.>` is not one."""
+    assert encoder(tokenizer).encode("a", user("1"), "2<|end|>").spells_special
+    assert not encoder(tokenizer).encode("a", user("<|end|>"), "2<.end.>").spells_special
+    assert not encoder(tokenizer).encode("a", user("1"), "").spells_special
+
+
+def test_what_cannot_be_read_is_refused(tokenizer: Any) -> None:
+    with pytest.raises(ConversationError, match=r"sample a, by the reward model's tokenizer: the chat template refuses .*'tool'"):
+        encoder(tokenizer).encode("a", [{"role": "tool", "content": "x"}], "2")
+    last = len(tokenizer) - 1
+    with pytest.raises(ConversationError, match=rf"gives the token \d+, but the model has {last - 1}; put the tokenizer"):
+        encoder(tokenizer, vocab_size=last - 1).encode("a", user("1"), "2")
+
+
+def test_a_batch_asks_for_the_value_after_the_last_token() -> None:
+    """Row 0 has three tokens, row 1 has one, with padding before it; the token after them is one that nobody reads."""
+    conversations = [Conversation([7, 8, 9], False, False), Conversation([5], False, False)]
+    batch = conversation_batch(conversations, [1, 0, 1])
+    assert batch["input_ids"].tolist() == [[0, 0, 5, 0], [7, 8, 9, 0], [0, 0, 5, 0]]
+    assert batch["attention_mask"].tolist() == [[0, 0, 1, 1], [1, 1, 1, 1], [0, 0, 1, 1]]
+    assert batch["response_mask"].tolist() == [[True]] * 3
