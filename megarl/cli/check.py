@@ -23,7 +23,10 @@ from megarl.placement.transport import transports
 
 RunConfig = TypeVar("RunConfig", PPOConfig, SFTConfig)
 # Without these a placement cannot even be counted.
-_PLACEMENT_KEYS = ("placement.", "actor.parallel.", "critic.parallel.", "rollout.num_replicas", "rollout.tensor_parallel_size")
+_PLACEMENT_KEYS = (
+    *("placement.", "actor.parallel.", "critic.parallel.", "reward.model.parallel"),
+    *("rollout.num_replicas", "rollout.tensor_parallel_size"),
+)
 
 _FILE_WIDTH = 140  # columns of the tables where nobody's window limits them: a path must not be folded in a log
 

@@ -73,6 +73,7 @@ def _read_architectures(config: PPOConfig) -> Architectures:
         policy=read_architecture(config.model.path, trust),
         reference=read_architecture(config.reference.path or config.model.path, trust) if needs_reference(config) else None,
         critic=read_architecture(config.critic.model.path or config.model.path, trust) if needs_critic(config) else None,
+        reward_model=None if config.reward.model.path is None else read_architecture(config.reward.model.path, trust),
     )
 
 

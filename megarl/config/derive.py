@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megarl.config.architecture import Architecture
 from megarl.config.roles import ModelRole, model_roles
-from megarl.config.schema import DType, MicroBatchConfig, PPOConfig, SFTConfig
+from megarl.config.schema import DType, MicroBatchConfig, PPOConfig, RewardModelConfig, SFTConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +64,19 @@ def max_row_tokens(config: PPOConfig | SFTConfig) -> int:
     return config.data.max_prompt_length + config.data.max_response_length
 
 
+def role_tokens(config: PPOConfig | SFTConfig, role: ModelRole, architecture: Architecture) -> int:
+    """Of the longest row that a model reads, in tokens of its own."""
+    if isinstance(config, PPOConfig) and not role.reads_policy_tokens:
+        return max_conversation_tokens(config.reward.model, architecture)
+    return max_row_tokens(config)
+
+
+def max_conversation_tokens(model: RewardModelConfig, architecture: Architecture) -> int:
+    """That the reward model reads: `max_length`, and no more than it has positions, and a micro-batch room."""
+    limits = (model.max_length, architecture.max_position_embeddings, model.micro_batch.max_tokens)
+    return min(limit for limit in limits if limit is not None)
+
+
 def derive(config: PPOConfig | SFTConfig, architectures: Mapping[str, Architecture]) -> RunArithmetic:
     """The arithmetic of a valid configuration; `architectures` has one for each of `model_roles(config)`, by its name."""
     samples = samples_per_step(config)
@@ -93,13 +106,13 @@ def _role(config: PPOConfig | SFTConfig, role: ModelRole, architecture: Architec
     virtual = role.parallel.virtual_pipeline_parallel_size is not None
     return RoleArithmetic(
         role=role.name,
-        num_parameters=num_parameters(architecture, with_value_head=role.name == "critic"),
+        num_parameters=num_parameters(architecture, with_value_head=role.with_value_head),
         num_ranks=role.parallel.world_size,
         num_replicas=replicas,
         mini_batch_rows=rows,
         rows_per_replica=(rows // replicas, fullest),
         micro_batches=_micro_batches(
-            fullest, role.micro_batch, max_row_tokens(config), role.parallel.pipeline_parallel_size if virtual else 1
+            fullest, role.micro_batch, role_tokens(config, role, architecture), role.parallel.pipeline_parallel_size if virtual else 1
         ),
         optimizer_steps_per_step=per_step,
         optimizer_steps_total=per_step * trained_steps,
@@ -111,7 +124,7 @@ def state_bytes(dtype: DType, role: ModelRole, architecture: Architecture) -> in
     """Weights in `dtype`; where the model trains, float32 gradients, and over data-parallel ranks (ZeRO 1) two float32 Adam
     moments and, for bfloat16, a float32 master copy."""
     cut = role.parallel.tensor_parallel_size * role.parallel.pipeline_parallel_size
-    parameters = -(-num_parameters(architecture, with_value_head=role.name == "critic") // cut)
+    parameters = -(-num_parameters(architecture, with_value_head=role.with_value_head) // cut)
     weight_bytes, master_bytes = (4, 0) if dtype is DType.float32 else (2, 4)
     if role.optim is None:
         return parameters * weight_bytes
@@ -131,7 +144,7 @@ def checkpoint_bytes(config: PPOConfig | SFTConfig, architectures: Mapping[str, 
     total = 0
     for role in model_roles(config):
         if role.optim is not None:
-            parameters = num_parameters(architectures[role.name], with_value_head=role.name == "critic")
+            parameters = num_parameters(architectures[role.name], with_value_head=role.with_value_head)
             total += parameters * (weight_bytes + 12)
             total += parameters * weight_bytes * (role.name == "actor" and config.checkpoint.save_hf)
     return total

@@ -15,10 +15,13 @@ from megarl.config.schema import (
     SFTConfig,
 )
 
+REWARD_MODEL = "reward_model"
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelRole:
-    """One model of a run. `*_key`: the dotted configuration keys that a message should name. `optim` is None where nothing is trained."""
+    """One model of a run. `*_key`: the dotted configuration keys that a message should name. `optim` is None where nothing is trained.
+    `with_value_head`: its output is one number per token."""
 
     name: str
     path: str
@@ -26,7 +29,14 @@ class ModelRole:
     parallel: ParallelConfig
     parallel_key: str
     micro_batch: MicroBatchConfig
+    micro_batch_key: str
     optim: OptimConfig | None
+    with_value_head: bool = False
+
+    @property
+    def reads_policy_tokens(self) -> bool:
+        """All but the reward model, which has a tokenizer of its own."""
+        return self.name != REWARD_MODEL
 
 
 def needs_reference(config: PPOConfig) -> bool:
@@ -42,8 +52,12 @@ def needs_sum_pi_squared(algorithm: AlgorithmConfig) -> bool:
     return algorithm.advantage.estimator.name == "optimal_token_baseline"
 
 
+def needs_reward_model(config: PPOConfig) -> bool:
+    return config.reward.model.path is not None
+
+
 def model_roles(config: PPOConfig | SFTConfig) -> tuple[ModelRole, ...]:
-    """The Megatron roles in the order actor, reference, critic, without those that the run does not need."""
+    """The Megatron roles in the order actor, reference, critic, reward_model, without those that the run does not need."""
     actor = ModelRole(
         name="actor",
         path=config.model.path,
@@ -51,6 +65,7 @@ def model_roles(config: PPOConfig | SFTConfig) -> tuple[ModelRole, ...]:
         parallel=config.actor.parallel,
         parallel_key="actor.parallel",
         micro_batch=config.actor.micro_batch,
+        micro_batch_key="actor.micro_batch",
         optim=config.actor.optim,
     )
     roles = [actor]
@@ -62,6 +77,7 @@ def model_roles(config: PPOConfig | SFTConfig) -> tuple[ModelRole, ...]:
             parallel=config.actor.parallel,  # it lives in the actor's processes
             parallel_key="actor.parallel",
             micro_batch=config.reference.micro_batch,
+            micro_batch_key="reference.micro_batch",
             optim=None,
         )
         roles.append(reference)
@@ -73,7 +89,22 @@ def model_roles(config: PPOConfig | SFTConfig) -> tuple[ModelRole, ...]:
             parallel=config.critic.parallel,
             parallel_key="critic.parallel",
             micro_batch=config.critic.micro_batch,
+            micro_batch_key="critic.micro_batch",
             optim=config.critic.optim,
+            with_value_head=True,
         )
         roles.append(critic)
+    if isinstance(config, PPOConfig) and (path := config.reward.model.path) is not None:
+        reward_model = ModelRole(
+            name=REWARD_MODEL,
+            path=path,
+            path_key="reward.model.path",
+            parallel=config.reward.model.parallel,
+            parallel_key="reward.model.parallel",
+            micro_batch=config.reward.model.micro_batch,
+            micro_batch_key="reward.model.micro_batch",
+            optim=None,
+            with_value_head=True,
+        )
+        roles.append(reward_model)
     return tuple(roles)

@@ -6,13 +6,13 @@ from collections.abc import Callable
 from math import lcm
 from pathlib import Path
 
-from megarl.config import rollout_rules
+from megarl.config import reward_rules, rollout_rules
 from megarl.config.architecture import Architecture, read_architecture
 from megarl.config.derive import max_row_tokens, samples_per_step, updates_per_pass
 from megarl.config.errors import ConfigError
 from megarl.config.nearest import either, nearest_divisors, nearest_multiples
 from megarl.config.ranges import leaves, range_of
-from megarl.config.roles import ModelRole, model_roles, needs_critic, needs_reference
+from megarl.config.roles import REWARD_MODEL, ModelRole, model_roles, needs_critic, needs_reference
 from megarl.config.schema import (
     AdvantageEstimator,
     KLControllerKind,
@@ -49,6 +49,8 @@ def validate(config: RunConfig) -> list[Violation]:
             violations += _fits_layout(role, architectures[role.name])
     if isinstance(config, PPOConfig) and "actor" in architectures and "rollout.tensor_parallel_size" not in broken:
         violations += rollout_rules.engine_fits_model(config, architectures["actor"])
+    if isinstance(config, PPOConfig) and REWARD_MODEL in architectures and not any(key.startswith("reward.model.") for key in broken):
+        violations += reward_rules.reads_conversations(config, architectures[REWARD_MODEL])
     violations += _lengths_fit(config, architectures)
     violations += _same_vocabulary(config, architectures)
     return list(dict.fromkeys(violations))  # the reference shares the actor's model and layout, and so its violations
@@ -141,10 +143,6 @@ def _algorithm(config: PPOConfig) -> Violations:
             ("rollout.n", "algorithm.advantage.estimator"),
             f"grpo compares the samples of a prompt, but n is {config.rollout.n}, so every advantage would be 0; use 2 or more",
         )
-    if not config.reward.functions:
-        yield Violation(
-            ("reward.functions",), "is empty: nothing would be learnt; give a list such as [{path: reward.py, name: compute_score}]"
-        )
 
 
 def _critic_warmup(config: PPOConfig) -> Violations:
@@ -162,7 +160,12 @@ def _critic_warmup(config: PPOConfig) -> Violations:
 
 
 _ENGINE_KEYS = ("rollout.num_replicas", "rollout.tensor_parallel_size")
-_ACTOR_SIZES = tuple(f"actor.parallel.{axis}_parallel_size" for axis in ("tensor", "pipeline", "data"))
+
+
+def _sizes(section: str) -> tuple[str, ...]:
+    return tuple(f"{section}.parallel.{axis}_parallel_size" for axis in ("tensor", "pipeline", "data"))
+
+
 # Each with the keys whose range it relies on.
 _PPO_RULES: tuple[tuple[tuple[str, ...], Callable[[PPOConfig], Violations]], ...] = (
     (("trainer.updates_per_step", "trainer.prompts_per_step", "rollout.n"), _mini_batches),
@@ -171,7 +174,9 @@ _PPO_RULES: tuple[tuple[tuple[str, ...], Callable[[PPOConfig], Violations]], ...
         rollout_rules.sampling,
     ),
     (("rollout.tensor_parallel_size",), rollout_rules.whole_model),
-    ((*_ENGINE_KEYS, *_ACTOR_SIZES), rollout_rules.shared_devices),
+    ((*_ENGINE_KEYS, *_sizes("actor")), rollout_rules.shared_devices),
+    ((), reward_rules.something_scores),
+    (_sizes("reward.model") + _sizes("critic"), reward_rules.layout),
     (("rollout.n",), _algorithm),
     (("trainer.critic_warmup_steps", "trainer.total_steps"), _critic_warmup),
 )
@@ -207,13 +212,13 @@ def _role_rules(config: RunConfig, role: ModelRole, broken: set[str]) -> Violati
 
 
 def _micro_batch(config: RunConfig, role: ModelRole) -> Violations:
-    limit, key = role.micro_batch, f"{role.name}.micro_batch"
+    limit, key = role.micro_batch, role.micro_batch_key
     if (limit.sequences is None) == (limit.max_tokens is None):
         given = "neither is" if limit.sequences is None else f"both are ({limit.sequences} and {limit.max_tokens})"
         yield Violation(
             (f"{key}.sequences", f"{key}.max_tokens"), f"give exactly one, but {given}; set the other to null, as in {key}.max_tokens=null"
         )
-    elif limit.max_tokens is not None and limit.max_tokens < max_row_tokens(config):
+    elif role.reads_policy_tokens and limit.max_tokens is not None and limit.max_tokens < max_row_tokens(config):
         lengths = ("data.max_length",) if isinstance(config, SFTConfig) else ("data.max_prompt_length", "data.max_response_length")
         yield Violation(
             (f"{key}.max_tokens", *lengths),
@@ -248,7 +253,9 @@ def _fits_layout(role: ModelRole, architecture: Architecture) -> Violations:
 def _lengths_fit(config: RunConfig, architectures: dict[str, Architecture]) -> Violations:
     tokens = max_row_tokens(config)
     for role in model_roles(config):
-        if role.name not in architectures or tokens <= (limit := architectures[role.name].max_position_embeddings):
+        if role.name not in architectures or not role.reads_policy_tokens:
+            continue
+        if tokens <= (limit := architectures[role.name].max_position_embeddings):
             continue
         if isinstance(config, SFTConfig):
             yield Violation(("data.max_length",), f"is {tokens}, more than max_position_embeddings {limit} of {role.path}; use {limit}")

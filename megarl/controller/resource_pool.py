@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
@@ -79,7 +80,11 @@ class RayResourcePool:
 
     def split(self) -> list[RayResourcePool]:
         """One pool for each process, on the bundles of this one: for groups that are ended and started anew one by one."""
-        return [_PoolPart(self, rank) for rank in range(self.world_size)]
+        return [self.part([rank]) for rank in range(self.world_size)]
+
+    def part(self, ranks: Sequence[int]) -> RayResourcePool:
+        """A pool on some of the bundles of this one, which keeps the reservation: for a group that shares those devices with others."""
+        return _PoolPart(self, ranks)
 
     def release(self) -> None:
         """Gives the devices back; ends the processes that still use them."""
@@ -89,15 +94,26 @@ class RayResourcePool:
 
 
 class _PoolPart(RayResourcePool):
-    """One process of `whole`, which holds the reservation."""
+    """Some processes of `whole`, which holds the reservation."""
 
-    def __init__(self, whole: RayResourcePool, rank: int) -> None:
-        super().__init__([1], whole.use_gpu, whole.name, whole.max_colocate_count, whole.wait_limit_s, whole.gpus_per_process)
+    def __init__(self, whole: RayResourcePool, ranks: Sequence[int]) -> None:
+        nodes = [node for node, count in enumerate(whole.process_on_nodes) for _ in range(count)]
+        counts = Counter(nodes[rank] for rank in ranks)
+        super().__init__(
+            [counts[node] for node in sorted(counts)],
+            whole.use_gpu,
+            whole.name,
+            whole.max_colocate_count,
+            whole.wait_limit_s,
+            whole.gpus_per_process,
+        )
         self._whole = whole
-        self._rank = rank
+        self._ranks = sorted(ranks)
 
     def bundles(self) -> list[Bundle]:
-        return [self._whole.bundles()[self._rank]._replace(local_rank=0)]
+        local_ranks = [rank for count in self.process_on_nodes for rank in range(count)]
+        whole = self._whole.bundles()
+        return [whole[rank]._replace(local_rank=local) for rank, local in zip(self._ranks, local_ranks, strict=True)]
 
     def release(self) -> None:
         raise ValueError(f"pool {self.name!r}: a part of a pool cannot be released; release the whole pool")

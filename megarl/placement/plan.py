@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from megarl.config.errors import ConfigError
-from megarl.config.roles import needs_critic, needs_reference
+from megarl.config.roles import REWARD_MODEL, needs_critic, needs_reference, needs_reward_model
 from megarl.config.schema import PlacementStrategy, PPOConfig, SFTConfig
 
 _Place = tuple[int, tuple[int, ...]]  # node, its devices
@@ -201,7 +201,8 @@ def _policy_roles(config: PPOConfig) -> tuple[str, ...]:
 
 def _split_collocate(config: PPOConfig) -> list[_Request]:
     """Actor and reference in one set of processes, the critic in another, rollout in a third, a process per replica. The reward is a
-    CPU process beside the critic, or in a pool of its own where there is none."""
+    CPU process beside the critic, or in a pool of its own where there is none. So is a reward model: in the critic's processes where
+    their layouts are the same, else in processes of its own on the critic's devices."""
     rollout = config.rollout
     engines = _Request(
         name="rollout",
@@ -228,12 +229,30 @@ def _trainers(config: PPOConfig) -> list[_Request]:
             name="actor", pool="actor", roles=_policy_roles(config), num_processes=actor.world_size, together=actor.tensor_parallel_size
         )
     ]
+    fused = needs_reward_model(config) and needs_critic(config) and config.reward.model.parallel == critic
     if needs_critic(config):
+        roles = ("critic", REWARD_MODEL) if fused else ("critic",)
         requests.append(
-            _Request(name="critic", pool="critic", roles=("critic",), num_processes=critic.world_size, together=critic.tensor_parallel_size)
+            _Request(name="critic", pool="critic", roles=roles, num_processes=critic.world_size, together=critic.tensor_parallel_size)
         )
     beside = "critic" if needs_critic(config) else "reward"
+    if needs_reward_model(config) and not fused:
+        requests.append(_reward_model(config, pool=beside, shares="critic" if needs_critic(config) else None))
     return [*requests, _Request(name="reward", pool=beside, roles=("reward",), num_processes=1, together=0)]
+
+
+def _reward_model(config: PPOConfig, pool: str, shares: str | None) -> _Request:
+    """In processes of its own: frozen, it can stay in memory beside whoever has the same devices."""
+    parallel = config.reward.model.parallel
+    assert shares is None or parallel.world_size <= config.critic.parallel.world_size, "validate() refuses it"
+    return _Request(
+        name=REWARD_MODEL,
+        pool=pool,
+        roles=(REWARD_MODEL,),
+        num_processes=parallel.world_size,
+        together=parallel.tensor_parallel_size,
+        shares=shares,
+    )
 
 
 def _sft(config: SFTConfig) -> list[_Request]:
@@ -293,7 +312,8 @@ def _shared(request: _Request, owner: GroupPlan) -> list[_Place] | None:
     places: list[_Place] = []
     for node in sorted(owner.nodes):
         devices = [device for process in owner.processes if process.node == node for device in process.devices]
-        places += _cut(node, devices, request.devices_per_process)
+        whole = len(devices) // request.together * request.together  # no group over two nodes
+        places += _cut(node, devices[:whole], request.devices_per_process)
     return places[: request.num_processes] if len(places) >= request.num_processes else None
 
 

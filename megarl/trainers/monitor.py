@@ -19,6 +19,7 @@ from megarl.trainers.evaluation import ValidationResult
 PHASES = {
     "exchange": "gen",
     "score": "reward",
+    "score_conversations": "reward_model",
     "old_log_prob": "old_log_prob",
     "ref_log_prob": "ref",
     "values": "values",

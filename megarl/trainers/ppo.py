@@ -11,6 +11,7 @@ from megarl.algorithms.advantages import ADVANTAGE_ESTIMATORS, AdvantageInputs
 from megarl.algorithms.kl import KL_CONTROLLERS, apply_kl_penalty, kl_per_token, sequence_mean_kl
 from megarl.algorithms.masked import masked_mean
 from megarl.algorithms.metrics import data_metrics
+from megarl.algorithms.reward_metrics import reward_model_metrics
 from megarl.config.schema import AlgorithmConfig, KLControllerKind, KLWhere, PPOConfig
 from megarl.controller.futures import gather
 from megarl.data.loader import BatchLoader
@@ -112,6 +113,7 @@ class PPOTrainer:
         metrics = data_metrics(tensors, self.config.data.max_response_length)
         metrics["actor/entropy"] = float(masked_mean(tensors["entropys"], tensors["response_mask"]))
         metrics["reward/error_rate"] = batch.meta_info["reward/error_rate"]
+        metrics |= reward_model_metrics(batch.tensors)
         metrics["num_tokens"] = float(valid_token_count(batch))
         return metrics
 

@@ -1,23 +1,32 @@
-"""The reward role: one worker that decodes responses and scores them with the user's functions, in processes of its own."""
+"""The reward role: the user's functions, in processes of their own, and a reward model; a sample's score is their weighted sum."""
 
 from __future__ import annotations
+
+from typing import Any
+
+import torch
 
 from megarl.algorithms.scores import place_scores
 from megarl.config.schema import RewardConfig
 from megarl.controller.dispatch import Dispatch, register
-from megarl.controller.futures import DerivedFuture
+from megarl.controller.futures import DerivedFuture, RemoteFuture
 from megarl.controller.group import RoleGroup
 from megarl.controller.worker import Worker
 from megarl.data.tokenizer import load_tokenizer
 from megarl.protocol.batch import DataProto
-from megarl.rewards.scorer import RewardScorer, ScoreRequest
+from megarl.rewards.scorer import RewardScorer, ScoreReport, ScoreRequest
+from megarl.workers.reward_model import RewardModel
 
 
 class RewardWorker(Worker):
+    """One process that decodes responses and has them scored by the functions. Without functions it only decodes."""
+
     def __init__(self, config: RewardConfig, tokenizer_path: str, trust_remote_code: bool) -> None:
         super().__init__()
         self._tokenizer = load_tokenizer(tokenizer_path, trust_remote_code)
-        self._scorer = RewardScorer(config.functions, config.time_limit_s, config.max_error_rate, config.num_processes)
+        self._scorer = (
+            RewardScorer(config.functions, config.time_limit_s, config.max_error_rate, config.num_processes) if config.functions else None
+        )
 
     @register(dispatch_mode=Dispatch.RANK_ZERO, blocking=False)
     def score(self, batch: DataProto) -> DataProto:
@@ -35,7 +44,7 @@ class RewardWorker(Worker):
                 arrays["uid"], arrays["data_source"], texts, arrays["reward_model"], arrays["extra_info"], strict=True
             )
         ]
-        report = self._scorer.score(requests)
+        report = ScoreReport([0.0] * len(requests), [], []) if self._scorer is None else self._scorer.score(requests)
         return DataProto.from_dict(
             tensors={"token_level_scores": place_scores(report.scores, mask)},
             non_tensors={"response_text": texts, "score": list(report.scores)},
@@ -44,10 +53,27 @@ class RewardWorker(Worker):
 
 
 class Reward:
-    def __init__(self, group: RoleGroup) -> None:
+    def __init__(self, group: RoleGroup, model: RewardModel | None = None, model_weight: float = 1.0) -> None:
         self.group = group
+        self.model = model
+        self._model_weight = model_weight
 
     def score(self, batch: DataProto) -> DerivedFuture:
-        """See RewardWorker.score."""
+        """See RewardWorker.score. With a model, the scores are those of the functions plus `model_weight` times the model's, and there are
+        `reward_function_scores` (B,) and what RewardModelWorker.score_conversations gives beside them."""
         needed = batch.select(["responses", "response_mask"], ["uid", "data_source", "reward_model", "extra_info"])
-        return DerivedFuture([self.group.score(needed)], lambda results: results[0])
+        functions: RemoteFuture = self.group.score(needed)
+        if self.model is None:
+            return DerivedFuture([functions], lambda results: results[0])
+        mask = batch.tensors["response_mask"]
+        return DerivedFuture([functions, self.model.score(batch)], lambda results: self._sum(results, mask))
+
+    def _sum(self, results: list[Any], mask: torch.Tensor) -> DataProto:
+        functions, model = results
+        of_functions = torch.tensor(functions.non_tensor_batch["score"].tolist(), dtype=torch.float32)
+        scores = of_functions + self._model_weight * model.tensors["reward_model_scores"]
+        return DataProto.from_dict(
+            {"token_level_scores": place_scores(scores, mask), "reward_function_scores": of_functions, **model.tensors},
+            {"response_text": functions.non_tensor_batch["response_text"], "score": scores.tolist()},
+            functions.meta_info,
+        )

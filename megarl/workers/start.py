@@ -7,12 +7,15 @@ from dataclasses import dataclass
 from functools import partial
 
 from megarl.config.architecture import Architecture
+from megarl.config.derive import max_conversation_tokens
+from megarl.config.roles import REWARD_MODEL
 from megarl.config.schema import (
     ActorConfig,
     CriticConfig,
     Device,
     PlacementStrategy,
     PPOConfig,
+    RewardModelConfig,
     RolloutEngineKind,
     SFTConfig,
 )
@@ -30,6 +33,7 @@ from megarl.workers.replicas import ReplicaPlace, Replicas
 from megarl.workers.request_run import RolloutLimits
 from megarl.workers.residency import EVERYBODY_STAYS, Residency, TakingTurns
 from megarl.workers.reward import Reward, RewardWorker
+from megarl.workers.reward_model import Reading, RewardModel, RewardModelWorker
 from megarl.workers.roles import Actor, Critic, Reference, UpdatePlan
 from megarl.workers.rollout import Rollout, TokenRules
 from megarl.workers.weight_sync import WeightSource, WeightSync
@@ -51,7 +55,7 @@ class PPORoles:
     @property
     def groups(self) -> list[RoleGroup | Rollout]:
         """All that runs, to be watched and ended."""
-        roles = (self.actor, self.reference, self.critic, self.reward)
+        roles = (self.actor, self.reference, self.critic, self.reward, self.reward.model)
         return [*(role.group for role in roles if role is not None), self.rollout]
 
     def drain_metrics(self) -> dict[str, float]:
@@ -66,6 +70,10 @@ class Architectures:
     policy: Architecture
     reference: Architecture | None
     critic: Architecture | None
+    reward_model: Architecture | None = None
+
+
+_ModelConfig = ActorConfig | CriticConfig | RewardModelConfig
 
 
 class _Starter:
@@ -76,7 +84,7 @@ class _Starter:
         self._device = device
         self._pools = pools
 
-    def model(self, role: ActorConfig | CriticConfig, path: str, architecture: Architecture, **spec: object) -> ModelSpec:
+    def model(self, role: _ModelConfig, path: str, architecture: Architecture, **spec: object) -> ModelSpec:
         config = self._config
         return ModelSpec(
             path=path,
@@ -90,8 +98,12 @@ class _Starter:
         )
 
     def group(self, workers: Mapping[str, RayClassWithInitArgs]) -> dict[str, RoleGroup]:
-        """Roles in one process per rank."""
-        pool = self._pools.get_resource_pool(next(iter(workers)))
+        """Roles in one process per rank, on the bundles that the plan gives their group, which has the first one's name."""
+        name = next(iter(workers))
+        bundles = [numbers[0] for numbers in plan_placement(self._config).bundles(name)]
+        pool = self._pools.get_resource_pool(name)
+        if len(bundles) < pool.world_size:
+            pool = pool.part(bundles)
         limit_s = self._config.trainer.phase_time_limit_s
         return RayWorkerGroup(pool, create_colocated_worker_cls(workers), phase_time_limit_s=limit_s).spawn()
 
@@ -129,10 +141,8 @@ def start_ppo(config: PPOConfig, models: Architectures, rules: TokenRules, devic
         reference_spec = starter.model(config.actor, config.reference.path or config.model.path, models.reference, **policy)
         policies["reference"] = RayClassWithInitArgs(ReferenceWorker, reference_spec)
     policy_groups = starter.group(policies)
-    critic = _start_critic(config, models.critic, starter, updates, per_step) if models.critic is not None else None
-
-    reward_worker = RayClassWithInitArgs(RewardWorker, config.reward, config.model.path, config.model.trust_remote_code)
-    reward_group = starter.group({"reward": reward_worker})["reward"]
+    scorers = _start_scorers(config, models, starter, per_step)
+    reward = _start_reward(config, starter, scorers.get(REWARD_MODEL))
     residency = _residency(config, policy_groups)
     rollout = _start_rollout(config, rules, device, replica_places(config, device, pools, policy_groups["actor"]), residency)
 
@@ -155,9 +165,9 @@ def start_ppo(config: PPOConfig, models: Architectures, rules: TokenRules, devic
             if "reference" in policy_groups
             else None
         ),
-        critic=critic,
+        critic=Critic(scorers["critic"], config.critic.parallel, config.critic.micro_batch, updates) if "critic" in scorers else None,
         rollout=rollout,
-        reward=Reward(reward_group),
+        reward=reward,
         residency=residency,
     )
 
@@ -218,7 +228,21 @@ def _start_rollout(config: PPOConfig, rules: TokenRules, device: Device, places:
     return Rollout(replicas, rules, limits, config.trainer.seed, residency.before_generate)
 
 
-def _start_critic(config: PPOConfig, architecture: Architecture, starter: _Starter, updates: UpdatePlan, per_step: int) -> Critic:
+def _start_scorers(config: PPOConfig, models: Architectures, starter: _Starter, per_step: int) -> dict[str, RoleGroup]:
+    """Critic and reward model, those that there are; in the same processes where the plan has them so."""
+    workers = {}
+    if models.critic is not None:
+        workers["critic"] = _critic_worker(config, models.critic, starter, per_step)
+    if models.reward_model is not None:
+        workers[REWARD_MODEL] = _reward_model_worker(config, models.reward_model, starter)
+    groups: dict[str, RoleGroup] = {}
+    for planned in plan_placement(config).groups:
+        if fused := {role: workers[role] for role in planned.roles if role in workers}:
+            groups |= starter.group(fused)
+    return groups
+
+
+def _critic_worker(config: PPOConfig, architecture: Architecture, starter: _Starter, per_step: int) -> RayClassWithInitArgs:
     spec = starter.model(
         config.critic,
         config.critic.model.path or config.model.path,
@@ -228,8 +252,27 @@ def _start_critic(config: PPOConfig, architecture: Architecture, starter: _Start
         total_optimizer_steps=config.trainer.total_steps * per_step,
         recompute=config.critic.recompute,
     )
-    group = starter.group({"critic": RayClassWithInitArgs(CriticWorker, spec, config.algorithm.value_loss)})["critic"]
-    return Critic(group, config.critic.parallel, config.critic.micro_batch, updates)
+    return RayClassWithInitArgs(CriticWorker, spec, config.algorithm.value_loss)
+
+
+def _reward_model_worker(config: PPOConfig, architecture: Architecture, starter: _Starter) -> RayClassWithInitArgs:
+    model = config.reward.model
+    assert model.path is not None
+    reading = Reading(
+        policy_path=config.model.path,
+        trust_remote_code=config.model.trust_remote_code,
+        max_length=max_conversation_tokens(model, architecture),
+        overlong=model.overlong,
+        micro_batch=model.micro_batch,
+    )
+    return RayClassWithInitArgs(RewardModelWorker, starter.model(model, model.path, architecture, head="value"), reading)
+
+
+def _start_reward(config: PPOConfig, starter: _Starter, model_group: RoleGroup | None) -> Reward:
+    worker = RayClassWithInitArgs(RewardWorker, config.reward, config.model.path, config.model.trust_remote_code)
+    group, parallel = starter.group({"reward": worker})["reward"], config.reward.model.parallel
+    model = None if model_group is None else RewardModel(model_group, parallel)
+    return Reward(group, model, config.reward.model.weight)
 
 
 def start_sft(config: SFTConfig, architecture: Architecture, device: Device, pools: ResourcePoolManager) -> Actor:

@@ -138,6 +138,7 @@ def run_ppo(config: PPOConfig, look: Callable[[int, PPORoles], None] = lambda st
             policy=architecture,
             reference=architecture if needs_reference(config) else None,
             critic=architecture if needs_critic(config) else None,
+            reward_model=None if config.reward.model.path is None else read_architecture(config.reward.model.path),
         )
         roles = start_ppo(config, models, rules, Device.cpu, pools)
         loader = WatchedLoader(train, trainer.prompts_per_step, lambda step: look(step, roles))

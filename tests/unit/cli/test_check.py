@@ -122,7 +122,7 @@ BROKEN = [
     ("critic.parallel.pipeline_parallel_size=3", "num_hidden_layers 4"),
     ("data.max_response_length=100", "max_position_embeddings 64"),
     ("rollout.top_p=0.9", "truncated sampler"),
-    ("reward.functions=[]", "reward.functions: is empty"),
+    ("reward.functions=[]", "reward.functions, reward.model.path: functions is empty"),
     ("placement.devices_per_node=2", "the roles need 7"),
     ("rollout.num_replicas=0", "must be at least 1"),
     ("algorithm=nothing", "algorithm=nothing: there is no such file"),

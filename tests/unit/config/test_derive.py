@@ -117,6 +117,7 @@ def test_state_of_a_rank_by_hand(tmp_path: Path) -> None:
         parallel=parallel,
         parallel_key="",
         micro_batch=MicroBatchConfig(sequences=1),
+        micro_batch_key="",
         optim=OptimConfig(),
     )
     assert state_bytes(DType.bfloat16, role, tiny) == 1000 * (2 + 4 + (8 + 4) // 2)

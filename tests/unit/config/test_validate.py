@@ -104,7 +104,7 @@ def test_a_good_configuration_has_none(ppo: str) -> None:
             "trainer.critic_warmup_steps, algorithm.advantage.estimator: is 4, but the estimator grpo",
         ),
         (["trainer.critic_warmup_steps=10"], "critic_warmup_steps 10 leave none of total_steps 10 to train the actor; use 9 or fewer"),
-        (["reward.functions=[]"], "reward.functions: is empty: nothing would be learnt"),
+        (["reward.functions=[]"], "reward.functions, reward.model.path: functions is empty and there is no model: nothing would be learnt"),
         (["reward.functions=[{path: nowhere.py}]"], "reward.functions[0].path: there is no file 'nowhere.py'"),
         (["data.train_files=[]"], "data.train_files: is empty; name at least one parquet file"),
         (["data.val_files=[nowhere.parquet]"], "data.val_files: there is no file 'nowhere.parquet'"),

@@ -17,6 +17,8 @@ from megarl.config.schema import (
     PlacementConfig,
     PlacementStrategy,
     PPOConfig,
+    RewardConfig,
+    RewardModelConfig,
     RolloutConfig,
     SFTConfig,
 )
@@ -197,3 +199,32 @@ def test_a_reservation_is_a_bundle_for_each_process() -> None:
     assert plan.bundles("rollout") == ((0,), (1,))
     assert plan.bundles("reward") == ((0,),)
     assert plan.num_cpus == plan.num_processes == 6
+
+
+def with_reward_model(parallel: ParallelConfig, strategy: PlacementStrategy, **sections: object) -> PlacementPlan:
+    reward = RewardConfig(model=RewardModelConfig(path="judge", parallel=parallel))
+    critic = ParallelConfig(tensor_parallel_size=2, pipeline_parallel_size=2)
+    placed = {**QUICKSTART, "critic": critic, "placement": PlacementConfig(strategy=strategy)}
+    return plan_placement(ppo(**placed, reward=reward, **sections))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("strategy", [PlacementStrategy.split_collocate, PlacementStrategy.hybrid])
+def test_a_reward_model_is_with_the_critic(strategy: PlacementStrategy) -> None:
+    fused = with_reward_model(ParallelConfig(tensor_parallel_size=2, pipeline_parallel_size=2), strategy)
+    assert fused.group("critic").roles == ("critic", "reward_model")
+    assert fused.colocate_counts["critic"] == 1
+    beside = with_reward_model(ParallelConfig(pipeline_parallel_size=2), strategy)
+    assert beside.group("critic").roles == ("critic",)
+    assert places(beside, "reward_model") == places(beside, "critic")[:2] == [(0, 2), (0, 3)]
+    assert beside.role_pools["reward_model"] == "critic"
+    assert beside.bundles("reward_model") == ((0,), (1,))
+    assert beside.colocate_counts["critic"] == 2
+    assert fused.num_devices == beside.num_devices
+
+
+def test_a_reward_model_without_a_critic_has_a_pool_of_its_own() -> None:
+    algorithm = AlgorithmConfig(advantage=AdvantageConfig(estimator=AdvantageEstimator.grpo))
+    plan = with_reward_model(ParallelConfig(tensor_parallel_size=2), PlacementStrategy.split_collocate, algorithm=algorithm)
+    assert places(plan, "reward_model") == [(0, 2), (0, 3)]
+    assert plan.pools == {"actor": 2, "reward": 2, "rollout": 1}
+    assert [process.place for process in plan.group("reward").processes] == ["cpu"]

@@ -1,0 +1,118 @@
+"""The reward model: a frozen Megatron role that scores conversations, which it encodes itself, with its own tokenizer and template."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megarl.config.schema import MicroBatchConfig, OverlongConversation, ParallelConfig
+from megarl.controller.dispatch import Dispatch, register
+from megarl.controller.futures import DerivedFuture
+from megarl.controller.group import RoleGroup
+from megarl.data.conversations import Conversation, ConversationEncoder, conversation_batch
+from megarl.data.packing import plan_micro_batches
+from megarl.data.tokenizer import load_tokenizer
+from megarl.protocol.batch import DataProto
+from megarl.workers.megatron import MegatronWorker, ModelSpec
+from megarl.workers.residency import EVERYBODY_STAYS, Residency
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """How conversations are made: answers are decoded by the policy's tokenizer, then encoded by the model's own.
+
+    max_length: tokens of a conversation. micro_batch: how a replica's conversations are cut.
+    """
+
+    policy_path: str
+    trust_remote_code: bool
+    max_length: int
+    overlong: OverlongConversation
+    micro_batch: MicroBatchConfig
+
+
+class RewardModelWorker(MegatronWorker):
+    """Every rank of a replica encodes the same conversations and makes the same plan, so nothing has to be sent between them."""
+
+    def __init__(self, spec: ModelSpec, reading: Reading) -> None:
+        super().__init__(spec)
+        self._reading = reading
+        self._policy_tokenizer = load_tokenizer(reading.policy_path, reading.trust_remote_code)
+        self._encoder = ConversationEncoder(
+            load_tokenizer(spec.path, reading.trust_remote_code, key="reward.model.path"),
+            vocab_size=spec.architecture.vocab_size,
+            pad_token_id=json.loads((Path(spec.path) / "config.json").read_text()).get("pad_token_id"),
+            max_length=reading.max_length,
+            overlong=reading.overlong,
+        )
+
+    @register(dispatch_mode=Dispatch.MEGATRON_MESH, blocking=False)
+    def score_conversations(self, part: DataProto) -> DataProto:
+        """`reward_model_scores` (b,) float32, and bools (b,) `reward_model_truncated`, `reward_model_spells_special`; without rows on the
+        ranks that do not hold the last stage. Raises ConversationError."""
+        conversations = self._conversations(part)
+        scores = self._scores(conversations)
+        if scores is None:
+            return DataProto()
+        return DataProto.from_dict(
+            {
+                "reward_model_scores": scores,
+                "reward_model_truncated": torch.tensor([conversation.is_truncated for conversation in conversations]),
+                "reward_model_spells_special": torch.tensor([conversation.spells_special for conversation in conversations]),
+            }
+        )
+
+    def _conversations(self, part: DataProto) -> list[Conversation]:
+        tensors, arrays = part.tensors, part.non_tensor_batch
+        answers = [
+            self._policy_tokenizer.decode(ids[real], skip_special_tokens=True)
+            for ids, real in zip(tensors["responses"], tensors["response_mask"], strict=True)
+        ]
+        return [
+            self._encoder.encode(str(uid), messages, answer)
+            for uid, messages, answer in zip(arrays["uid"], arrays["messages"], answers, strict=True)
+        ]
+
+    def _scores(self, conversations: list[Conversation]) -> torch.Tensor | None:
+        """(b,) on the last stage, elsewhere None."""
+        parallel = self._spec.parallel
+        plan = plan_micro_batches(
+            [len(conversation.token_ids) for conversation in conversations],
+            dp_size=1,  # this replica's
+            sequences=self._reading.micro_batch.sequences,
+            max_tokens=self._reading.micro_batch.max_tokens,
+            multiple_of=parallel.pipeline_parallel_size if parallel.virtual_pipeline_parallel_size is not None else 1,
+        )
+        (rank,) = plan.ranks
+        outputs = self._engine.forward(conversation_batch(conversations, rank.rows), rank.local_micro_batches)
+        return None if outputs is None else outputs["values"][:, 0].cpu()[plan.restore_order()]
+
+
+class RewardModel:
+    """The handle on a reward model's ranks."""
+
+    def __init__(self, group: RoleGroup, parallel: ParallelConfig, residency: Residency = EVERYBODY_STAYS) -> None:
+        self.group = group
+        self._parallel = parallel
+        self._residency = residency
+
+    def score(self, batch: DataProto) -> DerivedFuture:
+        """See RewardModelWorker.score_conversations; the rows in the order of the batch. Reads `responses`, `response_mask`,
+        `attention_mask` and the arrays `uid`, `messages`."""
+        self._residency.before_scoring()
+        replicas = self._parallel.data_parallel_size
+        # One share for each replica, about equal in tokens of the policy: the model's own are not known here.
+        lengths = batch.tensors["attention_mask"].sum(1).tolist()
+        plan = plan_micro_batches(lengths, replicas, sequences=-(-len(batch) // replicas))
+        needed = batch.select(["responses", "response_mask"], ["uid", "messages"], [])
+        parts = [needed.select_idxs(rank.rows) for rank in plan.ranks]
+
+        def restore(results: list[Any]) -> DataProto:
+            (shares,) = results
+            return DataProto.concat(shares).select_idxs(plan.restore_order())
+
+        return DerivedFuture([self.group.score_conversations(parts)], restore)

@@ -1,0 +1,121 @@
+"""PPO on the sum of a reward model and a function, with the model beside the critic and in its processes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForSequenceClassification
+
+from megarl.config.schema import (
+    ActorConfig,
+    AlgorithmConfig,
+    CriticConfig,
+    DataConfig,
+    Device,
+    DType,
+    KLConfig,
+    KLWhere,
+    MicroBatchConfig,
+    ModelConfig,
+    OptimConfig,
+    ParallelConfig,
+    PPOConfig,
+    RewardConfig,
+    RewardFunctionConfig,
+    RewardModelConfig,
+    RolloutConfig,
+    SamplingConfig,
+    TrackingConfig,
+    TrainerConfig,
+)
+from megarl.placement.plan import plan_placement
+from tests.integration.tiny_run import Finished, run_ppo, save_inputs
+from tests.unit.workers.reward_models import byte_pair_tokenizer, save_reward_model
+
+pytestmark = pytest.mark.usefixtures("ray_cluster")
+
+STEPS, WEIGHT, FUNCTION_WEIGHT = 2, -0.5, 2.0
+CRITIC = ParallelConfig(pipeline_parallel_size=2)
+MICRO_BATCH = MicroBatchConfig(max_tokens=64)
+TOLERANCE = 1e-4
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    save_inputs(folder := tmp_path_factory.mktemp("inputs"))
+    save_reward_model(folder / "judge")
+    return folder
+
+
+def config(inputs: Path, output_dir: Path, parallel: ParallelConfig) -> PPOConfig:
+    function = RewardFunctionConfig(path=str(inputs / "reward.py"), weight=FUNCTION_WEIGHT)
+    model = RewardModelConfig(path=str(inputs / "judge"), parallel=parallel, micro_batch=MICRO_BATCH, weight=WEIGHT)
+    return PPOConfig(
+        model=ModelConfig(path=str(inputs / "policy"), dtype=DType.float32),
+        data=DataConfig(
+            train_files=[str(inputs / "train.parquet")],
+            val_files=[str(inputs / "validation.parquet")],
+            max_prompt_length=8,
+            max_response_length=8,
+        ),
+        algorithm=AlgorithmConfig(kl=KLConfig(where=KLWhere.none)),
+        actor=ActorConfig(micro_batch=MICRO_BATCH, optim=OptimConfig(lr=5e-3)),
+        critic=CriticConfig(parallel=CRITIC, micro_batch=MICRO_BATCH, optim=OptimConfig(lr=1e-2)),
+        reward=RewardConfig(functions=[function], model=model, num_processes=1),
+        rollout=RolloutConfig(n=4, validation=SamplingConfig(temperature=0)),
+        trainer=TrainerConfig(prompts_per_step=4, total_steps=STEPS, validate_before=False, output_dir=str(output_dir)),
+        tracking=TrackingConfig(loggers=["jsonl"], log_generations=8),
+        device=Device.cpu,
+    )
+
+
+@pytest.fixture(scope="module")
+def beside(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    """One rank, in a process of its own on the first of the critic's two devices."""
+    settings = config(inputs, tmp_path_factory.mktemp("beside"), ParallelConfig())
+    plan = plan_placement(settings)
+    (process,), critic = plan.group("reward_model").processes, plan.group("critic").processes
+    assert (process.pool, process.devices, len(critic)) == (critic[0].pool, critic[0].devices, 2)
+    return run_ppo(settings)
+
+
+def test_the_score_is_the_sum_of_what_each_part_says(beside: Finished) -> None:
+    for line in beside.metrics:
+        assert line["timing_s/reward_model"] > 0
+        assert line["reward/model/truncated"] == line["reward/model/spells_special"] == 0
+        assert line["reward/model/min"] < line["reward/model/mean"] < line["reward/model/max"]
+        assert line["reward/functions/min"] <= line["reward/functions/mean"] <= line["reward/functions/max"]
+        total = line["reward/functions/mean"] + WEIGHT * line["reward/model/mean"]
+        assert line["critic/score/mean"] == pytest.approx(total, abs=1e-6)
+
+
+def test_validation_scores_are_the_functions_plus_hugging_faces(beside: Finished, inputs: Path) -> None:
+    """Each sample anew: its prompt from the data (numbers 32 to 39), its text from the run, by transformers' own class and tokenizer."""
+    tokenizer = byte_pair_tokenizer()
+    model = AutoModelForSequenceClassification.from_pretrained(inputs / "judge", dtype=torch.float32)
+    lines = [json.loads(line) for line in (beside.output_dir / "generations.jsonl").read_text().splitlines()]
+    assert len(lines) == 8
+    for line in lines:
+        number = 32 + int(line["uid"])
+        chat = [{"role": "user", "content": f"{number}+{number % 7}="}, {"role": "assistant", "content": line["response"]}]
+        ids = torch.tensor([tokenizer.apply_chat_template(chat, return_dict=False)])
+        with torch.no_grad():
+            of_model = float(model(ids).logits)
+        of_function = FUNCTION_WEIGHT * line["response"].count(line["ground_truth"]) / 4
+        assert line["score"] == pytest.approx(of_function + WEIGHT * of_model, abs=TOLERANCE)
+
+
+def test_in_the_critics_processes_it_is_the_same_run(beside: Finished, inputs: Path, tmp_path: Path) -> None:
+    settings = config(inputs, tmp_path, CRITIC)
+    assert plan_placement(settings).group("critic").roles == ("critic", "reward_model")
+    fused = run_ppo(settings)
+    for line, other in zip(fused.metrics, beside.metrics, strict=True):
+        names = [name for name in other if not name.startswith(("timing_s/", "perf/", "rollout/", "resharding/", "training/"))]
+        assert {name: line[name] for name in names} == pytest.approx({name: other[name] for name in names}, rel=1e-5, abs=1e-6)
+    weights, others = (load_file(run.policy / "model.safetensors") for run in (fused, beside))
+    for name, weight in weights.items():
+        torch.testing.assert_close(weight, others[name], rtol=1e-5, atol=1e-7)

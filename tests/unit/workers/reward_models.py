@@ -1,0 +1,48 @@
+"""A tiny reward model of another family than any policy of the tests, with a byte-pair tokenizer and a chat template of its own."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerFast
+
+from tests.unit.engine.models import FAMILIES
+
+FAMILY = "llama3-tied"
+TEMPLATE = (
+    "<s>{% for message in messages %}[{{ message.role }}] {{ message.content }}"
+    "{% if message.role == 'assistant' %}</s>{% endif %}{% endfor %}"
+)
+
+
+def byte_pair_tokenizer() -> PreTrainedTokenizerFast:
+    """Every text becomes tokens of one letter or several. The end token is the pad token, as in many published models."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    text = ["[user] [assistant] [system] one two three and answer", "1 + 1 = 2", "12 345 67 890"]
+    trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=["<s>", "</s>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
+    tokenizer.train_from_iterator(text, trainer)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="</s>")
+    fast.chat_template = TEMPLATE
+    return fast
+
+
+def save_reward_model(folder: Path, seed: int = 0, num_labels: int = 1) -> None:
+    """Scores differ by about one from conversation to conversation."""
+    tokenizer = byte_pair_tokenizer()
+    tokenizer.save_pretrained(folder)
+    config = copy.deepcopy(FAMILIES[FAMILY])
+    config.vocab_size, config.num_labels, config.pad_token_id = len(tokenizer), num_labels, tokenizer.pad_token_id
+    torch.manual_seed(seed)
+    model = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.add_(torch.randn_like(parameter) * 0.2)
+            else:
+                parameter.mul_(10.0 if name == "score.weight" else 3.0)
+    model.save_pretrained(folder)
