@@ -15,22 +15,21 @@ from pathlib import Path
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-from rich.table import Table
 
+from megarl.cli.model_tables import print_comparison, print_description
 from megarl.config.errors import CheckpointError
 from megarl.conversion.distributed_writer import write_distributed
 from megarl.conversion.hugging_face_writer import write_hugging_face
-from megarl.conversion.inspect import ModelDescription, describe
+from megarl.conversion.inspect import describe
 from megarl.conversion.open import open_model
 from megarl.conversion.output import Written, check_new
 from megarl.conversion.source import ModelSource
 from megarl.conversion.streaming import Progress as Report
-from megarl.conversion.verify import Comparison, Match, compare
+from megarl.conversion.verify import compare
 from megarl.resharding.companions import CONFIG_FILE
 from megarl.resharding.role_folder import Layout
 
 GOOD, NOT_THE_SAME, USER_ERROR = 0, 1, 2
-_MAX_SHOWN = 20
 
 Start = Callable[[argparse.Namespace], int]
 
@@ -88,7 +87,7 @@ def inspect(parsed: argparse.Namespace) -> int:
     if parsed.json:
         print(json.dumps(description.as_json(), indent=2))
     else:
-        _show(description, Console(soft_wrap=True, highlight=False))
+        print_description(description, Console())
     return GOOD
 
 
@@ -97,7 +96,7 @@ def verify(parsed: argparse.Namespace) -> int:
     left, right = _open(parsed.left, parsed), _open(parsed.right, parsed)
     with _progress_bar("verify") as report:
         comparison = compare(left, right, report)
-    _show_comparison(comparison, Console(soft_wrap=True, highlight=False))
+    print_comparison(comparison, Console())
     return GOOD if comparison.is_same else NOT_THE_SAME
 
 
@@ -115,54 +114,3 @@ def _progress_bar(name: str) -> Iterator[Report]:
     with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as bar:
         task = bar.add_task(name, total=None)
         yield lambda nbytes, total: bar.update(task, advance=nbytes, total=total)
-
-
-def _show(description: ModelDescription, console: Console) -> None:
-    table = Table(show_header=False, title=description.folder, title_justify="left")
-    rows = {
-        "format": description.format,
-        "layout": description.layout,
-        "step": "not of a run" if description.step is None else f"{description.step:,}",
-        "family": description.family + (f" ({description.model_class})" if description.model_class else ""),
-        "head": description.head,
-        "dtype": description.dtype,
-        "parameters": f"{description.num_parameters:,}",
-        "bytes": f"{description.nbytes:,}",
-        "tokenizer": description.tokenizer,
-    }
-    for name, value in {**rows, **description.architecture}.items():
-        table.add_row(name, str(value))
-    console.print(table)
-    tensors = _table(f"{len(description.tensors)} tensors", "tensor", "shape", "dtype", "bytes")
-    for tensor in description.tensors:
-        tensors.add_row(tensor.name, " x ".join(map(str, tensor.shape)), tensor.dtype, f"{tensor.nbytes:,}")
-    console.print(tensors)
-
-
-def _table(title: str, *columns: str) -> Table:
-    table = Table(title=title, title_justify="left")
-    for column in columns:
-        table.add_column(column, overflow="fold")
-    return table
-
-
-def _show_comparison(comparison: Comparison, console: Console) -> None:
-    for name, left, right in comparison.architecture:
-        console.print(f"config.json: {name} is {left} in {comparison.left.folder} and {right} in {comparison.right.folder}")
-    if differing := comparison.differing:
-        table = _table("Not the same", "tensor", "", "elements", "different", "largest difference", "")
-        for each in differing[:_MAX_SHOWN]:
-            numbers = f"{each.num_elements:,}", f"{each.num_different:,}", f"{each.max_difference:.3g}"
-            table.add_row(each.name, each.match.value, *(numbers if each.num_elements else ("", "", "")), each.reason)
-        console.print(table)
-        if len(differing) > _MAX_SHOWN:
-            console.print(f"and {len(differing) - _MAX_SHOWN:,} more")
-    counts = ", ".join(f"{count:,} {match.value}" for match in Match if (count := comparison.count(match)))
-    verdict = "the same model" if comparison.is_same else "not the same model"
-    if comparison.is_same and comparison.count(Match.rounded):
-        verdict += f" in another precision ({_first_reason(comparison)})"
-    console.print(f"{verdict}: of {len(comparison.tensors):,} tensors {counts}")
-
-
-def _first_reason(comparison: Comparison) -> str:
-    return next(tensor.reason for tensor in comparison.tensors if tensor.match is Match.rounded)
