@@ -38,9 +38,15 @@ def open_model(
 
     companions: a Hugging Face folder, whose weights are not read, for a Megatron checkpoint that does not say what its model is.
     check_contents: weights are compared with their checksums where there are any, so all of them are read.
-    Raises CheckpointError, ConfigError, WeightTransferError: of a folder that is none of these, or damaged.
+    Raises CheckpointError, ConfigError, WeightTransferError: of a folder that is none of these, cannot be read, or is damaged.
     """
-    path = path.absolute()
+    try:
+        return _open(path.absolute(), role, trust_remote_code, companions, check_contents)
+    except OSError as error:
+        raise CheckpointError(f"{error.filename or path}: cannot be read: {error.strerror or error}") from error
+
+
+def _open(path: Path, role: str | None, trust_remote_code: bool, companions: Path | None, check_contents: bool) -> ModelSource:
     _check_is_folder(path)
     folder = path
     if (folder / LATEST_FILE).is_file() or _whole_steps(folder):
