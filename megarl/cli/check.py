@@ -11,11 +11,19 @@ from rich.console import Console
 from rich.table import Table
 
 from megarl.config.architecture import Architecture
-from megarl.config.derive import RoleArithmetic, RunArithmetic, checkpoint_bytes, checkpoint_path, derive, most_checkpoints
+from megarl.config.derive import (
+    RoleArithmetic,
+    RunArithmetic,
+    checkpoint_bytes,
+    checkpoint_path,
+    derive,
+    max_conversation_tokens,
+    most_checkpoints,
+)
 from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
-from megarl.config.roles import ModelRole, model_roles
-from megarl.config.schema import Device, PPOConfig, RolloutEngineKind, SFTConfig
+from megarl.config.roles import REWARD_MODEL, ModelRole, model_roles
+from megarl.config.schema import Device, OverlongConversation, PPOConfig, RolloutEngineKind, SFTConfig
 from megarl.config.validate import read_architectures, validate
 from megarl.config.violation import Violation
 from megarl.placement.plan import PlacementPlan, plan_placement
@@ -85,6 +93,7 @@ def print_run(config: PPOConfig | SFTConfig, console: Console) -> None:
     plan = plan_placement(config)
     if isinstance(config, PPOConfig):
         console.print(_rollout(config, plan))
+        console.print(_reward(config, architectures))
     console.print(_placement(plan))
     console.print(_checkpoints(config, architectures))
     _warn_of_full_disk(config, architectures, console)
@@ -172,6 +181,18 @@ def _rollout(config: PPOConfig, plan: PlacementPlan) -> Table:
         way = next(iter(ways.values())).value
     table.add_row("weights by", way, f"resharding.transport={resharding.transport.value}")
     table.add_row("weights compared", resharding.verify.value, "resharding.verify")
+    return table
+
+
+def _reward(config: PPOConfig, architectures: Mapping[str, Architecture]) -> Table:
+    table = _table("Reward: the sum of", "what", "weight", "how")
+    processes = f"{config.reward.num_processes} processes, {config.reward.time_limit_s:g} s a sample"
+    for function in config.reward.functions:
+        table.add_row(f"{function.name} in {function.path}", f"{function.weight:g}", processes)
+    if (model := config.reward.model).path is not None:
+        longer = "longer ones are refused" if model.overlong is OverlongConversation.refuse else "longer ones lose their oldest"
+        limit = max_conversation_tokens(model, architectures[REWARD_MODEL])
+        table.add_row(model.path, f"{model.weight:g}", f"conversations of at most {limit:,} tokens of its own, {longer}")
     return table
 
 

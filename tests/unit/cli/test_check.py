@@ -13,7 +13,7 @@ from megarl.cli.check import load_checked
 from megarl.cli.main import main
 from megarl.config.errors import ConfigError
 from megarl.config.schema import PPOConfig
-from tests.unit.config.folders import ppo_values, sft_values, write_yaml
+from tests.unit.config.folders import model_folder, ppo_values, sft_values, write_yaml
 
 ROOT = Path(__file__).parents[3]
 
@@ -46,6 +46,26 @@ def test_a_good_file_prints_models_arithmetic_and_places(
     assert "replicas 1 x 1 devices devices of their own" in rows
     assert "weights by colocated on cpu or broadcast on cuda resharding.transport=auto" in rows
     assert "good (8 processes, 7 devices)" in out
+
+
+def test_a_reward_model_is_shown_with_its_place_and_its_limit(
+    ppo: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the critic's two devices: the policy's four come before."""
+    monkeypatch.setenv("COLUMNS", "200")
+    judge = Path(ppo).parent / "judge"
+    model_folder(judge, architectures=["Qwen2ForSequenceClassification"], num_labels=1)
+    (judge / "chat_template.jinja").write_text("{{ messages }}")
+    sizes = "reward.model.parallel.data_parallel_size=2"
+    assert main(["check", ppo, f"reward.model.path={judge}", sizes, "reward.model.micro_batch.max_tokens=40"]) == 0
+    rows = [" ".join(line.replace("│", " ").split()) for line in capsys.readouterr().out.splitlines()]
+    assert any(row.startswith(f"reward_model {judge} (qwen2)") for row in rows)
+    assert "reward_model 2 2 48 24 2 to 24 - -" in rows
+    assert [row for row in rows if row.startswith("critic reward_model")] == [
+        f"critic reward_model {rank} reward_model 0 {4 + rank}" for rank in (0, 1)
+    ]
+    assert f"{judge} 1 conversations of at most 40 tokens of its own, longer ones are refused" in rows
+    assert f"compute_score in {Path(ppo).parent / 'reward.py'} 1 2 processes, 10 s a sample" in rows
 
 
 def test_the_disk_that_checkpoints_take_is_counted(ppo: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
