@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from rich.table import Table
 
 from megarl.cli.check import load_checked
 from megarl.cli.resumption import is_complete, load_checkpoint, open_checkpoints, say_stopped
 from megarl.cli.session import Session, open_monitor, open_session, report_filtered, write_summary
-from megarl.config.architecture import read_architecture
+from megarl.config.architecture import Architecture, read_architecture
 from megarl.config.roles import needs_critic, needs_reference
 from megarl.config.schema import PPOConfig
+from megarl.data.conversations import check_chats
 from megarl.data.loader import BatchLoader
 from megarl.data.prompts import PromptDataset
 from megarl.data.tokenizer import load_tokenizer
@@ -20,6 +21,7 @@ from megarl.trainers.evaluation import Evaluation
 from megarl.trainers.monitor import Monitor
 from megarl.trainers.ppo import PPOTrainer
 from megarl.trainers.resume import find_resume
+from megarl.workers.reward_model import Reading, conversation_encoder
 from megarl.workers.rollout import TokenRules
 from megarl.workers.saved_models import ppo_models
 from megarl.workers.start import Architectures, PPORoles, start_ppo
@@ -47,6 +49,8 @@ def run(config_path: str, overrides: Sequence[str]) -> int:
         data_sets["data.val_files"] = held_out
         evaluation = Evaluation(held_out, config.rollout.validation, trainer.prompts_per_step, config.tracking.log_generations)
 
+    if models.reward_model is not None:
+        _check_chats(config, models.reward_model, data_sets)
     if resume is not None:
         loader.load_state_dict(resume.state["data"])  # other data are refused before a process is started
 
@@ -75,6 +79,14 @@ def _read_architectures(config: PPOConfig) -> Architectures:
         critic=read_architecture(config.critic.model.path or config.model.path, trust) if needs_critic(config) else None,
         reward_model=None if config.reward.model.path is None else read_architecture(config.reward.model.path, trust),
     )
+
+
+def _check_chats(config: PPOConfig, architecture: Architecture, data_sets: Mapping[str, PromptDataset]) -> None:
+    """Raises ConversationError for prompts that the reward model could not read."""
+    assert config.reward.model.path is not None
+    encoder = conversation_encoder(config.reward.model.path, architecture.vocab_size, Reading.of(config, architecture))
+    for data_set in data_sets.values():
+        check_chats(encoder, (data_set[index] for index in range(len(data_set))))
 
 
 def _finish(config: PPOConfig, session: Session, roles: PPORoles, monitor: Monitor, seconds: float) -> None:

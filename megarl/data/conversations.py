@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from megarl.config.schema import OverlongConversation
 from megarl.data.padding import join, pad_left, pad_right
+from megarl.data.prompts import Prompt
 from megarl.data.tokenizer import render_chat
 
 
@@ -76,6 +77,21 @@ class ConversationEncoder:
                 "or set reward.model.overlong=truncate to leave the oldest tokens out"
             )
         return Conversation(token_ids[-self._max_length :], length > self._max_length, self._special.search(answer) is not None)
+
+
+def check_chats(encoder: ConversationEncoder, prompts: Iterable[Prompt]) -> None:
+    """Encodes one chat of each sequence of roles, and the longest of all (in the policy's tokens), with an empty answer.
+
+    Raises ConversationError: what the reward model could never read is known before a run starts.
+    """
+    chosen: dict[tuple[str, ...], Prompt] = {}
+    longest = None
+    for prompt in prompts:
+        chosen.setdefault(tuple(message["role"] for message in prompt.messages), prompt)
+        if longest is None or len(prompt.token_ids) > len(longest.token_ids):
+            longest = prompt
+    for prompt in [*chosen.values(), *([longest] if longest else [])]:
+        encoder.encode(f"of {prompt.data_source!r}", prompt.messages, "")
 
 
 def conversation_batch(conversations: Sequence[Conversation], rows: Sequence[int]) -> dict[str, Tensor]:

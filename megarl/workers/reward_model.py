@@ -9,7 +9,9 @@ from typing import Any
 
 import torch
 
-from megarl.config.schema import MicroBatchConfig, OverlongConversation, ParallelConfig
+from megarl.config.architecture import Architecture
+from megarl.config.derive import max_conversation_tokens
+from megarl.config.schema import MicroBatchConfig, OverlongConversation, ParallelConfig, PPOConfig
 from megarl.controller.dispatch import Dispatch, register
 from megarl.controller.futures import DerivedFuture
 from megarl.controller.group import RoleGroup
@@ -34,6 +36,29 @@ class Reading:
     overlong: OverlongConversation
     micro_batch: MicroBatchConfig
 
+    @classmethod
+    def of(cls, config: PPOConfig, architecture: Architecture) -> Reading:
+        """`architecture`: the reward model's."""
+        model = config.reward.model
+        return cls(
+            policy_path=config.model.path,
+            trust_remote_code=config.model.trust_remote_code,
+            max_length=max_conversation_tokens(model, architecture),
+            overlong=model.overlong,
+            micro_batch=model.micro_batch,
+        )
+
+
+def conversation_encoder(path: str, vocab_size: int, reading: Reading) -> ConversationEncoder:
+    """Of the reward model in the folder `path`. Raises ValueError for a folder without a tokenizer or a chat template."""
+    return ConversationEncoder(
+        load_tokenizer(path, reading.trust_remote_code, key="reward.model.path"),
+        vocab_size=vocab_size,
+        pad_token_id=json.loads((Path(path) / "config.json").read_text()).get("pad_token_id"),
+        max_length=reading.max_length,
+        overlong=reading.overlong,
+    )
+
 
 class RewardModelWorker(MegatronWorker):
     """Every rank of a replica encodes the same conversations and makes the same plan, so nothing has to be sent between them."""
@@ -42,13 +67,7 @@ class RewardModelWorker(MegatronWorker):
         super().__init__(spec)
         self._reading = reading
         self._policy_tokenizer = load_tokenizer(reading.policy_path, reading.trust_remote_code)
-        self._encoder = ConversationEncoder(
-            load_tokenizer(spec.path, reading.trust_remote_code, key="reward.model.path"),
-            vocab_size=spec.architecture.vocab_size,
-            pad_token_id=json.loads((Path(spec.path) / "config.json").read_text()).get("pad_token_id"),
-            max_length=reading.max_length,
-            overlong=reading.overlong,
-        )
+        self._encoder = conversation_encoder(spec.path, spec.architecture.vocab_size, reading)
 
     @register(dispatch_mode=Dispatch.MEGATRON_MESH, blocking=False)
     def score_conversations(self, part: DataProto) -> DataProto:

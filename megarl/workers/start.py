@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from functools import partial
 
 from megarl.config.architecture import Architecture
-from megarl.config.derive import max_conversation_tokens
 from megarl.config.roles import REWARD_MODEL
 from megarl.config.schema import (
     ActorConfig,
@@ -258,14 +257,8 @@ def _critic_worker(config: PPOConfig, architecture: Architecture, starter: _Star
 def _reward_model_worker(config: PPOConfig, architecture: Architecture, starter: _Starter) -> RayClassWithInitArgs:
     model = config.reward.model
     assert model.path is not None
-    reading = Reading(
-        policy_path=config.model.path,
-        trust_remote_code=config.model.trust_remote_code,
-        max_length=max_conversation_tokens(model, architecture),
-        overlong=model.overlong,
-        micro_batch=model.micro_batch,
-    )
-    return RayClassWithInitArgs(RewardModelWorker, starter.model(model, model.path, architecture, head="value"), reading)
+    spec = starter.model(model, model.path, architecture, head="value")
+    return RayClassWithInitArgs(RewardModelWorker, spec, Reading.of(config, architecture))
 
 
 def _start_reward(config: PPOConfig, starter: _Starter, model_group: RoleGroup | None) -> Reward:

@@ -80,6 +80,12 @@ def test_parts_stand_on_the_bundles_of_the_whole(ray_cluster: None) -> None:
     whole.release()
 
 
+def test_a_part_has_several_bundles_in_the_order_of_the_whole() -> None:
+    whole = RayResourcePool([3, 2], use_gpu=False, name="critic", max_colocate_count=2)
+    part = whole.part([1, 2, 3])
+    assert (part.process_on_nodes, part.world_size, part.max_colocate_count, part.name) == ((2, 1), 3, 2, "critic")
+
+
 def test_what_others_hold_is_waited_for_and_then_named(ray_cluster: None) -> None:
     holder = ResourcePoolManager({"held": [12]}, {"actor": "held"}, use_gpu=False)
     holder.create_resource_pool()

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from megarl.config.schema import OverlongConversation
-from megarl.data.conversations import Conversation, ConversationEncoder, ConversationError, conversation_batch
+from megarl.data.conversations import Conversation, ConversationEncoder, ConversationError, check_chats, conversation_batch
+from megarl.data.prompts import Prompt
 from tests.unit.data.chats import character_tokenizer, user
 
 TURNS = [{"role": "system", "content": "be brief"}, *user("1 + 1"), {"role": "assistant", "content": "2"}, *user("and 3?")]
@@ -60,6 +61,20 @@ def test_what_cannot_be_read_is_refused(tokenizer: Any) -> None:
     last = len(tokenizer) - 1
     with pytest.raises(ConversationError, match=rf"gives the token \d+, but the model has {last - 1}; put the tokenizer"):
         encoder(tokenizer, vocab_size=last - 1).encode("a", user("1"), "2")
+
+
+def test_chats_that_can_never_be_read_are_known_before(tokenizer: Any) -> None:
+    """The longest in the policy's tokens, of any roles, and one of each sequence of roles."""
+
+    def prompt(messages: list[dict[str, Any]], length: int) -> Prompt:
+        return Prompt(token_ids=(1,) * length, messages=messages, data_source="sums", reward_model={}, extra_info={})
+
+    good = [prompt(user("1 + 1"), 5), prompt(TURNS, 30), prompt(user("2"), 3)]
+    check_chats(encoder(tokenizer), good)
+    with pytest.raises(ConversationError, match="sample of 'sums', by the reward model's tokenizer: .*'tool'"):
+        check_chats(encoder(tokenizer), [*good, prompt([*user("1"), {"role": "tool", "content": "x"}], 4)])
+    with pytest.raises(ConversationError, match="sample of 'sums': the conversation has 1[0-9][0-9] tokens"):
+        check_chats(encoder(tokenizer), [*good, prompt(user("1" * 90), 90), prompt(user("2"), 3)])
 
 
 def test_a_batch_asks_for_the_value_after_the_last_token() -> None:

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from megarl.config.schema import RewardConfig, RewardFunctionConfig
+from megarl.controller.futures import RemoteFuture
 from megarl.data.padding import pad_right
 from megarl.protocol.batch import DataProto
-from megarl.workers.reward import RewardWorker
+from megarl.workers.reward import Reward, RewardWorker
 from tests.integration.tiny_run import SYMBOLS, save_policy
 
 FUNCTION = """
@@ -56,3 +57,60 @@ def test_scores_stand_on_the_last_token_that_was_written(worker: RewardWorker) -
     expected = [[0, 0, 12, 0, 0], [0, 0, 0, 103, 0], [0, 0, 0, 0, 0], [0, 0, 3.5, 0, 0]]
     assert torch.equal(scored.tensors["token_level_scores"], torch.tensor(expected))
     assert scored.meta_info == {"reward/error_rate": 0.25}
+
+
+class Scored(RemoteFuture):
+    """A result that is there."""
+
+    calls = ()
+
+    def __init__(self, result: DataProto) -> None:
+        self._result = result
+
+    def get(self, timeout: float | None = None) -> DataProto:
+        return self._result
+
+
+class FakeModel:
+    def score(self, batch: DataProto) -> Scored:
+        flags = torch.tensor([False, True])
+        tensors = {"reward_model_scores": torch.tensor([4.0, -2.0]), "reward_model_truncated": flags, "reward_model_spells_special": ~flags}
+        return Scored(DataProto.from_dict(tensors))
+
+
+class InThisProcess:
+    """A worker group of one rank, this one."""
+
+    def __init__(self, worker: RewardWorker) -> None:
+        self._worker = worker
+
+    def score(self, batch: DataProto) -> Scored:
+        return Scored(self._worker.score(batch))
+
+
+def two_answers() -> DataProto:
+    """12, which is right: 2 characters + 10; and 7, which is 1 character."""
+    responses = pad_right([token_ids("12<end>"), token_ids("7")], 4, pad_id=0)
+    return DataProto.from_dict(
+        {"responses": responses.ids, "response_mask": responses.mask.bool()},
+        {"uid": ["a", "b"], "data_source": ["one"] * 2, "reward_model": [{"ground_truth": "12"}] * 2, "extra_info": [{"bonus": 0}] * 2},
+    )
+
+
+def test_functions_and_a_model_are_summed_with_their_weights(worker: RewardWorker) -> None:
+    reward = Reward(InThisProcess(worker), FakeModel(), model_weight=0.5)  # type: ignore[arg-type]
+    scored = reward.score(two_answers()).get()
+    assert scored.non_tensor_batch["score"].tolist() == [12 + 0.5 * 4, 1 - 0.5 * 2]
+    assert scored.tensors["token_level_scores"].tolist() == [[0, 0, 14, 0], [0, 0, 0, 0]]
+    assert scored.tensors["reward_function_scores"].tolist() == [12, 1]
+    assert scored.tensors["reward_model_scores"].tolist() == [4, -2]
+    assert scored.non_tensor_batch["response_text"].tolist() == ["12", "7"]
+    assert scored.meta_info == {"reward/error_rate": 0}
+
+
+def test_a_model_alone(tmp_path: Path) -> None:
+    save_policy(tmp_path / "policy")
+    worker = RewardWorker(RewardConfig(), str(tmp_path / "policy"), False)
+    scored = Reward(InThisProcess(worker), FakeModel()).score(two_answers()).get()  # type: ignore[arg-type]
+    assert scored.non_tensor_batch["score"].tolist() == [4, -2]
+    assert scored.non_tensor_batch["response_text"].tolist() == ["12", "7"]
