@@ -23,7 +23,7 @@ def gdpo(inputs: AdvantageInputs, config: AdvantageConfig) -> Advantages:
     total = parts.new_zeros(len(parts))
     for scores, weight in zip(parts.unbind(1), weights, strict=True):  # a handful of functions
         total += weight * inputs.groups.deviation(scores) / (inputs.groups.standard_deviation(scores) + EPSILON)
-    counts = inputs.response_mask.any(dim=1)
+    counts = inputs.lengths > 0
     deviation = torch.where(counts, total - torch.where(counts, total, 0.0).sum() / counts.sum().clamp(min=1), 0.0)
     standard_deviation = (deviation.square().sum() / (counts.sum() - 1).clamp(min=1)).sqrt()
     return inputs.on_every_token(deviation / (standard_deviation + EPSILON))

@@ -12,6 +12,6 @@ def gpg(inputs: AdvantageInputs, config: AdvantageConfig) -> Advantages:
     M counts the samples in groups whose outcomes are all equal: they add nothing to the gradient but to its denominator. A group of
     one counts as equal and gets 0; without any signal all advantages are 0. It goes with the policy loss gpg.
     """
-    groups, scores, counts = inputs.groups, inputs.outcomes, inputs.response_mask.any(dim=1)
+    groups, scores, counts = inputs.groups, inputs.outcomes, inputs.lengths > 0
     num_with_signal = ((groups.spread(scores) > 0) & counts).sum()
     return inputs.on_every_token(groups.deviation(scores) * (counts.sum() / num_with_signal.clamp(min=1)))

@@ -13,7 +13,7 @@ from torch import Tensor
 class Groups:
     """The rows of a batch by their uid; groups may have any sizes and their rows may stand anywhere.
 
-    A row that does not count (one without a response token) is a group of its own, so that the others are not compared with it.
+    Rows that do not count (those without a response token) are a group of their own, so that no other is compared with them.
     """
 
     index: Tensor  # (B,) int64: the number of the row's group
@@ -22,11 +22,10 @@ class Groups:
     @classmethod
     def of(cls, uid: np.ndarray, counts: Tensor | None = None) -> Groups:
         """uid (B,); counts (B,) bool, all where it is None."""
-        _, inverse = np.unique(uid.astype(str), return_inverse=True)
+        names, inverse = np.unique(uid.astype(str), return_inverse=True)
         index = torch.from_numpy(inverse)
         if counts is not None:
-            num_groups = int(index.max()) + 1 if len(index) else 0
-            index = torch.where(counts, index.to(counts.device), num_groups + torch.arange(len(index), device=counts.device))
+            index = torch.where(counts, index.to(counts.device), len(names))
         return cls(index, torch.bincount(index))
 
     @property

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megarl.algorithms.advantages.groups import Groups
-from megarl.algorithms.masked import masked_row_sums, row_blocks
+from megarl.algorithms.masked import masked_row_sums, row_blocks, row_lengths
 from megarl.algorithms.scores import refuse_unusable
 
 
@@ -46,9 +46,14 @@ class AdvantageInputs:
         return masked_row_sums(self.token_level_rewards, self.response_mask)
 
     @cached_property
+    def lengths(self) -> Tensor:
+        """(B,): valid tokens of each row, in the rewards' dtype."""
+        return row_lengths(self.response_mask).to(self.token_level_rewards.dtype)
+
+    @cached_property
     def groups(self) -> Groups:
         """By prompt, of the rows that have a valid token."""
-        return Groups.of(self.uid, self.response_mask.any(dim=1))
+        return Groups.of(self.uid, self.lengths > 0)
 
     def on_every_token(self, per_row: Tensor) -> Advantages:
         """The same advantage (B,) for each valid token of a row, and 0 elsewhere. There is no critic: returns are the advantages."""

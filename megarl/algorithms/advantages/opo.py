@@ -15,7 +15,6 @@ def opo(inputs: AdvantageInputs, config: AdvantageConfig) -> Advantages:
     The length counts valid tokens. A group of one is its own baseline and gets 0.
     """
     groups, scores = inputs.groups, inputs.outcomes
-    lengths = inputs.response_mask.sum(dim=1).to(scores.dtype)
-    baseline = groups.sum(lengths * scores) / groups.sum(lengths).clamp(min=1)
+    baseline = groups.sum(inputs.lengths * scores) / groups.sum(inputs.lengths).clamp(min=1)
     differ = groups.spread(scores) > 0  # equal outcomes give exactly 0, whatever rounding does
     return inputs.on_every_token(torch.where(differ, scores - baseline, 0.0))

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from megarl.algorithms.advantages.gae import rewards_to_go
 from megarl.algorithms.advantages.inputs import AdvantageInputs, Advantages, needed
+from megarl.algorithms.holes import from_front, front_slots, to_front
 from megarl.algorithms.masked import masked
 from megarl.config.schema import AdvantageConfig
 
@@ -23,19 +24,21 @@ def optimal_token_baseline(inputs: AdvantageInputs, config: AdvantageConfig) -> 
     """
     log_probs = needed(inputs.old_log_probs, _NAME, "`old_log_probs`", _REMEDY)
     squares = needed(inputs.sum_pi_squared, _NAME, "`sum_pi_squared`", _REMEDY)
-    mask = inputs.response_mask
+    mask, index, num_groups = inputs.response_mask, inputs.groups.index, len(inputs.groups.sizes)
+    slots = front_slots(mask)
     returns = rewards_to_go(inputs.token_level_rewards, mask, gamma=1.0)
-    gathered = masked(1.0 - 2.0 * log_probs.exp() + squares, mask).clamp(min=0).cumsum(dim=1)
-    number = (mask.cumsum(dim=1) - 1).clamp(min=0)  # of each valid token in its row
-    slot = (inputs.groups.index[:, None] * mask.shape[1] + number)[mask]  # one for each (prompt, t)
-    num_slots = len(inputs.groups.sizes) * mask.shape[1]
+    norms = masked(1.0 - 2.0 * log_probs.exp() + squares, mask).clamp(min=0)
+    here, returns_here = mask.to(returns.dtype), returns  # here: 1 where a sample has a token t
+    if slots is not None:
+        here, norms, returns_here = (to_front(x, slots) for x in (here, norms, returns))
+    gathered = norms.cumsum(dim=1).mul_(here)
 
     def over_samples(x: Tensor) -> Tensor:
-        return torch.zeros(num_slots, dtype=x.dtype, device=x.device).index_add_(0, slot, x)[slot]
+        """(num_groups, R) sums of x (B, R)."""
+        return x.new_zeros(num_groups, x.shape[1]).index_add_(0, index, x)
 
-    weight = over_samples(gathered[mask])
-    compared = (over_samples(torch.ones_like(returns[mask])) > 1) & (weight > 0)
-    baseline = over_samples((returns * gathered)[mask]) / torch.where(compared, weight, 1.0)
-    advantages = torch.zeros_like(returns)
-    advantages[mask] = torch.where(compared, returns[mask] - baseline, 0.0)
-    return Advantages(advantages, returns)
+    weight = over_samples(gathered)
+    compared = ((over_samples(here) > 1) & (weight > 0))[index]
+    baseline = (over_samples(returns_here * gathered) / torch.where(weight > 0, weight, 1.0))[index]
+    advantages = torch.where(compared, returns_here - baseline, 0.0) * here
+    return Advantages(advantages if slots is None else from_front(advantages, slots), returns)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from megarl.algorithms.advantages.gae import rewards_to_go
 from megarl.algorithms.advantages.inputs import AdvantageInputs, Advantages
 from megarl.algorithms.masked import whiten
@@ -21,6 +23,8 @@ def reinforce_plus_plus(inputs: AdvantageInputs, config: AdvantageConfig) -> Adv
 def reinforce_plus_plus_baseline(inputs: AdvantageInputs, config: AdvantageConfig) -> Advantages:
     """outcome - mean of the prompt's samples, then whitened over all valid tokens of the batch (the same paper's variant for several
     samples of a prompt). A group of one has nothing to compare and stands at 0 before whitening."""
-    centred = inputs.on_every_token(inputs.groups.deviation(inputs.outcomes)).advantages
-    advantages = whiten(centred, inputs.response_mask)
-    return Advantages(advantages, advantages)
+    centred, lengths = inputs.groups.deviation(inputs.outcomes), inputs.lengths
+    num_tokens = lengths.sum()
+    centred = centred - (lengths * centred).sum() / num_tokens.clamp(min=1)
+    variance = (lengths * centred.square()).sum() / (num_tokens - 1).clamp(min=1)
+    return inputs.on_every_token(centred * torch.rsqrt(variance + 1e-8))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from megarl.algorithms.advantages.gae import rewards_to_go
 from megarl.algorithms.advantages.inputs import AdvantageInputs, Advantages, needed
-from megarl.algorithms.masked import masked
 from megarl.algorithms.scores import refuse_unusable
 from megarl.config.schema import AdvantageConfig
 
@@ -18,4 +17,4 @@ def remax(inputs: AdvantageInputs, config: AdvantageConfig) -> Advantages:
     baseline = needed(inputs.baseline_scores, "remax", "`baseline_scores` of greedy responses", "use rloo, whose baseline is the others'")
     refuse_unusable("the greedy response's score", baseline, inputs.uid)
     returns = rewards_to_go(inputs.token_level_rewards, inputs.response_mask, gamma=1.0)
-    return Advantages(masked(returns - baseline[:, None], inputs.response_mask), returns)
+    return Advantages(returns - inputs.on_every_token(baseline.to(returns)).advantages, returns)

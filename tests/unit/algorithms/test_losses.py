@@ -26,10 +26,17 @@ LN2 = 0.6931471805599453
 NORM_TOKENS = 4
 
 
-def algorithm(aggregation=Aggregation.token_mean, kl=KLWhere.loss, entropy_coefficient=0.01, clip_dual=3.0, kind=PolicyLossKind.ppo_clip):
+def algorithm(
+    aggregation=Aggregation.token_mean,
+    kl=KLWhere.loss,
+    entropy_coefficient=0.01,
+    clip_dual=3.0,
+    kind=PolicyLossKind.ppo_clip,
+    estimator=KLEstimator.k2,
+):
     return AlgorithmConfig(
         policy_loss=PolicyLossConfig(kind=kind, aggregation=aggregation, clip_dual=clip_dual, norm_tokens=NORM_TOKENS),
-        kl=KLConfig(where=kl, estimator=KLEstimator.k2, coefficient=0.1),
+        kl=KLConfig(where=kl, estimator=estimator, coefficient=0.1),
         entropy_coefficient=entropy_coefficient,
     )
 
@@ -49,6 +56,7 @@ def losses(mask, aggregation):
         "critic": CriticLoss(value_loss=ValueLossConfig(clip=0.2), counts=counts),
         "sft": SFTLoss(counts=counts),
         **{kind.value: ActorLoss(algorithm=algorithm(aggregation, kind=kind), counts=counts) for kind in PolicyLossKind},
+        **{f"kl {each.value}": ActorLoss(algorithm=algorithm(aggregation, estimator=each), counts=counts) for each in KLEstimator},
     }
 
 
@@ -159,7 +167,7 @@ def ppo_token(new, old, advantage):
     return reference.ppo_token(new, old, advantage, 0.2, 0.2, 3.0)
 
 
-@pytest.mark.parametrize("name", ["critic", "sft", *(kind.value for kind in PolicyLossKind)])
+@pytest.mark.parametrize("name", ["critic", "sft", *(kind.value for kind in PolicyLossKind), *(f"kl {each.value}" for each in KLEstimator)])
 @settings(max_examples=20, deadline=None)
 @given(mask=masks(min_rows=2, max_rows=7), seed=st.integers(0, 1000), cut=st.integers(1, 6), aggregation=st.sampled_from(Aggregation))
 def test_rows_in_any_order_and_cut_add_up_in_loss_gradient_and_metrics(name, mask, seed, cut, aggregation):
@@ -180,6 +188,18 @@ def test_rows_in_any_order_and_cut_add_up_in_loss_gradient_and_metrics(name, mas
     whole, split = run([torch.arange(len(mask))]), run(parts)
     torch.testing.assert_close(split, whole)
     assert all(torch.isfinite(gradient).all() for gradient in whole[0])
+
+
+@pytest.mark.parametrize("name", ["actor", "kl k3", "critic", "sft"])
+@pytest.mark.parametrize("aggregation", list(Aggregation))
+def test_gradcheck_of_a_whole_loss(name, aggregation):
+    """With respect to every output that it reads, the entropy and its bonus included."""
+    mask = torch.tensor([[True, True, False], [True, False, True]])
+    outputs, rows = inputs(mask, 1)
+    loss_function = losses(mask, aggregation)[name]
+    keys = {"critic": ["values"], "sft": ["log_probs"]}.get(name, ["log_probs", "entropy"])
+    leaves = tuple(outputs[key].requires_grad_() for key in keys)
+    assert torch.autograd.gradcheck(lambda *x: loss_function(dict(zip(keys, x, strict=True)), rows).loss, leaves)
 
 
 def test_counts_add_over_ranks():
