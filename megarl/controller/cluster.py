@@ -49,6 +49,7 @@ def start_ray(*, num_cpus: int, num_gpus: int = 0, object_store_mb: float = 512)
     before = set(descendants(os.getpid()))
     with _loopback_only(), _marked_as_ray():
         ray.init(
+            address="local",  # without it, one that happens to run on this machine would be joined
             num_cpus=num_cpus,
             num_gpus=num_gpus,
             object_store_memory=int(object_store_mb * 2**20),
