@@ -64,7 +64,11 @@ class OutputFile:
         self._path = path
         self._lock = threading.Lock()  # the system writes a file for one thread at a time, and lets the others spin
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-        os.ftruncate(self._descriptor, nbytes)
+        try:
+            os.ftruncate(self._descriptor, nbytes)
+        except OSError as error:  # which does not say where
+            os.close(self._descriptor)
+            raise OSError(error.errno, error.strerror, str(path)) from None
 
     def write(self, data: bytes | memoryview, position: int) -> None:
         rest = memoryview(data)

@@ -35,7 +35,11 @@ class SafetensorsFile:
         encoded += b" " * (-len(encoded) % 8)  # the data begin at a multiple of eight
         self._data_start = 8 + len(encoded)
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-        os.ftruncate(self._file, self._data_start + end)
+        try:
+            os.ftruncate(self._file, self._data_start + end)
+        except OSError as error:  # which does not say where
+            os.close(self._file)
+            raise OSError(error.errno, error.strerror, str(path)) from None
         self._write(len(encoded).to_bytes(8, "little") + encoded, 0)
 
     def write(self, chunk: ChunkMeta, data: torch.Tensor) -> None:
