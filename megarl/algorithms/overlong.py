@@ -22,10 +22,11 @@ def overlong_penalty(lengths: Tensor, max_response_length: int, config: Overlong
     0 up to max_response_length - buffer_tokens, then falling in a straight line to -penalty at max_response_length. Without a buffer
     it is 0 everywhere.
     """
-    if config.buffer_tokens == 0:
+    buffer_tokens = config.buffer_tokens(max_response_length)
+    if buffer_tokens == 0:
         return torch.zeros(lengths.shape, dtype=torch.float32, device=lengths.device)
-    excess = lengths.float() - (max_response_length - config.buffer_tokens)
-    return -config.penalty * (excess / config.buffer_tokens).clamp(0.0, 1.0)
+    excess = lengths.float() - (max_response_length - buffer_tokens)
+    return -config.penalty * (excess / buffer_tokens).clamp(0.0, 1.0)
 
 
 def penalise_overlong(token_level_scores: Tensor, mask: Tensor, max_response_length: int, config: OverlongConfig) -> ShapedScores:

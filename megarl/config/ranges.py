@@ -65,7 +65,7 @@ RANGES = {
     "rollout_correction.high": POSITIVE,
     "rejection.low": FINITE,
     "rejection.high": POSITIVE,
-    "overlong.buffer_tokens": NOT_NEGATIVE,
+    "overlong.buffer_share": SHARE,
     "overlong.penalty": POSITIVE,
     "dynamic_sampling.max_generations": COUNT,
     "tensor_parallel_size": COUNT,

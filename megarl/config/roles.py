@@ -49,7 +49,7 @@ def needs_critic(config: PPOConfig) -> bool:
 
 def needs_sum_pi_squared(algorithm: AlgorithmConfig) -> bool:
     """Whether scoring gives the sum of the squared probabilities at each token."""
-    return algorithm.advantage.estimator.name == "optimal_token_baseline"
+    return algorithm.advantage.estimator is AdvantageEstimator.optimal_token_baseline
 
 
 def needs_reward_model(config: PPOConfig) -> bool:

@@ -24,6 +24,11 @@ def sampling(config: PPOConfig) -> Violations:
             )
     if rollout.validation.top_k != -1 and rollout.validation.top_k < 1:
         yield Violation(("rollout.validation.top_k",), f"is {rollout.validation.top_k}, but must be at least 1, or -1 for all tokens")
+    if rollout.validation.n > 1 and rollout.validation.temperature == 0:
+        yield Violation(
+            ("rollout.validation.n", "rollout.validation.temperature"),
+            f"{rollout.validation.n} greedy samples of a prompt are all the same; use n=1, or a temperature above 0",
+        )
     least, most = rollout.validation.min_new_tokens, config.data.max_response_length
     if least > most:
         yield Violation(

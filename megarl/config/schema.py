@@ -266,10 +266,14 @@ class RolloutCorrectionConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class OverlongConfig:
-    """A penalty that grows over the last `buffer_tokens` of `data.max_response_length` (Yu et al. 2025, DAPO, eq. 13)."""
+    """A penalty that grows over the last tokens of `data.max_response_length` (Yu et al. 2025, DAPO, eq. 13)."""
 
-    buffer_tokens: int = 0  # 0: no penalty
+    buffer_share: float = 0.0  # of max_response_length, over which it grows; 0: no penalty
     penalty: float = 1.0  # of a response that fills max_response_length
+
+    def buffer_tokens(self, max_response_length: int) -> int:
+        """At least one where there is a share."""
+        return max(1, round(self.buffer_share * max_response_length)) if self.buffer_share else 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,21 +6,14 @@ from collections.abc import Callable
 from math import lcm
 from pathlib import Path
 
-from megarl.config import reward_rules, rollout_rules
+from megarl.config import algorithm_rules, reward_rules, rollout_rules
 from megarl.config.architecture import Architecture, read_architecture
 from megarl.config.derive import max_row_tokens, samples_per_step, updates_per_pass
 from megarl.config.errors import ConfigError
 from megarl.config.nearest import either, nearest_divisors, nearest_multiples
 from megarl.config.ranges import leaves, range_of
-from megarl.config.roles import REWARD_MODEL, ModelRole, model_roles, needs_critic, needs_reference
-from megarl.config.schema import (
-    AdvantageEstimator,
-    KLControllerKind,
-    KLWhere,
-    OptimConfig,
-    PPOConfig,
-    SFTConfig,
-)
+from megarl.config.roles import REWARD_MODEL, ModelRole, model_roles, needs_reference
+from megarl.config.schema import OptimConfig, PPOConfig, SFTConfig
 from megarl.config.violation import Violation, Violations
 
 RunConfig = PPOConfig | SFTConfig
@@ -131,34 +124,6 @@ def _mini_batches(config: PPOConfig) -> Violations:
         )
 
 
-def _algorithm(config: PPOConfig) -> Violations:
-    kl = config.algorithm.kl
-    if kl.controller.kind is KLControllerKind.adaptive and kl.where is not KLWhere.reward:
-        yield Violation(
-            ("algorithm.kl.controller.kind", "algorithm.kl.where"),
-            f"the adaptive controller steers the penalty in the reward, but where is {kl.where.name!r}; use where=reward, or kind=fixed",
-        )
-    if config.algorithm.advantage.estimator is AdvantageEstimator.grpo and config.rollout.n < 2:
-        yield Violation(
-            ("rollout.n", "algorithm.advantage.estimator"),
-            f"grpo compares the samples of a prompt, but n is {config.rollout.n}, so every advantage would be 0; use 2 or more",
-        )
-
-
-def _critic_warmup(config: PPOConfig) -> Violations:
-    warmup, total = config.trainer.critic_warmup_steps, config.trainer.total_steps
-    if warmup and not needs_critic(config):
-        yield Violation(
-            ("trainer.critic_warmup_steps", "algorithm.advantage.estimator"),
-            f"is {warmup}, but the estimator {config.algorithm.advantage.estimator.name} has no critic; use 0, or the estimator gae",
-        )
-    if warmup >= total:
-        yield Violation(
-            ("trainer.critic_warmup_steps", "trainer.total_steps"),
-            f"critic_warmup_steps {warmup} leave none of total_steps {total} to train the actor; use {total - 1} or fewer",
-        )
-
-
 _ENGINE_KEYS = ("rollout.num_replicas", "rollout.tensor_parallel_size")
 
 
@@ -177,8 +142,7 @@ _PPO_RULES: tuple[tuple[tuple[str, ...], Callable[[PPOConfig], Violations]], ...
     ((*_ENGINE_KEYS, *_sizes("actor")), rollout_rules.shared_devices),
     ((), reward_rules.something_scores),
     (_sizes("reward.model") + _sizes("critic"), reward_rules.layout),
-    (("rollout.n",), _algorithm),
-    (("trainer.critic_warmup_steps", "trainer.total_steps"), _critic_warmup),
+    *algorithm_rules.RULES,
 )
 
 

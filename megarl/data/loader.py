@@ -47,15 +47,19 @@ class BatchLoader:
         return self
 
     def __next__(self) -> DataProto:
+        return self.take(self._batch_size)
+
+    def take(self, num_wanted: int) -> DataProto:
+        """The next `num_wanted` rows, which a step may need beside its batch."""
         num_rows = len(self._dataset)
         indices: list[int] = []
         uids: list[str] = []
-        while len(indices) < self._batch_size:
+        while len(indices) < num_wanted:
             epoch, start = divmod(self._num_served + len(indices), num_rows)
-            part = self._order(epoch)[start : start + self._batch_size - len(indices)]
+            part = self._order(epoch)[start : start + num_wanted - len(indices)]
             indices += part
             uids += [f"{epoch}-{index}" for index in part]
-        self._num_served += self._batch_size
+        self._num_served += num_wanted
         return self._dataset.batch(indices, uids)
 
     def _order(self, epoch: int) -> list[int]:

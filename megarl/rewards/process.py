@@ -31,13 +31,15 @@ class ScoreRequest(NamedTuple):
 
 class Outcome(NamedTuple):
     """`score` is the weighted sum of the functions; `metrics` holds `name/score` and the numbers that `name` returned beside it.
+    `parts`: the score of each function in their order, before its weight.
 
-    With an `error`, the score is 0 and means nothing.
+    With an `error`, the score is 0 and means nothing, and there are no parts.
     """
 
     score: float
     metrics: dict[str, float]
     error: str | None = None
+    parts: tuple[float, ...] = ()
 
 
 class NotAScoreError(ValueError):
@@ -83,7 +85,7 @@ def score(request: ScoreRequest) -> Outcome:
     """Calls all functions on one sample. Never raises: what goes wrong is the outcome's `error`."""
     if _load_error is not None:
         return Outcome(0.0, {}, _load_error)
-    total, metrics = 0.0, {}
+    total, metrics, parts = 0.0, {}, []
     for function in _functions:
         name = function.config.name if len(_functions) == 1 else f"{Path(function.config.path).stem}.{function.config.name}"
         try:
@@ -93,8 +95,9 @@ def score(request: ScoreRequest) -> Outcome:
         except BaseException as error:  # noqa: BLE001  (the boundary of the process: the user's code may raise anything, SystemExit too)
             return Outcome(0.0, {}, f"{name} raised {last_line(error)}")
         total += function.config.weight * values["score"]
+        parts.append(values["score"])
         metrics.update({f"{name}/{key}": value for key, value in values.items()})
-    return Outcome(total, metrics)
+    return Outcome(total, metrics, parts=tuple(parts))
 
 
 def _arguments(request: ScoreRequest) -> dict[str, Any]:

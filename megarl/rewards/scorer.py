@@ -40,11 +40,12 @@ class ScoreError:
 
 
 class ScoreReport(NamedTuple):
-    """In the order of the requests. A sample with an error scores 0 and has no metrics."""
+    """In the order of the requests. A sample with an error scores 0, with each function too, and has no metrics."""
 
     scores: list[float]
     metrics: list[dict[str, float]]
     errors: list[ScoreError]
+    parts: list[tuple[float, ...]]  # of each function, in their order, before its weight
 
 
 class RewardError(RuntimeError):
@@ -97,8 +98,9 @@ class RewardScorer:
                 )
             waiting = unscored
         errors.sort(key=lambda error: error.index)
-        rows = [outcomes.get(index, Outcome(0.0, {})) for index in range(len(requests))]
-        return ScoreReport([row.score for row in rows], [row.metrics for row in rows], errors)
+        failed = Outcome(0.0, {}, parts=(0.0,) * len(self._functions))
+        rows = [outcomes.get(index, failed) for index in range(len(requests))]
+        return ScoreReport([row.score for row in rows], [row.metrics for row in rows], errors, [row.parts for row in rows])
 
     def _start(self) -> ProcessPool:
         """Starts the processes, and waits until one of them has loaded the functions."""

@@ -24,11 +24,11 @@ class LogProbGate:
 
     def __init__(self, max_difference: float) -> None:
         self._max_difference = max_difference
-        self._passed = False
+        self.passed = False
 
     def __call__(self, batch: DataProto) -> None:
         """Raises LogProbMismatchError where the mean of |rollout_log_probs - old_log_probs| over the response tokens exceeds the bound."""
-        if self._passed:
+        if self.passed:
             return
         tensors = batch.tensors
         mask = tensors["response_mask"]
@@ -36,7 +36,7 @@ class LogProbGate:
         mean = float(difference.sum() / mask.sum().clamp(min=1))
         if not mean <= self._max_difference:  # a NaN does not pass
             raise LogProbMismatchError(self._explain(difference, mask, mean))
-        self._passed = True
+        self.passed = True
 
     def _explain(self, difference: torch.Tensor, mask: torch.Tensor, mean: float) -> str:
         row, position = divmod(int(torch.nan_to_num(difference, nan=torch.inf).argmax()), mask.shape[1])

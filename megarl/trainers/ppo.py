@@ -1,4 +1,4 @@
-"""PPO: the loop, and what happens between its phases on the driver (KL penalty, advantages, metrics)."""
+"""PPO and its kin: the loop. What it does between its phases is in `sampling` and `advantages`."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from typing import Any
 
 import torch
 
-from megarl.algorithms.advantages import ADVANTAGE_ESTIMATORS, AdvantageInputs
-from megarl.algorithms.kl import KL_CONTROLLERS, apply_kl_penalty, kl_per_token, sequence_mean_kl
+from megarl.algorithms.dynamic_sampling import group_metrics
 from megarl.algorithms.masked import masked_mean
 from megarl.algorithms.metrics import data_metrics
 from megarl.algorithms.reward_metrics import reward_model_metrics
-from megarl.config.schema import AlgorithmConfig, KLControllerKind, KLWhere, PPOConfig
+from megarl.config.schema import KLControllerKind, PPOConfig
 from megarl.controller.futures import gather
 from megarl.data.loader import BatchLoader
 from megarl.protocol.batch import DataProto
+from megarl.trainers.advantages import AdvantageStep, Metrics, correct_rollout
 from megarl.trainers.checkpoint import Checkpointer
 from megarl.trainers.evaluation import Evaluation
 from megarl.trainers.log_prob_gate import LogProbGate
 from megarl.trainers.monitor import Monitor
+from megarl.trainers.sampling import make_sampling
+from megarl.workers.reward import score_weights
 from megarl.workers.roles import valid_token_count
 from megarl.workers.start import PPORoles
-
-Metrics = dict[str, float]
 
 
 class PPOTrainer:
@@ -44,7 +44,12 @@ class PPOTrainer:
         self.evaluation = evaluation
         self.monitor = monitor
         self.checkpoints = checkpoints
-        self._advantages = AdvantageStep(config.algorithm)
+        self._sample = make_sampling(config, roles.rollout, roles.reward, prompts)
+        self._advantages = AdvantageStep(
+            config.algorithm,
+            max_response_length=config.data.max_response_length,
+            score_weights=score_weights(config.reward),
+        )
         self._check_log_probs = LogProbGate(config.resharding.max_log_prob_difference)
 
     def fit(self) -> None:
@@ -82,11 +87,12 @@ class PPOTrainer:
 
     def train_step(self, prompts: DataProto, step: int) -> Metrics:
         """One step: samples, their scores, advantages, updates of both models, and the new weights to the rollout."""
-        roles, phase = self.roles, self.monitor.phase
+        roles, phase, correction = self.roles, self.monitor.phase, self.config.algorithm.rollout_correction
         trains_actor = step > self.config.trainer.critic_warmup_steps
 
-        batch = roles.rollout.generate(prompts, self.config.rollout.training, step)
-        scores = [roles.reward.score(batch), roles.actor.log_probs(batch)]
+        batch, scores, metrics = self._sample(prompts, step)
+        if not (correction.bypass and self._check_log_probs.passed):
+            scores.append(roles.actor.log_probs(batch))
         if roles.reference:
             scores.append(roles.reference.log_probs(batch))
         if roles.critic:
@@ -94,24 +100,28 @@ class PPOTrainer:
         batch = batch.union(*scores)  # the roles work side by side where their pools differ
         self._check_log_probs(batch)
         with phase("adv"):
-            batch, metrics = self._advantages(batch)
+            batch, of_correction = correct_rollout(batch, correction)
+            batch, of_advantages = self._advantages(batch)
         updates = []
         if roles.critic:
             updates.append(roles.critic.update(batch, step))
         if trains_actor:
             updates.append(roles.actor.update(batch, step))
-        for result in gather(*updates):
-            metrics |= result
+        results = gather(*updates)
         if trains_actor:
             with phase("update_weights"):
                 roles.actor.sync_weights(roles.rollout)
-        return metrics | self._batch_metrics(batch) | roles.drain_metrics()
+        parts = (metrics, of_correction, of_advantages, *results, self._batch_metrics(batch), roles.drain_metrics())
+        return {name: value for part in parts for name, value in part.items()}
 
     def _batch_metrics(self, batch: DataProto) -> Metrics:
-        """`actor/entropy`: of the policy that wrote the samples, in nats, a mean over the response tokens."""
-        tensors = batch.tensors
+        """Those of data_metrics and group_metrics; `actor/entropy`: of the policy that wrote the samples, in nats, a mean over the
+        response tokens, where the actor has scored them."""
+        tensors, arrays = batch.tensors, batch.non_tensor_batch
         metrics = data_metrics(tensors, self.config.data.max_response_length)
-        metrics["actor/entropy"] = float(masked_mean(tensors["entropys"], tensors["response_mask"]))
+        metrics |= group_metrics(torch.tensor([float(score) for score in arrays["score"]]), arrays["uid"])
+        if "entropys" in tensors:
+            metrics["actor/entropy"] = float(masked_mean(tensors["entropys"], tensors["response_mask"]))
         metrics["reward/error_rate"] = batch.meta_info["reward/error_rate"]
         metrics |= reward_model_metrics(batch.tensors)
         metrics["num_tokens"] = float(valid_token_count(batch))
@@ -122,34 +132,3 @@ class PPOTrainer:
             with self.monitor.testing():
                 result = self.evaluation.run(self.roles.rollout, self.roles.reward)
             self.monitor.record_validation(result, step)
-
-
-class AdvantageStep:
-    """From scores to advantages and returns: the KL penalty in the reward, then the estimator. Keeps the KL controller."""
-
-    def __init__(self, algorithm: AlgorithmConfig) -> None:
-        self._algorithm = algorithm
-        self.kl_controller = KL_CONTROLLERS[algorithm.kl.controller.kind](algorithm.kl)
-
-    def __call__(self, batch: DataProto) -> tuple[DataProto, Metrics]:
-        """Adds `token_level_rewards`, `advantages`, `returns` (B, R).
-
-        Metrics: `actor/reward_kl_penalty`, the mean KL per token over rows (sequence_mean_kl), and its coefficient before the update.
-        """
-        tensors, metrics = batch.tensors, {}
-        scores, mask = tensors["token_level_scores"], tensors["response_mask"]
-        rewards = torch.where(mask, scores, 0.0)
-        if "ref_log_prob" in tensors:
-            config, beta = self._algorithm.kl, self.kl_controller.coefficient
-            old, reference = tensors["old_log_probs"], tensors["ref_log_prob"]
-            kl = sequence_mean_kl(kl_per_token(old, reference, mask, config.estimator), mask)
-            metrics = {"actor/reward_kl_penalty": kl, "actor/reward_kl_penalty_coeff": beta}
-            if config.where is KLWhere.reward:
-                rewards = apply_kl_penalty(scores, old, reference, mask, beta, config.estimator)
-                self.kl_controller.update(kl, len(batch))
-        inputs = AdvantageInputs(
-            token_level_rewards=rewards, response_mask=mask, uid=batch.non_tensor_batch["uid"], values=tensors.get("values")
-        )
-        estimate = ADVANTAGE_ESTIMATORS[self._algorithm.advantage.estimator](inputs, self._algorithm.advantage)
-        added = {"token_level_rewards": rewards, "advantages": estimate.advantages, "returns": estimate.returns}
-        return batch.union(DataProto.from_dict(added)), metrics

@@ -14,16 +14,18 @@ def actor_rows(mini_batch: DataProto, algorithm: AlgorithmConfig, *, one_update:
     """seed: of what the policy loss draws.
 
     one_update: the step has no other. Then there are no `old_log_probs`: they would be the update's own log-probs but for rounding,
-    and the loss takes those, detached, so that each ratio is exactly 1.
+    and the loss takes those, detached, so that each ratio is exactly 1. Unless they are the rollout engine's (bypass).
 
     Where a correction has left tokens out (`loss_mask`), those are what the loss takes for the response.
     """
     tensors = mini_batch.tensors
     keys = [*MODEL_KEYS, "advantages"]
-    if not one_update:
+    if not one_update or algorithm.rollout_correction.bypass:
         keys.append("old_log_probs")
     if algorithm.kl.where is KLWhere.loss:
         keys.append("ref_log_prob")
+    if "rollout_weights" in tensors:
+        keys.append("rollout_weights")
     rows = {key: tensors[key] for key in keys}
     if LOSS_MASK in tensors:
         rows["response_mask"] = tensors[LOSS_MASK]

@@ -30,7 +30,8 @@ class RewardWorker(Worker):
 
     @register(dispatch_mode=Dispatch.RANK_ZERO, blocking=False)
     def score(self, batch: DataProto) -> DataProto:
-        """`token_level_scores` (B, R), and the arrays `response_text`, `score`. Raises RewardError above the allowed error rate."""
+        """`token_level_scores` (B, R), `score_parts` (B, K) of the K reward functions before their weights, and the arrays
+        `response_text`, `score`. Raises RewardError above the allowed error rate."""
         mask = batch.tensors["response_mask"]
         texts = [
             self._tokenizer.decode(ids[real], skip_special_tokens=True) for ids, real in zip(batch.tensors["responses"], mask, strict=True)
@@ -44,12 +45,21 @@ class RewardWorker(Worker):
                 arrays["uid"], arrays["data_source"], texts, arrays["reward_model"], arrays["extra_info"], strict=True
             )
         ]
-        report = ScoreReport([0.0] * len(requests), [], []) if self._scorer is None else self._scorer.score(requests)
+        report = self._scorer.score(requests) if self._scorer else ScoreReport([0.0] * len(requests), [], [], [()] * len(requests))
         return DataProto.from_dict(
-            tensors={"token_level_scores": place_scores(report.scores, mask)},
+            tensors={
+                "token_level_scores": place_scores(report.scores, mask),
+                "score_parts": torch.tensor(report.parts, dtype=torch.float32),
+            },
             non_tensors={"response_text": texts, "score": list(report.scores)},
             meta_info={"reward/error_rate": len(report.errors) / len(requests)},
         )
+
+
+def score_weights(config: RewardConfig) -> list[float]:
+    """Of the K `score_parts`."""
+    of_model = [] if config.model.path is None else [config.model.weight]
+    return [*(function.weight for function in config.functions), *of_model]
 
 
 class Reward:
@@ -60,7 +70,8 @@ class Reward:
 
     def score(self, batch: DataProto) -> DerivedFuture:
         """See RewardWorker.score. With a model, the scores are those of the functions plus `model_weight` times the model's, and there are
-        `reward_function_scores` (B,) and what RewardModelWorker.score_conversations gives beside them."""
+        `reward_function_scores` (B,) and what RewardModelWorker.score_conversations gives beside them; the model's are the last of
+        `score_parts`."""
         needed = batch.select(["responses", "response_mask"], ["uid", "data_source", "reward_model", "extra_info"])
         functions: RemoteFuture = self.group.score(needed)
         if self.model is None:
@@ -73,7 +84,12 @@ class Reward:
         of_functions = torch.tensor(functions.non_tensor_batch["score"].tolist(), dtype=torch.float32)
         scores = of_functions + self._model_weight * model.tensors["reward_model_scores"]
         return DataProto.from_dict(
-            {"token_level_scores": place_scores(scores, mask), "reward_function_scores": of_functions, **model.tensors},
+            {
+                "token_level_scores": place_scores(scores, mask),
+                "score_parts": torch.cat([functions.tensors["score_parts"], model.tensors["reward_model_scores"][:, None]], dim=1),
+                "reward_function_scores": of_functions,
+                **model.tensors,
+            },
             {"response_text": functions.non_tensor_batch["response_text"], "score": scores.tolist()},
             functions.meta_info,
         )

@@ -231,7 +231,7 @@ class Actor(MegatronRole):
             for number, mini_batch in enumerate(self._updates.mini_batches(batch, step))
         ]
         check = self._check_first_ratio
-        if check is None or one_update:
+        if check is None or one_update or self._algorithm.rollout_correction.bypass:
             return self._update(mini_batches, self.group.update_actor)
         return self._update(mini_batches, self.group.update_actor, check)
 

@@ -79,17 +79,18 @@ class Rollout:
 
     # ---- generation
 
-    def generate(self, prompts: DataProto, sampling: SamplingConfig, step: int) -> DataProto:
+    def generate(self, prompts: DataProto, sampling: SamplingConfig, step: int, generation: int = 0) -> DataProto:
         """B = prompts x n rows, the samples of a prompt side by side: the prompts' arrays, the model's inputs (`prompts`,
         `responses`, `input_ids`, `attention_mask`, `position_ids`), `response_mask` and `rollout_log_probs` (B, R), and the arrays
         `weight_version` (the oldest that wrote a sample) and `finish_reason` (B,).
 
-        R is the longest response. The same prompts, weights, seed and step give the same samples, however many replicas there are.
+        R is the longest response. The same prompts, weights, seed, step and generation (a step may have several) give the same
+        samples, however many replicas there are.
         Raises EngineFaultError, DispatchError and RestartLimitError; ValueError for prompts that no engine can continue.
         """
         tokens = prompts.tensors
         ids = [row[mask.bool()].tolist() for row, mask in zip(tokens["prompts"], tokens["prompt_attention_mask"], strict=True)]
-        requests = self._numbered(plan_requests(ids, self._parameters(sampling, step)))
+        requests = self._numbered(plan_requests(ids, self._parameters(sampling, step, generation)))
         self._before_generate()
         version = self._replicas.weight_version
         samples: dict[int, Sample] = {}
@@ -113,7 +114,7 @@ class Rollout:
     def _numbered(self, requests: Sequence[GenerationRequest]) -> list[GenerationRequest]:
         return [request._replace(request_id=next(self._request_numbers)) for request in requests]
 
-    def _parameters(self, sampling: SamplingConfig, step: int) -> SamplingParameters:
+    def _parameters(self, sampling: SamplingConfig, step: int, generation: int) -> SamplingParameters:
         return SamplingParameters(
             n=sampling.n,
             temperature=sampling.temperature,
@@ -122,7 +123,7 @@ class Rollout:
             min_new_tokens=sampling.min_new_tokens,
             max_new_tokens=self._rules.max_response_length,
             stop_token_ids=self._rules.stop_token_ids,
-            seed=int(np.random.SeedSequence([self._seed, step]).generate_state(1)[0]),
+            seed=int(np.random.SeedSequence([self._seed, step, generation]).generate_state(1)[0]),
         )
 
     def _finished(self, requests: Sequence[GenerationRequest]) -> Iterator[tuple[int, FinishedRequest]]:

@@ -20,7 +20,7 @@ NAN = float("nan")
 
 def test_overlong_penalty_by_hand():
     # limit 10, buffer 4: free up to 6, then a quarter for each token
-    penalty = overlong_penalty(torch.tensor([0, 1, 6, 7, 9, 10]), 10, OverlongConfig(buffer_tokens=4, penalty=2.0))
+    penalty = overlong_penalty(torch.tensor([0, 1, 6, 7, 9, 10]), 10, OverlongConfig(buffer_share=0.4, penalty=2.0))
     assert penalty.tolist() == [0.0, 0.0, 0.0, -0.5, -1.5, -2.0]
     assert overlong_penalty(torch.tensor([10]), 10, OverlongConfig()).tolist() == [0.0]
 
@@ -28,7 +28,7 @@ def test_overlong_penalty_by_hand():
 def test_overlong_penalty_stands_with_the_score():
     mask = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0], [1, 0, 1, 1]]).bool()  # full; short; full of which one slot is a tool's
     scores = torch.tensor([[0.0, 0.0, 0.0, 1.0], [0.0, 1.0, NAN, NAN], [0.0, NAN, 0.0, 1.0]])
-    shaped = penalise_overlong(scores, mask, 4, OverlongConfig(buffer_tokens=2, penalty=1.0))
+    shaped = penalise_overlong(scores, mask, 4, OverlongConfig(buffer_share=0.5, penalty=1.0))
     torch.testing.assert_close(shaped.token_level_scores[mask], torch.tensor([0.0, 0.0, 0.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.5]))
     assert shaped.metrics == pytest.approx({"reward/overlong_penalty": -0.5, "reward/overlong_fraction": 2 / 3})
 

@@ -215,9 +215,10 @@ def test_the_shipped_configurations_are_good(tmp_path: Path, monkeypatch: pytest
     data = [f"data.{kind}_files={stand_ins['data']['train_files']}" for kind in ("train", "val")]
     model = f"model.path={stand_ins['model']['path']}"
     reward = f"reward.functions=[{{path: {tmp_path}/reward.py}}]"
-    for algorithm in ("ppo", "grpo"):
-        changes = [f"algorithm={algorithm}", "rollout.n=4", "trainer.critic_warmup_steps=0"]
-        assert main(["check", "configs/quickstart.yaml", *changes, model, reward, *data]) == 0
+    algorithms = [file.stem for file in (ROOT / "configs" / "algorithm").glob("*.yaml")]
+    assert {"ppo", "grpo", "dr_grpo", "dapo", "rloo", "reinforce_pp", "remax", "gspo", "cispo"} <= set(algorithms)
+    for algorithm in algorithms:
+        assert main(["check", "configs/quickstart.yaml", f"algorithm={algorithm}", model, reward, *data]) == 0, algorithm
     assert main(["check", "configs/quickstart.yaml", model, reward, *data]) == 0
     assert main(["check", "--sft", "configs/quickstart_sft.yaml", model, *data]) == 0
     assert capsys.readouterr().err == ""

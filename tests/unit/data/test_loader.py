@@ -51,6 +51,13 @@ def test_order_is_a_function_of_seed_and_epoch():
     assert epochs(3) != epochs(4)
 
 
+def test_further_rows_are_the_next_ones_and_count_as_served():
+    loader, other = (BatchLoader(Numbers(10), 4, shuffle=True, seed=1) for _ in range(2))
+    in_turn = rows(next(loader)) + rows(loader.take(3)) + rows(next(loader))
+    assert in_turn == sum(take(other, 3), [])[:11]
+    assert loader.state_dict()["num_served"] == 11
+
+
 def test_uids_are_unique_even_when_a_row_comes_twice_in_a_batch():
     batch = next(BatchLoader(Numbers(3), 8, shuffle=True, seed=0))
     assert Counter(rows(batch)).most_common(1)[0][1] > 1

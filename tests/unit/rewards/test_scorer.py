@@ -96,6 +96,7 @@ def test_weights_combine_functions():
         report = scorer.score(requests("right"))
     assert report.scores == pytest.approx([2.0 * 1.0 - 0.1 * 5])
     assert report.metrics == [{"functions_under_test.compute_score/score": 1.0, "functions_under_test.length/score": 5.0}]
+    assert report.parts == [(1.0, 5.0)]  # before their weights
 
 
 def test_a_process_that_is_killed_while_idle_is_replaced(scorer):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import Tensor
@@ -10,13 +12,19 @@ from megarl.config.schema import (
     AdvantageConfig,
     AdvantageEstimator,
     AlgorithmConfig,
+    CorrectionLevel,
     KLConfig,
     KLControllerConfig,
     KLControllerKind,
     KLWhere,
+    OverlongConfig,
+    RejectionConfig,
+    RejectionEstimator,
+    RejectionLevel,
+    RolloutCorrectionConfig,
 )
 from megarl.protocol.batch import DataProto
-from megarl.trainers.ppo import AdvantageStep
+from megarl.trainers.advantages import AdvantageStep, correct_rollout
 
 MASK = torch.tensor([[True, True], [True, False]])
 NAN = float("nan")  # what stands outside the mask must not count
@@ -39,7 +47,7 @@ def gae_config(kl: KLConfig) -> AlgorithmConfig:
 def test_the_penalty_is_in_the_rewards() -> None:
     """beta 0.5: rewards -0.05, 1 - 0.15 | 0.5 - 0.2. With gamma = lambda = 1 returns are sums of what is to come."""
     values = torch.tensor([[0.1, 0.2], [0.3, NAN]])
-    result, metrics = AdvantageStep(gae_config(KLConfig(coefficient=0.5)))(batch(**log_probs(), values=values))
+    result, metrics = AdvantageStep(gae_config(KLConfig(coefficient=0.5)), max_response_length=2)(batch(**log_probs(), values=values))
     tensors = result.tensors
     assert torch.allclose(tensors["token_level_rewards"], torch.tensor([[-0.05, 0.85], [0.3, 0.0]]))
     assert torch.allclose(tensors["returns"], torch.tensor([[0.8, 0.85], [0.3, 0.0]]))
@@ -52,14 +60,14 @@ def test_the_penalty_is_in_the_rewards() -> None:
 def test_the_controller_moves_after_the_step() -> None:
     """KL 0.3 is 50 % over the target, cut to 20 %; two samples of a horizon of ten: beta * 1.04."""
     controller = KLControllerConfig(kind=KLControllerKind.adaptive, target=0.2, horizon=10)
-    step = AdvantageStep(gae_config(KLConfig(coefficient=0.5, controller=controller)))
+    step = AdvantageStep(gae_config(KLConfig(coefficient=0.5, controller=controller)), max_response_length=2)
     coefficients = [step(batch(**log_probs(), values=torch.zeros(2, 2)))[1]["actor/reward_kl_penalty_coeff"] for _ in range(3)]
     assert coefficients == pytest.approx([0.5, 0.52, 0.5408])
 
 
 def test_a_penalty_in_the_loss_leaves_rewards_and_controller_alone() -> None:
     controller = KLControllerConfig(kind=KLControllerKind.adaptive, target=0.2, horizon=10)
-    step = AdvantageStep(gae_config(KLConfig(where=KLWhere.loss, coefficient=0.5, controller=controller)))
+    step = AdvantageStep(gae_config(KLConfig(where=KLWhere.loss, coefficient=0.5, controller=controller)), max_response_length=2)
     result, metrics = step(batch(**log_probs(), values=torch.zeros(2, 2)))
     assert torch.equal(result.tensors["token_level_rewards"], torch.tensor([[0.0, 1.0], [0.5, 0.0]]))
     assert metrics["actor/reward_kl_penalty"] == pytest.approx(0.3)
@@ -69,7 +77,7 @@ def test_a_penalty_in_the_loss_leaves_rewards_and_controller_alone() -> None:
 def test_grpo_compares_the_samples_of_a_prompt() -> None:
     """Outcomes 1 and 0.5: mean 0.75, standard deviation 0.5 / sqrt 2."""
     algorithm = AlgorithmConfig(advantage=AdvantageConfig(estimator=AdvantageEstimator.grpo), kl=KLConfig(where=KLWhere.none))
-    result, metrics = AdvantageStep(algorithm)(batch())
+    result, metrics = AdvantageStep(algorithm, max_response_length=2)(batch())
     scaled = 0.25 / (0.5 / 2**0.5)
     assert torch.allclose(result.tensors["advantages"], torch.tensor([[scaled, scaled], [-scaled, 0.0]]), atol=1e-5)
     assert metrics == {}
@@ -77,4 +85,64 @@ def test_grpo_compares_the_samples_of_a_prompt() -> None:
 
 def test_gae_without_values_is_an_error() -> None:
     with pytest.raises(ValueError, match="needs the critic's `values`"):
-        AdvantageStep(gae_config(KLConfig()))(batch(**log_probs()))
+        AdvantageStep(gae_config(KLConfig()), max_response_length=2)(batch(**log_probs()))
+
+
+def test_a_response_near_the_limit_is_penalised_in_the_reward() -> None:
+    """A buffer of one token of two: the first response fills it, the second is out of it. The scores stay as they were given."""
+    algorithm = AlgorithmConfig(
+        advantage=AdvantageConfig(estimator=AdvantageEstimator.grpo),
+        kl=KLConfig(where=KLWhere.none),
+        overlong=OverlongConfig(buffer_share=0.5, penalty=0.75),
+    )
+    result, metrics = AdvantageStep(algorithm, max_response_length=2)(batch())
+    assert torch.equal(result.tensors["token_level_rewards"], torch.tensor([[0.0, 0.25], [0.5, 0.0]]))
+    assert float(result.tensors["token_level_scores"][0, 1]) == 1.0
+    assert metrics == pytest.approx({"reward/overlong_penalty": -0.375, "reward/overlong_fraction": 0.5})
+
+
+def test_several_rewards_are_normalised_apart_and_weighted() -> None:
+    """Functions of 0 and 10, and of 1 and 0: each is +-1 / sqrt 2 of its group; with weights 1 and 3 the second wins."""
+    algorithm = AlgorithmConfig(advantage=AdvantageConfig(estimator=AdvantageEstimator.gdpo), kl=KLConfig(where=KLWhere.none))
+    parts = batch(score_parts=torch.tensor([[10.0, 0.0], [0.0, 1.0]]))
+    other = AdvantageStep(algorithm, max_response_length=2, score_weights=[3.0, 1.0])(parts)[0].tensors["advantages"]
+    assert float(other[0, 0]) > 0
+    weighted = AdvantageStep(algorithm, max_response_length=2, score_weights=[1.0, 3.0])(parts)[0].tensors["advantages"]
+    assert bool((weighted[0] < 0).all())
+    assert float(weighted[1, 0]) > 0
+
+
+def test_a_greedy_baseline_is_taken_off() -> None:
+    algorithm = AlgorithmConfig(advantage=AdvantageConfig(estimator=AdvantageEstimator.remax), kl=KLConfig(where=KLWhere.none))
+    result, _ = AdvantageStep(algorithm, max_response_length=2)(batch(baseline_scores=torch.tensor([0.25, 0.75])))
+    assert torch.equal(result.tensors["advantages"], torch.tensor([[0.75, 0.75], [-0.25, 0.0]]))
+
+
+def log_ratios() -> DataProto:
+    """x = old - rollout: ln 4, 0 | 0."""
+    return batch(
+        old_log_probs=torch.tensor([[-1.0, -1.0], [-1.0, NAN]]),
+        rollout_log_probs=torch.tensor([[-1.0 - math.log(4), -1.0], [-1.0, NAN]]),
+    )
+
+
+def test_a_correction_that_is_off_only_shows_its_diagnostics() -> None:
+    result, metrics = correct_rollout(log_ratios(), RolloutCorrectionConfig())
+    assert result.tensors.keys() == log_ratios().tensors.keys()
+    assert metrics["rollout_correction/ratio_max"] == pytest.approx(4)
+
+
+def test_weights_and_rejections_are_for_the_update() -> None:
+    """Truncated at 2; the first response has k1 = -ln 4 over its tokens, below the limit of -1, and is left out of the loss alone."""
+    rejection = RejectionConfig(estimator=RejectionEstimator.k1, level=RejectionLevel.sequence, low=-1.0, high=1.0)
+    config = RolloutCorrectionConfig(level=CorrectionLevel.token, high=2.0, rejection=rejection)
+    tensors = correct_rollout(log_ratios(), config)[0].tensors
+    assert torch.allclose(tensors["rollout_weights"], torch.tensor([[2.0, 1.0], [1.0, 0.0]]))
+    assert tensors["loss_mask"].tolist() == [[False, False], [True, False]]
+    assert torch.equal(tensors["response_mask"], MASK)
+
+
+def test_in_bypass_the_rollout_engine_has_the_old_log_probs() -> None:
+    tensors = correct_rollout(log_ratios(), RolloutCorrectionConfig(bypass=True))[0].tensors
+    assert torch.equal(tensors["old_log_probs"][MASK], log_ratios().tensors["rollout_log_probs"][MASK])
+    assert "loss_mask" not in tensors

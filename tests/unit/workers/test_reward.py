@@ -56,6 +56,7 @@ def test_scores_stand_on_the_last_token_that_was_written(worker: RewardWorker) -
     assert scored.non_tensor_batch["score"].tolist() == [12, 103, 0, 3.5]
     expected = [[0, 0, 12, 0, 0], [0, 0, 0, 103, 0], [0, 0, 0, 0, 0], [0, 0, 3.5, 0, 0]]
     assert torch.equal(scored.tensors["token_level_scores"], torch.tensor(expected))
+    assert scored.tensors["score_parts"].tolist() == [[12], [103], [0], [3.5]]  # of the only function
     assert scored.meta_info == {"reward/error_rate": 0.25}
 
 

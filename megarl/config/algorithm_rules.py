@@ -1,0 +1,200 @@
+"""Parts of an algorithm that make no sense together, each with the reason and what to change."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from megarl.config.roles import needs_critic, needs_reward_model, needs_sum_pi_squared
+from megarl.config.schema import (
+    AdvantageEstimator,
+    Aggregation,
+    KLControllerKind,
+    KLEstimator,
+    KLWhere,
+    PolicyLossKind,
+    PPOConfig,
+)
+from megarl.config.violation import Violation, Violations
+
+_ESTIMATOR, _KIND, _WHERE = "algorithm.advantage.estimator", "algorithm.policy_loss.kind", "algorithm.kl.where"
+_AGGREGATION, _NORM_TOKENS = "algorithm.policy_loss.aggregation", "algorithm.policy_loss.norm_tokens"
+_CORRECTION, _DYNAMIC = "algorithm.rollout_correction", "algorithm.dynamic_sampling"
+
+# They compare a sample with the other samples of its prompt, and give 0 where all of them score the same.
+GROUPED = frozenset(
+    {
+        AdvantageEstimator.grpo,
+        AdvantageEstimator.grpo_pass_k,
+        AdvantageEstimator.rloo,
+        AdvantageEstimator.reinforce_plus_plus_baseline,
+        AdvantageEstimator.opo,
+        AdvantageEstimator.gpg,
+        AdvantageEstimator.gdpo,
+        AdvantageEstimator.optimal_token_baseline,
+    }
+)
+_WITH_DUAL_CLIP = (PolicyLossKind.ppo_clip, PolicyLossKind.clip_cov, PolicyLossKind.dppo_tv, PolicyLossKind.dppo_kl)
+_OF_RESPONSES = (PolicyLossKind.gspo, PolicyLossKind.gmpo)
+_STRAIGHT_THROUGH = (KLEstimator.k1_straight_through, KLEstimator.abs_k1_straight_through, KLEstimator.k3_straight_through)
+
+
+def estimator(config: PPOConfig) -> Violations:
+    """What an advantage estimator needs of the samples and of the rewards."""
+    kind, n = config.algorithm.advantage.estimator, config.rollout.n
+    num_scores = len(config.reward.functions) + needs_reward_model(config)
+    if kind in GROUPED and n < 2:
+        yield Violation(
+            ("rollout.n", _ESTIMATOR),
+            f"{kind.name} compares the samples of a prompt, but n is {n}, so every advantage would be 0; use 2 or more",
+        )
+    if kind is AdvantageEstimator.gdpo:
+        if num_scores == 1:
+            yield Violation(
+                ("reward.functions", _ESTIMATOR),
+                "gdpo normalises several scores apart, but one reward function (or model) is all there is; name another, or use grpo",
+            )
+        if config.algorithm.kl.where is KLWhere.reward:
+            yield Violation(
+                (_WHERE, _ESTIMATOR), "gdpo reads the scores and not the rewards, so a KL penalty there has no effect; use where=loss"
+            )
+        if config.algorithm.overlong.buffer_share:
+            yield Violation(
+                ("algorithm.overlong.buffer_share", _ESTIMATOR),
+                "gdpo reads the scores and not the rewards, so a penalty there has no effect; use 0, and a reward function for the length",
+            )
+
+
+def critic(config: PPOConfig) -> Violations:
+    warmup, total = config.trainer.critic_warmup_steps, config.trainer.total_steps
+    if warmup and not needs_critic(config):
+        yield Violation(
+            ("trainer.critic_warmup_steps", _ESTIMATOR),
+            f"is {warmup}, but the estimator {config.algorithm.advantage.estimator.name} has no critic; use 0, or the estimator gae",
+        )
+    if warmup >= total:
+        yield Violation(
+            ("trainer.critic_warmup_steps", "trainer.total_steps"),
+            f"critic_warmup_steps {warmup} leave none of total_steps {total} to train the actor; use {total - 1} or fewer",
+        )
+
+
+def policy_loss(config: PPOConfig) -> Violations:
+    loss, trainer = config.algorithm.policy_loss, config.trainer
+    updates = trainer.updates_per_step * trainer.epochs_per_batch
+    if loss.kind in _OF_RESPONSES and loss.aggregation is not Aggregation.sequence_mean_token_mean:
+        yield Violation(
+            (_KIND, _AGGREGATION),
+            f"{loss.kind.name} has one ratio for a whole response, of which {loss.aggregation.name} would weigh long ones more; "
+            "use aggregation=sequence_mean_token_mean",
+        )
+    if loss.kind is PolicyLossKind.gpg and updates > 1:
+        yield Violation(
+            (_KIND, "trainer.updates_per_step", "trainer.epochs_per_batch"),
+            f"gpg has no ratio, so it is right for samples of the very policy that is updated, but a step makes {updates} updates; "
+            "use updates_per_step=1 and epochs_per_batch=1, or another kind",
+        )
+    if loss.clip_dual is not None and loss.kind not in _WITH_DUAL_CLIP:
+        yield Violation(
+            ("algorithm.policy_loss.clip_dual", _KIND),
+            f"is {loss.clip_dual:g}, but {loss.kind.name} has no dual clip; "
+            f"use null, or one of {', '.join(kind.name for kind in _WITH_DUAL_CLIP)}",
+        )
+    with_norm = loss.aggregation is Aggregation.sequence_mean_token_sum_norm
+    if with_norm and loss.norm_tokens is None:
+        yield Violation(
+            (_NORM_TOKENS, _AGGREGATION),
+            f"{loss.aggregation.name} divides by the constant norm_tokens, which is null; "
+            f"use data.max_response_length, {config.data.max_response_length}",
+        )
+    if not with_norm and loss.norm_tokens is not None:
+        yield Violation(
+            (_NORM_TOKENS, _AGGREGATION),
+            f"is {loss.norm_tokens}, but {loss.aggregation.name} divides by no constant; use null, or sequence_mean_token_sum_norm",
+        )
+    covariance = loss.covariance
+    if covariance.low >= covariance.high:
+        yield Violation(
+            ("algorithm.policy_loss.covariance.low", "algorithm.policy_loss.covariance.high"),
+            f"no covariance is above {covariance.low:g} and below {covariance.high:g}; use a low below high",
+        )
+
+
+def kl(config: PPOConfig) -> Violations:
+    section = config.algorithm.kl
+    if section.controller.kind is KLControllerKind.adaptive and section.where is not KLWhere.reward:
+        yield Violation(
+            ("algorithm.kl.controller.kind", _WHERE),
+            f"the adaptive controller steers the penalty in the reward, but where is {section.where.name!r}; "
+            "use where=reward, or kind=fixed",
+        )
+    if section.estimator in _STRAIGHT_THROUGH and section.where is KLWhere.reward:
+        plain = section.estimator.name.removesuffix("_straight_through")
+        yield Violation(
+            ("algorithm.kl.estimator", _WHERE),
+            f"{section.estimator.name} differs from {plain} by its gradient, which a penalty in the reward has not; "
+            f"use {plain}, or where=loss",
+        )
+
+
+def rollout_correction(config: PPOConfig) -> Violations:
+    correction = config.algorithm.rollout_correction
+    if correction.low > correction.high:
+        yield Violation(
+            (f"{_CORRECTION}.low", f"{_CORRECTION}.high"), f"no weight is in [{correction.low:g}, {correction.high:g}]; use low <= high"
+        )
+    rejection = correction.rejection
+    if rejection.low is not None and rejection.low > rejection.high:
+        yield Violation(
+            (f"{_CORRECTION}.rejection.low", f"{_CORRECTION}.rejection.high"),
+            f"every response would be rejected: none is in [{rejection.low:g}, {rejection.high:g}]; use low <= high",
+        )
+    if not correction.bypass:
+        return
+    bypass = f"{_CORRECTION}.bypass"
+    if correction.enabled:
+        yield Violation(
+            (bypass, f"{_CORRECTION}.level", f"{_CORRECTION}.rejection.estimator"),
+            "in bypass the old log-probs are the rollout engine's, so that the policy loss's own ratio is the weight and nothing is left "
+            "to correct; use level=none and rejection.estimator=none, or bypass=false",
+        )
+    if config.algorithm.kl.where is KLWhere.reward:
+        yield Violation(
+            (bypass, _WHERE),
+            "the penalty in the reward needs the trainer's log-probs of the samples, which bypass does not compute; "
+            "use where=loss, or bypass=false",
+        )
+    if needs_sum_pi_squared(config.algorithm):
+        yield Violation(
+            (bypass, _ESTIMATOR),
+            f"{config.algorithm.advantage.estimator.name} needs the trainer's probabilities of the samples, which bypass does not compute; "
+            "use another estimator, or bypass=false",
+        )
+
+
+def dynamic_sampling(config: PPOConfig) -> Violations:
+    section, kind = config.algorithm.dynamic_sampling, config.algorithm.advantage.estimator
+    if not section.enabled:
+        return
+    if kind not in GROUPED:
+        yield Violation(
+            (f"{_DYNAMIC}.enabled", _ESTIMATOR),
+            f"drops prompts whose samples all score the same, but {kind.name} does not compare the samples of a prompt and learns from "
+            "those as well; use false, or an estimator such as grpo",
+        )
+    if section.max_generations < 2:
+        yield Violation(
+            (f"{_DYNAMIC}.max_generations",),
+            f"is {section.max_generations}: the first prompt that is dropped would end the run, as none could take its place; "
+            "use 2 or more",
+        )
+
+
+# Each with the keys whose range it relies on.
+RULES: tuple[tuple[tuple[str, ...], Callable[[PPOConfig], Violations]], ...] = (
+    (("rollout.n",), estimator),
+    (("trainer.critic_warmup_steps", "trainer.total_steps"), critic),
+    (("trainer.updates_per_step", "trainer.epochs_per_batch"), policy_loss),
+    ((), kl),
+    ((f"{_CORRECTION}.low", f"{_CORRECTION}.high"), rollout_correction),
+    ((f"{_DYNAMIC}.max_generations",), dynamic_sampling),
+)

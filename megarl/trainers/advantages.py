@@ -1,0 +1,85 @@
+"""What happens to a batch between its scores and the updates, on the driver: corrections, penalties, advantages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from megarl.algorithms.advantages import ADVANTAGE_ESTIMATORS, AdvantageInputs
+from megarl.algorithms.kl import KL_CONTROLLERS, apply_kl_penalty, kl_per_token, sequence_mean_kl
+from megarl.algorithms.overlong import penalise_overlong
+from megarl.algorithms.rollout_correction import correct
+from megarl.config.schema import AlgorithmConfig, KLWhere, RejectionEstimator, RolloutCorrectionConfig
+from megarl.protocol.batch import DataProto
+from megarl.workers.actor_rows import LOSS_MASK
+
+Metrics = dict[str, float]
+
+
+class AdvantageStep:
+    """From scores to advantages and returns: the penalty for long responses, the KL penalty in the reward, then the estimator. Keeps
+    the KL controller."""
+
+    def __init__(self, algorithm: AlgorithmConfig, *, max_response_length: int, score_weights: Sequence[float] = (1.0,)) -> None:
+        """score_weights: of the reward functions, for estimators that take their scores apart."""
+        self._algorithm = algorithm
+        self._max_response_length = max_response_length
+        self._score_weights = torch.tensor(score_weights)
+        self.kl_controller = KL_CONTROLLERS[algorithm.kl.controller.kind](algorithm.kl)
+
+    def __call__(self, batch: DataProto) -> tuple[DataProto, Metrics]:
+        """Adds `token_level_rewards`, `advantages`, `returns` (B, R). Raises ValueError for rewards that are NaN or infinite.
+
+        Metrics: those of `penalise_overlong` where there is such a penalty; `actor/reward_kl_penalty`, the mean KL per token over rows
+        (sequence_mean_kl), and its coefficient before the update, where there is a reference.
+        """
+        tensors = batch.tensors
+        rewards, metrics = self._rewards(tensors, len(batch))
+        inputs = AdvantageInputs(
+            token_level_rewards=rewards,
+            response_mask=tensors["response_mask"],
+            uid=batch.non_tensor_batch["uid"],
+            values=tensors.get("values"),
+            baseline_scores=tensors.get("baseline_scores"),
+            score_parts=tensors.get("score_parts"),
+            score_weights=self._score_weights,
+            old_log_probs=tensors.get("old_log_probs"),
+            sum_pi_squared=tensors.get("sum_pi_squared"),
+        )
+        estimate = ADVANTAGE_ESTIMATORS[self._algorithm.advantage.estimator](inputs, self._algorithm.advantage)
+        added = {"token_level_rewards": rewards, "advantages": estimate.advantages, "returns": estimate.returns}
+        return batch.union(DataProto.from_dict(added)), metrics
+
+    def _rewards(self, tensors: dict[str, Tensor], num_rows: int) -> tuple[Tensor, Metrics]:
+        mask, metrics = tensors["response_mask"], {}
+        rewards = torch.where(mask, tensors["token_level_scores"], 0.0)
+        if self._algorithm.overlong.buffer_share:
+            rewards, metrics = penalise_overlong(rewards, mask, self._max_response_length, self._algorithm.overlong)
+        if "ref_log_prob" in tensors:
+            config, beta = self._algorithm.kl, self.kl_controller.coefficient
+            old, reference = tensors["old_log_probs"], tensors["ref_log_prob"]
+            kl = sequence_mean_kl(kl_per_token(old, reference, mask, config.estimator), mask)
+            metrics |= {"actor/reward_kl_penalty": kl, "actor/reward_kl_penalty_coeff": beta}
+            if config.where is KLWhere.reward:
+                rewards = apply_kl_penalty(rewards, old, reference, mask, beta, config.estimator)
+                self.kl_controller.update(kl, num_rows)
+        return rewards, metrics
+
+
+def correct_rollout(batch: DataProto, config: RolloutCorrectionConfig) -> tuple[DataProto, Metrics]:
+    """Adds `rollout_weights` (B, R) where they are asked for, and `loss_mask` (B, R) where responses are rejected.
+
+    In bypass the rollout engine's log-probs become the old ones, and there is nothing to correct: the ratio of the policy loss is the
+    importance weight. Metrics: see `correct`. Advantages are of all responses, also of those that the loss then leaves out.
+    """
+    tensors = batch.tensors
+    if config.bypass:
+        others = batch.select([key for key in tensors if key != "old_log_probs"])
+        return others.union(DataProto.from_dict({"old_log_probs": tensors["rollout_log_probs"]})), {}
+    correction = correct(tensors["old_log_probs"], tensors["rollout_log_probs"], tensors["response_mask"], config)
+    added = {} if correction.weights is None else {"rollout_weights": correction.weights}
+    if config.rejection.estimator is not RejectionEstimator.none:
+        added[LOSS_MASK] = correction.mask
+    return (batch.union(DataProto.from_dict(added)) if added else batch), correction.metrics

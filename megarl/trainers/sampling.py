@@ -1,0 +1,138 @@
+"""From a step's prompts to its samples: one generation of each prompt, or several until enough of them teach something (DAPO)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+
+from megarl.algorithms.dynamic_sampling import rows_with_signal
+from megarl.config.errors import RunError
+from megarl.config.schema import AdvantageEstimator, DynamicSamplingConfig, PPOConfig, SamplingConfig
+from megarl.controller.futures import DerivedFuture
+from megarl.data.loader import BatchLoader
+from megarl.data.responses import concat_samples
+from megarl.protocol.batch import DataProto
+from megarl.workers.reward import Reward
+from megarl.workers.rollout import Rollout
+
+GREEDY = SamplingConfig(n=1, temperature=0.0)
+
+
+class Samples(NamedTuple):
+    """A step's samples. `scores`: what will add their scores (RewardWorker.score); nothing where they were needed already."""
+
+    batch: DataProto
+    scores: list[DerivedFuture]
+    metrics: Mapping[str, float]
+
+
+class Sampling(Protocol):
+    def __call__(self, prompts: DataProto, step: int) -> Samples: ...
+
+
+def make_sampling(config: PPOConfig, rollout: Rollout, reward: Reward, prompts: BatchLoader) -> Sampling:
+    """As the algorithm asks for. `prompts`: where further ones come from."""
+    algorithm, sampling = config.algorithm, config.rollout.training
+    if algorithm.dynamic_sampling.enabled:
+        return DynamicSampling(rollout, reward, prompts, sampling, algorithm.dynamic_sampling)
+    if algorithm.advantage.estimator is AdvantageEstimator.remax:
+        return GreedyBaseline(rollout, reward, sampling)
+    return PlainSampling(rollout, reward, sampling)
+
+
+class PlainSampling:
+    """n samples of each prompt; they are scored while the loop goes on."""
+
+    def __init__(self, rollout: Rollout, reward: Reward, sampling: SamplingConfig) -> None:
+        self._rollout, self._reward, self._sampling = rollout, reward, sampling
+
+    def __call__(self, prompts: DataProto, step: int) -> Samples:
+        batch = self._rollout.generate(prompts, self._sampling, step)
+        return Samples(batch, [self._reward.score(batch)], {})
+
+
+class GreedyBaseline(PlainSampling):
+    """ReMax: also the greedy response to each prompt, of the same weights and scored by the same functions."""
+
+    def __call__(self, prompts: DataProto, step: int) -> Samples:
+        """Adds `baseline_scores` (B,) float32: to each sample the score of the greedy response to its prompt."""
+        batch, scores, metrics = super().__call__(prompts, step)
+        greedy = self._reward.score(self._rollout.generate(prompts, GREEDY, step))
+
+        def baseline(results: list[DataProto]) -> DataProto:
+            of_prompts = torch.tensor([float(score) for score in results[0].non_tensor_batch["score"]])
+            return DataProto.from_dict({"baseline_scores": of_prompts.repeat_interleave(self._sampling.n)})
+
+        return Samples(batch, [*scores, DerivedFuture([greedy], baseline)], metrics)
+
+
+class NoSignalError(RunError):
+    """A step's budget of generations is spent, and too few prompts have samples that differ in score."""
+
+
+class DynamicSampling:
+    """Prompts whose samples all score the same teach a group-relative estimator nothing: others take their place (DAPO, Yu et al. 2025,
+    section 3.2). Those that are drawn for that count as served, so that a resumed run goes on behind them."""
+
+    def __init__(
+        self, rollout: Rollout, reward: Reward, prompts: BatchLoader, sampling: SamplingConfig, config: DynamicSamplingConfig
+    ) -> None:
+        self._rollout, self._reward, self._prompts = rollout, reward, prompts
+        self._sampling, self._config = sampling, config
+
+    def __call__(self, prompts: DataProto, step: int) -> Samples:
+        """As many prompts with all their samples as there are `prompts`, scored. Raises NoSignalError.
+
+        Metrics, of the step: `dynamic_sampling/num_generations`; `num_prompts`, that were sampled; `num_without_signal` of these,
+        which were dropped; `num_surplus`, which had a signal but were not needed; `score_mean`, over all that was sampled.
+        """
+        wanted, kept, scores = len(prompts), [], []
+        num_kept = num_prompts = 0
+        num_errors = 0.0
+        for generation in range(self._config.max_generations):
+            if generation:
+                prompts = self._prompts.take(_number_to_draw(wanted, num_kept, num_prompts))
+            scored = self._scored(prompts, step, generation)
+            error_rate = scored.meta_info.pop("reward/error_rate")
+            score = scored.non_tensor_batch["score"].astype(np.float64)
+            with_signal = rows_with_signal(torch.from_numpy(score), scored.non_tensor_batch["uid"])
+            kept.append(scored.select_idxs(with_signal))
+            scores.append(score)
+            num_errors += error_rate * len(scored)
+            num_prompts += len(prompts)
+            num_kept += int(with_signal.sum()) // self._sampling.n
+            if num_kept >= wanted:
+                break
+        else:
+            raise NoSignalError(self._explain(step, wanted, num_kept, num_prompts, np.concatenate(scores)))
+        batch = concat_samples(kept)[: wanted * self._sampling.n]
+        batch.meta_info["reward/error_rate"] = num_errors / (num_prompts * self._sampling.n)
+        metrics = {
+            "num_generations": float(len(kept)),
+            "num_prompts": float(num_prompts),
+            "num_without_signal": float(num_prompts - num_kept),
+            "num_surplus": float(num_kept - wanted),
+            "score_mean": float(np.concatenate(scores).mean()),
+        }
+        return Samples(batch, [], {f"dynamic_sampling/{name}": value for name, value in metrics.items()})
+
+    def _scored(self, prompts: DataProto, step: int, generation: int) -> DataProto:
+        batch = self._rollout.generate(prompts, self._sampling, step, generation)
+        return batch.union(self._reward.score(batch))
+
+    def _explain(self, step: int, wanted: int, num_kept: int, num_prompts: int, scores: np.ndarray) -> str:
+        return (
+            f"step {step}: only {num_kept} of {num_prompts} prompts have samples that do not all score the same, and {wanted} are needed; "
+            f"the mean score is {scores.mean():.3g}, from {scores.min():.3g} to {scores.max():.3g}, and all "
+            f"algorithm.dynamic_sampling.max_generations={self._config.max_generations} generations are spent. Raise it, or rollout.n, or "
+            "train on prompts that are neither all solved nor out of reach"
+        )
+
+
+def _number_to_draw(wanted: int, num_kept: int, num_prompts: int) -> int:
+    """Of further prompts: those that suffice if as many have a signal as up to now, and no more than a whole step's."""
+    missing, share = wanted - num_kept, num_kept / num_prompts
+    return wanted if missing >= share * wanted else int(np.ceil(missing / share))
