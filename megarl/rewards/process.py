@@ -31,7 +31,8 @@ class ScoreRequest(NamedTuple):
 
 class Outcome(NamedTuple):
     """`score` is the weighted sum of the functions; `metrics` holds `name/score` and the numbers that `name` returned beside it.
-    `parts`: the score of each function in their order, before its weight.
+    `parts`: the score of each function in their order, before its weight. `answer`: the text under "answer" in the first dict that
+    has one: what the function took for the sample's answer.
 
     With an `error`, the score is 0 and means nothing, and there are no parts.
     """
@@ -40,6 +41,7 @@ class Outcome(NamedTuple):
     metrics: dict[str, float]
     error: str | None = None
     parts: tuple[float, ...] = ()
+    answer: str | None = None
 
 
 class NotAScoreError(ValueError):
@@ -85,19 +87,22 @@ def score(request: ScoreRequest) -> Outcome:
     """Calls all functions on one sample. Never raises: what goes wrong is the outcome's `error`."""
     if _load_error is not None:
         return Outcome(0.0, {}, _load_error)
-    total, metrics, parts = 0.0, {}, []
+    total, metrics, parts, answer = 0.0, {}, [], None
     for function in _functions:
         name = function.config.name if len(_functions) == 1 else f"{Path(function.config.path).stem}.{function.config.name}"
         try:
-            values = _numbers(function.call(**_arguments(request)))
+            returned = function.call(**_arguments(request))
+            values = _numbers(returned)
         except NotAScoreError as error:
             return Outcome(0.0, {}, f"{name} returned {error}")
         except BaseException as error:  # noqa: BLE001  (the boundary of the process: the user's code may raise anything, SystemExit too)
             return Outcome(0.0, {}, f"{name} raised {last_line(error)}")
         total += function.config.weight * values["score"]
         parts.append(values["score"])
+        if answer is None and isinstance(returned, dict) and isinstance(returned.get("answer"), str):
+            answer = returned["answer"]
         metrics.update({f"{name}/{key}": value for key, value in values.items()})
-    return Outcome(total, metrics, parts=tuple(parts))
+    return Outcome(total, metrics, parts=tuple(parts), answer=answer)
 
 
 def _arguments(request: ScoreRequest) -> dict[str, Any]:

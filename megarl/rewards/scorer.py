@@ -46,6 +46,7 @@ class ScoreReport(NamedTuple):
     metrics: list[dict[str, float]]
     errors: list[ScoreError]
     parts: list[tuple[float, ...]]  # of each function, in their order, before its weight
+    answers: list[str | None]  # what a function took for the sample's answer, where it says so
 
 
 class RewardError(RuntimeError):
@@ -100,7 +101,13 @@ class RewardScorer:
         errors.sort(key=lambda error: error.index)
         failed = Outcome(0.0, {}, parts=(0.0,) * len(self._functions))
         rows = [outcomes.get(index, failed) for index in range(len(requests))]
-        return ScoreReport([row.score for row in rows], [row.metrics for row in rows], errors, [row.parts for row in rows])
+        return ScoreReport(
+            scores=[row.score for row in rows],
+            metrics=[row.metrics for row in rows],
+            errors=errors,
+            parts=[row.parts for row in rows],
+            answers=[row.answer for row in rows],
+        )
 
     def _start(self) -> ProcessPool:
         """Starts the processes, and waits until one of them has loaded the functions."""

@@ -31,7 +31,10 @@ class RewardWorker(Worker):
     @register(dispatch_mode=Dispatch.RANK_ZERO, blocking=False)
     def score(self, batch: DataProto) -> DataProto:
         """`token_level_scores` (B, R), `score_parts` (B, K) of the K reward functions before their weights, and the arrays
-        `response_text`, `score`. Raises RewardError above the allowed error rate."""
+        `response_text`, `score` and `answer` (what a function took for it, else the whole text).
+
+        Raises RewardError above the allowed error rate.
+        """
         mask = batch.tensors["response_mask"]
         texts = [
             self._tokenizer.decode(ids[real], skip_special_tokens=True) for ids, real in zip(batch.tensors["responses"], mask, strict=True)
@@ -45,15 +48,23 @@ class RewardWorker(Worker):
                 arrays["uid"], arrays["data_source"], texts, arrays["reward_model"], arrays["extra_info"], strict=True
             )
         ]
-        report = self._scorer.score(requests) if self._scorer else ScoreReport([0.0] * len(requests), [], [], [()] * len(requests))
+        report = self._scorer.score(requests) if self._scorer else _no_scores(len(requests))
         return DataProto.from_dict(
             tensors={
                 "token_level_scores": place_scores(report.scores, mask),
                 "score_parts": torch.tensor(report.parts, dtype=torch.float32),
             },
-            non_tensors={"response_text": texts, "score": list(report.scores)},
+            non_tensors={
+                "response_text": texts,
+                "score": list(report.scores),
+                "answer": [text if answer is None else answer for text, answer in zip(texts, report.answers, strict=True)],
+            },
             meta_info={"reward/error_rate": len(report.errors) / len(requests)},
         )
+
+
+def _no_scores(num_samples: int) -> ScoreReport:
+    return ScoreReport(scores=[0.0] * num_samples, metrics=[], errors=[], parts=[()] * num_samples, answers=[None] * num_samples)
 
 
 def score_weights(config: RewardConfig) -> list[float]:
@@ -90,6 +101,6 @@ class Reward:
                 "reward_function_scores": of_functions,
                 **model.tensors,
             },
-            {"response_text": functions.non_tensor_batch["response_text"], "score": scores.tolist()},
+            {**functions.non_tensor_batch, "score": scores.tolist()},
             functions.meta_info,
         )

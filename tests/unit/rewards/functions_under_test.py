@@ -14,7 +14,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
         case "equal":
             return ground_truth == extra_info.get("answer")
         case "dict":
-            return {"score": 0.5, "format": 1, "note": "kept out"}
+            return {"score": 0.5, "format": 1, "note": "kept out", "answer": "7"}
         case "raise":
             return 1 / 0
         case "exit":

@@ -94,9 +94,11 @@ def test_weights_combine_functions():
     functions = [RewardFunctionConfig(path=FILE, weight=2.0), RewardFunctionConfig(path=FILE, name="length", weight=-0.1)]
     with RewardScorer(functions, time_limit_s=5.0, max_error_rate=0.0, num_processes=1) as scorer:
         report = scorer.score(requests("right"))
+        assert scorer.score(requests("dict", "right")).answers == ["7", None]
     assert report.scores == pytest.approx([2.0 * 1.0 - 0.1 * 5])
     assert report.metrics == [{"functions_under_test.compute_score/score": 1.0, "functions_under_test.length/score": 5.0}]
     assert report.parts == [(1.0, 5.0)]  # before their weights
+    assert report.answers == [None]
 
 
 def test_a_process_that_is_killed_while_idle_is_replaced(scorer):

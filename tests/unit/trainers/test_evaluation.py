@@ -10,7 +10,7 @@ import torch
 
 from megarl.config.schema import SamplingConfig
 from megarl.protocol.batch import DataProto
-from megarl.trainers.evaluation import Evaluation
+from megarl.trainers.evaluation import Evaluation, _Prompt, sampling_metrics
 
 SOURCES = ["sums", "sums", "words", "sums", "words"]
 
@@ -47,7 +47,8 @@ class FakeReward:
     def score(self, batch: DataProto) -> DataProto:
         prompts = batch.tensors["prompts"][:, 0].tolist()
         scores = [prompt + 0.5 * (row % 2) for row, prompt in enumerate(prompts)]
-        return DataProto.from_dict(non_tensors={"score": scores, "response_text": [f"text {prompt}" for prompt in prompts]})
+        texts = [f"text {prompt}" for prompt in prompts]
+        return DataProto.from_dict(non_tensors={"score": scores, "response_text": texts, "answer": texts})
 
 
 def run(num_generations: int) -> tuple[Any, FakeRollout]:
@@ -59,7 +60,19 @@ def run(num_generations: int) -> tuple[Any, FakeRollout]:
 def test_means_are_over_all_samples_of_a_source() -> None:
     """sums: prompts 0, 1, 3; words: prompts 2, 4; each prompt's two samples average to its number + 0.25."""
     result, rollout = run(num_generations=0)
-    assert result.metrics == pytest.approx({"val/sums/score/mean": 4 / 3 + 0.25, "val/words/score/mean": 3.25, "val/score/mean": 2.25})
+    assert result.metrics == pytest.approx(
+        {
+            "val/sums/score/mean": 4 / 3 + 0.25,
+            "val/words/score/mean": 3.25,
+            "val/score/mean": 2.25,
+            "val/sums/best@2": 4 / 3 + 0.5,
+            "val/words/best@2": 3.5,
+            "val/best@2": 2.5,  # the better of the two
+            "val/sums/maj@2": 4 / 3 + 0.25,
+            "val/words/maj@2": 3.25,
+            "val/maj@2": 2.25,  # both give the same answer
+        }
+    )
     assert [num_prompts for num_prompts, _, _ in rollout.asked] == [2, 2, 1]
     assert {(sampling.temperature, sampling.n, step) for _, sampling, step in rollout.asked} == {(0.3, 2, 0)}
     assert result.generations == []
@@ -75,3 +88,14 @@ def test_the_first_rows_are_kept_to_be_read() -> None:
         "ground_truth": "truth 0",
         "score": 0.5,
     }
+
+
+def test_what_k_of_four_samples_achieve() -> None:
+    """Right are 2 of 4: of the 6 pairs one has none right. Answers 7 7 8 9: the pair of sevens wins itself, every other pair by lot.
+
+    maj@2: the pair (7, 7) scores 1; (7, 8) and (7, 9), two each, 1/2; (8, 9) scores 0: (1 + 4 / 2) / 6. maj@4: 7.
+    """
+    prompts = [_Prompt([1.0, 1.0, 0.0, 0.0], ["7", "7", "8", "9"]), _Prompt([0.0] * 4, ["1"] * 4)]
+    assert sampling_metrics(prompts) == pytest.approx({"pass@2": 5 / 12, "maj@2": 1 / 4, "pass@4": 1 / 2, "maj@4": 1 / 2})
+    assert sampling_metrics([_Prompt([1.0], ["7"])]) == {}
+    assert sampling_metrics([_Prompt([0.5, 0.0, 1.0], ["a", "b", "c"])]) == pytest.approx({"best@2": (0.5 + 1 + 1) / 3, "maj@2": 0.5})
