@@ -1,0 +1,117 @@
+"""`megarl convert`: the commands as they are typed, what they print, and their exit status."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megarl.cli.main import main
+from megarl.conversion.streaming import OutputFile
+from tests.unit.resharding.models import random_model, save
+
+ROOT = Path(__file__).parents[3]
+SCRIPT = ROOT / "tools" / "checkpoint_convert" / "convert.py"
+
+
+@pytest.fixture(scope="module")
+def hugging_face(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(random_model("qwen2", tied=True), tmp_path_factory.mktemp("models") / "hf")
+
+
+def test_there_and_back_and_compared(hugging_face: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    there, back, rounded = (str(tmp_path / name) for name in ("there", "back", "rounded"))
+    sizes = ["--tensor-parallel-size", "2", "--pipeline-parallel-size", "2", "--virtual-pipeline-parallel-size", "2"]
+    assert main(["convert", "hf-to-megatron", "--input", str(hugging_face), "--output", there, *sizes]) == 0
+    assert main(["convert", "megatron-to-hf", "--input", there, "--output", back, "--max-shard-size", "50KB"]) == 0
+    assert len(list(Path(back).glob("model-*-of-00003.safetensors"))) == 3
+    said = capsys.readouterr().out
+    assert "26,880 parameters" in said
+    assert "in 4 files" in said
+    assert "GB/s" in said
+    assert main(["convert", "verify", str(hugging_face), back]) == 0
+    assert main(["convert", "verify", there, back]) == 0
+    assert capsys.readouterr().out.count("the same model") == 2
+    assert main(["convert", "hf-to-megatron", "--input", back, "--output", rounded, "--dtype", "bfloat16"]) == 0
+    assert main(["convert", "verify", back, rounded]) == 0
+    assert "but for rounding (float32 and bfloat16" in capsys.readouterr().out
+
+
+def test_models_that_are_not_the_same(hugging_face: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    other = save(random_model("qwen2", tied=True, seed=1), tmp_path / "other")
+    assert main(["convert", "verify", str(hugging_face), str(other)]) == 1
+    assert "not the same model" in capsys.readouterr().out
+
+
+def test_what_is_in_a_folder(hugging_face: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["convert", "inspect", str(hugging_face)]) == 0
+    said = capsys.readouterr().out
+    assert "Qwen2ForCausalLM" in said
+    assert "model.layers.3.post_attention_layernorm.weight" in said
+    assert main(["convert", "inspect", "--json", str(hugging_face)]) == 0
+    assert json.loads(capsys.readouterr().out)["num_parameters"] == 26880
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["hf-to-megatron", "--input", "{hf}", "--output", "{hf}"], r"hf: is there and not empty"),
+        (["hf-to-megatron", "--input", "{tmp}/none", "--output", "{tmp}/new"], r"none: there is no such folder"),
+        (["hf-to-megatron", "--input", "{hf}", "--output", "{tmp}/new", "--tensor-parallel-size", "3"], r"4 key-value heads cannot be cut"),
+        (["hf-to-megatron", "--input", "{hf}", "--output", "{tmp}/new", "--virtual-pipeline-parallel-size", "3"], r"not a multiple of pip"),
+        (["megatron-to-hf", "--input", "{tmp}", "--output", "{tmp}/new"], r"holds nothing, which is no model"),
+        (["megatron-to-hf", "--input", "{hf}", "--role", "critic", "--output", "{tmp}/new"], r"role 'critic' was asked for"),
+        (["verify", "{hf}", "{tmp}/none"], r"none: there is no such folder"),
+    ],
+)
+def test_what_the_user_can_mend_is_one_line_and_status_2(
+    arguments: list[str], says: str, hugging_face: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["convert", *(each.format(hf=hugging_face, tmp=tmp_path) for each in arguments)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("megarl convert")
+    assert says in line
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["hf-to-megatron", "--input", "x"],
+        ["hf-to-megatron", "--input", "x", "--output", "y", "--tensor-parallel-size", "0"],
+        ["hf-to-megatron", "--input", "x", "--output", "y", "--dtype", "int8"],
+        ["megatron-to-hf", "--input", "x", "--output", "y", "--max-shard-size", "5 apples"],
+        ["megatron-to-hf", "--input", "x", "--output", "y", "--max-shard-size", "0"],
+    ],
+)
+def test_a_wrong_command_line(arguments: list[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["convert", *arguments])
+    assert ended.value.code == 2
+
+
+def test_the_script_is_the_same_command(hugging_face: Path, tmp_path: Path) -> None:
+    """From another folder, and without the package on the path."""
+    command = [sys.executable, SCRIPT, "inspect", "--json", hugging_face]
+    output = subprocess.run(command, check=True, cwd=tmp_path, stdout=subprocess.PIPE, text=True).stdout
+    assert json.loads(output)["family"] == "qwen2"
+
+
+def test_an_interrupt(hugging_face: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The signal comes when the first bytes are written."""
+    write = OutputFile.write
+
+    def interrupted(file: OutputFile, data: bytes | memoryview, position: int) -> None:
+        write(file, data, position)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(OutputFile, "write", interrupted)
+    assert main(["convert", "hf-to-megatron", "--input", str(hugging_face), "--output", str(tmp_path / "new")]) == 130
+    assert capsys.readouterr().err == "megarl convert: interrupted\n"
+    assert not list(tmp_path.iterdir())
