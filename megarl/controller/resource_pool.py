@@ -108,12 +108,12 @@ class _PoolPart(RayResourcePool):
             whole.gpus_per_process,
         )
         self._whole = whole
-        self._ranks = sorted(ranks)
+        self.ranks = tuple(sorted(ranks))
 
     def bundles(self) -> list[Bundle]:
         local_ranks = [rank for count in self.process_on_nodes for rank in range(count)]
         whole = self._whole.bundles()
-        return [whole[rank]._replace(local_rank=local) for rank, local in zip(self._ranks, local_ranks, strict=True)]
+        return [whole[rank]._replace(local_rank=local) for rank, local in zip(self.ranks, local_ranks, strict=True)]
 
     def release(self) -> None:
         raise ValueError(f"pool {self.name!r}: a part of a pool cannot be released; release the whole pool")

@@ -31,7 +31,7 @@ def places(strategy: PlacementStrategy, tensor_parallel_size: int, device: Devic
         plan.process_on_nodes, plan.role_pools, device is Device.cuda, plan.devices_per_process, plan.colocate_counts
     )
     found = replica_places(config, device, pools, FakeActor())  # type: ignore[arg-type]
-    return [(place.pool._rank, place.pool.name, place.pool.resources_per_process(), dict(place.environment)) for place in found]  # type: ignore[attr-defined]
+    return [(place.pool.ranks[0], place.pool.name, place.pool.resources_per_process(), dict(place.environment)) for place in found]  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("device", [Device.cpu, Device.cuda])
