@@ -19,6 +19,7 @@ from megarl.workers.reward import Reward
 from megarl.workers.rollout import Rollout
 
 GREEDY = SamplingConfig(n=1, temperature=0.0)
+_MARGIN = 1.2  # a few prompts for nothing cost less than one more round of generation
 
 
 class Samples(NamedTuple):
@@ -133,6 +134,6 @@ class DynamicSampling:
 
 
 def _number_to_draw(wanted: int, num_kept: int, num_prompts: int) -> int:
-    """Of further prompts: those that suffice if as many have a signal as up to now, and no more than a whole step's."""
-    missing, share = wanted - num_kept, num_kept / num_prompts
+    """Of further prompts: somewhat more than suffice if as many have a signal as up to now, and no more than a whole step's."""
+    missing, share = _MARGIN * (wanted - num_kept), num_kept / num_prompts
     return wanted if missing >= share * wanted else int(np.ceil(missing / share))
