@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: setup quickstart test lint types clean
+.PHONY: setup quickstart algorithms test lint types clean
 
 setup: $(READY)
 
@@ -22,6 +22,10 @@ $(READY): requirements/cpu.txt requirements/sglang.txt requirements/dev.txt setu
 ENGINE ?= hf
 quickstart: $(READY)
 	$(BIN)/python -m examples.quickstart.run rollout.engine=$(ENGINE) $(ARGS)
+
+# make algorithms ARGS="grpo dapo"; all of configs/algorithm where none is named
+algorithms: $(READY)
+	$(BIN)/python -m examples.quickstart.algorithms $(ARGS)
 
 test: $(READY) lint types
 	$(BIN)/python -m pytest $(ARGS)

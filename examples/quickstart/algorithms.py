@@ -64,7 +64,9 @@ def table(names: Sequence[str]) -> str:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Run the quickstart with every algorithm.")
-    parser.add_argument("names", nargs="*", choices=[*ALGORITHMS, []], help="algorithms; all where none is given")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="algorithms; all where none is given")
     parser.add_argument("--table", action="store_true", help="run nothing")
     arguments = parser.parse_args()
+    if unknown := sorted(set(arguments.names) - set(ALGORITHMS)):
+        parser.error(f"there is no algorithm {', '.join(unknown)}; there are {', '.join(ALGORITHMS)}")
     sys.exit(main(arguments.names or ALGORITHMS, arguments.table))
