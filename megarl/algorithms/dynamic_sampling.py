@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from megarl.algorithms.advantages.groups import Groups
@@ -15,8 +16,7 @@ def rows_with_signal(scores: Tensor, uid: np.ndarray) -> Tensor:
     A group without signal has advantages of 0 under every estimator that compares a prompt's samples. A group of one has none.
     Raises ValueError for a score that is NaN or infinite, with its uid.
     """
-    refuse_unusable("the score", scores, uid)
-    return Groups.of(uid).spread(scores) > 0
+    return _groups_of(scores, uid).spread(scores) > 0
 
 
 def group_metrics(scores: Tensor, uid: np.ndarray) -> dict[str, float]:
@@ -24,9 +24,9 @@ def group_metrics(scores: Tensor, uid: np.ndarray) -> dict[str, float]:
     prompts whose samples all have the batch's largest, or smallest, score (where those differ). Nothing for an empty batch."""
     if len(scores) == 0:
         return {}
-    groups = Groups.of(uid)
+    groups = _groups_of(scores, uid)
     weight = 1.0 / groups.size  # a prompt counts once, whatever the number of its samples
-    flat = ~rows_with_signal(scores, uid)
+    flat = groups.spread(scores) == 0
     differ = scores.max() > scores.min()
     shares = {
         "without_signal": flat,
@@ -34,3 +34,8 @@ def group_metrics(scores: Tensor, uid: np.ndarray) -> dict[str, float]:
         "at_worst": flat & (scores == scores.min()) & differ,
     }
     return {f"groups/{name}": float((weight * rows).sum() / len(groups.sizes)) for name, rows in shares.items()}
+
+
+def _groups_of(scores: Tensor, uid: np.ndarray) -> Groups:
+    refuse_unusable("the score", scores, uid)
+    return Groups.of(uid, torch.ones_like(scores, dtype=torch.bool))

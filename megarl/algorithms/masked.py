@@ -15,9 +15,14 @@ def masked(x: Tensor, mask: Tensor) -> Tensor:
     return torch.where(mask, x, 0.0)
 
 
+def block_rows(x: Tensor) -> int:
+    """So few rows of x (B, R) that a chain of operations on them runs at the speed of the cache, not of the memory."""
+    return max(1, _CACHED_ELEMENTS // max(x.shape[1], 1))
+
+
 def row_blocks(x: Tensor) -> Iterator[slice]:
-    """The rows of x (B, R) in blocks of so few elements that a chain of operations runs at the speed of the cache, not of the memory."""
-    step = max(1, _CACHED_ELEMENTS // max(x.shape[1], 1))
+    """The rows of x (B, R) in blocks of `block_rows`."""
+    step = block_rows(x)
     return (slice(start, start + step) for start in range(0, x.shape[0], step))
 
 
@@ -30,8 +35,11 @@ def masked_row_sums(x: Tensor, mask: Tensor) -> Tensor:
 
 
 def row_lengths(mask: Tensor) -> Tensor:
-    """(B,) int32: True tokens of each row; with torch's own choice of int64 it takes twenty times as long."""
-    return mask.sum(dim=1, dtype=torch.int32)
+    """(B,) int32: True tokens of each row. In blocks, because torch sums a converted copy of what it is given."""
+    lengths = torch.empty(mask.shape[0], dtype=torch.int32, device=mask.device)
+    for rows in row_blocks(mask):
+        lengths[rows] = mask[rows].sum(dim=1, dtype=torch.int32)
+    return lengths
 
 
 def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
@@ -44,10 +52,11 @@ def whiten(x: Tensor, mask: Tensor, epsilon: float = 1e-8, out: Tensor | None = 
 
     The variance is the unbiased one (divided by n - 1). With a single valid token it is taken as 0, so the result is 0.
     """
-    mean = masked_mean(x, mask)
+    num_tokens = row_lengths(mask).sum()
+    mean = masked_row_sums(x, mask).sum() / num_tokens.clamp(min=1)
     deviation, squares = torch.empty_like(x) if out is None else out, torch.empty(x.shape[0], dtype=x.dtype, device=x.device)
     for rows in row_blocks(x):
         torch.where(mask[rows], x[rows] - mean, torch.zeros_like(mean), out=deviation[rows])
         squares[rows] = deviation[rows].square().sum(dim=1)
-    variance = squares.sum() / (row_lengths(mask).sum() - 1).clamp(min=1)
+    variance = squares.sum() / (num_tokens - 1).clamp(min=1)
     return deviation.mul_(torch.rsqrt(variance + epsilon))

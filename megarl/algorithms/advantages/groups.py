@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -20,18 +22,23 @@ class Groups:
     sizes: Tensor  # (num_groups,) int64
 
     @classmethod
-    def of(cls, uid: np.ndarray, counts: Tensor | None = None) -> Groups:
-        """uid (B,); counts (B,) bool, all where it is None."""
+    def of(cls, uid: np.ndarray, counts: Tensor) -> Groups:
+        """uid (B,); counts (B,) bool, on the device where the reductions will be."""
         names, inverse = np.unique(uid.astype(str), return_inverse=True)
-        index = torch.from_numpy(inverse)
-        if counts is not None:
-            index = torch.where(counts, index.to(counts.device), len(names))
+        index = torch.where(counts, torch.from_numpy(inverse).to(counts.device), len(names))
         return cls(index, torch.bincount(index))
 
     @property
     def size(self) -> Tensor:
         """(B,): samples in the row's group, itself included."""
         return self.sizes[self.index]
+
+    def blocks(self, num_rows: int) -> Iterator[Tensor]:
+        """Row numbers (b,), sorted by group, in blocks of whole groups: of `num_rows` rows, or of so many more as end a group."""
+        order, ends = torch.argsort(self.index, stable=True), self.sizes.cumsum(0)
+        targets = torch.arange(num_rows, len(order) + num_rows, num_rows, device=ends.device).clamp(max=len(order))
+        cuts = ends[torch.searchsorted(ends, targets)].unique_consecutive().tolist()
+        return (order[start:end] for start, end in pairwise([0, *cuts]))
 
     def sum(self, x: Tensor) -> Tensor:
         """(B,): the sum of x (B,) over the row's group."""

@@ -8,7 +8,7 @@ from torch import Tensor
 from megarl.algorithms.advantages.gae import rewards_to_go
 from megarl.algorithms.advantages.inputs import AdvantageInputs, Advantages, needed
 from megarl.algorithms.holes import from_front, front_slots, to_front
-from megarl.algorithms.masked import masked
+from megarl.algorithms.masked import block_rows, masked
 from megarl.config.schema import AdvantageConfig
 
 _NAME, _REMEDY = "optimal_token_baseline", "use rloo, whose baseline needs only the scores"
@@ -24,9 +24,19 @@ def optimal_token_baseline(inputs: AdvantageInputs, config: AdvantageConfig) -> 
     """
     log_probs = needed(inputs.old_log_probs, _NAME, "`old_log_probs`", _REMEDY)
     squares = needed(inputs.sum_pi_squared, _NAME, "`sum_pi_squared`", _REMEDY)
-    mask, index, num_groups = inputs.response_mask, inputs.groups.index, len(inputs.groups.sizes)
-    slots = front_slots(mask)
-    returns = rewards_to_go(inputs.token_level_rewards, mask, gamma=1.0)
+    rewards, mask = inputs.token_level_rewards, inputs.response_mask
+    advantages, returns = torch.empty_like(rewards), torch.empty_like(rewards)
+    for rows in inputs.groups.blocks(block_rows(rewards)):
+        index = inputs.groups.index[rows]
+        block = _of_whole_groups(rewards[rows], mask[rows], log_probs[rows], squares[rows], index - index[0])
+        advantages[rows], returns[rows] = block
+    return Advantages(advantages, returns)
+
+
+def _of_whole_groups(rewards: Tensor, mask: Tensor, log_probs: Tensor, squares: Tensor, index: Tensor) -> Advantages:
+    """index (b,): the number of a row's group, in rising order from 0; all others (b, R)."""
+    slots, num_groups = front_slots(mask), int(index[-1]) + 1
+    returns = rewards_to_go(rewards, mask, gamma=1.0)
     norms = masked(1.0 - 2.0 * log_probs.exp() + squares, mask).clamp(min=0)
     here, returns_here = mask.to(returns.dtype), returns  # here: 1 where a sample has a token t
     if slots is not None:
@@ -34,7 +44,7 @@ def optimal_token_baseline(inputs: AdvantageInputs, config: AdvantageConfig) -> 
     gathered = norms.cumsum(dim=1).mul_(here)
 
     def over_samples(x: Tensor) -> Tensor:
-        """(num_groups, R) sums of x (B, R)."""
+        """(num_groups, R) sums of x (b, R)."""
         return x.new_zeros(num_groups, x.shape[1]).index_add_(0, index, x)
 
     weight = over_samples(gathered)

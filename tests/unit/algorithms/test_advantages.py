@@ -4,7 +4,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megarl.algorithms import masked
 from megarl.algorithms.advantages import ADVANTAGE_ESTIMATORS, AdvantageInputs, gae, rewards_to_go
+from megarl.algorithms.advantages.groups import Groups
 from megarl.config.schema import AdvantageConfig, AdvantageEstimator
 from tests.unit.algorithms import reference_advantages
 from tests.unit.algorithms.reference import gae_row
@@ -331,3 +333,26 @@ def test_registered_gae_whitens_the_advantages_and_not_the_returns():
     assert abs(float(advantages[mask].mean())) < 1e-12
     assert float(advantages[mask].var()) == pytest.approx(1.0, abs=1e-6)
     torch.testing.assert_close(returns, gae(batch["token_level_rewards"], batch["values"], mask, 0.9, 0.8).returns)
+
+
+@settings(max_examples=60, deadline=None)
+@given(uid=st.lists(st.sampled_from("abcd"), min_size=1, max_size=12), num_rows=st.integers(1, 14), data=st.data())
+def test_blocks_hold_whole_groups_and_each_row_once(uid, num_rows, data):
+    counts = torch.tensor(data.draw(st.lists(st.booleans(), min_size=len(uid), max_size=len(uid))))
+    groups = Groups.of(np.array(uid, dtype=object), counts)
+    blocks = [rows.tolist() for rows in groups.blocks(num_rows)]
+    assert sorted(row for rows in blocks for row in rows) == list(range(len(uid)))
+    homes = [{int(groups.index[row]) for row in rows} for rows in blocks]
+    assert sum(len(home) for home in homes) == len(set().union(*homes))
+    for rows in blocks[:-1]:
+        last = [row for row in rows if groups.index[row] == groups.index[rows[-1]]]
+        assert len(rows) - len(last) < num_rows <= len(rows)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_batch_of_many_blocks_is_like_one_of_one(kind, monkeypatch):
+    batch = batch_of(torch.rand(12, 5, generator=torch.Generator().manual_seed(0)) > 0.3, 1)
+    config = AdvantageConfig(estimator=kind, gamma=0.9, lam=0.8)
+    whole = ADVANTAGE_ESTIMATORS[kind](AdvantageInputs(**batch), config)
+    monkeypatch.setattr(masked, "_CACHED_ELEMENTS", 10)
+    torch.testing.assert_close(ADVANTAGE_ESTIMATORS[kind](AdvantageInputs(**batch), config), whole)
