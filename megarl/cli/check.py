@@ -173,7 +173,7 @@ def _rollout(config: PPOConfig, plan: PlacementPlan) -> Table:
     mode = f", {rollout.sglang.mode.value} mode" if rollout.engine is RolloutEngineKind.sglang else ""
     table.add_row("engine", f"{rollout.engine.value}{mode}", "rollout.engine")
     replicas = f"{rollout.num_replicas} x {rollout.tensor_parallel_size} devices"
-    table.add_row("replicas", replicas, "the actor's devices" if plan.group("rollout").shares else "devices of their own")
+    table.add_row("replicas", replicas, _whose_devices(plan))
     table.add_row("sequences at a time", f"{rollout.num_replicas * rollout.max_concurrency:,}", f"{rollout.max_concurrency:,} per replica")
     ways = transports(config, plan)
     way = " or ".join(f"{transport.value} on {device.value}" for device, transport in ways.items())
@@ -194,6 +194,11 @@ def _reward(config: PPOConfig, architectures: Mapping[str, Architecture]) -> Tab
         limit = max_conversation_tokens(model, architectures[REWARD_MODEL])
         table.add_row(model.path, f"{model.weight:g}", f"conversations of at most {limit:,} tokens of its own, {longer}")
     return table
+
+
+def _whose_devices(plan: PlacementPlan) -> str:
+    sharing = plan.neighbours("rollout")
+    return f"devices shared with {', '.join(sharing)}" if sharing else "devices of their own"
 
 
 def _placement(plan: PlacementPlan) -> Table:

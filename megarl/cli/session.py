@@ -61,7 +61,12 @@ def open_session(config: PPOConfig | SFTConfig, plan: PlacementPlan, resume: Res
     try:
         device = _resolve(config.device)
         pools = ResourcePoolManager(
-            plan.process_on_nodes, plan.role_pools, device is Device.cuda, plan.devices_per_process, plan.colocate_counts
+            plan.process_on_nodes,
+            plan.role_pools,
+            device is Device.cuda,
+            gpus_per_process=plan.devices_per_process,
+            max_colocate_counts=plan.colocate_counts,
+            nodes=plan.nodes,
         )
         pools.create_resource_pool()
         with Termination(lambda text: console.print(text, soft_wrap=True)) as termination:

@@ -130,6 +130,10 @@ def _expected(hint: Any) -> str:
         return (
             f"a list of sections with the keys {', '.join(_hints(item))}" if is_dataclass(item) else f"a list, each item {_expected(item)}"
         )
+    if typing.get_origin(hint) is dict:
+        return f"a mapping from names, as {{name: ...}}, each value {_expected(typing.get_args(hint)[1])}"
+    if hint is typing.Any:
+        return "anything"
     assert typing.get_origin(hint) in (typing.Union, types.UnionType), hint
     return " or ".join("null" if part is type(None) else _expected(part) for part in typing.get_args(hint))
 

@@ -141,8 +141,11 @@ class SGLangMode(str, Enum):
 
 
 class PlacementStrategy(str, Enum):
-    split_collocate = "split_collocate"
-    hybrid = "hybrid"
+    split_collocate = "split_collocate"  # actor and reference, critic and reward, rollout: side by side
+    hybrid = "hybrid"  # as split_collocate, but the rollout takes turns with the actor on its devices
+    fully_collocate = "fully_collocate"  # all roles take turns on the same devices
+    stand_alone = "stand_alone"  # each role has devices of its own
+    custom = "custom"  # as `roles` and `pools` say
 
 
 class Transport(str, Enum):
@@ -434,6 +437,8 @@ class PlacementConfig:
     strategy: PlacementStrategy = PlacementStrategy.split_collocate
     num_nodes: int = 1
     devices_per_node: int | None = None  # None: as many as the roles need
+    roles: dict[str, str] = field(default_factory=dict)  # custom: role -> pool; the roles of one pool take turns
+    pools: dict[str, list[int]] = field(default_factory=dict)  # custom: pool -> its devices on each node
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import logging
 import time
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
@@ -12,7 +12,9 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
 _CPU, _GPU = "CPU", "GPU"
+_NODE_LABEL = "ray.io/node-id"  # Ray gives it to each node
 NO_EXCEPTIONS: Mapping[str, int] = MappingProxyType({})
+_log = logging.getLogger(__name__)
 
 
 class InsufficientResourcesError(ValueError):
@@ -31,6 +33,8 @@ class RayResourcePool:
     """`process_on_nodes[i]` processes, each with `gpus_per_process` devices of its own, together on one node, for every i.
 
     `max_colocate_count` worker groups may share the pool: each process then takes that fraction of a GPU.
+    `nodes[i]`: the number of that node in the run's plan: pools of one ResourcePoolManager that name the same number are on the same
+    node. None: any node that has room.
     On CPU a process takes one of Ray's logical CPUs, which `start_ray(num_cpus=...)` counts as the run needs them.
     """
 
@@ -42,6 +46,7 @@ class RayResourcePool:
         max_colocate_count: int = 1,
         wait_limit_s: float = 60.0,
         gpus_per_process: int = 1,
+        nodes: Sequence[int] | None = None,
     ) -> None:
         if not process_on_nodes or min(*process_on_nodes, max_colocate_count, gpus_per_process) < 1:
             raise ValueError(
@@ -54,6 +59,8 @@ class RayResourcePool:
         self.max_colocate_count = max_colocate_count
         self.wait_limit_s = wait_limit_s
         self.gpus_per_process = gpus_per_process
+        self.nodes = None if nodes is None else tuple(nodes)
+        self._node_ids: list[str] | None = None  # Ray's, of `nodes`
         self._groups: list[PlacementGroup] = []
 
     @property
@@ -69,7 +76,8 @@ class RayResourcePool:
         if not self._groups:
             check_fits([self])
             share = self.resources_per_process()
-            self._groups = [placement_group([dict(share)] * count, strategy="STRICT_PACK") for count in self.process_on_nodes]
+            ids: Sequence[str | None] = self._node_ids or [None] * len(self.process_on_nodes)
+            self._groups = [_group_on_node(share, count, node_id) for count, node_id in zip(self.process_on_nodes, ids, strict=True)]
             deadline_s = time.monotonic() + self.wait_limit_s
             if not all(group.wait(max(0.0, deadline_s - time.monotonic())) for group in self._groups):
                 self.release()
@@ -82,9 +90,13 @@ class RayResourcePool:
         """One pool for each process, on the bundles of this one: for groups that are ended and started anew one by one."""
         return [self.part([rank]) for rank in range(self.world_size)]
 
-    def part(self, ranks: Sequence[int]) -> RayResourcePool:
-        """A pool on some of the bundles of this one, which keeps the reservation: for a group that shares those devices with others."""
-        return _PoolPart(self, ranks)
+    def part(self, bundles: Sequence[int]) -> RayResourcePool:
+        """A pool of some of this one's bundles, by their numbers: for a group that shares it with others."""
+        return _PoolPart(self, bundles)
+
+    def pin(self, node_ids: Sequence[str]) -> None:
+        """Reserves on these nodes, by Ray's ids, one for each of `process_on_nodes`."""
+        self._node_ids = list(node_ids)
 
     def release(self) -> None:
         """Gives the devices back; ends the processes that still use them."""
@@ -97,23 +109,17 @@ class _PoolPart(RayResourcePool):
     """Some processes of `whole`, which holds the reservation."""
 
     def __init__(self, whole: RayResourcePool, ranks: Sequence[int]) -> None:
-        nodes = [node for node, count in enumerate(whole.process_on_nodes) for _ in range(count)]
-        counts = Counter(nodes[rank] for rank in ranks)
-        super().__init__(
-            [counts[node] for node in sorted(counts)],
-            whole.use_gpu,
-            whole.name,
-            whole.max_colocate_count,
-            whole.wait_limit_s,
-            whole.gpus_per_process,
-        )
+        node_of = [node for node, count in enumerate(whole.process_on_nodes) for _ in range(count)]
+        nodes = [node_of[rank] for rank in ranks]
+        counts = [nodes.count(node) for node in dict.fromkeys(nodes)]
+        super().__init__(counts, whole.use_gpu, whole.name, whole.max_colocate_count, whole.wait_limit_s, whole.gpus_per_process)
         self._whole = whole
-        self.ranks = tuple(sorted(ranks))
+        self.ranks = tuple(ranks)
+        self._local_ranks = [nodes[:index].count(node) for index, node in enumerate(nodes)]
 
     def bundles(self) -> list[Bundle]:
-        local_ranks = [rank for count in self.process_on_nodes for rank in range(count)]
         whole = self._whole.bundles()
-        return [whole[rank]._replace(local_rank=local) for rank, local in zip(self.ranks, local_ranks, strict=True)]
+        return [whole[rank]._replace(local_rank=local_rank) for rank, local_rank in zip(self.ranks, self._local_ranks, strict=True)]
 
     def release(self) -> None:
         raise ValueError(f"pool {self.name!r}: a part of a pool cannot be released; release the whole pool")
@@ -124,7 +130,8 @@ class ResourcePoolManager:
 
     `resource_pool_spec`: pool name -> processes on each node; `mapping`: role -> pool name; `gpus_per_process`: pool name -> GPUs
     of each process where `use_gpu`, 1 for those that it does not name, 0 for processes that need none; `max_colocate_counts`: pool
-    name -> worker groups that share it, 1 for those that it does not name.
+    name -> worker groups that share it, 1 for those that it does not name; `nodes`: pool name -> the numbers of its nodes, see
+    RayResourcePool.
     Raises ValueError for a role whose pool does not exist.
     """
 
@@ -135,6 +142,7 @@ class ResourcePoolManager:
         use_gpu: bool = True,
         gpus_per_process: Mapping[str, int] = NO_EXCEPTIONS,
         max_colocate_counts: Mapping[str, int] = NO_EXCEPTIONS,
+        nodes: Mapping[str, Sequence[int]] = MappingProxyType({}),
     ) -> None:
         for role, pool in mapping.items():
             if pool not in resource_pool_spec:
@@ -146,6 +154,7 @@ class ResourcePoolManager:
                 name,
                 max_colocate_counts.get(name, 1),
                 gpus_per_process=gpus_per_process.get(name, 1) or 1,
+                nodes=nodes.get(name),
             )
             for name, counts in resource_pool_spec.items()
         }
@@ -153,8 +162,10 @@ class ResourcePoolManager:
 
     def create_resource_pool(self) -> None:
         """Reserves all pools. Raises InsufficientResourcesError before reserving any when they do not fit together."""
-        check_fits(list(self.resource_pools.values()))
-        for pool in self.resource_pools.values():
+        pools = list(self.resource_pools.values())
+        check_fits(pools)
+        _pin(pools)
+        for pool in pools:
             pool.bundles()
 
     def get_resource_pool(self, role: str) -> RayResourcePool:
@@ -168,28 +179,85 @@ class ResourcePoolManager:
 
 
 class NodeResources(NamedTuple):
+    """`node`: its address. `identity`: Ray's id of it."""
+
     node: str
     resources: Mapping[str, float]
+    identity: str = ""
 
 
 def check_fits(pools: Sequence[RayResourcePool]) -> None:
     """Raises InsufficientResourcesError when the nodes that are alive could not hold the pools even if they were empty."""
-    nodes = [NodeResources(node["NodeManagerAddress"], node["Resources"]) for node in ray.nodes() if node["Alive"]]
-    if not fits([_demand(pool, count) for pool in pools for count in pool.process_on_nodes], nodes):
+    nodes = _nodes()
+    if not fits(_demands(pools), nodes):
         raise InsufficientResourcesError(_explain(pools, nodes, "more than the cluster has"))
 
 
 def fits(demands: Sequence[Mapping[str, float]], nodes: Sequence[NodeResources]) -> bool:
-    """Whether each demand finds a node: the largest first, each on the node where it leaves least."""
+    """Whether each demand finds a node; see `match`."""
+    return match(demands, nodes) is not None
+
+
+def match(demands: Sequence[Mapping[str, float]], nodes: Sequence[NodeResources]) -> list[int] | None:
+    """The node of each demand; None where one finds none: the largest first, each on the node where it leaves least."""
     left = [dict(node.resources) for node in nodes]
-    for demand in sorted(demands, key=lambda demand: (demand.get(_GPU, 0), demand[_CPU]), reverse=True):
-        able = [room for room in left if all(room.get(kind, 0) >= amount for kind, amount in demand.items())]
+    found = [0] * len(demands)
+    for index in sorted(range(len(demands)), key=lambda index: (demands[index].get(_GPU, 0), demands[index][_CPU]), reverse=True):
+        able = [number for number, room in enumerate(left) if all(room.get(kind, 0) >= need for kind, need in demands[index].items())]
         if not able:
-            return False
-        best = min(able, key=lambda room: (room.get(_GPU, 0), room[_CPU]))
-        for kind, amount in demand.items():
-            best[kind] -= amount
-    return True
+            return None
+        found[index] = min(able, key=lambda number: (left[number].get(_GPU, 0), left[number][_CPU]))
+        for kind, amount in demands[index].items():
+            left[found[index]][kind] -= amount
+    return found
+
+
+def _pin(pools: Sequence[RayResourcePool]) -> None:
+    """A node of the cluster for each node of the plan: of those with room now, where they suffice."""
+    planned = [pool for pool in pools if pool.nodes is not None]
+    numbers = _numbers(planned)
+    demands = _demands(planned)
+    chosen, nodes = match(demands, free := _free_per_node()), free
+    if chosen is None:
+        nodes = _nodes()
+        chosen = match(demands, nodes)
+        _log.warning("%s", _explain(pools, free, f"held by others now; waiting up to {pools[0].wait_limit_s:g} s for it"))
+    if chosen is None:
+        return  # with what is not planned it fits, so the reservation itself finds out
+    identities = {number: nodes[index].identity for number, index in zip(numbers, chosen, strict=True)}
+    for pool in planned:
+        pool.pin([identities[number] for number in pool.nodes or ()])
+
+
+def _numbers(pools: Sequence[RayResourcePool]) -> list[int]:
+    return sorted({number for pool in pools for number in pool.nodes or ()})
+
+
+def _demands(pools: Sequence[RayResourcePool]) -> list[dict[str, float]]:
+    """Of each node of the plan, in order; then of each node of the pools that are on any."""
+    together: dict[int, dict[str, float]] = {number: {_CPU: 0.0} for number in _numbers(pools)}
+    alone: list[dict[str, float]] = []
+    for pool in pools:
+        for index, count in enumerate(pool.process_on_nodes):
+            demand = _demand(pool, count)
+            if pool.nodes is None:
+                alone.append(demand)
+                continue
+            total = together[pool.nodes[index]]
+            for kind, amount in demand.items():
+                total[kind] = total.get(kind, 0) + amount
+    return [*together.values(), *alone]
+
+
+def _nodes() -> list[NodeResources]:
+    return [NodeResources(node["NodeManagerAddress"], node["Resources"], node["NodeID"]) for node in ray.nodes() if node["Alive"]]
+
+
+def _group_on_node(share: Mapping[str, float], count: int, node_id: str | None) -> PlacementGroup:
+    bundles = [dict(share) for _ in range(count)]
+    if node_id is None:
+        return placement_group(bundles, strategy="STRICT_PACK")
+    return placement_group(bundles, strategy="STRICT_PACK", bundle_label_selector=[{_NODE_LABEL: node_id}] * count)
 
 
 def _demand(pool: RayResourcePool, count: int) -> dict[str, float]:
@@ -199,16 +267,24 @@ def _demand(pool: RayResourcePool, count: int) -> dict[str, float]:
 def _free_per_node() -> list[NodeResources]:
     # Ray has no public call for this that works without its dashboard.
     free = ray._private.state.available_resources_per_node()
-    return [NodeResources(node["NodeManagerAddress"], free.get(node["NodeID"], {})) for node in ray.nodes() if node["Alive"]]
+    return [node._replace(resources=free.get(node.identity, {_CPU: 0.0})) for node in _nodes()]
 
 
 def _explain(pools: Sequence[RayResourcePool], nodes: Sequence[NodeResources], problem: str) -> str:
-    requested = [f"  pool {pool.name!r}: {_amounts(_demand(pool, count))} on one node" for pool in pools for count in pool.process_on_nodes]
+    requested = [
+        f"  pool {pool.name!r}: {_amounts(_demand(pool, count))} on {_where(pool, index)}"
+        for pool in pools
+        for index, count in enumerate(pool.process_on_nodes)
+    ]
     available = [f"  node {node.node}: {_amounts(node.resources)}" for node in nodes]
     return "\n".join(
         [f"the pools ask for what is {problem}. Requested:", *requested, "Available:", *available]
         + ["Add nodes or devices, or give the roles smaller parallel sizes or a shared pool."]
     )
+
+
+def _where(pool: RayResourcePool, index: int) -> str:
+    return "one node" if pool.nodes is None else f"node {pool.nodes[index]} of the plan"
 
 
 def _amounts(resources: Mapping[str, float]) -> str:

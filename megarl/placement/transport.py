@@ -42,8 +42,8 @@ def transports(config: PPOConfig, plan: PlacementPlan) -> dict[Device, Transport
 
 def _why_not(transport: Transport, plan: PlacementPlan, device: Device) -> str | None:
     """None where it works; disk always does."""
-    actor, rollout = plan.group("actor"), plan.group("rollout")
-    shares_devices = rollout.shares == actor.name
+    actor, rollout = plan.group_of("actor"), plan.group_of("rollout")
+    shares_devices = plan.share_devices("actor", "rollout")
     if transport is Transport.colocated:
         if len(nodes := actor.nodes | rollout.nodes) > 1:
             return f"actor and rollout are on {len(nodes)} nodes, and memory is shared within one"

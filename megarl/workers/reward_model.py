@@ -11,6 +11,7 @@ import torch
 
 from megarl.config.architecture import Architecture
 from megarl.config.derive import max_conversation_tokens
+from megarl.config.roles import REWARD_MODEL
 from megarl.config.schema import MicroBatchConfig, OverlongConversation, ParallelConfig, PPOConfig
 from megarl.controller.dispatch import Dispatch, register
 from megarl.controller.futures import DerivedFuture
@@ -122,7 +123,7 @@ class RewardModel:
     def score(self, batch: DataProto) -> DerivedFuture:
         """See RewardModelWorker.score_conversations; the rows in the order of the batch. Reads `responses`, `response_mask`,
         `attention_mask` and the arrays `uid`, `messages`."""
-        self._residency.before_scoring()
+        moves = self._residency.before(REWARD_MODEL)
         replicas = self._parallel.data_parallel_size
         # One share for each replica, about equal in tokens of the policy: the model's own are not known here.
         lengths = batch.tensors["attention_mask"].sum(1).tolist()
@@ -131,7 +132,8 @@ class RewardModel:
         parts = [needed.select_idxs(rank.rows) for rank in plan.ranks]
 
         def restore(results: list[Any]) -> DataProto:
-            (shares,) = results
-            return DataProto.concat(shares).select_idxs(plan.restore_order())
+            return DataProto.concat(results[0]).select_idxs(plan.restore_order())
 
-        return DerivedFuture([self.group.score_conversations(parts)], restore)
+        future = DerivedFuture([self.group.score_conversations(parts), *moves], restore)
+        self._residency.runs(REWARD_MODEL, future)
+        return future

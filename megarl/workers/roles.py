@@ -90,19 +90,22 @@ class MegatronRole:
             parts.append(part)
         return plan, parts
 
-    def _score(self, batch: DataProto, method: Callable[[list[DataProto]], WorkerFuture]) -> DerivedFuture:
-        self._residency.before_scoring()
+    def _score(self, batch: DataProto, phase: str, method: Callable[[list[DataProto]], WorkerFuture]) -> DerivedFuture:
+        """`phase`: of placement/dataflow.py."""
+        moves = self._residency.before(phase)
         plan, parts = self._split(batch, MODEL_KEYS)
 
         def restore(results: list[Any]) -> DataProto:
-            (replicas,) = results
-            return DataProto.concat(replicas).select_idxs(plan.restore_order())
+            return DataProto.concat(results[0]).select_idxs(plan.restore_order())
 
-        return DerivedFuture([method(parts)], restore)
+        future = DerivedFuture([method(parts), *moves], restore)
+        self._residency.runs(phase, future)
+        return future
 
     def _update(
         self,
         mini_batches: Iterable[DataProto],
+        phase: str,
         method: Callable[[list[DataProto], MiniBatchCounts], WorkerFuture],
         check_first: Callable[[Mapping[str, float]], None] = lambda metrics: None,
     ) -> DerivedFuture:
@@ -111,18 +114,20 @@ class MegatronRole:
         Metrics are summed over replicas and averaged over mini-batches; of extremes it is the extreme. `check_first`: of the metrics
         of the first mini-batch.
         """
-        self._residency.before_update()
+        moves = self._residency.before(phase)
         futures = []
         for mini_batch in mini_batches:
             counts = MiniBatchCounts.of(mini_batch.tensors["response_mask"])
             futures.append(method(self._split(mini_batch, mini_batch.tensors)[1], counts))
 
         def metrics(results: list[list[dict[str, float]]]) -> dict[str, float]:
-            updates = [_over_replicas(replicas) for replicas in results]
+            updates = [_over_replicas(replicas) for replicas in results[: len(futures)]]
             check_first(updates[0])
             return _over_updates(updates)
 
-        return DerivedFuture(futures, metrics)
+        future = DerivedFuture([*futures, *moves], metrics)
+        self._residency.runs(phase, future)
+        return future
 
 
 # Metrics that every replica reports alike; all others are shares (protocol/shares.py).
@@ -146,22 +151,29 @@ def _over_updates(updates: list[dict[str, float]]) -> dict[str, float]:
 class Reference(MegatronRole):
     def log_probs(self, batch: DataProto) -> DerivedFuture:
         """`ref_log_prob` (B, R)."""
-        return self._score(batch, self.group.ref_log_prob)
+        return self._score(batch, "ref", self.group.ref_log_prob)
 
 
 class Critic(MegatronRole):
-    def __init__(self, group: RoleGroup, parallel: ParallelConfig, micro_batch: MicroBatchConfig, updates: UpdatePlan) -> None:
-        super().__init__(group, parallel, micro_batch)
+    def __init__(
+        self,
+        group: RoleGroup,
+        parallel: ParallelConfig,
+        micro_batch: MicroBatchConfig,
+        updates: UpdatePlan,
+        residency: Residency = EVERYBODY_STAYS,
+    ) -> None:
+        super().__init__(group, parallel, micro_batch, residency)
         self._updates = updates
 
     def values(self, batch: DataProto) -> DerivedFuture:
         """`values` (B, R)."""
-        return self._score(batch, self.group.values)
+        return self._score(batch, "values", self.group.values)
 
     def update(self, batch: DataProto, step: int) -> DerivedFuture:
         """Trains on `values`, `returns`; the metrics of CriticLoss, `critic/grad_norm` and `critic/lr`."""
         rows = batch.select([*MODEL_KEYS, "values", "returns"], [])
-        return self._update(self._updates.mini_batches(rows, step), self.group.update_critic)
+        return self._update(self._updates.mini_batches(rows, step), "update_critic", self.group.update_critic)
 
 
 class Actor(MegatronRole):
@@ -220,7 +232,7 @@ class Actor(MegatronRole):
 
     def log_probs(self, batch: DataProto) -> DerivedFuture:
         """`old_log_probs`, `entropys` (B, R), and `sum_pi_squared` where the advantages are made of it."""
-        return self._score(batch, self.group.old_log_prob)
+        return self._score(batch, "old_log_prob", self.group.old_log_prob)
 
     def update(self, batch: DataProto, step: int) -> DerivedFuture:
         """Trains on `advantages` and what else the algorithm asks for (actor_rows); the metrics of ActorLoss."""
@@ -232,12 +244,12 @@ class Actor(MegatronRole):
         ]
         check = self._check_first_ratio
         if check is None or one_update or self._algorithm.rollout_correction.bypass:
-            return self._update(mini_batches, self.group.update_actor)
-        return self._update(mini_batches, self.group.update_actor, check)
+            return self._update(mini_batches, "update_actor", self.group.update_actor)
+        return self._update(mini_batches, "update_actor", self.group.update_actor, check)
 
     def update_sft(self, batch: DataProto) -> DerivedFuture:
         """One optimizer step on the likelihood of all rows; `sft/loss`, `sft/grad_norm`, `sft/lr`."""
-        return self._update([batch.select(MODEL_KEYS, [])], self.group.update_sft)
+        return self._update([batch.select(MODEL_KEYS, [])], "update_actor", self.group.update_sft)
 
 
 def valid_token_count(batch: DataProto) -> int:

@@ -12,17 +12,19 @@ from megarl.config.schema import (
     ActorConfig,
     CriticConfig,
     Device,
-    PlacementStrategy,
     PPOConfig,
     RewardModelConfig,
     RolloutEngineKind,
     SFTConfig,
 )
 from megarl.controller.group import RayWorkerGroup, RoleGroup
-from megarl.controller.resource_pool import ResourcePoolManager
+from megarl.controller.resource_pool import RayResourcePool, ResourcePoolManager
+from megarl.controller.worker import Worker
 from megarl.controller.worker_class import RayClassWithInitArgs, create_colocated_worker_cls
-from megarl.placement.plan import plan_placement
+from megarl.engine.offload import StatePart
+from megarl.placement.plan import PlacementPlan, plan_placement
 from megarl.placement.transport import choose_transport
+from megarl.placement.turns import TurnPlan
 from megarl.workers.critic import CriticWorker
 from megarl.workers.engines import EngineSpec, build_engine
 from megarl.workers.megatron import ModelSpec
@@ -76,14 +78,15 @@ _ModelConfig = ActorConfig | CriticConfig | RewardModelConfig
 
 
 class _Starter:
-    """Builds specs from config sections; keeps what all of them share."""
+    """Builds specs from config sections, and groups as the plan says; keeps what all of them share."""
 
-    def __init__(self, config: PPOConfig | SFTConfig, device: Device, pools: ResourcePoolManager) -> None:
+    def __init__(self, config: PPOConfig | SFTConfig, device: Device, pools: ResourcePoolManager, turns: TurnPlan) -> None:
         self._config = config
         self._device = device
         self._pools = pools
+        self._turns = turns
 
-    def model(self, role: _ModelConfig, path: str, architecture: Architecture, **spec: object) -> ModelSpec:
+    def model(self, name: str, role: _ModelConfig, path: str, architecture: Architecture, **spec: object) -> ModelSpec:
         config = self._config
         return ModelSpec(
             path=path,
@@ -93,18 +96,30 @@ class _Starter:
             engine=config.engine,
             device=self._device,
             seed=config.trainer.seed,
+            away_at_first=tuple(map(StatePart, self._turns.away_at_first(name))),
             **spec,  # type: ignore[arg-type]
         )
 
-    def group(self, workers: Mapping[str, RayClassWithInitArgs]) -> dict[str, RoleGroup]:
-        """Roles in one process per rank, on the bundles that the plan gives their group, which has the first one's name."""
-        name = next(iter(workers))
-        bundles = [numbers[0] for numbers in plan_placement(self._config).bundles(name)]
-        pool = self._pools.get_resource_pool(name)
-        if len(bundles) < pool.world_size:
-            pool = pool.part(bundles)
-        limit_s = self._config.trainer.phase_time_limit_s
-        return RayWorkerGroup(pool, create_colocated_worker_cls(workers), phase_time_limit_s=limit_s).spawn()
+    def groups(self, plan: PlacementPlan, workers: Mapping[str, RayClassWithInitArgs]) -> dict[str, RoleGroup]:
+        """By role; the roles of a group are in one process per rank. Where groups share devices, one has been built, and made room,
+        before the next begins."""
+        groups: dict[str, RoleGroup] = {}
+        for group in plan.groups:
+            if group.roles[0] not in workers:
+                continue
+            self._make_room(group.roles[0], groups)
+            bundles = [numbers[0] for numbers in plan.bundles(group.name)]
+            pool = self._pools.get_resource_pool(group.roles[0]).part(bundles)
+            fused = create_colocated_worker_cls({role: workers[role] for role in group.roles})
+            groups |= RayWorkerGroup(pool, fused, phase_time_limit_s=self._config.trainer.phase_time_limit_s).spawn()
+        if "rollout" in plan.roles:
+            self._make_room("rollout", groups)
+        return groups
+
+    def _make_room(self, role: str, groups: Mapping[str, RoleGroup]) -> None:
+        for rival in self._turns.rivals(role):
+            if rival in groups:
+                groups[rival].ready.get()
 
     def weight_source(self, group: RoleGroup, architecture: Architecture) -> WeightSource:
         return WeightSource(
@@ -117,39 +132,20 @@ class _Starter:
 
 
 def start_ppo(config: PPOConfig, models: Architectures, rules: TokenRules, device: Device, pools: ResourcePoolManager) -> PPORoles:
-    """Returns before the workers have loaded their weights; the first call to each waits for it. Where engines share the actor's
-    devices, the actor has loaded its own, and made room."""
-    trainer = config.trainer
-    starter = _Starter(config, device, pools)
-    updates = UpdatePlan(updates_per_step=trainer.updates_per_step, epochs_per_batch=trainer.epochs_per_batch, seed=trainer.seed)
-    per_step = trainer.updates_per_step * trainer.epochs_per_batch
-    policy = {"head": "lm", "temperature": config.rollout.temperature}
-
-    actor_steps = max(1, trainer.total_steps - trainer.critic_warmup_steps) * per_step
-    actor_spec = starter.model(
-        config.actor,
-        config.model.path,
-        models.policy,
-        optim=config.actor.optim,
-        total_optimizer_steps=actor_steps,
-        recompute=config.actor.recompute,
-        **policy,
+    """Returns before the workers have loaded their weights; the first call to each waits for it. Models that share devices with
+    others have loaded theirs, and made room."""
+    plan = plan_placement(config)
+    turns = TurnPlan(plan)
+    starter = _Starter(config, device, pools, turns)
+    updates = UpdatePlan(
+        updates_per_step=config.trainer.updates_per_step, epochs_per_batch=config.trainer.epochs_per_batch, seed=config.trainer.seed
     )
-    policies = {"actor": RayClassWithInitArgs(ActorWorker, actor_spec, config.algorithm)}
-    if models.reference is not None:
-        reference_spec = starter.model(config.actor, config.reference.path or config.model.path, models.reference, **policy)
-        policies["reference"] = RayClassWithInitArgs(ReferenceWorker, reference_spec)
-    policy_groups = starter.group(policies)
-    scorers = _start_scorers(config, models, starter, per_step)
-    reward = _start_reward(config, starter, scorers.get(REWARD_MODEL))
-    residency = _residency(config, policy_groups)
-    rollout = _start_rollout(config, rules, device, replica_places(config, device, pools, policy_groups["actor"]), residency)
-
-    actor_group = policy_groups["actor"]
-    source = starter.weight_source(actor_group, models.policy)
+    groups = starter.groups(plan, _workers(config, models, starter))
+    residency = _residency(turns, groups)
+    source = starter.weight_source(groups["actor"], models.policy)
     return PPORoles(
         actor=Actor(
-            actor_group,
+            groups["actor"],
             config.actor.parallel,
             config.actor.micro_batch,
             source,
@@ -160,24 +156,68 @@ def start_ppo(config: PPOConfig, models: Architectures, rules: TokenRules, devic
             FirstRatioGate(config.model.dtype),
         ),
         reference=(
-            Reference(policy_groups["reference"], config.actor.parallel, config.reference.micro_batch, residency)
-            if "reference" in policy_groups
+            Reference(groups["reference"], config.actor.parallel, config.reference.micro_batch, residency)
+            if "reference" in groups
             else None
         ),
-        critic=Critic(scorers["critic"], config.critic.parallel, config.critic.micro_batch, updates) if "critic" in scorers else None,
-        rollout=rollout,
-        reward=reward,
+        critic=(
+            Critic(groups["critic"], config.critic.parallel, config.critic.micro_batch, updates, residency) if "critic" in groups else None
+        ),
+        rollout=_start_rollout(config, rules, device, replica_places(plan, device, pools), residency, turns.engines_move),
+        reward=_reward(config, groups, residency),
         residency=residency,
     )
 
 
-def _residency(config: PPOConfig, policies: Mapping[str, RoleGroup]) -> Residency:
-    """Where engines share the actor's devices, all that is in memory has left it when this returns: then engines can start."""
-    if config.placement.strategy is not PlacementStrategy.hybrid:
-        return EVERYBODY_STAYS
-    turns = TakingTurns(policies["actor"], policies.get("reference"))
-    turns.make_room()
-    return turns
+def _workers(config: PPOConfig, models: Architectures, starter: _Starter) -> dict[str, RayClassWithInitArgs]:
+    """Of each role but the rollout."""
+    trainer = config.trainer
+    per_step = trainer.updates_per_step * trainer.epochs_per_batch
+    policy = {"head": "lm", "temperature": config.rollout.temperature}
+    actor = starter.model(
+        "actor",
+        config.actor,
+        config.model.path,
+        models.policy,
+        optim=config.actor.optim,
+        total_optimizer_steps=max(1, trainer.total_steps - trainer.critic_warmup_steps) * per_step,
+        recompute=config.actor.recompute,
+        **policy,
+    )
+    reward = RayClassWithInitArgs(RewardWorker, config.reward, config.model.path, config.model.trust_remote_code)
+    workers = {"actor": RayClassWithInitArgs(ActorWorker, actor, config.algorithm), "reward": reward}
+    if models.reference is not None:
+        path = config.reference.path or config.model.path
+        workers["reference"] = RayClassWithInitArgs(
+            ReferenceWorker, starter.model("reference", config.actor, path, models.reference, **policy)
+        )
+    if models.critic is not None:
+        critic = starter.model(
+            "critic",
+            config.critic,
+            config.critic.model.path or config.model.path,
+            models.critic,
+            head="value",
+            optim=config.critic.optim,
+            total_optimizer_steps=trainer.total_steps * per_step,
+            recompute=config.critic.recompute,
+        )
+        workers["critic"] = RayClassWithInitArgs(CriticWorker, critic, config.algorithm.value_loss)
+    if models.reward_model is not None:
+        assert config.reward.model.path is not None
+        reward_model = starter.model(REWARD_MODEL, config.reward.model, config.reward.model.path, models.reward_model, head="value")
+        workers[REWARD_MODEL] = RayClassWithInitArgs(RewardModelWorker, reward_model, Reading.of(config, models.reward_model))
+    return workers
+
+
+def _reward(config: PPOConfig, groups: Mapping[str, RoleGroup], residency: Residency) -> Reward:
+    settings = config.reward.model
+    model = RewardModel(groups[REWARD_MODEL], settings.parallel, residency) if REWARD_MODEL in groups else None
+    return Reward(groups["reward"], model, settings.weight)
+
+
+def _residency(turns: TurnPlan, groups: Mapping[str, RoleGroup]) -> Residency:
+    return TakingTurns(turns, {role: group for role, group in groups.items() if role != "reward"})
 
 
 def _weight_sync(config: PPOConfig, source: WeightSource, device: Device) -> WeightSync:
@@ -190,17 +230,32 @@ def _weight_sync(config: PPOConfig, source: WeightSource, device: Device) -> Wei
     )
 
 
-def replica_places(config: PPOConfig, device: Device, pools: ResourcePoolManager, actor: RoleGroup) -> list[ReplicaPlace]:
+def replica_places(plan: PlacementPlan, device: Device, pools: ResourcePoolManager) -> list[ReplicaPlace]:
     """Of each replica: the bundle of its first device, and the names of all its devices where it has those of several bundles."""
-    bundles = plan_placement(config).bundles("rollout")
-    parts = pools.get_resource_pool("rollout").split()
+    bundles = plan.bundles("rollout")
+    pool = pools.get_resource_pool("rollout")
+    parts = [pool.part([numbers[0]]) for numbers in bundles]
     if device is not Device.cuda or all(len(numbers) == 1 for numbers in bundles):
-        return [ReplicaPlace(parts[numbers[0]]) for numbers in bundles]
-    gpus = actor.execute_all_sync("visible_gpus")
-    return [ReplicaPlace(parts[numbers[0]], {"CUDA_VISIBLE_DEVICES": ",".join(gpus[number] for number in numbers)}) for numbers in bundles]
+        return [ReplicaPlace(part) for part in parts]
+    gpus = visible_gpus(pool)
+    return [
+        ReplicaPlace(part, {"CUDA_VISIBLE_DEVICES": ",".join(gpus[number] for number in numbers)})
+        for part, numbers in zip(parts, bundles, strict=True)
+    ]
 
 
-def _start_rollout(config: PPOConfig, rules: TokenRules, device: Device, places: Sequence[ReplicaPlace], residency: Residency) -> Rollout:
+def visible_gpus(pool: RayResourcePool) -> list[str]:
+    """Of each bundle, as Ray shows it to a process there; the processes are ended."""
+    probes = RayWorkerGroup(pool, RayClassWithInitArgs(Worker), role="probe")
+    try:
+        return probes.execute_all_sync("visible_gpus")
+    finally:
+        probes.shutdown()
+
+
+def _start_rollout(
+    config: PPOConfig, rules: TokenRules, device: Device, places: Sequence[ReplicaPlace], residency: Residency, takes_turns: bool
+) -> Rollout:
     rollout, limit_s = config.rollout, config.trainer.phase_time_limit_s
     spec = EngineSpec(
         path=config.model.path,
@@ -209,7 +264,7 @@ def _start_rollout(config: PPOConfig, rules: TokenRules, device: Device, places:
         rollout=rollout,
         trust_remote_code=config.model.trust_remote_code,
         with_min_new_tokens=rollout.validation.min_new_tokens > 0,
-        release_memory=config.placement.strategy is PlacementStrategy.hybrid,
+        release_memory=takes_turns,
     )
     replicas = Replicas(
         places,
@@ -227,50 +282,11 @@ def _start_rollout(config: PPOConfig, rules: TokenRules, device: Device, places:
     return Rollout(replicas, rules, limits, config.trainer.seed, residency.before_generate)
 
 
-def _start_scorers(config: PPOConfig, models: Architectures, starter: _Starter, per_step: int) -> dict[str, RoleGroup]:
-    """Critic and reward model, those that there are; in the same processes where the plan has them so."""
-    workers = {}
-    if models.critic is not None:
-        workers["critic"] = _critic_worker(config, models.critic, starter, per_step)
-    if models.reward_model is not None:
-        workers[REWARD_MODEL] = _reward_model_worker(config, models.reward_model, starter)
-    groups: dict[str, RoleGroup] = {}
-    for planned in plan_placement(config).groups:
-        if fused := {role: workers[role] for role in planned.roles if role in workers}:
-            groups |= starter.group(fused)
-    return groups
-
-
-def _critic_worker(config: PPOConfig, architecture: Architecture, starter: _Starter, per_step: int) -> RayClassWithInitArgs:
-    spec = starter.model(
-        config.critic,
-        config.critic.model.path or config.model.path,
-        architecture,
-        head="value",
-        optim=config.critic.optim,
-        total_optimizer_steps=config.trainer.total_steps * per_step,
-        recompute=config.critic.recompute,
-    )
-    return RayClassWithInitArgs(CriticWorker, spec, config.algorithm.value_loss)
-
-
-def _reward_model_worker(config: PPOConfig, architecture: Architecture, starter: _Starter) -> RayClassWithInitArgs:
-    model = config.reward.model
-    assert model.path is not None
-    spec = starter.model(model, model.path, architecture, head="value")
-    return RayClassWithInitArgs(RewardModelWorker, spec, Reading.of(config, architecture))
-
-
-def _start_reward(config: PPOConfig, starter: _Starter, model_group: RoleGroup | None) -> Reward:
-    worker = RayClassWithInitArgs(RewardWorker, config.reward, config.model.path, config.model.trust_remote_code)
-    group, parallel = starter.group({"reward": worker})["reward"], config.reward.model.parallel
-    model = None if model_group is None else RewardModel(model_group, parallel)
-    return Reward(group, model, config.reward.model.weight)
-
-
 def start_sft(config: SFTConfig, architecture: Architecture, device: Device, pools: ResourcePoolManager) -> Actor:
-    starter = _Starter(config, device, pools)
+    plan = plan_placement(config)
+    starter = _Starter(config, device, pools, TurnPlan(plan))
     spec = starter.model(
+        "actor",
         config.actor,
         config.model.path,
         architecture,
@@ -279,6 +295,6 @@ def start_sft(config: SFTConfig, architecture: Architecture, device: Device, poo
         total_optimizer_steps=config.trainer.total_steps,
         recompute=config.actor.recompute,
     )
-    group = starter.group({"actor": RayClassWithInitArgs(ActorWorker, spec)})["actor"]
+    group = starter.groups(plan, {"actor": RayClassWithInitArgs(ActorWorker, spec)})["actor"]
     updates = UpdatePlan(updates_per_step=1, epochs_per_batch=1, seed=config.trainer.seed)
     return Actor(group, config.actor.parallel, config.actor.micro_batch, starter.weight_source(group, architecture), updates)

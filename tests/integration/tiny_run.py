@@ -167,7 +167,9 @@ def run_sft(config: SFTConfig, data: dict[str, Any] | None = None) -> Finished:
 @contextmanager
 def _pools(config: PPOConfig | SFTConfig) -> Iterator[ResourcePoolManager]:
     plan = plan_placement(config)
-    pools = ResourcePoolManager(plan.process_on_nodes, plan.role_pools, use_gpu=False, max_colocate_counts=plan.colocate_counts)
+    pools = ResourcePoolManager(
+        plan.process_on_nodes, plan.role_pools, use_gpu=False, max_colocate_counts=plan.colocate_counts, nodes=plan.nodes
+    )
     try:
         pools.create_resource_pool()
         yield pools

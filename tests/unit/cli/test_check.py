@@ -118,7 +118,7 @@ def test_engines_on_the_devices_of_the_actor(ppo: str, capsys: pytest.CaptureFix
     out = capsys.readouterr().out
     rows = [" ".join(line.replace("│", " ").split()) for line in out.splitlines()]
     assert "engine sglang, engine mode rollout.engine" in rows
-    assert "replicas 2 x 2 devices the actor's devices" in rows
+    assert "replicas 2 x 2 devices devices shared with actor, reference" in rows
     assert "weights by colocated resharding.transport=auto" in rows
     assert "actor rollout 1 rollout 0 2, 3" in rows
     assert "good (9 processes, 6 devices)" in out

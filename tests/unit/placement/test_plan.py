@@ -165,9 +165,9 @@ def test_hybrid_engines_have_the_devices_of_the_actor() -> None:
     plan = plan_placement(hybrid(ParallelConfig(tensor_parallel_size=2, data_parallel_size=2), RolloutConfig(num_replicas=4)))
     assert str(plan).splitlines() == [
         *(f"actor/actor[{rank}] actor+reference on node 0, device {rank}" for rank in range(4)),
+        *(f"actor/rollout[{rank}] rollout on node 0, device {rank}" for rank in range(4)),
         "critic/critic[0] critic on node 0, device 4",
         "critic/reward[0] reward on node 0, cpu",
-        *(f"actor/rollout[{rank}] rollout on node 0, device {rank}" for rank in range(4)),
     ]
     assert (plan.pools, plan.num_devices, plan.num_processes) == ({"actor": 4, "critic": 1}, 5, 10)
     assert plan.role_pools["rollout"] == "actor"
@@ -228,3 +228,90 @@ def test_a_reward_model_without_a_critic_has_a_pool_of_its_own() -> None:
     assert places(plan, "reward_model") == [(0, 2), (0, 3)]
     assert plan.pools == {"actor": 2, "reward": 2, "rollout": 1}
     assert [process.place for process in plan.group("reward").processes] == ["cpu"]
+
+
+def test_fully_collocated_roles_begin_at_the_same_device() -> None:
+    config = ppo(
+        actor=ParallelConfig(tensor_parallel_size=2, data_parallel_size=2),
+        critic=ParallelConfig(data_parallel_size=3),
+        rollout=RolloutConfig(num_replicas=2),
+        placement=PlacementConfig(strategy=PlacementStrategy.fully_collocate),
+    )
+    plan = plan_placement(config)
+    assert str(plan).splitlines() == [
+        *(f"all/actor[{rank}] actor+reference on node 0, device {rank}" for rank in range(4)),
+        *(f"all/critic[{rank}] critic on node 0, device {rank}" for rank in range(3)),
+        "all/reward[0] reward on node 0, cpu",
+        *(f"all/rollout[{rank}] rollout on node 0, device {rank}" for rank in range(2)),
+    ]
+    assert plan.pools == {"all": 4}
+    assert (plan.process_on_nodes, plan.colocate_counts) == ({"actor": [4], "reward": [1]}, {"actor": 3, "reward": 1})
+    assert plan.neighbours("critic") == ("actor", "reference", "rollout")
+    assert plan.bundles("critic") == ((0,), (1,), (2,))
+
+
+def test_roles_of_one_layout_and_pool_are_fused_in_one_process() -> None:
+    config = ppo(**{**QUICKSTART, "critic": QUICKSTART["actor"], "placement": PlacementConfig(strategy=PlacementStrategy.fully_collocate)})  # type: ignore[arg-type]
+    plan = plan_placement(config)
+    assert [(group.name, group.roles) for group in plan.groups] == [
+        ("actor", ("actor", "reference", "critic")),
+        ("reward", ("reward",)),
+        ("rollout", ("rollout",)),
+    ]
+
+
+def test_stand_alone_roles_share_nothing() -> None:
+    plan = plan_placement(ppo(**{**QUICKSTART, "placement": PlacementConfig(strategy=PlacementStrategy.stand_alone)}))  # type: ignore[arg-type]
+    assert plan.pools == {"actor": 2, "reference": 2, "critic": 1, "reward": 0, "rollout": 1}
+    assert plan.num_devices == 6
+    assert not any(plan.neighbours(role) for role in plan.roles)
+
+
+def custom(roles: dict[str, str], pools: dict[str, list[int]], **placement: object) -> PPOConfig:
+    config = PlacementConfig(strategy=PlacementStrategy.custom, roles=roles, pools=pools, **placement)  # type: ignore[arg-type]
+    return ppo(**{**QUICKSTART, "placement": config})  # type: ignore[arg-type]
+
+
+SPREAD = {"actor": "one", "reference": "two", "critic": "one", "rollout": "two"}
+
+
+def test_custom_pools_are_where_they_are_said_to_be() -> None:
+    plan = plan_placement(custom(SPREAD, {"one": [0, 4], "two": [2, 2]}, num_nodes=2))
+    assert places(plan, "actor") == [(1, 0), (1, 1)]
+    assert places(plan, "critic") == [(1, 0)]
+    assert places(plan, "reference") == places(plan, "rollout") + [(0, 1)] == [(0, 0), (0, 1)]
+    assert plan.nodes == {"actor": (1,), "reference": (0,), "reward": (0,)}
+    assert plan.devices_per_node == 6
+    assert plan.role_pools["rollout"] == "reference"
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"roles": {"actor": "one", "reference": "one", "critic": "one"}}, "placement.roles: the role 'rollout' has no pool; give it one"),
+        ({"roles": {**SPREAD, "critik": "one"}}, "this run has no role 'critik'; .*did you mean critic?"),
+        ({"roles": {**SPREAD, "critic": "ones"}}, "placement.roles.critic, placement.pools: there is no pool 'ones'; .*did you mean one?"),
+        ({"pools": {"one": [2], "two": [2], "three": [1]}}, "placement.pools.three: no role runs in it"),
+        ({"pools": {"one": [0], "two": [2]}}, "placement.pools.one: is \\[0\\], but must say how many devices"),
+        (
+            {"pools": {"one": [2], "two": [1, 1]}},
+            "placement.pools.two, placement.num_nodes: names 2 nodes, but num_nodes is 1; use 2 nodes",
+        ),
+        ({"devices_per_node": 3}, "on node 0 the pools have 4 devices \\(one 2, two 2\\), but devices_per_node is 3; use smaller pools"),
+        ({"pools": {"one": [1], "two": [2]}}, "placement.pools.one, actor.parallel: has 1 devices, but actor needs 2; use 2 or more"),
+        (
+            {"pools": {"one": [1, 1], "two": [2]}, "num_nodes": 2},
+            "actor needs 2 devices in groups of 2, each on one node; use a multiple of 2",
+        ),
+    ],
+)
+def test_custom_pools_that_cannot_be(change: dict[str, object], said: str) -> None:
+    settings: dict[str, object] = {"roles": SPREAD, "pools": {"one": [2], "two": [2]}, **change}
+    with pytest.raises(ConfigError, match=said):
+        plan_placement(custom(**settings))  # type: ignore[arg-type]
+
+
+def test_pools_of_a_users_own_need_the_strategy_custom() -> None:
+    config = ppo(**{**QUICKSTART, "placement": PlacementConfig(pools={"one": [2]})})  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="placement.pools, placement.strategy: is given, but the strategy is split_collocate"):
+        plan_placement(config)

@@ -12,12 +12,10 @@ from megarl.placement.plan import plan_placement
 from megarl.workers.start import replica_places
 
 
-class FakeActor:
-    """Its processes see GPUs in an order of Ray's choosing."""
-
-    def execute_all_sync(self, method: str) -> list[str]:
-        assert method == "visible_gpus"
-        return ["6", "1", "0", "3"]
+@pytest.fixture(autouse=True)
+def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes see GPUs in an order of Ray's choosing."""
+    monkeypatch.setattr("megarl.workers.start.visible_gpus", lambda pool: ["6", "1", "0", "3"][: pool.world_size])
 
 
 def places(strategy: PlacementStrategy, tensor_parallel_size: int, device: Device) -> list[Any]:
@@ -30,7 +28,7 @@ def places(strategy: PlacementStrategy, tensor_parallel_size: int, device: Devic
     pools = ResourcePoolManager(
         plan.process_on_nodes, plan.role_pools, device is Device.cuda, plan.devices_per_process, plan.colocate_counts
     )
-    found = replica_places(config, device, pools, FakeActor())  # type: ignore[arg-type]
+    found = replica_places(plan, device, pools)
     return [(place.pool.ranks[0], place.pool.name, place.pool.resources_per_process(), dict(place.environment)) for place in found]  # type: ignore[attr-defined]
 
 

@@ -8,8 +8,21 @@ from typing import Any
 
 import pytest
 
+from megarl.config.schema import (
+    ActorConfig,
+    AlgorithmConfig,
+    KLConfig,
+    KLWhere,
+    ParallelConfig,
+    PlacementConfig,
+    PlacementStrategy,
+    PPOConfig,
+)
 from megarl.controller.futures import RemoteFuture
 from megarl.engine.offload import StatePart
+from megarl.placement.dataflow import Item
+from megarl.placement.plan import plan_placement
+from megarl.placement.turns import TurnPlan
 from megarl.workers.residency import Residency, TakingTurns
 
 GRADIENTS, OPTIMIZER, PARAMETERS = StatePart.gradients, StatePart.optimizer, StatePart.parameters
@@ -34,6 +47,9 @@ class FakeGroup:
 
     def execute_all_async(self, method: str, *arguments: Any) -> Done:
         return Done([getattr(self, method)(*arguments)])
+
+    def execute_all_sync(self, method: str, *arguments: Any) -> list[Any]:
+        return self.execute_all_async(method, *arguments).get()
 
     def resident_memory_gb(self) -> float:
         return 1.5
@@ -93,18 +109,33 @@ class FakeRollout:
         self.push([self.replicas[index]])
 
 
-class World:
-    """A run in hybrid. What each phase needs is checked while it runs."""
+def placed(strategy: PlacementStrategy, reference: bool = True, **placement: Any) -> PPOConfig:
+    """An actor of two ranks, so that the critic, of one, has another layout and its own process."""
+    return PPOConfig(
+        actor=ActorConfig(parallel=ParallelConfig(tensor_parallel_size=2)),
+        algorithm=AlgorithmConfig(kl=KLConfig(where=KLWhere.reward if reference else KLWhere.none)),
+        placement=PlacementConfig(strategy=strategy, **placement),
+    )
 
-    def __init__(self, reference: bool = True) -> None:
+
+class World:
+    """A run. What each phase needs, and what must not be beside it, is checked while it runs."""
+
+    def __init__(self, config: PPOConfig | None = None) -> None:
         self.log: list[str] = []
-        self.actor = FakeTrainer("actor", self.log, EVERYTHING)
-        self.reference = FakeTrainer("reference", self.log, {PARAMETERS}) if reference else None
-        self.rollout = FakeRollout(self.log)
-        self.residency = TakingTurns(self.actor, self.reference)  # type: ignore[arg-type]
+        plan = plan_placement(config or placed(PlacementStrategy.hybrid))
+        self.turns = TurnPlan(plan)
+        self.models = {
+            role: FakeTrainer(role, self.log, {PARAMETERS} if role == "reference" else EVERYTHING)
+            for role in plan.roles
+            if role not in ("reward", "rollout")
+        }
+        self.actor, self.reference = self.models["actor"], self.models.get("reference")
+        for role, model in self.models.items():
+            model.held -= {StatePart(part) for part in self.turns.away_at_first(role)}
+        self.rollout = FakeRollout(self.log, [FakeEngine("engine0", self.log), FakeEngine("engine1", self.log)])
+        self.residency = TakingTurns(self.turns, self.models)  # type: ignore[arg-type]
         self.version = 0
-        self.residency.make_room()
-        self.rollout.replicas = [FakeEngine("engine0", self.log), FakeEngine("engine1", self.log)]
 
     def taken(self) -> list[str]:
         taken, self.log[:] = list(self.log), []
@@ -115,8 +146,8 @@ class World:
         version = self.version
 
         def push(replicas: Sequence[FakeEngine]) -> None:
-            assert self.actor.held == {PARAMETERS}
-            assert self.reference is None or not self.reference.held
+            assert PARAMETERS in self.actor.held
+            self._check_beside("update_weights")
             for replica in replicas:
                 assert replica.awake
                 replica.version = version  # type: ignore[assignment]
@@ -126,28 +157,40 @@ class World:
 
     def generate(self) -> None:
         self.residency.before_generate()
-        assert not self.actor.held
-        assert self.reference is None or not self.reference.held
+        self._check_beside("gen")
         assert [replica.version for replica in self.rollout.replicas] == [self.version, self.version]
 
+    def run(self, phase: str) -> list[Any]:
+        moves = self.residency.before(phase)
+        self._check_beside(phase)
+        return moves
+
     def score(self) -> None:
-        self.residency.before_scoring()
-        self._engines_sleep()
-        assert PARAMETERS in self.actor.held
-        assert self.reference is None or self.reference.held
+        for phase in ("old_log_prob", *(["ref"] if self.reference else [])):
+            self.run(phase)
 
-    def update(self) -> None:
-        self.residency.before_update()
-        self._engines_sleep()
-        assert self.actor.held == EVERYTHING
+    def step(self) -> None:
+        self.generate()
+        self.score()
+        if "critic" in self.models:
+            self.run("values")
+            self.run("update_critic")
+        self.run("update_actor")
+        self.send()
 
-    def _engines_sleep(self) -> None:
-        assert not any(replica.awake for replica in self.rollout.replicas)
+    def _check_beside(self, phase: str) -> None:
+        """All that is needed is in, and nothing that had to leave."""
+        held = {Item(role, part.value) for role, model in self.models.items() for part in model.held}
+        held |= {Item("rollout", "engine")} if any(replica.awake for replica in self.rollout.replicas) else set()
+        assert self.turns.phase(phase).needs <= held | {Item("reward", "parameters")}
+        assert not held & self.turns.leaving(phase)
 
 
 def test_the_first_weights_find_the_trainer_away() -> None:
     world = World()
-    assert world.taken() == ["actor -gradients", "actor -optimizer", "actor -parameters", "reference -parameters"]
+    assert not world.actor.held
+    assert world.reference is not None
+    assert not world.reference.held
     world.send()
     assert world.taken() == ["actor +parameters", "engine0 v1", "engine1 v1", "actor -parameters"]
     world.generate()
@@ -161,13 +204,13 @@ def test_a_step_that_trains_the_actor() -> None:
     world.taken()
     world.score()
     assert world.taken() == ["engine0 sleeps", "engine1 sleeps", "actor +parameters", "reference +parameters"]
-    world.score()  # the reference
+    world.score()
     assert world.taken() == []
-    world.update()
-    assert world.taken() == ["actor +gradients", "actor +optimizer"]
+    world.run("update_actor")  # the reference is not needed again before the engines are
+    assert world.taken() == ["reference -parameters", "actor +gradients", "actor +optimizer"]
     world.send()
     assert world.taken() == [
-        *("actor -gradients", "actor -optimizer", "reference -parameters", "engine0 wakes", "engine1 wakes"),
+        *("actor -gradients", "actor -optimizer", "engine0 wakes", "engine1 wakes"),
         *("engine0 v2", "engine1 v2", "actor -parameters"),
     ]
     world.generate()  # validation
@@ -196,10 +239,7 @@ def test_an_engine_that_is_started_anew_gets_weights_that_are_away() -> None:
     world.rollout.restart(1)
     assert world.taken() == ["actor +parameters", "engine1' v1", "actor -parameters"]
     world.generate()
-    world.score()
-    world.update()
-    world.send()
-    world.generate()
+    world.step()
 
 
 @pytest.mark.parametrize("generated", [True, False])
@@ -238,13 +278,87 @@ def test_a_push_that_fails_can_be_tried_again() -> None:
 
 
 def test_without_a_reference() -> None:
-    world = World(reference=False)
+    world = World(placed(PlacementStrategy.hybrid, reference=False))
     world.send()
+    for _ in range(2):
+        world.generate()
+        world.score()
+        world.run("update_actor")
+        world.send()
+
+
+def test_all_on_the_same_devices() -> None:
+    world = World(placed(PlacementStrategy.fully_collocate))
+    world.send()
+    world.step()
+    world.taken()
     world.generate()
+    assert world.taken() == []
     world.score()
-    world.update()
+    world.run("values")
+    assert world.taken() == [
+        *("engine0 sleeps", "engine1 sleeps", "actor +parameters", "reference +parameters"),
+        *("reference -parameters", "critic +parameters"),
+    ]
+    world.run("update_critic")  # the actor's parameters stay: they are needed before the engines are
+    assert world.taken() == ["critic +gradients", "critic +optimizer"]
+    world.run("update_actor")
+    assert world.taken() == [
+        *("critic -gradients", "critic -optimizer", "critic -parameters"),
+        *("actor +gradients", "actor +optimizer"),
+    ]
+    world.send()
+    assert world.taken() == [
+        *("actor -gradients", "actor -optimizer", "engine0 wakes", "engine1 wakes"),
+        *("engine0 v3", "engine1 v3", "actor -parameters"),
+    ]
+
+
+def test_what_another_process_does_on_the_devices_has_ended_before_a_turn_begins() -> None:
+    world = World(placed(PlacementStrategy.fully_collocate))
     world.send()
     world.generate()
+
+    class Late(Done):
+        waited = False
+
+        def get(self, timeout: float | None = None) -> list[Any]:
+            self.waited = True
+            return super().get(timeout)
+
+    scoring, fused = Late([]), Late([])
+    world.residency.runs("old_log_prob", fused)
+    world.run("ref")  # in the actor's process: it queues
+    assert not fused.waited
+    world.run("values")
+    assert fused.waited
+    world.residency.runs("values", scoring)
+    world.run("update_actor")
+    assert scoring.waited
+
+
+def test_actor_and_critic_with_engines_elsewhere_keep_their_parameters() -> None:
+    roles = {"actor": "train", "reference": "train", "critic": "train", "rollout": "engines"}
+    world = World(placed(PlacementStrategy.custom, roles=roles, pools={"train": [2], "engines": [2]}))
+    world.send()
+    assert world.taken() == ["engine0 v1", "engine1 v1"]
+    for number in (2, 3):
+        world.step()
+        assert world.taken() == [
+            *("critic +gradients", "critic +optimizer", "critic -gradients", "critic -optimizer"),
+            *("actor +gradients", "actor +optimizer", "actor -gradients", "actor -optimizer"),
+            *(f"engine0 v{number}", f"engine1 v{number}"),
+        ]
+
+
+@pytest.mark.parametrize("strategy", [PlacementStrategy.split_collocate, PlacementStrategy.stand_alone])
+def test_roles_with_devices_of_their_own_never_move(strategy: PlacementStrategy) -> None:
+    world = World(placed(strategy))
+    world.send()
+    for _ in range(2):
+        world.step()
+    assert not [entry for entry in world.taken() if "+" in entry or "-" in entry or "sleeps" in entry]
+    assert world.residency.metrics() == {}
 
 
 def test_memory_is_reported_for_both_modes() -> None:
@@ -260,14 +374,13 @@ def test_memory_is_reported_for_both_modes() -> None:
     }
 
 
-def test_roles_with_devices_of_their_own_are_left_alone() -> None:
+def test_where_nobody_takes_turns() -> None:
     pushed: list[Any] = []
     rollout = FakeRollout([], [FakeEngine("engine", [])])
     residency = Residency()
     residency.send(rollout, pushed.append)  # type: ignore[arg-type]
     residency.before_generate()
-    residency.before_scoring()
-    residency.before_update()
+    assert residency.before("values") == []
     with residency.actor_parameters():
         pass
     assert pushed == [rollout.replicas]

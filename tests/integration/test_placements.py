@@ -1,4 +1,4 @@
-"""Trainer and engines on the same devices, taking turns: the run is the one that they make on devices of their own."""
+"""The same run in every placement: roles that take turns on shared devices make the run that they make on devices of their own."""
 
 from __future__ import annotations
 
@@ -42,10 +42,21 @@ from tests.integration.tiny_run import Finished, run_ppo, save_inputs
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
-STEPS = 3
+STEPS = 5
 MICRO_BATCH = MicroBatchConfig(max_tokens=64)
 TOLERANCE = 1e-6
 ENGINE_AND_TRAINER = "training/rollout_"  # rounding, and so dependent on what an engine wrote at the same time
+# Actor and critic take turns, and so do the reference and the engines.
+CUSTOM = PlacementConfig(
+    strategy=PlacementStrategy.custom,
+    roles={"actor": "trained", "critic": "trained", "reference": "frozen", "rollout": "frozen"},
+    pools={"trained": [2], "frozen": [2]},
+)
+SHARING_WITH_ENGINES = {
+    PlacementStrategy.hybrid: {"memory/actor", "memory/rollout"},
+    PlacementStrategy.fully_collocate: {"memory/actor", "memory/critic", "memory/rollout"},
+    PlacementStrategy.custom: {"memory/reference", "memory/rollout"},
+}
 NOT_COMPARED = ("timing_s/", "perf/", "memory/", "rollout/", "resharding/", ENGINE_AND_TRAINER)
 AGREEMENT = 1e-4  # of engine and trainer about the log-probs of the same tokens
 
@@ -57,7 +68,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def config(inputs: Path, output_dir: Path, strategy: PlacementStrategy, engine: RolloutEngineKind = RolloutEngineKind.hf) -> PPOConfig:
-    """A step that warms the critic up, and two that train both; validation after the second and the last."""
+    """A step that warms the critic up, and four that train both; validation after every second and the last."""
     return PPOConfig(
         model=ModelConfig(path=str(inputs / "policy"), dtype=DType.float32),
         data=DataConfig(
@@ -72,7 +83,7 @@ def config(inputs: Path, output_dir: Path, strategy: PlacementStrategy, engine: 
         reference=ReferenceConfig(micro_batch=MICRO_BATCH),
         reward=RewardConfig(functions=[RewardFunctionConfig(path=str(inputs / "reward.py"))], num_processes=1),
         rollout=RolloutConfig(engine=engine, n=4, num_replicas=2, validation=SamplingConfig(temperature=0)),
-        placement=PlacementConfig(strategy=strategy),
+        placement=CUSTOM if strategy is PlacementStrategy.custom else PlacementConfig(strategy=strategy),
         resharding=ReshardingConfig(verify=Verify.always),
         trainer=TrainerConfig(
             prompts_per_step=4,
@@ -111,14 +122,14 @@ def assert_same_run(finished: Finished, expected: Finished) -> None:
         torch.testing.assert_close(weight, others[name], rtol=TOLERANCE, atol=1e-9)
 
 
-def test_hybrid_is_the_same_run(split: Finished, inputs: Path, tmp_path: Path) -> None:
-    hybrid = run_ppo(config(inputs, tmp_path, PlacementStrategy.hybrid))
-    assert_same_run(hybrid, split)
-    for line in hybrid.metrics[2:]:  # in the first, no turn of the trainer has ended
-        for role in ("actor", "rollout"):
-            for mode in ("rollout", "training"):
-                assert 0.05 < line[f"memory/{role}_rss_gb/{mode}"] < 10, line
-    assert not any(key.startswith("memory/") for line in split.metrics for key in line)
+@pytest.mark.parametrize("strategy", [each for each in PlacementStrategy if each is not PlacementStrategy.split_collocate])
+def test_it_is_the_same_run(strategy: PlacementStrategy, split: Finished, inputs: Path, tmp_path: Path) -> None:
+    finished = run_ppo(config(inputs, tmp_path, strategy))
+    assert_same_run(finished, split)
+    measured = {key.split("_rss")[0] for line in finished.metrics[2:] for key in line if key.startswith("memory/")}
+    assert measured == SHARING_WITH_ENGINES.get(strategy, set())
+    for line in finished.metrics[2:]:  # in the first, no turn of the trainer has ended
+        assert all(0.05 < value < 10 for key, value in line.items() if key.startswith("memory/"))
 
 
 class Killer:
@@ -142,7 +153,7 @@ def test_an_engine_that_is_killed_gets_weights_from_a_trainer_that_is_away(
 
 def test_sglang_takes_turns_too(inputs: Path, tmp_path: Path) -> None:
     runs = []
-    for strategy in PlacementStrategy:
+    for strategy in (PlacementStrategy.split_collocate, PlacementStrategy.fully_collocate):  # all: tests/soak/placements.py
         settings = config(inputs, tmp_path / strategy.value, strategy, RolloutEngineKind.sglang)
         runs.append(run_ppo(dataclasses.replace(settings, rollout=dataclasses.replace(settings.rollout, num_replicas=1))))
     assert_same_run(*runs)

@@ -1,0 +1,99 @@
+"""What can be wrong with `placement.roles` and `placement.pools`, a user's own map from role to pool and from pool to devices."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection, Iterator
+
+from megarl.config.schema import PlacementConfig, PlacementStrategy, PPOConfig, SFTConfig
+from megarl.placement.assign import fits_alone
+from megarl.placement.requests import GroupRequest, group_requests
+
+_ROLES, _POOLS = "placement.roles", "placement.pools"
+_WITHOUT_DEVICES = "reward"  # its functions run on a CPU, so it may be left out
+
+
+def custom_problems(config: PPOConfig | SFTConfig) -> list[str]:
+    """All that is wrong, one line each; nothing where the strategy is another and none of the two is given."""
+    placement = config.placement
+    if placement.strategy is not PlacementStrategy.custom:
+        return list(_without_effect(placement))
+    if isinstance(config, SFTConfig):
+        return ["placement.strategy: is custom, but supervised fine-tuning has one role, the actor; leave placement.strategy as it is"]
+    requests = group_requests(config)
+    problems = [*_role_problems(placement, requests), *_pool_problems(placement)]
+    return problems or list(_sizes(placement, requests))
+
+
+def _without_effect(placement: PlacementConfig) -> Iterator[str]:
+    strategy = placement.strategy.value
+    for key, value in ((_ROLES, placement.roles), (_POOLS, placement.pools)):
+        if value:
+            yield f"{key}, placement.strategy: is given, but the strategy is {strategy}; use strategy=custom, or leave it out"
+
+
+def _role_problems(placement: PlacementConfig, requests: Collection[GroupRequest]) -> Iterator[str]:
+    needed = [role for request in requests for role in request.roles]
+    for role in needed:
+        if role not in placement.roles and role != _WITHOUT_DEVICES:
+            pools = " or ".join(placement.pools) or "a pool"
+            yield f"{_ROLES}: the role {role!r} has no pool; give it one, as {_ROLES}.{role}={pools}"
+    for role, pool in placement.roles.items():
+        if role not in needed:
+            yield f"{_ROLES}: this run has no role {role!r}; it has {', '.join(needed)}{_nearest(role, needed)}"
+        if pool not in placement.pools:
+            known = f"there are {', '.join(placement.pools)}" if placement.pools else "there is none"
+            yield (
+                f"{_ROLES}.{role}, {_POOLS}: there is no pool {pool!r}; {known}{_nearest(pool, placement.pools)}; "
+                f"give its devices on each node, as {_POOLS}.{pool}=[4]"
+            )
+
+
+def _nearest(name: str, known: Collection[str]) -> str:
+    near = difflib.get_close_matches(name, known, 1)
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+def _pool_problems(placement: PlacementConfig) -> Iterator[str]:
+    used = set(placement.roles.values())
+    for pool, counts in placement.pools.items():
+        key = f"{_POOLS}.{pool}"
+        if pool not in used:
+            yield f"{key}: no role runs in it; map a role to it in {_ROLES}, or remove it"
+        if any(count < 0 for count in counts) or not any(counts):
+            yield f"{key}: is {counts}, but must say how many devices it has on each node, as [4] or [0, 4]"
+        if len(counts) > placement.num_nodes:
+            yield f"{key}, placement.num_nodes: names {len(counts)} nodes, but num_nodes is {placement.num_nodes}; use {len(counts)} nodes"
+    if placement.devices_per_node is None:
+        return
+    for node in range(placement.num_nodes):
+        asked = {pool: counts[node] for pool, counts in placement.pools.items() if node < len(counts) and counts[node] > 0}
+        if sum(asked.values()) > placement.devices_per_node:
+            parts = ", ".join(f"{pool} {count}" for pool, count in asked.items())
+            yield (
+                f"{_POOLS}, placement.devices_per_node: on node {node} the pools have {sum(asked.values())} devices ({parts}), but "
+                f"devices_per_node is {placement.devices_per_node}; use smaller pools there, another node, or roles that share a pool"
+            )
+
+
+def _sizes(placement: PlacementConfig, requests: Collection[GroupRequest]) -> Iterator[str]:
+    """Each role by itself: roles of one pool take turns on the same devices."""
+    for request in requests:
+        pool = placement.roles.get(request.name)
+        if pool is None or request.together == 0 or fits_alone(request, counts := placement.pools[pool]):
+            continue
+        key, needed = f"{_POOLS}.{pool}", request.num_devices
+        if sum(counts) < needed:
+            reason = f"has {sum(counts)} devices, but {request.name} needs {needed}; use {needed} or more"
+        else:
+            reason = (
+                f"is {counts}: {request.name} needs {needed} devices in groups of {request.together}, each on one node; "
+                f"use a multiple of {request.together} on each node"
+            )
+        yield f"{key}, {_keys_of(request)}: {reason}, or smaller sizes of {request.name}"
+
+
+def _keys_of(request: GroupRequest) -> str:
+    if request.name == "rollout":
+        return "rollout.num_replicas, rollout.tensor_parallel_size"
+    return f"{'actor' if request.name == 'reference' else request.name}.parallel"

@@ -1,0 +1,194 @@
+"""What a placement plan says: pools, the groups of processes in them, and the devices of each process. Data only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from megarl.config.schema import PlacementStrategy
+
+
+class Bundle(NamedTuple):
+    """Devices of one node that are reserved together; none: a CPU."""
+
+    node: int
+    devices: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProcessPlan:
+    """One process. `devices`: their numbers on the node, none for a process that only needs a CPU, several for an engine that cuts
+    its model over them."""
+
+    pool: str
+    group: str
+    rank: int
+    roles: tuple[str, ...]
+    node: int
+    devices: tuple[int, ...]
+
+    @property
+    def place(self) -> str:
+        if not self.devices:
+            return "cpu"
+        return f"device{'s' if len(self.devices) > 1 else ''} {', '.join(map(str, self.devices))}"
+
+    def __str__(self) -> str:
+        return f"{self.pool}/{self.group}[{self.rank}] {'+'.join(self.roles)} on node {self.node}, {self.place}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupPlan:
+    """Processes that hold the same roles with one layout. `reservation`: whose bundles their processes run in."""
+
+    name: str
+    pool: str
+    roles: tuple[str, ...]
+    processes: tuple[ProcessPlan, ...]
+    reservation: str
+
+    @property
+    def uses_devices(self) -> bool:
+        return bool(self.processes[0].devices)
+
+    @property
+    def nodes(self) -> frozenset[int]:
+        return frozenset(process.node for process in self.processes)
+
+    @cached_property
+    def devices(self) -> frozenset[tuple[int, int]]:
+        """Node and number of each."""
+        return frozenset((process.node, device) for process in self.processes for device in process.devices)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reservation:
+    """What is asked of the cluster at once: `bundles` in the order of nodes and devices, each for `num_groups` processes."""
+
+    name: str
+    pool: str
+    bundles: tuple[Bundle, ...]
+    num_groups: int
+
+    @property
+    def nodes(self) -> tuple[int, ...]:
+        return tuple(dict.fromkeys(bundle.node for bundle in self.bundles))
+
+    @property
+    def bundles_on_nodes(self) -> list[int]:
+        """Of each of `nodes`."""
+        counts = dict.fromkeys(self.nodes, 0)
+        for bundle in self.bundles:
+            counts[bundle.node] += 1
+        return list(counts.values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlacementPlan:
+    """Pools share no device, so they work at the same time. The groups of a pool begin at its first device, so they take turns."""
+
+    strategy: PlacementStrategy
+    num_nodes: int
+    devices_per_node: int
+    groups: tuple[GroupPlan, ...]
+    reservations: tuple[Reservation, ...]
+
+    @property
+    def processes(self) -> tuple[ProcessPlan, ...]:
+        return tuple(process for group in self.groups for process in group.processes)
+
+    @property
+    def num_devices(self) -> int:
+        return sum(self.pools.values())
+
+    @property
+    def pools(self) -> dict[str, int]:
+        """Pool name -> devices."""
+        devices: dict[str, set[tuple[int, int]]] = {group.pool: set() for group in self.groups}
+        for group in self.groups:
+            devices[group.pool] |= group.devices
+        return {pool: len(places) for pool, places in devices.items()}
+
+    @property
+    def num_processes(self) -> int:
+        return sum(len(group.processes) for group in self.groups)
+
+    @property
+    def process_on_nodes(self) -> dict[str, list[int]]:
+        """Reservation -> bundles on each of its nodes."""
+        return {each.name: each.bundles_on_nodes for each in self.reservations}
+
+    @property
+    def nodes(self) -> dict[str, tuple[int, ...]]:
+        """Reservation -> the numbers of its nodes, as `process_on_nodes` counts bundles."""
+        return {each.name: each.nodes for each in self.reservations}
+
+    @property
+    def devices_per_process(self) -> dict[str, int]:
+        """Reservation -> devices of a bundle; 0 where it is a CPU."""
+        return {each.name: len(each.bundles[0].devices) for each in self.reservations}
+
+    @property
+    def colocate_counts(self) -> dict[str, int]:
+        """Reservation -> groups whose processes share its bundles."""
+        return {each.name: each.num_groups for each in self.reservations}
+
+    @property
+    def num_cpus(self) -> int:
+        """Ray's logical CPUs that the reservations count: one for each process that a bundle may hold."""
+        return sum(len(each.bundles) * each.num_groups for each in self.reservations)
+
+    @property
+    def role_pools(self) -> dict[str, str]:
+        """Role -> the reservation that it runs in, a key of `process_on_nodes`."""
+        return {role: group.reservation for group in self.groups for role in group.roles}
+
+    def bundles(self, name: str) -> tuple[tuple[int, ...], ...]:
+        """Of each process of a group, the bundles in its reservation whose devices it has; its own is the first."""
+        group = self.group(name)
+        reserved = next(each for each in self.reservations if each.name == group.reservation).bundles
+        if not group.uses_devices:
+            return tuple((rank,) for rank in range(len(group.processes)))
+        numbers = {(bundle.node, device): number for number, bundle in enumerate(reserved) for device in bundle.devices}
+        return tuple(tuple(dict.fromkeys(numbers[process.node, device] for device in process.devices)) for process in group.processes)
+
+    def group(self, name: str) -> GroupPlan:
+        return next(group for group in self.groups if group.name == name)
+
+    def group_of(self, role: str) -> GroupPlan:
+        """Where `role` runs. Raises ValueError for a role that the run does not have."""
+        for group in self.groups:
+            if role in group.roles:
+                return group
+        raise ValueError(f"the plan has no role {role!r}; it has {', '.join(self.roles)}")
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        return tuple(role for group in self.groups for role in group.roles)
+
+    def share_devices(self, role: str, other: str) -> bool:
+        """Whether two roles have a device in common; they take turns then."""
+        return bool(self.group_of(role).devices & self.group_of(other).devices)
+
+    def neighbours(self, role: str) -> tuple[str, ...]:
+        """The other roles with which it has a device in common."""
+        return tuple(other for other in self.roles if other != role and self.share_devices(role, other))
+
+    def __str__(self) -> str:
+        return "\n".join(str(process) for process in self.processes)
+
+
+def reserve(groups: Iterable[GroupPlan]) -> Iterator[Reservation]:
+    """One for the devices of each pool, named after its first group: a bundle for each process where there is one group, else one
+    for each device. One for each group without devices."""
+    sharing: dict[str, list[GroupPlan]] = {}
+    for group in groups:
+        sharing.setdefault(group.reservation, []).append(group)
+    for name, members in sharing.items():
+        if len(members) == 1:
+            bundles = tuple(Bundle(process.node, process.devices) for process in members[0].processes)
+        else:
+            bundles = tuple(Bundle(node, (device,)) for node, device in sorted(frozenset().union(*(each.devices for each in members))))
+        yield Reservation(name=name, pool=members[0].pool, bundles=bundles, num_groups=len(members))

@@ -1,0 +1,151 @@
+"""What a strategy asks for: pools, and the groups of processes in each. The strategies are tables from role to pool."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from megarl.config.roles import REWARD_MODEL, model_roles, needs_critic
+from megarl.config.schema import ParallelConfig, PlacementStrategy, PPOConfig, SFTConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupRequest:
+    """Processes to place. `together`: devices (of a tensor-parallel group) that must be on one node; 0: CPU processes.
+
+    `devices_per_process`: consecutive ones that a process has. `parallel`: the layout, which roles fused in a process share; None
+    where it is nobody else's.
+    """
+
+    roles: tuple[str, ...]
+    num_processes: int
+    together: int
+    devices_per_process: int = 1
+    parallel: ParallelConfig | None = None
+
+    @property
+    def name(self) -> str:
+        return self.roles[0]
+
+    @property
+    def num_devices(self) -> int:
+        return self.num_processes * self.devices_per_process if self.together else 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class PoolRequest:
+    """Groups that begin at the same device. `devices_on_nodes`: as a user gave them; None: as many as the largest group needs."""
+
+    name: str
+    groups: tuple[GroupRequest, ...]
+    devices_on_nodes: tuple[int, ...] | None = None
+
+    @property
+    def num_devices(self) -> int:
+        if self.devices_on_nodes is not None:
+            return sum(self.devices_on_nodes)
+        return max(group.num_devices for group in self.groups)
+
+    @property
+    def together(self) -> int:
+        """0 for a pool without devices."""
+        return max(group.together for group in self.groups)
+
+
+class _Pool(NamedTuple):
+    """A row of a strategy's table."""
+
+    name: str
+    devices_on_nodes: tuple[int, ...] | None = None
+
+
+def pool_requests(config: PPOConfig | SFTConfig) -> list[PoolRequest]:
+    """In the order of the roles. Roles of one pool with one layout are fused in one group."""
+    needs = group_requests(config)
+    strategy = config.placement.strategy
+    table = _STRATEGIES[strategy](config) if isinstance(config, PPOConfig) else {"actor": _Pool("actor")}
+    pools: dict[str, PoolRequest] = {}
+    for need in needs:
+        name, devices_on_nodes = table[need.name]
+        pool = pools.get(name, PoolRequest(name=name, groups=(), devices_on_nodes=devices_on_nodes))
+        pools[name] = replace(pool, groups=_joined(pool.groups, need))
+    return list(pools.values())
+
+
+def _joined(groups: tuple[GroupRequest, ...], new: GroupRequest) -> tuple[GroupRequest, ...]:
+    for index, group in enumerate(groups):
+        if new.parallel is not None and group.parallel == new.parallel:
+            fused = replace(group, roles=(*group.roles, *new.roles))
+            return (*groups[:index], fused, *groups[index + 1 :])
+    return (*groups, new)
+
+
+def group_requests(config: PPOConfig | SFTConfig) -> list[GroupRequest]:
+    """One for each role of the run: those with a model, the reward's functions on a CPU, the engines with a process per replica."""
+    requests = [
+        GroupRequest(
+            roles=(role.name,),
+            num_processes=role.parallel.world_size,
+            together=role.parallel.tensor_parallel_size,
+            parallel=role.parallel,
+        )
+        for role in model_roles(config)
+    ]
+    if isinstance(config, PPOConfig):
+        rollout = config.rollout
+        requests.append(GroupRequest(roles=("reward",), num_processes=1, together=0))
+        requests.append(
+            GroupRequest(
+                roles=("rollout",),
+                num_processes=rollout.num_replicas,
+                together=rollout.tensor_parallel_size,
+                devices_per_process=rollout.tensor_parallel_size,
+            )
+        )
+    return requests
+
+
+def _split_collocate(config: PPOConfig) -> Mapping[str, _Pool]:
+    """Actor and reference, critic and reward, rollout: each its own. So is a reward model with the critic: in its processes where their
+    layouts are the same, else in processes of its own on its devices."""
+    reward = _Pool("critic") if needs_critic(config) else _Pool("reward")
+    actor = _Pool("actor")
+    return {
+        "actor": actor,
+        "reference": actor,
+        "critic": _Pool("critic"),
+        REWARD_MODEL: reward,
+        "reward": reward,
+        "rollout": _Pool("rollout"),
+    }
+
+
+def _hybrid(config: PPOConfig) -> Mapping[str, _Pool]:
+    """As split_collocate, but the rollout has the actor's devices."""
+    return {**_split_collocate(config), "rollout": _Pool("actor")}
+
+
+def _fully_collocate(config: PPOConfig) -> Mapping[str, _Pool]:
+    everywhere = _Pool("all")
+    return {role: everywhere for request in group_requests(config) for role in request.roles}
+
+
+def _stand_alone(config: PPOConfig) -> Mapping[str, _Pool]:
+    return {role: _Pool(role) for request in group_requests(config) for role in request.roles}
+
+
+def _custom(config: PPOConfig) -> Mapping[str, _Pool]:
+    """As the user says. The reward's functions need no device, and may be left out."""
+    placement = config.placement
+    table = {role: _Pool(pool, tuple(placement.pools[pool])) for role, pool in placement.roles.items()}
+    return {"reward": _Pool("reward"), **table}
+
+
+_STRATEGIES: dict[PlacementStrategy, Callable[[PPOConfig], Mapping[str, _Pool]]] = {
+    PlacementStrategy.split_collocate: _split_collocate,
+    PlacementStrategy.hybrid: _hybrid,
+    PlacementStrategy.fully_collocate: _fully_collocate,
+    PlacementStrategy.stand_alone: _stand_alone,
+    PlacementStrategy.custom: _custom,
+}

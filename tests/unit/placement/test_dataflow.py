@@ -1,0 +1,39 @@
+"""What may run at the same time: from what phases read and write, and from the devices of a placement."""
+
+from __future__ import annotations
+
+import pytest
+
+from megarl.config.schema import ActorConfig, ParallelConfig, PlacementConfig, PlacementStrategy, PPOConfig
+from megarl.placement.dataflow import STEP, overlaps, waits_for
+from megarl.placement.plan import plan_placement
+
+SCORES = ("reward", "reward_model", "old_log_prob", "ref", "values")
+REWARD_BESIDE = {("reward", "old_log_prob"), ("reward", "ref"), ("reward", "values")}
+CRITIC_BESIDE = {("update_critic", "update_actor"), ("update_critic", "update_weights")}
+
+
+def test_what_waits_for_what() -> None:
+    before = waits_for(STEP)
+    assert before["gen"] == frozenset()
+    assert all(before[name] == {"gen"} for name in SCORES)
+    assert before["update_critic"] == before["update_actor"] == {"gen", "adv", *SCORES}
+    assert before["update_weights"] == before["update_actor"] | {"update_actor"}  # not for the critic
+
+
+@pytest.mark.parametrize(
+    ("strategy", "expected"),
+    [
+        (PlacementStrategy.split_collocate, {*REWARD_BESIDE, ("old_log_prob", "values"), ("ref", "values"), *CRITIC_BESIDE}),
+        (PlacementStrategy.hybrid, {*REWARD_BESIDE, ("old_log_prob", "values"), ("ref", "values"), *CRITIC_BESIDE}),
+        (
+            PlacementStrategy.stand_alone,
+            {*REWARD_BESIDE, ("old_log_prob", "ref"), ("old_log_prob", "values"), ("ref", "values"), *CRITIC_BESIDE},
+        ),
+        (PlacementStrategy.fully_collocate, REWARD_BESIDE),
+    ],
+)
+def test_what_runs_at_the_same_time(strategy: PlacementStrategy, expected: set[tuple[str, str]]) -> None:
+    actor = ActorConfig(parallel=ParallelConfig(tensor_parallel_size=2))
+    plan = plan_placement(PPOConfig(actor=actor, placement=PlacementConfig(strategy=strategy)))
+    assert set(overlaps(plan)) == expected
