@@ -22,7 +22,7 @@ from megarl.controller.resource_pool import RayResourcePool, ResourcePoolManager
 from megarl.controller.worker import Worker
 from megarl.controller.worker_class import RayClassWithInitArgs, create_colocated_worker_cls
 from megarl.engine.offload import StatePart
-from megarl.placement.plan import PlacementPlan, plan_placement
+from megarl.placement.plan import GroupPlan, PlacementPlan, plan_placement
 from megarl.placement.transport import choose_transport
 from megarl.placement.turns import TurnPlan
 from megarl.workers.critic import CriticWorker
@@ -108,10 +108,9 @@ class _Starter:
             if group.roles[0] not in workers:
                 continue
             self._make_room(group.roles[0], groups)
-            bundles = [numbers[0] for numbers in plan.bundles(group.name)]
-            pool = self._pools.get_resource_pool(group.roles[0]).part(bundles)
+            pool, limit_s = group_pool(plan, self._pools, group), self._config.trainer.phase_time_limit_s
             fused = create_colocated_worker_cls({role: workers[role] for role in group.roles})
-            groups |= RayWorkerGroup(pool, fused, phase_time_limit_s=self._config.trainer.phase_time_limit_s).spawn()
+            groups |= RayWorkerGroup(pool, fused, phase_time_limit_s=limit_s).spawn()
         if "rollout" in plan.roles:
             self._make_room("rollout", groups)
         return groups
@@ -129,6 +128,11 @@ class _Starter:
             dtype=self._config.model.dtype,
             bucket_bytes=int(self._config.resharding.bucket_mb * 2**20),
         )
+
+
+def group_pool(plan: PlacementPlan, pools: ResourcePoolManager, group: GroupPlan) -> RayResourcePool:
+    """The bundles of a group's processes, each the first of those that it has."""
+    return pools.get_resource_pool(group.roles[0]).part([numbers[0] for numbers in plan.bundles(group.name)])
 
 
 def start_ppo(config: PPOConfig, models: Architectures, rules: TokenRules, device: Device, pools: ResourcePoolManager) -> PPORoles:

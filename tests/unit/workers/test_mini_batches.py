@@ -113,7 +113,7 @@ def test_updates_get_the_counts_of_their_whole_mini_batch() -> None:
         return Done([{"x/loss": 1.0, "x/lr": 0.5}, {"x/loss": 2.0, "x/lr": 0.5}])
 
     replicas = role(ParallelConfig(data_parallel_size=2), 1)
-    assert replicas._update(batch.split(2), method).get() == {"x/loss": 3.0, "x/lr": 0.5}
+    assert replicas._update(batch.split(2), "update_actor", method).get() == {"x/loss": 3.0, "x/lr": 0.5}
     assert seen == [
         (2, MiniBatchCounts(num_tokens=3, num_sequences=2)),
         (2, MiniBatchCounts(num_tokens=3, num_sequences=1)),
