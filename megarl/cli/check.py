@@ -10,6 +10,7 @@ from typing import TypeVar
 from rich.console import Console
 from rich.table import Table
 
+from megarl.cli.placement_tables import print_placement
 from megarl.config.architecture import Architecture
 from megarl.config.derive import (
     RoleArithmetic,
@@ -26,6 +27,7 @@ from megarl.config.roles import REWARD_MODEL, ModelRole, model_roles
 from megarl.config.schema import Device, OverlongConversation, PPOConfig, RolloutEngineKind, SFTConfig
 from megarl.config.validate import read_architectures, validate
 from megarl.config.violation import Violation
+from megarl.placement.memory import budget_problems, plan_memory, refuses
 from megarl.placement.plan import PlacementPlan, plan_placement
 from megarl.placement.transport import transports
 
@@ -49,6 +51,8 @@ def load_checked(schema: type[RunConfig], path: str, overrides: Sequence[str] = 
             plan = plan_placement(config)
             if isinstance(config, PPOConfig):
                 transports(config, plan)
+            if not violations and refuses(config) and config.placement.device_memory_gb is not None:
+                problems += budget_problems(config, plan_memory(config, plan, read_architectures(config)[0]))
         except ConfigError as error:
             problems += error.problems
     if isinstance(config, PPOConfig) and config.rollout.sglang.server_args:
@@ -94,7 +98,7 @@ def print_run(config: PPOConfig | SFTConfig, console: Console) -> None:
     if isinstance(config, PPOConfig):
         console.print(_rollout(config, plan))
         console.print(_reward(config, architectures))
-    console.print(_placement(plan))
+    print_placement(config, plan, architectures, console)
     console.print(_checkpoints(config, architectures))
     _warn_of_full_disk(config, architectures, console)
 
@@ -199,15 +203,6 @@ def _reward(config: PPOConfig, architectures: Mapping[str, Architecture]) -> Tab
 def _whose_devices(plan: PlacementPlan) -> str:
     sharing = plan.neighbours("rollout")
     return f"devices shared with {', '.join(sharing)}" if sharing else "devices of their own"
-
-
-def _placement(plan: PlacementPlan) -> Table:
-    size = f"{plan.num_nodes} x {plan.devices_per_node} devices"
-    table = _table(f"Placement: {plan.strategy.value} on {size}", "pool", "process", "roles", "node", "device")
-    for process in plan.processes:
-        device = ", ".join(map(str, process.devices)) or "cpu"
-        table.add_row(process.pool, f"{process.group} {process.rank}", " + ".join(process.roles), str(process.node), device)
-    return table
 
 
 def _checkpoints(config: PPOConfig | SFTConfig, architectures: Mapping[str, Architecture]) -> Table:

@@ -57,6 +57,9 @@ def _parser() -> argparse.ArgumentParser:
     _add_run(commands, "sft", "fine-tune on demonstrations", lambda parsed: _run("sft")(parsed.config, parsed.overrides))
     check = _add_run(commands, "check", "find every error in a configuration, and print what the run would do", _start_check)
     check.add_argument("--sft", action="store_true", help="the file is for `megarl sft`")
+    plan = _add_run(commands, "plan", "print, and draw, where each role would run and what each device would hold", _start_plan)
+    plan.add_argument("--sft", action="store_true", help="the file is for `megarl sft`")
+    plan.add_argument("--output", metavar="FILE", help="draw it to a .svg or .png")
     plot = commands.add_parser("plot", help="draw a run's curves to a PNG")
     plot.add_argument("run_dir", metavar="RUN_DIR", help="the run's trainer.output_dir")
     plot.set_defaults(start=lambda parsed: _run("plot")(parsed.run_dir))
@@ -78,6 +81,10 @@ def _add_run(
 
 def _run(command: str) -> Callable[..., int]:
     return importlib.import_module(f"megarl.cli.{command}").run
+
+
+def _start_plan(parsed: argparse.Namespace) -> int:
+    return _run("plan")(parsed.config, parsed.overrides, SFTConfig if parsed.sft else PPOConfig, parsed.output)
 
 
 def _start_check(parsed: argparse.Namespace) -> int:

@@ -95,6 +95,7 @@ RANGES = {
     "health_limit_s": POSITIVE,
     "num_nodes": COUNT,
     "devices_per_node": COUNT,
+    "device_memory_gb": POSITIVE,
     "bucket_mb": POSITIVE,
     "max_log_prob_difference": POSITIVE,
     "log_prob_chunk_tokens": COUNT,

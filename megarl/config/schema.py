@@ -148,6 +148,11 @@ class PlacementStrategy(str, Enum):
     custom = "custom"  # as `roles` and `pools` say
 
 
+class OverBudget(str, Enum):
+    refuse = "refuse"
+    warn = "warn"
+
+
 class Transport(str, Enum):
     auto = "auto"  # colocated where trainer and engines share a node or devices, else broadcast
     colocated = "colocated"  # shared memory on CPU, CUDA IPC on CUDA
@@ -439,6 +444,8 @@ class PlacementConfig:
     devices_per_node: int | None = None  # None: as many as the roles need
     roles: dict[str, str] = field(default_factory=dict)  # custom: role -> pool; the roles of one pool take turns
     pools: dict[str, list[int]] = field(default_factory=dict)  # custom: pool -> its devices on each node
+    device_memory_gb: float | None = None  # of one device, in 2**30 bytes; None: nothing is compared with the plan's sum
+    over_budget: OverBudget = OverBudget.refuse
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -49,7 +49,7 @@ STEP = (
 )
 
 
-def phases(roles: Collection[str]) -> tuple[Phase, ...]:
+def phases_of(roles: Collection[str]) -> tuple[Phase, ...]:
     """Those of a run with these roles."""
     return tuple(phase for phase in STEP if set(phase.roles) <= set(roles))
 
@@ -66,8 +66,8 @@ def waits_for(step: Sequence[Phase]) -> dict[str, frozenset[str]]:
 
 def overlaps(plan: PlacementPlan) -> list[tuple[str, str]]:
     """The pairs of phases that run at the same time: neither waits for the other, and they have no device in common."""
-    step = [phase for phase in phases(plan.roles) if phase.roles]
-    before = waits_for(phases(plan.roles))
+    step = [phase for phase in phases_of(plan.roles) if phase.roles]
+    before = waits_for(phases_of(plan.roles))
     return [
         (one.name, other.name)
         for one, other in combinations(step, 2)

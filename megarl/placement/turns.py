@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import cached_property
 
-from megarl.placement.dataflow import ENGINE, GRADIENTS, OPTIMIZER, PARAMETERS, Item, Phase, phases
+from megarl.placement.dataflow import ENGINE, GRADIENTS, OPTIMIZER, PARAMETERS, Item, Phase, phases_of
 from megarl.placement.places import PlacementPlan
 
 _HEAVY = (GRADIENTS, OPTIMIZER)
@@ -21,7 +21,12 @@ class TurnPlan:
 
     def __init__(self, plan: PlacementPlan) -> None:
         self._plan = plan
-        self._phases = {phase.name: phase for phase in phases(plan.roles)}
+        self._phases = {phase.name: phase for phase in phases_of(plan.roles)}
+
+    @property
+    def phases(self) -> tuple[Phase, ...]:
+        """In the order of a step."""
+        return tuple(self._phases.values())
 
     def phase(self, name: str) -> Phase:
         return self._phases[name]
@@ -49,6 +54,15 @@ class TurnPlan:
     def coming(self, name: str) -> frozenset[Item]:
         """What must be in when the phase begins, and may be out."""
         return self._phases[name].needs & self.movable
+
+    def held(self) -> dict[str, frozenset[Item]]:
+        """Of each phase: all that is in memory while it runs, in a step like the one before it."""
+        held = {item for phase in self.phases for item in phase.needs}
+        in_phase: dict[str, frozenset[Item]] = {}
+        for phase in (*self.phases, *self.phases):
+            held = held - self.leaving(phase.name) | phase.needs
+            in_phase[phase.name] = frozenset(held)
+        return in_phase
 
     def rivals(self, role: str) -> tuple[str, ...]:
         """Roles in other processes on the same devices: what they do must have ended before `role` has its turn."""

@@ -1,0 +1,99 @@
+"""A placement as tables: processes, what runs at the same time, memory of the fullest device of each pool. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+from megarl.config.architecture import Architecture
+from megarl.config.schema import PPOConfig, SFTConfig
+from megarl.placement.dataflow import overlaps
+from megarl.placement.memory import DeviceMemory, Usage, budget_problems, plan_memory, refuses
+from megarl.placement.places import PlacementPlan
+from megarl.placement.turns import TurnPlan
+
+_MOST_ROWS = 64  # processes of a group beyond which it is one row
+
+
+def print_placement(
+    config: PPOConfig | SFTConfig, plan: PlacementPlan, architectures: Mapping[str, Architecture], console: Console
+) -> None:
+    """Warns where devices have too little memory and the configuration allows it."""
+    memory = plan_memory(config, plan, architectures)
+    console.print(placement_table(plan))
+    console.print(memory_table(memory))
+    console.print(parts_table(memory))
+    if not refuses(config):
+        for problem in budget_problems(config, memory):
+            console.print(f"warning: {problem}", style="yellow", soft_wrap=True, highlight=False)
+
+
+def placement_table(plan: PlacementPlan) -> Table:
+    size = f"{plan.num_nodes} x {plan.devices_per_node} devices"
+    table = _table(f"Placement: {plan.strategy.value} on {size}", "pool", "process", "roles", "node", "device")
+    for group in plan.groups:
+        roles = " + ".join(group.roles)
+        if len(group.processes) > _MOST_ROWS:
+            last = group.processes[-1]
+            ranks, nodes = f"{group.name} 0 to {last.rank}", f"{group.processes[0].node} to {last.node}"
+            table.add_row(group.pool, ranks, roles, nodes, f"{len(group.devices):,} in order")
+            continue
+        for process in group.processes:
+            device = ", ".join(map(str, process.devices)) or "cpu"
+            table.add_row(process.pool, f"{process.group} {process.rank}", roles, str(process.node), device)
+    table.caption = _turns(plan)
+    return table
+
+
+def _turns(plan: PlacementPlan) -> str:
+    """Who takes turns, and what runs at the same time."""
+    turns = TurnPlan(plan)
+    groups = {plan.group_of(role).name: turns.rivals(role) for role in plan.roles}
+    rivals = sorted({tuple(sorted({name, *(plan.group_of(rival).name for rival in others)})) for name, others in groups.items() if others})
+    beside = ", ".join(f"{one} | {other}" for one, other in overlaps(plan))
+    lines = [f"take turns: {'; '.join(' and '.join(each) for each in rivals)}"] if rivals else ["nobody takes turns"]
+    return "\n".join([*lines, *([f"at the same time: {beside}"] if beside else [])])
+
+
+def memory_table(memory: Sequence[DeviceMemory]) -> Table:
+    """Of the fullest device of each pool, GiB in each phase."""
+    fullest = _fullest(memory)
+    phases = list(memory[0].phases)
+    table = _table("Memory of the fullest device of each pool, GiB", "phase", *(pool for pool in fullest))
+    for phase in phases:
+        table.add_row(phase, *(_gib(device.total(phase)) for device in fullest.values()))
+    table.caption = "activations and KV cache are estimates from above; a CUDA context comes on top"
+    return table
+
+
+def parts_table(memory: Sequence[DeviceMemory]) -> Table:
+    """Each role's part of those devices, each of its kinds of memory in the phase where it is most."""
+    kinds = ("parameters", "gradients", "optimizer", "activations", "kv_cache", "buckets")
+    table = _table("Memory of each role there, GiB at most", "pool", "role", *(kind.replace("_", " ") for kind in kinds))
+    for pool, device in _fullest(memory).items():
+        for role in next(iter(device.phases.values())):
+            usages: list[Usage] = [phase[role] for phase in device.phases.values()]
+            table.add_row(pool, role, *(_gib(max(getattr(usage, kind) for usage in usages)) for kind in kinds))
+    return table
+
+
+def _fullest(memory: Sequence[DeviceMemory]) -> dict[str, DeviceMemory]:
+    found: dict[str, DeviceMemory] = {}
+    for device in memory:
+        if device.pool not in found or device.peak > found[device.pool].peak:
+            found[device.pool] = device
+    return found
+
+
+def _gib(nbytes: int) -> str:
+    size = nbytes / 2**30
+    return "-" if nbytes == 0 else f"{size:,.2f}" if size >= 0.01 else f"{size:.2g}"
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left", caption_justify="left")
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    return table

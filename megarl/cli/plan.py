@@ -1,0 +1,37 @@
+"""`megarl plan CONFIG`: where each role would run and what each device would hold, as tables, and as a drawing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from megarl.cli.check import load_checked
+from megarl.cli.placement_tables import print_placement
+from megarl.config.schema import PPOConfig, SFTConfig
+from megarl.config.validate import read_architectures
+from megarl.placement.memory import plan_memory
+from megarl.placement.plan import plan_placement
+
+_FORMATS = (".svg", ".png")
+
+
+def run(
+    config_path: str, overrides: Sequence[str], schema: type[PPOConfig] | type[SFTConfig] = PPOConfig, output: str | None = None
+) -> int:
+    """Prints the placement of a good configuration; with `output` draws it too. Raises ConfigError for any other configuration, and
+    ValueError for a file that is no drawing."""
+    if output is not None and Path(output).suffix not in _FORMATS:
+        raise ValueError(f"--output {output}: drawings are {' or '.join(_FORMATS)}; give a name that ends so")
+    config = load_checked(schema, config_path, overrides)  # type: ignore[type-var]
+    plan, console = plan_placement(config), Console()
+    architectures, _ = read_architectures(config)
+    print_placement(config, plan, architectures, console)
+    if output is not None:
+        # Here, because it imports matplotlib; the tables shall not wait for it.
+        from megarl.cli.plan_drawing import draw_plan
+
+        draw_plan(plan, plan_memory(config, plan, architectures), config.placement.device_memory_gb, Path(output))
+        console.print(f"drawn to {output}", highlight=False, soft_wrap=True)
+    return 0

@@ -1,0 +1,71 @@
+"""Draws a placement: nodes as frames, devices as columns of bars, one bar per phase, coloured by role."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from pathlib import Path
+
+from matplotlib import rc_context
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+
+from megarl.placement.memory import DeviceMemory
+from megarl.placement.places import PlacementPlan
+from megarl.protocol.whole_file import write_whole
+
+_MOST_DEVICES = 32  # beyond which only the first ones are drawn
+_COLOURS = ("#4c78a8", "#72b7b2", "#e45756", "#b279a2", "#f58518", "#9d755d")
+_GIB = 2**30
+
+
+def draw_plan(plan: PlacementPlan, memory: Sequence[DeviceMemory], limit_gb: float | None, path: Path) -> None:
+    """`limit_gb`: of a device, drawn as a line. The format is that of the path's ending; the file is there whole or not at all."""
+    shown = memory[:_MOST_DEVICES]
+    nodes = list(dict.fromkeys(device.node for device in shown))
+    colours = {role: _COLOURS[index % len(_COLOURS)] for index, role in enumerate(_roles(memory))}
+    figure = Figure(figsize=(max(7.0, 1.6 * max(_count(shown, node) for node in nodes) + 1.5), 2.6 * len(nodes) + 1.2))
+    FigureCanvasAgg(figure)
+    frames = figure.subplots(len(nodes), 1, squeeze=False, sharey=True)[:, 0]
+    for frame, node in zip(frames, nodes, strict=True):
+        _draw_node(frame, node, [device for device in shown if device.node == node], colours, limit_gb)
+    left_out = f"; {len(memory) - len(shown)} more devices" if len(shown) < len(memory) else ""
+    figure.suptitle(f"{plan.strategy.value}: GiB on each device in each phase of a step{left_out}", fontsize=11)
+    figure.legend(handles=[Patch(color=colour, label=role) for role, colour in colours.items()], loc="lower center", ncols=6, fontsize=8)
+    figure.tight_layout(rect=(0, 0.3 / figure.get_figheight(), 1, 1))
+    drawn = io.BytesIO()
+    metadata = {"Date": None} if path.suffix == ".svg" else None  # the same plan is the same file
+    with rc_context({"svg.hashsalt": "megarl"}):
+        figure.savefig(drawn, format=path.suffix.removeprefix("."), dpi=120, metadata=metadata)
+    write_whole(path, drawn.getvalue())
+
+
+def _count(memory: Sequence[DeviceMemory], node: int) -> int:
+    return sum(device.node == node for device in memory)
+
+
+def _roles(memory: Sequence[DeviceMemory]) -> list[str]:
+    return list(dict.fromkeys(role for device in memory for role in next(iter(device.phases.values()))))
+
+
+def _draw_node(frame: Axes, node: int, devices: Sequence[DeviceMemory], colours: dict[str, str], limit_gb: float | None) -> None:
+    """A group of bars for each device: its phases from left to right."""
+    names: list[str] = []
+    for index, device in enumerate(devices):
+        width = 0.9 / len(device.phases)
+        for number, (phase, usages) in enumerate(device.phases.items()):
+            bottom, left = 0.0, index + 0.05 + number * width
+            for role, usage in usages.items():
+                frame.bar(left, usage.total / _GIB, width * 0.9, bottom, align="edge", color=colours[role])
+                bottom += usage.total / _GIB
+            frame.text(left + width / 2, bottom, f" {phase}", rotation=90, fontsize=5, ha="center", va="bottom")
+        names.append(f"device {device.device}\npool {device.pool}")
+    frame.set_xticks([index + 0.5 for index in range(len(devices))], names, fontsize=8)
+    frame.set_xlim(0, len(devices))
+    frame.margins(y=0.35)
+    frame.set_ylabel(f"node {node}", fontsize=9)
+    frame.spines[["top", "right"]].set_visible(False)
+    if limit_gb is not None:
+        frame.axhline(limit_gb, color="black", linewidth=0.8, linestyle="--")

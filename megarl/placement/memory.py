@@ -1,0 +1,229 @@
+"""Memory of each device in each phase of a step, before anything starts: from layouts, lengths and who is in memory then. Pure.
+
+Parameters, gradients and optimizer state are counted to the element, as Megatron allocates them (its buffers are padded by less than a
+hundredth). Activations, logits and the KV cache are estimates from above: rows as long as allowed, micro-batches as full as allowed,
+attention that keeps no (S, S) matrix. Buckets are as configured. What the device itself needs (a CUDA context, fragments) is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+
+from megarl.config.architecture import Architecture
+from megarl.config.derive import max_row_tokens, num_parameters, samples_per_step
+from megarl.config.roles import ModelRole, model_roles
+from megarl.config.schema import DType, OverBudget, ParallelConfig, PPOConfig, Recompute, SFTConfig
+from megarl.placement.dataflow import ENGINE, GRADIENTS, OPTIMIZER, PARAMETERS, Item, Phase
+from megarl.placement.places import PlacementPlan
+from megarl.placement.turns import TurnPlan
+
+_VOCABULARY_DIVISOR = 128  # as resharding/layout.py pads it
+_FLOAT32 = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Usage:
+    """Bytes."""
+
+    parameters: int = 0
+    gradients: int = 0
+    optimizer: int = 0
+    activations: int = 0
+    kv_cache: int = 0
+    buckets: int = 0
+
+    def __add__(self, other: Usage) -> Usage:
+        return Usage(**{each.name: getattr(self, each.name) + getattr(other, each.name) for each in fields(self)})
+
+    @property
+    def total(self) -> int:
+        return sum(getattr(self, each.name) for each in fields(self))
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceMemory:
+    """`phases`: name of a phase -> what is in memory, by role. A phase in which nothing of the device changes is left out."""
+
+    node: int
+    device: int
+    pool: str
+    phases: Mapping[str, Mapping[str, Usage]] = field(default_factory=dict)
+
+    def total(self, phase: str) -> int:
+        return sum(usage.total for usage in self.phases[phase].values())
+
+    @property
+    def peak_phase(self) -> str:
+        return max(self.phases, key=self.total)
+
+    @property
+    def peak(self) -> int:
+        return self.total(self.peak_phase)
+
+
+def plan_memory(config: PPOConfig | SFTConfig, plan: PlacementPlan, architectures: Mapping[str, Architecture]) -> list[DeviceMemory]:
+    """Of each device, in the order of nodes and numbers. `architectures`: of each model role, by its name."""
+    turns = TurnPlan(plan)
+    sizes = _Sizes(config, architectures)
+    held = turns.held()
+    steps = [phase for phase in turns.phases if phase.roles]
+    on_device: dict[tuple[int, int], list[tuple[str, int]]] = {}  # roles, with the rank of their process
+    pools: dict[tuple[int, int], str] = {}
+    for group in plan.groups:
+        for process in group.processes:
+            for number in process.devices:
+                pools[process.node, number] = group.pool
+                on_device.setdefault((process.node, number), []).extend((role, process.rank) for role in group.roles)
+    known: dict[tuple[tuple[str, int], ...], dict[str, dict[str, Usage]]] = {}
+    devices = []
+    for place in sorted(on_device):
+        roles = tuple((role, sizes.stage(role, rank)) for role, rank in on_device[place])
+        if roles not in known:
+            known[roles] = {
+                phase.name: {role: sizes.usage(role, stage, phase, held[phase.name]) for role, stage in roles} for phase in steps
+            }
+        devices.append(DeviceMemory(node=place[0], device=place[1], pool=pools[place], phases=known[roles]))
+    return devices
+
+
+def budget_problems(config: PPOConfig | SFTConfig, devices: list[DeviceMemory]) -> list[str]:
+    """One line for each pool whose fullest device has more in memory than `placement.device_memory_gb`."""
+    limit_gb = config.placement.device_memory_gb
+    if limit_gb is None:
+        return []
+    problems = []
+    for pool in dict.fromkeys(device.pool for device in devices):
+        fullest = max((device for device in devices if device.pool == pool), key=lambda device: device.peak)
+        if fullest.peak > limit_gb * 2**30:
+            usages = fullest.phases[fullest.peak_phase]
+            parts = ", ".join(f"{role} {usage.total / 2**30:,.2f}" for role, usage in usages.items() if usage.total)
+            problems.append(
+                f"placement.device_memory_gb: in {fullest.peak_phase}, device {fullest.device} of node {fullest.node} (pool {pool}) would "
+                f"hold {fullest.peak / 2**30:,.2f} GiB ({parts}), but has {limit_gb:g}; use larger parallel sizes, smaller micro-batches, "
+                "recompute=full, a placement in which fewer roles share it, or placement.over_budget=warn"
+            )
+    return problems
+
+
+def refuses(config: PPOConfig | SFTConfig) -> bool:
+    """Whether a placement over its budget is an error."""
+    return config.placement.over_budget is OverBudget.refuse
+
+
+class _Sizes:
+    """Of each role of a run."""
+
+    def __init__(self, config: PPOConfig | SFTConfig, architectures: Mapping[str, Architecture]) -> None:
+        self._config = config
+        self._roles = {role.name: role for role in model_roles(config)}
+        self._architectures = architectures
+        self._weight_bytes = 4 if config.model.dtype is DType.float32 else 2
+
+    def stage(self, role: str, rank: int) -> int:
+        """The pipeline stage of a rank: Megatron counts tensor-parallel ranks fastest, then replicas, then stages. 0 for an engine."""
+        if role not in self._roles:
+            return 0
+        parallel = self._roles[role].parallel
+        return rank // (parallel.tensor_parallel_size * parallel.data_parallel_size)
+
+    def usage(self, role: str, stage: int, phase: Phase, held: frozenset[Item]) -> Usage:
+        works = role in phase.roles
+        if role not in self._roles:
+            return self._engine(phase, works) if Item(role, ENGINE) in held else Usage()
+        model = self._roles[role]
+        state = model_state(model, self._architectures[role], self._config.model.dtype, stage)
+        parts = {part: getattr(state, part) for part in (PARAMETERS, GRADIENTS, OPTIMIZER) if Item(role, part) in held}
+        trains = Item(role, GRADIENTS) in phase.needs
+        scores = works and not trains and phase.name != "update_weights"
+        activations = self._activations(model, stage, trains) if trains or scores else 0
+        buckets = min(2 * self._bucket_bytes, state.parameters) if works and phase.name == "update_weights" else 0
+        return Usage(**parts, activations=activations, buckets=buckets)
+
+    @property
+    def _bucket_bytes(self) -> int:
+        return int(self._config.resharding.bucket_mb * 2**20)
+
+    def _engine(self, phase: Phase, works: bool) -> Usage:
+        """Weights, and room for as many sequences as it writes at a time."""
+        config, policy = self._config, self._architectures["actor"]
+        assert isinstance(config, PPOConfig)
+        rollout = config.rollout
+        weights = num_parameters(policy) * self._weight_bytes // rollout.tensor_parallel_size
+        sequences = min(rollout.max_concurrency, -(-samples_per_step(config) // rollout.num_replicas))
+        heads = max(1, policy.num_key_value_heads // rollout.tensor_parallel_size)
+        token_bytes = 2 * policy.num_hidden_layers * heads * policy.head_dim * self._weight_bytes
+        receives = works and phase.name == "update_weights"
+        return Usage(
+            parameters=weights,
+            kv_cache=sequences * max_row_tokens(config) * token_bytes,
+            buckets=min(self._bucket_bytes, weights) if receives else 0,
+        )
+
+    def _activations(self, model: ModelRole, stage: int, trains: bool) -> int:
+        """Of one micro-batch through a stage; in training of all micro-batches under way in the pipeline."""
+        config, architecture, parallel = self._config, self._architectures[model.name], model.parallel
+        tokens = model.micro_batch.max_tokens or (model.micro_batch.sequences or 1) * max_row_tokens(config)
+        layer = _layer_elements(architecture, parallel) * self._weight_bytes
+        hidden = architecture.hidden_size * self._weight_bytes
+        logits = 0
+        if stage == parallel.pipeline_parallel_size - 1 and not model.with_value_head:
+            vocabulary = padded_vocabulary(architecture, parallel) // parallel.tensor_parallel_size
+            logits = 3 * min(tokens, config.engine.log_prob_chunk_tokens) * vocabulary * _FLOAT32
+        if not trains:
+            return tokens * (layer + 2 * hidden) + logits
+        layers = architecture.num_hidden_layers // parallel.pipeline_parallel_size
+        full = self._recompute(model) is Recompute.full
+        kept = layers * (hidden if full else layer)
+        under_way = parallel.pipeline_parallel_size - stage
+        return tokens * (kept * under_way + (layer if full else 0) + 2 * hidden) + logits
+
+    def _recompute(self, model: ModelRole) -> Recompute:
+        if isinstance(self._config, PPOConfig) and model.name == "critic":
+            return self._config.critic.recompute
+        return self._config.actor.recompute
+
+
+def _layer_elements(architecture: Architecture, parallel: ParallelConfig) -> int:
+    """What the backward pass of a layer needs, for each token: inputs of norms and linear layers, queries, keys, values, and the MLP's."""
+    cut = parallel.tensor_parallel_size
+    query, key_value = (heads * architecture.head_dim for heads in (architecture.num_attention_heads, architecture.num_key_value_heads))
+    whole = 5 * architecture.hidden_size // (cut if parallel.sequence_parallel else 1)
+    return whole + (2 * query + 2 * key_value + 3 * architecture.intermediate_size) // cut
+
+
+def model_state(model: ModelRole, architecture: Architecture, dtype: DType, stage: int) -> Usage:
+    """Parameters, gradients and optimizer state of one rank of a pipeline stage: weights in `dtype`; where the model trains, float32
+    gradients, and over data-parallel ranks (ZeRO 1) two float32 moments and, for bfloat16, a float32 master copy."""
+    count = stage_parameters(architecture, model.parallel, stage, with_value_head=model.with_value_head)
+    weight_bytes, master_bytes = (4, 0) if dtype is DType.float32 else (2, 4)
+    if model.optim is None:
+        return Usage(parameters=count * weight_bytes)
+    return Usage(
+        parameters=count * weight_bytes,
+        gradients=count * _FLOAT32,
+        optimizer=-(-count * (8 + master_bytes) // model.parallel.data_parallel_size),
+    )
+
+
+def stage_parameters(architecture: Architecture, parallel: ParallelConfig, stage: int, with_value_head: bool) -> int:
+    """Elements that one rank of a pipeline stage holds: cut over tensor-parallel ranks, but for norms and a value head."""
+    cut, stages = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
+    hidden, head_dim = architecture.hidden_size, architecture.head_dim
+    query, key_value = architecture.num_attention_heads * head_dim, architecture.num_key_value_heads * head_dim
+    linear = hidden * (query + 2 * key_value) + query * hidden + 3 * hidden * architecture.intermediate_size
+    linear += (query + 2 * key_value) * architecture.qkv_bias
+    norms = 2 * hidden + 2 * head_dim * architecture.qk_norm
+    count = architecture.num_hidden_layers // stages * (linear // cut + norms)
+    embedding = padded_vocabulary(architecture, parallel) // cut * hidden
+    is_first, is_last = stage == 0, stage == stages - 1
+    count += embedding * is_first + hidden * is_last
+    if is_last and with_value_head:
+        return count + hidden
+    has_output = is_last and not (architecture.tie_word_embeddings and is_first)  # tied: the last of several stages has a copy
+    return count + embedding * has_output
+
+
+def padded_vocabulary(architecture: Architecture, parallel: ParallelConfig) -> int:
+    multiple = _VOCABULARY_DIVISOR * parallel.tensor_parallel_size
+    return -(-architecture.vocab_size // multiple) * multiple

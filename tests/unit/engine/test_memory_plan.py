@@ -1,0 +1,87 @@
+"""The memory that a plan predicts is the memory that real engines allocate, part by part and rank by rank."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from megarl.config.architecture import read_architecture
+from megarl.config.roles import ModelRole
+from megarl.config.schema import DType, MicroBatchConfig, OptimConfig, ParallelConfig
+from megarl.placement.memory import model_state
+from tests.ranks import RankPool
+from tests.unit.engine.models import make_batch, save_large_model, save_model
+from tests.unit.engine.rank_side import LAYOUTS, build, start, take
+from tests.unit.engine.test_offload import negative_log_likelihood, resident_bytes
+
+PARTS = ("parameters", "gradients", "optimizer")
+TOLERANCE = 0.1
+
+
+class Allocated(NamedTuple):
+    """Bytes, of each part of PARTS: as the engine counts what it moves, and the change of the process's resident memory."""
+
+    moved: list[int]
+    given_back: list[int]
+    stage: int
+
+
+def allocated(folder: str, parallel: ParallelConfig, optim: OptimConfig | None, dtype: torch.dtype, trained: bool) -> Allocated:
+    """In a rank. Pages that were never written are no memory of the process, so where that is asked a step is made first."""
+    groups = start(parallel)
+    engine = build(groups, folder, optim=optim, dtype=dtype)
+    from megarl.engine.offload import StatePart
+
+    if trained:
+        engine.forward_backward(take(make_batch(), [1]), [[0]], negative_log_likelihood)
+        engine.step()
+    moved, given_back = [], []
+    for part in PARTS:
+        before = resident_bytes()
+        moved.append(engine.offload(StatePart(part)))
+        given_back.append(before - resident_bytes())
+    return Allocated(moved, given_back, groups.pipeline_rank)
+
+
+def predicted(folder: str, parallel: ParallelConfig, optim: OptimConfig | None, dtype: DType, stage: int) -> list[int]:
+    model = ModelRole(
+        name="actor",
+        path=folder,
+        path_key="model.path",
+        parallel=parallel,
+        parallel_key="actor.parallel",
+        micro_batch=MicroBatchConfig(),
+        micro_batch_key="actor.micro_batch",
+        optim=optim,
+    )
+    state = model_state(model, read_architecture(folder), dtype, stage)
+    return [state.parameters, state.gradients, state.optimizer]
+
+
+@pytest.mark.parametrize(("layout", "family"), [("TP2", "qwen2"), ("PP2", "qwen2-tied"), ("DP2", "qwen2"), ("PP2xVPP2", "qwen2")])
+@pytest.mark.parametrize("dtype", [DType.float32, DType.bfloat16])
+def test_every_rank_holds_what_was_planned(layout: str, family: str, dtype: DType, rank_pool: RankPool, tmp_path: Path) -> None:
+    save_model(family, tmp_path / "model")
+    folder, parallel, optim = str(tmp_path / "model"), LAYOUTS[layout], OptimConfig(lr=1e-3)
+    torch_dtype = getattr(torch, dtype.value)
+    ranks = rank_pool.run(
+        allocated, world_size=parallel.world_size, folder=folder, parallel=parallel, optim=optim, dtype=torch_dtype, trained=False
+    )
+    for rank in ranks:
+        assert rank.moved == pytest.approx(predicted(folder, parallel, optim, dtype, rank.stage), rel=TOLERANCE)
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_resident_memory_falls_by_what_was_planned(trains: bool, rank_pool: RankPool, tmp_path: Path) -> None:
+    save_large_model(tmp_path)
+    optim = OptimConfig(lr=1e-3) if trains else None
+    settings = {"folder": str(tmp_path), "parallel": ParallelConfig(), "optim": optim}
+    (rank,) = rank_pool.run(allocated, world_size=1, dtype=torch.float32, trained=trains, **settings)
+    expected = predicted(stage=0, dtype=DType.float32, **settings)  # type: ignore[arg-type]
+    assert min(expected[: 3 if trains else 1]) > 2e8
+    assert rank.moved == pytest.approx(expected, rel=TOLERANCE)
+    for given_back, size in zip(rank.given_back, expected, strict=True):
+        assert given_back == pytest.approx(size, rel=TOLERANCE, abs=2e6), (rank, expected)
