@@ -107,10 +107,11 @@ class PPOTrainer:
             updates.append(roles.critic.update(batch, step))
         if trains_actor:
             updates.append(roles.actor.update(batch, step))
-        results = gather(*updates)
         if trains_actor:
-            with phase("update_weights"):
+            updates[-1].get()
+            with phase("update_weights"):  # beside the critic's update where their pools differ
                 roles.actor.sync_weights(roles.rollout)
+        results = gather(*updates)
         parts = (metrics, of_correction, of_advantages, *results, self._batch_metrics(batch), roles.drain_metrics())
         return {name: value for part in parts for name, value in part.items()}
 
