@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -16,14 +17,16 @@ _CAUSES = (
 
 
 class _Tolerance(NamedTuple):
-    """mean: of `actor/approx_kl`, in nats per token. extreme: how far one token's ratio may be from 1."""
+    """In nats. mean: of `actor/approx_kl`, over tokens. extreme: of the logarithm of one token's ratio."""
 
     mean: float
     extreme: float
 
 
-# Scoring and update compute the same tokens in other micro-batches, so they differ by rounding. Over many tokens it averages out.
-_TOLERANCES = {DType.float32: _Tolerance(1e-4, 1e-2), DType.bfloat16: _Tolerance(1e-2, 1.0)}
+# Scoring and update compute the same tokens in other micro-batches, so they differ by rounding. Over many tokens it averages out:
+# 16,000 tokens of a model of four layers differ by 1e-6 at most and 3e-10 in the mean in float32, by 0.01 and 6e-7 in bfloat16. Deep
+# models differ by more, and a run must not end for that; what the gate looks for shows in the mean.
+_TOLERANCES = {DType.float32: _Tolerance(1e-4, 1e-2), DType.bfloat16: _Tolerance(1e-2, 2.0)}
 
 
 class FirstRatioError(RunError):
@@ -42,11 +45,12 @@ class FirstRatioGate:
         if self._passed:
             return
         low, high, mean = metrics["actor/ratio_min"], metrics["actor/ratio_max"], metrics["actor/approx_kl"]
-        near = 1 - self._tolerance.extreme <= low and high <= 1 + self._tolerance.extreme
+        limit = math.exp(self._tolerance.extreme)
+        near = 1 / limit <= low and high <= limit
         if not (near and abs(mean) <= self._tolerance.mean):  # a NaN does not pass
             raise FirstRatioError(
                 f"the first update's ratios of new to old probabilities are {low:.6g} to {high:.6g}, mean log-prob difference {mean:.3g}, "
-                f"but the policy has not changed since it was scored: they must be 1 within {self._tolerance.extreme:g}, the mean "
-                f"0 within {self._tolerance.mean:g}. Likely causes:" + "".join(f"\n  - {cause}" for cause in _CAUSES)
+                f"but the policy has not changed since it was scored: they must be in [{1 / limit:.4g}, {limit:.4g}], the mean "
+                f"within {self._tolerance.mean:g} of 0. Likely causes:" + "".join(f"\n  - {cause}" for cause in _CAUSES)
             )
         self._passed = True
