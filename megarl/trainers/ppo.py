@@ -117,12 +117,16 @@ class PPOTrainer:
 
     def _batch_metrics(self, batch: DataProto) -> Metrics:
         """Those of data_metrics and group_metrics; `actor/entropy`: of the policy that wrote the samples, in nats, a mean over the
-        response tokens, where the actor has scored them."""
+        response tokens, where the actor has scored them; `critic/baseline/mean`: of the greedy responses' scores, over samples."""
         tensors, arrays = batch.tensors, batch.non_tensor_batch
+        if self.config.algorithm.rollout_correction.bypass:
+            del tensors["old_log_probs"]  # they are the engine's, so that comparing both would say nothing
         metrics = data_metrics(tensors, self.config.data.max_response_length)
         metrics |= group_metrics(torch.tensor([float(score) for score in arrays["score"]]), arrays["uid"])
         if "entropys" in tensors:
             metrics["actor/entropy"] = float(masked_mean(tensors["entropys"], tensors["response_mask"]))
+        if "baseline_scores" in tensors:
+            metrics["critic/baseline/mean"] = float(tensors["baseline_scores"].mean())
         metrics["reward/error_rate"] = batch.meta_info["reward/error_rate"]
         metrics |= reward_model_metrics(batch.tensors)
         metrics["num_tokens"] = float(valid_token_count(batch))
