@@ -1,8 +1,12 @@
-"""What runs inside the ranks of the tests of classic checkpoints: each saves its part of a real GPTModel as Megatron's programs do."""
+"""What runs inside the ranks of the tests: each saves its part of a real GPTModel as Megatron's own programs do, in both formats."""
 
 from __future__ import annotations
 
+import multiprocessing
+import queue
 from argparse import Namespace
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +43,35 @@ def save_classic(parallel: ParallelConfig, model: str, folder: Path, head: str, 
         },
         folder / name / "model_optim_rng.pt",
     )
+
+
+def save_distributed(parallel: ParallelConfig, model: str, folder: Path, head: str, dtype: torch.dtype) -> None:
+    """In a rank: by Megatron's own writer, with the arguments that its programs keep."""
+    groups = start(parallel)
+    engine = build(groups, model, head=head, dtype=dtype)
+    from megatron.core import dist_checkpointing
+
+    names = ["model"] if len(engine._models) == 1 else [f"model{number}" for number in range(len(engine._models))]
+    models = {name: chunk.sharded_state_dict() for name, chunk in zip(names, engine._models, strict=True)}
+    if dist.get_rank() == 0:
+        folder.mkdir(parents=True)
+    dist.barrier()
+    with _children_allowed():
+        dist_checkpointing.save({"args": arguments(parallel, model), "iteration": 7, **models}, str(folder))
+
+
+@contextmanager
+def _children_allowed() -> Iterator[None]:
+    """Megatron's writer starts processes, which a rank of the pool may not have, and a server for a queue that one process uses."""
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    settings: dict[str, Any] = multiprocessing.current_process()._config  # type: ignore[attr-defined]
+    before, filesystem_async._results_queue = filesystem_async._results_queue, queue.Queue()
+    settings["daemon"] = False
+    try:
+        yield
+    finally:
+        settings["daemon"], filesystem_async._results_queue = True, before
 
 
 def _renamed(state: dict[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Classic checkpoints of real Megatron models, read back to the bit; and what is said of damaged ones."""
+"""Checkpoints that Megatron's own code wrote of real models, read back to the bit; and what is said of damaged classic ones."""
 
 import os
 import shutil
@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from megarl.config.errors import CheckpointError
 from megarl.conversion.open import open_model
 from tests.ranks import RankPool
-from tests.unit.conversion.classic_side import save_classic
+from tests.unit.conversion.classic_side import save_classic, save_distributed
 from tests.unit.conversion.test_source import everything
 from tests.unit.engine.models import save_critic, save_model
 from tests.unit.engine.rank_side import LAYOUTS
@@ -70,6 +70,23 @@ def test_a_classic_checkpoint_is_the_model_bit_for_bit(
     assert all(found[name].dtype == case[3] and torch.equal(found[name], expected[name]) for name in expected)
     assert (source.head, source.step) == (case[2], 7)
     assert source.layout.replace(" ", "") == {"TP1": "TP1xPP1", "TP2": "TP2xPP1", "PP2xVPP2": "TP1xPP2xVPP2"}.get(case[1], case[1])
+
+
+@pytest.mark.parametrize("case", [CASES[2], CASES[4]], ids=lambda case: "-".join(map(str, case)))
+def test_a_distributed_checkpoint_by_megatron_s_writer(
+    rank_pool: RankPool, models: Path, tmp_path: Path, case: tuple[str, str, str, torch.dtype, bool]
+) -> None:
+    family, layout, head, dtype, _ = case
+    model = models / (family if head == "lm" else f"{family}-value")
+    arguments = dict(parallel=LAYOUTS[layout], model=str(model), folder=tmp_path / "iter_0000007", head=head, dtype=dtype)
+    world_size = LAYOUTS[layout].tensor_parallel_size * LAYOUTS[layout].pipeline_parallel_size
+    rank_pool.run(save_distributed, world_size=world_size, **arguments)
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("7")
+    source = open_model(tmp_path, companions=model)
+    expected, found = load_file(model / "model.safetensors"), everything(source)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert source.head == head
 
 
 @pytest.fixture(scope="module")
