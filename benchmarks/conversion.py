@@ -161,10 +161,9 @@ def run(arguments: argparse.Namespace, scratch: Path) -> bool:
     good = same_weights(source, back)
     print(f"{folder_bytes(source) / 1e9:.2f} GB, largest tensor {largest / 1e6:.0f} MB, {'cold' if arguments.cold else 'warm'} page cache")
     print(f"there and back: {'the same bits' if good else 'OTHER BITS'}\n")
-    print(
-        "| | seconds | GB/s | of the copy's speed | processor seconds | peak memory MB | allowed | of it mapped files | before it began |"
-    )
-    print("|---|---|---|---|---|---|---|---|---|")
+    columns = ["", "seconds", "GB/s", "of the copy's speed", "processor seconds"]
+    columns += ["peak memory MB", "allowed", "of it mapped files", "before it began"]
+    print(f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}")
     allowed = 2 * largest + TARGET_EXTRA_BYTES
     for first in (0, 2):
         copy_s = min(result["seconds"] for result in results[first])
