@@ -55,7 +55,8 @@ def _open(path: Path, role: str | None, trust_remote_code: bool, companions: Pat
         folder = _role_folder(folder, role)
     elif role is not None:
         raise CheckpointError(f"{path}: role {role!r} was asked for, but this is not a run's checkpoint, and holds one model; leave it out")
-    if (folder.parent / STEP_FILE).is_file() and not (folder / MANIFEST_FILE).is_file():
+    of_step = (folder.parent / STEP_FILE).is_file() and not (folder / CONFIG_FILE).is_file()  # the policy's Hugging Face folder apart
+    if of_step and not (folder / MANIFEST_FILE).is_file():
         raise CheckpointError(f"{folder / MANIFEST_FILE}: is missing; the checkpoint is damaged")
     if (folder / TRACKER_FILE).is_file():
         folder = _tracked_folder(folder)

@@ -45,6 +45,9 @@ def test_a_run_s_checkpoints(folders: Path) -> None:
 
 def test_a_hugging_face_folder(folders: Path) -> None:
     assert open_model(folders / "hf").kind == "Hugging Face"
+    exported = folders / "step_00000005" / "huggingface"  # with checkpoint.save_hf
+    exported.symlink_to(folders / "hf")
+    assert open_model(exported).kind == "Hugging Face"
 
 
 def test_a_run_that_was_killed_before_it_wrote_latest(tmp_path: Path, folders: Path) -> None:
