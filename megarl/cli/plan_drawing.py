@@ -37,7 +37,7 @@ def draw_plan(plan: PlacementPlan, memory: Sequence[DeviceMemory], limit_gb: flo
     figure.tight_layout(rect=(0, 0.3 / figure.get_figheight(), 1, 1))
     drawn = io.BytesIO()
     metadata = {"Date": None} if path.suffix == ".svg" else None  # the same plan is the same file
-    with rc_context({"svg.hashsalt": "megarl"}):
+    with rc_context({"svg.hashsalt": "megarl", "svg.fonttype": "none"}):  # the same plan is the same file, with text as text
         figure.savefig(drawn, format=path.suffix.removeprefix("."), dpi=120, metadata=metadata)
     write_whole(path, drawn.getvalue())
 

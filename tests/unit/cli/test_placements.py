@@ -1,0 +1,116 @@
+"""Placements as a user meets them: impossible ones are refused by `megarl check` with the reason and a remedy; `megarl plan` shows them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megarl.cli.main import main
+from tests.unit.config.folders import ppo_values, write_yaml
+
+# The run: an actor of 4 devices in pairs, a critic of 2, one engine.
+ROLES = "placement.roles={actor: one, reference: one, critic: two, rollout: two}"
+CUSTOM = ["placement.strategy=custom", ROLES]
+
+IMPOSSIBLE = [
+    (["placement.devices_per_node=2"], "1 x 2 = 2 devices, but the roles need 7", "use devices_per_node 7 or more, more nodes"),
+    (
+        ["placement.num_nodes=8", "placement.devices_per_node=1"],
+        "a tensor-parallel group must fit on one node",
+        "use devices_per_node 2 or more",
+    ),
+    (
+        ["placement.strategy=hybrid", "rollout.num_replicas=5"],
+        "the engines share the actor's, which are 4",
+        "use num_replicas 4 or fewer, a larger actor, or the placement split_collocate",
+    ),
+    (
+        ["placement.strategy=fully_collocate", "rollout.engine=sglang", "rollout.tensor_parallel_size=4", "placement.num_nodes=2"]
+        + ["placement.devices_per_node=3"],
+        "a tensor-parallel group must fit on one node",
+        "use devices_per_node 4 or more",
+    ),
+    (["placement.strategy=stand_alone", "placement.devices_per_node=8"], "the roles need 11", "use devices_per_node 11 or more"),
+    (["placement.strategy=custom", "placement.pools={one: [4]}"], "the role 'actor' has no pool", "as placement.roles.actor=one"),
+    (
+        [*CUSTOM, "placement.pools={one: [4], two: [2]}", "placement.roles.judge=one"],
+        "this run has no role 'judge'",
+        "it has actor, reference",
+    ),
+    ([*CUSTOM, "placement.pools={one: [4]}"], "there is no pool 'two'", "give its devices on each node, as placement.pools.two=[4]"),
+    ([*CUSTOM, "placement.pools={one: [4], two: [2], three: [1]}"], "placement.pools.three: no role runs in it", "map a role to it"),
+    ([*CUSTOM, "placement.pools={one: [2], two: [2]}"], "has 2 devices, but actor needs 4", "use 4 or more, or smaller sizes of actor"),
+    (
+        [*CUSTOM, "placement.num_nodes=2", "placement.pools={one: [3, 1], two: [2]}"],
+        "actor needs 4 devices in groups of 2, each on one node",
+        "use a multiple of 2 on each node",
+    ),
+    (
+        [*CUSTOM, "placement.devices_per_node=4", "placement.pools={one: [4], two: [2]}"],
+        "on node 0 the pools have 6 devices (one 4, two 2), but devices_per_node is 4",
+        "use smaller pools there, another node",
+    ),
+    ([*CUSTOM, "placement.pools={one: [4], two: [0, 2]}"], "names 2 nodes, but num_nodes is 1", "use 2 nodes"),
+    (["placement.pools={one: [4]}"], "is given, but the strategy is split_collocate", "use strategy=custom"),
+    (
+        ["placement.strategy=hybrid", "resharding.transport=broadcast", "device=cuda"],
+        "NCCL refuses a group with two members on one device",
+        "use colocated or disk, or auto",
+    ),
+    (
+        ["placement.strategy=fully_collocate", "placement.device_memory_gb=0.001"],
+        "(pool all) would hold 0.02 GiB",
+        "use larger parallel sizes, smaller micro-batches",
+    ),
+]
+
+
+@pytest.fixture
+def ppo(tmp_path: Path) -> str:
+    return write_yaml(tmp_path / "run.yaml", ppo_values(tmp_path))
+
+
+@pytest.mark.parametrize(("overrides", "reason", "remedy"), IMPOSSIBLE)
+def test_an_impossible_placement_is_refused(
+    overrides: list[str], reason: str, remedy: str, ppo: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["check", ppo, *overrides]) == 2
+    error = capsys.readouterr().err
+    line = next(line for line in error.splitlines() if reason in line)
+    assert remedy in line
+
+
+def test_a_placement_over_its_budget_can_be_allowed(ppo: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", ppo, "placement.device_memory_gb=0.001", "placement.over_budget=warn"]) == 0
+    assert "warning: placement.device_memory_gb: in ref, device 0 of node 0 (pool actor) would hold" in capsys.readouterr().out
+
+
+def rows_of(text: str) -> list[str]:
+    return [" ".join(line.replace("│", " ").split()) for line in text.splitlines()]
+
+
+@pytest.mark.parametrize("name", ["plan.svg", "plan.png"])
+def test_a_plan_is_printed_and_drawn(
+    name: str, ppo: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
+    drawing = tmp_path / name
+    command = ["plan", ppo, "placement.strategy=hybrid", "--output", str(drawing)]
+    assert main(command) == 0
+    rows = rows_of(capsys.readouterr().out)
+    assert "actor actor 3 actor + reference 0 3" in rows
+    assert "actor rollout 0 rollout 0 0" in rows
+    assert "take turns: actor and rollout" in rows
+    assert any("update_critic | update_actor" in row for row in rows)
+    assert f"drawn to {drawing}" in rows
+    content = drawing.read_bytes()
+    assert content.startswith(b"<?xml" if name.endswith("svg") else b"\x89PNG")
+    if name.endswith("svg"):
+        assert main(command) == 0
+        assert drawing.read_bytes() == content
+
+
+def test_a_drawing_has_a_format_that_can_be_drawn(ppo: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", ppo, "--output", "plan.pdf"]) == 2
+    assert "drawings are .svg or .png" in capsys.readouterr().err
