@@ -168,7 +168,8 @@ def setting(rank_pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Se
     save_model("qwen2-tied", folder)
     batch = scored_batch(folder)
     several = {name: case_of(each, batch, one_update=False) for name, each in {**policy_losses(), **corrections(), **presets()}.items()}
-    single = {f"{name}, one update": case_of(each, batch, one_update=True) for name, each in presets().items()}
+    # A ratio for each token, one for a response, and one without gradient; the other presets have the first.
+    single = {f"{name}, one update": case_of(presets()[name], batch, one_update=True) for name in ("ppo", "gspo", "cispo")}
     cases, lengths = {**several, **single}, batch.tensors["attention_mask"].sum(1).tolist()
     results = run(rank_pool, Setting(str(folder), cases, lengths, {}), ParallelConfig(), ["all rows"])
     return Setting(str(folder), cases, lengths, {name: result for (name, _), result in results.items()})
