@@ -1,17 +1,10 @@
-"""Session-wide fixtures: one pool of gloo ranks, so that Megatron is imported once per rank and not once per test.
-
-Property tests draw the same examples in every run, so that what fails once fails again.
-"""
+"""Session-wide fixtures: one pool of gloo ranks, so that Megatron is imported once per rank and not once per test."""
 
 from collections.abc import Iterator
 
 import pytest
-from hypothesis import settings
 
 from tests.ranks import RankPool
-
-settings.register_profile("seeded", derandomize=True, deadline=None)
-settings.load_profile("seeded")
 
 
 @pytest.fixture(scope="session")
