@@ -8,7 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from own_means import broadcast_seconds
 
+from megarl.protocol.parcels import GroupAddress
+from megarl.protocol.weight_group import WeightGroup
 from megarl.rollout.sglang import loader
 from megarl.workers.engines import EngineSpec, build_engine
 from megarl.workers.rollout_worker import RolloutWorker
@@ -52,3 +55,11 @@ class MeasuredWorker(RolloutWorker):
         with engine._paused():
             [(copy_s, load_s)] = engine._loader._ask("own_loading", shapes=shapes)
         return copy_s, load_s
+
+    def broadcast_seconds(self, address: GroupAddress, nbytes: int, bucket_bytes: int) -> float:
+        """As rank 1 of a group of two."""
+        group = WeightGroup(address, 1, torch.device("cpu"))
+        try:
+            return broadcast_seconds(group, nbytes, bucket_bytes)
+        finally:
+            group.close()

@@ -20,6 +20,7 @@ import torch
 from megarl.protocol.checksum import checksum
 from megarl.protocol.parcels import ChunkMeta, GroupAddress, Parcel
 from megarl.protocol.receiver import ParcelReceiver
+from megarl.protocol.stream import WeightStream
 from megarl.protocol.weights import Manifest, TensorMeta, WeightTransferError
 from megarl.rollout.hf.folder import read_tensors
 from megarl.rollout.interface import EngineDeadError, FinishedRequest, GenerationRequest, RolloutEngine, Sample
@@ -196,6 +197,18 @@ class FakeEngine(RolloutEngine):
             for piece in self._receiver.open(parcel):
                 self._weights[piece.name].view(-1)[piece.offset : piece.offset + len(piece.data)] = piece.data
 
+    def load_streams(self) -> bool:
+        self._record("load_streams")
+        self._lifecycle.require_update()
+        buckets = self._receiver.stream.buckets
+
+        def take(number: int) -> None:
+            for chunk in buckets[number]:
+                self._lifecycle.record(chunk.meta, chunk.data.dtype)
+                self._weights[chunk.name].view(-1)[chunk.offset : chunk.offset + len(chunk.data)] = chunk.data
+
+        return self._receiver.stream.read(take)
+
     def load_folder(self, folder: Path) -> None:
         self._record("load_folder")
         for name, tensor in read_tensors(folder):
@@ -209,6 +222,10 @@ class FakeEngine(RolloutEngine):
     def join_weight_group(self, address: GroupAddress, first_rank: int) -> None:
         self._record("join_weight_group")
         self._receiver.join(address, first_rank)
+
+    def join_weight_streams(self, streams: Sequence[WeightStream], first_rank: int) -> None:
+        self._record("join_weight_streams")
+        self._receiver.join_streams(streams, first_rank)
 
     def leave_weight_groups(self) -> None:
         self._record("leave_weight_groups")

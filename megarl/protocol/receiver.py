@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from megarl.protocol.parcels import GroupAddress, Parcel, SegmentHandle
 from megarl.protocol.segment import SegmentReader
+from megarl.protocol.stream import StreamReader, WeightStream
 from megarl.protocol.weight_group import WeightGroup
 from megarl.protocol.weights import TensorChunk, WeightTransferError
 
@@ -21,6 +22,7 @@ class ParcelReceiver:
         self._segments = SegmentReader()
         self._groups: dict[str, WeightGroup] = {}
         self._buffer = torch.empty(0, dtype=torch.uint8, device=device)  # of the largest parcel received, kept for the next
+        self._stream: StreamReader | None = None
         self.transport_s = 0.0
 
     def join(self, address: GroupAddress, rank: int) -> None:
@@ -29,8 +31,26 @@ class ParcelReceiver:
             former.close()
         self._groups[address.name] = WeightGroup(address, rank, self._device)
 
+    def join_streams(self, streams: Sequence[WeightStream], number: int) -> None:
+        """As reader `number`, in the place of those joined before. Raises WeightTransferError where they are gone."""
+        self._leave_streams()
+        self._stream = StreamReader(streams, number)
+
+    @property
+    def stream(self) -> StreamReader:
+        """Raises WeightTransferError where none was joined."""
+        if self._stream is None:
+            raise WeightTransferError("no stream of weights was joined")
+        return self._stream
+
+    def _leave_streams(self) -> None:
+        if self._stream is not None:
+            self._stream.close()
+            self._stream = None
+
     def leave(self) -> None:
-        """Leaves all groups, and gives the memory for parcels back."""
+        """Leaves all groups and streams, and gives the memory for parcels back."""
+        self._leave_streams()
         for group in self._groups.values():
             group.close()
         self._groups = {}

@@ -22,7 +22,7 @@ from megarl.protocol.parcels import SegmentHandle
 from megarl.protocol.weights import WeightTransferError
 
 _NAME = "megarl-segment-"
-_ONE_NODE = "trainer and engine must run on one node, in one container and as one user; else set resharding.transport=broadcast"
+ONE_NODE = "trainer and engine must run on one node, in one container and as one user; else set resharding.transport=broadcast"
 
 
 class Segment(ABC):
@@ -33,7 +33,7 @@ class Segment(ABC):
 
     @staticmethod
     def create(nbytes: int, device: torch.device) -> Segment:
-        return _CudaSegment(nbytes, device) if device.type == "cuda" else _MemorySegment(nbytes)
+        return _CudaSegment(nbytes, device) if device.type == "cuda" else MemorySegment(nbytes)
 
     def tensor(self, dtype: torch.dtype, numel: int) -> torch.Tensor:
         """The first `numel` elements, flat; writing to it writes to the segment."""
@@ -45,7 +45,7 @@ class Segment(ABC):
         """Gives the memory back, also where readers still have it mapped: they read zeros. Tensors made of it are void."""
 
 
-class _MemorySegment(Segment):
+class MemorySegment(Segment):
     def __init__(self, nbytes: int) -> None:
         self._file = os.memfd_create(_NAME + uuid.uuid4().hex)
         os.ftruncate(self._file, nbytes)
@@ -53,10 +53,14 @@ class _MemorySegment(Segment):
         self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
         self.handle = SegmentHandle("memfd", f"/proc/{os.getpid()}/fd/{self._file}", nbytes)
 
+    def empty(self) -> None:
+        """Gives the memory back; it is made anew where it is written."""
+        self._map.madvise(mmap.MADV_REMOVE)
+
     def close(self) -> None:
         if self._bytes is not None:
             self._bytes = None
-            self._map.madvise(mmap.MADV_REMOVE)
+            self.empty()
             os.close(self._file)
 
 
@@ -80,7 +84,7 @@ class SegmentReader:
         inode = _inode(handle) if handle.kind == "memfd" else 0
         if handle.address not in self._opened or self._opened[handle.address][0] != inode:
             self._opened.pop(handle.address, None)
-            self._opened[handle.address] = (inode, _map(handle) if handle.kind == "memfd" else _decode_cuda(handle.address))
+            self._opened[handle.address] = (inode, map_segment(handle) if handle.kind == "memfd" else _decode_cuda(handle.address))
         nbytes = numel * dtype.itemsize
         if nbytes > handle.nbytes:
             raise WeightTransferError(f"{handle}: {numel} elements of {dtype} were announced, it holds {handle.nbytes} bytes")
@@ -101,19 +105,21 @@ def _inode(handle: SegmentHandle) -> int:
         status = os.stat(handle.address)
     except OSError as error:
         raise WeightTransferError(
-            f"{handle.address}: the trainer's segment is gone, its process has ended ({error}); {_ONE_NODE}"
+            f"{handle.address}: the trainer's segment is gone, its process has ended ({error}); {ONE_NODE}"
         ) from error
     if not is_ours or status.st_size != handle.nbytes:
-        raise WeightTransferError(f"{handle.address}: is not the trainer's segment of {handle.nbytes} bytes; {_ONE_NODE}")
+        raise WeightTransferError(f"{handle.address}: is not the trainer's segment of {handle.nbytes} bytes; {ONE_NODE}")
     return status.st_ino
 
 
-def _map(handle: SegmentHandle) -> torch.Tensor:
+def map_segment(handle: SegmentHandle, writable: bool = False) -> torch.Tensor:
+    """All bytes of another process's memfd. Raises WeightTransferError where it is gone."""
+    _inode(handle)
     try:
-        with Path(handle.address).open("rb") as file:
-            mapped = mmap.mmap(file.fileno(), handle.nbytes, prot=mmap.PROT_READ)
+        with Path(handle.address).open("r+b" if writable else "rb") as file:
+            mapped = mmap.mmap(file.fileno(), handle.nbytes, prot=mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0))
     except OSError as error:
-        raise WeightTransferError(f"{handle.address}: cannot open the trainer's segment ({error}); {_ONE_NODE}") from error
+        raise WeightTransferError(f"{handle.address}: cannot open the trainer's segment ({error}); {ONE_NODE}") from error
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The given buffer is not writable")
         return torch.frombuffer(mapped, dtype=torch.uint8)
@@ -131,7 +137,7 @@ def _decode_cuda(address: str) -> torch.Tensor:
     visible = range(torch.cuda.device_count())
     device = next((index for index in visible if str(torch.cuda.get_device_properties(index).uuid) == encoded["gpu"]), None)
     if device is None:
-        raise WeightTransferError(f"the trainer's GPU {encoded['gpu']} is not visible to this engine: {_ONE_NODE}")
+        raise WeightTransferError(f"the trainer's GPU {encoded['gpu']} is not visible to this engine: {ONE_NODE}")
     handle, size, offset, requires_grad, counter, counter_offset, event, event_sync = encoded["fields"]
     return rebuild_cuda_tensor(
         torch.Tensor,

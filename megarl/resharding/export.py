@@ -66,8 +66,10 @@ def plan_files(
 class FileOutlet(Outlet):
     """Into the files of one stage, by a thread of its own while the next bucket is assembled."""
 
-    def __init__(self, folder: Path, files: Sequence[FilePlan], numel: int, dtype: torch.dtype, device: torch.device) -> None:
-        self._files = [SafetensorsFile(folder / file.name, file.manifest) for file in files]
+    def __init__(
+        self, folder: Path, files: Sequence[FilePlan], numel: int, dtype: torch.dtype, device: torch.device, durable: bool
+    ) -> None:
+        self._files = [SafetensorsFile(folder / file.name, file.manifest, durable) for file in files]
         self._file_of = {name: opened for file, opened in zip(files, self._files, strict=True) for name in file.manifest}
         self._buffers = [torch.empty(numel, dtype=dtype, device=device) for _ in range(2)]
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="weights-to-file")
@@ -110,11 +112,14 @@ class FileOutlet(Outlet):
             file.abandon()
 
 
-def open_file_sender(shards: Shards, bucket_bytes: int, dtype: torch.dtype, folder: Path, files: Sequence[FilePlan]) -> WeightSender:
-    """`files`: those of this rank's stage. Ask for parcels until they are empty, then `end`: the files are complete."""
+def open_file_sender(
+    shards: Shards, bucket_bytes: int, dtype: torch.dtype, folder: Path, files: Sequence[FilePlan], durable: bool = True
+) -> WeightSender:
+    """`files`: those of this rank's stage. Ask for parcels until they are empty, then `end`: the files are complete, and where they
+    are `durable`, on the disk."""
     peak = PeakMemory(shards.device)
     gatherer = BucketGatherer(shards, bucket_bytes, dtype)
-    outlet = FileOutlet(folder, files, gatherer.largest_volume, dtype, shards.device) if gatherer.rank == 0 else None
+    outlet = FileOutlet(folder, files, gatherer.largest_volume, dtype, shards.device, durable) if gatherer.rank == 0 else None
     return WeightSender(gatherer, outlet, dtype, peak)
 
 
@@ -133,9 +138,16 @@ def save_hf_folder(
     if folder.exists() and any(folder.iterdir()) and not (folder / CONFIG_FILE).is_file():
         raise ValueError(f"{folder}: exists and is not a Hugging Face folder, so it is not replaced; give another folder")
     with whole_folder(folder) as partial:
-        write_weights(partial)
-        write_index(partial, [(name, meta, file.name) for file in files for name, meta in file.manifest.items()])
-        copy_companions(source_folder, partial, next(iter(files[0].manifest.values())).dtype, head)
+        write_hf_folder(write_weights, files, partial, source_folder, head)
+
+
+def write_hf_folder(
+    write_weights: Callable[[Path], None], files: Sequence[FilePlan], folder: Path, source_folder: Path, head: Head = "lm"
+) -> None:
+    """As save_hf_folder, into an empty folder that nobody reads before it returns. Raises what `write_weights` raises."""
+    write_weights(folder)
+    write_index(folder, [(name, meta, file.name) for file in files for name, meta in file.manifest.items()])
+    copy_companions(source_folder, folder, next(iter(files[0].manifest.values())).dtype, head)
 
 
 def write_index(folder: Path, tensors: Sequence[tuple[str, TensorMeta, str]]) -> None:

@@ -70,6 +70,14 @@ class BucketSizes(NamedTuple):
             raise ValueError(f"a bucket of {bucket_bytes} bytes has no room for a {dtype} element; give a larger resharding.bucket_mb")
         return cls(bucket, message, max(1, bucket // 8))
 
+    @classmethod
+    def of_slot(cls, slot_bytes: int, dtype: torch.dtype) -> BucketSizes:
+        """Where nothing is gathered: blocks as large as can be, so that there are few. Raises as `of`."""
+        whole = slot_bytes // dtype.itemsize
+        if whole < 1:
+            raise ValueError(f"a slot of {slot_bytes} bytes has no room for a {dtype} element; give a larger resharding.bucket_mb")
+        return cls(whole, whole, whole)
+
 
 Round = tuple[Block, ...]
 
@@ -94,15 +102,12 @@ class Bucket:
 
 
 @lru_cache(maxsize=8)  # the same plan serves every step
-def plan_buckets(
-    architecture: Architecture, layout: ShardLayout, bucket_bytes: int, dtype: torch.dtype, head: Head = "lm"
-) -> tuple[Bucket, ...]:
+def plan_buckets(architecture: Architecture, layout: ShardLayout, sizes: BucketSizes, head: Head = "lm") -> tuple[Bucket, ...]:
     """The buckets of the stage that `layout` describes; every tensor-parallel rank of it computes the same plan.
 
     Each Hugging Face tensor that the stage is the source of comes exactly once; padded vocabulary rows and the tied copy
-    of the output layer do not come at all. Raises ValueError where `bucket_bytes` holds no element.
+    of the output layer do not come at all.
     """
-    sizes = BucketSizes.of(bucket_bytes, dtype)
     blocks = list(_blocks(architecture, layout, sizes.block, head))
     return tuple(Bucket(tuple(map(tuple, _filled(bucket, sizes.message)))) for bucket in _filled(blocks, sizes.bucket))
 
@@ -169,8 +174,9 @@ class BucketGatherer:
     def __init__(self, shards: Shards, bucket_bytes: int, dtype: torch.dtype) -> None:
         self._shards = shards
         self.rank = shards.layout.tensor_parallel_rank
-        self.buckets = plan_buckets(shards.architecture, shards.layout, bucket_bytes, dtype, shards.head)
-        length = BucketSizes.of(bucket_bytes, dtype).message if shards.layout.tensor_parallel_size > 1 else 0
+        sizes = BucketSizes.of(bucket_bytes, dtype)
+        self.buckets = plan_buckets(shards.architecture, shards.layout, sizes, shards.head)
+        length = sizes.message if shards.layout.tensor_parallel_size > 1 else 0
         self._messages = torch.empty(2, length, dtype=dtype, device=shards.device)
         self.gather_s = 0.0
         self.convert_s = 0.0

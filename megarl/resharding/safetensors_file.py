@@ -19,10 +19,11 @@ _WRITE_BYTES = 2**20  # at a time: the system copies twice as fast what fits int
 
 
 class SafetensorsFile:
-    """A file that is complete when `close` returns. `manifest`: its tensors, which lie in it in this order."""
+    """A file that is complete when `close` returns. `manifest`: its tensors, which lie in it in this order. `durable`: it is to outlive
+    a power cut."""
 
-    def __init__(self, path: Path, manifest: Manifest) -> None:
-        self._path = path
+    def __init__(self, path: Path, manifest: Manifest, durable: bool = True) -> None:
+        self._path, self._durable = path, durable
         self._lock = threading.Lock()  # the system writes a file for one thread at a time, and lets the others spin
         self._receipt = WeightReceipt(manifest)
         header: dict[str, object] = {"__metadata__": {"format": "pt"}}
@@ -62,7 +63,8 @@ class SafetensorsFile:
         """Raises WeightTransferError that names tensors missing or doubled."""
         try:
             self._receipt.close()
-            os.fsync(self._file)
+            if self._durable:
+                os.fsync(self._file)
         finally:
             os.close(self._file)
 

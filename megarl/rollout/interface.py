@@ -11,6 +11,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from megarl.protocol.parcels import GroupAddress, Parcel
+from megarl.protocol.stream import WeightStream
 from megarl.protocol.weights import Manifest
 
 _WAIT_S = 1.0
@@ -134,6 +135,14 @@ class RolloutEngine(ABC):
         """
 
     @abstractmethod
+    def load_streams(self) -> bool:
+        """Loads all weights of the streams that it joined, while the trainer writes them. Returns whether all were loaded; False
+        where the trainer says nothing for a while: then it is to be called again, and goes on.
+
+        Raises as `load_weights`, and WeightTransferError where no stream was joined.
+        """
+
+    @abstractmethod
     def load_folder(self, folder: Path) -> None:
         """All weights from a Hugging Face folder with safetensors. Raises as `load_weights`."""
 
@@ -154,8 +163,12 @@ class RolloutEngine(ABC):
         """Its ranks become `first_rank`, ... of the group; returns when all members are there."""
 
     @abstractmethod
+    def join_weight_streams(self, streams: Sequence[WeightStream], first_rank: int) -> None:
+        """Its ranks become readers `first_rank`, ... of the streams of all stages, in the place of those joined before."""
+
+    @abstractmethod
     def leave_weight_groups(self) -> None:
-        """Leaves every group that it joined."""
+        """Leaves every group and stream that it joined."""
 
     @abstractmethod
     def checksums(self) -> dict[str, int]:

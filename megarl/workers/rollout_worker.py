@@ -10,6 +10,7 @@ from megarl.controller.dispatch import Dispatch, register
 from megarl.controller.worker import Worker
 from megarl.protocol.heap import trim_heap
 from megarl.protocol.parcels import GroupAddress, Parcel
+from megarl.protocol.stream import WeightStream
 from megarl.protocol.weights import Manifest
 from megarl.rollout.interface import EngineDeadError, FinishedRequest, GenerationRequest, RolloutEngine
 
@@ -46,6 +47,14 @@ class RolloutWorker(Worker):
         self._engine.load_weights(parcels)
 
     @register(dispatch_mode=Dispatch.RANK_ZERO, blocking=False)
+    def load_streams(self, version: int) -> bool:
+        """Where they are loaded, ends the update as well, without another call in between."""
+        is_complete = self._engine.load_streams()
+        if is_complete:
+            self._engine.end_weight_update(version)
+        return is_complete
+
+    @register(dispatch_mode=Dispatch.RANK_ZERO, blocking=False)
     def load_folder(self, folder: str) -> None:
         self._engine.load_folder(Path(folder))
 
@@ -56,6 +65,10 @@ class RolloutWorker(Worker):
     @register(dispatch_mode=Dispatch.RANK_ZERO, blocking=False)
     def join_weight_group(self, address: GroupAddress, first_rank: int) -> None:
         self._engine.join_weight_group(address, first_rank)
+
+    @register(dispatch_mode=Dispatch.RANK_ZERO, blocking=False)
+    def join_weight_streams(self, streams: Sequence[WeightStream], first_rank: int) -> None:
+        self._engine.join_weight_streams(streams, first_rank)
 
     @register(dispatch_mode=Dispatch.RANK_ZERO)
     def leave_weight_groups(self) -> None:

@@ -13,10 +13,12 @@ from typing import NamedTuple
 
 from megarl.controller.worker import Worker
 from megarl.protocol.parcels import GroupAddress, Parcel
+from megarl.protocol.stream import StreamSource, WeightStream
 from megarl.protocol.weight_group import WeightGroup, reserve_port
 from megarl.resharding.export import FilePlan, open_file_sender
 from megarl.resharding.gather import Shards
 from megarl.resharding.sender import KeptSegments, SenderReport, WeightSender, open_sender
+from megarl.resharding.stream_sender import StreamSender, open_stream
 from megarl.resharding.verify import shard_checksums
 
 
@@ -36,6 +38,8 @@ class WeightExport(Worker):
     _group_name = ""
     _listener: socket.socket | None = None
     _kept: KeptSegments | None = None
+    _stream_source: StreamSource | None = None
+    _stream_sender: StreamSender | None = None
 
     @abstractmethod
     def _shards(self) -> Shards:
@@ -50,12 +54,12 @@ class WeightExport(Worker):
         self._kept = self._kept or KeptSegments()
         self._sender = open_sender(shards, bucket_bytes, shards.dtype, self._kept, self._group if broadcast else None, self._group_name)
 
-    def begin_file_export(self, bucket_bytes: int, folder: str, files: Sequence[FilePlan]) -> None:
-        """`files`: of all stages. This rank's are made, still without content."""
+    def begin_file_export(self, bucket_bytes: int, folder: str, files: Sequence[FilePlan], durable: bool) -> None:
+        """`files`: of all stages. This rank's are made, still without content. `durable`: they are to outlive a power cut."""
         self._drop_sender()
         shards = self._shards()
         own = [file for file in files if file.stage == self.mesh_coordinate().pp]
-        self._sender = open_file_sender(shards, bucket_bytes, shards.dtype, Path(folder), own)
+        self._sender = open_file_sender(shards, bucket_bytes, shards.dtype, Path(folder), own, durable)
 
     def next_parcel(self) -> Parcel:
         """The next bucket of the stage, on its tensor-parallel rank 0; empty after the last, and on the other ranks of the stage."""
@@ -76,6 +80,7 @@ class WeightExport(Worker):
         """After a failure: gives all memory back, and leaves the weight group."""
         self._drop_sender()
         self.leave_weight_group()
+        self.leave_weight_stream()
 
     def weight_checksums(self) -> dict[str, int]:
         """What this rank's shards add to the checksum of each Hugging Face tensor."""
@@ -83,14 +88,44 @@ class WeightExport(Worker):
         return shard_checksums(shards, shards.dtype)
 
     def release_weight_buffers(self) -> None:
-        """What is kept for the next pass."""
+        """What is kept for the next pass; streams stay joined."""
         if self._kept is not None:
             self._kept.close()
+        if self._stream_sender is not None:
+            self._stream_sender.release()
 
     def _drop_sender(self) -> None:
         if self._sender is not None:
             sender, self._sender = self._sender, None
             sender.abandon()
+
+    # ---- the stream from the ranks of a stage to the engines of this node
+
+    def weights_are_on_cpu(self) -> bool:
+        return self._shards().device.type == "cpu"
+
+    def open_weight_stream(self, bucket_bytes: int, num_readers: int) -> WeightStream:
+        """On tensor-parallel rank 0 of a stage, before all its ranks join."""
+        self.leave_weight_stream()
+        self._stream_source, stream = open_stream(self._shards(), bucket_bytes, num_readers)
+        return stream
+
+    def join_weight_stream(self, bucket_bytes: int, streams: Sequence[WeightStream]) -> None:
+        """`streams`: of all stages. The slots stay in memory until `release_weight_buffers`, or until the stream is left."""
+        source, self._stream_source = self._stream_source, None
+        self.leave_weight_stream()
+        self._stream_sender = StreamSender(self._shards(), bucket_bytes, streams[self.mesh_coordinate().pp], source)
+
+    def send_weight_stream(self) -> SenderReport | None:
+        """All weights, while the engines read them; None where they say nothing for a while, to be called again."""
+        assert self._stream_sender is not None, "no stream was joined"
+        return self._stream_sender.send(self._shards())
+
+    def leave_weight_stream(self) -> None:
+        for part in (self._stream_sender, self._stream_source):
+            if part is not None:
+                part.close()
+        self._stream_sender = self._stream_source = None
 
     # ---- the weight group of this rank and the engines
 

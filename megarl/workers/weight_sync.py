@@ -1,15 +1,17 @@
 """The way of the weights: from the shards of a Megatron role, bucket by bucket, to engines or into a folder.
 
-The driver passes parcels on, which say where the data lie; it never holds a weight. At most two buckets of a pipeline stage are
-under way: while one is loaded the next is gathered.
+The driver never holds a weight. Trainers and engines that share a node's memory stream buckets among themselves, within one call;
+else the driver passes parcels on, which say where the data lie. At most two buckets of a pipeline stage are under way: while one
+is loaded the next is gathered.
 """
 
 from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property, partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,19 +19,20 @@ import torch
 
 from megarl.config.architecture import Architecture
 from megarl.config.schema import DType, ParallelConfig, Transport, Verify
-from megarl.controller.futures import WorkerFuture, gather
+from megarl.controller.futures import RemoteFuture, WorkerFuture, gather, wait_for_any
 from megarl.controller.group import RoleGroup
 from megarl.protocol.parcels import GroupAddress
 from megarl.protocol.weights import Manifest
-from megarl.resharding.export import plan_files, save_hf_folder
+from megarl.resharding.export import FilePlan, plan_files, save_hf_folder, write_hf_folder
 from megarl.resharding.families import Head
-from megarl.resharding.gather import plan_buckets
+from megarl.resharding.gather import BucketSizes, plan_buckets
 from megarl.resharding.layout import ShardLayout, layouts_of
 from megarl.resharding.manifest import manifest_of
 from megarl.resharding.sender import SenderReport
 from megarl.resharding.verify import add_checksums, compare_checksums
 
 PUSHED_FOLDERS = ".weights-*"  # the transport `disk` has one while it works
+_LOOK_S = 10.0  # without a sign of any rank
 _GROUP_LIMIT_S = 300.0  # for the members of a weight group to come, and for one broadcast
 
 
@@ -48,7 +51,7 @@ class WeightSource:
     def _torch_dtype(self) -> torch.dtype:
         return getattr(torch, self.dtype.value)
 
-    @property
+    @cached_property
     def manifest(self) -> Manifest:
         return manifest_of(self.architecture, self._torch_dtype, self.head)
 
@@ -63,40 +66,55 @@ class WeightSource:
         heads = [(place.pp, rank) for rank, place in enumerate(self.group.mesh) if place.dp == 0 and place.tp == 0]
         return [rank for _, rank in sorted(heads)]
 
+    @cached_property
+    def is_on_cpu(self) -> bool:
+        return self.group.execute_rank_async(self.exporters[0], "weights_are_on_cpu").get()
+
     def call(self, method: str, *arguments: object) -> list[WorkerFuture]:
         """On all exporters."""
         return [self.group.execute_rank_async(rank, method, *arguments) for rank in self.exporters]
 
     def num_rounds(self) -> int:
         """After so many parcels of every stage all weights were sent."""
-        return max(len(plan_buckets(self.architecture, stage, self.bucket_bytes, self._torch_dtype, self.head)) for stage in self._stages())
+        sizes = BucketSizes.of(self.bucket_bytes, self._torch_dtype)
+        return max(len(plan_buckets(self.architecture, stage, sizes, self.head)) for stage in self._stages())
 
     def _stages(self) -> Sequence[ShardLayout]:
         return layouts_of(self.architecture, self.parallel)[:: self.parallel.tensor_parallel_size]
 
     def save_hf(self, folder: Path, source_folder: str | Path) -> list[SenderReport]:
-        """Writes a Hugging Face folder whose tokenizer and configuration are those of `source_folder`; all of it or nothing.
+        """Writes a Hugging Face folder whose tokenizer and configuration are those of `source_folder`; all of it or nothing, and onto
+        the disk.
 
         Every stage writes its own files, so all nodes must see the folder. Raises as save_hf_folder.
         """
+        return self._write(partial(save_hf_folder, folder=folder, source_folder=source_folder), durable=True)
+
+    def write_hf(self, folder: Path, source_folder: str | Path) -> list[SenderReport]:
+        """As `save_hf`, into a folder that is read soon and by nobody else: it is there when this returns, a power cut may take it."""
+        folder.mkdir()
+        return self._write(partial(write_hf_folder, folder=folder, source_folder=Path(source_folder)), durable=False)
+
+    def _write(self, make_folder: Callable[[Callable[[Path], None], Sequence[FilePlan]], None], durable: bool) -> list[SenderReport]:
         files = plan_files(self.architecture, self._stages(), self._torch_dtype, self.head)
         reports: list[SenderReport] = []
 
-        def write(partial: Path) -> None:
-            gather(*self.call("begin_file_export", self.bucket_bytes, str(partial), files))
+        def write(folder: Path) -> None:
+            gather(*self.call("begin_file_export", self.bucket_bytes, str(folder), files, durable))
             gather(*self.call("send_all"))
             reports.extend(gather(*self.call("end_weight_export")))
 
-        save_hf_folder(write, files, folder, source_folder)
+        make_folder(write, files)
         return reports
 
 
 class PushReport(NamedTuple):
     """Of one push. Seconds of stages that work at the same time are those of the slowest rank, and add up to more than `seconds`.
 
-    gather_s: waiting for other ranks' shards. convert_s: copying into Hugging Face's layout. transport_s: broadcasts, or writing
-    files; 0 through shared memory. load_s: from telling the engines about a bucket until all have loaded it. verify_s: comparing
-    checksums. nbytes: of all weights, once. extra_bytes: the most memory that a trainer rank took for it, as planned or as measured.
+    gather_s: waiting for other ranks' shards. convert_s: copying into Hugging Face's layout. transport_s: broadcasts, which overlap;
+    writing files; through shared memory on the CPU, waiting for the engines to read. load_s: from telling the engines about the first
+    bucket (or the stream, or the folder) until all are loaded. verify_s: comparing checksums. nbytes: of all weights, once.
+    extra_bytes: the most memory that a trainer rank took for it, as planned or as measured.
     """
 
     seconds: float
@@ -130,8 +148,7 @@ class WeightSync:
         self._source = source
         self._transport, self._verify = transport, verify
         self._scratch_dir, self._config_dir = Path(scratch_dir), Path(config_dir)
-        self._members: list[RoleGroup] = []  # of the weight groups
-        self._member_processes: list[list[int]] = []  # an engine that slept may have come back as other processes
+        self._members: list[RoleGroup] = []  # of the weight groups or streams
         self._verified: list[RoleGroup] = []
 
     def push(self, replicas: Sequence[RoleGroup], version: int) -> PushReport:
@@ -145,6 +162,8 @@ class WeightSync:
             start_s = time.perf_counter()
             if self._transport is Transport.disk:
                 reports, load_s = self._through_folder(replicas, version)
+            elif self._transport is Transport.colocated and self._source.is_on_cpu:
+                reports, load_s = self._through_streams(replicas, version)
             else:
                 reports, load_s = self._through_parcels(replicas, version)
             verify_s = self._check(replicas)
@@ -164,7 +183,7 @@ class WeightSync:
         )
 
     def close(self) -> None:
-        """Leaves the weight groups."""
+        """Leaves the weight groups and streams, and gives their memory back. The next push makes new ones."""
         self._leave([*self._members])
 
     # ---- the ways
@@ -172,31 +191,46 @@ class WeightSync:
     def _through_parcels(self, replicas: Sequence[RoleGroup], version: int) -> tuple[list[SenderReport], float]:
         source, broadcast = self._source, self._transport is Transport.broadcast
         if broadcast:
-            self._join(replicas)
-        preparing = [replica.execute_rank_zero_async("begin_weight_update", source.manifest) for replica in replicas]
+            self._join(replicas, self._make_groups)
+        preparing = _ask_all(replicas, "begin_weight_update", source.manifest)
         opening = source.call("begin_weight_export", source.bucket_bytes, broadcast)
         gathering = source.call("next_parcel")
         gather(*preparing, *opening)
-        load_s = 0.0
+        loading: list[WorkerFuture] = []
         parcels = gather(*gathering)
+        start_s = time.perf_counter()
         for remaining in reversed(range(source.num_rounds())):
-            start_s = time.perf_counter()
-            filled = [parcel for parcel in parcels if parcel.chunks]
-            loading = [replica.execute_rank_zero_async("load_weights", filled) for replica in replicas]
-            gathering = source.call("next_parcel") if remaining else []
-            gather(*loading)
-            load_s += time.perf_counter() - start_s
-            parcels = gather(*gathering)
-        ending = [replica.execute_rank_zero_async("end_weight_update", version) for replica in replicas]
-        closing = source.call("end_weight_export")
+            former, loading = loading, _ask_all(replicas, "load_weights", [parcel for parcel in parcels if parcel.chunks])
+            gather(*former)  # the next parcels go where these were
+            parcels = gather(*(source.call("next_parcel") if remaining else []))
+        gather(*loading)
+        load_s = time.perf_counter() - start_s
+        ending, closing = _ask_all(replicas, "end_weight_update", version), source.call("end_weight_export")
         gather(*ending, *closing)
         return gather(*closing), load_s
+
+    def _through_streams(self, replicas: Sequence[RoleGroup], version: int) -> tuple[list[SenderReport], float]:
+        """Trainers write and engines read at the same time, and agree among themselves on who may go on.
+
+        Not on CUDA: there every rank sees its own GPU only, so that shards are gathered before engines can read them.
+        """
+        source = self._source
+        self._join(replicas, self._make_streams)
+        start_s = time.perf_counter()
+        beginning = _ask_all(replicas, "begin_weight_update", source.manifest)
+        writers = [partial(source.group.execute_rank_async, rank, "send_weight_stream") for rank in source.exporters]
+        readers = [partial(replica.execute_rank_zero_async, "load_streams", version) for replica in replicas]
+        try:
+            results = _until_given([*writers, *readers])
+        finally:
+            gather(*beginning)  # where it failed, that is why the loading did
+        return results[: len(writers)], time.perf_counter() - start_s
 
     def _through_folder(self, replicas: Sequence[RoleGroup], version: int) -> tuple[list[SenderReport], float]:
         self._scratch_dir.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".weights-{version}-", dir=self._scratch_dir) as scratch:
             folder = Path(scratch) / "model"
-            reports = self._source.save_hf(folder, self._config_dir)
+            reports = self._source.write_hf(folder, self._config_dir)
             start_s = time.perf_counter()
             _on_all(replicas, "begin_weight_update", self._source.manifest)
             _on_all(replicas, "load_folder", str(folder))
@@ -204,15 +238,29 @@ class WeightSync:
             _on_all(replicas, "end_weight_update", version)
             return reports, load_s
 
-    # ---- weight groups
+    # ---- weight groups and streams
 
-    def _join(self, replicas: Sequence[RoleGroup]) -> None:
-        """One group per pipeline stage, made in the order of the stages; new ones when the replicas are others than before."""
-        processes = _on_all(replicas, "process_ids")
-        if _same(self._members, replicas) and processes == self._member_processes:
+    def _join(self, replicas: Sequence[RoleGroup], make: Callable[[Sequence[RoleGroup], list[int]], None]) -> None:
+        """One group or stream per pipeline stage; new ones when the replicas are others than before."""
+        if _same(self._members, replicas):
             return
         self._leave([member for member in self._members if any(member is replica for replica in replicas)])
-        num_ranks = _on_all(replicas, "num_ranks")
+        make(replicas, _on_all(replicas, "num_ranks"))
+        self._members = list(replicas)
+
+    def _make_streams(self, replicas: Sequence[RoleGroup], num_ranks: list[int]) -> None:
+        source = self._source
+        opening = [
+            source.group.execute_rank_async(head, "open_weight_stream", source.bucket_bytes, sum(num_ranks)) for head in source.stage_heads
+        ]
+        streams = gather(*opening)
+        joining = source.call("join_weight_stream", source.bucket_bytes, streams)
+        for index, replica in enumerate(replicas):
+            joining.append(replica.execute_rank_zero_async("join_weight_streams", streams, sum(num_ranks[:index])))
+        gather(*joining)
+
+    def _make_groups(self, replicas: Sequence[RoleGroup], num_ranks: list[int]) -> None:
+        """In the order of the stages."""
         for stage, head in enumerate(self._source.stage_heads):
             point = self._source.group.execute_rank_async(head, "reserve_weight_group").get()
             address = GroupAddress(f"stage-{stage}", point.host, point.port, 1 + sum(num_ranks), point.backend, _GROUP_LIMIT_S)
@@ -220,20 +268,19 @@ class WeightSync:
             for index, replica in enumerate(replicas):
                 joining.append(replica.execute_rank_zero_async("join_weight_group", address, 1 + sum(num_ranks[:index])))
             gather(*joining)
-        self._members, self._member_processes = list(replicas), processes
 
     def _leave(self, members: Sequence[RoleGroup]) -> None:
         """At the same time: whoever waits in a broadcast is let go when the others leave."""
         if self._members:
             self._members = []
-            leaving = [self._source.group.execute_rank_async(head, "leave_weight_group") for head in self._source.stage_heads]
+            leaving = [*self._source.call("leave_weight_group"), *self._source.call("leave_weight_stream")]
             gather(*leaving, *(member.execute_rank_zero_async("leave_weight_groups") for member in members))
 
     def _give_up(self, replicas: Sequence[RoleGroup]) -> None:
         """Lets go of everything without waiting: a replica may be dead, or wait for one that is. Later calls queue behind."""
         self._members, self._verified = [], []
         self._source.call("abandon_weight_export")
-        if self._transport is Transport.broadcast:
+        if self._transport is not Transport.disk:
             for replica in replicas:
                 replica.execute_rank_zero_async("leave_weight_groups")
 
@@ -258,9 +305,29 @@ class WeightSync:
         return self._verify is Verify.always
 
 
+def _ask_all(replicas: Sequence[RoleGroup], method: str, *arguments: object) -> list[WorkerFuture]:
+    return [replica.execute_rank_zero_async(method, *arguments) for replica in replicas]
+
+
 def _on_all(replicas: Sequence[RoleGroup], method: str, *arguments: object) -> list:
     """The results, in the order of the replicas; raises the first failure of any."""
-    return gather(*(replica.execute_rank_zero_async(method, *arguments) for replica in replicas))
+    return gather(*_ask_all(replicas, method, *arguments))
+
+
+def _until_given(calls: Sequence[Callable[[], WorkerFuture]]) -> list:
+    """What each call gives in the end; one that gives None or False is made again. Raises the first failure of any."""
+    results: list = [None] * len(calls)
+    pending: dict[RemoteFuture, int] = {call(): number for number, call in enumerate(calls)}
+    while pending:
+        ended = wait_for_any(list(pending), _LOOK_S)
+        if not ended:  # a long pass; or one of them hangs, as each gives the word back when nothing happens: that is found in time
+            gather(*pending)
+        for future in ended:
+            number = pending.pop(future)
+            results[number] = future.get()
+            if not results[number]:
+                pending[calls[number]()] = number
+    return results
 
 
 def _same(before: Sequence[RoleGroup], now: Sequence[RoleGroup]) -> bool:

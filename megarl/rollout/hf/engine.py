@@ -14,6 +14,7 @@ from transformers.initialization import no_init_weights
 from megarl.protocol.checksum import checksum
 from megarl.protocol.parcels import ChunkMeta, GroupAddress, Parcel
 from megarl.protocol.receiver import ParcelReceiver
+from megarl.protocol.stream import WeightStream
 from megarl.protocol.weights import Manifest, TensorChunk, WeightTransferError
 from megarl.rollout.end_tokens import end_token_ids
 from megarl.rollout.hf.decoding import decode
@@ -119,6 +120,17 @@ class HFEngine(RolloutEngine):
                 self._lifecycle.record(chunk, parcel.dtype)
             self._copy(self._receiver.open(parcel))
 
+    def load_streams(self) -> bool:
+        self._lifecycle.require_update()
+        buckets = self._receiver.stream.buckets
+
+        def take(number: int) -> None:
+            for chunk in buckets[number]:
+                self._lifecycle.record(chunk.meta, chunk.data.dtype)
+            self._copy(buckets[number])
+
+        return self._receiver.stream.read(take)
+
     def load_folder(self, folder: Path) -> None:
         for name, tensor in read_tensors(folder):
             self._lifecycle.record(ChunkMeta(name, 0, tensor.numel()), tensor.dtype)
@@ -139,6 +151,9 @@ class HFEngine(RolloutEngine):
 
     def join_weight_group(self, address: GroupAddress, first_rank: int) -> None:
         self._receiver.join(address, first_rank)
+
+    def join_weight_streams(self, streams: Sequence[WeightStream], first_rank: int) -> None:
+        self._receiver.join_streams(streams, first_rank)
 
     def leave_weight_groups(self) -> None:
         self._receiver.leave()

@@ -26,6 +26,13 @@ class Destination(NamedTuple):
     elements: torch.Tensor
 
 
+class Copy(NamedTuple):
+    """`target`, a view of a parameter, is to become `source`, a view of a chunk."""
+
+    target: torch.Tensor
+    source: torch.Tensor
+
+
 @dataclass(frozen=True)
 class TensorPlan:
     """One Hugging Face tensor, as far as this rank holds it."""
@@ -33,8 +40,8 @@ class TensorPlan:
     meta: TensorMeta
     parts: tuple[Destination, ...]
 
-    def write(self, chunk: TensorChunk) -> None:
-        """Copies the chunk's elements to where they belong; what is not this rank's is left out."""
+    def copies(self, chunk: TensorChunk) -> Iterator[Copy]:
+        """What brings the chunk's elements to where they belong; what is not this rank's is left out."""
         strides = row_major_strides(self.meta.shape)
         for block in range_rectangles(self.meta.shape, chunk.offset, chunk.offset + chunk.data.numel()):
             for destination in self.parts:
@@ -42,7 +49,7 @@ class TensorPlan:
                     continue
                 first = _flat_index(shared.starts, strides) - chunk.offset
                 source = chunk.data.as_strided(shared.shape, strides, chunk.data.storage_offset() + first)
-                destination.elements[shared.relative_to(destination.rectangle.starts).slices].copy_(source)
+                yield Copy(destination.elements[shared.relative_to(destination.rectangle.starts).slices], source)
 
     def checksums(self) -> list[tuple[Rectangle, int]]:
         """What each rectangle adds to the checksum of the whole tensor, in the manifest's dtype."""
@@ -53,17 +60,42 @@ class TensorPlan:
         ]
 
 
+class Place(NamedTuple):
+    """Where a parameter lies. A plan's views keep the storages that they are of, so that no other can come to the same address."""
+
+    storage: int  # address in memory
+    address: int
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+
 class Plan(NamedTuple):
     """`tensors`: by Hugging Face name. `not_followed`: of tensors whose loader does more than to copy, in words; they have no plan.
-    `unreached`: parameters into which nothing goes on this rank."""
+    `unreached`: parameters into which nothing goes on this rank. `places`: where the model's parameters were."""
 
     tensors: dict[str, TensorPlan]
     not_followed: dict[str, str]
     unreached: list[str]
+    places: list[Place]
 
     @property
     def destinations(self) -> Iterator[Destination]:
         return (destination for tensor in self.tensors.values() for destination in tensor.parts)
+
+    @property
+    def manifest(self) -> Manifest:
+        """Of the tensors that have a plan."""
+        return {name: tensor.meta for name, tensor in self.tensors.items()}
+
+    @property
+    def rectangles(self) -> dict[str, list[Rectangle]]:
+        """What of each tensor is on this rank."""
+        return {name: [part.rectangle for part in tensor.parts] for name, tensor in self.tensors.items()}
+
+    def is_of(self, model: Any) -> bool:
+        """Whether the model's parameters are where they were, and the plan's views with them."""
+        storages = {place.storage for place in self.places}
+        return self.places == _places(model) and all(_storage(destination.elements) in storages for destination in self.destinations)
 
 
 def record_plan(model: Any, manifest: Manifest) -> Plan:
@@ -71,7 +103,7 @@ def record_plan(model: Any, manifest: Manifest) -> Plan:
 
     Raises WeightTransferError with the model's own words about a tensor that it refuses.
     """
-    plan = Plan({}, {}, [])
+    plan = Plan({}, {}, [], _places(model))
     for name, meta in manifest.items():
         try:
             plan.tensors[name] = TensorPlan(meta, _destinations(model, name, meta))
@@ -132,6 +164,10 @@ def _destination(shape: Sequence[int], source: torch.Tensor, target: torch.Tenso
 
 def _flat_index(starts: Sequence[int], strides: Sequence[int]) -> int:
     return sum(map(int.__mul__, starts, strides))
+
+
+def _places(model: Any) -> list[Place]:
+    return [Place(_storage(parameter), parameter.data_ptr(), parameter.shape, parameter.stride()) for parameter in model.parameters()]
 
 
 def _storage(tensor: torch.Tensor) -> int:

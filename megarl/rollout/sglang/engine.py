@@ -18,6 +18,7 @@ from safetensors import safe_open
 
 from megarl.config.schema import SGLangMode
 from megarl.protocol.parcels import ChunkMeta, GroupAddress, Parcel
+from megarl.protocol.stream import WeightStream
 from megarl.protocol.weights import Manifest, WeightTransferError
 from megarl.rollout.end_tokens import end_token_ids
 from megarl.rollout.interface import EngineDeadError, FinishedRequest, GenerationRequest, RolloutEngine
@@ -66,6 +67,7 @@ class SGLangEngine(RolloutEngine):
         self._in_flight: dict[int, _InFlight] = {}  # by ticket, which is never used twice
         self._tickets = itertools.count()
         self._session_is_open = self._is_paused = False
+        self._streams: Sequence[WeightStream] = ()
         self._last_version = -1  # of the last complete weights
         self._last_sign_s = time.monotonic()
         self._wait_for(self._backend.open())
@@ -175,12 +177,22 @@ class SGLangEngine(RolloutEngine):
                 self._lifecycle.record(chunk, parcel.dtype)
         self._loader.load(parcels)
 
+    def load_streams(self) -> bool:
+        self._lifecycle.require_update()
+        if not self._loader.load_streams():
+            return False
+        for stream in self._streams:
+            for chunk in itertools.chain(*stream.buckets):
+                self._lifecycle.record(chunk, stream.dtype)
+        return True
+
     def load_folder(self, folder: Path) -> None:
         """By SGLang's own reading of the files."""
         self._lifecycle.require_update()
         for chunk, dtype in _tensors_of(folder):
             self._lifecycle.record(chunk, dtype)
         self._close_session()
+        self._loader.forget()
         try:
             self._call("update_weights_from_disk", model_path=str(folder), load_format="auto", flush_cache=False, abort_all_requests=False)
         except CallRefusedError as error:
@@ -192,10 +204,8 @@ class SGLangEngine(RolloutEngine):
         self._close_session()
         self._lifecycle.end(version)
         self._last_version = version
-        if self._backend.features.has("update_weight_version"):
-            self._call("update_weight_version", new_version=str(version), abort_all_requests=False)
         started_anew: list[GenerationRequest] = []
-        if not self._try_to_flush():
+        if not self._wait_for(self._stamp_and_flush(version), self._spec.health_limit_s):
             # Older versions flush only what is idle: requests that wait for the end of the update start anew after it.
             started_anew = [in_flight.request for in_flight in self._in_flight.values()]
             self.abort()
@@ -203,9 +213,20 @@ class SGLangEngine(RolloutEngine):
         self._resume()
         self.submit(started_anew)
 
+    async def _stamp_and_flush(self, version: int) -> bool:
+        """In one go: each wait for the loop's thread takes as long as the stamp. Whether the cache could be flushed."""
+        if self._backend.features.has("update_weight_version"):
+            await self._request("update_weight_version", new_version=str(version), abort_all_requests=False)
+        return await self._backend.flush_cache()
+
     def join_weight_group(self, address: GroupAddress, first_rank: int) -> None:
         with self._paused():
             self._loader.join(address, first_rank)
+
+    def join_weight_streams(self, streams: Sequence[WeightStream], first_rank: int) -> None:
+        with self._paused():
+            self._loader.join_streams(streams, first_rank)
+        self._streams = streams
 
     def leave_weight_groups(self) -> None:
         with self._paused():
@@ -285,6 +306,7 @@ class SGLangEngine(RolloutEngine):
         self._pause()
         self._flush()
         self._lifecycle.leave(EngineState.ASLEEP)
+        self._loader.forget()
         self._call("release_memory_occupation")
         self._resume()  # a paused scheduler takes a core for itself; nothing is asked of it until it is awake
 
@@ -311,8 +333,10 @@ class SGLangEngine(RolloutEngine):
 
     def _call(self, endpoint: str, *, time_limit_s: float | None = 0.0, **values: Any) -> None:
         """time_limit_s: None: no limit; 0: `health_limit_s`."""
-        limit_s = self._spec.health_limit_s if time_limit_s == 0 else time_limit_s
-        self._wait_for(self._backend.call(endpoint, self._backend.features.payload(endpoint, **values)), limit_s)
+        self._wait_for(self._request(endpoint, **values), self._spec.health_limit_s if time_limit_s == 0 else time_limit_s)
+
+    def _request(self, endpoint: str, **values: Any) -> Coroutine[Any, Any, None]:
+        return self._backend.call(endpoint, self._backend.features.payload(endpoint, **values))
 
     def _wait_for(self, coroutine: Coroutine[Any, Any, T], limit_s: float | None = None) -> T:
         """Raises EngineDeadError where a process ends, or the limit is reached, before there is an answer."""

@@ -15,7 +15,7 @@ import tempfile
 import time
 import traceback
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,8 +26,9 @@ from megarl.protocol.checksum import MODULUS
 from megarl.protocol.parcels import ChunkMeta, GroupAddress, Parcel, SegmentHandle
 from megarl.protocol.receiver import ParcelReceiver
 from megarl.protocol.rectangles import Rectangle, tiling_fault
+from megarl.protocol.stream import StreamAddress, WeightStream
 from megarl.protocol.weights import Manifest, TensorMeta, WeightTransferError
-from megarl.rollout.sglang.destinations import Plan, record_plan, zero_what_is_not_written
+from megarl.rollout.sglang.destinations import Copy, Plan, record_plan, zero_what_is_not_written
 
 Send = Callable[[list[tuple[str, torch.Tensor]]], None]
 _MAX_NAMED = 8  # faults in one message
@@ -48,7 +49,8 @@ class RankLoader:
 
     def __init__(self, device: torch.device) -> None:
         self._receiver = ParcelReceiver(device)
-        self._plan = Plan({}, {}, [])
+        self._plan = Plan({}, {}, [], [])
+        self._copies: list[list[Copy]] = []  # of each bucket of the streams; made when they are read first
         # What SGLang made at its start lives as long as its process. Its flush of the prefix cache collects garbage on the CPU,
         # and would look at all of it at the end of every update, for nearly half a second.
         gc.freeze()
@@ -59,13 +61,21 @@ class RankLoader:
             return self._prepare(model, arguments["manifest"])
         if command == "zero":
             return zero_what_is_not_written(model, self._plan)
+        if arguments.get("is_first") and self._follow(model):
+            zero_what_is_not_written(model, self._plan)
         if command == "load":
             return self._load([_decode_parcel(parcel) for parcel in arguments["parcels"]])
+        if command == "join_streams":
+            self._copies = []
+            return self._receiver.join_streams([_decode_stream(stream) for stream in arguments["streams"]], arguments["first_rank"] + rank)
+        if command == "load_streams":
+            return rank not in arguments["ranks"] or self._load_streams(arguments["is_first"])
         if command == "finish":
             return self._receiver.release()
         if command == "join":
             return self._receiver.join(GroupAddress(*arguments["address"]), arguments["first_rank"] + rank)
         if command == "leave":
+            self._copies = []
             return self._receiver.leave()
         assert command == "checksums", command
         return {
@@ -75,17 +85,49 @@ class RankLoader:
 
     def _prepare(self, model: Any, manifest: list[tuple[str, list[int], str]]) -> dict[str, Any]:
         self._plan = record_plan(model, {name: TensorMeta(tuple(shape), getattr(torch, dtype)) for name, shape, dtype in manifest})
-        rectangles = {name: [_encode_rectangle(part.rectangle) for part in tensor.parts] for name, tensor in self._plan.tensors.items()}
+        self._copies = []
+        rectangles = {name: [_encode_rectangle(part) for part in parts] for name, parts in self._plan.rectangles.items()}
         return {"rectangles": rectangles, "not_followed": self._plan.not_followed, "unreached": self._plan.unreached}
+
+    def _follow(self, model: Any) -> bool:
+        """Whether SGLang had moved its parameters since the plan was made, as it may between two updates; then there is a new plan.
+
+        Raises WeightTransferError where it holds other parts of the tensors now.
+        """
+        if self._plan.is_of(model):
+            return False
+        plan = record_plan(model, self._plan.manifest)
+        if plan.not_followed or plan.rectangles != self._plan.rectangles:
+            raise WeightTransferError("SGLang has cut its parameters anew since it was asked where its tensors go: start the engine anew")
+        self._plan, self._copies = plan, []
+        return True
 
     def _load(self, parcels: Sequence[Parcel]) -> LoadSeconds:
         start_s, fetched_before_s = time.perf_counter(), self._receiver.transport_s
         with torch.no_grad():
             for parcel in parcels:
                 for chunk in self._receiver.open(parcel):
-                    self._plan.tensors[chunk.name].write(chunk)
+                    _make(self._plan.tensors[chunk.name].copies(chunk))
         transport_s = self._receiver.transport_s - fetched_before_s
         return LoadSeconds(transport_s, time.perf_counter() - start_s - transport_s)
+
+    def _load_streams(self, is_first: bool) -> bool:
+        stream = self._receiver.stream
+        if is_first and stream.is_under_way:
+            raise WeightTransferError("the stream was given up in the middle, for an update before this one: join another")
+        if not self._copies:
+            if unknown := {chunk.name for bucket in stream.buckets for chunk in bucket} - self._plan.tensors.keys():
+                raise WeightTransferError(f"the stream has tensors that were not announced: {', '.join(sorted(unknown)[:_MAX_NAMED])}")
+            self._copies = [
+                [copy for chunk in bucket for copy in self._plan.tensors[chunk.name].copies(chunk)] for bucket in stream.buckets
+            ]
+        with torch.no_grad():
+            return stream.read(lambda number: _make(self._copies[number]))
+
+
+def _make(copies: Iterable[Copy]) -> None:
+    for target, source in copies:
+        target.copy_(source)
 
 
 _rank_loader: RankLoader | None = None
@@ -125,15 +167,28 @@ class LoaderClient:
         self._number = 0
         self._manifest: Manifest = {}
         self._not_followed: dict[str, str] = {}
+        self._is_known = False  # where the tensors go
+        self._is_first = True  # no load was asked for in this update
+        self._holds_parcels = False
+        self._reading: set[int] = set()  # ranks that have not read the streams to the end
 
     def prepare(self, manifest: Manifest) -> None:
-        """Finds out where the tensors go in the model as it lies in memory now; the next `load` writes there.
+        """Finds out where the tensors go in the model as it lies in memory now; the next `load` writes there. What was found out
+        for an earlier update is kept; the first load looks whether it still holds.
 
         Raises WeightTransferError that names tensors that are not the model's, and parameters that no tensor fills; then the
         model is unchanged. A tensor that only SGLang's own loader can load is an error when it is to be loaded.
         """
-        self._record(manifest)
-        self._ask("zero")
+        self._is_first, self._reading = True, set()
+        if manifest != self._manifest or not self._is_known:
+            self._is_known = False  # until it has gone well: ranks have a new plan where it has not
+            self._record(manifest)
+            self._ask("zero")
+            self._is_known = True
+
+    def forget(self) -> None:
+        """Memory was given back, or SGLang has loaded by itself: what no tensor fills need not be zero, and tensors may go elsewhere."""
+        self._is_known = False
 
     def _record(self, manifest: Manifest) -> None:
         encoded = [(name, list(meta.shape), str(meta.dtype).removeprefix("torch.")) for name, meta in manifest.items()]
@@ -162,12 +217,28 @@ class LoaderClient:
         self._check_followed()
         if not any(parcel.chunks for parcel in parcels):
             return LoadSeconds(0.0, 0.0)
-        seconds = self._ask("load", parcels=[_encode_parcel(parcel) for parcel in parcels if parcel.chunks])
+        self._holds_parcels = True
+        seconds = self._ask_to_load("load", parcels=[_encode_parcel(parcel) for parcel in parcels if parcel.chunks])
         return LoadSeconds(max(transport for transport, _ in seconds), max(load for _, load in seconds))
+
+    def load_streams(self) -> bool:
+        """Whether all ranks have loaded everything. Raises as `load`."""
+        self._check_followed()
+        self._reading = self._reading or set(range(self._num_ranks))
+        answers = self._ask_to_load("load_streams", ranks=sorted(self._reading))
+        self._reading = {rank for rank, is_complete in enumerate(answers) if not is_complete}
+        return not self._reading
+
+    def join_streams(self, streams: Sequence[WeightStream], first_rank: int) -> None:
+        """Raises WeightTransferError where the trainer is gone."""
+        self._reading = set()
+        self._ask("join_streams", streams=[_encode_stream(stream) for stream in streams], first_rank=first_rank)
 
     def finish(self) -> None:
         """Gives back what the processes kept for the next parcel."""
-        self._ask("finish")
+        if self._holds_parcels:
+            self._ask("finish")
+            self._holds_parcels = False
 
     def join(self, address: GroupAddress, first_rank: int) -> None:
         """Raises WeightTransferError where not all ranks of the group come in time."""
@@ -207,6 +278,11 @@ class LoaderClient:
                 f"{name} ({why}), ...; set resharding.transport=disk and resharding.verify=off, which leave the loading to SGLang"
             )
 
+    def _ask_to_load(self, command: str, **arguments: Any) -> list[Any]:
+        answers = self._ask(command, is_first=self._is_first, **arguments)
+        self._is_first = False
+        return answers
+
     def _ask(self, command: str, **arguments: Any) -> list[Any]:
         """The results of all ranks. Raises WeightTransferError with the failures of any."""
         self._number += 1
@@ -243,3 +319,15 @@ def _decode_parcel(encoded: dict[str, Any]) -> Parcel:
     where = encoded["where"]
     chunks = tuple(ChunkMeta(*chunk) for chunk in encoded["chunks"])
     return Parcel(chunks, getattr(torch, encoded["dtype"]), where if isinstance(where, str) else SegmentHandle(*where))
+
+
+def _encode_stream(stream: WeightStream) -> dict[str, Any]:
+    dtype = str(stream.dtype).removeprefix("torch.")
+    return {"address": stream.address, "dtype": dtype, "slot_numel": stream.slot_numel, "buckets": stream.buckets}
+
+
+def _decode_stream(encoded: dict[str, Any]) -> WeightStream:
+    name, segment, writers, readers = encoded["address"]
+    address = StreamAddress(name, SegmentHandle(*segment), tuple(writers), tuple(readers))
+    buckets = tuple(tuple(ChunkMeta(*chunk) for chunk in bucket) for bucket in encoded["buckets"])
+    return WeightStream(address, getattr(torch, encoded["dtype"]), encoded["slot_numel"], buckets)

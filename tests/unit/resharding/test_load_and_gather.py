@@ -119,13 +119,13 @@ def test_buckets_are_filled_and_bounded() -> None:
     architecture = architecture_of("qwen2")
     layout = model_layouts(architecture, tensor_parallel_size=2, padded_vocab_size=PADDED_VOCAB)[0]
     total = sum(torch.Size(meta.shape).numel() for meta in manifest_of(architecture, torch.bfloat16).values())
-    buckets = plan_buckets(architecture, layout, 4096, torch.bfloat16)
+    buckets = plan_buckets(architecture, layout, BucketSizes.of(4096, torch.bfloat16))
     assert sum(bucket.volume for bucket in buckets) == total
     assert max(bucket.volume for bucket in buckets) <= 1792  # seven eighths of 2048
     assert max(sum(block.volume for block in blocks) for bucket in buckets for blocks in bucket.rounds) <= 256
     assert len(buckets) <= total / 1792 * 8 / 7 + 1  # none is closed with more than an eighth of it empty
     with pytest.raises(ValueError, match=r"bucket of 2 bytes has no room for a torch\.bfloat16 element"):
-        plan_buckets(architecture, layout, 2, torch.bfloat16)
+        BucketSizes.of(2, torch.bfloat16)
 
 
 @pytest.mark.parametrize("tensor_parallel_size", [1, 2, 4])
@@ -136,7 +136,7 @@ def test_ranks_send_each_element_of_a_bucket_once(tensor_parallel_size: int) -> 
         architecture, tensor_parallel_size=tensor_parallel_size, pipeline_parallel_size=2, padded_vocab_size=PADDED_VOCAB
     ):
         for bucket_bytes in BUCKET_BYTES:
-            for bucket in plan_buckets(architecture, layout, bucket_bytes, torch.float32):
+            for bucket in plan_buckets(architecture, layout, BucketSizes.of(bucket_bytes, torch.float32)):
                 for block in bucket.blocks:
                     assert tiling_fault(block.shape, [transfer.in_block for transfer in block.transfers]) is None
                     assert {transfer.in_block.shape == transfer.in_shard.shape for transfer in block.transfers} == {True}

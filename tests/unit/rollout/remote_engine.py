@@ -10,6 +10,7 @@ import ray
 from ray.exceptions import RayTaskError
 
 from megarl.protocol.parcels import GroupAddress, Parcel
+from megarl.protocol.stream import WeightStream
 from megarl.protocol.weights import Manifest
 from megarl.rollout.interface import FinishedRequest, GenerationRequest, RolloutEngine
 from megarl.rollout.sglang.engine import SGLangEngine
@@ -55,6 +56,9 @@ class RemoteEngine(RolloutEngine):
     def load_weights(self, parcels: Sequence[Parcel]) -> None:
         self._ask("load_weights", parcels)
 
+    def load_streams(self) -> bool:
+        return self._ask("load_streams")
+
     def load_folder(self, folder: Path) -> None:
         self._ask("load_folder", folder)
 
@@ -67,6 +71,9 @@ class RemoteEngine(RolloutEngine):
 
     def join_weight_group(self, address: GroupAddress, first_rank: int) -> None:
         self._ask("join_weight_group", address, first_rank)
+
+    def join_weight_streams(self, streams: Sequence[WeightStream], first_rank: int) -> None:
+        self._ask("join_weight_streams", streams, first_rank)
 
     def leave_weight_groups(self) -> None:
         self._ask("leave_weight_groups")

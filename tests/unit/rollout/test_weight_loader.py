@@ -54,7 +54,7 @@ class Scheduler:
     """Runs what SGLang's processes would, one rank after the other, in this process."""
 
     def __init__(self, models: Sequence[torch.nn.Module]) -> None:
-        self.models = models
+        self.models = list(models)
         self._loaders = [RankLoader(CPU) for _ in models]
         self.silent_ranks: set[int] = set()
 
@@ -156,6 +156,72 @@ def test_tensors_that_are_not_the_models(client_of: Callable) -> None:
         client.prepare({**manifest, "embed": TensorMeta((9, 6), torch.float32)})
     for name, parameter in scheduler.models[0].named_parameters():
         assert torch.equal(parameter, before[name])
+
+
+def moved(tensor: torch.Tensor) -> torch.Tensor:
+    """Of the same shape, elsewhere, with other elements."""
+    return torch.full_like(tensor, 99.0)
+
+
+def test_where_tensors_go_is_asked_once(client_of: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    load_weights = Model.load_weights
+    monkeypatch.setattr(Model, "load_weights", lambda model, weights: (asked.append(weights[0][0]), load_weights(model, weights))[1])
+    weights = random_weights()
+    client, (parcel, _) = client_of(Scheduler([Model(0, 1)])), parcel_of(weights, 1000)
+    for _ in range(2):
+        client.prepare(manifest_of(weights))
+        client.load([parcel])
+        assert sorted(asked) == sorted(SHAPES)
+    halved = {name: tensor.bfloat16() for name, tensor in weights.items()}
+    client.prepare(manifest_of(halved))
+    assert sorted(asked) == sorted([*SHAPES, *SHAPES])
+    client.load([parcel_of(halved, 1000)[0]])
+    assert client.checksums() == {name: checksum(tensor) for name, tensor in halved.items()}
+    client.forget()
+    asked.clear()
+    client.prepare(manifest_of(halved))
+    assert sorted(asked) == sorted(SHAPES)
+
+
+def test_parameters_that_were_moved_between_updates_are_followed(client_of: Callable) -> None:
+    weights = random_weights()
+    scheduler = Scheduler([Model(rank, 2) for rank in range(2)])
+    client, (parcel, _) = client_of(scheduler), parcel_of(weights, 5)
+    client.prepare(manifest_of(weights))
+    client.load([parcel])
+    expected = [{name: parameter.clone() for name, parameter in model.named_parameters()} for model in scheduler.models]
+    former = scheduler.models[1].down.data
+    scheduler.models[1].down.data = moved(former)
+    former.fill_(7.0)
+    client.prepare(manifest_of(weights))
+    client.load([parcel])
+    for model, parameters in zip(scheduler.models, expected, strict=True):
+        for name, parameter in model.named_parameters():
+            assert torch.equal(parameter, parameters[name]), name  # what no tensor fills is zero there, too
+    assert bool((former == 7.0).all())
+    assert client.checksums() == {name: checksum(tensor) for name, tensor in weights.items()}
+
+
+def test_parameters_that_were_cut_anew_are_not_filled(client_of: Callable) -> None:
+    weights = random_weights()
+    scheduler = Scheduler([Model(0, 1)])
+    client, (parcel, _) = client_of(scheduler), parcel_of(weights, 1000)
+    client.prepare(manifest_of(weights))
+    scheduler.models[0] = Model(0, 2)
+    with pytest.raises(WeightTransferError, match="cut its parameters anew"):
+        client.load([parcel])
+
+
+def test_a_refused_manifest_does_not_change_where_tensors_go(client_of: Callable) -> None:
+    weights = random_weights()
+    client, (parcel, _) = client_of(Scheduler([Model(0, 1)])), parcel_of(weights, 1000)
+    client.prepare(manifest_of(weights))
+    with pytest.raises(WeightTransferError, match="no tensor goes into norm"):
+        client.prepare({name: meta for name, meta in manifest_of(weights).items() if name != "norm"})
+    client.prepare(manifest_of(weights))
+    client.load([parcel])
+    assert client.checksums() == {name: checksum(tensor) for name, tensor in weights.items()}
 
 
 class Computing(Model):

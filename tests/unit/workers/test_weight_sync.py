@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -16,17 +17,22 @@ from safetensors.torch import load_file
 from megarl.config.architecture import read_architecture
 from megarl.config.schema import Device, DType, ParallelConfig, RolloutConfig, Transport, Verify
 from megarl.controller.errors import WorkerError
+from megarl.controller.futures import gather
 from megarl.controller.group import RoleGroup
 from megarl.controller.resource_pool import RayResourcePool
 from megarl.controller.worker_class import RayClassWithInitArgs
 from megarl.protocol.checksum import checksum
-from megarl.protocol.parcels import Parcel
+from megarl.protocol.mesh import MeshCoordinate
+from megarl.resharding.gather import Shards
+from megarl.resharding.layout import layouts_of, shard_shapes
+from megarl.resharding.sender import SenderReport
 from megarl.resharding.verify import WeightMismatchError
 from megarl.rollout.hf.engine import HFEngine
 from megarl.rollout.interface import RolloutEngine
 from megarl.workers.engines import EngineSpec, build_engine
 from megarl.workers.megatron import MegatronWorker
 from megarl.workers.replicas import ReplicaPlace, Replicas
+from megarl.workers.weight_export import WeightExport
 from megarl.workers.weight_sync import WeightSource, WeightSync
 from tests.unit.engine.models import save_model
 from tests.unit.workers.groups import model_spec, started
@@ -46,11 +52,11 @@ class Trainer(NamedTuple):
     group: RoleGroup
     folder: Path
 
-    def sync(self, transport: Transport, scratch: Path, verify: Verify = Verify.always) -> WeightSync:
+    def sync(self, transport: Transport, scratch: Path, verify: Verify = Verify.always, parallel: ParallelConfig = LAYOUT) -> WeightSync:
         source = WeightSource(
             group=self.group,
             architecture=read_architecture(str(self.folder)),
-            parallel=LAYOUT,
+            parallel=parallel,
             dtype=DType.float32,
             bucket_bytes=BUCKET_BYTES,
         )
@@ -77,10 +83,12 @@ class FaultyEngine(HFEngine):
 
     marker: Path | None = None
     lie = False
+    num_buckets = 0
 
-    def load_weights(self, parcels: list[Parcel]) -> None:
-        super().load_weights(parcels)
-        if self.marker is not None and any(parcel.chunks[0].offset for parcel in parcels):
+    def _copy(self, chunks) -> None:
+        super()._copy(chunks)
+        self.num_buckets += 1
+        if self.marker is not None and self.num_buckets == 2:
             self.marker.touch()
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -175,6 +183,65 @@ def test_a_push_can_be_made_again_after_an_engine_died_in_it(
     sync.push(replicas.groups, 2)
     assert [group.weight_version() for group in replicas.groups] == [2, 2]
     sync.close()
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS[:2])
+def test_what_is_kept_from_push_to_push_outlives_sleep_offload_and_restarts(
+    trainer: Trainer, folders: Folders, replicas_of, tmp_path: Path, transport: Transport
+) -> None:
+    replicas = replicas_of(good_engine(folders), 2, restart_limit=1)
+    sync = trainer.sync(transport, tmp_path / "scratch")  # every push compares checksums
+    sync.push(replicas.groups, 1)
+    gather(*(group.execute_all_async("sleep") for group in replicas.groups))
+    trainer.group.offload_state(())  # no part of the state, but what weights were sent from
+    gather(*(group.execute_all_async("wake") for group in replicas.groups))
+    sync.push(replicas.groups, 2)
+    replicas.restart(1, "a test")
+    sync.push([replicas.groups[1]], 2)  # as one that was started anew gets them
+    sync.push(replicas.groups, 3)
+    assert [group.weight_version() for group in replicas.groups] == [3, 3]
+    sync.close()
+
+
+class StandInTrainer(WeightExport):
+    """A tensor-parallel rank that has weights and nothing else."""
+
+    def __init__(self, folder: Path, parallel: ParallelConfig) -> None:
+        super().__init__()
+        architecture = read_architecture(str(folder))
+        layout = layouts_of(architecture, parallel)[self.rank]
+        parameters = {name: torch.ones(shape) for name, shape in shard_shapes(architecture, layout).items()}
+        self._own = Shards(parameters=parameters, architecture=architecture, layout=layout, group=None)
+        self._dies = False
+
+    def mesh_coordinate(self) -> MeshCoordinate:
+        return MeshCoordinate(dp=0, tp=self.rank)
+
+    def _shards(self) -> Shards:
+        return self._own
+
+    def die_in_the_next_push(self) -> None:
+        self._dies = True
+
+    def send_weight_stream(self) -> SenderReport | None:
+        if self._dies:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().send_weight_stream()
+
+
+@pytest.mark.parametrize("rank", [0, 1])  # the one with the memory, and another
+def test_a_trainer_rank_that_dies_in_a_push(folders: Folders, replicas_of, tmp_path: Path, rank: int) -> None:
+    replicas, parallel = replicas_of(good_engine(folders), 1), ParallelConfig(tensor_parallel_size=2)
+    with started("stand-ins", 2, {"actor": RayClassWithInitArgs(StandInTrainer, folders.trained, parallel)}) as groups:
+        sync = Trainer(groups["actor"], folders.trained).sync(Transport.colocated, tmp_path, Verify.off, parallel)
+        sync.push(replicas.groups, 1)
+        assert replicas.groups[0].weight_version() == 1
+        groups["actor"].execute_rank_async(rank, "die_in_the_next_push").get()
+        start_s = time.monotonic()
+        with pytest.raises(WorkerError, match=rf"actor.*rank {rank}.*send_weight_stream.*ended \(killed"):
+            sync.push(replicas.groups, 2)
+        assert time.monotonic() - start_s < 60
+    assert replicas.groups[0].weight_version() is None  # it answers, and has no weights
 
 
 def test_save_hf_by_all_stages(trainer: Trainer, folders: Folders, tmp_path: Path) -> None:

@@ -1,0 +1,84 @@
+"""The engines that every conformance test runs on, with weights for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from megarl.protocol.weights import Manifest, TensorChunk, TensorMeta
+from megarl.rollout.interface import RolloutEngine, Sample, SamplingParameters
+from tests.fake_engine import MANIFEST, FakeEngine, FakeSpec, random_weights
+from tests.unit.rollout.models import engine_for, parcels_of, random_model
+from tests.unit.rollout.sglang_engines import END_TOKEN, in_process_model, server_model
+
+Weights = dict[str, torch.Tensor]
+PROMPTS = [[5, 6, 7], [11], [20, 21, 22, 23, 24, 25, 26, 27, 28], [3, 4, 3, 4, 3], [30, 31]]
+
+
+class Subject(NamedTuple):
+    """model: seed -> the model whose weights `weights(seed)` are, None where there is none to compute with."""
+
+    engine: RolloutEngine
+    weights: Callable[[int], Weights]
+    model: Callable[[int], PreTrainedModel] | None
+    has_min_new_tokens: bool = True
+
+    @property
+    def manifest(self) -> Manifest:
+        return {name: TensorMeta(tuple(tensor.shape), tensor.dtype) for name, tensor in self.weights(0).items()}
+
+    def load(self, chunks: Sequence[TensorChunk]) -> None:
+        with parcels_of(chunks) as parcels:
+            self.engine.load_weights(parcels)
+
+    def push(self, seed: int = 0, version: int = 1, chunk_elements: int = 100_000) -> None:
+        self.engine.begin_weight_update(self.manifest)
+        self.load(chunks_of(self.weights(seed), chunk_elements))
+        self.engine.end_weight_update(version)
+
+
+def chunks_of(weights: Weights, chunk_elements: int) -> list[TensorChunk]:
+    return [
+        TensorChunk(name, start, tensor.reshape(-1)[start : start + chunk_elements])
+        for name, tensor in reversed(weights.items())
+        for start in range(0, tensor.numel(), chunk_elements)
+    ]
+
+
+def of_model(model: Callable[[int], PreTrainedModel]) -> Callable[[int], Weights]:
+    return lambda seed: {name: parameter.detach() for name, parameter in model(seed).named_parameters()}
+
+
+def hf_model(seed: int = 0) -> PreTrainedModel:
+    return random_model(eos_token_id=END_TOKEN, seed=seed)
+
+
+@pytest.fixture(params=["fake", "hf", "sglang_server", "sglang_in_process"])
+def subject(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Subject]:
+    if request.param == "fake":
+        spec = FakeSpec(folder=tmp_path, manifest=MANIFEST, end_token_ids=(END_TOKEN,))
+        yield Subject(FakeEngine(spec), lambda seed: random_weights(MANIFEST, seed), None)
+    elif request.param == "hf":
+        yield Subject(engine_for(hf_model(), tmp_path, max_concurrency=4), of_model(hf_model), hf_model)
+    else:
+        model = server_model if request.param == "sglang_server" else in_process_model
+        yield Subject(request.getfixturevalue(request.param), of_model(model), model, has_min_new_tokens=False)
+
+
+@pytest.fixture
+def ready(subject: Subject) -> Subject:
+    subject.push()
+    return subject
+
+
+def greedy(max_new_tokens: int = 6) -> SamplingParameters:
+    return SamplingParameters(max_new_tokens=max_new_tokens, seed=0, temperature=0.0)
+
+
+def tokens(samples: Sequence[Sample]) -> list[list[int]]:
+    return [sample.token_ids for sample in samples]
