@@ -27,7 +27,7 @@ def aggregate(per_token: Tensor, mask: Tensor, kind: Aggregation, denominator: f
 
     token_mean: all valid tokens weigh the same. sequence_mean_token_sum: the sum over a row's tokens, averaged over rows.
     sequence_mean_token_mean: the mean over a row's tokens, averaged over rows. sequence_mean_token_sum_norm: the sum over a row's
-    tokens divided by the constant `norm_tokens`, averaged over rows (Dr. GRPO, Liu et al. 2025, section 3.2). A mini-batch without
+    tokens divided by the constant `norm_tokens`, averaged over rows (Dr. GRPO, Liu et al. 2025, arXiv 2503.20783). A mini-batch without
     tokens gives 0. Raises ValueError where the kind needs `norm_tokens` and there is none.
     """
     per_token = masked(per_token, mask)

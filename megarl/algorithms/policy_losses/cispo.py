@@ -7,7 +7,7 @@ from megarl.config.schema import PolicyLossConfig
 
 
 def cispo(inputs: PolicyInputs, config: PolicyLossConfig) -> TokenLosses:
-    """-sg[clip(ratio, 1 - clip_low, 1 + clip_high)] A log p (MiniMax 2025, arXiv 2506.13585, eqs. 4 and 5; sg: without gradient).
+    """-sg[clip(ratio, 1 - clip_low, 1 + clip_high)] A log p (MiniMax 2025, arXiv 2506.13585; sg: without gradient).
 
     The paper has no lower bound: a clip_low near 1 comes to that. bounded: the weight is clipped.
     """

@@ -10,7 +10,7 @@ from megarl.config.schema import PolicyLossConfig
 
 def ppo_clip(inputs: PolicyInputs, config: PolicyLossConfig) -> TokenLosses:
     """-min(ratio A, clip(ratio, 1 - clip_low, 1 + clip_high) A), ratio = exp(new - old) (Schulman et al. 2017, eq. 7; with two
-    bounds DAPO, Yu et al. 2025, eq. 10).
+    bounds DAPO, Yu et al. 2025, arXiv 2503.14476).
 
     With `clip_dual` c > 1 the loss of a token with A < 0 is at most -c A (Ye et al. 2020, eq. 5).
     bounded: the clipped term is the larger one, so the token has no gradient.
