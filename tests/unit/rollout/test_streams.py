@@ -127,7 +127,7 @@ def test_a_stream_that_is_closed_while_it_is_read(ready: Subject) -> None:
         engine.load_streams()
     with pytest.raises(EngineStateError, match="cannot generate while updating"):
         engine.generate(PROMPTS, greedy())
-    with pytest.raises(WeightTransferError, match=r"gone.*transport=broadcast"):
+    with pytest.raises(WeightTransferError, match="transport=broadcast"):  # its place may be another file's by now
         engine.join_weight_streams([sender.stream], 0)
     engine.leave_weight_groups()
     with pytest.raises(WeightTransferError, match="no stream of weights was joined"):
