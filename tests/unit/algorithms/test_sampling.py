@@ -20,8 +20,8 @@ NAN = float("nan")
 
 def test_overlong_penalty_by_hand():
     # limit 10, buffer 4: free up to 6, then a quarter for each token
-    penalty = overlong_penalty(torch.tensor([0, 1, 6, 7, 9, 10]), 10, OverlongConfig(buffer_share=0.4, penalty=2.0))
-    assert penalty.tolist() == [0.0, 0.0, 0.0, -0.5, -1.5, -2.0]
+    penalty = overlong_penalty(torch.tensor([0, 1, 6, 7, 9, 10, 12]), 10, OverlongConfig(buffer_share=0.4, penalty=2.0))
+    assert penalty.tolist() == [0.0, 0.0, 0.0, -0.5, -1.5, -2.0, -2.0]
     assert overlong_penalty(torch.tensor([10]), 10, OverlongConfig()).tolist() == [0.0]
 
 
