@@ -8,8 +8,8 @@ from typing import Any
 
 from megarl.config.architecture import Architecture
 from megarl.config.derive import max_conversation_tokens, max_row_tokens
-from megarl.config.roles import needs_critic, needs_reward_model
-from megarl.config.schema import OverlongConversation, PlacementStrategy, PPOConfig, RewardModelConfig
+from megarl.config.roles import needs_reward_model
+from megarl.config.schema import OverlongConversation, PPOConfig, RewardModelConfig
 from megarl.config.violation import Violation, Violations
 
 _CLASS_SUFFIX = "ForSequenceClassification"
@@ -27,19 +27,6 @@ def something_scores(config: PPOConfig) -> Violations:
     if not needs_reward_model(config) and config.reward.model != RewardModelConfig():
         yield Violation(
             ("reward.model.path",), "is null, so what else is set in reward.model does nothing; give a folder, or leave the rest as it is"
-        )
-
-
-def layout(config: PPOConfig) -> Violations:
-    """Where the reward model shares the critic's devices: in the same processes, or in as many others as there are devices."""
-    model, critic = config.reward.model.parallel, config.critic.parallel
-    beside = config.placement.strategy in (PlacementStrategy.split_collocate, PlacementStrategy.hybrid) and needs_critic(config)
-    if needs_reward_model(config) and beside and model.world_size > critic.world_size:
-        yield Violation(
-            ("reward.model.parallel", "critic.parallel", "placement.strategy"),
-            f"the reward model has {model.world_size} ranks, but in the placement {config.placement.strategy.value!r} it shares the "
-            f"critic's devices, which are {critic.world_size}; use parallel sizes whose product is {critic.world_size} or less, "
-            "or a larger critic",
         )
 
 

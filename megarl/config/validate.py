@@ -141,7 +141,6 @@ _PPO_RULES: tuple[tuple[tuple[str, ...], Callable[[PPOConfig], Violations]], ...
     (("rollout.tensor_parallel_size",), rollout_rules.whole_model),
     ((*_ENGINE_KEYS, *_sizes("actor")), rollout_rules.shared_devices),
     ((), reward_rules.something_scores),
-    (_sizes("reward.model") + _sizes("critic"), reward_rules.layout),
     *algorithm_rules.RULES,
 )
 

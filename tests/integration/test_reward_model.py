@@ -1,4 +1,4 @@
-"""PPO on the sum of a reward model and a function, with the model beside the critic and in its processes."""
+"""PPO on the sum of a reward model and a function, with the model on the critic's devices and in its processes."""
 
 from __future__ import annotations
 
@@ -23,6 +23,8 @@ from megarl.config.schema import (
     ModelConfig,
     OptimConfig,
     ParallelConfig,
+    PlacementConfig,
+    PlacementStrategy,
     PPOConfig,
     RewardConfig,
     RewardFunctionConfig,
@@ -39,7 +41,7 @@ from tests.unit.workers.reward_models import byte_pair_tokenizer, save_reward_mo
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
 STEPS, WEIGHT, FUNCTION_WEIGHT = 2, -0.5, 2.0
-CRITIC = ParallelConfig(pipeline_parallel_size=2)
+TWO_STAGES = ParallelConfig(pipeline_parallel_size=2)
 MICRO_BATCH = MicroBatchConfig(max_tokens=64)
 TOLERANCE = 1e-4
 
@@ -51,7 +53,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def config(inputs: Path, output_dir: Path, parallel: ParallelConfig) -> PPOConfig:
+def config(inputs: Path, output_dir: Path, parallel: ParallelConfig, strategy: PlacementStrategy) -> PPOConfig:
     function = RewardFunctionConfig(path=str(inputs / "reward.py"), weight=FUNCTION_WEIGHT)
     model = RewardModelConfig(path=str(inputs / "judge"), parallel=parallel, micro_batch=MICRO_BATCH, weight=WEIGHT)
     return PPOConfig(
@@ -64,9 +66,10 @@ def config(inputs: Path, output_dir: Path, parallel: ParallelConfig) -> PPOConfi
         ),
         algorithm=AlgorithmConfig(kl=KLConfig(where=KLWhere.none)),
         actor=ActorConfig(micro_batch=MICRO_BATCH, optim=OptimConfig(lr=5e-3)),
-        critic=CriticConfig(parallel=CRITIC, micro_batch=MICRO_BATCH, optim=OptimConfig(lr=1e-2)),
+        critic=CriticConfig(micro_batch=MICRO_BATCH, optim=OptimConfig(lr=1e-2)),
         reward=RewardConfig(functions=[function], model=model, num_processes=1),
         rollout=RolloutConfig(n=4, validation=SamplingConfig(temperature=0)),
+        placement=PlacementConfig(strategy=strategy),
         trainer=TrainerConfig(prompts_per_step=4, total_steps=STEPS, validate_before=False, output_dir=str(output_dir)),
         tracking=TrackingConfig(loggers=["jsonl"], log_generations=8),
         device=Device.cpu,
@@ -75,11 +78,11 @@ def config(inputs: Path, output_dir: Path, parallel: ParallelConfig) -> PPOConfi
 
 @pytest.fixture(scope="module")
 def beside(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Finished:
-    """One rank, in a process of its own on the first of the critic's two devices."""
-    settings = config(inputs, tmp_path_factory.mktemp("beside"), ParallelConfig())
+    """Two ranks in processes of their own, the first on the critic's device."""
+    settings = config(inputs, tmp_path_factory.mktemp("beside"), TWO_STAGES, PlacementStrategy.split_collocate)
     plan = plan_placement(settings)
-    (process,), critic = plan.group("reward_model").processes, plan.group("critic").processes
-    assert (process.pool, process.devices, len(critic)) == (critic[0].pool, critic[0].devices, 2)
+    model, (critic,) = plan.group("reward_model").processes, plan.group("critic").processes
+    assert (len(model), model[0].pool, model[0].devices) == (2, critic.pool, critic.devices)
     return run_ppo(settings)
 
 
@@ -109,12 +112,13 @@ def test_validation_scores_are_the_functions_plus_hugging_faces(beside: Finished
         assert line["score"] == pytest.approx(of_function + WEIGHT * of_model, abs=TOLERANCE)
 
 
-def test_in_the_critics_processes_it_is_the_same_run(beside: Finished, inputs: Path, tmp_path: Path) -> None:
-    settings = config(inputs, tmp_path, CRITIC)
-    assert plan_placement(settings).group("critic").roles == ("critic", "reward_model")
+def test_in_one_process_with_actor_and_critic_it_is_the_same_run(beside: Finished, inputs: Path, tmp_path: Path) -> None:
+    """There they also take turns with the engine."""
+    settings = config(inputs, tmp_path, ParallelConfig(), PlacementStrategy.fully_collocate)
+    assert plan_placement(settings).group_of("reward_model").roles == ("actor", "critic", "reward_model")
     fused = run_ppo(settings)
     for line, other in zip(fused.metrics, beside.metrics, strict=True):
-        names = [name for name in other if not name.startswith(("timing_s/", "perf/", "rollout/", "resharding/", "training/"))]
+        names = [name for name in other if not name.startswith(("timing_s/", "perf/", "rollout/", "resharding/", "training/", "memory/"))]
         assert {name: line[name] for name in names} == pytest.approx({name: other[name] for name in names}, rel=1e-5, abs=1e-6)
     weights, others = (load_file(run.policy / "model.safetensors") for run in (fused, beside))
     for name, weight in weights.items():

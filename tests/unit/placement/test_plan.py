@@ -220,6 +220,9 @@ def test_a_reward_model_is_with_the_critic(strategy: PlacementStrategy) -> None:
     assert beside.bundles("reward_model") == ((0,), (1,))
     assert beside.colocate_counts["critic"] == 2
     assert fused.num_devices == beside.num_devices
+    larger = with_reward_model(ParallelConfig(tensor_parallel_size=2, data_parallel_size=3), strategy)
+    assert (places(larger, "critic"), larger.pools["critic"]) == (places(larger, "reward_model")[:4], 6)
+    assert larger.bundles("critic") == ((0,), (1,), (2,), (3,))
 
 
 def test_a_reward_model_without_a_critic_has_a_pool_of_its_own() -> None:
