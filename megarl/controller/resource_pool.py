@@ -189,7 +189,7 @@ class NodeResources(NamedTuple):
 def check_fits(pools: Sequence[RayResourcePool]) -> None:
     """Raises InsufficientResourcesError when the nodes that are alive could not hold the pools even if they were empty."""
     nodes = _nodes()
-    if not fits(_demands(pools), nodes):
+    if not fits(node_demands(pools), nodes):
         raise InsufficientResourcesError(_explain(pools, nodes, "more than the cluster has"))
 
 
@@ -198,8 +198,11 @@ def fits(demands: Sequence[Mapping[str, float]], nodes: Sequence[NodeResources])
     return match(demands, nodes) is not None
 
 
-def match(demands: Sequence[Mapping[str, float]], nodes: Sequence[NodeResources]) -> list[int] | None:
-    """The node of each demand; None where one finds none: the largest first, each on the node where it leaves least."""
+def match(demands: Sequence[Mapping[str, float]], nodes: Sequence[NodeResources], apart: bool = False) -> list[int] | None:
+    """The node of each demand; None where one finds none: the largest first, each on the node where it leaves least.
+
+    apart: no node has two.
+    """
     left = [dict(node.resources) for node in nodes]
     found = [0] * len(demands)
     for index in sorted(range(len(demands)), key=lambda index: (demands[index].get(_GPU, 0), demands[index][_CPU]), reverse=True):
@@ -207,23 +210,25 @@ def match(demands: Sequence[Mapping[str, float]], nodes: Sequence[NodeResources]
         if not able:
             return None
         found[index] = min(able, key=lambda number: (left[number].get(_GPU, 0), left[number][_CPU]))
+        if apart:
+            left[found[index]] = {}
         for kind, amount in demands[index].items():
-            left[found[index]][kind] -= amount
+            left[found[index]][kind] = left[found[index]].get(kind, 0) - amount
     return found
 
 
 def _pin(pools: Sequence[RayResourcePool]) -> None:
-    """A node of the cluster for each node of the plan: of those with room now, where they suffice."""
+    """A node of the cluster for each node of the plan: each its own and of those with room now, where they suffice."""
     planned = [pool for pool in pools if pool.nodes is not None]
-    numbers = _numbers(planned)
-    demands = _demands(planned)
-    chosen, nodes = match(demands, free := _free_per_node()), free
-    if chosen is None:
-        nodes = _nodes()
-        chosen = match(demands, nodes)
-        _log.warning("%s", _explain(pools, free, f"held by others now; waiting up to {pools[0].wait_limit_s:g} s for it"))
-    if chosen is None:
+    numbers, demands = _numbers(planned), node_demands(planned)
+    free, whole = _free_per_node(), _nodes()
+    for nodes, apart in ((free, True), (free, False), (whole, True), (whole, False)):
+        if (chosen := match(demands, nodes, apart)) is not None:
+            break
+    else:
         return  # with what is not planned it fits, so the reservation itself finds out
+    if nodes is whole:
+        _log.warning("%s", _explain(pools, free, f"held by others now; waiting up to {pools[0].wait_limit_s:g} s for it"))
     identities = {number: nodes[index].identity for number, index in zip(numbers, chosen, strict=True)}
     for pool in planned:
         pool.pin([identities[number] for number in pool.nodes or ()])
@@ -233,7 +238,7 @@ def _numbers(pools: Sequence[RayResourcePool]) -> list[int]:
     return sorted({number for pool in pools for number in pool.nodes or ()})
 
 
-def _demands(pools: Sequence[RayResourcePool]) -> list[dict[str, float]]:
+def node_demands(pools: Sequence[RayResourcePool]) -> list[dict[str, float]]:
     """Of each node of the plan, in order; then of each node of the pools that are on any."""
     together: dict[int, dict[str, float]] = {number: {_CPU: 0.0} for number in _numbers(pools)}
     alone: list[dict[str, float]] = []

@@ -9,6 +9,8 @@ from megarl.controller.resource_pool import (
     ResourcePoolManager,
     check_fits,
     fits,
+    match,
+    node_demands,
 )
 
 
@@ -100,3 +102,32 @@ def test_what_others_hold_is_waited_for_and_then_named(ray_cluster: None) -> Non
     late.wait_limit_s = 10
     assert len(late.bundles()) == 2
     late.release()
+
+
+def test_pools_that_name_a_node_of_the_plan_are_on_one_node_together() -> None:
+    pools = [
+        RayResourcePool([2, 1], name="actor", max_colocate_count=2, nodes=[0, 2]),
+        RayResourcePool([1], name="critic", nodes=[2]),
+        RayResourcePool([1], use_gpu=False, name="reward", nodes=[2]),
+        RayResourcePool([3], name="elsewhere"),
+    ]
+    demands = node_demands(pools)
+    assert demands == [{"CPU": 4, "GPU": 2}, {"CPU": 2 + 1 + 1, "GPU": 2}, {"CPU": 3, "GPU": 3}]
+    # The largest first, where it leaves least: 3 of 3, then 2 of 2, then 2 of 4.
+    assert match(demands, [node(8, 4), node(8, 2), node(8, 3)]) == [1, 0, 2]
+    assert match(demands, [node(8, 3), node(8, 3)]) is None
+    small = [{"CPU": 1, "GPU": 1}, {"CPU": 1, "GPU": 1}]
+    assert match(small, [node(8, 2), node(8, 2)]) == [0, 0]
+    assert match(small, [node(8, 2), node(8, 2)], apart=True) == [0, 1]
+    assert match(small, [node(8, 2)], apart=True) is None
+
+
+def test_a_pool_is_reserved_on_the_node_that_it_is_pinned_to(ray_cluster: None) -> None:
+    pools = ResourcePoolManager({"a": [2], "b": [1]}, {"actor": "a"}, use_gpu=False, nodes={"a": [0], "b": [0]})
+    pools.create_resource_pool()
+    assert len(pools.get_resource_pool("actor").bundles()) == 2
+    pools.release()
+    lost = RayResourcePool([1], use_gpu=False, name="lost", wait_limit_s=0.5, nodes=[0])
+    lost.pin(["0f" * 28])
+    with pytest.raises(InsufficientResourcesError, match="pool 'lost': 0 GPU, 1 CPU on node 0 of the plan"):
+        lost.bundles()
