@@ -13,6 +13,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 
 _CPU, _GPU = "CPU", "GPU"
 _NODE_LABEL = "ray.io/node-id"  # Ray gives it to each node
+_SETTLE_S = 5.0  # until what was given back just now is known to be free
 NO_EXCEPTIONS: Mapping[str, int] = MappingProxyType({})
 _log = logging.getLogger(__name__)
 
@@ -221,7 +222,13 @@ def _pin(pools: Sequence[RayResourcePool]) -> None:
     """A node of the cluster for each node of the plan: each its own and of those with room now, where they suffice."""
     planned = [pool for pool in pools if pool.nodes is not None]
     numbers, demands = _numbers(planned), node_demands(planned)
-    free, whole = _free_per_node(), _nodes()
+    whole = _nodes()
+    free = _free_per_node()
+    if match(demands, whole, apart=True) is not None:
+        give_up_s = time.monotonic() + _SETTLE_S
+        while match(demands, free, apart=True) is None and time.monotonic() < give_up_s:
+            time.sleep(_SETTLE_S / 20)
+            free = _free_per_node()
     for nodes, apart in ((free, True), (free, False), (whole, True), (whole, False)):
         if (chosen := match(demands, nodes, apart)) is not None:
             break

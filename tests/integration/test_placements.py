@@ -57,7 +57,7 @@ SHARING_WITH_ENGINES = {
     PlacementStrategy.fully_collocate: {"memory/actor", "memory/critic", "memory/rollout"},
     PlacementStrategy.custom: {"memory/reference", "memory/rollout"},
 }
-NOT_COMPARED = ("timing_s/", "perf/", "memory/", "rollout/", "resharding/", ENGINE_AND_TRAINER)
+NOT_COMPARED = ("timing_s/", "perf/", "memory/", "rollout/", "rollout_correction/", "resharding/", ENGINE_AND_TRAINER)
 AGREEMENT = 1e-4  # of engine and trainer about the log-probs of the same tokens
 
 

@@ -28,12 +28,13 @@ def difference(value: float, other: float) -> float:
     return 0.0 if abs(value - other) <= ABSOLUTE else abs(value - other) / max(abs(value), abs(other))
 
 
-def of_metrics(run: Finished, expected: Finished) -> float:
-    worst = 0.0
+def of_metrics(run: Finished, expected: Finished) -> tuple[float, str]:
+    """The largest, and of which metric."""
+    worst = (0.0, "all the same")
     for line, other in zip(run.metrics, expected.metrics, strict=True):
         names = [name for name in other if not name.startswith(NOT_COMPARED)]
         assert set(names) == {name for name in line if not name.startswith(NOT_COMPARED)}
-        worst = max([worst, *(difference(line[name], other[name]) for name in names)])
+        worst = max([worst, *((difference(line[name], other[name]), name) for name in names)])
     return worst
 
 
@@ -60,9 +61,9 @@ def main() -> int:
                 settings = config(folder, folder / strategy.value, strategy, RolloutEngineKind(arguments.engine))
                 settings = dataclasses.replace(settings, rollout=dataclasses.replace(settings.rollout, num_replicas=1))
                 runs.append(run_ppo(settings))
-                metrics, weights = of_metrics(runs[-1], runs[0]), of_weights(runs[-1], runs[0])
+                (metrics, name), weights = of_metrics(runs[-1], runs[0]), of_weights(runs[-1], runs[0])
                 worst = max(worst, metrics, weights)
-                print(f"{strategy.value}: {STEPS} steps, metrics differ by {metrics:.1e}, weights by {weights:.1e}", flush=True)
+                print(f"{strategy.value}: {STEPS} steps, metrics differ by {metrics:.1e} ({name}), weights by {weights:.1e}", flush=True)
         finally:
             shutdown()
     return int(worst > TOLERANCE)
