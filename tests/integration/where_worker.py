@@ -1,0 +1,13 @@
+"""A worker that only says where it is; importing it costs a process nothing."""
+
+from __future__ import annotations
+
+import ray
+
+from megarl.controller.worker import Worker
+
+
+class WhereWorker(Worker):
+    def where(self) -> tuple[str, str]:
+        """Ray's id of the node, and the GPUs that the process sees."""
+        return ray.get_runtime_context().get_node_id(), self.visible_gpus()
