@@ -138,7 +138,7 @@ def make_batch(config: PPOConfig, roles: PPORoles, prompts: DataProto) -> DataPr
         scores.append(roles.reference.log_probs(batch))
     if roles.critic:
         scores.append(roles.critic.values(batch))
-    return AdvantageStep(config.algorithm)(batch.union(*scores))[0]
+    return AdvantageStep(config.algorithm, max_response_length=config.data.max_response_length)(batch.union(*scores))[0]
 
 
 def seconds(action: Callable[[], object]) -> float:
