@@ -49,11 +49,12 @@ STEPS, WARMUP_STEPS = 5, 2
 SAMPLES = 16
 TARGET, HORIZON, BETA = 0.02, 160, 0.05
 MICRO_BATCH = MicroBatchConfig(max_tokens=64)
-TRAINED = ["actor/pg_loss", "actor/pg_clipfrac", "actor/approx_kl", "actor/entropy", "actor/grad_norm", "actor/lr"]
+TRAINED = ["actor/pg_loss", "actor/pg_clipfrac", "actor/approx_kl", "actor/ratio_max", "actor/ratio_min", "actor/grad_norm", "actor/lr"]
 ALWAYS = [
     *("critic/vf_loss", "critic/vf_clipfrac", "critic/grad_norm", "critic/score/mean", "critic/score/max", "critic/score/min"),
     *("response_length/mean", "response_length/max", "response_length/min", "response_length/clip_ratio"),
     *(f"timing_s/{phase}" for phase in ("step", "gen", "reward", "old_log_prob", "ref", "values", "adv", "update_critic")),
+    *("actor/entropy", "groups/without_signal", "rollout_correction/kl"),
     *("perf/throughput", "training/rollout_probs_diff_mean", "training/rollout_probs_diff_max"),
     *("training/rollout_log_probs_diff_mean", "training/rollout_log_probs_diff_max"),
 ]
