@@ -47,6 +47,12 @@ def estimator(config: PPOConfig) -> Violations:
             ("rollout.n", _ESTIMATOR),
             f"{kind.name} compares the samples of a prompt, but n is {n}, so every advantage would be 0; use 2 or more",
         )
+    if kind is AdvantageEstimator.remax and n < 2:
+        yield Violation(
+            ("rollout.n", _ESTIMATOR),
+            f"remax generates a greedy response to every prompt and learns nothing from it, which with n {n} is half of all that is "
+            "generated; use 2 or more",
+        )
     if kind is AdvantageEstimator.gdpo:
         if num_scores == 1:
             yield Violation(
