@@ -8,6 +8,7 @@ An exception in a rank ends the pool and is re-raised here with the rank's trace
 
 from __future__ import annotations
 
+import gc
 import os
 import tempfile
 import traceback
@@ -38,6 +39,7 @@ def _serve(rank: int, store_dir: str, inbox: mp.Queue, outbox: mp.Queue) -> None
                 outbox.put((rank, True, function(**arguments)))
             finally:
                 dist.destroy_process_group()
+                gc.collect()  # a model's cycles hold its process groups, each with three threads of gloo's that wake all the time
         except BaseException:  # noqa: BLE001  (the boundary of a process: the traceback goes to the test)
             outbox.put((rank, False, traceback.format_exc()))
 

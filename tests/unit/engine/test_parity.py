@@ -82,7 +82,7 @@ def with_logits(engine: Any) -> Any:
     """Makes `engine` return logits too: it has no path of its own that makes them for a whole micro-batch."""
     score = engine._score
 
-    def scores(micro_batch: Any, hidden: Tensor) -> Tensors:
+    def scores(micro_batch: Any, hidden: Tensor, extras: Any) -> Tensors:
         model = engine._models[-1]
         part = model.output_hidden(hidden)[micro_batch.predictors] @ model.output_weight().T
         parts = [torch.empty_like(part) for _ in range(engine.groups.parallel.tensor_parallel_size)]
@@ -90,7 +90,7 @@ def with_logits(engine: Any) -> Any:
         logits = torch.cat(parts, -1)[:, : engine.spec.architecture.vocab_size]
         cells = logits.new_zeros(micro_batch.num_rows * micro_batch.response_length, logits.shape[1])
         cells[micro_batch.cells] = logits
-        return {**score(micro_batch, hidden), "logits": cells.view(micro_batch.num_rows, micro_batch.response_length, -1)}
+        return {**score(micro_batch, hidden, extras), "logits": cells.view(micro_batch.num_rows, micro_batch.response_length, -1)}
 
     engine._score = scores
     return engine
