@@ -1,10 +1,14 @@
 """Session-wide fixtures: one pool of gloo ranks, so that Megatron is imported once per rank and not once per test."""
 
+import signal
 from collections.abc import Iterator
 
 import pytest
 
 from tests.ranks import RankPool
+
+# A shell's background job is started with Ctrl-C ignored, and so would be all that the tests start: those that send it would fail.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
