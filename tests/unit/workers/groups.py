@@ -60,6 +60,7 @@ class Models(NamedTuple):
     cool_actor: Actor  # samples and trains at temperature COOL
     reference: Reference
     critic: Critic
+    syncs: list[WeightSync]  # of the actors; one at a time has the engines
 
 
 def save_folders(folder: Path) -> Folders:
@@ -107,12 +108,14 @@ def started_models(folders: Folders, parallel: ParallelConfig) -> Iterator[Model
     }
     updates = UpdatePlan(updates_per_step=1, epochs_per_batch=2, seed=0)
     with started("models", parallel.world_size, workers) as groups:
+        syncs = []
 
         def actor(name: str) -> Actor:
             source = weight_source(groups[name], folders, parallel, BUCKET_BYTES)
             sync = WeightSync(
                 source, transport=Transport.colocated, verify=Verify.first, scratch_dir=folders.policy.parent, config_dir=folders.policy
             )
+            syncs.append(sync)
             return Actor(groups[name], parallel, ONE_ROW, source, updates, weight_sync=sync, algorithm=ALGORITHM)
 
         yield Models(
@@ -120,6 +123,7 @@ def started_models(folders: Folders, parallel: ParallelConfig) -> Iterator[Model
             cool_actor=actor("cool_actor"),
             reference=Reference(groups["reference"], parallel, ONE_ROW),
             critic=Critic(groups["critic"], parallel, ONE_ROW, updates),
+            syncs=syncs,
         )
 
 

@@ -107,8 +107,10 @@ def generate(models: Models, rollout: Rollout) -> Generated:
     models.actor.sync_weights(rollout)
     greedy = rollout.generate(prompts(), SamplingConfig(temperature=0), step=0)
     gaps[1.0] = log_prob_gap(models.actor, rollout, 1.0)
+    models.syncs[0].close()  # engines read the streams of one trainer
     models.cool_actor.sync_weights(rollout)
     gaps[COOL] = log_prob_gap(models.cool_actor, rollout, COOL)
+    models.syncs[1].close()
     return Generated(response_rows(greedy), greedy.non_tensor_batch["weight_version"][0], gaps)
 
 
