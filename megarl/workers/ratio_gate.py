@@ -41,8 +41,8 @@ class FirstRatioGate:
         self._passed = False
 
     def __call__(self, metrics: Mapping[str, float]) -> None:
-        """metrics: of the mini-batch, see ActorLoss. Raises FirstRatioError."""
-        if self._passed:
+        """metrics: of the mini-batch, see ActorLoss; one without a token has no extremes and says nothing. Raises FirstRatioError."""
+        if self._passed or "actor/ratio_max" not in metrics:
             return
         low, high, mean = metrics["actor/ratio_min"], metrics["actor/ratio_max"], metrics["actor/approx_kl"]
         limit = math.exp(self._tolerance.extreme)

@@ -136,8 +136,9 @@ _REPORTED_ALIKE = ("/grad_norm", "/lr")
 
 def _over_replicas(replicas: list[dict[str, float]]) -> dict[str, float]:
     alike = {name: value for name, value in replicas[0].items() if name.endswith(_REPORTED_ALIKE)}
-    shares = {name: value for name, value in add_up(replicas).items() if not math.isinf(value)}  # extremes over no token at all
-    return {**shares, **alike}
+    totals = add_up(replicas)
+    of_no_token = {name for name, value in totals.items() if is_extreme(name) and math.isinf(value)}
+    return {**{name: value for name, value in totals.items() if name not in of_no_token}, **alike}
 
 
 def _over_updates(updates: list[dict[str, float]]) -> dict[str, float]:

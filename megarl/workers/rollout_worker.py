@@ -11,7 +11,7 @@ from megarl.controller.worker import Worker
 from megarl.protocol.heap import trim_heap
 from megarl.protocol.parcels import GroupAddress, Parcel
 from megarl.protocol.stream import WeightStream
-from megarl.protocol.weights import Manifest
+from megarl.protocol.weights import Manifest, WeightTransferError
 from megarl.rollout.interface import EngineDeadError, FinishedRequest, GenerationRequest, RolloutEngine
 
 
@@ -22,6 +22,7 @@ class RolloutWorker(Worker):
         super().__init__()
         self._engine = build_engine()
         self._engine_processes = self._engine.process_ids()
+        self._stream_names: list[str] = []  # of those that the engine has joined
 
     # ---- generation
 
@@ -47,8 +48,15 @@ class RolloutWorker(Worker):
         self._engine.load_weights(parcels)
 
     @register(dispatch_mode=Dispatch.RANK_ZERO, blocking=False)
-    def load_streams(self, version: int) -> bool:
-        """Where they are loaded, ends the update as well, without another call in between."""
+    def load_streams(self, version: int, names: Sequence[str]) -> bool:
+        """Where they are loaded, ends the update as well, without another call in between.
+
+        Raises WeightTransferError where `names` are not the streams that were joined last: another trainer has the engine.
+        """
+        if list(names) != self._stream_names:
+            raise WeightTransferError(
+                "the engine has joined the weight streams of another trainer since; WeightSync.close() of that one lets it go"
+            )
         is_complete = self._engine.load_streams()
         if is_complete:
             self._engine.end_weight_update(version)
@@ -69,6 +77,7 @@ class RolloutWorker(Worker):
     @register(dispatch_mode=Dispatch.RANK_ZERO, blocking=False)
     def join_weight_streams(self, streams: Sequence[WeightStream], first_rank: int) -> None:
         self._engine.join_weight_streams(streams, first_rank)
+        self._stream_names = [stream.address.name for stream in streams]
 
     @register(dispatch_mode=Dispatch.RANK_ZERO)
     def leave_weight_groups(self) -> None:

@@ -149,6 +149,7 @@ class WeightSync:
         self._transport, self._verify = transport, verify
         self._scratch_dir, self._config_dir = Path(scratch_dir), Path(config_dir)
         self._members: list[RoleGroup] = []  # of the weight groups or streams
+        self._stream_names: list[str] = []
         self._verified: list[RoleGroup] = []
 
     def push(self, replicas: Sequence[RoleGroup], version: int) -> PushReport:
@@ -219,7 +220,7 @@ class WeightSync:
         start_s = time.perf_counter()
         beginning = _ask_all(replicas, "begin_weight_update", source.manifest)
         writers = [partial(source.group.execute_rank_async, rank, "send_weight_stream") for rank in source.exporters]
-        readers = [partial(replica.execute_rank_zero_async, "load_streams", version) for replica in replicas]
+        readers = [partial(replica.execute_rank_zero_async, "load_streams", version, self._stream_names) for replica in replicas]
         try:
             results = _until_given([*writers, *readers])
         finally:
@@ -258,6 +259,7 @@ class WeightSync:
         for index, replica in enumerate(replicas):
             joining.append(replica.execute_rank_zero_async("join_weight_streams", streams, sum(num_ranks[:index])))
         gather(*joining)
+        self._stream_names = [stream.address.name for stream in streams]
 
     def _make_groups(self, replicas: Sequence[RoleGroup], num_ranks: list[int]) -> None:
         """In the order of the stages."""

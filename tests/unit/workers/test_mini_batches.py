@@ -25,7 +25,7 @@ from megarl.config.schema import (
 from megarl.protocol.batch import DataProto
 from megarl.workers.actor_rows import actor_rows
 from megarl.workers.megatron import MICRO_BATCHES
-from megarl.workers.ratio_gate import FirstRatioGate
+from megarl.workers.ratio_gate import FirstRatioError, FirstRatioGate
 from megarl.workers.roles import Actor, MegatronRole, UpdatePlan, _over_replicas, _over_updates
 from tests.unit.engine.models import make_batch
 
@@ -134,9 +134,10 @@ def test_shares_add_up_over_replicas_and_mini_batches_are_averaged() -> None:
     )
 
 
-def test_an_extreme_over_no_token_is_no_metric_and_a_nan_is_not_lost() -> None:
+def test_an_extreme_over_no_token_is_no_metric_and_what_is_not_finite_is_not_lost() -> None:
     nothing = {"actor/pg_loss": 0.0, "actor/ratio_max": -math.inf}
     assert _over_replicas([nothing, nothing]) == {"actor/pg_loss": 0.0}
+    assert _over_replicas([{"actor/pg_loss": math.inf}, {"actor/pg_loss": 1.0}]) == {"actor/pg_loss": math.inf}
     assert math.isnan(_over_replicas([{"actor/ratio_max": math.nan}, {"actor/ratio_max": 1.0}])["actor/ratio_max"])
 
 
@@ -190,8 +191,11 @@ def test_a_first_ratio_that_is_not_one_ends_the_run(wrong: dict[str, float]) -> 
 
 
 def test_the_gate_looks_at_the_first_mini_batch_of_the_first_step_alone() -> None:
-    """Later ones are of a policy that has moved."""
+    """Later ones are of a policy that has moved; one without a token has no ratios, and the gate waits for the next."""
     gate = FirstRatioGate(DType.float32)
+    gate({"actor/pg_loss": 0.0})
+    with pytest.raises(FirstRatioError):
+        FirstRatioGate(DType.float32)(metrics(high=1.5))
     gate(metrics(low=1 - 1e-6, high=1 + 1e-6, mean=1e-7))
     gate(metrics(low=0.5, high=2.0, mean=0.3))
 

@@ -149,6 +149,20 @@ def test_every_transport_gives_all_replicas_the_weights(trainer: Trainer, folder
     assert list((tmp_path / "scratch").iterdir()) == []
 
 
+def test_two_trainers_cannot_have_an_engine_at_once(trainer: Trainer, folders: Folders, replicas_of, tmp_path: Path) -> None:
+    """The second takes it over; the first is told, and does not wait for a reader that listens to another."""
+    replicas = replicas_of(good_engine(folders), 1)
+    first, second = (trainer.sync(Transport.colocated, tmp_path / "scratch") for _ in range(2))
+    first.push(replicas.groups, 1)
+    second.push(replicas.groups, 2)
+    with pytest.raises(WorkerError, match="joined the weight streams of another trainer"):
+        first.push(replicas.groups, 3)
+    second.close()
+    first.push(replicas.groups, 4)
+    assert replicas.groups[0].execute_rank_zero_async("weight_version").get() == 4
+    first.close()
+
+
 def test_a_lie_is_named(trainer: Trainer, folders: Folders, replicas_of, tmp_path: Path) -> None:
     replicas = replicas_of(partial(faulty_engine, str(folders.initial), None, True), 1)
     with pytest.raises(
