@@ -1,0 +1,30 @@
+"""The section `placement`: which role runs on which devices."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+
+class PlacementStrategy(str, Enum):
+    split_collocate = "split_collocate"  # actor and reference, critic and reward, rollout: side by side
+    hybrid = "hybrid"  # as split_collocate, but the rollout takes turns with the actor on its devices
+    fully_collocate = "fully_collocate"  # all roles take turns on the same devices
+    stand_alone = "stand_alone"  # each role has devices of its own
+    custom = "custom"  # as `roles` and `pools` say
+
+
+class OverBudget(str, Enum):
+    refuse = "refuse"
+    warn = "warn"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlacementConfig:
+    strategy: PlacementStrategy = PlacementStrategy.split_collocate
+    num_nodes: int = 1
+    devices_per_node: int | None = None  # None: as many as the roles need
+    roles: dict[str, str] = field(default_factory=dict)  # custom: role -> pool; the roles of one pool take turns
+    pools: dict[str, list[int]] = field(default_factory=dict)  # custom: pool -> its devices on each node
+    device_memory_gb: float | None = None  # of one device, in 2**30 bytes; None: nothing is compared with the plan's sum
+    over_budget: OverBudget = OverBudget.refuse

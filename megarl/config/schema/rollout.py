@@ -1,0 +1,75 @@
+"""The engines that generate, how they draw, and how the trained weights reach them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+
+class RolloutEngineKind(str, Enum):
+    hf = "hf"
+    sglang = "sglang"
+
+
+class SGLangMode(str, Enum):
+    engine = "engine"  # in the process of the rollout worker
+    server = "server"  # an HTTP server that the worker starts
+
+
+class Transport(str, Enum):
+    auto = "auto"  # colocated where trainer and engines share a node or devices, else broadcast
+    colocated = "colocated"  # shared memory on CPU, CUDA IPC on CUDA
+    broadcast = "broadcast"
+    disk = "disk"
+
+
+class Verify(str, Enum):
+    off = "off"
+    first = "first"
+    always = "always"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingConfig:
+    n: int = 1
+    temperature: float = 1.0  # 0 is greedy
+    top_p: float = 1.0
+    top_k: int = -1
+    min_new_tokens: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class SGLangConfig:
+    mode: SGLangMode = SGLangMode.engine
+    deterministic: bool = False  # on CUDA, kernels that give the same samples for the same seed, slower; on CPU always
+    server_args: dict[str, Any] = field(default_factory=dict)  # SGLang's own options, by the names of its ServerArgs
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutConfig:
+    engine: RolloutEngineKind = RolloutEngineKind.hf
+    num_replicas: int = 1
+    tensor_parallel_size: int = 1
+    n: int = 1  # samples per prompt
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    max_concurrency: int = 256  # sequences that one replica generates at the same time
+    restart_limit: int = 3  # replicas that may be started anew in one run
+    health_limit_s: float = 120.0  # an engine that makes no progress for so long is taken for hung
+    validation: SamplingConfig = field(default_factory=SamplingConfig)
+    sglang: SGLangConfig = field(default_factory=SGLangConfig)
+
+    @property
+    def training(self) -> SamplingConfig:
+        """How training samples are drawn."""
+        return SamplingConfig(n=self.n, temperature=self.temperature, top_p=self.top_p, top_k=self.top_k)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReshardingConfig:
+    bucket_mb: float = 512.0
+    transport: Transport = Transport.auto
+    verify: Verify = Verify.first  # compare checksums of every tensor, trainer and engine
+    max_log_prob_difference: float = 0.1  # mean |trainer - engine| over the first batch's tokens, above which the run ends
