@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import signal
 from pathlib import Path
@@ -122,10 +123,30 @@ def assert_same_run(finished: Finished, expected: Finished) -> None:
         torch.testing.assert_close(weight, others[name], rtol=TOLERANCE, atol=1e-9)
 
 
+def updates(run: Finished) -> list[tuple[float, float, str]]:
+    """(start, end, name) of what ranks did for the two updates after the warm-up, from the timeline that a user opens."""
+    events = json.loads((run.output_dir / "timeline.json").read_text())["traceEvents"]
+    named = [event for event in events if event["name"] in ("update_critic", "update_actor") and event["args"]["step"] > 1]
+    assert {event["name"] for event in named} == {"update_critic", "update_actor"}
+    return sorted((event["ts"], event["ts"] + event["dur"], event["name"]) for event in named)
+
+
+def overlap(run: Finished) -> bool:
+    found = updates(run)
+    return any(
+        start < other_end and other_start < end and name != other for start, end, name in found for other_start, other_end, other in found
+    )
+
+
+def test_actor_and_critic_train_at_the_same_time_where_they_share_no_device(split: Finished) -> None:
+    assert overlap(split)
+
+
 @pytest.mark.parametrize("strategy", [each for each in PlacementStrategy if each is not PlacementStrategy.split_collocate])
 def test_it_is_the_same_run(strategy: PlacementStrategy, split: Finished, inputs: Path, tmp_path: Path) -> None:
     finished = run_ppo(config(inputs, tmp_path, strategy))
     assert_same_run(finished, split)
+    assert overlap(finished) == (strategy in (PlacementStrategy.hybrid, PlacementStrategy.stand_alone))
     measured = {key.split("_rss")[0] for line in finished.metrics[2:] for key in line if key.startswith("memory/")}
     assert measured == SHARING_WITH_ENGINES.get(strategy, set())
     for line in finished.metrics[2:]:  # in the first, no turn of the trainer has ended

@@ -44,6 +44,12 @@ STEPS, WEIGHT, FUNCTION_WEIGHT = 2, -0.5, 2.0
 TWO_STAGES = ParallelConfig(pipeline_parallel_size=2)
 MICRO_BATCH = MicroBatchConfig(max_tokens=64)
 TOLERANCE = 1e-4
+# The reward model takes turns with the engine.
+CUSTOM = PlacementConfig(
+    strategy=PlacementStrategy.custom,
+    roles={"actor": "trained", "critic": "trained", "reward_model": "frozen", "rollout": "frozen"},
+    pools={"trained": [1], "frozen": [2]},
+)
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +75,7 @@ def config(inputs: Path, output_dir: Path, parallel: ParallelConfig, strategy: P
         critic=CriticConfig(micro_batch=MICRO_BATCH, optim=OptimConfig(lr=1e-2)),
         reward=RewardConfig(functions=[function], model=model, num_processes=1),
         rollout=RolloutConfig(n=4, validation=SamplingConfig(temperature=0)),
-        placement=PlacementConfig(strategy=strategy),
+        placement=CUSTOM if strategy is PlacementStrategy.custom else PlacementConfig(strategy=strategy),
         trainer=TrainerConfig(prompts_per_step=4, total_steps=STEPS, validate_before=False, output_dir=str(output_dir)),
         tracking=TrackingConfig(loggers=["jsonl"], log_generations=8),
         device=Device.cpu,
@@ -112,14 +118,22 @@ def test_validation_scores_are_the_functions_plus_hugging_faces(beside: Finished
         assert line["score"] == pytest.approx(of_function + WEIGHT * of_model, abs=TOLERANCE)
 
 
+def assert_same_run(run: Finished, expected: Finished) -> None:
+    for line, other in zip(run.metrics, expected.metrics, strict=True):
+        names = [name for name in other if not name.startswith(("timing_s/", "perf/", "rollout/", "resharding/", "training/", "memory/"))]
+        assert {name: line[name] for name in names} == pytest.approx({name: other[name] for name in names}, rel=1e-5, abs=1e-6)
+    weights, others = (load_file(each.policy / "model.safetensors") for each in (run, expected))
+    for name, weight in weights.items():
+        torch.testing.assert_close(weight, others[name], rtol=1e-5, atol=1e-7)
+
+
 def test_in_one_process_with_actor_and_critic_it_is_the_same_run(beside: Finished, inputs: Path, tmp_path: Path) -> None:
     """There they also take turns with the engine."""
     settings = config(inputs, tmp_path, ParallelConfig(), PlacementStrategy.fully_collocate)
     assert plan_placement(settings).group_of("reward_model").roles == ("actor", "critic", "reward_model")
-    fused = run_ppo(settings)
-    for line, other in zip(fused.metrics, beside.metrics, strict=True):
-        names = [name for name in other if not name.startswith(("timing_s/", "perf/", "rollout/", "resharding/", "training/", "memory/"))]
-        assert {name: line[name] for name in names} == pytest.approx({name: other[name] for name in names}, rel=1e-5, abs=1e-6)
-    weights, others = (load_file(run.policy / "model.safetensors") for run in (fused, beside))
-    for name, weight in weights.items():
-        torch.testing.assert_close(weight, others[name], rtol=1e-5, atol=1e-7)
+    assert_same_run(run_ppo(settings), beside)
+
+
+@pytest.mark.parametrize("strategy", [PlacementStrategy.hybrid, PlacementStrategy.stand_alone, PlacementStrategy.custom])
+def test_wherever_it_is_it_is_the_same_run(strategy: PlacementStrategy, beside: Finished, inputs: Path, tmp_path: Path) -> None:
+    assert_same_run(run_ppo(config(inputs, tmp_path, TWO_STAGES, strategy)), beside)

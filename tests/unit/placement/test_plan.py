@@ -114,6 +114,25 @@ def test_no_device_is_given_twice() -> None:
     assert len(devices) == len(set(devices)) == 16
 
 
+def large_cluster() -> PPOConfig:
+    """64 nodes x 8 devices: 256 for the actor, 128 for the critic, 128 for engines of four devices."""
+    return ppo(
+        actor=ParallelConfig(tensor_parallel_size=8, pipeline_parallel_size=4, data_parallel_size=8),
+        critic=ParallelConfig(tensor_parallel_size=8, pipeline_parallel_size=2, data_parallel_size=8),
+        rollout=RolloutConfig(num_replicas=32, tensor_parallel_size=4),
+        placement=PlacementConfig(num_nodes=64, devices_per_node=8),
+    )
+
+
+def test_sixty_four_nodes() -> None:
+    """How long the plan takes: benchmarks/placement.py."""
+    plan = plan_placement(large_cluster())
+    assert places(plan, "actor") == [(rank // 8, rank % 8) for rank in range(256)]
+    assert places(plan, "critic") == [(32 + rank // 8, rank % 8) for rank in range(128)]
+    assert places(plan, "rollout") == [(48 + replica // 2, *range(replica % 2 * 4, replica % 2 * 4 + 4)) for replica in range(32)]
+    assert plan.num_devices == 512
+
+
 def test_nodes_are_as_large_as_needed_when_nothing_is_said() -> None:
     # 4 + 3 + 1 = 8 devices over 2 nodes: 4 each would do by count, and does.
     config = ppo(
