@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: setup quickstart algorithms test lint types clean
+.PHONY: setup quickstart algorithms test lint types docs reference clean
 
 setup: $(READY)
 
@@ -37,5 +37,13 @@ lint: $(READY)
 types: $(READY)
 	$(BIN)/mypy
 
+# The site, in build/docs/index.html; a warning, such as of a link to nowhere, is an error.
+docs: $(READY)
+	$(BIN)/sphinx-build --quiet --fail-on-warning --keep-going docs build/docs
+
+# The pages and drawings of docs/ that are made from the code.
+reference: $(READY)
+	$(BIN)/python -m docs.generate
+
 clean:
-	rm -rf $(VENV) outputs
+	rm -rf $(VENV) build outputs

@@ -36,7 +36,7 @@ setup(
     extras_require={
         "quickstart": ["reasoning-gym"],
         "cuda": ["transformer-engine[pytorch]", "sglang>=0.5.17,<0.5.24"],
-        "dev": ["pytest", "hypothesis", "ruff", "mypy"],
+        "dev": ["pytest", "hypothesis", "ruff", "mypy", "sphinx", "myst-parser", "furo"],
     },
     entry_points={"console_scripts": ["megarl=megarl.cli.main:main"]},
 )

@@ -84,7 +84,7 @@ class _Review:
             if all_fit or _accepts(section, {name: value}):
                 good[name] = value
             else:
-                self._refuse(f"{prefix}{name}", f"{prefix}{name}: is {value!r}, but must be {_expected(hints[name])}", layer)
+                self._refuse(f"{prefix}{name}", f"{prefix}{name}: is {value!r}, but must be {expected(hints[name])}", layer)
         return good
 
     def _refuse(self, key: str, problem: str, layer: Layer) -> None:
@@ -119,7 +119,7 @@ def _accepts(section: type, values: Mapping[str, Any]) -> bool:
     return True
 
 
-def _expected(hint: Any) -> str:
+def expected(hint: Any) -> str:
     words = {int: "an integer", float: "a number", bool: "true or false", str: "a text"}
     if hint in words:
         return words[hint]
@@ -128,14 +128,14 @@ def _expected(hint: Any) -> str:
     if typing.get_origin(hint) is list:
         item = typing.get_args(hint)[0]
         return (
-            f"a list of sections with the keys {', '.join(_hints(item))}" if is_dataclass(item) else f"a list, each item {_expected(item)}"
+            f"a list of sections with the keys {', '.join(_hints(item))}" if is_dataclass(item) else f"a list, each item {expected(item)}"
         )
     if typing.get_origin(hint) is dict:
-        return f"a mapping from names, as {{name: ...}}, each value {_expected(typing.get_args(hint)[1])}"
+        return f"a mapping from names, as {{name: ...}}, each value {expected(typing.get_args(hint)[1])}"
     if hint is typing.Any:
         return "anything"
     assert typing.get_origin(hint) in (typing.Union, types.UnionType), hint
-    return " or ".join("null" if part is type(None) else _expected(part) for part in typing.get_args(hint))
+    return " or ".join("null" if part is type(None) else expected(part) for part in typing.get_args(hint))
 
 
 def _all_keys(section: Any, prefix: str = "") -> Iterator[str]:

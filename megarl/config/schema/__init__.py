@@ -81,7 +81,7 @@ class PPOConfig:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
-    device: Device = Device.auto
+    device: Device = Device.auto  # what the run's processes compute on
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,4 +97,4 @@ class SFTConfig:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     trainer: SFTTrainerConfig = field(default_factory=SFTTrainerConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
-    device: Device = Device.auto
+    device: Device = Device.auto  # what the run's processes compute on

@@ -7,66 +7,66 @@ from enum import Enum
 
 
 class AdvantageEstimator(str, Enum):
-    gae = "gae"
-    grpo = "grpo"
-    grpo_pass_k = "grpo_pass_k"
-    rloo = "rloo"
-    reinforce_plus_plus = "reinforce_plus_plus"
-    reinforce_plus_plus_baseline = "reinforce_plus_plus_baseline"
-    opo = "opo"
-    gpg = "gpg"
-    remax = "remax"
-    gdpo = "gdpo"
-    optimal_token_baseline = "optimal_token_baseline"
+    gae = "gae"  # with a critic
+    grpo = "grpo"  # the group's mean and deviation
+    grpo_pass_k = "grpo_pass_k"  # the best of the group against its second best
+    rloo = "rloo"  # the mean of the group's other samples
+    reinforce_plus_plus = "reinforce_plus_plus"  # whitened over the batch, no groups
+    reinforce_plus_plus_baseline = "reinforce_plus_plus_baseline"  # the group's mean, whitened over the batch
+    opo = "opo"  # the group's mean weighted by length
+    gpg = "gpg"  # the group's mean, scaled for groups without signal
+    remax = "remax"  # the score of a greedy response
+    gdpo = "gdpo"  # each reward function by itself, then added
+    optimal_token_baseline = "optimal_token_baseline"  # a baseline for each token, by the gradient's squared norm
 
 
 class PolicyLossKind(str, Enum):
-    ppo_clip = "ppo_clip"
-    gspo = "gspo"
-    gmpo = "gmpo"
-    cispo = "cispo"
-    sapo = "sapo"
-    gpg = "gpg"
-    clip_cov = "clip_cov"
-    kl_cov = "kl_cov"
-    dppo_tv = "dppo_tv"
-    dppo_kl = "dppo_kl"
+    ppo_clip = "ppo_clip"  # clipped ratios of tokens
+    gspo = "gspo"  # one clipped ratio for a response
+    gmpo = "gmpo"  # the geometric mean of clipped ratios
+    cispo = "cispo"  # the weight is clipped, not the token
+    sapo = "sapo"  # a soft limit instead of a clip
+    gpg = "gpg"  # the log-prob, no ratio
+    clip_cov = "clip_cov"  # ppo_clip without some tokens of high covariance
+    kl_cov = "kl_cov"  # a KL penalty on the tokens of highest covariance
+    dppo_tv = "dppo_tv"  # no update beyond a total variation
+    dppo_kl = "dppo_kl"  # no update beyond a KL divergence
 
 
 class Aggregation(str, Enum):
-    token_mean = "token_mean"
-    sequence_mean_token_sum = "sequence_mean_token_sum"
-    sequence_mean_token_mean = "sequence_mean_token_mean"
-    sequence_mean_token_sum_norm = "sequence_mean_token_sum_norm"
+    token_mean = "token_mean"  # every token weighs the same
+    sequence_mean_token_sum = "sequence_mean_token_sum"  # the sum over a response, the mean over responses
+    sequence_mean_token_mean = "sequence_mean_token_mean"  # the mean over a response, the mean over responses
+    sequence_mean_token_sum_norm = "sequence_mean_token_sum_norm"  # the sum over a response by `norm_tokens`, the mean over responses
 
 
 class KLWhere(str, Enum):
-    none = "none"
-    reward = "reward"
-    loss = "loss"
+    none = "none"  # no reference policy
+    reward = "reward"  # taken off each token's reward
+    loss = "loss"  # added to the policy loss
 
 
 class KLEstimator(str, Enum):
-    k1 = "k1"
-    abs_k1 = "abs_k1"
-    k2 = "k2"
-    k3 = "k3"
+    k1 = "k1"  # log p - log q: unbiased
+    abs_k1 = "abs_k1"  # its absolute value
+    k2 = "k2"  # half its square
+    k3 = "k3"  # q/p - 1 - log(q/p): unbiased, never negative
     # The value of the estimator with the gradient of k2, which is that of the divergence: for the loss.
     k1_straight_through = "k1_straight_through"
-    abs_k1_straight_through = "abs_k1_straight_through"
-    k3_straight_through = "k3_straight_through"
+    abs_k1_straight_through = "abs_k1_straight_through"  # likewise
+    k3_straight_through = "k3_straight_through"  # likewise
 
 
 class KLControllerKind(str, Enum):
-    fixed = "fixed"
-    adaptive = "adaptive"
+    fixed = "fixed"  # the coefficient stays
+    adaptive = "adaptive"  # the coefficient follows `target`
 
 
 class CorrectionLevel(str, Enum):
     """What a weight trainer / rollout policy is taken over."""
 
-    none = "none"
-    token = "token"
+    none = "none"  # no weights
+    token = "token"  # each token
     sequence = "sequence"  # the product over a response
     geometric = "geometric"  # the geometric mean over a response
 
@@ -77,10 +77,10 @@ class CorrectionKind(str, Enum):
 
 
 class RejectionEstimator(str, Enum):
-    none = "none"
-    k1 = "k1"
-    k2 = "k2"
-    k3 = "k3"
+    none = "none"  # no response is left out
+    k1 = "k1"  # mean of rollout - trainer log-prob
+    k2 = "k2"  # mean of half its square
+    k3 = "k3"  # never negative, unbiased
 
 
 class RejectionLevel(str, Enum):
@@ -90,9 +90,9 @@ class RejectionLevel(str, Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class AdvantageConfig:
-    estimator: AdvantageEstimator = AdvantageEstimator.gae
-    gamma: float = 1.0
-    lam: float = 1.0
+    estimator: AdvantageEstimator = AdvantageEstimator.gae  # how good a token was, from rewards; see the page on algorithms
+    gamma: float = 1.0  # discount of later rewards: gae, reinforce_plus_plus
+    lam: float = 1.0  # gae: 1 trusts the rewards, 0 the critic
     normalize_by_std: bool = True  # grpo, grpo_pass_k: divide by the group's deviation; false is Dr. GRPO (Liu et al. 2025)
 
 
@@ -100,8 +100,8 @@ class AdvantageConfig:
 class SAPOConfig:
     """How sharply a ratio's weight falls away from 1; the larger for tokens that are to become less likely (Gao et al. 2025)."""
 
-    temperature_positive: float = 1.0
-    temperature_negative: float = 1.05
+    temperature_positive: float = 1.0  # of tokens with an advantage above 0
+    temperature_negative: float = 1.05  # of the others
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,19 +110,19 @@ class CovarianceConfig:
 
     share: float = 0.0002  # of a mini-batch's tokens
     low: float = 1.0  # clip_cov: the covariances that it draws from
-    high: float = 5.0
+    high: float = 5.0  # the upper end of those
     kl_coefficient: float = 1.0  # kl_cov
 
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyLossConfig:
-    kind: PolicyLossKind = PolicyLossKind.ppo_clip
+    kind: PolicyLossKind = PolicyLossKind.ppo_clip  # the loss of one token; see the page on algorithms
     # The ratio is kept in [1 - clip_low, 1 + clip_high]. gmpo: its logarithm in [-clip_low, clip_high]. dppo_*: limits of the divergence
     # for tokens that became less and more likely. sapo, gpg and kl_cov have no bounds.
     clip_low: float = 0.2
-    clip_high: float = 0.2
+    clip_high: float = 0.2  # as clip_low, above
     clip_dual: float | None = None  # ppo_clip: limit c > 1 of the ratio where A < 0 (Ye et al. 2020); dppo_*: limit of every ratio
-    aggregation: Aggregation = Aggregation.token_mean
+    aggregation: Aggregation = Aggregation.token_mean  # from the losses of tokens to one number
     norm_tokens: int | None = None  # sequence_mean_token_sum_norm: the constant that a row's sum is divided by
     sapo: SAPOConfig = field(default_factory=SAPOConfig)
     covariance: CovarianceConfig = field(default_factory=CovarianceConfig)
@@ -130,21 +130,21 @@ class PolicyLossConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ValueLossConfig:
-    clip: float | None = 0.2
+    clip: float | None = 0.2  # how far a value may move from that before the update; null: as far as it likes
 
 
 @dataclass(frozen=True, kw_only=True)
 class KLControllerConfig:
-    kind: KLControllerKind = KLControllerKind.fixed
-    target: float = 0.1
+    kind: KLControllerKind = KLControllerKind.fixed  # whether the coefficient in the reward is steered
+    target: float = 0.1  # adaptive: the KL that the coefficient is steered to
     horizon: int = 10000  # samples
 
 
 @dataclass(frozen=True, kw_only=True)
 class KLConfig:
-    where: KLWhere = KLWhere.reward
-    estimator: KLEstimator = KLEstimator.k1
-    coefficient: float = 0.001
+    where: KLWhere = KLWhere.reward  # what the divergence from the reference is charged to
+    estimator: KLEstimator = KLEstimator.k1  # how the divergence is estimated from a drawn token
+    coefficient: float = 0.001  # its weight
     controller: KLControllerConfig = field(default_factory=KLControllerConfig)
 
 
@@ -152,20 +152,20 @@ class KLConfig:
 class RejectionConfig:
     """Responses are left out whose estimated KL(rollout || trainer), in nats, is outside [low, high]."""
 
-    estimator: RejectionEstimator = RejectionEstimator.none
-    level: RejectionLevel = RejectionLevel.geometric
+    estimator: RejectionEstimator = RejectionEstimator.none  # of the divergence
+    level: RejectionLevel = RejectionLevel.geometric  # what the estimate is taken over
     low: float | None = None  # for k1, which can be negative
-    high: float = 0.01
+    high: float = 0.01  # responses above it are left out
 
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutCorrectionConfig:
     """The rollout engine's log-probs are not quite the trainer's: weights for the policy loss, and responses to leave out."""
 
-    level: CorrectionLevel = CorrectionLevel.none
-    kind: CorrectionKind = CorrectionKind.truncate
+    level: CorrectionLevel = CorrectionLevel.none  # what a weight is taken over
+    kind: CorrectionKind = CorrectionKind.truncate  # what becomes of a weight out of bounds
     low: float = 0.5  # mask
-    high: float = 2.0
+    high: float = 2.0  # the largest weight
     rejection: RejectionConfig = field(default_factory=RejectionConfig)
     bypass: bool = False  # the rollout engine's log-probs are the old ones, so that the trainer does not compute them again
 
@@ -190,7 +190,7 @@ class OverlongConfig:
 class DynamicSamplingConfig:
     """Prompts whose samples all have the same score are dropped and others take their place (DAPO, section 3.2)."""
 
-    enabled: bool = False
+    enabled: bool = False  # needs an estimator that compares the samples of a prompt
     max_generations: int = 4  # rounds of generation in one step, the first included
 
 
@@ -200,7 +200,7 @@ class AlgorithmConfig:
     policy_loss: PolicyLossConfig = field(default_factory=PolicyLossConfig)
     value_loss: ValueLossConfig = field(default_factory=ValueLossConfig)
     kl: KLConfig = field(default_factory=KLConfig)
-    entropy_coefficient: float = 0.0
+    entropy_coefficient: float = 0.0  # times the mean entropy, taken off the policy loss
     rollout_correction: RolloutCorrectionConfig = field(default_factory=RolloutCorrectionConfig)
     overlong: OverlongConfig = field(default_factory=OverlongConfig)
     dynamic_sampling: DynamicSamplingConfig = field(default_factory=DynamicSamplingConfig)

@@ -9,28 +9,30 @@ from megarl.config.schema.missing import MISSING
 
 
 class Overlong(str, Enum):
-    refuse = "refuse"
-    filter = "filter"
+    refuse = "refuse"  # the run does not start, and says which rows
+    filter = "filter"  # left out and counted
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
+    # parquet files of prompts
     train_files: list[str] = MISSING  # type: ignore[assignment]
-    val_files: list[str] = field(default_factory=list)
-    max_prompt_length: int = 1024
-    max_response_length: int = 1024
-    overlong: Overlong = Overlong.refuse
-    shuffle: bool = True
-    seed: int = 0
+    val_files: list[str] = field(default_factory=list)  # held-out prompts, for validation
+    max_prompt_length: int = 1024  # tokens, the chat template's included
+    max_response_length: int = 1024  # tokens
+    overlong: Overlong = Overlong.refuse  # what happens to prompts of more tokens than that
+    shuffle: bool = True  # a new order in each epoch
+    seed: int = 0  # of that order
 
 
 @dataclass(frozen=True, kw_only=True)
 class SFTDataConfig:
     """Parquet rows with `messages`: a chat that ends with the assistant's answer, the only part that is trained."""
 
+    # parquet files of chats
     train_files: list[str] = MISSING  # type: ignore[assignment]
-    val_files: list[str] = field(default_factory=list)
-    max_length: int = 2048
-    overlong: Overlong = Overlong.refuse
-    shuffle: bool = True
-    seed: int = 0
+    val_files: list[str] = field(default_factory=list)  # held-out chats, whose loss is logged
+    max_length: int = 2048  # tokens of a whole chat
+    overlong: Overlong = Overlong.refuse  # what happens to chats of more tokens than that
+    shuffle: bool = True  # a new order in each epoch
+    seed: int = 0  # of that order

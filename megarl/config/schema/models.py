@@ -9,40 +9,40 @@ from megarl.config.schema.missing import MISSING
 
 
 class DType(str, Enum):
-    float32 = "float32"
-    bfloat16 = "bfloat16"
+    float32 = "float32"  # four bytes
+    bfloat16 = "bfloat16"  # two bytes; the optimizer keeps float32 copies
 
 
 class Recompute(str, Enum):
-    none = "none"
-    selective = "selective"
-    full = "full"
+    none = "none"  # all activations are kept
+    selective = "selective"  # attention is computed again in the backward pass
+    full = "full"  # whole layers are: the least memory
 
 
 class Decay(str, Enum):
-    constant = "constant"
-    linear = "linear"
-    cosine = "cosine"
+    constant = "constant"  # the rate stays at `lr`
+    linear = "linear"  # down to `min_lr` at the last step
+    cosine = "cosine"  # the same on half a cosine
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """The policy: a Hugging Face folder (`config.json`, safetensors, tokenizer)."""
 
-    path: str = MISSING
-    trust_remote_code: bool = False
-    dtype: DType = DType.bfloat16
+    path: str = MISSING  # of the folder
+    trust_remote_code: bool = False  # run the Python files in the folder: only where you trust who made it
+    dtype: DType = DType.bfloat16  # of weights and activations, in trainer and engine
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
     """Megatron's parallel sizes of one role. `data_parallel_size` replicas of (tensor x pipeline) ranks."""
 
-    tensor_parallel_size: int = 1
-    pipeline_parallel_size: int = 1
-    virtual_pipeline_parallel_size: int | None = None
-    data_parallel_size: int = 1
-    sequence_parallel: bool = False
+    tensor_parallel_size: int = 1  # ranks that share each layer's matrices, on one node
+    pipeline_parallel_size: int = 1  # stages of consecutive layers
+    virtual_pipeline_parallel_size: int | None = None  # pieces of layers that a stage holds, so that stages wait less
+    data_parallel_size: int = 1  # replicas, each with a share of the batch
+    sequence_parallel: bool = False  # between matrices, tensor-parallel ranks share the tokens: less memory
 
     @property
     def world_size(self) -> int:
@@ -51,22 +51,22 @@ class ParallelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimConfig:
-    lr: float = 1e-6
-    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
-    eps: float = 1e-8
-    weight_decay: float = 0.01
+    lr: float = 1e-6  # after the warm-up
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])  # Adam's two moments
+    eps: float = 1e-8  # Adam's
+    weight_decay: float = 0.01  # decoupled (AdamW); not on norms and biases
     clip_grad: float = 1.0  # by global norm; 0 switches it off
     warmup_steps: int = 0  # optimizer steps, linear from 0
-    decay: Decay = Decay.constant
-    min_lr: float = 0.0
+    decay: Decay = Decay.constant  # of the rate, from the warm-up to the last step
+    min_lr: float = 0.0  # where the decay ends
 
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatchConfig:
     """How a rank's rows are cut into micro-batches: by count, or by a budget of tokens. Exactly one is given."""
 
-    sequences: int | None = None
-    max_tokens: int | None = None
+    sequences: int | None = None  # so many rows at a time
+    max_tokens: int | None = None  # as many rows as have so many tokens together: the lever on activation memory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +74,7 @@ class ActorConfig:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     micro_batch: MicroBatchConfig = field(default_factory=lambda: MicroBatchConfig(max_tokens=16384))
-    recompute: Recompute = Recompute.none
+    recompute: Recompute = Recompute.none  # activations that are not kept
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +88,7 @@ class CriticConfig:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-5))
     micro_batch: MicroBatchConfig = field(default_factory=lambda: MicroBatchConfig(max_tokens=16384))
-    recompute: Recompute = Recompute.none
+    recompute: Recompute = Recompute.none  # activations that are not kept
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,16 +15,16 @@ class PlacementStrategy(str, Enum):
 
 
 class OverBudget(str, Enum):
-    refuse = "refuse"
-    warn = "warn"
+    refuse = "refuse"  # the run does not start, and says which device
+    warn = "warn"  # it is said, and the run goes on
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlacementConfig:
-    strategy: PlacementStrategy = PlacementStrategy.split_collocate
-    num_nodes: int = 1
+    strategy: PlacementStrategy = PlacementStrategy.split_collocate  # see the page on placements
+    num_nodes: int = 1  # the plan's pools are spread over so many
     devices_per_node: int | None = None  # None: as many as the roles need
     roles: dict[str, str] = field(default_factory=dict)  # custom: role -> pool; the roles of one pool take turns
     pools: dict[str, list[int]] = field(default_factory=dict)  # custom: pool -> its devices on each node
     device_memory_gb: float | None = None  # of one device, in 2**30 bytes; None: nothing is compared with the plan's sum
-    over_budget: OverBudget = OverBudget.refuse
+    over_budget: OverBudget = OverBudget.refuse  # what happens where a device would hold more than it has

@@ -12,7 +12,7 @@ from megarl.config.schema.models import MicroBatchConfig, ParallelConfig
 class OverlongConversation(str, Enum):
     """What happens to a conversation of more tokens than the reward model reads. Truncated ones are counted in a metric."""
 
-    refuse = "refuse"
+    refuse = "refuse"  # it is an error of that sample
     truncate = "truncate"  # the oldest tokens are left out
 
 
@@ -20,9 +20,9 @@ class OverlongConversation(str, Enum):
 class RewardFunctionConfig:
     """A Python function `(data_source, solution_str, ground_truth, extra_info) -> float` in a file."""
 
-    path: str = MISSING
-    name: str = "compute_score"
-    weight: float = 1.0
+    path: str = MISSING  # of the file
+    name: str = "compute_score"  # of the function in it
+    weight: float = 1.0  # what its score is multiplied by
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,15 +33,15 @@ class RewardModelConfig:
     path: str | None = None  # None: functions alone
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     micro_batch: MicroBatchConfig = field(default_factory=lambda: MicroBatchConfig(max_tokens=16384))
-    weight: float = 1.0
+    weight: float = 1.0  # what its score is multiplied by
     max_length: int | None = None  # of its own tokens; None: as many as it has positions, and a micro-batch has room
-    overlong: OverlongConversation = OverlongConversation.refuse
+    overlong: OverlongConversation = OverlongConversation.refuse  # what happens to longer conversations
 
 
 @dataclass(frozen=True, kw_only=True)
 class RewardConfig:
-    functions: list[RewardFunctionConfig] = field(default_factory=list)
+    functions: list[RewardFunctionConfig] = field(default_factory=list)  # their weighted scores are added; see the page on rewards
     model: RewardModelConfig = field(default_factory=RewardModelConfig)
-    time_limit_s: float = 10.0
+    time_limit_s: float = 10.0  # of one sample, from when its scoring begins
     max_error_rate: float = 0.0  # share of a batch's samples whose scoring may fail (scored as 0 and reported)
-    num_processes: int = 2
+    num_processes: int = 2  # that score at the same time

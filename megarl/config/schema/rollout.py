@@ -8,8 +8,8 @@ from typing import Any
 
 
 class RolloutEngineKind(str, Enum):
-    hf = "hf"
-    sglang = "sglang"
+    hf = "hf"  # transformers in the worker's process: for tests and tiny models
+    sglang = "sglang"  # for everything else
 
 
 class SGLangMode(str, Enum):
@@ -20,41 +20,41 @@ class SGLangMode(str, Enum):
 class Transport(str, Enum):
     auto = "auto"  # colocated where trainer and engines share a node or devices, else broadcast
     colocated = "colocated"  # shared memory on CPU, CUDA IPC on CUDA
-    broadcast = "broadcast"
-    disk = "disk"
+    broadcast = "broadcast"  # over the network, to all engines
+    disk = "disk"  # through files in `trainer.output_dir`
 
 
 class Verify(str, Enum):
-    off = "off"
-    first = "first"
-    always = "always"
+    off = "off"  # never
+    first = "first"  # after the first push
+    always = "always"  # after each push
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingConfig:
-    n: int = 1
+    n: int = 1  # samples per prompt
     temperature: float = 1.0  # 0 is greedy
-    top_p: float = 1.0
-    top_k: int = -1
-    min_new_tokens: int = 0
+    top_p: float = 1.0  # the most likely tokens with so much probability together; 1: all
+    top_k: int = -1  # so many of the most likely tokens; -1: all
+    min_new_tokens: int = 0  # before the end token may come
 
 
 @dataclass(frozen=True, kw_only=True)
 class SGLangConfig:
-    mode: SGLangMode = SGLangMode.engine
+    mode: SGLangMode = SGLangMode.engine  # where SGLang runs
     deterministic: bool = False  # on CUDA, kernels that give the same samples for the same seed, slower; on CPU always
     server_args: dict[str, Any] = field(default_factory=dict)  # SGLang's own options, by the names of its ServerArgs
 
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutConfig:
-    engine: RolloutEngineKind = RolloutEngineKind.hf
-    num_replicas: int = 1
-    tensor_parallel_size: int = 1
+    engine: RolloutEngineKind = RolloutEngineKind.hf  # what generates
+    num_replicas: int = 1  # engines, each with a whole copy of the model
+    tensor_parallel_size: int = 1  # devices of one engine
     n: int = 1  # samples per prompt
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = -1
+    temperature: float = 1.0  # above 0; the trainer divides its logits by it too
+    top_p: float = 1.0  # 1 for training: a cut sampler draws from another distribution
+    top_k: int = -1  # -1 for training, for the same reason
     max_concurrency: int = 256  # sequences that one replica generates at the same time
     restart_limit: int = 3  # replicas that may be started anew in one run
     health_limit_s: float = 120.0  # an engine that makes no progress for so long is taken for hung
@@ -69,7 +69,7 @@ class RolloutConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ReshardingConfig:
-    bucket_mb: float = 512.0
-    transport: Transport = Transport.auto
+    bucket_mb: float = 512.0  # of tensors that are on their way at a time, in 2**20 bytes; what a push of weights costs in memory
+    transport: Transport = Transport.auto  # how weights go from the trainer to the engines
     verify: Verify = Verify.first  # compare checksums of every tensor, trainer and engine
     max_log_prob_difference: float = 0.1  # mean |trainer - engine| over the first batch's tokens, above which the run ends

@@ -7,9 +7,9 @@ from enum import Enum
 
 
 class Device(str, Enum):
-    auto = "auto"
-    cpu = "cpu"
-    cuda = "cuda"
+    auto = "auto"  # cuda where the cluster has GPUs
+    cpu = "cpu"  # gloo
+    cuda = "cuda"  # NCCL, one GPU for each process
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,31 +32,31 @@ class CheckpointConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerConfig:
-    total_steps: int = 100
-    prompts_per_step: int = 256
+    total_steps: int = 100  # each generates, scores and learns once
+    prompts_per_step: int = 256  # times `rollout.n` samples
     updates_per_step: int = 1  # optimizer steps in one pass over a step's samples
-    epochs_per_batch: int = 1
-    critic_warmup_steps: int = 0
+    epochs_per_batch: int = 1  # passes over a step's samples
+    critic_warmup_steps: int = 0  # first steps, in which only the critic learns
     validate_every_steps: int = 0  # 0: only where `validate_before` and the end ask for it
-    validate_before: bool = True
-    phase_time_limit_s: float = 1800.0
-    seed: int = 0
-    output_dir: str = "outputs/run"
+    validate_before: bool = True  # validate before the first step
+    phase_time_limit_s: float = 1800.0  # a phase that takes longer ends the run, with every rank's stack
+    seed: int = 0  # of sampled tokens, mini-batches and new weights
+    output_dir: str = "outputs/run"  # metrics, timeline, checkpoints, the trained model
 
 
 @dataclass(frozen=True, kw_only=True)
 class SFTTrainerConfig:
-    total_steps: int = 100
-    samples_per_step: int = 256
-    validate_every_steps: int = 0
-    phase_time_limit_s: float = 1800.0
-    seed: int = 0
-    output_dir: str = "outputs/sft"
+    total_steps: int = 100  # optimizer steps
+    samples_per_step: int = 256  # chats of one optimizer step
+    validate_every_steps: int = 0  # 0: only at the end
+    phase_time_limit_s: float = 1800.0  # a phase that takes longer ends the run, with every rank's stack
+    seed: int = 0  # of new weights
+    output_dir: str = "outputs/sft"  # metrics, timeline, checkpoints, the trained model
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrackingConfig:
-    loggers: list[str] = field(default_factory=lambda: ["console", "jsonl", "tensorboard"])
-    project: str = "megarl"
-    run_name: str | None = None
+    loggers: list[str] = field(default_factory=lambda: ["console", "jsonl", "tensorboard"])  # where metrics go
+    project: str = "megarl"  # for loggers that keep the runs of many together
+    run_name: str | None = None  # the same
     log_generations: int = 8  # samples written per validation

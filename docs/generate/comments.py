@@ -1,0 +1,52 @@
+"""The comments that explain a class's names, read from its source: the one behind a name, and the lines above it."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import io
+import tokenize
+from functools import cache
+from pathlib import Path
+
+_FOR_TOOLS = ("type:", "noqa")
+
+
+def explanation(owner: type, name: str) -> str:
+    """What the comments say about `owner.name`, a field of a dataclass or a member of an enumeration; empty where they say nothing."""
+    return _explanations(inspect.getsourcefile(owner) or "").get((owner.__name__, name), "")
+
+
+@cache
+def _explanations(file: str) -> dict[tuple[str, str], str]:
+    source = Path(file).read_text(encoding="utf-8")
+    alone, behind = _comments(source)
+    found = {}
+    for owner in ast.parse(source).body:
+        if not isinstance(owner, ast.ClassDef):
+            continue
+        for node in owner.body:
+            target = node.target if isinstance(node, ast.AnnAssign) else node.targets[0] if isinstance(node, ast.Assign) else None
+            if isinstance(target, ast.Name):
+                assert node.end_lineno is not None
+                parts = [*_lines_above(alone, node.lineno), behind.get(node.end_lineno, "")]
+                found[owner.name, target.id] = " ".join(part for part in parts if part)
+    return found
+
+
+def _comments(source: str) -> tuple[dict[int, str], dict[int, str]]:
+    """Line -> comment: those that have a line of their own, and those behind code."""
+    alone: dict[int, str] = {}
+    behind: dict[int, str] = {}
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        text = token.string.removeprefix("#").strip()
+        if token.type == tokenize.COMMENT and not text.startswith(_FOR_TOOLS):
+            (alone if token.line.lstrip().startswith("#") else behind)[token.start[0]] = text
+    return alone, behind
+
+
+def _lines_above(alone: dict[int, str], line: int) -> list[str]:
+    above: list[str] = []
+    while (line := line - 1) in alone:
+        above.insert(0, alone[line])
+    return above

@@ -1,0 +1,139 @@
+"""`docs/configuration.md`: every key of `megarl/config/schema`, with its type, default, values, and what its comments say."""
+
+from __future__ import annotations
+
+import typing
+from collections.abc import Iterator
+from dataclasses import MISSING as NO_DEFAULT
+from dataclasses import fields, is_dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from docs.generate.comments import explanation
+from megarl.config import schema
+from megarl.config.load import expected
+from megarl.config.ranges import range_of
+
+_PRESETS = Path("configs/algorithm")
+_INTRODUCTION = """# Configuration reference
+
+Made from `megarl/config/schema` by `make reference`; the comments there are what you read here.
+
+A configuration is a YAML file. `base: other.yaml` inherits another, a path relative to the file. `algorithm: grpo` takes a
+[preset](#presets); `algorithm: {base: grpo, kl: {coefficient: 0.01}}` takes one and changes it. On the command line `key.sub=value`
+overrides one value, and wins. An unknown key is refused, and so is a value that is not of its type or range, or that makes no sense beside
+another; `megarl check` lists all of that at once.
+"""
+
+
+def reference() -> str:
+    """The page. Raises ValueError for a key that no comment explains."""
+    parts = [_INTRODUCTION, "## Of an RL run (`megarl train`)\n"]
+    parts += _sections(schema.PPOConfig)
+    parts += ["## Of a supervised run (`megarl sft`)\n"]
+    same = [name for name, kind in _types(schema.SFTConfig).items() if _types(schema.PPOConfig).get(name) == kind]
+    parts += [f"{', '.join(f'`{name}`' for name in same)} are as above; `actor` is the trained model.\n"]
+    parts += _sections(schema.SFTConfig, prefix="sft: ", leave_out=same)
+    return "\n".join([*parts, *_presets()])
+
+
+def _sections(root: type, prefix: str = "", leave_out: typing.Sequence[str] = ()) -> Iterator[str]:
+    plain = []
+    for entry in fields(root):
+        kind, default = _types(root)[entry.name], _default(entry)
+        if entry.name in leave_out:
+            continue
+        if is_dataclass(kind):
+            yield from _section(typing.cast(type, kind), default, entry.name, prefix)
+        else:
+            plain.append(_row(root, entry.name, entry.name, default))
+    if plain:
+        yield from ["### without a section\n", *_table(plain)]
+
+
+def _section(section: type, value: Any, key: str, prefix: str) -> Iterator[str]:
+    """A heading, what the section is for, its own keys; then the sections in it."""
+    yield f"### {prefix}{key}\n"
+    if section.__doc__ and not section.__doc__.startswith(f"{section.__name__}("):  # the docstring that dataclass makes
+        yield " ".join(section.__doc__.split()) + "\n"
+    inner, rows = [], []
+    for entry in fields(section):
+        kind, default = _types(section)[entry.name], getattr(value, entry.name)
+        if is_dataclass(kind):
+            inner.append((typing.cast(type, kind), default, f"{key}.{entry.name}"))
+        else:
+            rows.append(_row(section, entry.name, f"{key}.{entry.name}", default))
+            if (item := _item(kind)) is not None:
+                rows += [_row(item, each.name, f"{key}.{entry.name}[].{each.name}", _default(each)) for each in fields(item)]
+    if rows:
+        yield from _table(rows)
+    for kind, default, inner_key in inner:
+        yield from _section(kind, default, inner_key, prefix)
+
+
+def _table(rows: list[str]) -> list[str]:
+    return ["\n".join(["| key | value | default | |", "|---|---|---|---|", *rows]) + "\n"]
+
+
+def _row(owner: type, name: str, key: str, default: Any) -> str:
+    text = explanation(owner, name)
+    if not text:
+        raise ValueError(f"{owner.__module__}: {owner.__name__}.{name} has no comment; say behind it or above it what {key} is for")
+    kind = _types(owner)[name]
+    choices = [f"`{member.value}`: {explanation(kind, member.name)}" for member in kind] if _is_choice(kind) else []
+    return f"| `{key}` | {_values(kind, key)} | {_shown(default)} | {'<br>'.join(_cell(line) for line in (text, *choices))} |"
+
+
+def _values(kind: Any, key: str) -> str:
+    words = "one of these" if _is_choice(kind) else expected(kind)
+    allowed = range_of(key)
+    return words if allowed is None else f"{words}, {allowed}"
+
+
+def _shown(value: Any) -> str:
+    if value == schema.MISSING or value is NO_DEFAULT:
+        return "must be given"
+    plain = value.value if isinstance(value, Enum) else value
+    return f"`{yaml.safe_dump(plain, default_flow_style=True, width=1000).removesuffix(chr(10)).removesuffix('...').strip()}`"
+
+
+def _cell(text: str) -> str:
+    """In a table, and with no mark of emphasis outside code."""
+    return "`".join(part if index % 2 else part.replace("*", "\\*") for index, part in enumerate(text.replace("|", "\\|").split("`")))
+
+
+def _presets() -> Iterator[str]:
+    yield "## Presets\n"
+    yield "`algorithm=NAME`, the files of `configs/algorithm`. [Algorithms](algorithms.md) says what each is for.\n"
+    for file in sorted(_PRESETS.glob("*.yaml")):
+        text = file.read_text(encoding="utf-8")
+        comments = [line.removeprefix("#").strip() for line in text.splitlines() if line.startswith("#")]
+        yield f"### {file.stem}\n"
+        yield " ".join(comments) + "\n"
+        body = "\n".join(line for line in text.splitlines() if not line.startswith("#"))
+        yield f"```yaml\nalgorithm:\n{_indented(body)}\n```\n"
+
+
+def _indented(text: str) -> str:
+    return "\n".join(f"  {line}" for line in text.strip().splitlines())
+
+
+def _is_choice(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, Enum)
+
+
+def _item(kind: Any) -> type | None:
+    """The section that a list is made of."""
+    item = typing.get_args(kind)[0] if typing.get_origin(kind) is list else None
+    return item if is_dataclass(item) and isinstance(item, type) else None
+
+
+def _types(section: type) -> dict[str, Any]:
+    return typing.get_type_hints(section)
+
+
+def _default(entry: Any) -> Any:
+    return entry.default_factory() if entry.default is NO_DEFAULT and entry.default_factory is not NO_DEFAULT else entry.default

@@ -1,0 +1,55 @@
+"""The pages that users read, and what is on them: links and fenced blocks."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from markdown_it import MarkdownIt
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "examples").rglob("*.md")])
+
+_MARKDOWN = MarkdownIt("commonmark").enable("table")
+_MARK = re.compile(r"<!-- (needs [^>]*?) -->")
+
+
+class Block(NamedTuple):
+    """A fenced block. `mark`: what the comment right above it says, as "needs a GPU"."""
+
+    page: Path
+    line: int
+    language: str
+    text: str
+    mark: str | None
+
+    @property
+    def place(self) -> str:
+        return f"{self.page.relative_to(ROOT)}:{self.line}"
+
+
+def blocks(page: Path) -> Iterator[Block]:
+    mark = None
+    for token in _MARKDOWN.parse(page.read_text(encoding="utf-8")):
+        if token.type == "fence":
+            assert token.map is not None
+            yield Block(page, token.map[0] + 1, token.info.strip(), token.content, mark)
+        found = _MARK.fullmatch(token.content.strip()) if token.type == "html_block" else None
+        mark = found[1] if found else None
+
+
+def links(page: Path) -> Iterator[str]:
+    for token in _MARKDOWN.parse(page.read_text(encoding="utf-8")):
+        for child in token.children or ():
+            for attribute in ("href", "src"):
+                if attribute in child.attrs:
+                    yield str(child.attrs[attribute])
+
+
+def anchors(page: Path) -> set[str]:
+    """What a code host calls the headings of a page: lower case, blanks as hyphens, no punctuation."""
+    tokens = _MARKDOWN.parse(page.read_text(encoding="utf-8"))
+    titles = [after.content for token, after in zip(tokens, tokens[1:], strict=False) if token.type == "heading_open"]
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}

@@ -1,0 +1,85 @@
+"""The site builds without a warning, loads nothing from elsewhere, and says what the code says; no link leads nowhere."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from urllib.parse import urlparse
+
+import pytest
+
+from docs.generate.configuration import reference
+from docs.generate.pages import PAGES as GENERATED
+from megarl.config.ranges import leaves
+from megarl.config.schema import PPOConfig, SFTConfig
+from tests.docs.pages import PAGES, ROOT, anchors, links
+
+
+def _build(source: Path, site: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "sphinx", "--quiet", "--fail-on-warning", "--keep-going", str(source), str(site)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("site")
+    built = _build(ROOT / "docs", folder)
+    assert built.returncode == 0, built.stderr
+    return folder
+
+
+def test_every_page_is_in_the_site(site: Path) -> None:
+    assert {page.stem for page in (ROOT / "docs").glob("*.md")} <= {page.stem for page in site.glob("*.html")}
+
+
+def test_a_reader_is_reported_to_nobody(site: Path) -> None:
+    """No script, style, font or picture from another host; links that a reader follows are another thing."""
+    loaded = [tag for page in site.glob("*.html") for tag in re.findall(r"<(?:script|link|img|iframe)\b[^>]*>", page.read_text())]
+    styles = [url for sheet in site.rglob("*.css") for url in re.findall(r"(?:@import|url\()[^;)]*", sheet.read_text())]
+    assert len(loaded) > 20
+    assert [text for text in (*loaded, *styles) if re.search(r"(?<!xmlns=['\"])\b(https?:)?//(?!www\.w3\.org)", text)] == []
+
+
+def test_broken_links_fail_the_build(tmp_path: Path) -> None:
+    """Two pages are enough to show it."""
+    docs = tmp_path / "docs"
+    shutil.copytree(ROOT / "docs" / "static", docs / "static")
+    shutil.copy(ROOT / "docs" / "conf.py", docs)
+    (docs / "rewards.md").write_text("# Rewards\n")
+    (docs / "index.md").write_text("# Index\n\n[x](nowhere.md) [x](rewards.md#nothing) ![x](none.svg)\n\n```{toctree}\nrewards\n```\n")
+    built = _build(docs, tmp_path / "site")
+    assert built.returncode != 0
+    for named in ("nowhere.md", "nothing", "none.svg"):
+        assert named in built.stderr
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    """In the repository; of addresses elsewhere only the form is looked at."""
+    for link in links(page):
+        parsed = urlparse(link)
+        if parsed.scheme:
+            assert parsed.scheme == "https", link
+            assert re.fullmatch(r"([\w-]+\.)+[a-z]+", parsed.netloc), link
+            continue
+        target = (page.parent / parsed.path).resolve() if parsed.path else page
+        assert target.exists(), f"{page.name}: {link}"
+        assert target.is_relative_to(ROOT), f"{page.name}: {link}"
+        if parsed.fragment:
+            assert parsed.fragment in anchors(target), f"{page.name}: {link}"
+
+
+@pytest.mark.parametrize("path", GENERATED)
+def test_what_is_made_from_the_code_is_current(path: str) -> None:
+    assert (ROOT / path).read_text(encoding="utf-8") == GENERATED[path](), f"{path} is not what the code says now: run make reference"
+
+
+def test_the_reference_has_every_key() -> None:
+    page = reference()
+    for kind in (PPOConfig, SFTConfig):
+        keys = [key for key, _ in leaves(kind())]
+        assert len(keys) > 40
+        assert [key for key in keys if f"| `{key}` |" not in page] == []
