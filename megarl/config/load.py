@@ -17,6 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 from megarl.config.errors import ConfigError
 from megarl.config.schema import MISSING
 from megarl.config.sources import Layer, read_layers
+from megarl.config.verl_names import VerlProblem, verl_problems
 
 Config = typing.TypeVar("Config")
 
@@ -68,7 +69,7 @@ class _Review:
         for name, value in values.items():
             key = f"{prefix}{name}"
             if name not in hints:
-                self._refuse(key, f"{key}: unknown key; {_nearest(self.schema, section, prefix, str(name))}", layer)
+                self._refuse_unknown(key, value, f"{key}: unknown key; {_nearest(self.schema, section, prefix, str(name))}", layer)
             elif is_dataclass(hints[name]):
                 if isinstance(value, Mapping):
                     good[name] = self.fitting(typing.cast(type, hints[name]), value, f"{key}.", layer)
@@ -86,6 +87,12 @@ class _Review:
             else:
                 self._refuse(f"{prefix}{name}", f"{prefix}{name}: is {value!r}, but must be {expected(hints[name])}", layer)
         return good
+
+    def _refuse_unknown(self, key: str, value: Any, problem: str, layer: Layer) -> None:
+        """Those of verl's names have their own here, which are then not said to be missing."""
+        from_verl = verl_problems(key, value, set(schema_keys(self.schema)))
+        for each in from_verl or [VerlProblem(problem)]:
+            self._refuse(each.ours or key, each.message, layer)
 
     def _refuse(self, key: str, problem: str, layer: Layer) -> None:
         self.refused.add(key)
@@ -138,18 +145,19 @@ def expected(hint: Any) -> str:
     return " or ".join("null" if part is type(None) else expected(part) for part in typing.get_args(hint))
 
 
-def _all_keys(section: Any, prefix: str = "") -> Iterator[str]:
+def schema_keys(section: Any, prefix: str = "") -> Iterator[str]:
+    """Every dotted key of a section, sections themselves included."""
     for name, hint in _hints(section).items():
         yield prefix + name
         if is_dataclass(hint):
-            yield from _all_keys(hint, f"{prefix}{name}.")
+            yield from schema_keys(hint, f"{prefix}{name}.")
 
 
 def _nearest(schema: type, section: type, prefix: str, name: str) -> str:
     """A neighbour with a similar name, then the same name in another section, then any similar key, then the choices there are."""
     if near := difflib.get_close_matches(name, _hints(section), n=1):
         return f"did you mean {prefix}{near[0]}?"
-    keys = list(_all_keys(schema))
+    keys = list(schema_keys(schema))
     if same := [key for key in keys if key.rsplit(".", 1)[-1] == name]:
         return f"did you mean {max(same, key=lambda key: difflib.SequenceMatcher(None, key, prefix + name).ratio())}?"
     if near := difflib.get_close_matches(prefix + name, keys, n=1):

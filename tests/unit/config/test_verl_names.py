@@ -1,0 +1,94 @@
+"""The table of verl's keys: what it covers, that what it points at exists, and what `load_config` says of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megarl.config.errors import ConfigError
+from megarl.config.load import load_config, schema_keys
+from megarl.config.schema import PPOConfig, SFTConfig
+from megarl.config.verl_names import VERL_KEYS, find_verl_key
+
+# The leaves of verl's generated ppo_trainer and ppo_megatron_trainer configurations (commit 1dda039b9 of August 2026), names only.
+VERL_LEAVES = (Path(__file__).parent / "verl_ppo_keys.txt").read_text().split()
+
+
+def problems(schema: type, folder: Path, text: str, *overrides: str) -> tuple[str, ...]:
+    file = folder / "run.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        load_config(schema, str(file), overrides)
+    return caught.value.problems
+
+
+def test_what_the_table_points_at_exists() -> None:
+    known = set(schema_keys(PPOConfig))
+    assert [(name, key.ours) for name, key in VERL_KEYS.items() if key.ours is not None and key.ours not in known] == []
+
+
+def test_every_key_of_verls_ppo_trainer_is_in_the_table() -> None:
+    assert len(VERL_LEAVES) > 1000
+    assert [name for name in VERL_LEAVES if find_verl_key(name) is None] == []
+
+
+def test_a_key_without_a_counterpart_says_why() -> None:
+    assert [name for name, key in VERL_KEYS.items() if key.ours is None and not key.note] == []
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("actor_rollout_ref.actor.optim.lr=1e-6", "actor_rollout_ref.actor.optim.lr: is verl's name; here it is actor.optim.lr"),
+        ("critic.megatron.tensor_model_parallel_size=2", "here it is critic.parallel.tensor_parallel_size"),
+        ("actor_rollout_ref.ref.megatron.tensor_model_parallel_size=2", "here it is actor.parallel.tensor_parallel_size (the reference"),
+        ("algorithm.adv_estimator=grpo", "here it is algorithm.advantage.estimator"),
+        ("trainer.n_gpus_per_node=8", "here it is placement.devices_per_node"),
+        ("data.train_batch_size=1024", "here it is trainer.prompts_per_step"),
+        ("actor_rollout_ref.rollout.gpu_memory_utilization=0.5", "here it is rollout.sglang.server_args (as {mem_fraction_static: 0.5})"),
+        ("+actor_rollout_ref.actor.policy_loss.loss_mode=gspo", "here it is algorithm.policy_loss.kind"),
+        ("+data.max_prompt_length=8", "write data.max_prompt_length=..., without a sign before it"),
+        ("actor_rollout_ref.model.lora.rank=8", "no counterpart here: all weights are trained"),
+        ("actor_rollout_ref.actor.megatron.context_parallel_size=2", "no counterpart here: no context parallelism"),
+    ],
+)
+def test_verls_name_on_the_command_line_gets_ours(tmp_path: Path, override: str, expected: str) -> None:
+    found = problems(PPOConfig, tmp_path, "model: {path: here}\ndata: {train_files: [a.parquet]}\n", override)
+    assert len(found) == 1
+    assert expected in found[0]
+    assert found[0].endswith("[command line]")
+
+
+def test_a_file_of_verls_is_translated_leaf_by_leaf(tmp_path: Path) -> None:
+    found = problems(
+        PPOConfig,
+        tmp_path,
+        """
+data: {train_files: [a.parquet], train_batch_size: 64}
+actor_rollout_ref:
+  model: {path: folder, lora: {rank: 0, alpha: 32}}
+  actor: {ppo_mini_batch_size: 16, unheard_of: 1}
+""",
+    )
+    # model.path is not said to be missing as well: it was given under its old name.
+    assert [problem.partition(":")[0] for problem in found] == [
+        "data.train_batch_size",
+        "actor_rollout_ref.model.path",
+        "actor_rollout_ref.model.lora",
+        "actor_rollout_ref.actor.ppo_mini_batch_size",
+        "actor_rollout_ref.actor.unheard_of",
+    ]
+    assert "here it is trainer.updates_per_step (a number of updates" in found[3]
+    assert "none of verl's" in found[4]
+
+
+def test_a_run_of_another_kind_is_not_sent_to_keys_that_it_lacks(tmp_path: Path) -> None:
+    text = "model: {path: here}\ndata: {train_files: [a.parquet]}\n"
+    (found,) = problems(SFTConfig, tmp_path, text, "actor_rollout_ref.rollout.n=4")
+    assert "is verl's name for rollout.n, which a run of this kind does not have" in found
+
+
+def test_a_misspelt_key_of_ours_is_still_answered_with_the_nearest(tmp_path: Path) -> None:
+    (found,) = problems(PPOConfig, tmp_path, "model: {path: here}\ndata: {train_files: [a.parquet]}\n", "trainer.total_step=4")
+    assert "did you mean trainer.total_steps?" in found
