@@ -1,0 +1,51 @@
+"""The table of versions against the files that pin them, and against setup.py."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+
+from megarl.config.versions import COUPLED, CUDA, PYTHON, REQUIRED, SGLANG
+
+ROOT = Path(__file__).parents[3]
+
+
+def pins(name: str) -> dict[str, str]:
+    """Of requirements/`name`: distribution -> exact version, for the lines that give one."""
+    lines = [line.split("#")[0].strip() for line in (ROOT / "requirements" / name).read_text().splitlines()]
+    found = [Requirement(line) for line in lines if line and not line.startswith("-")]
+    return {each.name: exact.version for each in found for exact in each.specifier if exact.operator == "=="}
+
+
+@pytest.mark.parametrize(("file", "table"), [("cpu.txt", REQUIRED), ("sglang.txt", SGLANG)])
+def test_what_is_pinned_is_within_the_ranges(file: str, table: dict[str, str]) -> None:
+    pinned = pins(file)
+    assert set(table) <= set(pinned)
+    assert [(name, pinned[name], versions) for name, versions in table.items() if pinned[name] not in SpecifierSet(versions)] == []
+
+
+def test_every_other_file_keeps_to_the_ranges() -> None:
+    ranges = {Requirement(name).name: versions for name, versions in (REQUIRED | SGLANG | CUDA).items()}
+    for file in sorted((ROOT / "requirements").glob("*.txt")):
+        outside = [(name, pin) for name, pin in pins(file.name).items() if pin not in SpecifierSet(ranges.get(name, ""), prereleases=True)]
+        assert outside == [], file.name
+
+
+def test_what_is_coupled_is_in_the_table_of_a_file() -> None:
+    assert set(COUPLED) <= {*REQUIRED, *SGLANG}
+    assert {name for names in COUPLED.values() for name in names} <= set(pins("cpu.txt"))
+
+
+def test_setup_installs_by_the_table(tmp_path: Path) -> None:
+    command = [sys.executable, "setup.py", "-q", "egg_info", "--egg-base", str(tmp_path)]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    metadata = (tmp_path / "megarl.egg-info" / "PKG-INFO").read_text().splitlines()
+    lines = [line.removeprefix("Requires-Dist: ") for line in metadata if line.startswith("Requires-Dist:") and ";" not in line]
+    required = [Requirement(line) for line in lines]
+    assert {each.name: each.specifier for each in required} == {name: SpecifierSet(versions) for name, versions in REQUIRED.items()}
+    assert f"Requires-Python: {PYTHON}" in metadata
