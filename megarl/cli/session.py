@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import torch
 from rich.console import Console
+from rich.table import Table
 
 from megarl.cli.check import print_run
 from megarl.cli.termination import Termination
@@ -19,6 +20,7 @@ from megarl.config.compare import differences
 from megarl.config.load import dump_config
 from megarl.config.schema import Device, PPOConfig, SFTConfig
 from megarl.controller.cluster import num_cluster_gpus, shutdown, start_ray
+from megarl.controller.environment import describe
 from megarl.controller.resource_pool import ResourcePoolManager
 from megarl.placement.plan import PlacementPlan
 from megarl.protocol.whole_file import write_whole
@@ -68,11 +70,21 @@ def open_session(config: PPOConfig | SFTConfig, plan: PlacementPlan, resume: Res
             max_colocate_counts=plan.colocate_counts,
             nodes=plan.nodes,
         )
+        _print_environment(device, console)
         pools.create_resource_pool()
         with Termination(lambda text: console.print(text, soft_wrap=True)) as termination:
             yield Session(output_dir=output_dir, device=device, pools=pools, console=console, termination=termination)
     finally:
         shutdown()
+
+
+def _print_environment(device: Device, console: Console) -> None:
+    table = Table(title="Environment of the processes", title_justify="left")
+    for column in ("variable", "value", "set by"):
+        table.add_column(column, overflow="fold")
+    for row in describe(device is Device.cuda):
+        table.add_row(*row)
+    console.print(table)
 
 
 def _claim(output_dir: Path, config: PPOConfig | SFTConfig, resume: Resume | None, console: Console) -> None:

@@ -70,7 +70,9 @@ class ActorSet:
         for rank, handle in enumerate(self._handles):
             identity = RankIdentity(rank, len(self._handles), local_ranks[rank])
             owner = worker_owner(group, rank)
-            result, record = handle.construct.options(num_returns=2).remote(workers, identity, meeting, dict(environment), owner)
+            result, record = handle.construct.options(num_returns=2).remote(
+                workers, identity, meeting, dict(environment), self.pool.use_gpu, owner
+            )
             calls.append(Call(self, self.title, rank, "__init__", result, record, on_record))
         return tuple(calls)
 

@@ -13,12 +13,11 @@ from contextlib import contextmanager
 import ray
 from ray._private import ray_constants
 
+from megarl.controller.environment import daemon_settings
 from megarl.controller.reaper import OWNER, descendants, end_held, end_processes_of, hold, start_reaper
 
 _ANSWER_S = 10.0
 _MIN_OBJECT_STORE_MB = 80  # Ray refuses less than 75 MiB
-# Read by Ray's daemons. Workers are started when they are needed, not one per logical CPU in advance.
-DAEMON_SETTINGS = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_enable_worker_prestart": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
 
 _RAY = "/ray"  # added to the driver's mark on all that runs under Ray
 
@@ -44,7 +43,7 @@ def start_ray(*, num_cpus: int, num_gpus: int = 0, object_store_mb: float = 512)
         ray.init(address=address, logging_level=logging.ERROR, log_to_driver=False)
         start_reaper(process_owner(), whole_group=False)  # a driver may share its group with the shell's pipeline
         return
-    for name, value in DAEMON_SETTINGS.items():
+    for name, value in daemon_settings().items():
         os.environ.setdefault(name, value)
     before = set(descendants(os.getpid()))
     with _loopback_only(), _marked_as_ray():

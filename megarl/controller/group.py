@@ -22,6 +22,7 @@ from megarl.controller.dispatch import (
     plan_call,
     route_rank,
 )
+from megarl.controller.environment import users_settings
 from megarl.controller.errors import RankReport
 from megarl.controller.futures import WorkerFuture, forward, upstream_calls
 from megarl.controller.messages import CallRecord
@@ -155,7 +156,7 @@ class RayWorkerGroup(RoleGroup):
     """Starts one process per bundle of `resource_pool` and constructs the workers there; returns before they are ready.
 
     `ray_cls_with_init`: one worker class, or several fused (`create_colocated_worker_cls`), whose groups `spawn` gives.
-    `environment`: set in the processes before torch is loaded. On CPU, OMP_NUM_THREADS is 1 unless it says otherwise.
+    `environment`: set in the processes before torch is loaded, beside what the user and environment.py set for all.
     `phase_time_limit_s`: a call that runs longer raises PhaseTimeoutError with every rank's stack, and the group is ended.
     """
 
@@ -172,8 +173,7 @@ class RayWorkerGroup(RoleGroup):
         self._roles = ray_cls_with_init.roles if isinstance(ray_cls_with_init, ColocatedWorkerClass) else {role: ray_cls_with_init}
         for spec in self._roles.values():
             registered_methods(spec.cls)  # refused before a process is started
-        defaults = {} if resource_pool.use_gpu else {"OMP_NUM_THREADS": "1"}
-        actors = ActorSet(resource_pool, self._roles, {**defaults, **environment}, phase_time_limit_s, self._record_spans)
+        actors = ActorSet(resource_pool, self._roles, {**users_settings(), **environment}, phase_time_limit_s, self._record_spans)
         if fused:
             self._actors, self.role, self._spans = actors, "", []
         else:

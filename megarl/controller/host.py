@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from megarl.controller.activity import Activity
+from megarl.controller.environment import fill_in
 from megarl.controller.messages import (
     CallFailure,
     CallRecord,
@@ -67,7 +68,7 @@ class WorkerHost:
         return Rendezvous(self._location.node, self._reserved_port.getsockname()[1])
 
     def construct(
-        self, workers: bytes, identity: RankIdentity, rendezvous: Rendezvous, environment: Mapping[str, str], owner: str
+        self, workers: bytes, identity: RankIdentity, rendezvous: Rendezvous, environment: Mapping[str, str], use_gpu: bool, owner: str
     ) -> tuple[Any, CallRecord]:
         """`workers`: pickled {role: (class, arguments, named arguments)}, opened only after the environment is set."""
         launch = {
@@ -78,6 +79,7 @@ class WorkerHost:
             "MASTER_PORT": rendezvous.port,
         }
         os.environ.update({OWNER: owner, **environment, **{name: str(value) for name, value in launch.items()}})
+        fill_in(os.environ, self._location.node, use_gpu)
         return self._record("__init__", lambda: self._construct(workers, identity, owner))
 
     def _construct(self, workers: bytes, identity: RankIdentity, owner: str) -> None:

@@ -49,8 +49,6 @@ def activate(device: Device) -> Platform:
     if cuda:
         index = int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count()
         torch.cuda.set_device(index)
-        # Megatron overlaps tensor-parallel communication with computation only when kernels are launched in one queue.
-        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
         _active = Platform(name="cuda", device=torch.device("cuda", index), distributed_backend="nccl")
     else:
         from megarl.engine import cpu_adaptations

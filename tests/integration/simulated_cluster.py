@@ -22,7 +22,8 @@ from megarl.config.schema import (
     PPOConfig,
     RolloutConfig,
 )
-from megarl.controller.cluster import DAEMON_SETTINGS, shutdown, start_ray
+from megarl.controller.cluster import shutdown, start_ray
+from megarl.controller.environment import daemon_settings
 from megarl.controller.group import RayWorkerGroup
 from megarl.controller.resource_pool import InsufficientResourcesError, ResourcePoolManager
 from megarl.controller.worker_class import RayClassWithInitArgs
@@ -74,7 +75,7 @@ def pools_of(plan: PlacementPlan) -> ResourcePoolManager:
 
 
 def main() -> None:
-    os.environ.update(DAEMON_SETTINGS)
+    os.environ.update(daemon_settings())
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 8, "num_gpus": DEVICES_PER_NODE, "include_dashboard": False})
     for _ in range(NUM_NODES - 1):
         cluster.add_node(num_cpus=8, num_gpus=DEVICES_PER_NODE)
