@@ -6,6 +6,7 @@ import atexit
 import logging
 import os
 import socket
+import sys
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -46,7 +47,7 @@ def start_ray(*, num_cpus: int, num_gpus: int = 0, object_store_mb: float = 512)
     for name, value in daemon_settings().items():
         os.environ.setdefault(name, value)
     before = set(descendants(os.getpid()))
-    with _loopback_only(), _marked_as_ray():
+    with _loopback_only(), _without_job_server(), _marked_as_ray():
         ray.init(
             address="local",  # without it, one that happens to run on this machine would be joined
             num_cpus=num_cpus,
@@ -87,6 +88,21 @@ def _loopback_only() -> Iterator[None]:
     finally:
         del os.environ[ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR]
         ray_constants.ENABLE_RAY_CLUSTER = True
+
+
+@contextmanager
+def _without_job_server() -> Iterator[None]:
+    """Where the packages of ray[default] are installed, each node has an agent that takes jobs from whoever reaches its port, also
+    without a dashboard, and needs seconds to start. Without them it is the small one; Ray asks for them by this import."""
+    name = "ray.dashboard.optional_deps"
+    before = sys.modules.get(name)
+    sys.modules[name] = None  # type: ignore[assignment]  # importing it raises ImportError
+    try:
+        yield
+    finally:
+        del sys.modules[name]
+        if before is not None:
+            sys.modules[name] = before
 
 
 @contextmanager
