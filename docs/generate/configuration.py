@@ -84,7 +84,7 @@ def _row(owner: type, name: str, key: str, default: Any) -> str:
         raise ValueError(f"{owner.__module__}: {owner.__name__}.{name} has no comment; say behind it or above it what {key} is for")
     kind = _types(owner)[name]
     choices = [f"`{member.value}`: {explanation(kind, member.name)}" for member in kind] if _is_choice(kind) else []
-    return f"| `{key}` | {_values(kind, key)} | {_shown(default)} | {'<br>'.join(_cell(line) for line in (text, *choices))} |"
+    return f"| `{key}` | {_values(kind, key)} | {_shown(default)} | {'<br>'.join(cell(line) for line in (text, *choices))} |"
 
 
 def _values(kind: Any, key: str) -> str:
@@ -100,7 +100,7 @@ def _shown(value: Any) -> str:
     return f"`{yaml.safe_dump(plain, default_flow_style=True, width=1000).removesuffix(chr(10)).removesuffix('...').strip()}`"
 
 
-def _cell(text: str) -> str:
+def cell(text: str) -> str:
     """In a table, and with no mark of emphasis outside code."""
     return "`".join(part if index % 2 else part.replace("*", "\\*") for index, part in enumerate(text.replace("|", "\\|").split("`")))
 

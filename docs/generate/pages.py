@@ -4,8 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from docs.generate import drawings
 from docs.generate.configuration import reference
+from docs.generate.verl import migration
 
 PAGES: dict[str, Callable[[], str]] = {
     "docs/configuration.md": reference,
+    "docs/verl.md": migration,
+    "docs/drawings/step.svg": drawings.step,
+    "docs/drawings/placements.svg": drawings.placements,
+    "docs/drawings/resharding.svg": drawings.resharding,
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -48,6 +49,7 @@ def links(page: Path) -> Iterator[str]:
                     yield str(child.attrs[attribute])
 
 
+@cache
 def anchors(page: Path) -> set[str]:
     """What a code host calls the headings of a page: lower case, blanks as hyphens, no punctuation."""
     tokens = _MARKDOWN.parse(page.read_text(encoding="utf-8"))

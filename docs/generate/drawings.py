@@ -1,0 +1,185 @@
+"""The drawings of docs/concepts.md, made of the plans that a run makes: its step, its placements, its shards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from docs.generate.svg import FILLS, Drawing
+from megarl.config.architecture import Architecture
+from megarl.config.schema import ActorConfig, ParallelConfig, PlacementConfig, PlacementStrategy, PPOConfig, RolloutConfig
+from megarl.placement.dataflow import Phase, phases_of, waits_for
+from megarl.placement.places import GroupPlan, PlacementPlan
+from megarl.placement.plan import plan_placement
+from megarl.resharding.families import Weight, weights_of
+from megarl.resharding.layout import Piece, layouts_of, pieces
+
+# Four devices train the policy, one each trains the critic and generates, twice.
+_CONFIG = PPOConfig(
+    actor=ActorConfig(parallel=ParallelConfig(tensor_parallel_size=2, data_parallel_size=2)), rollout=RolloutConfig(num_replicas=2)
+)
+_DRIVER = "driver"
+_GAP = 24  # between pools
+
+
+def step() -> str:
+    """The phases of a step, from left to right as they can begin; one under the other work at the same time."""
+    plan = plan_placement(_CONFIG)
+    phases = phases_of(plan.roles)
+    columns = _columns(plan, phases)
+    lanes = ["rollout", "actor", "critic", "reward", _DRIVER]
+    lane_of = {phase.name: lanes.index(_lane(plan, phase, lanes)) for phase in phases}
+    width, height, left, top = 172, 74, 92, 34
+    drawing = Drawing(left + width * (max(columns.values()) + 1), top + height * len(lanes) + 12, "The phases of one step of PPO")
+    for number, lane in enumerate(lanes):
+        drawing.words(4, top + height * number + 36, {"actor": "actor and ref"}.get(lane, lane), bold=True)
+    corners = {phase.name: (left + width * columns[phase.name], top + height * lane_of[phase.name]) for phase in phases}
+    for phase, before in _drawn_waits(phases):
+        (x, y), (to_x, to_y) = corners[before], corners[phase]
+        drawing.arrow(x + width - 22, y + 29, to_x, to_y + 29)
+    for phase in phases:
+        fill = FILLS[phase.roles[0] if phase.roles else _DRIVER]
+        drawing.box(*corners[phase.name], width - 24, 58, fill, phase.name, *_written(phase))
+    return str(drawing)
+
+
+def _lane(plan: PlacementPlan, phase: Phase, lanes: Sequence[str]) -> str:
+    """The first role of the process that works."""
+    if not phase.roles:
+        return _DRIVER
+    return next(role for role in plan.group_of(phase.roles[0]).roles if role in lanes)
+
+
+def _columns(plan: PlacementPlan, phases: Sequence[Phase]) -> dict[str, int]:
+    """A phase comes behind those that it waits for, and those that are in the way of it on a device."""
+    before, columns = waits_for(phases), {}
+    for phase in phases:
+        earlier = [
+            other.name
+            for other in phases[: phases.index(phase)]
+            if other.name in before[phase.name] or any(_same_place(plan, one, role) for one in phase.roles for role in other.roles)
+        ]
+        columns[phase.name] = max((columns[name] + 1 for name in earlier), default=0)
+    return columns
+
+
+def _same_place(plan: PlacementPlan, role: str, other: str) -> bool:
+    return plan.group_of(role) is plan.group_of(other) or plan.share_devices(role, other)
+
+
+def _drawn_waits(phases: Sequence[Phase]) -> Iterator[tuple[str, str]]:
+    """Phase and what it waits for, without what follows from others."""
+    before = waits_for(phases)
+    for phase in phases:
+        for name in sorted(before[phase.name]):
+            if not any(name in before[other] for other in before[phase.name]):
+                yield phase.name, name
+
+
+def _written(phase: Phase) -> list[str]:
+    """The keys of the batch in rows that fit a box."""
+    keys = sorted(phase.writes)
+    return [", ".join(keys)] if len(", ".join(keys)) <= 24 else [f"{key}," for key in keys[:-1]] + [keys[-1]]
+
+
+def placements() -> str:
+    """Who has which device in each strategy."""
+    strategies = [each for each in PlacementStrategy if each is not PlacementStrategy.custom]
+    plans = [plan_placement(replace(_CONFIG, placement=PlacementConfig(strategy=strategy))) for strategy in strategies]
+    size, row = 78, 150
+    width = max(size * plan.num_devices + _GAP * len(plan.pools) for plan in plans)
+    drawing = Drawing(width, row * len(plans), "Four placements of the same roles")
+    for number, plan in enumerate(plans):
+        top = 20 + row * number
+        drawing.words(4, top, f"{plan.strategy.value}: {plan.num_devices} devices", bold=True)
+        _draw_pools(drawing, plan, top + 26, size)
+    return str(drawing)
+
+
+def _draw_pools(drawing: Drawing, plan: PlacementPlan, top: float, size: float) -> None:
+    left = 8.0
+    for pool, num_devices in plan.pools.items():
+        groups = [group for group in plan.groups if group.pool == pool and group.uses_devices]
+        if not groups:
+            continue
+        drawing.frame(left, top, size * num_devices, 92, f"pool {pool}")
+        first = min(device for group in groups for _, device in group.devices)
+        height = 84 / len(groups)
+        for turn, group in enumerate(groups):
+            for _, device in sorted(group.devices):
+                x = left + (device - first) * size + 4
+                drawing.box(x, top + 4 + turn * height, size - 8, height - 3, FILLS[group.roles[0]], *_short(group, height))
+        left += size * num_devices + _GAP
+
+
+def _short(group: GroupPlan, height: float) -> list[str]:
+    names = {"reference": "ref", "reward_model": "judge"}
+    roles = [names.get(role, role) for role in group.roles]
+    return roles if height > 16 * len(roles) else ["+".join(roles)]
+
+
+# Two query groups of two query heads; a head has as many rows as it takes to be drawn.
+_MODEL = Architecture(
+    model_type="qwen2",
+    num_hidden_layers=1,
+    hidden_size=8,
+    intermediate_size=16,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=4,
+    vocab_size=128,
+    max_position_embeddings=8,
+    rms_norm_eps=1e-6,
+    rope_theta=1e4,
+    rope_scaling=None,
+    tie_word_embeddings=False,
+    qkv_bias=False,
+    qk_norm=False,
+)
+_TENSOR_FILLS = (FILLS["actor"], FILLS["rollout"], FILLS["reference"])
+
+
+def resharding() -> str:
+    """Where the rows of Hugging Face's tensors lie in the shards of two tensor-parallel ranks."""
+    drawing = Drawing(720, 470, "From the shards of two tensor-parallel ranks to the tensors that engines load")
+    weights = {weight.megatron_name.split(".layers.0.")[-1]: weight for weight in weights_of(_MODEL, "lm")}
+    left = 20
+    for name in ("self_attention.linear_qkv.weight", "mlp.linear_fc1.weight"):
+        _draw_weight(drawing, weights[name], name, left)
+        left += 360
+    return str(drawing)
+
+
+def _draw_weight(drawing: Drawing, weight: Weight, name: str, left: float) -> None:
+    """Shards on the left, as Megatron has them; the tensors on the right, as an engine gets them. A tensor has one colour."""
+    scale, width = 11.0, 108.0
+    drawing.words(left, 18, name, bold=True)
+    fills = {tensor.name: fill for tensor, fill in zip(weight.tensors, _TENSOR_FILLS, strict=False)}
+    tops, y = {}, 62.0
+    for tensor in weight.tensors:
+        tops[tensor.name] = y
+        drawing.words(left + 200, y - 6, tensor.name.split(".")[-2])
+        y += tensor.shape[0] * scale + 26
+    y = 62.0
+    for rank, layout in enumerate(layouts_of(_MODEL, ParallelConfig(tensor_parallel_size=2))):
+        drawing.words(left, y - 6, f"Megatron, TP rank {rank}")
+        rows = 0
+        for piece in pieces(weight, layout):
+            pairs = zip(_row_spans(piece, "shard"), _row_spans(piece, "hf"), strict=True)
+            for (start, stop), (hf_start, hf_stop) in pairs:
+                label = f"{piece.hf_name.split('.')[-2].removesuffix('_proj')} {hf_start}-{hf_stop - 1}"
+                at, hf_at = y + start * scale, tops[piece.hf_name] + hf_start * scale
+                drawing.box(left, at, width, (stop - start) * scale - 2, fills[piece.hf_name], label)
+                drawing.box(left + 200, hf_at, width, (hf_stop - hf_start) * scale - 2, fills[piece.hf_name], f"from rank {rank}")
+                drawing.arrow(left + width + 2, at + (stop - start) * scale / 2, left + 197, hf_at + (hf_stop - hf_start) * scale / 2)
+                rows = max(rows, stop)
+        y += rows * scale + 36
+
+
+def _row_spans(piece: Piece, side: str) -> list[tuple[int, int]]:
+    """[start, stop) of the rows of the matrix, from rectangles of a view whose first two dimensions are its rows."""
+    view, rectangle = (piece.hf_view, piece.hf) if side == "hf" else (piece.shard_view, piece.shard)
+    return [
+        (outer * view[1] + rectangle.starts[1], outer * view[1] + rectangle.stops[1])
+        for outer in range(rectangle.starts[0], rectangle.stops[0])
+    ]

@@ -1,0 +1,57 @@
+"""`docs/verl.md`: what is written by hand in verl.md beside this file, then the tables of `megarl/config/verl_names.py`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from docs.generate.configuration import cell, reference
+from megarl.config.verl_names import VERL_KEYS, VerlKey
+
+_WRITTEN = Path(__file__).with_suffix(".md")
+_SECTIONS = (  # a table each; a key belongs to the first that it begins with
+    "actor_rollout_ref.model",
+    "actor_rollout_ref.actor.optim",
+    "actor_rollout_ref.actor.megatron",
+    "actor_rollout_ref.actor",
+    "actor_rollout_ref.ref",
+    "actor_rollout_ref.rollout",
+    "critic.optim",
+    "critic.megatron",
+    "critic",
+    "data",
+    "algorithm",
+    "reward",
+    "reward_model",
+    "trainer",
+)
+
+
+def migration() -> str:
+    """The page. Raises ValueError where a name of ours has no section in the reference."""
+    return _WRITTEN.read_text(encoding="utf-8") + "\n".join(_tables())
+
+
+def _tables() -> Iterator[str]:
+    headings = {heading: heading.replace(".", "").replace(" ", "-") for heading in re.findall(r"^### (.+)$", reference(), re.MULTILINE)}
+    left = dict(VERL_KEYS)
+    for section in (*_SECTIONS, ""):
+        keys = {name: left.pop(name) for name in list(left) if not section or f"{name}.".startswith(f"{section}.")}
+        yield f"### verl: {section or 'the rest'}\n"
+        yield "| verl | here | |\n|---|---|---|"
+        yield from (f"| `{name}` | {_ours(key, headings)} | {cell(key.note)} |" for name, key in keys.items())
+        yield ""
+
+
+def _ours(key: VerlKey, headings: dict[str, str]) -> str:
+    """The name here, as a link to its section of the reference."""
+    if key.ours is None:
+        return "-"
+    parts = key.ours.split(".")
+    for end in range(len(parts), 0, -1):
+        if (section := ".".join(parts[:end])) in headings:
+            return f"[`{key.ours}`](configuration.md#{headings[section]})"
+    if len(parts) > 1:
+        raise ValueError(f"megarl/config/verl_names.py names {key.ours}, which the reference has no section for")
+    return f"[`{key.ours}`](configuration.md#without-a-section)"
