@@ -60,6 +60,13 @@ def _parser() -> argparse.ArgumentParser:
     plan = _add_run(commands, "plan", "print, and draw, where each role would run and what each device would hold", _start_plan)
     plan.add_argument("--sft", action="store_true", help="the file is for `megarl sft`")
     plan.add_argument("--output", metavar="FILE", help="draw it to a .svg or .png")
+    summary = "examine this machine, the cluster and what a run reads: each line ok, a warning or an error with the remedy"
+    doctor = commands.add_parser("doctor", help=summary, description=summary)
+    doctor.add_argument("config", metavar="CONFIG", nargs="?", help="the run to examine them for; without it the machine alone is examined")
+    doctor.add_argument("overrides", metavar="key=value", nargs="*", help="as for `megarl train`")
+    doctor.add_argument("--sft", action="store_true", help="the file is for `megarl sft`")
+    doctor.add_argument("--json", action="store_true", help="print one JSON document")
+    doctor.set_defaults(start=_start_doctor)
     plot = commands.add_parser("plot", help="draw a run's curves to a PNG")
     plot.add_argument("run_dir", metavar="RUN_DIR", help="the run's trainer.output_dir")
     plot.set_defaults(start=lambda parsed: _run("plot")(parsed.run_dir))
@@ -89,3 +96,7 @@ def _start_plan(parsed: argparse.Namespace) -> int:
 
 def _start_check(parsed: argparse.Namespace) -> int:
     return _run("check")(parsed.config, parsed.overrides, SFTConfig if parsed.sft else PPOConfig)
+
+
+def _start_doctor(parsed: argparse.Namespace) -> int:
+    return _run("doctor.command")(parsed.config, parsed.overrides, SFTConfig if parsed.sft else PPOConfig, parsed.json)

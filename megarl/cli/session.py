@@ -62,14 +62,7 @@ def open_session(config: PPOConfig | SFTConfig, plan: PlacementPlan, resume: Res
     start_ray(num_cpus=plan.num_cpus, num_gpus=torch.cuda.device_count() if config.device is not Device.cpu else 0)
     try:
         device = _resolve(config.device)
-        pools = ResourcePoolManager(
-            plan.process_on_nodes,
-            plan.role_pools,
-            device is Device.cuda,
-            gpus_per_process=plan.devices_per_process,
-            max_colocate_counts=plan.colocate_counts,
-            nodes=plan.nodes,
-        )
+        pools = ResourcePoolManager.of_plan(plan, device is Device.cuda)
         _print_environment(device, console)
         pools.create_resource_pool()
         with Termination(lambda text: console.print(text, soft_wrap=True)) as termination:

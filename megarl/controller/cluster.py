@@ -18,6 +18,7 @@ from megarl.controller.environment import daemon_settings
 from megarl.controller.reaper import OWNER, descendants, end_held, end_processes_of, hold, start_reaper
 
 _ANSWER_S = 10.0
+OBJECT_STORE_MB = 512
 _MIN_OBJECT_STORE_MB = 80  # Ray refuses less than 75 MiB
 
 _RAY = "/ray"  # added to the driver's mark on all that runs under Ray
@@ -26,7 +27,7 @@ _owner: str | None = None
 _daemons: list[int] = []  # descriptors of the processes that ray.init started here
 
 
-def start_ray(*, num_cpus: int, num_gpus: int = 0, object_store_mb: float = 512) -> None:
+def start_ray(*, num_cpus: int, num_gpus: int = 0, object_store_mb: float = OBJECT_STORE_MB) -> None:
     """Joins the cluster of RAY_ADDRESS if that is set; else starts one on this machine, reachable from this machine only.
 
     `num_cpus` is logical: one per process that the run needs, however few cores there are. `object_store_mb` bounds the

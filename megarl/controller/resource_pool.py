@@ -11,6 +11,8 @@ from typing import NamedTuple
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
+from megarl.placement.places import PlacementPlan
+
 _CPU, _GPU = "CPU", "GPU"
 _NODE_LABEL = "ray.io/node-id"  # Ray gives it to each node
 _SETTLE_S = 5.0  # until what was given back just now is known to be free
@@ -82,7 +84,7 @@ class RayResourcePool:
             deadline_s = time.monotonic() + self.wait_limit_s
             if not all(group.wait(max(0.0, deadline_s - time.monotonic())) for group in self._groups):
                 self.release()
-                raise InsufficientResourcesError(_explain([self], _free_per_node(), f"still not free after {self.wait_limit_s:g} s"))
+                raise InsufficientResourcesError(explain([self], free_nodes(), f"still not free after {self.wait_limit_s:g} s"))
         return [
             Bundle(group, index, index) for group, count in zip(self._groups, self.process_on_nodes, strict=True) for index in range(count)
         ]
@@ -161,6 +163,17 @@ class ResourcePoolManager:
         }
         self._mapping = dict(mapping)
 
+    @classmethod
+    def of_plan(cls, plan: PlacementPlan, use_gpu: bool) -> ResourcePoolManager:
+        return cls(
+            plan.process_on_nodes,
+            plan.role_pools,
+            use_gpu,
+            gpus_per_process=plan.devices_per_process,
+            max_colocate_counts=plan.colocate_counts,
+            nodes=plan.nodes,
+        )
+
     def create_resource_pool(self) -> None:
         """Reserves all pools. Raises InsufficientResourcesError before reserving any when they do not fit together."""
         pools = list(self.resource_pools.values())
@@ -189,9 +202,9 @@ class NodeResources(NamedTuple):
 
 def check_fits(pools: Sequence[RayResourcePool]) -> None:
     """Raises InsufficientResourcesError when the nodes that are alive could not hold the pools even if they were empty."""
-    nodes = _nodes()
+    nodes = living_nodes()
     if not fits(node_demands(pools), nodes):
-        raise InsufficientResourcesError(_explain(pools, nodes, "more than the cluster has"))
+        raise InsufficientResourcesError(explain(pools, nodes, "more than the cluster has"))
 
 
 def fits(demands: Sequence[Mapping[str, float]], nodes: Sequence[NodeResources]) -> bool:
@@ -222,20 +235,20 @@ def _pin(pools: Sequence[RayResourcePool]) -> None:
     """A node of the cluster for each node of the plan: each its own and of those with room now, where they suffice."""
     planned = [pool for pool in pools if pool.nodes is not None]
     numbers, demands = _numbers(planned), node_demands(planned)
-    whole = _nodes()
-    free = _free_per_node()
+    whole = living_nodes()
+    free = free_nodes()
     if match(demands, whole, apart=True) is not None:
         give_up_s = time.monotonic() + _SETTLE_S
         while match(demands, free, apart=True) is None and time.monotonic() < give_up_s:
             time.sleep(_SETTLE_S / 20)
-            free = _free_per_node()
+            free = free_nodes()
     for nodes, apart in ((free, True), (free, False), (whole, True), (whole, False)):
         if (chosen := match(demands, nodes, apart)) is not None:
             break
     else:
         return  # with what is not planned it fits, so the reservation itself finds out
     if nodes is whole:
-        _log.warning("%s", _explain(pools, free, f"held by others now; waiting up to {pools[0].wait_limit_s:g} s for it"))
+        _log.warning("%s", explain(pools, free, f"held by others now; waiting up to {pools[0].wait_limit_s:g} s for it"))
     identities = {number: nodes[index].identity for number, index in zip(numbers, chosen, strict=True)}
     for pool in planned:
         pool.pin([identities[number] for number in pool.nodes or ()])
@@ -261,7 +274,8 @@ def node_demands(pools: Sequence[RayResourcePool]) -> list[dict[str, float]]:
     return [*together.values(), *alone]
 
 
-def _nodes() -> list[NodeResources]:
+def living_nodes() -> list[NodeResources]:
+    """With all that they have, whoever holds it."""
     return [NodeResources(node["NodeManagerAddress"], node["Resources"], node["NodeID"]) for node in ray.nodes() if node["Alive"]]
 
 
@@ -276,13 +290,13 @@ def _demand(pool: RayResourcePool, count: int) -> dict[str, float]:
     return {kind: amount * count for kind, amount in pool.resources_per_process().items()}
 
 
-def _free_per_node() -> list[NodeResources]:
+def free_nodes() -> list[NodeResources]:
     # Ray has no public call for this that works without its dashboard.
     free = ray._private.state.available_resources_per_node()
-    return [node._replace(resources=free.get(node.identity, {_CPU: 0.0})) for node in _nodes()]
+    return [node._replace(resources=free.get(node.identity, {_CPU: 0.0})) for node in living_nodes()]
 
 
-def _explain(pools: Sequence[RayResourcePool], nodes: Sequence[NodeResources], problem: str) -> str:
+def explain(pools: Sequence[RayResourcePool], nodes: Sequence[NodeResources], problem: str) -> str:
     requested = [
         f"  pool {pool.name!r}: {_amounts(_demand(pool, count))} on {_where(pool, index)}"
         for pool in pools

@@ -16,6 +16,7 @@ from megarl.data.tables import DataError, Row, chat_messages, read_rows, typed_v
 from megarl.data.tokenizer import render_chat
 from megarl.protocol.batch import DataProto
 
+REQUIRED, OPTIONAL = ("prompt", "data_source", "reward_model"), ("extra_info",)  # columns
 GROUND_TRUTH_EXAMPLE = "{'style': 'rule', 'ground_truth': '5'}"
 
 
@@ -39,8 +40,8 @@ class PromptDataset:
         self._pad_id = tokenizer.pad_token_id
         self._width = max_prompt_length
         prompts, measured = [], []
-        for row in read_rows(files, required=["prompt", "data_source", "reward_model"], optional=["extra_info"]):
-            prompt = _read(row, tokenizer)
+        for row in read_rows(files, required=REQUIRED, optional=OPTIONAL):
+            prompt = read_prompt(row, tokenizer)
             prompts.append(prompt)
             measured.append(Measured.of(row, len(prompt.token_ids)))
         self._prompts = keep_within(prompts, measured, max_prompt_length, "data.max_prompt_length", overlong)
@@ -73,7 +74,8 @@ class PromptDataset:
         )
 
 
-def _read(row: Row, tokenizer: PreTrainedTokenizerBase) -> Prompt:
+def read_prompt(row: Row, tokenizer: PreTrainedTokenizerBase) -> Prompt:
+    """Of a row with the columns of PromptDataset. Raises DataError for one that cannot be used."""
     messages = chat_messages(row, "prompt")
     reward_model = typed_value(row, "reward_model", dict, GROUND_TRUTH_EXAMPLE)
     if "ground_truth" not in reward_model:

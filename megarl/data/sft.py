@@ -18,6 +18,8 @@ from megarl.data.tables import Row, chat_messages, read_rows
 from megarl.data.tokenizer import render_chat
 from megarl.protocol.batch import DataProto
 
+REQUIRED = ("messages",)  # columns
+
 
 class Example(NamedTuple):
     prompt_ids: list[int]
@@ -33,8 +35,8 @@ class SFTDataset:
     def __init__(self, files: Sequence[str], tokenizer: PreTrainedTokenizerBase, max_length: int, overlong: Overlong) -> None:
         self._pad_id = tokenizer.pad_token_id
         examples, measured = [], []
-        for row in read_rows(files, required=["messages"]):
-            example = _read(row, tokenizer)
+        for row in read_rows(files, required=REQUIRED):
+            example = read_example(row, tokenizer)
             examples.append(example)
             measured.append(Measured.of(row, len(example.prompt_ids) + len(example.response_ids)))
         self._examples = keep_within(examples, measured, max_length, "data.max_length", overlong)
@@ -60,7 +62,7 @@ class SFTDataset:
         return DataProto.from_dict(tensors=tensors, non_tensors={"uid": list(uids)})
 
 
-def _read(row: Row, tokenizer: PreTrainedTokenizerBase) -> Example:
+def read_example(row: Row, tokenizer: PreTrainedTokenizerBase) -> Example:
     messages = chat_messages(row, "messages")
     if len(messages) < 2 or messages[-1]["role"] != "assistant":
         roles = [message["role"] for message in messages]

@@ -1,0 +1,59 @@
+"""What a check has found: one line, whether it is good, and what to do where it is not."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+
+class Status(str, Enum):
+    ok = "ok"
+    warning = "warning"  # the run will start, but may be slow, or fail later
+    error = "error"  # the run will not work
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """`facts`: the numbers behind `message`, as JSON can hold them."""
+
+    check: str
+    status: Status
+    message: str
+    remedy: str | None = None
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        assert (self.remedy is None) == (self.status is Status.ok), "what is not good has a remedy, and what is good has none"
+
+
+def good(check: str, message: str, **facts: Any) -> Finding:
+    return Finding(check=check, status=Status.ok, message=message, facts=facts)
+
+
+def doubtful(check: str, message: str, remedy: str, **facts: Any) -> Finding:
+    return Finding(check=check, status=Status.warning, message=message, remedy=remedy, facts=facts)
+
+
+def wrong(check: str, message: str, remedy: str, **facts: Any) -> Finding:
+    return Finding(check=check, status=Status.error, message=message, remedy=remedy, facts=facts)
+
+
+def worst(findings: Sequence[Finding]) -> Status:
+    order = list(Status)
+    return max((finding.status for finding in findings), key=order.index, default=Status.ok)
+
+
+def as_json(finding: Finding) -> dict[str, Any]:
+    return {
+        "check": finding.check,
+        "status": finding.status.value,
+        "message": finding.message,
+        "remedy": finding.remedy,
+        "facts": dict(finding.facts),
+    }
+
+
+def size(nbytes: float) -> str:
+    return f"{nbytes / 2**30:,.1f} GiB" if nbytes >= 2**30 else f"{nbytes / 2**20:,.1f} MiB"

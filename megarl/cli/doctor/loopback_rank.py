@@ -1,0 +1,35 @@
+"""One rank of the all-reduce by which `megarl doctor` finds out whether processes of a node can speak: `python -m` this, in a process.
+
+Arguments: backend, rank, ranks, address, port, limit in seconds. Prints the seconds of the second all-reduce; exits 1 where a sum is wrong.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+ELEMENTS = 2**18  # 1 MiB of float32
+
+
+def main(backend: str, rank: int, ranks: int, address: str, port: int, limit_s: float) -> int:
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
+    device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
+    dist.init_process_group(backend, init_method=f"tcp://{address}:{port}", rank=rank, world_size=ranks, timeout=timedelta(seconds=limit_s))
+    for _ in range(2):  # the first connects
+        begin = time.monotonic()
+        values = torch.full((ELEMENTS,), float(rank + 1), device=device)
+        dist.all_reduce(values)
+        low, high = float(values.min()), float(values.max())  # waits for a GPU
+    print(time.monotonic() - begin)
+    dist.destroy_process_group()
+    return 0 if low == high == ranks * (ranks + 1) / 2 else 1
+
+
+if __name__ == "__main__":
+    backend, rank, ranks, address, port, limit_s = sys.argv[1:]
+    sys.exit(main(backend, int(rank), int(ranks), address, int(port), float(limit_s)))
