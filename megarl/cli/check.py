@@ -24,7 +24,7 @@ from megarl.config.derive import (
 from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
 from megarl.config.roles import REWARD_MODEL, ModelRole, model_roles
-from megarl.config.schema import Device, OverlongConversation, PPOConfig, RolloutEngineKind, SFTConfig
+from megarl.config.schema import OverlongConversation, PPOConfig, RolloutEngineKind, SFTConfig
 from megarl.config.validate import read_architectures, validate
 from megarl.config.violation import Violation
 from megarl.placement.memory import budget_problems, plan_memory, refuses
@@ -67,7 +67,7 @@ def _server_args_problems(config: PPOConfig) -> Sequence[str]:
     from megarl.rollout.sglang.server_args import refuse_unknown_server_args
 
     try:
-        refuse_unknown_server_args(config.rollout.sglang.server_args, "cuda" if config.device is Device.cuda else "cpu")
+        refuse_unknown_server_args(config.rollout.sglang.server_args)
     except ConfigError as error:
         return error.problems
     return ()

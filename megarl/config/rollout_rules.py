@@ -48,6 +48,17 @@ def whole_model(config: PPOConfig) -> Violations:
         )
 
 
+def engine_memory(config: PPOConfig) -> Violations:
+    """SGLang's share of a device, which the memory plan reckons with."""
+    fraction = config.rollout.sglang.server_args.get("mem_fraction_static")
+    if fraction is None or (isinstance(fraction, int | float) and 0 < fraction < 1):
+        return
+    yield Violation(
+        ("rollout.sglang.server_args.mem_fraction_static",),
+        f"is {fraction!r}, but must be above 0 and below 1: the share of a device for weights and cache, as 0.8",
+    )
+
+
 def shared_devices(config: PPOConfig) -> Violations:
     """In the placement `hybrid` engines have the actor's devices and no others."""
     rollout, parallel = config.rollout, config.actor.parallel

@@ -139,6 +139,7 @@ _PPO_RULES: tuple[tuple[tuple[str, ...], Callable[[PPOConfig], Violations]], ...
         rollout_rules.sampling,
     ),
     (("rollout.tensor_parallel_size",), rollout_rules.whole_model),
+    ((), rollout_rules.engine_memory),
     ((*_ENGINE_KEYS, *_sizes("actor")), rollout_rules.shared_devices),
     ((), reward_rules.something_scores),
     *algorithm_rules.RULES,

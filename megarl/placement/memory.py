@@ -1,19 +1,21 @@
 """Memory of each device in each phase of a step, before anything starts: from layouts, lengths and who is in memory then. Pure.
 
 Parameters, gradients and optimizer state are counted to the element, as Megatron allocates them (its buffers are padded by less than a
-hundredth). Activations, logits and the KV cache are estimates from above: rows as long as allowed, micro-batches as full as allowed,
-attention that keeps no (S, S) matrix. Buckets are as configured. What the device itself needs (a CUDA context, fragments) is left out.
+hundredth). Activations and logits are estimates from above: micro-batches as full as allowed, attention that keeps no (S, S) matrix. An
+engine has the share of its device that it is given (mem_fraction_static); without one, room for rows as long as allowed. Buckets are as
+configured. What the device itself needs (a CUDA context, NCCL, fragments) is left out.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from math import ceil
 
 from megarl.config.architecture import Architecture
 from megarl.config.derive import max_row_tokens, num_parameters, samples_per_step
 from megarl.config.roles import ModelRole, model_roles
-from megarl.config.schema import DType, OverBudget, ParallelConfig, PPOConfig, Recompute, SFTConfig
+from megarl.config.schema import Device, DType, OverBudget, ParallelConfig, PPOConfig, Recompute, RolloutEngineKind, SFTConfig
 from megarl.placement.dataflow import ENGINE, GRADIENTS, OPTIMIZER, PARAMETERS, Item, Phase
 from megarl.placement.places import PlacementPlan
 from megarl.placement.turns import TurnPlan
@@ -88,11 +90,12 @@ def plan_memory(config: PPOConfig | SFTConfig, plan: PlacementPlan, architecture
 
 
 def budget_problems(config: PPOConfig | SFTConfig, devices: list[DeviceMemory]) -> list[str]:
-    """One line for each pool whose fullest device has more in memory than `placement.device_memory_gb`."""
+    """One line for each pool whose fullest device has more in memory than `placement.device_memory_gb`, and one for engines whose share of
+    that cannot hold a row."""
     limit_gb = config.placement.device_memory_gb
     if limit_gb is None:
         return []
-    problems = []
+    problems = _share_problems(config, devices) if isinstance(config, PPOConfig) else []
     for pool in dict.fromkeys(device.pool for device in devices):
         fullest = max((device for device in devices if device.pool == pool), key=lambda device: device.peak)
         if fullest.peak > limit_gb * 2**30:
@@ -104,6 +107,20 @@ def budget_problems(config: PPOConfig | SFTConfig, devices: list[DeviceMemory]) 
                 "recompute=full, a placement in which fewer roles share it, or placement.over_budget=warn"
             )
     return problems
+
+
+def _share_problems(config: PPOConfig, devices: list[DeviceMemory]) -> list[str]:
+    share, limit_gb = engine_share(config), config.placement.device_memory_gb
+    engine = next(usages["rollout"] for device in devices for usages in device.phases.values() if usages.get("rollout", Usage()).total)
+    if share is None or (needed := engine.parameters + engine.kv_cache) <= share:
+        return []
+    key, fraction = "rollout.sglang.server_args.mem_fraction_static", config.rollout.sglang.server_args["mem_fraction_static"]
+    assert limit_gb is not None
+    return [
+        f"{key}: {fraction} of placement.device_memory_gb {limit_gb:g} is {share / 2**30:,.2f} GiB, but the weights take "
+        f"{engine.parameters / 2**30:,.2f} and one row of {max_row_tokens(config):,} tokens {engine.kv_cache / 2**30:,.2f}; use at least "
+        f"{ceil(100 * needed / (limit_gb * 2**30)) / 100:.2f}, or a larger rollout.tensor_parallel_size"
+    ]
 
 
 def refuses(config: PPOConfig | SFTConfig) -> bool:
@@ -145,18 +162,16 @@ class _Sizes:
         return int(self._config.resharding.bucket_mb * 2**20)
 
     def _engine(self, phase: Phase, works: bool) -> Usage:
-        """Weights, and room for as many sequences as it writes at a time."""
+        """Weights, and a cache: of the share of the device that SGLang takes, or for as many sequences as it writes at a time."""
         config, policy = self._config, self._architectures["actor"]
         assert isinstance(config, PPOConfig)
-        rollout = config.rollout
-        weights = num_parameters(policy) * self._weight_bytes // rollout.tensor_parallel_size
-        sequences = min(rollout.max_concurrency, -(-samples_per_step(config) // rollout.num_replicas))
-        heads = max(1, policy.num_key_value_heads // rollout.tensor_parallel_size)
-        token_bytes = 2 * policy.num_hidden_layers * heads * policy.head_dim * self._weight_bytes
+        weights = engine_weights(config, policy)
+        sequences = min(config.rollout.max_concurrency, -(-samples_per_step(config) // config.rollout.num_replicas))
+        share = engine_share(config)
         receives = works and phase.name == "update_weights"
         return Usage(
             parameters=weights,
-            kv_cache=sequences * max_row_tokens(config) * token_bytes,
+            kv_cache=sequences * row_cache(config, policy) if share is None else max(share - weights, row_cache(config, policy)),
             buckets=min(self._bucket_bytes, weights) if receives else 0,
         )
 
@@ -166,17 +181,24 @@ class _Sizes:
         tokens = model.micro_batch.max_tokens or (model.micro_batch.sequences or 1) * max_row_tokens(config)
         layer = _layer_elements(architecture, parallel) * self._weight_bytes
         hidden = architecture.hidden_size * self._weight_bytes
-        logits = 0
-        if stage == parallel.pipeline_parallel_size - 1 and not model.with_value_head:
-            vocabulary = padded_vocabulary(architecture, parallel) // parallel.tensor_parallel_size
-            logits = 3 * min(tokens, config.engine.log_prob_chunk_tokens) * vocabulary * _FLOAT32
+        is_last = stage == parallel.pipeline_parallel_size - 1
+        top = 6 * hidden if is_last else 2 * hidden  # the last norm in float32 and bfloat16, and what the head reads
+        head = 0 if model.with_value_head or not is_last else self._head(architecture, parallel, tokens, trains)
         if not trains:
-            return tokens * (layer + 2 * hidden) + logits
-        layers = architecture.num_hidden_layers // parallel.pipeline_parallel_size
+            return tokens * (layer + top) + head
+        # On the way back: gradients of gate and up, and of a layer's input and output.
+        gradients = 2 * architecture.intermediate_size // parallel.tensor_parallel_size * self._weight_bytes + 2 * hidden
         full = self._recompute(model) is Recompute.full
-        kept = layers * (hidden if full else layer)
-        under_way = parallel.pipeline_parallel_size - stage
-        return tokens * (kept * under_way + (layer if full else 0) + 2 * hidden) + logits
+        handed_on = hidden // (parallel.tensor_parallel_size if parallel.sequence_parallel else 1)
+        kept = architecture.num_hidden_layers * (handed_on if full else layer) * _share_under_way(parallel, stage)
+        return int(tokens * (kept + (layer if full else 0) + gradients + top)) + head
+
+    def _head(self, architecture: Architecture, parallel: ParallelConfig, tokens: int, trains: bool) -> int:
+        """Logits of a chunk of tokens, three times. In training the gradient of this rank's rows of the output layer, which is summed in
+        float32: the sum (4 bytes), a chunk's part of it in both types (6)."""
+        rows = padded_vocabulary(architecture, parallel) // parallel.tensor_parallel_size
+        logits = 3 * min(tokens, self._config.engine.log_prob_chunk_tokens) * rows * _FLOAT32
+        return logits + (10 * rows * architecture.hidden_size if trains else 0)
 
     def _recompute(self, model: ModelRole) -> Recompute:
         if isinstance(self._config, PPOConfig) and model.name == "critic":
@@ -184,12 +206,47 @@ class _Sizes:
         return self._config.actor.recompute
 
 
+def _share_under_way(parallel: ParallelConfig, stage: int) -> float:
+    """Of a model's layers, those whose activations a stage keeps at the same time: 1F1B has a micro-batch under way in this stage and in
+    each after it; interleaved stages begin more of them (Narayanan et al. 2021, section 2.2)."""
+    stages, virtual = parallel.pipeline_parallel_size, parallel.virtual_pipeline_parallel_size or 1
+    chunks = stages - stage if virtual == 1 else 2 * (stages - stage - 1) + (virtual - 1) * stages + 1
+    return chunks / (stages * virtual)
+
+
 def _layer_elements(architecture: Architecture, parallel: ParallelConfig) -> int:
-    """What the backward pass of a layer needs, for each token: inputs of norms and linear layers, queries, keys, values, and the MLP's."""
+    """What the backward pass of a layer needs, for each token, in elements of the weights' type.
+
+    Two norms keep their input in float32 (2 H each), normalised, and scaled (H each); with sequence parallelism only the last is whole.
+    Attention: queries four times, keys and values in the product of all three and once more each half; with a norm of queries and keys,
+    three times more. MLP: gate and up, the activation, up once more, their product. tests/unit/engine/test_memory_plan.py measures it.
+    """
     cut = parallel.tensor_parallel_size
     query, key_value = (heads * architecture.head_dim for heads in (architecture.num_attention_heads, architecture.num_key_value_heads))
-    whole = 5 * architecture.hidden_size // (cut if parallel.sequence_parallel else 1)
-    return whole + (2 * query + 2 * key_value + 3 * architecture.intermediate_size) // cut
+    whole = 2 * architecture.hidden_size + 6 * architecture.hidden_size // (cut if parallel.sequence_parallel else 1)
+    attention = 4 * query + 3 * key_value + 3 * (query + key_value) * architecture.qk_norm
+    return whole + (attention + 5 * architecture.intermediate_size) // cut
+
+
+def engine_weights(config: PPOConfig, policy: Architecture) -> int:
+    """Bytes of one device's part."""
+    weight_bytes = 4 if config.model.dtype is DType.float32 else 2
+    return num_parameters(policy) * weight_bytes // config.rollout.tensor_parallel_size
+
+
+def row_cache(config: PPOConfig, policy: Architecture) -> int:
+    """Bytes of one device's part of the keys and values of a row as long as allowed."""
+    heads = max(1, policy.num_key_value_heads // config.rollout.tensor_parallel_size)
+    weight_bytes = 4 if config.model.dtype is DType.float32 else 2
+    return max_row_tokens(config) * 2 * policy.num_hidden_layers * heads * policy.head_dim * weight_bytes
+
+
+def engine_share(config: PPOConfig) -> int | None:
+    """Bytes that SGLang takes of a GPU for weights and cache, whatever it needs; None where nobody says so."""
+    fraction = config.rollout.sglang.server_args.get("mem_fraction_static")
+    limit_gb = config.placement.device_memory_gb
+    is_sglang = config.rollout.engine is RolloutEngineKind.sglang and config.device is not Device.cpu
+    return int(fraction * limit_gb * 2**30) if is_sglang and fraction is not None and limit_gb is not None else None
 
 
 def model_state(model: ModelRole, architecture: Architecture, dtype: DType, stage: int) -> Usage:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Collection, Iterable
 from difflib import get_close_matches
+from functools import cache
 from typing import Any
 
 from megarl.config.errors import ConfigError
@@ -115,15 +116,15 @@ def refuse_own_server_args(names: Iterable[str]) -> None:
         raise ConfigError("rollout.sglang.server_args", problems)
 
 
-def refuse_unknown_server_args(names: Collection[str], device: str) -> None:
+def refuse_unknown_server_args(names: Collection[str]) -> None:
     """Raises ConfigError for names that SGLang's ServerArgs do not have, or that megarl sets itself.
 
-    device: "cpu" or "cuda". SGLang is imported in a process of its own, for a few seconds, and only where there are names.
+    SGLang is imported in a process of its own, for a few seconds, and only where there are names.
     """
     refuse_own_server_args(names)
     if not names:
         return
-    known = _known_server_args(device)
+    known = _known_server_args()
     problems = []
     for name in names:
         if name not in known:
@@ -134,15 +135,17 @@ def refuse_unknown_server_args(names: Collection[str], device: str) -> None:
         raise ConfigError("rollout.sglang.server_args", problems)
 
 
-def _known_server_args(device: str) -> list[str]:
+@cache
+def _known_server_args() -> list[str]:
+    """As on a CPU: the names are the same on all devices, and a run for GPUs is checked on machines without one."""
     program = (
-        "import json, sys\n"
+        "import json\n"
         "from megarl.rollout.sglang import environment\n"
-        "environment.prepare(sys.argv[1])\n"
+        'environment.prepare("cpu")\n'
         "from megarl.rollout.sglang import features\n"
         "print(json.dumps(features.server_arg_names()))\n"
     )
-    probe = subprocess.run([sys.executable, "-c", program, device], capture_output=True, text=True, timeout=_PROBE_LIMIT_S, check=False)
+    probe = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=_PROBE_LIMIT_S, check=False)
     if probe.returncode:
         raise ConfigError("rollout.engine", [f"SGLang cannot be imported: {probe.stderr.strip().splitlines()[-1]}"])
     return json.loads(probe.stdout.splitlines()[-1])

@@ -7,13 +7,25 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from megarl.config.architecture import read_architecture
 from megarl.config.roles import ModelRole
-from megarl.config.schema import DType, MicroBatchConfig, OptimConfig, ParallelConfig
-from megarl.placement.memory import model_state
+from megarl.config.schema import (
+    ActorConfig,
+    DType,
+    EngineConfig,
+    MicroBatchConfig,
+    ModelConfig,
+    OptimConfig,
+    ParallelConfig,
+    Recompute,
+    SFTConfig,
+)
+from megarl.placement.memory import model_state, plan_memory
+from megarl.placement.plan import plan_placement
 from tests.ranks import RankPool
-from tests.unit.engine.models import make_batch, save_large_model, save_model
+from tests.unit.engine.models import FAMILIES, make_batch, save_large_model, save_model
 from tests.unit.engine.rank_side import LAYOUTS, build, start, take
 from tests.unit.engine.test_offload import negative_log_likelihood, resident_bytes
 
@@ -85,3 +97,48 @@ def test_resident_memory_falls_by_what_was_planned(trains: bool, rank_pool: Rank
     assert rank.moved == pytest.approx(expected, rel=TOLERANCE)
     for given_back, size in zip(rank.given_back, expected, strict=True):
         assert given_back == pytest.approx(size, rel=TOLERANCE, abs=2e6), (rank, expected)
+
+
+SHAPE = {"hidden_size": 256, "intermediate_size": 640, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 4}
+ROWS, ROW_TOKENS, CHUNK_TOKENS = 2, 512, 256
+
+
+def peak_of_training(folder: str, parallel: ParallelConfig, recompute: Recompute) -> int:
+    """In a rank: bytes that torch has at most beside its state while a micro-batch, or one for each pipeline stage, is trained."""
+    groups = start(parallel)
+    settings = {"dtype": torch.bfloat16, "recompute": recompute, "log_prob_chunk_tokens": CHUNK_TOKENS}
+    engine = build(groups, folder, optim=OptimConfig(lr=1e-3), **settings)
+    stages = parallel.pipeline_parallel_size
+    mask = torch.ones(ROWS * stages, ROW_TOKENS, dtype=torch.long)
+    batch = {"input_ids": mask * 7, "attention_mask": mask, "response_mask": mask[:, 16:].bool()}
+    micro_batches = [[ROWS * stage + row for row in range(ROWS)] for stage in range(stages)]
+    engine.forward_backward(batch, micro_batches, negative_log_likelihood)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        engine.forward_backward(batch, micro_batches, negative_log_likelihood)
+    changes = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    held = most = 0
+    for change in sorted(changes, key=lambda event: event.start_ns()):
+        held += change.nbytes()
+        most = max(most, held)
+    return most
+
+
+@pytest.mark.parametrize("recompute", [Recompute.none, Recompute.full])
+@pytest.mark.parametrize(("layout", "family"), [("TP1", "qwen2"), ("TP1", "qwen3-tied"), ("TP2+SP", "qwen2"), ("PP2", "qwen2")])
+def test_activations_are_estimated_from_above_and_not_far(
+    layout: str, family: str, recompute: Recompute, rank_pool: RankPool, tmp_path: Path
+) -> None:
+    """Of a stage that is computed again, the sum counts the head and a layer, which are not in memory together."""
+    shape = type(FAMILIES[family])(max_position_embeddings=ROW_TOKENS, vocab_size=2048, tie_word_embeddings=False, **SHAPE)
+    AutoModelForCausalLM.from_config(shape, dtype=torch.bfloat16).save_pretrained(tmp_path / "model")
+    folder, parallel = str(tmp_path / "model"), LAYOUTS[layout]
+    measured = rank_pool.run(peak_of_training, world_size=parallel.world_size, folder=folder, parallel=parallel, recompute=recompute)
+    config = SFTConfig(
+        model=ModelConfig(path=folder),
+        actor=ActorConfig(parallel=parallel, micro_batch=MicroBatchConfig(max_tokens=ROWS * ROW_TOKENS), recompute=recompute),
+        engine=EngineConfig(log_prob_chunk_tokens=CHUNK_TOKENS),
+    )
+    devices = plan_memory(config, plan_placement(config), {"actor": read_architecture(folder)})
+    for rank, device in zip(measured, devices, strict=True):
+        estimate = max(usages["actor"].activations for usages in device.phases.values())
+        assert rank <= estimate <= (1.25 if recompute is Recompute.none else 1.9) * rank, (measured, estimate)

@@ -11,6 +11,7 @@ from megarl.config.schema import (
     ActorConfig,
     CriticConfig,
     DataConfig,
+    Device,
     DType,
     MicroBatchConfig,
     ModelConfig,
@@ -22,6 +23,8 @@ from megarl.config.schema import (
     Recompute,
     ReferenceConfig,
     RolloutConfig,
+    RolloutEngineKind,
+    SGLangConfig,
     TrainerConfig,
 )
 from megarl.placement.memory import DeviceMemory, budget_problems, plan_memory, stage_parameters
@@ -121,10 +124,74 @@ def test_recompute_keeps_one_number_per_layer_and_token() -> None:
     full, none = (
         plan_memory(each, plan_placement(each), EVERY_ROLE)[0].phases["update_actor"]["actor"].activations for each in (run, kept)
     )
-    layer = (5 * 3584 + (2 * 3584 + 2 * 512 + 3 * 18944) // 4) * 2
-    logits = 3 * 1024 * 152064 // 4 * 4
-    assert none == 4096 * (28 * layer + 2 * 3584 * 2) + logits
-    assert full == 4096 * (28 * 3584 * 2 + layer + 2 * 3584 * 2) + logits
+    layer = (8 * 3584 + (4 * 3584 + 3 * 512 + 5 * 18944) // 4) * 2
+    top = (6 * 3584 + 2 * 18944 // 4 + 2 * 3584) * 2  # and the gradients of a layer
+    rows = 152064 // 4
+    head = 3 * 1024 * rows * 4 + 10 * rows * 3584  # 0.43 GiB of logits, 1.27 GiB of the output layer's gradient
+    assert none == 4096 * (28 * layer + top) + head
+    assert full == 4096 * (28 * 3584 * 2 + layer + top) + head
+
+
+def test_sequence_parallelism_cuts_what_layers_hand_on() -> None:
+    run = config(PlacementStrategy.stand_alone)
+    cut = replace(run, actor=replace(run.actor, parallel=replace(run.actor.parallel, sequence_parallel=True)))
+    whole, parts = (
+        plan_memory(each, plan_placement(each), EVERY_ROLE)[0].phases["update_actor"]["actor"].activations for each in (run, cut)
+    )
+    # Of 28 layers' inputs, and of six of the eight hidden states of the one that is computed again, three quarters are elsewhere.
+    assert whole - parts == 4096 * 2 * (28 * 3584 * 3 // 4 + 6 * 3584 * 3 // 4)
+
+
+@pytest.mark.parametrize(
+    ("virtual", "layers"),
+    [
+        (None, {0: 4 * 7, 3: 7}),  # micro-batches of 7 layers
+        (7, {0: 2 * 3 + 6 * 4 + 1, 3: 6 * 4 + 1}),  # and of one
+    ],
+)
+def test_a_stage_keeps_the_micro_batches_under_way(virtual: int | None, layers: dict[int, int]) -> None:
+    run = config(PlacementStrategy.stand_alone)
+    parallel = ParallelConfig(pipeline_parallel_size=4, virtual_pipeline_parallel_size=virtual)
+    run = replace(run, critic=replace(run.critic, parallel=parallel, recompute=Recompute.full))
+    devices = [device for device in plan_memory(run, plan_placement(run), EVERY_ROLE) if device.pool == "critic"]
+    layer = (8 * 3584 + 4 * 3584 + 3 * 512 + 5 * 18944) * 2
+    for stage in (0, 3):
+        top = ((6 if stage == 3 else 2) * 3584 + 2 * 18944 + 2 * 3584) * 2
+        assert devices[stage].phases["update_critic"]["critic"].activations == 4096 * (layers[stage] * 3584 * 2 + layer + top)
+
+
+def sglang(**placement: object) -> PPOConfig:
+    """Engines of one device, to which SGLang is given three fifths."""
+    run = config(PlacementStrategy.stand_alone, device_memory_gb=72.0, **placement)
+    settings = SGLangConfig(server_args={"mem_fraction_static": 0.6})
+    rollout = replace(run.rollout, engine=RolloutEngineKind.sglang, sglang=settings, tensor_parallel_size=1)
+    return replace(run, rollout=rollout, device=Device.cuda)
+
+
+def test_an_engine_takes_the_share_of_a_gpu_that_it_is_given() -> None:
+    """However long rows may be: SGLang lets those wait for which its cache has no room."""
+    run = sglang()
+    for tokens in (1024, 30_000):
+        longer = replace(run, data=replace(run.data, max_response_length=tokens))
+        engine = plan_memory(longer, plan_placement(longer), EVERY_ROLE)[-1].phases["gen"]["rollout"]
+        assert engine.parameters == 2 * SIZE
+        assert engine.parameters + engine.kv_cache == int(0.6 * 72 * 2**30)
+        assert budget_problems(longer, plan_memory(longer, plan_placement(longer), EVERY_ROLE)) == []
+    on_cpu = replace(run, device=Device.cpu)
+    engine = plan_memory(on_cpu, plan_placement(on_cpu), EVERY_ROLE)[-1].phases["gen"]["rollout"]
+    assert engine.kv_cache == 64 * 2048 * (2 * 28 * 4 * 128 * 2)
+
+
+def test_a_share_that_cannot_hold_a_row_is_a_problem() -> None:
+    """14.18 GiB of weights and 32,768 tokens x 57,344 bytes = 1.75 GiB of cache are 0.221 of 72 GiB."""
+    run = sglang()
+    run = replace(run, data=replace(run.data, max_prompt_length=2768, max_response_length=30_000))
+    run = replace(run, rollout=replace(run.rollout, sglang=SGLangConfig(server_args={"mem_fraction_static": 0.2})))
+    (problem,) = budget_problems(run, plan_memory(run, plan_placement(run), EVERY_ROLE))
+    assert problem == (
+        "rollout.sglang.server_args.mem_fraction_static: 0.2 of placement.device_memory_gb 72 is 14.40 GiB, but the weights take 14.19 and "
+        "one row of 32,768 tokens 1.75; use at least 0.23, or a larger rollout.tensor_parallel_size"
+    )
 
 
 def test_a_budget_names_the_device_the_phase_and_the_roles() -> None:

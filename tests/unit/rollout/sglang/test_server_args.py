@@ -59,12 +59,12 @@ def test_arguments_that_megarl_sets_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"tp_size is set by megarl; set rollout\.tensor_parallel_size"):
         build_server_args(spec(tmp_path, server_args={"tp_size": 2}))
     with pytest.raises(ConfigError, match="api_key is set by megarl, and it has no other value"):
-        refuse_unknown_server_args({"api_key": "x"}, "cpu")
+        refuse_unknown_server_args({"api_key": "x"})
 
 
 def test_unknown_arguments_are_refused_with_what_was_meant() -> None:
-    refuse_unknown_server_args({}, "cpu")
-    refuse_unknown_server_args({"schedule_policy": "lpm", "chunked_prefill_size": 64}, "cpu")
+    refuse_unknown_server_args({})
+    refuse_unknown_server_args({"schedule_policy": "lpm", "chunked_prefill_size": 64})
     with pytest.raises(ConfigError, match="did you mean schedule_policy") as error:
-        refuse_unknown_server_args({"schedule_polisy": "lpm", "qqqqqqqq": 1, "chunked_prefill_size": 64}, "cpu")
+        refuse_unknown_server_args({"schedule_polisy": "lpm", "qqqqqqqq": 1, "chunked_prefill_size": 64})
     assert len(error.value.problems) == 2

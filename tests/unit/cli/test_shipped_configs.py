@@ -1,0 +1,163 @@
+"""The runs of configs/ that need GPUs: each is good for the published model that it names, on the cluster that it describes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from megarl.cli.check import load_checked
+from megarl.cli.main import main
+from megarl.config.architecture import read_architecture
+from megarl.config.derive import num_parameters
+from megarl.config.load import load_config
+from megarl.config.schema import PPOConfig
+from megarl.config.validate import read_architectures
+from megarl.placement.memory import DeviceMemory, plan_memory
+from megarl.placement.plan import plan_placement
+from tests.unit.config.published import CONFIGS, NUM_PARAMETERS, save_published
+
+ROOT = Path(__file__).parents[3]
+
+
+class Cluster(NamedTuple):
+    """nodes: of eight devices each. pools: devices of each."""
+
+    nodes: int
+    strategy: str
+    pools: dict[str, int]
+
+
+RUNS = {
+    "qwen2.5_7b_grpo": Cluster(1, "hybrid", {"actor": 8, "reward": 0}),
+    "qwen2.5_7b_ppo": Cluster(1, "hybrid", {"actor": 4, "critic": 4}),
+    "qwen2.5_7b_ppo_split": Cluster(2, "split_collocate", {"actor": 8, "critic": 4, "rollout": 4}),
+    "qwen3_32b_grpo": Cluster(4, "hybrid", {"actor": 32, "reward": 0}),
+    "llama3_70b_ppo": Cluster(16, "split_collocate", {"actor": 64, "critic": 32, "rollout": 32}),
+    "qwen2.5_32b_dapo_16k": Cluster(8, "hybrid", {"actor": 64, "reward": 0}),
+}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The published models' folders, and an empty file of data: what a cluster has and this machine has not."""
+    folder = tmp_path_factory.mktemp("published")
+    for model in CONFIGS:
+        save_published(model, folder / model)
+    (folder / "data.parquet").touch()
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def _in_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("COLUMNS", "200")
+
+
+def overrides(run: str, folders: Path) -> list[str]:
+    config = load_config(PPOConfig, path_of(run))
+    files = [f"data.train_files=[{folders}/data.parquet]", *([f"data.val_files=[{folders}/data.parquet]"] if config.data.val_files else [])]
+    return [f"model.path={folders / Path(config.model.path).name}", *files]
+
+
+def path_of(run: str) -> str:
+    return f"configs/{run}.yaml"
+
+
+def memory_of(config: PPOConfig) -> list[DeviceMemory]:
+    return plan_memory(config, plan_placement(config), read_architectures(config)[0])
+
+
+def peaks_gib(config: PPOConfig) -> dict[str, float]:
+    """Of each pool's fullest device."""
+    peaks: dict[str, float] = {}
+    for device in memory_of(config):
+        peaks[device.pool] = max(peaks.get(device.pool, 0.0), device.peak / 2**30)
+    return peaks
+
+
+def test_the_published_models_have_the_parameters_of_their_cards(folders: Path) -> None:
+    assert {model: num_parameters(read_architecture(str(folders / model))) for model in CONFIGS} == NUM_PARAMETERS
+
+
+def test_every_configuration_is_tested_here_or_with_the_quickstart() -> None:
+    files = {file.stem for file in (ROOT / "configs").glob("*.yaml")}
+    assert files == {*RUNS, "quickstart", "quickstart_sft"}
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_check_finds_nothing_wrong_and_every_device_within_its_budget(run: str, folders: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", path_of(run), *overrides(run, folders)]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    nodes, strategy, pools = RUNS[run]
+    assert f"Placement: {strategy} on {nodes} x 8 devices" in out
+    config = load_checked(PPOConfig, path_of(run), overrides(run, folders))
+    plan = plan_placement(config)
+    assert plan.pools == pools
+    assert sum(pools.values()) == nodes * 8  # none is idle
+    assert config.placement.device_memory_gb == 72
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_the_head_of_a_file_says_the_memory_that_it_takes(run: str, folders: Path) -> None:
+    peaks = peaks_gib(load_config(PPOConfig, path_of(run), overrides(run, folders)))
+    said = ", ".join(f"{pool} {peak:.1f}" for pool, peak in peaks.items())
+    assert f"# Memory, GiB of the fullest device: {said}.\n" in (ROOT / path_of(run)).read_text()
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_a_device_that_is_a_little_too_small_is_refused(run: str, folders: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What fits is refused where the fullest device has a quarter of a GiB less; an engine's share stays as it was."""
+    arguments = overrides(run, folders)
+    config = load_config(PPOConfig, path_of(run), arguments)
+    most, share = max(peaks_gib(config).values()), config.rollout.sglang.server_args["mem_fraction_static"] * 72
+    arguments += [f"placement.device_memory_gb={most - 0.25}", f"rollout.sglang.server_args.mem_fraction_static={share / (most - 0.25)}"]
+    assert main(["check", path_of(run), *arguments]) == 2
+    assert f"GiB ({'actor' if RUNS[run].strategy == 'hybrid' else 'rollout'} " in (err := capsys.readouterr().err)
+    assert "placement.device_memory_gb: in update_weights, device " in err
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_the_actors_state_is_what_the_parameters_say(run: str, folders: Path) -> None:
+    """By hand: P / (TP PP) parameters of a rank with 2 + 4 bytes, and 12 bytes over its replicas (ZeRO 1). Stages differ."""
+    config = load_config(PPOConfig, path_of(run), overrides(run, folders))
+    parallel = config.actor.parallel
+    count = NUM_PARAMETERS[Path(config.model.path).name] / (parallel.tensor_parallel_size * parallel.pipeline_parallel_size)
+    by_hand = count * (2 + 4 + 12 / parallel.data_parallel_size)
+    usages = [device.phases["update_actor"]["actor"] for device in memory_of(config) if device.pool == "actor"]
+    states = [usage.parameters + usage.gradients + usage.optimizer for usage in usages]
+    assert sum(states) / len(states) == pytest.approx(by_hand, rel=0.01)
+    assert max(states) <= 1.07 * by_hand
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_plan_puts_tensor_parallel_groups_and_engines_inside_a_node(run: str, folders: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = overrides(run, folders)
+    assert main(["plan", path_of(run), *arguments]) == 0
+    assert f"on {RUNS[run].nodes} x 8 devices" in capsys.readouterr().out
+    config = load_config(PPOConfig, path_of(run), arguments)
+    plan = plan_placement(config)
+    for role, tensor in (("actor", config.actor.parallel.tensor_parallel_size), ("critic", config.critic.parallel.tensor_parallel_size)):
+        if role not in plan.roles:
+            continue
+        places = [(process.node, process.devices) for process in plan.group_of(role).processes]
+        for group in zip(*(places[offset::tensor] for offset in range(tensor)), strict=True):
+            assert len({node for node, _ in group}) == 1
+    engines = plan.group_of("rollout").processes
+    assert {len(engine.devices) for engine in engines} == {config.rollout.tensor_parallel_size}
+    assert len({(engine.node, engine.devices) for engine in engines}) == config.rollout.num_replicas
+    assert all(process.node < RUNS[run].nodes for process in plan.processes)
+
+
+def test_longer_responses_are_refused_where_an_engine_has_no_room(folders: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """131,072 tokens x 2 x 64 layers x 2 heads x 128 x 2 bytes = 8 GiB of a fifth of 72 GiB, less 15.3 GiB of weights."""
+    run = "qwen2.5_32b_dapo_16k"
+    longer = [
+        "data.max_response_length=129024",
+        "actor.micro_batch.max_tokens=131072",
+        "rollout.sglang.server_args.mem_fraction_static=0.2",
+    ]
+    assert main(["check", path_of(run), *overrides(run, folders), *longer]) == 2
+    assert "one row of 131,072 tokens 8.00" in capsys.readouterr().err
