@@ -33,6 +33,8 @@ test: $(READY) lint types
 lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/hadolint docker/Dockerfile docker/Dockerfile.cpu
+	$(BIN)/check-jsonschema --quiet --builtin-schema vendor.compose-spec docker/compose.yaml
 
 types: $(READY)
 	$(BIN)/mypy

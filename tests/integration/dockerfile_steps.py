@@ -1,0 +1,110 @@
+"""Runs the instructions of a Dockerfile in a folder, without Docker: what an image would hold, and what its command does.
+
+The folder stands for the image's WORKDIR, wherever the Dockerfile names it. What would change the whole system is not done: users, and
+packages of the distribution. An instruction that is not known here is an error, so that no step is left out in silence.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from string import Template
+
+from dockerfile_parse import DockerfileParser
+
+_FOR_THE_RECORD = ("LABEL", "FROM", "HEALTHCHECK", "EXPOSE", "COMMENT")
+_OF_THE_SYSTEM = ("apt-get", "install", "useradd", "userdel")
+# Where pip finds packages and certificates on this machine; and its home, which has pip's own files.
+_FROM_OUTSIDE = ("HOME", "LANG", "PIP_", "SSL_", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE", "http_proxy", "https_proxy", "no_proxy")
+
+
+class DockerfileSteps:
+    """`folder` must be empty. `build_args` override the ARGs of the file, as `docker build --build-arg` does."""
+
+    def __init__(self, dockerfile: Path, context: Path, folder: Path, build_args: Mapping[str, str], path: str) -> None:
+        self._context, self._folder = context, folder
+        self._steps = DockerfileParser(fileobj=io.BytesIO(dockerfile.read_bytes())).structure
+        self._build_args = dict(build_args)
+        self._arguments: dict[str, str] = {}
+        outside = {name: value for name, value in os.environ.items() if name.startswith(_FROM_OUTSIDE)}
+        self._environment = {**outside, "PATH": path}
+        self._workdir = next(step["value"] for step in self._steps if step["instruction"] == "WORKDIR")
+        self.user = "root"
+        self.command: list[str] = []
+        self.seconds: dict[str, float] = {}
+
+    def build(self) -> None:
+        """All instructions in their order."""
+        for step in self._steps:
+            kind, value = step["instruction"], step["value"]
+            started = time.monotonic()
+            if kind == "ARG":
+                name, _, default = value.partition("=")
+                self._arguments[name] = self._build_args.get(name, default)
+            elif kind == "ENV":
+                for word in shlex.split(value):
+                    name, _, setting = word.partition("=")
+                    self._environment[name] = self._here(Template(setting).safe_substitute(self._environment))
+            elif kind == "USER":
+                self.user = value
+            elif kind == "WORKDIR":
+                assert value == self._workdir, f"one WORKDIR is known here, {self._workdir}, not {value}"
+            elif kind == "COPY":
+                self._copy(value)
+            elif kind == "RUN":
+                self._run(value)
+            elif kind == "CMD":
+                self.command = json.loads(value)
+            else:
+                assert kind in _FOR_THE_RECORD, f"line {step['startline'] + 1}: {kind} is not known here"
+            self.seconds[f"{step['startline'] + 1} {kind}"] = time.monotonic() - started
+
+    def start(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        """The image's CMD with more arguments, as the image's user would run it."""
+        return self._process([*self.command, *arguments], shell=False)
+
+    def _here(self, text: str) -> str:
+        return text.replace(self._workdir, str(self._folder))
+
+    def _run(self, command: str) -> None:
+        programs = {part.split()[0] for part in command.split("&&")}
+        if programs & set(_OF_THE_SYSTEM):
+            assert programs <= set(_OF_THE_SYSTEM), f"only a part of this step could be run without Docker: RUN {command}"
+            return
+        ended = self._process(self._here(command), shell=True)
+        assert ended.returncode == 0, f"RUN {command}\n{ended.stdout}\n{ended.stderr}"
+
+    def _process(self, command: str | Sequence[str], shell: bool) -> subprocess.CompletedProcess[str]:
+        # A build argument is a variable of RUN, not of the image's command.
+        environment = {**self._arguments, **self._environment} if shell else self._environment
+        if not shell:  # found as the image finds it, by its own PATH
+            program = shutil.which(command[0], path=environment["PATH"])
+            assert program is not None, f"{command[0]} is not on the image's PATH"
+            command = [program, *command[1:]]
+        return subprocess.run(command, shell=shell, cwd=self._folder, env=environment, capture_output=True, text=True, check=False)
+
+    def _copy(self, value: str) -> None:
+        *sources, target = [word for word in shlex.split(value) if not word.startswith("--")]
+        for source in sources:
+            place = self._folder / target
+            if (self._context / source).is_dir():
+                shutil.copytree(self._context / source, place, ignore=self._ignored, dirs_exist_ok=True, symlinks=True)
+            else:
+                place.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(self._context / source, place)
+
+    def _ignored(self, folder: str, names: list[str]) -> set[str]:
+        """What .dockerignore leaves out: names at the top, and names anywhere (`**/`)."""
+        lines = (line.strip() for line in (self._context / ".dockerignore").read_text().splitlines())
+        patterns = [line for line in lines if line and not line.startswith("#")]
+        assert not any("/" in pattern.removeprefix("**/") or pattern.startswith("!") for pattern in patterns), "not known here"
+        is_top = Path(folder) == self._context
+        wanted = [pattern.removeprefix("**/") for pattern in patterns if is_top or pattern.startswith("**/")]
+        return set(shutil.ignore_patterns(*wanted)(folder, names))
