@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 
@@ -64,9 +64,9 @@ def judge_model(folder: Path, key: str) -> Iterator[Finding]:
         faults.append(wrong(MODELS, f"{folder} holds no *.safetensors", again, folder=str(folder)))
     yield from faults
     if not faults:
-        yield good(
-            MODELS, f"{folder}: {tensors:,} tensors in {len(files)} files, {size(total)}", folder=str(folder), files=len(files), bytes=total
-        )
+        count = "1 file" if len(files) == 1 else f"{len(files)} files"
+        message = f"{folder}: {tensors:,} tensors in {count}, {size(total)}"
+        yield good(MODELS, message, folder=str(folder), files=len(files), bytes=total)
 
 
 def _tensor_names(file: Path) -> set[str]:
@@ -99,54 +99,61 @@ def tokenizers(subject: Subject) -> Iterator[Finding]:
             continue
         yield judge_tokenizer(role, tokenizer, subject)
         if role.name == "actor":
-            yield from data(subject.config, tokenizer)
+            yield from data(subject, tokenizer)
 
 
 def judge_tokenizer(role: ModelRole, tokenizer: PreTrainedTokenizerBase, subject: Subject) -> Finding:
     """Of a tokenizer that loads and has a chat template."""
     facts = {"folder": role.path, "tokens": len(tokenizer), "end_token": tokenizer.eos_token}
     if role.name in subject.architectures and len(tokenizer) > (vocabulary := subject.architectures[role.name].vocab_size):
-        message = f"{role.path}: the tokenizer has {len(tokenizer):,} tokens, and the model {vocabulary:,}"
-        return wrong(TOKENIZERS, message, "use the tokenizer that the model was published with", **facts)
+        message = f"{role.path}: the tokenizer has {len(tokenizer):,} tokens, and the model embeds {vocabulary:,}"
+        return doubtful(TOKENIZERS, message, "use the tokenizer that the model was published with, or never write the others", **facts)
     return good(TOKENIZERS, f"{role.path}: {len(tokenizer):,} tokens, ends with {tokenizer.eos_token!r}, has a chat template", **facts)
 
 
-def data(config: PPOConfig | SFTConfig, tokenizer: PreTrainedTokenizerBase) -> Iterator[Finding]:
+def data(subject: Subject, tokenizer: PreTrainedTokenizerBase) -> Iterator[Finding]:
     """The first rows of each file, read and rendered as the run does."""
+    config = subject.config
+    assert config is not None
+    vocabulary = subject.architectures["actor"].vocab_size if "actor" in subject.architectures else None
     for file in dict.fromkeys([*config.data.train_files, *config.data.val_files]):
         try:
-            lengths = list(islice(_lengths(config, file, tokenizer), _ROWS))
+            rendered = list(islice(_rendered(config, file, tokenizer), _ROWS))
             rows = parquet.ParquetFile(file).metadata.num_rows
         except (DataError, OSError) as error:
             example = "as in docs/rewards.md" if isinstance(config, PPOConfig) else "each a chat that ends with the assistant's answer"
             yield wrong(DATA, str(error), f"write the file again with the columns that are named, {example}", file=file)
             continue
-        yield judge_lengths(config, file, rows, lengths)
+        yield judge_rows(config, file, rows, rendered, vocabulary)
 
 
-def _lengths(config: PPOConfig | SFTConfig, file: str, tokenizer: PreTrainedTokenizerBase) -> Iterator[int]:
-    """Tokens of each row: of the prompt, in SFT of the whole chat."""
+def _rendered(config: PPOConfig | SFTConfig, file: str, tokenizer: PreTrainedTokenizerBase) -> Iterator[Sequence[int]]:
+    """Token ids of each row: of the prompt, in SFT of the whole chat."""
     if isinstance(config, PPOConfig):
         for row in read_rows([file], prompts.REQUIRED, prompts.OPTIONAL):
-            yield len(prompts.read_prompt(row, tokenizer).token_ids)
+            yield prompts.read_prompt(row, tokenizer).token_ids
     else:
         for row in read_rows([file], sft.REQUIRED):
             example = sft.read_example(row, tokenizer)
-            yield len(example.prompt_ids) + len(example.response_ids)
+            yield [*example.prompt_ids, *example.response_ids]
 
 
-def judge_lengths(config: PPOConfig | SFTConfig, file: str, rows: int, lengths: list[int]) -> Finding:
-    """`lengths`: of the first rows."""
+def judge_rows(config: PPOConfig | SFTConfig, file: str, rows: int, rendered: Sequence[Sequence[int]], vocabulary: int | None) -> Finding:
+    """`rows`: of the file. `rendered`: token ids of the first. `vocabulary`: tokens that the model embeds."""
     key = "data.max_prompt_length" if isinstance(config, PPOConfig) else "data.max_length"
     limit = config.data.max_prompt_length if isinstance(config, PPOConfig) else config.data.max_length
-    longer = sum(length > limit for length in lengths)
-    facts = {"file": file, "rows": rows, "rows_read": len(lengths), "longest": max(lengths), "longer": longer}
+    longest, longer = max(map(len, rendered)), sum(len(ids) > limit for ids in rendered)
+    facts = {"file": file, "rows": rows, "rows_read": len(rendered), "longest": longest, "longer": longer}
+    highest = max(max(ids) for ids in rendered)
+    if vocabulary is not None and highest >= vocabulary:
+        message = f"{file}: a row has the token {highest}, and the model embeds {vocabulary:,}"
+        return wrong(DATA, message, "use the tokenizer that the model was published with", **facts)
     if longer:
-        message = f"{file}: {longer} of the first {len(lengths)} rows have more than {key}={limit} tokens, at most {max(lengths)}"
+        message = f"{file}: {longer} of the first {len(rendered)} rows have more than {key}={limit} tokens, at most {longest}"
         if config.data.overlong is Overlong.refuse:
-            return wrong(DATA, message, f"set {key}={max(lengths)} or more, or data.overlong=filter to leave them out", **facts)
-        return doubtful(DATA, f"{message}; they will be left out", f"set {key}={max(lengths)} to keep them", **facts)
-    return good(DATA, f"{file}: {rows:,} rows; the first {len(lengths)} have at most {max(lengths)} tokens", **facts)
+            return wrong(DATA, message, f"set {key}={longest} or more, or data.overlong=filter to leave them out", **facts)
+        return doubtful(DATA, f"{message}; they will be left out", f"set {key}={longest} to keep them", **facts)
+    return good(DATA, f"{file}: {rows:,} rows; the first {len(rendered)} have at most {longest} tokens", **facts)
 
 
 def rewards(subject: Subject) -> Iterator[Finding]:
@@ -163,9 +170,8 @@ def judge_reward(function: RewardFunctionConfig, limit_s: float = _REWARD_LIMIT_
     try:
         ended = subprocess.run(command, capture_output=True, text=True, timeout=limit_s, check=False, stdin=subprocess.DEVNULL)
     except subprocess.TimeoutExpired:
-        return wrong(
-            REWARDS, f"{name} is not loaded after {limit_s:g} s", f"do nothing slow when {function.path} is imported", file=function.path
-        )
+        slow = f"do nothing slow when {function.path} is imported"
+        return wrong(REWARDS, f"{name} is not loaded after {limit_s:g} s", slow, file=function.path)
     if ended.returncode:
         said = (ended.stderr.strip() or "it ended the process").splitlines()[-1]
         return wrong(REWARDS, said.removeprefix("megarl.rewards.functions.RewardFunctionError: "), remedy, file=function.path)

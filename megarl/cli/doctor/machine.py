@@ -38,8 +38,7 @@ def shared_memory(subject: Subject) -> Iterator[Finding]:
     if not folder.is_dir():
         yield wrong("shared memory", f"there is no {folder}", f"mount it: mount -t tmpfs tmpfs {folder}")
         return
-    store = OBJECT_STORE_MB * 2**20 if subject.ray_address is None else 0
-    needed = store + (_NCCL_BYTES * subject.processes_here if subject.use_gpu else 0)
+    needed = OBJECT_STORE_MB * 2**20 + (_NCCL_BYTES * subject.processes_here if subject.use_gpu else 0)
     usage = shutil.disk_usage(folder)
     yield judge_shared_memory(str(folder), usage.total, usage.free, needed)
 

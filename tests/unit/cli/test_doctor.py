@@ -8,8 +8,6 @@ import resource
 import socket
 from pathlib import Path
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import torch
 from rich.console import Console
@@ -20,7 +18,15 @@ from megarl.cli.doctor import ray_cluster as ray_checks
 from megarl.cli.doctor.command import table
 from megarl.cli.doctor.finding import Finding, Status, doubtful, good, worst, wrong
 from megarl.cli.doctor.subject import Subject, read_subject
-from megarl.config.schema import CriticConfig, ParallelConfig, PlacementConfig, PlacementStrategy, PPOConfig, RewardFunctionConfig
+from megarl.config.schema import (
+    CriticConfig,
+    DataConfig,
+    ParallelConfig,
+    PlacementConfig,
+    PlacementStrategy,
+    PPOConfig,
+    RewardFunctionConfig,
+)
 from megarl.controller.inspection import ClusterReport, NodeReport, Software, here, inspect_cluster
 from megarl.controller.resource_pool import NodeResources, ResourcePoolManager
 from megarl.placement.plan import plan_placement
@@ -329,13 +335,15 @@ def test_a_reward_file_that_never_ends_loading(tmp_path: Path) -> None:
     assert "is not loaded after 1 s" in inputs.judge_reward(RewardFunctionConfig(path=str(file)), limit_s=1.0).message
 
 
-def test_rows_longer_than_allowed(tmp_path: Path) -> None:
-    file = tmp_path / "a.parquet"
-    pq.write_table(pa.table({"prompt": [1]}), file)
-    config = PPOConfig()
-    fault = inputs.judge_lengths(config, str(file), 10, [5, config.data.max_prompt_length + 1])
-    assert fault.status is Status.error
-    assert "data.overlong=filter" in (fault.remedy or "")
+def test_rows_that_are_too_long_or_have_tokens_that_the_model_lacks() -> None:
+    config = PPOConfig(data=DataConfig(train_files=["a.parquet"], max_prompt_length=4))
+    rows = [[1, 2], [1, 2, 3, 4, 9]]
+    assert inputs.judge_rows(config, "a.parquet", 7, rows[:1], vocabulary=3).status is Status.ok
+    long = inputs.judge_rows(config, "a.parquet", 7, rows, vocabulary=10)
+    assert (long.status, long.facts["longer"]) == (Status.error, 1)
+    assert "data.overlong=filter" in (long.remedy or "")
+    foreign = inputs.judge_rows(config, "a.parquet", 7, rows, vocabulary=9)
+    assert (foreign.status, foreign.message) == (Status.error, "a.parquet: a row has the token 9, and the model embeds 9")
 
 
 # The whole
