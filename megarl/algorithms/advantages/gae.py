@@ -63,8 +63,8 @@ _CHUNK_TOKENS = 16  # of a row: as many multiplications an element, and a sixtee
 def discounted_suffix_sums(x: Tensor, discount: float) -> Tensor:
     """(B, R): y_t = x_t + discount y_{t+1}.
 
-    In chunks of a row by a product with the triangle of the discount's powers; then the chunks' totals, by themselves; then to each token what
-    comes after its chunk. So there is no loop over tokens, and rounding grows as in a sum of 16 and one of log2(R / 16).
+    In chunks of a row by a product with the triangle of the discount's powers; then the chunks' totals, by themselves; then to each token
+    what comes after its chunk. So there is no loop over tokens, and rounding grows as in a sum of 16 and one of log2(R / 16).
     """
     num_rows, num_tokens = x.shape
     padded = torch.nn.functional.pad(x, (0, -num_tokens % _CHUNK_TOKENS))
