@@ -38,7 +38,10 @@ def main(overrides: list[str]) -> int:
             return status
     run_dir = next((Path(override.removeprefix(RUN_DIR)) for override in overrides if override.startswith(RUN_DIR)), OUTPUT_DIR)
     validation = json.loads((run_dir / "summary.json").read_text())["validation"]
-    print(f"held-out accuracy: {validation['before']:.1%} before PPO, {validation['after']:.1%} after")
+    words = {"before": "before PPO", "after": "after"}
+    scores = [f"{validation[when]:.1%} {words[when]}" for when in words if validation[when] is not None]
+    if scores:  # overrides can switch validation off
+        print(f"held-out accuracy: {', '.join(scores)}")
     return 0
 
 

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "examples").rglob("*.md")])
 
 _MARKDOWN = MarkdownIt("commonmark").enable("table")
-_MARK = re.compile(r"<!-- (needs [^>]*?) -->")
+_MARK = re.compile(r"<!-- (.*?) -->", re.DOTALL)
 
 
 class Block(NamedTuple):
@@ -55,3 +55,27 @@ def anchors(page: Path) -> set[str]:
     tokens = _MARKDOWN.parse(page.read_text(encoding="utf-8"))
     titles = [after.content for token, after in zip(tokens, tokens[1:], strict=False) if token.type == "heading_open"]
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+class Command(NamedTuple):
+    """A line that a reader may type, without its comment. `output`: what the page says that it prints; None where it says nothing."""
+
+    block: Block
+    text: str
+    output: str | None
+
+
+def commands(block: Block) -> Iterator[Command]:
+    """`bash`: every line. `console`: lines after "$ ", each with what follows it. A line that ends with a backslash goes on."""
+    if block.language == "bash":
+        for line in block.text.replace("\\\n", " ").splitlines():
+            if text := _without_comment(line):
+                yield Command(block, text, None)
+    elif block.language == "console":
+        for part in re.split(r"^\$ ", block.text.replace("\\\n", " "), flags=re.MULTILINE)[1:]:
+            line, _, output = part.partition("\n")
+            yield Command(block, _without_comment(line), output)
+
+
+def _without_comment(line: str) -> str:
+    return " ".join(re.sub(r"(^|\s+)# .*$", "", line).split())

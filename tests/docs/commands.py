@@ -1,0 +1,73 @@
+"""Every command on the pages, as it is written there, and what proves that it works.
+
+A command that needs a GPU, a cluster or a Docker engine, or that measures for minutes, has a mark on its page instead: a comment
+such as `<!-- needs a GPU -->` right above its block.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+MARKS = ("needs a GPU", "needs a cluster", "needs Docker", "takes minutes")
+
+
+class Executed(NamedTuple):
+    """Run by tests/docs/test_commands.py, in the order of this table, after the quickstart. `more` is put behind it and only shortens.
+    `given`: what stands in the place of a name in capitals, or of a path of the reader's own."""
+
+    more: str = ""
+    status: int = 0
+    given: tuple[tuple[str, str], ...] = ()
+
+
+class InTest(NamedTuple):
+    """Run by another test: pytest's name of it. `mentions`: what of the command is in its source, or in that of its module."""
+
+    test: str
+    mentions: tuple[str, ...]
+
+
+class Make(NamedTuple):
+    """A target whose recipe is what other tests run. `prints`: what make says that it would run."""
+
+    prints: tuple[str, ...]
+
+
+SHORT = "trainer.total_steps=1 trainer.prompts_per_step=16 rollout.n=4 trainer.validate_before=false"
+QUICKSTART = "make quickstart"  # the others find its model, its data and its run
+_CONVERT = "tests/unit/cli/test_convert.py::test_there_and_back_and_compared"
+_SIZES = "--tensor-parallel-size 2 --pipeline-parallel-size 2"
+_OF_VERL = "data.train_batch_size=256 actor_rollout_ref.actor.optim.lr=1e-6 trainer.total_epochs=15"
+_LINT_AND_TESTS = ("ruff check", "ruff format --check", "mypy", "python -m pytest")
+
+COMMANDS: dict[str, Executed | InTest | Make] = {
+    QUICKSTART: Executed(f'ARGS="{SHORT}"'),
+    'make quickstart ARGS="trainer.total_steps=20 trainer.seed=1"': Make(
+        ("examples.quickstart.run rollout.engine=hf trainer.total_steps=20 trainer.seed=1",)
+    ),
+    "make quickstart ENGINE=sglang": Make(("examples.quickstart.run rollout.engine=sglang",)),
+    "make setup": Make(()),
+    "make setup PYTHON=python3.11": Make(()),
+    "make test": Make(_LINT_AND_TESTS),
+    "make test ARGS=tests/unit/data": Make((*_LINT_AND_TESTS, "pytest tests/unit/data")),
+    "make docs": InTest("tests/docs/test_site.py::test_every_page_is_in_the_site", ("--fail-on-warning",)),
+    "megarl check configs/quickstart.yaml": Executed(),
+    "megarl check configs/quickstart.yaml actor.optm.lr=1e-3": Executed(status=2),
+    "megarl check configs/quickstart.yaml trainer.updates_per_step=3 rollout.top_p=0.9": Executed(status=2),
+    f"megarl check configs/quickstart.yaml {_OF_VERL}": Executed(status=2),
+    "megarl check configs/quickstart.yaml algorithm=dapo algorithm.policy_loss.clip_high=0.25": Executed(),
+    "megarl plan configs/quickstart.yaml --output outputs/plan.svg": Executed(),
+    "megarl plan configs/quickstart.yaml placement.strategy=hybrid --output outputs/plan.svg": Executed(),
+    "megarl train configs/quickstart.yaml data.max_prompt_length=6 trainer.output_dir=outputs/mine": Executed(status=2),
+    "megarl train configs/quickstart.yaml algorithm=grpo trainer.output_dir=outputs/grpo": Executed(f"{SHORT} checkpoint.every_steps=1"),
+    "megarl plot outputs/quickstart": Executed(),
+    "megarl sft configs/quickstart_sft.yaml": InTest("tests/docs/test_commands.py::test_quickstart_stages", ("megarl sft configs",)),
+    f"megarl convert hf-to-megatron --input HF_DIR --output DIR {_SIZES} --dtype bfloat16": InTest(
+        _CONVERT, ("hf-to-megatron", "--tensor-parallel-size", "--pipeline-parallel-size", "--dtype")
+    ),
+    "megarl convert megatron-to-hf --input outputs/run/checkpoints --output HF_DIR --role actor --max-shard-size 5GB": Executed(
+        given=(("outputs/run", "outputs/grpo"), ("HF_DIR", "outputs/hf"))
+    ),
+    "megarl convert inspect CKPT_OR_HF_DIR": InTest("tests/unit/cli/test_convert.py::test_what_is_in_a_folder", ("inspect",)),
+    "megarl convert verify A B": InTest(_CONVERT, ("verify",)),
+}
