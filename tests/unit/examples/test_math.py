@@ -10,7 +10,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from examples.math.prepare import convert
+from examples.math.prepare import convert_gsm8k
 from examples.math.reward import compute_score
 from examples.quickstart.prepare import make_tokenizer
 from megarl.config.schema import Overlong
@@ -48,7 +48,7 @@ def gsm8k(file: Path, *answers: str) -> Path:
 
 def test_gsm8k_becomes_the_data_of_a_run(tmp_path: Path) -> None:
     source = gsm8k(tmp_path / "source.parquet", "Two and two.\n#### 4", "Many.\n#### 1,200")
-    command = [sys.executable, "-m", "examples.math.prepare", "--train", str(source), str(source), "--test", str(source)]
+    command = [sys.executable, "-m", "examples.math.prepare", "gsm8k", "--train", str(source), str(source), "--test", str(source)]
     subprocess.run([*command, "--output-dir", str(tmp_path / "data")], cwd=REPOSITORY, check=True, capture_output=True)
     rows = pyarrow.parquet.read_table(tmp_path / "data" / "train.parquet").to_pylist()
     assert [row["reward_model"]["ground_truth"] for row in rows] == ["4", "1200", "4", "1200"]
@@ -60,4 +60,25 @@ def test_gsm8k_becomes_the_data_of_a_run(tmp_path: Path) -> None:
 def test_an_answer_without_its_last_line_is_an_error(tmp_path: Path) -> None:
     source = gsm8k(tmp_path / "source.parquet", "Two and two.\n#### 4", "Many.")
     with pytest.raises(ValueError, match="row 1 of test: the answer has no line '#### NUMBER': 'Many.'"):
-        convert([str(source)], "test", tmp_path / "made.parquet")
+        convert_gsm8k([str(source)], "test", tmp_path / "made.parquet")
+
+
+def test_every_problem_is_kept_once(tmp_path: Path) -> None:
+    """As DAPO-Math-17k is published: with a column more, and repeated."""
+    rows = [
+        {
+            "prompt": [{"role": "user", "content": f"Problem {number % 3}"}],
+            "data_source": "math_dapo",
+            "ability": "MATH",
+            "reward_model": {"style": "rule-lighteval/MATH_v2", "ground_truth": str(number % 3)},
+            "extra_info": {"index": f"row {number}"},
+        }
+        for number in range(7)
+    ]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "source.parquet")
+    command = [sys.executable, "-m", "examples.math.prepare", "dapo-math", "--files", str(tmp_path / "source.parquet")]
+    ended = subprocess.run([*command, "--output-dir", str(tmp_path)], cwd=REPOSITORY, check=True, capture_output=True, text=True)
+    assert "train.parquet: 3 rows" in ended.stdout
+    made = pyarrow.parquet.read_table(tmp_path / "train.parquet").to_pylist()
+    assert made == [{name: value for name, value in row.items() if name != "ability"} for row in rows[:3]]
+    assert len(PromptDataset([str(tmp_path / "train.parquet")], make_tokenizer(), 1024, Overlong.refuse)) == 3
