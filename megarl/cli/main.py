@@ -1,6 +1,6 @@
 """The command `megarl`: reads the command line, starts the subcommand, and turns how it ends into an exit status.
 
-0: good. 2: something that the user can mend, said in a message. 1: something failed while running, shown with its traceback.
+0: good. 2: something that the user can mend, said in a message. 1: something failed while running, shown by failure_report.py.
 A subcommand's module is imported when it is asked for, so that `megarl check` and `megarl --help` need no torch.
 """
 
@@ -9,12 +9,12 @@ from __future__ import annotations
 import argparse
 import importlib
 import sys
-import traceback
 from collections.abc import Callable, Sequence
 
 from megarl import __version__
 from megarl.cli.convert import add_commands
-from megarl.config.errors import ConfigError, RunError
+from megarl.cli.situation import RunFailedError, Situation
+from megarl.config.errors import ConfigError
 from megarl.config.schema import PPOConfig, SFTConfig
 
 GOOD, FAILED, USER_ERROR, INTERRUPTED = 0, 1, 2, 130
@@ -28,16 +28,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(f"megarl {parsed.command}: interrupted", file=sys.stderr)
         return INTERRUPTED
+    except RunFailedError as failed:
+        return _end(failed.error, parsed.command, failed.situation)
     except Exception as error:  # noqa: BLE001  (the boundary of the process)
-        if isinstance(error, ConfigError) or (isinstance(error, ValueError) and _raised_by_megarl(error)):
-            print(f"megarl {parsed.command}: {error}", file=sys.stderr)
-            return USER_ERROR
-        if isinstance(error, RunError):
-            print(error, file=sys.stderr)
-        else:
-            traceback.print_exception(error)
-        print(f"megarl {parsed.command}: failed while running; the cause is shown above", file=sys.stderr)
-        return FAILED
+        return _end(error, parsed.command, None)
+
+
+def _end(error: Exception, command: str, situation: Situation | None) -> int:
+    if isinstance(error, ConfigError) or (isinstance(error, ValueError) and _raised_by_megarl(error)):
+        print(f"megarl {command}: {error}", file=sys.stderr)
+        return USER_ERROR
+    importlib.import_module("megarl.cli.failure_report").print_failure(error, command, situation)
+    print(f"megarl {command}: failed while running; the cause is shown above", file=sys.stderr)
+    return FAILED
 
 
 def _raised_by_megarl(error: ValueError) -> bool:

@@ -15,11 +15,12 @@ from rich.console import Console
 from rich.table import Table
 
 from megarl.cli.check import print_run
+from megarl.cli.situation import FAILURE_FILE, Situation
 from megarl.cli.termination import Termination
 from megarl.config.compare import differences
 from megarl.config.load import dump_config
 from megarl.config.schema import Device, PPOConfig, SFTConfig
-from megarl.controller.cluster import num_cluster_gpus, shutdown, start_ray
+from megarl.controller.cluster import log_folder, node_addresses, num_cluster_gpus, shutdown, start_ray
 from megarl.controller.environment import describe
 from megarl.controller.resource_pool import ResourcePoolManager
 from megarl.placement.plan import PlacementPlan
@@ -29,7 +30,7 @@ from megarl.tracking.loggers import METRICS_FILE, Tracker
 from megarl.tracking.progress import ProgressBar
 from megarl.tracking.timeline import Timeline
 from megarl.trainers.checkpoint import CONFIG_FILE
-from megarl.trainers.monitor import Monitor, Watched
+from megarl.trainers.monitor import Monitor, Position, Watched
 from megarl.trainers.resume import AUTO, Resume, checkpoint_folder
 from megarl.workers.weight_sync import PUSHED_FOLDERS
 
@@ -43,30 +44,35 @@ class Session:
     pools: ResourcePoolManager
     console: Console
     termination: Termination
+    position: Position
 
 
 @contextmanager
-def open_session(config: PPOConfig | SFTConfig, plan: PlacementPlan, resume: Resume | None) -> Iterator[Session]:
+def open_session(situation: Situation, plan: PlacementPlan, resume: Resume | None) -> Iterator[Session]:
     """Makes the run's folder with the resolved `config.yaml`, starts or joins Ray, and reserves the pools of `plan`.
 
     However the block ends, the processes are ended with it. Raises ValueError for a folder that holds another run,
     CheckpointError where checkpoints cannot be written, and InsufficientResourcesError where the cluster cannot hold the pools.
     """
+    config, position = situation.config, Position()
     output_dir = Path(config.trainer.output_dir)
     console = Console()
     _claim(output_dir, config, resume, console)
+    (output_dir / FAILURE_FILE).unlink(missing_ok=True)  # of the run before this one
+    situation.output_dir, situation.position = output_dir, position
     checkpoint_folder(config).prepare()
     dump_config(config, output_dir / CONFIG_FILE)
     print_run(config, console)
     console.print(f"starting Ray for {plan.num_processes} processes", style="dim")
     start_ray(num_cpus=plan.num_cpus, num_gpus=torch.cuda.device_count() if config.device is not Device.cpu else 0)
     try:
+        situation.log_folder, situation.nodes = log_folder(), node_addresses()
         device = _resolve(config.device)
         pools = ResourcePoolManager.of_plan(plan, device is Device.cuda)
         _print_environment(device, console)
         pools.create_resource_pool()
         with Termination(lambda text: console.print(text, soft_wrap=True)) as termination:
-            yield Session(output_dir=output_dir, device=device, pools=pools, console=console, termination=termination)
+            yield Session(output_dir=output_dir, device=device, pools=pools, console=console, termination=termination, position=position)
     finally:
         shutdown()
 
@@ -130,7 +136,7 @@ def open_monitor(session: Session, config: PPOConfig | SFTConfig, title: str, gr
     progress = ProgressBar(title, config.trainer.total_steps, session.console, done=0 if resume is None else resume.step)
     # Where the bar is live, it says what the console's lines would.
     names = [name for name in config.tracking.loggers if name != "console" or not session.console.is_terminal]
-    return Monitor(groups, Tracker(names, session.output_dir), Timeline(session.output_dir), progress)
+    return Monitor(groups, Tracker(names, session.output_dir), Timeline(session.output_dir), progress, session.position)
 
 
 def write_summary(output_dir: Path, summary: Mapping[str, Any]) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from megarl.cli.check import load_checked
 from megarl.cli.resumption import is_complete, load_checkpoint, open_checkpoints, say_stopped
 from megarl.cli.session import open_monitor, open_session, report_filtered, write_summary
+from megarl.cli.situation import Situation, situation_of
 from megarl.config.architecture import read_architecture
 from megarl.config.schema import SFTConfig
 from megarl.data.loader import BatchLoader
@@ -22,6 +23,11 @@ from megarl.workers.start import start_sft
 def run(config_path: str, overrides: Sequence[str]) -> int:
     """Trains; 0 at the end, 143 where SIGTERM ended it. What can be known to be wrong raises ValueError before a process is started."""
     config = load_checked(SFTConfig, config_path, overrides)
+    with situation_of(config) as situation:
+        return _run(config, situation)
+
+
+def _run(config: SFTConfig, situation: Situation) -> int:
     resume = find_resume(config)
     if is_complete(config, resume):
         return 0
@@ -35,7 +41,7 @@ def run(config_path: str, overrides: Sequence[str]) -> int:
     if resume is not None:
         loader.load_state_dict(resume.state["data"])  # other data are refused before a process is started
 
-    with open_session(config, plan_placement(config), resume) as session:
+    with open_session(situation, plan_placement(config), resume) as session:
         report_filtered(session.console, {"data.train_files": train} | ({"data.val_files": held_out} if held_out else {}))
         actor = start_sft(config, architecture, session.device, session.pools)
         saved = sft_models(config, actor)

@@ -9,6 +9,7 @@ from rich.table import Table
 from megarl.cli.check import load_checked
 from megarl.cli.resumption import is_complete, load_checkpoint, open_checkpoints, say_stopped
 from megarl.cli.session import Session, open_monitor, open_session, report_filtered, write_summary
+from megarl.cli.situation import Situation, situation_of
 from megarl.config.architecture import Architecture, read_architecture
 from megarl.config.roles import needs_critic, needs_reference
 from megarl.config.schema import PPOConfig
@@ -30,6 +31,11 @@ from megarl.workers.start import Architectures, PPORoles, start_ppo
 def run(config_path: str, overrides: Sequence[str]) -> int:
     """Trains; 0 at the end, 143 where SIGTERM ended it. What can be known to be wrong raises ValueError before a process is started."""
     config = load_checked(PPOConfig, config_path, overrides)
+    with situation_of(config) as situation:
+        return _run(config, situation)
+
+
+def _run(config: PPOConfig, situation: Situation) -> int:
     resume = find_resume(config)
     if is_complete(config, resume):
         return 0
@@ -54,7 +60,7 @@ def run(config_path: str, overrides: Sequence[str]) -> int:
     if resume is not None:
         loader.load_state_dict(resume.state["data"])  # other data are refused before a process is started
 
-    with open_session(config, plan_placement(config), resume) as session:
+    with open_session(situation, plan_placement(config), resume) as session:
         report_filtered(session.console, data_sets)
         roles = start_ppo(config, models, rules, session.device, session.pools)
         saved = ppo_models(config, roles)

@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import ray
 from ray import cloudpickle
 from ray.exceptions import RayError
@@ -90,12 +91,13 @@ class ActorSet:
         keep_result: bool,
         upstream: tuple[Call, ...],
         on_record: Callable[[Call, CallRecord], None],
+        uids: np.ndarray | None = None,
     ) -> Call:
         """Returns at once. A rank's calls run in the order of their submission. Raises RuntimeError when the group was ended."""
         if not self.alive:
             raise RuntimeError(f"{role}.{method}: the group has been ended (shutdown, or a call that outlived its limit)")
         result, record = self._handles[rank].execute.options(num_returns=2).remote(role, method, layout, keep_result, *values)
-        return Call(self, role, rank, method, result, record, on_record, upstream)
+        return Call(self, role, rank, method, result, record, on_record, upstream, uids)
 
     def rank_of(self, actor_id: str | None, otherwise: int) -> int:
         return otherwise if actor_id is None else self._rank_of.get(actor_id, otherwise)

@@ -8,22 +8,25 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 import ray
-from ray.exceptions import RayActorError, RayError
+from ray.exceptions import OutOfMemoryError, RayActorError, RayError
 
 from megarl.controller.errors import PhaseTimeoutError, RankFailure, first_failure
-from megarl.controller.messages import CallFailure, CallRecord, FailureKind, RankActivity
+from megarl.controller.messages import CallFailure, CallRecord, FailureKind, RankActivity, Rows
 
 if TYPE_CHECKING:
     from megarl.controller.actors import ActorSet
 
 GRACE_S = 2.0  # after the first failure is seen, for an earlier one of another rank that is still on its way
 _LOG_LINES = 30
+_SHOWN_UIDS = 4
 
 
 @dataclass(eq=False)
 class Call:
-    """`result` stays in the object store until someone asks. `upstream`: the calls whose results it was given."""
+    """`result` stays in the object store until someone asks. `upstream`: the calls whose results it was given. `uids`: of the rows of
+    the batch that it was given, (B,), where it was."""
 
     actors: ActorSet
     role: str
@@ -33,6 +36,7 @@ class Call:
     record_reference: ray.ObjectRef
     on_record: Callable[[Call, CallRecord], None]
     upstream: tuple[Call, ...] = ()
+    uids: np.ndarray | None = None
     submitted_s: float = field(default_factory=time.monotonic)
     record: CallRecord | None = None
     failure: RankFailure | None = None
@@ -40,6 +44,13 @@ class Call:
     @property
     def ended(self) -> bool:
         return self.record is not None or self.failure is not None
+
+    @property
+    def rows(self) -> Rows | None:
+        if self.uids is None:
+            return None
+        distinct = tuple(dict.fromkeys(str(uid) for uid in self.uids))
+        return Rows(distinct[:_SHOWN_UIDS], len(distinct), len(self.uids))
 
     def fetch(self) -> None:
         """Reads the record, which must be there, or learns that it never will be."""
@@ -53,20 +64,25 @@ class Call:
         self.on_record(self, self.record)
         if self.record.failure is not None:
             location = self.record.location
-            self.failure = RankFailure(self.role, self.rank, location.node, location.pid, self.method, self.record.failure)
+            self.failure = RankFailure(
+                self.role, self.rank, location.node, location.pid, self.method, self.record.failure, self.rows, location.stderr_path
+            )
 
     def _failure_outside(self, error: RayError) -> RankFailure:
         """Ray's own: the process ended, or a value could not be sent or received."""
         rank = self.rank
-        if isinstance(error, RayActorError):  # may be about the process that should have made an argument
+        if isinstance(error, OutOfMemoryError):
+            kind, summary = FailureKind.death, "Ray's memory monitor ended the process: its node is running out of memory"
+        elif isinstance(error, RayActorError):  # may be about the process that should have made an argument
             rank = self.actors.rank_of(error.actor_id, self.rank)
             kind, summary = FailureKind.death, "the process ended (killed, out of memory, or crashed)"
         else:
             kind, summary = FailureKind.exception, f"{type(error).__name__}: {str(error).strip().splitlines()[-1]}"
         location = self.actors.locations.get(rank)
         text = f"{error}\n{_end_of_log(location.stderr_path)}" if location and kind is FailureKind.death else str(error)
-        node, pid = (location.node, location.pid) if location else ("not known yet", None)
-        return RankFailure(self.role, rank, node, pid, self.method, CallFailure(kind, summary, text, time.time()))
+        node, pid, log_path = location or ("not known yet", None, "")
+        failure = CallFailure(kind, summary, text, time.time())
+        return RankFailure(self.role, rank, node, pid, self.method, failure, self.rows if rank == self.rank else None, log_path)
 
 
 def wait_for_calls(calls: Sequence[Call], timeout: float | None = None) -> None:
@@ -159,7 +175,7 @@ def _check_limit(actors: ActorSet, calls: Sequence[Call], looked_at_s: float) ->
     if remaining_s > 0:
         return now_s + remaining_s
     actors.kill()
-    raise PhaseTimeoutError(calls[oldest].role, calls[oldest].method, actors.phase_time_limit_s, reports)
+    raise PhaseTimeoutError(calls[oldest].role, calls[oldest].method, actors.phase_time_limit_s, reports, calls[oldest].rows)
 
 
 def _age_s(activity: RankActivity | None, call: Call, now_s: float) -> float:

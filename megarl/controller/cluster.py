@@ -142,6 +142,16 @@ def process_owner() -> str:
     return _owner
 
 
+def log_folder() -> str:
+    """Where Ray and all workers log, by the same name on each node."""
+    return ray._private.worker._global_node.get_logs_dir_path()  # type: ignore[attr-defined]
+
+
+def node_addresses() -> list[str]:
+    """Of the cluster that this process has joined."""
+    return sorted({node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]})
+
+
 def num_cluster_gpus() -> int:
     """Of all nodes of the cluster that this process has joined."""
     return int(ray.cluster_resources().get("GPU", 0))

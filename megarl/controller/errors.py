@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from megarl.config.errors import RunError
-from megarl.controller.messages import CallFailure, FailureKind, RankActivity
+from megarl.controller.messages import CallFailure, FailureKind, RankActivity, Rows
 
 
 class RankFailure(NamedTuple):
@@ -16,6 +16,8 @@ class RankFailure(NamedTuple):
     pid: int | None  # None: the process ended before it could tell
     method: str
     failure: CallFailure
+    rows: Rows | None = None  # None: it was given no batch, or one that the driver does not have
+    log_path: str = ""  # of the process, on its node; empty where it is not known
 
     def describe(self) -> str:
         process = f"pid {self.pid}" if self.pid is not None else "pid unknown"
@@ -29,6 +31,7 @@ class WorkerError(RunError):
         self.role, self.rank, self.node, self.pid, self.method = first.role, first.rank, first.node, first.pid, first.method
         self.kind, self.error_type = first.failure.kind, first.failure.error_type
         self.summary, self.remote_traceback = first.failure.summary, first.failure.traceback
+        self.rows, self.log_path = first.rows, first.log_path
         self.others = tuple(others)
         lines = [first.describe(), "", self.remote_traceback.rstrip()]
         if others:
@@ -45,6 +48,12 @@ class RankReport(NamedTuple):
     activity: RankActivity | None
 
     def describe(self) -> str:
+        stack = self.activity.stack.rstrip() if self.activity is not None else ""
+        return f"{self.summary}\n{stack}" if stack else self.summary
+
+    @property
+    def summary(self) -> str:
+        """One line, without the stack."""
         head = f"{self.role} rank {self.rank} (node {self.node}"
         if self.activity is None:
             return f"{head}): no answer from the process; it is stopped, or holds Python's lock"
@@ -52,14 +61,14 @@ class RankReport(NamedTuple):
         if self.activity.method is None:
             return f"{head}: idle"
         phase = f", phase {self.activity.phase}" if self.activity.phase else ""
-        return f"{head}: in {self.activity.method}{phase} for {self.activity.running_s:.0f} s\n{self.activity.stack.rstrip()}"
+        return f"{head}: in {self.activity.method}{phase} for {self.activity.running_s:.0f} s"
 
 
 class PhaseTimeoutError(RunError, TimeoutError):
     """A call outlived its group's limit; the group has been killed. `reports` tell what each rank was doing."""
 
-    def __init__(self, role: str, method: str, limit_s: float, reports: Sequence[RankReport]) -> None:
-        self.role, self.method, self.limit_s, self.reports = role, method, limit_s, tuple(reports)
+    def __init__(self, role: str, method: str, limit_s: float, reports: Sequence[RankReport], rows: Rows | None = None) -> None:
+        self.role, self.method, self.limit_s, self.reports, self.rows = role, method, limit_s, tuple(reports), rows
         lines = [f"{role}.{method} took longer than phase_time_limit_s={limit_s:g}; the group was ended. What each rank was doing:"]
         super().__init__("\n".join([*lines, *(report.describe() for report in reports)]))
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 import ray
 
 from megarl.controller.actors import ActorSet
@@ -29,6 +30,7 @@ from megarl.controller.messages import CallRecord
 from megarl.controller.resource_pool import RayResourcePool
 from megarl.controller.worker import Worker
 from megarl.controller.worker_class import ColocatedWorkerClass, RayClassWithInitArgs
+from megarl.protocol.batch import DataProto
 from megarl.protocol.mesh import MeshCoordinate
 from megarl.protocol.span import Span
 
@@ -121,7 +123,15 @@ class RoleGroup:
         shared = _share(plan.values, plan.route.parts)
         calls = {
             rank: self._actors.submit(
-                self.role, rank, method, plan.layout, shared[part], rank in plan.route.results, upstream, self._record_spans
+                self.role,
+                rank,
+                method,
+                plan.layout,
+                shared[part],
+                rank in plan.route.results,
+                upstream,
+                self._record_spans,
+                _uids(plan.values[part]),
             )
             for rank, part in zip(plan.route.ranks, plan.route.parts, strict=True)
         }
@@ -195,6 +205,12 @@ def registered_methods(worker_class: type[Worker]) -> dict[str, Registration]:
             raise ValueError(f"{worker_class.__name__}.{name} cannot be registered: {name} is a method of the group; give it another name")
         found[name] = registration
     return found
+
+
+def _uids(values: Sequence[Any]) -> np.ndarray | None:
+    """(B,) of the first batch among a call's arguments that has them."""
+    batches = (value for value in values if isinstance(value, DataProto))
+    return next((batch.non_tensor_batch["uid"] for batch in batches if "uid" in batch.non_tensor_batch), None)
 
 
 def _share(values: Sequence[Sequence[Any]], parts: Sequence[int]) -> list[list[Any]]:

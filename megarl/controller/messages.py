@@ -28,6 +28,18 @@ class CallFailure(NamedTuple):
     error_type: str = ""  # module and name of the exception's class, where there was one
 
 
+class Rows(NamedTuple):
+    """Which rows of the batch a call was given, for whoever looks for the one that it failed on."""
+
+    uids: tuple[str, ...]  # the first of them, each once
+    num_uids: int
+    num_rows: int
+
+    def describe(self) -> str:
+        more = f" and {self.num_uids - len(self.uids)} more" if self.num_uids > len(self.uids) else ""
+        return f"uid {', '.join(self.uids)}{more} ({self.num_rows} rows)"
+
+
 class PhaseSpan(NamedTuple):
     name: str
     start_s: float

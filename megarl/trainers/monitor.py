@@ -6,6 +6,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Protocol
 
@@ -31,6 +32,14 @@ _DRIVER = "driver"
 _TIMELINE_EVERY_STEPS = 10
 
 
+@dataclass
+class Position:
+    """Where a run is: its step, None outside of one, and the driver's phases, the innermost last. What fails leaves it as it was."""
+
+    step: int | None = None
+    phases: list[str] = field(default_factory=list)
+
+
 class Watched(Protocol):
     """Whose calls are on the timeline: a worker group, or the replicas of the rollout."""
 
@@ -42,7 +51,15 @@ class Monitor:
     end within the step, so phases that overlap add up to more than `timing_s/step`. `perf/throughput` is the step's tokens per
     second of training: validation does not count."""
 
-    def __init__(self, groups: Sequence[Watched], tracker: Tracker, timeline: Timeline, progress: ProgressBar) -> None:
+    def __init__(
+        self,
+        groups: Sequence[Watched],
+        tracker: Tracker,
+        timeline: Timeline,
+        progress: ProgressBar,
+        position: Position | None = None,
+    ) -> None:
+        self._position = position or Position()
         self._groups = groups
         self._tracker = tracker
         self._timeline = timeline
@@ -64,9 +81,11 @@ class Monitor:
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
         """Everything recorded within it is logged as one step when it ends without an error."""
+        self._position.step = number
         with self.phase("step"):
             yield
         self._finish(number)
+        self._position.step = None
         self._progress.advance(self._metrics)
         self._metrics = {}
 
@@ -74,7 +93,9 @@ class Monitor:
     def phase(self, name: str) -> Iterator[None]:
         """A phase of the driver's own, or one that the workers' calls do not name."""
         start_s = time.time()
+        self._position.phases.append(name)
         yield
+        self._position.phases.pop()
         self._spans.append(Span(_DRIVER, _DRIVER, 0, name, start_s, time.time()))
 
     @contextmanager

@@ -32,4 +32,5 @@ def actor_rows(mini_batch: DataProto, algorithm: AlgorithmConfig, *, one_update:
     prepare = POLICY_LOSSES[algorithm.policy_loss.kind].prepare
     if prepare is not None:  # it reads the stored old log-probs, whether or not the loss does
         rows |= prepare(tensors, rows["response_mask"], algorithm.policy_loss, seed)
-    return DataProto.from_dict(rows)
+    named = mini_batch.non_tensor_batch
+    return DataProto.from_dict(rows, {"uid": named["uid"]} if "uid" in named else {})  # not for the loss: an error names rows by it

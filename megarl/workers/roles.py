@@ -79,7 +79,7 @@ class MegatronRole:
             max_tokens=self._micro_batch.max_tokens,
             multiple_of=self._parallel.pipeline_parallel_size if virtual else 1,
         )
-        model_inputs = batch.select(list(keys), [])
+        model_inputs = batch.select(list(keys), _uid_of(batch))
         parts = []
         for rank in plan.ranks:
             part = model_inputs.select_idxs(rank.rows)
@@ -130,6 +130,11 @@ class MegatronRole:
         return future
 
 
+def _uid_of(batch: DataProto) -> list[str]:
+    """The models do not read it: an error names the rows by it."""
+    return ["uid"] if "uid" in batch.non_tensor_batch else []
+
+
 # Metrics that every replica reports alike; all others are shares (protocol/shares.py).
 _REPORTED_ALIKE = ("/grad_norm", "/lr")
 
@@ -173,7 +178,7 @@ class Critic(MegatronRole):
 
     def update(self, batch: DataProto, step: int) -> DerivedFuture:
         """Trains on `values`, `returns`; the metrics of CriticLoss, `critic/grad_norm` and `critic/lr`."""
-        rows = batch.select([*MODEL_KEYS, "values", "returns"], [])
+        rows = batch.select([*MODEL_KEYS, "values", "returns"], _uid_of(batch))
         return self._update(self._updates.mini_batches(rows, step), "update_critic", self.group.update_critic)
 
 
@@ -250,7 +255,7 @@ class Actor(MegatronRole):
 
     def update_sft(self, batch: DataProto) -> DerivedFuture:
         """One optimizer step on the likelihood of all rows; `sft/loss`, `sft/grad_norm`, `sft/lr`."""
-        return self._update([batch.select(MODEL_KEYS, [])], "update_actor", self.group.update_sft)
+        return self._update([batch.select(MODEL_KEYS, _uid_of(batch))], "update_actor", self.group.update_sft)
 
 
 def valid_token_count(batch: DataProto) -> int:

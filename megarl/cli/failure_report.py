@@ -1,0 +1,171 @@
+"""What is printed when a command fails: the tracebacks, and last one page with the first cause, what to do, and where the logs are."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from megarl.cli.remedies import Cause, remedy_for
+from megarl.cli.situation import FAILURE_FILE, Situation
+from megarl.config.derive import checkpoint_path
+from megarl.config.errors import RunError
+from megarl.controller.errors import PhaseTimeoutError, WorkerError
+from megarl.protocol.whole_file import write_whole
+from megarl.tracking.loggers import GENERATIONS_FILE, METRICS_FILE
+from megarl.tracking.timeline import TIMELINE_FILE
+from megarl.trainers.checkpoint import CONFIG_FILE
+from megarl.trainers.checkpoint_folder import LATEST_FILE
+from megarl.trainers.monitor import PHASES, Position
+
+_NUM_LINES = 30
+_NUM_MESSAGE_LINES = 10
+_NUM_CHARACTERS = 400  # of one line of a message
+_WIDTH = 78
+_LABEL = 8
+_FILES = (CONFIG_FILE, METRICS_FILE, GENERATIONS_FILE, TIMELINE_FILE)
+
+
+def print_failure(error: Exception, command: str, situation: Situation | None) -> None:
+    """To the standard error, and to `failure.txt` of a run that has a folder."""
+    tracebacks = str(error) if isinstance(error, RunError) else "".join(traceback.format_exception(error))
+    page = last_page(error, command, situation)
+    text = f"{tracebacks.rstrip()}\n\n{page}"
+    print(text, file=sys.stderr)
+    if situation is not None and situation.output_dir is not None:
+        try:
+            write_whole(situation.output_dir / FAILURE_FILE, text + "\n")
+        except OSError as problem:
+            print(f"({situation.output_dir / FAILURE_FILE} could not be written: {problem})", file=sys.stderr)
+
+
+def last_page(error: Exception, command: str, situation: Situation | None) -> str:
+    """At most 30 lines."""
+    cause = _cause(error)
+    entries: list[_Entry] = [_Entry("what", cause.message)]
+    entries += _place(error)
+    if when := _when(error, None if situation is None else situation.position):
+        entries.append(_Entry("when", [when]))
+    entries += _rows(error)
+    entries += _others(error)
+    if advice := remedy_for(cause, None if situation is None else situation.config):
+        entries.append(_Entry("try", advice))
+    if situation is not None:
+        entries.append(_Entry("logs", _logs(error, situation)))
+    lines = [f"==== megarl {command} failed ".ljust(_WIDTH, "=")]
+    for entry in entries:
+        for index, line in enumerate(entry.lines):
+            lines.append(f"{entry.label if index == 0 else '':{_LABEL}}{line}")
+    return "\n".join([*lines[: _NUM_LINES - 1], "=" * _WIDTH])
+
+
+class _Entry(NamedTuple):
+    label: str
+    lines: Sequence[str]
+
+
+# ---- the first cause
+
+
+def _cause(error: Exception) -> Cause:
+    if isinstance(error, WorkerError):
+        own_words = _own_words(error)
+        return Cause(error.error_type, _shortened(own_words), f"{error.summary}\n{error.remote_traceback}", error.role, error.method)
+    if isinstance(error, PhaseTimeoutError):
+        first = str(error).splitlines()[0]
+        lines = [first, *(f"  {report.summary}" for report in error.reports[:6])]
+        more = len(error.reports) - 6
+        return Cause(_name(error), [*lines, *([f"  and {more} more ranks"] if more > 0 else [])], str(error), error.role, error.method)
+    below = error.__cause__
+    inner = _cause(below) if isinstance(below, Exception) else None
+    text = f"{_name(error)}: {error}"
+    head, _, rest = str(error).partition("\n\n")
+    last = rest.rpartition("\n\n")[2].splitlines()
+    told = [*head.splitlines(), *(last if last and not last[0].startswith((" ", "Traceback")) else [])]
+    message = _shortened([f"{type(error).__name__}: {told[0] if told else ''}".rstrip(": "), *told[1:]])
+    if inner is None:
+        return Cause(_name(error), message, text)
+    return Cause(_name(error), message, f"{text}\n{inner.text}", inner.role, inner.method)
+
+
+def _own_words(error: WorkerError) -> list[str]:
+    """The whole message of the worker's exception, of which the summary is the first line."""
+    _, found, rest = error.remote_traceback.rpartition(f"\n{error.summary}")
+    return [error.summary, *(rest.splitlines()[1:] if found and error.error_type else [])]
+
+
+def _shortened(lines: Sequence[str]) -> list[str]:
+    shown = [line.rstrip() for line in lines if line.strip()]
+    if len(shown) > _NUM_MESSAGE_LINES:
+        left = len(shown) - _NUM_MESSAGE_LINES
+        shown = [*shown[: _NUM_MESSAGE_LINES - 1], f"({left + 1} more lines above)"]
+    return [line if len(line) <= _NUM_CHARACTERS else line[: _NUM_CHARACTERS - 4] + " ..." for line in shown]
+
+
+def _name(error: Exception) -> str:
+    return f"{type(error).__module__}.{type(error).__qualname__}"
+
+
+# ---- where and when
+
+
+def _failed_call(error: BaseException | None) -> WorkerError | PhaseTimeoutError | None:
+    """The call that failed, also where another error was raised from it."""
+    while error is not None:
+        if isinstance(error, (WorkerError, PhaseTimeoutError)):
+            return error
+        error = error.__cause__
+    return None
+
+
+def _place(error: Exception) -> list[_Entry]:
+    call = _failed_call(error)
+    if isinstance(call, WorkerError):
+        process = f"pid {call.pid}" if call.pid is not None else "pid not known"
+        return [_Entry("where", [f"{call.role} rank {call.rank}, node {call.node}, {process}, in {call.method}"])]
+    if isinstance(call, PhaseTimeoutError):
+        return [_Entry("where", [f"{call.role}, in {call.method}"])]
+    return []
+
+
+def _when(error: Exception, position: Position | None) -> str:
+    call, position = _failed_call(error), position or Position()
+    phases = [phase for phase in position.phases if phase != "step"]
+    if call is not None and call.method in PHASES and PHASES[call.method] not in phases:
+        phases.append(PHASES[call.method])
+    step = "" if position.step is None else f"step {position.step}"
+    phase = f"phase {' > '.join(phases)}" if phases else ""
+    return ", ".join(part for part in (step, phase) if part)
+
+
+def _rows(error: Exception) -> list[_Entry]:
+    call = _failed_call(error)
+    return [_Entry("rows", [call.rows.describe()])] if call is not None and call.rows is not None else []
+
+
+def _others(error: Exception) -> list[_Entry]:
+    call = _failed_call(error)
+    if not isinstance(call, WorkerError) or not call.others:
+        return []
+    ranks = ", ".join(f"{other.role} rank {other.rank}" for other in call.others[:8])
+    return [_Entry("after", [f"{len(call.others)} more failed after it: {ranks}{' ...' if len(call.others) > 8 else ''}"])]
+
+
+def _logs(error: Exception, situation: Situation) -> list[str]:
+    call = _failed_call(error)
+    lines = []
+    if isinstance(call, WorkerError) and call.log_path:
+        lines.append(f"{call.log_path}: that process and the engine in it, on node {call.node}")
+    if situation.log_folder:
+        nodes = ", ".join(situation.nodes[:4]) + (f" and {len(situation.nodes) - 4} more" if len(situation.nodes) > 4 else "")
+        lines.append(f"{situation.log_folder}: Ray and all workers, on each node ({nodes})")
+    if situation.output_dir is None:
+        return lines
+    files = [name for name in _FILES if (situation.output_dir / name).exists()]
+    lines.append(f"{situation.output_dir}: {', '.join(files)}")
+    lines.append(f"{situation.output_dir / FAILURE_FILE}: this, with the tracebacks")
+    checkpoints = checkpoint_path(situation.config)
+    if (checkpoints / LATEST_FILE).is_file():
+        lines.append(f"{checkpoints}: checkpoints; the same command goes on from the latest")
+    return lines

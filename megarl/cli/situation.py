@@ -1,0 +1,46 @@
+"""What a run knows about itself, brought to the command line when it fails. Imports no torch: every command reads it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megarl.config.schema import PPOConfig, SFTConfig
+
+if TYPE_CHECKING:
+    from megarl.trainers.monitor import Position
+
+FAILURE_FILE = "failure.txt"  # in `trainer.output_dir`
+
+
+@dataclass
+class Situation:
+    """Kept up to date while the run goes on. output_dir: None until the folder is the run's own. log_folder: Ray's, the same on each
+    of `nodes`; empty before Ray runs. position: None before there are steps."""
+
+    config: PPOConfig | SFTConfig
+    output_dir: Path | None = None
+    log_folder: str = ""
+    nodes: Sequence[str] = ()
+    position: Position | None = None
+
+
+class RunFailedError(Exception):
+    """`error` is what failed."""
+
+    def __init__(self, error: Exception, situation: Situation) -> None:
+        super().__init__("the run failed")
+        self.error, self.situation = error, situation
+
+
+@contextmanager
+def situation_of(config: PPOConfig | SFTConfig) -> Iterator[Situation]:
+    """Raises RunFailedError from whatever fails inside."""
+    situation = Situation(config)
+    try:
+        yield situation
+    except Exception as error:
+        raise RunFailedError(error, situation) from error
