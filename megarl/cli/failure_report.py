@@ -162,8 +162,8 @@ def _logs(error: Exception, situation: Situation) -> list[str]:
         lines.append(f"{situation.log_folder}: Ray and all workers, on each node ({nodes})")
     if situation.output_dir is None:
         return lines
-    files = [name for name in _FILES if (situation.output_dir / name).exists()]
-    lines.append(f"{situation.output_dir}: {', '.join(files)}")
+    if files := [name for name in _FILES if (situation.output_dir / name).exists()]:
+        lines.append(f"{situation.output_dir}: {', '.join(files)}")
     lines.append(f"{situation.output_dir / FAILURE_FILE}: this, with the tracebacks")
     checkpoints = checkpoint_path(situation.config)
     if (checkpoints / LATEST_FILE).is_file():

@@ -73,6 +73,14 @@ def _parser() -> argparse.ArgumentParser:
     plot = commands.add_parser("plot", help="draw a run's curves to a PNG")
     plot.add_argument("run_dir", metavar="RUN_DIR", help="the run's trainer.output_dir")
     plot.set_defaults(start=lambda parsed: _run("plot")(parsed.run_dir))
+    score = commands.add_parser("score", help="run the reward functions of a configuration on a file of responses")
+    score.add_argument("config", metavar="CONFIG", help="a YAML file with reward.functions")
+    score.add_argument(
+        "rows", metavar="ROWS", help=".parquet or .jsonl with response, data_source and ground truth, as a run's generations.jsonl"
+    )
+    score.add_argument("overrides", metavar="key=value", nargs="*", help="such as reward.time_limit_s=2")
+    score.add_argument("--ground-truth", action="store_true", help="score each row's ground truth in the place of a response")
+    score.set_defaults(start=lambda parsed: _run("score")(parsed.config, parsed.overrides, parsed.rows, parsed.ground_truth))
     convert = commands.add_parser("convert", help="convert, inspect and compare checkpoints, between Hugging Face and Megatron")
     add_commands(convert)
     return parser

@@ -73,6 +73,7 @@ class Evaluation:
                         "data_source": arrays["data_source"][row],
                         "response": arrays["response_text"][row],
                         "ground_truth": arrays["reward_model"][row]["ground_truth"],
+                        "extra_info": arrays["extra_info"][row],
                         "score": float(arrays["score"][row]),
                     }
                 )

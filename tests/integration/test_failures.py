@@ -14,11 +14,15 @@ import psutil
 import pytest
 import ray
 
+from megarl.cli.failure_report import last_page
+from megarl.cli.situation import Situation
+from megarl.config.schema import PPOConfig
 from megarl.controller.errors import PhaseTimeoutError, WorkerError
 from megarl.controller.futures import gather
 from megarl.controller.group import RayWorkerGroup
 from megarl.controller.resource_pool import RayResourcePool
 from megarl.controller.worker_class import RayClassWithInitArgs
+from tests.failure_pages import check_documented
 from tests.processes import gone_within
 from tests.unit.controller.workers import CollectiveWorker, EchoWorker
 
@@ -60,6 +64,7 @@ def check_exception_beats_its_consequences(group: RayWorkerGroup) -> None:
     assert "KeyError: 'no such layer on rank 2'" in str(error)
     assert "host.py" not in error.remote_traceback
     assert sorted(other.rank for other in error.others) == [0, 1]
+    check_documented("first-cause", last_page(error, "train", Situation(PPOConfig())))
     assert group.execute_all_sync("who") == [0, 1, 2]  # an exception ends the call, not the workers
 
 
@@ -111,6 +116,7 @@ def test_a_hang_in_a_collective_is_shown_with_every_stack_and_ended(make_group: 
     assert idle.activity is not None
     assert idle.activity.method is None
     assert "actor rank 0 (node 127.0.0.1, pid" in str(caught.value)
+    check_documented("hang", last_page(caught.value, "train", Situation(PPOConfig())))
     assert gone_within(processes, limit_s=10) == []
 
 

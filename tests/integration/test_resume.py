@@ -15,6 +15,7 @@ import pytest
 
 from megarl.cli.main import main
 from megarl.config.schema import CheckpointConfig, DType, ModelConfig, SFTConfig
+from tests.failure_pages import check_documented, last_page_of
 from tests.integration.tiny_run import run_sft, save_inputs
 from tests.soak.save_kills import Outcome, Run, assert_same, assert_whole, kill_in_save, ppo_config, sft_config
 
@@ -131,7 +132,9 @@ def test_damage_that_the_driver_sees_is_known_before_a_process_starts(
     state.write_bytes(content.replace(b"num_served", b"num_severd"))
     assert main(["sft", str(straight_run.folder / "run.yaml"), f"trainer.total_steps={SFT_STEPS + 1}"]) == 1
     state.write_bytes(content)
-    err = capsys.readouterr().err.splitlines()
+    said = capsys.readouterr().err
+    check_documented("checkpoint-damaged", last_page_of(said))
+    err = said.splitlines()
     assert err[0].startswith(f"{state}: its content is not what was written (checksum)")
     assert "Older ones that are whole: " in err[0]
 

@@ -12,8 +12,10 @@ from typing import Any
 
 import pytest
 
+from megarl.cli.failure_report import last_page
+from megarl.cli.situation import Situation
 from megarl.config.errors import RunError
-from megarl.config.schema import SamplingConfig
+from megarl.config.schema import PPOConfig, SamplingConfig
 from megarl.controller.errors import PhaseTimeoutError, WorkerError
 from megarl.controller.group import RoleGroup
 from megarl.data.padding import pad_left
@@ -24,6 +26,7 @@ from megarl.rollout.interface import GenerationRequest, SamplingParameters
 from megarl.workers.replicas import RestartLimitError
 from megarl.workers.request_run import EngineFaultError
 from megarl.workers.rollout import Rollout
+from tests.failure_pages import check_documented
 from tests.fake_engine import LAST_WORDS, MANIFEST, FakeEngine, FakeSpec, Misdeed, What, random_weights, recorded_calls
 from tests.rollout_replicas import push_of, started_rollout
 
@@ -126,8 +129,11 @@ def test_a_lost_replica_is_replaced_and_the_batch_is_whole(
 
 def test_too_many_restarts_end_the_run_with_the_last_words(start: StartFake) -> None:
     rollout = start(*[Misdeed("collect", 1, What.die)] * 3, restart_limit=2)
-    with pytest.raises(RestartLimitError, match=rf"(?s)rollout replica \d of 2 ended or hung.*{LAST_WORDS}.*restart_limit: 2 restarts"):
+    with pytest.raises(
+        RestartLimitError, match=rf"(?s)rollout replica \d of 2 ended or hung.*{LAST_WORDS}.*restart_limit: 2 restarts"
+    ) as caught:
         rollout.generate(prompts(), SAMPLING, step=1)
+    check_documented("engine-died", last_page(caught.value, "train", Situation(PPOConfig())))
 
 
 def test_a_replica_that_dies_while_it_gets_weights(start: StartFake, undisturbed: list[list[int]]) -> None:

@@ -24,6 +24,7 @@ from megarl.config.schema import (
     RolloutConfig,
     TrainerConfig,
 )
+from tests.failure_pages import check_documented, last_page_of
 from tests.integration.tiny_run import save_inputs
 from tests.processes import gone_within
 
@@ -109,6 +110,7 @@ def test_a_killed_worker_ends_the_run_and_is_named(start: Callable[[], Run]) -> 
     said = run.log.read_text()
     assert f"pid {victim.pid}" in said
     assert "rank 0 (node 127.0.0.1" in said
+    check_documented("worker-killed", last_page_of(said))
 
 
 def test_a_killed_driver_leaves_nothing(start: Callable[[], Run]) -> None:
@@ -144,3 +146,4 @@ def test_a_killed_reward_function_is_an_error_of_its_sample_and_ends_the_run(sta
     assert run.driver.wait(timeout=LIMIT_S) == 1
     assert gone_within(everything, LIMIT_S) == []
     assert "its process died while scoring it" in run.log.read_text()
+    check_documented("reward-process-killed", last_page_of(run.log.read_text()))

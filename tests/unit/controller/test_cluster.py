@@ -6,6 +6,7 @@ import psutil
 import pytest
 
 from megarl.controller.cluster import start_ray
+from tests.failure_pages import check_documented
 
 
 def test_values_that_cannot_work_are_refused() -> None:
@@ -38,3 +39,11 @@ def test_an_address_that_cannot_work_is_refused_at_once(address: str, message: s
         monkeypatch.setenv("RAY_ADDRESS", address.format(free=unused.getsockname()[1]))
         with pytest.raises(ValueError, match=message):
             start_ray(num_cpus=1)
+
+
+def test_a_cluster_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megarl.controller.cluster.ray.is_initialized", lambda: False)
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")  # a port that no one is given
+    with pytest.raises(ValueError, match="unset it to run on this machine") as caught:
+        start_ray(num_cpus=1)
+    check_documented("ray-does-not-answer", f"megarl train: {caught.value}")

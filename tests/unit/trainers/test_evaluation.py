@@ -28,6 +28,7 @@ class Rows:
                 "uid": list(uids),
                 "data_source": [SOURCES[index] for index in indices],
                 "reward_model": [{"ground_truth": f"truth {index}"} for index in indices],
+                "extra_info": [{"index": index} for index in indices],
             },
         )
 
@@ -86,6 +87,7 @@ def test_the_first_rows_are_kept_to_be_read() -> None:
         "data_source": "sums",
         "response": "text 0",
         "ground_truth": "truth 0",
+        "extra_info": {"index": 0},
         "score": 0.5,
     }
 

@@ -1,0 +1,59 @@
+"""The pages in docs/troubleshooting.md are what tests printed: each test that makes a failure compares its page with the one there.
+
+    make troubleshooting        # writes the pages anew, from the same tests
+
+A page stands in a fenced block below `<!-- page: NAME -->`. What differs from run to run (processes, paths, times, sizes) is replaced.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+DOCUMENT = Path(__file__).parents[1] / "docs" / "troubleshooting.md"
+WRITE = "MEGARL_WRITE_PAGES"  # set: the document is changed, instead of compared
+
+_VOLATILE = (
+    (r"/tmp/ray/session_[^/\s]+/logs/worker-[^\s:]+\.err", "/tmp/ray/SESSION/logs/WORKER.err"),
+    (r"/tmp/ray/session_[^/\s]+", "/tmp/ray/SESSION"),
+    (r"/[\w./-]*/pytest-[\w-]+/pytest-\d+/[\w-]+?\d+/", ""),
+    (r"\bpid \d+", "pid 4242"),
+    (r"\breplica \d of", "replica 0 of"),
+    (r"uid \d.*? and \d+ more \(", "uid 0-3, 0-17, 0-9, 0-30 and 4 more ("),
+    (r"uid 0-\d+\)", "uid 0-3)"),
+    (r"[\d.]+ of [\d.]+ GiB free", "123.4 of 567.8 GiB free"),
+    (r"port: \d+", "port: 29500"),
+    (r"grep \d+`", "grep 29500`"),
+    (r"allocate \d+ bytes", "allocate 123456789 bytes"),
+    (r"for \d+ s$", "for 2 s"),
+    (r"step \d+, phase", "step 2, phase"),
+)
+
+
+def last_page_of(log: str) -> str:
+    """The page at the end of what a command printed."""
+    return re.search(r"(?s).*(^==== megarl .*?^=+$)", log, re.MULTILINE).group(1)  # type: ignore[union-attr]
+
+
+def without_volatile(page: str) -> str:
+    for pattern, replacement in _VOLATILE:
+        page = re.sub(pattern, replacement, page, flags=re.MULTILINE)
+    return page.strip()
+
+
+def check_documented(name: str, printed: str) -> None:
+    """`printed`: a page, or a message of a command that did not start. Fails where the document has another one."""
+    page = without_volatile(printed)
+    text = DOCUMENT.read_text(encoding="utf-8")
+    block = re.compile(rf"(<!-- page: {re.escape(name)} -->\n```text\n)(.*?)(\n```)", re.DOTALL)
+    found = block.search(text)
+    assert found is not None, f"{DOCUMENT} has no block {name}"
+    if os.environ.get(WRITE):
+        DOCUMENT.write_text(text[: found.start(2)] + page + text[found.end(2) :], encoding="utf-8")
+        return
+    assert page == found.group(2), f"{DOCUMENT}, page {name}: if the new one is right, `make troubleshooting` writes it"
+
+
+def documented_pages() -> set[str]:
+    return set(re.findall(r"<!-- page: ([\w-]+) -->", DOCUMENT.read_text(encoding="utf-8")))

@@ -1,0 +1,131 @@
+"""The failures of docs/troubleshooting.md that no other test makes, for real. Others are compared where they are made."""
+
+from __future__ import annotations
+
+import re
+import resource
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from megarl.cli.failure_report import last_page
+from megarl.cli.main import main
+from megarl.cli.situation import FAILURE_FILE, Situation
+from megarl.config.load import dump_config
+from megarl.config.schema import (
+    ActorConfig,
+    Device,
+    DType,
+    ModelConfig,
+    OptimConfig,
+    PPOConfig,
+    SFTConfig,
+    SFTDataConfig,
+    SFTTrainerConfig,
+)
+from megarl.controller.dispatch import Dispatch, register
+from megarl.controller.errors import WorkerError
+from megarl.controller.group import RayWorkerGroup
+from megarl.controller.resource_pool import InsufficientResourcesError, RayResourcePool
+from megarl.controller.worker import Worker
+from megarl.controller.worker_class import RayClassWithInitArgs
+from megarl.protocol.batch import DataProto
+from tests.failure_pages import check_documented, documented_pages, last_page_of
+from tests.integration.tiny_run import save_inputs
+
+ROOM = 256 * 2**20
+
+
+class UnluckyWorker(Worker):
+    @register(dispatch_mode=Dispatch.DATA_PARALLEL)
+    def update_actor(self, batch: DataProto) -> DataProto:
+        """Asks for a GiB where the process may have a quarter of one more than it has."""
+        used = int(re.search(r"VmSize:\s+(\d+)", Path("/proc/self/status").read_text()).group(1)) * 1024  # type: ignore[union-attr]
+        resource.setrlimit(resource.RLIMIT_AS, (used + ROOM, resource.RLIM_INFINITY))
+        try:
+            return DataProto.from_dict({"x": torch.zeros(4 * ROOM, dtype=torch.uint8)})
+        finally:
+            resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def listen(self, port: int) -> None:
+        torch.distributed.TCPStore("127.0.0.1", port, is_master=True)
+
+
+@pytest.fixture(scope="module")
+def unlucky(ray_cluster: None) -> Iterator[RayWorkerGroup]:
+    pool = RayResourcePool([1], use_gpu=False, name="actor")
+    group = RayWorkerGroup(pool, RayClassWithInitArgs(UnluckyWorker), role="actor")
+    yield group
+    group.shutdown()
+    pool.release()
+
+
+def test_memory_of_the_node(unlucky: RayWorkerGroup) -> None:
+    batch = DataProto.from_dict({"x": torch.zeros(12)}, {"uid": [f"0-{row // 2}" for row in range(12)]})
+    with pytest.raises(WorkerError) as caught:
+        unlucky.update_actor(batch)
+    check_documented("host-memory", last_page(caught.value, "train", Situation(PPOConfig())))
+
+
+def test_a_port_that_is_taken(unlucky: RayWorkerGroup) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with pytest.raises(WorkerError) as caught:
+            unlucky.listen(taken.getsockname()[1])
+    check_documented("port-taken", last_page(caught.value, "train", Situation(PPOConfig())))
+
+
+def test_devices_that_are_not_there(ray_cluster: None) -> None:
+    with pytest.raises(InsufficientResourcesError) as caught:
+        RayResourcePool([8, 8], name="actor").bundles()
+    check_documented("too-few-devices", f"megarl train: {caught.value}")
+
+
+@pytest.fixture
+def sft(tmp_path: Path) -> Path:
+    save_inputs(tmp_path)
+    config = SFTConfig(
+        model=ModelConfig(path=str(tmp_path / "policy"), dtype=DType.float32),
+        data=SFTDataConfig(train_files=[str(tmp_path / "sft.parquet")], max_length=16),
+        actor=ActorConfig(optim=OptimConfig(lr=1e30)),
+        trainer=SFTTrainerConfig(total_steps=3, samples_per_step=8, output_dir=str(tmp_path / "run")),
+        device=Device.cpu,
+    )
+    dump_config(config, tmp_path / "run.yaml")
+    return tmp_path / "run.yaml"
+
+
+def test_a_loss_that_is_not_a_number(sft: Path) -> None:
+    """The whole command, to its exit status; and the file has what was printed, and goes with the next start."""
+    ended = subprocess.run([sys.executable, "-m", "megarl", "sft", str(sft)], capture_output=True, text=True, check=False)
+    assert ended.returncode == 1, ended.stderr
+    page = last_page_of(ended.stderr)
+    assert len(page.splitlines()) <= 30
+    check_documented("diverged", page)
+    written = (sft.parent / "run" / FAILURE_FILE).read_text()
+    assert "Traceback (most recent call last)" in written
+    assert written.endswith(f"{page}\n")
+
+
+def test_a_disk_that_is_full(sft: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """/dev/full gives the kernel's own error to whoever writes."""
+    (output_dir := sft.parent / "run").mkdir()
+    (output_dir / ".config.yaml.partial").symlink_to("/dev/full")
+    (output_dir / f".{FAILURE_FILE}.partial").symlink_to("/dev/full")
+    assert main(["sft", str(sft)]) == 1
+    said = capsys.readouterr().err
+    assert f"{FAILURE_FILE} could not be written: [Errno 28] No space left on device" in said
+    check_documented("disk-full", last_page_of(said))
+
+
+def test_every_page_of_the_document_is_made_by_a_test() -> None:
+    tests = "".join(path.read_text(encoding="utf-8") for path in Path(__file__).parents[1].rglob("test_*.py"))
+    made = set(re.findall(r'check_documented\(\s*"([\w-]+)"', tests))
+    assert made == documented_pages()

@@ -1,0 +1,71 @@
+"""`megarl score`: what a run would give a file of responses, and where it would end."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from megarl.cli.main import main
+from tests.failure_pages import check_documented
+
+FUNCTION = """def compute_score(data_source, solution_str, ground_truth, extra_info):
+    return float(solution_str == ground_truth) * extra_info["weight"]
+"""
+ROWS = [
+    {"data_source": "sums", "response": "5", "ground_truth": "5", "extra_info": {"weight": 1.0}},
+    {"data_source": "sums", "response": "7", "ground_truth": "6", "extra_info": {"weight": 1.0}},
+    {"data_source": "sums", "response": "9", "ground_truth": "9", "extra_info": {}},
+]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "my_reward.py").write_text(FUNCTION)
+    path = tmp_path / "my_reward.py"
+    others = "model: {path: not/read}\ndata: {train_files: [not/read.parquet]}\n"
+    (tmp_path / "run.yaml").write_text(f"{others}reward:\n  functions: [{{path: {path}}}]\n  num_processes: 1\n")
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    return tmp_path
+
+
+def score(folder: Path, *arguments: str) -> int:
+    return main(["score", str(folder / "run.yaml"), *arguments])
+
+
+def test_an_error_is_no_score_and_the_status_says_so(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert score(folder, str(folder / "rows.jsonl")) == 1
+    said = capsys.readouterr().out
+    assert "2 rows scored: mean 0.5, least 0, most 1" in said
+    assert "sample 2 (uid 2): compute_score raised KeyError: 'weight' (my_reward.py:2)" in said
+    check_documented("reward-error", f"$ megarl score run.yaml rows.jsonl\n{said}")
+    assert score(folder, str(folder / "rows.jsonl"), "reward.max_error_rate=0.5") == 0
+
+
+def test_training_data_are_scored_by_their_ground_truth(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As a right response is; and a response is asked for otherwise."""
+    rows = [{"data_source": "sums", "reward_model": {"ground_truth": "5"}, "extra_info": {"weight": 0.5}}] * 2
+    pq.write_table(pa.Table.from_pylist(rows), path := folder / "train.parquet")
+    assert score(folder, str(path), "--ground-truth") == 0
+    assert "2 rows scored: mean 0.5" in capsys.readouterr().out
+    assert score(folder, str(path)) == 2
+    assert "train.parquet, row 0, column 'response': is missing" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("{", "line 1: is not JSON"),
+        ("3", "line 1: is int, expected an object"),
+        ('{"response": "5", "ground_truth": "5"}', "column 'data_source': is missing"),
+        ('{"response": "5", "data_source": "sums"}', "column 'ground_truth': is missing"),
+        ('{"response": 5, "data_source": "sums", "ground_truth": 5}', "column 'response': found int 5, expected str"),
+    ],
+)
+def test_rows_that_cannot_be_scored_are_named(folder: Path, line: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "rows.jsonl").write_text(line + "\n")
+    assert score(folder, str(folder / "rows.jsonl")) == 2
+    assert said in capsys.readouterr().err
