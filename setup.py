@@ -26,6 +26,9 @@ setup(
     extras_require={
         "quickstart": ["reasoning-gym"],
         "cuda": [*_ranges("CUDA"), *_ranges("SGLANG")],
+        "wandb": ["wandb>=0.30"],
+        "mlflow": ["mlflow-skinny>=3"],
+        "swanlab": ["swanlab>=0.6"],
         "dev": ["pytest", "hypothesis", "ruff", "mypy", "sphinx", "myst-parser", "furo"],
     },
     entry_points={"console_scripts": ["megarl=megarl.cli.main:main"]},

@@ -28,6 +28,8 @@ HOMES = {
     "transformer_engine": "megarl.engine",
     "sglang": "megarl.rollout.sglang",
     "wandb": "megarl.tracking",
+    "mlflow": "megarl.tracking",
+    "swanlab": "megarl.tracking",
 }
 WITHOUT_TORCH = ("megarl.config", "megarl.placement")
 

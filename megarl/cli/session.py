@@ -18,7 +18,7 @@ from megarl.cli.check import print_run
 from megarl.cli.situation import FAILURE_FILE, Situation
 from megarl.cli.termination import Termination
 from megarl.config.compare import differences
-from megarl.config.load import dump_config
+from megarl.config.load import dump_config, plain_values
 from megarl.config.schema import Device, PPOConfig, SFTConfig
 from megarl.controller.cluster import log_folder, node_addresses, num_cluster_gpus, shutdown, start_ray
 from megarl.controller.environment import describe
@@ -29,6 +29,7 @@ from megarl.tracking.cut import clear
 from megarl.tracking.loggers import METRICS_FILE, Tracker
 from megarl.tracking.progress import ProgressBar
 from megarl.tracking.timeline import Timeline
+from megarl.tracking.tracked_run import TrackedRun
 from megarl.trainers.checkpoint import CONFIG_FILE
 from megarl.trainers.monitor import Monitor, Position, Watched
 from megarl.trainers.resume import AUTO, Resume, checkpoint_folder
@@ -136,7 +137,13 @@ def open_monitor(session: Session, config: PPOConfig | SFTConfig, title: str, gr
     progress = ProgressBar(title, config.trainer.total_steps, session.console, done=0 if resume is None else resume.step)
     # Where the bar is live, it says what the console's lines would.
     names = [name for name in config.tracking.loggers if name != "console" or not session.console.is_terminal]
-    return Monitor(groups, Tracker(names, session.output_dir), Timeline(session.output_dir), progress, session.position)
+    run = TrackedRun(
+        output_dir=session.output_dir,
+        project=config.tracking.project,
+        name=config.tracking.run_name or session.output_dir.resolve().name,
+        config=plain_values(config),
+    )
+    return Monitor(groups, Tracker(names, run), Timeline(session.output_dir), progress, session.position)
 
 
 def write_summary(output_dir: Path, summary: Mapping[str, Any]) -> None:

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
-from omegaconf import OmegaConf
 
+from megarl.config.load import plain_values
 from megarl.config.schema import PPOConfig, SFTConfig
 
 ABSENT = "(no such key)"
@@ -40,7 +40,7 @@ class Difference(NamedTuple):
 def differences(saved: Path, config: PPOConfig | SFTConfig) -> list[Difference]:
     """By dotted key, sorted; lists count as one value. `saved`: a resolved `config.yaml`. Raises OSError, yaml.YAMLError."""
     before = dict(_flat(yaml.safe_load(saved.read_text(encoding="utf-8")) or {}))
-    now = dict(_flat(yaml.safe_load(OmegaConf.to_yaml(OmegaConf.structured(config)))))
+    now = dict(_flat(plain_values(config)))
     return [
         Difference(key, before.get(key, ABSENT), now.get(key, ABSENT))
         for key in sorted(before.keys() | now.keys())

@@ -11,6 +11,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -43,6 +44,11 @@ def load_config(schema: type[Config], path: str, overrides: Sequence[str] = ()) 
         return typing.cast(Config, OmegaConf.to_object(merged))
     except (OmegaConfBaseException, ValueError) as error:
         raise ConfigError(path, [" ".join(str(error).split())]) from error
+
+
+def plain_values(config: Any) -> dict[str, Any]:
+    """The resolved configuration as the YAML of `dump_config` has it: dicts, lists and plain values."""
+    return typing.cast(dict[str, Any], yaml.safe_load(OmegaConf.to_yaml(OmegaConf.structured(config))))
 
 
 def dump_config(config: Any, path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
 from math import lcm
 from pathlib import Path
@@ -17,7 +18,8 @@ from megarl.config.schema import OptimConfig, PPOConfig, SFTConfig
 from megarl.config.violation import Violation, Violations
 
 RunConfig = PPOConfig | SFTConfig
-LOGGERS = ("console", "jsonl", "tensorboard")  # tracking's; kept here too because tracking imports torch
+# tracking's, each with the package that it needs; kept here too because tracking imports torch. A service's module has its logger's name.
+LOGGERS = {"console": None, "jsonl": None, "tensorboard": None, "wandb": "wandb", "mlflow": "mlflow-skinny", "swanlab": "swanlab"}
 
 
 def validate(config: RunConfig) -> list[Violation]:
@@ -92,10 +94,20 @@ def _files(config: RunConfig) -> Violations:
             yield Violation((key,), f"{folder!r} holds no *.safetensors; save the model with save_pretrained(..., safe_serialization=True)")
 
 
+def logger_problem(name: str) -> str | None:
+    """Why this name cannot be in `tracking.loggers`."""
+    if name not in LOGGERS:
+        return f"{name!r} is not a logger; there are {', '.join(LOGGERS)}"
+    package = LOGGERS[name]
+    if package is not None and importlib.util.find_spec(name) is None:
+        return f"{name!r} needs a package that is not installed: pip install {package}"
+    return None
+
+
 def _tracking(config: RunConfig) -> Violations:
     for name in config.tracking.loggers:
-        if name not in LOGGERS:
-            yield Violation(("tracking.loggers",), f"{name!r} is not a logger; there are {', '.join(LOGGERS)}")
+        if problem := logger_problem(name):
+            yield Violation(("tracking.loggers",), problem)
     if config.trainer.validate_every_steps > 0 and not config.data.val_files:
         yield Violation(
             ("trainer.validate_every_steps", "data.val_files"),

@@ -14,6 +14,7 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 
 from megarl.protocol.whole_file import write_whole
 from megarl.tracking.loggers import GENERATIONS_FILE, METRICS_FILE, TENSORBOARD_FOLDER
+from megarl.tracking.tracked_run import RUN_IDS
 
 _EVENT_FILES = "events.out.tfevents.*"
 
@@ -31,10 +32,10 @@ def cut_after(output_dir: Path, step: int) -> None:
 
 
 def clear(output_dir: Path) -> None:
-    """Removes all that was logged: the run starts over."""
+    """Removes all that was logged: the run starts over, with services as another one."""
     for name in (METRICS_FILE, GENERATIONS_FILE):
         (output_dir / name).unlink(missing_ok=True)
-    for path in (output_dir / TENSORBOARD_FOLDER).glob(_EVENT_FILES):
+    for path in (*(output_dir / TENSORBOARD_FOLDER).glob(_EVENT_FILES), *output_dir.glob(RUN_IDS)):
         path.unlink()
 
 

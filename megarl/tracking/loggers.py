@@ -1,15 +1,18 @@
-"""Where metrics go: the console, a JSON-lines file, TensorBoard. A logger that fails warns once and never ends a run."""
+"""Where metrics go: the console, a JSON-lines file, TensorBoard, services. A logger that fails warns once and never ends a run."""
 
 from __future__ import annotations
 
 import json
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from torch.utils.tensorboard import SummaryWriter
+
+from megarl.config.validate import logger_problem
+from megarl.tracking.background import BackgroundLogger
+from megarl.tracking.tracked_run import TrackedRun
 
 METRICS_FILE = "metrics.jsonl"
 GENERATIONS_FILE = "generations.jsonl"
@@ -24,7 +27,8 @@ class Logger(Protocol):
     def flush(self) -> None:
         """All that was logged is on the disk, or with whom it is for."""
 
-    def close(self) -> None: ...
+    def close(self, failed: bool) -> None:
+        """failed: the run was ended by an error."""
 
 
 class ConsoleLogger:
@@ -32,7 +36,7 @@ class ConsoleLogger:
 
     SHOWN = ("critic/score/mean", "val/score/mean", "sft/loss", "val/loss", "actor/reward_kl_penalty", "actor/entropy", "perf/throughput")
 
-    def __init__(self, output_dir: Path, write: Callable[[str], None] = print) -> None:
+    def __init__(self, run: TrackedRun, write: Callable[[str], None] = print) -> None:
         self._write = write
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
@@ -42,15 +46,15 @@ class ConsoleLogger:
     def flush(self) -> None:
         pass
 
-    def close(self) -> None:
+    def close(self, failed: bool) -> None:
         pass
 
 
 class JsonlLogger:
     """`metrics.jsonl`: {"step": ..., "<metric>": ...}, a line a step, readable while the run goes on."""
 
-    def __init__(self, output_dir: Path) -> None:
-        self._file = (output_dir / METRICS_FILE).open("a", encoding="utf-8")
+    def __init__(self, run: TrackedRun) -> None:
+        self._file = (run.output_dir / METRICS_FILE).open("a", encoding="utf-8")
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         self._file.write(json.dumps({"step": step, **metrics}) + "\n")
@@ -59,13 +63,13 @@ class JsonlLogger:
     def flush(self) -> None:
         os.fsync(self._file.fileno())
 
-    def close(self) -> None:
+    def close(self, failed: bool) -> None:
         self._file.close()
 
 
 class TensorBoardLogger:
-    def __init__(self, output_dir: Path) -> None:
-        self._writer = SummaryWriter(str(output_dir / TENSORBOARD_FOLDER))
+    def __init__(self, run: TrackedRun) -> None:
+        self._writer = SummaryWriter(str(run.output_dir / TENSORBOARD_FOLDER))
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         for name, value in metrics.items():
@@ -74,31 +78,62 @@ class TensorBoardLogger:
     def flush(self) -> None:
         self._writer.flush()
 
-    def close(self) -> None:
+    def close(self, failed: bool) -> None:
         self._writer.close()
 
 
-LOGGERS: dict[str, Callable[[Path], Logger]] = {"console": ConsoleLogger, "jsonl": JsonlLogger, "tensorboard": TensorBoardLogger}
+def _wandb(run: TrackedRun) -> Logger:
+    from megarl.tracking.wandb_service import WandbService, end_process
+
+    return BackgroundLogger(lambda: WandbService(run), end_process)
+
+
+def _mlflow(run: TrackedRun) -> Logger:
+    from megarl.tracking.mlflow_service import MlflowService
+
+    return BackgroundLogger(lambda: MlflowService(run))
+
+
+def _swanlab(run: TrackedRun) -> Logger:
+    from megarl.tracking.swanlab_service import SwanLabService
+
+    return BackgroundLogger(lambda: SwanLabService(run))
+
+
+# The packages of services are imported when a run names them.
+LOGGERS: dict[str, Callable[[TrackedRun], Logger]] = {
+    "console": ConsoleLogger,
+    "jsonl": JsonlLogger,
+    "tensorboard": TensorBoardLogger,
+    "wandb": _wandb,
+    "mlflow": _mlflow,
+    "swanlab": _swanlab,
+}
 
 
 class Tracker:
-    """Sends a step's metrics to every logger that the run names. Raises ValueError for a name that does not exist."""
+    """Sends a step's metrics to every logger that the run names. Raises ValueError for a name that does not exist, and for a service
+    whose package is not installed."""
 
-    def __init__(self, names: Sequence[str], output_dir: Path) -> None:
-        unknown = [name for name in names if name not in LOGGERS]
-        if unknown:
-            raise ValueError(f"tracking.loggers: {unknown} are not loggers; there are {sorted(LOGGERS)}")
-        output_dir.mkdir(parents=True, exist_ok=True)
-        self._output_dir = output_dir
-        self._loggers = {name: LOGGERS[name](output_dir) for name in names}
+    def __init__(self, names: Sequence[str], run: TrackedRun) -> None:
+        if problems := [problem for name in names if (problem := logger_problem(name))]:
+            raise ValueError(f"tracking.loggers: {'; '.join(problems)}")
+        run.output_dir.mkdir(parents=True, exist_ok=True)
+        self._output_dir = run.output_dir
+        self._loggers: dict[str, Logger] = {}
         self._failed: set[str] = set()
+        for name in names:
+            self._guarded(name, lambda name=name: self._loggers.update({name: LOGGERS[name](run)}))  # type: ignore[misc]
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         for name, logger in self._loggers.items():
             self._guarded(name, lambda logger=logger: logger.log(metrics, step))  # type: ignore[misc]
 
-    def log_generations(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Appends to `generations.jsonl`: {"step": ..., **row} per row."""
+    def log_generations(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Appends to `generations.jsonl`: {"step": ..., **row} per row; services get a table."""
+        for name, logger in self._loggers.items():
+            if rows and isinstance(logger, BackgroundLogger):
+                self._guarded(name, lambda logger=logger: logger.log_generations(step, rows))  # type: ignore[misc]
         with (self._output_dir / GENERATIONS_FILE).open("a", encoding="utf-8") as file:
             file.writelines(json.dumps({"step": step, **row}, ensure_ascii=False, default=str) + "\n" for row in rows)
             file.flush()
@@ -109,9 +144,9 @@ class Tracker:
         for name, logger in self._loggers.items():
             self._guarded(name, logger.flush)
 
-    def close(self) -> None:
+    def close(self, failed: bool = False) -> None:
         for name, logger in self._loggers.items():
-            self._guarded(name, logger.close)
+            self._guarded(name, lambda logger=logger: logger.close(failed))  # type: ignore[misc]
 
     def _guarded(self, name: str, action: Callable[[], None]) -> None:
         try:

@@ -76,7 +76,7 @@ class Monitor:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._progress.__exit__(kind, error, trace)
         self._timeline.write()
-        self._tracker.close()
+        self._tracker.close(failed=kind is not None)
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:

@@ -29,6 +29,7 @@ from megarl.protocol.batch import DataProto
 from megarl.tracking.loggers import Tracker
 from megarl.tracking.progress import ProgressBar
 from megarl.tracking.timeline import Timeline
+from megarl.tracking.tracked_run import TrackedRun
 from megarl.trainers.checkpoint import Checkpointer
 from megarl.trainers.evaluation import Evaluation
 from megarl.trainers.monitor import Monitor
@@ -189,7 +190,7 @@ def _ended(groups: list[RoleGroup]) -> Iterator[None]:
 def _monitor(config: PPOConfig | SFTConfig, groups: list[RoleGroup]) -> Monitor:
     output_dir = Path(config.trainer.output_dir)
     progress = ProgressBar("test", config.trainer.total_steps, Console())
-    return Monitor(groups, Tracker(config.tracking.loggers, output_dir), Timeline(output_dir), progress)
+    return Monitor(groups, Tracker(config.tracking.loggers, TrackedRun(output_dir=output_dir)), Timeline(output_dir), progress)
 
 
 def _checkpoints(config: PPOConfig | SFTConfig, models: SavedModels, monitor: Monitor) -> Checkpointer:

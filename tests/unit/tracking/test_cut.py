@@ -9,10 +9,11 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from megarl.tracking.cut import clear, cut_after
 from megarl.tracking.loggers import Tracker
+from megarl.tracking.tracked_run import TrackedRun
 
 
 def log(folder: Path, steps: range) -> None:
-    tracker = Tracker(["jsonl", "tensorboard"], folder)
+    tracker = Tracker(["jsonl", "tensorboard"], TrackedRun(output_dir=folder))
     for step in steps:
         tracker.log({"a": step / 3}, step)
         tracker.log_generations(step, [{"response": "é\u2028x"}, {"response": ""}])

@@ -9,7 +9,9 @@ import math
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from megarl.config.validate import LOGGERS as KNOWN
 from megarl.tracking.loggers import LOGGERS, ConsoleLogger, Tracker
+from megarl.tracking.tracked_run import TrackedRun
 
 
 def _lines(path):
@@ -17,7 +19,7 @@ def _lines(path):
 
 
 def test_jsonl_has_a_line_a_step_before_the_run_ends(tmp_path):
-    tracker = Tracker(["jsonl"], tmp_path)
+    tracker = Tracker(["jsonl"], TrackedRun(output_dir=tmp_path))
     tracker.log({"critic/score/mean": 0.5}, 1)
     tracker.log({"critic/score/mean": 0.25, "actor/lr": 1e-3}, 2)
     assert _lines(tmp_path / "metrics.jsonl") == [
@@ -29,14 +31,14 @@ def test_jsonl_has_a_line_a_step_before_the_run_ends(tmp_path):
 
 def test_a_second_run_in_the_folder_appends(tmp_path):
     for step in (1, 2):
-        tracker = Tracker(["jsonl"], tmp_path)
+        tracker = Tracker(["jsonl"], TrackedRun(output_dir=tmp_path))
         tracker.log({"a": float(step)}, step)
         tracker.close()
     assert [line["step"] for line in _lines(tmp_path / "metrics.jsonl")] == [1, 2]
 
 
 def test_tensorboard_files_hold_the_values(tmp_path):
-    tracker = Tracker(["tensorboard"], tmp_path)
+    tracker = Tracker(["tensorboard"], TrackedRun(output_dir=tmp_path))
     for step, value in ((0, 0.5), (3, 0.75)):
         tracker.log({"val/score/mean": value}, step)
     tracker.close()
@@ -47,12 +49,13 @@ def test_tensorboard_files_hold_the_values(tmp_path):
 
 def test_console_line_shows_the_main_metrics_that_exist(tmp_path):
     written = []
-    ConsoleLogger(tmp_path, written.append).log({"critic/score/mean": 0.51234, "timing_s/gen": 2.0, "perf/throughput": 1500.0}, 7)
+    logger = ConsoleLogger(TrackedRun(output_dir=tmp_path), written.append)
+    logger.log({"critic/score/mean": 0.51234, "timing_s/gen": 2.0, "perf/throughput": 1500.0}, 7)
     assert written == ["step 7  critic/score/mean 0.5123  perf/throughput 1500"]
 
 
 def test_generations_keep_their_text(tmp_path):
-    tracker = Tracker([], tmp_path)
+    tracker = Tracker([], TrackedRun(output_dir=tmp_path))
     tracker.log_generations(5, [{"response": "48−61", "score": 1.0}, {"response": "", "score": 0.0}])
     assert _lines(tmp_path / "generations.jsonl") == [
         {"step": 5, "response": "48−61", "score": 1.0},
@@ -62,17 +65,18 @@ def test_generations_keep_their_text(tmp_path):
 
 def test_a_failing_logger_warns_once_and_the_others_go_on(tmp_path, monkeypatch, caplog):
     class Broken:
-        def __init__(self, output_dir):
+        def __init__(self, run):
             pass
 
         def log(self, metrics, step):
             raise ConnectionError("no route to host")
 
-        def close(self):
+        def close(self, failed):
             raise ConnectionError("no route to host")
 
     monkeypatch.setitem(LOGGERS, "broken", Broken)
-    tracker = Tracker(["broken", "jsonl"], tmp_path)
+    monkeypatch.setitem(KNOWN, "broken", None)
+    tracker = Tracker(["broken", "jsonl"], TrackedRun(output_dir=tmp_path))
     with caplog.at_level(logging.WARNING):
         for step in (1, 2):
             tracker.log({"a": 1.0}, step)
@@ -84,12 +88,12 @@ def test_a_failing_logger_warns_once_and_the_others_go_on(tmp_path, monkeypatch,
 
 
 def test_an_unknown_name_is_refused_before_anything_is_written(tmp_path):
-    with pytest.raises(ValueError, match=r"\['wandd'\].*console.*jsonl.*tensorboard"):
-        Tracker(["jsonl", "wandd"], tmp_path / "run")
+    with pytest.raises(ValueError, match=r"'wandd' is not a logger.*console.*jsonl.*tensorboard"):
+        Tracker(["jsonl", "wandd"], TrackedRun(output_dir=tmp_path / "run"))
     assert not (tmp_path / "run").exists()
 
 
 def test_a_nan_is_logged_not_hidden(tmp_path):
-    tracker = Tracker(["jsonl"], tmp_path)
+    tracker = Tracker(["jsonl"], TrackedRun(output_dir=tmp_path))
     tracker.log({"actor/grad_norm": math.nan}, 1)
     assert math.isnan(_lines(tmp_path / "metrics.jsonl")[0]["actor/grad_norm"])

@@ -15,6 +15,7 @@ from megarl.protocol.span import Span
 from megarl.tracking.loggers import Tracker
 from megarl.tracking.progress import ProgressBar
 from megarl.tracking.timeline import Timeline
+from megarl.tracking.tracked_run import TrackedRun
 from megarl.trainers import monitor as monitor_module
 from megarl.trainers.evaluation import ValidationResult
 from megarl.trainers.monitor import Monitor, phase_timings
@@ -75,7 +76,7 @@ def group() -> Group:
 def monitor(group: Group, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Monitor]:
     monkeypatch.setattr(monitor_module, "time", Clock())
     progress = ProgressBar("test", 2, Console(file=io.StringIO()))
-    with Monitor([group], Tracker(["jsonl"], tmp_path), Timeline(tmp_path), progress) as made:  # type: ignore[list-item]
+    with Monitor([group], Tracker(["jsonl"], TrackedRun(output_dir=tmp_path)), Timeline(tmp_path), progress) as made:  # type: ignore[list-item]
         yield made
 
 

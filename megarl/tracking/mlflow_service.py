@@ -1,0 +1,80 @@
+"""MLflow. MLFLOW_TRACKING_URI and its credentials in the environment name the server; without it, the files are in `mlruns/`."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+from mlflow import MlflowClient
+from mlflow.entities import Metric, Param
+
+from megarl.tracking.tracked_run import TrackedRun
+
+_NAME = "mlflow"
+_STORE = "mlruns"
+_BATCH = 100  # parameters in a call; of metrics 1000
+_MAX_VALUE = 500  # characters of a parameter
+_EVERY_STEP = "timing_s/step"  # the metric that each step has
+
+Item = TypeVar("Item")
+
+
+class MlflowService:
+    """A run in the experiment `tracking.project`; a resumed run goes on in it, behind the last step that it has."""
+
+    def __init__(self, run: TrackedRun) -> None:
+        # A server that does not answer is given up in half a minute, not in a quarter of an hour as by default.
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
+        uri = os.environ.get("MLFLOW_TRACKING_URI")
+        if uri is None:
+            uri = (run.output_dir / _STORE).absolute().as_uri()
+            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # plain files are enough for one run
+        self._client = MlflowClient(tracking_uri=uri)
+        self._last_step = -1
+        run_id = run.run_id(_NAME)
+        if run_id is None:
+            run_id = self._create(run)
+            run.keep_run_id(_NAME, run_id)
+        else:
+            self._client.update_run(run_id, status="RUNNING")
+            history = self._client.get_metric_history(run_id, _EVERY_STEP)
+            self._last_step = max((metric.step for metric in history), default=-1)
+        self._run_id = run_id
+
+    def _create(self, run: TrackedRun) -> str:
+        experiment = self._client.get_experiment_by_name(run.project)
+        experiment_id = self._client.create_experiment(run.project) if experiment is None else experiment.experiment_id
+        run_id = self._client.create_run(experiment_id, run_name=run.name).info.run_id
+        for settings in _batches(run.settings(), _BATCH):
+            params = [Param(key, str(value)[:_MAX_VALUE]) for key, value in settings]
+            self._client.log_batch(run_id, params=params)
+        return run_id
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        if step <= self._last_step:
+            return
+        now_ms = int(time.time() * 1000)
+        batch = [Metric(name.replace("@", "_at_"), value, now_ms, step) for name, value in metrics.items()]  # it takes no @ in a name
+        self._client.log_batch(self._run_id, metrics=batch)
+
+    def log_generations(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        columns = list(rows[0])
+        table = {"columns": columns, "data": [[_cell(row[column]) for column in columns] for row in rows]}
+        self._client.log_dict(self._run_id, table, f"generations/step_{step:08d}.json")
+
+    def close(self, failed: bool) -> None:
+        self._client.set_terminated(self._run_id, status="FAILED" if failed else "FINISHED")
+
+
+def _cell(value: Any) -> Any:
+    return value if isinstance(value, (str, int, float)) else str(value)
+
+
+def _batches(items: Iterable[Item], size: int) -> Iterator[list[Item]]:
+    iterator = iter(items)
+    while batch := list(itertools.islice(iterator, size)):
+        yield batch

@@ -1,0 +1,32 @@
+"""Reads what W&B wrote offline: a log of records in LevelDB's format, each a message of W&B's own protocol."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+
+from wandb.proto.wandb_internal_pb2 import Record
+
+_FILE_HEADER, _BLOCK, _HEADER = 7, 32 * 1024, 7
+_FULL, _FIRST, _LAST = 1, 2, 4
+
+
+def read_records(path: Path) -> list[Record]:
+    return [Record.FromString(content) for content in _contents(path.read_bytes())]
+
+
+def _contents(data: bytes) -> Iterator[bytes]:
+    """A record may be cut into fragments; a block ends with zeros where no header fits."""
+    position, parts = _FILE_HEADER, b""
+    while position + _HEADER <= len(data):
+        left = _BLOCK - position % _BLOCK
+        if left < _HEADER:
+            position += left
+            continue
+        _, length, kind = struct.unpack_from("<IHB", data, position)
+        fragment = data[position + _HEADER : position + _HEADER + length]
+        position += _HEADER + length
+        parts = fragment if kind in (_FULL, _FIRST) else parts + fragment
+        if kind in (_FULL, _LAST):
+            yield parts
