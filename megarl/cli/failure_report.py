@@ -148,7 +148,7 @@ def _others(error: Exception) -> list[_Entry]:
     call = _failed_call(error)
     if not isinstance(call, WorkerError) or not call.others:
         return []
-    ranks = ", ".join(f"{other.role} rank {other.rank}" for other in call.others[:8])
+    ranks = ", ".join(f"{role} rank {rank}" for role, rank in sorted((other.role, other.rank) for other in call.others)[:8])
     return [_Entry("after", [f"{len(call.others)} more failed after it: {ranks}{' ...' if len(call.others) > 8 else ''}"])]
 
 

@@ -110,7 +110,9 @@ def test_a_killed_worker_ends_the_run_and_is_named(start: Callable[[], Run]) -> 
     said = run.log.read_text()
     assert f"pid {victim.pid}" in said
     assert "rank 0 (node 127.0.0.1" in said
-    check_documented("worker-killed", last_page_of(said))
+    page = last_page_of(said)
+    assert f"node 127.0.0.1, pid {victim.pid}, in " in page
+    assert f"-{victim.pid}.err: that process and the engine in it" in page
 
 
 def test_a_killed_driver_leaves_nothing(start: Callable[[], Run]) -> None:

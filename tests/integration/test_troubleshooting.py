@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 import resource
+import signal
 import socket
 import subprocess
 import sys
@@ -39,6 +41,7 @@ from tests.failure_pages import check_documented, documented_pages, last_page_of
 from tests.integration.tiny_run import save_inputs
 
 ROOM = 256 * 2**20
+BATCH = DataProto.from_dict({"x": torch.zeros(12)}, {"uid": [f"0-{row // 2}" for row in range(12)]})
 
 
 class UnluckyWorker(Worker):
@@ -51,6 +54,11 @@ class UnluckyWorker(Worker):
             return DataProto.from_dict({"x": torch.zeros(4 * ROOM, dtype=torch.uint8)})
         finally:
             resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+
+    @register(dispatch_mode=Dispatch.DATA_PARALLEL)
+    def update_critic(self, batch: DataProto) -> DataProto:
+        os.kill(os.getpid(), signal.SIGKILL)
+        return batch
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def listen(self, port: int) -> None:
@@ -67,9 +75,8 @@ def unlucky(ray_cluster: None) -> Iterator[RayWorkerGroup]:
 
 
 def test_memory_of_the_node(unlucky: RayWorkerGroup) -> None:
-    batch = DataProto.from_dict({"x": torch.zeros(12)}, {"uid": [f"0-{row // 2}" for row in range(12)]})
     with pytest.raises(WorkerError) as caught:
-        unlucky.update_actor(batch)
+        unlucky.update_actor(BATCH)
     check_documented("host-memory", last_page(caught.value, "train", Situation(PPOConfig())))
 
 
@@ -80,6 +87,14 @@ def test_a_port_that_is_taken(unlucky: RayWorkerGroup) -> None:
         with pytest.raises(WorkerError) as caught:
             unlucky.listen(taken.getsockname()[1])
     check_documented("port-taken", last_page(caught.value, "train", Situation(PPOConfig())))
+
+
+def test_a_process_that_is_killed(unlucky: RayWorkerGroup) -> None:
+    """The last test of the group, which has no process any more."""
+    unlucky.listen(0)  # the driver learns where it is
+    with pytest.raises(WorkerError) as caught:
+        unlucky.update_critic(BATCH)
+    check_documented("worker-killed", last_page(caught.value, "train", Situation(PPOConfig())))
 
 
 def test_devices_that_are_not_there(ray_cluster: None) -> None:

@@ -7,6 +7,7 @@ import logging
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -48,6 +49,7 @@ def test_wandb_has_a_run_and_goes_on_in_it(run: TrackedRun, monkeypatch: pytest.
     monkeypatch.setenv("WANDB_API_KEY", SECRET)
     dump_config(PPOConfig(), run.output_dir / "config.yaml")
     log_steps("wandb", run, [1, 2])
+    time.sleep(1.1)  # W&B names the folder of a process by the second
     log_steps("wandb", run, [3])
     assert "tracking.loggers" not in caplog.text
     files = sorted(run.output_dir.glob("wandb/offline-run-*/*.wandb"), key=lambda path: path.stat().st_mtime)

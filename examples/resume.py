@@ -1,0 +1,41 @@
+"""A run that is killed, and goes on: `kill -9` of everything at any moment leaves a checkpoint to go on from.
+
+    python -m examples.resume sft configs/quickstart_sft.yaml trainer.total_steps=40
+
+starts `megarl sft` with a checkpoint every 2 steps, kills it after the first, and runs the same command again, to the end.
+`train` in the place of `sft` does it with PPO.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+
+from megarl.config.derive import checkpoint_path
+from megarl.config.load import load_config
+from megarl.config.schema import PPOConfig, SFTConfig
+
+EVERY_STEPS = 2
+
+
+def main(command: str, config_path: str, overrides: list[str]) -> int:
+    """The status of the second run."""
+    overrides = [*overrides, f"checkpoint.every_steps={EVERY_STEPS}"]
+    config = load_config(PPOConfig if command == "train" else SFTConfig, config_path, overrides)
+    latest = checkpoint_path(config) / "latest"  # a file that names the newest whole checkpoint
+    run = [sys.executable, "-m", "megarl", command, config_path, *overrides]
+    first = subprocess.Popen(run)
+    while not latest.exists() and first.poll() is None:
+        time.sleep(0.1)
+    if first.poll() is not None:
+        print("it ended before it could be killed; give it more steps", file=sys.stderr)
+        return first.returncode or 1
+    first.kill()  # the driver alone: all that it has started ends with it
+    first.wait()
+    print(f"killed; the newest checkpoint is {latest.read_text().strip()}", flush=True)
+    return subprocess.run(run, check=False).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], sys.argv[2], sys.argv[3:]))

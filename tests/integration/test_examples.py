@@ -1,0 +1,123 @@
+"""Every example runs, on a tiny model: its command to exit status 0, and what it is for has happened."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+
+from examples.custom_estimator import best_of_group, compare
+from megarl.cli.main import main
+from megarl.config.load import dump_config
+from megarl.config.schema import (
+    CheckpointConfig,
+    DataConfig,
+    Device,
+    DType,
+    ModelConfig,
+    PPOConfig,
+    RewardConfig,
+    RewardFunctionConfig,
+    RolloutConfig,
+    SFTConfig,
+    SFTDataConfig,
+    SFTTrainerConfig,
+    TrainerConfig,
+)
+from tests.integration.tiny_run import save_inputs
+
+ROOT = Path(__file__).parents[2]
+MY_REWARD = "reward.functions=[{path: examples/custom_reward.py}]"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    save_inputs(folder := tmp_path_factory.mktemp("examples"))
+    model = ModelConfig(path=str(folder / "policy"), dtype=DType.float32)
+    ppo = PPOConfig(
+        model=model,
+        data=DataConfig(train_files=[str(folder / "train.parquet")], max_prompt_length=8, max_response_length=8),
+        reward=RewardConfig(functions=[RewardFunctionConfig(path=str(folder / "reward.py"))], num_processes=1),
+        rollout=RolloutConfig(n=2),
+        trainer=TrainerConfig(total_steps=1, prompts_per_step=4, validate_before=False, output_dir=str(folder / "ppo")),
+        device=Device.cpu,
+    )
+    sft = SFTConfig(
+        model=model,
+        data=SFTDataConfig(train_files=[str(folder / "sft.parquet")], max_length=16),
+        checkpoint=CheckpointConfig(save_hf=False),
+        trainer=SFTTrainerConfig(total_steps=40, samples_per_step=8, output_dir=str(folder / "sft")),
+        device=Device.cpu,
+    )
+    dump_config(ppo, folder / "ppo.yaml")
+    dump_config(sft, folder / "sft.yaml")
+    return folder
+
+
+def run(*arguments: str) -> str:
+    ended = subprocess.run([sys.executable, "-m", *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout
+
+
+def test_data_estimator_and_reward_of_ones_own_train(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said = run("examples.custom_data", "examples/questions.csv", str(folder / "questions"))
+    assert said.splitlines() == [f"{folder}/questions/train.parquet: 24 rows", f"{folder}/questions/validation.parquet: 8 rows"]
+    with (ROOT / "examples" / "questions.csv").open() as file:
+        questions = {row["question"] for row in csv.DictReader(file)}
+    made = [row for name in ("train", "validation") for row in pq.read_table(folder / "questions" / f"{name}.parquet").to_pylist()]
+    assert {row["prompt"][0]["content"] for row in made} == questions
+
+    train = f"data.train_files=[{folder}/questions/train.parquet]"
+    held_out = f"data.val_files=[{folder}/questions/validation.parquet]"
+    run("examples.custom_estimator", str(folder / "ppo.yaml"), train, held_out, MY_REWARD)
+    (metrics,) = (json.loads(line) for line in (folder / "ppo" / "metrics.jsonl").read_text().splitlines())
+    assert metrics["critic/advantages/min"] >= 0  # GRPO's would have both signs, or be 0
+    assert metrics["critic/advantages/max"] == 1
+    assert set(metrics) >= {"val/questions/score/mean"}
+
+    capsys.readouterr()
+    assert main(["score", str(folder / "ppo.yaml"), str(folder / "ppo" / "generations.jsonl"), MY_REWARD]) == 0
+    assert "8 rows scored" in capsys.readouterr().out
+    assert main(["score", str(folder / "ppo.yaml"), f"{folder}/questions/train.parquet", MY_REWARD, "--ground-truth"]) == 0
+    assert "24 rows scored: mean 1, least 1, most 1" in capsys.readouterr().out
+
+
+def test_a_reward_function_for_every_kind_of_answer() -> None:
+    from examples.custom_reward import compute_score
+
+    scores = [compute_score("sums", text, "-7", {})["score"] for text in ("3-10=-7", "7", "no idea", "")]
+    assert scores == [1.0, 0.1, 0.0, 0.0]
+
+
+def test_the_estimator_is_the_one_of_the_manual() -> None:
+    assert compare([0.0, 0.5, 1.0, 1.0])["best_of_group"] == [0.0, 0.0, 1.0, 1.0]
+    assert "best_of_group" in run("examples.custom_estimator")
+    source = (ROOT / "examples" / "custom_estimator.py").read_text()
+    function = source[source.index(f"def {best_of_group.__name__}") :].partition("\n\n\n")[0]
+    assert function in (ROOT / "docs" / "algorithms.md").read_text()
+
+
+def test_a_killed_run_goes_on_and_its_policy_answers(folder: Path) -> None:
+    said = run("examples.resume", "sft", str(folder / "sft.yaml"))
+    killed = re.search(r"killed; the newest checkpoint is step_(\d+)", said)
+    assert killed is not None
+    assert 2 <= int(killed.group(1)) < 40
+    assert re.search(r"resumed from \S+ after step \d+", said)
+    steps = [json.loads(line)["step"] for line in (folder / "sft" / "metrics.jsonl").read_text().splitlines()]
+    assert steps == list(range(1, 41))
+
+    said = run("examples.export_and_serve", str(folder / "sft" / "checkpoints"), str(folder / "exported"), "12=")
+    assert re.search(r"^12= -> \S+", said, re.MULTILINE)
+
+
+def test_the_list_names_every_example() -> None:
+    listed = set(re.findall(r"\]\(([\w/.]+)\)", (ROOT / "examples" / "README.md").read_text()))
+    assert listed >= {path.name for path in (ROOT / "examples").glob("*.py") if path.name != "__init__.py"}
+    assert all((ROOT / "examples" / path).exists() for path in listed)
