@@ -161,3 +161,11 @@ def test_longer_responses_are_refused_where_an_engine_has_no_room(folders: Path,
     ]
     assert main(["check", path_of(run), *overrides(run, folders), *longer]) == 2
     assert "one row of 131,072 tokens 8.00" in capsys.readouterr().err
+
+
+def test_the_page_of_runs_has_a_row_for_each() -> None:
+    rows = [line.strip("|").split("|") for line in (ROOT / "docs" / "runs.md").read_text().splitlines() if line.startswith("| `")]
+    said = {name.strip(" `").removesuffix(".yaml"): [cell.strip() for cell in cells] for name, *cells in rows}
+    heads = {run: (ROOT / path_of(run)).read_text() for run in RUNS}
+    memory = {run: head.partition("# Memory, GiB of the fullest device: ")[2].partition(".\n")[0] for run, head in heads.items()}
+    assert said == {run: [str(cluster.nodes), cluster.strategy, memory[run]] for run, cluster in RUNS.items()}
