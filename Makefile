@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: setup quickstart algorithms test lint types docs reference clean
+.PHONY: setup quickstart algorithms troubleshooting test lint types docs reference clean
 
 setup: $(READY)
 
@@ -26,6 +26,10 @@ quickstart: $(READY)
 # make algorithms ARGS="grpo dapo"; all of configs/algorithm where none is named
 algorithms: $(READY)
 	$(BIN)/python -m examples.quickstart.algorithms $(ARGS)
+
+# docs/troubleshooting.md: the failures are made anew, and what is printed is written into it
+troubleshooting: $(READY)
+	MEGARL_WRITE_PAGES=1 $(BIN)/python -m pytest $$(grep -rl "check_documented(" tests --include="test_*.py")
 
 test: $(READY) lint types
 	$(BIN)/python -m pytest $(ARGS)

@@ -25,6 +25,7 @@ _VOLATILE = (
     (r"[\d.]+ of [\d.]+ GiB free", "123.4 of 567.8 GiB free"),
     (r"port: \d+", "port: 29500"),
     (r"grep \d+`", "grep 29500`"),
+    (r"[\d.]+GB of [\d.]+GB used", "543.2GB of 567.8GB used"),
     (r"allocate \d+ bytes", "allocate 123456789 bytes"),
     (r"for \d+ s$", "for 2 s"),
     (r"step \d+, phase", "step 2, phase"),

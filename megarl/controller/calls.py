@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -72,7 +73,9 @@ class Call:
         """Ray's own: the process ended, or a value could not be sent or received."""
         rank = self.rank
         if isinstance(error, OutOfMemoryError):
-            kind, summary = FailureKind.death, "Ray's memory monitor ended the process: its node is running out of memory"
+            used = re.search(r"(\S+) used / (\S+) limit", str(error))
+            memory = f" ({used[1]} of {used[2]} used)" if used else ""
+            kind, summary = FailureKind.death, f"Ray's memory monitor ended the process: its node is running out of memory{memory}"
         elif isinstance(error, RayActorError):  # may be about the process that should have made an argument
             rank = self.actors.rank_of(error.actor_id, self.rank)
             kind, summary = FailureKind.death, "the process ended (killed, out of memory, or crashed)"

@@ -89,7 +89,7 @@ def test_a_flipped_bit_is_named_with_its_tensor_and_what_is_whole_is_listed(stra
     driver = straight_run.start(f"trainer.total_steps={SFT_STEPS + 1}")
     assert driver.wait(timeout=120) == 1
     shard.write_bytes(whole)
-    (line,) = [line for line in straight_run.log.read_text().splitlines() if str(shard) in line]
+    line = next(line for line in straight_run.log.read_text().splitlines() if str(shard) in line)
     assert "is not what was written (its checksum differs)" in line
     assert "decoder." in line or "embedding." in line
     assert f"Older ones that are whole: {straight_run.checkpoints.path / f'step_{SFT_STEPS - 1:08d}'}, " in line

@@ -97,6 +97,11 @@ def test_a_process_that_is_killed(unlucky: RayWorkerGroup) -> None:
     check_documented("worker-killed", last_page(caught.value, "train", Situation(PPOConfig())))
 
 
+def test_rays_memory_monitor() -> None:
+    command = [sys.executable, "-m", "tests.integration.memory_monitor"]
+    check_documented("memory-monitor", subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+
+
 def test_devices_that_are_not_there(ray_cluster: None) -> None:
     with pytest.raises(InsufficientResourcesError) as caught:
         RayResourcePool([8, 8], name="actor").bundles()

@@ -56,7 +56,7 @@ class SFTTrainerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TrackingConfig:
-    loggers: list[str] = field(default_factory=lambda: ["console", "jsonl", "tensorboard"])  # where metrics go
-    project: str = "megarl"  # for loggers that keep the runs of many together
-    run_name: str | None = None  # the same
+    loggers: list[str] = field(default_factory=lambda: ["console", "jsonl", "tensorboard"])  # and wandb, mlflow, swanlab
+    project: str = "megarl"  # of the run in wandb and swanlab; the experiment in mlflow
+    run_name: str | None = None  # there; None: the name of `trainer.output_dir`
     log_generations: int = 8  # samples written per validation
