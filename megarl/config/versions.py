@@ -29,7 +29,7 @@ REQUIRED = {
 
 # Rollouts with `rollout.engine=sglang`; layers for CUDA, used where they are installed.
 SGLANG = {"sglang": ">=0.5.17,<0.5.24"}
-CUDA = {"transformer-engine[pytorch]": ">=2.0"}
+CUDA = {"transformer-engine[pytorch]": ">=2.9"}
 
 # Libraries that are built for exact versions of others and say so in their own metadata: what is installed must be what they say.
 COUPLED = {"sglang": ("torch", "transformers"), "transformers": ("tokenizers",)}

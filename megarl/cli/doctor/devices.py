@@ -67,11 +67,16 @@ def parse(listed: str, overview: str, torch_cuda: str | None) -> Gpus:
     rows = [[field.strip() for field in line.split(",")] for line in listed.splitlines() if line.strip()]
     named = re.search(r"CUDA Version\s*:\s*([\d.]+)", overview)
     return Gpus(
-        gpus=tuple(Gpu(index=int(row[0]), name=row[1], memory=int(row[3]) * 2**20, used=int(row[4]) * 2**20) for row in rows),
+        gpus=tuple(Gpu(index=int(row[0]), name=row[1], memory=_mib(row[3]), used=_mib(row[4])) for row in rows),
         driver=rows[0][2] if rows else None,
         driver_cuda=named.group(1) if named else None,
         torch_cuda=torch_cuda,
     )
+
+
+def _mib(text: str) -> int:
+    """Bytes; 0 where the driver does not say, as for memory that is the host's."""
+    return int(text) * 2**20 if text.isdigit() else 0
 
 
 def visible(found: Gpus, setting: str | None) -> Gpus:
@@ -134,11 +139,11 @@ def _count(gpus: Sequence[Gpu], needed: int) -> Iterator[Finding]:
 
 def _state(gpus: Sequence[Gpu], peak: int) -> Iterator[Finding]:
     for gpu in gpus:
-        if gpu.used > _IN_USE_SHARE * gpu.memory:
+        if gpu.memory and gpu.used > _IN_USE_SHARE * gpu.memory:
             message = f"GPU {gpu.index} has {size(gpu.used)} of {size(gpu.memory)} in use"
             yield doubtful(CHECK, message, "end what uses it (nvidia-smi lists the processes), or leave it out with CUDA_VISIBLE_DEVICES")
     smallest = min(gpus, key=lambda gpu: gpu.memory, default=None)
-    if smallest is not None and peak > smallest.memory:
+    if smallest is not None and 0 < smallest.memory < peak:
         message = f"the plan puts {size(peak)} on one GPU, which has {size(smallest.memory)}"
         remedy = "see `megarl plan` for what is in it: larger parallel sizes, smaller micro-batches, recompute=full, or another placement"
         yield wrong(CHECK, message, remedy, peak=peak, memory=smallest.memory)

@@ -48,9 +48,9 @@ def probe_loopback(
         reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # bound and not listening: nobody else is given it
         reserved.bind((address, 0))
         arguments = [str(ranks), address, str(reserved.getsockname()[1]), str(limit_s)]
-        processes = [_start(backend, rank, arguments, environment, Path(folder)) for rank in range(ranks)]
+        processes = [start_rank(backend, rank, arguments, environment, Path(folder)) for rank in range(ranks)]
         try:
-            error = _wait(processes, Path(folder), _IMPORT_S + limit_s)
+            error = wait_for_ranks(processes, Path(folder), _IMPORT_S + limit_s)
         finally:
             for process in processes:
                 process.kill()
@@ -59,13 +59,13 @@ def probe_loopback(
     return Loopback(backend=backend, ranks=ranks, interface=interface, interfaces=interfaces, seconds=seconds, error=error)
 
 
-def _start(backend: str, rank: int, arguments: Sequence[str], environment: Mapping[str, str], folder: Path) -> subprocess.Popen[bytes]:
+def start_rank(backend: str, rank: int, arguments: Sequence[str], environment: Mapping[str, str], folder: Path) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", "megarl.cli.doctor.loopback_rank", backend, str(rank), *arguments]
     with (folder / f"{rank}.out").open("wb") as out, (folder / f"{rank}.err").open("wb") as err:
         return subprocess.Popen(command, env={**environment, "OMP_NUM_THREADS": "1"}, stdin=subprocess.DEVNULL, stdout=out, stderr=err)
 
 
-def _wait(processes: Sequence[subprocess.Popen[bytes]], folder: Path, limit_s: float) -> str | None:
+def wait_for_ranks(processes: Sequence[subprocess.Popen[bytes]], folder: Path, limit_s: float) -> str | None:
     """Why the first rank failed, None where all are good."""
     give_up_s = time.monotonic() + limit_s
     while time.monotonic() < give_up_s:

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
 
-from megarl.cli.doctor.finding import Finding, doubtful, good, wrong
+from megarl.cli.doctor.finding import Finding, Status, doubtful, good, wrong
+from megarl.cli.doctor.machine import judge_open_files, judge_shared_memory
+from megarl.cli.doctor.storage import MARK, existing_folder
 from megarl.cli.doctor.subject import Subject
-from megarl.controller.cluster import shutdown, start_ray
+from megarl.config.derive import checkpoint_path
+from megarl.config.roles import model_roles
+from megarl.config.schema import PPOConfig
+from megarl.controller.cluster import OBJECT_STORE_MB, shutdown, start_ray
 from megarl.controller.inspection import ClusterReport, NodeReport, Software, here, inspect_cluster
 from megarl.controller.resource_pool import RayResourcePool, ResourcePoolManager, explain, fits, node_demands
 
@@ -31,11 +39,47 @@ def check(subject: Subject) -> Iterator[Finding]:
             yield _unreachable(where, error, subject.ray_address)
             return
         seconds = time.monotonic() - begin
-        report = inspect_cluster(_ANSWER_S)
+        with _files_of(subject) as paths:
+            report = inspect_cluster(_ANSWER_S, paths)
     yield good(RAY, f"Ray {here().ray}: {where} answers after {seconds:.1f} s", seconds=round(seconds, 2), address=subject.ray_address)
     yield from judge_nodes(report, here())
+    if len(report.nodes) > 1:
+        yield from judge_other_nodes(report.nodes)
     if subject.plan is not None:
         yield judge_resources(report, list(ResourcePoolManager.of_plan(subject.plan, subject.use_gpu).resource_pools.values()))
+
+
+@contextlib.contextmanager
+def _files_of(subject: Subject) -> Iterator[list[str]]:
+    """What a run's workers open on every node, and a file that says whether they write checkpoints to one place."""
+    if subject.config is None:
+        yield []
+        return
+    paths = [str(Path(role.path).absolute()) for role in model_roles(subject.config)]
+    if isinstance(subject.config, PPOConfig):
+        paths += [str(Path(function.path).absolute()) for function in subject.config.reward.functions]
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):  # of which the check of the checkpoints speaks
+            folder = existing_folder(checkpoint_path(subject.config))
+            paths.append(stack.enter_context(tempfile.NamedTemporaryFile(prefix=MARK, dir=folder)).name)
+        yield list(dict.fromkeys(path for path in paths if Path(path).exists()))
+
+
+def judge_other_nodes(nodes: Sequence[NodeReport]) -> Iterator[Finding]:
+    """Of what is examined on this machine too: limits, and the files of the run."""
+    for node in nodes:
+        here_too = f"node {node.address}: "
+        if node.limits is not None:
+            memory = judge_shared_memory("/dev/shm", node.limits.shared_memory, node.limits.shared_memory_free, OBJECT_STORE_MB * 2**20)
+            files = judge_open_files(node.limits.open_files, node.limits.open_files_hard)
+            yield from (replace(each, message=here_too + each.message) for each in (memory, files) if each.status is not Status.ok)
+        for path in node.unseen:
+            if Path(path).name.startswith(MARK):
+                message = f"{here_too}does not see what is written to {Path(path).parent} here, so checkpoints would be in pieces"
+                yield wrong(NODES, message, "set checkpoint.dir to a folder on a file system that all nodes share", node=node.address)
+            else:
+                message = f"{here_too}there is no {path}"
+                yield wrong(NODES, message, "put it on a file system that all nodes share, or copy it to the same path there", path=path)
 
 
 def _unreachable(where: str, error: Exception, address: str | None) -> Finding:

@@ -15,6 +15,7 @@ from megarl.cli.doctor.subject import Subject
 from megarl.config.derive import checkpoint_bytes, checkpoint_path, most_checkpoints
 
 CHECK = "checkpoints"
+MARK = ".megarl-doctor-"  # what names of our files begin with, which are gone at the end
 _SAMPLE_BYTES = 32 * 2**20  # written to see how fast
 _BLOCK = bytes(range(256)) * 4096  # 1 MiB that no file system stores as a hole
 _LONG_S = 300.0
@@ -38,10 +39,10 @@ class Disk:
 
 def probe(path: Path, sample_bytes: int = _SAMPLE_BYTES) -> Disk:
     """Writes a file in the nearest folder above `path` that there is, renames it over another, and removes both."""
-    folder = next(parent for parent in (path.absolute(), *path.absolute().parents) if parent.exists())
+    folder = existing_folder(path)
     usage, kind = shutil.disk_usage(folder), file_system(folder)
     try:
-        with tempfile.TemporaryDirectory(prefix=".megarl-doctor-", dir=folder) as scratch:
+        with tempfile.TemporaryDirectory(prefix=MARK, dir=folder) as scratch:
             speed = _write(Path(scratch) / "new", sample_bytes)
             (Path(scratch) / "old").write_bytes(b"old")
             os.replace(Path(scratch) / "new", Path(scratch) / "old")
@@ -49,6 +50,11 @@ def probe(path: Path, sample_bytes: int = _SAMPLE_BYTES) -> Disk:
     except OSError as error:
         return Disk(folder=str(folder), kind=kind, total=usage.total, free=usage.free, error=error.strerror or str(error))
     return Disk(folder=str(folder), kind=kind, total=usage.total, free=usage.free, speed=speed, renames=renames)
+
+
+def existing_folder(path: Path) -> Path:
+    """The nearest above `path` that there is."""
+    return next(parent for parent in (path.absolute(), *path.absolute().parents) if parent.exists())
 
 
 def _write(file: Path, nbytes: int) -> float:

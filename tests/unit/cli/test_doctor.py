@@ -6,6 +6,7 @@ import json
 import os
 import resource
 import socket
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -27,7 +28,7 @@ from megarl.config.schema import (
     PPOConfig,
     RewardFunctionConfig,
 )
-from megarl.controller.inspection import ClusterReport, NodeReport, Software, here, inspect_cluster
+from megarl.controller.inspection import ClusterReport, Limits, NodeReport, Software, here, inspect_cluster
 from megarl.controller.resource_pool import NodeResources, ResourcePoolManager
 from megarl.placement.plan import plan_placement
 from tests.unit.config.folders import ppo_values, write_yaml
@@ -216,13 +217,27 @@ def test_a_port_in_use_is_named_with_its_user() -> None:
     assert network.needed_ports(subject, {"MASTER_PORT": "29500", "RANK": "3"}) == {}
 
 
-def test_ranks_that_cannot_meet_are_not_waited_for_and_the_interface_is_named() -> None:
-    found = network.probe_loopback("gloo", 2, {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}, limit_s=0.001)
-    fault = network.judge_loopback(found)
+def test_a_rank_whose_peer_never_comes_is_not_waited_for_and_the_interface_is_named(tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    alone = network.start_rank("gloo", 0, ["2", "127.0.0.1", str(port), "0.5"], {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}, tmp_path)
+    error = network.wait_for_ranks([alone], tmp_path, limit_s=120)
+    assert error is not None
+    assert error.startswith("rank 0: ")
+    assert "imed out" in error
+    fault = network.judge_loopback(network.Loopback(backend="gloo", ranks=2, interface="lo", interfaces=("eth0", "lo"), error=error))
     assert fault.status is Status.error
-    assert fault.message.startswith("gloo all-reduce between 2 ranks over lo (GLOO_SOCKET_IFNAME) failed: rank ")
-    assert "timed out" in fault.message
-    assert "export GLOO_SOCKET_IFNAME=NAME" in (fault.remedy or "")
+    assert fault.message.startswith("gloo all-reduce between 2 ranks over lo (GLOO_SOCKET_IFNAME) failed: rank 0: ")
+    assert "export GLOO_SOCKET_IFNAME=NAME on every node, NAME the interface of the cluster's network, one of eth0, lo" in (
+        fault.remedy or ""
+    )
+
+
+def test_ranks_that_hang_are_given_up(tmp_path: Path) -> None:
+    with subprocess.Popen(["sleep", "60"]) as hung:
+        assert network.wait_for_ranks([hung], tmp_path, limit_s=0.2) == "no answer within 0.2 s"
+        hung.kill()
 
 
 def test_interfaces_as_nccl_reads_them() -> None:
@@ -246,7 +261,9 @@ def wide() -> PPOConfig:
 
 
 def test_a_cluster_with_too_few_cpus(ray_cluster: None, wide: PPOConfig) -> None:
-    report = inspect_cluster(limit_s=60)
+    report = inspect_cluster(limit_s=60, paths=[__file__, "/not/there"])
+    assert [each.unseen for each in report.nodes] == [("/not/there",)]
+    assert all(each.limits is not None and each.limits.shared_memory > 0 for each in report.nodes)
     assert {node.software for node in report.nodes} == {here()}
     assert [each.status for each in ray_cluster_findings(report)] == [Status.ok]
     pools = list(ResourcePoolManager.of_plan(plan_placement(wide), use_gpu=False).resource_pools.values())
@@ -274,6 +291,17 @@ def test_nodes_that_differ_are_dead_or_have_another_time() -> None:
     assert (absent.status, absent.message) == (Status.error, "node 10.0.0.4 cannot start a worker: No module named 'megarl'")
     assert (dead.status, dead.message) == (Status.warning, "node 10.0.0.9 was in the cluster and is dead")
     assert (skew.status, skew.message) == (Status.warning, "the clocks of 10.0.0.3 and 10.0.0.1 are 7.00 s apart")
+
+
+def test_another_nodes_limits_and_files_are_its_own() -> None:
+    few = Limits(shared_memory=64 * 2**20, shared_memory_free=64 * 2**20, open_files=512, open_files_hard=512)
+    far = node("10.0.0.2")._replace(limits=few, unseen=("/models/policy", "/runs/.megarl-doctor-x"))
+    assert list(ray_checks.judge_other_nodes([node("10.0.0.1")])) == []
+    memory, files, model, checkpoints = ray_checks.judge_other_nodes([far])
+    assert memory.message.startswith("node 10.0.0.2: /dev/shm has 64.0 MiB")
+    assert files.message.startswith("node 10.0.0.2: a process may have 512 files open")
+    assert model.message == "node 10.0.0.2: there is no /models/policy"
+    assert "does not see what is written to /runs here" in checkpoints.message
 
 
 # What a run reads
