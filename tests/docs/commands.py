@@ -36,6 +36,7 @@ class Make(NamedTuple):
 SHORT = "trainer.total_steps=1 trainer.prompts_per_step=16 rollout.n=4 trainer.validate_before=false"
 QUICKSTART = "make quickstart"  # the others find its model, its data and its run
 _CONVERT = "tests/unit/cli/test_convert.py::test_there_and_back_and_compared"
+_DOCTOR = "tests/integration/test_doctor.py::test_the_quickstart_is_good_on_this_machine"
 _SIZES = "--tensor-parallel-size 2 --pipeline-parallel-size 2"
 _OF_VERL = "data.train_batch_size=256 actor_rollout_ref.actor.optim.lr=1e-6 trainer.total_epochs=15"
 _LINT_AND_TESTS = ("ruff check", "ruff format --check", "mypy", "python -m pytest")
@@ -61,6 +62,8 @@ COMMANDS: dict[str, Executed | InTest | Make] = {
     "megarl train configs/quickstart.yaml data.max_prompt_length=6 trainer.output_dir=outputs/mine": Executed(status=2),
     "megarl train configs/quickstart.yaml algorithm=grpo trainer.output_dir=outputs/grpo": Executed(f"{SHORT} checkpoint.every_steps=1"),
     "megarl plot outputs/quickstart": Executed(),
+    "megarl doctor configs/quickstart.yaml": InTest(_DOCTOR, ("configs/quickstart.yaml",)),
+    "megarl doctor configs/quickstart.yaml --json > doctor.json": InTest(_DOCTOR, ("configs/quickstart.yaml", "--json")),
     "megarl sft configs/quickstart_sft.yaml": InTest("tests/docs/test_commands.py::test_quickstart_stages", ("megarl sft configs",)),
     f"megarl convert hf-to-megatron --input HF_DIR --output DIR {_SIZES} --dtype bfloat16": InTest(
         _CONVERT, ("hf-to-megatron", "--tensor-parallel-size", "--pipeline-parallel-size", "--dtype")

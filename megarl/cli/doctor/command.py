@@ -26,11 +26,13 @@ _COLOURS = {Status.warning: "yellow", Status.error: "red"}
 
 
 class Check(NamedTuple):
-    """`module` is imported when its turn comes: what lacks a library is said, and the rest is examined."""
+    """`module` is imported when its turn comes: what lacks a library is said, and the rest is examined. `of_run`: says nothing without a
+    configuration."""
 
     title: str
     module: str
     function: str = "check"
+    of_run: bool = False
 
 
 # Quick ones first; those that need other processes last.
@@ -42,10 +44,10 @@ CHECKS = (
     Check("clock", "machine", "clock"),
     Check("environment", "machine", "environment"),
     Check("ports", "network", "ports"),
-    Check("checkpoints", "storage"),
-    Check("models", "inputs", "models"),
-    Check("tokenizers and data", "inputs", "tokenizers"),
-    Check("reward functions", "inputs", "rewards"),
+    Check("checkpoints", "storage", of_run=True),
+    Check("models", "inputs", "models", of_run=True),
+    Check("tokenizers and data", "inputs", "tokenizers", of_run=True),
+    Check("reward functions", "inputs", "rewards", of_run=True),
     Check("ranks", "network", "loopback"),
     Check("ray", "ray_cluster"),
 )
@@ -70,7 +72,7 @@ def examine(config_path: str | None, overrides: Sequence[str], schema: Schema, c
     gpus = devices.probe()
     subject, findings = read_subject(config_path, overrides, schema, len(gpus.gpus), os.environ.get("RAY_ADDRESS"))
     findings += [*software.check(subject), *devices.check(subject, gpus)]
-    for check in CHECKS:
+    for check in (each for each in CHECKS if subject.config is not None or not each.of_run):
         with console.status(f"examining {check.title}"):
             findings += _find(check, subject)
     return findings
