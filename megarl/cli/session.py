@@ -1,18 +1,16 @@
-"""What every run has around its trainer: the output folder, Ray and the pools, the monitor, and an end that leaves nothing behind."""
+"""What every run has around its trainer: the output folder, its processes, the monitor, and an end that leaves nothing behind."""
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
-import torch
 from rich.console import Console
-from rich.table import Table
 
 from megarl.cli.check import print_run
 from megarl.cli.situation import FAILURE_FILE, Situation
@@ -20,10 +18,6 @@ from megarl.cli.termination import Termination
 from megarl.config.compare import differences
 from megarl.config.load import dump_config, plain_values
 from megarl.config.schema import Device, PPOConfig, SFTConfig
-from megarl.controller.cluster import log_folder, node_addresses, num_cluster_gpus, shutdown, start_ray
-from megarl.controller.environment import describe
-from megarl.controller.resource_pool import ResourcePoolManager
-from megarl.placement.plan import PlacementPlan
 from megarl.protocol.whole_file import write_whole
 from megarl.tracking.cut import clear
 from megarl.tracking.loggers import METRICS_FILE, Tracker
@@ -38,22 +32,33 @@ from megarl.workers.weight_sync import PUSHED_FOLDERS
 SUMMARY_FILE = "summary.json"
 
 
+class Processes(Protocol):
+    """See processes.py."""
+
+    @property
+    def device(self) -> Device: ...
+
+
+Started = TypeVar("Started", bound=Processes)
+
+
 @dataclass(frozen=True, kw_only=True)
-class Session:
+class Session(Generic[Started]):
     output_dir: Path
-    device: Device  # resolved: cpu or cuda
-    pools: ResourcePoolManager
+    processes: Started
     console: Console
     termination: Termination
     position: Position
 
 
 @contextmanager
-def open_session(situation: Situation, plan: PlacementPlan, resume: Resume | None) -> Iterator[Session]:
-    """Makes the run's folder with the resolved `config.yaml`, starts or joins Ray, and reserves the pools of `plan`.
+def open_session(
+    situation: Situation, resume: Resume | None, processes: Callable[[Console], AbstractContextManager[Started]]
+) -> Iterator[Session[Started]]:
+    """Makes the run's folder with the resolved `config.yaml`, and has `processes` started, which end with the block.
 
-    However the block ends, the processes are ended with it. Raises ValueError for a folder that holds another run,
-    CheckpointError where checkpoints cannot be written, and InsufficientResourcesError where the cluster cannot hold the pools.
+    Raises ValueError for a folder that holds another run, CheckpointError where checkpoints cannot be written, and what `processes`
+    raises.
     """
     config, position = situation.config, Position()
     output_dir = Path(config.trainer.output_dir)
@@ -64,27 +69,8 @@ def open_session(situation: Situation, plan: PlacementPlan, resume: Resume | Non
     checkpoint_folder(config).prepare()
     dump_config(config, output_dir / CONFIG_FILE)
     print_run(config, console)
-    console.print(f"starting Ray for {plan.num_processes} processes", style="dim")
-    start_ray(num_cpus=plan.num_cpus, num_gpus=torch.cuda.device_count() if config.device is not Device.cpu else 0)
-    try:
-        situation.log_folder, situation.nodes = log_folder(), node_addresses()
-        device = _resolve(config.device)
-        pools = ResourcePoolManager.of_plan(plan, device is Device.cuda)
-        _print_environment(device, console)
-        pools.create_resource_pool()
-        with Termination(lambda text: console.print(text, soft_wrap=True)) as termination:
-            yield Session(output_dir=output_dir, device=device, pools=pools, console=console, termination=termination, position=position)
-    finally:
-        shutdown()
-
-
-def _print_environment(device: Device, console: Console) -> None:
-    table = Table(title="Environment of the processes", title_justify="left")
-    for column in ("variable", "value", "set by"):
-        table.add_column(column, overflow="fold")
-    for row in describe(device is Device.cuda):
-        table.add_row(*row)
-    console.print(table)
+    with processes(console) as started, Termination(lambda text: console.print(text, soft_wrap=True)) as termination:
+        yield Session(output_dir=output_dir, processes=started, console=console, termination=termination, position=position)
 
 
 def _claim(output_dir: Path, config: PPOConfig | SFTConfig, resume: Resume | None, console: Console) -> None:
@@ -109,12 +95,6 @@ def _ended_early(output_dir: Path, config: PPOConfig | SFTConfig) -> bool:
     if config.checkpoint.resume != AUTO or config.checkpoint.every_steps == 0 or not saved.is_file():
         return False
     return not (output_dir / SUMMARY_FILE).exists() and not any(change.is_fixed for change in differences(saved, config))
-
-
-def _resolve(device: Device) -> Device:
-    if device is not Device.auto:
-        return device
-    return Device.cuda if num_cluster_gpus() else Device.cpu
 
 
 class Filtered(Protocol):

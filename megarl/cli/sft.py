@@ -2,32 +2,52 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+
+from rich.console import Console
 
 from megarl.cli.check import load_checked
+from megarl.cli.processes import RayProcesses, TorchrunProcesses, ray_processes, torchrun_processes
 from megarl.cli.resumption import is_complete, load_checkpoint, open_checkpoints, say_stopped
-from megarl.cli.session import open_monitor, open_session, report_filtered, write_summary
+from megarl.cli.session import Started, open_monitor, open_session, report_filtered, write_summary
 from megarl.cli.situation import Situation, situation_of
-from megarl.config.architecture import read_architecture
+from megarl.config.architecture import Architecture, read_architecture
 from megarl.config.schema import SFTConfig
+from megarl.controller import ranks
 from megarl.data.loader import BatchLoader
 from megarl.data.sft import SFTDataset
 from megarl.data.tokenizer import load_tokenizer
-from megarl.placement.plan import plan_placement
 from megarl.trainers.resume import find_resume
 from megarl.trainers.sft import SFTTrainer
+from megarl.workers.roles import Actor
 from megarl.workers.saved_models import sft_models
-from megarl.workers.start import start_sft
+from megarl.workers.start import start_sft, start_sft_on_ranks
 
 
 def run(config_path: str, overrides: Sequence[str]) -> int:
-    """Trains; 0 at the end, 143 where SIGTERM ended it. What can be known to be wrong raises ValueError before a process is started."""
+    """Trains; 0 at the end, 143 where SIGTERM ended it. What can be known to be wrong raises ValueError before a process is started.
+
+    Under torchrun its processes are the ranks of the model; else they are Ray's.
+    """
+    if not ranks.launched():
+        config = load_checked(SFTConfig, config_path, overrides)
+        with situation_of(config) as situation:
+            return _train(config, situation, partial(ray_processes, situation), _on_ray)
+    if ranks.rank() > 0:
+        return ranks.serve()
     config = load_checked(SFTConfig, config_path, overrides)
-    with situation_of(config) as situation:
-        return _run(config, situation)
+    with situation_of(config) as situation, ranks.join(config.actor.parallel.world_size) as joined:
+        return _train(config, situation, partial(torchrun_processes, joined, config), _on_ranks)
 
 
-def _run(config: SFTConfig, situation: Situation) -> int:
+def _train(
+    config: SFTConfig,
+    situation: Situation,
+    processes: Callable[[Console], AbstractContextManager[Started]],
+    start: Callable[[SFTConfig, Architecture, Started], Actor],
+) -> int:
     resume = find_resume(config)
     if is_complete(config, resume):
         return 0
@@ -41,9 +61,9 @@ def _run(config: SFTConfig, situation: Situation) -> int:
     if resume is not None:
         loader.load_state_dict(resume.state["data"])  # other data are refused before a process is started
 
-    with open_session(situation, plan_placement(config), resume) as session:
+    with open_session(situation, resume, processes) as session:
         report_filtered(session.console, {"data.train_files": train} | ({"data.val_files": held_out} if held_out else {}))
-        actor = start_sft(config, architecture, session.device, session.pools)
+        actor = start(config, architecture, session.processes)
         saved = sft_models(config, actor)
         load_checkpoint(session, config, saved, resume)
         with open_monitor(session, config, "SFT", [actor.group], resume) as monitor:
@@ -64,3 +84,11 @@ def _run(config: SFTConfig, situation: Situation) -> int:
             {"steps": trainer.total_steps, "seconds": seconds, "samples": trainer.total_steps * trainer.samples_per_step},
         )
     return 0
+
+
+def _on_ray(config: SFTConfig, architecture: Architecture, processes: RayProcesses) -> Actor:
+    return start_sft(config, architecture, processes.device, processes.pools)
+
+
+def _on_ranks(config: SFTConfig, architecture: Architecture, processes: TorchrunProcesses) -> Actor:
+    return start_sft_on_ranks(config, architecture, processes.device, processes.ranks)

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 from rich.table import Table
 
 from megarl.cli.check import load_checked
+from megarl.cli.processes import ray_processes
 from megarl.cli.resumption import is_complete, load_checkpoint, open_checkpoints, say_stopped
 from megarl.cli.session import Session, open_monitor, open_session, report_filtered, write_summary
 from megarl.cli.situation import Situation, situation_of
 from megarl.config.architecture import Architecture, read_architecture
 from megarl.config.roles import needs_critic, needs_reference
 from megarl.config.schema import PPOConfig
+from megarl.controller import ranks
 from megarl.data.conversations import check_chats
 from megarl.data.loader import BatchLoader
 from megarl.data.prompts import PromptDataset
 from megarl.data.tokenizer import load_tokenizer
-from megarl.placement.plan import plan_placement
 from megarl.trainers.evaluation import Evaluation
 from megarl.trainers.monitor import Monitor
 from megarl.trainers.ppo import PPOTrainer
@@ -30,6 +32,10 @@ from megarl.workers.start import Architectures, PPORoles, start_ppo
 
 def run(config_path: str, overrides: Sequence[str]) -> int:
     """Trains; 0 at the end, 143 where SIGTERM ended it. What can be known to be wrong raises ValueError before a process is started."""
+    if ranks.launched():
+        raise ValueError(
+            "torchrun has started this process, but PPO starts its own: run launch/torchrun.sh under torchrun, with --nproc-per-node 1"
+        )
     config = load_checked(PPOConfig, config_path, overrides)
     with situation_of(config) as situation:
         return _run(config, situation)
@@ -60,9 +66,9 @@ def _run(config: PPOConfig, situation: Situation) -> int:
     if resume is not None:
         loader.load_state_dict(resume.state["data"])  # other data are refused before a process is started
 
-    with open_session(situation, plan_placement(config), resume) as session:
+    with open_session(situation, resume, partial(ray_processes, situation)) as session:
         report_filtered(session.console, data_sets)
-        roles = start_ppo(config, models, rules, session.device, session.pools)
+        roles = start_ppo(config, models, rules, session.processes.device, session.processes.pools)
         saved = ppo_models(config, roles)
         load_checkpoint(session, config, saved, resume)
         with open_monitor(session, config, "PPO", roles.groups, resume) as monitor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,14 +15,19 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from megarl.controller.calls import Call
 from megarl.controller.cluster import worker_owner
-from megarl.controller.dispatch import ArgumentLayout
+from megarl.controller.dispatch import ArgumentLayout, Rule, plan_call
 from megarl.controller.errors import RankReport
+from megarl.controller.futures import WorkerFuture, forward, upstream_calls
 from megarl.controller.host import WorkerHost
-from megarl.controller.messages import CallRecord, Location, RankIdentity
+from megarl.controller.messages import Location, OnRecord, RankIdentity
 from megarl.controller.resource_pool import RayResourcePool
 from megarl.controller.worker_class import RayClassWithInitArgs
+from megarl.protocol.batch import DataProto
+from megarl.protocol.mesh import MeshCoordinate
 
+_MONITOR = "monitor"  # a thread of its own, which answers while a call hangs
 _ANSWER_S = 5.0  # how long a process may take to say what it is doing
+_SMALL = (type(None), bool, int, float, str, ray.ObjectRef)
 _group_numbers = itertools.count()
 
 
@@ -35,16 +40,16 @@ class ActorSet:
         roles: Mapping[str, RayClassWithInitArgs],
         environment: Mapping[str, str],
         phase_time_limit_s: float,
-        on_record: Callable[[Call, CallRecord], None],
+        on_record: OnRecord,
     ) -> None:
-        self.pool = resource_pool
+        self.pool_name, self._use_gpu = resource_pool.name, resource_pool.use_gpu
         self.title = "+".join(roles)
         self.phase_time_limit_s = phase_time_limit_s
         self.locations: dict[int, Location] = {}
         self.alive = True
         self.construction: tuple[Call, ...] = ()
         bundles = resource_pool.bundles()
-        actor_class = ray.remote(concurrency_groups={"monitor": 1})(WorkerHost)  # type: ignore[call-overload]
+        actor_class = ray.remote(concurrency_groups={_MONITOR: 1})(WorkerHost)  # type: ignore[call-overload]
         self._handles = [
             actor_class.options(
                 num_cpus=1,
@@ -63,7 +68,7 @@ class ActorSet:
         workers: ray.ObjectRef,
         local_ranks: Sequence[int],
         environment: Mapping[str, str],
-        on_record: Callable[[Call, CallRecord], None],
+        on_record: OnRecord,
     ) -> tuple[Call, ...]:
         meeting = self._handles[0].rendezvous.remote()  # goes from rank 0 to the others; nobody waits here
         group = next(_group_numbers)
@@ -72,7 +77,7 @@ class ActorSet:
             identity = RankIdentity(rank, len(self._handles), local_ranks[rank])
             owner = worker_owner(group, rank)
             result, record = handle.construct.options(num_returns=2).remote(
-                workers, identity, meeting, dict(environment), self.pool.use_gpu, owner
+                workers, identity, meeting, dict(environment), self._use_gpu, owner
             )
             calls.append(Call(self, self.title, rank, "__init__", result, record, on_record))
         return tuple(calls)
@@ -80,6 +85,29 @@ class ActorSet:
     @property
     def world_size(self) -> int:
         return len(self._handles)
+
+    def start(
+        self,
+        role: str,
+        method: str,
+        rule: Rule,
+        mesh: Sequence[MeshCoordinate],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        on_record: OnRecord,
+    ) -> WorkerFuture:
+        """A call on the ranks that `rule` says; returns at once."""
+        named = {name: forward(value) for name, value in kwargs.items()}
+        plan = plan_call(rule, self.world_size, mesh, [forward(value) for value in args], named)
+        upstream = upstream_calls([*args, *kwargs.values()])
+        shared = _share(plan.values, plan.route.parts)
+        calls = {
+            rank: self.submit(
+                role, rank, method, plan.layout, shared[part], rank in plan.route.results, upstream, on_record, _uids(plan.values[part])
+            )
+            for rank, part in zip(plan.route.ranks, plan.route.parts, strict=True)
+        }
+        return WorkerFuture(list(calls.values()), [calls[rank] for rank in plan.route.results], plan.collect)
 
     def submit(
         self,
@@ -90,7 +118,7 @@ class ActorSet:
         values: Sequence[Any],
         keep_result: bool,
         upstream: tuple[Call, ...],
-        on_record: Callable[[Call, CallRecord], None],
+        on_record: OnRecord,
         uids: np.ndarray | None = None,
     ) -> Call:
         """Returns at once. A rank's calls run in the order of their submission. Raises RuntimeError when the group was ended."""
@@ -104,7 +132,7 @@ class ActorSet:
 
     def reports(self) -> list[RankReport]:
         """What every rank is doing; takes at most a few seconds, whatever they do."""
-        references = [handle.activity.remote() for handle in self._handles]
+        references = [handle.activity.options(concurrency_group=_MONITOR).remote() for handle in self._handles]
         answered, _ = ray.wait(references, num_returns=len(references), timeout=_ANSWER_S)
         return [self._report(rank, reference if reference in answered else None) for rank, reference in enumerate(references)]
 
@@ -121,3 +149,27 @@ class ActorSet:
         self.alive = False
         for handle in self._handles:
             ray.kill(handle, no_restart=True)
+
+
+def _uids(values: Sequence[Any]) -> np.ndarray | None:
+    """(B,) of the first batch among a call's arguments that has them."""
+    batches = (value for value in values if isinstance(value, DataProto))
+    return next((batch.non_tensor_batch["uid"] for batch in batches if "uid" in batch.non_tensor_batch), None)
+
+
+def _share(values: Sequence[Sequence[Any]], parts: Sequence[int]) -> list[list[Any]]:
+    """Values that more than one rank gets go to the object store once, and the ranks get the reference."""
+    readers: dict[int, int] = {}
+    for part in parts:
+        for value in values[part]:
+            readers[id(value)] = readers.get(id(value), 0) + 1
+    stored: dict[int, Any] = {}
+
+    def sent(value: Any) -> Any:
+        if isinstance(value, _SMALL) or readers[id(value)] == 1:
+            return value
+        if id(value) not in stored:
+            stored[id(value)] = ray.put(value)
+        return stored[id(value)]
+
+    return [[sent(value) for value in part] for part in values]

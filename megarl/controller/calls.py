@@ -1,22 +1,26 @@
-"""One remote call on one rank, and waiting for many at once: the first failure, a dead process or a hang ends the wait."""
+"""One remote call on one rank, and waiting for many at once: the first failure, a dead process or a hang ends the wait.
+
+Ray is imported when there is a call to wait for: a run whose processes are torchrun's has none.
+"""
 
 from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import ray
-from ray.exceptions import OutOfMemoryError, RayActorError, RayError
 
 from megarl.controller.errors import PhaseTimeoutError, RankFailure, first_failure
-from megarl.controller.messages import CallFailure, CallRecord, FailureKind, RankActivity, Rows
+from megarl.controller.messages import CallFailure, CallRecord, FailureKind, OnRecord, RankActivity, Rows
 
 if TYPE_CHECKING:
+    import ray
+    from ray.exceptions import RayError
+
     from megarl.controller.actors import ActorSet
 
 GRACE_S = 2.0  # after the first failure is seen, for an earlier one of another rank that is still on its way
@@ -35,7 +39,7 @@ class Call:
     method: str
     result: ray.ObjectRef
     record_reference: ray.ObjectRef
-    on_record: Callable[[Call, CallRecord], None]
+    on_record: OnRecord
     upstream: tuple[Call, ...] = ()
     uids: np.ndarray | None = None
     submitted_s: float = field(default_factory=time.monotonic)
@@ -55,6 +59,9 @@ class Call:
 
     def fetch(self) -> None:
         """Reads the record, which must be there, or learns that it never will be."""
+        import ray
+        from ray.exceptions import RayError
+
         try:
             self.record = ray.get(self.record_reference)
         except RayError as error:
@@ -62,7 +69,7 @@ class Call:
             return
         self.upstream = ()  # so that futures passed on from step to step do not keep all earlier results alive
         self.actors.locations[self.rank] = self.record.location
-        self.on_record(self, self.record)
+        self.on_record(self.role, self.rank, self.record)
         if self.record.failure is not None:
             location = self.record.location
             self.failure = RankFailure(
@@ -71,6 +78,8 @@ class Call:
 
     def _failure_outside(self, error: RayError) -> RankFailure:
         """Ray's own: the process ended, or a value could not be sent or received."""
+        from ray.exceptions import OutOfMemoryError, RayActorError
+
         rank = self.rank
         if isinstance(error, OutOfMemoryError):
             used = re.search(r"(\S+) used / (\S+) limit", str(error))
@@ -108,6 +117,15 @@ def wait_for_calls(calls: Sequence[Call], timeout: float | None = None) -> None:
             raise TimeoutError(f"{waiting.role}.{waiting.method} has not finished after {timeout:g} s (rank {waiting.rank}); it goes on")
 
 
+def results_of(calls: Sequence[Call]) -> list[Any]:
+    """Of calls that have succeeded."""
+    if not calls:
+        return []
+    import ray
+
+    return ray.get([call.result for call in calls])
+
+
 def wait_for_one(calls: Sequence[Call], timeout: float) -> None:
     """Waits until one more of them has ended, at most `timeout` s; it raises nothing."""
     pending = {call.record_reference: call for call in calls if not call.ended}
@@ -135,6 +153,8 @@ def _with_upstream(calls: Iterable[Call]) -> list[Call]:
 
 def _collect_ended(pending: dict[ray.ObjectRef, Call], wait_s: float) -> list[RankFailure]:
     """Takes the calls that have ended out of `pending`, after at most `wait_s`; returns the failures among them."""
+    import ray
+
     references = list(pending)
     if not references:
         return []

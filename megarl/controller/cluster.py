@@ -9,7 +9,7 @@ import socket
 import sys
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import ray
 from ray._private import ray_constants
@@ -19,6 +19,7 @@ from megarl.controller.reaper import OWNER, descendants, end_held, end_processes
 
 _ANSWER_S = 10.0
 OBJECT_STORE_MB = 512
+_LOOPBACK = "127."  # Ray would look for such a cluster at the address of a network card
 _MIN_OBJECT_STORE_MB = 80  # Ray refuses less than 75 MiB
 
 _RAY = "/ray"  # added to the driver's mark on all that runs under Ray
@@ -42,7 +43,8 @@ def start_ray(*, num_cpus: int, num_gpus: int = 0, object_store_mb: float = OBJE
         raise ValueError("start_ray: Ray runs in this process already; call shutdown() first")
     if address := os.environ.get("RAY_ADDRESS"):
         _check_answers(address)
-        ray.init(address=address, logging_level=logging.ERROR, log_to_driver=False)
+        with _loopback_only() if address.startswith(_LOOPBACK) else nullcontext():
+            ray.init(address=address, logging_level=logging.ERROR, log_to_driver=False)
         start_reaper(process_owner(), whole_group=False)  # a driver may share its group with the shell's pipeline
         return
     for name, value in daemon_settings().items():

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Collection, Mapping, MutableMapping
 from enum import Enum
 from types import MappingProxyType
 from typing import NamedTuple
@@ -112,8 +112,8 @@ def interface_of(address: str) -> str | None:
     return None
 
 
-def describe(use_gpu: bool, environment: Mapping[str, str] = os.environ) -> list[tuple[str, str, str]]:
-    """(name, value, whose value it is) of a run that this process drives, for its first page."""
+def describe(use_gpu: bool, places: Collection[Where], environment: Mapping[str, str] = os.environ) -> list[tuple[str, str, str]]:
+    """(name, value, whose value it is) in those of `places` that a run has which this process drives, for its first page."""
     hidden = Where.cpu_workers if use_gpu else Where.gpu_workers
     yours = users_settings(environment)
     rows = [
@@ -123,6 +123,6 @@ def describe(use_gpu: bool, environment: Mapping[str, str] = os.environ) -> list
             "yours" if name in environment else "megarl's",
         )
         for name, setting in SETTINGS.items()
-        if setting.where is not hidden
+        if setting.where in places and setting.where is not hidden
     ]
     return rows + [(name, value, "yours") for name, value in sorted(yours.items()) if name not in SETTINGS]

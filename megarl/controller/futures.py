@@ -6,9 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import ray
-
-from megarl.controller.calls import Call, has_ended, wait_for_calls, wait_for_one
+from megarl.controller.calls import Call, has_ended, results_of, wait_for_calls, wait_for_one
 from megarl.controller.dispatch import Collect, CollectKind, Forwarded, collect
 from megarl.protocol.future import DataProtoFuture
 
@@ -35,7 +33,7 @@ class WorkerFuture(RemoteFuture):
     def get(self, timeout: float | None = None) -> Any:
         """Raises WorkerError with the first failure of any rank, PhaseTimeoutError, or TimeoutError after `timeout` seconds."""
         wait_for_calls(self.calls, timeout)
-        return collect(ray.get([call.result for call in self._kept]), self._how)
+        return collect(results_of(self._kept), self._how)
 
     @property
     def is_single(self) -> bool:

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
-import numpy as np
-import ray
-
-from megarl.controller.actors import ActorSet
 from megarl.controller.calls import Call
 from megarl.controller.dispatch import (
     REGISTRATION,
@@ -20,31 +16,57 @@ from megarl.controller.dispatch import (
     Registration,
     Rule,
     arrange_same,
-    plan_call,
     route_rank,
 )
 from megarl.controller.environment import users_settings
 from megarl.controller.errors import RankReport
-from megarl.controller.futures import WorkerFuture, forward, upstream_calls
-from megarl.controller.messages import CallRecord
-from megarl.controller.resource_pool import RayResourcePool
+from megarl.controller.futures import WorkerFuture
+from megarl.controller.messages import CallRecord, Location, OnRecord
 from megarl.controller.worker import Worker
 from megarl.controller.worker_class import ColocatedWorkerClass, RayClassWithInitArgs
-from megarl.protocol.batch import DataProto
 from megarl.protocol.mesh import MeshCoordinate
 from megarl.protocol.span import Span
 
-_SMALL = (type(None), bool, int, float, str, ray.ObjectRef)
+if TYPE_CHECKING:
+    from megarl.controller.resource_pool import RayResourcePool
+
 NO_ENVIRONMENT: Mapping[str, str] = MappingProxyType({})
+
+
+class Processes(Protocol):
+    """The ranks of a group as it needs them: Ray's (actors.py), or torchrun's (ranks.py)."""
+
+    alive: bool
+    construction: tuple[Call, ...]
+    locations: dict[int, Location]
+    pool_name: str
+
+    @property
+    def world_size(self) -> int: ...
+
+    def start(
+        self,
+        role: str,
+        method: str,
+        rule: Rule,
+        mesh: Sequence[MeshCoordinate],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        on_record: OnRecord,
+    ) -> WorkerFuture: ...
+
+    def reports(self) -> list[RankReport]: ...
+
+    def kill(self) -> None: ...
 
 
 class RoleGroup:
     """All ranks of one role. Several may share the same processes (`RayWorkerGroup.spawn`)."""
 
-    def __init__(self, actors: ActorSet, role: str, worker_class: type[Worker]) -> None:
+    def __init__(self, actors: Processes, role: str, worker_class: type[Worker]) -> None:
         self._attach(actors, role, worker_class)
 
-    def _attach(self, actors: ActorSet, role: str, worker_class: type[Worker]) -> None:
+    def _attach(self, actors: Processes, role: str, worker_class: type[Worker]) -> None:
         self._actors, self.role, self._worker_class = actors, role, worker_class
         self._mesh: tuple[MeshCoordinate, ...] = ()
         self._spans: list[Span] = []
@@ -117,25 +139,7 @@ class RoleGroup:
         if not callable(getattr(self._worker_class, method, None)):
             raise ValueError(f"{self._worker_class.__name__}, the worker of role {self.role!r}, has no method {method!r}")
         mesh = self.mesh if rule.needs_mesh else ()
-        named = {name: forward(value) for name, value in kwargs.items()}
-        plan = plan_call(rule, self.world_size, mesh, [forward(value) for value in args], named)
-        upstream = upstream_calls([*args, *kwargs.values()])
-        shared = _share(plan.values, plan.route.parts)
-        calls = {
-            rank: self._actors.submit(
-                self.role,
-                rank,
-                method,
-                plan.layout,
-                shared[part],
-                rank in plan.route.results,
-                upstream,
-                self._record_spans,
-                _uids(plan.values[part]),
-            )
-            for rank, part in zip(plan.route.ranks, plan.route.parts, strict=True)
-        }
-        return WorkerFuture(list(calls.values()), [calls[rank] for rank in plan.route.results], plan.collect)
+        return self._actors.start(self.role, method, rule, mesh, args, kwargs, self._record_spans)
 
     @property
     def pids(self) -> list[int]:
@@ -148,9 +152,9 @@ class RoleGroup:
 
     # ---- timeline and end
 
-    def _record_spans(self, call: Call, record: CallRecord) -> None:
-        pool = self._actors.pool.name
-        self._spans += [Span(pool, call.role, call.rank, span.name, span.start_s, span.end_s) for span in record.spans]
+    def _record_spans(self, role: str, rank: int, record: CallRecord) -> None:
+        pool = self._actors.pool_name
+        self._spans += [Span(pool, role, rank, span.name, span.start_s, span.end_s) for span in record.spans]
 
     def drain_spans(self) -> list[Span]:
         """What the calls that were waited for did since the last time, on every rank: each call, then its phases."""
@@ -183,6 +187,8 @@ class RayWorkerGroup(RoleGroup):
         self._roles = ray_cls_with_init.roles if isinstance(ray_cls_with_init, ColocatedWorkerClass) else {role: ray_cls_with_init}
         for spec in self._roles.values():
             registered_methods(spec.cls)  # refused before a process is started
+        from megarl.controller.actors import ActorSet  # which imports Ray: not where the processes are torchrun's
+
         actors = ActorSet(resource_pool, self._roles, {**users_settings(), **environment}, phase_time_limit_s, self._record_spans)
         if fused:
             self._actors, self.role, self._spans = actors, "", []
@@ -205,27 +211,3 @@ def registered_methods(worker_class: type[Worker]) -> dict[str, Registration]:
             raise ValueError(f"{worker_class.__name__}.{name} cannot be registered: {name} is a method of the group; give it another name")
         found[name] = registration
     return found
-
-
-def _uids(values: Sequence[Any]) -> np.ndarray | None:
-    """(B,) of the first batch among a call's arguments that has them."""
-    batches = (value for value in values if isinstance(value, DataProto))
-    return next((batch.non_tensor_batch["uid"] for batch in batches if "uid" in batch.non_tensor_batch), None)
-
-
-def _share(values: Sequence[Sequence[Any]], parts: Sequence[int]) -> list[list[Any]]:
-    """Values that more than one rank gets go to the object store once, and the ranks get the reference."""
-    readers: dict[int, int] = {}
-    for part in parts:
-        for value in values[part]:
-            readers[id(value)] = readers.get(id(value), 0) + 1
-    stored: dict[int, Any] = {}
-
-    def sent(value: Any) -> Any:
-        if isinstance(value, _SMALL) or readers[id(value)] == 1:
-            return value
-        if id(value) not in stored:
-            stored[id(value)] = ray.put(value)
-        return stored[id(value)]
-
-    return [[sent(value) for value in part] for part in values]

@@ -1,6 +1,6 @@
-"""The Ray actor: one process that holds the workers of one rank, runs their methods, and can tell what it is doing.
+"""One process that holds the workers of one rank, runs their methods, and can tell what it is doing. A Ray actor, or a rank of torchrun.
 
-Imports neither torch nor a worker class at the top: the environment is set before either is loaded.
+Imports neither torch nor a worker class at the top: the environment is set before either is loaded; nor Ray, which a rank has not.
 """
 
 from __future__ import annotations
@@ -15,8 +15,6 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
-
-import ray
 
 from megarl.controller.activity import Activity
 from megarl.controller.environment import fill_in
@@ -53,10 +51,11 @@ _COMMUNICATION_WORDS = (
 class WorkerHost:
     """Methods return (result, CallRecord) as two objects, and never raise: the driver needs the record, the result may be forwarded."""
 
-    def __init__(self) -> None:
+    def __init__(self, node: str | None = None) -> None:
+        """node: this node's address; None: as Ray knows it."""
         self._activity = Activity()
         self._workers: dict[str, Worker] = {}
-        self._location = Location(_node_address(), os.getpid(), _stderr_path())
+        self._location = Location(node or _node_address(), os.getpid(), _stderr_path())
         self._reserved_port: socket.socket | None = None
 
     def rendezvous(self) -> Rendezvous:
@@ -121,9 +120,8 @@ class WorkerHost:
             result = FailedResult(method, failure.summary)
         return result, CallRecord(self._location, self._activity.spans(), failure)
 
-    @ray.method(concurrency_group="monitor")
     def activity(self) -> RankActivity:
-        """Answers while `execute` hangs: it runs in a thread of its own."""
+        """Answers while `execute` hangs, from another thread."""
         return self._activity.report(self._location)
 
 
@@ -165,6 +163,8 @@ def _is_about_a_peer(error: BaseException) -> bool:
 
 def _node_address() -> str:
     """As the cluster knows this node (loopback for a local cluster), not as its network card is called."""
+    import ray
+
     node_id = ray.get_runtime_context().get_node_id()
     return next(node["NodeManagerAddress"] for node in ray.nodes() if node["NodeID"] == node_id)
 

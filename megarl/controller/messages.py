@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -60,6 +61,9 @@ class CallRecord(NamedTuple):
     location: Location
     spans: tuple[PhaseSpan, ...]
     failure: CallFailure | None
+
+
+OnRecord = Callable[[str, int, CallRecord], None]  # of a role's rank
 
 
 class FailedResult(NamedTuple):

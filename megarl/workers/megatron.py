@@ -60,7 +60,8 @@ def _process_groups(spec: ModelSpec) -> ParallelGroups:
     from megarl.engine import groups
 
     if _groups is None:
-        dist.init_process_group(platform.current().distributed_backend, init_method="env://")
+        if not dist.is_initialized():  # torchrun's ranks have met before (controller/ranks.py)
+            dist.init_process_group(platform.current().distributed_backend, init_method="env://")
         _groups = groups.initialize(spec.parallel, spec.seed)
     if _groups.parallel != spec.parallel:
         raise ValueError(

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from megarl.config.errors import RunError
 from megarl.controller.errors import PhaseTimeoutError, WorkerError
 from megarl.controller.futures import gather
 from megarl.controller.group import NO_ENVIRONMENT, RayWorkerGroup, RoleGroup
 from megarl.controller.messages import FailureKind, qualified_name
-from megarl.controller.resource_pool import RayResourcePool
 from megarl.controller.worker_class import RayClassWithInitArgs
 from megarl.protocol.span import Span
 from megarl.rollout.interface import EngineDeadError, RolloutEngine
 from megarl.workers.rollout_worker import RolloutWorker
+
+if TYPE_CHECKING:
+    from megarl.controller.resource_pool import RayResourcePool
 
 Push = Callable[[Sequence[RoleGroup]], None]  # gives all of them the weights as they are now
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import psutil
 
-from megarl.controller.environment import SETTINGS, daemon_settings, describe, fill_in, interface_of, users_settings
+from megarl.controller.environment import SETTINGS, Where, daemon_settings, describe, fill_in, interface_of, users_settings
 
 DOCS = Path(__file__).parents[3] / "docs" / "launch.md"
 
@@ -46,7 +46,7 @@ def test_an_unknown_interface_is_left_to_the_libraries() -> None:
 def test_what_the_user_set_goes_to_the_workers() -> None:
     environment = {"NCCL_IB_HCA": "mlx5", "OMP_NUM_THREADS": "4", "RAY_enable_worker_prestart": "1", "HOME": "/root"}
     assert users_settings(environment) == {"NCCL_IB_HCA": "mlx5", "OMP_NUM_THREADS": "4"}
-    rows = {name: (value, by) for name, value, by in describe(False, environment)}
+    rows = {name: (value, by) for name, value, by in describe(False, list(Where), environment)}
     assert rows["NCCL_IB_HCA"] == ("mlx5", "yours")
     assert rows["OMP_NUM_THREADS"] == ("4", "yours")
     assert rows["RAY_USAGE_STATS_ENABLED"] == ("0", "megarl's")

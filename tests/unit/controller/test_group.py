@@ -142,7 +142,7 @@ def test_gather_waits_for_groups_together_and_spans_tell_when(group: RayWorkerGr
 
 
 def test_one_batch_is_stored_once_per_replica(group: RayWorkerGroup, monkeypatch: pytest.MonkeyPatch) -> None:
-    import megarl.controller.group as module
+    import megarl.controller.actors as module
 
     stored: list[object] = []
     put = module.ray.put

@@ -1,0 +1,99 @@
+"""What a job takes along: the configuration that was checked, resolved, and the code that it was checked with."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from omegaconf import OmegaConf
+
+import megarl
+from megarl.config.errors import ConfigError
+from megarl.config.schema import PPOConfig, SFTConfig
+
+RUN_FILE = "run.yaml"
+LIMIT_MB = 100  # Ray keeps the package in the head's memory
+# Keys of files and folders that the job finds where they are: on a disk that the cluster shares with this machine.
+SHARED = frozenset(
+    {
+        "model.path",
+        "reference.path",
+        "critic.model.path",
+        "reward.model.path",
+        "data.train_files",
+        "data.val_files",
+        "checkpoint.dir",
+        "checkpoint.resume",
+        "trainer.output_dir",
+    }
+)
+CODE = frozenset({"reward.functions.path"})  # keys of Python files, which the job takes along
+_WORDS = frozenset({"auto", "disable"})  # values of checkpoint.resume that are no path
+_IGNORE_FILES = (".gitignore", ".rayignore")  # they have been obeyed, and Ray would read them again
+
+
+class Package(NamedTuple):
+    num_files: int
+    nbytes: int
+
+
+def pack(config: PPOConfig | SFTConfig, folder: Path, here: Path) -> Package:
+    """Fills the empty `folder`, the job's current directory: the files of `here` that git does not ignore, megarl as it is imported
+    in this process, and `run.yaml`. Outside a git work tree nothing of `here` is taken but the code that the configuration names.
+
+    Raises ConfigError where it would be more than LIMIT_MB.
+    """
+    files = {folder / name: here / name for name in _work_tree(here)}
+    own = Path(megarl.__file__).parent
+    files |= {folder / "megarl" / file.relative_to(own): file for file in own.rglob("*") if file.is_file() and file.suffix != ".pyc"}
+    values: Any = OmegaConf.to_container(OmegaConf.structured(config), enum_to_str=True)
+    resolved = _moved(values, "", here, lambda path: _take_along(path, folder, here, files))
+    sizes = {source: source.stat().st_size for source in files.values()}
+    if sum(sizes.values()) > LIMIT_MB * 2**20:
+        largest = sorted(sizes, key=lambda source: sizes[source], reverse=True)[:3]
+        raise ConfigError(
+            str(here),
+            [
+                f"the job's files have {sum(sizes.values()) / 2**20:,.0f} MiB, more than {LIMIT_MB}: name in .gitignore what the job "
+                "does not need; the largest are " + ", ".join(f"{source} ({sizes[source] / 2**20:,.0f} MiB)" for source in largest)
+            ],
+        )
+    for target, source in files.items():
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(source, target)
+    OmegaConf.save(OmegaConf.create(resolved), folder / RUN_FILE)
+    return Package(len(files) + 1, sum(sizes.values()))
+
+
+def _work_tree(here: Path) -> list[str]:
+    """Tracked files below `here`, and new ones that are not ignored."""
+    command = ["git", "-C", str(here), "ls-files", "-z", "--cached", "--others", "--exclude-standard", "--", "."]
+    try:
+        listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split("\0")
+    except (FileNotFoundError, subprocess.CalledProcessError):  # no git, or not a work tree
+        return []
+    return [name for name in dict.fromkeys(listed) if name and (here / name).is_file() and Path(name).name not in _IGNORE_FILES]
+
+
+def _moved(value: Any, key: str, here: Path, take_along: Callable[[str], str]) -> Any:
+    """The plain values of a configuration with the paths that hold in the job."""
+    if isinstance(value, Mapping):
+        return {name: _moved(item, f"{key}.{name}" if key else name, here, take_along) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_moved(item, key, here, take_along) for item in value]
+    if not isinstance(value, str) or value in _WORDS:
+        return value
+    if key in SHARED:
+        return str(here / value)
+    return take_along(value) if key in CODE else value
+
+
+def _take_along(path: str, folder: Path, here: Path, files: dict[Path, Path]) -> str:
+    """Relative to the job's current directory."""
+    source = (here / path).resolve()
+    inside = source.relative_to(here.resolve()) if source.is_relative_to(here.resolve()) else Path("outside", *source.parts[1:])
+    files[folder / inside] = source
+    return str(inside)

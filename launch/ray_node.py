@@ -1,0 +1,115 @@
+"""One node of a Ray cluster, head or member, as a process: it ends when its standard input does, and its daemons end with it.
+
+    python launch/ray_node.py --address IP [--head HOST:PORT] --num-cpus N [--dashboard-port PORT] [--temp-dir DIR]
+
+It prints the cluster's address when it is up. Every port is a free one, so that several nodes can be on one host. `ray start` would do
+but for two things: it takes loopback for a mistake, and leaves its daemons behind when whoever started it is killed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import secrets
+import select
+import subprocess
+import sys
+from collections.abc import Mapping, MutableMapping
+
+from megarl.controller.environment import daemon_settings
+
+AUTH_MODE, AUTH_TOKEN = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN"
+_LOOK_S = 1.0
+_STOP_LIMIT_S = 20.0
+
+
+def add_key(environment: MutableMapping[str, str]) -> None:
+    """Whoever reaches a Ray cluster can run code in it, so its daemons and drivers have a key, made here where the user gave none."""
+    environment.setdefault(AUTH_MODE, "token")
+    if environment[AUTH_MODE] == "token" and "RAY_AUTH_TOKEN_PATH" not in environment:
+        environment.setdefault(AUTH_TOKEN, secrets.token_hex(32))
+
+
+class RayNode:
+    """The process as its parent sees it. `address`: this node's in the cluster; with 127.0.0.1 Ray listens to this machine only.
+
+    Raises RuntimeError where it does not come up; it has said why on standard error.
+    """
+
+    def __init__(self, address: str, head: str | None = None, *, num_cpus: int, environment: Mapping[str, str]) -> None:
+        command = [sys.executable, __file__, "--address", address, "--num-cpus", str(num_cpus), *(["--head", head] if head else [])]
+        # A session of its own: what ends the run must not end the cluster before the run has saved.
+        self._process = subprocess.Popen(
+            command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
+        )
+        assert self._process.stdout is not None
+        self.gcs_address = self._process.stdout.readline().strip()
+        if not self.gcs_address:
+            raise RuntimeError(f"Ray did not start on {address} (status {self._process.wait()}); the reason is above")
+
+    @property
+    def has_ended(self) -> bool:
+        return self._process.poll() is not None
+
+    def stop(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(_STOP_LIMIT_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+
+
+def logical_cpus(needed: int) -> int:
+    """Of a node: as many as it has, or as the run's processes need all together, for Ray's count is not of cores."""
+    return max(os.cpu_count() or 1, needed)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="ray_node.py")
+    parser.add_argument("--address", required=True)
+    parser.add_argument("--head")
+    parser.add_argument("--num-cpus", type=int, required=True)
+    parser.add_argument("--dashboard-port", type=int)
+    parser.add_argument("--temp-dir")
+    parsed = parser.parse_args()
+    add_key(os.environ)
+    for name, value in daemon_settings().items():
+        os.environ.setdefault(name, value)
+    if parsed.address.startswith("127."):
+        os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # Ray's name for staying on loopback; it would take the network card's
+    from ray._private.node import Node  # Ray reads the environment when it is imported
+    from ray._private.parameter import RayParams
+    from ray._private.utils import write_ray_address
+
+    parameters = RayParams(
+        node_ip_address=parsed.address,
+        gcs_address=parsed.head,
+        num_cpus=parsed.num_cpus,
+        min_worker_port=0,
+        max_worker_port=0,
+        node_manager_port=0,
+        include_dashboard=parsed.dashboard_port is not None,
+        dashboard_host=parsed.address,
+        dashboard_port=parsed.dashboard_port,
+        temp_dir=parsed.temp_dir,
+        include_log_monitor=False,
+    )
+    node = Node(parameters, head=parsed.head is None, shutdown_at_exit=False, spawn_reaper=True)
+    if parsed.head is None:
+        write_ray_address(node.gcs_address, node.get_temp_dir_path())  # by which the job server finds its own cluster, among several
+    print(node.gcs_address, flush=True)
+    try:
+        while not select.select([sys.stdin], [], [], _LOOK_S)[0]:
+            if dead := [str(kind) for kind, _ in node.dead_processes()]:
+                print(
+                    f"ray_node: {', '.join(dead)} of {parsed.address} ended; their logs are in {node.get_logs_dir_path()}", file=sys.stderr
+                )
+                return 1
+    finally:
+        node.kill_all_processes(check_alive=False, allow_graceful=False)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

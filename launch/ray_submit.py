@@ -1,0 +1,153 @@
+"""Submits a run to a Ray cluster that is there, and stays with it: the log, and in the end the job's exit status.
+
+    python launch/ray_submit.py --address http://HEAD:8265 configs/quickstart.yaml trainer.total_steps=10
+    python launch/ray_submit.py --sft --address http://HEAD:8265 configs/quickstart_sft.yaml
+
+The configuration is checked here first, and the job gets the very configuration that was checked, with the code that checked it.
+Data, models and the output folder stay where they are, so they must be on a disk that all nodes see under the same name.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import aiohttp
+from job_files import RUN_FILE, pack
+from ray.job_submission import JobInfo, JobStatus, JobSubmissionClient
+
+from megarl.cli.check import load_checked
+from megarl.config.errors import ConfigError
+from megarl.config.schema import PPOConfig, SFTConfig
+from megarl.controller.environment import users_settings
+
+FAILED, USER_ERROR, INTERRUPTED, TERMINATED = 1, 2, 130, 143
+STOP_LIMIT_S = 900  # a job that is told to stop finishes its step and saves; then it is killed
+_LOOK_S = 1.0
+_RECONNECT_S = 3.0
+
+
+class SubmissionError(RuntimeError):
+    """The cluster cannot take the job, and the message says why."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parsed = _parser().parse_args(arguments)
+    try:
+        config = load_checked(SFTConfig if parsed.sft else PPOConfig, parsed.config, parsed.overrides)
+        client = _connect(parsed.address)
+        with tempfile.TemporaryDirectory(prefix="megarl-job-") as folder:
+            package = pack(config, Path(folder), Path.cwd())
+            print(f"{parsed.config}: good; sending {package.num_files} files, {package.nbytes / 2**20:.1f} MiB", flush=True)
+            job = Job(client, "sft" if parsed.sft else "train", folder)
+    except (ConfigError, SubmissionError) as error:
+        print(f"ray_submit: {error}", file=sys.stderr)
+        return USER_ERROR
+    print(f"job {job.name} at {parsed.address}", flush=True)
+    return job.stay()
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="ray_submit.py", description="Submits `megarl train` or `megarl sft` to a Ray cluster.")
+    parser.add_argument("--address", default=os.environ.get("RAY_API_SERVER_ADDRESS"), help="of the job server: http://HEAD:8265")
+    parser.add_argument("--sft", action="store_true", help="the file is for `megarl sft`")
+    parser.add_argument("config", metavar="CONFIG", help="a YAML file, as for `megarl train`")
+    parser.add_argument("overrides", metavar="key=value", nargs="*", help="as for `megarl train`")
+    return parser
+
+
+def _connect(address: str | None) -> JobSubmissionClient:
+    if not address or "://" not in address:
+        raise SubmissionError(f"the job server's address is {address!r}; give --address http://HEAD:8265, or set RAY_API_SERVER_ADDRESS")
+    try:
+        return JobSubmissionClient(address)
+    except (ConnectionError, RuntimeError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise SubmissionError(
+            f"no job server answers at {address} ({reason}): is the cluster up, with `ray[default]` and its dashboard, and is its "
+            "key in RAY_AUTH_TOKEN?"
+        ) from error
+
+
+class Job:
+    """Submitted when it is made. `folder`: its files."""
+
+    def __init__(self, client: JobSubmissionClient, command: str, folder: str) -> None:
+        self._client = client
+        self._shown = 0  # characters of the log
+        environment = {**users_settings(), "RAY_JOB_STOP_WAIT_TIME_S": str(STOP_LIMIT_S)}
+        try:
+            self.name = client.submit_job(
+                entrypoint=f"exec python -m megarl {command} {RUN_FILE}", runtime_env={"working_dir": folder, "env_vars": environment}
+            )
+        except RuntimeError as error:
+            raise SubmissionError(f"the cluster has refused the job: {str(error).strip()}") from error
+
+    def stay(self) -> int:
+        """Shows the log until the job has ended; its exit status. Ctrl-C asks whether to stop it."""
+        stopped = False
+        while True:
+            try:
+                info = asyncio.run(self._follow())
+                return INTERRUPTED if stopped else _status(info)
+            except KeyboardInterrupt:
+                if stopped or not self._is_to_stop():
+                    print(f"\nleft the job: ray job status {self.name}; ray job logs --follow {self.name}", file=sys.stderr)
+                    return INTERRUPTED
+                stopped = True
+                print(
+                    f"\nstopping the job: it finishes its step and saves, for {STOP_LIMIT_S} s at most; Ctrl-C to leave it", file=sys.stderr
+                )
+                self._client.stop_job(self.name)
+
+    def _is_to_stop(self) -> bool:
+        """Where nobody can be asked, a job that nobody follows would go on unseen: it is stopped."""
+        if not sys.stdin.isatty():
+            return True
+        return not input("\nstop the job? [Y/n: leave it running] ").strip().lower().startswith("n")
+
+    async def _follow(self) -> JobInfo:
+        """Also across a connection that breaks, and to the last line: the server may close before the log's end is sent."""
+        while True:
+            seen = 0
+            try:
+                async for text in self._client.tail_job_logs(self.name):
+                    seen += len(text)
+                    self._show(text, seen)
+            except (RuntimeError, aiohttp.ClientError) as error:
+                print(f"ray_submit: lost the log ({error}); asking again", file=sys.stderr)
+                await asyncio.sleep(_RECONNECT_S)
+            info = self._client.get_job_info(self.name)
+            if info.status.is_terminal():
+                log = self._client.get_job_logs(self.name)
+                self._show(log[self._shown :], len(log))
+                return info
+            await asyncio.sleep(_LOOK_S)
+
+    def _show(self, text: str, end: int) -> None:
+        """`end`: where the text ends in the log; what has been shown is not shown again."""
+        new = end - self._shown
+        if new > 0:
+            print(text[-new:], end="", flush=True)
+            self._shown = end
+
+
+def _status(info: JobInfo) -> int:
+    if info.status is JobStatus.SUCCEEDED:
+        return 0
+    if info.status is JobStatus.STOPPED:
+        print("ray_submit: somebody has stopped the job", file=sys.stderr)
+        return TERMINATED
+    if info.driver_exit_code is None:  # it ended before, or beside, its command
+        print(f"ray_submit: the job failed: {info.message}", file=sys.stderr)
+        return FAILED
+    return info.driver_exit_code if info.driver_exit_code > 0 else 128 - info.driver_exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,251 @@
+"""What each node does under `torchrun --nproc-per-node 1`: node 0 starts Ray and drives the run, the others join and wait; see torchrun.sh.
+
+The nodes talk through the store that torchrun has for its own rendezvous. They end together, with the driver's exit status: also where
+the driver, a node's Ray or a whole node dies.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from types import FrameType
+from typing import Any, NamedTuple
+
+from ray_node import AUTH_MODE, AUTH_TOKEN, RayNode, add_key, logical_cpus
+from torch.distributed import DistError, PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
+
+from megarl.cli.check import load_checked
+from megarl.config.errors import ConfigError
+from megarl.config.schema import PPOConfig, SFTConfig
+from megarl.controller.reaper import OWNER, end_processes_of, start_reaper
+from megarl.placement.plan import plan_placement
+
+FAILED, USER_ERROR = 1, 2
+_LOOK_S = 0.5
+_START_LIMIT_S = 600.0  # until all nodes are in the cluster
+_SILENCE_LIMIT_S = 60.0  # a node that says nothing for so long has gone
+_LAST_WORDS_S = 60.0  # for the driver to find out itself, and to say what it has lost
+_LEAVE_LIMIT_S = 30.0
+_OF_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_")
+_NODE, _HEAD, _UP, _ALIVE, _STATUS, _LEFT = "node", "head", "up", "alive", "status", "left"
+
+
+class LaunchError(RuntimeError):
+    """The nodes cannot come or stay together."""
+
+
+class Address(NamedTuple):
+    own: str  # of this node, as it speaks to node 0
+    node_0: str  # of node 0, as this node knows it
+
+
+class Meeting:
+    """What the nodes tell each other: JSON under names."""
+
+    def __init__(self) -> None:
+        store, self.rank, self.num_nodes = next(rendezvous("env://"))
+        self._store: Store = PrefixStore(f"megarl/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+        self.members = range(1, self.num_nodes)
+
+    def say(self, name: str, value: Any = None) -> None:
+        self._store.set(name, json.dumps(value))
+
+    def heard(self, name: str) -> bool:
+        return self._store.check([name])
+
+    def what(self, name: str) -> Any:
+        return json.loads(self._store.get(name))
+
+    def forget(self, name: str) -> None:
+        self._store.delete_key(name)
+
+    def first_of(self, *names: str, limit_s: float = _START_LIMIT_S) -> str:
+        """The one that was said. Raises LaunchError after `limit_s`."""
+        end_s = time.monotonic() + limit_s
+        while time.monotonic() < end_s:
+            for name in names:
+                if self.heard(name):
+                    return name
+            time.sleep(_LOOK_S)
+        raise LaunchError(f"nobody has said {' or '.join(names)!r} within {limit_s:g} s")
+
+    def beat(self) -> None:
+        self._store.add(f"{_ALIVE} {self.rank}", 1)
+
+    def beats(self, rank: int) -> int:
+        return self._store.add(f"{_ALIVE} {rank}", 0)
+
+
+class Silence:
+    """Of the members, as node 0 hears them."""
+
+    def __init__(self, meeting: Meeting) -> None:
+        self._meeting = meeting
+        self._last = {rank: (0, time.monotonic()) for rank in meeting.members}
+
+    def lost(self) -> str | None:
+        """Who has gone, in words."""
+        for rank, (beats, since_s) in self._last.items():
+            if self._meeting.heard(f"{_LEFT} {rank}"):
+                return f"node {rank} has left: {self._meeting.what(f'{_LEFT} {rank}')}"
+            now = self._meeting.beats(rank)
+            if now != beats:
+                self._last[rank] = (now, time.monotonic())
+            elif time.monotonic() - since_s > _SILENCE_LIMIT_S:
+                return f"node {rank} has said nothing for {_SILENCE_LIMIT_S:g} s"
+        return None
+
+
+class Driver:
+    """`megarl train` in a session of its own: it gets the signals that this process gets, once each."""
+
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
+        self._process = subprocess.Popen(command, env=environment, start_new_session=True)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._pass_on)
+
+    def _pass_on(self, number: int, frame: FrameType | None) -> None:
+        self._process.send_signal(number)
+
+    def watch(self, silence: Silence) -> int:
+        """Its exit status, as a shell gives it."""
+        while (status := self._process.poll()) is None:
+            if (lost := silence.lost()) is not None:
+                return self._without(lost)
+            time.sleep(_LOOK_S)
+        return status if status >= 0 else 128 - status
+
+    def _without(self, lost: str) -> int:
+        _say(f"{lost}; the run has {_LAST_WORDS_S:g} s to say what it was doing there, then it is ended")
+        try:
+            self._process.wait(_LAST_WORDS_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()  # its reaper ends what it has started
+        return FAILED
+
+
+def drive(meeting: Meeting, parsed: argparse.Namespace) -> int:
+    """Node 0. Whatever happens, the others are told."""
+    status = FAILED
+    try:
+        status = _drive(meeting, parsed)
+    except ConfigError as error:
+        print(f"megarl {_command(parsed)}: {error}", file=sys.stderr)
+        status = USER_ERROR
+    finally:
+        meeting.say(_STATUS, status)
+        end_s = time.monotonic() + _LEAVE_LIMIT_S  # torchrun's store ends with this node
+        while not all(meeting.heard(f"{_LEFT} {rank}") for rank in meeting.members) and time.monotonic() < end_s:
+            time.sleep(_LOOK_S)
+    return status
+
+
+def _drive(meeting: Meeting, parsed: argparse.Namespace) -> int:
+    config: PPOConfig | SFTConfig = load_checked(SFTConfig if parsed.sft else PPOConfig, parsed.config, parsed.overrides)
+    num_cpus = logical_cpus(plan_placement(config).num_cpus)
+    names = [meeting.first_of(f"{_NODE} {rank}") for rank in meeting.members]
+    # As the others know it: its own name may well be loopback to itself.
+    address = Address(*meeting.what(names[0])).node_0 if names else _address().own
+    environment = _of_children()
+    add_key(environment)
+    node = RayNode(address, num_cpus=num_cpus, environment=environment)
+    try:
+        key = {name: environment[name] for name in (AUTH_MODE, AUTH_TOKEN) if name in environment}
+        meeting.say(_HEAD, [node.gcs_address, num_cpus, key])
+        for rank in meeting.members:
+            if meeting.first_of(f"{_UP} {rank}", f"{_LEFT} {rank}").startswith(_LEFT):
+                raise LaunchError(f"node {rank} has left: {meeting.what(f'{_LEFT} {rank}')}")
+        meeting.forget(_HEAD)  # it has the key
+        _say(f"{meeting.num_nodes} nodes are up, Ray is at {node.gcs_address}")
+        command = [sys.executable, "-m", "megarl", _command(parsed), parsed.config, *parsed.overrides]
+        return Driver(command, {**environment, "RAY_ADDRESS": node.gcs_address}).watch(Silence(meeting))
+    finally:
+        node.stop()
+
+
+def join(meeting: Meeting) -> int:
+    """Every other node. Told to end, it waits for node 0, whose run may be saving."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+    reason = "it failed"
+    try:
+        meeting.say(f"{_NODE} {meeting.rank}", _address())
+        if meeting.first_of(_HEAD, _STATUS) == _HEAD:
+            head, num_cpus, key = meeting.what(_HEAD)
+            node = RayNode(_address().own, head, num_cpus=num_cpus, environment={**_of_children(), **key})
+            try:
+                reason = _wait_for_status(meeting, node)
+            finally:
+                node.stop()
+        return meeting.what(_STATUS) if meeting.heard(_STATUS) else FAILED
+    finally:
+        meeting.say(f"{_LEFT} {meeting.rank}", reason)
+
+
+def _wait_for_status(meeting: Meeting, node: RayNode) -> str:
+    meeting.say(f"{_UP} {meeting.rank}")
+    while not meeting.heard(_STATUS):
+        if node.has_ended:
+            return "its Ray has ended"
+        meeting.beat()
+        time.sleep(_LOOK_S)
+    return "the run has ended"
+
+
+def _address() -> Address:
+    """By which the nodes know each other: the interface that leads to node 0."""
+    place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    family, kind, _, _, target = socket.getaddrinfo(*place, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(target)  # of datagrams: nothing is sent
+        return Address(probe.getsockname()[0], target[0])
+
+
+def _of_children() -> dict[str, str]:
+    """The environment without torchrun's part: with it, torch would take torchrun's store for that of a worker group."""
+    return {name: value for name, value in os.environ.items() if not name.startswith(_OF_TORCHRUN)}
+
+
+def _command(parsed: argparse.Namespace) -> str:
+    return "sft" if parsed.sft else "train"
+
+
+def _say(text: str) -> None:
+    print(f"torchrun.sh: {text}", file=sys.stderr, flush=True)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="torchrun.sh", description="Runs `megarl train` or `megarl sft` on the nodes of a torchrun.")
+    parser.add_argument("--sft", action="store_true", help="the file is for `megarl sft`")
+    parser.add_argument("config", metavar="CONFIG", help="a YAML file, as for `megarl train`, seen by node 0")
+    parser.add_argument("overrides", metavar="key=value", nargs="*", help="as for `megarl train`")
+    parsed = parser.parse_args(arguments)
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        parser.error("run it under torchrun: torchrun --nnodes N --nproc-per-node 1 --no-python launch/torchrun.sh CONFIG")
+    if os.environ["LOCAL_WORLD_SIZE"] != "1":
+        if not parsed.sft:
+            parser.error(f"PPO starts its own processes: use --nproc-per-node 1, not {os.environ['LOCAL_WORLD_SIZE']}")
+        os.execv(sys.executable, [sys.executable, "-m", "megarl", "sft", parsed.config, *parsed.overrides])
+    owner = os.environ[OWNER] = uuid.uuid4().hex
+    start_reaper(owner, whole_group=False)
+    try:
+        meeting = Meeting()
+        return drive(meeting, parsed) if meeting.rank == 0 else join(meeting)
+    except (LaunchError, DistError, RuntimeError) as error:
+        _say(f"{type(error).__name__}: {error}")
+        return FAILED
+    finally:
+        end_processes_of(owner)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,142 @@
+"""What the launchers' tests start: runs as files, two Ray nodes on loopback with a job server, and commands that are watched."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+
+from megarl.config.load import dump_config
+from megarl.config.schema import (
+    ActorConfig,
+    DataConfig,
+    Device,
+    DType,
+    MicroBatchConfig,
+    ModelConfig,
+    OptimConfig,
+    ParallelConfig,
+    PlacementConfig,
+    PPOConfig,
+    RewardConfig,
+    RewardFunctionConfig,
+    RolloutConfig,
+    SFTConfig,
+    SFTDataConfig,
+    SFTTrainerConfig,
+    TrackingConfig,
+    TrainerConfig,
+)
+from tests.integration.tiny_run import save_inputs
+
+ROOT = Path(__file__).parents[2]
+STEPS = 3
+LIMIT_S = 240.0  # of one command, on a busy machine
+FAILING_REWARD = "def compute_score(data_source, solution_str, ground_truth, extra_info):\n    return extra_info['answer']\n"
+_STORE_BYTES = str(100 * 2**20)
+
+
+def save_ppo_run(folder: Path) -> Path:
+    """Actor and rollout on one node, the critic on another. The run's own folder is `folder/run`; `failing.py` is a reward that raises."""
+    save_inputs(folder)
+    (folder / "failing.py").write_text(FAILING_REWARD)
+    config = PPOConfig(
+        model=ModelConfig(path=str(folder / "policy"), dtype=DType.float32),
+        data=DataConfig(train_files=[str(folder / "train.parquet")], max_prompt_length=8, max_response_length=8),
+        reward=RewardConfig(functions=[RewardFunctionConfig(path=str(folder / "reward.py"))], num_processes=1),
+        rollout=RolloutConfig(restart_limit=0),
+        placement=PlacementConfig(num_nodes=2, devices_per_node=2),
+        trainer=TrainerConfig(total_steps=STEPS, prompts_per_step=8, validate_before=False, output_dir=str(folder / "run")),
+        tracking=TrackingConfig(loggers=["jsonl"]),
+        device=Device.cpu,
+    )
+    dump_config(config, path := folder / "run.yaml")
+    return path
+
+
+def save_sft_run(folder: Path) -> Path:
+    """Two replicas, an odd number of samples, validation and checkpoints."""
+    save_inputs(folder)
+    config = SFTConfig(
+        model=ModelConfig(path=str(folder / "policy"), dtype=DType.float32),
+        data=SFTDataConfig(train_files=[str(folder / "sft.parquet")], val_files=[str(folder / "sft_validation.parquet")], max_length=16),
+        actor=ActorConfig(
+            parallel=ParallelConfig(data_parallel_size=2), micro_batch=MicroBatchConfig(max_tokens=32), optim=OptimConfig(lr=1e-2)
+        ),
+        trainer=SFTTrainerConfig(total_steps=4, samples_per_step=7, output_dir=str(folder / "run")),
+        tracking=TrackingConfig(loggers=["jsonl"]),
+        device=Device.cpu,
+    )
+    dump_config(config, path := folder / "sft.yaml")
+    return path
+
+
+def environment(**more: str) -> dict[str, str]:
+    """Of this repository's code, and of its interpreter: what runs elsewhere starts `python`."""
+    path = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+    return {**os.environ, **path, "RAY_DEFAULT_OBJECT_STORE_MAX_MEMORY_BYTES": _STORE_BYTES, **more}
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+class Command:
+    """Runs in a session of its own, from the repository's root; its output goes to a file."""
+
+    def __init__(self, arguments: Sequence[str], log: Path, env: dict[str, str]) -> None:
+        self.log = log
+        with log.open("w") as out:
+            self.process = psutil.Popen(arguments, cwd=ROOT, env=env, stdout=out, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
+
+    def said(self) -> str:
+        return self.log.read_text(errors="replace")
+
+    def wait_for(self, condition: Callable[[], object]) -> None:
+        end_s = time.monotonic() + LIMIT_S
+        while not condition():
+            assert self.process.poll() is None, self.said()
+            assert time.monotonic() < end_s, self.said()
+            time.sleep(0.2)
+
+    def status(self) -> int:
+        try:
+            return self.process.wait(LIMIT_S)
+        except psutil.TimeoutExpired as error:
+            raise AssertionError(self.said()[-5000:]) from error
+
+    def interrupt(self) -> None:
+        self.process.send_signal(signal.SIGINT)
+
+
+@contextmanager
+def two_node_cluster(env: dict[str, str]) -> Iterator[str]:
+    """The address of its job server."""
+    port = free_port()
+    node = [sys.executable, str(ROOT / "launch" / "ray_node.py"), "--address", "127.0.0.1", "--num-cpus", "8"]
+    nodes: list[subprocess.Popen[str]] = []
+
+    def start(*arguments: str) -> str:
+        nodes.append(subprocess.Popen([*node, *arguments], cwd=ROOT, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
+        assert nodes[-1].stdout is not None
+        return nodes[-1].stdout.readline().strip()
+
+    with tempfile.TemporaryDirectory(prefix="ray", ignore_cleanup_errors=True) as folder:  # short: Unix sockets are in it
+        try:
+            gcs_address = start("--dashboard-port", str(port), "--temp-dir", folder)
+            assert start("--head", gcs_address) == gcs_address
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            for process in reversed(nodes):
+                process.communicate(timeout=60)

@@ -1,0 +1,161 @@
+"""The launchers, as a user runs them: Ray job submission to two nodes, torchrun with two nodes, and torchrun without Ray."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.integration.launched_run import STEPS, Command, environment, free_port, save_ppo_run, save_sft_run, two_node_cluster
+from tests.processes import gone_within
+
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
+SAME_LOSS = ("sft/loss", "sft/grad_norm", "sft/lr", "val/loss", "num_tokens")
+
+
+def metrics(run: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+# ---- Ray job submission
+
+
+@pytest.fixture(scope="module")
+def env() -> dict[str, str]:
+    return environment(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(16))
+
+
+@pytest.fixture(scope="module")
+def cluster(env: dict[str, str]) -> Iterator[str]:
+    with two_node_cluster(env) as address:
+        yield address
+
+
+def submit(address: str, env: dict[str, str], folder: Path, *arguments: str) -> Command:
+    script = [sys.executable, "launch/ray_submit.py", "--address", address, str(folder / "run.yaml")]
+    return Command([*script, *arguments], folder / "submit.log", env)
+
+
+def test_a_submitted_run_trains_and_its_status_is_the_commands(cluster: str, env: dict[str, str], tmp_path: Path) -> None:
+    save_ppo_run(tmp_path)
+    job = submit(cluster, env, tmp_path)
+    assert job.status() == 0, job.said()
+    assert [line["step"] for line in metrics(tmp_path / "run")] == list(range(1, STEPS + 1))
+    assert "PPO run" in job.said()  # the last table of the log
+
+
+def test_a_submitted_run_that_fails_shows_its_first_cause(cluster: str, env: dict[str, str], tmp_path: Path) -> None:
+    save_ppo_run(tmp_path)
+    job = submit(cluster, env, tmp_path, f"reward.functions=[{{path: {tmp_path / 'failing.py'}}}]")
+    assert job.status() == 1, job.said()
+    assert "compute_score raised KeyError: 'answer'" in job.said()
+
+
+def test_what_is_wrong_is_said_before_anything_is_sent(env: dict[str, str], tmp_path: Path) -> None:
+    save_ppo_run(tmp_path)
+    nobody = f"http://127.0.0.1:{free_port()}"
+    wrong = submit(nobody, env, tmp_path, "actor.optm.lr=1")
+    assert wrong.status() == 2
+    assert "did you mean actor.optim" in wrong.said()
+    good = submit(nobody, env, tmp_path)
+    assert good.status() == 2
+    assert f"no job server answers at {nobody}" in good.said()
+
+
+def test_ctrl_c_stops_the_job(cluster: str, env: dict[str, str], tmp_path: Path) -> None:
+    save_ppo_run(tmp_path)
+    job = submit(cluster, env, tmp_path, "trainer.total_steps=10000")
+    job.wait_for(lambda: (tmp_path / "run" / "metrics.jsonl").exists())
+    job.interrupt()
+    assert job.status() == 130, job.said()
+    assert "which is saved; the same command goes on from there" in job.said()
+    assert list((tmp_path / "run" / "checkpoints").glob("step_*"))
+
+
+# ---- torchrun, with Ray
+
+
+def launch_nodes(folder: Path, *arguments: str) -> list[Command]:
+    """Two on this machine."""
+    meeting = ["--master-addr", "127.0.0.1", "--master-port", str(free_port())]
+    script = ["--no-python", "launch/torchrun.sh", str(folder / "run.yaml"), *arguments]
+    return [
+        Command(
+            [*TORCHRUN, "--nnodes", "2", "--node-rank", str(rank), "--nproc-per-node", "1", *meeting, *script],
+            folder / f"node{rank}.log",
+            environment(),
+        )
+        for rank in range(2)
+    ]
+
+
+def test_torchrun_starts_ray_on_its_nodes_and_all_end_together(tmp_path: Path) -> None:
+    save_ppo_run(tmp_path)
+    nodes = launch_nodes(tmp_path)
+    assert [node.status() for node in nodes] == [0, 0], nodes[0].said()
+    assert [line["step"] for line in metrics(tmp_path / "run")] == list(range(1, STEPS + 1))
+    assert "2 nodes are up" in nodes[0].said()
+
+
+def test_under_torchrun_a_failure_ends_all_nodes_with_its_cause(tmp_path: Path) -> None:
+    save_ppo_run(tmp_path)
+    nodes = launch_nodes(tmp_path, f"reward.functions=[{{path: {tmp_path / 'failing.py'}}}]")
+    nodes[0].wait_for(lambda: "2 nodes are up" in nodes[0].said())
+    everything = [process for node in nodes for process in node.process.children(recursive=True)]
+    assert len(everything) > 8
+    assert [node.status() for node in nodes] == [1, 1], nodes[0].said()
+    assert "compute_score raised KeyError: 'answer'" in nodes[0].said()
+    assert gone_within(everything, limit_s=30) == []
+
+
+def test_under_torchrun_a_configuration_that_is_wrong_starts_nothing(tmp_path: Path) -> None:
+    save_ppo_run(tmp_path)
+    nodes = launch_nodes(tmp_path, "actor.optm.lr=1")
+    assert [node.status() for node in nodes] == [1, 1]  # torchrun's own; the nodes' is 2, which it prints
+    assert "did you mean actor.optim" in nodes[0].said()
+    assert "(exitcode: 2)" in nodes[0].said()
+
+
+# ---- torchrun, without Ray
+
+
+def test_sft_under_torchrun_has_no_ray_and_the_losses_of_ray(tmp_path: Path) -> None:
+    config = save_sft_run(tmp_path)
+    (tmp_path / "ray").mkdir()
+    (tmp_path / "ray" / "__init__.py").write_text('raise ImportError("there is no Ray here")')
+    without = environment()
+    without["PYTHONPATH"] = f"{tmp_path}:{without['PYTHONPATH']}"
+    command = [*TORCHRUN, "--standalone", "--nproc-per-node", "2", "-m", "megarl", "sft", str(config), "checkpoint.every_steps=2"]
+    ranks = Command(command, tmp_path / "torchrun.log", without)
+    assert ranks.status() == 0, ranks.said()
+    by_ray = [sys.executable, "-m", "megarl", "sft", str(config), f"trainer.output_dir={tmp_path / 'by_ray'}"]
+    ray = Command(by_ray, tmp_path / "ray.log", environment())
+    assert ray.status() == 0, ray.said()
+    of_ranks, of_ray = (
+        [[line.get(name) for name in SAME_LOSS] for line in metrics(run)] for run in (tmp_path / "run", tmp_path / "by_ray")
+    )
+    assert len(of_ranks) == 4
+    assert of_ranks == of_ray
+    weights = [(run / "huggingface" / "model.safetensors").read_bytes() for run in (tmp_path / "run", tmp_path / "by_ray")]
+    assert weights[0] == weights[1]
+    assert (tmp_path / "run" / "checkpoints" / "step_00000004").is_dir()
+    assert psutil.pid_exists(ranks.process.pid) is False
+
+
+def test_torchrun_with_another_number_of_processes_is_refused(tmp_path: Path) -> None:
+    config = save_sft_run(tmp_path)
+    command = [*TORCHRUN, "--standalone", "--nproc-per-node", "1", "-m", "megarl", "sft", str(config)]
+    ranks = Command(command, tmp_path / "torchrun.log", environment())
+    assert ranks.status() == 1
+    assert "torchrun has started 1 processes, but actor.parallel has 2 ranks" in ranks.said()
+    ppo = save_ppo_run(tmp_path)
+    train = Command(
+        [*TORCHRUN, "--standalone", "--nproc-per-node", "2", "-m", "megarl", "train", str(ppo)], tmp_path / "ppo.log", environment()
+    )
+    assert train.status() == 1
+    assert "launch/torchrun.sh" in train.said()

@@ -1,0 +1,94 @@
+"""What a job takes along: the code that git knows, the checked configuration, and paths that hold elsewhere."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import get_args, get_type_hints
+
+import pytest
+
+from megarl.config.errors import ConfigError
+from megarl.config.load import load_config
+from megarl.config.schema import (
+    DataConfig,
+    ModelConfig,
+    PPOConfig,
+    RewardConfig,
+    RewardFunctionConfig,
+    SFTConfig,
+    TrainerConfig,
+)
+
+sys.path.append(str(Path(__file__).parents[3] / "launch"))
+import job_files  # noqa: E402
+
+
+@pytest.fixture
+def here(tmp_path: Path) -> Path:
+    folder = tmp_path / "project"
+    (folder / "rewards").mkdir(parents=True)
+    (folder / "outputs").mkdir()
+    for name in ("rewards/count.py", "rewards/neighbour.py", "outputs/weights.bin", "notes.txt"):
+        (folder / name).write_text(name)
+    (folder / ".gitignore").write_text("outputs/\n")
+    (tmp_path / "elsewhere.py").write_text("elsewhere")
+    return folder
+
+
+def config(*functions: str) -> PPOConfig:
+    return PPOConfig(
+        model=ModelConfig(path="model"),
+        data=DataConfig(train_files=["train.parquet", "/data/more.parquet"]),
+        reward=RewardConfig(functions=[RewardFunctionConfig(path=path) for path in functions]),
+        trainer=TrainerConfig(output_dir="outputs/run"),
+    )
+
+
+def test_what_git_does_not_ignore_is_taken_and_paths_hold_elsewhere(here: Path, tmp_path: Path) -> None:
+    subprocess.run(["git", "init", "--quiet", here], check=True)
+    package = job_files.pack(config("rewards/count.py", str(tmp_path / "elsewhere.py")), job := tmp_path / "job", here)
+    outside = Path("outside", *tmp_path.resolve().parts[1:], "elsewhere.py")
+    names = {str(file.relative_to(job)) for file in job.rglob("*") if file.is_file()}
+    of_megarl = {name for name in names if name.startswith("megarl/")}
+    assert names - of_megarl == {"run.yaml", "rewards/count.py", "rewards/neighbour.py", "notes.txt", str(outside)}
+    assert {"megarl/__main__.py", "megarl/cli/train.py"} <= of_megarl
+    assert package.num_files == len(names)
+    found = load_config(PPOConfig, str(job / "run.yaml"))
+    assert found.model.path == str(here / "model")
+    assert found.data.train_files == [str(here / "train.parquet"), "/data/more.parquet"]
+    assert found.trainer.output_dir == str(here / "outputs/run")
+    assert [function.path for function in found.reward.functions] == ["rewards/count.py", str(outside)]
+    assert found.checkpoint.resume == "auto"
+
+
+def test_outside_a_work_tree_only_what_the_configuration_names_is_taken(here: Path, tmp_path: Path) -> None:
+    job_files.pack(config("rewards/count.py"), job := tmp_path / "job", here)
+    names = {str(file.relative_to(job)) for file in job.rglob("*") if file.is_file()}
+    assert {name for name in names if not name.startswith("megarl/")} == {"run.yaml", "rewards/count.py"}
+
+
+def test_too_much_is_refused_with_what_is_large(here: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    subprocess.run(["git", "init", "--quiet", here], check=True)
+    monkeypatch.setattr(job_files, "LIMIT_MB", 0.1)
+    (here / "large.bin").write_bytes(bytes(200_000))
+    with pytest.raises(ConfigError, match=r"more than 0.1: name in .gitignore .* the largest are .*large.bin"):
+        job_files.pack(config(), tmp_path / "job", here)
+
+
+def test_every_key_of_a_path_is_known() -> None:
+    """A new one must be given a place in a job: code that goes along, or a file that all nodes see."""
+    words = ("path", "dir", "files", "folder", "file")
+    keys = {key for schema in (PPOConfig, SFTConfig) for key in leaves(schema) if key.rsplit(".", 1)[-1].rsplit("_", 1)[-1] in words}
+    assert keys | {"checkpoint.resume"} == job_files.SHARED | job_files.CODE
+
+
+def leaves(section: type, prefix: str = "") -> list[str]:
+    hints, found = get_type_hints(section), []
+    for entry in fields(section):
+        key, hint = f"{prefix}{entry.name}", hints[entry.name]
+        inner = next((part for part in (hint, *get_args(hint)) if is_dataclass(part)), None)
+        found += leaves(inner, f"{key}.") if isinstance(inner, type) else [key]
+    return found
