@@ -27,6 +27,7 @@ from megarl.config.schema import PPOConfig, SFTConfig
 from megarl.controller.environment import users_settings
 
 FAILED, USER_ERROR, INTERRUPTED, TERMINATED = 1, 2, 130, 143
+LOG_COLUMNS = "140"  # of the tables in a log, which no window limits
 STOP_LIMIT_S = 900  # a job that is told to stop finishes its step and saves; then it is killed
 _LOOK_S = 1.0
 _RECONNECT_S = 3.0
@@ -80,7 +81,7 @@ class Job:
     def __init__(self, client: JobSubmissionClient, command: str, folder: str) -> None:
         self._client = client
         self._shown = 0  # characters of the log
-        environment = {**users_settings(), "RAY_JOB_STOP_WAIT_TIME_S": str(STOP_LIMIT_S)}
+        environment = {"COLUMNS": LOG_COLUMNS, **users_settings(), "RAY_JOB_STOP_WAIT_TIME_S": str(STOP_LIMIT_S)}
         try:
             self.name = client.submit_job(
                 entrypoint=f"exec python -m megarl {command} {RUN_FILE}", runtime_env={"working_dir": folder, "env_vars": environment}

@@ -37,6 +37,7 @@ SHORT = "trainer.total_steps=1 trainer.prompts_per_step=16 rollout.n=4 trainer.v
 QUICKSTART = "make quickstart"  # the others find its model, its data and its run
 _CONVERT = "tests/unit/cli/test_convert.py::test_there_and_back_and_compared"
 _DOCTOR = "tests/integration/test_doctor.py::test_the_quickstart_is_good_on_this_machine"
+_LAUNCH = "tests/integration/test_launch.py"
 _SIZES = "--tensor-parallel-size 2 --pipeline-parallel-size 2"
 _OF_VERL = "data.train_batch_size=256 actor_rollout_ref.actor.optim.lr=1e-6 trainer.total_epochs=15"
 _LINT_AND_TESTS = ("ruff check", "ruff format --check", "mypy", "python -m pytest")
@@ -70,6 +71,13 @@ COMMANDS: dict[str, Executed | InTest | Make] = {
     ),
     "megarl convert megatron-to-hf --input outputs/run/checkpoints --output HF_DIR --role actor --max-shard-size 5GB": Executed(
         given=(("outputs/run", "outputs/grpo"), ("HF_DIR", "outputs/hf"))
+    ),
+    "python launch/ray_submit.py --address http://HEAD:8265 configs/quickstart.yaml trainer.total_steps=10": InTest(
+        f"{_LAUNCH}::test_a_submitted_run_trains_and_its_status_is_the_commands", ("launch/ray_submit.py", "--address")
+    ),
+    "torchrun --standalone --nproc-per-node 2 -m megarl sft configs/quickstart_sft.yaml": InTest(
+        f"{_LAUNCH}::test_sft_under_torchrun_has_no_ray_and_the_losses_of_ray",
+        ("torch.distributed.run", '"--standalone", "--nproc-per-node", "2", "-m", "megarl", "sft"'),
     ),
     "megarl convert inspect CKPT_OR_HF_DIR": InTest("tests/unit/cli/test_convert.py::test_what_is_in_a_folder", ("inspect",)),
     "megarl convert verify A B": InTest(_CONVERT, ("verify",)),

@@ -132,10 +132,11 @@ def two_node_cluster(env: dict[str, str]) -> Iterator[str]:
         assert nodes[-1].stdout is not None
         return nodes[-1].stdout.readline().strip()
 
-    with tempfile.TemporaryDirectory(prefix="ray", ignore_cleanup_errors=True) as folder:  # short: Unix sockets are in it
+    # Of each node its own: the agent of one node removes a job's files when its own node has no more use for them. Short: for sockets.
+    with tempfile.TemporaryDirectory(prefix="ray") as first, tempfile.TemporaryDirectory(prefix="ray") as second:
         try:
-            gcs_address = start("--dashboard-port", str(port), "--temp-dir", folder)
-            assert start("--head", gcs_address) == gcs_address
+            gcs_address = start("--dashboard-port", str(port), "--temp-dir", first)
+            assert start("--head", gcs_address, "--temp-dir", second) == gcs_address
             yield f"http://127.0.0.1:{port}"
         finally:
             for process in reversed(nodes):
