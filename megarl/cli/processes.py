@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -42,14 +43,14 @@ def ray_processes(situation: Situation, console: Console) -> Iterator[RayProcess
     )
     from megarl.controller.resource_pool import ResourcePoolManager
 
-    config, plan = situation.config, plan_placement(situation.config)
+    config, plan, given = situation.config, plan_placement(situation.config), dict(os.environ)
     console.print(f"starting Ray for {plan.num_processes} processes", style="dim")
     start_ray(num_cpus=plan.num_cpus, num_gpus=torch.cuda.device_count() if config.device is not Device.cpu else 0)
     try:
         situation.log_folder, situation.nodes = log_folder(), node_addresses()
         device = _resolve(config.device, num_cluster_gpus())
         pools = ResourcePoolManager.of_plan(plan, device is Device.cuda)
-        _print_environment(device, list(Where), console)
+        _print_environment(device, list(Where), given, console)
         pools.create_resource_pool()
         yield RayProcesses(device=device, pools=pools)
     finally:
@@ -65,7 +66,7 @@ class TorchrunProcesses:
 @contextmanager
 def torchrun_processes(ranks: Ranks, config: SFTConfig, console: Console) -> Iterator[TorchrunProcesses]:
     device = _resolve(config.device, torch.cuda.device_count())
-    _print_environment(device, [where for where in Where if where is not Where.daemons], console)
+    _print_environment(device, [where for where in Where if where is not Where.daemons], ranks.given, console)
     yield TorchrunProcesses(device=device, ranks=ranks)
 
 
@@ -75,10 +76,10 @@ def _resolve(device: Device, num_gpus: int) -> Device:
     return Device.cuda if num_gpus else Device.cpu
 
 
-def _print_environment(device: Device, places: list[Where], console: Console) -> None:
+def _print_environment(device: Device, places: list[Where], given: Mapping[str, str], console: Console) -> None:
     table = Table(title="Environment of the processes", title_justify="left")
     for column in ("variable", "value", "set by"):
         table.add_column(column, overflow="fold")
-    for row in describe(device is Device.cuda, places):
+    for row in describe(device is Device.cuda, places, given):
         table.add_row(*row)
     console.print(table)

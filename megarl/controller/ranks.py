@@ -114,7 +114,9 @@ class Ranks:
     pool_name = "torchrun"
     construction: tuple[Call, ...] = ()
 
-    def __init__(self, channel: Channel, node: str, use_gpu: bool) -> None:
+    def __init__(self, channel: Channel, node: str, use_gpu: bool, given: Mapping[str, str]) -> None:
+        """given: the environment as it was before megarl added to it."""
+        self.given = given
         self.world_size = int(os.environ["WORLD_SIZE"])
         self.alive = True
         self.use_gpu = use_gpu
@@ -203,8 +205,9 @@ def join(num_ranks: int) -> Iterator[Ranks]:
             f"torchrun has started {os.environ['WORLD_SIZE']} processes, but actor.parallel has {num_ranks} ranks "
             "(tensor x pipeline x data): make --nnodes x --nproc-per-node that number, or change actor.parallel"
         )
+    given = dict(os.environ)
     channel, node, use_gpu = _meet()
-    ranks = Ranks(channel, node, use_gpu)
+    ranks = Ranks(channel, node, use_gpu, given)
     yield ranks
     ranks.release()
 

@@ -8,13 +8,16 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 
+from megarl.config.load import load_config
+from megarl.config.schema import SFTConfig
 from tests.integration.launched_run import STEPS, Command, environment, free_port, save_ppo_run, save_sft_run, two_node_cluster
+from tests.integration.tiny_run import run_sft
 from tests.processes import gone_within
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
+WITHOUT_CRITIC = ("algorithm.advantage.estimator=rloo", "rollout.n=2")  # a process less to start
 SAME_LOSS = ("sft/loss", "sft/grad_norm", "sft/lr", "val/loss", "num_tokens")
 
 
@@ -51,7 +54,7 @@ def test_a_submitted_run_trains_and_its_status_is_the_commands(cluster: str, env
 
 def test_a_submitted_run_that_fails_shows_its_first_cause(cluster: str, env: dict[str, str], tmp_path: Path) -> None:
     save_ppo_run(tmp_path)
-    job = submit(cluster, env, tmp_path, f"reward.functions=[{{path: {tmp_path / 'failing.py'}}}]")
+    job = submit(cluster, env, tmp_path, *WITHOUT_CRITIC, f"reward.functions=[{{path: {tmp_path / 'failing.py'}}}]")
     assert job.status() == 1, job.said()
     assert "compute_score raised KeyError: 'answer'" in job.said()
 
@@ -69,28 +72,28 @@ def test_what_is_wrong_is_said_before_anything_is_sent(env: dict[str, str], tmp_
 
 def test_ctrl_c_stops_the_job(cluster: str, env: dict[str, str], tmp_path: Path) -> None:
     save_ppo_run(tmp_path)
-    job = submit(cluster, env, tmp_path, "trainer.total_steps=10000")
+    job = submit(cluster, env, tmp_path, *WITHOUT_CRITIC, "trainer.total_steps=10000")
     job.wait_for(lambda: (tmp_path / "run" / "metrics.jsonl").exists())
     job.interrupt()
     assert job.status() == 130, job.said()
-    assert "which is saved; the same command goes on from there" in job.said()
+    assert "which is saved; the same command goes on from there" in job.said(), job.said()[-3000:]
     assert list((tmp_path / "run" / "checkpoints").glob("step_*"))
 
 
 # ---- torchrun, with Ray
 
 
-def launch_nodes(folder: Path, *arguments: str) -> list[Command]:
-    """Two on this machine."""
+def launch_nodes(folder: Path, *arguments: str, num_nodes: int = 2) -> list[Command]:
+    """All on this machine."""
     meeting = ["--master-addr", "127.0.0.1", "--master-port", str(free_port())]
     script = ["--no-python", "launch/torchrun.sh", str(folder / "run.yaml"), *arguments]
     return [
         Command(
-            [*TORCHRUN, "--nnodes", "2", "--node-rank", str(rank), "--nproc-per-node", "1", *meeting, *script],
+            [*TORCHRUN, "--nnodes", str(num_nodes), "--node-rank", str(rank), "--nproc-per-node", "1", *meeting, *script],
             folder / f"node{rank}.log",
             environment(),
         )
-        for rank in range(2)
+        for rank in range(num_nodes)
     ]
 
 
@@ -104,7 +107,7 @@ def test_torchrun_starts_ray_on_its_nodes_and_all_end_together(tmp_path: Path) -
 
 def test_under_torchrun_a_failure_ends_all_nodes_with_its_cause(tmp_path: Path) -> None:
     save_ppo_run(tmp_path)
-    nodes = launch_nodes(tmp_path, f"reward.functions=[{{path: {tmp_path / 'failing.py'}}}]")
+    nodes = launch_nodes(tmp_path, *WITHOUT_CRITIC, f"reward.functions=[{{path: {tmp_path / 'failing.py'}}}]")
     nodes[0].wait_for(lambda: "2 nodes are up" in nodes[0].said())
     everything = [process for node in nodes for process in node.process.children(recursive=True)]
     assert len(everything) > 8
@@ -115,16 +118,16 @@ def test_under_torchrun_a_failure_ends_all_nodes_with_its_cause(tmp_path: Path) 
 
 def test_under_torchrun_a_configuration_that_is_wrong_starts_nothing(tmp_path: Path) -> None:
     save_ppo_run(tmp_path)
-    nodes = launch_nodes(tmp_path, "actor.optm.lr=1")
-    assert [node.status() for node in nodes] == [1, 1]  # torchrun's own; the nodes' is 2, which it prints
-    assert "did you mean actor.optim" in nodes[0].said()
-    assert "(exitcode: 2)" in nodes[0].said()
+    (node,) = launch_nodes(tmp_path, "actor.optm.lr=1", num_nodes=1)
+    assert node.status() == 1  # torchrun's own; the node's is 2, which it prints
+    assert "did you mean actor.optim" in node.said()
+    assert "(exitcode: 2)" in node.said()
 
 
 # ---- torchrun, without Ray
 
 
-def test_sft_under_torchrun_has_no_ray_and_the_losses_of_ray(tmp_path: Path) -> None:
+def test_sft_under_torchrun_has_no_ray_and_the_losses_of_ray(ray_cluster: None, tmp_path: Path) -> None:
     config = save_sft_run(tmp_path)
     (tmp_path / "ray").mkdir()
     (tmp_path / "ray" / "__init__.py").write_text('raise ImportError("there is no Ray here")')
@@ -133,9 +136,7 @@ def test_sft_under_torchrun_has_no_ray_and_the_losses_of_ray(tmp_path: Path) -> 
     command = [*TORCHRUN, "--standalone", "--nproc-per-node", "2", "-m", "megarl", "sft", str(config), "checkpoint.every_steps=2"]
     ranks = Command(command, tmp_path / "torchrun.log", without)
     assert ranks.status() == 0, ranks.said()
-    by_ray = [sys.executable, "-m", "megarl", "sft", str(config), f"trainer.output_dir={tmp_path / 'by_ray'}"]
-    ray = Command(by_ray, tmp_path / "ray.log", environment())
-    assert ray.status() == 0, ray.said()
+    run_sft(load_config(SFTConfig, str(config), [f"trainer.output_dir={tmp_path / 'by_ray'}"]))
     of_ranks, of_ray = (
         [[line.get(name) for name in SAME_LOSS] for line in metrics(run)] for run in (tmp_path / "run", tmp_path / "by_ray")
     )
@@ -144,18 +145,3 @@ def test_sft_under_torchrun_has_no_ray_and_the_losses_of_ray(tmp_path: Path) -> 
     weights = [(run / "huggingface" / "model.safetensors").read_bytes() for run in (tmp_path / "run", tmp_path / "by_ray")]
     assert weights[0] == weights[1]
     assert (tmp_path / "run" / "checkpoints" / "step_00000004").is_dir()
-    assert psutil.pid_exists(ranks.process.pid) is False
-
-
-def test_torchrun_with_another_number_of_processes_is_refused(tmp_path: Path) -> None:
-    config = save_sft_run(tmp_path)
-    command = [*TORCHRUN, "--standalone", "--nproc-per-node", "1", "-m", "megarl", "sft", str(config)]
-    ranks = Command(command, tmp_path / "torchrun.log", environment())
-    assert ranks.status() == 1
-    assert "torchrun has started 1 processes, but actor.parallel has 2 ranks" in ranks.said()
-    ppo = save_ppo_run(tmp_path)
-    train = Command(
-        [*TORCHRUN, "--standalone", "--nproc-per-node", "2", "-m", "megarl", "train", str(ppo)], tmp_path / "ppo.log", environment()
-    )
-    assert train.status() == 1
-    assert "launch/torchrun.sh" in train.said()
