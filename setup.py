@@ -28,7 +28,7 @@ setup(
         "cuda": [*_ranges("CUDA"), *_ranges("SGLANG")],
         "wandb": ["wandb>=0.30"],
         "mlflow": ["mlflow-skinny>=3"],
-        "swanlab": ["swanlab>=0.6"],
+        "swanlab": ["swanlab>=0.10"],
         "dev": ["pytest", "hypothesis", "ruff", "mypy", "sphinx", "myst-parser", "furo"],
     },
     entry_points={"console_scripts": ["megarl=megarl.cli.main:main"]},

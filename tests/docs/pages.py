@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "examples").rglob("*.md")])
 
 _MARKDOWN = MarkdownIt("commonmark").enable("table")
-_MARK = re.compile(r"<!-- (.*?) -->", re.DOTALL)
+_MARK = re.compile(r"<!-- (?!page: )(.*?) -->", re.DOTALL)  # `page: NAME` is of tests/failure_pages.py
 
 
 class Block(NamedTuple):
