@@ -14,6 +14,7 @@ from pathlib import Path
 
 from megarl.cli.doctor.finding import Finding, doubtful, good, size, wrong
 from megarl.cli.doctor.subject import Subject
+from megarl.config.schema import Device
 from megarl.placement.memory import plan_memory
 
 CHECK = "gpus"
@@ -158,7 +159,9 @@ def check(subject: Subject, found: Gpus) -> Iterator[Finding]:
     peak = 0
     if config is not None and plan is not None and subject.use_gpu and subject.all_models_known:
         peak = max((device.peak for device in plan_memory(config, plan, subject.architectures)), default=0)
-    # A cluster's nodes have GPUs of their own: there this machine only drives.
+    if subject.ray_address is not None and not found.gpus and (config is None or config.device is not Device.cpu):
+        yield good(CHECK, "none here: the run would be on those of the cluster's nodes", gpus=0)
+        return
+    # A cluster's nodes have GPUs of their own, and this machine may only drive.
     needed = plan.devices_per_node if plan is not None and subject.ray_address is None else 0
-    wanted = subject.use_gpu and (subject.ray_address is None or bool(found.gpus))
-    return judge(found, needed=needed, wanted=wanted, peak=peak)
+    yield from judge(found, needed=needed, wanted=subject.use_gpu, peak=peak)

@@ -46,7 +46,9 @@ def check(subject: Subject) -> Iterator[Finding]:
     if len(report.nodes) > 1:
         yield from judge_other_nodes(report.nodes)
     if subject.plan is not None:
-        yield judge_resources(report, list(ResourcePoolManager.of_plan(subject.plan, subject.use_gpu).resource_pools.values()))
+        num_gpus = max(subject.num_gpus, *(int(node.resources.get("GPU", 0)) for node in report.nodes))
+        use_gpu = replace(subject, num_gpus=num_gpus).use_gpu  # auto: those of the cluster count
+        yield judge_resources(report, list(ResourcePoolManager.of_plan(subject.plan, use_gpu).resource_pools.values()))
 
 
 @contextlib.contextmanager

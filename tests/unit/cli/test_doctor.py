@@ -98,6 +98,11 @@ def test_faults_of_gpus(used: int, cuda: str | None, needed: int, peak: int, sta
     assert (fault.status, fault.message) == (status, said)
 
 
+def test_a_driver_of_a_cluster_needs_no_gpu() -> None:
+    found = only(devices.check(Subject(ray_address="10.0.0.1:6379"), devices.Gpus()))
+    assert (found.status, found.message) == (Status.ok, "none here: the run would be on those of the cluster's nodes")
+
+
 def test_a_driver_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program = tmp_path / "nvidia-smi"
     program.write_text('#!/bin/sh\necho "NVIDIA-SMI has failed because it couldn\'t communicate with the NVIDIA driver."\nexit 9\n')
