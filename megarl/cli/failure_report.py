@@ -21,6 +21,7 @@ from megarl.trainers.monitor import PHASES, Position
 
 _NUM_LINES = 30
 _NUM_MESSAGE_LINES = 10
+_NUM_ADVICE_LINES = 9
 _NUM_CHARACTERS = 400  # of one line of a message
 _WIDTH = 78
 _LABEL = 8
@@ -50,7 +51,7 @@ def last_page(error: Exception, command: str, situation: Situation | None) -> st
     entries += _rows(error)
     entries += _others(error)
     if advice := remedy_for(cause, None if situation is None else situation.config):
-        entries.append(_Entry("try", advice))
+        entries.append(_Entry("try", advice[:_NUM_ADVICE_LINES]))
     if situation is not None:
         entries.append(_Entry("logs", _logs(error, situation)))
     lines = [f"==== megarl {command} failed ".ljust(_WIDTH, "=")]

@@ -35,12 +35,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _end(error: Exception, command: str, situation: Situation | None) -> int:
-    if isinstance(error, ConfigError) or (isinstance(error, ValueError) and _raised_by_megarl(error)):
+    can_be_mended = isinstance(error, ConfigError) or (isinstance(error, ValueError) and _raised_by_megarl(error))
+    if can_be_mended and (situation is None or not situation.is_under_way):
         print(f"megarl {command}: {error}", file=sys.stderr)
         return USER_ERROR
     importlib.import_module("megarl.cli.failure_report").print_failure(error, command, situation)
     print(f"megarl {command}: failed while running; the cause is shown above", file=sys.stderr)
-    return FAILED
+    return USER_ERROR if can_be_mended else FAILED
 
 
 def _raised_by_megarl(error: ValueError) -> bool:

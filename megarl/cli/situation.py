@@ -27,6 +27,11 @@ class Situation:
     nodes: Sequence[str] = ()
     position: Position | None = None
 
+    @property
+    def is_under_way(self) -> bool:
+        """It is in a step: what fails is worth a page, whoever can mend it."""
+        return self.position is not None and self.position.step is not None
+
 
 class RunFailedError(Exception):
     """`error` is what failed."""

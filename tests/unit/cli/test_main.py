@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType
 
+import numpy as np
 import pytest
+import torch
 
+from megarl.algorithms.scores import refuse_unusable
 from megarl.cli.main import main
+from megarl.cli.situation import situation_of
 from megarl.config.errors import ConfigError
+from megarl.config.schema import PPOConfig
 from megarl.controller.errors import PhaseTimeoutError
+from megarl.trainers.monitor import Position
 
 
 @pytest.fixture
@@ -100,3 +108,22 @@ def test_a_workers_failure_is_shown_without_the_drivers_stack(
     said = capsys.readouterr().err
     assert "values" in said
     assert "Traceback" not in said
+
+
+def test_what_the_user_can_mend_in_the_middle_of_a_run_gets_the_page_too(
+    command: Callable[[str, Callable[..., int]], None], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """As a reward that is NaN: its sample, the step, and where to look."""
+
+    def run(path: str, overrides: list[str]) -> int:
+        with situation_of(PPOConfig()) as situation:
+            situation.output_dir, situation.position = tmp_path, Position(step=3, phases=["step", "adv"])
+            refuse_unusable("the sum of token_level_rewards", torch.tensor([0.0, math.nan]), np.array(["0-1", "0-2"], dtype=object))
+        return 0
+
+    command("train", run)
+    assert main(["train", "x.yaml"]) == 2
+    page = capsys.readouterr().err.partition("==== megarl train failed")[2]
+    assert "nan for 1 of 2 samples (uid 0-2)" in page
+    assert "when    step 3, phase adv" in page
+    assert (tmp_path / "failure.txt").exists()
