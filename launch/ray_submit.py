@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import logging
 import os
 import sys
 import tempfile
@@ -39,6 +40,7 @@ class SubmissionError(RuntimeError):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parsed = _parser().parse_args(arguments)
+    logging.getLogger("ray").setLevel(logging.WARNING)  # of its uploads and connections
     try:
         config = load_checked(SFTConfig if parsed.sft else PPOConfig, parsed.config, parsed.overrides)
         client = _connect(parsed.address)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import signal
 import socket
 import sys
 import uuid
@@ -214,12 +215,10 @@ def join(num_ranks: int) -> Iterator[Ranks]:
 
 def serve() -> int:
     """On every other rank: does what rank 0 asks for, until it needs nothing more; the exit status."""
-    import signal
-
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # rank 0 gets it as well: it saves, with us, and ends
     channel, node, use_gpu = _meet()
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # rank 0 gets it as well: it saves, with us, and ends; where it fails, so do we
     host = WorkerHost(node)
-    while (order := channel.receive(0)) is not None:
+    while (order := _next_order(channel)) is not None:
         answer = _construct(host, order, use_gpu) if isinstance(order, Construct) else _execute(host, order)
         failure = answer[1].failure
         if failure is not None:
@@ -229,6 +228,13 @@ def serve() -> int:
         channel.send(answer, 0)
     channel.flush()
     return 0
+
+
+def _next_order(channel: Channel) -> Any:
+    try:
+        return channel.receive(0)
+    except RuntimeError as error:  # of gloo
+        raise SystemExit(f"rank {rank()}: rank 0 has gone ({str(error).splitlines()[0]})") from error
 
 
 def _order(future: RankFuture, other: int) -> Execute:

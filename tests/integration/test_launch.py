@@ -73,7 +73,8 @@ def test_what_is_wrong_is_said_before_anything_is_sent(env: dict[str, str], tmp_
 def test_ctrl_c_stops_the_job(cluster: str, env: dict[str, str], tmp_path: Path) -> None:
     save_ppo_run(tmp_path)
     job = submit(cluster, env, tmp_path, *WITHOUT_CRITIC, "trainer.total_steps=10000")
-    job.wait_for(lambda: (tmp_path / "run" / "metrics.jsonl").exists())
+    written = tmp_path / "run" / "metrics.jsonl"
+    job.wait_for(lambda: written.exists() and written.read_text().count("\n"))
     job.interrupt()
     assert job.status() == 130, job.said()
     assert "which is saved; the same command goes on from there" in job.said(), job.said()[-3000:]
