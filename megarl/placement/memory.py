@@ -135,7 +135,7 @@ class _Sizes:
         self._config = config
         self._roles = {role.name: role for role in model_roles(config)}
         self._architectures = architectures
-        self._weight_bytes = 4 if config.model.dtype is DType.float32 else 2
+        self._weight_bytes = _weight_bytes(config.model.dtype)
 
     def stage(self, role: str, rank: int) -> int:
         """The pipeline stage of a rank: Megatron counts tensor-parallel ranks fastest, then replicas, then stages. 0 for an engine."""
@@ -228,17 +228,19 @@ def _layer_elements(architecture: Architecture, parallel: ParallelConfig) -> int
     return whole + (attention + 5 * architecture.intermediate_size) // cut
 
 
+def _weight_bytes(dtype: DType) -> int:
+    return 4 if dtype is DType.float32 else 2
+
+
 def engine_weights(config: PPOConfig, policy: Architecture) -> int:
     """Bytes of one device's part."""
-    weight_bytes = 4 if config.model.dtype is DType.float32 else 2
-    return num_parameters(policy) * weight_bytes // config.rollout.tensor_parallel_size
+    return num_parameters(policy) * _weight_bytes(config.model.dtype) // config.rollout.tensor_parallel_size
 
 
 def row_cache(config: PPOConfig, policy: Architecture) -> int:
     """Bytes of one device's part of the keys and values of a row as long as allowed."""
     heads = max(1, policy.num_key_value_heads // config.rollout.tensor_parallel_size)
-    weight_bytes = 4 if config.model.dtype is DType.float32 else 2
-    return max_row_tokens(config) * 2 * policy.num_hidden_layers * heads * policy.head_dim * weight_bytes
+    return max_row_tokens(config) * 2 * policy.num_hidden_layers * heads * policy.head_dim * _weight_bytes(config.model.dtype)
 
 
 def engine_share(config: PPOConfig) -> int | None:
@@ -253,7 +255,8 @@ def model_state(model: ModelRole, architecture: Architecture, dtype: DType, stag
     """Parameters, gradients and optimizer state of one rank of a pipeline stage: weights in `dtype`; where the model trains, float32
     gradients, and over data-parallel ranks (ZeRO 1) two float32 moments and, for bfloat16, a float32 master copy."""
     count = stage_parameters(architecture, model.parallel, stage, with_value_head=model.with_value_head)
-    weight_bytes, master_bytes = (4, 0) if dtype is DType.float32 else (2, 4)
+    weight_bytes = _weight_bytes(dtype)
+    master_bytes = 0 if dtype is DType.float32 else 4
     if model.optim is None:
         return Usage(parameters=count * weight_bytes)
     return Usage(
