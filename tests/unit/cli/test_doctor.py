@@ -153,7 +153,8 @@ def test_threads_against_cores() -> None:
 
 
 def test_a_clock_that_nothing_keeps_right_matters_between_nodes() -> None:
-    assert machine.probe_clock().synchronised in (True, False)  # the kernel answers without any right
+    found = machine.probe_clock()
+    assert found == (None, None) or (found.max_error_s is not None and found.max_error_s >= 0)  # a container may forbid to ask
     loose = machine.Clock(synchronised=False, max_error_s=16.0)
     assert machine.judge_clock(loose, num_nodes=1).status is Status.ok
     assert machine.judge_clock(loose, num_nodes=2).status is Status.warning
