@@ -98,6 +98,7 @@ COMMANDS: dict[str, Executed | InTest | Make | ByHand] = {
     "python -m examples.quickstart.prepare": InTest(_STAGES, ("-m examples.quickstart.prepare",)),
     "python -m examples.math.prepare": InTest(_MATH, ("examples.math.prepare",)),
     "megarl doctor CONFIG": InTest(_DOCTOR, ("doctor",)),
+    "megarl score CONFIG ROWS": InTest(_SCORE, ("score",)),
     "megarl score CONFIG ROWS.parquet": InTest(_SCORE, ("score", ".parquet")),
     f"megarl score configs/quickstart.yaml outputs/quickstart/generations.jsonl {_MY_REWARD}": InTest(
         f"{_EXAMPLES}::test_data_estimator_and_reward_of_ones_own_train", ("score", "examples/custom_reward.py")
