@@ -17,6 +17,7 @@ import sys
 from collections.abc import Mapping, MutableMapping
 
 from megarl.controller.environment import daemon_settings
+from megarl.controller.reaper import descendants, end_held, hold
 
 AUTH_MODE, AUTH_TOKEN = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN"
 _LOOK_S = 1.0
@@ -107,7 +108,9 @@ def main() -> int:
                 )
                 return 1
     finally:
+        agents = hold(descendants(os.getpid()))  # some would take a minute to find out that their raylet has ended
         node.kill_all_processes(check_alive=False, allow_graceful=False)
+        end_held(agents)
     return 0
 
 
