@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: setup quickstart algorithms troubleshooting test lint types docs reference clean
+.PHONY: setup quickstart algorithms troubleshooting test test-all lint types docs reference clean
 
 setup: $(READY)
 
@@ -33,6 +33,10 @@ troubleshooting: $(READY)
 
 test: $(READY) lint types
 	$(BIN)/python -m pytest $(ARGS)
+
+# With the tests that take longest, which `make test` leaves out: before a release, or where they are about what was changed.
+test-all: $(READY) lint types
+	$(BIN)/python -m pytest -m "" $(ARGS)
 
 lint: $(READY)
 	$(BIN)/ruff check .

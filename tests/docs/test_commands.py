@@ -31,7 +31,7 @@ READY = "--old-file=.venv/.ready"  # make takes the virtual environment as it is
 
 BLOCKS = [block for page in PAGES for block in blocks(page)]
 INLINE = [command for page in PAGES for command in inline_commands(page)]
-NAMES = re.compile(r"make [a-z]+|megarl [a-z]+|.* \.\.\.")  # of a command, said and not typed
+NAMES = re.compile(r"make [a-z-]+|megarl [a-z]+|.* \.\.\.")  # of a command, said and not typed
 FOUND = [
     *(command for block in BLOCKS for command in commands(block)),
     *(command for command in INLINE if not NAMES.fullmatch(command.text)),
@@ -65,7 +65,7 @@ def test_every_command_is_run_by_a_test_or_marked() -> None:
 
 
 def test_commands_that_are_named_exist() -> None:
-    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     helped = subprocess.run([sys.executable, "-m", "megarl", "--help"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     known = {f"make {target}" for target in targets} | {f"megarl {name}" for name in re.findall(r"^    ([a-z]+) ", helped, re.MULTILINE)}
     named = {" ".join(command.text.split()[:2]) for command in INLINE if command.text.startswith(("make ", "megarl "))}

@@ -13,6 +13,8 @@ from megarl.config.schema import PlacementStrategy
 from megarl.placement.plan import plan_placement
 from tests.integration.simulated_cluster import DEVICES_PER_NODE, NUM_NODES, STRATEGIES, config
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 
 

@@ -25,6 +25,7 @@ def pip_has_wheels_of_its_own() -> bool:
     return "find-links" in settings
 
 
+@pytest.mark.slow
 def test_the_steps_of_the_cpu_image_make_what_runs_the_quickstart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`python` of the image's base is this machine's, of the same version."""
     monkeypatch.setenv("PIP_NO_COMPILE", "1")  # what is used is compiled when it is; half a minute

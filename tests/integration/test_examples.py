@@ -104,6 +104,7 @@ def test_the_estimator_is_the_one_of_the_manual() -> None:
     assert function in (ROOT / "docs" / "algorithms.md").read_text()
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_and_its_policy_answers(folder: Path) -> None:
     said = run("examples.resume", "sft", str(folder / "sft.yaml"))
     killed = re.search(r"killed; the newest checkpoint is step_(\d+)", said)

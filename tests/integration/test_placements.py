@@ -142,7 +142,15 @@ def test_actor_and_critic_train_at_the_same_time_where_they_share_no_device(spli
     assert overlap(split)
 
 
-@pytest.mark.parametrize("strategy", [each for each in PlacementStrategy if each is not PlacementStrategy.split_collocate])
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        PlacementStrategy.hybrid,
+        PlacementStrategy.fully_collocate,
+        pytest.param(PlacementStrategy.stand_alone, marks=pytest.mark.slow),
+        pytest.param(PlacementStrategy.custom, marks=pytest.mark.slow),
+    ],
+)
 def test_it_is_the_same_run(strategy: PlacementStrategy, split: Finished, inputs: Path, tmp_path: Path) -> None:
     finished = run_ppo(config(inputs, tmp_path, strategy))
     assert_same_run(finished, split)
@@ -164,6 +172,7 @@ class Killer:
             os.kill(roles.rollout.replicas[self._replica].process_ids()[0], signal.SIGKILL)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", [2, 3])  # after a step that put the engines to sleep, and after one that gave them weights
 def test_an_engine_that_is_killed_gets_weights_from_a_trainer_that_is_away(
     step: int, split: Finished, inputs: Path, tmp_path: Path
@@ -172,6 +181,7 @@ def test_an_engine_that_is_killed_gets_weights_from_a_trainer_that_is_away(
     assert_same_run(hybrid, split)
 
 
+@pytest.mark.slow
 def test_sglang_takes_turns_too(inputs: Path, tmp_path: Path) -> None:
     runs = []
     for strategy in (PlacementStrategy.split_collocate, PlacementStrategy.fully_collocate):  # all: tests/soak/placements.py

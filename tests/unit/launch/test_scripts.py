@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,9 @@ WORKER_FIELDS = {
 @pytest.mark.parametrize("name", ["torchrun.sh", "slurm.sbatch"])
 def test_shell_scripts_have_no_fault(name: str) -> None:
     assert subprocess.run(["bash", "-n", LAUNCH / name], check=False, capture_output=True).stderr == b""
-    found = subprocess.run(["shellcheck", "--severity=style", LAUNCH / name], check=False, capture_output=True, text=True)
+    found = subprocess.run(
+        [Path(sys.executable).with_name("shellcheck"), "--severity=style", LAUNCH / name], check=False, capture_output=True, text=True
+    )
     assert found.returncode == 0, found.stdout
 
 
