@@ -14,10 +14,11 @@ import secrets
 import select
 import subprocess
 import sys
+import uuid
 from collections.abc import Mapping, MutableMapping
 
 from megarl.controller.environment import daemon_settings
-from megarl.controller.reaper import descendants, end_held, hold
+from megarl.controller.reaper import descendants, end_held, hold, start_reaper
 
 AUTH_MODE, AUTH_TOKEN = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN"
 _LOOK_S = 1.0
@@ -99,6 +100,8 @@ def main() -> int:
     node = Node(parameters, head=parsed.head is None, shutdown_at_exit=False, spawn_reaper=True)
     if parsed.head is None:
         write_ray_address(node.gcs_address, node.get_temp_dir_path())  # by which the job server finds its own cluster, among several
+    # Ray's agents would take a minute to find out that their raylet has ended, and they are nobody's children when it ends first.
+    start_reaper(f"ray-node-{uuid.uuid4().hex}", whole_group=False, named=descendants(os.getpid()))
     print(node.gcs_address, flush=True)
     try:
         while not select.select([sys.stdin], [], [], _LOOK_S)[0]:
@@ -108,7 +111,7 @@ def main() -> int:
                 )
                 return 1
     finally:
-        agents = hold(descendants(os.getpid()))  # some would take a minute to find out that their raylet has ended
+        agents = hold(descendants(os.getpid()))  # also those that were started since
         node.kill_all_processes(check_alive=False, allow_graceful=False)
         end_held(agents)
     return 0

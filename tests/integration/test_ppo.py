@@ -208,7 +208,8 @@ def test_the_updates_of_both_models_overlap(finished: Finished) -> None:
 def test_generations_are_written(finished: Finished) -> None:
     rows = [json.loads(line) for line in (finished.output_dir / "generations.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [step for step in (0, 2, 4, STEPS) for _ in range(3)]
-    assert rows[0].keys() == {"step", "uid", "data_source", "response", "ground_truth", "score"}
+    assert rows[0].keys() == {"step", "uid", "data_source", "response", "ground_truth", "extra_info", "score"}
+    assert [row["extra_info"] for row in rows] == [{"index": 32 + int(row["uid"])} for row in rows]  # the held-out numbers
     assert [row["response"] for row in rows[:3]] == [row["response"] for row in rows[3:6]]  # greedy, with the same weights
 
 
