@@ -55,7 +55,7 @@ def started_rollout(
     """Its processes end with the block."""
     pool = RayResourcePool([num_replicas], use_gpu=False, name="rollout")
     places = [ReplicaPlace(part) for part in pool.split()]
-    replicas = Replicas(places, build_engine, restart_limit=restart_limit, phase_time_limit_s=120)
+    replicas = Replicas(places, build_engine, restart_limit=restart_limit, phase_time_limit_s=480)
     limits = RolloutLimits(max_concurrency=max_concurrency, answer_limit_s=answer_limit_s, sample_limit_s=sample_limit_s)
     try:
         yield Rollout(replicas, rules, limits, seed)

@@ -75,7 +75,7 @@ def engines(ray_cluster: None, folders: dict[str, Path]) -> Iterator[dict[str, R
         )
         spec = EngineSpec(path=str(folders[family]), dtype=DType.float32, device=Device.cpu, rollout=rollout)
         places = [ReplicaPlace(part) for part in pool.split()]
-        replicas[family] = Replicas(places, partial(build_engine, spec), restart_limit=0, phase_time_limit_s=300)
+        replicas[family] = Replicas(places, partial(build_engine, spec), restart_limit=0, phase_time_limit_s=600)
         pools.append(pool)
     yield replicas
     for of_family in replicas.values():

@@ -90,7 +90,7 @@ def model_spec(
 def started(pool_name: str, world_size: int, workers: Mapping[str, RayClassWithInitArgs]) -> Iterator[dict[str, RoleGroup]]:
     """The workers, fused in `world_size` processes that end with the block."""
     pool = RayResourcePool([world_size], use_gpu=False, name=pool_name)
-    group = RayWorkerGroup(pool, create_colocated_worker_cls(workers), phase_time_limit_s=120)
+    group = RayWorkerGroup(pool, create_colocated_worker_cls(workers), phase_time_limit_s=480)
     try:
         yield group.spawn()
     finally:
