@@ -16,7 +16,7 @@ from megarl.tracking.tracked_run import TrackedRun
 _NAME = "mlflow"
 _STORE = "mlruns"
 _BATCH = 100  # parameters in a call; of metrics 1000
-_MAX_VALUE = 500  # characters of a parameter
+_MAX_VALUE = 6000  # characters of a parameter, MLflow's limit; `config.yaml` has longer ones whole
 _EVERY_STEP = "timing_s/step"  # the metric that each step has
 
 Item = TypeVar("Item")
@@ -50,7 +50,7 @@ class MlflowService:
         experiment_id = self._client.create_experiment(run.project) if experiment is None else experiment.experiment_id
         run_id = self._client.create_run(experiment_id, run_name=run.name).info.run_id
         for settings in _batches(run.settings(), _BATCH):
-            params = [Param(key, str(value)[:_MAX_VALUE]) for key, value in settings]
+            params = [Param(key, _shortened(str(value))) for key, value in settings]
             self._client.log_batch(run_id, params=params)
         return run_id
 
@@ -72,6 +72,10 @@ class MlflowService:
 
 def _cell(value: Any) -> Any:
     return value if isinstance(value, (str, int, float)) else str(value)
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= _MAX_VALUE else text[: _MAX_VALUE - 4] + " ..."
 
 
 def _batches(items: Iterable[Item], size: int) -> Iterator[list[Item]]:
