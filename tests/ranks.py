@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gc
 import os
+import pickle
 import tempfile
 import traceback
 import uuid
@@ -30,13 +31,14 @@ def _serve(rank: int, store_dir: str, inbox: mp.Queue, outbox: mp.Queue) -> None
 
     torch.set_num_threads(1)
     while (call := inbox.get()) is not None:
-        call_id, function, world_size, arguments = call
+        call_id, world_size, work = call
         try:
+            function, arguments = pickle.loads(work)
             dist.init_process_group(
                 "gloo", init_method=f"file://{store_dir}/{call_id}", rank=rank, world_size=world_size, timeout=timedelta(seconds=120)
             )
             try:
-                outbox.put((rank, True, function(**arguments)))
+                outbox.put((rank, True, pickle.dumps(function(**arguments))))
             finally:
                 dist.destroy_process_group()
                 gc.collect()  # a model's cycles hold its process groups, each with three threads of gloo's that wake all the time
@@ -59,15 +61,19 @@ class RankPool:
             process.start()
 
     def run(self, function: Callable[..., Any], *, world_size: int, **arguments: Any) -> list[Any]:
-        """Results are in the order of ranks. Tensors come back through shared memory.
+        """Results are in the order of ranks.
+
+        Arguments and results travel by value: a queue of torch's sends a file descriptor for each tensor, which is open as long
+        as the tensor lives, and a system gives a process as few as 1,024 of them.
 
         A rank that does not answer in time (a collective that its peers do not reach) makes the pool unusable, so that the
         next tests fail at once and do not wait as long.
         """
         assert not self._hung, "a rank of an earlier test hangs; the first failure is the one to look at"
         call_id = uuid.uuid4().hex
+        work = pickle.dumps((function, arguments))
         for inbox in self._inboxes[:world_size]:
-            inbox.put((call_id, function, world_size, arguments))
+            inbox.put((call_id, world_size, work))
         results: dict[int, Any] = {}
         failures = []
         while len(results) + len(failures) < world_size:
@@ -75,7 +81,7 @@ class RankPool:
             rank, good, value = self._outbox.get(timeout=ANSWER_LIMIT_S)
             self._hung = False
             if good:
-                results[rank] = value
+                results[rank] = pickle.loads(value)
             else:
                 failures.append(f"rank {rank}:\n{value}")
         if failures:

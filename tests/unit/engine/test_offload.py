@@ -11,6 +11,7 @@ import torch
 
 from megarl.config.architecture import read_architecture
 from megarl.config.schema import OptimConfig, ParallelConfig
+from megarl.protocol.heap import trim_heap
 from tests.ranks import RankPool
 from tests.unit.engine.models import make_batch, save_large_model, save_model
 from tests.unit.engine.rank_side import LAYOUTS, Tensors, build, deal, hf_weights, merge, replica_rows, start, take
@@ -118,6 +119,7 @@ def measure(folder: str, optim: OptimConfig | None) -> Memory:
     if optim is not None:
         engine.forward_backward(take(make_batch(), [1]), [[0]], negative_log_likelihood)
         engine.step()
+    trim_heap()  # what the rank freed before this test is not counted
     before = resident_bytes()
     reported = engine.offload(*StatePart)
     away = resident_bytes()
