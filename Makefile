@@ -5,6 +5,8 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 export OMP_NUM_THREADS ?= 1
+# Every process of a run imports the package; where this is set, as images of containers do, each would compile it anew.
+unexport PYTHONDONTWRITEBYTECODE
 export TOKENIZERS_PARALLELISM ?= false
 
 .PHONY: setup quickstart algorithms troubleshooting test test-all lint types docs reference clean

@@ -66,6 +66,7 @@ def run(*arguments: str) -> str:
     return ended.stdout
 
 
+@pytest.mark.slow
 def test_data_estimator_and_reward_of_ones_own_train(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     said = run("examples.custom_data", "examples/questions.csv", str(folder / "questions"))
     assert said.splitlines() == [f"{folder}/questions/train.parquet: 24 rows", f"{folder}/questions/validation.parquet: 8 rows"]

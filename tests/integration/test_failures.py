@@ -126,7 +126,14 @@ def test_calls_that_wait_in_a_queue_have_the_limit_for_themselves(make_group: Ma
     assert gather(*[group.sleep(1.2) for _ in range(3)]) == [[0], [0], [0]]
 
 
-@pytest.mark.parametrize(("mode", "end_with"), [("wait", signal.SIGKILL), ("wait", signal.SIGINT), ("end", None)])
+@pytest.mark.parametrize(
+    ("mode", "end_with"),
+    [
+        ("wait", signal.SIGKILL),
+        pytest.param("wait", signal.SIGINT, marks=pytest.mark.slow),
+        pytest.param("end", None, marks=pytest.mark.slow),
+    ],
+)
 def test_nothing_outlives_the_driver(mode: str, end_with: signal.Signals | None) -> None:
     driver, processes = start_driver(mode, {})
     assert mode == "end" or len(processes) >= 10  # Ray's daemons, the worker, its child and grandchild, the driver's child

@@ -52,6 +52,7 @@ def test_a_submitted_run_trains_and_its_status_is_the_commands(cluster: str, env
     assert "PPO run" in job.said()  # the last table of the log
 
 
+@pytest.mark.slow
 def test_a_submitted_run_that_fails_shows_its_first_cause(cluster: str, env: dict[str, str], tmp_path: Path) -> None:
     save_ppo_run(tmp_path)
     job = submit(cluster, env, tmp_path, *WITHOUT_CRITIC, f"reward.functions=[{{path: {tmp_path / 'failing.py'}}}]")
@@ -70,6 +71,7 @@ def test_what_is_wrong_is_said_before_anything_is_sent(env: dict[str, str], tmp_
     assert f"no job server answers at {nobody}" in good.said()
 
 
+@pytest.mark.slow
 def test_ctrl_c_stops_the_job(cluster: str, env: dict[str, str], tmp_path: Path) -> None:
     save_ppo_run(tmp_path)
     job = submit(cluster, env, tmp_path, *WITHOUT_CRITIC, "trainer.total_steps=10000")
@@ -106,6 +108,7 @@ def test_torchrun_starts_ray_on_its_nodes_and_all_end_together(tmp_path: Path) -
     assert "2 nodes are up" in nodes[0].said()
 
 
+@pytest.mark.slow
 def test_under_torchrun_a_failure_ends_all_nodes_with_its_cause(tmp_path: Path) -> None:
     save_ppo_run(tmp_path)
     nodes = launch_nodes(tmp_path, *WITHOUT_CRITIC, f"reward.functions=[{{path: {tmp_path / 'failing.py'}}}]")

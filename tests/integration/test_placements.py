@@ -146,7 +146,7 @@ def test_actor_and_critic_train_at_the_same_time_where_they_share_no_device(spli
     "strategy",
     [
         PlacementStrategy.hybrid,
-        PlacementStrategy.fully_collocate,
+        pytest.param(PlacementStrategy.fully_collocate, marks=pytest.mark.slow),
         pytest.param(PlacementStrategy.stand_alone, marks=pytest.mark.slow),
         pytest.param(PlacementStrategy.custom, marks=pytest.mark.slow),
     ],
@@ -190,6 +190,7 @@ def test_sglang_takes_turns_too(inputs: Path, tmp_path: Path) -> None:
     assert_same_run(*runs)
 
 
+@pytest.mark.slow
 def test_sglang_and_the_trainer_mean_the_same_by_a_cool_log_prob(inputs: Path, tmp_path: Path) -> None:
     """At temperature 1 the runs above say so."""
     settings = config(inputs, tmp_path, PlacementStrategy.split_collocate, RolloutEngineKind.sglang)

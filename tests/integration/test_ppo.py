@@ -230,6 +230,7 @@ def without_times(finished: Finished) -> list[dict[str, float]]:
     return [{key: value for key, value in line.items() if not key.startswith(_TIMED)} for line in finished.metrics]
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_run(finished: Finished, inputs: Path, tmp_path: Path) -> None:
     assert without_times(run_ppo(split_collocate(inputs, tmp_path))) == without_times(finished)
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.soak.kills import run
 
 KILLS = 14
 
 
+@pytest.mark.slow
 def test_random_kills_lose_nothing(ray_cluster: None, tmp_path: Path) -> None:
     report = run("fake", num_kills=KILLS, seed=0, folder=tmp_path)
     assert sum(report.victims.values()) == KILLS

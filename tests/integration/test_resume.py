@@ -139,6 +139,7 @@ def test_damage_that_the_driver_sees_is_known_before_a_process_starts(
     assert "Older ones that are whole: " in err[0]
 
 
+@pytest.mark.slow
 def test_ppo_killed_in_a_save_goes_on_as_if_nothing_had_been(inputs: Path, tmp_path: Path) -> None:
     """With a critic that warms up, an adaptive KL controller, validations, and bfloat16 weights over float32 masters."""
     config = ppo_config(inputs, DType.bfloat16, PPO_STEPS, every_steps=2)

@@ -14,6 +14,9 @@ import pytest
 
 from megarl.config.load import dump_config
 from megarl.config.schema import (
+    AdvantageConfig,
+    AdvantageEstimator,
+    AlgorithmConfig,
     DataConfig,
     Device,
     DType,
@@ -85,7 +88,8 @@ def start(folder: Path) -> Iterator[Callable[[], Run]]:
             model=ModelConfig(path=str(folder / "policy"), dtype=DType.float32),
             data=DataConfig(train_files=[str(folder / "train.parquet")], max_prompt_length=8, max_response_length=8),
             reward=RewardConfig(functions=[RewardFunctionConfig(path=str(folder / "reward.py"))], time_limit_s=200, num_processes=1),
-            rollout=RolloutConfig(restart_limit=0),  # so that the death of any process ends the run
+            algorithm=AlgorithmConfig(advantage=AdvantageConfig(estimator=AdvantageEstimator.rloo)),  # no critic: a process less to start
+            rollout=RolloutConfig(n=2, restart_limit=0),  # so that the death of any process ends the run
             trainer=TrainerConfig(total_steps=10_000, prompts_per_step=8, validate_before=False, output_dir=str(folder / "run")),
             device=Device.cpu,
         )
@@ -115,6 +119,7 @@ def test_a_killed_worker_ends_the_run_and_is_named(start: Callable[[], Run]) -> 
     assert f"-{victim.pid}.err: that process and the engine in it" in page
 
 
+@pytest.mark.slow
 def test_a_killed_driver_leaves_nothing(start: Callable[[], Run]) -> None:
     run = start()
     run.wait_for(lambda: run.steps() >= 1)
@@ -125,6 +130,7 @@ def test_a_killed_driver_leaves_nothing(start: Callable[[], Run]) -> None:
     assert gone_within(everything, LIMIT_S) == []
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_cleanly(start: Callable[[], Run]) -> None:
     run = start()
     run.wait_for(lambda: run.steps() >= 1)

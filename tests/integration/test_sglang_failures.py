@@ -7,6 +7,8 @@ import signal
 from functools import partial
 from pathlib import Path
 
+import pytest
+
 from megarl.config.schema import Device, DType, RolloutConfig, RolloutEngineKind
 from megarl.protocol.checksum import checksum
 from megarl.rollout.interface import SamplingParameters, plan_requests
@@ -15,6 +17,7 @@ from tests.rollout_replicas import push_of, started_rollout
 from tests.unit.rollout.models import random_model
 
 
+@pytest.mark.slow
 def test_a_killed_scheduler_costs_no_sample(ray_cluster: None, tmp_path: Path) -> None:
     model = random_model()
     model.config.architectures = [type(model).__name__]

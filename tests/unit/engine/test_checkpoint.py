@@ -95,7 +95,11 @@ RESHAPED = [
     ParallelConfig(pipeline_parallel_size=2, virtual_pipeline_parallel_size=2),
     ParallelConfig(tensor_parallel_size=2, pipeline_parallel_size=2),
 ]
-RESHAPED_MODELS = [("qwen2", "lm", torch.float32), ("qwen2-tied", "lm", torch.bfloat16), ("critic", "value", torch.float32)]
+RESHAPED_MODELS = [
+    ("qwen2-tied", "lm", torch.bfloat16),
+    pytest.param("qwen2", "lm", torch.float32, marks=pytest.mark.slow),
+    pytest.param("critic", "value", torch.float32, marks=pytest.mark.slow),
+]
 
 
 @pytest.mark.parametrize(("model", "head", "dtype"), RESHAPED_MODELS)

@@ -85,8 +85,10 @@ def _parcel(chunks: Sequence[TensorChunk]) -> Iterator[Parcel]:
 
 
 def push(model: PreTrainedModel, engine: RolloutEngine, version: int = 1) -> None:
+    """In some hundred parcels at most: each is an open file."""
+    elements = sum(parameter.numel() for parameter in model.parameters())
     engine.begin_weight_update(manifest_of(model))
-    with parcels_of(chunks_of(model)) as parcels:
+    with parcels_of(chunks_of(model, max(1000, elements // 300))) as parcels:
         engine.load_weights(parcels)
     engine.end_weight_update(version)
 
