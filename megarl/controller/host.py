@@ -30,6 +30,7 @@ from megarl.controller.messages import (
     qualified_name,
 )
 from megarl.controller.reaper import OWNER, start_reaper
+from megarl.protocol.held_port import hold_port
 
 if TYPE_CHECKING:
     from megarl.controller.dispatch import ArgumentLayout
@@ -56,15 +57,12 @@ class WorkerHost:
         self._activity = Activity()
         self._workers: dict[str, Worker] = {}
         self._location = Location(node or _node_address(), os.getpid(), _stderr_path())
-        self._reserved_port: socket.socket | None = None
+        self._held_port: socket.socket | None = None
 
     def rendezvous(self) -> Rendezvous:
-        """An address of this process's node that no one else takes: the port stays bound but not listening, which keeps others
-        from being given it and lets torch's store (SO_REUSEADDR) have it."""
-        self._reserved_port = socket.socket()
-        self._reserved_port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        self._reserved_port.bind(("", 0))
-        return Rendezvous(self._location.node, self._reserved_port.getsockname()[1])
+        """An address of this process's node that no one else takes."""
+        self._held_port = hold_port("")
+        return Rendezvous(self._location.node, self._held_port.getsockname()[1])
 
     def construct(
         self, workers: bytes, identity: RankIdentity, rendezvous: Rendezvous, environment: Mapping[str, str], use_gpu: bool, owner: str

@@ -17,6 +17,7 @@ import psutil
 from megarl.cli.doctor.finding import Finding, doubtful, good, wrong
 from megarl.cli.doctor.subject import Subject
 from megarl.controller.environment import fill_in
+from megarl.protocol.held_port import hold_port
 
 LOOPBACK, PORTS = "ranks", "ports"
 _MOST_CPU_RANKS = 4
@@ -44,10 +45,8 @@ def probe_loopback(
     """An all-reduce between `ranks` processes of this machine, which are gone when this returns."""
     interfaces = tuple(sorted(psutil.net_if_addrs()))
     interface = environment.get(VARIABLE[backend])
-    with tempfile.TemporaryDirectory() as folder, socket.socket() as reserved:
-        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # bound and not listening: nobody else is given it
-        reserved.bind((address, 0))
-        arguments = [str(ranks), address, str(reserved.getsockname()[1]), str(limit_s)]
+    with tempfile.TemporaryDirectory() as folder, hold_port(address) as held:
+        arguments = [str(ranks), address, str(held.getsockname()[1]), str(limit_s)]
         processes = [start_rank(backend, rank, arguments, environment, Path(folder)) for rank in range(ranks)]
         try:
             error = wait_for_ranks(processes, Path(folder), _IMPORT_S + limit_s)

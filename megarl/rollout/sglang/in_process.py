@@ -9,6 +9,7 @@ from collections.abc import Callable
 from multiprocessing.process import BaseProcess
 from typing import Any
 
+from megarl.protocol.held_port import hold_port
 from megarl.rollout.interface import EngineDeadError
 from megarl.rollout.sglang import environment, features, processes
 from megarl.rollout.sglang.backend import Backend, CallRefusedError
@@ -26,9 +27,11 @@ class InProcessBackend(Backend):
     def start(self) -> None:
         environment.prepare(self._server_args["device"], self._server_args["tp_size"])
         self._last_words = LastWords()
+        # SGLang would choose a port for its ranks seconds before they listen on it, and a busy machine give it to another.
+        self._held_port = hold_port("127.0.0.1")
         before = set(multiprocessing.active_children())
         try:
-            self._engine = _make_engine(self._server_args)
+            self._engine = _make_engine({"nccl_port": self._held_port.getsockname()[1], **self._server_args})
         except RuntimeError as error:  # what SGLang raises when a process of its ends; what it says is where to look
             self._children = [child for child in multiprocessing.active_children() if child not in before]
             words = self._last_words.read()
@@ -91,6 +94,7 @@ class InProcessBackend(Backend):
             child.kill()
         for child in self._children:
             child.join(_END_LIMIT_S)
+        self._held_port.close()
         self._last_words.close()
 
 

@@ -20,6 +20,7 @@ from typing import Any
 
 import psutil
 
+from megarl.protocol.held_port import hold_port
 from megarl.rollout.sglang import environment, features, last_words, processes
 
 _POLL_S = 0.05
@@ -47,21 +48,24 @@ def _serve(settings: dict[str, Any]) -> None:
     from sglang.srt.entrypoints.http_server import launch_server
     from sglang.srt.server_args import ServerArgs
 
-    # Bound and not listening, it keeps the port from others and lets the server (SO_REUSEADDR) have it.
-    reserved = socket.socket(socket.AF_INET6 if ":" in settings["host"] else socket.AF_INET)
-    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    reserved.bind((settings["host"], 0))
-    port = reserved.getsockname()[1]
+    host = settings["host"]
+    held = [hold_port(host) for _ in range(2)]  # until this process ends
+    port, ranks_port = (each.getsockname()[1] for each in held)
 
     def ready() -> None:
-        _wait_until_listening(settings["host"], port)
+        _wait_until_listening(host, port)
         answer = {"port": port, "features": dataclasses.asdict(features.detect())}
         with os.fdopen(settings["ready_fd"], "w") as pipe:
             pipe.write(json.dumps(answer) + "\n")
 
     launch_server(
         ServerArgs(
-            **server_args, host=settings["host"], port=port, api_key=settings["api_key"], log_level_http="warning", skip_server_warmup=True
+            **{"nccl_port": ranks_port, **server_args},
+            host=host,
+            port=port,
+            api_key=settings["api_key"],
+            log_level_http="warning",
+            skip_server_warmup=True,
         ),
         run_scheduler_process_func=processes.run_scheduler,
         run_detokenizer_process_func=processes.run_detokenizer,
