@@ -100,6 +100,7 @@ def launch_nodes(folder: Path, *arguments: str, num_nodes: int = 2) -> list[Comm
     ]
 
 
+@pytest.mark.slow
 def test_torchrun_starts_ray_on_its_nodes_and_all_end_together(tmp_path: Path) -> None:
     save_ppo_run(tmp_path)
     nodes = launch_nodes(tmp_path)

@@ -248,6 +248,7 @@ def test_grpo_runs_without_critic_and_reference(inputs: Path, tmp_path: Path) ->
         assert line["critic/rewards/mean"] == line["critic/score/mean"]
 
 
+@pytest.mark.slow
 def test_the_kl_can_stand_in_the_loss(inputs: Path, tmp_path: Path) -> None:
     kl = KLConfig(where=KLWhere.loss, estimator=KLEstimator.k3, coefficient=0.1)
     algorithm = AlgorithmConfig(advantage=AdvantageConfig(estimator=AdvantageEstimator.grpo), kl=kl)

@@ -80,6 +80,7 @@ def test_a_cold_start_from_the_weights_is_another_run(ray_cluster: None, straigh
     assert second["sft/loss"] != straight.metrics[done + 1]["sft/loss"]
 
 
+@pytest.mark.slow
 def test_a_flipped_bit_is_named_with_its_tensor_and_what_is_whole_is_listed(straight: Outcome, straight_run: Run) -> None:
     latest = straight_run.checkpoints.path / straight.latest
     (shard,) = (latest / "actor").glob("*.distcp")

@@ -144,6 +144,7 @@ def test_ctrl_c_ends_cleanly(start: Callable[[], Run]) -> None:
     assert (run.output_dir / "timeline.json").exists()
 
 
+@pytest.mark.slow
 def test_a_killed_reward_function_is_an_error_of_its_sample_and_ends_the_run(start: Callable[[], Run], folder: Path) -> None:
     (folder / "reward.py").write_text(SLOW_REWARD)
     run = start()

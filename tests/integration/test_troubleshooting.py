@@ -97,6 +97,7 @@ def test_a_process_that_is_killed(unlucky: RayWorkerGroup) -> None:
     check_documented("worker-killed", last_page(caught.value, "train", Situation(PPOConfig())))
 
 
+@pytest.mark.slow
 def test_rays_memory_monitor() -> None:
     command = [sys.executable, "-m", "tests.integration.memory_monitor"]
     check_documented("memory-monitor", subprocess.run(command, capture_output=True, text=True, check=True).stdout)
@@ -122,6 +123,7 @@ def sft(tmp_path: Path) -> Path:
     return tmp_path / "run.yaml"
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_not_a_number(sft: Path) -> None:
     """The whole command, to its exit status; and the file has what was printed, and goes with the next start."""
     ended = subprocess.run([sys.executable, "-m", "megarl", "sft", str(sft)], capture_output=True, text=True, check=False)

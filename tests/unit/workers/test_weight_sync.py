@@ -173,7 +173,7 @@ def test_a_lie_is_named(trainer: Trainer, folders: Folders, replicas_of, tmp_pat
     trainer.sync(Transport.colocated, tmp_path, Verify.off).push(replicas.groups, 2)
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS[:2])
+@pytest.mark.parametrize("transport", [Transport.colocated, pytest.param(Transport.broadcast, marks=pytest.mark.slow)])
 def test_a_push_can_be_made_again_after_an_engine_died_in_it(
     trainer: Trainer, folders: Folders, replicas_of, tmp_path: Path, transport: Transport
 ) -> None:
@@ -199,7 +199,7 @@ def test_a_push_can_be_made_again_after_an_engine_died_in_it(
     sync.close()
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS[:2])
+@pytest.mark.parametrize("transport", [Transport.colocated, pytest.param(Transport.broadcast, marks=pytest.mark.slow)])
 def test_what_is_kept_from_push_to_push_outlives_sleep_offload_and_restarts(
     trainer: Trainer, folders: Folders, replicas_of, tmp_path: Path, transport: Transport
 ) -> None:

@@ -94,6 +94,7 @@ def test_a_killed_scheduler_is_found_at_once(mortal: RemoteEngine) -> None:
     assert not [pid for pid in process_ids if psutil.pid_exists(pid)]
 
 
+@pytest.mark.slow
 def test_a_start_that_fails_says_why(tmp_path: Path) -> None:
     """With SGLang's own last words, of whichever of its processes they are."""
     spec = spec_for(server_model(), tmp_path, mode=SGLangMode.server)
