@@ -43,7 +43,7 @@ ENGINES = {
     "llama2": (1, 2, SGLangMode.engine),
     "llama3-tied": (1, 1, SGLangMode.engine),
 }
-SLOW = ("qwen2-tied", "llama2", "llama3-tied")  # the other two have every part between them: a tie, biases, norms of Q and K
+SLOW = ("qwen2-tied", "llama2", "llama3-tied")  # the other two have every kind of weight between them: tied, biases, norms of Q and K
 
 
 class ReloadingWorker(MegatronWorker):

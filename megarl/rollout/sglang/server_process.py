@@ -49,7 +49,7 @@ def _serve(settings: dict[str, Any]) -> None:
     from sglang.srt.server_args import ServerArgs
 
     host = settings["host"]
-    held = [hold_port(host) for _ in range(2)]  # until this process ends
+    held = [hold_port(host) for _ in range(2)]  # the server's, and the one where its ranks meet (in_process.py); until this process ends
     port, ranks_port = (each.getsockname()[1] for each in held)
 
     def ready() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ class EngineHolder:
         self._engine = SGLangEngine(spec)
 
     def call(self, name: str, arguments: Sequence[Any]) -> Any:
-        attribute = getattr(self._engine, name)
+        attribute = attrgetter(name)(self._engine)
         return attribute(*arguments) if callable(attribute) else attribute
 
 
@@ -33,67 +34,67 @@ class RemoteEngine(RolloutEngine):
 
     def __init__(self, spec: SGLangSpec) -> None:
         self.actor = ray.remote(num_cpus=1)(EngineHolder).remote(spec)
-        self._ask("process_ids")
+        self.ask("process_ids")
 
-    def _ask(self, name: str, *arguments: Any) -> Any:
+    def ask(self, name: str, *arguments: Any) -> Any:
         try:
             return ray.get(self.actor.call.remote(name, arguments))
         except RayTaskError as error:
             raise error.cause from None
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
-        self._ask("submit", requests)
+        self.ask("submit", requests)
 
     def collect(self, wait_s: float) -> list[FinishedRequest]:
-        return self._ask("collect", wait_s)
+        return self.ask("collect", wait_s)
 
     def abort(self) -> None:
-        self._ask("abort")
+        self.ask("abort")
 
     def begin_weight_update(self, manifest: Manifest) -> None:
-        self._ask("begin_weight_update", manifest)
+        self.ask("begin_weight_update", manifest)
 
     def load_weights(self, parcels: Sequence[Parcel]) -> None:
-        self._ask("load_weights", parcels)
+        self.ask("load_weights", parcels)
 
     def load_streams(self) -> bool:
-        return self._ask("load_streams")
+        return self.ask("load_streams")
 
     def load_folder(self, folder: Path) -> None:
-        self._ask("load_folder", folder)
+        self.ask("load_folder", folder)
 
     def end_weight_update(self, version: int) -> None:
-        self._ask("end_weight_update", version)
+        self.ask("end_weight_update", version)
 
     @property
     def num_ranks(self) -> int:
-        return self._ask("num_ranks")
+        return self.ask("num_ranks")
 
     def join_weight_group(self, address: GroupAddress, first_rank: int) -> None:
-        self._ask("join_weight_group", address, first_rank)
+        self.ask("join_weight_group", address, first_rank)
 
     def join_weight_streams(self, streams: Sequence[WeightStream], first_rank: int) -> None:
-        self._ask("join_weight_streams", streams, first_rank)
+        self.ask("join_weight_streams", streams, first_rank)
 
     def leave_weight_groups(self) -> None:
-        self._ask("leave_weight_groups")
+        self.ask("leave_weight_groups")
 
     def checksums(self) -> dict[str, int]:
-        return self._ask("checksums")
+        return self.ask("checksums")
 
     def sleep(self) -> None:
-        self._ask("sleep")
+        self.ask("sleep")
 
     def wake(self) -> None:
-        self._ask("wake")
+        self.ask("wake")
 
     @property
     def weight_version(self) -> int | None:
-        return self._ask("weight_version")
+        return self.ask("weight_version")
 
     def process_ids(self) -> list[int]:
-        return self._ask("process_ids")
+        return self.ask("process_ids")
 
     def close(self) -> None:
-        self._ask("close")
+        self.ask("close")
         ray.kill(self.actor)

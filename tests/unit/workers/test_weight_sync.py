@@ -41,6 +41,7 @@ FAMILY = "qwen2-tied"
 BUCKET_BYTES = 20_000  # less than the embedding: it is split
 LAYOUT = ParallelConfig(tensor_parallel_size=2, pipeline_parallel_size=2)
 TRANSPORTS = (Transport.colocated, Transport.broadcast, Transport.disk)
+IN_MEMORY = (Transport.colocated, pytest.param(Transport.broadcast, marks=pytest.mark.slow))
 
 
 class Folders(NamedTuple):
@@ -173,7 +174,7 @@ def test_a_lie_is_named(trainer: Trainer, folders: Folders, replicas_of, tmp_pat
     trainer.sync(Transport.colocated, tmp_path, Verify.off).push(replicas.groups, 2)
 
 
-@pytest.mark.parametrize("transport", [Transport.colocated, pytest.param(Transport.broadcast, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("transport", IN_MEMORY)
 def test_a_push_can_be_made_again_after_an_engine_died_in_it(
     trainer: Trainer, folders: Folders, replicas_of, tmp_path: Path, transport: Transport
 ) -> None:
@@ -199,7 +200,7 @@ def test_a_push_can_be_made_again_after_an_engine_died_in_it(
     sync.close()
 
 
-@pytest.mark.parametrize("transport", [Transport.colocated, pytest.param(Transport.broadcast, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("transport", IN_MEMORY)
 def test_what_is_kept_from_push_to_push_outlives_sleep_offload_and_restarts(
     trainer: Trainer, folders: Folders, replicas_of, tmp_path: Path, transport: Transport
 ) -> None:

@@ -43,6 +43,12 @@ def test_two_ranks_hold_and_use_the_models_weights(sglang_in_process: RemoteEngi
             assert sample.weight_versions == (3,)
 
 
+def test_its_ranks_meet_at_the_port_that_was_held_for_them(sglang_in_process: RemoteEngine) -> None:
+    _, port = sglang_in_process.ask("_backend._held_port.getsockname")
+    connections = [one for pid in sglang_in_process.process_ids() for one in psutil.Process(pid).net_connections("tcp")]
+    assert port in {one.laddr.port for one in connections if one.status == psutil.CONN_LISTEN}
+
+
 def test_asleep_it_gives_the_memory_of_its_weights_back(sglang_in_process: RemoteEngine, model: PreTrainedModel) -> None:
     push(model, sglang_in_process)
     sampling = SamplingParameters(max_new_tokens=9, seed=0)
