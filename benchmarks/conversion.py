@@ -30,15 +30,15 @@ from pathlib import Path
 
 import torch
 
+from megarl.checkpoints.convert.distributed_writer import write_distributed
+from megarl.checkpoints.convert.hugging_face_writer import write_hugging_face
+from megarl.checkpoints.convert.open import open_model
+from megarl.checkpoints.role_folder import Layout
 from megarl.config.architecture import read_architecture
-from megarl.conversion.distributed_writer import write_distributed
-from megarl.conversion.hugging_face_writer import write_hugging_face
-from megarl.conversion.open import open_model
-from megarl.protocol.parcels import ChunkMeta
-from megarl.protocol.whole_file import sync_tree
-from megarl.resharding.manifest import SINGLE_FILE, manifest_of
-from megarl.resharding.role_folder import Layout
-from megarl.resharding.safetensors_file import SafetensorsFile
+from megarl.machine.files import sync_tree
+from megarl.weights.bucket import ChunkMeta
+from megarl.weights.manifest import SINGLE_FILE, manifest_of
+from megarl.weights.safetensors_file import SafetensorsFile
 
 TARGET_SPEED, TARGET_EXTRA_BYTES = 0.5, 500 * 10**6
 CONFIG = {

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from own_means import broadcast_seconds
 
-from megarl.protocol.parcels import GroupAddress
-from megarl.protocol.weight_group import WeightGroup
 from megarl.rollout.sglang import loader
+from megarl.weights.bucket import GroupAddress
+from megarl.weights.weight_group import WeightGroup
 from megarl.workers.engines import EngineSpec, build_engine
 from megarl.workers.rollout_worker import RolloutWorker
 

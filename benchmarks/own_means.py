@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch
 
-from megarl.protocol.parcels import GroupAddress
-from megarl.protocol.weight_group import WeightGroup
+from megarl.weights.bucket import GroupAddress
+from megarl.weights.weight_group import WeightGroup
 from megarl.workers.megatron import MegatronWorker
 
 

@@ -23,6 +23,7 @@ from typing import NamedTuple
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from megarl.batch.data_proto import DataProto
 from megarl.config.architecture import read_architecture
 from megarl.config.schema import (
     ActorConfig,
@@ -51,13 +52,12 @@ from megarl.data.loader import BatchLoader
 from megarl.data.prompts import PromptDataset
 from megarl.data.tokenizer import load_tokenizer
 from megarl.placement.dataflow import overlaps
+from megarl.placement.offload_plan import TurnPlan
 from megarl.placement.plan import plan_placement
-from megarl.placement.turns import TurnPlan
-from megarl.protocol.batch import DataProto
-from megarl.protocol.span import Span
+from megarl.roles.rollout import TokenRules
+from megarl.roles.start import Architectures, PPORoles, start_ppo
+from megarl.tracking.timeline import Span
 from megarl.trainers.ppo import AdvantageStep
-from megarl.workers.rollout import TokenRules
-from megarl.workers.start import Architectures, PPORoles, start_ppo
 from tests.integration.tiny_run import SYMBOLS, save_inputs
 from tests.unit.placement.test_plan import large_cluster
 

@@ -16,7 +16,7 @@ cannot be faster, however it is made. `of memory` is the speed over that of the 
 limit of the transport's own means, where that is slower. The target is half.
 
 `extra` is the most memory that a trainer rank took for a push, as the kernel counts it, in buckets; two are allowed. The stages
-(see PushReport in megarl/workers/weight_sync.py) are shares of the push's time; they overlap.
+(see PushReport in megarl/roles/weight_sync.py) are shares of the push's time; they overlap.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ from megarl.controller.futures import gather
 from megarl.controller.group import RayWorkerGroup, RoleGroup
 from megarl.controller.resource_pool import RayResourcePool
 from megarl.controller.worker_class import RayClassWithInitArgs
-from megarl.protocol.parcels import GroupAddress
+from megarl.roles.weight_sync import PushReport, WeightSource, WeightSync
+from megarl.weights.bucket import GroupAddress
 from megarl.workers.engines import EngineSpec
 from megarl.workers.megatron import ModelSpec
-from megarl.workers.weight_sync import PushReport, WeightSource, WeightSync
 
 TARGET = 0.5  # of the slowest limit's speed
 OWN_MEANS = {Transport.broadcast: ("gloo",), Transport.disk: ("files",)}

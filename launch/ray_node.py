@@ -18,7 +18,7 @@ import uuid
 from collections.abc import Mapping, MutableMapping
 
 from megarl.controller.environment import daemon_settings
-from megarl.controller.reaper import descendants, end_held, hold, start_reaper
+from megarl.machine.reaper import descendants, end_held, hold, start_reaper
 
 AUTH_MODE, AUTH_TOKEN = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN"
 _LOOK_S = 1.0

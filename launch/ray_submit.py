@@ -22,10 +22,10 @@ import aiohttp
 from job_files import RUN_FILE, pack
 from ray.job_submission import JobInfo, JobStatus, JobSubmissionClient
 
-from megarl.cli.check import load_checked
 from megarl.config.errors import ConfigError
 from megarl.config.schema import PPOConfig, SFTConfig
 from megarl.controller.environment import users_settings
+from megarl.doctor.checked_config import load_checked
 
 FAILED, USER_ERROR, INTERRUPTED, TERMINATED = 1, 2, 130, 143
 LOG_COLUMNS = "140"  # of the tables in a log, which no window limits

@@ -23,10 +23,10 @@ from ray_node import AUTH_MODE, AUTH_TOKEN, RayNode, add_key, logical_cpus
 from torch.distributed import DistError, PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from megarl.cli.check import load_checked
 from megarl.config.errors import ConfigError
 from megarl.config.schema import PPOConfig, SFTConfig
-from megarl.controller.reaper import OWNER, end_processes_of, start_reaper
+from megarl.doctor.checked_config import load_checked
+from megarl.machine.reaper import OWNER, end_processes_of, start_reaper
 from megarl.placement.plan import plan_placement
 
 FAILED, USER_ERROR = 1, 2

@@ -17,15 +17,15 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megarl.protocol.checksum import checksum
-from megarl.protocol.parcels import ChunkMeta, GroupAddress, Parcel
-from megarl.protocol.receiver import ParcelReceiver
-from megarl.protocol.stream import WeightStream
-from megarl.protocol.weights import Manifest, TensorMeta, WeightTransferError
 from megarl.rollout.hf.folder import read_tensors
 from megarl.rollout.interface import EngineDeadError, FinishedRequest, GenerationRequest, RolloutEngine, Sample
 from megarl.rollout.lifecycle import EngineLifecycle, EngineState
 from megarl.rollout.prompts import check_request
+from megarl.weights.bucket import ChunkMeta, GroupAddress, Parcel
+from megarl.weights.checksum import checksum
+from megarl.weights.receipt import Manifest, TensorMeta, WeightTransferError
+from megarl.weights.receiver import ParcelReceiver
+from megarl.weights.stream import WeightStream
 
 MANIFEST: Manifest = {"embedding": TensorMeta((40, 8), torch.float32), "norm": TensorMeta((8,), torch.float32)}
 LAST_WORDS = "these are the fake engine's last words"

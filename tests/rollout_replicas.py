@@ -10,13 +10,13 @@ import torch
 from megarl.controller.futures import gather
 from megarl.controller.group import RoleGroup
 from megarl.controller.resource_pool import RayResourcePool
-from megarl.protocol.parcels import ChunkMeta, Parcel
-from megarl.protocol.segment import Segment
-from megarl.protocol.weights import TensorMeta
+from megarl.roles.replicas import Push, ReplicaPlace, Replicas
+from megarl.roles.request_run import RolloutLimits
+from megarl.roles.rollout import Rollout, TokenRules
 from megarl.rollout.interface import RolloutEngine
-from megarl.workers.replicas import Push, ReplicaPlace, Replicas
-from megarl.workers.request_run import RolloutLimits
-from megarl.workers.rollout import Rollout, TokenRules
+from megarl.weights.bucket import ChunkMeta, Parcel
+from megarl.weights.receipt import TensorMeta
+from megarl.weights.shared_memory import Segment
 
 RULES = TokenRules(pad_token_id=0, stop_token_ids=(1, 2, 3), max_response_length=12)
 

@@ -11,12 +11,15 @@ import pytest
 ROOT = Path(__file__).parent.parent
 
 LAYERS = (
-    ("config", "protocol"),
-    ("algorithms", "rewards", "data", "placement", "tracking"),
-    ("controller", "resharding", "rollout"),
-    ("engine", "conversion"),
+    ("machine",),
+    ("config", "batch"),
+    ("algorithms", "rewards", "data", "placement", "tracking", "weights"),
+    ("checkpoints", "controller", "rollout"),
+    ("engine",),
     ("workers",),
+    ("roles",),
     ("trainers",),
+    ("doctor",),
     ("cli",),
 )
 LAYER_OF = {package: number for number, packages in enumerate(LAYERS) for package in packages}
@@ -84,9 +87,9 @@ def test_every_package_has_a_layer() -> None:
     ("module", "source", "named"),
     [
         ("megarl.config.load", "import megarl.trainers.ppo", "trainers"),
-        ("megarl.config.load", "from megarl.protocol.batch import DataProto", "sibling of layer 0"),
+        ("megarl.config.load", "from megarl.batch.data_proto import DataProto", "sibling of layer 0"),
         ("megarl.engine.model", "from megarl.workers import actor", "higher layer"),
-        ("megarl.resharding.load", "def f():\n    from megarl import rollout", "inside a function"),
+        ("megarl.weights.load", "def f():\n    from megarl import rollout", "inside a function"),
         ("megarl.rollout.interface", "from ..controller.group import RoleGroup", "relative, sibling"),
         ("megarl.engine.model", "if TYPE_CHECKING:\n    from megarl.trainers.ppo import PPOTrainer", "for types only"),
         ("megarl.workers.actor", "import ray", "ray outside the controller"),
@@ -106,7 +109,7 @@ def test_a_planted_breach_is_caught(module: str, source: str, named: str) -> Non
     [
         ("megarl.cli.main", "from megarl import __version__\nfrom megarl.config.schema import PPOConfig"),
         ("megarl.cli.main", "from .check import run"),
-        ("megarl.engine.model", "import torch\nimport megatron.core\nfrom megarl.resharding.layout import ShardLayout"),
+        ("megarl.engine.model", "import torch\nimport megatron.core\nfrom megarl.weights.shard_layout import ShardLayout"),
         ("megarl.controller.group", "import ray\nfrom megarl.controller.calls import Call"),
         ("megarl.rollout.sglang.engine", "import sglang"),
         ("megarl.workers.actor", "import rayleigh"),

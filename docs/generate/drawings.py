@@ -9,10 +9,10 @@ from docs.generate.svg import FILLS, Drawing
 from megarl.config.architecture import Architecture
 from megarl.config.schema import ActorConfig, ParallelConfig, PlacementConfig, PlacementStrategy, PPOConfig, RolloutConfig
 from megarl.placement.dataflow import Phase, phases_of, waits_for
-from megarl.placement.places import GroupPlan, PlacementPlan
+from megarl.placement.placement_plan import GroupPlan, PlacementPlan
 from megarl.placement.plan import plan_placement
-from megarl.resharding.families import Weight, weights_of
-from megarl.resharding.layout import Piece, layouts_of, pieces
+from megarl.weights.name_mapping import Weight, weights_of
+from megarl.weights.shard_layout import Piece, layouts_of, pieces
 
 # Four devices train the policy, one each trains the critic and generates, twice.
 _CONFIG = PPOConfig(

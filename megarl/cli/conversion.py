@@ -16,18 +16,18 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
+from megarl.checkpoints.convert.distributed_writer import write_distributed
+from megarl.checkpoints.convert.hugging_face_writer import write_hugging_face
+from megarl.checkpoints.convert.inspect import describe
+from megarl.checkpoints.convert.open import open_model
+from megarl.checkpoints.convert.output import Written, check_new
+from megarl.checkpoints.convert.source import ModelSource
+from megarl.checkpoints.convert.streaming import Progress as Report
+from megarl.checkpoints.convert.verify import compare
+from megarl.checkpoints.role_folder import Layout
 from megarl.cli.model_tables import print_comparison, print_description
 from megarl.config.errors import CheckpointError
-from megarl.conversion.distributed_writer import write_distributed
-from megarl.conversion.hugging_face_writer import write_hugging_face
-from megarl.conversion.inspect import describe
-from megarl.conversion.open import open_model
-from megarl.conversion.output import Written, check_new
-from megarl.conversion.source import ModelSource
-from megarl.conversion.streaming import Progress as Report
-from megarl.conversion.verify import compare
-from megarl.resharding.companions import CONFIG_FILE
-from megarl.resharding.role_folder import Layout
+from megarl.weights.hf_folder import CONFIG_FILE
 
 GOOD, NOT_THE_SAME, USER_ERROR = 0, 1, 2
 

@@ -7,16 +7,16 @@ import traceback
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from megarl.checkpoints.run_folder import LATEST_FILE
 from megarl.cli.remedies import Cause, remedy_for
-from megarl.cli.situation import FAILURE_FILE, Situation
+from megarl.cli.run_context import FAILURE_FILE, Situation
 from megarl.config.derive import checkpoint_path
 from megarl.config.errors import RunError
 from megarl.controller.errors import PhaseTimeoutError, WorkerError
-from megarl.protocol.whole_file import write_whole
+from megarl.machine.files import write_whole
 from megarl.tracking.loggers import GENERATIONS_FILE, METRICS_FILE
 from megarl.tracking.timeline import TIMELINE_FILE
 from megarl.trainers.checkpoint import CONFIG_FILE
-from megarl.trainers.checkpoint_folder import LATEST_FILE
 from megarl.trainers.monitor import PHASES, Position
 
 _NUM_LINES = 30

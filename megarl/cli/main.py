@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 
 from megarl import __version__
 from megarl.cli.convert import add_commands
-from megarl.cli.situation import RunFailedError, Situation
+from megarl.cli.run_context import RunFailedError, Situation
 from megarl.config.errors import ConfigError
 from megarl.config.schema import PPOConfig, SFTConfig
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from rich.console import Console
 from rich.table import Table
 
-from megarl.conversion.inspect import ModelDescription
-from megarl.conversion.verify import Comparison, Match, TensorComparison
+from megarl.checkpoints.convert.inspect import ModelDescription
+from megarl.checkpoints.convert.verify import Comparison, Match, TensorComparison
 
 _MAX_DIFFERING = 20
 

@@ -11,8 +11,8 @@ from megarl.config.architecture import Architecture
 from megarl.config.schema import PPOConfig, SFTConfig
 from megarl.placement.dataflow import overlaps
 from megarl.placement.memory import DeviceMemory, Usage, budget_problems, plan_memory, refuses
-from megarl.placement.places import PlacementPlan
-from megarl.placement.turns import TurnPlan
+from megarl.placement.offload_plan import TurnPlan
+from megarl.placement.placement_plan import PlacementPlan
 
 _MOST_ROWS = 64  # processes of a group beyond which it is one row
 

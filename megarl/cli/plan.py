@@ -7,10 +7,10 @@ from pathlib import Path
 
 from rich.console import Console
 
-from megarl.cli.check import load_checked
 from megarl.cli.placement_tables import print_placement
 from megarl.config.schema import PPOConfig, SFTConfig
 from megarl.config.validate import read_architectures
+from megarl.doctor.checked_config import load_checked
 from megarl.placement.memory import plan_memory
 from megarl.placement.plan import plan_placement
 

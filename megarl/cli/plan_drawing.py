@@ -12,9 +12,9 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
+from megarl.machine.files import write_whole
 from megarl.placement.memory import DeviceMemory
-from megarl.placement.places import PlacementPlan
-from megarl.protocol.whole_file import write_whole
+from megarl.placement.placement_plan import PlacementPlan
 
 _MOST_DEVICES = 32  # beyond which only the first ones are drawn
 _COLOURS = ("#4c78a8", "#72b7b2", "#e45756", "#b279a2", "#f58518", "#9d755d")

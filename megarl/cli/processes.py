@@ -12,7 +12,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from megarl.cli.situation import Situation
+from megarl.cli.run_context import Situation
 from megarl.config.schema import Device, SFTConfig
 from megarl.controller.environment import Where, describe
 from megarl.placement.plan import plan_placement

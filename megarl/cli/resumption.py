@@ -12,11 +12,11 @@ from megarl.cli.session import SUMMARY_FILE, Session
 from megarl.cli.termination import TERMINATED
 from megarl.config.errors import CheckpointError
 from megarl.config.schema import PPOConfig, SFTConfig
-from megarl.tracking.cut import cut_after
+from megarl.roles.saved_models import SavedModels
+from megarl.tracking.truncate_logs import cut_after
 from megarl.trainers.checkpoint import Checkpointer
 from megarl.trainers.monitor import Monitor
 from megarl.trainers.resume import Resume, checkpoint_folder, older_ones
-from megarl.workers.saved_models import SavedModels
 
 
 def is_complete(config: PPOConfig | SFTConfig, resume: Resume | None) -> bool:

@@ -13,21 +13,21 @@ from typing import Any, Generic, Protocol, TypeVar
 from rich.console import Console
 
 from megarl.cli.check import print_run
-from megarl.cli.situation import FAILURE_FILE, Situation
+from megarl.cli.run_context import FAILURE_FILE, Situation
 from megarl.cli.termination import Termination
 from megarl.config.compare import differences
 from megarl.config.load import dump_config, plain_values
 from megarl.config.schema import Device, PPOConfig, SFTConfig
-from megarl.protocol.whole_file import write_whole
-from megarl.tracking.cut import clear
+from megarl.machine.files import write_whole
+from megarl.roles.weight_sync import PUSHED_FOLDERS
 from megarl.tracking.loggers import METRICS_FILE, Tracker
 from megarl.tracking.progress import ProgressBar
 from megarl.tracking.timeline import Timeline
 from megarl.tracking.tracked_run import TrackedRun
+from megarl.tracking.truncate_logs import clear
 from megarl.trainers.checkpoint import CONFIG_FILE
 from megarl.trainers.monitor import Monitor, Position, Watched
 from megarl.trainers.resume import AUTO, Resume, checkpoint_folder
-from megarl.workers.weight_sync import PUSHED_FOLDERS
 
 SUMMARY_FILE = "summary.json"
 

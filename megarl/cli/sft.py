@@ -8,22 +8,22 @@ from functools import partial
 
 from rich.console import Console
 
-from megarl.cli.check import load_checked
 from megarl.cli.processes import RayProcesses, TorchrunProcesses, ray_processes, torchrun_processes
 from megarl.cli.resumption import is_complete, load_checkpoint, open_checkpoints, say_stopped
+from megarl.cli.run_context import Situation, situation_of
 from megarl.cli.session import Started, open_monitor, open_session, report_filtered, write_summary
-from megarl.cli.situation import Situation, situation_of
 from megarl.config.architecture import Architecture, read_architecture
 from megarl.config.schema import SFTConfig
 from megarl.controller import ranks
 from megarl.data.loader import BatchLoader
 from megarl.data.sft import SFTDataset
 from megarl.data.tokenizer import load_tokenizer
+from megarl.doctor.checked_config import load_checked
+from megarl.roles.models import Actor
+from megarl.roles.saved_models import sft_models
+from megarl.roles.start import start_sft, start_sft_on_ranks
 from megarl.trainers.resume import find_resume
 from megarl.trainers.sft import SFTTrainer
-from megarl.workers.roles import Actor
-from megarl.workers.saved_models import sft_models
-from megarl.workers.start import start_sft, start_sft_on_ranks
 
 
 def run(config_path: str, overrides: Sequence[str]) -> int:

@@ -7,11 +7,10 @@ from functools import partial
 
 from rich.table import Table
 
-from megarl.cli.check import load_checked
 from megarl.cli.processes import ray_processes
 from megarl.cli.resumption import is_complete, load_checkpoint, open_checkpoints, say_stopped
+from megarl.cli.run_context import Situation, situation_of
 from megarl.cli.session import Session, open_monitor, open_session, report_filtered, write_summary
-from megarl.cli.situation import Situation, situation_of
 from megarl.config.architecture import Architecture, read_architecture
 from megarl.config.roles import needs_critic, needs_reference
 from megarl.config.schema import PPOConfig
@@ -20,14 +19,15 @@ from megarl.data.conversations import check_chats
 from megarl.data.loader import BatchLoader
 from megarl.data.prompts import PromptDataset
 from megarl.data.tokenizer import load_tokenizer
+from megarl.doctor.checked_config import load_checked
+from megarl.roles.rollout import TokenRules
+from megarl.roles.saved_models import ppo_models
+from megarl.roles.start import Architectures, PPORoles, start_ppo
 from megarl.trainers.evaluation import Evaluation
 from megarl.trainers.monitor import Monitor
 from megarl.trainers.ppo import PPOTrainer
 from megarl.trainers.resume import find_resume
 from megarl.workers.reward_model import Reading, conversation_encoder
-from megarl.workers.rollout import TokenRules
-from megarl.workers.saved_models import ppo_models
-from megarl.workers.start import Architectures, PPORoles, start_ppo
 
 
 def run(config_path: str, overrides: Sequence[str]) -> int:

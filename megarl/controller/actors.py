@@ -13,17 +13,17 @@ from ray import cloudpickle
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from megarl.batch.data_proto import DataProto
 from megarl.controller.calls import Call
 from megarl.controller.cluster import worker_owner
 from megarl.controller.dispatch import ArgumentLayout, Rule, plan_call
 from megarl.controller.errors import RankReport
 from megarl.controller.futures import WorkerFuture, forward, upstream_calls
 from megarl.controller.host import WorkerHost
+from megarl.controller.mesh import MeshCoordinate
 from megarl.controller.messages import Location, OnRecord, RankIdentity
 from megarl.controller.resource_pool import RayResourcePool
 from megarl.controller.worker_class import RayClassWithInitArgs
-from megarl.protocol.batch import DataProto
-from megarl.protocol.mesh import MeshCoordinate
 
 _MONITOR = "monitor"  # a thread of its own, which answers while a call hangs
 _ANSWER_S = 5.0  # how long a process may take to say what it is doing

@@ -15,7 +15,7 @@ import ray
 from ray._private import ray_constants
 
 from megarl.controller.environment import daemon_settings
-from megarl.controller.reaper import OWNER, descendants, end_held, end_processes_of, hold, start_reaper
+from megarl.machine.reaper import OWNER, descendants, end_held, end_processes_of, hold, start_reaper
 
 _ANSWER_S = 10.0
 OBJECT_STORE_MB = 512

@@ -9,9 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from typing import Any, NamedTuple, TypeVar
 
-from megarl.protocol.batch import DataProto
-from megarl.protocol.mesh import MeshCoordinate
-from megarl.protocol.padding import pad_dataproto_to_divisor, unpad_dataproto
+from megarl.batch.data_proto import DataProto
+from megarl.batch.padding import pad_dataproto_to_divisor, unpad_dataproto
+from megarl.controller.mesh import MeshCoordinate
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 

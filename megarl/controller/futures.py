@@ -6,9 +6,9 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from megarl.batch.future import DataProtoFuture
 from megarl.controller.calls import Call, has_ended, results_of, wait_for_calls, wait_for_one
 from megarl.controller.dispatch import Collect, CollectKind, Forwarded, collect
-from megarl.protocol.future import DataProtoFuture
 
 
 class RemoteFuture(DataProtoFuture):

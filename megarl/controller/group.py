@@ -21,11 +21,11 @@ from megarl.controller.dispatch import (
 from megarl.controller.environment import users_settings
 from megarl.controller.errors import RankReport
 from megarl.controller.futures import WorkerFuture
+from megarl.controller.mesh import MeshCoordinate
 from megarl.controller.messages import CallRecord, Location, OnRecord
 from megarl.controller.worker import Worker
 from megarl.controller.worker_class import ColocatedWorkerClass, RayClassWithInitArgs
-from megarl.protocol.mesh import MeshCoordinate
-from megarl.protocol.span import Span
+from megarl.tracking.timeline import Span
 
 if TYPE_CHECKING:
     from megarl.controller.resource_pool import RayResourcePool

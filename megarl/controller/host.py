@@ -29,8 +29,8 @@ from megarl.controller.messages import (
     Rendezvous,
     qualified_name,
 )
-from megarl.controller.reaper import OWNER, start_reaper
-from megarl.protocol.held_port import hold_port
+from megarl.machine.ports import hold_port
+from megarl.machine.reaper import OWNER, start_reaper
 
 if TYPE_CHECKING:
     from megarl.controller.dispatch import ArgumentLayout

@@ -27,9 +27,9 @@ from megarl.controller.errors import RankFailure, RankReport, first_failure
 from megarl.controller.futures import WorkerFuture
 from megarl.controller.group import RoleGroup
 from megarl.controller.host import WorkerHost
+from megarl.controller.mesh import MeshCoordinate
 from megarl.controller.messages import CallRecord, Location, OnRecord, RankIdentity, Rendezvous
 from megarl.controller.worker_class import RayClassWithInitArgs
-from megarl.protocol.mesh import MeshCoordinate
 
 if TYPE_CHECKING:
     import torch

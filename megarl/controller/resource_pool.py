@@ -11,7 +11,7 @@ from typing import NamedTuple
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
-from megarl.placement.places import PlacementPlan
+from megarl.placement.placement_plan import PlacementPlan
 
 _CPU, _GPU = "CPU", "GPU"
 _NODE_LABEL = "ray.io/node-id"  # Ray gives it to each node

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 from megarl.controller.activity import Activity
-from megarl.protocol.mesh import MeshCoordinate
+from megarl.controller.mesh import MeshCoordinate
 
 
 class WorkerContext(NamedTuple):

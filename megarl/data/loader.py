@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from megarl.protocol.batch import DataProto
+from megarl.batch.data_proto import DataProto
 
 
 class RowSource(Protocol):

@@ -8,13 +8,13 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from megarl.batch.data_proto import DataProto
 from megarl.config.schema import Overlong
 from megarl.data.fingerprint import Fingerprint
 from megarl.data.overlong import Measured, keep_within
 from megarl.data.padding import pad_left
 from megarl.data.tables import DataError, Row, chat_messages, read_rows, typed_value
 from megarl.data.tokenizer import render_chat
-from megarl.protocol.batch import DataProto
 
 REQUIRED, OPTIONAL = ("prompt", "data_source", "reward_model"), ("extra_info",)  # columns
 GROUND_TRUTH_EXAMPLE = "{'style': 'rule', 'ground_truth': '5'}"

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
+from megarl.batch.data_proto import DataProto
 from megarl.data.padding import Padded, join
-from megarl.protocol.batch import DataProto
 
 _PER_RESPONSE_TOKEN = ("response_mask", "rollout_log_probs", "token_level_scores")  # (B, R)
 

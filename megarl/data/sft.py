@@ -10,13 +10,13 @@ from typing import NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
+from megarl.batch.data_proto import DataProto
 from megarl.config.schema import Overlong
 from megarl.data.fingerprint import Fingerprint
 from megarl.data.overlong import Measured, keep_within
 from megarl.data.padding import join, pad_left, pad_right
 from megarl.data.tables import Row, chat_messages, read_rows
 from megarl.data.tokenizer import render_chat
-from megarl.protocol.batch import DataProto
 
 REQUIRED = ("messages",)  # columns
 

@@ -17,6 +17,9 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, is_main_replica
 
+from megarl.checkpoints.role_folder import WHOLE_FILES, check_folder, item_checksums, item_name
+from megarl.checkpoints.torch_dist import DistributedTensor, TorchDistIndex, read_index
+from megarl.checkpoints.torch_dist_index import WrittenItem, write_index
 from megarl.config.errors import CheckpointError
 from megarl.engine.checkpoint_files import BackgroundWriter, HostItem
 from megarl.engine.engine import MegatronEngine, TrainingState
@@ -24,9 +27,6 @@ from megarl.engine.groups import ParallelGroups
 from megarl.engine.optimizer import StepCounts
 from megarl.engine.random_state import random_state, set_random_state
 from megarl.engine.sharding import Shard, sharding_of
-from megarl.resharding.role_folder import WHOLE_FILES, check_folder, item_checksums, item_name
-from megarl.resharding.torch_dist import DistributedTensor, TorchDistIndex, read_index
-from megarl.resharding.torch_dist_index import WrittenItem, write_index
 
 Result = TypeVar("Result")
 
@@ -49,7 +49,7 @@ class PendingSave:
     def finish(self) -> dict[str, str]:
         """Waits for what is not written yet and, with all ranks, completes Megatron's part of the folder.
 
-        Returns the checksums of what this rank wrote, by name (resharding/role_folder.py), for the manifest.
+        Returns the checksums of what this rank wrote, by name (checkpoints/role_folder.py), for the manifest.
         Raises CheckpointError, on all ranks, where one of them could not write.
         """
         written, failure = self._writer.wait()

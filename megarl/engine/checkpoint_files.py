@@ -17,8 +17,8 @@ import torch
 import xxhash
 from torch import Tensor
 
-from megarl.resharding.torch_dist import StoredChunk, StoredItem
-from megarl.resharding.torch_dist_index import ITEM_ALIGNMENT, WrittenItem
+from megarl.checkpoints.torch_dist import StoredChunk, StoredItem
+from megarl.checkpoints.torch_dist_index import ITEM_ALIGNMENT, WrittenItem
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,6 +16,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
+from megarl.batch.reductions import add_up
 from megarl.config.architecture import Architecture
 from megarl.config.schema import OptimConfig, Recompute
 from megarl.engine import platform
@@ -25,15 +26,14 @@ from megarl.engine.model import Head, ModelChunk, build_chunks
 from megarl.engine.offload import EngineState, MovableState, StatePart
 from megarl.engine.optimizer import Optimizer, StepStatistics
 from megarl.engine.vocab_parallel import Extra, token_scores
-from megarl.protocol.shares import add_up
-from megarl.resharding.families import OUTPUT_LAYER, VALUE_HEAD_TENSOR
-from megarl.resharding.layout import layouts_of
-from megarl.resharding.load import ValueHead, load_into_shards
-from megarl.resharding.manifest import read_checkpoint_index
+from megarl.weights.load import ValueHead, load_into_shards
+from megarl.weights.manifest import read_checkpoint_index
+from megarl.weights.name_mapping import OUTPUT_LAYER, VALUE_HEAD_TENSOR
+from megarl.weights.shard_layout import layouts_of
 
 MicroBatches = Sequence[Sequence[int]]  # row numbers of this replica's batch
 Outputs = Mapping[str, Tensor]  # (b, R) float32: `log_probs` and extras, or `values`; 0 where a row has no response token
-Sums = dict[str, Tensor]  # scalars that come together over micro-batches and data-parallel ranks as protocol/shares.py says
+Sums = dict[str, Tensor]  # scalars that come together over micro-batches and data-parallel ranks as batch/reductions.py says
 LossFunction = Callable[[Outputs, Mapping[str, Tensor]], tuple[Tensor, Sums]]
 
 

@@ -25,7 +25,7 @@ from megarl.config.architecture import Architecture
 from megarl.config.schema import ParallelConfig, Recompute
 from megarl.engine.groups import ParallelGroups
 from megarl.engine.layers import AttentionCore, RMSNorm
-from megarl.resharding.layout import VOCABULARY_DIVISOR, padded_vocab_size
+from megarl.weights.shard_layout import VOCABULARY_DIVISOR, padded_vocab_size
 
 Head = Literal["lm", "value"]
 

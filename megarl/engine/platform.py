@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from megarl.config.schema import Device
-from megarl.protocol.heap import trim_heap
+from megarl.machine.memory import trim_heap
 
 
 @dataclass(frozen=True, kw_only=True)

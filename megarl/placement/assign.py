@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megarl.placement.places import GroupPlan, ProcessPlan
+from megarl.placement.placement_plan import GroupPlan, ProcessPlan
 from megarl.placement.requests import GroupRequest, PoolRequest
 
 _Device = tuple[int, int]  # node, number

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from itertools import combinations
 from typing import NamedTuple
 
-from megarl.placement.places import PlacementPlan
+from megarl.placement.placement_plan import PlacementPlan
 
 PARAMETERS, GRADIENTS, OPTIMIZER, ENGINE = "parameters", "gradients", "optimizer", "engine"
 

@@ -17,10 +17,10 @@ from megarl.config.derive import max_row_tokens, num_parameters, samples_per_ste
 from megarl.config.roles import ModelRole, model_roles
 from megarl.config.schema import Device, DType, OverBudget, ParallelConfig, PPOConfig, Recompute, RolloutEngineKind, SFTConfig
 from megarl.placement.dataflow import ENGINE, GRADIENTS, OPTIMIZER, PARAMETERS, Item, Phase
-from megarl.placement.places import PlacementPlan
-from megarl.placement.turns import TurnPlan
+from megarl.placement.offload_plan import TurnPlan
+from megarl.placement.placement_plan import PlacementPlan
 
-_VOCABULARY_DIVISOR = 128  # as resharding/layout.py pads it
+_VOCABULARY_DIVISOR = 128  # as weights/shard_layout.py pads it
 _FLOAT32 = 4
 
 

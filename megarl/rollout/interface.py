@@ -10,9 +10,9 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from megarl.protocol.parcels import GroupAddress, Parcel
-from megarl.protocol.stream import WeightStream
-from megarl.protocol.weights import Manifest
+from megarl.weights.bucket import GroupAddress, Parcel
+from megarl.weights.receipt import Manifest
+from megarl.weights.stream import WeightStream
 
 _WAIT_S = 1.0
 
@@ -172,7 +172,7 @@ class RolloutEngine(ABC):
 
     @abstractmethod
     def checksums(self) -> dict[str, int]:
-        """Hugging Face name -> checksum (protocol/checksum.py) of the weights as the engine holds them, read back from its model.
+        """Hugging Face name -> checksum (weights/checksum.py) of the weights as the engine holds them, read back from its model.
 
         Raises EngineStateError without complete weights.
         """

@@ -6,8 +6,8 @@ from enum import Enum
 
 import torch
 
-from megarl.protocol.parcels import ChunkMeta
-from megarl.protocol.weights import Manifest, WeightReceipt
+from megarl.weights.bucket import ChunkMeta
+from megarl.weights.receipt import Manifest, WeightReceipt
 
 
 class EngineStateError(RuntimeError):

@@ -6,12 +6,21 @@ import json
 import os
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
-
-from megarl.protocol.span import Span
+from typing import Any, NamedTuple
 
 TIMELINE_FILE = "timeline.json"
 _MAX_EVENTS = 200_000  # a browser still opens it; later steps replace the earliest
+
+
+class Span(NamedTuple):
+    """`start_s` and `end_s` are seconds since the epoch on the worker's own clock."""
+
+    pool: str
+    role: str
+    rank: int
+    name: str
+    start_s: float
+    end_s: float
 
 
 class Timeline:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megarl.protocol.whole_file import write_whole
+from megarl.machine.files import write_whole
 
 RUN_IDS = ".*.run_id"  # in `trainer.output_dir`
 

@@ -11,9 +11,9 @@ from megarl.algorithms.advantages import ADVANTAGE_ESTIMATORS, AdvantageInputs
 from megarl.algorithms.kl import KL_CONTROLLERS, apply_kl_penalty, kl_per_token, sequence_mean_kl
 from megarl.algorithms.overlong import penalise_overlong
 from megarl.algorithms.rollout_correction import correct
+from megarl.batch.data_proto import DataProto
 from megarl.config.schema import AlgorithmConfig, KLWhere, RejectionEstimator, RolloutCorrectionConfig
-from megarl.protocol.batch import DataProto
-from megarl.workers.actor_rows import LOSS_MASK
+from megarl.roles.update_inputs import LOSS_MASK
 
 Metrics = dict[str, float]
 

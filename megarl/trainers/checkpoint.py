@@ -21,11 +21,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from megarl import __version__
+from megarl.checkpoints.run_folder import CheckpointFolder
 from megarl.config.errors import CheckpointError, RunError
 from megarl.config.load import dump_config
 from megarl.config.schema import PPOConfig, SFTConfig
-from megarl.protocol.whole_file import write_whole
-from megarl.trainers.checkpoint_folder import CheckpointFolder
+from megarl.machine.files import write_whole
 
 CONFIG_FILE, STATE_FILE, HUGGING_FACE = "config.yaml", "trainer.json", "huggingface"
 _LOOK_AGAIN_S = 0.05
@@ -34,7 +34,7 @@ State = dict[str, Any]
 
 
 class Models(Protocol):
-    """workers/saved_models.py."""
+    """roles/saved_models.py."""
 
     @property
     def names(self) -> list[str]: ...

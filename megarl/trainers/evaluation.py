@@ -12,8 +12,8 @@ from megarl.algorithms.sampling_metrics import best_at_k, majority_at_k
 from megarl.config.schema import SamplingConfig
 from megarl.data.loader import one_pass
 from megarl.data.prompts import PromptDataset
-from megarl.workers.reward import Reward
-from megarl.workers.rollout import Rollout
+from megarl.roles.reward import Reward
+from megarl.roles.rollout import Rollout
 
 # Validation draws from the same seeds each time, so that two validations differ by the weights alone.
 _STEP = 0

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from megarl.batch.data_proto import DataProto
 from megarl.config.errors import RunError
-from megarl.protocol.batch import DataProto
 
 _CAUSES = (
     "the engine does not hold the trainer's weights: resharding.verify=always names the tensor",

@@ -10,10 +10,9 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Protocol
 
-from megarl.protocol.span import Span
 from megarl.tracking.loggers import Tracker
 from megarl.tracking.progress import ProgressBar
-from megarl.tracking.timeline import Timeline
+from megarl.tracking.timeline import Span, Timeline
 from megarl.trainers.evaluation import ValidationResult
 
 # A worker's method -> the phase that it is part of (mission: timing_s/<phase>).

@@ -11,19 +11,19 @@ from megarl.algorithms.dynamic_sampling import group_metrics
 from megarl.algorithms.masked import masked_mean
 from megarl.algorithms.metrics import data_metrics
 from megarl.algorithms.reward_metrics import reward_model_metrics
+from megarl.batch.data_proto import DataProto
 from megarl.config.schema import KLControllerKind, PPOConfig
 from megarl.controller.futures import gather
 from megarl.data.loader import BatchLoader
-from megarl.protocol.batch import DataProto
+from megarl.roles.models import valid_token_count
+from megarl.roles.reward import score_weights
+from megarl.roles.start import PPORoles
 from megarl.trainers.advantages import AdvantageStep, Metrics, correct_rollout
 from megarl.trainers.checkpoint import Checkpointer
 from megarl.trainers.evaluation import Evaluation
 from megarl.trainers.log_prob_gate import LogProbGate
 from megarl.trainers.monitor import Monitor
 from megarl.trainers.sampling import make_sampling
-from megarl.workers.reward import score_weights
-from megarl.workers.roles import valid_token_count
-from megarl.workers.start import PPORoles
 
 
 class PPOTrainer:

@@ -10,6 +10,8 @@ from typing import Any
 
 import yaml
 
+from megarl.checkpoints.role_folder import HUGGING_FACE_FOLDER, check_folder, read_manifest
+from megarl.checkpoints.run_folder import DESCRIPTION_FILE, LATEST_FILE, CheckpointFolder, check_files
 from megarl.config.architecture import read_architecture
 from megarl.config.compare import FIXED, Difference, differences
 from megarl.config.derive import checkpoint_path
@@ -17,9 +19,7 @@ from megarl.config.errors import CheckpointError, ConfigError
 from megarl.config.roles import model_roles
 from megarl.config.schema import PPOConfig, SFTConfig
 from megarl.config.validate import read_architectures
-from megarl.resharding.role_folder import HUGGING_FACE_FOLDER, check_folder, read_manifest
 from megarl.trainers.checkpoint import CONFIG_FILE, STATE_FILE
-from megarl.trainers.checkpoint_folder import DESCRIPTION_FILE, LATEST_FILE, CheckpointFolder, check_files
 
 RunConfig = PPOConfig | SFTConfig
 AUTO, DISABLE = "auto", "disable"

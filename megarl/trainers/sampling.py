@@ -9,14 +9,14 @@ import numpy as np
 import torch
 
 from megarl.algorithms.dynamic_sampling import rows_with_signal
+from megarl.batch.data_proto import DataProto
 from megarl.config.errors import RunError
 from megarl.config.schema import AdvantageEstimator, DynamicSamplingConfig, PPOConfig, SamplingConfig
 from megarl.controller.futures import DerivedFuture
 from megarl.data.loader import BatchLoader
 from megarl.data.responses import concat_samples
-from megarl.protocol.batch import DataProto
-from megarl.workers.reward import Reward
-from megarl.workers.rollout import Rollout
+from megarl.roles.reward import Reward
+from megarl.roles.rollout import Rollout
 
 GREEDY = SamplingConfig(n=1, temperature=0.0)
 _MARGIN = 1.2  # a few prompts for nothing cost less than one more round of generation

@@ -8,9 +8,9 @@ from typing import Any
 from megarl.config.schema import SFTConfig
 from megarl.data.loader import BatchLoader, one_pass
 from megarl.data.sft import SFTDataset
+from megarl.roles.models import Actor, valid_token_count
 from megarl.trainers.checkpoint import Checkpointer
 from megarl.trainers.monitor import Monitor
-from megarl.workers.roles import Actor, valid_token_count
 
 
 class SFTTrainer:

@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from megarl.batch.data_proto import DataProto
 from megarl.config.architecture import Architecture
 from megarl.config.schema import Device, DType, EngineConfig, OptimConfig, ParallelConfig, Recompute
 from megarl.controller.dispatch import Dispatch, register
+from megarl.controller.mesh import MeshCoordinate
 from megarl.engine import platform
 from megarl.engine.offload import StatePart
-from megarl.protocol.batch import DataProto
-from megarl.protocol.mesh import MeshCoordinate
-from megarl.resharding.families import Head
-from megarl.resharding.gather import Shards
+from megarl.weights.gather import Shards
+from megarl.weights.name_mapping import Head
 from megarl.workers.weight_export import WeightExport
 
 if TYPE_CHECKING:  # importing these imports Megatron, which wants the platform to be active

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from megarl.algorithms.losses import ActorLoss, MiniBatchCounts, SFTLoss
+from megarl.batch.data_proto import DataProto
 from megarl.config.roles import needs_sum_pi_squared
 from megarl.config.schema import AlgorithmConfig
 from megarl.controller.dispatch import Dispatch, register
-from megarl.protocol.batch import DataProto
 from megarl.workers.megatron import MegatronWorker, ModelSpec
 
 

@@ -1,21 +1,16 @@
-"""The reward role: the user's functions, in processes of their own, and a reward model; a sample's score is their weighted sum."""
+"""The reward worker: it decodes responses and has the user's functions score them, in processes of their own."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 
 from megarl.algorithms.scores import place_scores
+from megarl.batch.data_proto import DataProto
 from megarl.config.schema import RewardConfig
 from megarl.controller.dispatch import Dispatch, register
-from megarl.controller.futures import DerivedFuture, RemoteFuture
-from megarl.controller.group import RoleGroup
 from megarl.controller.worker import Worker
 from megarl.data.tokenizer import load_tokenizer
-from megarl.protocol.batch import DataProto
 from megarl.rewards.scorer import RewardScorer, ScoreReport, ScoreRequest
-from megarl.workers.reward_model import RewardModel
 
 
 class RewardWorker(Worker):
@@ -65,42 +60,3 @@ class RewardWorker(Worker):
 
 def _no_scores(num_samples: int) -> ScoreReport:
     return ScoreReport(scores=[0.0] * num_samples, metrics=[], errors=[], parts=[()] * num_samples, answers=[None] * num_samples)
-
-
-def score_weights(config: RewardConfig) -> list[float]:
-    """Of the K `score_parts`."""
-    of_model = [] if config.model.path is None else [config.model.weight]
-    return [*(function.weight for function in config.functions), *of_model]
-
-
-class Reward:
-    def __init__(self, group: RoleGroup, model: RewardModel | None = None, model_weight: float = 1.0) -> None:
-        self.group = group
-        self.model = model
-        self._model_weight = model_weight
-
-    def score(self, batch: DataProto) -> DerivedFuture:
-        """See RewardWorker.score. With a model, the scores are those of the functions plus `model_weight` times the model's, and there are
-        `reward_function_scores` (B,) and what RewardModelWorker.score_conversations gives beside them; the model's are the last of
-        `score_parts`."""
-        needed = batch.select(["responses", "response_mask"], ["uid", "data_source", "reward_model", "extra_info"])
-        functions: RemoteFuture = self.group.score(needed)
-        if self.model is None:
-            return DerivedFuture([functions], lambda results: results[0])
-        mask = batch.tensors["response_mask"]
-        return DerivedFuture([functions, self.model.score(batch)], lambda results: self._sum(results, mask))
-
-    def _sum(self, results: list[Any], mask: torch.Tensor) -> DataProto:
-        functions, model = results
-        of_functions = torch.tensor(functions.non_tensor_batch["score"].tolist(), dtype=torch.float32)
-        scores = of_functions + self._model_weight * model.tensors["reward_model_scores"]
-        return DataProto.from_dict(
-            {
-                "token_level_scores": place_scores(scores, mask),
-                "score_parts": torch.cat([functions.tensors["score_parts"], model.tensors["reward_model_scores"][:, None]], dim=1),
-                "reward_function_scores": of_functions,
-                **model.tensors,
-            },
-            {**functions.non_tensor_batch, "score": scores.tolist()},
-            functions.meta_info,
-        )

@@ -1,27 +1,22 @@
-"""The reward model: a frozen Megatron role that scores conversations, which it encodes itself, with its own tokenizer and template."""
+"""The reward model's worker: a frozen Megatron model that scores conversations, which it encodes itself, with its own template."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
+from megarl.batch.data_proto import DataProto
 from megarl.config.architecture import Architecture
 from megarl.config.derive import max_conversation_tokens
-from megarl.config.roles import REWARD_MODEL
-from megarl.config.schema import MicroBatchConfig, OverlongConversation, ParallelConfig, PPOConfig
+from megarl.config.schema import MicroBatchConfig, OverlongConversation, PPOConfig
 from megarl.controller.dispatch import Dispatch, register
-from megarl.controller.futures import DerivedFuture
-from megarl.controller.group import RoleGroup
 from megarl.data.conversations import Conversation, ConversationEncoder, conversation_batch
 from megarl.data.packing import plan_micro_batches
 from megarl.data.tokenizer import load_tokenizer
-from megarl.protocol.batch import DataProto
 from megarl.workers.megatron import MegatronWorker, ModelSpec
-from megarl.workers.residency import EVERYBODY_STAYS, Residency
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,30 +105,3 @@ class RewardModelWorker(MegatronWorker):
         (rank,) = plan.ranks
         outputs = self._engine.forward(conversation_batch(conversations, rank.rows), rank.local_micro_batches)
         return None if outputs is None else outputs["values"][:, 0].cpu()[plan.restore_order()]
-
-
-class RewardModel:
-    """The handle on a reward model's ranks."""
-
-    def __init__(self, group: RoleGroup, parallel: ParallelConfig, residency: Residency = EVERYBODY_STAYS) -> None:
-        self.group = group
-        self._parallel = parallel
-        self._residency = residency
-
-    def score(self, batch: DataProto) -> DerivedFuture:
-        """See RewardModelWorker.score_conversations; the rows in the order of the batch. Reads `responses`, `response_mask`,
-        `attention_mask` and the arrays `uid`, `messages`."""
-        moves = self._residency.before(REWARD_MODEL)
-        replicas = self._parallel.data_parallel_size
-        # One share for each replica, about equal in tokens of the policy: the model's own are not known here.
-        lengths = batch.tensors["attention_mask"].sum(1).tolist()
-        plan = plan_micro_batches(lengths, replicas, sequences=-(-len(batch) // replicas))
-        needed = batch.select(["responses", "response_mask"], ["uid", "messages"], [])
-        parts = [needed.select_idxs(rank.rows) for rank in plan.ranks]
-
-        def restore(results: list[Any]) -> DataProto:
-            return DataProto.concat(results[0]).select_idxs(plan.restore_order())
-
-        future = DerivedFuture([self.group.score_conversations(parts), *moves], restore)
-        self._residency.runs(REWARD_MODEL, future)
-        return future

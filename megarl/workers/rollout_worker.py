@@ -8,11 +8,11 @@ from pathlib import Path
 
 from megarl.controller.dispatch import Dispatch, register
 from megarl.controller.worker import Worker
-from megarl.protocol.heap import trim_heap
-from megarl.protocol.parcels import GroupAddress, Parcel
-from megarl.protocol.stream import WeightStream
-from megarl.protocol.weights import Manifest, WeightTransferError
+from megarl.machine.memory import trim_heap
 from megarl.rollout.interface import EngineDeadError, FinishedRequest, GenerationRequest, RolloutEngine
+from megarl.weights.bucket import GroupAddress, Parcel
+from megarl.weights.receipt import Manifest, WeightTransferError
+from megarl.weights.stream import WeightStream
 
 
 class RolloutWorker(Worker):

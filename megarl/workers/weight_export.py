@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megarl.controller.worker import Worker
-from megarl.protocol.parcels import GroupAddress, Parcel
-from megarl.protocol.stream import StreamSource, WeightStream
-from megarl.protocol.weight_group import WeightGroup, reserve_port
-from megarl.resharding.export import FilePlan, open_file_sender
-from megarl.resharding.gather import Shards
-from megarl.resharding.sender import KeptSegments, SenderReport, WeightSender, open_sender
-from megarl.resharding.stream_sender import StreamSender, open_stream
-from megarl.resharding.verify import shard_checksums
+from megarl.weights.bucket import GroupAddress, Parcel
+from megarl.weights.export import FilePlan, open_file_sender
+from megarl.weights.gather import Shards
+from megarl.weights.sender import KeptSegments, SenderReport, WeightSender, open_sender
+from megarl.weights.stream import StreamSource, WeightStream
+from megarl.weights.stream_sender import StreamSender, open_stream
+from megarl.weights.verify import shard_checksums
+from megarl.weights.weight_group import WeightGroup, reserve_port
 
 
 class MeetingPoint(NamedTuple):

@@ -10,10 +10,10 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config
 
 from megarl.config.schema import SGLangMode
-from megarl.protocol.checksum import checksum
 from megarl.rollout.interface import Sample, SamplingParameters
 from megarl.rollout.sglang.engine import SGLangEngine
 from megarl.rollout.sglang.spec import SGLangSpec
+from megarl.weights.checksum import checksum
 from tests.unit.rollout.models import push
 
 PROMPTS = [[5, 6, 14, 8], [9], [20, 21, 22, 23, 24, 25, 26, 27, 28]]

@@ -9,7 +9,7 @@ import os
 import time
 
 from megarl.cli.failure_report import last_page
-from megarl.cli.situation import Situation
+from megarl.cli.run_context import Situation
 from megarl.config.schema import PPOConfig
 from megarl.controller.cluster import shutdown, start_ray
 from megarl.controller.errors import WorkerError

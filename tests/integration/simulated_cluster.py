@@ -28,7 +28,7 @@ from megarl.controller.group import RayWorkerGroup
 from megarl.controller.resource_pool import InsufficientResourcesError, ResourcePoolManager
 from megarl.controller.worker_class import RayClassWithInitArgs
 from megarl.placement.plan import GroupPlan, PlacementPlan, plan_placement
-from megarl.workers.start import group_pool
+from megarl.roles.start import group_pool
 from tests.integration.where_worker import WhereWorker
 
 NUM_NODES, DEVICES_PER_NODE = 4, 2

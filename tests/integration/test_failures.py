@@ -15,7 +15,7 @@ import pytest
 import ray
 
 from megarl.cli.failure_report import last_page
-from megarl.cli.situation import Situation
+from megarl.cli.run_context import Situation
 from megarl.config.schema import PPOConfig
 from megarl.controller.errors import PhaseTimeoutError, WorkerError
 from megarl.controller.futures import gather

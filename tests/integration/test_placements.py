@@ -38,7 +38,7 @@ from megarl.config.schema import (
     TrainerConfig,
     Verify,
 )
-from megarl.workers.start import PPORoles
+from megarl.roles.start import PPORoles
 from tests.integration.tiny_run import Finished, run_ppo, save_inputs
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")

@@ -40,7 +40,7 @@ from megarl.config.schema import (
     TrainerConfig,
 )
 from megarl.placement.plan import plan_placement
-from megarl.workers.start import PPORoles
+from megarl.roles.start import PPORoles
 from tests.integration.tiny_run import Finished, run_ppo, save_inputs
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")

@@ -12,6 +12,8 @@ import torch.distributed as dist
 
 from megarl.algorithms.losses import ActorLoss, MiniBatchCounts
 from megarl.algorithms.scores import place_scores
+from megarl.batch.data_proto import DataProto
+from megarl.batch.reductions import add_up
 from megarl.config.load import load_config
 from megarl.config.schema import (
     AdvantageConfig,
@@ -33,10 +35,8 @@ from megarl.config.schema import (
     RolloutCorrectionConfig,
 )
 from megarl.data.packing import BatchPlan, plan_micro_batches
-from megarl.protocol.batch import DataProto
-from megarl.protocol.shares import add_up
+from megarl.roles.update_inputs import actor_rows
 from megarl.trainers.advantages import AdvantageStep, correct_rollout
-from megarl.workers.actor_rows import actor_rows
 from tests.ranks import RankPool
 from tests.unit.engine.comparison import assert_same
 from tests.unit.engine.models import load_lm, make_batch, reference_logits, save_model, scores_of

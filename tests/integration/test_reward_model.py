@@ -36,7 +36,7 @@ from megarl.config.schema import (
 )
 from megarl.placement.plan import plan_placement
 from tests.integration.tiny_run import Finished, run_ppo, save_inputs
-from tests.unit.workers.reward_models import byte_pair_tokenizer, save_reward_model
+from tests.unit.roles.reward_models import byte_pair_tokenizer, save_reward_model
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 

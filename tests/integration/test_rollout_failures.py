@@ -12,20 +12,20 @@ from typing import Any
 
 import pytest
 
+from megarl.batch.data_proto import DataProto
 from megarl.cli.failure_report import last_page
-from megarl.cli.situation import Situation
+from megarl.cli.run_context import Situation
 from megarl.config.errors import RunError
 from megarl.config.schema import PPOConfig, SamplingConfig
 from megarl.controller.errors import PhaseTimeoutError, WorkerError
 from megarl.controller.group import RoleGroup
 from megarl.data.padding import pad_left
-from megarl.protocol.batch import DataProto
-from megarl.protocol.checksum import checksum
+from megarl.roles.replicas import RestartLimitError
+from megarl.roles.request_run import EngineFaultError
+from megarl.roles.rollout import Rollout
 from megarl.rollout.dispatch import DispatchError
 from megarl.rollout.interface import GenerationRequest, SamplingParameters
-from megarl.workers.replicas import RestartLimitError
-from megarl.workers.request_run import EngineFaultError
-from megarl.workers.rollout import Rollout
+from megarl.weights.checksum import checksum
 from tests.failure_pages import check_documented
 from tests.fake_engine import LAST_WORDS, MANIFEST, FakeEngine, FakeSpec, Misdeed, What, random_weights, recorded_calls
 from tests.rollout_replicas import push_of, started_rollout
@@ -114,7 +114,7 @@ def test_a_lost_replica_is_replaced_and_the_batch_is_whole(
     metrics = rollout.drain_metrics()
     assert metrics["rollout/num_restarts"] == 1
     assert 1 <= metrics["rollout/num_resent"] <= 8
-    (warning,) = [record.getMessage() for record in caplog.records if record.name == "megarl.workers.replicas"]
+    (warning,) = [record.getMessage() for record in caplog.records if record.name == "megarl.roles.replicas"]
     assert why in warning
     assert "is started anew; restarts left: 2" in warning
     rollout.settle()

@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from megarl.batch.data_proto import DataProto
 from megarl.config.schema import (
     ActorConfig,
     Device,
@@ -25,7 +26,6 @@ from megarl.config.schema import (
 from megarl.data.loader import BatchLoader, one_pass
 from megarl.data.sft import SFTDataset
 from megarl.data.tokenizer import load_tokenizer
-from megarl.protocol.batch import DataProto
 from tests.integration.tiny_run import Finished, run_sft, save_inputs
 
 STEPS = 12

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from megarl.config.schema import Device, DType, RolloutConfig, RolloutEngineKind
-from megarl.protocol.checksum import checksum
 from megarl.rollout.interface import SamplingParameters, plan_requests
+from megarl.weights.checksum import checksum
 from megarl.workers.engines import EngineSpec, build_engine
 from tests.rollout_replicas import push_of, started_rollout
 from tests.unit.rollout.models import random_model

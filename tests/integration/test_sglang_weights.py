@@ -19,14 +19,14 @@ from megarl.controller.errors import WorkerError
 from megarl.controller.group import RoleGroup
 from megarl.controller.resource_pool import RayResourcePool
 from megarl.controller.worker_class import RayClassWithInitArgs
+from megarl.roles.replicas import ReplicaPlace, Replicas
+from megarl.roles.weight_sync import WeightSource, WeightSync
 from megarl.rollout.interface import Sample, SamplingParameters, plan_requests
 from megarl.workers.engines import EngineSpec, build_engine
 from megarl.workers.megatron import MegatronWorker, ModelSpec
-from megarl.workers.replicas import ReplicaPlace, Replicas
-from megarl.workers.weight_sync import WeightSource, WeightSync
 from tests.unit.engine.models import FAMILIES, load_lm, save_model
 from tests.unit.engine.rank_side import LAYOUTS
-from tests.unit.workers.groups import model_spec, started
+from tests.unit.roles.groups import model_spec, started
 
 LAYOUT_NAMES = ("TP1", "TP2", "PP2", "TP2xPP2", "PP2xVPP2")
 TRANSPORTS = (Transport.colocated, Transport.broadcast, Transport.disk)

@@ -15,9 +15,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from megarl.batch.data_proto import DataProto
 from megarl.cli.failure_report import last_page
 from megarl.cli.main import main
-from megarl.cli.situation import FAILURE_FILE, Situation
+from megarl.cli.run_context import FAILURE_FILE, Situation
 from megarl.config.load import dump_config
 from megarl.config.schema import (
     ActorConfig,
@@ -36,7 +37,6 @@ from megarl.controller.group import RayWorkerGroup
 from megarl.controller.resource_pool import InsufficientResourcesError, RayResourcePool
 from megarl.controller.worker import Worker
 from megarl.controller.worker_class import RayClassWithInitArgs
-from megarl.protocol.batch import DataProto
 from tests.failure_pages import check_documented, documented_pages, last_page_of
 from tests.integration.tiny_run import save_inputs
 

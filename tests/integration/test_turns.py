@@ -14,8 +14,8 @@ import torch
 
 from megarl.controller.futures import gather
 from megarl.controller.group import RoleGroup
+from megarl.roles.rollout import Rollout
 from megarl.rollout.hf.engine import HFEngine
-from megarl.workers.rollout import Rollout
 from tests.fake_engine import MANIFEST, FakeEngine, FakeSpec, Misdeed, What, random_weights, recorded_calls
 from tests.rollout_replicas import push_of, started_rollout
 from tests.unit.engine.models import save_large_model

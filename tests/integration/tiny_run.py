@@ -15,6 +15,7 @@ from rich.console import Console
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
+from megarl.batch.data_proto import DataProto
 from megarl.config.architecture import read_architecture
 from megarl.config.roles import needs_critic, needs_reference
 from megarl.config.schema import Device, PPOConfig, SFTConfig
@@ -25,7 +26,9 @@ from megarl.data.prompts import PromptDataset
 from megarl.data.sft import SFTDataset
 from megarl.data.tokenizer import load_tokenizer
 from megarl.placement.plan import plan_placement
-from megarl.protocol.batch import DataProto
+from megarl.roles.rollout import TokenRules
+from megarl.roles.saved_models import SavedModels, ppo_models, sft_models
+from megarl.roles.start import Architectures, PPORoles, start_ppo, start_sft
 from megarl.tracking.loggers import Tracker
 from megarl.tracking.progress import ProgressBar
 from megarl.tracking.timeline import Timeline
@@ -36,9 +39,6 @@ from megarl.trainers.monitor import Monitor
 from megarl.trainers.ppo import PPOTrainer
 from megarl.trainers.resume import checkpoint_folder
 from megarl.trainers.sft import SFTTrainer
-from megarl.workers.rollout import TokenRules
-from megarl.workers.saved_models import SavedModels, ppo_models, sft_models
-from megarl.workers.start import Architectures, PPORoles, start_ppo, start_sft
 
 SYMBOLS = ["<pad>", "<end>", "<user>", "<model>", *"0123456789+= "]
 CHAT_TEMPLATE = (

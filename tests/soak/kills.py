@@ -31,11 +31,11 @@ import torch
 from megarl.config.schema import Device, DType, RolloutConfig, RolloutEngineKind
 from megarl.controller.cluster import shutdown, start_ray
 from megarl.controller.errors import WorkerError
-from megarl.protocol.checksum import checksum
+from megarl.roles.replicas import is_dead
+from megarl.roles.rollout import Rollout
 from megarl.rollout.interface import FinishedRequest, GenerationRequest, RolloutEngine, SamplingParameters
+from megarl.weights.checksum import checksum
 from megarl.workers.engines import EngineSpec, build_engine
-from megarl.workers.replicas import is_dead
-from megarl.workers.rollout import Rollout
 from tests.fake_engine import MANIFEST, FakeEngine, FakeSpec, random_weights
 from tests.rollout_replicas import push_of, started_rollout
 from tests.unit.rollout.models import random_model

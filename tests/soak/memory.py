@@ -21,7 +21,7 @@ from megarl.controller.cluster import shutdown, start_ray
 from megarl.controller.futures import gather
 from megarl.placement.memory import Usage, plan_memory
 from megarl.placement.plan import plan_placement
-from megarl.workers.start import PPORoles
+from megarl.roles.start import PPORoles
 from tests.integration.test_placements import config
 from tests.integration.tiny_run import run_ppo
 

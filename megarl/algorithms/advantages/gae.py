@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from megarl.algorithms.advantages.inputs import AdvantageInputs, Advantages, needed
-from megarl.algorithms.holes import from_front, front_slots, to_front
 from megarl.algorithms.masked import masked, row_blocks, whiten
+from megarl.algorithms.tool_gaps import from_front, front_slots, to_front
 from megarl.config.schema import AdvantageConfig
 
 

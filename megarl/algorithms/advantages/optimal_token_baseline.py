@@ -7,8 +7,8 @@ from torch import Tensor
 
 from megarl.algorithms.advantages.gae import rewards_to_go
 from megarl.algorithms.advantages.inputs import AdvantageInputs, Advantages, needed
-from megarl.algorithms.holes import from_front, front_slots, to_front
 from megarl.algorithms.masked import block_rows, masked
+from megarl.algorithms.tool_gaps import from_front, front_slots, to_front
 from megarl.config.schema import AdvantageConfig
 
 _NAME, _REMEDY = "optimal_token_baseline", "use rloo, whose baseline needs only the scores"

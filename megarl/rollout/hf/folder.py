@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
-from megarl.protocol.weights import WeightTransferError
+from megarl.weights.receipt import WeightTransferError
 
 
 def read_tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megarl.protocol.checksum import checksum, row_major_strides
-from megarl.protocol.rectangles import Rectangle, range_rectangles
-from megarl.protocol.weights import Manifest, TensorChunk, TensorMeta, WeightTransferError
+from megarl.weights.boxes import Rectangle, range_rectangles
+from megarl.weights.checksum import checksum, row_major_strides
+from megarl.weights.receipt import Manifest, TensorChunk, TensorMeta, WeightTransferError
 
 
 class Destination(NamedTuple):

@@ -17,9 +17,6 @@ import torch
 from safetensors import safe_open
 
 from megarl.config.schema import SGLangMode
-from megarl.protocol.parcels import ChunkMeta, GroupAddress, Parcel
-from megarl.protocol.stream import WeightStream
-from megarl.protocol.weights import Manifest, WeightTransferError
 from megarl.rollout.end_tokens import end_token_ids
 from megarl.rollout.interface import EngineDeadError, FinishedRequest, GenerationRequest, RolloutEngine
 from megarl.rollout.lifecycle import EngineLifecycle, EngineState
@@ -32,6 +29,9 @@ from megarl.rollout.sglang.messages import generation_payload, read_sample
 from megarl.rollout.sglang.server import ServerBackend
 from megarl.rollout.sglang.server_args import WEIGHT_LOADER, build_server_args, context_length, vocab_size
 from megarl.rollout.sglang.spec import SGLangSpec
+from megarl.weights.bucket import ChunkMeta, GroupAddress, Parcel
+from megarl.weights.receipt import Manifest, WeightTransferError
+from megarl.weights.stream import WeightStream
 
 T = TypeVar("T")
 

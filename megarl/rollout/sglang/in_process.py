@@ -9,7 +9,7 @@ from collections.abc import Callable
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-from megarl.protocol.held_port import hold_port
+from megarl.machine.ports import hold_port
 from megarl.rollout.interface import EngineDeadError
 from megarl.rollout.sglang import environment, features, processes
 from megarl.rollout.sglang.backend import Backend, CallRefusedError

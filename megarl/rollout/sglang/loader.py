@@ -22,13 +22,13 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from megarl.protocol.checksum import MODULUS
-from megarl.protocol.parcels import ChunkMeta, GroupAddress, Parcel, SegmentHandle
-from megarl.protocol.receiver import ParcelReceiver
-from megarl.protocol.rectangles import Rectangle, tiling_fault
-from megarl.protocol.stream import StreamAddress, WeightStream
-from megarl.protocol.weights import Manifest, TensorMeta, WeightTransferError
 from megarl.rollout.sglang.destinations import Copy, Plan, record_plan, zero_what_is_not_written
+from megarl.weights.boxes import Rectangle, tiling_fault
+from megarl.weights.bucket import ChunkMeta, GroupAddress, Parcel, SegmentHandle
+from megarl.weights.checksum import MODULUS
+from megarl.weights.receipt import Manifest, TensorMeta, WeightTransferError
+from megarl.weights.receiver import ParcelReceiver
+from megarl.weights.stream import StreamAddress, WeightStream
 
 Send = Callable[[list[tuple[str, torch.Tensor]]], None]
 _MAX_NAMED = 8  # faults in one message

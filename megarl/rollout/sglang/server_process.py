@@ -20,7 +20,7 @@ from typing import Any
 
 import psutil
 
-from megarl.protocol.held_port import hold_port
+from megarl.machine.ports import hold_port
 from megarl.rollout.sglang import environment, features, last_words, processes
 
 _POLL_S = 0.05

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.algorithms.losses import ActorLoss, CriticLoss, MiniBatchCounts, SFTLoss
+from megarl.batch.reductions import add_up
 from megarl.config.schema import (
     Aggregation,
     AlgorithmConfig,
@@ -16,7 +17,6 @@ from megarl.config.schema import (
     PolicyLossKind,
     ValueLossConfig,
 )
-from megarl.protocol.shares import add_up
 from tests.unit.algorithms import reference
 from tests.unit.algorithms.strategies import masks, normal, poison
 

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from megarl.cli.check import load_checked
 from megarl.cli.main import main
 from megarl.config.errors import ConfigError
 from megarl.config.schema import PPOConfig
+from megarl.doctor.checked_config import load_checked
 from tests.unit.config.folders import model_folder, ppo_values, sft_values, write_yaml
 
 ROOT = Path(__file__).parents[3]

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from megarl.checkpoints.convert.streaming import OutputFile
 from megarl.cli.main import main
-from megarl.conversion.streaming import OutputFile
-from tests.unit.resharding.models import random_model, save
+from tests.unit.weights.models import random_model, save
 
 ROOT = Path(__file__).parents[3]
 SCRIPT = ROOT / "tools" / "checkpoint_convert" / "convert.py"

@@ -10,7 +10,7 @@ import torch
 
 from megarl.cli.failure_report import last_page, print_failure
 from megarl.cli.remedies import REMEDIES, Cause
-from megarl.cli.situation import Situation
+from megarl.cli.run_context import Situation
 from megarl.config.errors import CheckpointError, RunError
 from megarl.config.schema import (
     ActorConfig,

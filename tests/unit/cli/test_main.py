@@ -14,7 +14,7 @@ import torch
 
 from megarl.algorithms.scores import refuse_unusable
 from megarl.cli.main import main
-from megarl.cli.situation import situation_of
+from megarl.cli.run_context import situation_of
 from megarl.config.errors import ConfigError
 from megarl.config.schema import PPOConfig
 from megarl.controller.errors import PhaseTimeoutError

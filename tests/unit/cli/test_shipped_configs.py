@@ -7,13 +7,13 @@ from typing import NamedTuple
 
 import pytest
 
-from megarl.cli.check import load_checked
 from megarl.cli.main import main
 from megarl.config.architecture import read_architecture
 from megarl.config.derive import num_parameters
 from megarl.config.load import load_config
 from megarl.config.schema import PPOConfig
 from megarl.config.validate import read_architectures
+from megarl.doctor.checked_config import load_checked
 from megarl.placement.memory import DeviceMemory, plan_memory
 from megarl.placement.plan import plan_placement
 from tests.unit.config.published import CONFIGS, NUM_PARAMETERS, save_published

@@ -3,9 +3,9 @@
 import threading
 
 from megarl.controller.activity import Activity
+from megarl.controller.mesh import MeshCoordinate
 from megarl.controller.messages import Location
 from megarl.controller.worker import Worker
-from megarl.protocol.mesh import MeshCoordinate
 
 HERE = Location("localhost", 1, "")
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from megarl.batch.data_proto import DataProto
 from megarl.controller.dispatch import (
     RULES,
     ArgumentLayout,
@@ -17,8 +18,7 @@ from megarl.controller.dispatch import (
     rebuild_arguments,
     route_mesh,
 )
-from megarl.protocol.batch import DataProto
-from megarl.protocol.mesh import MeshCoordinate
+from megarl.controller.mesh import MeshCoordinate
 
 MESH_DP2_TP2 = [MeshCoordinate(dp=rank // 2, tp=rank % 2) for rank in range(4)]
 

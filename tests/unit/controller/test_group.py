@@ -5,13 +5,13 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from megarl.batch.data_proto import DataProto
 from megarl.controller.errors import WorkerError
 from megarl.controller.futures import DerivedFuture, gather, wait_for_any
 from megarl.controller.group import RayWorkerGroup
 from megarl.controller.messages import FailureKind
 from megarl.controller.resource_pool import RayResourcePool
 from megarl.controller.worker_class import RayClassWithInitArgs, create_colocated_worker_cls
-from megarl.protocol.batch import DataProto
 from tests.unit.controller.workers import BrokenWorker, ClashingWorker, CollectiveWorker, EchoWorker
 
 

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from megarl.batch.data_proto import DataProto
 from megarl.controller.dispatch import Dispatch, register
+from megarl.controller.mesh import MeshCoordinate
 from megarl.controller.worker import Worker
-from megarl.protocol.batch import DataProto
-from megarl.protocol.mesh import MeshCoordinate
 
 LAUNCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS", "GREETING")
 

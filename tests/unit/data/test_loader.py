@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megarl.batch.data_proto import DataProto
 from megarl.data.loader import BatchLoader, one_pass
-from megarl.protocol.batch import DataProto
 
 
 class Numbers:

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from megarl.checkpoints.role_folder import Description, Layout, write_manifest
+from megarl.checkpoints.torch_dist import read_chunk, read_index
 from megarl.config.schema import Decay, OptimConfig, ParallelConfig
-from megarl.resharding.role_folder import Description, Layout, write_manifest
-from megarl.resharding.torch_dist import read_chunk, read_index
 from tests.unit.engine.models import make_batch
 from tests.unit.engine.rank_side import Tensors, build, deal, replica_rows, start, take
 

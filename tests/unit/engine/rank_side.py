@@ -97,8 +97,8 @@ def hf_gradients(engine: MegatronEngine) -> Tensors:
 
 def _hf_tensors(engine: MegatronEngine, named: Tensors) -> Tensors:
     """This stage's Hugging Face tensors on tensor-parallel rank 0, float32; nothing elsewhere (all ranks must ask)."""
-    from megarl.resharding.families import weights_of
-    from megarl.resharding.gather import BucketGatherer, Shards
+    from megarl.weights.gather import BucketGatherer, Shards
+    from megarl.weights.name_mapping import weights_of
 
     _check_copies(engine, named)
     spec = engine.spec
@@ -118,8 +118,8 @@ def _hf_tensors(engine: MegatronEngine, named: Tensors) -> Tensors:
 
 def _check_copies(engine: MegatronEngine, named: Tensors) -> None:
     """What several ranks hold must be the same on all: replicated parameters of a stage, and the two ends of tied weights."""
-    from megarl.resharding.families import OUTPUT_LAYER, Cut
-    from megarl.resharding.layout import held_weights
+    from megarl.weights.name_mapping import OUTPUT_LAYER, Cut
+    from megarl.weights.shard_layout import held_weights
 
     architecture, groups = engine.spec.architecture, engine.groups
     for weight in held_weights(architecture, engine.layout, engine.spec.head):

@@ -13,8 +13,8 @@ import torch
 import xxhash
 from transformers import AutoModelForCausalLM
 
+from megarl.checkpoints.torch_dist import read_index
 from megarl.config.schema import ParallelConfig
-from megarl.resharding.torch_dist import read_index
 from tests.ranks import RankPool
 from tests.unit.engine.checkpoint_side import (
     Saved,

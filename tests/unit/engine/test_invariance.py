@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 
 from megarl.algorithms.losses import ActorLoss, CriticLoss, MiniBatchCounts
+from megarl.batch.reductions import add_up
 from megarl.config.schema import AlgorithmConfig, KLConfig, KLEstimator, KLWhere, OptimConfig, ParallelConfig, ValueLossConfig
 from megarl.data.packing import BatchPlan, MicroBatch, RankPlan, plan_micro_batches
-from megarl.protocol.shares import add_up
 from tests.ranks import RankPool
 from tests.unit.engine.comparison import assert_same
 from tests.unit.engine.models import load_lm, make_batch, reference_logits, save_critic, save_model, scores_of

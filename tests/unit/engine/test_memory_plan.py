@@ -22,9 +22,9 @@ from megarl.config.schema import (
     Recompute,
     SFTConfig,
 )
+from megarl.machine.memory import trim_heap
 from megarl.placement.memory import model_state, plan_memory
 from megarl.placement.plan import plan_placement
-from megarl.protocol.heap import trim_heap
 from tests.ranks import RankPool
 from tests.unit.engine.models import FAMILIES, make_batch, save_large_model, save_model
 from tests.unit.engine.rank_side import LAYOUTS, build, start, take

@@ -9,11 +9,11 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen2Config, Qwen3Config
 
-from megarl.protocol.parcels import ChunkMeta, Parcel
-from megarl.protocol.segment import Segment
-from megarl.protocol.weights import Manifest, TensorChunk, TensorMeta
 from megarl.rollout.hf.engine import HFEngine
 from megarl.rollout.interface import RolloutEngine
+from megarl.weights.bucket import ChunkMeta, Parcel
+from megarl.weights.receipt import Manifest, TensorChunk, TensorMeta
+from megarl.weights.shared_memory import Segment
 
 VOCAB = 97
 

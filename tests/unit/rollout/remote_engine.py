@@ -10,12 +10,12 @@ from typing import Any
 import ray
 from ray.exceptions import RayTaskError
 
-from megarl.protocol.parcels import GroupAddress, Parcel
-from megarl.protocol.stream import WeightStream
-from megarl.protocol.weights import Manifest
 from megarl.rollout.interface import FinishedRequest, GenerationRequest, RolloutEngine
 from megarl.rollout.sglang.engine import SGLangEngine
 from megarl.rollout.sglang.spec import SGLangSpec
+from megarl.weights.bucket import GroupAddress, Parcel
+from megarl.weights.receipt import Manifest
+from megarl.weights.stream import WeightStream
 
 
 class EngineHolder:

@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from megarl.protocol.weights import Manifest, TensorChunk, TensorMeta
 from megarl.rollout.interface import RolloutEngine, Sample, SamplingParameters
+from megarl.weights.receipt import Manifest, TensorChunk, TensorMeta
 from tests.fake_engine import MANIFEST, FakeEngine, FakeSpec, random_weights
 from tests.unit.rollout.models import engine_for, parcels_of, random_model
 from tests.unit.rollout.sglang_engines import END_TOKEN, in_process_model, server_model

@@ -10,10 +10,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from megarl.protocol.checksum import checksum
-from megarl.protocol.weights import TensorChunk, TensorMeta, WeightTransferError
 from megarl.rollout.interface import GenerationRequest, RolloutEngine, Sample, SamplingParameters, plan_requests
 from megarl.rollout.lifecycle import EngineStateError
+from megarl.weights.checksum import checksum
+from megarl.weights.receipt import TensorChunk, TensorMeta, WeightTransferError
 from tests.unit.rollout.sglang_engines import END_TOKEN
 from tests.unit.rollout.subjects import PROMPTS, Subject, chunks_of, greedy, tokens
 from tests.unit.rollout.test_hf_engine import reference_log_probs

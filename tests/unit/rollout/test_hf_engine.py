@@ -5,11 +5,11 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from megarl.protocol.checksum import checksum
-from megarl.protocol.weights import TensorChunk, WeightTransferError
 from megarl.rollout.hf.engine import HFEngine
 from megarl.rollout.interface import FinishedRequest, GenerationRequest, SamplingParameters, plan_requests
 from megarl.rollout.lifecycle import EngineStateError
+from megarl.weights.checksum import checksum
+from megarl.weights.receipt import TensorChunk, WeightTransferError
 from tests.unit.rollout.models import VOCAB, chunks_of, engine_for, manifest_of, parcels_of, push, random_model
 
 PROMPTS = [[5, 6, 7], [11], [20, 21, 22, 23, 24, 25, 26, 27, 28], [3, 4, 3, 4, 3], [90, 91]]

@@ -1,10 +1,10 @@
 import pytest
 import torch
 
-from megarl.protocol.parcels import ChunkMeta
-from megarl.protocol.weights import TensorMeta, WeightTransferError
 from megarl.rollout.interface import SamplingParameters
 from megarl.rollout.lifecycle import EngineLifecycle, EngineState, EngineStateError
+from megarl.weights.bucket import ChunkMeta
+from megarl.weights.receipt import TensorMeta, WeightTransferError
 
 MANIFEST = {"w": TensorMeta((4,), torch.float32)}
 

@@ -10,13 +10,13 @@ from math import prod
 import pytest
 import torch
 
-from megarl.protocol.checksum import checksum
-from megarl.protocol.parcels import ChunkMeta, GroupAddress, Parcel
-from megarl.protocol.stream import StreamSource, StreamWriter, WeightStream
-from megarl.protocol.weight_group import WeightGroup, reserve_port
-from megarl.protocol.weights import TensorChunk, WeightTransferError
 from megarl.rollout.interface import RolloutEngine
 from megarl.rollout.lifecycle import EngineStateError
+from megarl.weights.bucket import ChunkMeta, GroupAddress, Parcel
+from megarl.weights.checksum import checksum
+from megarl.weights.receipt import TensorChunk, WeightTransferError
+from megarl.weights.stream import StreamSource, StreamWriter, WeightStream
+from megarl.weights.weight_group import WeightGroup, reserve_port
 from tests.unit.rollout.subjects import PROMPTS, Subject, Weights, chunks_of, greedy
 
 LIMIT_S = 60.0

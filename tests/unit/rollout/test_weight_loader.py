@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from megarl.protocol.checksum import checksum
-from megarl.protocol.parcels import ChunkMeta, Parcel
-from megarl.protocol.segment import Segment
-from megarl.protocol.weights import Manifest, TensorMeta, WeightTransferError
 from megarl.rollout.sglang.loader import LoaderClient, RankLoader
+from megarl.weights.bucket import ChunkMeta, Parcel
+from megarl.weights.checksum import checksum
+from megarl.weights.receipt import Manifest, TensorMeta, WeightTransferError
+from megarl.weights.shared_memory import Segment
 
 CPU = torch.device("cpu")
 SHAPES = {"q": (8, 6), "k": (4, 6), "down": (6, 10), "norm": (6,), "embed": (7, 6), "expert": (2, 3, 6)}

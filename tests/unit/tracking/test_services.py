@@ -20,9 +20,9 @@ from megarl.config.load import dump_config
 from megarl.config.schema import PPOConfig
 from megarl.tracking import background
 from megarl.tracking.background import BackgroundLogger, ServiceError
-from megarl.tracking.cut import clear
 from megarl.tracking.loggers import LOGGERS, Tracker
 from megarl.tracking.tracked_run import TrackedRun
+from megarl.tracking.truncate_logs import clear
 from tests.unit.tracking.wandb_files import read_records
 
 SECRET = "5ec2e7" * 7

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 
-from megarl.protocol.span import Span
 from megarl.tracking import timeline
-from megarl.tracking.timeline import Timeline
+from megarl.tracking.timeline import Span, Timeline
 
 
 def _read(path):

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megarl.batch.data_proto import DataProto
 from megarl.config.schema import (
     AdvantageConfig,
     AdvantageEstimator,
@@ -23,7 +24,6 @@ from megarl.config.schema import (
     RejectionLevel,
     RolloutCorrectionConfig,
 )
-from megarl.protocol.batch import DataProto
 from megarl.trainers.advantages import AdvantageStep, correct_rollout
 
 MASK = torch.tensor([[True, True], [True, False]])

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
+from megarl.checkpoints.run_folder import CheckpointFolder, check_files
 from megarl.config.errors import CheckpointError
 from megarl.config.schema import CheckpointConfig, ModelConfig, SFTConfig, SFTDataConfig, SFTTrainerConfig
 from megarl.trainers.checkpoint import Checkpointer
-from megarl.trainers.checkpoint_folder import CheckpointFolder, check_files
 
 
 class FakeModels:

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from megarl.batch.data_proto import DataProto
 from megarl.config.schema import SamplingConfig
-from megarl.protocol.batch import DataProto
 from megarl.trainers.evaluation import Evaluation, _Prompt, sampling_metrics
 
 SOURCES = ["sums", "sums", "words", "sums", "words"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megarl.protocol.batch import DataProto
+from megarl.batch.data_proto import DataProto
 from megarl.trainers.log_prob_gate import LogProbGate, LogProbMismatchError
 
 NAN = float("nan")

@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from megarl.protocol.span import Span
 from megarl.tracking.loggers import Tracker
 from megarl.tracking.progress import ProgressBar
-from megarl.tracking.timeline import Timeline
+from megarl.tracking.timeline import Span, Timeline
 from megarl.tracking.tracked_run import TrackedRun
 from megarl.trainers import monitor as monitor_module
 from megarl.trainers.evaluation import ValidationResult

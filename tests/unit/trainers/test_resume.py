@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
+from megarl.checkpoints.run_folder import CheckpointFolder
 from megarl.config.errors import CheckpointError, ConfigError
 from megarl.config.load import dump_config, load_config
 from megarl.config.schema import CheckpointConfig, OptimConfig, PPOConfig
-from megarl.trainers.checkpoint_folder import CheckpointFolder
 from megarl.trainers.resume import checkpoint_folder, find_resume
 from tests.unit.config.folders import ARCHITECTURE, model_folder, ppo_values, write_yaml
 

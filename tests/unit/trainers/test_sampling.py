@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
+from megarl.batch.data_proto import DataProto
 from megarl.config.errors import RunError
 from megarl.config.schema import DynamicSamplingConfig, SamplingConfig
 from megarl.controller.futures import RemoteFuture
 from megarl.data.loader import BatchLoader
-from megarl.protocol.batch import DataProto
 from megarl.trainers.sampling import DynamicSampling, GreedyBaseline, PlainSampling
 
 NUM_SAMPLES = 2

@@ -5,13 +5,13 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM
 
-from megarl.conversion.distributed_writer import write_distributed
-from megarl.conversion.hugging_face_writer import write_hugging_face
-from megarl.conversion.open import open_model
-from megarl.resharding.manifest import manifest_of
-from megarl.resharding.role_folder import Layout
+from megarl.checkpoints.convert.distributed_writer import write_distributed
+from megarl.checkpoints.convert.hugging_face_writer import write_hugging_face
+from megarl.checkpoints.convert.open import open_model
+from megarl.checkpoints.role_folder import Layout
 from megarl.rollout.interface import SamplingParameters
 from megarl.rollout.sglang.engine import SGLangEngine
+from megarl.weights.manifest import manifest_of
 from tests.unit.rollout.models import push
 from tests.unit.rollout.sglang_engines import server_model
 

@@ -15,9 +15,9 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from megarl.config.schema import SGLangMode
-from megarl.protocol.checksum import checksum
 from megarl.rollout.interface import EngineDeadError, SamplingParameters
 from megarl.rollout.sglang.engine import SGLangEngine
+from megarl.weights.checksum import checksum
 from tests.unit.rollout.models import VOCAB, push
 from tests.unit.rollout.remote_engine import RemoteEngine
 from tests.unit.rollout.sglang.test_server_engine import PROMPTS, difference

@@ -14,12 +14,12 @@ import requests
 import torch
 from transformers import PreTrainedModel
 
-from megarl.protocol.checksum import checksum
-from megarl.protocol.weights import WeightTransferError
 from megarl.rollout.interface import EngineDeadError, GenerationRequest, Sample, SamplingParameters, plan_requests
 from megarl.rollout.lifecycle import EngineStateError
 from megarl.rollout.sglang.engine import SGLangEngine
 from megarl.rollout.sglang.server import ServerBackend
+from megarl.weights.checksum import checksum
+from megarl.weights.receipt import WeightTransferError
 from tests.unit.rollout.models import VOCAB, chunks_of, manifest_of, parcels_of, push
 from tests.unit.rollout.sglang_engines import END_TOKEN, server_model
 

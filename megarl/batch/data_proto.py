@@ -1,0 +1,322 @@
+"""DataProto, the batch that travels between the driver and the workers: tensors, object arrays and meta information."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+import torch
+from tensordict import TensorDict
+
+from megarl.batch.comparison import merge_equal, object_array, row_index
+from megarl.batch.future import DataProtoFuture
+from megarl.batch.serialization import BatchContents, decode, encode, write_atomically
+from megarl.batch.tensors import TensorArray, array_to_private_tensor, tensor_to_array
+
+
+class DataProtoItem(NamedTuple):
+    """One row: tensors without their leading dimension."""
+
+    batch: dict[str, torch.Tensor]
+    non_tensor_batch: dict[str, Any]
+    meta_info: dict[str, Any]
+
+
+@dataclass(eq=False)
+class DataProto:
+    """B rows. `batch`: tensors (B, ...); `non_tensor_batch`: object arrays (B,); `meta_info`: facts about the whole batch.
+
+    Operations return a new DataProto that may share memory with the old one, except `pop`, `rename`, `reorder` and `to`,
+    which change the batch in place (and return what was popped, or the batch). What a process receives is its own copy.
+    """
+
+    batch: TensorDict | None = None
+    non_tensor_batch: dict[str, np.ndarray] = field(default_factory=dict)
+    meta_info: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.check_consistency()
+
+    # ---- construction
+
+    @classmethod
+    def from_dict(
+        cls,
+        tensors: Mapping[str, torch.Tensor] | None = None,
+        non_tensors: Mapping[str, np.ndarray | Sequence[Any]] | None = None,
+        meta_info: Mapping[str, Any] | None = None,
+    ) -> DataProto:
+        """Raises ValueError that names the key when two leading dimensions differ."""
+        tensors = dict(tensors or {})
+        arrays = {key: object_array(rows) for key, rows in (non_tensors or {}).items()}
+        num_rows = _check_rows({**_leading_sizes(tensors), **{key: len(rows) for key, rows in arrays.items()}})
+        if both := tensors.keys() & arrays.keys():
+            raise ValueError(f"DataProto: {sorted(both)} are given as tensors and as arrays; a key names one of them")
+        return cls._of(tensors, arrays, dict(meta_info or {}), num_rows)
+
+    @classmethod
+    def from_single_dict(cls, data: Mapping[str, Any], meta_info: Mapping[str, Any] | None = None) -> DataProto:
+        """Sorts the values: tensors to the tensors, numpy arrays and lists to the arrays."""
+        tensors = {key: value for key, value in data.items() if isinstance(value, torch.Tensor)}
+        others = {key: value for key, value in data.items() if key not in tensors}
+        for key, value in others.items():
+            if not isinstance(value, (np.ndarray, list)):
+                raise ValueError(f"DataProto: {key!r} is a {type(value).__name__}; rows come as a tensor, numpy array or list")
+        return cls.from_dict(tensors, others, meta_info)
+
+    def check_consistency(self) -> None:
+        """Raises ValueError that names the key and both lengths when a tensor or array has another number of rows than the first."""
+        tensors = self.tensors
+        for key, rows in self.non_tensor_batch.items():
+            if not isinstance(rows, np.ndarray) or rows.dtype != object or rows.ndim != 1:
+                raise ValueError(
+                    f"DataProto: non_tensor_batch[{key!r}] must be a one-dimensional object array; from_dict makes one of a list"
+                )
+        _check_rows({**_leading_sizes(tensors), **{key: len(rows) for key, rows in self.non_tensor_batch.items()}})
+
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The tensors of `batch` by name, in a new dict; empty where there are none."""
+        return {} if self.batch is None else cast(dict[str, torch.Tensor], dict(self.batch.items()))
+
+    def __len__(self) -> int:
+        """B; 0 for a batch of meta information only."""
+        if self.batch is not None:
+            return self.batch.batch_size[0]
+        return next((len(rows) for rows in self.non_tensor_batch.values()), 0)
+
+    def __repr__(self) -> str:
+        tensors = {key: f"{tuple(value.shape)} {value.dtype}" for key, value in self.tensors.items()}
+        return f"DataProto(rows={len(self)}, tensors={tensors}, arrays={sorted(self.non_tensor_batch)}, meta_info={sorted(self.meta_info)})"
+
+    # ---- rows
+
+    def __getitem__(self, index: int | slice | Sequence[int] | np.ndarray | torch.Tensor) -> Any:
+        """An int gives a DataProtoItem; a slice, and a list, array or tensor of ints or of B bools, a DataProto."""
+        if isinstance(index, (int, np.integer)):
+            row = int(row_index([int(index)], len(self))[0])
+            tensors = {key: value[row] for key, value in self.tensors.items()}
+            return DataProtoItem(tensors, {key: rows[row] for key, rows in self.non_tensor_batch.items()}, self.meta_info)
+        if isinstance(index, slice):
+            return self._rows(range(*index.indices(len(self))) if (index.step or 1) < 0 else index)
+        return self.select_idxs(index)
+
+    def select_idxs(self, index: Sequence[int] | Sequence[bool] | np.ndarray | torch.Tensor) -> DataProto:
+        """Rows by number (repeats allowed, negative counts from the end) or by a mask of B bools. Copies."""
+        return self._rows(row_index(index, len(self)))
+
+    def _rows(self, index: slice | range | np.ndarray) -> DataProto:
+        rows = index if isinstance(index, slice) else np.asarray(index, dtype=np.int64)
+        batch = None if self.batch is None else self.batch[rows if isinstance(rows, slice) else torch.from_numpy(rows)]
+        return DataProto(batch, {key: array[rows] for key, array in self.non_tensor_batch.items()}, dict(self.meta_info))
+
+    def reorder(self, indices: Sequence[int] | np.ndarray | torch.Tensor) -> DataProto:
+        """In place: row i becomes the old row indices[i]. Raises ValueError unless `indices` is a permutation of the rows."""
+        order = row_index(indices, len(self))
+        if not np.array_equal(np.sort(order), np.arange(len(self))):
+            raise ValueError(f"reorder: the indices are not a permutation of {len(self)} rows; select_idxs picks rows freely")
+        ordered = self._rows(order)
+        self.batch, self.non_tensor_batch = ordered.batch, ordered.non_tensor_batch
+        return self
+
+    def repeat(self, times: int, interleave: bool = True) -> DataProto:
+        """B * times rows: each row `times` times in a row (interleave), or the whole batch `times` times."""
+        rows = np.arange(len(self))
+        return self._rows(np.repeat(rows, times) if interleave else np.tile(rows, times))
+
+    def chunk(self, chunks: int) -> list[DataProto]:
+        """Equal parts in order. Raises ValueError when B is not a multiple of `chunks`."""
+        if chunks < 1 or len(self) % chunks:
+            raise ValueError(
+                f"chunk: {len(self)} rows cannot be cut into {chunks} equal parts; pad with pad_dataproto_to_divisor(batch, {chunks})"
+            )
+        size = len(self) // chunks
+        return [self[part * size : (part + 1) * size] for part in range(chunks)]
+
+    def split(self, split_size: int) -> list[DataProto]:
+        """Parts of `split_size` rows in order; the last may be smaller."""
+        if split_size < 1:
+            raise ValueError(f"split: split_size is {split_size}, it must be at least 1")
+        return [self[start : start + split_size] for start in range(0, len(self), split_size)]
+
+    @staticmethod
+    def concat(parts: Sequence[DataProto]) -> DataProto:
+        """Rows of all parts in order. Raises ValueError when keys, row shapes, dtypes or meta information differ, naming the key."""
+        if not parts:
+            raise ValueError("concat: there is nothing to concatenate")
+        first = parts[0]
+        for number, part in enumerate(parts[1:], start=1):
+            _check_same_columns(first, part, number)
+        columns = [part.tensors for part in parts]
+        tensors = {key: torch.cat([column[key] for column in columns]) for key in columns[0]}
+        arrays = {key: np.concatenate([part.non_tensor_batch[key] for part in parts]) for key in first.non_tensor_batch}
+        return DataProto._of(tensors, arrays, merge_equal([part.meta_info for part in parts], "concat: meta_info"), sum(map(len, parts)))
+
+    def make_iterator(self, mini_batch_size: int, epochs: int = 1, seed: int | None = None) -> Iterator[DataProto]:
+        """Mini-batches of equal size, `epochs` passes; with a seed each pass has its own random order, the same in every run."""
+        if mini_batch_size < 1 or len(self) % mini_batch_size:
+            raise ValueError(f"make_iterator: {len(self)} rows are not a multiple of mini_batch_size={mini_batch_size}")
+        return self._iterate(mini_batch_size, epochs, None if seed is None else torch.Generator().manual_seed(seed))
+
+    def _iterate(self, mini_batch_size: int, epochs: int, generator: torch.Generator | None) -> Iterator[DataProto]:
+        for _ in range(epochs):
+            shuffled = self if generator is None else self._rows(torch.randperm(len(self), generator=generator).numpy())
+            yield from shuffled.split(mini_batch_size)
+
+    # ---- columns
+
+    def select(
+        self,
+        batch_keys: Iterable[str] | None = None,
+        non_tensor_batch_keys: Iterable[str] | None = None,
+        meta_info_keys: Iterable[str] | None = None,
+        deepcopy: bool = False,
+    ) -> DataProto:
+        """The named columns; None means all of that kind. Raises ValueError for a key that is not there."""
+        tensors = self.tensors
+        chosen = DataProto._of(
+            _pick(tensors, batch_keys, "tensor"),
+            _pick(self.non_tensor_batch, non_tensor_batch_keys, "array"),
+            _pick(self.meta_info, meta_info_keys, "meta_info"),
+            len(self),
+        )
+        return copy.deepcopy(chosen) if deepcopy else chosen
+
+    def pop(
+        self, batch_keys: Iterable[str] = (), non_tensor_batch_keys: Iterable[str] = (), meta_info_keys: Iterable[str] = ()
+    ) -> DataProto:
+        """Takes the named columns out of this batch and returns them. Raises ValueError, and changes nothing, for a missing key."""
+        batch_keys, non_tensor_batch_keys, meta_info_keys = list(batch_keys), list(non_tensor_batch_keys), list(meta_info_keys)
+        popped = self.select(batch_keys, non_tensor_batch_keys, meta_info_keys)
+        tensors = {key: value for key, value in self.tensors.items() if key not in batch_keys}
+        self.batch = TensorDict(tensors, batch_size=[len(self)]) if tensors else None
+        for key in non_tensor_batch_keys:
+            del self.non_tensor_batch[key]
+        for key in meta_info_keys:
+            del self.meta_info[key]
+        return popped
+
+    def rename(self, old_keys: str | Sequence[str], new_keys: str | Sequence[str]) -> DataProto:
+        """Renames tensors in place. Raises ValueError for a missing key or a new name that is taken."""
+        old_keys = [old_keys] if isinstance(old_keys, str) else list(old_keys)
+        new_keys = [new_keys] if isinstance(new_keys, str) else list(new_keys)
+        if len(old_keys) != len(new_keys):
+            raise ValueError(f"rename: {len(old_keys)} old names and {len(new_keys)} new ones")
+        tensors = self.tensors
+        moved = _pick(tensors, old_keys, "tensor")
+        kept = {key: value for key, value in tensors.items() if key not in moved}
+        for old, new in zip(old_keys, new_keys, strict=True):
+            if new in kept or new in self.non_tensor_batch:
+                raise ValueError(f"rename: {old!r} cannot become {new!r}, which exists")
+            kept[new] = moved[old]
+        self.batch = TensorDict(kept, batch_size=[len(self)]) if kept else None
+        return self
+
+    def union(self, *others: DataProto | DataProtoFuture) -> DataProto:
+        """The columns of all; futures are waited for together. Raises ValueError when a key has two values or the rows differ in number."""
+        batches = [self, *_arrived(others)]
+        with_rows = [batch for batch in batches if batch.batch is not None or batch.non_tensor_batch]
+        if len({len(batch) for batch in with_rows}) > 1:
+            raise ValueError(f"union: the batches have {[len(batch) for batch in with_rows]} rows; they must have the same number")
+        return DataProto.from_dict(
+            merge_equal([batch.tensors for batch in batches], "union: tensor"),
+            merge_equal([batch.non_tensor_batch for batch in batches], "union: array"),
+            merge_equal([batch.meta_info for batch in batches], "union: meta_info"),
+        )
+
+    def to(self, device: torch.device | str) -> DataProto:
+        """Moves the tensors, in place."""
+        self.batch = None if self.batch is None else self.batch.to(device)
+        return self
+
+    # ---- between processes and machines
+
+    def to_bytes(self) -> bytes:
+        """Safetensors and JSON with a checksum. Raises SerializationError (a ValueError) that names a value of another kind."""
+        tensors = self.tensors
+        return encode(BatchContents(tensors, {key: rows.tolist() for key, rows in self.non_tensor_batch.items()}, self.meta_info))
+
+    @classmethod
+    def from_bytes(cls, data: bytes, source: str = "bytes") -> DataProto:
+        """Never runs code from the bytes. Raises SerializationError for bytes that are not a whole batch."""
+        return cls.from_dict(*decode(data, source))
+
+    def save_to_disk(self, path: str | os.PathLike[str]) -> None:
+        """Writes beside `path` and renames, so that a reader finds a whole file or none."""
+        write_atomically(path, self.to_bytes())
+
+    @classmethod
+    def load_from_disk(cls, path: str | os.PathLike[str]) -> DataProto:
+        """Raises SerializationError that names the file when it is corrupt."""
+        return cls.from_bytes(Path(path).read_bytes(), str(path))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Tensors leave as numpy arrays: pickle protocol 5, and so Ray, moves those without a copy. They arrive on the host."""
+        arrays = {key: tensor_to_array(value) for key, value in self.tensors.items()}
+        return _rebuild, (arrays, len(self), self.non_tensor_batch, self.meta_info)
+
+    @classmethod
+    def _of(cls, tensors: dict[str, torch.Tensor], arrays: dict[str, np.ndarray], meta_info: dict[str, Any], num_rows: int) -> DataProto:
+        return cls(TensorDict(tensors, batch_size=[num_rows]) if tensors else None, arrays, meta_info)
+
+
+def _arrived(others: Sequence[DataProto | DataProtoFuture]) -> list[DataProto]:
+    """Futures of one kind are waited for together."""
+    batches = {place: other for place, other in enumerate(others) if isinstance(other, DataProto)}
+    futures = {place: other for place, other in enumerate(others) if isinstance(other, DataProtoFuture)}
+    for kind in {type(future) for future in futures.values()}:
+        places = [place for place, future in futures.items() if type(future) is kind]
+        batches |= dict(zip(places, kind.gather([futures[place] for place in places]), strict=True))
+    return [batches[place] for place in range(len(others))]
+
+
+def _rebuild(
+    arrays: dict[str, TensorArray], num_rows: int, non_tensor_batch: dict[str, np.ndarray], meta_info: dict[str, Any]
+) -> DataProto:
+    tensors = {key: array_to_private_tensor(packed) for key, packed in arrays.items()}
+    return DataProto._of(tensors, non_tensor_batch, meta_info, num_rows)
+
+
+def _leading_sizes(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
+    for key, tensor in tensors.items():
+        if tensor.ndim == 0:
+            raise ValueError(f"DataProto: tensor {key!r} is a scalar and has no rows; a fact about the whole batch belongs in meta_info")
+    return {key: len(tensor) for key, tensor in tensors.items()}
+
+
+def _check_rows(lengths: dict[str, int]) -> int:
+    """The number of rows that all keys share."""
+    first = next(iter(lengths), None)
+    for key, length in lengths.items():
+        assert first is not None
+        if length != lengths[first]:
+            raise ValueError(
+                f"DataProto: {key!r} has {length} rows where {first!r} has {lengths[first]}; all leading dimensions must be equal"
+            )
+    return 0 if first is None else lengths[first]
+
+
+def _pick(mapping: Mapping[str, Any], keys: Iterable[str] | None, kind: str) -> dict[str, Any]:
+    if keys is None:
+        return dict(mapping)
+    keys = list(keys)
+    if missing := [key for key in keys if key not in mapping]:
+        raise ValueError(f"DataProto has no {kind} {missing}; it has {sorted(mapping)}")
+    return {key: mapping[key] for key in keys}
+
+
+def _check_same_columns(first: DataProto, part: DataProto, number: int) -> None:
+    expected, found = first.tensors, part.tensors
+    if odd := (expected.keys() ^ found.keys()) | (first.non_tensor_batch.keys() ^ part.non_tensor_batch.keys()):
+        raise ValueError(f"concat: part 0 and part {number} do not both have {sorted(odd)}")
+    for key, tensor in expected.items():
+        if tensor.shape[1:] != found[key].shape[1:] or tensor.dtype != found[key].dtype:
+            raise ValueError(
+                f"concat: {key!r} has rows of {tuple(tensor.shape[1:])} {tensor.dtype} in part 0 "
+                f"and of {tuple(found[key].shape[1:])} {found[key].dtype} in part {number}; pad them to one shape first"
+            )

@@ -1,0 +1,82 @@
+"""What a folder says of its model, as plain values."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from megarl.checkpoints.convert.source import ModelSource, read_json
+from megarl.weights.hf_folder import CONFIG_FILE
+
+TOKENIZER_CONFIG = "tokenizer_config.json"
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+_TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
+_HEADS = {"lm": "language model", "value": "value head (critic or reward model)"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorDescription:
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    nbytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelDescription:
+    """architecture: the fields that decide the model's shapes and maths. model_class: as config.json has it, empty where it has none.
+
+    tokenizer: in words. step: of the run that saved it. num_parameters: of tensors that are stored, a tied output layer not twice.
+    """
+
+    folder: str
+    format: str
+    layout: str
+    step: int | None
+    family: str
+    model_class: str
+    head: str
+    dtype: str
+    num_parameters: int
+    nbytes: int
+    tokenizer: str
+    architecture: dict[str, Any]
+    tensors: tuple[TensorDescription, ...]
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def describe(source: ModelSource) -> ModelDescription:
+    """Raises CheckpointError where the configuration or the tokenizer's is damaged."""
+    (name, *_) = read_json(source.companions / CONFIG_FILE).get("architectures") or [""]
+    return ModelDescription(
+        folder=str(source.folder),
+        format=source.kind,
+        layout=source.layout,
+        step=source.step,
+        family=source.architecture.model_type,
+        model_class=name,
+        head=_HEADS[source.head],
+        dtype=str(source.dtype).removeprefix("torch."),
+        num_parameters=source.num_parameters,
+        nbytes=source.nbytes,
+        tokenizer=_tokenizer(source.companions),
+        architecture=asdict(source.architecture),
+        tensors=tuple(
+            TensorDescription(name=name, shape=tensor.hf.shape, dtype=str(tensor.dtype).removeprefix("torch."), nbytes=tensor.nbytes)
+            for name, tensor in source.tensors.items()
+        ),
+    )
+
+
+def _tokenizer(companions: Path) -> str:
+    """Looked at, not loaded."""
+    files = [name for name in _TOKENIZER_FILES if (companions / name).is_file()]
+    if not files:
+        return "none"
+    config = read_json(companions / TOKENIZER_CONFIG) if (companions / TOKENIZER_CONFIG).is_file() else {}
+    has_template = "chat_template" in config or any((companions / name).is_file() for name in _TEMPLATE_FILES)
+    kind = config.get("tokenizer_class") or "a tokenizer"
+    return f"{kind} ({', '.join(files)}), {'with' if has_template else 'without'} a chat template"

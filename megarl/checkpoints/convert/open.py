@@ -1,0 +1,152 @@
+"""Opens the model that lies in a folder, whatever the folder is.
+
+folder of checkpoints (`latest`) -> step folder (`checkpoint.json`) -> role folder (`manifest.json`, `.metadata`, `huggingface/`)
+folder of Megatron's own programs (`latest_checkpointed_iteration.txt`) -> `iter_0000010` or `release`
+.metadata -> torch_dist        config.json -> Hugging Face
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from megarl.checkpoints.convert.classic import is_classic, open_classic
+from megarl.checkpoints.convert.distributed import open_distributed
+from megarl.checkpoints.convert.hugging_face import open_hugging_face
+from megarl.checkpoints.convert.source import ModelSource, read_json
+from megarl.checkpoints.role_folder import HUGGING_FACE_FOLDER, MANIFEST_FILE
+from megarl.checkpoints.torch_dist import METADATA_FILE, is_torch_dist
+from megarl.config.errors import CheckpointError
+from megarl.weights.hf_folder import CONFIG_FILE
+
+LATEST_FILE, STEP_FILE = "latest", "checkpoint.json"  # of a run's checkpoints (checkpoints/run_folder.py)
+STEP_FORMAT = 1
+TRACKER_FILE = "latest_checkpointed_iteration.txt"  # of Megatron's own programs
+DEFAULT_ROLE = "actor"
+_STEP = re.compile(r"step_\d{8,}")
+_MAX_LISTED = 8
+
+
+def open_model(
+    path: Path,
+    role: str | None = None,
+    trust_remote_code: bool = False,
+    companions: Path | None = None,
+    check_contents: bool = True,
+) -> ModelSource:
+    """role: of a run's checkpoint, which has several models; where none is given the only one, or the actor.
+
+    companions: a Hugging Face folder, whose weights are not read, for a Megatron checkpoint that does not say what its model is.
+    check_contents: weights are compared with their checksums where there are any, so all of them are read.
+    Raises CheckpointError, ConfigError, WeightTransferError: of a folder that is none of these, cannot be read, or is damaged.
+    """
+    try:
+        return _open(path.absolute(), role, trust_remote_code, companions, check_contents)
+    except OSError as error:
+        raise CheckpointError(f"{error.filename or path}: cannot be read: {error.strerror or error}") from error
+
+
+def _open(path: Path, role: str | None, trust_remote_code: bool, companions: Path | None, check_contents: bool) -> ModelSource:
+    _check_is_folder(path)
+    folder = path
+    if (folder / LATEST_FILE).is_file() or _whole_steps(folder):
+        folder = _latest_step(folder)
+    if (folder / STEP_FILE).is_file():
+        folder = _role_folder(folder, role)
+    elif role is not None:
+        raise CheckpointError(f"{path}: role {role!r} was asked for, but this is not a run's checkpoint, and holds one model; leave it out")
+    of_step = (folder.parent / STEP_FILE).is_file() and not (folder / CONFIG_FILE).is_file()  # the policy's Hugging Face folder apart
+    if of_step and not (folder / MANIFEST_FILE).is_file():
+        raise CheckpointError(f"{folder / MANIFEST_FILE}: is missing; the checkpoint is damaged")
+    if (folder / TRACKER_FILE).is_file():
+        folder = _tracked_folder(folder)
+    if is_torch_dist(folder):
+        return open_distributed(folder, _companions(path, folder, companions), trust_remote_code, check_contents)
+    if is_classic(folder):
+        return open_classic(folder, _companions(path, folder, companions), trust_remote_code, check_contents)
+    if (folder / MANIFEST_FILE).is_file():
+        raise CheckpointError(f"{folder / METADATA_FILE}: the file is missing, so what the other files hold is not known")
+    if (folder / CONFIG_FILE).is_file():
+        if companions is not None:
+            raise CheckpointError(f"{path}: a Hugging Face folder has its own {CONFIG_FILE}; leave {companions} out")
+        return open_hugging_face(folder, trust_remote_code)
+    raise _nothing_known(folder)
+
+
+def _check_is_folder(path: Path) -> None:
+    if not path.is_dir():
+        raise CheckpointError(f"{path}: {'is a file, not the folder of a model' if path.exists() else 'there is no such folder'}")
+
+
+def _nothing_known(folder: Path) -> CheckpointError:
+    names = sorted(path.name for path in folder.iterdir())
+    listed = ", ".join(names[:_MAX_LISTED]) + (f" and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else "")
+    return CheckpointError(
+        f"{folder}: holds {listed or 'nothing'}, which is no model; give a Hugging Face folder ({CONFIG_FILE} and safetensors), a run's "
+        f"checkpoint ({STEP_FILE}), a folder of them ({LATEST_FILE}), or a Megatron checkpoint ({METADATA_FILE}, or mp_rank_00 ...)"
+    )
+
+
+def _whole_steps(folder: Path) -> list[str]:
+    """Names, oldest first. A checkpoint has its name only when all of it is there."""
+    names = [path.name for path in folder.iterdir() if _STEP.fullmatch(path.name) and (path / STEP_FILE).is_file()]
+    return sorted(names, key=lambda name: int(name.removeprefix("step_")))
+
+
+def _latest_step(folder: Path) -> Path:
+    """Where a run was killed before it wrote `latest` for the first time: the newest."""
+    steps, pointer = _whole_steps(folder), folder / LATEST_FILE
+    name = pointer.read_text(encoding="utf-8").strip() if pointer.is_file() else steps[-1]
+    if name not in steps:
+        raise CheckpointError(
+            f"{pointer}: names {name!r}, which is not a whole checkpoint in {folder}; whole ones: {', '.join(steps) or 'none'}; "
+            "give the folder of one of them"
+        )
+    return folder / name
+
+
+def _role_folder(step: Path, role: str | None) -> Path:
+    file = step / STEP_FILE
+    description = read_json(file)
+    if not isinstance(description, dict) or description.get("format") != STEP_FORMAT:
+        found = description.get("format") if isinstance(description, dict) else description
+        raise CheckpointError(f"{file}: has format {found!r}, but this version reads {STEP_FORMAT}; use the version that wrote it")
+    roles = description.get("roles")
+    if not isinstance(roles, list) or not roles or not all(isinstance(name, str) for name in roles):
+        raise CheckpointError(f"{file}: damaged: its roles are {roles!r}")
+    chosen = role or (roles[0] if len(roles) == 1 else DEFAULT_ROLE)
+    if chosen not in roles:
+        raise CheckpointError(f"{step}: has no role {chosen!r}; choose one of {', '.join(roles)}")
+    if not (step / chosen).is_dir():
+        raise CheckpointError(f"{step / chosen}: is missing; the checkpoint is damaged")
+    return step / chosen
+
+
+def _tracked_folder(folder: Path) -> Path:
+    """The iteration that Megatron's own programs would load."""
+    tracker = folder / TRACKER_FILE
+    name = tracker.read_text(encoding="utf-8").strip()
+    if name != "release":
+        if not name.isdecimal():
+            raise CheckpointError(f"{tracker}: says {name!r}, which is neither the number of an iteration nor 'release'")
+        name = f"iter_{int(name):07d}"
+    if not (folder / name).is_dir():
+        raise CheckpointError(f"{tracker}: names {name}, which is not in {folder}")
+    return folder / name
+
+
+def _companions(path: Path, folder: Path, given: Path | None) -> Path:
+    """The folder with config.json: the one given, or what lies in the checkpoint or beside it."""
+    if given is not None:
+        _check_is_folder(given)
+        return given.absolute()
+    if (folder / MANIFEST_FILE).is_file():  # our own, which is whole only with it
+        return folder / HUGGING_FACE_FOLDER
+    places = [folder / HUGGING_FACE_FOLDER, folder, folder.parent / HUGGING_FACE_FOLDER, folder.parent]
+    for place in places:
+        if (place / CONFIG_FILE).is_file():
+            return place
+    raise CheckpointError(
+        f"{path}: a Megatron checkpoint does not say what its model is, and there is no {HUGGING_FACE_FOLDER}/{CONFIG_FILE} in it or "
+        f"beside it; pass --config HF_DIR, a Hugging Face folder with the model's {CONFIG_FILE} and tokenizer (its weights are not read)"
+    )

@@ -1,0 +1,121 @@
+"""A model that lies somewhere, whatever its format: which pieces of which Hugging Face tensors are stored where."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+import torch
+
+from megarl.checkpoints.torch_dist import StoredItem, chunks_fault, map_item
+from megarl.config.architecture import Architecture
+from megarl.config.errors import CheckpointError
+from megarl.weights.boxes import Rectangle
+from megarl.weights.name_mapping import Head, HFTensor, weights_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredPiece:
+    """The elements `place` of a tensor seen in `HFTensor.view`; `open` maps them: no more is read than is touched."""
+
+    place: Rectangle
+    open: Callable[[], torch.Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceTensor:
+    """A Hugging Face tensor in pieces that hold each of its elements once."""
+
+    hf: HFTensor
+    dtype: torch.dtype
+    pieces: tuple[StoredPiece, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.hf.shape) * self.dtype.itemsize
+
+    def fill(self, target: torch.Tensor, place: Rectangle) -> None:
+        """`target` (place.shape) becomes the elements `place`, in its own dtype."""
+        for piece in self.pieces:
+            if (common := piece.place.intersect(place)) is not None:
+                source = piece.open()[common.relative_to(piece.place.starts).slices]
+                target[common.relative_to(place.starts).slices].copy_(source)
+
+    def block(self, place: Rectangle, dtype: torch.dtype) -> torch.Tensor:
+        """The elements `place`, contiguous: where they are stored so, without a copy."""
+        for piece in self.pieces:
+            if self.dtype == dtype and piece.place.intersect(place) == place:
+                stored = piece.open()[place.relative_to(piece.place.starts).slices]
+                if stored.is_contiguous():
+                    return stored
+        block = torch.empty(place.shape, dtype=dtype)
+        self.fill(block, place)
+        return block
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSource:
+    """kind: the format, in words. layout: how it is cut, in words. companions: the folder with config.json and the tokenizer. step: of
+    the run that saved it."""
+
+    folder: Path
+    kind: str
+    layout: str
+    companions: Path
+    architecture: Architecture
+    head: Head
+    tensors: Mapping[str, SourceTensor]
+    step: int | None = None
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(prod(tensor.hf.shape) for tensor in self.tensors.values())
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of most elements."""
+        sizes: dict[torch.dtype, int] = {}
+        for tensor in self.tensors.values():
+            sizes[tensor.dtype] = sizes.get(tensor.dtype, 0) + prod(tensor.hf.shape)
+        return max(sizes, key=lambda dtype: sizes[dtype])
+
+
+def checked_tensors(
+    folder: Path, architecture: Architecture, head: Head, dtypes: Mapping[str, torch.dtype], pieces: Mapping[str, list[StoredPiece]]
+) -> dict[str, SourceTensor]:
+    """Raises CheckpointError where the pieces do not hold each element of each tensor of the model once."""
+    tensors = {}
+    for weight in weights_of(architecture, head):
+        if weight.is_copy:
+            continue
+        for hf in weight.tensors:
+            found = pieces.get(hf.name, [])
+            if (fault := chunks_fault(hf.view, [piece.place for piece in found])) is not None:
+                raise CheckpointError(f"{folder}: {hf.name} of {weight.megatron_name} is not stored once: {fault}")
+            tensors[hf.name] = SourceTensor(hf=hf, dtype=dtypes[hf.name], pieces=tuple(found))
+    return tensors
+
+
+def mapped(path: Path, position: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Elements as they lie in a file. Raises CheckpointError where it cannot be read."""
+    count = prod(shape)
+    if not count:
+        return torch.empty(shape, dtype=dtype)
+    window = map_item(path.parent, StoredItem(file=path.name, position=position, nbytes=count * dtype.itemsize))
+    return torch.frombuffer(window.memory, dtype=dtype, count=count, offset=window.start).view(shape)
+
+
+def read_json(path: Path) -> dict:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(f"{path}: the file is missing") from None
+    except ValueError as error:
+        raise CheckpointError(f"{path}: is not JSON: {error}") from error

@@ -1,0 +1,143 @@
+"""Whether two folders hold the same model: every tensor, block by block, across formats and layouts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from enum import Enum
+from functools import partial
+
+import torch
+
+from megarl.checkpoints.convert.source import ModelSource, SourceTensor
+from megarl.checkpoints.convert.streaming import BLOCK_BYTES, Progress, Room, Workers, no_progress
+from megarl.weights.boxes import Rectangle, contiguous_blocks
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class Match(Enum):
+    identical = "same bits"
+    rounded = "same after rounding"  # the dtypes differ, and the wider one rounded to the narrower has its bits
+    different = "differs"
+    missing = "missing"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorComparison:
+    """num_different: elements with other bits, after rounding. max_difference: of the elements as they are stored. reason: in words."""
+
+    name: str
+    match: Match
+    num_elements: int = 0
+    num_different: int = 0
+    max_difference: float = 0.0
+    reason: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """architecture: fields that differ, as (name, left, right). tensors: in the order of the forward pass."""
+
+    left: ModelSource
+    right: ModelSource
+    architecture: tuple[tuple[str, object, object], ...]
+    tensors: tuple[TensorComparison, ...]
+
+    @property
+    def is_same(self) -> bool:
+        """The same model; in another dtype where tensors are `rounded`."""
+        return not self.architecture and not self.differing
+
+    @property
+    def differing(self) -> tuple[TensorComparison, ...]:
+        return tuple(tensor for tensor in self.tensors if tensor.match in (Match.different, Match.missing))
+
+    def count(self, match: Match) -> int:
+        return sum(tensor.match is match for tensor in self.tensors)
+
+
+def compare(left: ModelSource, right: ModelSource, progress: Progress = no_progress) -> Comparison:
+    """Bits are compared: zeros of another sign differ, and numbers that are none agree where they are the same bits.
+
+    progress: bytes of `left` that were compared, and those of all. Raises CheckpointError where a file cannot be read.
+    """
+    names = list(left.tensors) + [name for name in right.tensors if name not in left.tensors]
+    total = sum(left.tensors[name].nbytes for name in names if name in left.tensors and name in right.tensors)
+    found: dict[str, TensorComparison] = {}
+    workers = Workers()
+
+    def job(name: str, room: Room) -> None:
+        found[name] = _compare_tensor(name, left, right, lambda nbytes: progress(nbytes, total), workers)
+
+    workers.run(partial(job, name) for name in names)
+    architecture = [
+        (field.name, getattr(left.architecture, field.name), getattr(right.architecture, field.name))
+        for field in fields(left.architecture)
+        if getattr(left.architecture, field.name) != getattr(right.architecture, field.name)
+    ]
+    if left.head != right.head:
+        architecture.append(("head", left.head, right.head))
+    return Comparison(left=left, right=right, architecture=tuple(architecture), tensors=tuple(found[name] for name in names))
+
+
+def _compare_tensor(name: str, left: ModelSource, right: ModelSource, done: Callable[[int], None], workers: Workers) -> TensorComparison:
+    one, other = left.tensors.get(name), right.tensors.get(name)
+    if one is None or other is None:
+        return TensorComparison(name=name, match=Match.missing, reason=f"is not in {(right if one is not None else left).folder}")
+    if one.hf != other.hf:
+        how = f"shape {one.hf.shape} and {other.hf.shape}" if one.hf.shape != other.hf.shape else "cut into other heads"
+        return TensorComparison(name=name, match=Match.different, reason=how)
+    tally = _Tally(one.dtype, other.dtype)
+    volume = BLOCK_BYTES // max(one.dtype.itemsize, other.dtype.itemsize)
+    for _, place in contiguous_blocks(one.hf.view, volume):
+        workers.check()
+        tally.add(one, other, place)
+        done(place.volume * one.dtype.itemsize)
+    return tally.result(name)
+
+
+class _Tally:
+    """Of one tensor, in two dtypes."""
+
+    def __init__(self, left: torch.dtype, right: torch.dtype) -> None:
+        self._dtypes = left, right
+        self._narrowed = _narrower(left, right)
+        self._num_elements, self._max_difference = 0, 0.0
+        self._num_different = {dtype: 0 for dtype in self._narrowed}
+
+    def add(self, left: SourceTensor, right: SourceTensor, place: Rectangle) -> None:
+        one, other = left.block(place, left.dtype), right.block(place, right.dtype)
+        self._num_elements += place.volume
+        if one.dtype == other.dtype and torch.equal(_bits(one), _bits(other)):
+            return
+        for dtype in self._narrowed:
+            self._num_different[dtype] += int((_bits(one.to(dtype)) != _bits(other.to(dtype))).sum())
+        alike = (one == other) | (one.isnan() & other.isnan())
+        apart = (one.double() - other.double()).abs_().nan_to_num_(nan=float("inf")).masked_fill_(alike, 0.0)
+        self._max_difference = max(self._max_difference, float(apart.max()))
+
+    def result(self, name: str) -> TensorComparison:
+        dtype = min(self._narrowed, key=lambda dtype: self._num_different[dtype])
+        num_different = self._num_different[dtype]
+        same = Match.identical if self._dtypes[0] == self._dtypes[1] else Match.rounded
+        words = [str(each).removeprefix("torch.") for each in (*self._dtypes, dtype)]
+        return TensorComparison(
+            name=name,
+            match=Match.different if num_different else same,
+            num_elements=self._num_elements,
+            num_different=num_different,
+            max_difference=self._max_difference,
+            reason="" if same is Match.identical else f"{words[0]} and {words[1]}, rounded to {words[2]}",
+        )
+
+
+def _narrower(left: torch.dtype, right: torch.dtype) -> tuple[torch.dtype, ...]:
+    """The dtypes in which two are compared. float16 and bfloat16 do not hold one another: either may have been made of the other."""
+    if left.itemsize == right.itemsize:
+        return (left,) if left == right else (left, right)
+    return (min(left, right, key=lambda dtype: dtype.itemsize),)
+
+
+def _bits(block: torch.Tensor) -> torch.Tensor:
+    return block.view(_INTEGERS[block.dtype.itemsize])

@@ -1,0 +1,239 @@
+"""`manifest.json` of a role's folder in a checkpoint: what its distributed checkpoint holds, with a checksum of each item.
+
+It is written last, and compared before anything is loaded: Megatron believes what it reads.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from megarl.checkpoints.pickles import refuse_code, refuse_code_in
+from megarl.checkpoints.torch_dist import (
+    BACKEND_FILE,
+    COMMON_FILE,
+    METADATA_FILE,
+    StoredItem,
+    TorchDistIndex,
+    WindowFile,
+    map_item,
+    read_index,
+)
+from megarl.config.errors import CheckpointError
+from megarl.machine.files import write_whole
+from megarl.weights.name_mapping import Head
+
+MANIFEST_FILE = "manifest.json"
+HUGGING_FACE_FOLDER = "huggingface"  # config, tokenizer and chat template of the role's model
+FORMAT = 1
+WHOLE_FILES = (METADATA_FILE, BACKEND_FILE, COMMON_FILE)
+_BLOCK_BYTES = 4 * 2**20  # read at a time
+_NUM_THREADS = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """Of the ranks that wrote the folder; it can be loaded in any other."""
+
+    tensor_parallel_size: int
+    pipeline_parallel_size: int
+    virtual_pipeline_parallel_size: int | None
+    data_parallel_size: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Description:
+    """What the folder says of its model. dtype: of the weights, such as bfloat16. step: None where the model is not of a run."""
+
+    head: Head
+    dtype: str
+    layout: Layout
+    step: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoleManifest:
+    """`entries`: "tensors", "objects" and "files" as they stand in the JSON, each item with its checksum."""
+
+    description: Description
+    entries: dict[str, Any]
+
+
+def item_name(item: StoredItem) -> str:
+    """The name of an item's checksum: files that are one item have their own name."""
+    return f"{item.file}@{item.position}"
+
+
+def item_checksums(folder: str | Path, files: Collection[str]) -> dict[str, str]:
+    """name -> xxh3_64 as hex digits, of every item that lies in `files` (names in the folder, of a complete checkpoint).
+
+    Ranks share the work by files. The names are unique over all files. Raises CheckpointError where a file is missing or too short.
+    """
+    folder = Path(folder)
+    index = read_index(folder)
+    items = [item for _, item in index.items() if item.file in files]
+    items += [StoredItem(file=name, position=0, nbytes=(folder / name).stat().st_size) for name in WHOLE_FILES if name in files]
+    return _checksums(folder, items)
+
+
+def _checksums(folder: Path, items: Iterable[StoredItem]) -> dict[str, str]:
+    with ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="checksums") as threads:
+        names, sums = [], []
+        for item in items:
+            names.append(item.file if item.file in WHOLE_FILES else item_name(item))
+            sums.append(threads.submit(_checksum, folder, item))
+        return {name: each.result() for name, each in zip(names, sums, strict=True)}
+
+
+def _checksum(folder: Path, item: StoredItem) -> str:
+    digest = xxhash.xxh3_64()
+    try:
+        with (folder / item.file).open("rb", buffering=0) as file:
+            position, end = item.position, item.position + item.nbytes
+            while position < end:
+                block = os.pread(file.fileno(), min(_BLOCK_BYTES, end - position), position)
+                if not block:
+                    raise CheckpointError(f"{folder / item.file}: truncated while it was read")
+                digest.update(block)
+                position += len(block)
+    except OSError as error:
+        raise CheckpointError(f"{folder / item.file}: cannot be read: {error}") from error
+    return digest.hexdigest()
+
+
+def write_manifest(folder: str | Path, description: Description, checksums: Mapping[str, str]) -> None:
+    """`checksums`: those of all files of the folder. Raises CheckpointError that names an item without one."""
+    folder = Path(folder)
+    index = read_index(folder)
+
+    def checksum(name: str) -> str:
+        if name not in checksums:
+            raise CheckpointError(f"{folder}: no checksum was made of {name}")
+        return checksums[name]
+
+    content = {"format": FORMAT, **asdict(description), **_entries(index)}
+    for tensor in content["tensors"].values():
+        for chunk in tensor["chunks"]:
+            chunk["checksum"] = checksum(f"{chunk['file']}@{chunk['position']}")
+    for entry in content["objects"].values():
+        entry["checksum"] = checksum(f"{entry['file']}@{entry['position']}")
+    for name, entry in content["files"].items():
+        entry["checksum"] = checksum(name)
+    write_whole(folder / MANIFEST_FILE, json.dumps(content) + "\n")
+
+
+def _entries(index: TorchDistIndex) -> dict[str, Any]:
+    """What the manifest says without checksums, of what `.metadata` says."""
+
+    def place(item: StoredItem) -> dict[str, Any]:
+        return {"file": item.file, "position": item.position, "nbytes": item.nbytes}
+
+    return {
+        "tensors": {
+            key: {
+                "shape": list(tensor.shape),
+                "dtype": str(tensor.dtype).removeprefix("torch."),
+                "chunks": [{"offsets": list(chunk.offsets), "shape": list(chunk.shape), **place(chunk)} for chunk in tensor.chunks],
+            }
+            for key, tensor in index.tensors.items()
+        },
+        "objects": {key: place(item) for key, item in index.objects.items()},
+        "files": {name: {"nbytes": (index.folder / name).stat().st_size} for name in WHOLE_FILES if (index.folder / name).is_file()},
+    }
+
+
+def read_manifest(folder: str | Path) -> RoleManifest:
+    """Raises CheckpointError where it is missing (the folder is not complete), damaged, or of another format."""
+    path = Path(folder) / MANIFEST_FILE
+    try:
+        content = json.loads(path.read_text())
+        if content["format"] != FORMAT:
+            raise CheckpointError(f"{path}: has format {content['format']!r}, this megarl reads {FORMAT}")
+        layout = Layout(**content["layout"])
+        description = Description(head=content["head"], dtype=content["dtype"], layout=layout, step=content["step"])
+        entries = {part: dict(content[part]) for part in ("tensors", "objects", "files")}
+    except FileNotFoundError:
+        raise CheckpointError(f"{path}: the file is missing; it is written last, so the folder is not a complete checkpoint") from None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path}: damaged: {type(error).__name__}: {error}") from error
+    return RoleManifest(description=description, entries=entries)
+
+
+def check_folder(folder: str | Path, part: tuple[int, int] = (0, 1)) -> None:
+    """Proves that the folder is what was written; the items' bytes are shared out: this rank takes part `part[0]` of `part[1]`.
+
+    Raises CheckpointError, one line, that names file and tensor: a file missing, truncated or swapped, a changed bit, a pickle that
+    names something that is not data.
+    """
+    folder = Path(folder)
+    manifest = read_manifest(folder)
+    _check_whole_files(folder, manifest)
+    refuse_code(folder / COMMON_FILE)
+    index = read_index(folder)
+    _check_entries(folder, _entries(index), manifest.entries)
+    mine = _share(sorted(_expected_items(manifest), key=lambda each: (each.item.file, each.item.position)), *part)
+    found = _checksums(folder, [each.item for each in mine])
+    for each in mine:
+        if found[item_name(each.item)] != each.checksum:
+            raise CheckpointError(
+                f"{folder / each.item.file}: {each.key} at bytes {each.item.position} to {each.item.position + each.item.nbytes} is not "
+                "what was written (its checksum differs); use another checkpoint"
+            )
+    for key, item in index.objects.items():
+        refuse_code_in(WindowFile(map_item(folder, item)), f"{folder / item.file}: {key}")
+
+
+def _check_whole_files(folder: Path, manifest: RoleManifest) -> None:
+    for name, entry in manifest.entries["files"].items():
+        path = folder / name
+        if not path.is_file():
+            raise CheckpointError(f"{path}: the file is missing")
+        item = StoredItem(file=name, position=0, nbytes=path.stat().st_size)
+        if item.nbytes != entry["nbytes"] or _checksum(folder, item) != entry["checksum"]:
+            raise CheckpointError(f"{path}: is not what was written (its checksum differs); use another checkpoint")
+
+
+def _check_entries(folder: Path, found: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
+    """`.metadata` and the manifest say the same."""
+
+    def without_checksums(entry: Any) -> Any:
+        if isinstance(entry, dict):
+            return {key: without_checksums(value) for key, value in entry.items() if key != "checksum"}
+        return [without_checksums(value) for value in entry] if isinstance(entry, list) else entry
+
+    for part in ("tensors", "objects"):
+        for key in {**found[part], **expected[part]}:
+            if found[part].get(key) != without_checksums(expected[part].get(key)):
+                raise CheckpointError(f"{folder}: {METADATA_FILE} and {MANIFEST_FILE} differ in {key}: one of the two was changed")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _ExpectedItem:
+    key: str
+    item: StoredItem
+    checksum: str
+
+
+def _expected_items(manifest: RoleManifest) -> Iterable[_ExpectedItem]:
+    chunks = [(key, chunk) for key, tensor in manifest.entries["tensors"].items() for chunk in tensor["chunks"]]
+    for key, entry in [*chunks, *manifest.entries["objects"].items()]:
+        item = StoredItem(file=entry["file"], position=entry["position"], nbytes=entry["nbytes"])
+        yield _ExpectedItem(key=key, item=item, checksum=entry["checksum"])
+
+
+def _share(items: Sequence[_ExpectedItem], number: int, num_parts: int) -> list[_ExpectedItem]:
+    """Neighbours, about as many bytes in each part."""
+    total = sum(each.item.nbytes for each in items)
+    mine, before = [], 0
+    for each in items:
+        if before * num_parts // max(total, 1) == number:
+            mine.append(each)
+        before += each.item.nbytes
+    return mine

@@ -1,0 +1,197 @@
+"""The folder of a run's checkpoints: whole ones, `latest`, and what is being written or removed, which no reader takes for one.
+
+latest                     step_00000020
+step_00000010/  step_00000020/
+.step_00000030.partial/    being written
+.step_00000000.removed/    being removed
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from megarl.config.errors import CheckpointError
+from megarl.machine.files import sync_folder, sync_tree, write_whole
+
+LATEST_FILE = "latest"
+DESCRIPTION_FILE = "checkpoint.json"
+FORMAT = 1
+_STEP = re.compile(r"step_(\d{8,})")
+_LEFTOVER = re.compile(r"\.step_\d{8,}\.(partial|removed)|\.latest\.partial")
+_READ_BYTES = 2**24
+
+
+class CheckpointFolder:
+    """Of one run, which alone writes there."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def whole(self) -> list[Path]:
+        """The complete checkpoints, oldest step first. A folder appears under its name only when all of it is there."""
+        found = {int(match[1]): path for path, match in self._named(_STEP) if (path / DESCRIPTION_FILE).is_file()}
+        return [found[step] for step in sorted(found)]
+
+    def latest(self) -> Path | None:
+        """The checkpoint that was committed last; None where there never was one.
+
+        Raises CheckpointError where `latest` names one that is not there: an older one is never taken in its place.
+        """
+        pointer, whole = self.path / LATEST_FILE, self.whole()
+        if not pointer.is_file():  # killed between the first checkpoint's last two renames
+            return whole[-1] if whole else None
+        name = pointer.read_text(encoding="utf-8").strip()
+        if not _STEP.fullmatch(name) or self.path / name not in whole:
+            others = ", ".join(path.name for path in whole) or "none"
+            raise CheckpointError(
+                f"{pointer}: names {name!r}, which is not a whole checkpoint in {self.path}; whole ones: {others}. "
+                "Give the one to go on from as checkpoint.resume=PATH, or start anew with checkpoint.resume=disable and another folder"
+            )
+        return self.path / name
+
+    def prepare(self) -> None:
+        """Makes the folder, and removes what a run that was killed has left half written or half removed. Raises CheckpointError."""
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            for path, _ in self._named(_LEFTOVER):
+                if path.is_dir():
+                    shutil.rmtree(path)
+                else:
+                    path.unlink()
+            write_whole(self.path / ".writable", "")
+            (self.path / ".writable").unlink()
+        except OSError as error:
+            raise CheckpointError(
+                f"{self.path}: no checkpoint can be written here ({error.strerror or error}); give another checkpoint.dir"
+            ) from error
+
+    def begin(self, step: int) -> Path:
+        """An empty folder to write the checkpoint of `step` into."""
+        partial = self._partial(step)
+        if partial.exists():
+            shutil.rmtree(partial)
+        partial.mkdir(parents=True)
+        return partial
+
+    def seal(self, step: int, description: dict[str, Any]) -> int:
+        """The last file of what was begun, and all of it to the disk; its size in bytes.
+
+        `description` gets the size and checksum of each file outside the folders of `description["roles"]`.
+        """
+        partial = self._partial(step)
+        outside = [path for path in _files(partial) if path.relative_to(partial).parts[0] not in description["roles"]]
+        files = {str(path.relative_to(partial)): _file_entry(path) for path in sorted(outside)}
+        write_whole(
+            partial / DESCRIPTION_FILE, json.dumps({"format": FORMAT, "step": step, **description, "files": files}, indent=2) + "\n"
+        )
+        sync_tree(partial)
+        return sum(path.stat().st_size for path in _files(partial))
+
+    def commit(self, step: int) -> Path:
+        """What was sealed becomes the latest checkpoint."""
+        final = self.path / step_name(step)
+        if final.exists():  # of a future that was given up when the run went back to an earlier step; `latest` is before it
+            self.remove(final)
+        os.rename(self._partial(step), final)
+        sync_folder(self.path)
+        self.point_at(final)
+        return final
+
+    def point_at(self, checkpoint: Path) -> None:
+        write_whole(self.path / LATEST_FILE, checkpoint.name + "\n")
+
+    def remove_old(self, keep: int) -> None:
+        """All but `latest` and the `keep` - 1 newest before it; 0 keeps every one. Those of later steps are of a future given up."""
+        latest = self.latest()
+        assert latest is not None, "there is nothing to keep"
+        whole = self.whole()
+        position = whole.index(latest)
+        stay = whole[: position + 1] if keep == 0 else whole[max(0, position + 1 - keep) : position + 1]
+        for path in whole:
+            if path not in stay:
+                self.remove(path)
+
+    def remove(self, checkpoint: Path) -> None:
+        """Its name goes first, so that a kill leaves no checkpoint with files missing. Refuses what this class did not write."""
+        read_description(checkpoint)
+        removed = self.path / f".{checkpoint.name}.removed"
+        if removed.exists():
+            shutil.rmtree(removed)
+        os.rename(checkpoint, removed)
+        shutil.rmtree(removed)
+
+    def abandon(self, step: int) -> None:
+        """Of a save that failed; a rank may still be writing, and then the next run's `prepare` removes the rest."""
+        shutil.rmtree(self._partial(step), ignore_errors=True)
+
+    def _partial(self, step: int) -> Path:
+        return self.path / f".{step_name(step)}.partial"
+
+    def _named(self, pattern: re.Pattern[str]) -> list[tuple[Path, re.Match[str]]]:
+        if not self.path.is_dir():
+            return []
+        return [(path, match) for path in sorted(self.path.iterdir()) if (match := pattern.fullmatch(path.name))]
+
+
+def step_name(step: int) -> str:
+    return f"step_{step:08d}"
+
+
+def read_description(checkpoint: Path) -> dict[str, Any]:
+    """`checkpoint.json`. Raises CheckpointError where it is not there, or not what this version writes."""
+    path = checkpoint / DESCRIPTION_FILE
+    try:
+        description = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror}); {checkpoint} is not a checkpoint of a run") from error
+    except ValueError as error:
+        raise CheckpointError(f"{path}: is not JSON ({error}); the checkpoint is damaged") from error
+    if not isinstance(description, dict) or description.get("format") != FORMAT:
+        found = description.get("format") if isinstance(description, dict) else description
+        raise CheckpointError(f"{path}: has format {found!r}, but this version reads {FORMAT}; use the version that wrote it")
+    return description
+
+
+def check_files(checkpoint: Path) -> dict[str, Any]:
+    """The description of a checkpoint whose files outside the roles' folders are as they were written.
+
+    Raises CheckpointError that names the first that is not.
+    """
+    description = read_description(checkpoint)
+    for name, expected in description["files"].items():
+        path = checkpoint / name
+        if not path.is_file():
+            raise CheckpointError(f"{path}: is missing; the checkpoint is damaged")
+        if path.stat().st_size != expected["nbytes"]:
+            raise CheckpointError(f"{path}: has {path.stat().st_size} bytes instead of {expected['nbytes']}; the checkpoint is damaged")
+        if file_checksum(path) != expected["checksum"]:
+            raise CheckpointError(f"{path}: its content is not what was written (checksum); the checkpoint is damaged")
+    for role in description["roles"]:
+        if not (checkpoint / role).is_dir():
+            raise CheckpointError(f"{checkpoint / role}: is missing; the checkpoint is damaged")
+    return description
+
+
+def file_checksum(path: Path) -> str:
+    """xxh3_64 of the whole file, in hex."""
+    digest = xxhash.xxh3_64()
+    with path.open("rb") as file:
+        while block := file.read(_READ_BYTES):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _file_entry(path: Path) -> dict[str, Any]:
+    return {"nbytes": path.stat().st_size, "checksum": file_checksum(path)}
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    return (path for path in folder.rglob("*") if path.is_file())

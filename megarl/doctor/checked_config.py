@@ -1,0 +1,58 @@
+"""A configuration that is read and checked in every way that needs no process; all that is wrong with it is said at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeVar
+
+from megarl.config.errors import ConfigError
+from megarl.config.load import load_config
+from megarl.config.schema import PPOConfig, SFTConfig
+from megarl.config.validate import read_architectures, validate
+from megarl.config.violation import Violation
+from megarl.placement.memory import budget_problems, plan_memory, refuses
+from megarl.placement.plan import plan_placement
+from megarl.placement.transport import transports
+
+RunConfig = TypeVar("RunConfig", PPOConfig, SFTConfig)
+# Without these a placement cannot even be counted.
+_PLACEMENT_KEYS = (
+    *("placement.", "actor.parallel.", "critic.parallel.", "reward.model.parallel"),
+    *("rollout.num_replicas", "rollout.tensor_parallel_size"),
+)
+
+
+def load_checked(schema: type[RunConfig], path: str, overrides: Sequence[str] = ()) -> RunConfig:
+    """`load_config`, and every check that needs no process. Raises ConfigError that lists all that is wrong."""
+    config = load_config(schema, path, overrides)
+    violations = validate(config)
+    problems = [str(violation) for violation in violations]
+    if not any(_is_about_placement(violation) for violation in violations):
+        try:
+            plan = plan_placement(config)
+            if isinstance(config, PPOConfig):
+                transports(config, plan)
+            if not violations and refuses(config) and config.placement.device_memory_gb is not None:
+                problems += budget_problems(config, plan_memory(config, plan, read_architectures(config)[0]))
+        except ConfigError as error:
+            problems += error.problems
+    if isinstance(config, PPOConfig) and config.rollout.sglang.server_args:
+        problems += _server_args_problems(config)
+    if problems:
+        raise ConfigError(path, problems)
+    return config
+
+
+def _server_args_problems(config: PPOConfig) -> Sequence[str]:
+    # Here, because asking SGLang takes seconds and torch; nobody else shall wait for it.
+    from megarl.rollout.sglang.server_args import refuse_unknown_server_args
+
+    try:
+        refuse_unknown_server_args(config.rollout.sglang.server_args)
+    except ConfigError as error:
+        return error.problems
+    return ()
+
+
+def _is_about_placement(violation: Violation) -> bool:
+    return any(key.startswith(_PLACEMENT_KEYS) for key in violation.keys)

@@ -1,0 +1,121 @@
+"""`megarl doctor [CONFIG]`: examines this machine, the cluster and what a run reads, and says of each whether it is good."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from rich.console import Console
+from rich.table import Table
+
+from megarl import __version__
+from megarl.config.schema import PPOConfig, SFTConfig
+from megarl.doctor import devices, software
+from megarl.doctor.check_result import Finding, Status, as_json, worst, wrong
+from megarl.doctor.examined_run import Subject, read_subject
+
+Schema = type[PPOConfig] | type[SFTConfig]
+
+GOOD, USER_ERROR = 0, 2
+_WIDTH = 140  # where nobody's window limits it
+_COLOURS = {Status.warning: "yellow", Status.error: "red"}
+
+
+class Check(NamedTuple):
+    """`module` is imported when its turn comes: what lacks a library is said, and the rest is examined. `of_run`: says nothing without a
+    configuration."""
+
+    title: str
+    module: str
+    function: str = "check"
+    of_run: bool = False
+
+
+# Quick ones first; those that need other processes last.
+CHECKS = (
+    Check("shared memory", "machine", "shared_memory"),
+    Check("open files", "machine", "open_files"),
+    Check("memory", "machine", "memory"),
+    Check("threads", "machine", "threads"),
+    Check("clock", "machine", "clock"),
+    Check("environment", "machine", "environment"),
+    Check("ports", "network", "ports"),
+    Check("checkpoints", "storage", of_run=True),
+    Check("models", "inputs", "models", of_run=True),
+    Check("tokenizers and data", "inputs", "tokenizers", of_run=True),
+    Check("reward functions", "inputs", "rewards", of_run=True),
+    Check("ranks", "network", "loopback"),
+    Check("ray", "ray_cluster"),
+)
+
+
+def run(config_path: str | None, overrides: Sequence[str], schema: Schema = PPOConfig, as_document: bool = False) -> int:
+    """Prints what was found, as a table or as one JSON document; 0 where nothing is an error, 2 where something is."""
+    begin = time.monotonic()
+    console = Console(stderr=as_document, width=None if Console().is_terminal else _WIDTH)
+    findings = examine(config_path, overrides, schema, console)
+    seconds = time.monotonic() - begin
+    if as_document:
+        print(json.dumps(document(config_path, findings, seconds), indent=2))
+    else:
+        console.print(table(findings))
+        console.print(summary(findings, seconds), highlight=False)
+    return USER_ERROR if worst(findings) is Status.error else GOOD
+
+
+def examine(config_path: str | None, overrides: Sequence[str], schema: Schema, console: Console) -> list[Finding]:
+    """Every check, one after the other."""
+    gpus = devices.probe()
+    subject, findings = read_subject(config_path, overrides, schema, len(gpus.gpus), os.environ.get("RAY_ADDRESS"))
+    findings += [*software.check(subject), *devices.check(subject, gpus)]
+    for check in (each for each in CHECKS if subject.config is not None or not each.of_run):
+        with console.status(f"examining {check.title}"):
+            findings += _find(check, subject)
+    return findings
+
+
+def _find(check: Check, subject: Subject) -> list[Finding]:
+    try:
+        module = importlib.import_module(f"megarl.doctor.{check.module}")
+    except ImportError as error:
+        return [wrong(check.title, f"cannot be examined: {error}", "install what is said under versions, then ask again")]
+    return list(getattr(module, check.function)(subject))
+
+
+def table(findings: Sequence[Finding]) -> Table:
+    drawn = Table(box=None, show_header=False, pad_edge=False)
+    drawn.add_column(width=max(len(status.value) for status in Status))
+    drawn.add_column(no_wrap=True)
+    drawn.add_column(overflow="fold")
+    for finding in findings:
+        drawn.add_row(
+            finding.status.value, finding.check, finding.message, style=None if finding.status is Status.ok else _COLOURS[finding.status]
+        )
+        if finding.remedy is not None:
+            drawn.add_row("", "", f"-> {finding.remedy}")
+    return drawn
+
+
+def summary(findings: Sequence[Finding], seconds: float) -> str:
+    counts = _counts(findings)
+    said = {Status.ok: "good", Status.warning: "good, with warnings", Status.error: "not good"}[worst(findings)]
+    return f"{said}: {counts['ok']} ok, {counts['warning']} warnings, {counts['error']} errors, in {seconds:.0f} s"
+
+
+def document(config_path: str | None, findings: Sequence[Finding], seconds: float) -> dict[str, object]:
+    return {
+        "megarl": __version__,
+        "config": config_path,
+        "status": worst(findings).value,
+        "counts": _counts(findings),
+        "seconds": round(seconds, 1),
+        "findings": [as_json(finding) for finding in findings],
+    }
+
+
+def _counts(findings: Sequence[Finding]) -> dict[str, int]:
+    return {status.value: sum(finding.status is status for finding in findings) for status in Status}

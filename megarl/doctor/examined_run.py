@@ -1,0 +1,78 @@
+"""What is examined: a run's configuration, as far as it can be read, and what follows from it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from megarl.config.architecture import Architecture
+from megarl.config.errors import ConfigError
+from megarl.config.load import load_config
+from megarl.config.roles import model_roles
+from megarl.config.schema import Device, PPOConfig, SFTConfig
+from megarl.config.validate import read_architectures
+from megarl.doctor.check_result import Finding, good, wrong
+from megarl.doctor.checked_config import load_checked
+from megarl.placement.plan import PlacementPlan, plan_placement
+
+CONFIGURATION = "configuration"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """Without a configuration only the machine is examined. `architectures`: of the models that can be read, by role. `num_gpus`: of
+    this machine, as its driver says. `ray_address`: of the cluster that the run would join, None for one of its own."""
+
+    config: PPOConfig | SFTConfig | None = None
+    plan: PlacementPlan | None = None
+    architectures: Mapping[str, Architecture] = field(default_factory=dict)
+    num_gpus: int = 0
+    ray_address: str | None = None
+    shared_memory: Path = Path("/dev/shm")
+
+    @property
+    def use_gpu(self) -> bool:
+        """auto takes GPUs where there are any."""
+        device = Device.auto if self.config is None else self.config.device
+        return self.num_gpus > 0 if device is Device.auto else device is Device.cuda
+
+    @property
+    def all_models_known(self) -> bool:
+        return self.config is not None and all(role.name in self.architectures for role in model_roles(self.config))
+
+    @property
+    def processes_here(self) -> int:
+        """Worker processes on one node, the fullest: as many as two where nothing is known."""
+        if self.plan is None:
+            return 2
+        nodes = [process.node for process in self.plan.processes]
+        return max(nodes.count(node) for node in set(nodes))
+
+
+def read_subject(
+    path: str | None, overrides: Sequence[str], schema: type[PPOConfig] | type[SFTConfig], num_gpus: int, ray_address: str | None
+) -> tuple[Subject, list[Finding]]:
+    """The run in the file `path`, and what is wrong with it. What cannot be read is left out, so that the rest is examined."""
+    if path is None:
+        return Subject(num_gpus=num_gpus, ray_address=ray_address), []
+    try:
+        config = load_checked(schema, path, overrides)  # type: ignore[type-var]
+        findings = [good(CONFIGURATION, f"{path} is good")]
+    except ConfigError as error:
+        findings = list(_problems(error))
+        try:
+            config = load_config(schema, path, overrides)
+        except ConfigError:
+            return Subject(num_gpus=num_gpus, ray_address=ray_address), findings
+    try:
+        plan = plan_placement(config)
+    except ConfigError:  # which load_checked has said
+        plan = None
+    architectures, _ = read_architectures(config)
+    return Subject(config=config, plan=plan, architectures=architectures, num_gpus=num_gpus, ray_address=ray_address), findings
+
+
+def _problems(error: ConfigError) -> Iterator[Finding]:
+    for problem in error.problems:
+        yield wrong(CONFIGURATION, problem, f"change it in {error.source} or on the command line; `megarl check` finds it too")

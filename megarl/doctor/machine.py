@@ -1,0 +1,193 @@
+"""This machine: shared memory, open files, memory, threads, the clock, and variables that slow a run down."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import resource
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import psutil
+
+from megarl.controller.cluster import OBJECT_STORE_MB
+from megarl.doctor.check_result import Finding, doubtful, good, size, wrong
+from megarl.doctor.examined_run import Subject
+from megarl.placement.memory import plan_memory
+
+_NCCL_BYTES = 64 * 2**20  # of shared memory for each process: the buffers through which GPUs of a node without NVLink speak
+_PROCESS_BYTES = 700 * 2**20  # of a worker before it has a model: Python, torch, Megatron
+FEW_FILES, TOO_FEW_FILES = 4096, 1024  # Ray warns below the first; its head alone takes some hundreds
+_CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+
+# Variables that are left over from a search for a fault, with what they cost.
+_SLOW = {
+    "CUDA_LAUNCH_BLOCKING": "every kernel is waited for",
+    "NCCL_P2P_DISABLE": "GPUs of a node speak through the host's memory",
+    "NCCL_SHM_DISABLE": "processes of a node speak through the network card",
+    "NCCL_IB_DISABLE": "nodes speak through TCP instead of InfiniBand",
+    "TORCH_DISTRIBUTED_DEBUG": "collectives are checked one by one",
+}
+_OFF = ("", "0", "OFF", "INFO")
+
+
+def shared_memory(subject: Subject) -> Iterator[Finding]:
+    folder = subject.shared_memory
+    if not folder.is_dir():
+        yield wrong("shared memory", f"there is no {folder}", f"mount it: mount -t tmpfs tmpfs {folder}")
+        return
+    needed = OBJECT_STORE_MB * 2**20 + (_NCCL_BYTES * subject.processes_here if subject.use_gpu else 0)
+    usage = shutil.disk_usage(folder)
+    yield judge_shared_memory(str(folder), usage.total, usage.free, needed)
+
+
+def judge_shared_memory(folder: str, total: int, free: int, needed: int) -> Finding:
+    gib = max(1, -(-2 * needed // 2**30))
+    remedy = f"mount -o remount,size={gib}G {folder}; in a container: docker run --shm-size={gib}g, or --ipc=host"
+    facts = {"total": total, "free": free, "needed": needed}
+    if total < needed:
+        message = f"{folder} has {size(total)}, and the run needs {size(needed)} (Ray's object store and NCCL)"
+        return wrong("shared memory", message, remedy, **facts)
+    if free < needed:
+        message = f"{folder} has {size(free)} free of {size(total)}, and the run needs {size(needed)}"
+        return doubtful("shared memory", message, f"remove what others have left in {folder}, or: {remedy}", **facts)
+    return good("shared memory", f"{folder} has {size(free)} free, {size(needed)} needed", **facts)
+
+
+def open_files(subject: Subject) -> Iterator[Finding]:
+    yield judge_open_files(*resource.getrlimit(resource.RLIMIT_NOFILE))
+
+
+def judge_open_files(soft: int, hard: int) -> Finding:
+    remedy = (
+        "ulimit -n 65536 in the shell that starts the run (and Ray); above the hard limit, nofile in /etc/security/limits.conf or docker"
+    )
+    facts = {"soft": soft, "hard": hard}
+    if soft == resource.RLIM_INFINITY:
+        return good("open files", "no limit", **facts)
+    if soft < TOO_FEW_FILES:
+        return wrong("open files", f"a process may have {soft:,} files open (hard limit {hard:,}); Ray needs more", remedy, **facts)
+    if soft < FEW_FILES:
+        return doubtful("open files", f"a process may have {soft:,} files open; many workers need {FEW_FILES:,} or more", remedy, **facts)
+    return good("open files", f"a process may have {soft:,}", **facts)
+
+
+def memory(subject: Subject) -> Iterator[Finding]:
+    """On CPUs the models are in the host's memory; with GPUs, what is moved to the host and the libraries are."""
+    total, available = psutil.virtual_memory().total, psutil.virtual_memory().available
+    limit = _cgroup_limit()
+    if limit is not None and limit < total:
+        total, available = limit, min(available, limit)
+    yield judge_memory(total, available, _planned(subject))
+
+
+def _planned(subject: Subject) -> int:
+    """Of the fullest node, the devices of a node at their own peaks; for another cluster's nodes nothing is known here."""
+    config, plan = subject.config, subject.plan
+    if plan is None or subject.ray_address is not None:
+        return 0
+    processes = subject.processes_here * _PROCESS_BYTES
+    if config is None or subject.use_gpu or not subject.all_models_known:
+        return processes
+    devices = plan_memory(config, plan, subject.architectures)
+    return processes + max(sum(each.peak for each in devices if each.node == node) for node in {each.node for each in devices})
+
+
+def _cgroup_limit() -> int | None:
+    """Of the container, where there is one."""
+    for file in _CGROUP_LIMITS:
+        if Path(file).is_file() and (text := Path(file).read_text().strip()).isdigit():
+            return int(text)
+    return None
+
+
+def judge_memory(total: int, available: int, planned: int) -> Finding:
+    facts = {"total": total, "available": available, "planned": planned}
+    remedy = "fewer or smaller processes on this node (see `megarl plan`), more nodes, or a higher limit of the container"
+    if planned > total:
+        return wrong("memory", f"the plan needs about {size(planned)}, and this machine has {size(total)}", remedy, **facts)
+    if planned > available:
+        message = f"the plan needs about {size(planned)}, and {size(available)} of {size(total)} are available now"
+        return doubtful("memory", message, f"end what uses it, or {remedy}", **facts)
+    needs = f", about {size(planned)} planned" if planned else ""
+    return good("memory", f"{size(available)} of {size(total)} available{needs}", **facts)
+
+
+def threads(subject: Subject) -> Iterator[Finding]:
+    cores = len(os.sched_getaffinity(0))
+    yield judge_threads(os.environ.get("OMP_NUM_THREADS"), cores, subject.processes_here, subject.use_gpu)
+
+
+def judge_threads(setting: str | None, cores: int, processes: int, use_gpu: bool) -> Finding:
+    facts = {"OMP_NUM_THREADS": setting, "cores": cores, "processes": processes}
+    if setting is not None and not setting.isdigit():
+        return wrong("threads", f"OMP_NUM_THREADS is {setting!r}, no number", "export OMP_NUM_THREADS=1, or unset it", **facts)
+    each = int(setting) if setting is not None else 1
+    if not use_gpu and each > 1 and each * processes > cores:
+        message = f"OMP_NUM_THREADS={each} in {processes} processes is {each * processes} threads on {cores} cores"
+        return doubtful("threads", message, f"export OMP_NUM_THREADS={max(1, cores // processes)}, or unset it", **facts)
+    return good("threads", f"{each} in each of {processes} processes, {cores} cores", **facts)
+
+
+class _Timex(ctypes.Structure):
+    """The head of the kernel's struct timex, and room for the rest of it (adjtimex(2))."""
+
+    _fields_ = (
+        ("modes", ctypes.c_uint),
+        ("offset", ctypes.c_long),
+        ("frequency", ctypes.c_long),
+        ("max_error", ctypes.c_long),  # microseconds
+        ("estimated_error", ctypes.c_long),
+        ("status", ctypes.c_int),
+        ("rest", ctypes.c_byte * 256),
+    )
+
+
+class Clock(NamedTuple):
+    """`max_error_s`: the kernel's own bound. None where it does not say."""
+
+    synchronised: bool | None
+    max_error_s: float | None
+
+
+_STA_UNSYNC = 0x0040
+
+
+def probe_clock() -> Clock:
+    """What the kernel knows, whatever program steers it (chrony, ntpd, timesyncd): reading needs no right."""
+    timex = _Timex()
+    if ctypes.CDLL(None, use_errno=True).adjtimex(ctypes.byref(timex)) < 0:
+        return Clock(None, None)
+    return Clock(not timex.status & _STA_UNSYNC, timex.max_error / 1e6)
+
+
+def clock(subject: Subject) -> Iterator[Finding]:
+    yield judge_clock(probe_clock(), 1 if subject.plan is None else subject.plan.num_nodes)
+
+
+def judge_clock(found: Clock, num_nodes: int) -> Finding:
+    facts = {"synchronised": found.synchronised, "max_error_s": found.max_error_s}
+    if found.synchronised:
+        return good("clock", f"kept by NTP, within {1000 * (found.max_error_s or 0):,.0f} ms", **facts)
+    if num_nodes == 1:
+        return good("clock", "not known to be kept by NTP; it matters between nodes only, and the run has one", **facts)
+    remedy = "switch NTP on (timedatectl set-ntp true, or chrony): logs and timelines of several nodes are put in order by their clocks"
+    return doubtful("clock", "the kernel does not know of anything that keeps this clock right", remedy, **facts)
+
+
+def environment(subject: Subject) -> Iterator[Finding]:
+    yield from judge_environment(os.environ)
+
+
+def judge_environment(variables: Mapping[str, str]) -> Iterator[Finding]:
+    slow = {name: cost for name, cost in _SLOW.items() if variables.get(name, "") not in _OFF}
+    for name, cost in slow.items():
+        yield doubtful("environment", f"{name}={variables[name]}: {cost}", f"unset {name}, unless you are looking for a fault", name=name)
+    if "expandable_segments:True" in variables.get("PYTORCH_CUDA_ALLOC_CONF", variables.get("PYTORCH_ALLOC_CONF", "")):
+        remedy = "unset PYTORCH_CUDA_ALLOC_CONF where rollout and actor share devices"
+        message = "torch's expandable segments are on, and SGLang cannot give the memory of its weights back then"
+        yield doubtful("environment", message, remedy, name="PYTORCH_CUDA_ALLOC_CONF")
+    elif not slow:
+        yield good("environment", "no variable that is known to slow a run down")

@@ -1,0 +1,198 @@
+"""Can the ranks of a node speak with each other, and are the ports free that a run is told to use?"""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from megarl.controller.environment import fill_in
+from megarl.doctor.check_result import Finding, doubtful, good, wrong
+from megarl.doctor.examined_run import Subject
+from megarl.machine.ports import hold_port
+
+LOOPBACK, PORTS = "ranks", "ports"
+_MOST_CPU_RANKS = 4
+_LIMIT_S = 15.0  # for a rendezvous and two all-reduces of 1 MiB
+_IMPORT_S = 45.0  # for torch, on a busy machine
+VARIABLE = {"gloo": "GLOO_SOCKET_IFNAME", "nccl": "NCCL_SOCKET_IFNAME"}
+_SLOW_BYTES_PER_S = 20e6
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loopback:
+    """`interface`: as the environment says; None: the library's own choice. `error`: of the first rank that failed."""
+
+    backend: str
+    ranks: int
+    interface: str | None
+    interfaces: tuple[str, ...]
+    seconds: float = 0.0
+    error: str | None = None
+
+
+def probe_loopback(
+    backend: str, ranks: int, environment: Mapping[str, str], address: str = "127.0.0.1", limit_s: float = _LIMIT_S
+) -> Loopback:
+    """An all-reduce between `ranks` processes of this machine, which are gone when this returns."""
+    interfaces = tuple(sorted(psutil.net_if_addrs()))
+    interface = environment.get(VARIABLE[backend])
+    with tempfile.TemporaryDirectory() as folder, hold_port(address) as held:
+        arguments = [str(ranks), address, str(held.getsockname()[1]), str(limit_s)]
+        processes = [start_rank(backend, rank, arguments, environment, Path(folder)) for rank in range(ranks)]
+        try:
+            error = wait_for_ranks(processes, Path(folder), _IMPORT_S + limit_s)
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
+        seconds = 0.0 if error else float(_read(Path(folder), 0, "out").split()[-1])
+    return Loopback(backend=backend, ranks=ranks, interface=interface, interfaces=interfaces, seconds=seconds, error=error)
+
+
+def start_rank(backend: str, rank: int, arguments: Sequence[str], environment: Mapping[str, str], folder: Path) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "megarl.doctor.loopback_rank", backend, str(rank), *arguments]
+    with (folder / f"{rank}.out").open("wb") as out, (folder / f"{rank}.err").open("wb") as err:
+        return subprocess.Popen(command, env={**environment, "OMP_NUM_THREADS": "1"}, stdin=subprocess.DEVNULL, stdout=out, stderr=err)
+
+
+def wait_for_ranks(processes: Sequence[subprocess.Popen[bytes]], folder: Path, limit_s: float) -> str | None:
+    """Why the first rank failed, None where all are good."""
+    give_up_s = time.monotonic() + limit_s
+    while time.monotonic() < give_up_s:
+        statuses = [process.poll() for process in processes]
+        for rank, status in enumerate(statuses):
+            if status:
+                return f"rank {rank}: {_reason(_read(folder, rank, 'err'))}"
+        if all(status == 0 for status in statuses):
+            return None
+        time.sleep(0.05)
+    return f"no answer within {limit_s:g} s"
+
+
+def _read(folder: Path, rank: int, kind: str) -> str:
+    return (folder / f"{rank}.{kind}").read_text(encoding="utf-8", errors="replace")
+
+
+def _reason(text: str) -> str:
+    """The line of a traceback that says what was raised."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    raised = [line for line in lines if line.split(":")[0].endswith(("Error", "Exception"))]
+    return (raised or lines or ["the sums are wrong"])[-1]
+
+
+def judge_loopback(found: Loopback) -> Finding:
+    variable = VARIABLE[found.backend]
+    over = f"over {found.interface} ({variable})" if found.interface else f"over the interface that {found.backend} chose itself"
+    what = f"{found.backend} all-reduce between {found.ranks} ranks {over}"
+    facts = {"backend": found.backend, "ranks": found.ranks, "interface": found.interface, "interfaces": list(found.interfaces)}
+    remedy = f"export {variable}=NAME on every node, NAME the interface of the cluster's network, one of {', '.join(found.interfaces)}"
+    if found.error is not None:
+        return wrong(LOOPBACK, f"{what} failed: {found.error}", f"{remedy}; a firewall must let processes of the cluster speak", **facts)
+    if found.ranks > 1 and 2**20 / found.seconds < _SLOW_BYTES_PER_S:
+        message = f"{what}: 1 MiB took {found.seconds:.2f} s"
+        return doubtful(LOOPBACK, message, f"{remedy}; or the machine is busy", seconds=found.seconds, **facts)
+    return good(LOOPBACK, f"{what}: 1 MiB in {1000 * found.seconds:,.1f} ms", seconds=found.seconds, **facts)
+
+
+def judge_interface(backend: str, name: str | None, interfaces: Sequence[str]) -> Finding | None:
+    """None where the variable names an interface that is there, or is not set. NCCL takes lists, prefixes, and ^ before those to avoid."""
+    wanted = [] if name is None or name.startswith("^") else [part.lstrip("=") for part in name.split(",")]
+    if not wanted or any(interface.startswith(part) for part in wanted for interface in interfaces):
+        return None
+    message = f"{VARIABLE[backend]}={name}, and this machine has no such interface: {backend} would fail or hang"
+    remedy = f"export {VARIABLE[backend]} as one of {', '.join(interfaces)}, or unset it: megarl takes the one of the node's address"
+    return wrong(LOOPBACK, message, remedy, backend=backend, interface=name, interfaces=list(interfaces))
+
+
+def loopback(subject: Subject) -> Iterator[Finding]:
+    """Between as many ranks as the run's largest group has on a node, with the variables that the run's workers would have."""
+    ranks = 2
+    if subject.plan is not None:
+        groups = [[process.node for process in group.processes] for group in subject.plan.groups if group.uses_devices]
+        ranks = max((nodes.count(node) for nodes in groups for node in set(nodes)), default=1)
+    address = own_address(subject.ray_address)
+    variables = dict(os.environ)
+    fill_in(variables, address, subject.use_gpu)
+    most = {"gloo": _MOST_CPU_RANKS, "nccl": subject.num_gpus if subject.use_gpu else 0}
+    for backend in (backend for backend, limit in most.items() if limit):
+        fault = judge_interface(backend, variables.get(VARIABLE[backend]), tuple(sorted(psutil.net_if_addrs())))
+        yield fault or judge_loopback(probe_loopback(backend, min(ranks, most[backend]), variables, address))
+
+
+def own_address(ray_address: str | None) -> str:
+    """As the cluster knows this machine: by which it reaches the head. Nothing is sent."""
+    host = (ray_address or "").rpartition(":")[0]
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as trial:
+        try:
+            trial.connect((host or "127.0.0.1", 1))
+        except OSError:
+            return "127.0.0.1"
+        return trial.getsockname()[0]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Port:
+    """A port that something will listen on. `user`: who does already, None where it is free."""
+
+    number: int
+    purpose: str
+    user: str | None = None
+
+
+def probe_port(number: int, purpose: str) -> Port:
+    with socket.socket() as trial:
+        trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            trial.bind(("", number))
+            trial.listen(1)
+        except OSError as error:
+            return Port(number=number, purpose=purpose, user=_listener(number) or error.strerror or str(error))
+    return Port(number=number, purpose=purpose)
+
+
+def _listener(number: int) -> str | None:
+    """Processes of other users are seen only by root."""
+    for connection in psutil.net_connections("tcp"):
+        if connection.status == psutil.CONN_LISTEN and connection.laddr.port == number:
+            if connection.pid is None:
+                return "a process of another user"
+            process = psutil.Process(connection.pid)
+            return f"{process.name()} (pid {connection.pid}, of {process.username()})"
+    return None
+
+
+def judge_port(port: Port) -> Finding:
+    facts = {"port": port.number, "purpose": port.purpose, "used_by": port.user}
+    if port.user is None:
+        return good(PORTS, f"{port.number} is free for {port.purpose}", **facts)
+    remedy = "end that process, or choose another port"
+    if port.purpose.startswith("Ray"):
+        remedy += "; if it is a Ray cluster that the run is to join, export RAY_ADDRESS=HOST:PORT"
+    return wrong(PORTS, f"{port.number} is needed for {port.purpose}, but is in use by {port.user}", remedy, **facts)
+
+
+def needed_ports(subject: Subject, environment: Mapping[str, str]) -> dict[int, str]:
+    """Those with fixed numbers. A run on one machine has none: Ray and torch take free ones."""
+    needed: dict[int, str] = {}
+    if environment.get("MASTER_PORT", "").isdigit() and environment.get("RANK", "0") == "0":
+        needed[int(environment["MASTER_PORT"])] = "torchrun's rendezvous (MASTER_PORT)"
+    if subject.plan is not None and subject.plan.num_nodes > 1 and subject.ray_address is None:
+        needed |= {6379: "Ray's head (ray start --head --port)", 8265: "Ray's dashboard and jobs (--dashboard-port)"}
+    return needed
+
+
+def ports(subject: Subject) -> Iterator[Finding]:
+    needed = needed_ports(subject, os.environ)
+    for number, purpose in needed.items():
+        yield judge_port(probe_port(number, purpose))
+    if not needed:
+        yield good(PORTS, "none with a fixed number: Ray and torch take free ones")

@@ -1,0 +1,164 @@
+"""Ray: does it start, or answer; are all nodes alive and alike; do their clocks agree; is there room for the run's pools?"""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from megarl.config.derive import checkpoint_path
+from megarl.config.roles import model_roles
+from megarl.config.schema import PPOConfig
+from megarl.controller.cluster import OBJECT_STORE_MB, shutdown, start_ray
+from megarl.controller.inspection import ClusterReport, NodeReport, Software, here, inspect_cluster
+from megarl.controller.resource_pool import RayResourcePool, ResourcePoolManager, explain, fits, node_demands
+from megarl.doctor.check_result import Finding, Status, doubtful, good, wrong
+from megarl.doctor.examined_run import Subject
+from megarl.doctor.machine import judge_open_files, judge_shared_memory
+from megarl.doctor.storage import MARK, existing_folder
+
+RAY, NODES, RESOURCES, CLOCKS = "ray", "nodes", "resources", "clocks"
+_ANSWER_S = 60.0  # a worker's first start on a node
+_SKEW_S = 1.0
+_SHOWN_NODES = 8
+
+
+def check(subject: Subject) -> Iterator[Finding]:
+    """Joins the cluster of RAY_ADDRESS, or starts a Ray here as the run would, and leaves it."""
+    where = f"the cluster at {subject.ray_address}" if subject.ray_address else "a Ray of its own on this machine"
+    num_cpus = 1 if subject.plan is None else subject.plan.num_cpus
+    begin = time.monotonic()
+    with contextlib.ExitStack() as stack:
+        stack.callback(shutdown)
+        try:
+            start_ray(num_cpus=num_cpus, num_gpus=subject.num_gpus if subject.use_gpu else 0)
+        except (ValueError, RuntimeError, OSError) as error:
+            yield _unreachable(where, error, subject.ray_address)
+            return
+        seconds = time.monotonic() - begin
+        with _files_of(subject) as paths:
+            report = inspect_cluster(_ANSWER_S, paths)
+    yield good(RAY, f"Ray {here().ray}: {where} answers after {seconds:.1f} s", seconds=round(seconds, 2), address=subject.ray_address)
+    yield from judge_nodes(report, here())
+    if len(report.nodes) > 1:
+        yield from judge_other_nodes(report.nodes)
+    if subject.plan is not None:
+        num_gpus = max(subject.num_gpus, *(int(node.resources.get("GPU", 0)) for node in report.nodes))
+        use_gpu = replace(subject, num_gpus=num_gpus).use_gpu  # auto: those of the cluster count
+        yield judge_resources(report, list(ResourcePoolManager.of_plan(subject.plan, use_gpu).resource_pools.values()))
+
+
+@contextlib.contextmanager
+def _files_of(subject: Subject) -> Iterator[list[str]]:
+    """What a run's workers open on every node, and a file that says whether they write checkpoints to one place."""
+    if subject.config is None:
+        yield []
+        return
+    paths = [str(Path(role.path).absolute()) for role in model_roles(subject.config)]
+    if isinstance(subject.config, PPOConfig):
+        paths += [str(Path(function.path).absolute()) for function in subject.config.reward.functions]
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):  # of which the check of the checkpoints speaks
+            folder = existing_folder(checkpoint_path(subject.config))
+            paths.append(stack.enter_context(tempfile.NamedTemporaryFile(prefix=MARK, dir=folder)).name)
+        yield list(dict.fromkeys(path for path in paths if Path(path).exists()))
+
+
+def judge_other_nodes(nodes: Sequence[NodeReport]) -> Iterator[Finding]:
+    """Of what is examined on this machine too: limits, and the files of the run."""
+    for node in nodes:
+        here_too = f"node {node.address}: "
+        if node.limits is not None:
+            memory = judge_shared_memory("/dev/shm", node.limits.shared_memory, node.limits.shared_memory_free, OBJECT_STORE_MB * 2**20)
+            files = judge_open_files(node.limits.open_files, node.limits.open_files_hard)
+            yield from (replace(each, message=here_too + each.message) for each in (memory, files) if each.status is not Status.ok)
+        for path in node.unseen:
+            if Path(path).name.startswith(MARK):
+                message = f"{here_too}does not see what is written to {Path(path).parent} here, so checkpoints would be in pieces"
+                yield wrong(NODES, message, "set checkpoint.dir to a folder on a file system that all nodes share", node=node.address)
+            else:
+                message = f"{here_too}there is no {path}"
+                yield wrong(NODES, message, "put it on a file system that all nodes share, or copy it to the same path there", path=path)
+
+
+def _unreachable(where: str, error: Exception, address: str | None) -> Finding:
+    reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    if address is not None:
+        remedy = "start the cluster (ray start --head on one node, ray start --address=HEAD:6379 on the others), or unset RAY_ADDRESS to "
+        return wrong(RAY, f"{where} cannot be joined: {reason}", remedy + "run on this machine", address=address)
+    remedy = "see the newest folder in /tmp/ray/session_*/logs; is /tmp full, or /dev/shm, and may processes listen on 127.0.0.1?"
+    return wrong(RAY, f"{where} does not start: {reason}", remedy)
+
+
+def judge_nodes(report: ClusterReport, driver: Software) -> Iterator[Finding]:
+    faults = [finding for node in report.nodes for finding in _node_faults(node, driver)]
+    for address in report.dead:
+        remedy = "start Ray on it again, if the run is to have it; its logs are in /tmp/ray/session_latest/logs there"
+        faults.append(doubtful(NODES, f"node {address} was in the cluster and is dead", remedy, node=address))
+    yield from faults
+    if not faults:
+        yield good(NODES, _described(report.nodes), nodes=[_facts(node) for node in report.nodes])
+    if len(report.nodes) > 1:
+        yield judge_clocks([node for node in report.nodes if node.software is not None])
+
+
+def _node_faults(node: NodeReport, driver: Software) -> Iterator[Finding]:
+    if node.software is None:
+        remedy = f"install megarl there as here ({driver.megarl} on Python {driver.python}); what the worker said is in its node's Ray logs"
+        yield wrong(NODES, f"node {node.address} cannot start a worker: {node.error}", remedy, **_facts(node))
+        return
+    for name in Software._fields:
+        there, mine = getattr(node.software, name), getattr(driver, name)
+        if there != mine:
+            message = f"node {node.address} has {name} {there}, and this one {mine}"
+            yield wrong(NODES, message, f"install {name} {mine} there: what travels between processes is pickled", **_facts(node))
+
+
+def _described(nodes: Sequence[NodeReport]) -> str:
+    shown = [f"{node.address} ({_amount(node, 'GPU')} GPU, {_amount(node, 'CPU')} CPU)" for node in nodes[:_SHOWN_NODES]]
+    rest = f" and {len(nodes) - _SHOWN_NODES} more" if len(nodes) > _SHOWN_NODES else ""
+    return f"{len(nodes)} alive, with the same versions: {', '.join(shown)}{rest}"
+
+
+def _amount(node: NodeReport, kind: str) -> str:
+    return f"{node.resources.get(kind, 0):g}"
+
+
+def _facts(node: NodeReport) -> dict[str, object]:
+    software = None if node.software is None else node.software._asdict()
+    amounts = {kind: node.resources.get(kind, 0) for kind in ("GPU", "CPU", "object_store_memory")}
+    return {"node": node.address, "resources": amounts, "software": software, "clock_offset_s": round(node.clock_offset_s, 6)}
+
+
+def judge_clocks(nodes: Sequence[NodeReport]) -> Finding:
+    """Of nodes that answered; a difference counts beyond what it is known to."""
+    if not nodes:
+        return doubtful(CLOCKS, "no node could be asked for its time", "see what is said of the nodes")
+    first, last = (pick(nodes, key=lambda node: node.clock_offset_s) for pick in (min, max))
+    apart = last.clock_offset_s - first.clock_offset_s
+    known = first.clock_uncertainty_s + last.clock_uncertainty_s
+    if apart - known > _SKEW_S:
+        message = f"the clocks of {first.address} and {last.address} are {apart:.2f} s apart"
+        remedy = "switch NTP on (timedatectl set-ntp true, or chrony) on both: logs and timelines are put in order by their clocks"
+        return doubtful(CLOCKS, message, remedy, apart_s=round(apart, 3))
+    return good(CLOCKS, f"those of {len(nodes)} nodes are within {max(apart, known) * 1000:,.0f} ms", apart_s=round(apart, 6))
+
+
+def judge_resources(report: ClusterReport, pools: Sequence[RayResourcePool]) -> Finding:
+    demands = node_demands(pools)
+    facts = {"needed": demands, "nodes": [_facts(node) for node in report.nodes]}
+    remedy = (
+        "start nodes with more (ray start --num-cpus N counts one for each process, --num-gpus), add nodes, or choose smaller parallel "
+    )
+    remedy += "sizes or a placement whose roles share devices; `megarl plan` shows what is asked for"
+    if not fits(demands, report.whole):
+        return wrong(RESOURCES, explain(pools, report.whole, "more than the cluster has").rpartition("\n")[0], remedy, **facts)
+    if not fits(demands, report.free):
+        return doubtful(
+            RESOURCES, explain(pools, report.free, "held by others now").rpartition("\n")[0], "end the other run, or wait", **facts
+        )
+    needed = {kind: sum(demand.get(kind, 0) for demand in demands) for kind in ("GPU", "CPU")}
+    return good(RESOURCES, f"{needed['GPU']:g} GPU and {needed['CPU']:g} CPU (one a process) are asked for, and free", **facts)

@@ -1,0 +1,96 @@
+"""Are the libraries there, and do their versions go together?"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from importlib import metadata
+
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+
+from megarl import __version__
+from megarl.config.schema import PPOConfig, RolloutEngineKind
+from megarl.config.versions import COUPLED, CUDA, PYTHON, REQUIRED, SGLANG
+from megarl.doctor.check_result import Finding, doubtful, good, wrong
+from megarl.doctor.examined_run import Subject
+
+CHECK = "versions"
+_SHOWN = ("torch", "megatron-core", "transformers", "ray", "sglang")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Installed:
+    """`versions`: of each distribution of the tables, None where it is absent. `wants`: of each coupled one, what it asks of others."""
+
+    python: str
+    versions: Mapping[str, str | None]
+    wants: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+
+
+def probe() -> Installed:
+    names = [*REQUIRED, *SGLANG, *(Requirement(name).name for name in CUDA), *(name for coupled in COUPLED.values() for name in coupled)]
+    versions = {name: _version(name) for name in names}
+    return Installed(
+        python=platform.python_version(),
+        versions=versions,
+        wants={name: _wants(name, others) for name, others in COUPLED.items() if versions.get(name)},
+    )
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _wants(name: str, others: tuple[str, ...]) -> dict[str, str]:
+    required = [Requirement(line) for line in metadata.requires(name) or ()]
+    return {each.name: str(each.specifier) for each in required if each.name in others and (each.marker is None or each.marker.evaluate())}
+
+
+def judge(installed: Installed, *, needs_sglang: bool) -> Iterator[Finding]:
+    faults = list(_faults(installed, needs_sglang))
+    yield from faults
+    if not faults:
+        shown = ", ".join(f"{name} {installed.versions[name]}" for name in _SHOWN if installed.versions.get(name))
+        message = f"megarl {__version__} on Python {installed.python} with {shown}: they go together"
+        yield good(CHECK, message, python=installed.python, versions=dict(installed.versions))
+
+
+def _faults(installed: Installed, needs_sglang: bool) -> Iterator[Finding]:
+    if not _within(installed.python, PYTHON):
+        remedy = "make the virtual environment with another Python, as 3.11"
+        yield wrong(CHECK, f"Python {installed.python} is not {PYTHON}", remedy, python=installed.python)
+    tables = {**REQUIRED, **(SGLANG if needs_sglang else {})}
+    for name, versions in tables.items():
+        found = installed.versions.get(name)
+        if found is None:
+            yield wrong(CHECK, f"{name} is not installed", f"pip install '{name}{versions}'", name=name)
+        elif not _within(found, versions):
+            message = f"{name} {found} is outside {versions}, the versions that megarl works with"
+            yield wrong(CHECK, message, f"pip install '{name}{versions}' (the exact versions are in requirements/)", name=name, found=found)
+    for name, versions in {Requirement(key).name: value for key, value in CUDA.items()}.items():
+        found = installed.versions.get(name)
+        if found is not None and not _within(found, versions):
+            message = f"{name} {found} is outside {versions}"
+            yield doubtful(CHECK, message, f"pip install '{name}{versions}', or uninstall it: torch's own kernels are used then", name=name)
+    for name, wants in installed.wants.items():
+        for other, versions in wants.items():
+            found = installed.versions.get(other)
+            if found is not None and not _within(found, versions):
+                message = f"{name} {installed.versions[name]} is built for {other}{versions}, but {other} {found} is installed"
+                remedy = f"pip install '{other}{versions}', or another version of {name}"
+                yield wrong(CHECK, message, remedy, name=other, found=found)
+
+
+def _within(version: str, versions: str) -> bool:
+    return SpecifierSet(versions).contains(version, prereleases=True)
+
+
+def check(subject: Subject) -> Iterator[Finding]:
+    config = subject.config
+    needs_sglang = isinstance(config, PPOConfig) and config.rollout.engine is RolloutEngineKind.sglang
+    return judge(probe(), needs_sglang=needs_sglang)

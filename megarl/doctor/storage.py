@@ -1,0 +1,129 @@
+"""Where checkpoints go: can it be written, renamed in one step, is there room, and how long will one take?"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from megarl.config.derive import checkpoint_bytes, checkpoint_path, most_checkpoints
+from megarl.doctor.check_result import Finding, doubtful, good, size, wrong
+from megarl.doctor.examined_run import Subject
+
+CHECK = "checkpoints"
+MARK = ".megarl-doctor-"  # what names of our files begin with, which are gone at the end
+_SAMPLE_BYTES = 32 * 2**20  # written to see how fast
+_BLOCK = bytes(range(256)) * 4096  # 1 MiB that no file system stores as a hole
+_LONG_S = 300.0
+NETWORK = ("nfs", "cifs", "smb", "9p", "fuse.sshfs", "fuse.s3fs", "fuse.gcsfuse", "afs")
+CLUSTER = ("lustre", "gpfs", "beegfs", "ceph", "wekafs", "fuse.ceph", "virtiofs", "fuse.juicefs")
+_GONE = ("tmpfs", "ramfs", "overlay")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Disk:
+    """`error`: why nothing could be written; `speed`: bytes a second, onto the disk and not into the cache. `kind`: of the file system."""
+
+    folder: str
+    kind: str
+    total: int
+    free: int
+    speed: float = 0.0
+    renames: bool = True
+    error: str | None = None
+
+
+def probe(path: Path, sample_bytes: int = _SAMPLE_BYTES) -> Disk:
+    """Writes a file in the nearest folder above `path` that there is, renames it over another, and removes both."""
+    folder = existing_folder(path)
+    usage, kind = shutil.disk_usage(folder), file_system(folder)
+    try:
+        with tempfile.TemporaryDirectory(prefix=MARK, dir=folder) as scratch:
+            speed = _write(Path(scratch) / "new", sample_bytes)
+            (Path(scratch) / "old").write_bytes(b"old")
+            os.replace(Path(scratch) / "new", Path(scratch) / "old")
+            renames = os.listdir(scratch) == ["old"] and (Path(scratch) / "old").stat().st_size == sample_bytes
+    except OSError as error:
+        return Disk(folder=str(folder), kind=kind, total=usage.total, free=usage.free, error=error.strerror or str(error))
+    return Disk(folder=str(folder), kind=kind, total=usage.total, free=usage.free, speed=speed, renames=renames)
+
+
+def existing_folder(path: Path) -> Path:
+    """The nearest above `path` that there is."""
+    return next(parent for parent in (path.absolute(), *path.absolute().parents) if parent.exists())
+
+
+def _write(file: Path, nbytes: int) -> float:
+    begin = time.monotonic()
+    with file.open("wb", buffering=0) as stream:
+        for _ in range(nbytes // len(_BLOCK)):
+            stream.write(_BLOCK)
+        os.fsync(stream.fileno())
+    return nbytes / max(time.monotonic() - begin, 1e-6)
+
+
+def file_system(folder: Path) -> str:
+    """Of the mount that holds `folder`, as /proc/mounts calls it; the last one where several lie over each other."""
+    found, longest = "unknown", -1
+    for line in Path("/proc/mounts").read_text(encoding="utf-8", errors="replace").splitlines():
+        _, point, kind, *_ = line.split(" ")
+        point = point.replace("\\040", " ")
+        if folder.resolve().is_relative_to(point) and len(point) >= longest:
+            found, longest = kind, len(point)
+    return found
+
+
+def judge(disk: Disk, *, num_nodes: int, one: int, most: int) -> Iterator[Finding]:
+    """`one`: bytes of a checkpoint. `most`: how many there are at a time."""
+    elsewhere = "set checkpoint.dir (or trainer.output_dir) to a folder on a larger disk that you may write to"
+    facts = {"folder": disk.folder, "file_system": disk.kind, "free": disk.free, "one": one, "most": most, "bytes_per_s": round(disk.speed)}
+    if disk.error is not None:
+        yield wrong(CHECK, f"{disk.folder} ({disk.kind}, {size(disk.free)} free) cannot be written: {disk.error}", elsewhere, **facts)
+        return
+    if not disk.renames:
+        yield wrong(CHECK, f"{disk.folder} ({disk.kind}) does not rename a file over another in one step", elsewhere, **facts)
+        return
+    faults = [*_room(disk, one, most, facts), *_kind(disk, num_nodes, facts)]
+    seconds = one / disk.speed
+    if seconds > _LONG_S:
+        message = f"a checkpoint of {size(one)} will take {seconds / 60:,.0f} minutes at {size(disk.speed)}/s"
+        faults.append(doubtful(CHECK, message, f"raise checkpoint.every_steps, or {elsewhere}", **facts))
+    yield from faults
+    if not faults:
+        room = f"; {most} checkpoints of {size(one)}" if most else ""
+        yield good(CHECK, f"{disk.folder} ({disk.kind}): {size(disk.free)} free, {size(disk.speed)}/s{room}", **facts)
+
+
+def _room(disk: Disk, one: int, most: int, facts: dict[str, object]) -> Iterator[Finding]:
+    remedy = "lower checkpoint.keep, raise checkpoint.every_steps, or give a checkpoint.dir on a larger disk"
+    if disk.free < one:
+        message = f"{disk.folder} has {size(disk.free)} free, and one checkpoint is {size(one)}"
+        yield wrong(CHECK, message, remedy, **facts)
+    elif disk.free < most * one:
+        message = f"{disk.folder} has {size(disk.free)} free, and {most} checkpoints of {size(one)} will be there at a time"
+        yield doubtful(CHECK, message, remedy, **facts)
+
+
+def _kind(disk: Disk, num_nodes: int, facts: dict[str, object]) -> Iterator[Finding]:
+    if disk.kind.startswith(NETWORK):
+        message = f"{disk.folder} is on {disk.kind}: slow for many writers, and a node may see a renamed file late"
+        yield doubtful(CHECK, message, "use a parallel file system of the cluster (Lustre, GPFS, ...) where there is one", **facts)
+    elif num_nodes > 1 and not disk.kind.startswith(CLUSTER):
+        message = f"{disk.folder} is on {disk.kind}, which looks like this node's own, and {num_nodes} nodes write to it"
+        yield doubtful(CHECK, message, "set checkpoint.dir to a folder that every node has under the same path", **facts)
+    elif disk.kind in _GONE and not disk.folder.startswith("/tmp"):
+        message = f"{disk.folder} is on {disk.kind}: checkpoints are gone with the {'container' if disk.kind == 'overlay' else 'machine'}"
+        yield doubtful(CHECK, message, "mount a volume, and set checkpoint.dir to a folder in it", **facts)
+
+
+def check(subject: Subject) -> Iterator[Finding]:
+    config = subject.config
+    if config is None:
+        return
+    one = checkpoint_bytes(config, subject.architectures) if subject.all_models_known else 0
+    num_nodes = 1 if subject.plan is None else subject.plan.num_nodes
+    yield from judge(probe(checkpoint_path(config)), num_nodes=num_nodes, one=one, most=most_checkpoints(config))

@@ -1,0 +1,94 @@
+"""Files and folders that are there whole or not at all, also after a power cut: written beside, flushed to the disk, renamed.
+
+What a killed process left beside a folder is cleaned up by the next one.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+def write_whole(path: Path, content: bytes | str) -> None:
+    """Replaces `path` at once; a kill at any moment leaves the old content or the new. Raises OSError."""
+    partial = path.with_name(f".{path.name}.partial")
+    with partial.open("wb") as file:
+        file.write(content.encode() if isinstance(content, str) else content)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(partial, path)
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Names that were made, renamed or removed in it survive a power cut."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sync_tree(folder: Path) -> None:
+    """Everything below `folder`, contents and names."""
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            descriptor = os.open(Path(parent) / name, os.O_RDONLY)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+        sync_folder(Path(parent))
+
+
+@contextmanager
+def whole_folder(folder: Path) -> Iterator[Path]:
+    """Gives an empty folder beside `folder`; when the block ends without an error it is on the disk and takes the name, and what had
+    the name is removed. Otherwise it is removed, and `folder` is as it was.
+
+    Raises FileExistsError where another process is writing the same folder, OSError.
+    """
+    folder = folder.absolute()
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    clear_leftovers(folder)
+    with tempfile.TemporaryDirectory(prefix=_prefix(folder), dir=folder.parent) as scratch, _locked(Path(scratch)):
+        partial, old = Path(scratch) / "new", Path(scratch) / "old"
+        partial.mkdir()
+        yield partial
+        sync_tree(partial)
+        if folder.exists():
+            os.rename(folder, old)
+        os.rename(partial, folder)
+        sync_folder(folder.parent)
+
+
+def clear_leftovers(folder: Path) -> None:
+    """What killed processes left of `folder`. One that was killed between its last two renames had written all: it is completed."""
+    for scratch in folder.parent.glob(_prefix(folder) + "*"):
+        with _locked(scratch):
+            partial, old = scratch / "new", scratch / "old"
+            if old.exists() and not folder.exists():
+                os.rename(partial if partial.exists() else old, folder)
+            shutil.rmtree(scratch)
+
+
+def _prefix(folder: Path) -> str:
+    return f".{folder.name}.partial-"
+
+
+@contextmanager
+def _locked(scratch: Path) -> Iterator[None]:
+    """The system lets go of the lock when the process ends, however it ends."""
+    descriptor = os.open(scratch, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError as error:
+        raise FileExistsError(f"{scratch}: another process is writing this folder") from error
+    finally:
+        os.close(descriptor)

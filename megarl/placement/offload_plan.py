@@ -1,0 +1,96 @@
+"""Who is in memory in each phase where roles share devices: what comes in, what goes out, with the fewest moves. Pure.
+
+A step repeats, so for everything in memory it is known when it is needed next. What a phase does not need leaves at the first phase
+on its devices after its last use, but only if there is a phase before its next use that cannot have it beside itself: it would have
+to leave anyway. So each thing comes in at most once and leaves at most once between two uses, and what is never in the way stays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cached_property
+
+from megarl.placement.dataflow import ENGINE, GRADIENTS, OPTIMIZER, PARAMETERS, Item, Phase, phases_of
+from megarl.placement.placement_plan import PlacementPlan
+
+_HEAVY = (GRADIENTS, OPTIMIZER)
+
+
+class TurnPlan:
+    """Of a placement. All parts are named as in dataflow.py."""
+
+    def __init__(self, plan: PlacementPlan) -> None:
+        self._plan = plan
+        self._phases = {phase.name: phase for phase in phases_of(plan.roles)}
+
+    @property
+    def phases(self) -> tuple[Phase, ...]:
+        """In the order of a step."""
+        return tuple(self._phases.values())
+
+    def phase(self, name: str) -> Phase:
+        return self._phases[name]
+
+    @cached_property
+    def movable(self) -> frozenset[Item]:
+        """What has to leave at some time. The rest is always in memory."""
+        items = {item for phase in self._phases.values() for item in phase.needs}
+        return frozenset(item for item in items if any(self._must_be_out(item, phase) for phase in self._phases.values()))
+
+    @property
+    def engines_move(self) -> bool:
+        return Item("rollout", ENGINE) in self.movable
+
+    def away_at_first(self, role: str) -> tuple[str, ...]:
+        """Parts of a model that leave as soon as it is built."""
+        return tuple(part for part in (GRADIENTS, OPTIMIZER, PARAMETERS) if Item(role, part) in self.movable)
+
+    def leaving(self, name: str) -> frozenset[Item]:
+        """What goes out, where it is in, when the phase begins."""
+        phase = self._phases[name]
+        near = {role for own in phase.roles for role in (own, *self._plan.neighbours(own))}
+        return frozenset(item for item in self.movable - phase.needs if item.role in near and self._would_leave(item, phase))
+
+    def coming(self, name: str) -> frozenset[Item]:
+        """What must be in when the phase begins, and may be out."""
+        return self._phases[name].needs & self.movable
+
+    def held(self) -> dict[str, frozenset[Item]]:
+        """Of each phase: all that is in memory while it runs, in a step like the one before it."""
+        held = {item for phase in self.phases for item in phase.needs}
+        in_phase: dict[str, frozenset[Item]] = {}
+        for phase in (*self.phases, *self.phases):
+            held = held - self.leaving(phase.name) | phase.needs
+            in_phase[phase.name] = frozenset(held)
+        return in_phase
+
+    def rivals(self, role: str) -> tuple[str, ...]:
+        """Roles in other processes on the same devices: what they do must have ended before `role` has its turn."""
+        own = self._plan.group_of(role)
+        return tuple(other for other in self._plan.neighbours(role) if self._plan.group_of(other) is not own)
+
+    def are_fused(self, role: str, other: str) -> bool:
+        """In one process, which does what it is asked in order."""
+        return self._plan.group_of(role) is self._plan.group_of(other)
+
+    def _would_leave(self, item: Item, phase: Phase) -> bool:
+        return any(self._must_be_out(item, later) for later in self._until_next_use(item, phase))
+
+    def _until_next_use(self, item: Item, phase: Phase) -> Iterator[Phase]:
+        """The phases from `phase` on, round the step, up to the one that needs the item."""
+        step = list(self._phases.values())
+        start = step.index(phase)
+        for later in [*step[start:], *step[:start]]:
+            if item in later.needs:
+                return
+            yield later
+
+    def _must_be_out(self, item: Item, phase: Phase) -> bool:
+        """An engine and a training model cannot be beside each other; nor the gradients and optimizer states of two models. What a
+        forward pass needs may stay beside another model's."""
+        if item in phase.needs:
+            return False
+        others = [need for need in phase.needs if need.role != item.role and self._plan.share_devices(need.role, item.role)]
+        if item.part == ENGINE or any(need.part == ENGINE for need in others):
+            return bool(others)
+        return item.part in _HEAVY and any(need.part in _HEAVY for need in others)

@@ -1,0 +1,263 @@
+"""The Megatron roles as the training loop sees them: a handle plans micro-batches, dispatches them, and restores the order of rows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from megarl.algorithms.losses import MiniBatchCounts
+from megarl.batch.data_proto import DataProto
+from megarl.batch.reductions import add_up, combined, is_extreme
+from megarl.config.schema import AlgorithmConfig, MicroBatchConfig, ParallelConfig
+from megarl.controller.futures import DerivedFuture, WorkerFuture
+from megarl.controller.group import RoleGroup
+from megarl.data.packing import BatchPlan, plan_micro_batches
+from megarl.roles.offload_schedule import EVERYBODY_STAYS, Engines, Residency
+from megarl.roles.ratio_gate import FirstRatioGate
+from megarl.roles.update_inputs import MODEL_KEYS, actor_rows
+from megarl.roles.weight_sync import PushReport, WeightSource, WeightSync
+from megarl.workers.megatron import MICRO_BATCHES
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpdatePlan:
+    """How a step's samples become optimizer steps: `updates_per_step` mini-batches in each of `epochs_per_batch` passes."""
+
+    updates_per_step: int
+    epochs_per_batch: int
+    seed: int
+
+    @property
+    def is_one(self) -> bool:
+        """A step makes a single optimizer step, so that the samples are of the very policy that it trains."""
+        return self.updates_per_step * self.epochs_per_batch == 1
+
+    def seed_of(self, step: int, update: int) -> int:
+        """For what is drawn for one update of a step; another for each."""
+        return int(np.random.SeedSequence([self.seed, step, update]).generate_state(1)[0])
+
+    def mini_batches(self, batch: DataProto, step: int) -> Iterator[DataProto]:
+        """Of equal size, each row once in a pass, in an order of its own for every pass and step.
+
+        Raises ValueError where the rows do not divide: more updates would be made than the learning-rate schedule counts on.
+        """
+        size, left_over = divmod(len(batch), self.updates_per_step)
+        if left_over:
+            raise ValueError(
+                f"{len(batch)} samples do not divide into trainer.updates_per_step={self.updates_per_step} equal mini-batches; "
+                f"{left_over} would be left over: make trainer.prompts_per_step x rollout.n a multiple of it"
+            )
+        return batch.make_iterator(size, epochs=self.epochs_per_batch, seed=self.seed + step if self.updates_per_step > 1 else None)
+
+
+class MegatronRole:
+    """A group of workers that hold one model, with its layout and the limit of its micro-batches."""
+
+    def __init__(
+        self, group: RoleGroup, parallel: ParallelConfig, micro_batch: MicroBatchConfig, residency: Residency = EVERYBODY_STAYS
+    ) -> None:
+        self.group = group
+        self._residency = residency
+        self._parallel = parallel
+        self._micro_batch = micro_batch
+
+    def _split(self, batch: DataProto, keys: Iterable[str]) -> tuple[BatchPlan, list[DataProto]]:
+        """One part per replica with the plan of its micro-batches. Rows that only fill a micro-batch have no response token."""
+        lengths = batch.tensors["attention_mask"].sum(1).tolist()
+        virtual = self._parallel.virtual_pipeline_parallel_size is not None
+        plan = plan_micro_batches(
+            lengths,
+            self._parallel.data_parallel_size,
+            sequences=self._micro_batch.sequences,
+            max_tokens=self._micro_batch.max_tokens,
+            multiple_of=self._parallel.pipeline_parallel_size if virtual else 1,
+        )
+        model_inputs = batch.select(list(keys), _uid_of(batch))
+        parts = []
+        for rank in plan.ranks:
+            part = model_inputs.select_idxs(rank.rows)
+            for micro_batch, rows in zip(rank.micro_batches, rank.local_micro_batches, strict=True):
+                if micro_batch.is_filler:
+                    part.tensors["response_mask"][rows.start : rows.stop] = False
+            part.meta_info = {MICRO_BATCHES: [list(rows) for rows in rank.local_micro_batches]}
+            parts.append(part)
+        return plan, parts
+
+    def _score(self, batch: DataProto, phase: str, method: Callable[[list[DataProto]], WorkerFuture]) -> DerivedFuture:
+        """`phase`: of placement/dataflow.py."""
+        moves = self._residency.before(phase)
+        plan, parts = self._split(batch, MODEL_KEYS)
+
+        def restore(results: list[Any]) -> DataProto:
+            return DataProto.concat(results[0]).select_idxs(plan.restore_order())
+
+        future = DerivedFuture([method(parts), *moves], restore)
+        self._residency.runs(phase, future)
+        return future
+
+    def _update(
+        self,
+        mini_batches: Iterable[DataProto],
+        phase: str,
+        method: Callable[[list[DataProto], MiniBatchCounts], WorkerFuture],
+        check_first: Callable[[Mapping[str, float]], None] = lambda metrics: None,
+    ) -> DerivedFuture:
+        """Queues one optimizer step per mini-batch, which has the tensors that the loss reads and no others.
+
+        Metrics are summed over replicas and averaged over mini-batches; of extremes it is the extreme. `check_first`: of the metrics
+        of the first mini-batch.
+        """
+        moves = self._residency.before(phase)
+        futures = []
+        for mini_batch in mini_batches:
+            counts = MiniBatchCounts.of(mini_batch.tensors["response_mask"])
+            futures.append(method(self._split(mini_batch, mini_batch.tensors)[1], counts))
+
+        def metrics(results: list[list[dict[str, float]]]) -> dict[str, float]:
+            updates = [_over_replicas(replicas) for replicas in results[: len(futures)]]
+            check_first(updates[0])
+            return _over_updates(updates)
+
+        future = DerivedFuture([*futures, *moves], metrics)
+        self._residency.runs(phase, future)
+        return future
+
+
+def _uid_of(batch: DataProto) -> list[str]:
+    """The models do not read it: an error names the rows by it."""
+    return ["uid"] if "uid" in batch.non_tensor_batch else []
+
+
+# Metrics that every replica reports alike; all others are shares (batch/reductions.py).
+_REPORTED_ALIKE = ("/grad_norm", "/lr")
+
+
+def _over_replicas(replicas: list[dict[str, float]]) -> dict[str, float]:
+    alike = {name: value for name, value in replicas[0].items() if name.endswith(_REPORTED_ALIKE)}
+    totals = add_up(replicas)
+    of_no_token = {name for name, value in totals.items() if is_extreme(name) and math.isinf(value)}
+    return {**{name: value for name, value in totals.items() if name not in of_no_token}, **alike}
+
+
+def _over_updates(updates: list[dict[str, float]]) -> dict[str, float]:
+    metrics = {}
+    for name in dict.fromkeys(name for update in updates for name in update):
+        values = [update[name] for update in updates if name in update]
+        metrics[name] = combined(name, values) if is_extreme(name) else sum(values) / len(values)
+    return metrics
+
+
+class Reference(MegatronRole):
+    def log_probs(self, batch: DataProto) -> DerivedFuture:
+        """`ref_log_prob` (B, R)."""
+        return self._score(batch, "ref", self.group.ref_log_prob)
+
+
+class Critic(MegatronRole):
+    def __init__(
+        self,
+        group: RoleGroup,
+        parallel: ParallelConfig,
+        micro_batch: MicroBatchConfig,
+        updates: UpdatePlan,
+        residency: Residency = EVERYBODY_STAYS,
+    ) -> None:
+        super().__init__(group, parallel, micro_batch, residency)
+        self._updates = updates
+
+    def values(self, batch: DataProto) -> DerivedFuture:
+        """`values` (B, R)."""
+        return self._score(batch, "values", self.group.values)
+
+    def update(self, batch: DataProto, step: int) -> DerivedFuture:
+        """Trains on `values`, `returns`; the metrics of CriticLoss, `critic/grad_norm` and `critic/lr`."""
+        rows = batch.select([*MODEL_KEYS, "values", "returns"], _uid_of(batch))
+        return self._update(self._updates.mini_batches(rows, step), "update_critic", self.group.update_critic)
+
+
+class Actor(MegatronRole):
+    """The policy in training; the only role whose weights leave it."""
+
+    def __init__(
+        self,
+        group: RoleGroup,
+        parallel: ParallelConfig,
+        micro_batch: MicroBatchConfig,
+        weights: WeightSource,
+        updates: UpdatePlan,
+        residency: Residency = EVERYBODY_STAYS,
+        weight_sync: WeightSync | None = None,
+        algorithm: AlgorithmConfig | None = None,
+        check_first_ratio: FirstRatioGate | None = None,
+    ) -> None:
+        """weight_sync: how replicas get the weights; None where there are no replicas. algorithm None: supervised fine-tuning only.
+        check_first_ratio: of the first update, where a step makes several."""
+        super().__init__(group, parallel, micro_batch, residency)
+        self._weights = weights
+        self._weight_sync = weight_sync
+        self._updates = updates
+        self._algorithm = algorithm
+        self._check_first_ratio = check_first_ratio
+        self._version = 0
+        self._last_push: PushReport | None = None
+
+    @property
+    def weight_version(self) -> int:
+        """Of the weights that were sent last; 0 where none were."""
+        return self._version
+
+    def resume_version(self, version: int) -> None:
+        """The next weights to be sent are those of `version`, which engines had before the run was resumed."""
+        self._version = version - 1
+
+    def sync_weights(self, rollout: Engines) -> None:
+        """Every replica gets the weights as they are now, stamped with the next version."""
+        self._version += 1
+        self._residency.send(rollout, partial(self._push, self._version))
+
+    def _push(self, version: int, replicas: Sequence[RoleGroup]) -> None:
+        assert self._weight_sync is not None, "sync_weights of an actor without replicas"
+        self._last_push = self._weight_sync.push(replicas, version)
+
+    def drain_metrics(self) -> dict[str, float]:
+        """Of the last push of weights (PushReport.metrics), where there was one since the last time."""
+        report, self._last_push = self._last_push, None
+        return {} if report is None else report.metrics()
+
+    def save_hf(self, folder: Path, source_folder: str) -> None:
+        """See WeightSource.save_hf."""
+        with self._residency.actor_parameters():
+            self._weights.save_hf(folder, source_folder)
+
+    def log_probs(self, batch: DataProto) -> DerivedFuture:
+        """`old_log_probs`, `entropys` (B, R), and `sum_pi_squared` where the advantages are made of it."""
+        return self._score(batch, "old_log_prob", self.group.old_log_prob)
+
+    def update(self, batch: DataProto, step: int) -> DerivedFuture:
+        """Trains on `advantages` and what else the algorithm asks for (actor_rows); the metrics of ActorLoss."""
+        assert self._algorithm is not None
+        one_update = self._updates.is_one
+        mini_batches = [
+            actor_rows(mini_batch, self._algorithm, one_update=one_update, seed=self._updates.seed_of(step, number))
+            for number, mini_batch in enumerate(self._updates.mini_batches(batch, step))
+        ]
+        check = self._check_first_ratio
+        if check is None or one_update or self._algorithm.rollout_correction.bypass:
+            return self._update(mini_batches, "update_actor", self.group.update_actor)
+        return self._update(mini_batches, "update_actor", self.group.update_actor, check)
+
+    def update_sft(self, batch: DataProto) -> DerivedFuture:
+        """One optimizer step on the likelihood of all rows; `sft/loss`, `sft/grad_norm`, `sft/lr`."""
+        return self._update([batch.select(MODEL_KEYS, _uid_of(batch))], "update_actor", self.group.update_sft)
+
+
+def valid_token_count(batch: DataProto) -> int:
+    """Prompt and response tokens of all rows, padding left out."""
+    return int(torch.count_nonzero(batch.tensors["attention_mask"]))

@@ -1,0 +1,180 @@
+"""The rollout role as the training loop sees it: prompts go in, a batch of samples comes out, whatever happens to the replicas."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from megarl.batch.data_proto import DataProto
+from megarl.config.schema import SamplingConfig
+from megarl.controller.group import RoleGroup
+from megarl.data.padding import Padded, join, pad_right
+from megarl.roles.replicas import Push, Replicas
+from megarl.roles.request_run import EngineFaultError, RequestRun, RolloutLimits
+from megarl.rollout.interface import FinishedRequest, GenerationRequest, Sample, SamplingParameters, plan_requests
+from megarl.tracking.timeline import Span
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenRules:
+    """What the tokenizer fixes for generation."""
+
+    pad_token_id: int
+    stop_token_ids: tuple[int, ...]
+    max_response_length: int
+
+
+class Rollout:
+    """All replicas. Each request goes to the least loaded one that has room, in order of arrival.
+
+    A replica that dies or hangs is started anew with the current weights, and its unfinished requests are sent again: with the
+    same seeds, so that the samples are those that it would have written.
+    """
+
+    def __init__(
+        self,
+        replicas: Replicas,
+        rules: TokenRules,
+        limits: RolloutLimits,
+        seed: int,
+        before_generate: Callable[[], None] = lambda: None,
+    ) -> None:
+        """before_generate: called when samples are asked for; it may take turns with others, and update the weights."""
+        self._replicas = replicas
+        self._rules = rules
+        self._limits = limits
+        self._before_generate = before_generate
+        self._seed = seed
+        self._request_numbers = itertools.count()  # never used twice, so that a late sample is known as such
+        self._restarts_reported = 0
+        self._num_resent = 0
+        self._num_tokens = [0] * len(replicas)
+        self._generating_s = 0.0
+
+    @property
+    def replicas(self) -> Sequence[RoleGroup]:
+        """A worker group of one process for each; others once a replica was replaced."""
+        return tuple(self._replicas.groups)
+
+    def update_weights(self, push: Push) -> None:
+        """See Replicas.update_weights."""
+        self._replicas.update_weights(push)
+
+    def settle(self) -> None:
+        """See Replicas.settle. Not needed to generate: those that have started do the work meanwhile."""
+        self._replicas.settle()
+
+    def sleep(self) -> None:
+        """See Replicas.sleep."""
+        self._replicas.sleep()
+
+    def resident_memory_gb(self) -> float:
+        """See Replicas.resident_memory_gb."""
+        return self._replicas.resident_memory_gb()
+
+    # ---- generation
+
+    def generate(self, prompts: DataProto, sampling: SamplingConfig, step: int, generation: int = 0) -> DataProto:
+        """B = prompts x n rows, the samples of a prompt side by side: the prompts' arrays, the model's inputs (`prompts`,
+        `responses`, `input_ids`, `attention_mask`, `position_ids`), `response_mask` and `rollout_log_probs` (B, R), and the arrays
+        `weight_version` (the oldest that wrote a sample) and `finish_reason` (B,).
+
+        R is the longest response. The same prompts, weights, seed, step and generation (a step may have several) give the same
+        samples, however many replicas there are.
+        Raises EngineFaultError, DispatchError and RestartLimitError; ValueError for prompts that no engine can continue.
+        """
+        tokens = prompts.tensors
+        ids = [row[mask.bool()].tolist() for row, mask in zip(tokens["prompts"], tokens["prompt_attention_mask"], strict=True)]
+        requests = self._numbered(plan_requests(ids, self._parameters(sampling, step, generation)))
+        self._before_generate()
+        version = self._replicas.weight_version
+        samples: dict[int, Sample] = {}
+        for replica, finished in self._finished(requests):
+            if finished.sample.weight_versions != (version,):
+                raise EngineFaultError(
+                    f"rollout replica {replica} wrote a sample with the weight versions {finished.sample.weight_versions}; the weights "
+                    f"at hand are version {version}"
+                )
+            samples[finished.request_id] = finished.sample
+        return self._assemble(prompts.repeat(sampling.n), [samples[request.request_id] for request in requests])
+
+    def stream(self, requests: Sequence[GenerationRequest]) -> Iterator[FinishedRequest]:
+        """The samples as they finish. Those that are not asked for to the end are given up. Raises as `generate`."""
+        self._before_generate()
+        numbered = self._numbered(requests)
+        original = {new.request_id: old.request_id for old, new in zip(requests, numbered, strict=True)}
+        for _, finished in self._finished(numbered):
+            yield finished._replace(request_id=original[finished.request_id])
+
+    def _numbered(self, requests: Sequence[GenerationRequest]) -> list[GenerationRequest]:
+        return [request._replace(request_id=next(self._request_numbers)) for request in requests]
+
+    def _parameters(self, sampling: SamplingConfig, step: int, generation: int) -> SamplingParameters:
+        return SamplingParameters(
+            n=sampling.n,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            min_new_tokens=sampling.min_new_tokens,
+            max_new_tokens=self._rules.max_response_length,
+            stop_token_ids=self._rules.stop_token_ids,
+            seed=int(np.random.SeedSequence([self._seed, step, generation]).generate_state(1)[0]),
+        )
+
+    def _finished(self, requests: Sequence[GenerationRequest]) -> Iterator[tuple[int, FinishedRequest]]:
+        """Replica and sample, each request once."""
+        run, start_s = RequestRun(self._replicas, self._limits, requests), time.monotonic()
+        try:
+            yield from run.samples()
+        finally:
+            self._generating_s += time.monotonic() - start_s
+            self._num_resent += run.num_resent
+            self._num_tokens = [total + new for total, new in zip(self._num_tokens, run.num_tokens, strict=True)]
+
+    def _assemble(self, prompts: DataProto, samples: Sequence[Sample]) -> DataProto:
+        assert len(samples) == len(prompts)
+        width = max(len(sample.token_ids) for sample in samples)
+        responses = pad_right([sample.token_ids for sample in samples], width, self._rules.pad_token_id)
+        log_probs = torch.zeros(len(samples), width)
+        log_probs[responses.mask.bool()] = torch.tensor([value for sample in samples for value in sample.log_probs])
+        masks = prompts.tensors["prompt_attention_mask"]
+        tensors = {
+            **join(Padded(prompts.tensors["prompts"], masks), responses),
+            "prompt_attention_mask": masks,
+            "response_mask": responses.mask.bool(),
+            "rollout_log_probs": log_probs,
+        }
+        arrays: dict[str, list] = {
+            "weight_version": [min(sample.weight_versions) for sample in samples],
+            "finish_reason": [sample.finish_reason for sample in samples],
+        }
+        return DataProto.from_dict(tensors, {**prompts.non_tensor_batch, **arrays}, prompts.meta_info)
+
+    # ---- what the run shows
+
+    def drain_metrics(self) -> dict[str, float]:
+        """Since the last time: `rollout/num_restarts`, `rollout/num_resent`, and for each replica
+        `rollout/replica_<number>/tokens_per_s` while samples were being written."""
+        metrics = {
+            "rollout/num_restarts": float(self._replicas.num_restarts - self._restarts_reported),
+            "rollout/num_resent": float(self._num_resent),
+        }
+        if self._generating_s:
+            for replica, num_tokens in enumerate(self._num_tokens):
+                metrics[f"rollout/replica_{replica}/tokens_per_s"] = num_tokens / self._generating_s
+        self._restarts_reported = self._replicas.num_restarts
+        self._num_resent, self._generating_s, self._num_tokens = 0, 0.0, [0] * len(self._replicas)
+        return metrics
+
+    def drain_spans(self) -> list[Span]:
+        """See Replicas.drain_spans."""
+        return self._replicas.drain_spans()
+
+    def shutdown(self) -> None:
+        """Ends the replicas at once."""
+        self._replicas.shutdown()

@@ -1,0 +1,121 @@
+"""The trained models of a run as its checkpoints see them: all ranks of all roles save, or load, side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megarl.checkpoints.role_folder import HUGGING_FACE_FOLDER, Description, Layout, write_manifest
+from megarl.config.errors import CheckpointError
+from megarl.config.schema import DType, ParallelConfig, PPOConfig, SFTConfig
+from megarl.controller.errors import WorkerError
+from megarl.controller.futures import gather
+from megarl.controller.group import RoleGroup
+from megarl.controller.messages import qualified_name
+from megarl.roles.models import Actor
+from megarl.roles.start import PPORoles
+from megarl.weights.hf_folder import copy_companions
+from megarl.weights.name_mapping import Head
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavedModel:
+    """name: the role, and the folder of its part. source: the Hugging Face folder that its architecture is from."""
+
+    name: str
+    group: RoleGroup
+    head: Head
+    dtype: DType
+    parallel: ParallelConfig
+    source: Path
+
+
+class SavedModels:
+    """The methods that a checkpoint's life needs, over all models (workers/megatron.py has them for one rank).
+
+    What a rank says about files that it cannot write or read is raised as CheckpointError, in one line.
+    """
+
+    def __init__(self, models: Sequence[SavedModel], save_policy: Callable[[Path], None]) -> None:
+        """save_policy: writes the policy as a whole Hugging Face folder."""
+        self.models = tuple(models)
+        self._save_policy = save_policy
+
+    @property
+    def names(self) -> list[str]:
+        return [model.name for model in self.models]
+
+    def begin_save(self, folder: Path) -> None:
+        """Returns when the state of now has been copied, or written: training may change it."""
+        self._on_all("begin_save", folder)
+
+    def is_written(self) -> bool:
+        """Also where a rank has failed: `finish_save` raises that."""
+        return all(written for ranks in self._on_all("save_is_written") for written in ranks)
+
+    def finish_save(self, folder: Path, step: int) -> None:
+        """Waits for what is not written yet, and completes each model's folder."""
+        for model, ranks in zip(self.models, self._on_all("finish_save"), strict=True):
+            _complete(model, folder / model.name, step, ranks)
+
+    def save_policy(self, folder: Path) -> None:
+        """The policy as it is now, as a whole Hugging Face folder."""
+        self._save_policy(folder)
+
+    def load(self, folder: Path) -> None:
+        """Every model's state becomes that of the checkpoint."""
+        self._on_all("load_checkpoint", folder)
+
+    def _on_all(self, method: str, folder: Path | None = None) -> list[list[Any]]:
+        """By model and rank. All models' ranks work at the same time."""
+        try:
+            return gather(
+                *(model.group.execute_all_async(method, *([] if folder is None else [str(folder / model.name)])) for model in self.models)
+            )
+        except WorkerError as error:
+            if error.error_type == qualified_name(CheckpointError):
+                raise CheckpointError(error.summary.removeprefix(f"{error.error_type}: ")) from error
+            raise
+
+
+def _complete(model: SavedModel, folder: Path, step: int, ranks: Sequence[Mapping[str, str]]) -> None:
+    """What names the model, its configuration and tokenizer, and last the manifest with the checksums that the ranks give."""
+    companions = folder / HUGGING_FACE_FOLDER
+    companions.mkdir(exist_ok=True)
+    copy_companions(model.source, companions, getattr(torch, model.dtype.value), model.head)
+    layout = Layout(
+        tensor_parallel_size=model.parallel.tensor_parallel_size,
+        pipeline_parallel_size=model.parallel.pipeline_parallel_size,
+        virtual_pipeline_parallel_size=model.parallel.virtual_pipeline_parallel_size,
+        data_parallel_size=model.parallel.data_parallel_size,
+    )
+    description = Description(head=model.head, dtype=model.dtype.value, layout=layout, step=step)
+    write_manifest(folder, description, {name: checksum for rank in ranks for name, checksum in rank.items()})
+
+
+def ppo_models(config: PPOConfig, roles: PPORoles) -> SavedModels:
+    models = [_actor(config, roles.actor)]
+    if roles.critic is not None:
+        source = Path(config.critic.model.path or config.model.path)
+        parallel = config.critic.parallel
+        models.append(
+            SavedModel(name="critic", group=roles.critic.group, head="value", dtype=config.model.dtype, parallel=parallel, source=source)
+        )
+    return SavedModels(models, _save_policy(config, roles.actor))
+
+
+def sft_models(config: SFTConfig, actor: Actor) -> SavedModels:
+    return SavedModels([_actor(config, actor)], _save_policy(config, actor))
+
+
+def _actor(config: PPOConfig | SFTConfig, actor: Actor) -> SavedModel:
+    source, parallel = Path(config.model.path), config.actor.parallel
+    return SavedModel(name="actor", group=actor.group, head="lm", dtype=config.model.dtype, parallel=parallel, source=source)
+
+
+def _save_policy(config: PPOConfig | SFTConfig, actor: Actor) -> Callable[[Path], None]:
+    return lambda folder: actor.save_hf(folder, config.model.path)

@@ -1,0 +1,324 @@
+"""Starts the worker groups that a run needs, on the pools of its placement, and gives the handles of its roles."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+from megarl.config.architecture import Architecture
+from megarl.config.roles import REWARD_MODEL
+from megarl.config.schema import (
+    ActorConfig,
+    CriticConfig,
+    Device,
+    PPOConfig,
+    RewardModelConfig,
+    RolloutEngineKind,
+    SFTConfig,
+)
+from megarl.controller.group import RayWorkerGroup, RoleGroup
+from megarl.controller.worker import Worker
+from megarl.controller.worker_class import RayClassWithInitArgs, create_colocated_worker_cls
+from megarl.engine.offload import StatePart
+from megarl.placement.offload_plan import TurnPlan
+from megarl.placement.plan import GroupPlan, PlacementPlan, plan_placement
+from megarl.placement.transport import choose_transport
+from megarl.roles.models import Actor, Critic, Reference, UpdatePlan
+from megarl.roles.offload_schedule import EVERYBODY_STAYS, Residency, TakingTurns
+from megarl.roles.ratio_gate import FirstRatioGate
+from megarl.roles.replicas import ReplicaPlace, Replicas
+from megarl.roles.request_run import RolloutLimits
+from megarl.roles.reward import Reward, RewardModel
+from megarl.roles.rollout import Rollout, TokenRules
+from megarl.roles.weight_sync import WeightSource, WeightSync
+from megarl.workers.critic import CriticWorker
+from megarl.workers.engines import EngineSpec, build_engine
+from megarl.workers.megatron import ModelSpec
+from megarl.workers.policy import ActorWorker, ReferenceWorker
+from megarl.workers.reward import RewardWorker
+from megarl.workers.reward_model import Reading, RewardModelWorker
+
+if TYPE_CHECKING:
+    from megarl.controller.ranks import Ranks
+    from megarl.controller.resource_pool import RayResourcePool, ResourcePoolManager
+
+_ANSWER_GRACE_S = 30.0  # an engine that hangs finds out itself and says why; only when it does not is its process ended
+
+
+@dataclass(frozen=True, kw_only=True)
+class PPORoles:
+    """Who does what. Without a KL term there is no reference; a critic-free estimator has no critic. `residency`: who is in memory."""
+
+    actor: Actor
+    rollout: Rollout
+    reward: Reward
+    reference: Reference | None = None
+    critic: Critic | None = None
+    residency: Residency = EVERYBODY_STAYS
+
+    @property
+    def groups(self) -> list[RoleGroup | Rollout]:
+        """All that runs, to be watched and ended."""
+        roles = (self.actor, self.reference, self.critic, self.reward, self.reward.model)
+        return [*(role.group for role in roles if role is not None), self.rollout]
+
+    def drain_metrics(self) -> dict[str, float]:
+        """What the roles have to say about themselves since the last time: memory, the push of weights, replicas."""
+        return self.residency.metrics() | self.actor.drain_metrics() | self.rollout.drain_metrics()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Architectures:
+    """Of every model that a run has, read before anything starts."""
+
+    policy: Architecture
+    reference: Architecture | None
+    critic: Architecture | None
+    reward_model: Architecture | None = None
+
+
+_ModelConfig = ActorConfig | CriticConfig | RewardModelConfig
+
+
+class _Starter:
+    """Builds specs from config sections, and groups as the plan says; keeps what all of them share."""
+
+    def __init__(self, config: PPOConfig | SFTConfig, device: Device, pools: ResourcePoolManager | None, turns: TurnPlan) -> None:
+        self._config = config
+        self._device = device
+        self._pools = pools
+        self._turns = turns
+
+    def model(self, name: str, role: _ModelConfig, path: str, architecture: Architecture, **spec: object) -> ModelSpec:
+        config = self._config
+        return ModelSpec(
+            path=path,
+            architecture=architecture,
+            dtype=config.model.dtype,
+            parallel=role.parallel,
+            engine=config.engine,
+            device=self._device,
+            seed=config.trainer.seed,
+            away_at_first=tuple(map(StatePart, self._turns.away_at_first(name))),
+            **spec,  # type: ignore[arg-type]
+        )
+
+    def groups(self, plan: PlacementPlan, workers: Mapping[str, RayClassWithInitArgs]) -> dict[str, RoleGroup]:
+        """By role; the roles of a group are in one process per rank. Where groups share devices, one has been built, and made room,
+        before the next begins."""
+        assert self._pools is not None
+        groups: dict[str, RoleGroup] = {}
+        for group in plan.groups:
+            if group.roles[0] not in workers:
+                continue
+            self._make_room(group.roles[0], groups)
+            pool, limit_s = group_pool(plan, self._pools, group), self._config.trainer.phase_time_limit_s
+            fused = create_colocated_worker_cls({role: workers[role] for role in group.roles})
+            groups |= RayWorkerGroup(pool, fused, phase_time_limit_s=limit_s).spawn()
+        if "rollout" in plan.roles:
+            self._make_room("rollout", groups)
+        return groups
+
+    def _make_room(self, role: str, groups: Mapping[str, RoleGroup]) -> None:
+        for rival in self._turns.rivals(role):
+            if rival in groups:
+                groups[rival].ready.get()
+
+    def weight_source(self, group: RoleGroup, architecture: Architecture) -> WeightSource:
+        return WeightSource(
+            group=group,
+            architecture=architecture,
+            parallel=self._config.actor.parallel,
+            dtype=self._config.model.dtype,
+            bucket_bytes=int(self._config.resharding.bucket_mb * 2**20),
+        )
+
+
+def group_pool(plan: PlacementPlan, pools: ResourcePoolManager, group: GroupPlan) -> RayResourcePool:
+    """The bundles of a group's processes, each the first of those that it has."""
+    return pools.get_resource_pool(group.roles[0]).part([numbers[0] for numbers in plan.bundles(group.name)])
+
+
+def start_ppo(config: PPOConfig, models: Architectures, rules: TokenRules, device: Device, pools: ResourcePoolManager) -> PPORoles:
+    """Returns before the workers have loaded their weights; the first call to each waits for it. Models that share devices with
+    others have loaded theirs, and made room."""
+    plan = plan_placement(config)
+    turns = TurnPlan(plan)
+    starter = _Starter(config, device, pools, turns)
+    updates = UpdatePlan(
+        updates_per_step=config.trainer.updates_per_step, epochs_per_batch=config.trainer.epochs_per_batch, seed=config.trainer.seed
+    )
+    groups = starter.groups(plan, _workers(config, models, starter))
+    residency = _residency(turns, groups)
+    source = starter.weight_source(groups["actor"], models.policy)
+    return PPORoles(
+        actor=Actor(
+            groups["actor"],
+            config.actor.parallel,
+            config.actor.micro_batch,
+            source,
+            updates,
+            residency,
+            _weight_sync(config, source, device),
+            config.algorithm,
+            FirstRatioGate(config.model.dtype),
+        ),
+        reference=(
+            Reference(groups["reference"], config.actor.parallel, config.reference.micro_batch, residency)
+            if "reference" in groups
+            else None
+        ),
+        critic=(
+            Critic(groups["critic"], config.critic.parallel, config.critic.micro_batch, updates, residency) if "critic" in groups else None
+        ),
+        rollout=_start_rollout(config, rules, device, replica_places(plan, device, pools), residency, turns.engines_move),
+        reward=_reward(config, groups, residency),
+        residency=residency,
+    )
+
+
+def _workers(config: PPOConfig, models: Architectures, starter: _Starter) -> dict[str, RayClassWithInitArgs]:
+    """Of each role but the rollout."""
+    trainer = config.trainer
+    per_step = trainer.updates_per_step * trainer.epochs_per_batch
+    policy = {"head": "lm", "temperature": config.rollout.temperature}
+    actor = starter.model(
+        "actor",
+        config.actor,
+        config.model.path,
+        models.policy,
+        optim=config.actor.optim,
+        total_optimizer_steps=max(1, trainer.total_steps - trainer.critic_warmup_steps) * per_step,
+        recompute=config.actor.recompute,
+        **policy,
+    )
+    reward = RayClassWithInitArgs(RewardWorker, config.reward, config.model.path, config.model.trust_remote_code)
+    workers = {"actor": RayClassWithInitArgs(ActorWorker, actor, config.algorithm), "reward": reward}
+    if models.reference is not None:
+        path = config.reference.path or config.model.path
+        workers["reference"] = RayClassWithInitArgs(
+            ReferenceWorker, starter.model("reference", config.actor, path, models.reference, **policy)
+        )
+    if models.critic is not None:
+        critic = starter.model(
+            "critic",
+            config.critic,
+            config.critic.model.path or config.model.path,
+            models.critic,
+            head="value",
+            optim=config.critic.optim,
+            total_optimizer_steps=trainer.total_steps * per_step,
+            recompute=config.critic.recompute,
+        )
+        workers["critic"] = RayClassWithInitArgs(CriticWorker, critic, config.algorithm.value_loss)
+    if models.reward_model is not None:
+        assert config.reward.model.path is not None
+        reward_model = starter.model(REWARD_MODEL, config.reward.model, config.reward.model.path, models.reward_model, head="value")
+        workers[REWARD_MODEL] = RayClassWithInitArgs(RewardModelWorker, reward_model, Reading.of(config, models.reward_model))
+    return workers
+
+
+def _reward(config: PPOConfig, groups: Mapping[str, RoleGroup], residency: Residency) -> Reward:
+    settings = config.reward.model
+    model = RewardModel(groups[REWARD_MODEL], settings.parallel, residency) if REWARD_MODEL in groups else None
+    return Reward(groups["reward"], model, settings.weight)
+
+
+def _residency(turns: TurnPlan, groups: Mapping[str, RoleGroup]) -> Residency:
+    return TakingTurns(turns, {role: group for role, group in groups.items() if role != "reward"})
+
+
+def _weight_sync(config: PPOConfig, source: WeightSource, device: Device) -> WeightSync:
+    return WeightSync(
+        source,
+        transport=choose_transport(config, plan_placement(config), device),
+        verify=config.resharding.verify,
+        scratch_dir=config.trainer.output_dir,
+        config_dir=config.model.path,
+    )
+
+
+def replica_places(plan: PlacementPlan, device: Device, pools: ResourcePoolManager) -> list[ReplicaPlace]:
+    """Of each replica: the bundle of its first device, and the names of all its devices where it has those of several bundles."""
+    bundles = plan.bundles("rollout")
+    pool = pools.get_resource_pool("rollout")
+    parts = [pool.part([numbers[0]]) for numbers in bundles]
+    if device is not Device.cuda or all(len(numbers) == 1 for numbers in bundles):
+        return [ReplicaPlace(part) for part in parts]
+    gpus = visible_gpus(pool)
+    return [
+        ReplicaPlace(part, {"CUDA_VISIBLE_DEVICES": ",".join(gpus[number] for number in numbers)})
+        for part, numbers in zip(parts, bundles, strict=True)
+    ]
+
+
+def visible_gpus(pool: RayResourcePool) -> list[str]:
+    """Of each bundle, as Ray shows it to a process there; the processes are ended."""
+    probes = RayWorkerGroup(pool, RayClassWithInitArgs(Worker), role="probe")
+    try:
+        return probes.execute_all_sync("visible_gpus")
+    finally:
+        probes.shutdown()
+
+
+def _start_rollout(
+    config: PPOConfig, rules: TokenRules, device: Device, places: Sequence[ReplicaPlace], residency: Residency, takes_turns: bool
+) -> Rollout:
+    rollout, limit_s = config.rollout, config.trainer.phase_time_limit_s
+    spec = EngineSpec(
+        path=config.model.path,
+        dtype=config.model.dtype,
+        device=device,
+        rollout=rollout,
+        trust_remote_code=config.model.trust_remote_code,
+        with_min_new_tokens=rollout.validation.min_new_tokens > 0,
+        release_memory=takes_turns,
+    )
+    replicas = Replicas(
+        places,
+        partial(build_engine, spec),
+        restart_limit=rollout.restart_limit,
+        phase_time_limit_s=limit_s,
+    )
+    # The reference engine answers when its batch is done, however long that takes; SGLang answers every few seconds.
+    answers_meanwhile = rollout.engine is RolloutEngineKind.sglang
+    limits = RolloutLimits(
+        max_concurrency=rollout.max_concurrency,
+        answer_limit_s=rollout.health_limit_s + _ANSWER_GRACE_S if answers_meanwhile else limit_s,
+        sample_limit_s=limit_s,
+    )
+    return Rollout(replicas, rules, limits, config.trainer.seed, residency.before_generate)
+
+
+def start_sft(config: SFTConfig, architecture: Architecture, device: Device, pools: ResourcePoolManager) -> Actor:
+    plan = plan_placement(config)
+    starter = _Starter(config, device, pools, TurnPlan(plan))
+    worker = _sft_worker(config, architecture, starter)
+    return _sft_actor(config, architecture, starter, starter.groups(plan, {"actor": worker})["actor"])
+
+
+def start_sft_on_ranks(config: SFTConfig, architecture: Architecture, device: Device, ranks: Ranks) -> Actor:
+    """As `start_sft`, in the processes that torchrun has started."""
+    starter = _Starter(config, device, None, TurnPlan(plan_placement(config)))
+    return _sft_actor(config, architecture, starter, ranks.spawn("actor", _sft_worker(config, architecture, starter)))
+
+
+def _sft_worker(config: SFTConfig, architecture: Architecture, starter: _Starter) -> RayClassWithInitArgs:
+    spec = starter.model(
+        "actor",
+        config.actor,
+        config.model.path,
+        architecture,
+        head="lm",
+        optim=config.actor.optim,
+        total_optimizer_steps=config.trainer.total_steps,
+        recompute=config.actor.recompute,
+    )
+    return RayClassWithInitArgs(ActorWorker, spec)
+
+
+def _sft_actor(config: SFTConfig, architecture: Architecture, starter: _Starter, group: RoleGroup) -> Actor:
+    updates = UpdatePlan(updates_per_step=1, epochs_per_batch=1, seed=config.trainer.seed)
+    return Actor(group, config.actor.parallel, config.actor.micro_batch, starter.weight_source(group, architecture), updates)

@@ -1,0 +1,63 @@
+"""A checksum of a tensor that adds up over any cut of it: shards and engine copies are compared without bringing them together.
+
+    checksum = sum over elements i of bits(x_i) * w(i)  modulo 2**64
+
+`bits` reads an element's bytes as a whole number; w(i) is an odd pseudo-random number of the element's flat index in the
+row-major Hugging Face tensor. A single changed element always changes the sum (an odd factor has an inverse); elements that
+were swapped, moved or lost change it but for a chance of about 2**-31.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+
+import torch
+
+from megarl.weights.boxes import contiguous_blocks
+
+MODULUS = 2**64
+_BLOCK_ELEMENTS = 2**15  # at a time: a few times 256 KiB of whole numbers, which stay in a core's cache
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
+_MULTIPLIERS = (-7046029254386353131, -4658895280553007687)  # of SplitMix64, as signed numbers
+
+
+def row_major_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """In elements, of a contiguous tensor."""
+    return tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
+
+
+def checksum(values: torch.Tensor, first: int = 0, strides: Sequence[int] | None = None) -> int:
+    """The part that `values` (any shape and strides, on any device) adds: a number in [0, 2**64).
+
+    Its element [i, j, ...] is element first + i * strides[0] + j * strides[1] + ... of the whole tensor; `strides` None: it is
+    a contiguous part. Parts that hold each element of the tensor once add up, modulo 2**64, to the checksum of the whole.
+    Memory for 32768 elements is used. Raises ValueError for elements of more than four bytes.
+    """
+    if values.element_size() not in _INTEGERS:
+        raise ValueError(f"checksum: {values.dtype} has elements of {values.element_size()} bytes; at most four are supported")
+    strides = row_major_strides(values.shape) if strides is None else strides
+    if values.dim() == 0:
+        values, strides = values.view(1), (1,)
+    integers = values.detach().view(_INTEGERS[values.element_size()])
+    total = torch.zeros((), dtype=torch.int64, device=values.device)
+    for _, block in contiguous_blocks(values.shape, _BLOCK_ELEMENTS) if values.numel() else ():
+        start = first + sum(map(int.__mul__, block.starts, strides))
+        total += _weights(_indices(block.shape, start, strides, values.device)).mul_(integers[block.slices]).sum()
+    return int(total) % MODULUS
+
+
+def _indices(shape: Sequence[int], first: int, strides: Sequence[int], device: torch.device) -> torch.Tensor:
+    index = torch.full((), first, dtype=torch.int64, device=device)
+    for dim, (size, stride) in enumerate(zip(shape, strides, strict=True)):
+        steps = torch.arange(size, dtype=torch.int64, device=device).mul_(stride)
+        index = index + steps.view(size, *(1 for _ in shape[dim + 1 :]))
+    return index
+
+
+def _weights(index: torch.Tensor) -> torch.Tensor:
+    """Odd numbers that look random; `index` is overwritten. Whole numbers overflow on purpose, which is what modulo 2**64 means."""
+    weights = index.add_(1).mul_(_MULTIPLIERS[0])
+    weights.bitwise_xor_(weights >> 29).mul_(_MULTIPLIERS[1])
+    weights.bitwise_xor_(weights >> 32)
+    return weights.bitwise_or_(1)

@@ -1,0 +1,161 @@
+"""Writes a model as a Hugging Face folder: its stages write their own files at the same time, and all of it appears at once."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from math import prod
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from megarl.config.architecture import Architecture
+from megarl.machine.files import whole_folder
+from megarl.machine.memory import PeakMemory
+from megarl.weights.gather import Bucket, BucketGatherer, Shards
+from megarl.weights.hf_folder import CONFIG_FILE, copy_companions
+from megarl.weights.manifest import INDEX_FILE, SINGLE_FILE, manifest_of
+from megarl.weights.name_mapping import Head
+from megarl.weights.receipt import Manifest, TensorMeta
+from megarl.weights.safetensors_file import SafetensorsFile
+from megarl.weights.sender import Outlet, WeightSender
+from megarl.weights.shard_layout import ShardLayout, held_weights
+
+DEFAULT_FILE_BYTES = 5 * 10**9
+
+
+class FilePlan(NamedTuple):
+    """One file, written by tensor-parallel rank 0 of the pipeline stage `stage`."""
+
+    name: str
+    stage: int
+    manifest: Manifest
+
+
+def plan_files(
+    architecture: Architecture,
+    stages: Sequence[ShardLayout],
+    dtype: torch.dtype,
+    head: Head = "lm",
+    max_file_bytes: int = DEFAULT_FILE_BYTES,
+) -> tuple[FilePlan, ...]:
+    """Files of at most `max_file_bytes` (a single larger tensor has one of its own). `stages`: the layout of a rank of each stage."""
+    whole = manifest_of(architecture, dtype, head)
+    parts: list[tuple[int, dict]] = []
+    for stage, layout in enumerate(stages):
+        room = 0
+        for tensor in (tensor for weight in held_weights(architecture, layout, head) if not weight.is_copy for tensor in weight.tensors):
+            nbytes = prod(tensor.shape) * dtype.itemsize
+            if nbytes > room:
+                parts.append((stage, {}))
+                room = max(max_file_bytes, nbytes)
+            parts[-1][1][tensor.name] = whole[tensor.name]
+            room -= nbytes
+    assert sorted(whole) == sorted(name for _, manifest in parts for name in manifest), "stages must hold each tensor once"
+    if len(parts) == 1:
+        return (FilePlan(SINGLE_FILE, *parts[0]),)
+    return tuple(
+        FilePlan(f"model-{number:05d}-of-{len(parts):05d}.safetensors", stage, manifest)
+        for number, (stage, manifest) in enumerate(parts, start=1)
+    )
+
+
+class FileOutlet(Outlet):
+    """Into the files of one stage, by a thread of its own while the next bucket is assembled."""
+
+    def __init__(
+        self, folder: Path, files: Sequence[FilePlan], numel: int, dtype: torch.dtype, device: torch.device, durable: bool
+    ) -> None:
+        self._files = [SafetensorsFile(folder / file.name, file.manifest, durable) for file in files]
+        self._file_of = {name: opened for file, opened in zip(files, self._files, strict=True) for name in file.manifest}
+        self._buffers = [torch.empty(numel, dtype=dtype, device=device) for _ in range(2)]
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="weights-to-file")
+        self._under_way: list[Future[None] | None] = [None, None]
+        self.nbytes = sum(buffer.nbytes for buffer in self._buffers)
+
+    def buffer(self, slot: int) -> torch.Tensor:
+        if (under_way := self._under_way[slot]) is not None:
+            wait([under_way])
+        return self._buffers[slot]
+
+    def hand_over(self, slot: int, bucket: Bucket) -> str:
+        self._raise_failure(slot)
+        self._under_way[slot] = self._thread.submit(self._write, self._buffers[slot], bucket)
+        return ""
+
+    def _raise_failure(self, slot: int) -> None:
+        if (under_way := self._under_way[slot]) is not None:
+            under_way.result()
+
+    def _write(self, buffer: torch.Tensor, bucket: Bucket) -> None:
+        start_s = time.perf_counter()
+        for chunk, data in zip(bucket.chunks, buffer[: bucket.volume].split([chunk.numel for chunk in bucket.chunks]), strict=True):
+            self._file_of[chunk.name].write(chunk, data.cpu())
+        self.transport_s += time.perf_counter() - start_s
+
+    def close(self) -> None:
+        """Also raises OSError, where the disk is full."""
+        self._thread.shutdown()
+        for slot in range(2):
+            self._raise_failure(slot)
+        self._buffers = []
+        for file in self._files:
+            file.close()
+
+    def abandon(self) -> None:
+        self._thread.shutdown(cancel_futures=True)
+        self._buffers = []
+        for file in self._files:
+            file.abandon()
+
+
+def open_file_sender(
+    shards: Shards, bucket_bytes: int, dtype: torch.dtype, folder: Path, files: Sequence[FilePlan], durable: bool = True
+) -> WeightSender:
+    """`files`: those of this rank's stage. Ask for parcels until they are empty, then `end`: the files are complete, and where they
+    are `durable`, on the disk."""
+    peak = PeakMemory(shards.device)
+    gatherer = BucketGatherer(shards, bucket_bytes, dtype)
+    outlet = FileOutlet(folder, files, gatherer.largest_volume, dtype, shards.device, durable) if gatherer.rank == 0 else None
+    return WeightSender(gatherer, outlet, dtype, peak)
+
+
+def save_hf_folder(
+    write_weights: Callable[[Path], None], files: Sequence[FilePlan], folder: str | Path, source_folder: str | Path, head: Head = "lm"
+) -> None:
+    """`write_weights` writes `files` into the folder that it is given; configuration, tokenizer and chat template are copied from
+    `source_folder`, and config.json says the dtype of the weights and the class with that `head`.
+
+    A folder that is there is replaced after the new one is complete. Raises ValueError where `folder` is the source, or exists and
+    is not a Hugging Face folder; what `write_weights` raises, and then leaves `folder` as it was.
+    """
+    folder, source_folder = Path(folder).absolute(), Path(source_folder).absolute()
+    if folder.resolve() == source_folder.resolve():
+        raise ValueError(f"{folder}: export would overwrite the folder it copies the tokenizer from; give another folder")
+    if folder.exists() and any(folder.iterdir()) and not (folder / CONFIG_FILE).is_file():
+        raise ValueError(f"{folder}: exists and is not a Hugging Face folder, so it is not replaced; give another folder")
+    with whole_folder(folder) as partial:
+        write_hf_folder(write_weights, files, partial, source_folder, head)
+
+
+def write_hf_folder(
+    write_weights: Callable[[Path], None], files: Sequence[FilePlan], folder: Path, source_folder: Path, head: Head = "lm"
+) -> None:
+    """As save_hf_folder, into an empty folder that nobody reads before it returns. Raises what `write_weights` raises."""
+    write_weights(folder)
+    write_index(folder, [(name, meta, file.name) for file in files for name, meta in file.manifest.items()])
+    copy_companions(source_folder, folder, next(iter(files[0].manifest.values())).dtype, head)
+
+
+def write_index(folder: Path, tensors: Sequence[tuple[str, TensorMeta, str]]) -> None:
+    """`tensors`: (name, meta, file). A single file needs none."""
+    if len({file for _, _, file in tensors}) == 1:
+        return
+    index = {
+        "metadata": {"total_size": sum(prod(meta.shape) * meta.dtype.itemsize for _, meta, _ in tensors)},
+        "weight_map": {name: file for name, _, file in sorted(tensors, key=lambda tensor: tensor[0])},
+    }
+    (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")

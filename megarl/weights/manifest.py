@@ -1,0 +1,182 @@
+"""What a model's tensors are, by its architecture, and what a folder has stored: compared before anything is loaded."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from megarl.config.architecture import Architecture
+from megarl.weights.name_mapping import EMBEDDING_TENSOR, LM_HEAD_TENSOR, VALUE_BIAS_TENSOR, VALUE_HEAD_TENSOR, Head, weights_of
+from megarl.weights.receipt import Manifest, TensorMeta, WeightTransferError
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+_COMPARED_ROWS = 4096  # of the two matrices that a tied model may have stored, held in memory at a time
+
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredTensor:
+    """A tensor in a safetensors file, not loaded. `dtype` is the format's own name, such as BF16."""
+
+    file: Path
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointIndex:
+    folder: Path
+    tensors: dict[str, StoredTensor]
+
+
+def manifest_of(architecture: Architecture, dtype: torch.dtype, head: Head = "lm") -> Manifest:
+    """Every Hugging Face tensor of the model once: a tied output layer is not one of them.
+
+    Raises ValueError for a family without a table.
+    """
+    weights = weights_of(architecture, head)
+    return {tensor.name: TensorMeta(tensor.shape, dtype) for weight in weights if not weight.is_copy for tensor in weight.tensors}
+
+
+def read_checkpoint_index(folder: str | Path) -> CheckpointIndex:
+    """Reads the headers of `model.safetensors`, or of the files that `model.safetensors.index.json` names.
+
+    Raises WeightTransferError that names the file (and tensor) for: no weights, a file that is missing, truncated or
+    corrupt, an index that disagrees with its files.
+    """
+    folder = Path(folder)
+    index_path = folder / INDEX_FILE
+    if index_path.is_file():
+        return CheckpointIndex(folder=folder, tensors=_read_sharded(folder, index_path))
+    if (folder / SINGLE_FILE).is_file():
+        return CheckpointIndex(folder=folder, tensors=_read_header(folder / SINGLE_FILE))
+    raise WeightTransferError(
+        f"{folder}: no {SINGLE_FILE} and no {INDEX_FILE}; weights in another format must first be saved as safetensors "
+        "(transformers: model.save_pretrained)"
+    )
+
+
+def _read_sharded(folder: Path, index_path: Path) -> dict[str, StoredTensor]:
+    try:
+        file_of: dict[str, str] = json.loads(index_path.read_text())["weight_map"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise WeightTransferError(f"{index_path}: not a safetensors index with a weight_map: {error!r}") from error
+    tensors: dict[str, StoredTensor] = {}
+    for name, file in file_of.items():
+        if not (folder / file).is_file():
+            raise WeightTransferError(f"{folder / file}: file is missing; it holds {name}")
+    for file in sorted(set(file_of.values())):
+        for name, stored in _read_header(folder / file).items():
+            if file_of.get(name) != file:
+                raise WeightTransferError(f"{folder / file}: holds {name!r}, which {INDEX_FILE} places in {file_of.get(name)!r}")
+            tensors[name] = stored
+    for name, file in file_of.items():
+        if name not in tensors:
+            raise WeightTransferError(f"{folder / file}: lacks {name!r}, which {INDEX_FILE} places there")
+    return tensors
+
+
+def _read_header(path: Path) -> dict[str, StoredTensor]:
+    if not path.is_file():
+        raise WeightTransferError(f"{path}: file is missing")
+    try:
+        with safe_open(path, framework="pt") as file:
+            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118  (not a dict)
+            return {name: StoredTensor(file=path, shape=tuple(s.get_shape()), dtype=s.get_dtype()) for name, s in slices.items()}
+    except SafetensorError as error:
+        raise WeightTransferError(f"{path}: truncated or not a safetensors file: {error}{_cut_off(path)}") from error
+
+
+def _cut_off(path: Path) -> str:
+    """Of a file that ends too early: the first tensor that is not whole, in words."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        encoded = file.read(min(length, path.stat().st_size))
+    try:
+        ends = {name: 8 + length + entry["data_offsets"][1] for name, entry in json.loads(encoded).items() if name != "__metadata__"}
+        lost = [name for name, end in ends.items() if end > path.stat().st_size]
+    except (ValueError, TypeError, KeyError, AttributeError):  # the header itself is damaged
+        return ""
+    first = min(lost, key=lambda name: ends[name], default=None)
+    return "" if first is None else f"; {first} is not all there ({len(lost)} of {len(ends)} tensors are not)"
+
+
+def check_index(index: CheckpointIndex, manifest: Manifest, is_ignored: Callable[[str], bool]) -> None:
+    """Compares names, shapes and the kind of number; `is_ignored(name)` lists the extras that may lie there unused.
+
+    Raises WeightTransferError that names the file and every tensor at fault (up to eight).
+    """
+    faults = []
+    for name, meta in manifest.items():
+        stored = index.tensors.get(name)
+        if stored is None:
+            faults.append(f"{name} is missing" + _remedy_for_missing(name))
+        elif stored.shape != meta.shape:
+            faults.append(f"{name} in {stored.file.name} has shape {stored.shape}, config.json makes it {meta.shape}")
+        elif stored.dtype not in _DTYPES:
+            faults.append(f"{name} in {stored.file.name} is stored as {stored.dtype}, not one of {', '.join(_DTYPES)}")
+    for name, stored in index.tensors.items():
+        if name not in manifest and not is_ignored(name):
+            faults.append(f"{name} in {stored.file.name} is not a tensor of this architecture")
+    if faults:
+        raise WeightTransferError(f"{index.folder}: {len(faults)} tensors do not fit config.json: " + "; ".join(faults[:8]))
+
+
+def _remedy_for_missing(name: str) -> str:
+    if name == LM_HEAD_TENSOR:
+        return " (stored without an output layer: is tie_word_embeddings true for this model?)"
+    if name == VALUE_HEAD_TENSOR:
+        return " (a language model has no value head: it can start a critic, but does not score as a reward model)"
+    return ""
+
+
+def is_harmless_extra(name: str, architecture: Architecture, head: Head) -> bool:
+    """Extras that real folders hold: rotary tables (computed, not learnt), and the output layer of a tied model
+    (compared by `check_tied_head`) or of a language model of which a critic is made, a value head's bias (`check_value_bias`)."""
+    if name == LM_HEAD_TENSOR:
+        return head == "value" or architecture.tie_word_embeddings
+    if name == VALUE_BIAS_TENSOR:
+        return head == "value"
+    return name.endswith("rotary_emb.inv_freq")
+
+
+def check_tied_head(index: CheckpointIndex) -> None:
+    """For a tied model: a stored output layer must equal the embedding, else the config is wrong about tying.
+
+    Raises WeightTransferError that names the files. Holds two blocks of rows in memory.
+    """
+    head, embedding = index.tensors.get(LM_HEAD_TENSOR), index.tensors[EMBEDDING_TENSOR]
+    if head is None:
+        return
+    equal = head.shape == embedding.shape and head.dtype == embedding.dtype
+    if equal:
+        with safe_open(head.file, framework="pt") as head_file, safe_open(embedding.file, framework="pt") as embedding_file:
+            head_rows, embedding_rows = head_file.get_slice(LM_HEAD_TENSOR), embedding_file.get_slice(EMBEDDING_TENSOR)
+            equal = all(
+                torch.equal(head_rows[start : start + _COMPARED_ROWS], embedding_rows[start : start + _COMPARED_ROWS])
+                for start in range(0, head.shape[0], _COMPARED_ROWS)
+            )
+    if not equal:
+        raise WeightTransferError(
+            f"{head.file}: {LM_HEAD_TENSOR} differs from {EMBEDDING_TENSOR}, but config.json has tie_word_embeddings=true; "
+            "set it to false, or remove the tensor"
+        )
+
+
+def check_value_bias(index: CheckpointIndex) -> None:
+    """A value head here has no bias. Raises WeightTransferError where the folder has one that is not zero."""
+    stored = index.tensors.get(VALUE_BIAS_TENSOR)
+    if stored is None:
+        return
+    with safe_open(stored.file, framework="pt") as file:
+        if bool(file.get_tensor(VALUE_BIAS_TENSOR).any()):
+            raise WeightTransferError(
+                f"{stored.file}: {VALUE_BIAS_TENSOR} is not zero, and megarl's value heads have no bias; train the head without one"
+            )

@@ -1,0 +1,73 @@
+"""Writes a safetensors file from pieces that come in any order: the header first, then each piece at its place."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from math import prod
+from pathlib import Path
+
+import torch
+
+from megarl.weights.bucket import ChunkMeta
+from megarl.weights.receipt import Manifest, WeightReceipt
+
+DTYPE_NAMES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+
+_WRITE_BYTES = 2**20  # at a time: the system copies twice as fast what fits into a core's cache
+
+
+class SafetensorsFile:
+    """A file that is complete when `close` returns. `manifest`: its tensors, which lie in it in this order. `durable`: it is to outlive
+    a power cut."""
+
+    def __init__(self, path: Path, manifest: Manifest, durable: bool = True) -> None:
+        self._path, self._durable = path, durable
+        self._lock = threading.Lock()  # the system writes a file for one thread at a time, and lets the others spin
+        self._receipt = WeightReceipt(manifest)
+        header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+        self._starts: dict[str, int] = {}
+        end = 0
+        for name, meta in manifest.items():
+            self._starts[name], end = end, end + prod(meta.shape) * meta.dtype.itemsize
+            header[name] = {"dtype": DTYPE_NAMES[meta.dtype], "shape": list(meta.shape), "data_offsets": [self._starts[name], end]}
+        encoded = json.dumps(header, separators=(",", ":")).encode()
+        encoded += b" " * (-len(encoded) % 8)  # the data begin at a multiple of eight
+        self._data_start = 8 + len(encoded)
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        try:
+            os.ftruncate(self._file, self._data_start + end)
+        except OSError as error:  # which does not say where
+            os.close(self._file)
+            raise OSError(error.errno, error.strerror, str(path)) from None
+        self._write(len(encoded).to_bytes(8, "little") + encoded, 0)
+
+    def write(self, chunk: ChunkMeta, data: torch.Tensor) -> None:
+        """`data`: flat, on the host. Raises WeightTransferError for a chunk that does not belong, OSError where the disk is full."""
+        self._receipt.record(chunk, data.dtype)
+        place = self._data_start + self._starts[chunk.name] + chunk.offset * data.element_size()
+        self._write(memoryview(data.view(torch.uint8).numpy()), place)
+
+    def _write(self, data: bytes | memoryview, place: int) -> None:
+        rest = memoryview(data)
+        try:
+            while rest:
+                with self._lock:
+                    written = os.pwrite(self._file, rest[:_WRITE_BYTES], place)
+                rest, place = rest[written:], place + written
+        except OSError as error:  # which does not say where
+            raise OSError(error.errno, error.strerror, str(self._path)) from None
+
+    def close(self) -> None:
+        """Raises WeightTransferError that names tensors missing or doubled."""
+        try:
+            self._receipt.close()
+            if self._durable:
+                os.fsync(self._file)
+        finally:
+            os.close(self._file)
+
+    def abandon(self) -> None:
+        """Leaves the file as it is, incomplete."""
+        os.close(self._file)

@@ -1,0 +1,230 @@
+"""Which rectangle of which Hugging Face tensor lies where in the shard of a rank: a pure plan, printable and provable."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from megarl.config.architecture import Architecture
+from megarl.config.schema import ParallelConfig
+from megarl.weights.boxes import Rectangle, tiling_fault
+from megarl.weights.name_mapping import AXES, Cut, Head, Place, Weight, weights_of
+from megarl.weights.receipt import WeightTransferError
+
+VOCABULARY_DIVISOR = 128  # a rank's vocabulary rows are a multiple of it, as matrix units like
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardLayout:
+    """What one rank holds. All virtual stages of the rank are in one layout, so `layers` may have gaps.
+
+    layers: global numbers of the layers held. holds_embedding, holds_output: it has the first, the last pipeline stage.
+    padded_vocab_size: rows of the embedding over all tensor-parallel ranks together.
+    Raises ValueError for a rank outside its size and for a padded vocabulary that cannot be cut.
+    """
+
+    tensor_parallel_size: int
+    tensor_parallel_rank: int
+    layers: tuple[int, ...]
+    holds_embedding: bool
+    holds_output: bool
+    padded_vocab_size: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.tensor_parallel_rank < self.tensor_parallel_size:
+            raise ValueError(f"tensor_parallel_rank {self.tensor_parallel_rank} is outside 0..{self.tensor_parallel_size - 1}")
+        if self.padded_vocab_size % self.tensor_parallel_size:
+            raise ValueError(
+                f"padded_vocab_size {self.padded_vocab_size} is not a multiple of tensor_parallel_size "
+                f"{self.tensor_parallel_size}; use padded_vocab_size(vocab_size, divisor, tensor_parallel_size)"
+            )
+
+    def holds(self, weight: Weight) -> bool:
+        if weight.place is Place.layer:
+            return weight.layer in self.layers
+        if weight.place is Place.embedding:
+            return self.holds_embedding
+        # A tied output layer on the stage of the embedding is the embedding's own parameter.
+        return self.holds_output and not (weight.is_copy and self.holds_embedding)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One rectangle of a Hugging Face tensor and the rectangle of the rank's shard that holds it; both have the same shape.
+
+    hf, shard: coordinates in the tensor viewed as `hf_view` and in the parameter viewed as `shard_view` (row-major views
+    of all elements). is_source: of the ranks that hold the same elements, the one they are gathered from.
+    """
+
+    hf_name: str
+    hf_view: tuple[int, ...]
+    hf: Rectangle
+    shard_view: tuple[int, ...]
+    shard: Rectangle
+    is_source: bool
+
+    def __str__(self) -> str:
+        return f"{self.hf_name} {self.hf_view}{self.hf} -> {self.shard_view}{self.shard}" + ("" if self.is_source else " (copy)")
+
+
+def padded_vocab_size(vocab_size: int, divisor: int, tensor_parallel_size: int) -> int:
+    """The smallest multiple of divisor x tensor_parallel_size that holds the vocabulary, as Megatron-Core pads it."""
+    multiple = divisor * tensor_parallel_size
+    return -(-vocab_size // multiple) * multiple
+
+
+def model_layouts(
+    architecture: Architecture,
+    *,
+    tensor_parallel_size: int,
+    pipeline_parallel_size: int = 1,
+    virtual_pipeline_parallel_size: int | None = None,
+    padded_vocab_size: int,
+) -> tuple[ShardLayout, ...]:
+    """The layouts of all ranks of one replica, stage by stage, tensor-parallel rank fastest.
+
+    Layers go to virtual stages in turn: with 8 layers, 2 stages and 2 virtual stages, stage 0 holds 0, 1, 4, 5.
+    Raises ValueError where the layers do not divide.
+    """
+    num_chunks = virtual_pipeline_parallel_size or 1
+    num_layers, stages = architecture.num_hidden_layers, pipeline_parallel_size * num_chunks
+    if num_layers % stages:
+        raise ValueError(
+            f"num_hidden_layers {num_layers} is not a multiple of pipeline_parallel_size {pipeline_parallel_size} "
+            f"x virtual_pipeline_parallel_size {num_chunks}"
+        )
+    per_stage = num_layers // stages
+    return tuple(
+        ShardLayout(
+            tensor_parallel_size=tensor_parallel_size,
+            tensor_parallel_rank=rank,
+            layers=tuple(
+                (chunk * pipeline_parallel_size + stage) * per_stage + index for chunk in range(num_chunks) for index in range(per_stage)
+            ),
+            holds_embedding=stage == 0,
+            holds_output=stage == pipeline_parallel_size - 1,
+            padded_vocab_size=padded_vocab_size,
+        )
+        for stage in range(pipeline_parallel_size)
+        for rank in range(tensor_parallel_size)
+    )
+
+
+def layouts_of(architecture: Architecture, parallel: ParallelConfig) -> tuple[ShardLayout, ...]:
+    """`model_layouts` of a role's parallel sizes, with the vocabulary padded as the engine pads it."""
+    return model_layouts(
+        architecture,
+        tensor_parallel_size=parallel.tensor_parallel_size,
+        pipeline_parallel_size=parallel.pipeline_parallel_size,
+        virtual_pipeline_parallel_size=parallel.virtual_pipeline_parallel_size,
+        padded_vocab_size=padded_vocab_size(architecture.vocab_size, VOCABULARY_DIVISOR, parallel.tensor_parallel_size),
+    )
+
+
+def held_weights(architecture: Architecture, layout: ShardLayout, head: Head = "lm") -> tuple[Weight, ...]:
+    """The parameters of one rank, in the order of the forward pass."""
+    return tuple(weight for weight in weights_of(architecture, head) if layout.holds(weight))
+
+
+def shard_view(weight: Weight, layout: ShardLayout) -> tuple[int, ...]:
+    """The shape in which the rank's shard of `weight` is seen so that its pieces are rectangles.
+
+    Raises ValueError where tensor parallelism does not divide the cut dimension.
+    """
+    axes = AXES[weight.cut]
+    view = list(weight.tensors[0].view)
+    view[axes.join] = sum(tensor.view[axes.join] for tensor in weight.tensors)
+    if axes.cut is None:
+        return tuple(view)
+    if weight.cut is Cut.vocabulary:
+        if layout.padded_vocab_size < view[0]:
+            raise ValueError(f"padded_vocab_size {layout.padded_vocab_size} is smaller than the vocabulary of {view[0]}")
+        view[0] = layout.padded_vocab_size
+    if view[axes.cut] % layout.tensor_parallel_size:
+        unit = "key-value heads" if weight.cut is Cut.qkv else "rows" if axes.cut == 0 or weight.cut is Cut.gated else "columns"
+        raise ValueError(
+            f"{weight.megatron_name}: {view[axes.cut]} {unit} cannot be cut over tensor_parallel_size {layout.tensor_parallel_size}; "
+            f"choose a size that divides {view[axes.cut]}"
+        )
+    view[axes.cut] //= layout.tensor_parallel_size
+    return tuple(view)
+
+
+def pieces(weight: Weight, layout: ShardLayout) -> tuple[Piece, ...]:
+    """Where each Hugging Face tensor of `weight` lies in the rank's shard; a tensor of which the rank has nothing is left out."""
+    axes = AXES[weight.cut]
+    view = shard_view(weight, layout)
+    is_source = not weight.is_copy and (axes.cut is not None or layout.tensor_parallel_rank == 0)
+    found, joined = [], 0
+    for tensor in weight.tensors:
+        hf = Rectangle.whole(tensor.view)
+        shard = Rectangle.whole(view)
+        if len(weight.tensors) > 1:
+            shard = shard.along(axes.join, joined, joined + tensor.view[axes.join])
+            joined += tensor.view[axes.join]
+        if axes.cut is not None:
+            start, stop = (min((layout.tensor_parallel_rank + end) * view[axes.cut], tensor.view[axes.cut]) for end in (0, 1))
+            hf = hf.along(axes.cut, start, stop)
+            shard = shard.along(axes.cut, 0, stop - start)
+        if hf.volume:
+            found.append(Piece(tensor.name, tensor.view, hf, view, shard, is_source))
+    return tuple(found)
+
+
+def padding(weight: Weight, layout: ShardLayout) -> Rectangle | None:
+    """The rows of a vocabulary shard that belong to no token, None where there are none."""
+    if weight.cut is not Cut.vocabulary:
+        return None
+    view = shard_view(weight, layout)
+    used = min(max(weight.tensors[0].view[0] - layout.tensor_parallel_rank * view[0], 0), view[0])
+    return Rectangle.whole(view).along(0, used, view[0]) if used < view[0] else None
+
+
+def shard_shapes(architecture: Architecture, layout: ShardLayout, head: Head = "lm") -> dict[str, tuple[int, ...]]:
+    """Megatron name (global layer number) -> shape of every parameter that the rank holds."""
+    shapes = {}
+    for weight in held_weights(architecture, layout, head):
+        view = shard_view(weight, layout)
+        num_trailing = len(weight.tensors[0].shape) - 1
+        split = len(view) - num_trailing
+        shapes[weight.megatron_name] = (prod(view[:split]), *view[split:])
+    return shapes
+
+
+def describe(architecture: Architecture, layout: ShardLayout, head: Head = "lm") -> str:
+    """The plan of one rank as text: one line per piece."""
+    lines = []
+    for weight in held_weights(architecture, layout, head):
+        lines.append(f"{weight.megatron_name} ({weight.cut.value})")
+        lines += [f"  {piece}" for piece in pieces(weight, layout)]
+        if (blank := padding(weight, layout)) is not None:
+            lines.append(f"  padding {blank}")
+    return "\n".join(lines)
+
+
+def check_coverage(architecture: Architecture, rank_pieces: Iterable[Sequence[Piece]], head: Head = "lm") -> None:
+    """Proves that the pieces of all ranks of one replica hold every Hugging Face tensor exactly once, copies apart.
+
+    rank_pieces: for each rank, the pieces of every weight that it holds. Raises WeightTransferError that names the tensors.
+    """
+    found: dict[str, list[Rectangle]] = defaultdict(list)
+    for piece in (piece for all_of_rank in rank_pieces for piece in all_of_rank):
+        if piece.is_source:
+            found[piece.hf_name].append(piece.hf)
+    faults = []
+    for weight in weights_of(architecture, head):
+        if weight.is_copy:
+            continue
+        for tensor in weight.tensors:
+            if (fault := tiling_fault(tensor.view, found.pop(tensor.name, []))) is not None:
+                faults.append(f"{tensor.name}: {fault}")
+    faults += [f"{name}: not a tensor of the model" for name in found]
+    if faults:
+        raise WeightTransferError(f"the layout does not hold {len(faults)} tensors exactly once: " + "; ".join(faults[:8]))
+
+
+def rank_pieces(architecture: Architecture, layout: ShardLayout, head: Head = "lm") -> tuple[Piece, ...]:
+    """All pieces of one rank."""
+    return tuple(piece for weight in held_weights(architecture, layout, head) for piece in pieces(weight, layout))

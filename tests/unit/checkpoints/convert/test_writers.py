@@ -1,0 +1,311 @@
+"""There and back between Hugging Face and Megatron, to the bit; and what stops a conversion leaves nothing behind."""
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import threading
+import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoModelForTokenClassification, PreTrainedModel
+
+from megarl.checkpoints.convert.distributed_plan import plan_distributed
+from megarl.checkpoints.convert.distributed_writer import write_distributed
+from megarl.checkpoints.convert.hugging_face_writer import write_hugging_face
+from megarl.checkpoints.convert.open import open_model
+from megarl.checkpoints.convert.source import ModelSource
+from megarl.checkpoints.convert.streaming import Progress, no_progress
+from megarl.checkpoints.convert.tensor_item import tensor_frame
+from megarl.checkpoints.role_folder import Layout, read_manifest
+from megarl.checkpoints.torch_dist import read_chunk, read_index
+from megarl.config.errors import CheckpointError
+from tests.unit.checkpoints.convert.test_source import everything, stacked
+from tests.unit.weights.models import VOCAB, architecture_of, config_of, random_model, save
+
+FAMILIES = [("qwen2", False), ("qwen2", True), ("qwen3", False), ("qwen3", True), ("llama", False), ("llama", True)]
+# (TP, PP, VPP): most bytes of an item
+LAYOUTS = {(1, 1, None): 2500, (2, 1, None): 10**6, (4, 1, None): 10**6, (1, 2, None): 10**6, (2, 2, None): 1000, (4, 2, 2): 10**6}
+
+
+def layout_of(tensor: int = 1, pipeline: int = 1, virtual: int | None = None) -> Layout:
+    return Layout(
+        tensor_parallel_size=tensor, pipeline_parallel_size=pipeline, virtual_pipeline_parallel_size=virtual, data_parallel_size=1
+    )
+
+
+def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
+    return left.keys() == right.keys() and all(
+        value.dtype == right[name].dtype and torch.equal(value, right[name]) for name, value in left.items()
+    )
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = save(random_model("llama"), tmp_path_factory.mktemp("models") / "llama")
+    (folder / "tokenizer_config.json").write_text("{}")
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    return folder
+
+
+@pytest.mark.parametrize(("family", "tied"), FAMILIES)
+def test_there_and_back_is_the_same_to_the_bit(family: str, tied: bool, tmp_path: Path) -> None:
+    """The vocabulary has 199 rows. Small items and small files, so that tensors are cut."""
+    model = random_model(family, tied=tied).to(torch.bfloat16 if tied else torch.float32)
+    source = open_model(save(model, tmp_path / "hf"))
+    expected = {name: value for name, value in model.state_dict().items() if not (tied and name == "lm_head.weight")}
+    for layout, item_bytes in LAYOUTS.items():
+        there, back = (tmp_path / f"{'x'.join(map(str, layout))} {way}" for way in ("there", "back"))
+        written = write_distributed(source, there, layout_of(*layout), max_item_bytes=item_bytes)
+        assert written.num_files == layout[0] * layout[1]
+        write_hugging_face(open_model(there), back, max_shard_bytes=30_000)
+        assert same(everything(open_model(back)), expected), layout
+    loaded, info = AutoModelForCausalLM.from_pretrained(back, output_loading_info=True, dtype="auto")
+    assert not any(info.values())
+    assert same(loaded.state_dict(), model.state_dict())
+
+
+def test_what_is_written_is_what_slow_loops_make(tmp_path: Path) -> None:
+    """Shapes, canonical names, and padding of zeros, against stacks of shards that were made row by row."""
+    model = random_model("qwen2")
+    folder = write_distributed(open_model(save(model, tmp_path / "hf")), tmp_path / "m", layout_of(2, 2)).folder
+    index = read_index(folder)
+    expected = stacked(model.state_dict(), "qwen2", tied=False)
+    assert index.tensors.keys() == expected.keys()
+    for key, value in expected.items():
+        found = torch.full(index.tensors[key].shape, float("nan"))
+        for chunk in index.tensors[key].chunks:
+            found[chunk.rectangle.slices] = read_chunk(index, key, chunk)
+        if "word_embeddings" in key or "output_layer" in key:
+            assert found.shape[0] == 256
+            assert not found[VOCAB:].any()
+            found, value = found[:VOCAB], value[:VOCAB]
+        assert torch.equal(found, value), key
+    description = read_manifest(folder).description
+    assert (description.head, description.dtype, description.step) == ("lm", "float32", None)
+    assert description.layout == layout_of(2, 2)
+
+
+def test_each_item_is_a_file_of_torch_save_with_true_checksums(tmp_path: Path, llama: Path) -> None:
+    folder = write_distributed(open_model(llama), tmp_path / "m", layout_of(2), torch.bfloat16).folder
+    index = read_index(folder)
+    for key, item in index.items():
+        content = (folder / item.file).read_bytes()[item.position : item.position + item.nbytes]
+        assert zipfile.ZipFile(BytesIO(content)).testzip() is None, key
+        loaded = torch.load(BytesIO(content), weights_only=True)
+        if key in index.tensors:
+            assert torch.equal(loaded, read_chunk(index, key, item))  # type: ignore[arg-type]
+        else:
+            assert loaded == [None]
+
+
+def test_an_item_is_cut_before_it_is_too_large_for_its_headers() -> None:
+    with pytest.raises(ValueError, match=r"an item of 2147483648 bytes, shape \(32768, 32768\)"):
+        tensor_frame((32768, 32768), torch.float16)
+    with pytest.raises(ValueError, match=r"a row of 32 elements does not fit into an item of 25"):
+        plan_distributed(architecture_of("llama"), "lm", layout_of(), torch.float32, max_item_bytes=100)
+
+
+def test_the_rest_of_the_folder_goes_along(tmp_path: Path, llama: Path) -> None:
+    write_distributed(open_model(llama), tmp_path / "m", layout_of(2), torch.bfloat16)
+    write_hugging_face(open_model(tmp_path / "m"), tmp_path / "back", max_shard_bytes=20_000)
+    names = {path.name for path in (tmp_path / "back").iterdir()}
+    assert {"config.json", "generation_config.json", "tokenizer_config.json", "chat_template.jinja"} < names
+    assert json.loads((tmp_path / "back" / "config.json").read_text())["dtype"] == "bfloat16"
+    index = json.loads((tmp_path / "back" / "model.safetensors.index.json").read_text())
+    files = set(index["weight_map"].values())
+    assert len(files) > 2
+    assert files == {name for name in names if name.endswith(".safetensors")}
+    assert all(sum(value.nbytes for value in load_file(tmp_path / "back" / name).values()) <= 20_000 for name in files)
+
+
+CLASSES = {"ForTokenClassification": AutoModelForTokenClassification, "ForSequenceClassification": AutoModelForSequenceClassification}
+
+
+@pytest.mark.parametrize("kind", CLASSES)
+def test_critics_and_reward_models(kind: str, tmp_path: Path) -> None:
+    """transformers loads what comes back with nothing missing and nothing left over."""
+    config = config_of("qwen2")
+    config.num_labels = 1
+    model: PreTrainedModel = CLASSES[kind].from_config(config, dtype=torch.float32)
+    for name, parameter in model.named_parameters():
+        torch.nn.init.normal_(parameter) if name != "score.bias" else torch.nn.init.zeros_(parameter)
+    source = open_model(save(model, tmp_path / "hf"))
+    assert source.head == "value"
+    write_distributed(source, tmp_path / "m", layout_of(2, 2))
+    write_hugging_face(open_model(tmp_path / "m"), tmp_path / "back")
+    loaded, info = CLASSES[kind].from_pretrained(tmp_path / "back", output_loading_info=True, dtype="auto")
+    assert not any(info.values())
+    assert type(loaded) is type(model)
+    assert same(loaded.state_dict(), model.state_dict())
+
+
+def test_another_dtype(tmp_path: Path, llama: Path) -> None:
+    source = open_model(llama)
+    write_distributed(source, tmp_path / "m", layout_of(2), torch.bfloat16)
+    assert same(everything(open_model(tmp_path / "m")), {name: value.bfloat16() for name, value in everything(source).items()})
+    stored = load_file(llama / "model.safetensors")
+    mixed = tmp_path / "mixed"
+    mixed.mkdir()
+    (mixed / "config.json").write_text((llama / "config.json").read_text())
+    stored["model.norm.weight"] = stored["model.norm.weight"].bfloat16()
+    save_file(stored, mixed / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"mixed: model\.norm\.weight is torch\.bfloat16 and most .*; say with --dtype"):
+        write_hugging_face(open_model(mixed), tmp_path / "out")
+    stored["model.norm.weight"] = torch.full_like(stored["model.norm.weight"], 1e5)
+    save_file(stored, mixed / "model.safetensors")
+    for write in (write_hugging_face, lambda source, folder, dtype: write_distributed(source, folder, layout_of(), dtype)):
+        with pytest.raises(CheckpointError, match=r"model\.norm\.weight has elements that float16 cannot hold"):
+            write(open_model(mixed), tmp_path / "out", torch.float16)
+    assert not (tmp_path / "out").exists()
+
+
+def to_megatron(source: ModelSource, folder: Path, progress: Progress = no_progress) -> None:
+    write_distributed(source, folder, layout_of(2), None, progress)
+
+
+def to_hugging_face(source: ModelSource, folder: Path, progress: Progress = no_progress) -> None:
+    write_hugging_face(source, folder, progress=progress)
+
+
+WRITERS = pytest.mark.parametrize("write", [to_megatron, to_hugging_face])
+
+
+@contextmanager
+def largest_file(nbytes: int) -> Iterator[None]:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@WRITERS
+def test_a_disk_that_takes_no_more(write: Callable[..., None], tmp_path: Path, llama: Path) -> None:
+    (tmp_path / "all").mkdir()
+    with largest_file(60_000), pytest.raises(CheckpointError, match=r"all/new/\S+: cannot be written: File too large") as raised:
+        write(open_model(llama), tmp_path / "all" / "new")
+    assert "\n" not in str(raised.value)
+    assert not list((tmp_path / "all").iterdir())
+
+
+@contextmanager
+def small_disk(folder: Path, options: str) -> Iterator[Path]:
+    folder.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", folder], capture_output=True, check=False).returncode:
+        pytest.skip("only root may mount a small disk")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", folder], check=True)
+
+
+@WRITERS
+def test_a_disk_that_fills_up_meanwhile(write: Callable[..., None], tmp_path: Path, llama: Path) -> None:
+    def fill(nbytes: int, total: int) -> None:
+        if not (disk / "of another").exists():
+            with suppress(OSError), (disk / "of another").open("wb", buffering=0) as file:
+                while file.write(bytes(4096)):
+                    pass
+
+    with small_disk(tmp_path / "disk", "size=1m") as disk:
+        with pytest.raises(CheckpointError, match=r"disk/new/\S+: cannot be written: No space left on device") as raised:
+            write(open_model(llama), disk / "new", fill)
+        assert "\n" not in str(raised.value)
+        assert [path.name for path in disk.iterdir()] == ["of another"]
+
+
+@WRITERS
+def test_a_disk_without_permission(write: Callable[..., None], tmp_path: Path, llama: Path) -> None:
+    """Root may write where others may not, so it is one that nobody may write."""
+    with small_disk(tmp_path / "disk", "size=1m,ro") as disk:
+        with pytest.raises(CheckpointError, match=r"disk\S*: Read-only file system$") as raised:
+            write(open_model(llama), disk / "new")
+        assert "\n" not in str(raised.value)
+
+
+@WRITERS
+def test_a_full_disk_is_seen_before_anything_is_written(
+    write: Callable[..., None], tmp_path: Path, llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Usage:
+        free = 1000
+
+    monkeypatch.setattr("megarl.checkpoints.convert.output.shutil.disk_usage", lambda path: Usage)
+    with pytest.raises(CheckpointError, match=r"new: needs \d+,\d+ bytes, and 1,000 are free"):
+        write(open_model(llama), tmp_path / "new")
+    assert not list(tmp_path.iterdir())
+
+
+@WRITERS
+def test_folders_that_cannot_be_written(write: Callable[..., None], tmp_path: Path, llama: Path) -> None:
+    source = open_model(llama)
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "mine").touch()
+    for folder, says in {
+        "full": r"full: is there and not empty",
+        "file": r"file: is there and not a folder",
+        "file/new": r"file: (File exists|Not a directory)",
+    }.items():
+        with pytest.raises(CheckpointError, match=says) as raised:
+            write(source, tmp_path / folder)
+        assert "\n" not in str(raised.value)
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["file", "full", "mine"]
+    assert (tmp_path / "file").read_text() == "mine"
+    (tmp_path / "empty").mkdir()
+    write(source, tmp_path / "empty")
+    assert same(everything(open_model(tmp_path / "empty")), everything(source))
+
+
+@WRITERS
+def test_an_interrupt_leaves_nothing(write: Callable[..., None], tmp_path: Path, llama: Path) -> None:
+    once = threading.Lock()
+
+    def interrupt(nbytes: int, total: int) -> None:
+        if once.acquire(blocking=False):
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        write(open_model(llama), tmp_path / "new", interrupt)
+    assert not list(tmp_path.iterdir())
+
+
+@WRITERS
+def test_a_source_that_fails_half_way(write: Callable[..., None], tmp_path: Path, llama: Path) -> None:
+    source = open_model(llama)
+    name = "model.layers.2.mlp.up_proj.weight"
+
+    def fail() -> Any:
+        raise CheckpointError("model.safetensors: cannot be read: Input/output error")
+
+    broken = replace(source.tensors[name], pieces=tuple(replace(piece, open=fail) for piece in source.tensors[name].pieces))
+    with pytest.raises(CheckpointError, match=r"cannot be read: Input/output error"):
+        write(replace(source, tensors={**source.tensors, name: broken}), tmp_path / "new")
+    assert not list(tmp_path.iterdir())
+
+
+@WRITERS
+def test_progress_is_every_byte_once(write: Callable[..., None], tmp_path: Path, llama: Path) -> None:
+    calls: list[tuple[int, int]] = []
+    write(open_model(llama), tmp_path / "new", lambda nbytes, total: calls.append((nbytes, total)))
+    assert {total for _, total in calls} == {sum(nbytes for nbytes, _ in calls)}
+
+
+def test_a_layout_that_does_not_divide_the_model(tmp_path: Path, llama: Path) -> None:
+    source = open_model(llama)
+    with pytest.raises(ValueError, match=r"4 key-value heads cannot be cut over tensor_parallel_size 3"):
+        write_distributed(source, tmp_path / "new", layout_of(3))
+    with pytest.raises(ValueError, match=r"num_hidden_layers 4 is not a multiple of pipeline_parallel_size 3"):
+        write_distributed(source, tmp_path / "new", layout_of(1, 3))
+    assert not list(tmp_path.iterdir())

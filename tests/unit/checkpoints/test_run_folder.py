@@ -1,0 +1,158 @@
+"""The folder of checkpoints: whatever a kill leaves, a whole checkpoint is found, and nothing that is not ours is removed."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from megarl.checkpoints.run_folder import CheckpointFolder, check_files
+from megarl.config.errors import CheckpointError
+
+
+def add(folder: CheckpointFolder, step: int, content: str = "") -> Path:
+    partial = begin(folder, step, content)
+    folder.seal(step, {"roles": ["actor"], "versions": {}})
+    final = folder.commit(step)
+    assert not partial.exists()
+    return final
+
+
+def begin(folder: CheckpointFolder, step: int, content: str = "") -> Path:
+    partial = folder.begin(step)
+    (partial / "actor").mkdir()
+    (partial / "actor" / "weights").write_text("w")
+    (partial / "huggingface").mkdir()
+    (partial / "huggingface" / "config.json").write_text("{}")
+    (partial / "trainer.json").write_text(content or f"state of {step}")
+    return partial
+
+
+def names(folder: CheckpointFolder) -> list[str]:
+    return sorted(path.name for path in folder.path.iterdir())
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> CheckpointFolder:
+    made = CheckpointFolder(tmp_path / "checkpoints")
+    made.prepare()
+    return made
+
+
+def test_a_checkpoint_appears_with_all_of_it(folder: CheckpointFolder) -> None:
+    assert folder.latest() is None
+    begin(folder, 5)
+    assert (folder.latest(), folder.whole()) == (None, [])
+    nbytes = folder.seal(5, {"roles": ["actor"], "versions": {"megarl": "1"}})
+    assert (folder.latest(), folder.whole()) == (None, [])
+    assert folder.commit(5) == folder.latest() == folder.path / "step_00000005"
+    assert names(folder) == ["latest", "step_00000005"]
+    assert (folder.path / "latest").read_text() == "step_00000005\n"
+    description = check_files(folder.path / "step_00000005")
+    assert sorted(description["files"]) == ["huggingface/config.json", "trainer.json"]  # the role's own manifest has the rest
+    assert (description["step"], description["versions"]) == (5, {"megarl": "1"})
+    assert nbytes == sum(path.stat().st_size for path in folder.path.glob("step_*/**/*") if path.is_file())
+
+
+def test_the_oldest_go_when_a_new_one_is_whole(folder: CheckpointFolder) -> None:
+    for step in (2, 4, 6):
+        add(folder, step)
+        folder.remove_old(keep=2)
+    assert names(folder) == ["latest", "step_00000004", "step_00000006"]
+    add(folder, 8)
+    folder.remove_old(keep=0)
+    assert len(folder.whole()) == 3
+    folder.remove_old(keep=1)
+    assert names(folder) == ["latest", "step_00000008"]
+
+
+def test_going_back_gives_up_what_came_after(folder: CheckpointFolder) -> None:
+    for step in (2, 4, 6):
+        add(folder, step)
+    folder.point_at(folder.path / "step_00000002")
+    assert folder.latest() == folder.path / "step_00000002"
+    assert len(folder.whole()) == 3  # until something new is whole
+    add(folder, 4, "another future")
+    assert (folder.path / "step_00000004" / "trainer.json").read_text() == "another future"
+    folder.remove_old(keep=2)
+    assert names(folder) == ["latest", "step_00000002", "step_00000004"]
+
+
+def test_a_kill_between_the_renames_leaves_a_latest_one(folder: CheckpointFolder) -> None:
+    begin(folder, 2)
+    folder.seal(2, {"roles": ["actor"], "versions": {}})
+    os.rename(folder.path / ".step_00000002.partial", folder.path / "step_00000002")  # and then killed
+    assert folder.latest() == folder.path / "step_00000002"
+    add(folder, 4)
+    begin(folder, 6)
+    folder.seal(6, {"roles": ["actor"], "versions": {}})
+    os.rename(folder.path / ".step_00000006.partial", folder.path / "step_00000006")
+    assert folder.latest() == folder.path / "step_00000004"
+    add(folder, 6, "once more")
+    assert (folder.path / "step_00000006" / "trainer.json").read_text() == "once more"
+
+
+def test_leftovers_of_a_killed_run_are_removed_at_its_start(folder: CheckpointFolder) -> None:
+    add(folder, 2)
+    begin(folder, 4)
+    (folder.path / ".step_00000001.removed").mkdir()
+    (folder.path / ".latest.partial").write_text("step_0000")
+    (folder.path / "notes").mkdir()
+    folder.prepare()
+    assert names(folder) == ["latest", "notes", "step_00000002"]
+
+
+def test_what_is_not_ours_is_never_removed(folder: CheckpointFolder) -> None:
+    stranger = folder.path / "step_00000001"
+    stranger.mkdir()
+    (stranger / "thesis.tex").touch()
+    add(folder, 2)
+    add(folder, 4)
+    folder.remove_old(keep=1)
+    assert names(folder) == ["latest", "step_00000001", "step_00000004"]
+    with pytest.raises(CheckpointError, match="not a checkpoint"):
+        folder.remove(stranger)
+    (stranger / "checkpoint.json").write_text('{"format": "of somebody else"}')
+    with pytest.raises(CheckpointError, match="format 'of somebody else'"):
+        folder.remove_old(keep=1)
+    assert (stranger / "thesis.tex").exists()
+
+
+def test_a_latest_that_is_gone_is_an_error_that_lists_the_others(folder: CheckpointFolder) -> None:
+    for step in (2, 4):
+        add(folder, step)
+    folder.remove(folder.path / "step_00000004")
+    with pytest.raises(CheckpointError, match=r"latest: names 'step_00000004', which is not a whole.*whole ones: step_00000002"):
+        folder.latest()
+    (folder.path / "latest").write_text("../../etc")
+    with pytest.raises(CheckpointError, match="names '../../etc'"):
+        folder.latest()
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (lambda path: (path / "trainer.json").unlink(), "trainer.json: is missing"),
+        (lambda path: (path / "trainer.json").write_text("stat"), "trainer.json: has 4 bytes instead of 10"),
+        (lambda path: (path / "trainer.json").write_text("state of 3"), "trainer.json: its content is not what was written"),
+        (lambda path: (path / "actor" / "weights").unlink() or (path / "actor").rmdir(), "actor: is missing"),
+        (lambda path: (path / "checkpoint.json").write_text("{"), "checkpoint.json: is not JSON"),
+        (lambda path: (path / "checkpoint.json").write_text(json.dumps({"format": 2})), "checkpoint.json: has format 2, .* reads 1"),
+    ],
+)
+def test_damage_is_named(folder: CheckpointFolder, damage, said: str) -> None:
+    path = add(folder, 2)
+    check_files(path)
+    damage(path)
+    with pytest.raises(CheckpointError, match=said) as caught:
+        check_files(path)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_folder_that_cannot_be_written_is_known_before_a_run_starts(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for path in (tmp_path / "file" / "below", Path("/proc/checkpoints")):
+        with pytest.raises(CheckpointError, match=f"{path}: no checkpoint can be written here .*checkpoint.dir"):
+            CheckpointFolder(path).prepare()

@@ -1,0 +1,404 @@
+"""What `megarl doctor` says of facts, and that its probes see faults that are really there."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import socket
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+from safetensors.torch import save_file
+
+from megarl.config.schema import (
+    CriticConfig,
+    DataConfig,
+    ParallelConfig,
+    PlacementConfig,
+    PlacementStrategy,
+    PPOConfig,
+    RewardFunctionConfig,
+)
+from megarl.controller.inspection import ClusterReport, Limits, NodeReport, Software, here, inspect_cluster
+from megarl.controller.resource_pool import NodeResources, ResourcePoolManager
+from megarl.doctor import devices, inputs, machine, network, software, storage
+from megarl.doctor import ray_cluster as ray_checks
+from megarl.doctor.check_result import Finding, Status, doubtful, good, worst, wrong
+from megarl.doctor.command import table
+from megarl.doctor.examined_run import Subject, read_subject
+from megarl.placement.plan import plan_placement
+from tests.unit.config.folders import ppo_values, write_yaml
+
+GIB = 2**30
+H100 = "0, NVIDIA H100 80GB HBM3, 580.65.06, 81559, {used}\n1, NVIDIA H100 80GB HBM3, 580.65.06, 81559, 4\n"
+OVERVIEW = "| NVIDIA-SMI 580.65.06    Driver Version: 580.65.06    CUDA Version: 13.0     |"
+
+
+def only(findings: object) -> Finding:
+    (finding,) = findings  # type: ignore[misc]
+    return finding
+
+
+# Versions
+
+
+def test_a_library_of_a_wrong_version_is_named_with_the_command_that_mends_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert only(software.judge(software.probe(), needs_sglang=True)).status is Status.ok
+    info = tmp_path / "ray-1.13.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: ray\nVersion: 1.13.0\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    fault = only(software.judge(software.probe(), needs_sglang=True))
+    assert fault.status is Status.error
+    assert fault.message.startswith("ray 1.13.0 is outside >=2.60,<3")
+    assert "pip install 'ray>=2.60,<3'" in (fault.remedy or "")
+
+
+def test_libraries_that_are_built_for_each_other() -> None:
+    found = software.probe()
+    other_torch = software.Installed(
+        python="3.11.7", versions={**found.versions, "torch": "2.14.0"}, wants={"sglang": {"torch": "==2.13.0"}}
+    )
+    fault = only(software.judge(other_torch, needs_sglang=True))
+    assert "is built for torch==2.13.0, but torch 2.14.0 is installed" in fault.message
+    absent = software.Installed(python="3.10.1", versions={**found.versions, "sglang": None})
+    python, sglang = software.judge(absent, needs_sglang=True)
+    assert python.message == "Python 3.10.1 is not >=3.11"
+    assert sglang.message == "sglang is not installed"
+    assert not [each for each in software.judge(absent, needs_sglang=False) if "sglang" in each.message]
+
+
+# GPUs
+
+
+def test_gpus_of_a_good_node() -> None:
+    found = devices.parse(H100.format(used=4), OVERVIEW, "13.0")
+    assert only(devices.judge(found, needed=2, wanted=True, peak=70 * GIB)).status is Status.ok
+    assert devices.visible(found, "1").gpus == found.gpus[1:]
+    assert devices.visible(found, "").gpus == ()
+    assert only(devices.judge(devices.Gpus(), needed=8, wanted=False)).status is Status.ok
+
+
+@pytest.mark.parametrize(
+    ("used", "cuda", "needed", "peak", "status", "said"),
+    [
+        (4, "13.0", 8, 0, Status.error, "there are 2 GPUs here, and the placement has 8 on a node"),
+        (4, "14.1", 2, 0, Status.error, "torch is built for CUDA 14.1, but driver 580.65.06 carries CUDA 13.0 at most"),
+        (4, None, 2, 0, Status.error, "torch is built without CUDA"),
+        (9000, "13.0", 2, 0, Status.warning, "GPU 0 has 8.8 GiB of 79.6 GiB in use"),
+        (4, "13.0", 2, 90 * GIB, Status.error, "the plan puts 90.0 GiB on one GPU, which has 79.6 GiB"),
+    ],
+)
+def test_faults_of_gpus(used: int, cuda: str | None, needed: int, peak: int, status: Status, said: str) -> None:
+    fault = only(devices.judge(devices.parse(H100.format(used=used), OVERVIEW, cuda), needed=needed, wanted=True, peak=peak))
+    assert (fault.status, fault.message) == (status, said)
+
+
+def test_a_driver_of_a_cluster_needs_no_gpu() -> None:
+    found = only(devices.check(Subject(ray_address="10.0.0.1:6379"), devices.Gpus()))
+    assert (found.status, found.message) == (Status.ok, "none here: the run would be on those of the cluster's nodes")
+
+
+def test_a_driver_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = tmp_path / "nvidia-smi"
+    program.write_text('#!/bin/sh\necho "NVIDIA-SMI has failed because it couldn\'t communicate with the NVIDIA driver."\nexit 9\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    fault = only(devices.judge(devices.probe(), needed=1, wanted=True))
+    assert fault.status is Status.error
+    assert "couldn't communicate with the NVIDIA driver" in fault.message
+
+
+# The machine
+
+
+def test_shared_memory_of_a_container() -> None:
+    needed = 512 * 2**20
+    fault = machine.judge_shared_memory("/dev/shm", total=64 * 2**20, free=64 * 2**20, needed=needed)
+    assert fault.status is Status.error
+    assert "--shm-size=1g" in (fault.remedy or "")
+    assert machine.judge_shared_memory("/dev/shm", total=GIB, free=needed - 1, needed=needed).status is Status.warning
+    assert machine.judge_shared_memory("/dev/shm", total=GIB, free=needed, needed=needed).status is Status.ok
+
+
+def test_a_low_limit_of_open_files_is_seen() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (512, hard))
+        too_few = only(machine.open_files(Subject()))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert (too_few.status, too_few.facts["soft"]) == (Status.error, 512)
+    assert "ulimit -n 65536" in (too_few.remedy or "")
+    assert machine.judge_open_files(2048, 4096).status is Status.warning
+    assert machine.judge_open_files(65536, 65536).status is Status.ok
+
+
+def test_memory_against_the_plan() -> None:
+    assert machine.judge_memory(total=100, available=90, planned=80).status is Status.ok
+    assert machine.judge_memory(total=100, available=70, planned=80).status is Status.warning
+    assert machine.judge_memory(total=100, available=70, planned=101).status is Status.error
+
+
+def test_threads_against_cores() -> None:
+    assert machine.judge_threads(None, cores=2, processes=5, use_gpu=False).status is Status.ok
+    fault = machine.judge_threads("8", cores=16, processes=4, use_gpu=False)
+    assert (fault.status, fault.message) == (Status.warning, "OMP_NUM_THREADS=8 in 4 processes is 32 threads on 16 cores")
+    assert "OMP_NUM_THREADS=4" in (fault.remedy or "")
+    assert machine.judge_threads("many", cores=2, processes=1, use_gpu=False).status is Status.error
+
+
+def test_a_clock_that_nothing_keeps_right_matters_between_nodes() -> None:
+    found = machine.probe_clock()
+    assert found == (None, None) or (found.max_error_s is not None and found.max_error_s >= 0)  # a container may forbid to ask
+    loose = machine.Clock(synchronised=False, max_error_s=16.0)
+    assert machine.judge_clock(loose, num_nodes=1).status is Status.ok
+    assert machine.judge_clock(loose, num_nodes=2).status is Status.warning
+    assert machine.judge_clock(machine.Clock(synchronised=True, max_error_s=0.004), num_nodes=2).message == "kept by NTP, within 4 ms"
+
+
+def test_variables_left_over_from_a_search_for_a_fault() -> None:
+    assert only(machine.judge_environment({"NCCL_P2P_DISABLE": "0"})).status is Status.ok
+    fault = only(machine.judge_environment({"CUDA_LAUNCH_BLOCKING": "1"}))
+    assert (fault.status, fault.remedy) == (Status.warning, "unset CUDA_LAUNCH_BLOCKING, unless you are looking for a fault")
+    assert "SGLang" in only(machine.judge_environment({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"})).message
+
+
+# Where checkpoints go
+
+
+def test_the_disk_is_written_and_nothing_is_left(tmp_path: Path) -> None:
+    disk = storage.probe(tmp_path / "not" / "there" / "yet", sample_bytes=2**20)
+    assert (disk.folder, disk.error, disk.renames) == (str(tmp_path), None, True)
+    assert disk.speed > 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_path_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    fault = only(storage.judge(storage.probe(tmp_path / "file" / "checkpoints", 2**20), num_nodes=1, one=0, most=0))
+    assert fault.status is Status.error
+    assert "cannot be written: Not a directory" in fault.message
+    assert "checkpoint.dir" in (fault.remedy or "")
+
+
+@pytest.mark.parametrize(
+    ("kind", "free", "num_nodes", "speed", "status", "said"),
+    [
+        ("ext4", 30 * GIB, 1, GIB, Status.ok, "3 checkpoints of 10.0 GiB"),
+        ("ext4", 29 * GIB, 1, GIB, Status.warning, "3 checkpoints of 10.0 GiB will be there at a time"),
+        ("ext4", 9 * GIB, 1, GIB, Status.error, "has 9.0 GiB free, and one checkpoint is 10.0 GiB"),
+        ("nfs4", 30 * GIB, 1, GIB, Status.warning, "slow for many writers"),
+        ("ext4", 30 * GIB, 4, GIB, Status.warning, "looks like this node's own, and 4 nodes write to it"),
+        ("lustre", 30 * GIB, 4, GIB, Status.ok, "lustre"),
+        ("overlay", 30 * GIB, 1, GIB, Status.warning, "gone with the container"),
+        ("ext4", 30 * GIB, 1, 2**20, Status.warning, "171 minutes"),
+    ],
+)
+def test_room_and_speed_for_three_checkpoints(kind: str, free: int, num_nodes: int, speed: int, status: Status, said: str) -> None:
+    disk = storage.Disk(folder="/runs", kind=kind, total=100 * GIB, free=free, speed=speed)
+    found = only(storage.judge(disk, num_nodes=num_nodes, one=10 * GIB, most=3))
+    assert found.status is status
+    assert said in found.message
+
+
+# The network
+
+
+def test_a_port_in_use_is_named_with_its_user() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        number = taken.getsockname()[1]
+        subject = Subject()
+        purpose = network.needed_ports(subject, {"MASTER_PORT": str(number)})[number]
+        fault = network.judge_port(network.probe_port(number, purpose))
+    assert fault.status is Status.error
+    assert f"(pid {os.getpid()}, of " in fault.message
+    assert network.judge_port(network.probe_port(number, purpose)).status is Status.ok
+    assert network.needed_ports(subject, {"MASTER_PORT": "29500", "RANK": "3"}) == {}
+
+
+def test_a_rank_whose_peer_never_comes_is_not_waited_for_and_the_interface_is_named(tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    alone = network.start_rank("gloo", 0, ["2", "127.0.0.1", str(port), "0.5"], {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}, tmp_path)
+    error = network.wait_for_ranks([alone], tmp_path, limit_s=120)
+    assert error is not None
+    assert error.startswith("rank 0: ")
+    assert "imed out" in error
+    fault = network.judge_loopback(network.Loopback(backend="gloo", ranks=2, interface="lo", interfaces=("eth0", "lo"), error=error))
+    assert fault.status is Status.error
+    assert fault.message.startswith("gloo all-reduce between 2 ranks over lo (GLOO_SOCKET_IFNAME) failed: rank 0: ")
+    assert "export GLOO_SOCKET_IFNAME=NAME on every node, NAME the interface of the cluster's network, one of eth0, lo" in (
+        fault.remedy or ""
+    )
+
+
+def test_ranks_that_hang_are_given_up(tmp_path: Path) -> None:
+    with subprocess.Popen(["sleep", "60"]) as hung:
+        assert network.wait_for_ranks([hung], tmp_path, limit_s=0.2) == "no answer within 0.2 s"
+        hung.kill()
+
+
+def test_interfaces_as_nccl_reads_them() -> None:
+    there = ("eth0", "ib0", "lo")
+    assert not [name for name in (None, "ib0", "ib", "=ib0", "^docker", "bond0,ib0") if network.judge_interface("nccl", name, there)]
+    fault = network.judge_interface("gloo", "bond0", there)
+    assert fault is not None
+    assert "eth0, ib0, lo" in (fault.remedy or "")
+
+
+# Ray
+
+
+@pytest.fixture
+def wide() -> PPOConfig:
+    """A run of more processes than the tests' Ray has CPUs."""
+    return PPOConfig(
+        placement=PlacementConfig(strategy=PlacementStrategy.stand_alone),
+        critic=CriticConfig(parallel=ParallelConfig(data_parallel_size=64)),
+    )
+
+
+def test_a_cluster_with_too_few_cpus(ray_cluster: None, wide: PPOConfig) -> None:
+    report = inspect_cluster(limit_s=60, paths=[__file__, "/not/there"])
+    assert [each.unseen for each in report.nodes] == [("/not/there",)]
+    assert all(each.limits is not None and each.limits.shared_memory > 0 for each in report.nodes)
+    assert {node.software for node in report.nodes} == {here()}
+    assert [each.status for each in ray_cluster_findings(report)] == [Status.ok]
+    pools = list(ResourcePoolManager.of_plan(plan_placement(wide), use_gpu=False).resource_pools.values())
+    fault = ray_checks.judge_resources(report, pools)
+    assert fault.status is Status.error
+    assert "pool 'critic': 0 GPU, 64 CPU on node 0 of the plan" in fault.message
+    assert "node 127.0.0.1: 0 GPU, 12 CPU" in fault.message
+    assert "--num-cpus" in (fault.remedy or "")
+
+
+def ray_cluster_findings(report: ClusterReport) -> list[Finding]:
+    return list(ray_checks.judge_nodes(report, here()))
+
+
+def node(address: str, software: Software | None = None, offset: float = 0.0, error: str | None = None) -> NodeReport:
+    return NodeReport(address, {"CPU": 8.0}, software or (None if error else here()), offset, 0.001, error)
+
+
+def test_nodes_that_differ_are_dead_or_have_another_time() -> None:
+    old = here()._replace(python="3.10.4")
+    nodes = (node("10.0.0.1"), node("10.0.0.2", old), node("10.0.0.3", offset=-7.0), node("10.0.0.4", error="No module named 'megarl'"))
+    whole = tuple(NodeResources(each.address, each.resources) for each in nodes)
+    differs, absent, dead, skew = ray_cluster_findings(ClusterReport(nodes, whole, whole, ("10.0.0.9",)))
+    assert (differs.status, differs.message) == (Status.error, f"node 10.0.0.2 has python 3.10.4, and this one {here().python}")
+    assert (absent.status, absent.message) == (Status.error, "node 10.0.0.4 cannot start a worker: No module named 'megarl'")
+    assert (dead.status, dead.message) == (Status.warning, "node 10.0.0.9 was in the cluster and is dead")
+    assert (skew.status, skew.message) == (Status.warning, "the clocks of 10.0.0.3 and 10.0.0.1 are 7.00 s apart")
+
+
+def test_another_nodes_limits_and_files_are_its_own() -> None:
+    few = Limits(shared_memory=64 * 2**20, shared_memory_free=64 * 2**20, open_files=512, open_files_hard=512)
+    far = node("10.0.0.2")._replace(limits=few, unseen=("/models/policy", "/runs/.megarl-doctor-x"))
+    assert list(ray_checks.judge_other_nodes([node("10.0.0.1")])) == []
+    memory, files, model, checkpoints = ray_checks.judge_other_nodes([far])
+    assert memory.message.startswith("node 10.0.0.2: /dev/shm has 64.0 MiB")
+    assert files.message.startswith("node 10.0.0.2: a process may have 512 files open")
+    assert model.message == "node 10.0.0.2: there is no /models/policy"
+    assert "does not see what is written to /runs here" in checkpoints.message
+
+
+# What a run reads
+
+
+@pytest.fixture
+def shards(tmp_path: Path) -> Path:
+    save_file({"a": torch.zeros(64)}, tmp_path / "one.safetensors")
+    save_file({"b": torch.zeros(64)}, tmp_path / "two.safetensors")
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "one.safetensors", "b": "two.safetensors"}}))
+    return tmp_path
+
+
+def test_a_whole_model(shards: Path) -> None:
+    found = only(inputs.judge_model(shards, "model.path"))
+    assert (found.status, found.facts["files"]) == (Status.ok, 2)
+
+
+def test_a_shard_cut_off_absent_a_pointer_or_with_another_tensor(shards: Path) -> None:
+    second = shards / "two.safetensors"
+    whole = second.read_bytes()
+    second.write_bytes(whole[:-8])
+    assert "is cut off or damaged" in only(inputs.judge_model(shards, "model.path")).message
+    second.write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
+    assert "git lfs pull" in only(inputs.judge_model(shards, "model.path")).message
+    save_file({"c": torch.zeros(64)}, second)
+    assert "lacks 1 tensors that the index has in it, such as b" in only(inputs.judge_model(shards, "model.path")).message
+    second.unlink()
+    fault = only(inputs.judge_model(shards, "model.path"))
+    assert "No such file" in fault.message
+    assert "download it again" in (fault.remedy or "")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_a_model_that_may_not_be_read(shards: Path) -> None:
+    (shards / "one.safetensors").chmod(0)
+    assert "Permission denied" in only(inputs.judge_model(shards, "model.path")).message
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("def compute_score(data_source, solution_str, ground_truth, extra_info)\n    return 0\n", "SyntaxError"),
+        ("def compute_score(answer):\n    return 0\n", "cannot be called with the keywords"),
+        ("import a_module_that_is_not_there\n", "ModuleNotFoundError"),
+    ],
+)
+def test_a_reward_file_that_does_not_load(tmp_path: Path, text: str, said: str) -> None:
+    file = tmp_path / "reward.py"
+    file.write_text(text)
+    fault = inputs.judge_reward(RewardFunctionConfig(path=str(file)))
+    assert fault.status is Status.error
+    assert said in fault.message
+
+
+def test_a_reward_file_that_never_ends_loading(tmp_path: Path) -> None:
+    file = tmp_path / "reward.py"
+    file.write_text("import time\ntime.sleep(1000)\n")
+    assert "is not loaded after 1 s" in inputs.judge_reward(RewardFunctionConfig(path=str(file)), limit_s=1.0).message
+
+
+def test_rows_that_are_too_long_or_have_tokens_that_the_model_lacks() -> None:
+    config = PPOConfig(data=DataConfig(train_files=["a.parquet"], max_prompt_length=4))
+    rows = [[1, 2], [1, 2, 3, 4, 9]]
+    assert inputs.judge_rows(config, "a.parquet", 7, rows[:1], vocabulary=3).status is Status.ok
+    long = inputs.judge_rows(config, "a.parquet", 7, rows, vocabulary=10)
+    assert (long.status, long.facts["longer"]) == (Status.error, 1)
+    assert "data.overlong=filter" in (long.remedy or "")
+    foreign = inputs.judge_rows(config, "a.parquet", 7, rows, vocabulary=9)
+    assert (foreign.status, foreign.message) == (Status.error, "a.parquet: a row has the token 9, and the model embeds 9")
+
+
+# The whole
+
+
+def test_what_is_wrong_with_a_configuration_is_found_and_the_rest_is_still_examined(tmp_path: Path) -> None:
+    values = ppo_values(tmp_path)
+    values["trainer"]["updates_per_step"] = 5
+    subject, (fault,) = read_subject(write_yaml(tmp_path / "run.yaml", values), [], PPOConfig, 0, None)
+    assert fault.status is Status.error
+    assert "do not divide into updates_per_step 5 mini-batches" in fault.message
+    assert subject.plan is not None
+    subject, (fault,) = read_subject(str(tmp_path / "run.yaml"), ["trainer.nnodes=2"], PPOConfig, 0, None)
+    assert "here it is placement.num_nodes" in fault.message
+    assert subject.config is None
+
+
+def test_the_worst_decides_and_a_remedy_stands_under_its_line() -> None:
+    findings = [good("a", "fine"), doubtful("b", "slow", "wait"), wrong("c", "broken", "mend it")]
+    assert [worst(findings[:number]) for number in range(4)] == [Status.ok, Status.ok, Status.warning, Status.error]
+    console = Console(width=60, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
+    console.print(table(findings))
+    lines = [line.rstrip() for line in console.export_text().splitlines()]
+    assert lines == ["ok       a  fine", "warning  b  slow", "            -> wait", "error    c  broken", "            -> mend it"]

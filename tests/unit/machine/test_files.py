@@ -1,0 +1,123 @@
+"""A folder that is replaced whole: whenever the writer is killed, readers find the old one or the new one."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from megarl.machine.files import whole_folder
+
+# Ends itself with SIGKILL before, between, or after the renames; the argument is how many are done before. Or stays in the block.
+_WRITER = """
+import os, signal, sys, time
+from pathlib import Path
+from megarl.machine.files import whole_folder
+
+folder, moment = Path(sys.argv[1]), sys.argv[2]
+renamed = 0
+rename = os.rename
+
+def counted(source, target):
+    global renamed
+    if str(renamed) == moment:
+        os.kill(os.getpid(), signal.SIGKILL)
+    rename(source, target)
+    renamed += 1
+
+os.rename = counted
+with whole_folder(folder) as partial:
+    (partial / "content").write_text("new")
+    if moment == "writing":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if moment == "stay":
+        print("here", flush=True)
+        time.sleep(60)
+if str(renamed) == moment:
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def start(folder: Path, moment: str) -> subprocess.Popen[str]:
+    return subprocess.Popen([sys.executable, "-c", _WRITER, str(folder), moment], stdout=subprocess.PIPE, text=True)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    path = tmp_path / "export"
+    path.mkdir()
+    (path / "content").write_text("old")
+    return path
+
+
+def write(folder: Path, content: str) -> None:
+    with whole_folder(folder) as partial:
+        (partial / "content").write_text(content)
+
+
+def write_in_vain(folder: Path) -> None:
+    with suppress(ZeroDivisionError), whole_folder(folder) as partial:
+        (partial / "content").write_text("in vain")
+        raise ZeroDivisionError
+
+
+def test_a_folder_is_replaced_and_nothing_is_left(folder: Path) -> None:
+    (folder / "of the old one").touch()
+    write(folder, "new")
+    assert [path.name for path in folder.iterdir()] == ["content"]
+    assert (folder / "content").read_text() == "new"
+    assert [path.name for path in folder.parent.iterdir()] == ["export"]
+
+
+def test_an_error_leaves_the_old_one(folder: Path) -> None:
+    write_in_vain(folder)
+    assert (folder / "content").read_text() == "old"
+    assert [path.name for path in folder.parent.iterdir()] == ["export"]
+
+
+@pytest.mark.parametrize(
+    ("moment", "found", "recovered"),
+    [
+        ("writing", "old", "old"),
+        ("0", "old", "old"),  # all is written, and nothing renamed
+        ("1", None, "new"),  # the old one is away, and the new one has not the name yet: it is completed
+        ("2", "new", "new"),
+    ],
+)
+def test_a_kill(folder: Path, moment: str, found: str | None, recovered: str) -> None:
+    assert start(folder, moment).wait(60) == -signal.SIGKILL
+    assert ((folder / "content").read_text() if folder.exists() else None) == found
+
+    write_in_vain(folder)  # recovers what the killed one left before it begins
+    assert (folder / "content").read_text() == recovered
+    assert [path.name for path in folder.parent.iterdir()] == ["export"]
+
+
+def test_an_old_one_without_its_successor_comes_back(folder: Path) -> None:
+    """As where a clean-up was killed itself, or someone has removed what it needs."""
+    assert start(folder, "1").wait(60) == -signal.SIGKILL
+    (scratch,) = folder.parent.glob(".export.partial-*")
+    shutil.rmtree(scratch / "new")
+    write_in_vain(folder)
+    assert (folder / "content").read_text() == "old"
+
+
+def test_two_writers(folder: Path) -> None:
+    """The second is refused while the first lives; what the first leaves when it is killed does not stop the next."""
+    writer = start(folder, "stay")
+    assert writer.stdout is not None
+    assert writer.stdout.readline() == "here\n"
+    with pytest.raises(FileExistsError, match="another process is writing this folder"):
+        write(folder, "second")
+    assert (folder / "content").read_text() == "old"
+    os.kill(writer.pid, signal.SIGKILL)
+    assert writer.wait(60) == -signal.SIGKILL
+    write(folder, "third")
+    assert (folder / "content").read_text() == "third"
+    assert [path.name for path in folder.parent.iterdir()] == ["export"]

@@ -1,0 +1,50 @@
+"""Nothing outlives its owner: children, and grandchildren in sessions of their own. Plain processes, no Ray."""
+
+import os
+import signal
+import subprocess
+import sys
+import uuid
+
+import psutil
+
+from megarl.machine.reaper import descendants, end_processes_of, processes_of
+from tests.processes import gone_within
+
+OWNER_SCRIPT = """
+import os, subprocess, sys, time
+from megarl.machine.reaper import OWNER, start_reaper
+os.environ[OWNER] = sys.argv[1]
+kind = sys.argv[2]
+child = subprocess.Popen(["sleep", "600"], env=dict(os.environ) if kind == "mark" else {}, start_new_session=kind != "group")
+start_reaper(sys.argv[1], whole_group=kind == "group", named=[child.pid] if kind == "named" else [])
+print(child.pid, flush=True)
+time.sleep(600)
+"""
+
+
+def start_owner(owner: str, kind: str) -> tuple[subprocess.Popen, psutil.Process]:
+    process = subprocess.Popen([sys.executable, "-c", OWNER_SCRIPT, owner, kind], stdout=subprocess.PIPE, text=True, process_group=0)
+    assert process.stdout is not None
+    return process, psutil.Process(int(process.stdout.readline()))
+
+
+def test_children_end_with_a_killed_owner() -> None:
+    for kind in ("mark", "group", "named"):  # only the first can be told by its environment
+        owner, child = start_owner(uuid.uuid4().hex, kind)
+        os.kill(owner.pid, signal.SIGKILL)
+        owner.wait()
+        assert gone_within([child], limit_s=10) == []
+
+
+def test_only_the_owners_processes_are_found() -> None:
+    name = uuid.uuid4().hex
+    owner, child = start_owner(name + "/0.1/", "mark")
+    assert processes_of(name) == [child.pid]
+    assert descendants(owner.pid) == [child.pid]
+    assert processes_of(name + "/0.2/") == []
+    assert end_processes_of(name) == []
+    assert gone_within([child], limit_s=1) == []
+    assert owner.poll() is None  # its own environment was marked after it had started
+    owner.kill()
+    owner.wait()

@@ -1,0 +1,141 @@
+"""Roles on real Ray: a policy at two temperatures, its reference and a critic, fused in the processes of one layout; and a rollout."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+from megarl.config.architecture import read_architecture
+from megarl.config.schema import (
+    AlgorithmConfig,
+    Device,
+    DType,
+    EngineConfig,
+    KLConfig,
+    KLWhere,
+    MicroBatchConfig,
+    OptimConfig,
+    ParallelConfig,
+    RolloutConfig,
+    Transport,
+    ValueLossConfig,
+    Verify,
+)
+from megarl.controller.group import RayWorkerGroup, RoleGroup
+from megarl.controller.resource_pool import RayResourcePool
+from megarl.controller.worker_class import RayClassWithInitArgs, create_colocated_worker_cls
+from megarl.roles.models import Actor, Critic, Reference, UpdatePlan
+from megarl.roles.rollout import Rollout, TokenRules
+from megarl.roles.weight_sync import WeightSource, WeightSync
+from megarl.weights.name_mapping import Head
+from megarl.workers.critic import CriticWorker
+from megarl.workers.engines import EngineSpec, build_engine
+from megarl.workers.megatron import ModelSpec
+from megarl.workers.policy import ActorWorker, ReferenceWorker
+from tests.rollout_replicas import started_rollout
+from tests.unit.engine.models import save_critic, save_model
+
+FAMILY = "qwen2-tied"
+COOL = 0.7  # the second actor's temperature
+ONE_ROW = MicroBatchConfig(sequences=1)  # so that every uneven batch has micro-batches that only fill
+BUCKET_BYTES = 20_000  # several buckets even for a tiny model
+MAX_RESPONSE_LENGTH = 8
+END_TOKEN_ID = 5
+
+# An epsilon this large makes an update nearly linear in the gradient: a wrongly scaled gradient is a wrong weight.
+OPTIM = OptimConfig(lr=0.05, eps=0.1)
+ALGORITHM = AlgorithmConfig(kl=KLConfig(where=KLWhere.loss, coefficient=0.1), entropy_coefficient=0.01)
+
+
+class Folders(NamedTuple):
+    policy: Path
+    critic: Path
+
+
+class Models(NamedTuple):
+    actor: Actor
+    cool_actor: Actor  # samples and trains at temperature COOL
+    reference: Reference
+    critic: Critic
+    syncs: list[WeightSync]  # of the actors; one at a time has the engines
+
+
+def save_folders(folder: Path) -> Folders:
+    save_model(FAMILY, folder / "policy")
+    save_critic(folder / "policy", folder / "critic")
+    return Folders(folder / "policy", folder / "critic")
+
+
+def model_spec(
+    path: Path, parallel: ParallelConfig, head: Head = "lm", optim: OptimConfig | None = OPTIM, temperature: float = 1.0
+) -> ModelSpec:
+    return ModelSpec(
+        path=str(path),
+        architecture=read_architecture(str(path)),
+        head=head,
+        dtype=DType.float32,
+        parallel=parallel,
+        engine=EngineConfig(log_prob_chunk_tokens=8),
+        device=Device.cpu,
+        seed=0,
+        temperature=temperature,
+        optim=optim,
+    )
+
+
+@contextmanager
+def started(pool_name: str, world_size: int, workers: Mapping[str, RayClassWithInitArgs]) -> Iterator[dict[str, RoleGroup]]:
+    """The workers, fused in `world_size` processes that end with the block."""
+    pool = RayResourcePool([world_size], use_gpu=False, name=pool_name)
+    group = RayWorkerGroup(pool, create_colocated_worker_cls(workers), phase_time_limit_s=480)
+    try:
+        yield group.spawn()
+    finally:
+        group.shutdown()
+        pool.release()
+
+
+@contextmanager
+def started_models(folders: Folders, parallel: ParallelConfig) -> Iterator[Models]:
+    workers = {
+        "actor": RayClassWithInitArgs(ActorWorker, model_spec(folders.policy, parallel), ALGORITHM),
+        "cool_actor": RayClassWithInitArgs(ActorWorker, model_spec(folders.policy, parallel, temperature=COOL), ALGORITHM),
+        "reference": RayClassWithInitArgs(ReferenceWorker, model_spec(folders.policy, parallel, optim=None)),
+        "critic": RayClassWithInitArgs(CriticWorker, model_spec(folders.critic, parallel, head="value"), ValueLossConfig()),
+    }
+    updates = UpdatePlan(updates_per_step=1, epochs_per_batch=2, seed=0)
+    with started("models", parallel.world_size, workers) as groups:
+        syncs = []
+
+        def actor(name: str) -> Actor:
+            source = weight_source(groups[name], folders, parallel, BUCKET_BYTES)
+            sync = WeightSync(
+                source, transport=Transport.colocated, verify=Verify.first, scratch_dir=folders.policy.parent, config_dir=folders.policy
+            )
+            syncs.append(sync)
+            return Actor(groups[name], parallel, ONE_ROW, source, updates, weight_sync=sync, algorithm=ALGORITHM)
+
+        yield Models(
+            actor=actor("actor"),
+            cool_actor=actor("cool_actor"),
+            reference=Reference(groups["reference"], parallel, ONE_ROW),
+            critic=Critic(groups["critic"], parallel, ONE_ROW, updates),
+            syncs=syncs,
+        )
+
+
+def weight_source(group: RoleGroup, folders: Folders, parallel: ParallelConfig, bucket_bytes: int) -> WeightSource:
+    return WeightSource(
+        group=group, architecture=read_architecture(str(folders.policy)), parallel=parallel, dtype=DType.float32, bucket_bytes=bucket_bytes
+    )
+
+
+@contextmanager
+def started_policy_rollout(folders: Folders, num_replicas: int) -> Iterator[Rollout]:
+    spec = EngineSpec(path=str(folders.policy), dtype=DType.float32, device=Device.cpu, rollout=RolloutConfig(max_concurrency=8))
+    rules = TokenRules(pad_token_id=0, stop_token_ids=(END_TOKEN_ID,), max_response_length=MAX_RESPONSE_LENGTH)
+    with started_rollout(partial(build_engine, spec), num_replicas, rules=rules, max_concurrency=8) as rollout:
+        yield rollout

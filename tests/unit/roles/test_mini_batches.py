@@ -1,0 +1,224 @@
+"""How a step's samples become mini-batches and micro-batches, and how metrics come back together: on the driver, without processes."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+
+from megarl.algorithms.losses import MiniBatchCounts
+from megarl.batch.data_proto import DataProto
+from megarl.config.errors import RunError
+from megarl.config.schema import (
+    AlgorithmConfig,
+    CovarianceConfig,
+    DType,
+    KLConfig,
+    KLWhere,
+    MicroBatchConfig,
+    ParallelConfig,
+    PolicyLossConfig,
+    PolicyLossKind,
+)
+from megarl.roles.models import Actor, MegatronRole, UpdatePlan, _over_replicas, _over_updates
+from megarl.roles.ratio_gate import FirstRatioError, FirstRatioGate
+from megarl.roles.update_inputs import actor_rows
+from megarl.workers.megatron import MICRO_BATCHES
+from tests.unit.engine.models import make_batch
+
+
+def numbered(num_rows: int) -> DataProto:
+    return DataProto.from_dict({"row": torch.arange(num_rows)})
+
+
+def rows_of(plan: UpdatePlan, num_rows: int, step: int) -> list[list[int]]:
+    return [mini_batch.tensors["row"].tolist() for mini_batch in plan.mini_batches(numbered(num_rows), step)]
+
+
+def test_every_pass_has_each_row_once_in_an_order_of_its_own() -> None:
+    plan = UpdatePlan(updates_per_step=3, epochs_per_batch=2, seed=5)
+    mini_batches = rows_of(plan, 12, step=1)
+    assert [len(rows) for rows in mini_batches] == [4] * 6
+    first, second = sum(mini_batches[:3], []), sum(mini_batches[3:], [])
+    assert sorted(first) == sorted(second) == list(range(12))
+    assert first != second
+    assert mini_batches == rows_of(plan, 12, step=1)
+    assert mini_batches != rows_of(plan, 12, step=2)
+
+
+def test_one_update_keeps_the_order() -> None:
+    plan = UpdatePlan(updates_per_step=1, epochs_per_batch=2, seed=5)
+    assert rows_of(plan, 4, step=1) == [[0, 1, 2, 3]] * 2
+
+
+@pytest.mark.parametrize(("num_rows", "updates"), [(12, 5), (4, 5)])
+def test_rows_that_do_not_divide_are_refused(num_rows: int, updates: int) -> None:
+    """12 // 5 = 2 rows would make six updates of the five that were asked for."""
+    plan = UpdatePlan(updates_per_step=updates, epochs_per_batch=1, seed=0)
+    with pytest.raises(ValueError, match=f"{num_rows} samples do not divide into trainer.updates_per_step={updates}"):
+        rows_of(plan, num_rows, step=1)
+
+
+def role(parallel: ParallelConfig, sequences: int) -> MegatronRole:
+    return MegatronRole(group=None, parallel=parallel, micro_batch=MicroBatchConfig(sequences=sequences))  # type: ignore[arg-type]
+
+
+def test_fillers_have_no_token_to_train_on() -> None:
+    batch = DataProto.from_dict({**make_batch(num_rows=3), "row": torch.arange(3)})
+    before = batch.tensors["response_mask"].clone()
+    plan, parts = role(ParallelConfig(data_parallel_size=2), 1)._split(batch, ("input_ids", "attention_mask", "response_mask", "row"))
+    assert [part.meta_info[MICRO_BATCHES] for part in parts] == [[[0], [1]]] * 2
+    assert torch.equal(batch.tensors["response_mask"], before)  # the batch itself stays as it is
+    joined = DataProto.concat([part.select(meta_info_keys=[]) for part in parts])
+    real = joined.tensors["response_mask"].any(1)
+    assert Counter(joined.tensors["row"][real].tolist()) == Counter(range(3))
+    assert int(real.sum()) == 3  # of four places
+    restored = joined.select_idxs(plan.restore_order()).tensors
+    assert restored["row"].tolist() == [0, 1, 2]
+    assert torch.equal(restored["response_mask"], before)
+
+
+def test_virtual_stages_get_a_multiple_of_the_pipeline() -> None:
+    batch = DataProto.from_dict(make_batch(num_rows=3))
+    interleaved = ParallelConfig(pipeline_parallel_size=2, virtual_pipeline_parallel_size=2)
+    for parallel, expected in ((interleaved, 4), (ParallelConfig(pipeline_parallel_size=2), 3)):
+        (part,) = role(parallel, 1)._split(batch, batch.tensors)[1]
+        assert len(part.meta_info[MICRO_BATCHES]) == expected
+
+
+class Done:
+    """A call that has ended."""
+
+    calls = ()
+
+    def __init__(self, result: Any) -> None:
+        self._result = result
+
+    def get(self, timeout: float | None = None) -> Any:
+        return self._result
+
+
+def test_updates_get_the_counts_of_their_whole_mini_batch() -> None:
+    """The denominator is fixed before the rows are cut over replicas: 2 + 1 tokens, then 3 + 0."""
+    batch = DataProto.from_dict(make_batch(num_rows=4))
+    lengths = torch.tensor([2, 1, 3, 0])
+    batch.tensors["response_mask"].copy_(torch.arange(9) < lengths[:, None])
+    seen: list[tuple[int, MiniBatchCounts]] = []
+
+    def method(parts: list[DataProto], counts: MiniBatchCounts) -> Any:
+        seen.append((len(parts), counts))
+        return Done([{"x/loss": 1.0, "x/lr": 0.5}, {"x/loss": 2.0, "x/lr": 0.5}])
+
+    replicas = role(ParallelConfig(data_parallel_size=2), 1)
+    assert replicas._update(batch.split(2), "update_actor", method).get() == {"x/loss": 3.0, "x/lr": 0.5}
+    assert seen == [
+        (2, MiniBatchCounts(num_tokens=3, num_sequences=2)),
+        (2, MiniBatchCounts(num_tokens=3, num_sequences=1)),
+    ]
+
+
+def test_shares_add_up_over_replicas_and_mini_batches_are_averaged() -> None:
+    """Of extremes it is the extreme; a replica whose rows have no token has none."""
+    replicas = [
+        {"actor/pg_loss": 0.25, "actor/ratio_max": 1.5, "actor/ratio_min": 0.5, "actor/grad_norm": 3.0, "actor/lr": 0.1},
+        {"actor/pg_loss": 0.5, "actor/ratio_max": -math.inf, "actor/ratio_min": math.inf, "actor/grad_norm": 3.0, "actor/lr": 0.1},
+    ]
+    update = _over_replicas(replicas)
+    assert update == {"actor/pg_loss": 0.75, "actor/ratio_max": 1.5, "actor/ratio_min": 0.5, "actor/grad_norm": 3.0, "actor/lr": 0.1}
+    other = {"actor/pg_loss": 0.25, "actor/ratio_max": 1.25, "actor/ratio_min": 0.25, "actor/grad_norm": 1.0, "actor/lr": 0.3}
+    assert _over_updates([update, other]) == pytest.approx(
+        {"actor/pg_loss": 0.5, "actor/ratio_max": 1.5, "actor/ratio_min": 0.25, "actor/grad_norm": 2.0, "actor/lr": 0.2}
+    )
+
+
+def test_an_extreme_over_no_token_is_no_metric_and_what_is_not_finite_is_not_lost() -> None:
+    nothing = {"actor/pg_loss": 0.0, "actor/ratio_max": -math.inf}
+    assert _over_replicas([nothing, nothing]) == {"actor/pg_loss": 0.0}
+    assert _over_replicas([{"actor/pg_loss": math.inf}, {"actor/pg_loss": 1.0}]) == {"actor/pg_loss": math.inf}
+    assert math.isnan(_over_replicas([{"actor/ratio_max": math.nan}, {"actor/ratio_max": 1.0}])["actor/ratio_max"])
+
+
+def batch_to_update(**extra: torch.Tensor) -> DataProto:
+    tensors = make_batch(num_rows=4)
+    shape, generator = tensors["response_mask"].shape, torch.Generator().manual_seed(0)
+    made = {key: torch.randn(shape, generator=generator) for key in ("old_log_probs", "advantages", "ref_log_prob", "entropys")}
+    return DataProto.from_dict({**tensors, **made, **extra}, {"uid": list("aabb")})
+
+
+def test_one_update_has_no_old_log_probs() -> None:
+    """Its ratios are those of the log-probs to themselves: exactly 1."""
+    model = {"input_ids", "attention_mask", "response_mask", "advantages"}
+    for one_update, extra in ((True, set()), (False, {"old_log_probs"})):
+        plain = actor_rows(batch_to_update(), AlgorithmConfig(), one_update=one_update, seed=0)
+        assert plain.tensors.keys() == model | extra
+        in_loss = AlgorithmConfig(kl=KLConfig(where=KLWhere.loss))
+        assert actor_rows(batch_to_update(), in_loss, one_update=one_update, seed=0).tensors.keys() == model | extra | {"ref_log_prob"}
+
+
+def test_what_a_correction_left_out_is_no_response_to_the_loss() -> None:
+    batch = batch_to_update()
+    left_out = batch.tensors["response_mask"].clone()
+    left_out[0] = False
+    rows = actor_rows(batch.union(DataProto.from_dict({"loss_mask": left_out})), AlgorithmConfig(), one_update=True, seed=0)
+    assert torch.equal(rows.tensors["response_mask"], left_out)
+    assert torch.equal(rows.tensors["attention_mask"], batch.tensors["attention_mask"])  # the model still reads them
+
+
+def test_tokens_are_chosen_over_the_whole_mini_batch_and_drawn_by_the_seed() -> None:
+    loss = PolicyLossConfig(kind=PolicyLossKind.clip_cov, covariance=CovarianceConfig(share=0.2, low=-9.0, high=9.0))
+    drawn = [
+        actor_rows(batch_to_update(), AlgorithmConfig(policy_loss=loss), one_update=True, seed=seed).tensors["selected_tokens"]
+        for seed in (1, 1, 2)
+    ]
+    assert torch.equal(drawn[0], drawn[1])
+    assert not torch.equal(drawn[0], drawn[2])
+    assert int(drawn[0].sum()) == int(0.2 * batch_to_update().tensors["response_mask"].sum())
+
+
+def metrics(low: float = 1.0, high: float = 1.0, mean: float = 0.0) -> dict[str, float]:
+    return {"actor/ratio_min": low, "actor/ratio_max": high, "actor/approx_kl": mean}
+
+
+@pytest.mark.parametrize(
+    "wrong", [metrics(low=0.9), metrics(high=1.1), metrics(mean=-0.001), metrics(high=math.nan), metrics(mean=math.nan)]
+)
+def test_a_first_ratio_that_is_not_one_ends_the_run(wrong: dict[str, float]) -> None:
+    with pytest.raises(RunError, match="the policy has not changed since it was scored"):
+        FirstRatioGate(DType.float32)(wrong)
+
+
+def test_the_gate_looks_at_the_first_mini_batch_of_the_first_step_alone() -> None:
+    """Later ones are of a policy that has moved; one without a token has no ratios, and the gate waits for the next."""
+    gate = FirstRatioGate(DType.float32)
+    gate({"actor/pg_loss": 0.0})
+    with pytest.raises(FirstRatioError):
+        FirstRatioGate(DType.float32)(metrics(high=1.5))
+    gate(metrics(low=1 - 1e-6, high=1 + 1e-6, mean=1e-7))
+    gate(metrics(low=0.5, high=2.0, mean=0.3))
+
+
+@pytest.mark.parametrize(("updates_per_step", "is_refused"), [(1, False), (2, True)])
+def test_an_actor_whose_first_ratio_is_wrong(updates_per_step: int, is_refused: bool) -> None:
+    class Group:
+        def update_actor(self, parts: list[DataProto], counts: MiniBatchCounts) -> Done:
+            return Done([metrics(high=1.5)])
+
+    updates = UpdatePlan(updates_per_step=updates_per_step, epochs_per_batch=1, seed=0)
+    actor = Actor(
+        Group(),  # type: ignore[arg-type]
+        ParallelConfig(),
+        MicroBatchConfig(sequences=1),
+        None,  # type: ignore[arg-type]
+        updates,
+        algorithm=AlgorithmConfig(),
+        check_first_ratio=FirstRatioGate(DType.float32),
+    )
+    update = actor.update(batch_to_update(), step=1)
+    if is_refused:
+        with pytest.raises(RunError, match=r"ratios of new to old probabilities are 1 to 1\.5"):
+            update.get()
+    else:
+        assert update.get() == metrics(high=1.5)

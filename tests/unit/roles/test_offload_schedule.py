@@ -1,0 +1,387 @@
+"""Whose turn it is: the moves of actor, reference and engines for every order of phases, on fakes that know what is in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from megarl.config.schema import (
+    ActorConfig,
+    AlgorithmConfig,
+    KLConfig,
+    KLWhere,
+    ParallelConfig,
+    PlacementConfig,
+    PlacementStrategy,
+    PPOConfig,
+)
+from megarl.controller.futures import RemoteFuture
+from megarl.engine.offload import StatePart
+from megarl.placement.dataflow import Item
+from megarl.placement.offload_plan import TurnPlan
+from megarl.placement.plan import plan_placement
+from megarl.roles.offload_schedule import Residency, TakingTurns
+
+GRADIENTS, OPTIMIZER, PARAMETERS = StatePart.gradients, StatePart.optimizer, StatePart.parameters
+EVERYTHING = {GRADIENTS, OPTIMIZER, PARAMETERS}
+
+
+class Done(RemoteFuture):
+    calls = ()
+
+    def __init__(self, results: list[Any]) -> None:
+        self._results = results
+
+    def get(self, timeout: float | None = None) -> list[Any]:
+        return self._results
+
+
+class FakeGroup:
+    """Of one rank. It notes the calls that change something in `log`, and refuses what a worker would refuse."""
+
+    def __init__(self, name: str, log: list[str]) -> None:
+        self.name, self.log = name, log
+
+    def execute_all_async(self, method: str, *arguments: Any) -> Done:
+        return Done([getattr(self, method)(*arguments)])
+
+    def execute_all_sync(self, method: str, *arguments: Any) -> list[Any]:
+        return self.execute_all_async(method, *arguments).get()
+
+    def resident_memory_gb(self) -> float:
+        return 1.5
+
+
+class FakeTrainer(FakeGroup):
+    def __init__(self, name: str, log: list[str], parts: set[StatePart]) -> None:
+        super().__init__(name, log)
+        self.parts, self.held = frozenset(parts), set(parts)
+
+    def offload_state(self, parts: Sequence[StatePart]) -> None:
+        self._move(self.held & set(parts), "-", self.held.difference_update)
+
+    def restore_state(self, parts: Sequence[StatePart]) -> None:
+        self._move((self.parts - self.held) & set(parts), "+", self.held.update)
+
+    def _move(self, parts: set[StatePart] | frozenset[StatePart], sign: str, change: Callable[[set[StatePart]], None]) -> None:
+        change(set(parts))
+        self.log += [f"{self.name} {sign}{part.value}" for part in sorted(parts)]
+
+
+class FakeEngine(FakeGroup):
+    awake, version = True, None
+
+    def sleep(self) -> None:
+        assert self.awake
+        self.awake, self.version = False, None
+        self.log.append(f"{self.name} sleeps")
+
+    def wake(self) -> None:
+        if not self.awake:
+            self.awake = True
+            self.log.append(f"{self.name} wakes")
+
+
+@dataclass
+class FakeRollout:
+    """As roles/rollout.py: it keeps the push for a replica that is started later."""
+
+    log: list[str]
+    replicas: list[FakeEngine] = field(default_factory=list)
+    push: Any = None
+
+    def update_weights(self, push: Any) -> None:
+        self.push = push
+        push(self.replicas)
+
+    def sleep(self) -> None:
+        for replica in self.replicas:
+            replica.sleep()
+
+    def resident_memory_gb(self) -> float:
+        return 2.5
+
+    def restart(self, index: int) -> None:
+        self.replicas[index] = FakeEngine(f"engine{index}'", self.log)
+        self.push([self.replicas[index]])
+
+
+def placed(strategy: PlacementStrategy, reference: bool = True, **placement: Any) -> PPOConfig:
+    """An actor of two ranks, so that the critic, of one, has another layout and its own process."""
+    return PPOConfig(
+        actor=ActorConfig(parallel=ParallelConfig(tensor_parallel_size=2)),
+        algorithm=AlgorithmConfig(kl=KLConfig(where=KLWhere.reward if reference else KLWhere.none)),
+        placement=PlacementConfig(strategy=strategy, **placement),
+    )
+
+
+class World:
+    """A run. What each phase needs, and what must not be beside it, is checked while it runs."""
+
+    def __init__(self, config: PPOConfig | None = None) -> None:
+        self.log: list[str] = []
+        plan = plan_placement(config or placed(PlacementStrategy.hybrid))
+        self.turns = TurnPlan(plan)
+        self.models = {
+            role: FakeTrainer(role, self.log, {PARAMETERS} if role == "reference" else EVERYTHING)
+            for role in plan.roles
+            if role not in ("reward", "rollout")
+        }
+        self.actor, self.reference = self.models["actor"], self.models.get("reference")
+        for role, model in self.models.items():
+            model.held -= {StatePart(part) for part in self.turns.away_at_first(role)}
+        self.rollout = FakeRollout(self.log, [FakeEngine("engine0", self.log), FakeEngine("engine1", self.log)])
+        self.residency = TakingTurns(self.turns, self.models)  # type: ignore[arg-type]
+        self.version = 0
+
+    def taken(self) -> list[str]:
+        taken, self.log[:] = list(self.log), []
+        return taken
+
+    def send(self) -> None:
+        self.version += 1
+        version = self.version
+
+        def push(replicas: Sequence[FakeEngine]) -> None:
+            assert PARAMETERS in self.actor.held
+            self._check_beside("update_weights")
+            for replica in replicas:
+                assert replica.awake
+                replica.version = version  # type: ignore[assignment]
+                self.log.append(f"{replica.name} v{version}")
+
+        self.residency.send(self.rollout, push)  # type: ignore[arg-type]
+
+    def generate(self) -> None:
+        self.residency.before_generate()
+        self._check_beside("gen")
+        assert [replica.version for replica in self.rollout.replicas] == [self.version, self.version]
+
+    def run(self, phase: str) -> list[Any]:
+        moves = self.residency.before(phase)
+        self._check_beside(phase)
+        return moves
+
+    def score(self) -> None:
+        for phase in ("old_log_prob", *(["ref"] if self.reference else [])):
+            self.run(phase)
+
+    def step(self) -> None:
+        self.generate()
+        self.score()
+        if "critic" in self.models:
+            self.run("values")
+            self.run("update_critic")
+        self.run("update_actor")
+        self.send()
+
+    def _check_beside(self, phase: str) -> None:
+        """All that is needed is in, and nothing that had to leave."""
+        held = {Item(role, part.value) for role, model in self.models.items() for part in model.held}
+        held |= {Item("rollout", "engine")} if any(replica.awake for replica in self.rollout.replicas) else set()
+        assert self.turns.phase(phase).needs <= held | {Item("reward", "parameters")}
+        assert not held & self.turns.leaving(phase)
+
+
+def test_the_first_weights_find_the_trainer_away() -> None:
+    world = World()
+    assert not world.actor.held
+    assert world.reference is not None
+    assert not world.reference.held
+    world.send()
+    assert world.taken() == ["actor +parameters", "engine0 v1", "engine1 v1", "actor -parameters"]
+    world.generate()
+    assert world.taken() == []
+
+
+def test_a_step_that_trains_the_actor() -> None:
+    world = World()
+    world.send()
+    world.generate()
+    world.taken()
+    world.score()
+    assert world.taken() == ["engine0 sleeps", "engine1 sleeps", "actor +parameters", "reference +parameters"]
+    world.score()
+    assert world.taken() == []
+    world.run("update_actor")  # the reference is not needed again before the engines are
+    assert world.taken() == ["reference -parameters", "actor +gradients", "actor +optimizer"]
+    world.send()
+    assert world.taken() == [
+        *("actor -gradients", "actor -optimizer", "engine0 wakes", "engine1 wakes"),
+        *("engine0 v2", "engine1 v2", "actor -parameters"),
+    ]
+    world.generate()  # validation
+    world.generate()
+    assert world.taken() == []
+
+
+def test_a_step_of_critic_warm_up_sends_the_same_weights_again_and_leaves_the_optimizer_away() -> None:
+    world = World()
+    world.send()
+    for _ in range(2):
+        world.generate()
+        world.score()
+        world.taken()
+        world.generate()
+        assert world.taken() == [
+            *("reference -parameters", "engine0 wakes", "engine1 wakes", "engine0 v1", "engine1 v1", "actor -parameters"),
+        ]
+
+
+def test_an_engine_that_is_started_anew_gets_weights_that_are_away() -> None:
+    world = World()
+    world.send()
+    world.generate()
+    world.taken()
+    world.rollout.restart(1)
+    assert world.taken() == ["actor +parameters", "engine1' v1", "actor -parameters"]
+    world.generate()
+    world.step()
+
+
+@pytest.mark.parametrize("generated", [True, False])
+def test_weights_are_there_to_be_saved_whoever_has_the_turn(generated: bool) -> None:
+    world = World()
+    world.send()
+    if not generated:
+        world.score()
+    world.taken()
+    with world.residency.actor_parameters():
+        assert PARAMETERS in world.actor.held
+    assert world.taken() == (["actor +parameters", "actor -parameters"] if generated else [])
+
+
+def test_a_push_that_fails_can_be_tried_again() -> None:
+    world = World()
+    failures = [RuntimeError("an engine died")]
+
+    class Mending(FakeRollout):
+        def update_weights(self, push: Any) -> None:
+            with pytest.raises(RuntimeError, match="an engine died"):
+                push(self.replicas)
+            super().update_weights(push)
+
+    world.rollout = Mending(world.log, world.rollout.replicas)
+
+    def push(replicas: Sequence[FakeEngine]) -> None:
+        assert PARAMETERS in world.actor.held
+        if failures:
+            raise failures.pop()
+        for replica in replicas:
+            replica.version = 0  # type: ignore[assignment]
+
+    world.residency.send(world.rollout, push)  # type: ignore[arg-type]
+    world.generate()
+
+
+def test_without_a_reference() -> None:
+    world = World(placed(PlacementStrategy.hybrid, reference=False))
+    world.send()
+    for _ in range(2):
+        world.generate()
+        world.score()
+        world.run("update_actor")
+        world.send()
+
+
+def test_all_on_the_same_devices() -> None:
+    world = World(placed(PlacementStrategy.fully_collocate))
+    world.send()
+    world.step()
+    world.taken()
+    world.generate()
+    assert world.taken() == []
+    world.score()
+    world.run("values")
+    assert world.taken() == [
+        *("engine0 sleeps", "engine1 sleeps", "actor +parameters", "reference +parameters"),
+        *("reference -parameters", "critic +parameters"),
+    ]
+    world.run("update_critic")  # the actor's parameters stay: they are needed before the engines are
+    assert world.taken() == ["critic +gradients", "critic +optimizer"]
+    world.run("update_actor")
+    assert world.taken() == [
+        *("critic -gradients", "critic -optimizer", "critic -parameters"),
+        *("actor +gradients", "actor +optimizer"),
+    ]
+    world.send()
+    assert world.taken() == [
+        *("actor -gradients", "actor -optimizer", "engine0 wakes", "engine1 wakes"),
+        *("engine0 v3", "engine1 v3", "actor -parameters"),
+    ]
+
+
+def test_what_another_process_does_on_the_devices_has_ended_before_a_turn_begins() -> None:
+    world = World(placed(PlacementStrategy.fully_collocate))
+    world.send()
+    world.generate()
+
+    class Late(Done):
+        waited = False
+
+        def get(self, timeout: float | None = None) -> list[Any]:
+            self.waited = True
+            return super().get(timeout)
+
+    scoring, fused = Late([]), Late([])
+    world.residency.runs("old_log_prob", fused)
+    world.run("ref")  # in the actor's process: it queues
+    assert not fused.waited
+    world.run("values")
+    assert fused.waited
+    world.residency.runs("values", scoring)
+    world.run("update_actor")
+    assert scoring.waited
+
+
+def test_actor_and_critic_with_engines_elsewhere_keep_their_parameters() -> None:
+    roles = {"actor": "train", "reference": "train", "critic": "train", "rollout": "engines"}
+    world = World(placed(PlacementStrategy.custom, roles=roles, pools={"train": [2], "engines": [2]}))
+    world.send()
+    assert world.taken() == ["engine0 v1", "engine1 v1"]
+    for number in (2, 3):
+        world.step()
+        assert world.taken() == [
+            *("critic +gradients", "critic +optimizer", "critic -gradients", "critic -optimizer"),
+            *("actor +gradients", "actor +optimizer", "actor -gradients", "actor -optimizer"),
+            *(f"engine0 v{number}", f"engine1 v{number}"),
+        ]
+
+
+@pytest.mark.parametrize("strategy", [PlacementStrategy.split_collocate, PlacementStrategy.stand_alone])
+def test_roles_with_devices_of_their_own_never_move(strategy: PlacementStrategy) -> None:
+    world = World(placed(strategy))
+    world.send()
+    for _ in range(2):
+        world.step()
+    assert not [entry for entry in world.taken() if "+" in entry or "-" in entry or "sleeps" in entry]
+    assert world.residency.metrics() == {}
+
+
+def test_memory_is_reported_for_both_modes() -> None:
+    world = World()
+    world.send()
+    assert world.residency.metrics() == {}
+    world.score()
+    assert world.residency.metrics() == {"memory/actor_rss_gb/rollout": 1.5, "memory/rollout_rss_gb/rollout": 2.5}
+    world.generate()
+    assert {key for key in world.residency.metrics() if key.endswith("/training")} == {
+        "memory/actor_rss_gb/training",
+        "memory/rollout_rss_gb/training",
+    }
+
+
+def test_where_nobody_takes_turns() -> None:
+    pushed: list[Any] = []
+    rollout = FakeRollout([], [FakeEngine("engine", [])])
+    residency = Residency()
+    residency.send(rollout, pushed.append)  # type: ignore[arg-type]
+    residency.before_generate()
+    assert residency.before("values") == []
+    with residency.actor_parameters():
+        pass
+    assert pushed == [rollout.replicas]
+    assert residency.metrics() == {}

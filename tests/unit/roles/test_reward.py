@@ -1,0 +1,118 @@
+"""The reward worker, in this process: what it decodes, where its scores stand, and what it reports of failures."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from megarl.batch.data_proto import DataProto
+from megarl.config.schema import RewardConfig, RewardFunctionConfig
+from megarl.controller.futures import RemoteFuture
+from megarl.data.padding import pad_right
+from megarl.roles.reward import Reward
+from megarl.workers.reward import RewardWorker
+from tests.integration.tiny_run import SYMBOLS, save_policy
+
+FUNCTION = """
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    if solution_str == "":
+        raise KeyError("nothing to score")
+    return len(solution_str) + 10 * (solution_str == ground_truth) + 100 * (data_source == "two") + extra_info["bonus"]
+"""
+ANSWERS = ["12<end>", "3+4<end>", "<end>", "7= "]
+
+
+@pytest.fixture
+def worker(tmp_path: Path) -> Iterator[RewardWorker]:
+    save_policy(tmp_path / "policy")
+    (tmp_path / "reward.py").write_text(FUNCTION)
+    functions = [RewardFunctionConfig(path=str(tmp_path / "reward.py"))]
+    made = RewardWorker(RewardConfig(functions=functions, max_error_rate=0.25, num_processes=1), str(tmp_path / "policy"), False)
+    yield made
+    made._scorer.close()
+
+
+def token_ids(text: str) -> list[int]:
+    ids = [SYMBOLS.index(symbol) for symbol in text.removesuffix("<end>")]
+    return [*ids, SYMBOLS.index("<end>")] if text.endswith("<end>") else ids
+
+
+def test_scores_stand_on_the_last_token_that_was_written(worker: RewardWorker) -> None:
+    """12 is right (2 characters + 10); 3+4 is of the second source (3 + 100); one fails and scores 0; 7= has 3 and a bonus of 0.5."""
+    responses = pad_right([token_ids(text) for text in ANSWERS], 5, pad_id=SYMBOLS.index("9"))  # the padding must not be read
+    batch = DataProto.from_dict(
+        {"responses": responses.ids, "response_mask": responses.mask.bool()},
+        {
+            "uid": ["a", "a", "b", "b"],
+            "data_source": ["one", "two", "one", "one"],
+            "reward_model": [{"ground_truth": "12"}] * 4,
+            "extra_info": [{"bonus": 0}, {"bonus": 0}, {"bonus": 0}, {"bonus": 0.5}],
+        },
+    )
+    scored = worker.score(batch)
+    assert scored.non_tensor_batch["response_text"].tolist() == ["12", "3+4", "", "7= "]
+    assert scored.non_tensor_batch["score"].tolist() == [12, 103, 0, 3.5]
+    expected = [[0, 0, 12, 0, 0], [0, 0, 0, 103, 0], [0, 0, 0, 0, 0], [0, 0, 3.5, 0, 0]]
+    assert torch.equal(scored.tensors["token_level_scores"], torch.tensor(expected))
+    assert scored.tensors["score_parts"].tolist() == [[12], [103], [0], [3.5]]  # of the only function
+    assert scored.meta_info == {"reward/error_rate": 0.25}
+
+
+class Scored(RemoteFuture):
+    """A result that is there."""
+
+    calls = ()
+
+    def __init__(self, result: DataProto) -> None:
+        self._result = result
+
+    def get(self, timeout: float | None = None) -> DataProto:
+        return self._result
+
+
+class FakeModel:
+    def score(self, batch: DataProto) -> Scored:
+        flags = torch.tensor([False, True])
+        tensors = {"reward_model_scores": torch.tensor([4.0, -2.0]), "reward_model_truncated": flags, "reward_model_spells_special": ~flags}
+        return Scored(DataProto.from_dict(tensors))
+
+
+class InThisProcess:
+    """A worker group of one rank, this one."""
+
+    def __init__(self, worker: RewardWorker) -> None:
+        self._worker = worker
+
+    def score(self, batch: DataProto) -> Scored:
+        return Scored(self._worker.score(batch))
+
+
+def two_answers() -> DataProto:
+    """12, which is right: 2 characters + 10; and 7, which is 1 character."""
+    responses = pad_right([token_ids("12<end>"), token_ids("7")], 4, pad_id=0)
+    return DataProto.from_dict(
+        {"responses": responses.ids, "response_mask": responses.mask.bool()},
+        {"uid": ["a", "b"], "data_source": ["one"] * 2, "reward_model": [{"ground_truth": "12"}] * 2, "extra_info": [{"bonus": 0}] * 2},
+    )
+
+
+def test_functions_and_a_model_are_summed_with_their_weights(worker: RewardWorker) -> None:
+    reward = Reward(InThisProcess(worker), FakeModel(), model_weight=0.5)  # type: ignore[arg-type]
+    scored = reward.score(two_answers()).get()
+    assert scored.non_tensor_batch["score"].tolist() == [12 + 0.5 * 4, 1 - 0.5 * 2]
+    assert scored.tensors["token_level_scores"].tolist() == [[0, 0, 14, 0], [0, 0, 0, 0]]
+    assert scored.tensors["reward_function_scores"].tolist() == [12, 1]
+    assert scored.tensors["reward_model_scores"].tolist() == [4, -2]
+    assert scored.non_tensor_batch["response_text"].tolist() == ["12", "7"]
+    assert scored.meta_info == {"reward/error_rate": 0}
+
+
+def test_a_model_alone(tmp_path: Path) -> None:
+    save_policy(tmp_path / "policy")
+    worker = RewardWorker(RewardConfig(), str(tmp_path / "policy"), False)
+    scored = Reward(InThisProcess(worker), FakeModel()).score(two_answers()).get()  # type: ignore[arg-type]
+    assert scored.non_tensor_batch["score"].tolist() == [4, -2]
+    assert scored.non_tensor_batch["response_text"].tolist() == ["12", "7"]

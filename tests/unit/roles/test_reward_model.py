@@ -1,0 +1,154 @@
+"""The reward model on real Megatron ranks against Hugging Face: another family, tokenizer and template than the policy's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForSequenceClassification
+
+from megarl.batch.data_proto import DataProto
+from megarl.config.architecture import read_architecture
+from megarl.config.schema import Device, DType, EngineConfig, MicroBatchConfig, OverlongConversation, ParallelConfig
+from megarl.controller.dispatch import route_mesh
+from megarl.controller.futures import RemoteFuture
+from megarl.controller.mesh import MeshCoordinate
+from megarl.data.padding import join, pad_left, pad_right
+from megarl.roles.reward import RewardModel
+from megarl.workers.megatron import ModelSpec
+from megarl.workers.reward_model import Reading
+from tests.ranks import RankPool
+from tests.unit.data.chats import character_tokenizer, user
+from tests.unit.engine.rank_side import LAYOUTS, MIXED_LAYOUTS
+from tests.unit.roles.reward_models import byte_pair_tokenizer, save_reward_model
+
+TOLERANCE = 1e-4
+TURNS = [{"role": "system", "content": "be brief"}, *user("1 + 1"), {"role": "assistant", "content": "2"}, *user("and 3?")]
+CASES = {
+    "one turn": (user("one and two"), "three"),
+    "several turns": (TURNS, "12 345 67"),
+    "an answer of the end token alone": (user("1 + 1"), ""),
+    "an answer that spells the reward model's end token": (user("1 + 1"), "2</s>[user] good"),
+    "a long one": (user("one two three and " * 3), "67 890 " * 3),
+    "much like the first": (user("one and two"), "three."),
+    "short": (user("1"), "2"),
+}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    folder = tmp_path_factory.mktemp("reward")
+    character_tokenizer(vocabulary_extra="<>/[]").save_pretrained(folder / "policy")
+    save_reward_model(folder / "reward_model")
+    return {name: str(folder / name) for name in ("policy", "reward_model")}
+
+
+def policy_batch() -> DataProto:
+    """What a rollout gives, with padding that is read by nobody: `9` on both sides."""
+    tokenizer = character_tokenizer(vocabulary_extra="<>/[]")
+    prompts = [tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False) for messages, _ in CASES.values()]
+    responses = [[*tokenizer.encode(answer, add_special_tokens=False), tokenizer.eos_token_id] for _, answer in CASES.values()]
+    nine = tokenizer.convert_tokens_to_ids("9")
+    padded = pad_right(responses, max(map(len, responses)) + 2, nine)
+    tensors = join(pad_left(prompts, max(map(len, prompts)), nine), padded)
+    arrays = {"uid": list(CASES), "messages": [messages for messages, _ in CASES.values()]}
+    return DataProto.from_dict({**tensors, "response_mask": padded.mask.bool()}, arrays)
+
+
+def reference_scores(folder: str, side: str, max_length: int = 1000) -> Tensor:
+    """Hugging Face's, of all conversations as one batch that is padded on one side."""
+    tokenizer = byte_pair_tokenizer()
+    model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32)
+    chats = [[*messages, {"role": "assistant", "content": answer}] for messages, answer in CASES.values()]
+    rows = [tokenizer.apply_chat_template(chat, return_dict=False)[:-1][-max_length:] for chat in chats]  # without </s>, the pad token
+    pad = {"left": pad_left, "right": pad_right}[side](rows, max(map(len, rows)), tokenizer.pad_token_id)
+    positions = (pad.mask.cumsum(1) - 1).clamp(min=0)
+    with torch.no_grad():
+        return model(pad.ids, attention_mask=pad.mask, position_ids=positions).logits[:, 0]
+
+
+def score_in_rank(parallel: ParallelConfig, parts: Sequence[DataProto], folders: dict[str, str], reading: Reading) -> tuple[Any, DataProto]:
+    """In a rank: the worker as a worker process builds it, but for the process group, which is there."""
+    from megarl.workers import megatron
+    from megarl.workers.reward_model import RewardModelWorker
+    from tests.unit.engine.rank_side import start
+
+    megatron._groups = start(parallel)
+    spec = ModelSpec(
+        path=folders["reward_model"],
+        architecture=read_architecture(folders["reward_model"]),
+        head="value",
+        dtype=DType.float32,
+        parallel=parallel,
+        engine=EngineConfig(),
+        device=Device.cpu,
+        seed=0,
+    )
+    try:
+        worker = RewardModelWorker(spec, reading)
+        place = worker.mesh_coordinate()
+        return tuple(place), worker.score_conversations(parts[place.dp])
+    finally:
+        megatron._groups = None
+
+
+class Ranks:
+    """What the handle asks of a worker group, by ranks of the pool."""
+
+    def __init__(self, pool: RankPool, parallel: ParallelConfig, **arguments: Any) -> None:
+        self._pool, self._parallel, self._arguments = pool, parallel, arguments
+
+    def score_conversations(self, parts: list[DataProto]) -> RemoteFuture:
+        results = self._pool.run(
+            score_in_rank, world_size=self._parallel.world_size, parallel=self._parallel, parts=parts, **self._arguments
+        )
+        route = route_mesh(len(results), [MeshCoordinate(*place) for place, _ in results])
+        return Arrived([results[rank][1] for rank in route.results])
+
+
+class Arrived(RemoteFuture):
+    calls = ()
+
+    def __init__(self, result: Any) -> None:
+        self._result = result
+
+    def get(self, timeout: float | None = None) -> Any:
+        return self._result
+
+
+def score(pool: RankPool, folders: dict[str, str], parallel: ParallelConfig, **changes: Any) -> dict[str, Tensor]:
+    settings = {
+        "policy_path": folders["policy"],
+        "trust_remote_code": False,
+        "max_length": 200,
+        "overlong": OverlongConversation.refuse,
+        "micro_batch": MicroBatchConfig(max_tokens=200),
+    }
+    group = Ranks(pool, parallel, folders=folders, reading=Reading(**settings | changes))  # type: ignore[arg-type]
+    return RewardModel(group, parallel).score(policy_batch()).get().tensors  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("layout", ["PP2", "PP2xVPP2", "TP2+SP", "PP2xDP2"])
+def test_scores_are_those_of_hugging_face(rank_pool: RankPool, folders: dict[str, str], layout: str) -> None:
+    """With virtual stages seven micro-batches of one conversation become eight, of which the last only fills."""
+    by_rows = {"micro_batch": MicroBatchConfig(sequences=1)} if "VPP" in layout else {}
+    scores = score(rank_pool, folders, {**LAYOUTS, **MIXED_LAYOUTS}[layout], **by_rows)
+    expected = reference_scores(folders["reward_model"], "right")
+    torch.testing.assert_close(expected, reference_scores(folders["reward_model"], "left"), rtol=0, atol=TOLERANCE)
+    torch.testing.assert_close(scores["reward_model_scores"], expected, rtol=0, atol=TOLERANCE)
+    assert expected.std() > 0.3, "scores that differ, so that a wrong token or row would be seen"
+    assert not scores["reward_model_truncated"].any()
+    assert scores["reward_model_spells_special"].tolist() == [name.startswith("an answer that spells") for name in CASES]
+
+
+def test_the_oldest_tokens_are_left_out_and_told(rank_pool: RankPool, folders: dict[str, str]) -> None:
+    longest, limit = "a long one", 25
+    scores = score(rank_pool, folders, ParallelConfig(), max_length=limit, overlong=OverlongConversation.truncate)
+    expected = reference_scores(folders["reward_model"], "right", limit)
+    torch.testing.assert_close(scores["reward_model_scores"], expected, rtol=0, atol=TOLERANCE)
+    assert scores["reward_model_truncated"].tolist() == [name in (longest, "several turns") for name in CASES]
+    whole = reference_scores(folders["reward_model"], "right")
+    assert abs(expected[list(CASES).index(longest)] - whole[list(CASES).index(longest)]) > 100 * TOLERANCE

@@ -1,0 +1,136 @@
+"""How samples become a batch: padding, masks, positions and log-probs, from samples made by hand."""
+
+from __future__ import annotations
+
+import torch
+
+from megarl.batch.data_proto import DataProto
+from megarl.config.schema import SamplingConfig
+from megarl.roles.request_run import RolloutLimits
+from megarl.roles.rollout import Rollout, TokenRules
+from megarl.rollout.interface import FinishedRequest, GenerationRequest, Sample
+
+PAD, END = 0, 1
+RULES = TokenRules(pad_token_id=PAD, stop_token_ids=(END,), max_response_length=6)
+
+
+def prompts() -> DataProto:
+    """Prompt 1 ends with the padding's id, a token like any other."""
+    return DataProto.from_dict(
+        {"prompts": torch.tensor([[0, 0, 7], [8, 9, 0]]), "prompt_attention_mask": torch.tensor([[0, 0, 1], [1, 1, 1]])},
+        {"uid": ["a", "b"], "data_source": ["one", "two"]},
+    )
+
+
+def sample(ids: list[int], log_probs: list[float]) -> Sample:
+    return Sample(ids, log_probs, "stop", (3,))
+
+
+SAMPLES = [
+    sample([5, 6, 4, END], [-0.1, -0.2, -0.3, -0.4]),
+    sample([END], [-0.5]),
+    sample([5, PAD, END], [-0.6, -0.7, -0.8]),  # it wrote the padding's id
+    Sample([6, 6], [-0.9, -1.0], "length", (4, 5)),
+]
+
+
+def test_samples_become_a_batch() -> None:
+    batch = rollout(1)._assemble(prompts().repeat(2), SAMPLES)  # type: ignore[arg-type]
+    expected = {
+        "prompts": [[0, 0, 7], [0, 0, 7], [8, 9, 0], [8, 9, 0]],
+        "prompt_attention_mask": [[0, 0, 1], [0, 0, 1], [1, 1, 1], [1, 1, 1]],
+        "responses": [[5, 6, 4, 1], [1, 0, 0, 0], [5, 0, 1, 0], [6, 6, 0, 0]],
+        "input_ids": [[0, 0, 7, 5, 6, 4, 1], [0, 0, 7, 1, 0, 0, 0], [8, 9, 0, 5, 0, 1, 0], [8, 9, 0, 6, 6, 0, 0]],
+        "attention_mask": [[0, 0, 1, 1, 1, 1, 1], [0, 0, 1, 1, 0, 0, 0], [1, 1, 1, 1, 1, 1, 0], [1, 1, 1, 1, 1, 0, 0]],
+        "position_ids": [[0, 0, 0, 1, 2, 3, 4], [0, 0, 0, 1, 1, 1, 1], [0, 1, 2, 3, 4, 5, 5], [0, 1, 2, 3, 4, 4, 4]],
+    }
+    tensors = batch.tensors
+    assert {key: tensors[key].tolist() for key in expected} == expected
+    assert all(tensors[key].dtype == torch.int64 for key in expected)
+    mask = torch.tensor([[1, 1, 1, 1], [1, 0, 0, 0], [1, 1, 1, 0], [1, 1, 0, 0]], dtype=torch.bool)
+    assert torch.equal(tensors["response_mask"], mask)
+    log_probs = [[-0.1, -0.2, -0.3, -0.4], [-0.5, 0, 0, 0], [-0.6, -0.7, -0.8, 0], [-0.9, -1.0, 0, 0]]
+    assert torch.equal(tensors["rollout_log_probs"], torch.tensor(log_probs))
+    assert tensors.keys() == {*expected, "response_mask", "rollout_log_probs"}
+    assert batch.non_tensor_batch["uid"].tolist() == ["a", "a", "b", "b"]
+    assert batch.non_tensor_batch["data_source"].tolist() == ["one", "one", "two", "two"]
+    assert batch.non_tensor_batch["weight_version"].tolist() == [3, 3, 3, 4]  # the oldest
+    assert batch.non_tensor_batch["finish_reason"].tolist() == ["stop", "stop", "stop", "length"]
+
+
+class Answer:
+    """Stands in for a call that has ended: its samples are the prompts, reversed."""
+
+    def __init__(self, requests: list[GenerationRequest]) -> None:
+        self.calls = ()
+        self._finished = [
+            FinishedRequest(request.request_id, sample(request.prompt[::-1], [-1.0] * len(request.prompt))) for request in requests
+        ]
+
+    def get(self, timeout: float | None = None) -> list[FinishedRequest]:
+        return self._finished
+
+
+class Group:
+    """Stands in for the worker group of a replica; remembers what it was asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[GenerationRequest] = []
+
+    def exchange(self, requests: list[GenerationRequest], wait_s: float) -> Answer:
+        self.asked += requests
+        return Answer(requests)
+
+
+class StandInReplicas:
+    """Stands in for Replicas."""
+
+    def __init__(self, count: int) -> None:
+        self.groups = [Group() for _ in range(count)]
+        self.starting: set[int] = set()
+        self.num_restarts = 0
+        self.weight_version = 3
+
+    def __len__(self) -> int:
+        return len(self.groups)
+
+
+LIMITS = RolloutLimits(max_concurrency=2, answer_limit_s=60, sample_limit_s=60)
+
+
+def rollout(num_replicas: int) -> Rollout:
+    return Rollout(StandInReplicas(num_replicas), RULES, LIMITS, seed=4)  # type: ignore[arg-type]
+
+
+def asked(rollout: Rollout) -> list[list[GenerationRequest]]:
+    return [replica.asked for replica in rollout.replicas]  # type: ignore[attr-defined]
+
+
+def generate(rollout: Rollout, step: int, n: int = 2) -> DataProto:
+    return rollout.generate(prompts(), SamplingConfig(n=n, temperature=0.5, top_p=0.9, top_k=3, min_new_tokens=1), step)
+
+
+def test_prompts_are_dealt_without_their_padding_and_come_back_in_order() -> None:
+    batch = generate(whole := rollout(2), step=1, n=3)
+    assert [[request.prompt for request in one] for one in asked(whole)] == [[[7], [7], [8, 9, 0]], [[7], [8, 9, 0], [8, 9, 0]]]
+    assert batch.tensors["responses"].tolist() == [[7, 0, 0]] * 3 + [[0, 9, 8]] * 3
+    sampling = asked(whole)[0][0].sampling
+    assert (sampling.n, sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_new_tokens) == (1, 0.5, 0.9, 3, 1)
+    assert (sampling.max_new_tokens, sampling.stop_token_ids) == (6, (END,))
+
+
+def test_replicas_without_a_request_are_not_asked() -> None:
+    generate(whole := rollout(5), step=1)
+    assert [len(one) for one in asked(whole)] == [1, 1, 1, 1, 0]
+
+
+def test_each_sample_and_step_has_a_seed_of_its_own_whatever_the_replicas_are() -> None:
+    def seeds(num_replicas: int, step: int) -> list[int]:
+        generate(whole := rollout(num_replicas), step)
+        return [
+            request.sampling.seed
+            for request in sorted((request for one in asked(whole) for request in one), key=lambda request: request.request_id)
+        ]
+
+    assert len({*seeds(1, 1), *seeds(1, 2)}) == 8
+    assert seeds(1, 1) == seeds(2, 1) == seeds(5, 1)

@@ -1,0 +1,267 @@
+"""Weights pushed from real Megatron ranks to real engines on Ray, by every transport; what a push does when an engine goes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from megarl.config.architecture import read_architecture
+from megarl.config.schema import Device, DType, ParallelConfig, RolloutConfig, Transport, Verify
+from megarl.controller.errors import WorkerError
+from megarl.controller.futures import gather
+from megarl.controller.group import RoleGroup
+from megarl.controller.mesh import MeshCoordinate
+from megarl.controller.resource_pool import RayResourcePool
+from megarl.controller.worker_class import RayClassWithInitArgs
+from megarl.roles.replicas import ReplicaPlace, Replicas
+from megarl.roles.weight_sync import WeightSource, WeightSync
+from megarl.rollout.hf.engine import HFEngine
+from megarl.rollout.interface import RolloutEngine
+from megarl.weights.checksum import checksum
+from megarl.weights.gather import Shards
+from megarl.weights.sender import SenderReport
+from megarl.weights.shard_layout import layouts_of, shard_shapes
+from megarl.weights.verify import WeightMismatchError
+from megarl.workers.engines import EngineSpec, build_engine
+from megarl.workers.megatron import MegatronWorker
+from megarl.workers.weight_export import WeightExport
+from tests.unit.engine.models import save_model
+from tests.unit.roles.groups import model_spec, started
+
+FAMILY = "qwen2-tied"
+BUCKET_BYTES = 20_000  # less than the embedding: it is split
+LAYOUT = ParallelConfig(tensor_parallel_size=2, pipeline_parallel_size=2)
+TRANSPORTS = (Transport.colocated, Transport.broadcast, Transport.disk)
+IN_MEMORY = (Transport.colocated, pytest.param(Transport.broadcast, marks=pytest.mark.slow))
+
+
+class Folders(NamedTuple):
+    trained: Path
+    initial: Path
+
+
+class Trainer(NamedTuple):
+    group: RoleGroup
+    folder: Path
+
+    def sync(self, transport: Transport, scratch: Path, verify: Verify = Verify.always, parallel: ParallelConfig = LAYOUT) -> WeightSync:
+        source = WeightSource(
+            group=self.group,
+            architecture=read_architecture(str(self.folder)),
+            parallel=parallel,
+            dtype=DType.float32,
+            bucket_bytes=BUCKET_BYTES,
+        )
+        return WeightSync(source, transport=transport, verify=verify, scratch_dir=scratch, config_dir=self.folder)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
+    folder = tmp_path_factory.mktemp("models")
+    save_model(FAMILY, folder / "trained", seed=1)
+    save_model(FAMILY, folder / "initial", seed=2)
+    return Folders(folder / "trained", folder / "initial")
+
+
+@pytest.fixture(scope="module")
+def trainer(ray_cluster: None, folders: Folders) -> Iterator[Trainer]:
+    worker = RayClassWithInitArgs(MegatronWorker, model_spec(folders.trained, LAYOUT, optim=None))
+    with started("trainers", LAYOUT.world_size, {"actor": worker}) as groups:
+        yield Trainer(groups["actor"], folders.trained)
+
+
+class FaultyEngine(HFEngine):
+    """Dies at the second bucket of the first update, where `marker` does not exist yet. `lie`: changes an element that it was sent."""
+
+    marker: Path | None = None
+    lie = False
+    num_buckets = 0
+
+    def _copy(self, chunks) -> None:
+        super()._copy(chunks)
+        self.num_buckets += 1
+        if self.marker is not None and self.num_buckets == 2:
+            self.marker.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def end_weight_update(self, version: int) -> None:
+        super().end_weight_update(version)
+        if self.lie:
+            self._model.get_parameter("model.layers.1.mlp.up_proj.weight").data[3, 5] += 1e-3
+
+
+def faulty_engine(path: str, marker: Path | None, lie: bool) -> RolloutEngine:
+    engine = FaultyEngine(path, dtype=torch.float32, device=torch.device("cpu"), max_concurrency=4, trust_remote_code=False)
+    engine.marker = marker if marker is not None and not marker.exists() else None
+    engine.lie = lie
+    return engine
+
+
+@pytest.fixture
+def replicas_of(ray_cluster: None) -> Iterator:
+    started_pools, started_replicas = [], []
+
+    def start(build, count: int, restart_limit: int = 0) -> Replicas:
+        pool = RayResourcePool([count], use_gpu=False, name=f"rollout-{len(started_pools)}")
+        started_pools.append(pool)
+        places = [ReplicaPlace(part) for part in pool.split()]
+        started_replicas.append(Replicas(places, build, restart_limit=restart_limit, phase_time_limit_s=120))
+        return started_replicas[-1]
+
+    yield start
+    for replicas in started_replicas:
+        replicas.shutdown()
+    for pool in started_pools:
+        pool.release()
+
+
+def good_engine(folders: Folders) -> partial:
+    spec = EngineSpec(path=str(folders.initial), dtype=DType.float32, device=Device.cpu, rollout=RolloutConfig(max_concurrency=4))
+    return partial(build_engine, spec)
+
+
+def true_checksums(folder: Path) -> dict[str, int]:
+    return {name: checksum(tensor) for name, tensor in load_file(folder / "model.safetensors").items()}
+
+
+def test_every_transport_gives_all_replicas_the_weights(trainer: Trainer, folders: Folders, replicas_of, tmp_path: Path) -> None:
+    replicas = replicas_of(good_engine(folders), 2)
+    nbytes = sum(tensor.nbytes for tensor in load_file(folders.trained / "model.safetensors").values())
+    for version, transport in enumerate([*TRANSPORTS, *TRANSPORTS], start=1):
+        sync = trainer.sync(transport, tmp_path / "scratch")
+        reports = [sync.push(replicas.groups, version) for _ in range(2)]  # the second time with what the first has left
+        sync.close()
+        for group in replicas.groups:
+            assert group.weight_version() == version
+            assert group.checksums() == true_checksums(folders.trained)
+        for report in reports:
+            assert report.nbytes == nbytes
+            assert report.seconds > 0
+            assert report.metrics()["resharding/gb_per_s"] > 0
+    assert list((tmp_path / "scratch").iterdir()) == []
+
+
+def test_two_trainers_cannot_have_an_engine_at_once(trainer: Trainer, folders: Folders, replicas_of, tmp_path: Path) -> None:
+    """The second takes it over; the first is told, and does not wait for a reader that listens to another."""
+    replicas = replicas_of(good_engine(folders), 1)
+    first, second = (trainer.sync(Transport.colocated, tmp_path / "scratch") for _ in range(2))
+    first.push(replicas.groups, 1)
+    second.push(replicas.groups, 2)
+    with pytest.raises(WorkerError, match="joined the weight streams of another trainer"):
+        first.push(replicas.groups, 3)
+    second.close()
+    first.push(replicas.groups, 4)
+    assert replicas.groups[0].execute_rank_zero_async("weight_version").get() == 4
+    first.close()
+
+
+def test_a_lie_is_named(trainer: Trainer, folders: Folders, replicas_of, tmp_path: Path) -> None:
+    replicas = replicas_of(partial(faulty_engine, str(folders.initial), None, True), 1)
+    with pytest.raises(
+        WeightMismatchError,
+        match=r"the rollout replica with pid \d+ does not hold.*1 of \d+ tensors.*model\.layers\.1\.mlp\.up_proj\.weight",
+    ):
+        trainer.sync(Transport.colocated, tmp_path, Verify.first).push(replicas.groups, 1)
+    trainer.sync(Transport.colocated, tmp_path, Verify.off).push(replicas.groups, 2)
+
+
+@pytest.mark.parametrize("transport", IN_MEMORY)
+def test_a_push_can_be_made_again_after_an_engine_died_in_it(
+    trainer: Trainer, folders: Folders, replicas_of, tmp_path: Path, transport: Transport
+) -> None:
+    replicas = replicas_of(partial(faulty_engine, str(folders.initial), tmp_path / "died", False), 2, restart_limit=2)
+    sync = trainer.sync(transport, tmp_path / "scratch", Verify.first)
+    failures = 0
+
+    def push(groups) -> None:
+        nonlocal failures
+        try:
+            sync.push(groups, 1)
+        except WorkerError:
+            failures += 1
+            raise
+
+    replicas.update_weights(push)
+    assert failures >= 1
+    assert 1 <= replicas.num_restarts <= 2
+    for group in replicas.groups:
+        assert group.checksums() == true_checksums(folders.trained)
+    sync.push(replicas.groups, 2)
+    assert [group.weight_version() for group in replicas.groups] == [2, 2]
+    sync.close()
+
+
+@pytest.mark.parametrize("transport", IN_MEMORY)
+def test_what_is_kept_from_push_to_push_outlives_sleep_offload_and_restarts(
+    trainer: Trainer, folders: Folders, replicas_of, tmp_path: Path, transport: Transport
+) -> None:
+    replicas = replicas_of(good_engine(folders), 2, restart_limit=1)
+    sync = trainer.sync(transport, tmp_path / "scratch")  # every push compares checksums
+    sync.push(replicas.groups, 1)
+    gather(*(group.execute_all_async("sleep") for group in replicas.groups))
+    trainer.group.offload_state(())  # no part of the state, but what weights were sent from
+    gather(*(group.execute_all_async("wake") for group in replicas.groups))
+    sync.push(replicas.groups, 2)
+    replicas.restart(1, "a test")
+    sync.push([replicas.groups[1]], 2)  # as one that was started anew gets them
+    sync.push(replicas.groups, 3)
+    assert [group.weight_version() for group in replicas.groups] == [3, 3]
+    sync.close()
+
+
+class StandInTrainer(WeightExport):
+    """A tensor-parallel rank that has weights and nothing else."""
+
+    def __init__(self, folder: Path, parallel: ParallelConfig) -> None:
+        super().__init__()
+        architecture = read_architecture(str(folder))
+        layout = layouts_of(architecture, parallel)[self.rank]
+        parameters = {name: torch.ones(shape) for name, shape in shard_shapes(architecture, layout).items()}
+        self._own = Shards(parameters=parameters, architecture=architecture, layout=layout, group=None)
+        self._dies = False
+
+    def mesh_coordinate(self) -> MeshCoordinate:
+        return MeshCoordinate(dp=0, tp=self.rank)
+
+    def _shards(self) -> Shards:
+        return self._own
+
+    def die_in_the_next_push(self) -> None:
+        self._dies = True
+
+    def send_weight_stream(self) -> SenderReport | None:
+        if self._dies:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().send_weight_stream()
+
+
+@pytest.mark.parametrize("rank", [0, 1])  # the one with the memory, and another
+def test_a_trainer_rank_that_dies_in_a_push(folders: Folders, replicas_of, tmp_path: Path, rank: int) -> None:
+    replicas, parallel = replicas_of(good_engine(folders), 1), ParallelConfig(tensor_parallel_size=2)
+    with started("stand-ins", 2, {"actor": RayClassWithInitArgs(StandInTrainer, folders.trained, parallel)}) as groups:
+        sync = Trainer(groups["actor"], folders.trained).sync(Transport.colocated, tmp_path, Verify.off, parallel)
+        sync.push(replicas.groups, 1)
+        assert replicas.groups[0].weight_version() == 1
+        groups["actor"].execute_rank_async(rank, "die_in_the_next_push").get()
+        start_s = time.monotonic()
+        with pytest.raises(WorkerError, match=rf"actor.*rank {rank}.*send_weight_stream.*ended \(killed"):
+            sync.push(replicas.groups, 2)
+        assert time.monotonic() - start_s < 60
+    assert replicas.groups[0].weight_version() is None  # it answers, and has no weights
+
+
+def test_save_hf_by_all_stages(trainer: Trainer, folders: Folders, tmp_path: Path) -> None:
+    trainer.sync(Transport.disk, tmp_path)._source.save_hf(tmp_path / "saved", folders.trained)
+    names = sorted(path.name for path in (tmp_path / "saved").glob("*.safetensors"))
+    assert names == ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]  # one of each stage
+    saved = {name: tensor for file in names for name, tensor in load_file(tmp_path / "saved" / file).items()}
+    assert {name: checksum(tensor) for name, tensor in saved.items()} == true_checksums(folders.trained)

@@ -1,0 +1,63 @@
+"""What a run logged after a step goes, also the half of a line that a kill has left; what it logged before stays as it is."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from megarl.tracking.loggers import Tracker
+from megarl.tracking.tracked_run import TrackedRun
+from megarl.tracking.truncate_logs import clear, cut_after
+
+
+def log(folder: Path, steps: range) -> None:
+    tracker = Tracker(["jsonl", "tensorboard"], TrackedRun(output_dir=folder))
+    for step in steps:
+        tracker.log({"a": step / 3}, step)
+        tracker.log_generations(step, [{"response": "é\u2028x"}, {"response": ""}])
+    tracker.close()
+
+
+def curve(folder: Path) -> list[tuple[int, float]]:
+    events = EventAccumulator(str(folder / "tensorboard"))
+    events.Reload()
+    return [(event.step, round(3 * event.value)) for event in events.Scalars("a")]
+
+
+def test_all_files_end_with_the_step_and_go_on_after_it(tmp_path: Path) -> None:
+    straight, resumed = tmp_path / "straight", tmp_path / "resumed"
+    log(straight, range(9))
+    log(resumed, range(6))
+    cut_after(resumed, 3)
+    assert curve(resumed) == [(step, step) for step in range(4)]
+    log(resumed, range(4, 9))
+    for name in ("metrics.jsonl", "generations.jsonl"):
+        assert (resumed / name).read_bytes() == (straight / name).read_bytes()
+    assert curve(resumed) == curve(straight)
+    assert not list(resumed.rglob("*partial*"))
+
+
+def test_torn_ends_are_cut(tmp_path: Path) -> None:
+    log(tmp_path, range(3))
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 3, "a": 1')
+    (events,) = (tmp_path / "tensorboard").iterdir()
+    events.write_bytes(events.read_bytes()[:-5])
+    cut_after(tmp_path, 3)
+    assert [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [0, 1, 2]
+    assert curve(tmp_path) == [(0, 0), (1, 1)]
+
+
+def test_a_run_that_logged_nothing_has_nothing_to_cut(tmp_path: Path) -> None:
+    cut_after(tmp_path, 3)
+    clear(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_clearing_removes_what_was_logged_and_nothing_else(tmp_path: Path) -> None:
+    log(tmp_path, range(3))
+    (tmp_path / "notes.txt").touch()
+    clear(tmp_path)
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["notes.txt", "tensorboard"]

@@ -1,0 +1,79 @@
+"""The checksum against a loop over Python's unlimited whole numbers, and over cuts of a tensor."""
+
+import struct
+
+import pytest
+import torch
+
+from megarl.weights.checksum import MODULUS, checksum, row_major_strides
+
+MASK = MODULUS - 1
+
+
+def weight(index: int) -> int:
+    """SplitMix64's constants, with shifts that keep the sign as signed 64-bit numbers do."""
+
+    def shifted(value: int, bits: int) -> int:
+        signed = value - MODULUS if value >> 63 else value
+        return (signed >> bits) & MASK
+
+    mixed = (index + 1) * 0x9E3779B97F4A7C15 & MASK
+    mixed = ((mixed ^ shifted(mixed, 29)) * 0xBF58476D1CE4E5B9) & MASK
+    return (mixed ^ shifted(mixed, 32)) | 1
+
+
+def slow(values: list[float]) -> int:
+    return sum(struct.unpack("<i", struct.pack("<f", value))[0] * weight(index) for index, value in enumerate(values)) % MODULUS
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+@pytest.mark.parametrize("shape", [(1,), (7,), (3, 5), (2, 3, 4), (0,), ()])
+def test_equals_a_slow_loop(shape: tuple[int, ...]) -> None:
+    tensor = random(*shape)
+    assert checksum(tensor) == slow(tensor.reshape(-1).tolist())
+
+
+def test_equals_a_slow_loop_over_several_blocks() -> None:
+    tensor = random(3, 40_000)  # a row is longer than a block
+    assert checksum(tensor) == slow(tensor.reshape(-1).tolist())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [(12, 10), (200, 300), (4, 70_000)])
+def test_adds_up_over_any_cut(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    tensor = random(*shape, dtype=dtype)
+    strides = row_major_strides(shape)
+    rows, columns = shape[0] // 4, shape[1] // 2
+    parts = [
+        checksum(tensor[row : row + rows, column : column + columns].clone(), row * shape[1] + column, strides)
+        for row in range(0, shape[0], rows)
+        for column in range(0, shape[1], columns)
+    ]
+    assert sum(parts) % MODULUS == checksum(tensor)
+    flat = tensor.view(-1)
+    assert (checksum(flat[:17]) + checksum(flat[17:], 17)) % MODULUS == checksum(tensor)
+    assert checksum(tensor.t().contiguous(), 0, (1, shape[1])) == checksum(tensor)  # stored transposed
+
+
+def test_sees_what_a_sum_would_not() -> None:
+    tensor = random(40, 50)
+    whole = checksum(tensor)
+    swapped = tensor.clone()
+    swapped[[3, 9]] = tensor[[9, 3]]
+    negative = tensor.clone()
+    negative[7, 7] *= -1
+    signs = tensor.clone()
+    signs[7, 7:9] *= -1
+    last_bit = tensor.clone()
+    last_bit.view(torch.int32)[39, 49] ^= 1
+    for changed in (swapped, negative, signs, last_bit, tensor.roll(1, 0), tensor.t().contiguous()):
+        assert checksum(changed) != whole
+    assert checksum(torch.zeros(5)) != checksum(-torch.zeros(5))  # bits, not values
+
+
+def test_elements_of_eight_bytes_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"torch\.float64 has elements of 8 bytes"):
+        checksum(torch.zeros(2, dtype=torch.float64))

@@ -1,0 +1,126 @@
+from dataclasses import replace
+
+import pytest
+
+from megarl.weights.boxes import Rectangle
+from megarl.weights.name_mapping import weights_of
+from megarl.weights.receipt import WeightTransferError
+from megarl.weights.shard_layout import (
+    ShardLayout,
+    check_coverage,
+    describe,
+    model_layouts,
+    padded_vocab_size,
+    pieces,
+    rank_pieces,
+    shard_shapes,
+)
+from tests.unit.weights.models import PADDED_VOCAB, architecture_of
+
+LAYOUTS = [(1, 1, None), (2, 1, None), (4, 1, None), (1, 2, None), (2, 2, None), (4, 2, None), (1, 2, 2), (2, 2, 2)]
+
+
+def whole_model(architecture, tensor_parallel_size=1, pipeline=1, virtual=None) -> tuple[ShardLayout, ...]:
+    return model_layouts(
+        architecture,
+        tensor_parallel_size=tensor_parallel_size,
+        pipeline_parallel_size=pipeline,
+        virtual_pipeline_parallel_size=virtual,
+        padded_vocab_size=PADDED_VOCAB,
+    )
+
+
+@pytest.mark.parametrize("head", ["lm", "value"])
+@pytest.mark.parametrize(("family", "tied"), [("qwen2", False), ("qwen2", True), ("qwen3", True), ("llama", False)])
+def test_every_layout_holds_every_tensor_exactly_once(family: str, tied: bool, head: str) -> None:
+    architecture = architecture_of(family, tied=tied)
+    for sizes in LAYOUTS:
+        check_coverage(architecture, [rank_pieces(architecture, layout, head) for layout in whole_model(architecture, *sizes)], head)
+
+
+def test_planted_faults_are_named() -> None:
+    architecture = architecture_of("qwen2", tied=True)
+    layouts = whole_model(architecture, 2, 2)
+    good = [rank_pieces(architecture, layout) for layout in layouts]
+
+    with pytest.raises(WeightTransferError, match=r"model\.layers\.0\.self_attn\.q_proj\.weight: 512 of 1024 elements are missing"):
+        check_coverage(architecture, [[piece for piece in good[0] if "layers.0.self_attn.q_proj.weight" not in piece.hf_name], *good[1:]])
+    with pytest.raises(WeightTransferError, match=r"comes twice"):
+        check_coverage(architecture, [good[0], good[0], *good[2:]])
+    shifted = replace(layouts[1], tensor_parallel_rank=0)  # a rank that reads the part of another
+    with pytest.raises(WeightTransferError, match=r"q_proj\.weight: \[0:2, 0:8, 0:32\] comes twice"):
+        check_coverage(architecture, [good[0], rank_pieces(architecture, shifted), *good[2:]])
+    layer_twice = replace(layouts[2], layers=(1, 2, 3))
+    with pytest.raises(WeightTransferError, match=r"model\.layers\.1\..*comes twice"):
+        check_coverage(architecture, [*good[:2], rank_pieces(architecture, layer_twice), good[3]])
+    with pytest.raises(WeightTransferError, match=r"not a tensor of the model"):
+        check_coverage(architecture_of("qwen2", tied=True, num_layers=3), good)
+
+
+def test_query_groups_by_hand() -> None:
+    """8 query heads of 4 rows, 4 groups: rank 1 of 2 has groups 2 and 3; a group is 8 query rows, 4 key rows, 4 value rows."""
+    architecture = architecture_of("llama")
+    qkv = next(weight for weight in weights_of(architecture, "lm") if weight.megatron_name.endswith("linear_qkv.weight"))
+    layout = whole_model(architecture, 2)[1]
+    q, k, v = pieces(qkv, layout)
+    assert (q.hf_view, q.hf, q.shard_view) == ((4, 8, 32), Rectangle((2, 0, 0), (4, 8, 32)), (2, 16, 32))
+    assert q.shard == Rectangle((0, 0, 0), (2, 8, 32))
+    assert k.hf == Rectangle((2, 0, 0), (4, 4, 32))
+    assert k.shard == Rectangle((0, 8, 0), (2, 12, 32))
+    assert v.shard == Rectangle((0, 12, 0), (2, 16, 32))
+
+
+def test_interleaved_stages() -> None:
+    layouts = whole_model(architecture_of("qwen2"), 1, 2, 2)
+    assert [layout.layers for layout in layouts] == [(0, 2), (1, 3)]
+    assert [(layout.holds_embedding, layout.holds_output) for layout in layouts] == [(True, False), (False, True)]
+
+
+def test_shapes_of_tied_and_value_heads() -> None:
+    architecture = architecture_of("qwen2", tied=True)
+    alone = shard_shapes(architecture, whole_model(architecture)[0])
+    assert "output_layer.weight" not in alone
+    assert alone["embedding.word_embeddings.weight"] == (208, 32)
+    assert alone["decoder.layers.3.self_attention.linear_qkv.bias"] == (64,)
+    first, _, last, _ = whole_model(architecture, 2, 2)
+    assert "output_layer.weight" not in shard_shapes(architecture, first)
+    assert shard_shapes(architecture, last)["output_layer.weight"] == (104, 32)
+    assert shard_shapes(architecture, last, "value")["output_layer.weight"] == (1, 32)
+
+
+def test_padding_may_fill_a_whole_rank() -> None:
+    architecture = replace(architecture_of("llama"), vocab_size=5)
+    layouts = model_layouts(architecture, tensor_parallel_size=4, padded_vocab_size=padded_vocab_size(5, 2, 4))
+    assert [layout.padded_vocab_size for layout in layouts] == [8] * 4
+    embedding = weights_of(architecture, "lm")[0]
+    assert [len(pieces(embedding, layout)) for layout in layouts] == [1, 1, 1, 0]
+    check_coverage(architecture, [rank_pieces(architecture, layout) for layout in layouts])
+    assert "padding (2, 32)" not in describe(architecture, layouts[0])
+    assert "padding [0:2, 0:32]" in describe(architecture, layouts[3])
+
+
+def test_padded_vocab_size() -> None:
+    assert padded_vocab_size(199, 1, 2) == 200
+    assert padded_vocab_size(199, 128, 2) == 256
+    assert padded_vocab_size(256, 128, 2) == 256
+
+
+def test_plan_is_readable() -> None:
+    architecture = architecture_of("qwen2", tied=True)
+    text = describe(architecture, whole_model(architecture, 2, 2)[2])
+    assert "model.layers.2.mlp.up_proj.weight (1, 20, 32)[0:1, 0:10, 0:32] -> (2, 10, 32)[1:2, 0:10, 0:32]" in text
+    assert "model.embed_tokens.weight (199, 32)[0:104, 0:32] -> (104, 32)[0:104, 0:32] (copy)" in text
+
+
+def test_what_cannot_be_cut_is_an_error_with_both_numbers() -> None:
+    odd = architecture_of("llama", num_key_value_heads=1)
+    with pytest.raises(ValueError, match=r"linear_qkv\.weight: 1 key-value heads cannot be cut over tensor_parallel_size 2"):
+        shard_shapes(odd, whole_model(odd, 2)[0])
+    with pytest.raises(ValueError, match=r"num_hidden_layers 4 is not a multiple of pipeline_parallel_size 3"):
+        whole_model(odd, 1, 3)
+    with pytest.raises(ValueError, match=r"padded_vocab_size 199 is not a multiple of tensor_parallel_size 2"):
+        model_layouts(odd, tensor_parallel_size=2, padded_vocab_size=199)
+    with pytest.raises(ValueError, match=r"padded_vocab_size 104 is smaller than the vocabulary of 199"):
+        shard_shapes(odd, model_layouts(odd, tensor_parallel_size=1, padded_vocab_size=104)[0])
+    with pytest.raises(ValueError, match=r"model_type 'gpt2' has no resharding table; supported: llama, qwen2, qwen3"):
+        weights_of(replace(odd, model_type="gpt2"), "lm")
