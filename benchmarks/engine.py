@@ -47,7 +47,7 @@ from megarl.engine import platform
 platform.activate(Device.cpu)  # before anything that imports Megatron
 
 from megarl.engine import groups  # noqa: E402
-from megarl.engine.engine import EngineSpec, MegatronEngine, MicroBatches  # noqa: E402
+from megarl.engine.engine import MegatronEngine, MicroBatches, RolloutEngineSpec  # noqa: E402
 
 LONGEST = 256  # tokens of a row, prompt and response
 PROMPT = 64  # a quarter of each row
@@ -218,7 +218,7 @@ class Contest:
 
 
 def _build_engine(folder: str, packing: bool) -> MegatronEngine:
-    spec = EngineSpec(architecture=read_architecture(folder), packing=packing, optim=OptimConfig())
+    spec = RolloutEngineSpec(architecture=read_architecture(folder), packing=packing, optim=OptimConfig())
     return MegatronEngine(spec, groups.initialize(ParallelConfig(), seed=0), folder)
 
 

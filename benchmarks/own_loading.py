@@ -13,7 +13,7 @@ from own_means import broadcast_seconds
 from megarl.rollout.sglang import loader
 from megarl.weights.bucket import GroupAddress
 from megarl.weights.weight_group import WeightGroup
-from megarl.workers.engines import EngineSpec, build_engine
+from megarl.workers.engines import RolloutEngineSpec, build_engine
 from megarl.workers.rollout_worker import RolloutWorker
 
 _tensors: list[tuple[str, torch.Tensor]] = []  # of the whole model, in the scheduler's process
@@ -39,7 +39,7 @@ def run(model: Any, named_tensors: list[tuple[str, torch.Tensor]]) -> None:
     (Path(message["answers"]) / f"{message['number']}.{torch.distributed.get_rank()}.json").write_text(json.dumps(answer))
 
 
-def build_measured_engine(spec: EngineSpec) -> Any:
+def build_measured_engine(spec: RolloutEngineSpec) -> Any:
     """With `run` as weight loader."""
     from megarl.rollout.sglang import engine, server_args
 

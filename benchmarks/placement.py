@@ -52,7 +52,7 @@ from megarl.data.loader import BatchLoader
 from megarl.data.prompts import PromptDataset
 from megarl.data.tokenizer import load_tokenizer
 from megarl.placement.dataflow import overlaps
-from megarl.placement.offload_plan import TurnPlan
+from megarl.placement.offload_plan import OffloadPlan
 from megarl.placement.plan import plan_placement
 from megarl.roles.rollout import TokenRules
 from megarl.roles.start import Architectures, PPORoles, start_ppo
@@ -200,7 +200,7 @@ def large_plan() -> float:
     """Seconds for the plan of 512 devices, and for who is in memory when."""
     config = large_cluster()
     start_s = time.perf_counter()
-    TurnPlan(plan_placement(config)).held()
+    OffloadPlan(plan_placement(config)).held()
     return time.perf_counter() - start_s
 
 

@@ -54,7 +54,7 @@ from megarl.controller.resource_pool import RayResourcePool
 from megarl.controller.worker_class import RayClassWithInitArgs
 from megarl.roles.weight_sync import PushReport, WeightSource, WeightSync
 from megarl.weights.bucket import GroupAddress
-from megarl.workers.engines import EngineSpec
+from megarl.workers.engines import RolloutEngineSpec
 from megarl.workers.megatron import ModelSpec
 
 TARGET = 0.5  # of the slowest limit's speed
@@ -85,7 +85,7 @@ def start_group(name: str, world_size: int, worker: RayClassWithInitArgs) -> Rol
 
 def start_engine(folder: Path) -> RoleGroup:
     rollout = RolloutConfig(engine=RolloutEngineKind.sglang, max_concurrency=4)
-    spec = EngineSpec(path=str(folder), dtype=DType.float32, device=Device.cpu, rollout=rollout)
+    spec = RolloutEngineSpec(path=str(folder), dtype=DType.float32, device=Device.cpu, rollout=rollout)
     return start_group("rollout", 1, RayClassWithInitArgs(MeasuredWorker, partial(build_measured_engine, spec)))
 
 

@@ -19,7 +19,7 @@ import torch
 
 from megarl.rollout.hf.folder import read_tensors
 from megarl.rollout.interface import EngineDeadError, FinishedRequest, GenerationRequest, RolloutEngine, Sample
-from megarl.rollout.lifecycle import EngineLifecycle, EngineState
+from megarl.rollout.lifecycle import EngineLifecycle, LifecycleState
 from megarl.rollout.prompts import check_request
 from megarl.weights.bucket import ChunkMeta, GroupAddress, Parcel
 from megarl.weights.checksum import checksum
@@ -244,14 +244,14 @@ class FakeEngine(RolloutEngine):
 
     def sleep(self) -> None:
         self._record("sleep")
-        self._lifecycle.require("sleep", EngineState.EMPTY, EngineState.UPDATING, EngineState.READY, EngineState.ASLEEP)
+        self._lifecycle.require("sleep", LifecycleState.EMPTY, LifecycleState.UPDATING, LifecycleState.READY, LifecycleState.ASLEEP)
         self._waiting = []
-        self._lifecycle.leave(EngineState.ASLEEP)
+        self._lifecycle.leave(LifecycleState.ASLEEP)
 
     def wake(self) -> None:
         self._record("wake")
         if self._lifecycle.must_wake():
-            self._lifecycle.leave(EngineState.EMPTY)
+            self._lifecycle.leave(LifecycleState.EMPTY)
 
     def process_ids(self) -> list[int]:
         return [child.pid for child in self._children]
@@ -261,7 +261,7 @@ class FakeEngine(RolloutEngine):
         for child in self._children:
             child.kill()
             child.wait()
-        self._lifecycle.leave(EngineState.CLOSED)
+        self._lifecycle.leave(LifecycleState.CLOSED)
 
 
 def _numbers(text: str) -> Iterator[int]:

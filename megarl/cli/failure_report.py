@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from megarl.checkpoints.run_folder import LATEST_FILE
 from megarl.cli.remedies import Cause, remedy_for
-from megarl.cli.run_context import FAILURE_FILE, Situation
+from megarl.cli.run_context import FAILURE_FILE, RunContext
 from megarl.config.derive import checkpoint_path
 from megarl.config.errors import RunError
 from megarl.controller.errors import PhaseTimeoutError, WorkerError
@@ -28,32 +28,32 @@ _LABEL = 8
 _FILES = (CONFIG_FILE, METRICS_FILE, GENERATIONS_FILE, TIMELINE_FILE)
 
 
-def print_failure(error: Exception, command: str, situation: Situation | None) -> None:
+def print_failure(error: Exception, command: str, context: RunContext | None) -> None:
     """To the standard error, and to `failure.txt` of a run that has a folder."""
     tracebacks = str(error) if isinstance(error, RunError) else "".join(traceback.format_exception(error))
-    page = last_page(error, command, situation)
+    page = last_page(error, command, context)
     text = f"{tracebacks.rstrip()}\n\n{page}"
     print(text, file=sys.stderr)
-    if situation is not None and situation.output_dir is not None:
+    if context is not None and context.output_dir is not None:
         try:
-            write_whole(situation.output_dir / FAILURE_FILE, text + "\n")
+            write_whole(context.output_dir / FAILURE_FILE, text + "\n")
         except OSError as problem:
-            print(f"({situation.output_dir / FAILURE_FILE} could not be written: {problem})", file=sys.stderr)
+            print(f"({context.output_dir / FAILURE_FILE} could not be written: {problem})", file=sys.stderr)
 
 
-def last_page(error: Exception, command: str, situation: Situation | None) -> str:
+def last_page(error: Exception, command: str, context: RunContext | None) -> str:
     """At most 30 lines."""
     cause = _cause(error)
     entries: list[_Entry] = [_Entry("what", cause.message)]
     entries += _place(error)
-    if when := _when(error, None if situation is None else situation.position):
+    if when := _when(error, None if context is None else context.position):
         entries.append(_Entry("when", [when]))
     entries += _rows(error)
     entries += _others(error)
-    if advice := remedy_for(cause, None if situation is None else situation.config):
+    if advice := remedy_for(cause, None if context is None else context.config):
         entries.append(_Entry("try", advice[:_NUM_ADVICE_LINES]))
-    if situation is not None:
-        entries.append(_Entry("logs", _logs(error, situation)))
+    if context is not None:
+        entries.append(_Entry("logs", _logs(error, context)))
     lines = [f"==== megarl {command} failed ".ljust(_WIDTH, "=")]
     for entry in entries:
         for index, line in enumerate(entry.lines):
@@ -153,20 +153,20 @@ def _others(error: Exception) -> list[_Entry]:
     return [_Entry("after", [f"{len(call.others)} more failed after it: {ranks}{' ...' if len(call.others) > 8 else ''}"])]
 
 
-def _logs(error: Exception, situation: Situation) -> list[str]:
+def _logs(error: Exception, context: RunContext) -> list[str]:
     call = _failed_call(error)
     lines = []
     if isinstance(call, WorkerError) and call.log_path:
         lines.append(f"{call.log_path}: that process and the engine in it, on node {call.node}")
-    if situation.log_folder:
-        nodes = ", ".join(situation.nodes[:4]) + (f" and {len(situation.nodes) - 4} more" if len(situation.nodes) > 4 else "")
-        lines.append(f"{situation.log_folder}: Ray and all workers, on each node ({nodes})")
-    if situation.output_dir is None:
+    if context.log_folder:
+        nodes = ", ".join(context.nodes[:4]) + (f" and {len(context.nodes) - 4} more" if len(context.nodes) > 4 else "")
+        lines.append(f"{context.log_folder}: Ray and all workers, on each node ({nodes})")
+    if context.output_dir is None:
         return lines
-    if files := [name for name in _FILES if (situation.output_dir / name).exists()]:
-        lines.append(f"{situation.output_dir}: {', '.join(files)}")
-    lines.append(f"{situation.output_dir / FAILURE_FILE}: this, with the tracebacks")
-    checkpoints = checkpoint_path(situation.config)
+    if files := [name for name in _FILES if (context.output_dir / name).exists()]:
+        lines.append(f"{context.output_dir}: {', '.join(files)}")
+    lines.append(f"{context.output_dir / FAILURE_FILE}: this, with the tracebacks")
+    checkpoints = checkpoint_path(context.config)
     if (checkpoints / LATEST_FILE).is_file():
         lines.append(f"{checkpoints}: checkpoints; the same command goes on from the latest")
     return lines

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 
 from megarl import __version__
 from megarl.cli.convert import add_commands
-from megarl.cli.run_context import RunFailedError, Situation
+from megarl.cli.run_context import RunContext, RunFailedError
 from megarl.config.errors import ConfigError
 from megarl.config.schema import PPOConfig, SFTConfig
 
@@ -29,17 +29,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"megarl {parsed.command}: interrupted", file=sys.stderr)
         return INTERRUPTED
     except RunFailedError as failed:
-        return _end(failed.error, parsed.command, failed.situation)
+        return _end(failed.error, parsed.command, failed.context)
     except Exception as error:  # noqa: BLE001  (the boundary of the process)
         return _end(error, parsed.command, None)
 
 
-def _end(error: Exception, command: str, situation: Situation | None) -> int:
+def _end(error: Exception, command: str, context: RunContext | None) -> int:
     can_be_mended = isinstance(error, ConfigError) or (isinstance(error, ValueError) and _raised_by_megarl(error))
-    if can_be_mended and (situation is None or not situation.is_under_way):
+    if can_be_mended and (context is None or not context.is_under_way):
         print(f"megarl {command}: {error}", file=sys.stderr)
         return USER_ERROR
-    importlib.import_module("megarl.cli.failure_report").print_failure(error, command, situation)
+    importlib.import_module("megarl.cli.failure_report").print_failure(error, command, context)
     print(f"megarl {command}: failed while running; the cause is shown above", file=sys.stderr)
     return USER_ERROR if can_be_mended else FAILED
 

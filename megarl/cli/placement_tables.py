@@ -11,7 +11,7 @@ from megarl.config.architecture import Architecture
 from megarl.config.schema import PPOConfig, SFTConfig
 from megarl.placement.dataflow import overlaps
 from megarl.placement.memory import DeviceMemory, Usage, budget_problems, plan_memory, refuses
-from megarl.placement.offload_plan import TurnPlan
+from megarl.placement.offload_plan import OffloadPlan
 from megarl.placement.placement_plan import PlacementPlan
 
 _MOST_ROWS = 64  # processes of a group beyond which it is one row
@@ -49,7 +49,7 @@ def placement_table(plan: PlacementPlan) -> Table:
 
 def _turns(plan: PlacementPlan) -> str:
     """Who takes turns, and what runs at the same time."""
-    turns = TurnPlan(plan)
+    turns = OffloadPlan(plan)
     groups = {plan.group_of(role).name: turns.rivals(role) for role in plan.roles}
     rivals = sorted({tuple(sorted({name, *(plan.group_of(rival).name for rival in others)})) for name, others in groups.items() if others})
     beside = ", ".join(f"{one} | {other}" for one, other in overlaps(plan))

@@ -12,7 +12,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from megarl.cli.run_context import Situation
+from megarl.cli.run_context import RunContext
 from megarl.config.schema import Device, SFTConfig
 from megarl.controller.environment import Where, describe
 from megarl.placement.plan import plan_placement
@@ -29,7 +29,7 @@ class RayProcesses:
 
 
 @contextmanager
-def ray_processes(situation: Situation, console: Console) -> Iterator[RayProcesses]:
+def ray_processes(context: RunContext, console: Console) -> Iterator[RayProcesses]:
     """Starts or joins Ray, and reserves the pools; however the block ends, what was started ends with it.
 
     Raises InsufficientResourcesError where the cluster cannot hold the pools.
@@ -43,11 +43,11 @@ def ray_processes(situation: Situation, console: Console) -> Iterator[RayProcess
     )
     from megarl.controller.resource_pool import ResourcePoolManager
 
-    config, plan, given = situation.config, plan_placement(situation.config), dict(os.environ)
+    config, plan, given = context.config, plan_placement(context.config), dict(os.environ)
     console.print(f"starting Ray for {plan.num_processes} processes", style="dim")
     start_ray(num_cpus=plan.num_cpus, num_gpus=torch.cuda.device_count() if config.device is not Device.cpu else 0)
     try:
-        situation.log_folder, situation.nodes = log_folder(), node_addresses()
+        context.log_folder, context.nodes = log_folder(), node_addresses()
         device = _resolve(config.device, num_cluster_gpus())
         pools = ResourcePoolManager.of_plan(plan, device is Device.cuda)
         _print_environment(device, list(Where), given, console)

@@ -17,7 +17,7 @@ FAILURE_FILE = "failure.txt"  # in `trainer.output_dir`
 
 
 @dataclass
-class Situation:
+class RunContext:
     """Kept up to date while the run goes on. output_dir: None until the folder is the run's own. log_folder: Ray's, the same on each
     of `nodes`; empty before Ray runs. position: None before there are steps."""
 
@@ -36,16 +36,16 @@ class Situation:
 class RunFailedError(Exception):
     """`error` is what failed."""
 
-    def __init__(self, error: Exception, situation: Situation) -> None:
+    def __init__(self, error: Exception, context: RunContext) -> None:
         super().__init__("the run failed")
-        self.error, self.situation = error, situation
+        self.error, self.context = error, context
 
 
 @contextmanager
-def situation_of(config: PPOConfig | SFTConfig) -> Iterator[Situation]:
+def run_context_of(config: PPOConfig | SFTConfig) -> Iterator[RunContext]:
     """Raises RunFailedError from whatever fails inside."""
-    situation = Situation(config)
+    context = RunContext(config)
     try:
-        yield situation
+        yield context
     except Exception as error:
-        raise RunFailedError(error, situation) from error
+        raise RunFailedError(error, context) from error

@@ -9,7 +9,7 @@ from typing import Any
 
 from megarl.config.load import load_config
 from megarl.config.schema import PPOConfig
-from megarl.data.tables import DataError, Row, read_rows, typed_value
+from megarl.data.tables import DataError, DataRow, read_rows, typed_value
 from megarl.rewards.scorer import RewardScorer, ScoreReport, ScoreRequest
 
 GOOD, FAILED = 0, 1
@@ -36,7 +36,7 @@ def run(config_path: str, overrides: Sequence[str], rows_path: str, of_ground_tr
     return FAILED
 
 
-def _rows(path: str) -> Iterator[Row]:
+def _rows(path: str) -> Iterator[DataRow]:
     if not path.endswith(".jsonl"):
         yield from read_rows([path], _REQUIRED, _OPTIONAL)
         return
@@ -50,10 +50,10 @@ def _rows(path: str) -> Iterator[Row]:
                 raise DataError(f"{path}, line {number + 1}: is not JSON ({error})") from error
             if not isinstance(values, dict):
                 raise DataError(f"{path}, line {number + 1}: is {type(values).__name__}, expected an object such as {{'response': '5'}}")
-            yield Row(path, number, values)
+            yield DataRow(path, number, values)
 
 
-def _request(row: Row, of_ground_truth: bool) -> ScoreRequest:
+def _request(row: DataRow, of_ground_truth: bool) -> ScoreRequest:
     values = row.values
     model = values.get("reward_model") or {}
     if "ground_truth" not in values and "ground_truth" not in model:

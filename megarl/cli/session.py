@@ -13,7 +13,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from rich.console import Console
 
 from megarl.cli.check import print_run
-from megarl.cli.run_context import FAILURE_FILE, Situation
+from megarl.cli.run_context import FAILURE_FILE, RunContext
 from megarl.cli.termination import Termination
 from megarl.config.compare import differences
 from megarl.config.load import dump_config, plain_values
@@ -32,14 +32,14 @@ from megarl.trainers.resume import AUTO, Resume, checkpoint_folder
 SUMMARY_FILE = "summary.json"
 
 
-class Processes(Protocol):
+class RunProcesses(Protocol):
     """See processes.py."""
 
     @property
     def device(self) -> Device: ...
 
 
-Started = TypeVar("Started", bound=Processes)
+Started = TypeVar("Started", bound=RunProcesses)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,19 +53,19 @@ class Session(Generic[Started]):
 
 @contextmanager
 def open_session(
-    situation: Situation, resume: Resume | None, processes: Callable[[Console], AbstractContextManager[Started]]
+    context: RunContext, resume: Resume | None, processes: Callable[[Console], AbstractContextManager[Started]]
 ) -> Iterator[Session[Started]]:
     """Makes the run's folder with the resolved `config.yaml`, and has `processes` started, which end with the block.
 
     Raises ValueError for a folder that holds another run, CheckpointError where checkpoints cannot be written, and what `processes`
     raises.
     """
-    config, position = situation.config, Position()
+    config, position = context.config, Position()
     output_dir = Path(config.trainer.output_dir)
     console = Console()
     _claim(output_dir, config, resume, console)
     (output_dir / FAILURE_FILE).unlink(missing_ok=True)  # of the run before this one
-    situation.output_dir, situation.position = output_dir, position
+    context.output_dir, context.position = output_dir, position
     checkpoint_folder(config).prepare()
     dump_config(config, output_dir / CONFIG_FILE)
     print_run(config, console)

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from megarl.cli.processes import RayProcesses, TorchrunProcesses, ray_processes, torchrun_processes
 from megarl.cli.resumption import is_complete, load_checkpoint, open_checkpoints, say_stopped
-from megarl.cli.run_context import Situation, situation_of
+from megarl.cli.run_context import RunContext, run_context_of
 from megarl.cli.session import Started, open_monitor, open_session, report_filtered, write_summary
 from megarl.config.architecture import Architecture, read_architecture
 from megarl.config.schema import SFTConfig
@@ -33,18 +33,18 @@ def run(config_path: str, overrides: Sequence[str]) -> int:
     """
     if not ranks.launched():
         config = load_checked(SFTConfig, config_path, overrides)
-        with situation_of(config) as situation:
-            return _train(config, situation, partial(ray_processes, situation), _on_ray)
+        with run_context_of(config) as context:
+            return _train(config, context, partial(ray_processes, context), _on_ray)
     if ranks.rank() > 0:
         return ranks.serve()
     config = load_checked(SFTConfig, config_path, overrides)
-    with situation_of(config) as situation, ranks.join(config.actor.parallel.world_size) as joined:
-        return _train(config, situation, partial(torchrun_processes, joined, config), _on_ranks)
+    with run_context_of(config) as context, ranks.join(config.actor.parallel.world_size) as joined:
+        return _train(config, context, partial(torchrun_processes, joined, config), _on_ranks)
 
 
 def _train(
     config: SFTConfig,
-    situation: Situation,
+    context: RunContext,
     processes: Callable[[Console], AbstractContextManager[Started]],
     start: Callable[[SFTConfig, Architecture, Started], Actor],
 ) -> int:
@@ -61,7 +61,7 @@ def _train(
     if resume is not None:
         loader.load_state_dict(resume.state["data"])  # other data are refused before a process is started
 
-    with open_session(situation, resume, processes) as session:
+    with open_session(context, resume, processes) as session:
         report_filtered(session.console, {"data.train_files": train} | ({"data.val_files": held_out} if held_out else {}))
         actor = start(config, architecture, session.processes)
         saved = sft_models(config, actor)

@@ -9,7 +9,7 @@ from rich.table import Table
 
 from megarl.cli.processes import ray_processes
 from megarl.cli.resumption import is_complete, load_checkpoint, open_checkpoints, say_stopped
-from megarl.cli.run_context import Situation, situation_of
+from megarl.cli.run_context import RunContext, run_context_of
 from megarl.cli.session import Session, open_monitor, open_session, report_filtered, write_summary
 from megarl.config.architecture import Architecture, read_architecture
 from megarl.config.roles import needs_critic, needs_reference
@@ -37,11 +37,11 @@ def run(config_path: str, overrides: Sequence[str]) -> int:
             "torchrun has started this process, but PPO starts its own: run launch/torchrun.sh under torchrun, with --nproc-per-node 1"
         )
     config = load_checked(PPOConfig, config_path, overrides)
-    with situation_of(config) as situation:
-        return _run(config, situation)
+    with run_context_of(config) as context:
+        return _run(config, context)
 
 
-def _run(config: PPOConfig, situation: Situation) -> int:
+def _run(config: PPOConfig, context: RunContext) -> int:
     resume = find_resume(config)
     if is_complete(config, resume):
         return 0
@@ -66,7 +66,7 @@ def _run(config: PPOConfig, situation: Situation) -> int:
     if resume is not None:
         loader.load_state_dict(resume.state["data"])  # other data are refused before a process is started
 
-    with open_session(situation, resume, partial(ray_processes, situation)) as session:
+    with open_session(context, resume, partial(ray_processes, context)) as session:
         report_filtered(session.console, data_sets)
         roles = start_ppo(config, models, rules, session.processes.device, session.processes.pools)
         saved = ppo_models(config, roles)

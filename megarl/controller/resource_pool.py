@@ -24,7 +24,7 @@ class InsufficientResourcesError(ValueError):
     """The cluster does not have, or does not free, what a pool asks for; the message sets requested beside available, per node."""
 
 
-class Bundle(NamedTuple):
+class PoolBundle(NamedTuple):
     """One process's share of a pool. `local_rank` counts within its node."""
 
     placement_group: PlacementGroup
@@ -73,7 +73,7 @@ class RayResourcePool:
     def resources_per_process(self) -> dict[str, float]:
         return {_CPU: self.max_colocate_count, **({_GPU: self.gpus_per_process} if self.use_gpu else {})}
 
-    def bundles(self) -> list[Bundle]:
+    def bundles(self) -> list[PoolBundle]:
         """In the order of ranks; reserves them on the first call. Raises InsufficientResourcesError, at once when it can never
         be, and after `wait_limit_s` when others hold what is needed."""
         if not self._groups:
@@ -86,7 +86,9 @@ class RayResourcePool:
                 self.release()
                 raise InsufficientResourcesError(explain([self], free_nodes(), f"still not free after {self.wait_limit_s:g} s"))
         return [
-            Bundle(group, index, index) for group, count in zip(self._groups, self.process_on_nodes, strict=True) for index in range(count)
+            PoolBundle(group, index, index)
+            for group, count in zip(self._groups, self.process_on_nodes, strict=True)
+            for index in range(count)
         ]
 
     def split(self) -> list[RayResourcePool]:
@@ -120,7 +122,7 @@ class _PoolPart(RayResourcePool):
         self.ranks = tuple(ranks)
         self._local_ranks = [nodes[:index].count(node) for index, node in enumerate(nodes)]
 
-    def bundles(self) -> list[Bundle]:
+    def bundles(self) -> list[PoolBundle]:
         whole = self._whole.bundles()
         return [whole[rank]._replace(local_rank=local_rank) for rank, local_rank in zip(self.ranks, self._local_ranks, strict=True)]
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple, TypeVar
 
 from megarl.config.schema import Overlong
-from megarl.data.tables import DataError, Row
+from megarl.data.tables import DataError, DataRow
 
 logger = logging.getLogger(__name__)
 Item = TypeVar("Item")
@@ -21,7 +21,7 @@ class Measured(NamedTuple):
     length: int
 
     @classmethod
-    def of(cls, row: Row, length: int) -> Measured:
+    def of(cls, row: DataRow, length: int) -> Measured:
         return cls(row.file, row.number, length)
 
 

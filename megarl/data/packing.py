@@ -22,8 +22,8 @@ def row_cost(lengths: np.ndarray) -> np.ndarray:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MicroBatch:
-    """Row numbers of the batch. A filler repeats one row, so that a rank has something to run: its loss weighs zero."""
+class MicroBatchRows:
+    """DataRow numbers of the batch. A filler repeats one row, so that a rank has something to run: its loss weighs zero."""
 
     rows: tuple[int, ...]
     is_filler: bool = False
@@ -31,7 +31,7 @@ class MicroBatch:
 
 @dataclass(frozen=True, kw_only=True)
 class RankPlan:
-    micro_batches: tuple[MicroBatch, ...]
+    micro_batches: tuple[MicroBatchRows, ...]
 
     @property
     def rows(self) -> list[int]:
@@ -98,7 +98,7 @@ def plan_micro_batches(
     hands = _spread(order, weights, capacity, cost, dp_size, num_micro_batches)
     if hands is None:
         hands = _deal(_widen(packed, cost, num_micro_batches * dp_size), cost, dp_size, num_micro_batches)
-    filler = MicroBatch(rows=(int(order[-1]),), is_filler=True)
+    filler = MicroBatchRows(rows=(int(order[-1]),), is_filler=True)
     return BatchPlan(ranks=tuple(_rank_plan(hand, cost, filler) for hand in hands), num_rows=num_rows)
 
 
@@ -199,7 +199,7 @@ def _deal(bins: list[list[int]], cost: np.ndarray, dp_size: int, num_micro_batch
     return [hand + [[]] * (num_micro_batches - len(hand)) for hand in hands]
 
 
-def _rank_plan(hand: list[list[int]], cost: np.ndarray, filler: MicroBatch) -> RankPlan:
+def _rank_plan(hand: list[list[int]], cost: np.ndarray, filler: MicroBatchRows) -> RankPlan:
     """Costliest micro-batch first, so that one too large for the memory fails at once; fillers for the empty ones, last."""
     by_cost = sorted(hand, key=lambda rows: -float(cost[rows].sum()))
-    return RankPlan(micro_batches=tuple(MicroBatch(rows=tuple(sorted(rows))) if rows else filler for rows in by_cost))
+    return RankPlan(micro_batches=tuple(MicroBatchRows(rows=tuple(sorted(rows))) if rows else filler for rows in by_cost))

@@ -13,7 +13,7 @@ from megarl.config.schema import Overlong
 from megarl.data.fingerprint import Fingerprint
 from megarl.data.overlong import Measured, keep_within
 from megarl.data.padding import pad_left
-from megarl.data.tables import DataError, Row, chat_messages, read_rows, typed_value
+from megarl.data.tables import DataError, DataRow, chat_messages, read_rows, typed_value
 from megarl.data.tokenizer import render_chat
 
 REQUIRED, OPTIONAL = ("prompt", "data_source", "reward_model"), ("extra_info",)  # columns
@@ -74,7 +74,7 @@ class PromptDataset:
         )
 
 
-def read_prompt(row: Row, tokenizer: PreTrainedTokenizerBase) -> Prompt:
+def read_prompt(row: DataRow, tokenizer: PreTrainedTokenizerBase) -> Prompt:
     """Of a row with the columns of PromptDataset. Raises DataError for one that cannot be used."""
     messages = chat_messages(row, "prompt")
     reward_model = typed_value(row, "reward_model", dict, GROUND_TRUTH_EXAMPLE)

@@ -15,7 +15,7 @@ from megarl.config.schema import Overlong
 from megarl.data.fingerprint import Fingerprint
 from megarl.data.overlong import Measured, keep_within
 from megarl.data.padding import join, pad_left, pad_right
-from megarl.data.tables import Row, chat_messages, read_rows
+from megarl.data.tables import DataRow, chat_messages, read_rows
 from megarl.data.tokenizer import render_chat
 
 REQUIRED = ("messages",)  # columns
@@ -62,7 +62,7 @@ class SFTDataset:
         return DataProto.from_dict(tensors=tensors, non_tensors={"uid": list(uids)})
 
 
-def read_example(row: Row, tokenizer: PreTrainedTokenizerBase) -> Example:
+def read_example(row: DataRow, tokenizer: PreTrainedTokenizerBase) -> Example:
     messages = chat_messages(row, "messages")
     if len(messages) < 2 or messages[-1]["role"] != "assistant":
         roles = [message["role"] for message in messages]

@@ -17,7 +17,7 @@ class DataError(ValueError):
     """A data file cannot be used as it is; the message names the file and, where there is one, the row and column."""
 
 
-class Row(NamedTuple):
+class DataRow(NamedTuple):
     file: str
     number: int  # in the file, from 0
     values: dict[str, Any]
@@ -26,7 +26,7 @@ class Row(NamedTuple):
         return DataError(f"{self.file}, row {self.number}, column {column!r}: {problem}")
 
 
-def read_rows(files: Sequence[str], required: Sequence[str], optional: Sequence[str] = ()) -> Iterator[Row]:
+def read_rows(files: Sequence[str], required: Sequence[str], optional: Sequence[str] = ()) -> Iterator[DataRow]:
     """Rows of all files in their order, with the named columns; an optional column that is absent is left out.
 
     Raises DataError for a file that is absent, not parquet, without rows, or without a required column.
@@ -46,7 +46,7 @@ def read_rows(files: Sequence[str], required: Sequence[str], optional: Sequence[
         number = 0
         for batch in parquet.iter_batches(columns=[name for name in (*required, *optional) if name in columns]):
             for values in batch.to_pylist():
-                yield Row(file, number, values)
+                yield DataRow(file, number, values)
                 number += 1
 
 
@@ -59,7 +59,7 @@ def _open(file: str) -> pyarrow.parquet.ParquetFile:
         raise DataError(f"{file}: not a parquet file ({error}); convert it, for example with pandas.DataFrame.to_parquet") from error
 
 
-def chat_messages(row: Row, column: str) -> list[dict[str, Any]]:
+def chat_messages(row: DataRow, column: str) -> list[dict[str, Any]]:
     """The row's messages, each a dict with `role` and `content` as strings. Fields that are null, as parquet fills them where
     only other messages have them, are dropped. Raises DataError for anything else."""
     example = "[{'role': 'user', 'content': 'What is 2 + 3?'}]"
@@ -76,7 +76,7 @@ def chat_messages(row: Row, column: str) -> list[dict[str, Any]]:
     return [{key: value for key, value in message.items() if value is not None} for message in messages]
 
 
-def typed_value(row: Row, column: str, kind: type, example: str) -> Any:
+def typed_value(row: DataRow, column: str, kind: type, example: str) -> Any:
     """The row's value of one column. Raises DataError where its type is another than `kind`."""
     value = row.values[column]
     if not isinstance(value, kind):

@@ -15,7 +15,7 @@ class Status(str, Enum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Finding:
+class CheckResult:
     """`facts`: the numbers behind `message`, as JSON can hold them."""
 
     check: str
@@ -28,24 +28,24 @@ class Finding:
         assert (self.remedy is None) == (self.status is Status.ok), "what is not good has a remedy, and what is good has none"
 
 
-def good(check: str, message: str, **facts: Any) -> Finding:
-    return Finding(check=check, status=Status.ok, message=message, facts=facts)
+def good(check: str, message: str, **facts: Any) -> CheckResult:
+    return CheckResult(check=check, status=Status.ok, message=message, facts=facts)
 
 
-def doubtful(check: str, message: str, remedy: str, **facts: Any) -> Finding:
-    return Finding(check=check, status=Status.warning, message=message, remedy=remedy, facts=facts)
+def doubtful(check: str, message: str, remedy: str, **facts: Any) -> CheckResult:
+    return CheckResult(check=check, status=Status.warning, message=message, remedy=remedy, facts=facts)
 
 
-def wrong(check: str, message: str, remedy: str, **facts: Any) -> Finding:
-    return Finding(check=check, status=Status.error, message=message, remedy=remedy, facts=facts)
+def wrong(check: str, message: str, remedy: str, **facts: Any) -> CheckResult:
+    return CheckResult(check=check, status=Status.error, message=message, remedy=remedy, facts=facts)
 
 
-def worst(findings: Sequence[Finding]) -> Status:
+def worst(results: Sequence[CheckResult]) -> Status:
     order = list(Status)
-    return max((finding.status for finding in findings), key=order.index, default=Status.ok)
+    return max((finding.status for finding in results), key=order.index, default=Status.ok)
 
 
-def as_json(finding: Finding) -> dict[str, Any]:
+def as_json(finding: CheckResult) -> dict[str, Any]:
     return {
         "check": finding.check,
         "status": finding.status.value,

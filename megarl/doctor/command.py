@@ -15,8 +15,8 @@ from rich.table import Table
 from megarl import __version__
 from megarl.config.schema import PPOConfig, SFTConfig
 from megarl.doctor import devices, software
-from megarl.doctor.check_result import Finding, Status, as_json, worst, wrong
-from megarl.doctor.examined_run import Subject, read_subject
+from megarl.doctor.check_result import CheckResult, Status, as_json, worst, wrong
+from megarl.doctor.examined_run import ExaminedRun, read_subject
 
 Schema = type[PPOConfig] | type[SFTConfig]
 
@@ -57,28 +57,28 @@ def run(config_path: str | None, overrides: Sequence[str], schema: Schema = PPOC
     """Prints what was found, as a table or as one JSON document; 0 where nothing is an error, 2 where something is."""
     begin = time.monotonic()
     console = Console(stderr=as_document, width=None if Console().is_terminal else _WIDTH)
-    findings = examine(config_path, overrides, schema, console)
+    results = examine(config_path, overrides, schema, console)
     seconds = time.monotonic() - begin
     if as_document:
-        print(json.dumps(document(config_path, findings, seconds), indent=2))
+        print(json.dumps(document(config_path, results, seconds), indent=2))
     else:
-        console.print(table(findings))
-        console.print(summary(findings, seconds), highlight=False)
-    return USER_ERROR if worst(findings) is Status.error else GOOD
+        console.print(table(results))
+        console.print(summary(results, seconds), highlight=False)
+    return USER_ERROR if worst(results) is Status.error else GOOD
 
 
-def examine(config_path: str | None, overrides: Sequence[str], schema: Schema, console: Console) -> list[Finding]:
+def examine(config_path: str | None, overrides: Sequence[str], schema: Schema, console: Console) -> list[CheckResult]:
     """Every check, one after the other."""
     gpus = devices.probe()
-    subject, findings = read_subject(config_path, overrides, schema, len(gpus.gpus), os.environ.get("RAY_ADDRESS"))
-    findings += [*software.check(subject), *devices.check(subject, gpus)]
+    subject, results = read_subject(config_path, overrides, schema, len(gpus.gpus), os.environ.get("RAY_ADDRESS"))
+    results += [*software.check(subject), *devices.check(subject, gpus)]
     for check in (each for each in CHECKS if subject.config is not None or not each.of_run):
         with console.status(f"examining {check.title}"):
-            findings += _find(check, subject)
-    return findings
+            results += _find(check, subject)
+    return results
 
 
-def _find(check: Check, subject: Subject) -> list[Finding]:
+def _find(check: Check, subject: ExaminedRun) -> list[CheckResult]:
     try:
         module = importlib.import_module(f"megarl.doctor.{check.module}")
     except ImportError as error:
@@ -86,12 +86,12 @@ def _find(check: Check, subject: Subject) -> list[Finding]:
     return list(getattr(module, check.function)(subject))
 
 
-def table(findings: Sequence[Finding]) -> Table:
+def table(results: Sequence[CheckResult]) -> Table:
     drawn = Table(box=None, show_header=False, pad_edge=False)
     drawn.add_column(width=max(len(status.value) for status in Status))
     drawn.add_column(no_wrap=True)
     drawn.add_column(overflow="fold")
-    for finding in findings:
+    for finding in results:
         drawn.add_row(
             finding.status.value, finding.check, finding.message, style=None if finding.status is Status.ok else _COLOURS[finding.status]
         )
@@ -100,22 +100,22 @@ def table(findings: Sequence[Finding]) -> Table:
     return drawn
 
 
-def summary(findings: Sequence[Finding], seconds: float) -> str:
-    counts = _counts(findings)
-    said = {Status.ok: "good", Status.warning: "good, with warnings", Status.error: "not good"}[worst(findings)]
+def summary(results: Sequence[CheckResult], seconds: float) -> str:
+    counts = _counts(results)
+    said = {Status.ok: "good", Status.warning: "good, with warnings", Status.error: "not good"}[worst(results)]
     return f"{said}: {counts['ok']} ok, {counts['warning']} warnings, {counts['error']} errors, in {seconds:.0f} s"
 
 
-def document(config_path: str | None, findings: Sequence[Finding], seconds: float) -> dict[str, object]:
+def document(config_path: str | None, results: Sequence[CheckResult], seconds: float) -> dict[str, object]:
     return {
         "megarl": __version__,
         "config": config_path,
-        "status": worst(findings).value,
-        "counts": _counts(findings),
+        "status": worst(results).value,
+        "counts": _counts(results),
         "seconds": round(seconds, 1),
-        "findings": [as_json(finding) for finding in findings],
+        "results": [as_json(finding) for finding in results],
     }
 
 
-def _counts(findings: Sequence[Finding]) -> dict[str, int]:
-    return {status.value: sum(finding.status is status for finding in findings) for status in Status}
+def _counts(results: Sequence[CheckResult]) -> dict[str, int]:
+    return {status.value: sum(finding.status is status for finding in results) for status in Status}

@@ -13,8 +13,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from megarl.config.schema import Device
-from megarl.doctor.check_result import Finding, doubtful, good, size, wrong
-from megarl.doctor.examined_run import Subject
+from megarl.doctor.check_result import CheckResult, doubtful, good, size, wrong
+from megarl.doctor.examined_run import ExaminedRun
 from megarl.placement.memory import plan_memory
 
 CHECK = "gpus"
@@ -98,7 +98,7 @@ def _torch_cuda() -> str | None:
     return runpy.run_path(str(Path(spec.origin).parent / "version.py")).get("cuda")
 
 
-def judge(found: Gpus, *, needed: int, wanted: bool, peak: int = 0) -> Iterator[Finding]:
+def judge(found: Gpus, *, needed: int, wanted: bool, peak: int = 0) -> Iterator[CheckResult]:
     """`needed`: on this machine. `wanted`: the run is to be on GPUs. `peak`: bytes that the plan puts on the fullest."""
     if not wanted:
         yield good(CHECK, "none needed: the run is on CPUs", gpus=len(found.gpus))
@@ -117,7 +117,7 @@ def judge(found: Gpus, *, needed: int, wanted: bool, peak: int = 0) -> Iterator[
         yield good(CHECK, message, gpus=len(found.gpus), driver=found.driver, driver_cuda=found.driver_cuda, torch_cuda=found.torch_cuda)
 
 
-def _driver(found: Gpus) -> Iterator[Finding]:
+def _driver(found: Gpus) -> Iterator[CheckResult]:
     if found.torch_cuda is None:
         yield wrong(CHECK, "torch is built without CUDA", "install torch for CUDA (requirements/cuda.txt), or set device=cpu")
     elif found.driver_cuda is not None and _numbers(found.driver_cuda)[0] < _numbers(found.torch_cuda)[0]:
@@ -126,7 +126,7 @@ def _driver(found: Gpus) -> Iterator[Finding]:
         yield wrong(CHECK, message, remedy, driver_cuda=found.driver_cuda, torch_cuda=found.torch_cuda)
 
 
-def _count(gpus: Sequence[Gpu], needed: int) -> Iterator[Finding]:
+def _count(gpus: Sequence[Gpu], needed: int) -> Iterator[CheckResult]:
     if len(gpus) < max(needed, 1):
         message = f"there are {len(gpus)} GPUs here, and the placement has {needed} on a node"
         remedy = "set placement.devices_per_node to what a node has, with smaller parallel sizes or more nodes; or device=cpu"
@@ -138,7 +138,7 @@ def _count(gpus: Sequence[Gpu], needed: int) -> Iterator[Finding]:
         )
 
 
-def _state(gpus: Sequence[Gpu], peak: int) -> Iterator[Finding]:
+def _state(gpus: Sequence[Gpu], peak: int) -> Iterator[CheckResult]:
     for gpu in gpus:
         if gpu.memory and gpu.used > _IN_USE_SHARE * gpu.memory:
             message = f"GPU {gpu.index} has {size(gpu.used)} of {size(gpu.memory)} in use"
@@ -154,7 +154,7 @@ def _numbers(version: str) -> list[int]:
     return [int(part) for part in version.split(".")]
 
 
-def check(subject: Subject, found: Gpus) -> Iterator[Finding]:
+def check(subject: ExaminedRun, found: Gpus) -> Iterator[CheckResult]:
     config, plan = subject.config, subject.plan
     peak = 0
     if config is not None and plan is not None and subject.use_gpu and subject.all_models_known:

@@ -12,7 +12,7 @@ from megarl.config.load import load_config
 from megarl.config.roles import model_roles
 from megarl.config.schema import Device, PPOConfig, SFTConfig
 from megarl.config.validate import read_architectures
-from megarl.doctor.check_result import Finding, good, wrong
+from megarl.doctor.check_result import CheckResult, good, wrong
 from megarl.doctor.checked_config import load_checked
 from megarl.placement.plan import PlacementPlan, plan_placement
 
@@ -20,7 +20,7 @@ CONFIGURATION = "configuration"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Subject:
+class ExaminedRun:
     """Without a configuration only the machine is examined. `architectures`: of the models that can be read, by role. `num_gpus`: of
     this machine, as its driver says. `ray_address`: of the cluster that the run would join, None for one of its own."""
 
@@ -52,27 +52,27 @@ class Subject:
 
 def read_subject(
     path: str | None, overrides: Sequence[str], schema: type[PPOConfig] | type[SFTConfig], num_gpus: int, ray_address: str | None
-) -> tuple[Subject, list[Finding]]:
+) -> tuple[ExaminedRun, list[CheckResult]]:
     """The run in the file `path`, and what is wrong with it. What cannot be read is left out, so that the rest is examined."""
     if path is None:
-        return Subject(num_gpus=num_gpus, ray_address=ray_address), []
+        return ExaminedRun(num_gpus=num_gpus, ray_address=ray_address), []
     try:
         config = load_checked(schema, path, overrides)  # type: ignore[type-var]
-        findings = [good(CONFIGURATION, f"{path} is good")]
+        results = [good(CONFIGURATION, f"{path} is good")]
     except ConfigError as error:
-        findings = list(_problems(error))
+        results = list(_problems(error))
         try:
             config = load_config(schema, path, overrides)
         except ConfigError:
-            return Subject(num_gpus=num_gpus, ray_address=ray_address), findings
+            return ExaminedRun(num_gpus=num_gpus, ray_address=ray_address), results
     try:
         plan = plan_placement(config)
     except ConfigError:  # which load_checked has said
         plan = None
     architectures, _ = read_architectures(config)
-    return Subject(config=config, plan=plan, architectures=architectures, num_gpus=num_gpus, ray_address=ray_address), findings
+    return ExaminedRun(config=config, plan=plan, architectures=architectures, num_gpus=num_gpus, ray_address=ray_address), results
 
 
-def _problems(error: ConfigError) -> Iterator[Finding]:
+def _problems(error: ConfigError) -> Iterator[CheckResult]:
     for problem in error.problems:
         yield wrong(CONFIGURATION, problem, f"change it in {error.source} or on the command line; `megarl check` finds it too")

@@ -18,8 +18,8 @@ from megarl.config.schema import Overlong, PPOConfig, RewardFunctionConfig, SFTC
 from megarl.data import prompts, sft
 from megarl.data.tables import DataError, read_rows
 from megarl.data.tokenizer import load_tokenizer
-from megarl.doctor.check_result import Finding, doubtful, good, size, wrong
-from megarl.doctor.examined_run import Subject
+from megarl.doctor.check_result import CheckResult, doubtful, good, size, wrong
+from megarl.doctor.examined_run import ExaminedRun
 
 MODELS, TOKENIZERS, DATA, REWARDS = "models", "tokenizers", "data", "reward functions"
 _INDEX = "model.safetensors.index.json"
@@ -29,14 +29,14 @@ _REWARD_LIMIT_S = 30
 _LOAD_REWARD = "import sys; from megarl.rewards.functions import load_reward_function; load_reward_function(*sys.argv[1:])"
 
 
-def models(subject: Subject) -> Iterator[Finding]:
+def models(subject: ExaminedRun) -> Iterator[CheckResult]:
     if subject.config is None:
         return
     for role in {role.path: role for role in reversed(model_roles(subject.config))}.values():
         yield from judge_model(Path(role.path), role.path_key)
 
 
-def judge_model(folder: Path, key: str) -> Iterator[Finding]:
+def judge_model(folder: Path, key: str) -> Iterator[CheckResult]:
     """The weights are all there: each file whole, each tensor of the index in its file. Headers are read, weights are not."""
     again = f"download it again (hf download NAME --local-dir {folder}), or set {key} to another folder"
     if not folder.is_dir():
@@ -85,7 +85,7 @@ def _why(file: Path, error: Exception) -> str:
     return f"is cut off or damaged, {file.stat().st_size:,} bytes ({error})"
 
 
-def tokenizers(subject: Subject) -> Iterator[Finding]:
+def tokenizers(subject: ExaminedRun) -> Iterator[CheckResult]:
     if subject.config is None:
         return
     trust = subject.config.model.trust_remote_code
@@ -102,7 +102,7 @@ def tokenizers(subject: Subject) -> Iterator[Finding]:
             yield from data(subject, tokenizer)
 
 
-def judge_tokenizer(role: ModelRole, tokenizer: PreTrainedTokenizerBase, subject: Subject) -> Finding:
+def judge_tokenizer(role: ModelRole, tokenizer: PreTrainedTokenizerBase, subject: ExaminedRun) -> CheckResult:
     """Of a tokenizer that loads and has a chat template."""
     facts = {"folder": role.path, "tokens": len(tokenizer), "end_token": tokenizer.eos_token}
     if role.name in subject.architectures and len(tokenizer) > (vocabulary := subject.architectures[role.name].vocab_size):
@@ -111,7 +111,7 @@ def judge_tokenizer(role: ModelRole, tokenizer: PreTrainedTokenizerBase, subject
     return good(TOKENIZERS, f"{role.path}: {len(tokenizer):,} tokens, ends with {tokenizer.eos_token!r}, has a chat template", **facts)
 
 
-def data(subject: Subject, tokenizer: PreTrainedTokenizerBase) -> Iterator[Finding]:
+def data(subject: ExaminedRun, tokenizer: PreTrainedTokenizerBase) -> Iterator[CheckResult]:
     """The first rows of each file, read and rendered as the run does."""
     config = subject.config
     assert config is not None
@@ -138,7 +138,9 @@ def _rendered(config: PPOConfig | SFTConfig, file: str, tokenizer: PreTrainedTok
             yield [*example.prompt_ids, *example.response_ids]
 
 
-def judge_rows(config: PPOConfig | SFTConfig, file: str, rows: int, rendered: Sequence[Sequence[int]], vocabulary: int | None) -> Finding:
+def judge_rows(
+    config: PPOConfig | SFTConfig, file: str, rows: int, rendered: Sequence[Sequence[int]], vocabulary: int | None
+) -> CheckResult:
     """`rows`: of the file. `rendered`: token ids of the first. `vocabulary`: tokens that the model embeds."""
     key = "data.max_prompt_length" if isinstance(config, PPOConfig) else "data.max_length"
     limit = config.data.max_prompt_length if isinstance(config, PPOConfig) else config.data.max_length
@@ -156,13 +158,13 @@ def judge_rows(config: PPOConfig | SFTConfig, file: str, rows: int, rendered: Se
     return good(DATA, f"{file}: {rows:,} rows; the first {len(rendered)} have at most {longest} tokens", **facts)
 
 
-def rewards(subject: Subject) -> Iterator[Finding]:
+def rewards(subject: ExaminedRun) -> Iterator[CheckResult]:
     if isinstance(subject.config, PPOConfig):
         for function in subject.config.reward.functions:
             yield judge_reward(function)
 
 
-def judge_reward(function: RewardFunctionConfig, limit_s: float = _REWARD_LIMIT_S) -> Finding:
+def judge_reward(function: RewardFunctionConfig, limit_s: float = _REWARD_LIMIT_S) -> CheckResult:
     """Loads it in a process of its own: the file is a user's, and may do anything."""
     name = f"{function.name} in {function.path}"
     command = [sys.executable, "-c", _LOAD_REWARD, function.path, function.name]

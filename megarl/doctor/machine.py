@@ -13,8 +13,8 @@ from typing import NamedTuple
 import psutil
 
 from megarl.controller.cluster import OBJECT_STORE_MB
-from megarl.doctor.check_result import Finding, doubtful, good, size, wrong
-from megarl.doctor.examined_run import Subject
+from megarl.doctor.check_result import CheckResult, doubtful, good, size, wrong
+from megarl.doctor.examined_run import ExaminedRun
 from megarl.placement.memory import plan_memory
 
 _NCCL_BYTES = 64 * 2**20  # of shared memory for each process: the buffers through which GPUs of a node without NVLink speak
@@ -33,7 +33,7 @@ _SLOW = {
 _OFF = ("", "0", "OFF", "INFO")
 
 
-def shared_memory(subject: Subject) -> Iterator[Finding]:
+def shared_memory(subject: ExaminedRun) -> Iterator[CheckResult]:
     folder = subject.shared_memory
     if not folder.is_dir():
         yield wrong("shared memory", f"there is no {folder}", f"mount it: mount -t tmpfs tmpfs {folder}")
@@ -43,7 +43,7 @@ def shared_memory(subject: Subject) -> Iterator[Finding]:
     yield judge_shared_memory(str(folder), usage.total, usage.free, needed)
 
 
-def judge_shared_memory(folder: str, total: int, free: int, needed: int) -> Finding:
+def judge_shared_memory(folder: str, total: int, free: int, needed: int) -> CheckResult:
     gib = max(1, -(-2 * needed // 2**30))
     remedy = f"mount -o remount,size={gib}G {folder}; in a container: docker run --shm-size={gib}g, or --ipc=host"
     facts = {"total": total, "free": free, "needed": needed}
@@ -56,11 +56,11 @@ def judge_shared_memory(folder: str, total: int, free: int, needed: int) -> Find
     return good("shared memory", f"{folder} has {size(free)} free, {size(needed)} needed", **facts)
 
 
-def open_files(subject: Subject) -> Iterator[Finding]:
+def open_files(subject: ExaminedRun) -> Iterator[CheckResult]:
     yield judge_open_files(*resource.getrlimit(resource.RLIMIT_NOFILE))
 
 
-def judge_open_files(soft: int, hard: int) -> Finding:
+def judge_open_files(soft: int, hard: int) -> CheckResult:
     remedy = (
         "ulimit -n 65536 in the shell that starts the run (and Ray); above the hard limit, nofile in /etc/security/limits.conf or docker"
     )
@@ -74,7 +74,7 @@ def judge_open_files(soft: int, hard: int) -> Finding:
     return good("open files", f"a process may have {soft:,}", **facts)
 
 
-def memory(subject: Subject) -> Iterator[Finding]:
+def memory(subject: ExaminedRun) -> Iterator[CheckResult]:
     """On CPUs the models are in the host's memory; with GPUs, what is moved to the host and the libraries are."""
     total, available = psutil.virtual_memory().total, psutil.virtual_memory().available
     limit = _cgroup_limit()
@@ -83,7 +83,7 @@ def memory(subject: Subject) -> Iterator[Finding]:
     yield judge_memory(total, available, _planned(subject))
 
 
-def _planned(subject: Subject) -> int:
+def _planned(subject: ExaminedRun) -> int:
     """Of the fullest node, the devices of a node at their own peaks; for another cluster's nodes nothing is known here."""
     config, plan = subject.config, subject.plan
     if plan is None or subject.ray_address is not None:
@@ -103,7 +103,7 @@ def _cgroup_limit() -> int | None:
     return None
 
 
-def judge_memory(total: int, available: int, planned: int) -> Finding:
+def judge_memory(total: int, available: int, planned: int) -> CheckResult:
     facts = {"total": total, "available": available, "planned": planned}
     remedy = "fewer or smaller processes on this node (see `megarl plan`), more nodes, or a higher limit of the container"
     if planned > total:
@@ -115,12 +115,12 @@ def judge_memory(total: int, available: int, planned: int) -> Finding:
     return good("memory", f"{size(available)} of {size(total)} available{needs}", **facts)
 
 
-def threads(subject: Subject) -> Iterator[Finding]:
+def threads(subject: ExaminedRun) -> Iterator[CheckResult]:
     cores = len(os.sched_getaffinity(0))
     yield judge_threads(os.environ.get("OMP_NUM_THREADS"), cores, subject.processes_here, subject.use_gpu)
 
 
-def judge_threads(setting: str | None, cores: int, processes: int, use_gpu: bool) -> Finding:
+def judge_threads(setting: str | None, cores: int, processes: int, use_gpu: bool) -> CheckResult:
     facts = {"OMP_NUM_THREADS": setting, "cores": cores, "processes": processes}
     if setting is not None and not setting.isdigit():
         return wrong("threads", f"OMP_NUM_THREADS is {setting!r}, no number", "export OMP_NUM_THREADS=1, or unset it", **facts)
@@ -163,11 +163,11 @@ def probe_clock() -> Clock:
     return Clock(not timex.status & _STA_UNSYNC, timex.max_error / 1e6)
 
 
-def clock(subject: Subject) -> Iterator[Finding]:
+def clock(subject: ExaminedRun) -> Iterator[CheckResult]:
     yield judge_clock(probe_clock(), 1 if subject.plan is None else subject.plan.num_nodes)
 
 
-def judge_clock(found: Clock, num_nodes: int) -> Finding:
+def judge_clock(found: Clock, num_nodes: int) -> CheckResult:
     facts = {"synchronised": found.synchronised, "max_error_s": found.max_error_s}
     if found.synchronised:
         return good("clock", f"kept by NTP, within {1000 * (found.max_error_s or 0):,.0f} ms", **facts)
@@ -177,11 +177,11 @@ def judge_clock(found: Clock, num_nodes: int) -> Finding:
     return doubtful("clock", "the kernel does not know of anything that keeps this clock right", remedy, **facts)
 
 
-def environment(subject: Subject) -> Iterator[Finding]:
+def environment(subject: ExaminedRun) -> Iterator[CheckResult]:
     yield from judge_environment(os.environ)
 
 
-def judge_environment(variables: Mapping[str, str]) -> Iterator[Finding]:
+def judge_environment(variables: Mapping[str, str]) -> Iterator[CheckResult]:
     slow = {name: cost for name, cost in _SLOW.items() if variables.get(name, "") not in _OFF}
     for name, cost in slow.items():
         yield doubtful("environment", f"{name}={variables[name]}: {cost}", f"unset {name}, unless you are looking for a fault", name=name)

@@ -15,8 +15,8 @@ from pathlib import Path
 import psutil
 
 from megarl.controller.environment import fill_in
-from megarl.doctor.check_result import Finding, doubtful, good, wrong
-from megarl.doctor.examined_run import Subject
+from megarl.doctor.check_result import CheckResult, doubtful, good, wrong
+from megarl.doctor.examined_run import ExaminedRun
 from megarl.machine.ports import hold_port
 
 LOOPBACK, PORTS = "ranks", "ports"
@@ -89,7 +89,7 @@ def _reason(text: str) -> str:
     return (raised or lines or ["the sums are wrong"])[-1]
 
 
-def judge_loopback(found: Loopback) -> Finding:
+def judge_loopback(found: Loopback) -> CheckResult:
     variable = VARIABLE[found.backend]
     over = f"over {found.interface} ({variable})" if found.interface else f"over the interface that {found.backend} chose itself"
     what = f"{found.backend} all-reduce between {found.ranks} ranks {over}"
@@ -103,7 +103,7 @@ def judge_loopback(found: Loopback) -> Finding:
     return good(LOOPBACK, f"{what}: 1 MiB in {1000 * found.seconds:,.1f} ms", seconds=found.seconds, **facts)
 
 
-def judge_interface(backend: str, name: str | None, interfaces: Sequence[str]) -> Finding | None:
+def judge_interface(backend: str, name: str | None, interfaces: Sequence[str]) -> CheckResult | None:
     """None where the variable names an interface that is there, or is not set. NCCL takes lists, prefixes, and ^ before those to avoid."""
     wanted = [] if name is None or name.startswith("^") else [part.lstrip("=") for part in name.split(",")]
     if not wanted or any(interface.startswith(part) for part in wanted for interface in interfaces):
@@ -113,7 +113,7 @@ def judge_interface(backend: str, name: str | None, interfaces: Sequence[str]) -
     return wrong(LOOPBACK, message, remedy, backend=backend, interface=name, interfaces=list(interfaces))
 
 
-def loopback(subject: Subject) -> Iterator[Finding]:
+def loopback(subject: ExaminedRun) -> Iterator[CheckResult]:
     """Between as many ranks as the run's largest group has on a node, with the variables that the run's workers would have."""
     ranks = 2
     if subject.plan is not None:
@@ -170,7 +170,7 @@ def _listener(number: int) -> str | None:
     return None
 
 
-def judge_port(port: Port) -> Finding:
+def judge_port(port: Port) -> CheckResult:
     facts = {"port": port.number, "purpose": port.purpose, "used_by": port.user}
     if port.user is None:
         return good(PORTS, f"{port.number} is free for {port.purpose}", **facts)
@@ -180,7 +180,7 @@ def judge_port(port: Port) -> Finding:
     return wrong(PORTS, f"{port.number} is needed for {port.purpose}, but is in use by {port.user}", remedy, **facts)
 
 
-def needed_ports(subject: Subject, environment: Mapping[str, str]) -> dict[int, str]:
+def needed_ports(subject: ExaminedRun, environment: Mapping[str, str]) -> dict[int, str]:
     """Those with fixed numbers. A run on one machine has none: Ray and torch take free ones."""
     needed: dict[int, str] = {}
     if environment.get("MASTER_PORT", "").isdigit() and environment.get("RANK", "0") == "0":
@@ -190,7 +190,7 @@ def needed_ports(subject: Subject, environment: Mapping[str, str]) -> dict[int, 
     return needed
 
 
-def ports(subject: Subject) -> Iterator[Finding]:
+def ports(subject: ExaminedRun) -> Iterator[CheckResult]:
     needed = needed_ports(subject, os.environ)
     for number, purpose in needed.items():
         yield judge_port(probe_port(number, purpose))

@@ -15,8 +15,8 @@ from megarl.config.schema import PPOConfig
 from megarl.controller.cluster import OBJECT_STORE_MB, shutdown, start_ray
 from megarl.controller.inspection import ClusterReport, NodeReport, Software, here, inspect_cluster
 from megarl.controller.resource_pool import RayResourcePool, ResourcePoolManager, explain, fits, node_demands
-from megarl.doctor.check_result import Finding, Status, doubtful, good, wrong
-from megarl.doctor.examined_run import Subject
+from megarl.doctor.check_result import CheckResult, Status, doubtful, good, wrong
+from megarl.doctor.examined_run import ExaminedRun
 from megarl.doctor.machine import judge_open_files, judge_shared_memory
 from megarl.doctor.storage import MARK, existing_folder
 
@@ -26,7 +26,7 @@ _SKEW_S = 1.0
 _SHOWN_NODES = 8
 
 
-def check(subject: Subject) -> Iterator[Finding]:
+def check(subject: ExaminedRun) -> Iterator[CheckResult]:
     """Joins the cluster of RAY_ADDRESS, or starts a Ray here as the run would, and leaves it."""
     where = f"the cluster at {subject.ray_address}" if subject.ray_address else "a Ray of its own on this machine"
     num_cpus = 1 if subject.plan is None else subject.plan.num_cpus
@@ -52,7 +52,7 @@ def check(subject: Subject) -> Iterator[Finding]:
 
 
 @contextlib.contextmanager
-def _files_of(subject: Subject) -> Iterator[list[str]]:
+def _files_of(subject: ExaminedRun) -> Iterator[list[str]]:
     """What a run's workers open on every node, and a file that says whether they write checkpoints to one place."""
     if subject.config is None:
         yield []
@@ -67,7 +67,7 @@ def _files_of(subject: Subject) -> Iterator[list[str]]:
         yield list(dict.fromkeys(path for path in paths if Path(path).exists()))
 
 
-def judge_other_nodes(nodes: Sequence[NodeReport]) -> Iterator[Finding]:
+def judge_other_nodes(nodes: Sequence[NodeReport]) -> Iterator[CheckResult]:
     """Of what is examined on this machine too: limits, and the files of the run."""
     for node in nodes:
         here_too = f"node {node.address}: "
@@ -84,7 +84,7 @@ def judge_other_nodes(nodes: Sequence[NodeReport]) -> Iterator[Finding]:
                 yield wrong(NODES, message, "put it on a file system that all nodes share, or copy it to the same path there", path=path)
 
 
-def _unreachable(where: str, error: Exception, address: str | None) -> Finding:
+def _unreachable(where: str, error: Exception, address: str | None) -> CheckResult:
     reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     if address is not None:
         remedy = "start the cluster (ray start --head on one node, ray start --address=HEAD:6379 on the others), or unset RAY_ADDRESS to "
@@ -93,7 +93,7 @@ def _unreachable(where: str, error: Exception, address: str | None) -> Finding:
     return wrong(RAY, f"{where} does not start: {reason}", remedy)
 
 
-def judge_nodes(report: ClusterReport, driver: Software) -> Iterator[Finding]:
+def judge_nodes(report: ClusterReport, driver: Software) -> Iterator[CheckResult]:
     faults = [finding for node in report.nodes for finding in _node_faults(node, driver)]
     for address in report.dead:
         remedy = "start Ray on it again, if the run is to have it; its logs are in /tmp/ray/session_latest/logs there"
@@ -105,7 +105,7 @@ def judge_nodes(report: ClusterReport, driver: Software) -> Iterator[Finding]:
         yield judge_clocks([node for node in report.nodes if node.software is not None])
 
 
-def _node_faults(node: NodeReport, driver: Software) -> Iterator[Finding]:
+def _node_faults(node: NodeReport, driver: Software) -> Iterator[CheckResult]:
     if node.software is None:
         remedy = f"install megarl there as here ({driver.megarl} on Python {driver.python}); what the worker said is in its node's Ray logs"
         yield wrong(NODES, f"node {node.address} cannot start a worker: {node.error}", remedy, **_facts(node))
@@ -133,7 +133,7 @@ def _facts(node: NodeReport) -> dict[str, object]:
     return {"node": node.address, "resources": amounts, "software": software, "clock_offset_s": round(node.clock_offset_s, 6)}
 
 
-def judge_clocks(nodes: Sequence[NodeReport]) -> Finding:
+def judge_clocks(nodes: Sequence[NodeReport]) -> CheckResult:
     """Of nodes that answered; a difference counts beyond what it is known to."""
     if not nodes:
         return doubtful(CLOCKS, "no node could be asked for its time", "see what is said of the nodes")
@@ -147,7 +147,7 @@ def judge_clocks(nodes: Sequence[NodeReport]) -> Finding:
     return good(CLOCKS, f"those of {len(nodes)} nodes are within {max(apart, known) * 1000:,.0f} ms", apart_s=round(apart, 6))
 
 
-def judge_resources(report: ClusterReport, pools: Sequence[RayResourcePool]) -> Finding:
+def judge_resources(report: ClusterReport, pools: Sequence[RayResourcePool]) -> CheckResult:
     demands = node_demands(pools)
     facts = {"needed": demands, "nodes": [_facts(node) for node in report.nodes]}
     remedy = (

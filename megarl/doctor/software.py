@@ -13,8 +13,8 @@ from packaging.specifiers import SpecifierSet
 from megarl import __version__
 from megarl.config.schema import PPOConfig, RolloutEngineKind
 from megarl.config.versions import COUPLED, CUDA, PYTHON, REQUIRED, SGLANG
-from megarl.doctor.check_result import Finding, doubtful, good, wrong
-from megarl.doctor.examined_run import Subject
+from megarl.doctor.check_result import CheckResult, doubtful, good, wrong
+from megarl.doctor.examined_run import ExaminedRun
 
 CHECK = "versions"
 _SHOWN = ("torch", "megatron-core", "transformers", "ray", "sglang")
@@ -51,7 +51,7 @@ def _wants(name: str, others: tuple[str, ...]) -> dict[str, str]:
     return {each.name: str(each.specifier) for each in required if each.name in others and (each.marker is None or each.marker.evaluate())}
 
 
-def judge(installed: Installed, *, needs_sglang: bool) -> Iterator[Finding]:
+def judge(installed: Installed, *, needs_sglang: bool) -> Iterator[CheckResult]:
     faults = list(_faults(installed, needs_sglang))
     yield from faults
     if not faults:
@@ -60,7 +60,7 @@ def judge(installed: Installed, *, needs_sglang: bool) -> Iterator[Finding]:
         yield good(CHECK, message, python=installed.python, versions=dict(installed.versions))
 
 
-def _faults(installed: Installed, needs_sglang: bool) -> Iterator[Finding]:
+def _faults(installed: Installed, needs_sglang: bool) -> Iterator[CheckResult]:
     if not _within(installed.python, PYTHON):
         remedy = "make the virtual environment with another Python, as 3.11"
         yield wrong(CHECK, f"Python {installed.python} is not {PYTHON}", remedy, python=installed.python)
@@ -90,7 +90,7 @@ def _within(version: str, versions: str) -> bool:
     return SpecifierSet(versions).contains(version, prereleases=True)
 
 
-def check(subject: Subject) -> Iterator[Finding]:
+def check(subject: ExaminedRun) -> Iterator[CheckResult]:
     config = subject.config
     needs_sglang = isinstance(config, PPOConfig) and config.rollout.engine is RolloutEngineKind.sglang
     return judge(probe(), needs_sglang=needs_sglang)

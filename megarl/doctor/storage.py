@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megarl.config.derive import checkpoint_bytes, checkpoint_path, most_checkpoints
-from megarl.doctor.check_result import Finding, doubtful, good, size, wrong
-from megarl.doctor.examined_run import Subject
+from megarl.doctor.check_result import CheckResult, doubtful, good, size, wrong
+from megarl.doctor.examined_run import ExaminedRun
 
 CHECK = "checkpoints"
 MARK = ".megarl-doctor-"  # what names of our files begin with, which are gone at the end
@@ -77,7 +77,7 @@ def file_system(folder: Path) -> str:
     return found
 
 
-def judge(disk: Disk, *, num_nodes: int, one: int, most: int) -> Iterator[Finding]:
+def judge(disk: Disk, *, num_nodes: int, one: int, most: int) -> Iterator[CheckResult]:
     """`one`: bytes of a checkpoint. `most`: how many there are at a time."""
     elsewhere = "set checkpoint.dir (or trainer.output_dir) to a folder on a larger disk that you may write to"
     facts = {"folder": disk.folder, "file_system": disk.kind, "free": disk.free, "one": one, "most": most, "bytes_per_s": round(disk.speed)}
@@ -98,7 +98,7 @@ def judge(disk: Disk, *, num_nodes: int, one: int, most: int) -> Iterator[Findin
         yield good(CHECK, f"{disk.folder} ({disk.kind}): {size(disk.free)} free, {size(disk.speed)}/s{room}", **facts)
 
 
-def _room(disk: Disk, one: int, most: int, facts: dict[str, object]) -> Iterator[Finding]:
+def _room(disk: Disk, one: int, most: int, facts: dict[str, object]) -> Iterator[CheckResult]:
     remedy = "lower checkpoint.keep, raise checkpoint.every_steps, or give a checkpoint.dir on a larger disk"
     if disk.free < one:
         message = f"{disk.folder} has {size(disk.free)} free, and one checkpoint is {size(one)}"
@@ -108,7 +108,7 @@ def _room(disk: Disk, one: int, most: int, facts: dict[str, object]) -> Iterator
         yield doubtful(CHECK, message, remedy, **facts)
 
 
-def _kind(disk: Disk, num_nodes: int, facts: dict[str, object]) -> Iterator[Finding]:
+def _kind(disk: Disk, num_nodes: int, facts: dict[str, object]) -> Iterator[CheckResult]:
     if disk.kind.startswith(NETWORK):
         message = f"{disk.folder} is on {disk.kind}: slow for many writers, and a node may see a renamed file late"
         yield doubtful(CHECK, message, "use a parallel file system of the cluster (Lustre, GPFS, ...) where there is one", **facts)
@@ -120,7 +120,7 @@ def _kind(disk: Disk, num_nodes: int, facts: dict[str, object]) -> Iterator[Find
         yield doubtful(CHECK, message, "mount a volume, and set checkpoint.dir to a folder in it", **facts)
 
 
-def check(subject: Subject) -> Iterator[Finding]:
+def check(subject: ExaminedRun) -> Iterator[CheckResult]:
     config = subject.config
     if config is None:
         return

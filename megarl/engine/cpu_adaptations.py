@@ -27,7 +27,7 @@ CPU = torch.device("cpu")
 FACTORIES = ("tensor", "zeros", "ones", "empty", "full", "arange", "empty_like", "zeros_like", "ones_like")
 
 
-class Evidence(NamedTuple):
+class MegatronEvidence(NamedTuple):
     module: str  # below megatron.core
     attribute: str
     source: str  # must occur in the attribute's source
@@ -36,16 +36,18 @@ class Evidence(NamedTuple):
 
 _ROPE, _RNG = "models.common.embeddings.rope_utils", "tensor_parallel.random"
 EVIDENCE = (
-    Evidence("optimizer.clip_grads", "clip_grad_by_total_norm_fp32", "'torch.cuda.FloatTensor'", "asserts a CUDA tensor"),
-    Evidence("optimizer.distrib_optimizer", "DistributedOptimizer", "'torch.cuda.FloatTensor'", "sorts parameters by type()"),
-    Evidence(_RNG, "_get_cuda_rng_state", "torch.cuda.random.get_rng_state", "reads the GPU's random state"),
-    Evidence(_RNG, "_set_cuda_rng_state", "_lazy_call", "sets the GPU's random state"),
-    Evidence(_ROPE, "_apply_rotary_pos_emb_thd", "for x in sequence_splits", "loops over sequences in Python"),
-    Evidence("pipeline_parallel.schedules", "forward_backward_no_pipelining", 'device="cuda"', "makes tensors on the GPU"),
-    Evidence("pipeline_parallel.p2p_communication", "P2PCommunicator", "torch.cuda.current_device()", "receives on the GPU"),
-    Evidence("tensor_parallel.layers", "LinearWithGradAccumulationAndAsyncCommunication", "torch.matmul(", "multiplies with MKL"),
-    Evidence("distributed.param_and_grad_buffer", "_ParamAndGradBucketGroup", "dist_reduce_scatter_func(", "reduces in a group of one"),
-    Evidence("jit", "enable_jit_fuser", "torch.compile", "jit_fuser compiles small functions when first called"),
+    MegatronEvidence("optimizer.clip_grads", "clip_grad_by_total_norm_fp32", "'torch.cuda.FloatTensor'", "asserts a CUDA tensor"),
+    MegatronEvidence("optimizer.distrib_optimizer", "DistributedOptimizer", "'torch.cuda.FloatTensor'", "sorts parameters by type()"),
+    MegatronEvidence(_RNG, "_get_cuda_rng_state", "torch.cuda.random.get_rng_state", "reads the GPU's random state"),
+    MegatronEvidence(_RNG, "_set_cuda_rng_state", "_lazy_call", "sets the GPU's random state"),
+    MegatronEvidence(_ROPE, "_apply_rotary_pos_emb_thd", "for x in sequence_splits", "loops over sequences in Python"),
+    MegatronEvidence("pipeline_parallel.schedules", "forward_backward_no_pipelining", 'device="cuda"', "makes tensors on the GPU"),
+    MegatronEvidence("pipeline_parallel.p2p_communication", "P2PCommunicator", "torch.cuda.current_device()", "receives on the GPU"),
+    MegatronEvidence("tensor_parallel.layers", "LinearWithGradAccumulationAndAsyncCommunication", "torch.matmul(", "multiplies with MKL"),
+    MegatronEvidence(
+        "distributed.param_and_grad_buffer", "_ParamAndGradBucketGroup", "dist_reduce_scatter_func(", "reduces in a group of one"
+    ),
+    MegatronEvidence("jit", "enable_jit_fuser", "torch.compile", "jit_fuser compiles small functions when first called"),
 )
 
 

@@ -23,7 +23,7 @@ from megarl.engine import platform
 from megarl.engine.groups import ParallelGroups
 from megarl.engine.micro_batch import MicroBatch, make_micro_batch
 from megarl.engine.model import Head, ModelChunk, build_chunks
-from megarl.engine.offload import EngineState, MovableState, StatePart
+from megarl.engine.offload import MovableState, OffloadableState, StatePart
 from megarl.engine.optimizer import Optimizer, StepStatistics
 from megarl.engine.vocab_parallel import Extra, token_scores
 from megarl.weights.load import ValueHead, load_into_shards
@@ -38,7 +38,7 @@ LossFunction = Callable[[Outputs, Mapping[str, Tensor]], tuple[Tensor, Sums]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineSpec:
+class MegatronSpec:
     """What to build. `head`: "lm" scores tokens, "value" is a critic. `optim` None: the model is frozen.
 
     temperature: log-probs are of softmax(logits / temperature), as the rollout engine samples.
@@ -61,7 +61,7 @@ class TrainingState(NamedTuple):
 
     models: Sequence[ModelChunk]
     optimizer: Optimizer
-    places: EngineState
+    places: OffloadableState
     groups: ParallelGroups
     vocab_size: int
 
@@ -69,7 +69,7 @@ class TrainingState(NamedTuple):
 class MegatronEngine:
     """Weights come from the Hugging Face folder `weights`; a value head that it lacks starts at zero where it is trained."""
 
-    def __init__(self, spec: EngineSpec, groups: ParallelGroups, weights: str) -> None:
+    def __init__(self, spec: MegatronSpec, groups: ParallelGroups, weights: str) -> None:
         self.spec = spec
         self.groups = groups
         self._device = platform.current().device
@@ -83,7 +83,7 @@ class MegatronEngine:
             model.train(trainable).requires_grad_(trainable)
         # Wrapped before loading: Megatron moves parameters into its own contiguous buffers.
         self._chunks: list[Any] = [self._data_parallel(model) for model in self._models] if trainable else list(self._models)
-        self._state = EngineState(self._movable_parts())
+        self._state = OffloadableState(self._movable_parts())
         self._gradients_are_made = False
         self._load(weights)
         self._optimizer = Optimizer(spec.optim, self._chunks, spec.dtype, spec.total_optimizer_steps) if spec.optim else None

@@ -188,7 +188,7 @@ class MovableState:
         return None
 
 
-class EngineState:
+class OffloadableState:
     """The parts of one model that can be moved: all three where it trains, its parameters where it is frozen."""
 
     def __init__(self, parts: Mapping[StatePart, MovableState]) -> None:

@@ -17,7 +17,7 @@ from megarl.config.derive import max_row_tokens, num_parameters, samples_per_ste
 from megarl.config.roles import ModelRole, model_roles
 from megarl.config.schema import Device, DType, OverBudget, ParallelConfig, PPOConfig, Recompute, RolloutEngineKind, SFTConfig
 from megarl.placement.dataflow import ENGINE, GRADIENTS, OPTIMIZER, PARAMETERS, Item, Phase
-from megarl.placement.offload_plan import TurnPlan
+from megarl.placement.offload_plan import OffloadPlan
 from megarl.placement.placement_plan import PlacementPlan
 
 _VOCABULARY_DIVISOR = 128  # as weights/shard_layout.py pads it
@@ -66,7 +66,7 @@ class DeviceMemory:
 
 def plan_memory(config: PPOConfig | SFTConfig, plan: PlacementPlan, architectures: Mapping[str, Architecture]) -> list[DeviceMemory]:
     """Of each device, in the order of nodes and numbers. `architectures`: of each model role, by its name."""
-    turns = TurnPlan(plan)
+    turns = OffloadPlan(plan)
     sizes = _Sizes(config, architectures)
     held = turns.held()
     steps = [phase for phase in turns.phases if phase.roles]

@@ -16,7 +16,7 @@ from megarl.placement.placement_plan import PlacementPlan
 _HEAVY = (GRADIENTS, OPTIMIZER)
 
 
-class TurnPlan:
+class OffloadPlan:
     """Of a placement. All parts are named as in dataflow.py."""
 
     def __init__(self, plan: PlacementPlan) -> None:

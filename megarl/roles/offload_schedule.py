@@ -18,7 +18,7 @@ from megarl.controller.futures import RemoteFuture, gather
 from megarl.controller.group import RoleGroup
 from megarl.engine.offload import StatePart
 from megarl.placement.dataflow import ENGINE, PARAMETERS, Item
-from megarl.placement.offload_plan import TurnPlan
+from megarl.placement.offload_plan import OffloadPlan
 
 Push = Callable[[Sequence[RoleGroup]], None]
 _GENERATE, _SEND = "gen", "update_weights"
@@ -74,7 +74,7 @@ class TakingTurns(Residency):
     A failure of a move that is not waited for here is that of the phase, with whose future it goes.
     """
 
-    def __init__(self, turns: TurnPlan, models: Mapping[str, RoleGroup]) -> None:
+    def __init__(self, turns: OffloadPlan, models: Mapping[str, RoleGroup]) -> None:
         self._turns = turns
         self._models = dict(models)
         self._held: set[Item] = set()  # of `turns.movable`

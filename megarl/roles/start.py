@@ -22,7 +22,7 @@ from megarl.controller.group import RayWorkerGroup, RoleGroup
 from megarl.controller.worker import Worker
 from megarl.controller.worker_class import RayClassWithInitArgs, create_colocated_worker_cls
 from megarl.engine.offload import StatePart
-from megarl.placement.offload_plan import TurnPlan
+from megarl.placement.offload_plan import OffloadPlan
 from megarl.placement.plan import GroupPlan, PlacementPlan, plan_placement
 from megarl.placement.transport import choose_transport
 from megarl.roles.models import Actor, Critic, Reference, UpdatePlan
@@ -34,7 +34,7 @@ from megarl.roles.reward import Reward, RewardModel
 from megarl.roles.rollout import Rollout, TokenRules
 from megarl.roles.weight_sync import WeightSource, WeightSync
 from megarl.workers.critic import CriticWorker
-from megarl.workers.engines import EngineSpec, build_engine
+from megarl.workers.engines import RolloutEngineSpec, build_engine
 from megarl.workers.megatron import ModelSpec
 from megarl.workers.policy import ActorWorker, ReferenceWorker
 from megarl.workers.reward import RewardWorker
@@ -85,7 +85,7 @@ _ModelConfig = ActorConfig | CriticConfig | RewardModelConfig
 class _Starter:
     """Builds specs from config sections, and groups as the plan says; keeps what all of them share."""
 
-    def __init__(self, config: PPOConfig | SFTConfig, device: Device, pools: ResourcePoolManager | None, turns: TurnPlan) -> None:
+    def __init__(self, config: PPOConfig | SFTConfig, device: Device, pools: ResourcePoolManager | None, turns: OffloadPlan) -> None:
         self._config = config
         self._device = device
         self._pools = pools
@@ -145,7 +145,7 @@ def start_ppo(config: PPOConfig, models: Architectures, rules: TokenRules, devic
     """Returns before the workers have loaded their weights; the first call to each waits for it. Models that share devices with
     others have loaded theirs, and made room."""
     plan = plan_placement(config)
-    turns = TurnPlan(plan)
+    turns = OffloadPlan(plan)
     starter = _Starter(config, device, pools, turns)
     updates = UpdatePlan(
         updates_per_step=config.trainer.updates_per_step, epochs_per_batch=config.trainer.epochs_per_batch, seed=config.trainer.seed
@@ -226,7 +226,7 @@ def _reward(config: PPOConfig, groups: Mapping[str, RoleGroup], residency: Resid
     return Reward(groups["reward"], model, settings.weight)
 
 
-def _residency(turns: TurnPlan, groups: Mapping[str, RoleGroup]) -> Residency:
+def _residency(turns: OffloadPlan, groups: Mapping[str, RoleGroup]) -> Residency:
     return TakingTurns(turns, {role: group for role, group in groups.items() if role != "reward"})
 
 
@@ -267,7 +267,7 @@ def _start_rollout(
     config: PPOConfig, rules: TokenRules, device: Device, places: Sequence[ReplicaPlace], residency: Residency, takes_turns: bool
 ) -> Rollout:
     rollout, limit_s = config.rollout, config.trainer.phase_time_limit_s
-    spec = EngineSpec(
+    spec = RolloutEngineSpec(
         path=config.model.path,
         dtype=config.model.dtype,
         device=device,
@@ -294,14 +294,14 @@ def _start_rollout(
 
 def start_sft(config: SFTConfig, architecture: Architecture, device: Device, pools: ResourcePoolManager) -> Actor:
     plan = plan_placement(config)
-    starter = _Starter(config, device, pools, TurnPlan(plan))
+    starter = _Starter(config, device, pools, OffloadPlan(plan))
     worker = _sft_worker(config, architecture, starter)
     return _sft_actor(config, architecture, starter, starter.groups(plan, {"actor": worker})["actor"])
 
 
 def start_sft_on_ranks(config: SFTConfig, architecture: Architecture, device: Device, ranks: Ranks) -> Actor:
     """As `start_sft`, in the processes that torchrun has started."""
-    starter = _Starter(config, device, None, TurnPlan(plan_placement(config)))
+    starter = _Starter(config, device, None, OffloadPlan(plan_placement(config)))
     return _sft_actor(config, architecture, starter, ranks.spawn("actor", _sft_worker(config, architecture, starter)))
 
 

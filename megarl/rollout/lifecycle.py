@@ -14,7 +14,7 @@ class EngineStateError(RuntimeError):
     """The engine was asked for what it cannot do in its state; the message says the state and what leads out of it."""
 
 
-class EngineState(Enum):
+class LifecycleState(Enum):
     EMPTY = "empty"
     UPDATING = "updating"
     READY = "ready"
@@ -23,11 +23,11 @@ class EngineState(Enum):
 
 
 _REMEDY = {
-    EngineState.EMPTY: "it has no complete weights: run a weight update to its end",
-    EngineState.UPDATING: "its weights are half loaded: end the weight update, or begin it anew",
-    EngineState.READY: "it has complete weights: begin a weight update first",
-    EngineState.ASLEEP: "it gave its memory back: wake it, then update its weights",
-    EngineState.CLOSED: "it is closed: start another",
+    LifecycleState.EMPTY: "it has no complete weights: run a weight update to its end",
+    LifecycleState.UPDATING: "its weights are half loaded: end the weight update, or begin it anew",
+    LifecycleState.READY: "it has complete weights: begin a weight update first",
+    LifecycleState.ASLEEP: "it gave its memory back: wake it, then update its weights",
+    LifecycleState.CLOSED: "it is closed: start another",
 }
 
 
@@ -35,7 +35,7 @@ class EngineLifecycle:
     """The state, the version of the weights, and the receipt of the update under way."""
 
     def __init__(self) -> None:
-        self.state = EngineState.EMPTY
+        self.state = LifecycleState.EMPTY
         self._version: int | None = None
         self._receipt: WeightReceipt | None = None
 
@@ -45,16 +45,16 @@ class EngineLifecycle:
 
     def require_ready(self) -> int:
         """The version of the weights. Raises EngineStateError where they are not complete."""
-        self.require("generate", EngineState.READY)
+        self.require("generate", LifecycleState.READY)
         assert self._version is not None
         return self._version
 
     def begin(self, manifest: Manifest) -> None:
-        self.require("begin a weight update", EngineState.EMPTY, EngineState.UPDATING, EngineState.READY)
-        self.state, self._version, self._receipt = EngineState.UPDATING, None, WeightReceipt(manifest)
+        self.require("begin a weight update", LifecycleState.EMPTY, LifecycleState.UPDATING, LifecycleState.READY)
+        self.state, self._version, self._receipt = LifecycleState.UPDATING, None, WeightReceipt(manifest)
 
     def require_update(self) -> None:
-        self.require("load weights", EngineState.UPDATING)
+        self.require("load weights", LifecycleState.UPDATING)
 
     def record(self, chunk: ChunkMeta, dtype: torch.dtype) -> None:
         """Before the chunk is copied. Raises WeightTransferError for one that does not belong."""
@@ -63,21 +63,21 @@ class EngineLifecycle:
         self._receipt.record(chunk, dtype)
 
     def end(self, version: int) -> None:
-        self.require("end a weight update", EngineState.UPDATING)
+        self.require("end a weight update", LifecycleState.UPDATING)
         assert self._receipt is not None
-        receipt, self._receipt, self.state = self._receipt, None, EngineState.EMPTY
+        receipt, self._receipt, self.state = self._receipt, None, LifecycleState.EMPTY
         receipt.close()
-        self.state, self._version = EngineState.READY, version
+        self.state, self._version = LifecycleState.READY, version
 
     def must_wake(self) -> bool:
         """Whether it sleeps. Raises EngineStateError where it is closed."""
-        self.require("wake", EngineState.EMPTY, EngineState.UPDATING, EngineState.READY, EngineState.ASLEEP)
-        return self.state is EngineState.ASLEEP
+        self.require("wake", LifecycleState.EMPTY, LifecycleState.UPDATING, LifecycleState.READY, LifecycleState.ASLEEP)
+        return self.state is LifecycleState.ASLEEP
 
-    def leave(self, state: EngineState) -> None:
+    def leave(self, state: LifecycleState) -> None:
         """Into a state without weights: EMPTY, ASLEEP or CLOSED."""
         self.state, self._version, self._receipt = state, None, None
 
-    def require(self, action: str, *states: EngineState) -> None:
+    def require(self, action: str, *states: LifecycleState) -> None:
         if self.state not in states:
             raise EngineStateError(f"the engine cannot {action} while {self.state.value}: {_REMEDY[self.state]}")

@@ -58,7 +58,7 @@ def _always(architecture: Architecture) -> bool:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class MappingRow:
     """One Megatron parameter: `tensors` are (Hugging Face name, dimensions) in the order in which they are joined.
 
     `is_copy`: the tensors are already held by another row, which is the one to be gathered from.
@@ -77,19 +77,19 @@ _MEGATRON = "decoder.layers.{layer}."
 
 # Qwen 2 and 2.5, Qwen 3, Llama 2 and 3: pre-norm attention and gated feed-forward. They differ in two switches.
 _DENSE = (
-    Row(
+    MappingRow(
         megatron="embedding.word_embeddings.weight",
         place=Place.embedding,
         cut=Cut.vocabulary,
         tensors=(("model.embed_tokens.weight", "V H"),),
     ),
-    Row(
+    MappingRow(
         megatron=_MEGATRON + "input_layernorm.weight",
         place=Place.layer,
         cut=Cut.replicated,
         tensors=((_HF + "input_layernorm.weight", "H"),),
     ),
-    Row(
+    MappingRow(
         megatron=_MEGATRON + "self_attention.linear_qkv.weight",
         place=Place.layer,
         cut=Cut.qkv,
@@ -99,52 +99,52 @@ _DENSE = (
             (_HF + "self_attn.v_proj.weight", "K H"),
         ),
     ),
-    Row(
+    MappingRow(
         megatron=_MEGATRON + "self_attention.linear_qkv.bias",
         place=Place.layer,
         cut=Cut.qkv,
         tensors=((_HF + "self_attn.q_proj.bias", "Q"), (_HF + "self_attn.k_proj.bias", "K"), (_HF + "self_attn.v_proj.bias", "K")),
         applies=lambda architecture: architecture.qkv_bias,
     ),
-    Row(
+    MappingRow(
         megatron=_MEGATRON + "self_attention.q_layernorm.weight",
         place=Place.layer,
         cut=Cut.replicated,
         tensors=((_HF + "self_attn.q_norm.weight", "D"),),
         applies=lambda architecture: architecture.qk_norm,
     ),
-    Row(
+    MappingRow(
         megatron=_MEGATRON + "self_attention.k_layernorm.weight",
         place=Place.layer,
         cut=Cut.replicated,
         tensors=((_HF + "self_attn.k_norm.weight", "D"),),
         applies=lambda architecture: architecture.qk_norm,
     ),
-    Row(
+    MappingRow(
         megatron=_MEGATRON + "self_attention.linear_proj.weight",
         place=Place.layer,
         cut=Cut.row,
         tensors=((_HF + "self_attn.o_proj.weight", "H Q"),),
     ),
-    Row(
+    MappingRow(
         megatron=_MEGATRON + "pre_mlp_layernorm.weight",
         place=Place.layer,
         cut=Cut.replicated,
         tensors=((_HF + "post_attention_layernorm.weight", "H"),),
     ),
-    Row(
+    MappingRow(
         megatron=_MEGATRON + "mlp.linear_fc1.weight",
         place=Place.layer,
         cut=Cut.gated,
         tensors=((_HF + "mlp.gate_proj.weight", "F H"), (_HF + "mlp.up_proj.weight", "F H")),
     ),
-    Row(
+    MappingRow(
         megatron=_MEGATRON + "mlp.linear_fc2.weight",
         place=Place.layer,
         cut=Cut.row,
         tensors=((_HF + "mlp.down_proj.weight", "H F"),),
     ),
-    Row(
+    MappingRow(
         megatron="decoder.final_layernorm.weight",
         place=Place.output,
         cut=Cut.replicated,
@@ -160,9 +160,9 @@ VALUE_BIAS_TENSOR = "score.bias"  # of transformers' ...ForTokenClassification; 
 LM_HEAD_TENSOR = "lm_head.weight"
 EMBEDDING_TENSOR = "model.embed_tokens.weight"
 
-_LM_HEAD = Row(megatron=OUTPUT_LAYER, place=Place.output, cut=Cut.vocabulary, tensors=((LM_HEAD_TENSOR, "V H"),))
-_TIED_HEAD = Row(megatron=OUTPUT_LAYER, place=Place.output, cut=Cut.vocabulary, tensors=((EMBEDDING_TENSOR, "V H"),), is_copy=True)
-_VALUE_HEAD = Row(megatron=OUTPUT_LAYER, place=Place.output, cut=Cut.replicated, tensors=((VALUE_HEAD_TENSOR, "1 H"),))
+_LM_HEAD = MappingRow(megatron=OUTPUT_LAYER, place=Place.output, cut=Cut.vocabulary, tensors=((LM_HEAD_TENSOR, "V H"),))
+_TIED_HEAD = MappingRow(megatron=OUTPUT_LAYER, place=Place.output, cut=Cut.vocabulary, tensors=((EMBEDDING_TENSOR, "V H"),), is_copy=True)
+_VALUE_HEAD = MappingRow(megatron=OUTPUT_LAYER, place=Place.output, cut=Cut.replicated, tensors=((VALUE_HEAD_TENSOR, "1 H"),))
 
 
 class HFTensor(NamedTuple):
@@ -205,7 +205,7 @@ def weights_of(architecture: Architecture, head: Head) -> tuple[Weight, ...]:
     return (*before, *layers, *after)
 
 
-def _expand(row: Row, architecture: Architecture, layer: int | None) -> Weight:
+def _expand(row: MappingRow, architecture: Architecture, layer: int | None) -> Weight:
     sizes = {
         "V": architecture.vocab_size,
         "H": architecture.hidden_size,

@@ -12,7 +12,7 @@ from megarl.rollout.interface import RolloutEngine
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineSpec:
+class RolloutEngineSpec:
     """path: the policy's folder. with_min_new_tokens: requests may ask for a minimum. release_memory: it takes turns with others."""
 
     path: str
@@ -24,11 +24,11 @@ class EngineSpec:
     release_memory: bool = False
 
 
-def build_engine(spec: EngineSpec) -> RolloutEngine:
+def build_engine(spec: RolloutEngineSpec) -> RolloutEngine:
     return _sglang_engine(spec) if spec.rollout.engine is RolloutEngineKind.sglang else _hf_engine(spec)
 
 
-def _hf_engine(spec: EngineSpec) -> RolloutEngine:
+def _hf_engine(spec: RolloutEngineSpec) -> RolloutEngine:
     # Here, because it imports transformers, which in SGLang's process SGLang's environment must come before.
     from megarl.rollout.hf.engine import HFEngine
 
@@ -41,7 +41,7 @@ def _hf_engine(spec: EngineSpec) -> RolloutEngine:
     )
 
 
-def _sglang_engine(spec: EngineSpec) -> RolloutEngine:
+def _sglang_engine(spec: RolloutEngineSpec) -> RolloutEngine:
     # Here, because a run with another engine does without SGLang, and it takes seconds to import.
     from megarl.rollout.sglang.engine import SGLangEngine
     from megarl.rollout.sglang.spec import SGLangSpec

@@ -78,11 +78,11 @@ class MegatronWorker(WeightExport):
         super().__init__()
         platform.activate(spec.device)
         self._groups = _process_groups(spec)
-        from megarl.engine.engine import EngineSpec, MegatronEngine
+        from megarl.engine.engine import MegatronEngine, MegatronSpec
 
         self._spec = spec
         self._engine: MegatronEngine = MegatronEngine(
-            EngineSpec(
+            MegatronSpec(
                 architecture=spec.architecture,
                 head=spec.head,
                 dtype=getattr(torch, spec.dtype.value),

@@ -29,9 +29,9 @@ def groups(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
 
 def _engine(groups: Any, folder: Path, **spec: Any) -> Any:
-    from megarl.engine.engine import EngineSpec, MegatronEngine
+    from megarl.engine.engine import MegatronEngine, MegatronSpec
 
-    return MegatronEngine(EngineSpec(architecture=read_architecture(str(folder)), **spec), groups, str(folder))
+    return MegatronEngine(MegatronSpec(architecture=read_architecture(str(folder)), **spec), groups, str(folder))
 
 
 @pytest.mark.parametrize("packing", [True, False])

@@ -9,7 +9,7 @@ import os
 import time
 
 from megarl.cli.failure_report import last_page
-from megarl.cli.run_context import Situation
+from megarl.cli.run_context import RunContext
 from megarl.config.schema import PPOConfig
 from megarl.controller.cluster import shutdown, start_ray
 from megarl.controller.errors import WorkerError
@@ -31,5 +31,5 @@ if __name__ == "__main__":
     try:
         group.ready.get(timeout=50)
     except WorkerError as error:
-        print(last_page(error, "train", Situation(PPOConfig())))
+        print(last_page(error, "train", RunContext(PPOConfig())))
     shutdown()

@@ -15,7 +15,7 @@ import pytest
 import ray
 
 from megarl.cli.failure_report import last_page
-from megarl.cli.run_context import Situation
+from megarl.cli.run_context import RunContext
 from megarl.config.schema import PPOConfig
 from megarl.controller.errors import PhaseTimeoutError, WorkerError
 from megarl.controller.futures import gather
@@ -64,7 +64,7 @@ def check_exception_beats_its_consequences(group: RayWorkerGroup) -> None:
     assert "KeyError: 'no such layer on rank 2'" in str(error)
     assert "host.py" not in error.remote_traceback
     assert sorted(other.rank for other in error.others) == [0, 1]
-    check_documented("first-cause", last_page(error, "train", Situation(PPOConfig())))
+    check_documented("first-cause", last_page(error, "train", RunContext(PPOConfig())))
     assert group.execute_all_sync("who") == [0, 1, 2]  # an exception ends the call, not the workers
 
 
@@ -116,7 +116,7 @@ def test_a_hang_in_a_collective_is_shown_with_every_stack_and_ended(make_group: 
     assert idle.activity is not None
     assert idle.activity.method is None
     assert "actor rank 0 (node 127.0.0.1, pid" in str(caught.value)
-    check_documented("hang", last_page(caught.value, "train", Situation(PPOConfig())))
+    check_documented("hang", last_page(caught.value, "train", RunContext(PPOConfig())))
     assert gone_within(processes, limit_s=10) == []
 
 

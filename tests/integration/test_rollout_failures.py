@@ -14,7 +14,7 @@ import pytest
 
 from megarl.batch.data_proto import DataProto
 from megarl.cli.failure_report import last_page
-from megarl.cli.run_context import Situation
+from megarl.cli.run_context import RunContext
 from megarl.config.errors import RunError
 from megarl.config.schema import PPOConfig, SamplingConfig
 from megarl.controller.errors import PhaseTimeoutError, WorkerError
@@ -133,7 +133,7 @@ def test_too_many_restarts_end_the_run_with_the_last_words(start: StartFake) -> 
         RestartLimitError, match=rf"(?s)rollout replica \d of 2 ended or hung.*{LAST_WORDS}.*restart_limit: 2 restarts"
     ) as caught:
         rollout.generate(prompts(), SAMPLING, step=1)
-    check_documented("engine-died", last_page(caught.value, "train", Situation(PPOConfig())))
+    check_documented("engine-died", last_page(caught.value, "train", RunContext(PPOConfig())))
 
 
 def test_a_replica_that_dies_while_it_gets_weights(start: StartFake, undisturbed: list[list[int]]) -> None:

@@ -22,7 +22,7 @@ from megarl.controller.worker_class import RayClassWithInitArgs
 from megarl.roles.replicas import ReplicaPlace, Replicas
 from megarl.roles.weight_sync import WeightSource, WeightSync
 from megarl.rollout.interface import Sample, SamplingParameters, plan_requests
-from megarl.workers.engines import EngineSpec, build_engine
+from megarl.workers.engines import RolloutEngineSpec, build_engine
 from megarl.workers.megatron import MegatronWorker, ModelSpec
 from tests.unit.engine.models import FAMILIES, load_lm, save_model
 from tests.unit.engine.rank_side import LAYOUTS
@@ -76,7 +76,7 @@ def engines(request: pytest.FixtureRequest, ray_cluster: None, folders: dict[str
             max_concurrency=8,
             sglang=SGLangConfig(mode=mode),
         )
-        spec = EngineSpec(path=str(folders[family]), dtype=DType.float32, device=Device.cpu, rollout=rollout)
+        spec = RolloutEngineSpec(path=str(folders[family]), dtype=DType.float32, device=Device.cpu, rollout=rollout)
         places = [ReplicaPlace(part) for part in pool.split()]
         replicas[family] = Replicas(places, partial(build_engine, spec), restart_limit=0, phase_time_limit_s=600)
         pools.append(pool)

@@ -18,7 +18,7 @@ import torch
 from megarl.batch.data_proto import DataProto
 from megarl.cli.failure_report import last_page
 from megarl.cli.main import main
-from megarl.cli.run_context import FAILURE_FILE, Situation
+from megarl.cli.run_context import FAILURE_FILE, RunContext
 from megarl.config.load import dump_config
 from megarl.config.schema import (
     ActorConfig,
@@ -77,7 +77,7 @@ def unlucky(ray_cluster: None) -> Iterator[RayWorkerGroup]:
 def test_memory_of_the_node(unlucky: RayWorkerGroup) -> None:
     with pytest.raises(WorkerError) as caught:
         unlucky.update_actor(BATCH)
-    check_documented("host-memory", last_page(caught.value, "train", Situation(PPOConfig())))
+    check_documented("host-memory", last_page(caught.value, "train", RunContext(PPOConfig())))
 
 
 def test_a_port_that_is_taken(unlucky: RayWorkerGroup) -> None:
@@ -86,7 +86,7 @@ def test_a_port_that_is_taken(unlucky: RayWorkerGroup) -> None:
         taken.listen()
         with pytest.raises(WorkerError) as caught:
             unlucky.listen(taken.getsockname()[1])
-    check_documented("port-taken", last_page(caught.value, "train", Situation(PPOConfig())))
+    check_documented("port-taken", last_page(caught.value, "train", RunContext(PPOConfig())))
 
 
 def test_a_process_that_is_killed(unlucky: RayWorkerGroup) -> None:
@@ -94,7 +94,7 @@ def test_a_process_that_is_killed(unlucky: RayWorkerGroup) -> None:
     unlucky.listen(0)  # the driver learns where it is
     with pytest.raises(WorkerError) as caught:
         unlucky.update_critic(BATCH)
-    check_documented("worker-killed", last_page(caught.value, "train", Situation(PPOConfig())))
+    check_documented("worker-killed", last_page(caught.value, "train", RunContext(PPOConfig())))
 
 
 @pytest.mark.slow

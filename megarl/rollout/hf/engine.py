@@ -15,7 +15,7 @@ from megarl.rollout.end_tokens import end_token_ids
 from megarl.rollout.hf.decoding import decode
 from megarl.rollout.hf.folder import read_tensors
 from megarl.rollout.interface import FinishedRequest, GenerationRequest, RolloutEngine, Sample, SamplingParameters
-from megarl.rollout.lifecycle import EngineLifecycle, EngineState
+from megarl.rollout.lifecycle import EngineLifecycle, LifecycleState
 from megarl.rollout.prompts import check_request
 from megarl.weights.bucket import ChunkMeta, GroupAddress, Parcel
 from megarl.weights.checksum import checksum
@@ -165,16 +165,16 @@ class HFEngine(RolloutEngine):
     # ---- memory and end
 
     def sleep(self) -> None:
-        self._lifecycle.require("sleep", EngineState.EMPTY, EngineState.UPDATING, EngineState.READY, EngineState.ASLEEP)
+        self._lifecycle.require("sleep", LifecycleState.EMPTY, LifecycleState.UPDATING, LifecycleState.READY, LifecycleState.ASLEEP)
         self._release()
-        self._lifecycle.leave(EngineState.ASLEEP)
+        self._lifecycle.leave(LifecycleState.ASLEEP)
 
     def wake(self) -> None:
         if not self._lifecycle.must_wake():
             return
         for name, parameter in self._model.named_parameters():
             parameter.data = torch.empty(self._shapes[name], dtype=parameter.dtype, device=self._device)
-        self._lifecycle.leave(EngineState.EMPTY)
+        self._lifecycle.leave(LifecycleState.EMPTY)
 
     def process_ids(self) -> list[int]:
         return []
@@ -182,7 +182,7 @@ class HFEngine(RolloutEngine):
     def close(self) -> None:
         self._release()
         self._receiver.leave()
-        self._lifecycle.leave(EngineState.CLOSED)
+        self._lifecycle.leave(LifecycleState.CLOSED)
 
     def _release(self) -> None:
         self.abort()

@@ -12,7 +12,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 
-class Evidence(NamedTuple):
+class SGLangEvidence(NamedTuple):
     module: str  # below sglang
     attribute: str  # of the module; with a dot, of a class in it
     source: str  # must occur in the attribute's source
@@ -22,18 +22,26 @@ class Evidence(NamedTuple):
 _ATTENTION = "srt.layers.attention.torch_native_backend"
 _UPDATER = "srt.managers.scheduler_components.weight_updater"
 EVIDENCE = (
-    Evidence("kernels.ops.sampling.murmur_hash", "murmur_hash32", "sgl_kernel.murmur_hash32_cpu", "seeds need a compiled kernel"),
-    Evidence(
+    SGLangEvidence("kernels.ops.sampling.murmur_hash", "murmur_hash32", "sgl_kernel.murmur_hash32_cpu", "seeds need a compiled kernel"),
+    SGLangEvidence(
         "srt.model_executor.model_runner",
         "ModelRunner.maybe_enable_batch_invariant_mode",
         "enable_batch_invariant_mode()",
         "replaces torch's operators by Triton kernels",
     ),
-    Evidence(
-        "srt.arg_groups.overrides", "_deterministic_attention_backend", "DETERMINISTIC_ATTENTION_BACKEND_CHOICES", "refuses torch_native"
+    SGLangEvidence(
+        "srt.arg_groups.overrides",
+        "_deterministic_attention_backend",
+        "DETERMINISTIC_ATTENTION_BACKEND_CHOICES",
+        "refuses torch_native",
     ),
-    Evidence(_ATTENTION, "TorchNativeAttnBackend._run_sdpa_forward_decode", "for seq_idx in range", "attends to one sequence at a time"),
-    Evidence(
+    SGLangEvidence(
+        _ATTENTION,
+        "TorchNativeAttnBackend._run_sdpa_forward_decode",
+        "for seq_idx in range",
+        "attends to one sequence at a time",
+    ),
+    SGLangEvidence(
         _UPDATER,
         "SchedulerWeightUpdaterManager.release_memory_occupation",
         "self.memory_saver_adapter.pause(GPU_MEMORY_TYPE_WEIGHTS)",

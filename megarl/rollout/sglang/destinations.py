@@ -60,7 +60,7 @@ class TensorPlan:
         ]
 
 
-class Place(NamedTuple):
+class ParameterPlace(NamedTuple):
     """Where a parameter lies. A plan's views keep the storages that they are of, so that no other can come to the same address."""
 
     storage: int  # address in memory
@@ -76,7 +76,7 @@ class Plan(NamedTuple):
     tensors: dict[str, TensorPlan]
     not_followed: dict[str, str]
     unreached: list[str]
-    places: list[Place]
+    places: list[ParameterPlace]
 
     @property
     def destinations(self) -> Iterator[Destination]:
@@ -166,8 +166,8 @@ def _flat_index(starts: Sequence[int], strides: Sequence[int]) -> int:
     return sum(map(int.__mul__, starts, strides))
 
 
-def _places(model: Any) -> list[Place]:
-    return [Place(_storage(parameter), parameter.data_ptr(), parameter.shape, parameter.stride()) for parameter in model.parameters()]
+def _places(model: Any) -> list[ParameterPlace]:
+    return [ParameterPlace(_storage(each), each.data_ptr(), each.shape, each.stride()) for each in model.parameters()]
 
 
 def _storage(tensor: torch.Tensor) -> int:

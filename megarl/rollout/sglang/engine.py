@@ -19,7 +19,7 @@ from safetensors import safe_open
 from megarl.config.schema import SGLangMode
 from megarl.rollout.end_tokens import end_token_ids
 from megarl.rollout.interface import EngineDeadError, FinishedRequest, GenerationRequest, RolloutEngine
-from megarl.rollout.lifecycle import EngineLifecycle, EngineState
+from megarl.rollout.lifecycle import EngineLifecycle, LifecycleState
 from megarl.rollout.prompts import check_request
 from megarl.rollout.sglang.backend import Backend, CallRefusedError
 from megarl.rollout.sglang.in_process import InProcessBackend
@@ -158,8 +158,8 @@ class SGLangEngine(RolloutEngine):
     # ---- weights
 
     def begin_weight_update(self, manifest: Manifest) -> None:
-        self._lifecycle.require("begin a weight update", EngineState.EMPTY, EngineState.UPDATING, EngineState.READY)
-        was_ready = self._lifecycle.state is EngineState.READY
+        self._lifecycle.require("begin a weight update", LifecycleState.EMPTY, LifecycleState.UPDATING, LifecycleState.READY)
+        was_ready = self._lifecycle.state is LifecycleState.READY
         self._pause()
         try:
             self._loader.prepare(manifest)
@@ -199,7 +199,7 @@ class SGLangEngine(RolloutEngine):
             raise WeightTransferError(f"SGLang could not load {folder}: {error}") from error
 
     def end_weight_update(self, version: int) -> None:
-        self._lifecycle.require("end a weight update", EngineState.UPDATING)
+        self._lifecycle.require("end a weight update", LifecycleState.UPDATING)
         self._loader.finish()
         self._close_session()
         self._lifecycle.end(version)
@@ -296,8 +296,8 @@ class SGLangEngine(RolloutEngine):
     # ---- memory and end
 
     def sleep(self) -> None:
-        self._lifecycle.require("sleep", EngineState.EMPTY, EngineState.UPDATING, EngineState.READY, EngineState.ASLEEP)
-        if self._lifecycle.state is EngineState.ASLEEP:
+        self._lifecycle.require("sleep", LifecycleState.EMPTY, LifecycleState.UPDATING, LifecycleState.READY, LifecycleState.ASLEEP)
+        if self._lifecycle.state is LifecycleState.ASLEEP:
             return
         self._close_session()
         if self._is_paused:
@@ -305,7 +305,7 @@ class SGLangEngine(RolloutEngine):
         self.abort()
         self._pause()
         self._flush()
-        self._lifecycle.leave(EngineState.ASLEEP)
+        self._lifecycle.leave(LifecycleState.ASLEEP)
         self._loader.forget()
         self._call("release_memory_occupation")
         self._resume()  # a paused scheduler takes a core for itself; nothing is asked of it until it is awake
@@ -314,15 +314,15 @@ class SGLangEngine(RolloutEngine):
         if not self._lifecycle.must_wake():
             return
         self._call("resume_memory_occupation")
-        self._lifecycle.leave(EngineState.EMPTY)
+        self._lifecycle.leave(LifecycleState.EMPTY)
 
     def process_ids(self) -> list[int]:
         return self._backend.process_ids()
 
     def close(self) -> None:
-        if self._lifecycle.state is EngineState.CLOSED:
+        if self._lifecycle.state is LifecycleState.CLOSED:
             return
-        self._lifecycle.leave(EngineState.CLOSED)
+        self._lifecycle.leave(LifecycleState.CLOSED)
         self._in_flight.clear()
         self._loader.close()
         self._loop.submit(self._backend.close()).result(_POLL_S * 10)
@@ -354,7 +354,7 @@ class SGLangEngine(RolloutEngine):
                     raise EngineDeadError(f"SGLang has not answered for {limit_s:g} s") from None
 
     def _raise_if_dead(self) -> None:
-        if self._lifecycle.state is not EngineState.CLOSED and (ended := self._backend.dead_process()) is not None:
+        if self._lifecycle.state is not LifecycleState.CLOSED and (ended := self._backend.dead_process()) is not None:
             raise EngineDeadError(f"SGLang is gone: {ended}")
 
 

@@ -10,7 +10,7 @@ import torch
 
 from megarl.cli.failure_report import last_page, print_failure
 from megarl.cli.remedies import REMEDIES, Cause
-from megarl.cli.run_context import Situation
+from megarl.cli.run_context import RunContext
 from megarl.config.errors import CheckpointError, RunError
 from megarl.config.schema import (
     ActorConfig,
@@ -45,8 +45,8 @@ def raised(error: Exception, role: str = "actor", method: str = "update_actor", 
     return WorkerError(RankFailure(role, 3, "10.0.0.7", 4242, method, failure, rows, "/logs/worker.err"))
 
 
-def page_of(error: Exception, config: PPOConfig | SFTConfig = CONFIG, **situation: object) -> str:
-    return last_page(error, "train", Situation(config, **situation))  # type: ignore[arg-type]
+def page_of(error: Exception, config: PPOConfig | SFTConfig = CONFIG, **context: object) -> str:
+    return last_page(error, "train", RunContext(config, **context))  # type: ignore[arg-type]
 
 
 def test_where_when_and_which_rows(tmp_path: Path) -> None:
@@ -148,5 +148,5 @@ def test_a_command_without_a_configuration(capsys: pytest.CaptureFixture[str]) -
 
 
 def test_it_is_kept_with_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    print_failure(raised(KeyError("x")), "train", Situation(CONFIG, output_dir=tmp_path))
+    print_failure(raised(KeyError("x")), "train", RunContext(CONFIG, output_dir=tmp_path))
     assert (tmp_path / "failure.txt").read_text() == capsys.readouterr().err

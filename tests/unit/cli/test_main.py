@@ -14,7 +14,7 @@ import torch
 
 from megarl.algorithms.scores import refuse_unusable
 from megarl.cli.main import main
-from megarl.cli.run_context import situation_of
+from megarl.cli.run_context import run_context_of
 from megarl.config.errors import ConfigError
 from megarl.config.schema import PPOConfig
 from megarl.controller.errors import PhaseTimeoutError
@@ -116,8 +116,8 @@ def test_what_the_user_can_mend_in_the_middle_of_a_run_gets_the_page_too(
     """As a reward that is NaN: its sample, the step, and where to look."""
 
     def run(path: str, overrides: list[str]) -> int:
-        with situation_of(PPOConfig()) as situation:
-            situation.output_dir, situation.position = tmp_path, Position(step=3, phases=["step", "adv"])
+        with run_context_of(PPOConfig()) as context:
+            context.output_dir, context.position = tmp_path, Position(step=3, phases=["step", "adv"])
             refuse_unusable("the sum of token_level_rewards", torch.tensor([0.0, math.nan]), np.array(["0-1", "0-2"], dtype=object))
         return 0
 

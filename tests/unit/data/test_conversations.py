@@ -78,7 +78,7 @@ def test_chats_that_can_never_be_read_are_known_before(tokenizer: Any) -> None:
 
 
 def test_a_batch_asks_for_the_value_after_the_last_token() -> None:
-    """Row 0 has three tokens, row 1 has one, with padding before it; the token after them is one that nobody reads."""
+    """DataRow 0 has three tokens, row 1 has one, with padding before it; the token after them is one that nobody reads."""
     conversations = [Conversation([7, 8, 9], False, False), Conversation([5], False, False)]
     batch = conversation_batch(conversations, [1, 0, 1])
     assert batch["input_ids"].tolist() == [[0, 0, 5, 0], [7, 8, 9, 0], [0, 0, 5, 0]]

@@ -27,9 +27,9 @@ from megarl.controller.inspection import ClusterReport, Limits, NodeReport, Soft
 from megarl.controller.resource_pool import NodeResources, ResourcePoolManager
 from megarl.doctor import devices, inputs, machine, network, software, storage
 from megarl.doctor import ray_cluster as ray_checks
-from megarl.doctor.check_result import Finding, Status, doubtful, good, worst, wrong
+from megarl.doctor.check_result import CheckResult, Status, doubtful, good, worst, wrong
 from megarl.doctor.command import table
-from megarl.doctor.examined_run import Subject, read_subject
+from megarl.doctor.examined_run import ExaminedRun, read_subject
 from megarl.placement.plan import plan_placement
 from tests.unit.config.folders import ppo_values, write_yaml
 
@@ -38,8 +38,8 @@ H100 = "0, NVIDIA H100 80GB HBM3, 580.65.06, 81559, {used}\n1, NVIDIA H100 80GB 
 OVERVIEW = "| NVIDIA-SMI 580.65.06    Driver Version: 580.65.06    CUDA Version: 13.0     |"
 
 
-def only(findings: object) -> Finding:
-    (finding,) = findings  # type: ignore[misc]
+def only(results: object) -> CheckResult:
+    (finding,) = results  # type: ignore[misc]
     return finding
 
 
@@ -99,7 +99,7 @@ def test_faults_of_gpus(used: int, cuda: str | None, needed: int, peak: int, sta
 
 
 def test_a_driver_of_a_cluster_needs_no_gpu() -> None:
-    found = only(devices.check(Subject(ray_address="10.0.0.1:6379"), devices.Gpus()))
+    found = only(devices.check(ExaminedRun(ray_address="10.0.0.1:6379"), devices.Gpus()))
     assert (found.status, found.message) == (Status.ok, "none here: the run would be on those of the cluster's nodes")
 
 
@@ -129,7 +129,7 @@ def test_a_low_limit_of_open_files_is_seen() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (512, hard))
-        too_few = only(machine.open_files(Subject()))
+        too_few = only(machine.open_files(ExaminedRun()))
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert (too_few.status, too_few.facts["soft"]) == (Status.error, 512)
@@ -214,7 +214,7 @@ def test_a_port_in_use_is_named_with_its_user() -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         number = taken.getsockname()[1]
-        subject = Subject()
+        subject = ExaminedRun()
         purpose = network.needed_ports(subject, {"MASTER_PORT": str(number)})[number]
         fault = network.judge_port(network.probe_port(number, purpose))
     assert fault.status is Status.error
@@ -280,7 +280,7 @@ def test_a_cluster_with_too_few_cpus(ray_cluster: None, wide: PPOConfig) -> None
     assert "--num-cpus" in (fault.remedy or "")
 
 
-def ray_cluster_findings(report: ClusterReport) -> list[Finding]:
+def ray_cluster_findings(report: ClusterReport) -> list[CheckResult]:
     return list(ray_checks.judge_nodes(report, here()))
 
 
@@ -396,9 +396,9 @@ def test_what_is_wrong_with_a_configuration_is_found_and_the_rest_is_still_exami
 
 
 def test_the_worst_decides_and_a_remedy_stands_under_its_line() -> None:
-    findings = [good("a", "fine"), doubtful("b", "slow", "wait"), wrong("c", "broken", "mend it")]
-    assert [worst(findings[:number]) for number in range(4)] == [Status.ok, Status.ok, Status.warning, Status.error]
+    results = [good("a", "fine"), doubtful("b", "slow", "wait"), wrong("c", "broken", "mend it")]
+    assert [worst(results[:number]) for number in range(4)] == [Status.ok, Status.ok, Status.warning, Status.error]
     console = Console(width=60, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
-    console.print(table(findings))
+    console.print(table(results))
     lines = [line.rstrip() for line in console.export_text().splitlines()]
     assert lines == ["ok       a  fine", "warning  b  slow", "            -> wait", "error    c  broken", "            -> mend it"]

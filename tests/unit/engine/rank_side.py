@@ -50,10 +50,10 @@ def start(parallel: ParallelConfig) -> ParallelGroups:
 
 
 def build(groups: ParallelGroups, folder: str, **spec: Any) -> MegatronEngine:
-    """`spec`: fields of EngineSpec. Chunks of 8 tokens, so that every micro-batch of more has several."""
-    from megarl.engine.engine import EngineSpec, MegatronEngine
+    """`spec`: fields of MegatronSpec. Chunks of 8 tokens, so that every micro-batch of more has several."""
+    from megarl.engine.engine import MegatronEngine, MegatronSpec
 
-    return MegatronEngine(EngineSpec(architecture=read_architecture(folder), **{"log_prob_chunk_tokens": 8, **spec}), groups, folder)
+    return MegatronEngine(MegatronSpec(architecture=read_architecture(folder), **{"log_prob_chunk_tokens": 8, **spec}), groups, folder)
 
 
 def replica_rows(groups: ParallelGroups, num_rows: int) -> list[int]:

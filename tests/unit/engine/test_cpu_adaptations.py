@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megarl.engine.cpu_adaptations import EVIDENCE, Evidence
+from megarl.engine.cpu_adaptations import EVIDENCE, MegatronEvidence
 from tests.ranks import RankPool
 
 
@@ -31,7 +31,7 @@ def megatron_source(module: str, attribute: str) -> str:
 
 
 @pytest.mark.parametrize("evidence", EVIDENCE, ids=lambda evidence: evidence.attribute)
-def test_megatron_still_does_what_is_adapted(evidence: Evidence) -> None:
+def test_megatron_still_does_what_is_adapted(evidence: MegatronEvidence) -> None:
     assert evidence.source in megatron_source(evidence.module, evidence.attribute), (
         f"megatron.core.{evidence.module}.{evidence.attribute} no longer holds {evidence.source!r} ({evidence.reason}): "
         "see whether its adaptation in cpu_adaptations.py is still needed"

@@ -11,7 +11,7 @@ from torch import Tensor
 from megarl.config.schema import Device
 from tests.ranks import RankPool
 
-# P = 3, R = 3. Row 0: prompt 5 6, response 7 8. Row 1: prompt 1 2 3, response 4. 9 stands where there is no token.
+# P = 3, R = 3. MappingRow 0: prompt 5 6, response 7 8. MappingRow 1: prompt 1 2 3, response 4. 9 stands where there is no token.
 BATCH = {
     "input_ids": torch.tensor([[9, 5, 6, 7, 8, 9], [1, 2, 3, 4, 9, 9]]),
     "attention_mask": torch.tensor([[0, 1, 1, 1, 1, 0], [1, 1, 1, 1, 0, 0]]),

@@ -37,7 +37,7 @@ SETTINGS = Settings()
 
 
 def batch_with_hole() -> Tensors:
-    """Row 0 has two tokens in the middle of its response that the model did not write, as after a tool call."""
+    """MappingRow 0 has two tokens in the middle of its response that the model did not write, as after a tool call."""
     batch = make_batch(num_rows=8)
     batch["response_mask"][0, 3:5] = False
     return batch

@@ -32,7 +32,7 @@ from megarl.roles.rollout import Rollout, TokenRules
 from megarl.roles.weight_sync import WeightSource, WeightSync
 from megarl.weights.name_mapping import Head
 from megarl.workers.critic import CriticWorker
-from megarl.workers.engines import EngineSpec, build_engine
+from megarl.workers.engines import RolloutEngineSpec, build_engine
 from megarl.workers.megatron import ModelSpec
 from megarl.workers.policy import ActorWorker, ReferenceWorker
 from tests.rollout_replicas import started_rollout
@@ -135,7 +135,7 @@ def weight_source(group: RoleGroup, folders: Folders, parallel: ParallelConfig, 
 
 @contextmanager
 def started_policy_rollout(folders: Folders, num_replicas: int) -> Iterator[Rollout]:
-    spec = EngineSpec(path=str(folders.policy), dtype=DType.float32, device=Device.cpu, rollout=RolloutConfig(max_concurrency=8))
+    spec = RolloutEngineSpec(path=str(folders.policy), dtype=DType.float32, device=Device.cpu, rollout=RolloutConfig(max_concurrency=8))
     rules = TokenRules(pad_token_id=0, stop_token_ids=(END_TOKEN_ID,), max_response_length=MAX_RESPONSE_LENGTH)
     with started_rollout(partial(build_engine, spec), num_replicas, rules=rules, max_concurrency=8) as rollout:
         yield rollout

@@ -21,7 +21,7 @@ from megarl.config.schema import (
 from megarl.controller.futures import RemoteFuture
 from megarl.engine.offload import StatePart
 from megarl.placement.dataflow import Item
-from megarl.placement.offload_plan import TurnPlan
+from megarl.placement.offload_plan import OffloadPlan
 from megarl.placement.plan import plan_placement
 from megarl.roles.offload_schedule import Residency, TakingTurns
 
@@ -124,7 +124,7 @@ class World:
     def __init__(self, config: PPOConfig | None = None) -> None:
         self.log: list[str] = []
         plan = plan_placement(config or placed(PlacementStrategy.hybrid))
-        self.turns = TurnPlan(plan)
+        self.turns = OffloadPlan(plan)
         self.models = {
             role: FakeTrainer(role, self.log, {PARAMETERS} if role == "reference" else EVERYTHING)
             for role in plan.roles

@@ -31,7 +31,7 @@ from megarl.weights.gather import Shards
 from megarl.weights.sender import SenderReport
 from megarl.weights.shard_layout import layouts_of, shard_shapes
 from megarl.weights.verify import WeightMismatchError
-from megarl.workers.engines import EngineSpec, build_engine
+from megarl.workers.engines import RolloutEngineSpec, build_engine
 from megarl.workers.megatron import MegatronWorker
 from megarl.workers.weight_export import WeightExport
 from tests.unit.engine.models import save_model
@@ -125,7 +125,7 @@ def replicas_of(ray_cluster: None) -> Iterator:
 
 
 def good_engine(folders: Folders) -> partial:
-    spec = EngineSpec(path=str(folders.initial), dtype=DType.float32, device=Device.cpu, rollout=RolloutConfig(max_concurrency=4))
+    spec = RolloutEngineSpec(path=str(folders.initial), dtype=DType.float32, device=Device.cpu, rollout=RolloutConfig(max_concurrency=4))
     return partial(build_engine, spec)
 
 

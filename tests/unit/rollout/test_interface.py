@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from megarl.rollout.interface import SamplingParameters
-from megarl.rollout.lifecycle import EngineLifecycle, EngineState, EngineStateError
+from megarl.rollout.lifecycle import EngineLifecycle, EngineStateError, LifecycleState
 from megarl.weights.bucket import ChunkMeta
 from megarl.weights.receipt import TensorMeta, WeightTransferError
 
@@ -30,7 +30,7 @@ def test_ready_only_between_a_complete_update_and_the_next_thing() -> None:
     assert (life.require_ready(), life.weight_version) == (3, 3)
     with pytest.raises(EngineStateError, match="cannot load weights while ready"):
         life.record(ChunkMeta("w", 0, 4), torch.float32)
-    life.leave(EngineState.ASLEEP)
+    life.leave(LifecycleState.ASLEEP)
     with pytest.raises(EngineStateError, match="cannot generate while asleep: .* wake it"):
         life.require_ready()
     with pytest.raises(EngineStateError, match="cannot begin a weight update while asleep"):
@@ -44,7 +44,7 @@ def test_a_failed_or_repeated_update_starts_from_nothing() -> None:
     life.record(ChunkMeta("w", 0, 3), torch.float32)
     with pytest.raises(WeightTransferError, match=r"w \(missing from element 3 of 4\)"):
         life.end(1)
-    assert life.state is EngineState.EMPTY
+    assert life.state is LifecycleState.EMPTY
     life.begin(MANIFEST)
     life.record(ChunkMeta("w", 0, 3), torch.float32)
     life.begin(MANIFEST)  # what came before does not count

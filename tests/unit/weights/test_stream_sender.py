@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from megarl.weights import stream_sender
 
+from megarl.weights import stream_sender
 from megarl.weights.gather import Shards
 from megarl.weights.sender import SenderReport
 from megarl.weights.shard_layout import model_layouts, shard_shapes

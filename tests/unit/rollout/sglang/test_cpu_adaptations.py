@@ -15,7 +15,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from megarl.rollout.sglang import cpu_adaptations
-from megarl.rollout.sglang.cpu_adaptations import EVIDENCE, Evidence
+from megarl.rollout.sglang.cpu_adaptations import EVIDENCE, SGLangEvidence
 from megarl.rollout.sglang.environment import STAND_INS
 
 ROOT = Path(__file__).parents[4]
@@ -38,7 +38,7 @@ def sglang_source(module: str, attribute: str) -> str:
 
 
 @pytest.mark.parametrize("evidence", EVIDENCE, ids=lambda evidence: evidence.attribute)
-def test_sglang_still_does_what_is_adapted(evidence: Evidence) -> None:
+def test_sglang_still_does_what_is_adapted(evidence: SGLangEvidence) -> None:
     assert evidence.source in sglang_source(evidence.module, evidence.attribute), (
         f"sglang.{evidence.module}.{evidence.attribute} no longer holds {evidence.source!r} ({evidence.reason}): "
         "see whether its adaptation in cpu_adaptations.py is still needed"
