@@ -15,8 +15,9 @@ from tensordict import TensorDict
 
 from megarl.batch.comparison import merge_equal, object_array, row_index
 from megarl.batch.future import DataProtoFuture
-from megarl.batch.serialization import BatchContents, decode, encode, write_atomically
+from megarl.batch.serialization import BatchContents, decode, encode
 from megarl.batch.tensors import TensorArray, array_to_private_tensor, tensor_to_array
+from megarl.machine.files import write_whole
 
 
 class DataProtoItem(NamedTuple):
@@ -248,7 +249,7 @@ class DataProto:
 
     def save_to_disk(self, path: str | os.PathLike[str]) -> None:
         """Writes beside `path` and renames, so that a reader finds a whole file or none."""
-        write_atomically(path, self.to_bytes())
+        write_whole(Path(path), self.to_bytes())
 
     @classmethod
     def load_from_disk(cls, path: str | os.PathLike[str]) -> DataProto:

@@ -7,10 +7,8 @@ Layout: MAGIC, CRC32 of the body (4 bytes, little endian), body. The body is one
 from __future__ import annotations
 
 import json
-import os
 import zlib
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -68,20 +66,6 @@ def decode(data: bytes, source: str = "bytes") -> BatchContents:
         )
     except (SafetensorError, KeyError, ValueError, TypeError, AttributeError) as error:  # someone else's bytes with a good checksum
         raise SerializationError(f"{source} does not hold a DataProto: {error}") from error
-
-
-def write_atomically(path: str | os.PathLike[str], data: bytes) -> None:
-    """The file is whole or absent, also when the machine stops half-way: temporary file, fsync, rename."""
-    target = Path(path)
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-    try:
-        with open(temporary, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, target)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def _unshared(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -19,6 +19,7 @@ from megarl.config.errors import ConfigError
 from megarl.config.schema import MISSING
 from megarl.config.sources import Layer, read_layers
 from megarl.config.verl_names import VerlProblem, verl_problems
+from megarl.machine.files import write_whole
 
 Config = typing.TypeVar("Config")
 
@@ -54,9 +55,7 @@ def plain_values(config: Any) -> dict[str, Any]:
 def dump_config(config: Any, path: Path) -> None:
     """Writes the resolved configuration as YAML that `load_config` reads back to an equal value; all of it or nothing."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.partial")
-    OmegaConf.save(OmegaConf.structured(config), partial)
-    partial.replace(path)
+    write_whole(path, OmegaConf.to_yaml(OmegaConf.structured(config)))
 
 
 @dataclass

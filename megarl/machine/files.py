@@ -15,13 +15,19 @@ from pathlib import Path
 
 
 def write_whole(path: Path, content: bytes | str) -> None:
-    """Replaces `path` at once; a kill at any moment leaves the old content or the new. Raises OSError."""
+    """Replaces `path` at once; a kill at any moment leaves the old content or the new. For one writer at a time.
+
+    Raises OSError, and then leaves nothing beside `path`.
+    """
     partial = path.with_name(f".{path.name}.partial")
-    with partial.open("wb") as file:
-        file.write(content.encode() if isinstance(content, str) else content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(partial, path)
+    try:
+        with partial.open("wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
     sync_folder(path.parent)
 
 

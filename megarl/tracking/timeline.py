@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from megarl.machine.files import write_whole
 
 TIMELINE_FILE = "timeline.json"
 _MAX_EVENTS = 200_000  # a browser still opens it; later steps replace the earliest
@@ -50,6 +51,4 @@ class Timeline:
             {"name": "thread_name", "ph": "M", "pid": self._processes[pool], "tid": thread, "args": {"name": f"{role} rank {rank}"}}
             for (pool, role, rank), thread in self._threads.items()
         ]
-        partial = self._path.with_suffix(".partial")
-        partial.write_text(json.dumps({"traceEvents": names + self._events, "displayTimeUnit": "ms"}), encoding="utf-8")
-        os.replace(partial, self._path)
+        write_whole(self._path, json.dumps({"traceEvents": names + self._events, "displayTimeUnit": "ms"}))

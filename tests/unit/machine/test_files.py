@@ -1,4 +1,4 @@
-"""A folder that is replaced whole: whenever the writer is killed, readers find the old one or the new one."""
+"""A file and a folder that are replaced whole: whenever the writer is killed, readers find the old one or the new one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.machine.files import whole_folder
+from megarl.machine.files import whole_folder, write_whole
 
 # Ends itself with SIGKILL before, between, or after the renames; the argument is how many are done before. Or stays in the block.
 _WRITER = """
@@ -43,6 +43,16 @@ if str(renamed) == moment:
     os.kill(os.getpid(), signal.SIGKILL)
 """
 
+# Ends itself with SIGKILL when the new content is on the disk and has not the name yet.
+_FILE_WRITER = """
+import os, signal, sys
+from pathlib import Path
+from megarl.machine.files import write_whole
+
+os.replace = lambda *names: os.kill(os.getpid(), signal.SIGKILL)
+write_whole(Path(sys.argv[1]), "new")
+"""
+
 
 def start(folder: Path, moment: str) -> subprocess.Popen[str]:
     return subprocess.Popen([sys.executable, "-c", _WRITER, str(folder), moment], stdout=subprocess.PIPE, text=True)
@@ -65,6 +75,35 @@ def write_in_vain(folder: Path) -> None:
     with suppress(ZeroDivisionError), whole_folder(folder) as partial:
         (partial / "content").write_text("in vain")
         raise ZeroDivisionError
+
+
+def test_a_file_is_replaced_and_nothing_is_left(tmp_path: Path) -> None:
+    path = tmp_path / "summary"
+    write_whole(path, "ältere")
+    write_whole(path, b"new")
+    assert path.read_bytes() == b"new"
+    assert [path.name for path in tmp_path.iterdir()] == ["summary"]
+
+
+def test_a_file_whose_writer_is_killed(tmp_path: Path) -> None:
+    path = tmp_path / "summary"
+    path.write_text("old")
+    assert subprocess.run([sys.executable, "-c", _FILE_WRITER, str(path)], check=False).returncode == -signal.SIGKILL
+    assert path.read_text() == "old"
+    write_whole(path, "newer")  # what the killed one left is in nobody's way
+    assert path.read_text() == "newer"
+    assert [path.name for path in tmp_path.iterdir()] == ["summary"]
+
+
+def test_a_file_on_a_full_disk(tmp_path: Path) -> None:
+    """/dev/full gives the kernel's own error to whoever writes."""
+    path = tmp_path / "summary"
+    path.write_text("old")
+    (tmp_path / ".summary.partial").symlink_to("/dev/full")
+    with pytest.raises(OSError, match="No space left on device"):
+        write_whole(path, "new")
+    assert path.read_text() == "old"
+    assert [path.name for path in tmp_path.iterdir()] == ["summary"]
 
 
 def test_a_folder_is_replaced_and_nothing_is_left(folder: Path) -> None:
