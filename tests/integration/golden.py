@@ -1,0 +1,240 @@
+"""Golden runs: three short trainings whose batches, metrics and final states are compared with a record, bit for bit.
+
+python -m tests.integration.golden [--write] [--tensors FOLDER]
+
+Says what differs from the record of this platform; `--write` makes that record anew. `--tensors` keeps the tensors themselves, one
+safetensors file a run, so that two versions of the code can be compared element by element. A record holds for one platform
+(`platform_key`): another processor rounds otherwise, so that only metrics can be compared there, and loosely.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import re
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from megarl.batch.data_proto import DataProto
+from megarl.config.load import load_config
+from megarl.config.schema import (
+    ActorConfig,
+    AlgorithmConfig,
+    CheckpointConfig,
+    CriticConfig,
+    DataConfig,
+    Device,
+    DType,
+    MicroBatchConfig,
+    ModelConfig,
+    OptimConfig,
+    ParallelConfig,
+    PPOConfig,
+    ReferenceConfig,
+    RewardConfig,
+    RewardFunctionConfig,
+    RolloutConfig,
+    SamplingConfig,
+    TrackingConfig,
+    TrainerConfig,
+)
+from megarl.controller.cluster import shutdown, start_ray
+from megarl.roles.start import PPORoles
+from tests.integration.tiny_run import run_ppo, save_inputs
+
+RECORDS = Path(__file__).with_name("golden")
+# Preset of configs/algorithm -> the actor's layout; each kind of parallelism once.
+LAYOUTS = {
+    "ppo": ParallelConfig(data_parallel_size=2),
+    "grpo": ParallelConfig(tensor_parallel_size=2),
+    "dapo": ParallelConfig(pipeline_parallel_size=2),
+}
+STEPS, PROMPTS, SAMPLES_PER_PROMPT, UPDATES_PER_STEP = 3, 4, 4, 2
+RESPONSE_LENGTH = 8
+_CONFIGS = Path(__file__).parents[2] / "configs"
+_MICRO_BATCH = MicroBatchConfig(max_tokens=64)
+# What a clock says, and no computation.
+_TIMED = re.compile(r"(timing_s|perf|memory|resharding)/.*|rollout/replica_\d+/tokens_per_s")
+
+See = Callable[[int, DataProto], None]  # step and batch
+
+
+class Observed(NamedTuple):
+    """What a run has computed. metrics: the lines of metrics.jsonl, timings left out. tensors: `step_N/KEY` is a column of the batch that
+    the updates of step N were given, in its order of rows; `policy/NAME` a weight of the Hugging Face folder; `actor/NAME` and
+    `critic/NAME` a weight, a master or a moment of the last checkpoint."""
+
+    metrics: list[dict[str, float]]
+    tensors: dict[str, torch.Tensor]
+
+
+class Recorded(NamedTuple):
+    """The same as a record has it. tensors: by name, what `digest` says."""
+
+    metrics: list[dict[str, float]]
+    tensors: dict[str, str]
+
+
+def watch_updates(roles: PPORoles, see: See) -> None:
+    """Shows each batch that the actor is given to learn from, advantages and all."""
+    update = roles.actor.update
+
+    def watched(batch: DataProto, step: int) -> Any:
+        see(step, batch)
+        return update(batch, step)
+
+    roles.actor.update = watched  # type: ignore[method-assign]
+
+
+def observe(name: str, inputs: Path, output_dir: Path) -> Observed:
+    """Runs a preset on the Ray that is there. inputs: as `save_inputs` leaves them."""
+    tensors: dict[str, torch.Tensor] = {}
+
+    def see(step: int, batch: DataProto) -> None:
+        tensors.update((f"step_{step}/{key}", value.clone()) for key, value in sorted(batch.tensors.items()))
+
+    def look(step: int, roles: PPORoles) -> None:
+        if step == 1:
+            watch_updates(roles, see)
+
+    finished = run_ppo(golden_config(name, inputs, output_dir), look)
+    metrics = [{key: value for key, value in line.items() if not _TIMED.fullmatch(key)} for line in finished.metrics]
+    for file in sorted(finished.policy.glob("*.safetensors")):
+        tensors |= {f"policy/{key}": value for key, value in load_file(file).items()}
+    (checkpoint,) = (output_dir / "checkpoints").glob("step_*")
+    for role in ("actor", "critic"):
+        if (checkpoint / role).exists():
+            tensors |= {f"{role}/{key}": value for key, value in _checkpointed(checkpoint / role)}
+    return Observed(metrics, tensors)
+
+
+def golden_config(name: str, inputs: Path, output_dir: Path) -> PPOConfig:
+    return PPOConfig(
+        model=ModelConfig(path=str(inputs / "policy"), dtype=DType.float32),
+        data=DataConfig(
+            train_files=[str(inputs / "train.parquet")],
+            val_files=[str(inputs / "validation.parquet")],
+            max_prompt_length=8,
+            max_response_length=RESPONSE_LENGTH,
+        ),
+        algorithm=_preset(name),
+        actor=ActorConfig(parallel=LAYOUTS[name], micro_batch=_MICRO_BATCH, optim=OptimConfig(lr=5e-3)),
+        critic=CriticConfig(micro_batch=_MICRO_BATCH, optim=OptimConfig(lr=1e-2)),
+        reference=ReferenceConfig(micro_batch=_MICRO_BATCH),
+        reward=RewardConfig(functions=[RewardFunctionConfig(path=str(inputs / "reward.py"))], num_processes=1),
+        rollout=RolloutConfig(n=SAMPLES_PER_PROMPT, validation=SamplingConfig(temperature=0)),
+        checkpoint=CheckpointConfig(every_steps=STEPS, save_hf=False),
+        trainer=TrainerConfig(total_steps=STEPS, prompts_per_step=PROMPTS, updates_per_step=UPDATES_PER_STEP, output_dir=str(output_dir)),
+        tracking=TrackingConfig(loggers=["jsonl"]),
+        device=Device.cpu,
+    )
+
+
+def _preset(name: str) -> AlgorithmConfig:
+    overrides = [f"algorithm={name}", f"data.max_response_length={RESPONSE_LENGTH}"]
+    return load_config(PPOConfig, str(_CONFIGS / "quickstart.yaml"), overrides).algorithm
+
+
+def _checkpointed(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor of a role's distributed checkpoint, whole, as torch itself reads it."""
+    items = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+    tensors = {
+        key: torch.empty(item.size, dtype=item.properties.dtype) for key, item in items.items() if isinstance(item, TensorStorageMetadata)
+    }
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # which is meant
+        dcp.load(tensors, storage_reader=dcp.FileSystemReader(folder), no_dist=True)
+    return iter(sorted(tensors.items()))
+
+
+def digest(tensor: torch.Tensor) -> str:
+    """Its dtype and shape, and the SHA-256 of its elements in C order."""
+    elements = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)} {sha256(elements).hexdigest()}"
+
+
+def differences(name: str, observed: Observed, recorded: Recorded) -> list[str]:
+    """One line for each metric and tensor that is not the recorded one to the last bit."""
+    before = {f"metrics/{line['step']}/{key}": value for line in recorded.metrics for key, value in line.items()}
+    after = {f"metrics/{line['step']}/{key}": value for line in observed.metrics for key, value in line.items()}
+    pairs = [(before, after), (recorded.tensors, {key: digest(tensor) for key, tensor in observed.tensors.items()})]
+    return [
+        f"{name}: {key} is {now.get(key, 'missing')}, the record has {then.get(key, 'nothing')}"
+        for then, now in pairs
+        for key in dict.fromkeys([*then, *now])
+        if repr(then.get(key)) != repr(now.get(key))
+    ]
+
+
+# ---- records
+
+
+def platform_key() -> str:
+    """What the bits of a run depend on but the code: torch, the kernels that it has chosen, and the processor, by which the libraries of
+    matrix products choose theirs."""
+    facts: dict[str, str] = {}
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        name, _, value = line.partition(":")
+        facts.setdefault(name.strip(), value.strip())
+    processor = [facts[name] for name in ("vendor_id", "cpu family", "model") if name in facts] or [platform.machine()]
+    return f"torch-{torch.__version__}_{torch.backends.cpu.get_cpu_capability()}_{'-'.join(processor)}"
+
+
+def read_record(file: Path) -> dict[str, Recorded]:
+    """By run."""
+    return {name: Recorded(**run) for name, run in json.loads(file.read_text()).items()}
+
+
+def own_record() -> Path:
+    """Where the record of this platform is, or would be."""
+    return RECORDS / f"{platform_key()}.json"
+
+
+def write_record(runs: Mapping[str, Observed]) -> None:
+    record = {
+        name: {"metrics": run.metrics, "tensors": {key: digest(tensor) for key, tensor in run.tensors.items()}}
+        for name, run in runs.items()
+    }
+    RECORDS.mkdir(exist_ok=True)
+    own_record().write_text(json.dumps(record, indent=1) + "\n")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true", help="make the record of this platform anew")
+    parser.add_argument("--tensors", type=Path, metavar="FOLDER", help="keep the tensors in this folder")
+    arguments = parser.parse_args()
+    start_ray(num_cpus=12, object_store_mb=256)
+    with tempfile.TemporaryDirectory() as scratch:
+        save_inputs(inputs := Path(scratch))
+        runs = {name: observe(name, inputs, inputs / name) for name in LAYOUTS}
+    shutdown()
+    if arguments.tensors:
+        arguments.tensors.mkdir(parents=True, exist_ok=True)
+        for name, run in runs.items():
+            save_file({key: tensor.contiguous() for key, tensor in run.tensors.items()}, arguments.tensors / f"{name}.safetensors")
+    if arguments.write:
+        write_record(runs)
+        print(f"written: {own_record()}")
+        return 0
+    if not own_record().exists():
+        print(f"there is no record of this platform: {own_record()}")
+        return 1
+    recorded = read_record(own_record())
+    found = [line for name, run in runs.items() for line in differences(name, run, recorded[name])]
+    print("\n".join(found or ["the same, bit for bit"]))
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
