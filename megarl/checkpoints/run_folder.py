@@ -52,8 +52,8 @@ class CheckpointFolder:
         if not _STEP.fullmatch(name) or self.path / name not in whole:
             others = ", ".join(path.name for path in whole) or "none"
             raise CheckpointError(
-                f"{pointer}: names {name!r}, which is not a whole checkpoint in {self.path}; whole ones: {others}. "
-                "Give the one to go on from as checkpoint.resume=PATH, or start anew with checkpoint.resume=disable and another folder"
+                f"{pointer}: names {name!r}, which is not a whole checkpoint in {self.path}; whole ones: {others}; "
+                "give the folder of one of them (a run goes on from it with checkpoint.resume=PATH)"
             )
         return self.path / name
 

@@ -122,6 +122,7 @@ def open_monitor(session: Session, config: PPOConfig | SFTConfig, title: str, gr
         project=config.tracking.project,
         name=config.tracking.run_name or session.output_dir.resolve().name,
         config=plain_values(config),
+        resumed_after=resume.step if resume is not None and resume.is_own else None,
     )
     return Monitor(groups, Tracker(names, run), Timeline(session.output_dir), progress, session.position)
 

@@ -68,8 +68,11 @@ class JsonlLogger:
 
 
 class TensorBoardLogger:
+    """A file of events for each process of the run. Those of a step that is made once more are for TensorBoard to leave out."""
+
     def __init__(self, run: TrackedRun) -> None:
-        self._writer = SummaryWriter(str(run.output_dir / TENSORBOARD_FOLDER))
+        first_step = None if run.resumed_after is None else run.resumed_after + 1
+        self._writer = SummaryWriter(str(run.output_dir / TENSORBOARD_FOLDER), purge_step=first_step)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         for name, value in metrics.items():

@@ -14,12 +14,16 @@ RUN_IDS = ".*.run_id"  # in `trainer.output_dir`
 
 @dataclass(frozen=True, kw_only=True)
 class TrackedRun:
-    """config: to be shown beside the metrics; plain values by section. It holds no key of any service: those are in the environment."""
+    """config: to be shown beside the metrics; plain values by section. It holds no key of any service: those are in the environment.
+
+    resumed_after: the step after which this process goes on with the run; what an earlier one logged for later steps is given up.
+    """
 
     output_dir: Path
     project: str = "megarl"
     name: str = "run"
     config: Mapping[str, Any] = field(default_factory=dict)
+    resumed_after: int | None = None
 
     def run_id(self, service: str) -> str | None:
         """That an earlier process of this run has kept."""

@@ -87,8 +87,7 @@ def _is_in(checkpoint: Path, folder: CheckpointFolder) -> bool:
 def _read(checkpoint: Path, folder: CheckpointFolder, config: RunConfig) -> Resume:
     try:
         description = check_files(checkpoint)
-        for role in description["roles"]:
-            read_manifest(checkpoint / role)  # the ranks compare the rest with it, each its part
+        _check_steps(checkpoint, description)
         state = _state(checkpoint)
         changes = _changes(checkpoint, config)
     except CheckpointError as error:
@@ -104,6 +103,20 @@ def _read(checkpoint: Path, folder: CheckpointFolder, config: RunConfig) -> Resu
     if problems:
         raise ConfigError(f"{checkpoint}, which the run would go on from", problems)
     return Resume(checkpoint=checkpoint, step=state["step"], state=state, differences=changes, is_own=_is_in(checkpoint, folder))
+
+
+def _check_steps(checkpoint: Path, description: dict[str, Any]) -> None:
+    """Each role's folder has its manifest, with which the ranks compare the rest, and is of the checkpoint's own step.
+
+    A folder that was copied from another step is whole by its own checksums.
+    """
+    for role in description["roles"]:
+        step = read_manifest(checkpoint / role).description.step
+        if step != description["step"]:
+            raise CheckpointError(
+                f"{checkpoint / role}: is of step {step}, and the checkpoint that it lies in is of step {description['step']}: "
+                "models of two steps do not go on together; put the right folder back, or use another checkpoint"
+            )
 
 
 def _state(checkpoint: Path) -> dict[str, Any]:
@@ -163,7 +176,9 @@ def older_ones(damaged: Path) -> str:
 
 def _is_whole(checkpoint: Path) -> bool:
     try:
-        for role in check_files(checkpoint)["roles"]:
+        description = check_files(checkpoint)
+        _check_steps(checkpoint, description)
+        for role in description["roles"]:
             check_folder(checkpoint / role)
     except CheckpointError:
         return False

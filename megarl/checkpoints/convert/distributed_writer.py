@@ -22,11 +22,9 @@ from megarl.checkpoints.convert.streaming import (
     Room,
     Workers,
     bytes_of,
-    fill_block,
     in_turns,
     no_progress,
     parts_of,
-    source_block,
 )
 from megarl.checkpoints.role_folder import (
     HUGGING_FACE_FOLDER,
@@ -138,13 +136,13 @@ class _Writer:
         parts = [(piece, common) for piece in pieces(item.weight, item.layout) if (common := piece.shard.intersect(box)) is not None]
         if len(parts) == 1 and parts[0][1] == box:
             piece = parts[0][0]
-            return source_block(tensors[piece.hf_name], box.relative_to(piece.shard.starts, piece.hf.starts), self._dtype, room)
+            return tensors[piece.hf_name].block(box.relative_to(piece.shard.starts, piece.hf.starts), self._dtype, room.tensor)
         block = room.tensor(box.shape, self._dtype)
         if padding(item.weight, item.layout) is not None:
             block.zero_()
         for piece, common in parts:
             place = common.relative_to(piece.shard.starts, piece.hf.starts)
-            fill_block(block[common.relative_to(box.starts).slices], tensors[piece.hf_name], place)
+            tensors[piece.hf_name].fill(block[common.relative_to(box.starts).slices], place)
         return block
 
 

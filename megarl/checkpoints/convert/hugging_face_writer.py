@@ -13,7 +13,7 @@ import torch
 from megarl.checkpoints.convert.distributed_writer import single_dtype
 from megarl.checkpoints.convert.output import Written, new_folder
 from megarl.checkpoints.convert.source import ModelSource, SourceTensor
-from megarl.checkpoints.convert.streaming import BLOCK_BYTES, Job, Progress, Room, Workers, in_turns, no_progress, source_block
+from megarl.checkpoints.convert.streaming import BLOCK_BYTES, Job, Progress, Room, Workers, in_turns, no_progress
 from megarl.weights.boxes import Rectangle, contiguous_blocks
 from megarl.weights.bucket import ChunkMeta
 from megarl.weights.export import DEFAULT_FILE_BYTES, FilePlan, plan_files, write_index
@@ -107,6 +107,6 @@ class _Writer:
         for first, inner in contiguous_blocks(part.place.shape, BLOCK_BYTES // self._dtype.itemsize):
             self._workers.check()
             place = inner.relative_to((0,) * len(inner.starts), part.place.starts)
-            block = source_block(part.tensor, place, self._dtype, room).reshape(-1)
+            block = part.tensor.block(place, self._dtype, room.tensor).reshape(-1)
             output.write(ChunkMeta(part.tensor.hf.name, part.offset + first, block.numel()), block)
             self._report(block.nbytes)

@@ -7,23 +7,20 @@ folder of Megatron's own programs (`latest_checkpointed_iteration.txt`) -> `iter
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 from megarl.checkpoints.convert.classic import is_classic, open_classic
 from megarl.checkpoints.convert.distributed import open_distributed
 from megarl.checkpoints.convert.hugging_face import open_hugging_face
-from megarl.checkpoints.convert.source import ModelSource, read_json
+from megarl.checkpoints.convert.source import ModelSource
 from megarl.checkpoints.role_folder import HUGGING_FACE_FOLDER, MANIFEST_FILE
+from megarl.checkpoints.run_folder import DESCRIPTION_FILE, LATEST_FILE, CheckpointFolder, read_description
 from megarl.checkpoints.torch_dist import METADATA_FILE, is_torch_dist
 from megarl.config.errors import CheckpointError
 from megarl.weights.hf_folder import CONFIG_FILE
 
-LATEST_FILE, STEP_FILE = "latest", "checkpoint.json"  # of a run's checkpoints (checkpoints/run_folder.py)
-STEP_FORMAT = 1
 TRACKER_FILE = "latest_checkpointed_iteration.txt"  # of Megatron's own programs
 DEFAULT_ROLE = "actor"
-_STEP = re.compile(r"step_\d{8,}")
 _MAX_LISTED = 8
 
 
@@ -48,14 +45,13 @@ def open_model(
 
 def _open(path: Path, role: str | None, trust_remote_code: bool, companions: Path | None, check_contents: bool) -> ModelSource:
     _check_is_folder(path)
-    folder = path
-    if (folder / LATEST_FILE).is_file() or _whole_steps(folder):
-        folder = _latest_step(folder)
-    if (folder / STEP_FILE).is_file():
+    folder = CheckpointFolder(path).latest() or path
+    if (folder / DESCRIPTION_FILE).is_file():
         folder = _role_folder(folder, role)
     elif role is not None:
         raise CheckpointError(f"{path}: role {role!r} was asked for, but this is not a run's checkpoint, and holds one model; leave it out")
-    of_step = (folder.parent / STEP_FILE).is_file() and not (folder / CONFIG_FILE).is_file()  # the policy's Hugging Face folder apart
+    is_policy = (folder / CONFIG_FILE).is_file()  # exported beside the roles
+    of_step = (folder.parent / DESCRIPTION_FILE).is_file() and not is_policy
     if of_step and not (folder / MANIFEST_FILE).is_file():
         raise CheckpointError(f"{folder / MANIFEST_FILE}: is missing; the checkpoint is damaged")
     if (folder / TRACKER_FILE).is_file():
@@ -83,37 +79,14 @@ def _nothing_known(folder: Path) -> CheckpointError:
     listed = ", ".join(names[:_MAX_LISTED]) + (f" and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else "")
     return CheckpointError(
         f"{folder}: holds {listed or 'nothing'}, which is no model; give a Hugging Face folder ({CONFIG_FILE} and safetensors), a run's "
-        f"checkpoint ({STEP_FILE}), a folder of them ({LATEST_FILE}), or a Megatron checkpoint ({METADATA_FILE}, or mp_rank_00 ...)"
+        f"checkpoint ({DESCRIPTION_FILE}), a folder of them ({LATEST_FILE}), or a Megatron checkpoint ({METADATA_FILE}, or mp_rank_00 ...)"
     )
 
 
-def _whole_steps(folder: Path) -> list[str]:
-    """Names, oldest first. A checkpoint has its name only when all of it is there."""
-    names = [path.name for path in folder.iterdir() if _STEP.fullmatch(path.name) and (path / STEP_FILE).is_file()]
-    return sorted(names, key=lambda name: int(name.removeprefix("step_")))
-
-
-def _latest_step(folder: Path) -> Path:
-    """Where a run was killed before it wrote `latest` for the first time: the newest."""
-    steps, pointer = _whole_steps(folder), folder / LATEST_FILE
-    name = pointer.read_text(encoding="utf-8").strip() if pointer.is_file() else steps[-1]
-    if name not in steps:
-        raise CheckpointError(
-            f"{pointer}: names {name!r}, which is not a whole checkpoint in {folder}; whole ones: {', '.join(steps) or 'none'}; "
-            "give the folder of one of them"
-        )
-    return folder / name
-
-
 def _role_folder(step: Path, role: str | None) -> Path:
-    file = step / STEP_FILE
-    description = read_json(file)
-    if not isinstance(description, dict) or description.get("format") != STEP_FORMAT:
-        found = description.get("format") if isinstance(description, dict) else description
-        raise CheckpointError(f"{file}: has format {found!r}, but this version reads {STEP_FORMAT}; use the version that wrote it")
-    roles = description.get("roles")
+    roles = read_description(step).get("roles")
     if not isinstance(roles, list) or not roles or not all(isinstance(name, str) for name in roles):
-        raise CheckpointError(f"{file}: damaged: its roles are {roles!r}")
+        raise CheckpointError(f"{step / DESCRIPTION_FILE}: damaged: its roles are {roles!r}")
     chosen = role or (roles[0] if len(roles) == 1 else DEFAULT_ROLE)
     if chosen not in roles:
         raise CheckpointError(f"{step}: has no role {chosen!r}; choose one of {', '.join(roles)}")

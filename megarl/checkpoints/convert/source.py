@@ -38,20 +38,25 @@ class SourceTensor:
         return prod(self.hf.shape) * self.dtype.itemsize
 
     def fill(self, target: torch.Tensor, place: Rectangle) -> None:
-        """`target` (place.shape) becomes the elements `place`, in its own dtype."""
+        """`target` (place.shape) becomes the elements `place`, in its own dtype. Raises CheckpointError where that cannot hold them."""
         for piece in self.pieces:
             if (common := piece.place.intersect(place)) is not None:
                 source = piece.open()[common.relative_to(piece.place.starts).slices]
                 target[common.relative_to(place.starts).slices].copy_(source)
+        if target.dtype == torch.float16 and self.dtype != torch.float16 and bool(target.isinf().any()):
+            raise CheckpointError(f"{self.hf.name} has elements that float16 cannot hold; choose bfloat16 or float32")
 
-    def block(self, place: Rectangle, dtype: torch.dtype) -> torch.Tensor:
-        """The elements `place`, contiguous: where they are stored so, without a copy."""
+    def block(self, place: Rectangle, dtype: torch.dtype, room: Callable[..., torch.Tensor] = torch.empty) -> torch.Tensor:
+        """The elements `place`, contiguous: where they are stored so, mapped, else in what `room(shape, dtype=...)` gives.
+
+        Raises CheckpointError as `fill`.
+        """
         for piece in self.pieces:
             if self.dtype == dtype and piece.place.intersect(place) == place:
                 stored = piece.open()[place.relative_to(piece.place.starts).slices]
                 if stored.is_contiguous():
                     return stored
-        block = torch.empty(place.shape, dtype=dtype)
+        block = room(place.shape, dtype=dtype)
         self.fill(block, place)
         return block
 

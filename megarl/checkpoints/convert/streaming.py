@@ -12,10 +12,6 @@ from pathlib import Path
 
 import torch
 
-from megarl.checkpoints.convert.source import SourceTensor
-from megarl.config.errors import CheckpointError
-from megarl.weights.boxes import Rectangle
-
 Progress = Callable[[int, int], None]  # bytes that were just written, bytes in all; called by several threads
 Job = Callable[["Room"], None]
 BLOCK_BYTES = 8 * 2**20  # of elements, made at a time
@@ -35,26 +31,6 @@ class Room:
 
     def tensor(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         return self._bytes[: prod(shape) * dtype.itemsize].view(dtype).view(tuple(shape))
-
-
-def source_block(tensor: SourceTensor, place: Rectangle, dtype: torch.dtype, room: Room) -> torch.Tensor:
-    """The elements `place`, contiguous: where they lie so in a file, mapped, else in the room. Raises as `fill_block`."""
-    if tensor.dtype == dtype:
-        for piece in tensor.pieces:
-            if piece.place.intersect(place) == place:
-                stored = piece.open()[place.relative_to(piece.place.starts).slices]
-                if stored.is_contiguous():
-                    return stored
-    block = room.tensor(place.shape, dtype)
-    fill_block(block, tensor, place)
-    return block
-
-
-def fill_block(target: torch.Tensor, tensor: SourceTensor, place: Rectangle) -> None:
-    """`target` becomes the elements `place`. Raises CheckpointError where they are too large for its dtype."""
-    tensor.fill(target, place)
-    if target.dtype == torch.float16 and tensor.dtype != torch.float16 and bool(target.isinf().any()):
-        raise CheckpointError(f"{tensor.hf.name} has elements that float16 cannot hold; choose bfloat16 or float32")
 
 
 class OutputFile:

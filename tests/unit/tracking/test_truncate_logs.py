@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -12,8 +13,11 @@ from megarl.tracking.tracked_run import TrackedRun
 from megarl.tracking.truncate_logs import clear, cut_after
 
 
-def log(folder: Path, steps: range) -> None:
-    tracker = Tracker(["jsonl", "tensorboard"], TrackedRun(output_dir=folder))
+def log(folder: Path, steps: range, resumed_after: int | None = None) -> None:
+    """By a process of its own: the files of TensorBoard are named after the second in which they were made."""
+    for number, path in enumerate(sorted((folder / "tensorboard").glob("*"))):
+        os.rename(path, path.with_name(f"events.out.tfevents.{number:010d}.host"))
+    tracker = Tracker(["jsonl", "tensorboard"], TrackedRun(output_dir=folder, resumed_after=resumed_after))
     for step in steps:
         tracker.log({"a": step / 3}, step)
         tracker.log_generations(step, [{"response": "é\u2028x"}, {"response": ""}])
@@ -21,6 +25,7 @@ def log(folder: Path, steps: range) -> None:
 
 
 def curve(folder: Path) -> list[tuple[int, float]]:
+    """What TensorBoard shows."""
     events = EventAccumulator(str(folder / "tensorboard"))
     events.Reload()
     return [(event.step, round(3 * event.value)) for event in events.Scalars("a")]
@@ -29,13 +34,13 @@ def curve(folder: Path) -> list[tuple[int, float]]:
 def test_all_files_end_with_the_step_and_go_on_after_it(tmp_path: Path) -> None:
     straight, resumed = tmp_path / "straight", tmp_path / "resumed"
     log(straight, range(9))
-    log(resumed, range(6))
-    cut_after(resumed, 3)
-    assert curve(resumed) == [(step, step) for step in range(4)]
-    log(resumed, range(4, 9))
+    for steps, resumed_after in ((range(6), None), (range(4, 8), 3), (range(2, 4), 1), (range(4, 9), 3)):  # killed three times
+        if resumed_after is not None:
+            cut_after(resumed, resumed_after)
+        log(resumed, steps, resumed_after)
     for name in ("metrics.jsonl", "generations.jsonl"):
         assert (resumed / name).read_bytes() == (straight / name).read_bytes()
-    assert curve(resumed) == curve(straight)
+    assert curve(resumed) == curve(straight) == [(step, step) for step in range(9)]
     assert not list(resumed.rglob("*partial*"))
 
 
@@ -48,6 +53,9 @@ def test_torn_ends_are_cut(tmp_path: Path) -> None:
     cut_after(tmp_path, 3)
     assert [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [0, 1, 2]
     assert curve(tmp_path) == [(0, 0), (1, 1)]
+    cut_after(tmp_path, 1)
+    log(tmp_path, range(2, 4), resumed_after=1)
+    assert curve(tmp_path) == [(0, 0), (1, 1), (2, 2), (3, 3)]
 
 
 def test_a_run_that_logged_nothing_has_nothing_to_cut(tmp_path: Path) -> None:

@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed.checkpoint as dcp
 
+from megarl.checkpoints.role_folder import Description, Layout, item_checksums, write_manifest
 from megarl.checkpoints.run_folder import CheckpointFolder
+from megarl.checkpoints.torch_dist import TORCH_DIST
 from megarl.config.errors import CheckpointError, ConfigError
 from megarl.config.load import dump_config, load_config
 from megarl.config.schema import CheckpointConfig, OptimConfig, PPOConfig
 from megarl.trainers.resume import checkpoint_folder, find_resume
 from tests.unit.config.folders import ARCHITECTURE, model_folder, ppo_values, write_yaml
 
-MANIFEST = {
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+MANIFEST: dict[str, Any] = {
     "format": 1,
     "head": "lm",
     "dtype": "bfloat16",
-    "step": 4,
     "layout": {"tensor_parallel_size": 1, "pipeline_parallel_size": 1, "virtual_pipeline_parallel_size": None, "data_parallel_size": 1},
     "tensors": {},
     "objects": {},
@@ -41,11 +46,22 @@ def save(config: PPOConfig, step: int, folder: CheckpointFolder | None = None, *
     partial = folder.begin(step)
     for role in ("actor", "critic"):
         model_folder(partial / role / "huggingface", **architecture)
-        (partial / role / "manifest.json").write_text(json.dumps(MANIFEST))
+        (partial / role / "manifest.json").write_text(json.dumps({**MANIFEST, "step": step}))
     (partial / "trainer.json").write_text(json.dumps({"step": step, "trainer": trainer}))
     dump_config(config, partial / "config.yaml")
     folder.seal(step, {"roles": ["actor", "critic"], "versions": {}})
     return folder.commit(step)
+
+
+def write_models(checkpoint: Path, step: int) -> None:
+    """What PyTorch writes, so that every byte can be compared."""
+    layout = Layout(**MANIFEST["layout"])
+    for folder in (checkpoint / "actor", checkpoint / "critic"):
+        dcp.save({"weight": torch.full((2,), step)}, storage_writer=dcp.FileSystemWriter(folder), no_dist=True)
+        (folder / "metadata.json").write_text(json.dumps(TORCH_DIST))
+        torch.save({}, folder / "common.pt")
+        checksums = item_checksums(folder, [path.name for path in folder.iterdir()])
+        write_manifest(folder, Description(head="lm", dtype="bfloat16", layout=layout, step=step), checksums)
 
 
 def resuming(config: PPOConfig, resume: str | Path) -> PPOConfig:
@@ -59,6 +75,21 @@ def test_auto_finds_the_latest_or_starts_from_the_beginning(config: PPOConfig) -
     found = find_resume(config)
     assert found is not None
     assert (found.checkpoint, found.step, found.is_own, found.differences) == (path, 4, True, [])
+
+
+def test_a_model_of_another_step_is_refused_and_no_such_checkpoint_is_offered(config: PPOConfig) -> None:
+    """By its own checksums each folder is whole."""
+    older, mixed, latest = (save(config, step) for step in (2, 4, 6))
+    for checkpoint, step in ((older, 2), (mixed, 4), (latest, 6)):
+        write_models(checkpoint, step)
+    for checkpoint in (mixed, latest):
+        shutil.copytree(older / "critic", checkpoint / "critic", dirs_exist_ok=True)
+    with pytest.raises(CheckpointError) as caught:
+        find_resume(config)
+    said = str(caught.value)
+    assert said.startswith(f"{latest / 'critic'}: is of step 2, and the checkpoint that it lies in is of step 6: ")
+    assert "\n" not in said
+    assert f"Older ones that are whole: {older};" in said
 
 
 def test_a_path_is_a_checkpoint_or_a_folder_of_them(config: PPOConfig, tmp_path: Path) -> None:
