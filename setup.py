@@ -21,7 +21,10 @@ setup(
     license="Apache-2.0",
     python_requires=VERSIONS["PYTHON"],
     packages=find_packages(include=["megarl", "megarl.*"]),
-    package_data={"megarl.rollout.sglang": ["stand_ins/**/*.py"]},  # folders on the path of SGLang's processes, no packages of ours
+    package_data={
+        "megarl.config": ["verl_names.yaml"],
+        "megarl.rollout.sglang": ["stand_ins/**/*.py"],  # folders on the path of SGLang's processes, no packages of ours
+    },
     install_requires=_ranges("REQUIRED"),
     extras_require={
         "quickstart": ["reasoning-gym"],

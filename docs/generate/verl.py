@@ -1,4 +1,4 @@
-"""`docs/verl.md`: what is written by hand in verl.md beside this file, then the tables of `megarl/config/verl_names.py`."""
+"""`docs/verl.md`: what is written by hand in verl.md beside this file, then the tables of `megarl/config/verl_names.yaml`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from docs.generate.configuration import cell, reference
-from megarl.config.verl_names import VERL_KEYS, VerlKey
+from megarl.config.verl_names import VerlKey, verl_keys
 
 _WRITTEN = Path(__file__).with_suffix(".md")
 _SECTIONS = (  # a table each; a key belongs to the first that it begins with
@@ -35,7 +35,7 @@ def migration() -> str:
 
 def _tables() -> Iterator[str]:
     headings = {heading: heading.replace(".", "").replace(" ", "-") for heading in re.findall(r"^### (.+)$", reference(), re.MULTILINE)}
-    left = dict(VERL_KEYS)
+    left = dict(verl_keys())
     for section in (*_SECTIONS, ""):
         keys = {name: left.pop(name) for name in list(left) if not section or f"{name}.".startswith(f"{section}.")}
         yield f"### verl: {section or 'the rest'}\n"
@@ -53,5 +53,5 @@ def _ours(key: VerlKey, headings: dict[str, str]) -> str:
         if (section := ".".join(parts[:end])) in headings:
             return f"[`{key.ours}`](configuration.md#{headings[section]})"
     if len(parts) > 1:
-        raise ValueError(f"megarl/config/verl_names.py names {key.ours}, which the reference has no section for")
+        raise ValueError(f"megarl/config/verl_names.yaml names {key.ours}, which the reference has no section for")
     return f"[`{key.ours}`](configuration.md#without-a-section)"

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 
+from megarl.config import verl_names
 from megarl.config.errors import ConfigError
 from megarl.config.load import load_config, schema_keys
 from megarl.config.schema import PPOConfig, SFTConfig
-from megarl.config.verl_names import VERL_KEYS, find_verl_key
+from megarl.config.verl_names import find_verl_key, verl_keys
 
 # The leaves of verl's generated ppo_trainer and ppo_megatron_trainer configurations (commit 1dda039b9 of August 2026), names only.
 VERL_LEAVES = (Path(__file__).parent / "verl_ppo_keys.txt").read_text().split()
@@ -25,7 +28,7 @@ def problems(schema: type, folder: Path, text: str, *overrides: str) -> tuple[st
 
 def test_what_the_table_points_at_exists() -> None:
     known = set(schema_keys(PPOConfig))
-    assert [(name, key.ours) for name, key in VERL_KEYS.items() if key.ours is not None and key.ours not in known] == []
+    assert [(name, key.ours) for name, key in verl_keys().items() if key.ours is not None and key.ours not in known] == []
 
 
 def test_every_key_of_verls_ppo_trainer_is_in_the_table() -> None:
@@ -34,7 +37,29 @@ def test_every_key_of_verls_ppo_trainer_is_in_the_table() -> None:
 
 
 def test_a_key_without_a_counterpart_says_why() -> None:
-    assert [name for name, key in VERL_KEYS.items() if key.ours is None and not key.note] == []
+    assert [name for name, key in verl_keys().items() if key.ours is None and not key.note] == []
+
+
+def test_no_name_has_two_entries() -> None:
+    tree = yaml.compose(Path(verl_names.__file__).with_suffix(".yaml").read_text())
+    assert [names for names in mappings(tree) if len(names) != len(set(names))] == []
+
+
+def mappings(node: yaml.Node) -> Iterator[list[str]]:
+    """The names of every mapping; of one of two that a file repeats, the parser would keep the last and say nothing."""
+    if isinstance(node, yaml.MappingNode):
+        yield [name for key, _ in node.value for name in key.value.split(", ")]
+        for _, value in node.value:
+            yield from mappings(value)
+
+
+def test_the_table_is_read_only_where_a_key_is_unknown(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("model: {path: here}\ndata: {train_files: [a.parquet]}\n")
+    verl_keys.cache_clear()
+    load_config(PPOConfig, str(tmp_path / "run.yaml"))
+    assert verl_keys.cache_info().misses == 0
+    problems(PPOConfig, tmp_path, "unheard_of: 1")
+    assert verl_keys.cache_info().misses == 1
 
 
 @pytest.mark.parametrize(
