@@ -7,13 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from megarl.batch.data_proto import DataProto
 from megarl.batch.padding import pad_dataproto_to_divisor, unpad_dataproto
 from megarl.controller.mesh import MeshCoordinate
-
-Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 class Dispatch(Enum):
@@ -22,24 +20,6 @@ class Dispatch(Enum):
     ALL_TO_ALL = "all_to_all"  # every argument is a list with one value per rank; a list of all results
     DATA_PARALLEL = "data_parallel"  # batches are split over all ranks; results are joined
     MEGATRON_MESH = "megatron_mesh"  # batches are split over replicas; joined from tp 0, last pp stage, cp 0 of each
-
-
-class Registration(NamedTuple):
-    dispatch_mode: Dispatch
-    blocking: bool
-
-
-REGISTRATION = "_megarl_registration"  # the attribute by which a group knows a worker's remote methods
-
-
-def register(dispatch_mode: Dispatch = Dispatch.ONE_TO_ALL, blocking: bool = True) -> Callable[[Method], Method]:
-    """Binds a worker's method on its group by name. `blocking` False: the call returns a future at once."""
-
-    def mark(method: Method) -> Method:
-        setattr(method, REGISTRATION, Registration(dispatch_mode, blocking))
-        return method
-
-    return mark
 
 
 class Route(NamedTuple):

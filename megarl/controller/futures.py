@@ -3,26 +3,33 @@
 from __future__ import annotations
 
 import time
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from megarl.batch.future import DataProtoFuture
 from megarl.controller.calls import Call, has_ended, results_of, wait_for_calls, wait_for_one
 from megarl.controller.dispatch import Collect, CollectKind, Forwarded, collect
 
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
 
-class RemoteFuture(DataProtoFuture):
+
+class RemoteFuture(DataProtoFuture, Generic[T_co]):
     """A result that rests on remote calls, `calls`."""
 
     calls: tuple[Call, ...]
 
+    @abstractmethod
+    def get(self, timeout: float | None = None) -> T_co: ...
+
     @classmethod
-    def gather(cls, futures: Sequence[RemoteFuture], timeout: float | None = None) -> list[Any]:
+    def gather(cls, futures: Sequence[RemoteFuture[Any]], timeout: float | None = None) -> list[Any]:
         wait_for_calls([call for future in futures for call in future.calls], timeout)
         return [future.get() for future in futures]
 
 
-class WorkerFuture(RemoteFuture):
+class WorkerFuture(RemoteFuture[T_co]):
     """`.get()` waits; given as an argument to a method of any group, it sends references and the driver never holds the data."""
 
     def __init__(self, calls: Sequence[Call], kept: Sequence[Call], how: Collect) -> None:
@@ -30,7 +37,7 @@ class WorkerFuture(RemoteFuture):
         self._kept = tuple(kept)  # the ranks whose results count, in order
         self._how = how
 
-    def get(self, timeout: float | None = None) -> Any:
+    def get(self, timeout: float | None = None) -> T_co:
         """Raises WorkerError with the first failure of any rank, PhaseTimeoutError, or TimeoutError after `timeout` seconds."""
         wait_for_calls(self.calls, timeout)
         return collect(results_of(self._kept), self._how)
@@ -43,20 +50,20 @@ class WorkerFuture(RemoteFuture):
         return Forwarded(tuple(call.result for call in self._kept), self._how)
 
 
-class DerivedFuture(RemoteFuture):
+class DerivedFuture(RemoteFuture[T_co]):
     """`finish` of the results of other futures, computed on the driver by whoever asks."""
 
-    def __init__(self, parts: Sequence[RemoteFuture], finish: Callable[[list[Any]], Any]) -> None:
+    def __init__(self, parts: Sequence[RemoteFuture[Any]], finish: Callable[[list[Any]], T_co]) -> None:
         self.calls = tuple(call for part in parts for call in part.calls)
         self._parts = tuple(parts)
         self._finish = finish
 
-    def get(self, timeout: float | None = None) -> Any:
+    def get(self, timeout: float | None = None) -> T_co:
         """As WorkerFuture.get; also what `finish` raises."""
         return self._finish(self.gather(self._parts, timeout))
 
 
-def gather(*futures: RemoteFuture, timeout: float | None = None) -> list[Any]:
+def gather(*futures: RemoteFuture[T], timeout: float | None = None) -> list[T]:
     """Waits for futures of any groups at the same time; their results in order.
 
     Raises the first failure of any (a failure behind the second is not hidden by a first one that still works),
@@ -65,7 +72,7 @@ def gather(*futures: RemoteFuture, timeout: float | None = None) -> list[Any]:
     return RemoteFuture.gather(futures, timeout)
 
 
-def wait_for_any(futures: Sequence[RemoteFuture], timeout: float) -> list[RemoteFuture]:
+def wait_for_any(futures: Sequence[RemoteFuture[Any]], timeout: float) -> list[RemoteFuture[Any]]:
     """Those of `futures` that have ended, well or not, after at most `timeout` seconds of waiting for the first; `get` tells how."""
     ended = [future for future in futures if has_ended(future.calls)]
     give_up_s = time.monotonic() + timeout

@@ -3,26 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
 
 from megarl.controller.calls import Call
-from megarl.controller.dispatch import (
-    REGISTRATION,
-    RULES,
-    Collect,
-    CollectKind,
-    Dispatch,
-    Registration,
-    Rule,
-    arrange_same,
-    route_rank,
-)
+from megarl.controller.dispatch import RULES, Collect, CollectKind, Dispatch, Rule, arrange_same, route_rank
 from megarl.controller.environment import users_settings
 from megarl.controller.errors import RankReport
 from megarl.controller.futures import WorkerFuture
 from megarl.controller.mesh import MeshCoordinate
 from megarl.controller.messages import CallRecord, Location, OnRecord
+from megarl.controller.register import CallP, CallR, P, R, RemoteMethod, registered_methods
 from megarl.controller.worker import Worker
 from megarl.controller.worker_class import ColocatedWorkerClass, RayClassWithInitArgs
 from megarl.tracking.timeline import Span
@@ -70,17 +62,19 @@ class RoleGroup:
         self._actors, self.role, self._worker_class = actors, role, worker_class
         self._mesh: tuple[MeshCoordinate, ...] = ()
         self._spans: list[Span] = []
-        for name, registration in registered_methods(worker_class).items():
-            setattr(self, name, self._bound(name, registration))
+        for name, method in registered_methods(worker_class).items():
+            setattr(self, name, partial(self.call, method))
 
-    def __getattr__(self, name: str) -> Any:
-        """Reached only for what is not there; also what tells type checkers that groups have their workers' methods."""
-        if name.startswith("_"):
-            raise AttributeError(name)
-        worker = f"{self._worker_class.__name__} has no registered method {name!r}" if "_worker_class" in vars(self) else name
-        raise AttributeError(
-            f"{worker}; several roles in one process are reached through spawn()" if not vars(self).get("role") else worker
-        )
+    if not TYPE_CHECKING:  # a type checker shall refuse the names that are only bound
+
+        def __getattr__(self, name: str) -> Any:
+            """Reached only for what is not there."""
+            if name.startswith("_"):
+                raise AttributeError(name)
+            worker = f"{self._worker_class.__name__} has no registered method {name!r}" if "_worker_class" in vars(self) else name
+            raise AttributeError(
+                f"{worker}; several roles in one process are reached through spawn()" if not vars(self).get("role") else worker
+            )
 
     @property
     def world_size(self) -> int:
@@ -105,41 +99,57 @@ class RoleGroup:
 
     # ---- calls
 
-    def execute_all_async(self, method: str, *args: Any, **kwargs: Any) -> WorkerFuture:
+    def call(self, method: RemoteMethod[..., Any, CallP, CallR], *args: CallP.args, **kwargs: CallP.kwargs) -> CallR:
+        """A worker's method as its `@register` says: on which ranks, and whether this waits or returns a future.
+
+        Waiting raises WorkerError, PhaseTimeoutError. ValueError where the method is not one of this group's worker.
+        """
+        future = self._execute(RULES[method.dispatch_mode], self._name(method), args, kwargs)
+        return future.get() if method.blocking else future  # type: ignore[return-value]
+
+    def call_rank(self, rank: int, method: RemoteMethod[P, R, ..., Any], *args: P.args, **kwargs: P.kwargs) -> WorkerFuture[R]:
+        """A worker's method on one rank alone, whatever its `@register` says. ValueError for a rank that does not exist."""
+        return self.execute_rank_async(rank, self._name(method), *args, **kwargs)
+
+    def call_all(self, method: RemoteMethod[P, R, ..., Any], *args: P.args, **kwargs: P.kwargs) -> WorkerFuture[list[R]]:
+        """A worker's method on every rank with the same arguments, whatever its `@register` says; a result of each."""
+        return self.execute_all_async(self._name(method), *args, **kwargs)
+
+    def _name(self, method: RemoteMethod[..., Any, ..., Any]) -> str:
+        if not issubclass(self._worker_class, method.owner):
+            raise ValueError(f"{self._worker_class.__name__}, the worker of role {self.role!r}, has no method {method!r}")
+        return method.name
+
+    # ---- public, for those who know verl; megarl itself calls by `call`, `call_rank` and `call_all`. So are the workers' registered
+    # methods that are bound on the group by name.
+
+    def execute_all_async(self, method: str, *args: Any, **kwargs: Any) -> WorkerFuture[Any]:
         """The same arguments to every rank; the result is a list in the order of ranks."""
         return self._execute(RULES[Dispatch.ONE_TO_ALL], method, args, kwargs)
 
     def execute_all_sync(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
         return self.execute_all_async(method, *args, **kwargs).get()
 
-    def execute_rank_async(self, rank: int, method: str, *args: Any, **kwargs: Any) -> WorkerFuture:
+    def execute_rank_async(self, rank: int, method: str, *args: Any, **kwargs: Any) -> WorkerFuture[Any]:
         """One rank alone. Raises ValueError for a rank that does not exist."""
         if not 0 <= rank < self.world_size:
             raise ValueError(f"{self.role} has ranks 0 to {self.world_size - 1}, not {rank}")
         rule = Rule(lambda world_size, mesh: route_rank(rank), arrange_same, CollectKind.first)
         return self._execute(rule, method, args, kwargs)
 
-    def execute_rank_zero_async(self, method: str, *args: Any, **kwargs: Any) -> WorkerFuture:
+    def execute_rank_zero_async(self, method: str, *args: Any, **kwargs: Any) -> WorkerFuture[Any]:
         return self.execute_rank_async(0, method, *args, **kwargs)
 
     def execute_rank_zero_sync(self, method: str, *args: Any, **kwargs: Any) -> Any:
         return self.execute_rank_async(0, method, *args, **kwargs).get()
 
-    def _bound(self, name: str, registration: Registration) -> Any:
-        rule = RULES[registration.dispatch_mode]
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            future = self._execute(rule, name, args, kwargs)
-            return future.get() if registration.blocking else future
-
-        call.__name__, call.__doc__ = name, getattr(self._worker_class, name).__doc__
-        return call
-
-    def _execute(self, rule: Rule, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> WorkerFuture:
-        if not callable(getattr(self._worker_class, method, None)):
+    def _execute(self, rule: Rule, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> WorkerFuture[Any]:
+        if not hasattr(self._worker_class, method):
             raise ValueError(f"{self._worker_class.__name__}, the worker of role {self.role!r}, has no method {method!r}")
         mesh = self.mesh if rule.needs_mesh else ()
         return self._actors.start(self.role, method, rule, mesh, args, kwargs, self._record_spans)
+
+    # ---- what the processes do
 
     @property
     def pids(self) -> list[int]:
@@ -186,7 +196,7 @@ class RayWorkerGroup(RoleGroup):
         fused = isinstance(ray_cls_with_init, ColocatedWorkerClass)
         self._roles = ray_cls_with_init.roles if isinstance(ray_cls_with_init, ColocatedWorkerClass) else {role: ray_cls_with_init}
         for spec in self._roles.values():
-            registered_methods(spec.cls)  # refused before a process is started
+            _check_names(spec.cls)  # refused before a process is started
         from megarl.controller.actors import ActorSet  # which imports Ray: not where the processes are torchrun's
 
         actors = ActorSet(resource_pool, self._roles, {**users_settings(), **environment}, phase_time_limit_s, self._record_spans)
@@ -200,14 +210,8 @@ class RayWorkerGroup(RoleGroup):
         return {role: RoleGroup(self._actors, role, spec.cls) for role, spec in self._roles.items()}
 
 
-def registered_methods(worker_class: type[Worker]) -> dict[str, Registration]:
+def _check_names(worker_class: type[Worker]) -> None:
     """Raises ValueError for a method whose name the group needs for itself."""
-    found = {}
-    for name in dir(worker_class):
-        registration = getattr(getattr(worker_class, name), REGISTRATION, None)
-        if registration is None:
-            continue
+    for name in registered_methods(worker_class):
         if hasattr(RayWorkerGroup, name):
             raise ValueError(f"{worker_class.__name__}.{name} cannot be registered: {name} is a method of the group; give it another name")
-        found[name] = registration
-    return found

@@ -5,7 +5,8 @@ from __future__ import annotations
 from megarl.algorithms.losses import CriticLoss, MiniBatchCounts
 from megarl.batch.data_proto import DataProto
 from megarl.config.schema import ValueLossConfig
-from megarl.controller.dispatch import Dispatch, register
+from megarl.controller.dispatch import Dispatch
+from megarl.controller.register import register
 from megarl.workers.megatron import MegatronWorker, ModelSpec
 
 

@@ -13,8 +13,9 @@ import torch.distributed as dist
 from megarl.batch.data_proto import DataProto
 from megarl.config.architecture import Architecture
 from megarl.config.schema import Device, DType, EngineConfig, OptimConfig, ParallelConfig, Recompute
-from megarl.controller.dispatch import Dispatch, register
+from megarl.controller.dispatch import Dispatch
 from megarl.controller.mesh import MeshCoordinate
+from megarl.controller.register import register
 from megarl.engine import platform
 from megarl.engine.offload import StatePart
 from megarl.weights.gather import Shards

@@ -6,7 +6,8 @@ from megarl.algorithms.losses import ActorLoss, MiniBatchCounts, SFTLoss
 from megarl.batch.data_proto import DataProto
 from megarl.config.roles import needs_sum_pi_squared
 from megarl.config.schema import AlgorithmConfig
-from megarl.controller.dispatch import Dispatch, register
+from megarl.controller.dispatch import Dispatch
+from megarl.controller.register import register
 from megarl.workers.megatron import MegatronWorker, ModelSpec
 
 

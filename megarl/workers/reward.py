@@ -7,7 +7,8 @@ import torch
 from megarl.algorithms.scores import place_scores
 from megarl.batch.data_proto import DataProto
 from megarl.config.schema import RewardConfig
-from megarl.controller.dispatch import Dispatch, register
+from megarl.controller.dispatch import Dispatch
+from megarl.controller.register import register
 from megarl.controller.worker import Worker
 from megarl.data.tokenizer import load_tokenizer
 from megarl.rewards.scorer import RewardScorer, ScoreReport, ScoreRequest

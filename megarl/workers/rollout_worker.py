@@ -6,7 +6,8 @@ import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from megarl.controller.dispatch import Dispatch, register
+from megarl.controller.dispatch import Dispatch
+from megarl.controller.register import register
 from megarl.controller.worker import Worker
 from megarl.machine.memory import trim_heap
 from megarl.rollout.interface import EngineDeadError, FinishedRequest, GenerationRequest, RolloutEngine

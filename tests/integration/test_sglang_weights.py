@@ -14,9 +14,10 @@ from transformers import PreTrainedModel
 
 from megarl.config.architecture import read_architecture
 from megarl.config.schema import Device, DType, RolloutConfig, RolloutEngineKind, SGLangConfig, SGLangMode, Transport, Verify
-from megarl.controller.dispatch import Dispatch, register
+from megarl.controller.dispatch import Dispatch
 from megarl.controller.errors import WorkerError
 from megarl.controller.group import RoleGroup
+from megarl.controller.register import register
 from megarl.controller.resource_pool import RayResourcePool
 from megarl.controller.worker_class import RayClassWithInitArgs
 from megarl.roles.replicas import ReplicaPlace, Replicas

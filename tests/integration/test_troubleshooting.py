@@ -31,9 +31,10 @@ from megarl.config.schema import (
     SFTDataConfig,
     SFTTrainerConfig,
 )
-from megarl.controller.dispatch import Dispatch, register
+from megarl.controller.dispatch import Dispatch
 from megarl.controller.errors import WorkerError
 from megarl.controller.group import RayWorkerGroup
+from megarl.controller.register import register
 from megarl.controller.resource_pool import InsufficientResourcesError, RayResourcePool
 from megarl.controller.worker import Worker
 from megarl.controller.worker_class import RayClassWithInitArgs

@@ -81,6 +81,21 @@ def test_parts_that_the_caller_planned(group: RayWorkerGroup) -> None:
         group.count(numbered(3))
 
 
+def test_calls_name_the_method_itself(group: RayWorkerGroup) -> None:
+    assert group.call(EchoWorker.who) == 0
+    assert group.call(EchoWorker.size_of, [5]).get() == [("list", 1)] * 4
+    assert [part.batch["scaled"].tolist() for part in group.call(EchoWorker.scale, [numbered(2), numbered(3)], factor=3)] == [
+        [0, 3],
+        [0, 3, 6],
+    ]
+    assert group.call_all(EchoWorker.who).get() == [0, 1, 2, 3]
+    assert group.call_rank(3, EchoWorker.who).get() == 3
+    with pytest.raises(ValueError, match="ranks 0 to 3, not 4"):
+        group.call_rank(4, EchoWorker.who)
+    with pytest.raises(ValueError, match="EchoWorker, the worker of role 'actor', has no method CollectiveWorker.sum_ranks"):
+        group.call(CollectiveWorker.sum_ranks)
+
+
 def test_execute_by_rank_and_on_all(group: RayWorkerGroup) -> None:
     assert group.execute_all_sync("who") == [0, 1, 2, 3]
     assert group.execute_rank_async(3, "who").get() == 3

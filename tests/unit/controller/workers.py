@@ -12,8 +12,9 @@ import numpy as np
 import torch
 
 from megarl.batch.data_proto import DataProto
-from megarl.controller.dispatch import Dispatch, register
+from megarl.controller.dispatch import Dispatch
 from megarl.controller.mesh import MeshCoordinate
+from megarl.controller.register import register
 from megarl.controller.worker import Worker
 
 LAUNCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS", "GREETING")
