@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 from megarl.config.roles import needs_critic, needs_reward_model, needs_sum_pi_squared
 from megarl.config.schema import (
-    AdvantageEstimator,
     Aggregation,
     KLControllerKind,
     KLEstimator,
@@ -20,54 +19,36 @@ _ESTIMATOR, _KIND, _WHERE = "algorithm.advantage.estimator", "algorithm.policy_l
 _AGGREGATION, _NORM_TOKENS = "algorithm.policy_loss.aggregation", "algorithm.policy_loss.norm_tokens"
 _CORRECTION, _DYNAMIC = "algorithm.rollout_correction", "algorithm.dynamic_sampling"
 
-# They compare a sample with the other samples of its prompt, and give 0 where all of them score the same.
-GROUPED = frozenset(
-    {
-        AdvantageEstimator.grpo,
-        AdvantageEstimator.grpo_pass_k,
-        AdvantageEstimator.rloo,
-        AdvantageEstimator.reinforce_plus_plus_baseline,
-        AdvantageEstimator.opo,
-        AdvantageEstimator.gpg,
-        AdvantageEstimator.gdpo,
-        AdvantageEstimator.optimal_token_baseline,
-    }
-)
-_WITH_DUAL_CLIP = (PolicyLossKind.ppo_clip, PolicyLossKind.clip_cov, PolicyLossKind.dppo_tv, PolicyLossKind.dppo_kl)
-_OF_RESPONSES = (PolicyLossKind.gspo, PolicyLossKind.gmpo)
 _STRAIGHT_THROUGH = (KLEstimator.k1_straight_through, KLEstimator.abs_k1_straight_through, KLEstimator.k3_straight_through)
 
 
 def estimator(config: PPOConfig) -> Violations:
     """What an advantage estimator needs of the samples and of the rewards."""
     kind, n = config.algorithm.advantage.estimator, config.rollout.n
+    needs = kind.needs
     num_scores = len(config.reward.functions) + needs_reward_model(config)
-    if kind in GROUPED and n < 2:
+    if needs.compares_samples and n < 2:
         yield Violation(
             ("rollout.n", _ESTIMATOR),
             f"{kind.name} compares the samples of a prompt, but n is {n}, so every advantage would be 0; use 2 or more",
         )
-    if kind is AdvantageEstimator.remax and n < 2:
+    if needs.greedy_baseline and n < 2:
         yield Violation(
             ("rollout.n", _ESTIMATOR),
-            f"remax generates a greedy response to every prompt and learns nothing from it, which with n {n} is half of all that is "
+            f"{kind.name} generates a greedy response to every prompt and learns nothing from it, which with n {n} is half of all that is "
             "generated; use 2 or more",
         )
-    if kind is AdvantageEstimator.gdpo:
+    if needs.score_parts:
         if num_scores == 1:
             yield Violation(
                 ("reward.functions", _ESTIMATOR),
-                "gdpo normalises several scores apart, but one reward function (or model) is all there is; name another, or use grpo",
+                f"{kind.name} takes several scores apart, but one reward function (or model) is all there is; name another, or use grpo",
             )
+        unread = f"{kind.name} reads the scores and not the rewards, so a penalty there has no effect"
         if config.algorithm.kl.where is KLWhere.reward:
-            yield Violation(
-                (_WHERE, _ESTIMATOR), "gdpo reads the scores and not the rewards, so a KL penalty there has no effect; use where=loss"
-            )
+            yield Violation((_WHERE, _ESTIMATOR), f"{unread}; use where=loss")
         if config.algorithm.overlong.buffer_share:
-            yield Violation(
-                ("algorithm.overlong.buffer_share", _ESTIMATOR),
-                "gdpo reads the scores and not the rewards, so a penalty there has no effect; use 0, and a reward function for the length",
-            )
+            yield Violation(("algorithm.overlong.buffer_share", _ESTIMATOR), f"{unread}; use 0, and a reward function for the length")
 
 
 def critic(config: PPOConfig) -> Violations:
@@ -87,23 +68,24 @@ def critic(config: PPOConfig) -> Violations:
 def policy_loss(config: PPOConfig) -> Violations:
     loss, trainer = config.algorithm.policy_loss, config.trainer
     updates = trainer.updates_per_step * trainer.epochs_per_batch
-    if loss.kind in _OF_RESPONSES and loss.aggregation is not Aggregation.sequence_mean_token_mean:
+    needs = loss.kind.needs
+    if needs.aggregation not in (None, loss.aggregation):
         yield Violation(
             (_KIND, _AGGREGATION),
-            f"{loss.kind.name} has one ratio for a whole response, of which {loss.aggregation.name} would weigh long ones more; "
-            "use aggregation=sequence_mean_token_mean",
+            f"{loss.kind.name} is the loss of its paper only under {needs.aggregation.name}, not under {loss.aggregation.name}; "
+            f"use aggregation={needs.aggregation.name}, or another kind",
         )
-    if loss.kind is PolicyLossKind.gpg and updates > 1:
+    if not needs.ratio and updates > 1:
         yield Violation(
             (_KIND, "trainer.updates_per_step", "trainer.epochs_per_batch"),
-            f"gpg has no ratio, so it is right for samples of the very policy that is updated, but a step makes {updates} updates; "
-            "use updates_per_step=1 and epochs_per_batch=1, or another kind",
+            f"{loss.kind.name} has no ratio, so it is right for samples of the very policy that is updated, but a step makes {updates} "
+            "updates; use updates_per_step=1 and epochs_per_batch=1, or another kind",
         )
-    if loss.clip_dual is not None and loss.kind not in _WITH_DUAL_CLIP:
+    if loss.clip_dual is not None and not needs.dual_clip:
         yield Violation(
             ("algorithm.policy_loss.clip_dual", _KIND),
             f"is {loss.clip_dual:g}, but {loss.kind.name} has no dual clip; "
-            f"use null, or one of {', '.join(kind.name for kind in _WITH_DUAL_CLIP)}",
+            f"use null, or one of {', '.join(kind.name for kind in PolicyLossKind if kind.needs.dual_clip)}",
         )
     with_norm = loss.aggregation is Aggregation.sequence_mean_token_sum_norm
     if with_norm and loss.norm_tokens is None:
@@ -181,7 +163,7 @@ def dynamic_sampling(config: PPOConfig) -> Violations:
     section, kind = config.algorithm.dynamic_sampling, config.algorithm.advantage.estimator
     if not section.enabled:
         return
-    if kind not in GROUPED:
+    if not kind.needs.compares_samples:
         yield Violation(
             (f"{_DYNAMIC}.enabled", _ESTIMATOR),
             f"drops prompts whose samples all score the same, but {kind.name} does not compare the samples of a prompt and learns from "

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megarl.config.schema import (
-    AdvantageEstimator,
     AlgorithmConfig,
     KLWhere,
     MicroBatchConfig,
@@ -44,12 +43,12 @@ def needs_reference(config: PPOConfig) -> bool:
 
 
 def needs_critic(config: PPOConfig) -> bool:
-    return config.algorithm.advantage.estimator is AdvantageEstimator.gae
+    return config.algorithm.advantage.estimator.needs.critic
 
 
 def needs_sum_pi_squared(algorithm: AlgorithmConfig) -> bool:
     """Whether scoring gives the sum of the squared probabilities at each token."""
-    return algorithm.advantage.estimator is AdvantageEstimator.optimal_token_baseline
+    return algorithm.advantage.estimator.needs.sum_pi_squared
 
 
 def needs_reward_model(config: PPOConfig) -> bool:

@@ -11,7 +11,7 @@ import torch
 from megarl.algorithms.dynamic_sampling import rows_with_signal
 from megarl.batch.data_proto import DataProto
 from megarl.config.errors import RunError
-from megarl.config.schema import AdvantageEstimator, DynamicSamplingConfig, PPOConfig, SamplingConfig
+from megarl.config.schema import DynamicSamplingConfig, PPOConfig, SamplingConfig
 from megarl.controller.futures import DerivedFuture
 from megarl.data.loader import BatchLoader
 from megarl.data.responses import concat_samples
@@ -39,7 +39,7 @@ def make_sampling(config: PPOConfig, rollout: Rollout, reward: Reward, prompts: 
     algorithm, sampling = config.algorithm, config.rollout.training
     if algorithm.dynamic_sampling.enabled:
         return DynamicSampling(rollout, reward, prompts, sampling, algorithm.dynamic_sampling)
-    if algorithm.advantage.estimator is AdvantageEstimator.remax:
+    if algorithm.advantage.estimator.needs.greedy_baseline:
         return GreedyBaseline(rollout, reward, sampling)
     return PlainSampling(rollout, reward, sampling)
 

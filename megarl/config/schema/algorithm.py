@@ -5,39 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
-
-class AdvantageEstimator(str, Enum):
-    gae = "gae"  # with a critic
-    grpo = "grpo"  # the group's mean and deviation
-    grpo_pass_k = "grpo_pass_k"  # the best of the group against its second best
-    rloo = "rloo"  # the mean of the group's other samples
-    reinforce_plus_plus = "reinforce_plus_plus"  # whitened over the batch, no groups
-    reinforce_plus_plus_baseline = "reinforce_plus_plus_baseline"  # the group's mean, whitened over the batch
-    opo = "opo"  # the group's mean weighted by length
-    gpg = "gpg"  # the group's mean, scaled for groups without signal
-    remax = "remax"  # the score of a greedy response
-    gdpo = "gdpo"  # each reward function by itself, then added
-    optimal_token_baseline = "optimal_token_baseline"  # a baseline for each token, by the gradient's squared norm
-
-
-class PolicyLossKind(str, Enum):
-    ppo_clip = "ppo_clip"  # clipped ratios of tokens
-    gspo = "gspo"  # one clipped ratio for a response
-    gmpo = "gmpo"  # the geometric mean of clipped ratios
-    cispo = "cispo"  # the weight is clipped, not the token
-    sapo = "sapo"  # a soft limit instead of a clip
-    gpg = "gpg"  # the log-prob, no ratio
-    clip_cov = "clip_cov"  # ppo_clip without some tokens of high covariance
-    kl_cov = "kl_cov"  # a KL penalty on the tokens of highest covariance
-    dppo_tv = "dppo_tv"  # no update beyond a total variation
-    dppo_kl = "dppo_kl"  # no update beyond a KL divergence
-
-
-class Aggregation(str, Enum):
-    token_mean = "token_mean"  # every token weighs the same
-    sequence_mean_token_sum = "sequence_mean_token_sum"  # the sum over a response, the mean over responses
-    sequence_mean_token_mean = "sequence_mean_token_mean"  # the mean over a response, the mean over responses
-    sequence_mean_token_sum_norm = "sequence_mean_token_sum_norm"  # the sum over a response by `norm_tokens`, the mean over responses
+from megarl.config.kinds.advantage_estimators import AdvantageEstimator
+from megarl.config.kinds.policy_losses import Aggregation, PolicyLossKind
 
 
 class KLWhere(str, Enum):

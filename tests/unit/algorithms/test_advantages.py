@@ -1,3 +1,5 @@
+from dataclasses import fields
+
 import numpy as np
 import pytest
 import torch
@@ -14,7 +16,13 @@ from tests.unit.algorithms.strategies import masks, normal, poison
 
 NAN, INF = float("nan"), float("inf")
 KINDS = list(AdvantageEstimator)
-NOT_OVER_GROUPS = ("gae", "reinforce_plus_plus", "remax")
+COMPARING = [kind for kind in KINDS if kind.needs.compares_samples]
+INPUTS_OF = {
+    "critic": ("values",),
+    "greedy_baseline": ("baseline_scores",),
+    "score_parts": ("score_parts",),
+    "sum_pi_squared": ("old_log_probs", "sum_pi_squared"),
+}  # of each need that is not of the samples
 FRACTIONS = st.sampled_from([0.0, 0.5, 0.9, 0.99, 1.0])
 
 
@@ -245,7 +253,7 @@ def test_a_row_without_a_token_changes_nothing_for_the_others(kind, mask, seed):
         assert not with_it[-1].any()
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind.name not in NOT_OVER_GROUPS])
+@pytest.mark.parametrize("kind", COMPARING)
 @pytest.mark.parametrize(("scores", "uid"), [([0.7] * 3, "aaa"), ([0.1, 0.2, 0.3], "abc"), ([5.0], "a")])
 def test_equal_outcomes_and_groups_of_one_have_no_advantage(kind, scores, uid):
     """Exactly 0, so that rounding is not divided by itself; the optimal token baseline divides by nothing of the kind."""
@@ -324,6 +332,27 @@ def test_a_missing_input_is_named_with_its_estimator(kind, missing, remedy):
 
 def test_registry_covers_every_estimator():
     assert set(ADVANTAGE_ESTIMATORS) == set(AdvantageEstimator)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_estimator_declares_whether_it_compares_samples(kind):
+    """Those that do, and only those, give 0 to every prompt's only sample: an undeclared one would train on zeros with `rollout.n` 1."""
+    batch = batch_of(torch.ones(3, 2, dtype=torch.bool), 1) | {"uid": np.array(["a", "b", "c"], dtype=object)}
+    advantages, _ = ADVANTAGE_ESTIMATORS[kind](AdvantageInputs(**batch), AdvantageConfig(estimator=kind))
+    assert advantages.any() == (not kind.needs.compares_samples)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_estimator_declares_what_it_reads(kind):
+    """It works with that and nothing else, and says so where a part of it is missing."""
+    declared = [name for need, names in INPUTS_OF.items() if getattr(kind.needs, need) for name in names]
+    assert {field.name for field in fields(kind.needs)} == {"compares_samples", *INPUTS_OF}
+    batch = batch_of(torch.ones(3, 2, dtype=torch.bool), 1)
+    given = {key: batch[key] for key in ("token_level_rewards", "response_mask", "uid", *declared)}
+    ADVANTAGE_ESTIMATORS[kind](AdvantageInputs(**given), AdvantageConfig(estimator=kind))
+    for name in declared:
+        with pytest.raises(ValueError, match=f"estimator={kind.value} needs .*`{name}`"):
+            ADVANTAGE_ESTIMATORS[kind](AdvantageInputs(**given | {name: None}), AdvantageConfig(estimator=kind))
 
 
 def test_registered_gae_whitens_the_advantages_and_not_the_returns():

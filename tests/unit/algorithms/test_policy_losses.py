@@ -37,6 +37,16 @@ def test_registry_covers_every_kind():
     assert set(POLICY_LOSSES) == set(PolicyLossKind)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_loss_declares_its_dual_clip_and_its_ratio(kind):
+    """`clip_dual` changes it, or would be refused; the old log-probs change it, or more than one update would be."""
+    ratios, advantages = [[1.0, 1.5, 0.5, 10.0]], [[2.0, 2.0, -2.0, -2.0]]
+    plain, dual = (losses_of(config_of(kind, clip_dual=clip_dual), ratios, advantages).loss for clip_dual in (None, 3.0))
+    assert kind.needs.dual_clip == (not torch.equal(plain, dual))
+    near, far = (losses_of(config_of(kind), [[new / old]], [[-1.0]], [[old]]).loss for new, old in ((0.2, 0.2), (0.2, 0.1)))
+    assert kind.needs.ratio == (not torch.equal(near, far))
+
+
 def test_ppo_clip_by_hand():
     ratios, advantages = [[1.0, 1.5, 0.5, 1.5, 0.5, 10.0]], [[2.0, 2.0, 2.0, -2.0, -2.0, -2.0]]
     result = losses_of(PolicyLossConfig(clip_low=0.2, clip_high=0.3), ratios, advantages)

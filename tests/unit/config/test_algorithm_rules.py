@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from megarl.config.algorithm_rules import GROUPED
+from megarl.config import algorithm_rules
 from megarl.config.load import load_config
-from megarl.config.schema import AdvantageEstimator, PPOConfig
+from megarl.config.schema import AdvantageEstimator, Aggregation, AlgorithmConfig, PolicyLossConfig, PolicyLossKind, PPOConfig
 from megarl.config.validate import validate
 from tests.unit.config.folders import ppo_values, write_yaml
 
@@ -38,7 +38,7 @@ def test_which_estimators_need_several_samples(run: Any, estimator: AdvantageEst
     """ReMax compares a sample with a greedy one and not with the others, and needs them so that not half of the work is for baselines."""
     found = [message for message in run(f"advantage.estimator={estimator.name}", "rollout.n=1") if message.startswith("rollout.n")]
     assert len(found) == (estimator.name not in {"gae", "reinforce_plus_plus"})
-    assert len(found) == (estimator in GROUPED or estimator.name == "remax")
+    assert len(found) == (estimator.needs.compares_samples or estimator.name == "remax")
     if estimator.name == "remax":
         assert "learns nothing from it, which with n 1 is half of all that is generated; use 2 or more" in found[0]
     elif found:
@@ -52,15 +52,15 @@ REFUSED = [
     ),
     (
         ("advantage.estimator=gdpo", "kl.where=loss"),
-        "reward.functions, algorithm.advantage.estimator: gdpo normalises several scores apart, but one reward",
+        "reward.functions, algorithm.advantage.estimator: gdpo takes several scores apart, but one reward",
     ),
     (("kl.where=reward", "kl.estimator=k3_straight_through"), "which a penalty in the reward has not; use k3, or where=loss"),
     (("kl.where=loss", "kl.controller.kind=adaptive"), "but where is 'loss'; use where=reward, or kind=fixed"),
     (
         ("policy_loss.kind=gspo",),
-        "gspo has one ratio for a whole response, of which token_mean would weigh long ones more; use aggregation=sequence_mean_token_mean",
+        "algorithm.policy_loss.kind, algorithm.policy_loss.aggregation: gspo is the loss of its paper only under sequence_mean_token_mean, "
+        "not under token_mean; use aggregation=sequence_mean_token_mean, or another kind",
     ),
-    (("policy_loss.kind=gmpo", "policy_loss.aggregation=sequence_mean_token_sum"), "of which sequence_mean_token_sum would weigh"),
     (("policy_loss.kind=gpg",), "but a step makes 6 updates; use updates_per_step=1 and epochs_per_batch=1, or another kind"),
     (("policy_loss.kind=cispo", "policy_loss.clip_dual=3"), "is 3, but cispo has no dual clip; use null, or one of ppo_clip, clip_cov"),
     (
@@ -97,6 +97,17 @@ REFUSED = [
 def test_a_combination_without_sense(run: Any, overrides: tuple[str, ...], expected: str) -> None:
     (found,) = run(*overrides)
     assert expected in found
+
+
+@pytest.mark.parametrize("kind", PolicyLossKind)
+def test_a_loss_that_its_paper_defines_over_responses_has_no_other_aggregation(kind: PolicyLossKind) -> None:
+    own = Aggregation.sequence_mean_token_mean if kind.name in ("gspo", "gmpo", "sapo") else None
+    for aggregation in Aggregation:
+        norm_tokens = 8 if aggregation is Aggregation.sequence_mean_token_sum_norm else None
+        loss = PolicyLossConfig(kind=kind, aggregation=aggregation, norm_tokens=norm_tokens)
+        found = [str(each) for each in algorithm_rules.policy_loss(PPOConfig(algorithm=AlgorithmConfig(policy_loss=loss)))]
+        refused = [f"only under sequence_mean_token_mean, not under {aggregation.name}" in message for message in found]
+        assert refused == [True] * (own is not None and aggregation is not own), found
 
 
 def test_gdpo_reads_no_reward(run: Any, tmp_path: Path) -> None:

@@ -1,0 +1,71 @@
+"""A kind is what it declares: nothing can be chosen that has not said what it needs."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Iterator
+from dataclasses import FrozenInstanceError, dataclass
+
+import pytest
+from omegaconf import OmegaConf
+
+from megarl.config.kinds.advantage_estimators import EstimatorNeeds
+from megarl.config.kinds.kind import Kind
+from megarl.config.kinds.policy_losses import PolicyLossNeeds
+
+
+@dataclass(frozen=True, kw_only=True)
+class ColourNeeds:
+    light: bool
+
+
+class Colour(Kind):
+    needs: ColourNeeds
+
+    red = "red", ColourNeeds(light=True)
+    blue = "blue", ColourNeeds(light=True)
+    black = "black", ColourNeeds(light=False)
+
+
+@dataclass
+class Section:
+    colour: Colour = Colour.red
+
+
+def test_members_with_equal_needs_are_different() -> None:
+    assert [member.name for member in Colour] == ["red", "blue", "black"]
+    assert Colour.red != Colour.blue
+    assert Colour.red.needs == Colour.blue.needs == ColourNeeds(light=True)
+    assert Colour("black") is Colour["black"] is Colour.black == "black"
+
+
+def test_it_travels_as_its_name() -> None:
+    given = OmegaConf.merge(OmegaConf.structured(Section), {"colour": "black"})
+    assert OmegaConf.to_object(given).colour is Colour.black
+    assert OmegaConf.to_yaml(given) == "colour: black\n"
+    assert pickle.loads(pickle.dumps(Colour.black)) is copy.deepcopy(Colour.black) is Colour.black
+
+
+def declarations() -> Iterator[Kind]:
+    for kinds in Kind.__subclasses__():
+        yield from kinds
+
+
+@pytest.mark.parametrize("member", declarations(), ids=str)
+def test_name_and_value_agree_and_needs_do_not_change(member: Kind) -> None:
+    assert member.value == member.name
+    with pytest.raises(FrozenInstanceError):
+        setattr(member.needs, next(iter(vars(member.needs))), None)
+
+
+def test_a_member_without_a_declaration_is_an_error_at_import() -> None:
+    with pytest.raises((TypeError, RuntimeError)) as error:
+        Kind("Forgetful", {"one": "one"})
+    assert "'needs'" in f"{error.value} {error.value.__cause__}"
+
+
+@pytest.mark.parametrize("needs", [EstimatorNeeds, PolicyLossNeeds])
+def test_what_would_be_silent_has_no_default(needs: type) -> None:
+    with pytest.raises(TypeError, match="required keyword-only argument: '(compares_samples|aggregation)'"):
+        needs()
