@@ -139,7 +139,7 @@ def started(config: PPOConfig):  # type: ignore[no-untyped-def]
 
 
 def make_batch(config: PPOConfig, roles: PPORoles, prompts: DataProto) -> DataProto:
-    roles.actor.sync_weights(roles.rollout)
+    roles.weights.push()
     batch = roles.rollout.generate(prompts, config.rollout.training, 1)
     scores = [roles.reward.score(batch), roles.actor.log_probs(batch)]
     if roles.reference:

@@ -154,7 +154,7 @@ def _reward(config: PPOConfig, architectures: Mapping[str, Architecture]) -> Tab
 
 
 def _whose_devices(plan: PlacementPlan) -> str:
-    sharing = plan.neighbours("rollout")
+    sharing = plan.on_same_devices("rollout")
     return f"devices shared with {', '.join(sharing)}" if sharing else "devices of their own"
 
 

@@ -50,10 +50,12 @@ def placement_table(plan: PlacementPlan) -> Table:
 def _turns(plan: PlacementPlan) -> str:
     """Who takes turns, and what runs at the same time."""
     turns = OffloadPlan(plan)
-    groups = {plan.group_of(role).name: turns.rivals(role) for role in plan.roles}
-    rivals = sorted({tuple(sorted({name, *(plan.group_of(rival).name for rival in others)})) for name, others in groups.items() if others})
+    groups = {plan.group_of(role).name: turns.takes_turns_with(role) for role in plan.roles}
+    turns_between = sorted(
+        {tuple(sorted({name, *(plan.group_of(other).name for other in others)})) for name, others in groups.items() if others}
+    )
     beside = ", ".join(f"{one} | {other}" for one, other in overlaps(plan))
-    lines = [f"take turns: {'; '.join(' and '.join(each) for each in rivals)}"] if rivals else ["nobody takes turns"]
+    lines = [f"take turns: {'; '.join(' and '.join(each) for each in turns_between)}"] if turns_between else ["nobody takes turns"]
     return "\n".join([*lines, *([f"at the same time: {beside}"] if beside else [])])
 
 

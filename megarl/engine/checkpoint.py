@@ -124,8 +124,8 @@ def load(engine: MegatronEngine, folder: Path) -> None:
     Raises CheckpointError, on all ranks and before anything is changed, for a folder that is damaged or of another model.
     """
     state = engine.training_state()
-    away = state.places.away
-    engine.restore(*away)
+    offloaded = state.places.offloaded
+    engine.restore(*offloaded)
     index = _on_all_ranks(lambda: _checked_index(folder), folder)
     sharding = sharding_of(state.models, state.groups)
     shards = [*sharding.of_parameters(), *sharding.of_optimizer(state.optimizer.slices())]
@@ -138,7 +138,7 @@ def load(engine: MegatronEngine, folder: Path) -> None:
     _on_all_ranks(lambda: _check_loaded(folder, shards), folder)
     state.optimizer.set_counts(StepCounts(**common["step_counts"]))
     _load_random_state(index, state.groups)
-    engine.offload(*away)
+    engine.offload(*offloaded)
 
 
 def _checked_index(folder: Path) -> TorchDistIndex:

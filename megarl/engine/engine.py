@@ -83,12 +83,12 @@ class MegatronEngine:
             model.train(trainable).requires_grad_(trainable)
         # Wrapped before loading: Megatron moves parameters into its own contiguous buffers.
         self._chunks: list[Any] = [self._data_parallel(model) for model in self._models] if trainable else list(self._models)
-        self._state = OffloadableState(self._movable_parts())
+        self._state = OffloadableState(self._offloadable_parts())
         self._gradients_are_made = False
         self._load(weights)
         self._optimizer = Optimizer(spec.optim, self._chunks, spec.dtype, spec.total_optimizer_steps) if spec.optim else None
 
-    def _movable_parts(self) -> dict[StatePart, MovableState]:
+    def _offloadable_parts(self) -> dict[StatePart, MovableState]:
         parts = {StatePart.parameters: MovableState(self._parameter_list)}
         if self.spec.optim is not None:
             parts[StatePart.optimizer] = MovableState(self._optimizer_tensors)

@@ -143,15 +143,15 @@ class MovableState:
         self._find = find
         self._kept = kept
         self._shelf: _Shelf = _PinnedMemory() if platform.current().is_cuda else _File()
-        self._away: list[_Moved] | None = None
+        self._offloaded: list[_Moved] | None = None
 
     @property
-    def is_away(self) -> bool:
-        return self._away is not None
+    def is_offloaded(self) -> bool:
+        return self._offloaded is not None
 
     def offload(self) -> int:
         """Bytes given back; 0 where they are away already. Raises OSError where there is no room for them, and moves nothing then."""
-        if self._away is not None:
+        if self._offloaded is not None:
             return 0
         storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in self._find()}
         moved = [_Moved(storage, storage.nbytes()) for pointer, storage in storages.items() if pointer]
@@ -159,27 +159,27 @@ class MovableState:
             self._shelf.put([each.storage for each in moved])
         for each in moved:
             each.storage.resize_(0)
-        self._away = moved
+        self._offloaded = moved
         platform.current().return_freed_memory()
         return sum(each.nbytes for each in moved)
 
     def restore(self) -> int:
         """Bytes taken again; 0 where nothing is away."""
-        if self._away is None:
+        if self._offloaded is None:
             return 0
-        for each in self._away:
+        for each in self._offloaded:
             each.storage.resize_(each.nbytes)
             if not self._kept:
                 _bytes_of(each.storage).zero_()
         if self._kept:
-            self._shelf.take([each.storage for each in self._away])
-        nbytes, self._away = sum(each.nbytes for each in self._away), None
+            self._shelf.take([each.storage for each in self._offloaded])
+        nbytes, self._offloaded = sum(each.nbytes for each in self._offloaded), None
         return nbytes
 
     def read(self, tensor: Tensor, start: int, count: int) -> Tensor | None:
         """Elements start..start + count of a contiguous tensor that is away, in host memory of their own; None where it is not."""
         identity = tensor.untyped_storage()._cdata  # its address is gone with its memory
-        for number, moved in enumerate(self._away or ()):
+        for number, moved in enumerate(self._offloaded or ()):
             if moved.storage._cdata == identity:
                 assert self._kept
                 copy = torch.empty(count * tensor.itemsize, dtype=torch.uint8)
@@ -195,8 +195,8 @@ class OffloadableState:
         self._parts = dict(parts)
 
     @property
-    def away(self) -> frozenset[StatePart]:
-        return frozenset(part for part, state in self._parts.items() if state.is_away)
+    def offloaded(self) -> frozenset[StatePart]:
+        return frozenset(part for part, state in self._parts.items() if state.is_offloaded)
 
     def offload(self, parts: Iterable[StatePart]) -> int:
         """Bytes given back. What is away stays away; a part that the model does not have is nothing."""
@@ -208,7 +208,7 @@ class OffloadableState:
 
     def require(self, action: str, *parts: StatePart) -> None:
         """Raises OffloadedError that says what is away."""
-        missing = [part.value for part in parts if part in self.away]
+        missing = [part.value for part in parts if part in self.offloaded]
         if missing:
             raise OffloadedError(f"the engine cannot {action}: {' and '.join(missing)} offloaded; restore what was moved away first")
 

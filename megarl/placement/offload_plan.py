@@ -32,28 +32,28 @@ class OffloadPlan:
         return self._phases[name]
 
     @cached_property
-    def movable(self) -> frozenset[Item]:
+    def offloadable(self) -> frozenset[Item]:
         """What has to leave at some time. The rest is always in memory."""
         items = {item for phase in self._phases.values() for item in phase.needs}
         return frozenset(item for item in items if any(self._must_be_out(item, phase) for phase in self._phases.values()))
 
     @property
     def engines_move(self) -> bool:
-        return Item("rollout", ENGINE) in self.movable
+        return Item("rollout", ENGINE) in self.offloadable
 
-    def away_at_first(self, role: str) -> tuple[str, ...]:
+    def offloaded_at_first(self, role: str) -> tuple[str, ...]:
         """Parts of a model that leave as soon as it is built."""
-        return tuple(part for part in (GRADIENTS, OPTIMIZER, PARAMETERS) if Item(role, part) in self.movable)
+        return tuple(part for part in (GRADIENTS, OPTIMIZER, PARAMETERS) if Item(role, part) in self.offloadable)
 
     def leaving(self, name: str) -> frozenset[Item]:
         """What goes out, where it is in, when the phase begins."""
         phase = self._phases[name]
-        near = {role for own in phase.roles for role in (own, *self._plan.neighbours(own))}
-        return frozenset(item for item in self.movable - phase.needs if item.role in near and self._would_leave(item, phase))
+        near = {role for own in phase.roles for role in (own, *self._plan.on_same_devices(own))}
+        return frozenset(item for item in self.offloadable - phase.needs if item.role in near and self._would_leave(item, phase))
 
     def coming(self, name: str) -> frozenset[Item]:
         """What must be in when the phase begins, and may be out."""
-        return self._phases[name].needs & self.movable
+        return self._phases[name].needs & self.offloadable
 
     def held(self) -> dict[str, frozenset[Item]]:
         """Of each phase: all that is in memory while it runs, in a step like the one before it."""
@@ -64,10 +64,10 @@ class OffloadPlan:
             in_phase[phase.name] = frozenset(held)
         return in_phase
 
-    def rivals(self, role: str) -> tuple[str, ...]:
+    def takes_turns_with(self, role: str) -> tuple[str, ...]:
         """Roles in other processes on the same devices: what they do must have ended before `role` has its turn."""
         own = self._plan.group_of(role)
-        return tuple(other for other in self._plan.neighbours(role) if self._plan.group_of(other) is not own)
+        return tuple(other for other in self._plan.on_same_devices(role) if self._plan.group_of(other) is not own)
 
     def are_fused(self, role: str, other: str) -> bool:
         """In one process, which does what it is asked in order."""

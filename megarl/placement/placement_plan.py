@@ -172,7 +172,7 @@ class PlacementPlan:
         """Whether two roles have a device in common; they take turns then."""
         return bool(self.group_of(role).devices & self.group_of(other).devices)
 
-    def neighbours(self, role: str) -> tuple[str, ...]:
+    def on_same_devices(self, role: str) -> tuple[str, ...]:
         """The other roles with which it has a device in common."""
         return tuple(other for other in self.roles if other != role and self.share_devices(role, other))
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +18,10 @@ from megarl.config.schema import AlgorithmConfig, MicroBatchConfig, ParallelConf
 from megarl.controller.futures import DerivedFuture, WorkerFuture
 from megarl.controller.group import RoleGroup
 from megarl.data.packing import BatchPlan, plan_micro_batches
-from megarl.roles.offload_schedule import EVERYBODY_STAYS, Engines, Residency
+from megarl.roles.offload_schedule import OffloadSchedule
 from megarl.roles.ratio_gate import FirstRatioGate
 from megarl.roles.update_inputs import MODEL_KEYS, actor_rows
-from megarl.roles.weight_sync import PushReport, WeightSource, WeightSync
+from megarl.roles.weight_sync import WeightSource
 from megarl.workers.megatron import MICRO_BATCHES
 
 
@@ -61,10 +60,10 @@ class MegatronRole:
     """A group of workers that hold one model, with its layout and the limit of its micro-batches."""
 
     def __init__(
-        self, group: RoleGroup, parallel: ParallelConfig, micro_batch: MicroBatchConfig, residency: Residency = EVERYBODY_STAYS
+        self, group: RoleGroup, parallel: ParallelConfig, micro_batch: MicroBatchConfig, schedule: OffloadSchedule | None = None
     ) -> None:
         self.group = group
-        self._residency = residency
+        self._schedule = schedule or OffloadSchedule()
         self._parallel = parallel
         self._micro_batch = micro_batch
 
@@ -92,14 +91,14 @@ class MegatronRole:
 
     def _score(self, batch: DataProto, phase: str, method: Callable[[list[DataProto]], WorkerFuture]) -> DerivedFuture:
         """`phase`: of placement/dataflow.py."""
-        moves = self._residency.before(phase)
+        moves = self._schedule.before(phase)
         plan, parts = self._split(batch, MODEL_KEYS)
 
         def restore(results: list[Any]) -> DataProto:
             return DataProto.concat(results[0]).select_idxs(plan.restore_order())
 
         future = DerivedFuture([method(parts), *moves], restore)
-        self._residency.runs(phase, future)
+        self._schedule.runs(phase, future)
         return future
 
     def _update(
@@ -114,7 +113,7 @@ class MegatronRole:
         Metrics are summed over replicas and averaged over mini-batches; of extremes it is the extreme. `check_first`: of the metrics
         of the first mini-batch.
         """
-        moves = self._residency.before(phase)
+        moves = self._schedule.before(phase)
         futures = []
         for mini_batch in mini_batches:
             counts = MiniBatchCounts.of(mini_batch.tensors["response_mask"])
@@ -126,7 +125,7 @@ class MegatronRole:
             return _over_updates(updates)
 
         future = DerivedFuture([*futures, *moves], metrics)
-        self._residency.runs(phase, future)
+        self._schedule.runs(phase, future)
         return future
 
 
@@ -167,9 +166,9 @@ class Critic(MegatronRole):
         parallel: ParallelConfig,
         micro_batch: MicroBatchConfig,
         updates: UpdatePlan,
-        residency: Residency = EVERYBODY_STAYS,
+        schedule: OffloadSchedule | None = None,
     ) -> None:
-        super().__init__(group, parallel, micro_batch, residency)
+        super().__init__(group, parallel, micro_batch, schedule)
         self._updates = updates
 
     def values(self, batch: DataProto) -> DerivedFuture:
@@ -192,48 +191,21 @@ class Actor(MegatronRole):
         micro_batch: MicroBatchConfig,
         weights: WeightSource,
         updates: UpdatePlan,
-        residency: Residency = EVERYBODY_STAYS,
-        weight_sync: WeightSync | None = None,
+        schedule: OffloadSchedule | None = None,
         algorithm: AlgorithmConfig | None = None,
         check_first_ratio: FirstRatioGate | None = None,
     ) -> None:
-        """weight_sync: how replicas get the weights; None where there are no replicas. algorithm None: supervised fine-tuning only.
+        """algorithm None: supervised fine-tuning only.
         check_first_ratio: of the first update, where a step makes several."""
-        super().__init__(group, parallel, micro_batch, residency)
+        super().__init__(group, parallel, micro_batch, schedule)
         self._weights = weights
-        self._weight_sync = weight_sync
         self._updates = updates
         self._algorithm = algorithm
         self._check_first_ratio = check_first_ratio
-        self._version = 0
-        self._last_push: PushReport | None = None
-
-    @property
-    def weight_version(self) -> int:
-        """Of the weights that were sent last; 0 where none were."""
-        return self._version
-
-    def resume_version(self, version: int) -> None:
-        """The next weights to be sent are those of `version`, which engines had before the run was resumed."""
-        self._version = version - 1
-
-    def sync_weights(self, rollout: Engines) -> None:
-        """Every replica gets the weights as they are now, stamped with the next version."""
-        self._version += 1
-        self._residency.send(rollout, partial(self._push, self._version))
-
-    def _push(self, version: int, replicas: Sequence[RoleGroup]) -> None:
-        assert self._weight_sync is not None, "sync_weights of an actor without replicas"
-        self._last_push = self._weight_sync.push(replicas, version)
-
-    def drain_metrics(self) -> dict[str, float]:
-        """Of the last push of weights (PushReport.metrics), where there was one since the last time."""
-        report, self._last_push = self._last_push, None
-        return {} if report is None else report.metrics()
 
     def save_hf(self, folder: Path, source_folder: str) -> None:
         """See WeightSource.save_hf."""
-        with self._residency.actor_parameters():
+        with self._schedule.actor_parameters():
             self._weights.save_hf(folder, source_folder)
 
     def log_probs(self, batch: DataProto) -> DerivedFuture:

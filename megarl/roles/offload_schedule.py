@@ -1,16 +1,16 @@
-"""Who is in memory: roles that share devices take turns, and the roles' own handles say when a phase begins.
+"""Who is in memory: roles that share devices take turns. Whoever works asks this schedule before its phase, and it carries out the plan.
 
-The training loop knows nothing of this. What comes in and goes out in a phase is planned in placement/offload_plan.py; here it is done:
+What comes in and goes out in a phase is planned in placement/offload_plan.py:
 
-    generate      -> engines awake, with the newest weights; what trains on their devices is away
-    log_probs ... -> engines asleep; the parameters of the role are in
-    update        -> gradients and optimizer state are in as well; those of others on these devices are away
-    sync_weights  -> engines awake, weights pushed; then the actor's parameters go too, where they are in the way
+    generate       -> engines awake, with the newest weights; what trains on their devices is offloaded
+    log_probs ...  -> engines asleep; the parameters of the role are in
+    update         -> gradients and optimizer state are in as well; those of others on these devices are offloaded
+    update_weights -> engines awake, weights sent; then the actor's parameters go too, where they are in the way
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -20,131 +20,120 @@ from megarl.engine.offload import StatePart
 from megarl.placement.dataflow import ENGINE, PARAMETERS, Item
 from megarl.placement.offload_plan import OffloadPlan
 
-Push = Callable[[Sequence[RoleGroup]], None]
 _GENERATE, _SEND = "gen", "update_weights"
 _ENGINES = Item("rollout", ENGINE)
 _ACTOR = Item("actor", PARAMETERS)
 
 
 class Engines(Protocol):
-    """What a turn needs of the rollout (roles/rollout.py)."""
-
-    def update_weights(self, push: Push) -> None: ...
+    """What the schedule moves of the rollout (roles/replicas.py)."""
 
     def sleep(self) -> None: ...
+
+    def wake(self, groups: Sequence[RoleGroup]) -> None: ...
 
     def resident_memory_gb(self) -> float: ...
 
 
-class Residency:
-    """Of roles with devices of their own: everybody stays. `TakingTurns` has the other behaviour."""
+class OffloadSchedule:
+    """`models`: role -> its worker group, of all roles that have a model. What `plan.offloaded_at_first` names is out when it is made.
+
+    Without a plan every role has devices of its own, and nothing moves. A failure of a move that is not waited for here is that of the
+    phase, with whose future it goes.
+    """
+
+    def __init__(
+        self, plan: OffloadPlan | None = None, models: Mapping[str, RoleGroup] | None = None, engines: Engines | None = None
+    ) -> None:
+        self._plan = plan
+        self._models = dict(models or {})
+        self._engines = engines
+        self._held: set[Item] = set()  # of `plan.offloadable`
+        self._running: dict[str, RemoteFuture] = {}  # role -> what it does
+        self._resident_gb: dict[str, float] = {}
 
     def before(self, phase: str) -> list[RemoteFuture]:
         """What the phase needs in memory will be there when what is returned has ended; calls that are made now queue behind it."""
-        return []
+        if self._plan is None:
+            return []
+        roles = self._plan.phase(phase).roles
+        self._wait_for_others(roles)
+        moves = self._let_go(phase, roles)
+        return [*moves, *self._bring_in(self._plan.coming(phase))]
 
     def runs(self, phase: str, future: RemoteFuture) -> None:
         """`future` ends when the phase does."""
+        for role in self._plan.phase(phase).roles if self._plan is not None else ():
+            self._running[role] = future
 
-    def before_generate(self) -> None:
-        """The engines are awake, with the weights that were sent last, when it returns."""
+    def finish(self, role: str) -> None:
+        """Waits until the role has done what it was asked last; raises its failure."""
+        if (future := self._running.pop(role, None)) is not None:
+            future.get()
+
+    # ---- engines and their weights
+
+    @property
+    def engines_are_offloaded(self) -> bool:
+        return self._engines_move and _ENGINES not in self._held
+
+    @property
+    def _engines_move(self) -> bool:
+        return self._plan is not None and self._plan.engines_move
+
+    @contextmanager
+    def sending(self) -> Iterator[None]:
+        """Weights may be given to the engines within the block: nobody else works on their devices. Afterwards they may generate."""
+        if self._plan is None:
+            yield
+            return
+        self._wait_for_others(("rollout",))
+        if self.engines_are_offloaded and self._resident_gb:
+            self._measure("training")
+        gather(*self._let_go(_SEND, ("rollout",)))
+        yield
+        self._held |= {_ENGINES} & self._plan.offloadable
+        gather(*self._let_go(_GENERATE, ("rollout",)))
+
+    @contextmanager
+    def receiving(self, groups: Sequence[RoleGroup]) -> Iterator[None]:
+        """Within the block these engines are awake, and what they are given is in the actor's memory: also for one that was started
+        anew while others generate."""
+        with self.actor_parameters():
+            if self._engines_move:
+                assert self._engines is not None
+                self._engines.wake(groups)
+            yield
 
     @contextmanager
     def actor_parameters(self) -> Iterator[None]:
         """The actor's parameters are in within the block, whoever's turn it is."""
-        yield
-
-    def send(self, engines: Engines, push: Push) -> None:
-        """New weights: `push` gives them to engines that can take them."""
-        engines.update_weights(push)
-
-    def metrics(self) -> dict[str, float]:
-        """`memory/<group|rollout>_rss_gb/<rollout|training>`: resident memory of the fullest process of a group that shares devices
-        with engines, named after its first role (for an engine, with the processes it started), at the end of each mode, the last
-        time; nothing where nobody takes turns with engines."""
-        return {}
-
-
-EVERYBODY_STAYS = Residency()
-
-
-class TakingTurns(Residency):
-    """`models`: role -> its worker group, of all roles that have a model. What `turns.away_at_first` names is away when it is made.
-
-    A failure of a move that is not waited for here is that of the phase, with whose future it goes.
-    """
-
-    def __init__(self, turns: OffloadPlan, models: Mapping[str, RoleGroup]) -> None:
-        self._turns = turns
-        self._models = dict(models)
-        self._held: set[Item] = set()  # of `turns.movable`
-        self._running: dict[str, RemoteFuture] = {}  # role -> what it does
-        self._engines: Engines | None = None
-        self._push: Push | None = None
-        self._resident_gb: dict[str, float] = {}
-
-    def before(self, phase: str) -> list[RemoteFuture]:
-        roles = self._turns.phase(phase).roles
-        self._wait_for_rivals(roles)
-        moves = self._let_go(phase, roles)
-        return [*moves, *self._bring_in(self._turns.coming(phase))]
-
-    def runs(self, phase: str, future: RemoteFuture) -> None:
-        for role in self._turns.phase(phase).roles:
-            self._running[role] = future
-
-    def before_generate(self) -> None:
-        if self._push is not None and self._turns.engines_move and _ENGINES not in self._held:
-            self._wake_with_weights()
-
-    def send(self, engines: Engines, push: Push) -> None:
-        self._engines, self._push = engines, push
-        self._wake_with_weights()
-
-    def _wake_with_weights(self) -> None:
-        assert self._engines is not None
-        self._wait_for_rivals(("rollout",))
-        if self._turns.engines_move and _ENGINES not in self._held and self._resident_gb:
-            self._measure("training")
-        gather(*self._let_go(_SEND, ("rollout",)))
-        self._engines.update_weights(self._give)
-        self._held |= {_ENGINES} & self._turns.movable
-        gather(*self._let_go(_GENERATE, ("rollout",)))
-
-    def _give(self, replicas: Sequence[RoleGroup]) -> None:
-        """Also to an engine that was started anew in the middle of rollout mode."""
-        assert self._push is not None
-        with self.actor_parameters():
-            if self._turns.engines_move:
-                gather(*(replica.execute_all_async("wake") for replica in replicas))
-            self._push(replicas)
-
-    @contextmanager
-    def actor_parameters(self) -> Iterator[None]:
-        if _ACTOR not in self._turns.movable or _ACTOR in self._held:
+        if self._plan is None or _ACTOR not in self._plan.offloadable or _ACTOR in self._held:
             yield
             return
         gather(*self._bring_in({_ACTOR}))
-        yield  # after a failure they stay in: the engines' handle may mend it and ask again
+        yield  # after a failure they stay in: what failed may be mended and tried again
         gather(*self._take_out({_ACTOR}))
 
     # ---- moves
 
-    def _wait_for_rivals(self, roles: Sequence[str]) -> None:
+    def _wait_for_others(self, roles: Sequence[str]) -> None:
         """What others do on the devices of `roles` has ended, well; raises its failure otherwise."""
-        rivals = dict.fromkeys(rival for role in roles for rival in self._turns.rivals(role))
-        gather(*(future for rival in rivals if (future := self._running.pop(rival, None)) is not None))
+        assert self._plan is not None
+        others = dict.fromkeys(other for role in roles for other in self._plan.takes_turns_with(role))
+        gather(*(future for other in others if (future := self._running.pop(other, None)) is not None))
 
     def _let_go(self, phase: str, roles: Sequence[str]) -> list[RemoteFuture]:
         """All that leaves in `phase`. What leaves other processes than those of `roles` has left when it returns."""
-        leaving = self._turns.leaving(phase) & self._held
+        assert self._plan is not None
+        leaving = self._plan.leaving(phase) & self._held
         if _ENGINES in leaving:
             assert self._engines is not None
             self._measure("rollout")
             self._engines.sleep()
             self._held.discard(_ENGINES)
             leaving -= {_ENGINES}
-        own = {item for item in leaving if any(self._turns.are_fused(item.role, role) for role in roles)}
+        own = {item for item in leaving if any(self._plan.are_fused(item.role, role) for role in roles)}
         gather(*self._take_out(leaving - own))
         return self._take_out(own)
 
@@ -165,14 +154,18 @@ class TakingTurns(Residency):
     # ---- what it shows
 
     def _measure(self, mode: str) -> None:
+        assert self._plan is not None
         assert self._engines is not None
         sizes_gb = {"rollout": self._engines.resident_memory_gb()}
         seen: set[str] = set()
-        for role in self._turns.rivals("rollout"):
-            if not any(self._turns.are_fused(role, other) for other in seen):
+        for role in self._plan.takes_turns_with("rollout"):
+            if not any(self._plan.are_fused(role, other) for other in seen):
                 seen.add(role)
                 sizes_gb[role] = max(self._models[role].execute_all_sync("resident_memory_gb"))
         self._resident_gb |= {f"memory/{name}_rss_gb/{mode}": size for name, size in sizes_gb.items()}
 
     def metrics(self) -> dict[str, float]:
+        """`memory/<group|rollout>_rss_gb/<rollout|training>`: resident memory of the fullest process of a group that shares devices
+        with engines, named after its first role (for an engine, with the processes it started), at the end of each mode, the last
+        time; nothing where nobody takes turns with engines."""
         return dict(self._resident_gb)

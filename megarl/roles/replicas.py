@@ -19,8 +19,6 @@ from megarl.workers.rollout_worker import RolloutWorker
 if TYPE_CHECKING:
     from megarl.controller.resource_pool import RayResourcePool
 
-Push = Callable[[Sequence[RoleGroup]], None]  # gives all of them the weights as they are now
-
 _CHECK_S = 60.0  # how long a replica that may be dead has to say that it is not
 _log = logging.getLogger(__name__)
 
@@ -55,7 +53,6 @@ class Replicas:
         self._worker = RayClassWithInitArgs(RolloutWorker, build_engine)
         self._phase_time_limit_s = phase_time_limit_s
         self._restart_limit = restart_limit
-        self._push: Push | None = None
         self._spans: list[Span] = []
         self.num_restarts = 0
         self.weight_version: int | None = None  # that all replicas have
@@ -71,28 +68,33 @@ class Replicas:
 
     # ---- weights
 
-    def update_weights(self, push: Push) -> None:
-        """Runs `push` for all replicas, and keeps it for those that are started later.
+    def on_all(self, action: Callable[[Sequence[RoleGroup]], None]) -> None:
+        """Does something to all replicas, and to all once more where it failed because some had died: those are replaced.
 
-        When it fails because replicas have died, these are replaced and all get the weights again. Raises what `push` raises
-        otherwise, RestartLimitError, and RunError where the replicas do not have one version afterwards.
+        Raises what `action` raises otherwise, and RestartLimitError.
         """
-        self._push = push
         while True:
             try:
-                push(self.groups)
-                versions = [group.weight_version() for group in self.groups]
-                break
+                action(self.groups)
+                return
             except (WorkerError, PhaseTimeoutError) as error:
                 if self.weight_version is None and is_failed_start(error):
                     raise  # it has never worked: another attempt would not either
-                self._restart_dead(error)
-        self._check_versions(versions)
-        self.starting.clear()
-        self.weight_version = versions[0]
+                self._replace_dead(error)
+
+    def accept(self, groups: Sequence[RoleGroup]) -> None:
+        """These replicas have got weights: of the version that the others have, or all of them a new one. Raises RunError otherwise."""
+        versions = [group.weight_version() for group in groups]
+        are_all = len(groups) == len(self.groups)
+        expected = versions[0] if are_all else self.weight_version
+        if versions[0] is None or set(versions) != {expected}:
+            others = "" if are_all else f", the others {self.weight_version}"
+            raise RunError(f"the rollout replicas have the weight versions {versions} after an update{others}; they must have one")
+        self.weight_version = expected
+        self.starting -= {number for number, group in enumerate(self.groups) if any(group is given for given in groups)}
 
     def restart(self, number: int, why: str) -> None:
-        """Ends a replica that died or hangs and starts another in its place; `admit` it when its group is ready.
+        """Ends a replica that died or hangs and starts another in its place; it needs weights when its group is ready.
 
         Raises RestartLimitError when there were too many.
         """
@@ -109,43 +111,21 @@ class Replicas:
         self.groups[number] = self._start(number)
         self.starting.add(number)
 
-    def admit(self, number: int) -> bool:
-        """Gives a replica that was started anew the current weights. False: it died of it and is started once more.
-
-        Raises RestartLimitError, and what the push of weights raises where the replica lives.
-        """
-        assert self._push is not None
-        try:
-            self._push([self.groups[number]])
-            version = self.groups[number].weight_version()
-        except (WorkerError, PhaseTimeoutError) as error:
-            if self._lives(number, error):
-                raise
-            self.restart(number, str(error))
-            return False
-        self._check_versions([version, self.weight_version])
-        self.starting.remove(number)
-        return True
-
-    def settle(self) -> None:
-        """Waits for the replicas that are starting anew, and gives them the weights."""
-        while self.starting:
-            self.admit(min(self.starting))
-
-    def _check_versions(self, versions: Sequence[int | None]) -> None:
-        if len(set(versions)) > 1 or versions[0] is None:
-            raise RunError(f"the rollout replicas have the weight versions {versions} after an update; they must have one")
+    def replace(self, number: int, error: WorkerError | PhaseTimeoutError) -> None:
+        """Starts a replica anew that failed with `error`. Raises it where the replica lives, RestartLimitError."""
+        if self._lives(number, error):
+            raise error
+        self.restart(number, str(error))
 
     # ---- memory
 
     def sleep(self) -> None:
         """All give their memory back. One that has died is replaced first: what takes the memory next must find all of it."""
-        while True:
-            try:
-                gather(*(group.execute_all_async("sleep") for group in self.groups))
-                return
-            except (WorkerError, PhaseTimeoutError) as error:
-                self._restart_dead(error)
+        self.on_all(lambda groups: _on_each(groups, "sleep"))
+
+    def wake(self, groups: Sequence[RoleGroup]) -> None:
+        """Those that sleep take their memory again; they have no weights yet."""
+        _on_each(groups, "wake")
 
     def resident_memory_gb(self) -> float:
         """Of the fullest replica; those that are dead have none."""
@@ -160,7 +140,7 @@ class Replicas:
 
     # ---- life and death
 
-    def _restart_dead(self, error: WorkerError | PhaseTimeoutError) -> None:
+    def _replace_dead(self, error: WorkerError | PhaseTimeoutError) -> None:
         """Raises `error` where all replicas live."""
         dead = [number for number in range(len(self.groups)) if not self._lives(number, error)]
         if not dead:
@@ -202,6 +182,10 @@ class Replicas:
             self._keep_spans(number)
         spans, self._spans = self._spans, []
         return spans
+
+
+def _on_each(groups: Sequence[RoleGroup], method: str) -> None:
+    gather(*(group.execute_all_async(method) for group in groups))
 
 
 def is_dead(error: WorkerError | PhaseTimeoutError) -> bool:

@@ -11,6 +11,7 @@ from megarl.config.errors import RunError
 from megarl.controller.errors import PhaseTimeoutError, WorkerError
 from megarl.controller.futures import WorkerFuture, wait_for_any
 from megarl.roles.replicas import Replicas, is_dead
+from megarl.roles.weights import RolloutWeights
 from megarl.rollout.dispatch import RequestQueue
 from megarl.rollout.interface import FinishedRequest, GenerationRequest, Sample
 
@@ -42,8 +43,9 @@ class _Task(NamedTuple):
 class RequestRun:
     """`requests` have unique ids. `num_tokens`: written by each replica; `num_resent`: requests that a lost replica had."""
 
-    def __init__(self, replicas: Replicas, limits: RolloutLimits, requests: Sequence[GenerationRequest]) -> None:
+    def __init__(self, replicas: Replicas, weights: RolloutWeights, limits: RolloutLimits, requests: Sequence[GenerationRequest]) -> None:
         self._replicas = replicas
+        self._weights = weights
         self._limits = limits
         self._requests = {request.request_id: request for request in requests}
         self._queue = RequestQueue(self._requests.items(), len(replicas), limits.max_concurrency)
@@ -108,7 +110,7 @@ class RequestRun:
     def _outcome(self, replica: int, task: _Task | None) -> list[FinishedRequest]:
         """Samples, or none where the replica has just started or has to start anew."""
         if task is not None and task.is_start:
-            if not self._replicas.admit(replica):
+            if not self._weights.admit(replica):
                 self._await_start(replica)
             return []
         try:

@@ -13,7 +13,7 @@ from megarl.config.schema import ParallelConfig, RewardConfig
 from megarl.controller.futures import DerivedFuture, RemoteFuture
 from megarl.controller.group import RoleGroup
 from megarl.data.packing import plan_micro_batches
-from megarl.roles.offload_schedule import EVERYBODY_STAYS, Residency
+from megarl.roles.offload_schedule import OffloadSchedule
 
 
 def score_weights(config: RewardConfig) -> list[float]:
@@ -58,15 +58,15 @@ class Reward:
 class RewardModel:
     """The handle on a reward model's ranks."""
 
-    def __init__(self, group: RoleGroup, parallel: ParallelConfig, residency: Residency = EVERYBODY_STAYS) -> None:
+    def __init__(self, group: RoleGroup, parallel: ParallelConfig, schedule: OffloadSchedule | None = None) -> None:
         self.group = group
         self._parallel = parallel
-        self._residency = residency
+        self._schedule = schedule or OffloadSchedule()
 
     def score(self, batch: DataProto) -> DerivedFuture:
         """See RewardModelWorker.score_conversations; the rows in the order of the batch. Reads `responses`, `response_mask`,
         `attention_mask` and the arrays `uid`, `messages`."""
-        moves = self._residency.before(REWARD_MODEL)
+        moves = self._schedule.before(REWARD_MODEL)
         replicas = self._parallel.data_parallel_size
         # One share for each replica, about equal in tokens of the policy: the model's own are not known here.
         lengths = batch.tensors["attention_mask"].sum(1).tolist()
@@ -78,5 +78,5 @@ class RewardModel:
             return DataProto.concat(results[0]).select_idxs(plan.restore_order())
 
         future = DerivedFuture([self.group.score_conversations(parts), *moves], restore)
-        self._residency.runs(REWARD_MODEL, future)
+        self._schedule.runs(REWARD_MODEL, future)
         return future

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,8 +14,9 @@ from megarl.batch.data_proto import DataProto
 from megarl.config.schema import SamplingConfig
 from megarl.controller.group import RoleGroup
 from megarl.data.padding import Padded, join, pad_right
-from megarl.roles.replicas import Push, Replicas
+from megarl.roles.replicas import Replicas
 from megarl.roles.request_run import EngineFaultError, RequestRun, RolloutLimits
+from megarl.roles.weights import RolloutWeights
 from megarl.rollout.interface import FinishedRequest, GenerationRequest, Sample, SamplingParameters, plan_requests
 from megarl.tracking.timeline import Span
 
@@ -39,16 +40,15 @@ class Rollout:
     def __init__(
         self,
         replicas: Replicas,
+        weights: RolloutWeights,
         rules: TokenRules,
         limits: RolloutLimits,
         seed: int,
-        before_generate: Callable[[], None] = lambda: None,
     ) -> None:
-        """before_generate: called when samples are asked for; it may take turns with others, and update the weights."""
         self._replicas = replicas
+        self._weights = weights
         self._rules = rules
         self._limits = limits
-        self._before_generate = before_generate
         self._seed = seed
         self._request_numbers = itertools.count()  # never used twice, so that a late sample is known as such
         self._restarts_reported = 0
@@ -60,22 +60,6 @@ class Rollout:
     def replicas(self) -> Sequence[RoleGroup]:
         """A worker group of one process for each; others once a replica was replaced."""
         return tuple(self._replicas.groups)
-
-    def update_weights(self, push: Push) -> None:
-        """See Replicas.update_weights."""
-        self._replicas.update_weights(push)
-
-    def settle(self) -> None:
-        """See Replicas.settle. Not needed to generate: those that have started do the work meanwhile."""
-        self._replicas.settle()
-
-    def sleep(self) -> None:
-        """See Replicas.sleep."""
-        self._replicas.sleep()
-
-    def resident_memory_gb(self) -> float:
-        """See Replicas.resident_memory_gb."""
-        return self._replicas.resident_memory_gb()
 
     # ---- generation
 
@@ -91,7 +75,7 @@ class Rollout:
         tokens = prompts.tensors
         ids = [row[mask.bool()].tolist() for row, mask in zip(tokens["prompts"], tokens["prompt_attention_mask"], strict=True)]
         requests = self._numbered(plan_requests(ids, self._parameters(sampling, step, generation)))
-        self._before_generate()
+        self._weights.bring_in()
         version = self._replicas.weight_version
         samples: dict[int, Sample] = {}
         for replica, finished in self._finished(requests):
@@ -105,7 +89,7 @@ class Rollout:
 
     def stream(self, requests: Sequence[GenerationRequest]) -> Iterator[FinishedRequest]:
         """The samples as they finish. Those that are not asked for to the end are given up. Raises as `generate`."""
-        self._before_generate()
+        self._weights.bring_in()
         numbered = self._numbered(requests)
         original = {new.request_id: old.request_id for old, new in zip(requests, numbered, strict=True)}
         for _, finished in self._finished(numbered):
@@ -128,7 +112,7 @@ class Rollout:
 
     def _finished(self, requests: Sequence[GenerationRequest]) -> Iterator[tuple[int, FinishedRequest]]:
         """Replica and sample, each request once."""
-        run, start_s = RequestRun(self._replicas, self._limits, requests), time.monotonic()
+        run, start_s = RequestRun(self._replicas, self._weights, self._limits, requests), time.monotonic()
         try:
             yield from run.samples()
         finally:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -26,13 +26,14 @@ from megarl.placement.offload_plan import OffloadPlan
 from megarl.placement.plan import GroupPlan, PlacementPlan, plan_placement
 from megarl.placement.transport import choose_transport
 from megarl.roles.models import Actor, Critic, Reference, UpdatePlan
-from megarl.roles.offload_schedule import EVERYBODY_STAYS, Residency, TakingTurns
+from megarl.roles.offload_schedule import OffloadSchedule
 from megarl.roles.ratio_gate import FirstRatioGate
 from megarl.roles.replicas import ReplicaPlace, Replicas
 from megarl.roles.request_run import RolloutLimits
 from megarl.roles.reward import Reward, RewardModel
 from megarl.roles.rollout import Rollout, TokenRules
 from megarl.roles.weight_sync import WeightSource, WeightSync
+from megarl.roles.weights import RolloutWeights
 from megarl.workers.critic import CriticWorker
 from megarl.workers.engines import RolloutEngineSpec, build_engine
 from megarl.workers.megatron import ModelSpec
@@ -49,14 +50,16 @@ _ANSWER_GRACE_S = 30.0  # an engine that hangs finds out itself and says why; on
 
 @dataclass(frozen=True, kw_only=True)
 class PPORoles:
-    """Who does what. Without a KL term there is no reference; a critic-free estimator has no critic. `residency`: who is in memory."""
+    """Who does what. Without a KL term there is no reference; a critic-free estimator has no critic. `weights`: what the
+    rollout works with. `schedule`: who is in memory."""
 
     actor: Actor
     rollout: Rollout
+    weights: RolloutWeights
     reward: Reward
     reference: Reference | None = None
     critic: Critic | None = None
-    residency: Residency = EVERYBODY_STAYS
+    schedule: OffloadSchedule = field(default_factory=OffloadSchedule)
 
     @property
     def groups(self) -> list[RoleGroup | Rollout]:
@@ -66,7 +69,7 @@ class PPORoles:
 
     def drain_metrics(self) -> dict[str, float]:
         """What the roles have to say about themselves since the last time: memory, the push of weights, replicas."""
-        return self.residency.metrics() | self.actor.drain_metrics() | self.rollout.drain_metrics()
+        return self.schedule.metrics() | self.weights.drain_metrics() | self.rollout.drain_metrics()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +104,7 @@ class _Starter:
             engine=config.engine,
             device=self._device,
             seed=config.trainer.seed,
-            away_at_first=tuple(map(StatePart, self._turns.away_at_first(name))),
+            offloaded_at_first=tuple(map(StatePart, self._turns.offloaded_at_first(name))),
             **spec,  # type: ignore[arg-type]
         )
 
@@ -122,9 +125,9 @@ class _Starter:
         return groups
 
     def _make_room(self, role: str, groups: Mapping[str, RoleGroup]) -> None:
-        for rival in self._turns.rivals(role):
-            if rival in groups:
-                groups[rival].ready.get()
+        for other in self._turns.takes_turns_with(role):
+            if other in groups:
+                groups[other].ready.get()
 
     def weight_source(self, group: RoleGroup, architecture: Architecture) -> WeightSource:
         return WeightSource(
@@ -151,8 +154,10 @@ def start_ppo(config: PPOConfig, models: Architectures, rules: TokenRules, devic
         updates_per_step=config.trainer.updates_per_step, epochs_per_batch=config.trainer.epochs_per_batch, seed=config.trainer.seed
     )
     groups = starter.groups(plan, _workers(config, models, starter))
-    residency = _residency(turns, groups)
+    replicas = _start_replicas(config, device, replica_places(plan, device, pools), turns.engines_move)
+    schedule = OffloadSchedule(turns, {role: group for role, group in groups.items() if role != "reward"}, replicas)
     source = starter.weight_source(groups["actor"], models.policy)
+    weights = RolloutWeights(_weight_sync(config, source, device), replicas, schedule)
     return PPORoles(
         actor=Actor(
             groups["actor"],
@@ -160,22 +165,20 @@ def start_ppo(config: PPOConfig, models: Architectures, rules: TokenRules, devic
             config.actor.micro_batch,
             source,
             updates,
-            residency,
-            _weight_sync(config, source, device),
+            schedule,
             config.algorithm,
             FirstRatioGate(config.model.dtype),
         ),
         reference=(
-            Reference(groups["reference"], config.actor.parallel, config.reference.micro_batch, residency)
-            if "reference" in groups
-            else None
+            Reference(groups["reference"], config.actor.parallel, config.reference.micro_batch, schedule) if "reference" in groups else None
         ),
         critic=(
-            Critic(groups["critic"], config.critic.parallel, config.critic.micro_batch, updates, residency) if "critic" in groups else None
+            Critic(groups["critic"], config.critic.parallel, config.critic.micro_batch, updates, schedule) if "critic" in groups else None
         ),
-        rollout=_start_rollout(config, rules, device, replica_places(plan, device, pools), residency, turns.engines_move),
-        reward=_reward(config, groups, residency),
-        residency=residency,
+        rollout=Rollout(replicas, weights, rules, _rollout_limits(config), config.trainer.seed),
+        weights=weights,
+        reward=_reward(config, groups, schedule),
+        schedule=schedule,
     )
 
 
@@ -220,14 +223,10 @@ def _workers(config: PPOConfig, models: Architectures, starter: _Starter) -> dic
     return workers
 
 
-def _reward(config: PPOConfig, groups: Mapping[str, RoleGroup], residency: Residency) -> Reward:
+def _reward(config: PPOConfig, groups: Mapping[str, RoleGroup], schedule: OffloadSchedule) -> Reward:
     settings = config.reward.model
-    model = RewardModel(groups[REWARD_MODEL], settings.parallel, residency) if REWARD_MODEL in groups else None
+    model = RewardModel(groups[REWARD_MODEL], settings.parallel, schedule) if REWARD_MODEL in groups else None
     return Reward(groups["reward"], model, settings.weight)
-
-
-def _residency(turns: OffloadPlan, groups: Mapping[str, RoleGroup]) -> Residency:
-    return TakingTurns(turns, {role: group for role, group in groups.items() if role != "reward"})
 
 
 def _weight_sync(config: PPOConfig, source: WeightSource, device: Device) -> WeightSync:
@@ -263,10 +262,8 @@ def visible_gpus(pool: RayResourcePool) -> list[str]:
         probes.shutdown()
 
 
-def _start_rollout(
-    config: PPOConfig, rules: TokenRules, device: Device, places: Sequence[ReplicaPlace], residency: Residency, takes_turns: bool
-) -> Rollout:
-    rollout, limit_s = config.rollout, config.trainer.phase_time_limit_s
+def _start_replicas(config: PPOConfig, device: Device, places: Sequence[ReplicaPlace], takes_turns: bool) -> Replicas:
+    rollout = config.rollout
     spec = RolloutEngineSpec(
         path=config.model.path,
         dtype=config.model.dtype,
@@ -276,20 +273,19 @@ def _start_rollout(
         with_min_new_tokens=rollout.validation.min_new_tokens > 0,
         release_memory=takes_turns,
     )
-    replicas = Replicas(
-        places,
-        partial(build_engine, spec),
-        restart_limit=rollout.restart_limit,
-        phase_time_limit_s=limit_s,
-    )
+    limit_s = config.trainer.phase_time_limit_s
+    return Replicas(places, partial(build_engine, spec), restart_limit=rollout.restart_limit, phase_time_limit_s=limit_s)
+
+
+def _rollout_limits(config: PPOConfig) -> RolloutLimits:
+    rollout, limit_s = config.rollout, config.trainer.phase_time_limit_s
     # The reference engine answers when its batch is done, however long that takes; SGLang answers every few seconds.
     answers_meanwhile = rollout.engine is RolloutEngineKind.sglang
-    limits = RolloutLimits(
+    return RolloutLimits(
         max_concurrency=rollout.max_concurrency,
         answer_limit_s=rollout.health_limit_s + _ANSWER_GRACE_S if answers_meanwhile else limit_s,
         sample_limit_s=limit_s,
     )
-    return Rollout(replicas, rules, limits, config.trainer.seed, residency.before_generate)
 
 
 def start_sft(config: SFTConfig, architecture: Architecture, device: Device, pools: ResourcePoolManager) -> Actor:

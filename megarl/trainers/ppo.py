@@ -55,7 +55,7 @@ class PPOTrainer:
     def fit(self) -> None:
         """Trains up to `trainer.total_steps`; validates before, every so often, and at the end."""
         trainer = self.config.trainer
-        self.roles.actor.sync_weights(self.roles.rollout)
+        self.roles.weights.push()
         self.roles.drain_metrics()  # of the first push, which has waited for processes to start
         if trainer.validate_before and self.checkpoints.is_at_start:
             self._validate(0)
@@ -72,7 +72,7 @@ class PPOTrainer:
             "trainer": "ppo",
             "data": self.prompts.state_dict(),
             "kl_controller": {"kind": self.config.algorithm.kl.controller.kind.value, **self._advantages.kl_controller.state_dict()},
-            "weight_version": self.roles.actor.weight_version,
+            "weight_version": self.roles.weights.version,
             "validations": self.monitor.validations,
         }
 
@@ -82,7 +82,7 @@ class PPOTrainer:
         controller = self.config.algorithm.kl.controller.kind
         if controller is not KLControllerKind.fixed and state["kl_controller"]["kind"] == controller.value:
             self._advantages.kl_controller.load_state_dict(state["kl_controller"])  # a fixed one is as the configuration says
-        self.roles.actor.resume_version(state["weight_version"])
+        self.roles.weights.resume(state["weight_version"])
         self.monitor.validations = [(step, score) for step, score in state["validations"]]
 
     def train_step(self, prompts: DataProto, step: int) -> Metrics:
@@ -108,9 +108,8 @@ class PPOTrainer:
         if trains_actor:
             updates.append(roles.actor.update(batch, step))
         if trains_actor:
-            updates[-1].get()
-            with phase("update_weights"):  # beside the critic's update where their pools differ
-                roles.actor.sync_weights(roles.rollout)
+            with phase("update_weights"):  # when the actor's update is done; beside the critic's where their pools differ
+                roles.weights.push()
         results = gather(*updates)
         parts = (metrics, of_correction, of_advantages, *results, self._batch_metrics(batch), roles.drain_metrics())
         return {name: value for part in parts for name, value in part.items()}

@@ -35,7 +35,7 @@ MICRO_BATCHES = "micro_batches"  # meta_info: the row numbers of each micro-batc
 class ModelSpec:
     """One model of a role: where its weights are, what it is, and how its process is laid out.
 
-    away_at_first: leaves memory when the model is built: others need its place.
+    offloaded_at_first: leaves memory when the model is built: others need its place.
     """
 
     path: str
@@ -50,7 +50,7 @@ class ModelSpec:
     optim: OptimConfig | None = None
     total_optimizer_steps: int = 1
     recompute: Recompute = Recompute.none
-    away_at_first: tuple[StatePart, ...] = ()
+    offloaded_at_first: tuple[StatePart, ...] = ()
 
 
 _groups: ParallelGroups | None = None  # roles that are fused in this process share them
@@ -97,7 +97,7 @@ class MegatronWorker(WeightExport):
             self._groups,
             spec.path,
         )
-        self._engine.offload(*spec.away_at_first)
+        self._engine.offload(*spec.offloaded_at_first)
         self._pending_save: PendingSave | None = None
 
     def mesh_coordinate(self) -> MeshCoordinate:

@@ -25,6 +25,7 @@ from megarl.roles.weight_sync import WeightSource, WeightSync
 from megarl.rollout.interface import Sample, SamplingParameters, plan_requests
 from megarl.workers.engines import RolloutEngineSpec, build_engine
 from megarl.workers.megatron import MegatronWorker, ModelSpec
+from tests.rollout_replicas import send
 from tests.unit.engine.models import FAMILIES, load_lm, save_model
 from tests.unit.engine.rank_side import LAYOUTS
 from tests.unit.roles.groups import model_spec, started
@@ -100,7 +101,7 @@ class Trainers(NamedTuple):
             group=self.group, architecture=read_architecture(str(folder)), parallel=parallel, dtype=DType.float32, bucket_bytes=BUCKET_BYTES
         )
         sync = WeightSync(source, transport=transport, verify=Verify.always, scratch_dir=scratch, config_dir=folder)
-        replicas.update_weights(lambda groups: sync.push(groups, version))
+        send(replicas, lambda groups: sync.push(groups, version))
         sync.close()
 
 

@@ -58,9 +58,9 @@ class Gauge:
         groups = {"actor": roles.actor.group, "critic": roles.critic.group}
         for phase in PHASES:
             if phase == "gen":
-                roles.actor._residency.before_generate()
+                roles.weights.bring_in()
             else:
-                gather(*roles.actor._residency.before(phase))
+                gather(*roles.schedule.before(phase))
             self.resident[phase] = {name: max(group.execute_all_sync("resident_memory_gb")) * 1e9 for name, group in groups.items()}
 
 

@@ -151,7 +151,7 @@ def load_and_train(settings: Settings, folder: Path, num_steps: int, num_after: 
     return Saved(kept_state(engine), draws(), train(engine, num_after, first=num_steps))
 
 
-def save_what_is_away(settings: Settings, plain: Path, moved: Path) -> list[str]:
+def save_what_is_offloaded(settings: Settings, plain: Path, moved: Path) -> list[str]:
     """In a rank: a save of all that is in memory, and one of all that is not; the parts that are away after a load."""
     engine = open_engine(settings)
     train(engine, 2)
@@ -162,12 +162,12 @@ def save_what_is_away(settings: Settings, plain: Path, moved: Path) -> list[str]
     before = kept_state(engine)
     engine.offload(*StatePart)
     save_whole(engine, settings, moved)
-    away = engine.training_state().places.away
+    offloaded = engine.training_state().places.offloaded
     load(engine, moved)
-    assert engine.training_state().places.away == away
+    assert engine.training_state().places.offloaded == offloaded
     engine.restore(*StatePart)
     assert same([before], [kept_state(engine)])
-    return sorted(part.value for part in away)
+    return sorted(part.value for part in offloaded)
 
 
 def load_by_megatron(settings: Settings, folder: Path) -> list[tuple[str, tuple[int, ...], torch.Tensor]]:

@@ -26,7 +26,7 @@ from tests.unit.engine.checkpoint_side import (
     load_damaged,
     refused_load,
     same,
-    save_what_is_away,
+    save_what_is_offloaded,
     stored_tensors,
     train_and_save,
 )
@@ -149,7 +149,9 @@ def test_everything_away(rank_pool: RankPool, folders: dict[str, str], tmp_path:
     for layout, dtype in (("DP2", torch.bfloat16), ("TP1", torch.float32)):
         settings = Settings(LAYOUTS[layout], folders["qwen2"], dtype=dtype)
         plain, moved = tmp_path / f"{layout} plain", tmp_path / f"{layout} moved"
-        results = rank_pool.run(save_what_is_away, world_size=settings.parallel.world_size, settings=settings, plain=plain, moved=moved)
+        results = rank_pool.run(
+            save_what_is_offloaded, world_size=settings.parallel.world_size, settings=settings, plain=plain, moved=moved
+        )
         assert results == [["gradients", "optimizer", "parameters"]] * settings.parallel.world_size
         assert same([stored_tensors(plain)], [stored_tensors(moved)])
 

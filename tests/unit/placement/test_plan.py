@@ -268,7 +268,7 @@ def test_fully_collocated_roles_begin_at_the_same_device() -> None:
     ]
     assert plan.pools == {"all": 4}
     assert (plan.process_on_nodes, plan.colocate_counts) == ({"actor": [4], "reward": [1]}, {"actor": 3, "reward": 1})
-    assert plan.neighbours("critic") == ("actor", "reference", "rollout")
+    assert plan.on_same_devices("critic") == ("actor", "reference", "rollout")
     assert plan.bundles("critic") == ((0,), (1,), (2,))
 
 
@@ -286,7 +286,7 @@ def test_stand_alone_roles_share_nothing() -> None:
     plan = plan_placement(ppo(**{**QUICKSTART, "placement": PlacementConfig(strategy=PlacementStrategy.stand_alone)}))  # type: ignore[arg-type]
     assert plan.pools == {"actor": 2, "reference": 2, "critic": 1, "reward": 0, "rollout": 1}
     assert plan.num_devices == 6
-    assert not any(plan.neighbours(role) for role in plan.roles)
+    assert not any(plan.on_same_devices(role) for role in plan.roles)
 
 
 def custom(roles: dict[str, str], pools: dict[str, list[int]], **placement: object) -> PPOConfig:

@@ -28,14 +28,14 @@ from megarl.controller.group import RayWorkerGroup, RoleGroup
 from megarl.controller.resource_pool import RayResourcePool
 from megarl.controller.worker_class import RayClassWithInitArgs, create_colocated_worker_cls
 from megarl.roles.models import Actor, Critic, Reference, UpdatePlan
-from megarl.roles.rollout import Rollout, TokenRules
+from megarl.roles.rollout import TokenRules
 from megarl.roles.weight_sync import WeightSource, WeightSync
 from megarl.weights.name_mapping import Head
 from megarl.workers.critic import CriticWorker
 from megarl.workers.engines import RolloutEngineSpec, build_engine
 from megarl.workers.megatron import ModelSpec
 from megarl.workers.policy import ActorWorker, ReferenceWorker
-from tests.rollout_replicas import started_rollout
+from tests.rollout_replicas import StartedRollout, started_rollout
 from tests.unit.engine.models import save_critic, save_model
 
 FAMILY = "qwen2-tied"
@@ -116,7 +116,7 @@ def started_models(folders: Folders, parallel: ParallelConfig) -> Iterator[Model
                 source, transport=Transport.colocated, verify=Verify.first, scratch_dir=folders.policy.parent, config_dir=folders.policy
             )
             syncs.append(sync)
-            return Actor(groups[name], parallel, ONE_ROW, source, updates, weight_sync=sync, algorithm=ALGORITHM)
+            return Actor(groups[name], parallel, ONE_ROW, source, updates, algorithm=ALGORITHM)
 
         yield Models(
             actor=actor("actor"),
@@ -134,7 +134,7 @@ def weight_source(group: RoleGroup, folders: Folders, parallel: ParallelConfig, 
 
 
 @contextmanager
-def started_policy_rollout(folders: Folders, num_replicas: int) -> Iterator[Rollout]:
+def started_policy_rollout(folders: Folders, num_replicas: int) -> Iterator[StartedRollout]:
     spec = RolloutEngineSpec(path=str(folders.policy), dtype=DType.float32, device=Device.cpu, rollout=RolloutConfig(max_concurrency=8))
     rules = TokenRules(pad_token_id=0, stop_token_ids=(END_TOKEN_ID,), max_response_length=MAX_RESPONSE_LENGTH)
     with started_rollout(partial(build_engine, spec), num_replicas, rules=rules, max_concurrency=8) as rollout:

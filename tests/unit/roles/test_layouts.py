@@ -21,7 +21,9 @@ from megarl.controller.worker_class import RayClassWithInitArgs
 from megarl.data.padding import pad_left
 from megarl.roles.models import Actor
 from megarl.roles.rollout import Rollout
+from megarl.roles.weight_sync import WeightSync
 from megarl.workers.policy import ActorWorker, ReferenceWorker
+from tests.rollout_replicas import StartedRollout
 from tests.unit.engine.comparison import max_difference
 from tests.unit.engine.models import VOCAB_SIZE, load_critic, load_lm, make_batch, reference_logits, reference_values, scores_of
 from tests.unit.roles.groups import (
@@ -101,14 +103,18 @@ def response_rows(batch: DataProto) -> list[list[int]]:
     return [ids[mask].tolist() for ids, mask in zip(batch.tensors["responses"], batch.tensors["response_mask"], strict=True)]
 
 
-def generate(models: Models, rollout: Rollout) -> Generated:
+def push(sync: WeightSync, rollout: StartedRollout) -> None:
+    rollout.update_weights(lambda groups: sync.push(groups, rollout.weights.version))
+
+
+def generate(models: Models, rollout: StartedRollout) -> Generated:
     """Greedy samples of the actor's weights; then the gap of both actors, each against samples of its own weights."""
     gaps: dict[float, float] = {}
-    models.actor.sync_weights(rollout)
+    push(models.syncs[0], rollout)
     greedy = rollout.generate(prompts(), SamplingConfig(temperature=0), step=0)
     gaps[1.0] = log_prob_gap(models.actor, rollout, 1.0)
     models.syncs[0].close()  # engines read the streams of one trainer
-    models.cool_actor.sync_weights(rollout)
+    push(models.syncs[1], rollout)
     gaps[COOL] = log_prob_gap(models.cool_actor, rollout, COOL)
     models.syncs[1].close()
     return Generated(response_rows(greedy), greedy.non_tensor_batch["weight_version"][0], gaps)
@@ -251,7 +257,7 @@ def test_rollout_generates_with_the_weights_that_are_trained(live: Live, folders
     assert before.greedy == greedy_by_transformers(folders.policy)
     assert after.greedy == greedy_by_transformers(live.observed.folder)
     assert before.greedy != after.greedy
-    assert (before.version, after.version) == (1, 2)
+    assert (before.version, after.version) == (1, 3)  # the other actor's were sent in between
 
 
 def test_the_trainer_and_the_rollout_agree_on_log_probs(live: Live) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -23,7 +22,8 @@ from megarl.engine.offload import StatePart
 from megarl.placement.dataflow import Item
 from megarl.placement.offload_plan import OffloadPlan
 from megarl.placement.plan import plan_placement
-from megarl.roles.offload_schedule import Residency, TakingTurns
+from megarl.roles.offload_schedule import OffloadSchedule
+from megarl.roles.weights import RolloutWeights
 
 GRADIENTS, OPTIMIZER, PARAMETERS = StatePart.gradients, StatePart.optimizer, StatePart.parameters
 EVERYTHING = {GRADIENTS, OPTIMIZER, PARAMETERS}
@@ -85,28 +85,41 @@ class FakeEngine(FakeGroup):
             self.log.append(f"{self.name} wakes")
 
 
-@dataclass
-class FakeRollout:
-    """As roles/rollout.py: it keeps the push for a replica that is started later."""
+class FakeReplicas:
+    """As roles/replicas.py. `failures`: of the next attempts to give all of them weights, each mended by a replacement."""
 
-    log: list[str]
-    replicas: list[FakeEngine] = field(default_factory=list)
-    push: Any = None
+    def __init__(self, log: list[str], count: int = 2) -> None:
+        self.log, self.groups = log, [FakeEngine(f"engine{number}", log) for number in range(count)]
+        self.starting: set[int] = set()
 
-    def update_weights(self, push: Any) -> None:
-        self.push = push
-        push(self.replicas)
+    def on_all(self, action: Callable[[Sequence[FakeEngine]], None]) -> None:
+        while True:
+            try:
+                return action(self.groups)
+            except EngineDiedError:
+                self.log.append("one is replaced")
+
+    def accept(self, groups: Sequence[FakeEngine]) -> None:
+        self.starting.clear()
 
     def sleep(self) -> None:
-        for replica in self.replicas:
+        for replica in self.groups:
             replica.sleep()
+
+    def wake(self, groups: Sequence[FakeEngine]) -> None:
+        for replica in groups:
+            replica.wake()
 
     def resident_memory_gb(self) -> float:
         return 2.5
 
-    def restart(self, index: int) -> None:
-        self.replicas[index] = FakeEngine(f"engine{index}'", self.log)
-        self.push([self.replicas[index]])
+    def restart(self, number: int) -> None:
+        self.groups[number] = FakeEngine(f"engine{number}'", self.log)
+        self.starting.add(number)
+
+
+class EngineDiedError(Exception):
+    """What a push raises in these tests."""
 
 
 def placed(strategy: PlacementStrategy, reference: bool = True, **placement: Any) -> PPOConfig:
@@ -123,45 +136,46 @@ class World:
 
     def __init__(self, config: PPOConfig | None = None) -> None:
         self.log: list[str] = []
-        plan = plan_placement(config or placed(PlacementStrategy.hybrid))
-        self.turns = OffloadPlan(plan)
+        placement = plan_placement(config or placed(PlacementStrategy.hybrid))
+        self.plan = OffloadPlan(placement)
         self.models = {
             role: FakeTrainer(role, self.log, {PARAMETERS} if role == "reference" else EVERYTHING)
-            for role in plan.roles
+            for role in placement.roles
             if role not in ("reward", "rollout")
         }
         self.actor, self.reference = self.models["actor"], self.models.get("reference")
         for role, model in self.models.items():
-            model.held -= {StatePart(part) for part in self.turns.away_at_first(role)}
-        self.rollout = FakeRollout(self.log, [FakeEngine("engine0", self.log), FakeEngine("engine1", self.log)])
-        self.residency = TakingTurns(self.turns, self.models)  # type: ignore[arg-type]
-        self.version = 0
+            model.held -= {StatePart(part) for part in self.plan.offloaded_at_first(role)}
+        self.replicas = FakeReplicas(self.log)
+        self.schedule = OffloadSchedule(self.plan, self.models, self.replicas)  # type: ignore[arg-type]
+        self.weights = RolloutWeights(self, self.replicas, self.schedule)  # type: ignore[arg-type]
+        self.failures: list[Exception] = []
+
+    def push(self, replicas: Sequence[FakeEngine], version: int) -> None:
+        """As WeightSync."""
+        assert PARAMETERS in self.actor.held
+        if self.failures:
+            raise self.failures.pop()
+        self._check_beside("update_weights")
+        for replica in replicas:
+            assert replica.awake
+            replica.version = version  # type: ignore[assignment]
+            self.log.append(f"{replica.name} v{version}")
 
     def taken(self) -> list[str]:
         taken, self.log[:] = list(self.log), []
         return taken
 
     def send(self) -> None:
-        self.version += 1
-        version = self.version
-
-        def push(replicas: Sequence[FakeEngine]) -> None:
-            assert PARAMETERS in self.actor.held
-            self._check_beside("update_weights")
-            for replica in replicas:
-                assert replica.awake
-                replica.version = version  # type: ignore[assignment]
-                self.log.append(f"{replica.name} v{version}")
-
-        self.residency.send(self.rollout, push)  # type: ignore[arg-type]
+        self.weights.push()
 
     def generate(self) -> None:
-        self.residency.before_generate()
+        self.weights.bring_in()
         self._check_beside("gen")
-        assert [replica.version for replica in self.rollout.replicas] == [self.version, self.version]
+        assert [replica.version for replica in self.replicas.groups] == [self.weights.version, self.weights.version]
 
     def run(self, phase: str) -> list[Any]:
-        moves = self.residency.before(phase)
+        moves = self.schedule.before(phase)
         self._check_beside(phase)
         return moves
 
@@ -181,9 +195,9 @@ class World:
     def _check_beside(self, phase: str) -> None:
         """All that is needed is in, and nothing that had to leave."""
         held = {Item(role, part.value) for role, model in self.models.items() for part in model.held}
-        held |= {Item("rollout", "engine")} if any(replica.awake for replica in self.rollout.replicas) else set()
-        assert self.turns.phase(phase).needs <= held | {Item("reward", "parameters")}
-        assert not held & self.turns.leaving(phase)
+        held |= {Item("rollout", "engine")} if any(replica.awake for replica in self.replicas.groups) else set()
+        assert self.plan.phase(phase).needs <= held | {Item("reward", "parameters")}
+        assert not held & self.plan.leaving(phase)
 
 
 def test_the_first_weights_find_the_trainer_away() -> None:
@@ -236,7 +250,9 @@ def test_an_engine_that_is_started_anew_gets_weights_that_are_away() -> None:
     world.send()
     world.generate()
     world.taken()
-    world.rollout.restart(1)
+    world.replicas.restart(1)
+    world.weights.settle()
+    assert not world.replicas.starting
     assert world.taken() == ["actor +parameters", "engine1' v1", "actor -parameters"]
     world.generate()
     world.step()
@@ -249,31 +265,16 @@ def test_weights_are_there_to_be_saved_whoever_has_the_turn(generated: bool) -> 
     if not generated:
         world.score()
     world.taken()
-    with world.residency.actor_parameters():
+    with world.schedule.actor_parameters():
         assert PARAMETERS in world.actor.held
     assert world.taken() == (["actor +parameters", "actor -parameters"] if generated else [])
 
 
 def test_a_push_that_fails_can_be_tried_again() -> None:
     world = World()
-    failures = [RuntimeError("an engine died")]
-
-    class Mending(FakeRollout):
-        def update_weights(self, push: Any) -> None:
-            with pytest.raises(RuntimeError, match="an engine died"):
-                push(self.replicas)
-            super().update_weights(push)
-
-    world.rollout = Mending(world.log, world.rollout.replicas)
-
-    def push(replicas: Sequence[FakeEngine]) -> None:
-        assert PARAMETERS in world.actor.held
-        if failures:
-            raise failures.pop()
-        for replica in replicas:
-            replica.version = 0  # type: ignore[assignment]
-
-    world.residency.send(world.rollout, push)  # type: ignore[arg-type]
+    world.failures = [EngineDiedError()]
+    world.send()
+    assert world.taken() == ["actor +parameters", "one is replaced", "engine0 v1", "engine1 v1", "actor -parameters"]
     world.generate()
 
 
@@ -327,12 +328,12 @@ def test_what_another_process_does_on_the_devices_has_ended_before_a_turn_begins
             return super().get(timeout)
 
     scoring, fused = Late([]), Late([])
-    world.residency.runs("old_log_prob", fused)
+    world.schedule.runs("old_log_prob", fused)
     world.run("ref")  # in the actor's process: it queues
     assert not fused.waited
     world.run("values")
     assert fused.waited
-    world.residency.runs("values", scoring)
+    world.schedule.runs("values", scoring)
     world.run("update_actor")
     assert scoring.waited
 
@@ -358,30 +359,40 @@ def test_roles_with_devices_of_their_own_never_move(strategy: PlacementStrategy)
     for _ in range(2):
         world.step()
     assert not [entry for entry in world.taken() if "+" in entry or "-" in entry or "sleeps" in entry]
-    assert world.residency.metrics() == {}
+    assert world.schedule.metrics() == {}
 
 
 def test_memory_is_reported_for_both_modes() -> None:
     world = World()
     world.send()
-    assert world.residency.metrics() == {}
+    assert world.schedule.metrics() == {}
     world.score()
-    assert world.residency.metrics() == {"memory/actor_rss_gb/rollout": 1.5, "memory/rollout_rss_gb/rollout": 2.5}
+    assert world.schedule.metrics() == {"memory/actor_rss_gb/rollout": 1.5, "memory/rollout_rss_gb/rollout": 2.5}
     world.generate()
-    assert {key for key in world.residency.metrics() if key.endswith("/training")} == {
+    assert {key for key in world.schedule.metrics() if key.endswith("/training")} == {
         "memory/actor_rss_gb/training",
         "memory/rollout_rss_gb/training",
     }
 
 
-def test_where_nobody_takes_turns() -> None:
-    pushed: list[Any] = []
-    rollout = FakeRollout([], [FakeEngine("engine", [])])
-    residency = Residency()
-    residency.send(rollout, pushed.append)  # type: ignore[arg-type]
-    residency.before_generate()
-    assert residency.before("values") == []
-    with residency.actor_parameters():
-        pass
-    assert pushed == [rollout.replicas]
-    assert residency.metrics() == {}
+def test_the_push_waits_for_the_actors_update_and_raises_its_failure() -> None:
+    world = World(placed(PlacementStrategy.stand_alone))
+
+    class Failed(Done):
+        def get(self, timeout: float | None = None) -> list[Any]:
+            raise EngineDiedError("in the update")
+
+    world.schedule.runs("update_actor", Failed([]))
+    with pytest.raises(EngineDiedError, match="in the update"):
+        world.weights.push()
+    assert (world.weights.version, world.taken()) == (0, [])
+
+
+def test_without_a_plan_nothing_moves() -> None:
+    log: list[str] = []
+    schedule = OffloadSchedule()
+    assert schedule.before("values") == []
+    with schedule.sending(), schedule.receiving([]), schedule.actor_parameters():
+        log.append("within")
+    assert log == ["within"]
+    assert (schedule.engines_are_offloaded, schedule.metrics()) == (False, {})

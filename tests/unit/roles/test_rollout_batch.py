@@ -95,11 +95,17 @@ class StandInReplicas:
         return len(self.groups)
 
 
+class StandInWeights:
+    """Stands in for RolloutWeights: the engines have them."""
+
+    def bring_in(self) -> None: ...
+
+
 LIMITS = RolloutLimits(max_concurrency=2, answer_limit_s=60, sample_limit_s=60)
 
 
 def rollout(num_replicas: int) -> Rollout:
-    return Rollout(StandInReplicas(num_replicas), RULES, LIMITS, seed=4)  # type: ignore[arg-type]
+    return Rollout(StandInReplicas(num_replicas), StandInWeights(), RULES, LIMITS, seed=4)  # type: ignore[arg-type]
 
 
 def asked(rollout: Rollout) -> list[list[GenerationRequest]]:

@@ -34,6 +34,7 @@ from megarl.weights.verify import WeightMismatchError
 from megarl.workers.engines import RolloutEngineSpec, build_engine
 from megarl.workers.megatron import MegatronWorker
 from megarl.workers.weight_export import WeightExport
+from tests.rollout_replicas import send
 from tests.unit.engine.models import save_model
 from tests.unit.roles.groups import model_spec, started
 
@@ -190,7 +191,7 @@ def test_a_push_can_be_made_again_after_an_engine_died_in_it(
             failures += 1
             raise
 
-    replicas.update_weights(push)
+    send(replicas, push)
     assert failures >= 1
     assert 1 <= replicas.num_restarts <= 2
     for group in replicas.groups:
