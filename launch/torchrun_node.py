@@ -232,9 +232,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         parser.error("run it under torchrun: torchrun --nnodes N --nproc-per-node 1 --no-python launch/torchrun.sh CONFIG")
     if os.environ["LOCAL_WORLD_SIZE"] != "1":
-        if not parsed.sft:
-            parser.error(f"PPO starts its own processes: use --nproc-per-node 1, not {os.environ['LOCAL_WORLD_SIZE']}")
-        os.execv(sys.executable, [sys.executable, "-m", "megarl", "sft", parsed.config, *parsed.overrides])
+        parser.error(f"megarl starts its own processes: use --nproc-per-node 1, not {os.environ['LOCAL_WORLD_SIZE']}")
     owner = os.environ[OWNER] = uuid.uuid4().hex
     start_reaper(owner, whole_group=False)
     try:

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Protocol
 
 from rich.console import Console
 
 from megarl.cli.check import print_run
+from megarl.cli.processes import RayProcesses, ray_processes
 from megarl.cli.run_context import FAILURE_FILE, RunContext
 from megarl.cli.termination import Termination
 from megarl.config.compare import differences
 from megarl.config.load import dump_config, plain_values
-from megarl.config.schema import Device, PPOConfig, SFTConfig
+from megarl.config.schema import PPOConfig, SFTConfig
 from megarl.machine.files import write_whole
 from megarl.roles.weight_sync import PUSHED_FOLDERS
 from megarl.tracking.loggers import METRICS_FILE, Tracker
@@ -32,32 +33,20 @@ from megarl.trainers.resume import AUTO, Resume, checkpoint_folder
 SUMMARY_FILE = "summary.json"
 
 
-class RunProcesses(Protocol):
-    """See processes.py."""
-
-    @property
-    def device(self) -> Device: ...
-
-
-Started = TypeVar("Started", bound=RunProcesses)
-
-
 @dataclass(frozen=True, kw_only=True)
-class Session(Generic[Started]):
+class Session:
     output_dir: Path
-    processes: Started
+    processes: RayProcesses
     console: Console
     termination: Termination
     position: Position
 
 
 @contextmanager
-def open_session(
-    context: RunContext, resume: Resume | None, processes: Callable[[Console], AbstractContextManager[Started]]
-) -> Iterator[Session[Started]]:
-    """Makes the run's folder with the resolved `config.yaml`, and has `processes` started, which end with the block.
+def open_session(context: RunContext, resume: Resume | None) -> Iterator[Session]:
+    """Makes the run's folder with the resolved `config.yaml`, and starts the processes, which end with the block.
 
-    Raises ValueError for a folder that holds another run, CheckpointError where checkpoints cannot be written, and what `processes`
+    Raises ValueError for a folder that holds another run, CheckpointError where checkpoints cannot be written, and what `ray_processes`
     raises.
     """
     config, position = context.config, Position()
@@ -69,7 +58,7 @@ def open_session(
     checkpoint_folder(config).prepare()
     dump_config(config, output_dir / CONFIG_FILE)
     print_run(config, console)
-    with processes(console) as started, Termination(lambda text: console.print(text, soft_wrap=True)) as termination:
+    with ray_processes(context, console) as started, Termination(lambda text: console.print(text, soft_wrap=True)) as termination:
         yield Session(output_dir=output_dir, processes=started, console=console, termination=termination, position=position)
 
 

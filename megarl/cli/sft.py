@@ -2,52 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from functools import partial
+from collections.abc import Sequence
 
-from rich.console import Console
-
-from megarl.cli.processes import RayProcesses, TorchrunProcesses, ray_processes, torchrun_processes
+from megarl.cli.processes import refuse_launched_ranks
 from megarl.cli.resumption import is_complete, load_checkpoint, open_checkpoints, say_stopped
 from megarl.cli.run_context import RunContext, run_context_of
-from megarl.cli.session import Started, open_monitor, open_session, report_filtered, write_summary
-from megarl.config.architecture import Architecture, read_architecture
+from megarl.cli.session import open_monitor, open_session, report_filtered, write_summary
+from megarl.config.architecture import read_architecture
 from megarl.config.schema import SFTConfig
-from megarl.controller import ranks
 from megarl.data.loader import BatchLoader
 from megarl.data.sft import SFTDataset
 from megarl.data.tokenizer import load_tokenizer
 from megarl.doctor.checked_config import load_checked
-from megarl.roles.models import Actor
 from megarl.roles.saved_models import sft_models
-from megarl.roles.start import start_sft, start_sft_on_ranks
+from megarl.roles.start import start_sft
 from megarl.trainers.resume import find_resume
 from megarl.trainers.sft import SFTTrainer
 
 
 def run(config_path: str, overrides: Sequence[str]) -> int:
-    """Trains; 0 at the end, 143 where SIGTERM ended it. What can be known to be wrong raises ValueError before a process is started.
-
-    Under torchrun its processes are the ranks of the model; else they are Ray's.
-    """
-    if not ranks.launched():
-        config = load_checked(SFTConfig, config_path, overrides)
-        with run_context_of(config) as context:
-            return _train(config, context, partial(ray_processes, context), _on_ray)
-    if ranks.rank() > 0:
-        return ranks.serve()
+    """Trains; 0 at the end, 143 where SIGTERM ended it. What can be known to be wrong raises ValueError before a process is started."""
+    refuse_launched_ranks("sft")
     config = load_checked(SFTConfig, config_path, overrides)
-    with run_context_of(config) as context, ranks.join(config.actor.parallel.world_size) as joined:
-        return _train(config, context, partial(torchrun_processes, joined, config), _on_ranks)
+    with run_context_of(config) as context:
+        return _run(config, context)
 
 
-def _train(
-    config: SFTConfig,
-    context: RunContext,
-    processes: Callable[[Console], AbstractContextManager[Started]],
-    start: Callable[[SFTConfig, Architecture, Started], Actor],
-) -> int:
+def _run(config: SFTConfig, context: RunContext) -> int:
     resume = find_resume(config)
     if is_complete(config, resume):
         return 0
@@ -61,9 +42,9 @@ def _train(
     if resume is not None:
         loader.load_state_dict(resume.state["data"])  # other data are refused before a process is started
 
-    with open_session(context, resume, processes) as session:
+    with open_session(context, resume) as session:
         report_filtered(session.console, {"data.train_files": train} | ({"data.val_files": held_out} if held_out else {}))
-        actor = start(config, architecture, session.processes)
+        actor = start_sft(config, architecture, session.processes.device, session.processes.pools)
         saved = sft_models(config, actor)
         load_checkpoint(session, config, saved, resume)
         with open_monitor(session, config, "SFT", [actor.group], resume) as monitor:
@@ -84,11 +65,3 @@ def _train(
             {"steps": trainer.total_steps, "seconds": seconds, "samples": trainer.total_steps * trainer.samples_per_step},
         )
     return 0
-
-
-def _on_ray(config: SFTConfig, architecture: Architecture, processes: RayProcesses) -> Actor:
-    return start_sft(config, architecture, processes.device, processes.pools)
-
-
-def _on_ranks(config: SFTConfig, architecture: Architecture, processes: TorchrunProcesses) -> Actor:
-    return start_sft_on_ranks(config, architecture, processes.device, processes.ranks)

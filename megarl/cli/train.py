@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 
 from rich.table import Table
 
-from megarl.cli.processes import ray_processes
+from megarl.cli.processes import refuse_launched_ranks
 from megarl.cli.resumption import is_complete, load_checkpoint, open_checkpoints, say_stopped
 from megarl.cli.run_context import RunContext, run_context_of
 from megarl.cli.session import Session, open_monitor, open_session, report_filtered, write_summary
 from megarl.config.architecture import Architecture, read_architecture
 from megarl.config.roles import needs_critic, needs_reference
 from megarl.config.schema import PPOConfig
-from megarl.controller import ranks
 from megarl.data.conversations import check_chats
 from megarl.data.loader import BatchLoader
 from megarl.data.prompts import PromptDataset
@@ -32,10 +30,7 @@ from megarl.workers.reward_model import Reading, conversation_encoder
 
 def run(config_path: str, overrides: Sequence[str]) -> int:
     """Trains; 0 at the end, 143 where SIGTERM ended it. What can be known to be wrong raises ValueError before a process is started."""
-    if ranks.launched():
-        raise ValueError(
-            "torchrun has started this process, but PPO starts its own: run launch/torchrun.sh under torchrun, with --nproc-per-node 1"
-        )
+    refuse_launched_ranks("train")
     config = load_checked(PPOConfig, config_path, overrides)
     with run_context_of(config) as context:
         return _run(config, context)
@@ -66,7 +61,7 @@ def _run(config: PPOConfig, context: RunContext) -> int:
     if resume is not None:
         loader.load_state_dict(resume.state["data"])  # other data are refused before a process is started
 
-    with open_session(context, resume, partial(ray_processes, context)) as session:
+    with open_session(context, resume) as session:
         report_filtered(session.console, data_sets)
         roles = start_ppo(config, models, rules, session.processes.device, session.processes.pools)
         saved = ppo_models(config, roles)

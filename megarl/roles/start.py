@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING
 
 from megarl.config.architecture import Architecture
 from megarl.config.roles import REWARD_MODEL
@@ -19,6 +18,7 @@ from megarl.config.schema import (
     SFTConfig,
 )
 from megarl.controller.group import RayWorkerGroup, RoleGroup
+from megarl.controller.resource_pool import RayResourcePool, ResourcePoolManager
 from megarl.controller.worker import Worker
 from megarl.controller.worker_class import RayClassWithInitArgs, create_colocated_worker_cls
 from megarl.engine.offload import StatePart
@@ -40,10 +40,6 @@ from megarl.workers.megatron import ModelSpec
 from megarl.workers.policy import ActorWorker, ReferenceWorker
 from megarl.workers.reward import RewardWorker
 from megarl.workers.reward_model import Reading, RewardModelWorker
-
-if TYPE_CHECKING:
-    from megarl.controller.ranks import Ranks
-    from megarl.controller.resource_pool import RayResourcePool, ResourcePoolManager
 
 _ANSWER_GRACE_S = 30.0  # an engine that hangs finds out itself and says why; only when it does not is its process ended
 
@@ -88,7 +84,7 @@ _ModelConfig = ActorConfig | CriticConfig | RewardModelConfig
 class _Starter:
     """Builds specs from config sections, and groups as the plan says; keeps what all of them share."""
 
-    def __init__(self, config: PPOConfig | SFTConfig, device: Device, pools: ResourcePoolManager | None, turns: OffloadPlan) -> None:
+    def __init__(self, config: PPOConfig | SFTConfig, device: Device, pools: ResourcePoolManager, turns: OffloadPlan) -> None:
         self._config = config
         self._device = device
         self._pools = pools
@@ -111,7 +107,6 @@ class _Starter:
     def groups(self, plan: PlacementPlan, workers: Mapping[str, RayClassWithInitArgs]) -> dict[str, RoleGroup]:
         """By role; the roles of a group are in one process per rank. Where groups share devices, one has been built, and made room,
         before the next begins."""
-        assert self._pools is not None
         groups: dict[str, RoleGroup] = {}
         for group in plan.groups:
             if group.roles[0] not in workers:
@@ -291,17 +286,6 @@ def _rollout_limits(config: PPOConfig) -> RolloutLimits:
 def start_sft(config: SFTConfig, architecture: Architecture, device: Device, pools: ResourcePoolManager) -> Actor:
     plan = plan_placement(config)
     starter = _Starter(config, device, pools, OffloadPlan(plan))
-    worker = _sft_worker(config, architecture, starter)
-    return _sft_actor(config, architecture, starter, starter.groups(plan, {"actor": worker})["actor"])
-
-
-def start_sft_on_ranks(config: SFTConfig, architecture: Architecture, device: Device, ranks: Ranks) -> Actor:
-    """As `start_sft`, in the processes that torchrun has started."""
-    starter = _Starter(config, device, None, OffloadPlan(plan_placement(config)))
-    return _sft_actor(config, architecture, starter, ranks.spawn("actor", _sft_worker(config, architecture, starter)))
-
-
-def _sft_worker(config: SFTConfig, architecture: Architecture, starter: _Starter) -> RayClassWithInitArgs:
     spec = starter.model(
         "actor",
         config.actor,
@@ -312,9 +296,6 @@ def _sft_worker(config: SFTConfig, architecture: Architecture, starter: _Starter
         total_optimizer_steps=config.trainer.total_steps,
         recompute=config.actor.recompute,
     )
-    return RayClassWithInitArgs(ActorWorker, spec)
-
-
-def _sft_actor(config: SFTConfig, architecture: Architecture, starter: _Starter, group: RoleGroup) -> Actor:
+    group = starter.groups(plan, {"actor": RayClassWithInitArgs(ActorWorker, spec)})["actor"]
     updates = UpdatePlan(updates_per_step=1, epochs_per_batch=1, seed=config.trainer.seed)
     return Actor(group, config.actor.parallel, config.actor.micro_batch, starter.weight_source(group, architecture), updates)

@@ -61,8 +61,7 @@ def _process_groups(spec: ModelSpec) -> ParallelGroups:
     from megarl.engine import groups
 
     if _groups is None:
-        if not dist.is_initialized():  # torchrun's ranks have met before (controller/ranks.py)
-            dist.init_process_group(platform.current().distributed_backend, init_method="env://")
+        dist.init_process_group(platform.current().distributed_backend, init_method="env://")
         _groups = groups.initialize(spec.parallel, spec.seed)
     if _groups.parallel != spec.parallel:
         raise ValueError(

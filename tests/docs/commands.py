@@ -89,10 +89,6 @@ COMMANDS: dict[str, Executed | InTest | Make | ByHand] = {
     "python launch/ray_submit.py --address http://HEAD:8265 configs/quickstart.yaml trainer.total_steps=10": InTest(
         f"{_LAUNCH}::test_a_submitted_run_trains_and_its_status_is_the_commands", ("launch/ray_submit.py", "--address")
     ),
-    "torchrun --standalone --nproc-per-node 2 -m megarl sft configs/quickstart_sft.yaml": InTest(
-        f"{_LAUNCH}::test_sft_under_torchrun_has_no_ray_and_the_losses_of_ray",
-        ("torch.distributed.run", '"--standalone", "--nproc-per-node", "2", "-m", "megarl", "sft"'),
-    ),
     "megarl convert inspect CKPT_OR_HF_DIR": InTest("tests/unit/cli/test_convert.py::test_what_is_in_a_folder", ("inspect",)),
     "megarl convert verify A B": InTest(_CONVERT, ("verify",)),
     "megarl train configs/quickstart.yaml": InTest(_STAGES, ("-m megarl train configs/",)),

@@ -1,4 +1,4 @@
-"""The launchers, as a user runs them: Ray job submission to two nodes, torchrun with two nodes, and torchrun without Ray."""
+"""The launchers, as a user runs them: Ray job submission to two nodes, and torchrun with two nodes."""
 
 from __future__ import annotations
 
@@ -83,17 +83,17 @@ def test_ctrl_c_stops_the_job(cluster: str, env: dict[str, str], tmp_path: Path)
     assert list((tmp_path / "run" / "checkpoints").glob("step_*"))
 
 
-# ---- torchrun, with Ray
+# ---- torchrun
 
 
-def launch_nodes(folder: Path, *arguments: str, num_nodes: int = 2) -> list[Command]:
+def launch_nodes(config: Path, *arguments: str, num_nodes: int = 2, per_node: int = 1) -> list[Command]:
     """All on this machine."""
     meeting = ["--master-addr", "127.0.0.1", "--master-port", str(free_port())]
-    script = ["--no-python", "launch/torchrun.sh", str(folder / "run.yaml"), *arguments]
+    script = ["--no-python", "launch/torchrun.sh", *(["--sft"] if config.name == "sft.yaml" else []), str(config), *arguments]
     return [
         Command(
-            [*TORCHRUN, "--nnodes", str(num_nodes), "--node-rank", str(rank), "--nproc-per-node", "1", *meeting, *script],
-            folder / f"node{rank}.log",
+            [*TORCHRUN, "--nnodes", str(num_nodes), "--node-rank", str(rank), "--nproc-per-node", str(per_node), *meeting, *script],
+            config.with_name(f"node{rank}.log"),
             environment(),
         )
         for rank in range(num_nodes)
@@ -103,7 +103,7 @@ def launch_nodes(folder: Path, *arguments: str, num_nodes: int = 2) -> list[Comm
 @pytest.mark.slow
 def test_torchrun_starts_ray_on_its_nodes_and_all_end_together(tmp_path: Path) -> None:
     save_ppo_run(tmp_path)
-    nodes = launch_nodes(tmp_path)
+    nodes = launch_nodes(tmp_path / "run.yaml")
     assert [node.status() for node in nodes] == [0, 0], nodes[0].said()
     assert [line["step"] for line in metrics(tmp_path / "run")] == list(range(1, STEPS + 1))
     assert "2 nodes are up" in nodes[0].said()
@@ -112,7 +112,7 @@ def test_torchrun_starts_ray_on_its_nodes_and_all_end_together(tmp_path: Path) -
 @pytest.mark.slow
 def test_under_torchrun_a_failure_ends_all_nodes_with_its_cause(tmp_path: Path) -> None:
     save_ppo_run(tmp_path)
-    nodes = launch_nodes(tmp_path, *WITHOUT_CRITIC, f"reward.functions=[{{path: {tmp_path / 'failing.py'}}}]")
+    nodes = launch_nodes(tmp_path / "run.yaml", *WITHOUT_CRITIC, f"reward.functions=[{{path: {tmp_path / 'failing.py'}}}]")
     nodes[0].wait_for(lambda: "2 nodes are up" in nodes[0].said())
     everything = [process for node in nodes for process in node.process.children(recursive=True)]
     assert len(everything) > 8
@@ -123,30 +123,29 @@ def test_under_torchrun_a_failure_ends_all_nodes_with_its_cause(tmp_path: Path) 
 
 def test_under_torchrun_a_configuration_that_is_wrong_starts_nothing(tmp_path: Path) -> None:
     save_ppo_run(tmp_path)
-    (node,) = launch_nodes(tmp_path, "actor.optm.lr=1", num_nodes=1)
+    (node,) = launch_nodes(tmp_path / "run.yaml", "actor.optm.lr=1", num_nodes=1)
     assert node.status() == 1  # torchrun's own; the node's is 2, which it prints
     assert "did you mean actor.optim" in node.said()
     assert "(exitcode: 2)" in node.said()
 
 
-# ---- torchrun, without Ray
-
-
-def test_sft_under_torchrun_has_no_ray_and_the_losses_of_ray(ray_cluster: None, tmp_path: Path) -> None:
+def test_sft_under_torchrun_has_the_losses_of_a_run_without_it(ray_cluster: None, tmp_path: Path) -> None:
     config = save_sft_run(tmp_path)
-    (tmp_path / "ray").mkdir()
-    (tmp_path / "ray" / "__init__.py").write_text('raise ImportError("there is no Ray here")')
-    without = environment()
-    without["PYTHONPATH"] = f"{tmp_path}:{without['PYTHONPATH']}"
-    command = [*TORCHRUN, "--standalone", "--nproc-per-node", "2", "-m", "megarl", "sft", str(config), "checkpoint.every_steps=2"]
-    ranks = Command(command, tmp_path / "torchrun.log", without)
-    assert ranks.status() == 0, ranks.said()
-    run_sft(load_config(SFTConfig, str(config), [f"trainer.output_dir={tmp_path / 'by_ray'}"]))
-    of_ranks, of_ray = (
-        [[line.get(name) for name in SAME_LOSS] for line in metrics(run)] for run in (tmp_path / "run", tmp_path / "by_ray")
+    (node,) = launch_nodes(tmp_path / "sft.yaml", "checkpoint.every_steps=2", num_nodes=1)
+    assert node.status() == 0, node.said()
+    run_sft(load_config(SFTConfig, str(config), [f"trainer.output_dir={tmp_path / 'alone'}"]))
+    of_torchrun, alone = (
+        [[line.get(name) for name in SAME_LOSS] for line in metrics(run)] for run in (tmp_path / "run", tmp_path / "alone")
     )
-    assert len(of_ranks) == 4
-    assert of_ranks == of_ray
-    weights = [(run / "huggingface" / "model.safetensors").read_bytes() for run in (tmp_path / "run", tmp_path / "by_ray")]
+    assert len(of_torchrun) == 4
+    assert of_torchrun == alone
+    weights = [(run / "huggingface" / "model.safetensors").read_bytes() for run in (tmp_path / "run", tmp_path / "alone")]
     assert weights[0] == weights[1]
     assert (tmp_path / "run" / "checkpoints" / "step_00000004").is_dir()
+
+
+def test_several_processes_of_torchrun_are_told_what_to_run(tmp_path: Path) -> None:
+    """What megarl itself says is in tests/unit/cli/test_processes.py."""
+    (node,) = launch_nodes(tmp_path / "run.yaml", num_nodes=1, per_node=2)
+    assert node.status() == 1
+    assert "megarl starts its own processes: use --nproc-per-node 1, not 2" in node.said()
