@@ -15,17 +15,16 @@ from typing import Any
 
 import xxhash
 
-from megarl.checkpoints.pickles import refuse_code, refuse_code_in
 from megarl.checkpoints.torch_dist import (
     BACKEND_FILE,
     COMMON_FILE,
     METADATA_FILE,
     StoredItem,
     TorchDistIndex,
-    WindowFile,
-    map_item,
+    open_item,
     read_index,
 )
+from megarl.checkpoints.torch_file import refuse_code
 from megarl.config.errors import CheckpointError
 from megarl.machine.files import write_whole
 from megarl.weights.name_mapping import Head
@@ -187,7 +186,8 @@ def check_folder(folder: str | Path, part: tuple[int, int] = (0, 1)) -> None:
                 "what was written (its checksum differs); use another checkpoint"
             )
     for key, item in index.objects.items():
-        refuse_code_in(WindowFile(map_item(folder, item)), f"{folder / item.file}: {key}")
+        with open_item(folder, item) as opened:
+            refuse_code(opened, f"{folder / item.file}: {key}")
 
 
 def _check_whole_files(folder: Path, manifest: RoleManifest) -> None:

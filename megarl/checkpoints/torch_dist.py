@@ -8,33 +8,51 @@ from __future__ import annotations
 
 import io
 import json
-import mmap
-import os
-import zipfile
-import zlib
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+import pickle
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
-from pathlib import Path
-from typing import Any, NamedTuple
+from pathlib import Path, PosixPath, PurePosixPath
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint import filesystem, metadata, planner
 
-from megarl.checkpoints.pickles import DATA_NAMES, METADATA_NAMES, Name, Record, entry_start, load_listed, read_pickle
+from megarl.checkpoints.torch_file import PICKLE_DAMAGE, FilePart, check_stored, mapped, read_outline, refusal, stored_tensor
 from megarl.config.errors import CheckpointError
 from megarl.weights.boxes import Rectangle, tiling_fault
 
 METADATA_FILE, COMMON_FILE, BACKEND_FILE = ".metadata", "common.pt", "metadata.json"
 TORCH_DIST = {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch", "common_backend_version": 1}
 
-_REAL_CLASSES: dict[Name, Callable[..., Any]] = {
-    (module.__name__, name): getattr(module, name)
-    for module in (planner, metadata, filesystem)
-    for module_name, name in METADATA_NAMES
-    if module_name == module.__name__
-} | {("torch.serialization", "_get_layout"): torch.serialization._get_layout}  # looks a name up in torch's own table
+_CLASSES = (
+    *(set, frozenset, list, dict, tuple, bytes, bytearray, int, float, str, OrderedDict, defaultdict, torch.Size, PosixPath, PurePosixPath),
+    *(planner.SavePlan, planner.WriteItem, planner.WriteItemType, planner.TensorWriteData, filesystem._StorageInfo),
+    *(metadata.Metadata, metadata.MetadataIndex, metadata.StorageMeta, metadata.ChunkStorageMetadata, metadata.BytesStorageMetadata),
+    *(metadata.TensorStorageMetadata, metadata.TensorProperties, metadata._MEM_FORMAT_ENCODING, torch.serialization._get_layout),
+)
+# What the pickle `.metadata` may name, all of which holds data and does nothing.
+_METADATA_NAMES: dict[str, Any] = {f"{known.__module__}.{known.__name__}": known for known in _CLASSES} | {
+    "pathlib._local.PosixPath": PosixPath,  # of newer Pythons
+    "megatron.core.dist_checkpointing.strategies.torch.MCoreMetadata": metadata.Metadata,  # of Megatron-Core 0.15
+    "megatron.core.dist_checkpointing.strategies.torch.MCoreSavePlan": planner.SavePlan,
+}
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    """Raises CheckpointError, with `source`, for a name that is not on the list."""
+
+    def __init__(self, data: bytes, source: str) -> None:
+        super().__init__(io.BytesIO(data))
+        self._source = source
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype | torch.layout):
+            return dtype
+        if (known := _METADATA_NAMES.get(f"{module}.{name}")) is None:
+            raise CheckpointError(refusal(self._source, f"{module}.{name}"))
+        return known
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,7 +148,10 @@ def _check_backend(folder: Path) -> None:
 def _read_metadata(path: Path) -> metadata.Metadata:
     if not path.is_file():
         raise CheckpointError(f"{path}: the file is missing, so what the other files hold is not known")
-    stored = load_listed(path.read_bytes(), str(path), METADATA_NAMES, _REAL_CLASSES)
+    try:
+        stored = _MetadataUnpickler(path.read_bytes(), str(path)).load()
+    except PICKLE_DAMAGE as error:
+        raise CheckpointError(f"{path}: damaged, its pickle cannot be read: {type(error).__name__}: {error}") from error
     storage, entries = getattr(stored, "storage_data", None), getattr(stored, "state_dict_metadata", None)
     kinds = (metadata.TensorStorageMetadata, metadata.BytesStorageMetadata)
     if (
@@ -200,169 +221,34 @@ def read_chunk(index: TorchDistIndex, key: str, chunk: StoredChunk) -> torch.Ten
 
     Raises CheckpointError where the item is not that tensor: damaged, of another shape or dtype, or with code in its pickle.
     """
-    dtype = index.tensors[key].dtype
-    window = map_item(index.folder, chunk)
-    start = _storage_start(window, f"{index.folder / chunk.file}: {key} at {chunk.offsets}", chunk.shape, dtype)
-    count = prod(chunk.shape)
-    if not count:
-        return torch.empty(chunk.shape, dtype=dtype)
-    return torch.frombuffer(window.memory, dtype=dtype, count=count, offset=window.start + start).view(chunk.shape)
+    source = f"{index.folder / chunk.file}: {key} at {chunk.offsets}"
+    with open_item(index.folder, chunk) as item:
+        stored = stored_tensor(read_outline(item, source))
+    if stored is None:
+        raise CheckpointError(f"{source}: the item is not a contiguous tensor")
+    if (stored.shape, stored.dtype) != (chunk.shape, index.tensors[key].dtype):
+        raise CheckpointError(
+            f"{source}: the item has shape {stored.shape} and {stored.dtype}, and {METADATA_FILE} says {chunk.shape} and "
+            f"{index.tensors[key].dtype}: files were swapped or changed"
+        )
+    if stored.end > chunk.nbytes:
+        raise CheckpointError(f"{source}: the item has {chunk.nbytes} bytes, fewer than {stored.shape} of {stored.dtype} need")
+    return mapped(index.folder / chunk.file, chunk.position + stored.position, stored.shape, stored.dtype)
 
 
 def check_chunk(index: TorchDistIndex, key: str, chunk: StoredChunk) -> None:
     """Raises CheckpointError where its bytes are not those that torch.save wrote, by the CRC-32 it took of them (it may take none)."""
-    window = map_item(index.folder, chunk)
-    source = f"{index.folder / chunk.file}: {key} at {chunk.offsets}"
-    for place in storage_places(WindowFile(window), source).values():
-        if place.crc32 and zlib.crc32(window.view()[place.position : place.position + place.nbytes]) != place.crc32:
-            raise CheckpointError(f"{source} is not what was written (its CRC-32 differs); use another checkpoint")
+    source = str(index.folder / chunk.file)
+    name = f"{key} at {chunk.offsets}"
+    with open_item(index.folder, chunk) as item:
+        stored = stored_tensor(read_outline(item, f"{source}: {name}"))
+        check_stored(item, source, {} if stored is None else {name: stored})
 
 
-@dataclass(frozen=True, kw_only=True)
-class Window:
-    """An item in memory: bytes [start, start + nbytes) of `memory`, which begins at a page of the file."""
-
-    memory: mmap.mmap
-    start: int
-    nbytes: int
-
-    def view(self) -> memoryview:
-        return memoryview(self.memory)[self.start : self.start + self.nbytes]
-
-
-def map_item(folder: Path, item: StoredItem) -> Window:
+def open_item(folder: Path, item: StoredItem) -> FilePart:
     """Raises CheckpointError where the file cannot be opened."""
-    start = item.position % mmap.ALLOCATIONGRANULARITY
+    path = folder / item.file
     try:
-        with (folder / item.file).open("rb") as file:
-            # Private, so that it counts as writable for torch, and nobody writes the file through it.
-            memory = mmap.mmap(file.fileno(), item.nbytes + start, offset=item.position - start, access=mmap.ACCESS_COPY)
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{folder / item.file}: cannot be read: {error}") from error
-    return Window(memory=memory, start=start, nbytes=item.nbytes)
-
-
-class WindowFile(io.RawIOBase):
-    """A window as a file to read from."""
-
-    def __init__(self, window: Window) -> None:
-        self._view, self._position = window.view(), 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        self._position = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: len(self._view)}[whence]
-        if self._position < 0:
-            raise OSError("a place before the beginning of the file")
-        return self._position
-
-    def tell(self) -> int:
-        return self._position
-
-    def readinto(self, buffer: Any) -> int:
-        part = self._view[self._position : self._position + len(buffer)]
-        buffer[: len(part)] = part
-        self._position += len(part)
-        return len(part)
-
-
-def _storage_start(window: Window, source: str, shape: tuple[int, ...], dtype: torch.dtype) -> int:
-    """Where in the item the elements begin, after proof that its pickle says one contiguous tensor of `shape` and `dtype`."""
-    file = WindowFile(window)
-    record = load_listed(read_pickle(file, source), source, DATA_NAMES)
-    stored = tensor_record(record)
-    if stored is None or not stored.is_contiguous:
-        raise CheckpointError(f"{source}: the item is not a contiguous tensor")
-    if (stored.shape, stored.dtype) != (shape, dtype):
-        raise CheckpointError(
-            f"{source}: the item has shape {stored.shape} and {stored.dtype}, and {METADATA_FILE} says {shape} and {dtype}: "
-            "files were swapped or changed"
-        )
-    start, nbytes = storage_place(file, source, stored.storage)
-    if stored.offset * dtype.itemsize + prod(shape) * dtype.itemsize > nbytes:
-        raise CheckpointError(f"{source}: the item holds {nbytes} bytes, fewer than {shape} of {dtype} need")
-    return start + stored.offset * dtype.itemsize
-
-
-@dataclass(frozen=True, kw_only=True)
-class TensorRecord:
-    """What a pickle of torch.save says of a tensor. storage: the name of its bytes in the zip. offset, stride: in elements."""
-
-    storage: str
-    dtype: torch.dtype
-    offset: int
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-
-    @property
-    def is_contiguous(self) -> bool:
-        """Strides of dimensions of size 1 do not matter."""
-        if not prod(self.shape):
-            return True
-        return all(
-            size == 1 or stride == prod(self.shape[dim + 1 :])
-            for dim, (size, stride) in enumerate(zip(self.shape, self.stride, strict=True))
-        )
-
-
-_STORAGE_DTYPES = {
-    "torch.DoubleStorage": torch.float64,
-    "torch.FloatStorage": torch.float32,
-    "torch.HalfStorage": torch.float16,
-    "torch.BFloat16Storage": torch.bfloat16,
-    "torch.LongStorage": torch.int64,
-    "torch.IntStorage": torch.int32,
-    "torch.ShortStorage": torch.int16,
-    "torch.CharStorage": torch.int8,
-    "torch.ByteStorage": torch.uint8,
-    "torch.BoolStorage": torch.bool,
-}
-
-
-def tensor_record(value: Any) -> TensorRecord | None:
-    """None where `value`, of a pickle that was read with stand-ins, is no tensor."""
-    if isinstance(value, Record) and value.name == "torch._utils._rebuild_parameter" and value.arguments:
-        return tensor_record(value.arguments[0])
-    if not isinstance(value, Record) or value.name != "torch._utils._rebuild_tensor_v2" or len(value.arguments) < 4:
-        return None
-    match value.arguments[:4]:
-        case (("persistent", ("storage", kind, str(storage), _, _)), int(offset), tuple(shape), tuple(stride)):
-            dtype = _STORAGE_DTYPES.get(getattr(kind, "name", ""))
-            if dtype is None or offset < 0 or not all(isinstance(size, int) and size >= 0 for size in (*shape, *stride)):
-                return None
-            return TensorRecord(storage=storage, dtype=dtype, offset=offset, shape=tuple(shape), stride=tuple(stride))
-    return None
-
-
-def storage_place(file: Any, source: str, storage: str) -> tuple[int, int]:
-    """(position, bytes) of one of the `storage_places`."""
-    place = storage_places(file, source).get(storage)
-    if place is None:
-        raise CheckpointError(f"{source}: damaged: storage {storage} is not in the item")
-    return place.position, place.nbytes
-
-
-class StoragePlace(NamedTuple):
-    """Bytes in a file that torch.save wrote: not compressed, so they can be used where they lie. crc32: 0 where none was taken."""
-
-    position: int
-    nbytes: int
-    crc32: int
-
-
-def storage_places(file: Any, source: str) -> dict[str, StoragePlace]:
-    """name -> place, of every storage in what torch.save wrote. Raises CheckpointError where it is not such a file."""
-    places = {}
-    try:
-        with zipfile.ZipFile(file) as archive:
-            for entry in archive.infolist():
-                if entry.filename.count("/") != 2 or "/data/" not in entry.filename or entry.compress_type != zipfile.ZIP_STORED:
-                    continue
-                places[entry.filename.rpartition("/")[2]] = StoragePlace(entry_start(file, entry), entry.file_size, entry.CRC)
-    except (zipfile.BadZipFile, OSError) as error:
-        raise CheckpointError(f"{source}: damaged: {error}") from error
-    return places
+        return FilePart(path, item.position, item.nbytes)
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error

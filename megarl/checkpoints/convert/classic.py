@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from megarl.checkpoints.convert.classic_file import RankFile, check_storages, read_rank_file
+from megarl.checkpoints.convert.classic_file import RankFile, read_rank_file
 from megarl.checkpoints.convert.distributed import canonical_rest
 from megarl.checkpoints.convert.source import ModelSource, StoredPiece, checked_tensors
 from megarl.config.architecture import Architecture, read_architecture
@@ -59,7 +59,7 @@ def open_classic(folder: Path, companions: Path, trust_remote_code: bool = False
     tensors = checked_tensors(folder, architecture, head, dtypes, found)
     if check_contents:
         with ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="crc") as threads:
-            list(threads.map(check_storages, files))
+            list(threads.map(RankFile.check, files))
         _check_copies(stages, architecture, head)
     num_chunks = len(stages[0].file.chunks)
     sizes = (stages[0].layout.tensor_parallel_size, len(files) // stages[0].layout.tensor_parallel_size)

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import zlib
+from argparse import Namespace
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from megarl.checkpoints.convert.source import mapped
-from megarl.checkpoints.pickles import Record, refuse_code_in
-from megarl.checkpoints.torch_dist import StoragePlace, TensorRecord, storage_places, tensor_record
+from megarl.checkpoints.torch_file import Inert, StoredTensor, check_stored, mapped, read_outline_with_objects, stored_tensor
 from megarl.config.errors import CheckpointError
 
 _EXTRA_STATE = "_extra_state"  # of layers of Transformer Engine: scales for eight-bit training, which are no weights
@@ -25,36 +22,31 @@ class RankFile:
     empty where it kept none."""
 
     path: Path
-    chunks: tuple[Mapping[str, TensorRecord], ...]
-    places: Mapping[str, StoragePlace]
+    chunks: tuple[Mapping[str, StoredTensor], ...]
     arguments: Mapping[str, Any]
     iteration: int | None
 
     def open(self, chunk: int, name: str) -> torch.Tensor:
         """The tensor where it lies in the file."""
-        record = self.chunks[chunk][name]
-        start = self.places[record.storage].position + record.offset * record.dtype.itemsize
-        return mapped(self.path, start, record.shape, record.dtype)
+        stored = self.chunks[chunk][name]
+        return mapped(self.path, stored.position, stored.shape, stored.dtype)
+
+    def check(self) -> None:
+        """Raises CheckpointError that names a tensor whose bytes are not those that torch.save wrote (by the CRC-32 it took of them)."""
+        for tensors in self.chunks:
+            check_stored(self.path, str(self.path), tensors)
 
 
 def read_rank_file(path: Path) -> RankFile:
-    """Raises CheckpointError for what is no such file, for code in its pickle, and for a tensor that does not lie whole in the file."""
-    try:
-        with path.open("rb") as file:
-            content = refuse_code_in(file, str(path))
-            places = storage_places(file, str(path))
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
+    """Raises CheckpointError for what is no such file, and for code in its pickle."""
+    content = read_outline_with_objects(path)
     if not isinstance(content, dict):
         raise CheckpointError(f"{path}: holds no dictionary; it is not a Megatron checkpoint")
-    chunks = tuple(_parameters(path, state, places) for state in _model_states(path, content))
-    arguments = content.get("args")
-    iteration = content.get("iteration")
+    arguments, iteration = content.get("args"), content.get("iteration")
     return RankFile(
         path=path,
-        chunks=chunks,
-        places=places,
-        arguments=arguments.state if isinstance(arguments, Record) and isinstance(arguments.state, dict) else {},
+        chunks=tuple(_parameters(path, state) for state in _model_states(path, content)),
+        arguments=vars(arguments) if isinstance(arguments, Inert | Namespace) else {},
         iteration=iteration if isinstance(iteration, int) else None,
     )
 
@@ -77,30 +69,12 @@ def _model_states(path: Path, content: dict[Any, Any]) -> list[dict[Any, Any]]:
     return states
 
 
-def _parameters(path: Path, state: dict[Any, Any], places: Mapping[str, StoragePlace]) -> dict[str, TensorRecord]:
+def _parameters(path: Path, state: dict[Any, Any]) -> dict[str, StoredTensor]:
     parameters = {}
     for name, value in state.items():
         if str(name).endswith(_EXTRA_STATE):
             continue
-        record = tensor_record(value)
-        if record is None or not record.is_contiguous:
+        if (stored := stored_tensor(value)) is None:
             raise CheckpointError(f"{path}: {name} is not a contiguous tensor of ordinary numbers")
-        place = places.get(record.storage)
-        if place is None or (record.offset + prod(record.shape)) * record.dtype.itemsize > place.nbytes:
-            raise CheckpointError(f"{path}: damaged: the bytes of {name} are not in the file")
-        parameters[str(name)] = record
+        parameters[str(name)] = stored
     return parameters
-
-
-def check_storages(file: RankFile) -> None:
-    """Raises CheckpointError that names a tensor whose bytes are not those that torch.save wrote (by the CRC-32 it took of them)."""
-    checked = set()
-    for parameters in file.chunks:
-        for name, record in parameters.items():
-            place = file.places[record.storage]
-            if record.storage in checked or not place.crc32:
-                continue
-            checked.add(record.storage)
-            data = mapped(file.path, place.position, (place.nbytes,), torch.uint8)
-            if zlib.crc32(memoryview(data.numpy())) != place.crc32:
-                raise CheckpointError(f"{file.path}: {name} is not what was written (its CRC-32 differs); use another checkpoint")

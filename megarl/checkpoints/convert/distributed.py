@@ -11,9 +11,9 @@ from pathlib import Path
 import torch
 
 from megarl.checkpoints.convert.source import ModelSource, StoredPiece, checked_tensors
-from megarl.checkpoints.pickles import refuse_code
 from megarl.checkpoints.role_folder import MANIFEST_FILE, check_folder, read_manifest
 from megarl.checkpoints.torch_dist import COMMON_FILE, DistributedTensor, StoredChunk, TorchDistIndex, check_chunk, read_chunk, read_index
+from megarl.checkpoints.torch_file import refuse_code
 from megarl.config.architecture import Architecture, read_architecture
 from megarl.config.errors import CheckpointError
 from megarl.weights.boxes import Rectangle, range_rectangles

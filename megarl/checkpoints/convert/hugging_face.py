@@ -8,7 +8,8 @@ from pathlib import Path
 
 import torch
 
-from megarl.checkpoints.convert.source import ModelSource, StoredPiece, checked_tensors, mapped
+from megarl.checkpoints.convert.source import ModelSource, StoredPiece, checked_tensors
+from megarl.checkpoints.torch_file import mapped
 from megarl.config.architecture import read_architecture
 from megarl.weights.boxes import Rectangle
 from megarl.weights.manifest import (

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from megarl.checkpoints.torch_dist import StoredItem, chunks_fault, map_item
+from megarl.checkpoints.torch_dist import chunks_fault
 from megarl.config.architecture import Architecture
 from megarl.config.errors import CheckpointError
 from megarl.weights.boxes import Rectangle
@@ -106,15 +106,6 @@ def checked_tensors(
                 raise CheckpointError(f"{folder}: {hf.name} of {weight.megatron_name} is not stored once: {fault}")
             tensors[hf.name] = SourceTensor(hf=hf, dtype=dtypes[hf.name], pieces=tuple(found))
     return tensors
-
-
-def mapped(path: Path, position: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Elements as they lie in a file. Raises CheckpointError where it cannot be read."""
-    count = prod(shape)
-    if not count:
-        return torch.empty(shape, dtype=dtype)
-    window = map_item(path.parent, StoredItem(file=path.name, position=position, nbytes=count * dtype.itemsize))
-    return torch.frombuffer(window.memory, dtype=dtype, count=count, offset=window.start).view(shape)
 
 
 def read_json(path: Path) -> dict:

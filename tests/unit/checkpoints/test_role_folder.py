@@ -13,7 +13,6 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from megarl.checkpoints.pickles import refuse_code
 from megarl.checkpoints.role_folder import (
     Description,
     Layout,
@@ -23,6 +22,7 @@ from megarl.checkpoints.role_folder import (
     write_manifest,
 )
 from megarl.checkpoints.torch_dist import TORCH_DIST, chunks_fault, read_chunk, read_index
+from megarl.checkpoints.torch_file import refuse_code
 from megarl.config.errors import CheckpointError
 from megarl.weights.boxes import Rectangle
 
@@ -209,6 +209,17 @@ def test_what_runs_hold_passes_as_data(tmp_path: Path) -> None:
 def test_a_checksum_is_missing(folder: Path) -> None:
     with pytest.raises(CheckpointError, match=r"no checksum was made of __0_0\.distcp@\d+"):
         write_manifest(folder, DESCRIPTION, item_checksums(folder, [".metadata", "common.pt", "metadata.json"]))
+
+
+def test_metadata_of_megatron_core_0_15_which_has_a_class_of_its_own(folder: Path) -> None:
+    path = folder / ".metadata"
+    with path.open("rb") as file:
+        content = pickle.dumps(pickle.load(file), protocol=2)  # our own
+    names = b"ctorch.distributed.checkpoint.metadata\nMetadata\n", b"cmegatron.core.dist_checkpointing.strategies.torch\nMCoreMetadata\n"
+    assert content.count(names[0]) == 1
+    expected = read_index(folder)
+    path.write_bytes(content.replace(*names))
+    assert read_index(folder) == expected
 
 
 def box(*bounds: tuple[int, int]) -> Rectangle:

@@ -1,0 +1,226 @@
+"""What torch.save wrote, a file or a part of one: looked at without running it, and its elements where they lie.
+
+A pickle is a program. `torch.load` runs it here as `weights_only`, which makes nothing but tensors and plain data. What it may name
+is listed, because Megatron and PyTorch read the same file later.
+"""
+
+from __future__ import annotations
+
+import io
+import mmap
+import os
+import pickle
+import struct
+import zipfile
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+
+from megarl.config.errors import CheckpointError
+
+_CRC_BYTES = 2**20  # read at a time
+# What can go wrong in a damaged file. MemoryError: a length that was made huge.
+PICKLE_DAMAGE = (pickle.UnpicklingError, EOFError, ValueError, TypeError, AttributeError, LookupError, MemoryError, OverflowError)
+_DAMAGE = (*PICKLE_DAMAGE, AssertionError, RuntimeError, struct.error, zipfile.BadZipFile)
+_NUMPY = ("numpy.core.multiarray", "numpy._core.multiarray")
+_MEGATRON_ENUMS = {
+    "megatron.core.enums": ("ModelType", "Fp8Recipe", "Fp4Recipe"),
+    "megatron.core.transformer.enums": ("ModelType", "LayerType", "AttnType", "AttnMaskType", "AttnBackend", "CudaGraphScope"),
+    "megatron.core.rerun_state_machine": ("RerunMode", "RerunDiagnostic", "RerunState"),
+    "megatron.core.num_microbatches_calculator": ("ConstantNumMicroBatchesCalculator",),
+    "megatron.model.enums": ("LayerType", "AttnType", "AttnMaskType", "ModelType", "PositionEmbeddingType"),
+    "megatron.legacy.model.enums": ("LayerType", "AttnType", "AttnMaskType", "ModelType", "PositionEmbeddingType"),
+}
+# Beside those that PyTorch takes for safe.
+DATA_NAMES = frozenset(
+    {f"builtins.{name}" for name in ("frozenset", "list", "dict", "tuple", "bytes", "slice", "range", "int", "float", "str", "bool")}
+    | {f"{module}.{name}" for module in _NUMPY for name in ("_reconstruct", "scalar")}
+    | {"numpy.ndarray", "numpy.dtype", "collections.defaultdict", "argparse.Namespace", "types.SimpleNamespace", "_io.BytesIO"}
+    | {"pathlib.PosixPath", "pathlib.PurePosixPath", "pathlib._local.PosixPath", "signal.Signals"}
+    | {f"{module}.{name}" for module, names in _MEGATRON_ENUMS.items() for name in names}
+)
+
+
+class Inert:
+    """What stands for an object of a class that is not called: its attributes, where the pickle sets some."""
+
+    def __new__(cls, *arguments: Any) -> Inert:  # not __init__, which a pickle may leave out
+        return super().__new__(cls)
+
+    def __setstate__(self, state: Any) -> None:
+        if isinstance(state, dict):
+            vars(self).update(state)
+
+
+class FilePart(io.RawIOBase):
+    """Bytes [start, start + nbytes) of a file, as a file to read from. Raises OSError."""
+
+    def __init__(self, path: Path, start: int, nbytes: int) -> None:
+        self._start, self._nbytes, self._position = start, nbytes, 0
+        self._descriptor = os.open(path, os.O_RDONLY)
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self._position = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._nbytes}[whence]
+        if self._position < 0:
+            raise OSError("a place before the beginning of the file")
+        return self._position
+
+    def tell(self) -> int:
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        wanted = memoryview(buffer)[: max(self._nbytes - self._position, 0)]
+        count = os.preadv(self._descriptor, [wanted], self._start + self._position) if wanted else 0
+        self._position += count
+        return count
+
+    def close(self) -> None:
+        if not self.closed:
+            os.close(self._descriptor)
+        super().close()
+
+
+@contextmanager
+def _damage_named(source: str) -> Iterator[None]:
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except FileNotFoundError:
+        raise CheckpointError(f"{source}: the file is missing") from None
+    except OSError as error:
+        raise CheckpointError(f"{source}: cannot be read: {error.strerror or error}") from error
+    except _DAMAGE as error:
+        said = str(error).partition("\n")[0]
+        raise CheckpointError(
+            f"{source}: damaged, or not in the zip format that torch.save has written since torch 1.6: {type(error).__name__}: {said}"
+        ) from error
+
+
+def refuse_code(file: Path | IO[bytes], source: str = "") -> set[str]:
+    """Raises CheckpointError, with `source` or the path, where the pickle names something that is not data, or is damaged.
+
+    Returns what it names of `DATA_NAMES`.
+    """
+    source = source or str(file)
+    with _damage_named(source):
+        names = set(torch.serialization.get_unsafe_globals_in_checkpoint(file))
+    if others := names - DATA_NAMES:
+        raise CheckpointError(refusal(source, min(others)))
+    return names
+
+
+def refusal(source: str, name: str) -> str:
+    return (
+        f"{source}: its pickle names {name}, which is not on the list of what a checkpoint may hold, so it is not loaded; "
+        "it may be code that runs on loading"
+    )
+
+
+def read_outline(file: Path | IO[bytes], source: str) -> Any:
+    """What the file holds, its tensors without elements (on the device `meta`). Objects of listed classes are `Inert`.
+
+    Raises CheckpointError, with `source`, as `refuse_code`.
+    """
+    with _damage_named(source):
+        try:
+            return torch.load(file, map_location="meta", weights_only=True)
+        except pickle.UnpicklingError as error:  # its words advise to run what is in the file
+            if not isinstance(file, Path):
+                file.seek(0)
+            refuse_code(file, source)
+            raise CheckpointError(f"{source}: damaged, its pickle holds something else than tensors and plain data") from error
+
+
+def read_outline_with_objects(path: Path) -> Any:
+    """As `read_outline`, of a file in which there may be objects of listed classes: they are `Inert`. Not for several threads at once."""
+    names = refuse_code(path)
+    with torch.serialization.safe_globals([(Inert, name) for name in names]):
+        return read_outline(path, str(path))
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredTensor:
+    """A contiguous tensor whose elements lie in a file that torch.save wrote, the first at the byte `position`."""
+
+    position: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def end(self) -> int:
+        return self.position + prod(self.shape) * self.dtype.itemsize
+
+
+def stored_tensor(value: object) -> StoredTensor | None:
+    """Where the elements of a tensor of an outline lie; None where `value` is no contiguous tensor."""
+    if not isinstance(value, torch.Tensor) or value.layout != torch.strided or value.is_quantized or not value.is_contiguous():
+        return None
+    start = value.untyped_storage()._checkpoint_offset
+    if start is None:
+        return None
+    return StoredTensor(position=start + value.storage_offset() * value.itemsize, shape=tuple(value.shape), dtype=value.dtype)
+
+
+def check_stored(file: Path | IO[bytes], source: str, tensors: Mapping[str, StoredTensor]) -> None:
+    """Each tensor lies in one entry of the zip, whose bytes have the CRC-32 that torch.save took of them (it may take none).
+
+    Raises CheckpointError that names the tensor. An entry is read once.
+    """
+    with _damage_named(source), zipfile.ZipFile(file) as archive:
+        assert archive.fp is not None
+        entries = sorted(archive.infolist(), key=lambda entry: entry.header_offset)
+        headers, read = [entry.header_offset for entry in entries], set()
+        for name, tensor in tensors.items():
+            if tensor.end == tensor.position:
+                continue
+            entry = entries[bisect_right(headers, tensor.position) - 1]
+            start = _entry_start(archive.fp, entry)
+            if entry.compress_type != zipfile.ZIP_STORED or tensor.position < start or tensor.end > start + entry.file_size:
+                raise CheckpointError(f"{source}: damaged: the bytes of {name} are not in the file")
+            if entry.CRC and entry.filename not in read and not _is_intact(archive, entry):
+                raise CheckpointError(f"{source}: {name} is not what was written (its CRC-32 differs); use another checkpoint")
+            read.add(entry.filename)
+
+
+def _entry_start(file: IO[bytes], entry: zipfile.ZipInfo) -> int:
+    """Where in the file the bytes of an entry begin."""
+    file.seek(entry.header_offset + 26)  # the lengths of the name and of the padding that aligns the data
+    return entry.header_offset + 30 + sum(struct.unpack("<HH", file.read(4)))
+
+
+def _is_intact(archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> bool:
+    try:
+        with archive.open(entry) as opened:
+            while opened.read(_CRC_BYTES):
+                pass
+    except zipfile.BadZipFile:
+        return False
+    return True
+
+
+def mapped(path: Path, position: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Elements where they lie in a file: no more is read than is touched. Raises CheckpointError where it cannot be read."""
+    count = prod(shape)
+    if not count:
+        return torch.empty(shape, dtype=dtype)
+    before = position % mmap.ALLOCATIONGRANULARITY
+    try:
+        with path.open("rb") as file:
+            # Private, so that it counts as writable for torch, and nobody writes the file through it.
+            memory = mmap.mmap(file.fileno(), before + count * dtype.itemsize, offset=position - before, access=mmap.ACCESS_COPY)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path}: cannot be read: {error}") from error
+    return torch.frombuffer(memory, dtype=dtype, count=count, offset=before).view(shape)
