@@ -11,7 +11,7 @@ threads wait for each other for most of the time: `--cpu-time` takes one thread 
 hugging_face   the engine (packed) over `Qwen2ForCausalLM` (sdpa attention) on the same rows. The peer at its best: all rows
                have one length, so it pads nothing and needs no mask; it computes logits of response tokens only and the
                fused cross-entropy, where the engine computes the entropy too. Where the engine wins, much of it is that it
-               multiplies with oneDNN and torch with MKL, which is slow on AMD processors (megarl/engine/linear.py).
+               multiplies with oneDNN and torch with MKL, which is slow on AMD processors (megarl/engine/cpu_kernels.py).
 packing        rows of log-normal length, their mean a third of the longest allowed: packed over padded, both in our engine
                with the same rows in each micro-batch. Padding ends at the longest row of its own micro-batch.
 token_budget   the same rows, packed on both sides, in the same memory of N tokens: micro-batches of at most N tokens over

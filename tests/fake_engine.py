@@ -17,14 +17,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megarl.rollout.hf.folder import read_tensors
-from megarl.rollout.interface import EngineDeadError, FinishedRequest, GenerationRequest, RolloutEngine, Sample
+from megarl.rollout.interface import EngineDeadError, FinishedRequest, GenerationRequest, RolloutEngine, Sample, check_request
 from megarl.rollout.lifecycle import EngineLifecycle, LifecycleState
-from megarl.rollout.prompts import check_request
 from megarl.weights.bucket import ChunkMeta, GroupAddress, Parcel
 from megarl.weights.checksum import checksum
 from megarl.weights.receipt import Manifest, TensorMeta, WeightTransferError
 from megarl.weights.receiver import ParcelReceiver
+from megarl.weights.safetensors_file import read_tensors
 from megarl.weights.stream import WeightStream
 
 MANIFEST: Manifest = {"embedding": TensorMeta((40, 8), torch.float32), "norm": TensorMeta((8,), torch.float32)}

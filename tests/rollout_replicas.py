@@ -12,8 +12,7 @@ from megarl.controller.group import RoleGroup
 from megarl.controller.resource_pool import RayResourcePool
 from megarl.roles.offload_schedule import OffloadSchedule
 from megarl.roles.replicas import ReplicaPlace, Replicas
-from megarl.roles.request_run import RolloutLimits
-from megarl.roles.rollout import Rollout, TokenRules
+from megarl.roles.rollout import Rollout, RolloutLimits, TokenRules
 from megarl.roles.weights import RolloutWeights
 from megarl.rollout.interface import RolloutEngine
 from megarl.weights.bucket import ChunkMeta, Parcel

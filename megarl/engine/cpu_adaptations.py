@@ -17,8 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megarl.engine.linear import linear
-from megarl.engine.rotary import rotary_packed
+from megarl.engine.cpu_kernels import linear, rotary_packed
 
 CPU = torch.device("cpu")
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from megarl.engine.linear import product
+from megarl.engine.cpu_kernels import product
 
 Extra = Literal["entropy", "sum_pi_squared"]  # what costs another pass over the logits, and is only computed where it is asked for
 

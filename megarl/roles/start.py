@@ -29,9 +29,8 @@ from megarl.roles.models import Actor, Critic, Reference, UpdatePlan
 from megarl.roles.offload_schedule import OffloadSchedule
 from megarl.roles.ratio_gate import FirstRatioGate
 from megarl.roles.replicas import ReplicaPlace, Replicas
-from megarl.roles.request_run import RolloutLimits
 from megarl.roles.reward import Reward, RewardModel
-from megarl.roles.rollout import Rollout, TokenRules
+from megarl.roles.rollout import Rollout, RolloutLimits, TokenRules
 from megarl.roles.weight_sync import WeightSource, WeightSync
 from megarl.roles.weights import RolloutWeights
 from megarl.workers.critic import CriticWorker

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -207,3 +208,26 @@ def plan_requests(prompts: Sequence[list[int]], sampling: SamplingParameters) ->
         for index, prompt in enumerate(prompts)
         for sample in range(sampling.n)
     ]
+
+
+def check_request(request: GenerationRequest, vocab_size: int, max_length: int) -> None:
+    """max_length: tokens of prompt and sample together. Raises ValueError, see `RolloutEngine.submit`."""
+    prompt, max_new_tokens, name = request.prompt, request.sampling.max_new_tokens, f"the prompt of request {request.request_id}"
+    if not prompt:
+        raise ValueError(f"{name} is empty; a model needs at least one token to continue")
+    if not 0 <= min(prompt) <= max(prompt) < vocab_size:
+        raise ValueError(f"{name} has token ids {min(prompt)}..{max(prompt)}, the model's vocabulary is 0..{vocab_size - 1}")
+    if len(prompt) + max_new_tokens > max_length:
+        raise ValueError(
+            f"{name} of {len(prompt)} tokens and max_new_tokens {max_new_tokens} exceed the model's "
+            f"max_position_embeddings {max_length}; shorten the prompts or max_new_tokens"
+        )
+
+
+def end_token_ids(folder: str | Path) -> frozenset[int]:
+    """generation_config.json decides where it is there: chat models end turns with another token than documents; else config.json."""
+    decides = next(file for name in ("generation_config.json", "config.json") if (file := Path(folder) / name).is_file())
+    found = json.loads(decides.read_text()).get("eos_token_id")
+    if found is None:
+        return frozenset()
+    return frozenset([found] if isinstance(found, int) else found)

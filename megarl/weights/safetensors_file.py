@@ -1,17 +1,19 @@
-"""Writes a safetensors file from pieces that come in any order: the header first, then each piece at its place."""
+"""Safetensors files: written from pieces that come in any order, and read one tensor at a time."""
 
 from __future__ import annotations
 
 import json
 import os
 import threading
+from collections.abc import Iterator
 from math import prod
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError, safe_open
 
 from megarl.weights.bucket import ChunkMeta
-from megarl.weights.receipt import Manifest, WeightReceipt
+from megarl.weights.receipt import Manifest, WeightReceipt, WeightTransferError
 
 DTYPE_NAMES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 
@@ -71,3 +73,20 @@ class SafetensorsFile:
     def abandon(self) -> None:
         """Leaves the file as it is, incomplete."""
         os.close(self._file)
+
+
+def read_tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """Name and tensor (on the host, contiguous) of every tensor in the folder's safetensors files.
+
+    Raises WeightTransferError where there is no such file, or one is damaged.
+    """
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise WeightTransferError(f"{folder} holds no *.safetensors file to load weights from")
+    for path in files:
+        try:
+            with safe_open(path, framework="pt") as file:
+                for name in file.keys():  # noqa: SIM118  (a file, not a mapping)
+                    yield name, file.get_tensor(name)
+        except SafetensorError as error:
+            raise WeightTransferError(f"{path} is no whole safetensors file ({error}); write it again") from error

@@ -12,8 +12,6 @@ from typing import NamedTuple
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from megarl.rollout.hf.noise import row_keys
-from megarl.rollout.hf.sampling import sample_tokens
 from megarl.rollout.interface import SamplingParameters
 
 
@@ -113,3 +111,83 @@ def _left_pad(prompts: list[list[int]], device: torch.device) -> tuple[torch.Ten
     token_ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts], device=device)
     lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
     return token_ids, torch.arange(width, device=device) >= width - lengths[:, None]
+
+
+# ---- one token per row from a row of logits, with its log-prob as the contract of `Sample` has it
+
+
+class SampledTokens(NamedTuple):
+    token_ids: torch.Tensor  # (B,) int64
+    log_probs: torch.Tensor  # (B,) float32
+
+
+def sample_tokens(
+    logits: torch.Tensor, sampling: SamplingParameters, keys: torch.Tensor, step: int, forbidden: torch.Tensor
+) -> SampledTokens:
+    """Token `step` of each row; the seed of `sampling` is not used.
+
+    logits: (B, V) in any float type; memory for a few float32 copies of it is used. keys: (B,) of row_keys.
+    forbidden: (F,) token ids that are not drawn.
+    """
+    logits = logits.float()
+    if sampling.temperature != 0:
+        logits = logits / sampling.temperature
+    allowed = logits.index_fill(-1, forbidden, -torch.inf) if len(forbidden) else logits
+    if sampling.temperature != 0:
+        allowed = _truncate(allowed, sampling) + gumbel_noise(keys, step, logits.shape[-1])
+    token_ids = allowed.argmax(dim=-1)
+    chosen = logits.gather(-1, token_ids[:, None]).squeeze(-1)
+    return SampledTokens(token_ids, chosen - logits.logsumexp(dim=-1))
+
+
+def _truncate(logits: torch.Tensor, sampling: SamplingParameters) -> torch.Tensor:
+    """Tokens that top-k, and then top-p, leave out become -inf; ties are broken by the sort, so exactly k stay."""
+    top_k = min(sampling.top_k, logits.shape[-1]) if sampling.top_k != -1 else logits.shape[-1]
+    if top_k == logits.shape[-1] and sampling.top_p == 1:
+        return logits
+    values, token_ids = logits.topk(top_k, dim=-1)  # sorted, the most probable first
+    if sampling.top_p < 1:
+        probs = values.softmax(dim=-1)
+        reached_before = probs.cumsum(dim=-1) - probs  # the first token always stays
+        values = values.masked_fill(reached_before >= sampling.top_p, -torch.inf)
+    return torch.full_like(logits, -torch.inf).scatter(-1, token_ids, values)
+
+
+# ---- random numbers by position instead of by turn: a token's noise follows from (seed, step, token id) and nothing else.
+# A generator with a state would hand a row other numbers when the batch around it changes. This hash has no state, so that a sample
+# can be written again, alone or beside others, and comes out the same.
+
+# SplitMix64 (Steele, Lea, Flood 2014): the increment and the two multipliers, as signed 64-bit numbers.
+_INCREMENT = 0x9E3779B97F4A7C15 - 2**64
+_MULTIPLIERS = (0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64)
+_SHIFTS = (30, 27, 31)
+_BITS = 53  # of a hash that are used
+
+
+def row_keys(seeds: Sequence[int], device: torch.device) -> torch.Tensor:
+    """(B,) int64, one per row; `seeds` are any integers, of which the lowest 63 bits count."""
+    return _mix(torch.tensor([seed % 2**63 for seed in seeds], dtype=torch.int64, device=device) + _INCREMENT)
+
+
+def gumbel_noise(keys: torch.Tensor, step: int, vocab_size: int) -> torch.Tensor:
+    """(B, V) float32, Gumbel(0, 1): the argmax of log-probs plus this noise is a draw from the distribution.
+
+    keys: (B,) int64 of `row_keys`. step: how many tokens of the sample were drawn before.
+    """
+    keys = _mix(keys + step)
+    counters = torch.arange(1, vocab_size + 1, device=keys.device) * _INCREMENT
+    bits = _mix(keys[:, None] + counters)
+    bits = bits.bitwise_right_shift_(64 - _BITS).bitwise_and_(2**_BITS - 1)
+    # In (0, 1], and exact near 0, where the largest noise comes from; a float32 near 1 has no room for that.
+    uniform = bits.to(torch.float32).add_(0.5).mul_(2.0**-_BITS)
+    return uniform.neg_().log1p_().neg_().log_().neg_()
+
+
+def _mix(state: torch.Tensor) -> torch.Tensor:
+    """Every bit of the result depends on every bit of `state`, which is overwritten."""
+    for shift, multiplier in zip(_SHIFTS, (*_MULTIPLIERS, 1), strict=True):
+        # The shift keeps the sign; the mask takes its copies away.
+        state.bitwise_xor_((state >> shift).bitwise_and_(2 ** (64 - shift) - 1))
+        if multiplier != 1:
+            state.mul_(multiplier)
+    return state

@@ -11,16 +11,22 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.initialization import no_init_weights
 
-from megarl.rollout.end_tokens import end_token_ids
 from megarl.rollout.hf.decoding import decode
-from megarl.rollout.hf.folder import read_tensors
-from megarl.rollout.interface import FinishedRequest, GenerationRequest, RolloutEngine, Sample, SamplingParameters
+from megarl.rollout.interface import (
+    FinishedRequest,
+    GenerationRequest,
+    RolloutEngine,
+    Sample,
+    SamplingParameters,
+    check_request,
+    end_token_ids,
+)
 from megarl.rollout.lifecycle import EngineLifecycle, LifecycleState
-from megarl.rollout.prompts import check_request
 from megarl.weights.bucket import ChunkMeta, GroupAddress, Parcel
 from megarl.weights.checksum import checksum
 from megarl.weights.receipt import Manifest, TensorChunk, WeightTransferError
 from megarl.weights.receiver import ParcelReceiver
+from megarl.weights.safetensors_file import read_tensors
 from megarl.weights.stream import WeightStream
 
 _kind = attrgetter(*(field.name for field in fields(SamplingParameters) if field.name != "seed"))

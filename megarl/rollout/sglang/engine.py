@@ -17,10 +17,8 @@ import torch
 from safetensors import safe_open
 
 from megarl.config.schema import SGLangMode
-from megarl.rollout.end_tokens import end_token_ids
-from megarl.rollout.interface import EngineDeadError, FinishedRequest, GenerationRequest, RolloutEngine
+from megarl.rollout.interface import EngineDeadError, FinishedRequest, GenerationRequest, RolloutEngine, check_request, end_token_ids
 from megarl.rollout.lifecycle import EngineLifecycle, LifecycleState
-from megarl.rollout.prompts import check_request
 from megarl.rollout.sglang.backend import Backend, CallRefusedError
 from megarl.rollout.sglang.in_process import InProcessBackend
 from megarl.rollout.sglang.loader import LoaderClient

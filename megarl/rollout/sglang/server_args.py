@@ -11,7 +11,7 @@ from functools import cache
 from typing import Any
 
 from megarl.config.errors import ConfigError
-from megarl.rollout.end_tokens import end_token_ids
+from megarl.rollout.interface import end_token_ids
 from megarl.rollout.sglang.spec import SGLangSpec
 
 WEIGHT_LOADER = "megarl.rollout.sglang.loader.run"

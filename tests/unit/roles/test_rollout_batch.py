@@ -6,8 +6,7 @@ import torch
 
 from megarl.batch.data_proto import DataProto
 from megarl.config.schema import SamplingConfig
-from megarl.roles.request_run import RolloutLimits
-from megarl.roles.rollout import Rollout, TokenRules
+from megarl.roles.rollout import Rollout, RolloutLimits, TokenRules
 from megarl.rollout.interface import FinishedRequest, GenerationRequest, Sample
 
 PAD, END = 0, 1

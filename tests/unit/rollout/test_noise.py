@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from megarl.rollout.hf.noise import gumbel_noise, row_keys
+from megarl.rollout.hf.decoding import gumbel_noise, row_keys
 
 CPU = torch.device("cpu")
 

@@ -1,8 +1,7 @@
 import pytest
 import torch
 
-from megarl.rollout.hf.noise import row_keys
-from megarl.rollout.hf.sampling import sample_tokens
+from megarl.rollout.hf.decoding import row_keys, sample_tokens
 from megarl.rollout.interface import SamplingParameters
 
 CPU = torch.device("cpu")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megarl.engine.linear import MIN_ONEDNN_SIZE, linear, product
+from megarl.engine.cpu_kernels import MIN_ONEDNN_SIZE, linear, product
 
 SMALL, LARGE = (3, 5, 7), (70, 130, 150)  # M, K, N
 
@@ -40,3 +40,17 @@ def test_linear_has_the_gradients_of_torch(shape: tuple[int, int, int], dtype: t
     tolerance = 1e-5 if dtype == torch.float32 else 1e-2
     for mine, reference in zip(ours, expected, strict=True):
         assert float((mine.double() - reference).norm() / reference.norm()) < tolerance
+
+
+@pytest.mark.parametrize("shape", [(0, 8), (3, 0, 8)])
+def test_no_rows_give_no_rows_and_gradients_of_zero(shape: tuple[int, ...]) -> None:
+    """An expert without a token, a micro-batch without a row: its ranks must not fail where the others wait for them."""
+    hidden, weight, bias = torch.empty(shape, requires_grad=True), torch.randn(5, 8, requires_grad=True), torch.randn(5, requires_grad=True)
+    output = linear(hidden, weight, bias)
+    assert output.shape == (*shape[:-1], 5)
+    output.sum().backward()
+    assert hidden.grad is not None
+    assert hidden.grad.shape == shape
+    for parameter in (weight, bias):
+        assert parameter.grad is not None
+        assert not parameter.grad.any()
