@@ -83,12 +83,14 @@ def _row(owner: type, name: str, key: str, default: Any) -> str:
     if not text:
         raise ValueError(f"{owner.__module__}: {owner.__name__}.{name} has no comment; say behind it or above it what {key} is for")
     kind = _types(owner)[name]
-    choices = [f"`{member.value}`: {explanation(kind, member.name)}" for member in kind] if _is_choice(kind) else []
+    choices = [f"`{member.value}`: {explanation(choice, member.name)}" for choice in _choices(kind) for member in choice]
     return f"| `{key}` | {_values(kind, key)} | {_shown(default)} | {'<br>'.join(cell(line) for line in (text, *choices))} |"
 
 
 def _values(kind: Any, key: str) -> str:
-    words = "one of these" if _is_choice(kind) else expected(kind)
+    words = expected(kind)
+    for choice in _choices(kind):
+        words = words.replace(expected(choice), "one of these")
     allowed = range_of(key)
     return words if allowed is None else f"{words}, {allowed}"
 
@@ -96,7 +98,7 @@ def _values(kind: Any, key: str) -> str:
 def _shown(value: Any) -> str:
     if value == schema.MISSING or value is NO_DEFAULT:
         return "must be given"
-    plain = value.value if isinstance(value, Enum) else value
+    plain = [_plain(item) for item in value] if isinstance(value, list) else _plain(value)
     return f"`{yaml.safe_dump(plain, default_flow_style=True, width=1000).removesuffix(chr(10)).removesuffix('...').strip()}`"
 
 
@@ -121,8 +123,14 @@ def _indented(text: str) -> str:
     return "\n".join(f"  {line}" for line in text.strip().splitlines())
 
 
-def _is_choice(kind: Any) -> bool:
-    return isinstance(kind, type) and issubclass(kind, Enum)
+def _plain(value: Any) -> Any:
+    return value.value if isinstance(value, Enum) else value
+
+
+def _choices(kind: Any) -> list[type[Enum]]:
+    """The enumeration that a key takes a member of, or a list of members; none or one."""
+    item = typing.get_args(kind)[0] if typing.get_origin(kind) is list else kind
+    return [item] if isinstance(item, type) and issubclass(item, Enum) else []
 
 
 def _item(kind: Any) -> type | None:

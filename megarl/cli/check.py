@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import yaml
 from rich.console import Console
 from rich.table import Table
 
@@ -20,8 +21,9 @@ from megarl.config.derive import (
     max_conversation_tokens,
     most_checkpoints,
 )
+from megarl.config.load import plain_values
 from megarl.config.roles import REWARD_MODEL, ModelRole, model_roles
-from megarl.config.schema import OverlongConversation, PPOConfig, RolloutEngineKind, SFTConfig
+from megarl.config.schema import OverlongConversation, PPOConfig, SFTConfig
 from megarl.config.validate import read_architectures
 from megarl.doctor.checked_config import load_checked
 from megarl.placement.plan import PlacementPlan, plan_placement
@@ -127,8 +129,10 @@ def _between(bounds: tuple[int, int]) -> str:
 def _rollout(config: PPOConfig, plan: PlacementPlan) -> Table:
     rollout, resharding = config.rollout, config.resharding
     table = _table("Rollout", "quantity", "value", "from")
-    mode = f", {rollout.sglang.mode.value} mode" if rollout.engine is RolloutEngineKind.sglang else ""
-    table.add_row("engine", f"{rollout.engine.value}{mode}", "rollout.engine")
+    table.add_row("engine", rollout.engine.value, "rollout.engine")
+    if (settings := rollout.settings_of(rollout.engine)) is not None:
+        shown = yaml.safe_dump(plain_values(settings), default_flow_style=True, width=1000).strip()
+        table.add_row("its settings", shown, f"rollout.{rollout.engine.needs.section}")
     replicas = f"{rollout.num_replicas} x {rollout.tensor_parallel_size} devices"
     table.add_row("replicas", replicas, _whose_devices(plan))
     table.add_row("sequences at a time", f"{rollout.num_replicas * rollout.max_concurrency:,}", f"{rollout.max_concurrency:,} per replica")

@@ -14,7 +14,7 @@ import psutil
 
 from megarl.config.derive import checkpoint_path, samples_per_step
 from megarl.config.roles import REWARD_MODEL
-from megarl.config.schema import PPOConfig, RolloutEngineKind, SFTConfig
+from megarl.config.schema import PPOConfig, SFTConfig
 
 RunConfig = PPOConfig | SFTConfig
 _ROLLOUT = "rollout"
@@ -93,9 +93,9 @@ def _device_memory(cause: Cause, config: RunConfig | None) -> list[str]:
 
 def _engine_memory(config: PPOConfig) -> list[str]:
     lines = [f"sequences at a time: {_now(config, 'rollout.max_concurrency')}; try half"]
-    if config.rollout.engine is RolloutEngineKind.sglang:
-        fraction = _now(config, "rollout.sglang.server_args.mem_fraction_static") or "it is SGLang's default"
-        lines.append(f"the engine's share of the device, rollout.sglang.server_args.mem_fraction_static: {fraction}; try 0.1 less")
+    if (share_key := config.rollout.engine.needs.memory_key) is not None:
+        share = _now(config, share_key) or "it is the engine's default"
+        lines.append(f"the engine's share of the device, {share_key}: {share}; try 0.1 less")
     lines.append(f"more devices a replica: {_now(config, 'rollout.tensor_parallel_size')}")
     lines.append(f"weights on their way: {_now(config, 'resharding.bucket_mb')}")
     return [*lines, f"who shares its devices: {_now(config, 'placement.strategy')}"]

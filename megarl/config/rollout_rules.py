@@ -40,23 +40,22 @@ def sampling(config: PPOConfig) -> Violations:
 def whole_model(config: PPOConfig) -> Violations:
     """Engines that cannot cut a model."""
     rollout = config.rollout
-    if rollout.engine is RolloutEngineKind.hf and rollout.tensor_parallel_size != 1:
+    if not rollout.engine.needs.cuts_models and rollout.tensor_parallel_size != 1:
+        others = " or ".join(engine.name for engine in RolloutEngineKind if engine.needs.cuts_models)
         yield Violation(
             (_TP, "rollout.engine"),
-            f"the engine 'hf' holds a whole model per replica, so tensor_parallel_size {rollout.tensor_parallel_size} must be 1; "
-            "for more throughput raise rollout.num_replicas, or use rollout.engine=sglang",
+            f"the engine {rollout.engine.name!r} holds a whole model per replica, so tensor_parallel_size {rollout.tensor_parallel_size} "
+            f"must be 1; for more throughput raise rollout.num_replicas, or use rollout.engine={others}",
         )
 
 
 def engine_memory(config: PPOConfig) -> Violations:
-    """SGLang's share of a device, which the memory plan reckons with."""
-    fraction = config.rollout.sglang.server_args.get("mem_fraction_static")
-    if fraction is None or (isinstance(fraction, int | float) and 0 < fraction < 1):
-        return
-    yield Violation(
-        ("rollout.sglang.server_args.mem_fraction_static",),
-        f"is {fraction!r}, but must be above 0 and below 1: the share of a device for weights and cache, as 0.8",
-    )
+    """An engine's share of a device, which the memory plan reckons with."""
+    for engine in RolloutEngineKind:
+        key, share = engine.needs.memory_key, config.rollout.memory_share_of(engine)
+        if key is None or share is None or (isinstance(share, int | float) and 0 < share < 1):
+            continue
+        yield Violation((key,), f"is {share!r}, but must be above 0 and below 1: the share of a device for weights and cache, as 0.8")
 
 
 def shared_devices(config: PPOConfig) -> Violations:
@@ -75,9 +74,9 @@ def shared_devices(config: PPOConfig) -> Violations:
 
 
 def engine_fits_model(config: PPOConfig, policy: Architecture) -> Violations:
-    """How SGLang cuts a model: query heads and the MLP evenly; a key-value head is on one rank, or whole on several."""
+    """How an engine cuts a model: query heads and the MLP evenly; a key-value head is on one rank, or whole on several."""
     tensor, path = config.rollout.tensor_parallel_size, config.model.path
-    if config.rollout.engine is not RolloutEngineKind.sglang:
+    if not config.rollout.engine.needs.cuts_models:
         return
     for field in ("num_attention_heads", "intermediate_size"):
         size = getattr(policy, field)

@@ -14,12 +14,11 @@ from megarl.config.errors import ConfigError
 from megarl.config.nearest import either, nearest_divisors, nearest_multiples
 from megarl.config.ranges import leaves, range_of
 from megarl.config.roles import REWARD_MODEL, ModelRole, model_roles, needs_reference
-from megarl.config.schema import OptimConfig, PPOConfig, SFTConfig
+from megarl.config.schema import LoggerKind, OptimConfig, PPOConfig, SFTConfig
 from megarl.config.violation import Violation, Violations
 
 RunConfig = PPOConfig | SFTConfig
 # tracking's, each with the package that it needs; kept here too because tracking imports torch. A service's module has its logger's name.
-LOGGERS = {"console": None, "jsonl": None, "tensorboard": None, "wandb": "wandb", "mlflow": "mlflow-skinny", "swanlab": "swanlab"}
 
 
 def validate(config: RunConfig) -> list[Violation]:
@@ -94,19 +93,17 @@ def _files(config: RunConfig) -> Violations:
             yield Violation((key,), f"{folder!r} holds no *.safetensors; save the model with save_pretrained(..., safe_serialization=True)")
 
 
-def logger_problem(name: str) -> str | None:
-    """Why this name cannot be in `tracking.loggers`."""
-    if name not in LOGGERS:
-        return f"{name!r} is not a logger; there are {', '.join(LOGGERS)}"
-    package = LOGGERS[name]
-    if package is not None and importlib.util.find_spec(name) is None:
-        return f"{name!r} needs a package that is not installed: pip install {package}"
+def logger_problem(logger: LoggerKind) -> str | None:
+    """Why it cannot be in `tracking.loggers` here."""
+    package = logger.needs.package
+    if package is not None and importlib.util.find_spec(logger.value) is None:
+        return f"{logger.value!r} needs a package that is not installed: pip install {package}"
     return None
 
 
 def _tracking(config: RunConfig) -> Violations:
-    for name in config.tracking.loggers:
-        if problem := logger_problem(name):
+    for logger in config.tracking.loggers:
+        if problem := logger_problem(logger):
             yield Violation(("tracking.loggers",), problem)
     if config.trainer.validate_every_steps > 0 and not config.data.val_files:
         yield Violation(

@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
-from megarl.config.schema import PPOConfig, SFTConfig
+from megarl.config.schema import PPOConfig, RolloutConfig, RolloutEngineKind, SFTConfig
 from megarl.config.validate import read_architectures, validate
 from megarl.config.violation import Violation
 from megarl.placement.memory import budget_problems, plan_memory, refuses
@@ -36,22 +36,27 @@ def load_checked(schema: type[RunConfig], path: str, overrides: Sequence[str] = 
                 problems += budget_problems(config, plan_memory(config, plan, read_architectures(config)[0]))
         except ConfigError as error:
             problems += error.problems
-    if isinstance(config, PPOConfig) and config.rollout.sglang.server_args:
-        problems += _server_args_problems(config)
+    if isinstance(config, PPOConfig):
+        problems += _server_args_problems(config.rollout)
     if problems:
         raise ConfigError(path, problems)
     return config
 
 
-def _server_args_problems(config: PPOConfig) -> Sequence[str]:
-    # Here, because asking SGLang takes seconds and torch; nobody else shall wait for it.
-    from megarl.rollout.sglang.server_args import refuse_unknown_server_args
+def _server_args_problems(rollout: RolloutConfig) -> list[str]:
+    problems: list[str] = []
+    for engine in RolloutEngineKind:
+        settings = rollout.settings_of(engine)
+        if settings is None or not settings.server_args:
+            continue
+        # Here, because asking an engine's library takes seconds and torch; nobody else shall wait for it.
+        from megarl.workers.engines import SERVER_ARGS_CHECKS
 
-    try:
-        refuse_unknown_server_args(config.rollout.sglang.server_args)
-    except ConfigError as error:
-        return error.problems
-    return ()
+        try:
+            SERVER_ARGS_CHECKS[engine](settings.server_args)
+        except ConfigError as error:
+            problems += error.problems
+    return problems
 
 
 def _is_about_placement(violation: Violation) -> bool:

@@ -12,12 +12,13 @@ from packaging.specifiers import SpecifierSet
 
 from megarl import __version__
 from megarl.config.schema import PPOConfig, RolloutEngineKind
-from megarl.config.versions import COUPLED, CUDA, PYTHON, REQUIRED, SGLANG
+from megarl.config.versions import COUPLED, CUDA, PYTHON, REQUIRED
 from megarl.doctor.check_result import CheckResult, doubtful, good, wrong
 from megarl.doctor.examined_run import ExaminedRun
 
 CHECK = "versions"
-_SHOWN = ("torch", "megatron-core", "transformers", "ray", "sglang")
+_OF_ENGINES = tuple(name for engine in RolloutEngineKind for name in engine.needs.packages)
+_SHOWN = ("torch", "megatron-core", "transformers", "ray", *_OF_ENGINES)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +31,8 @@ class Installed:
 
 
 def probe() -> Installed:
-    names = [*REQUIRED, *SGLANG, *(Requirement(name).name for name in CUDA), *(name for coupled in COUPLED.values() for name in coupled)]
+    coupled = [name for names in COUPLED.values() for name in names]
+    names = [*REQUIRED, *_OF_ENGINES, *(Requirement(name).name for name in CUDA), *coupled]
     versions = {name: _version(name) for name in names}
     return Installed(
         python=platform.python_version(),
@@ -51,8 +53,9 @@ def _wants(name: str, others: tuple[str, ...]) -> dict[str, str]:
     return {each.name: str(each.specifier) for each in required if each.name in others and (each.marker is None or each.marker.evaluate())}
 
 
-def judge(installed: Installed, *, needs_sglang: bool) -> Iterator[CheckResult]:
-    faults = list(_faults(installed, needs_sglang))
+def judge(installed: Installed, of_engine: Mapping[str, str]) -> Iterator[CheckResult]:
+    """of_engine: what the run's rollout engine needs beside what every run needs, with its versions."""
+    faults = list(_faults(installed, of_engine))
     yield from faults
     if not faults:
         shown = ", ".join(f"{name} {installed.versions[name]}" for name in _SHOWN if installed.versions.get(name))
@@ -60,12 +63,11 @@ def judge(installed: Installed, *, needs_sglang: bool) -> Iterator[CheckResult]:
         yield good(CHECK, message, python=installed.python, versions=dict(installed.versions))
 
 
-def _faults(installed: Installed, needs_sglang: bool) -> Iterator[CheckResult]:
+def _faults(installed: Installed, of_engine: Mapping[str, str]) -> Iterator[CheckResult]:
     if not _within(installed.python, PYTHON):
         remedy = "make the virtual environment with another Python, as 3.11"
         yield wrong(CHECK, f"Python {installed.python} is not {PYTHON}", remedy, python=installed.python)
-    tables = {**REQUIRED, **(SGLANG if needs_sglang else {})}
-    for name, versions in tables.items():
+    for name, versions in {**REQUIRED, **of_engine}.items():
         found = installed.versions.get(name)
         if found is None:
             yield wrong(CHECK, f"{name} is not installed", f"pip install '{name}{versions}'", name=name)
@@ -92,5 +94,4 @@ def _within(version: str, versions: str) -> bool:
 
 def check(subject: ExaminedRun) -> Iterator[CheckResult]:
     config = subject.config
-    needs_sglang = isinstance(config, PPOConfig) and config.rollout.engine is RolloutEngineKind.sglang
-    return judge(probe(), needs_sglang=needs_sglang)
+    return judge(probe(), config.rollout.engine.needs.packages if isinstance(config, PPOConfig) else {})

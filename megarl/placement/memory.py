@@ -15,7 +15,7 @@ from math import ceil
 from megarl.config.architecture import Architecture
 from megarl.config.derive import max_row_tokens, num_parameters, samples_per_step
 from megarl.config.roles import ModelRole, model_roles
-from megarl.config.schema import Device, DType, OverBudget, ParallelConfig, PPOConfig, Recompute, RolloutEngineKind, SFTConfig
+from megarl.config.schema import Device, DType, OverBudget, ParallelConfig, PPOConfig, Recompute, SFTConfig
 from megarl.placement.dataflow import ENGINE, GRADIENTS, OPTIMIZER, PARAMETERS, Item, Phase
 from megarl.placement.offload_plan import OffloadPlan
 from megarl.placement.placement_plan import PlacementPlan
@@ -114,7 +114,7 @@ def _share_problems(config: PPOConfig, devices: list[DeviceMemory]) -> list[str]
     engine = next(usages["rollout"] for device in devices for usages in device.phases.values() if usages.get("rollout", Usage()).total)
     if share is None or (needed := engine.parameters + engine.kv_cache) <= share:
         return []
-    key, fraction = "rollout.sglang.server_args.mem_fraction_static", config.rollout.sglang.server_args["mem_fraction_static"]
+    key, fraction = config.rollout.engine.needs.memory_key, config.rollout.memory_share_of(config.rollout.engine)
     assert limit_gb is not None
     return [
         f"{key}: {fraction} of placement.device_memory_gb {limit_gb:g} is {share / 2**30:,.2f} GiB, but the weights take "
@@ -162,7 +162,7 @@ class _Sizes:
         return int(self._config.resharding.bucket_mb * 2**20)
 
     def _engine(self, phase: Phase, works: bool) -> Usage:
-        """Weights, and a cache: of the share of the device that SGLang takes, or for as many sequences as it writes at a time."""
+        """Weights, and a cache: of the share of the device that the engine takes, or for as many sequences as it writes at a time."""
         config, policy = self._config, self._architectures["actor"]
         assert isinstance(config, PPOConfig)
         weights = engine_weights(config, policy)
@@ -244,11 +244,10 @@ def row_cache(config: PPOConfig, policy: Architecture) -> int:
 
 
 def engine_share(config: PPOConfig) -> int | None:
-    """Bytes that SGLang takes of a GPU for weights and cache, whatever it needs; None where nobody says so."""
-    fraction = config.rollout.sglang.server_args.get("mem_fraction_static")
-    limit_gb = config.placement.device_memory_gb
-    is_sglang = config.rollout.engine is RolloutEngineKind.sglang and config.device is not Device.cpu
-    return int(fraction * limit_gb * 2**30) if is_sglang and fraction is not None and limit_gb is not None else None
+    """Bytes that the engine takes of a GPU for weights and cache, whatever it needs; None where nobody says so."""
+    share, limit_gb = config.rollout.memory_share_of(config.rollout.engine), config.placement.device_memory_gb
+    on_gpu = config.device is not Device.cpu
+    return int(share * limit_gb * 2**30) if on_gpu and share is not None and limit_gb is not None else None
 
 
 def model_state(model: ModelRole, architecture: Architecture, dtype: DType, stage: int) -> Usage:

@@ -14,7 +14,6 @@ from megarl.config.schema import (
     Device,
     PPOConfig,
     RewardModelConfig,
-    RolloutEngineKind,
     SFTConfig,
 )
 from megarl.controller.group import RayWorkerGroup, RoleGroup
@@ -273,11 +272,9 @@ def _start_replicas(config: PPOConfig, device: Device, places: Sequence[ReplicaP
 
 def _rollout_limits(config: PPOConfig) -> RolloutLimits:
     rollout, limit_s = config.rollout, config.trainer.phase_time_limit_s
-    # The reference engine answers when its batch is done, however long that takes; SGLang answers every few seconds.
-    answers_meanwhile = rollout.engine is RolloutEngineKind.sglang
     return RolloutLimits(
         max_concurrency=rollout.max_concurrency,
-        answer_limit_s=rollout.health_limit_s + _ANSWER_GRACE_S if answers_meanwhile else limit_s,
+        answer_limit_s=rollout.health_limit_s + _ANSWER_GRACE_S if rollout.engine.needs.answers_meanwhile else limit_s,
         sample_limit_s=limit_s,
     )
 

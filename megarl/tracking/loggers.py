@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from torch.utils.tensorboard import SummaryWriter
 
+from megarl.config.schema import LoggerKind
 from megarl.config.validate import logger_problem
 from megarl.tracking.background import BackgroundLogger
 from megarl.tracking.tracked_run import TrackedRun
@@ -104,13 +105,13 @@ def _swanlab(run: TrackedRun) -> Logger:
 
 
 # The packages of services are imported when a run names them.
-LOGGERS: dict[str, Callable[[TrackedRun], Logger]] = {
-    "console": ConsoleLogger,
-    "jsonl": JsonlLogger,
-    "tensorboard": TensorBoardLogger,
-    "wandb": _wandb,
-    "mlflow": _mlflow,
-    "swanlab": _swanlab,
+LOGGERS: dict[LoggerKind, Callable[[TrackedRun], Logger]] = {
+    LoggerKind.console: ConsoleLogger,
+    LoggerKind.jsonl: JsonlLogger,
+    LoggerKind.tensorboard: TensorBoardLogger,
+    LoggerKind.wandb: _wandb,
+    LoggerKind.mlflow: _mlflow,
+    LoggerKind.swanlab: _swanlab,
 }
 
 
@@ -119,14 +120,15 @@ class Tracker:
     whose package is not installed."""
 
     def __init__(self, names: Sequence[str], run: TrackedRun) -> None:
-        if problems := [problem for name in names if (problem := logger_problem(name))]:
+        kinds = [LoggerKind(name) for name in names]
+        if problems := [problem for kind in kinds if (problem := logger_problem(kind))]:
             raise ValueError(f"tracking.loggers: {'; '.join(problems)}")
         run.output_dir.mkdir(parents=True, exist_ok=True)
         self._output_dir = run.output_dir
         self._loggers: dict[str, Logger] = {}
         self._failed: set[str] = set()
-        for name in names:
-            self._guarded(name, lambda name=name: self._loggers.update({name: LOGGERS[name](run)}))  # type: ignore[misc]
+        for kind in kinds:
+            self._guarded(kind.value, lambda kind=kind: self._loggers.update({kind.value: LOGGERS[kind](run)}))  # type: ignore[misc]
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         for name, logger in self._loggers.items():

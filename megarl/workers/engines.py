@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,7 +26,7 @@ class RolloutEngineSpec:
 
 
 def build_engine(spec: RolloutEngineSpec) -> RolloutEngine:
-    return _sglang_engine(spec) if spec.rollout.engine is RolloutEngineKind.sglang else _hf_engine(spec)
+    return ENGINES[spec.rollout.engine](spec)
 
 
 def _hf_engine(spec: RolloutEngineSpec) -> RolloutEngine:
@@ -63,6 +64,22 @@ def _sglang_engine(spec: RolloutEngineSpec) -> RolloutEngine:
             health_limit_s=rollout.health_limit_s,
         )
     )
+
+
+def _refuse_unknown_sglang_args(names: Collection[str]) -> None:
+    from megarl.rollout.sglang.server_args import refuse_unknown_server_args
+
+    refuse_unknown_server_args(names)
+
+
+ENGINES: dict[RolloutEngineKind, Callable[[RolloutEngineSpec], RolloutEngine]] = {
+    RolloutEngineKind.hf: _hf_engine,
+    RolloutEngineKind.sglang: _sglang_engine,
+}
+# Of those that have a section: raises ConfigError for names in its `server_args` that the engine's library does not know.
+SERVER_ARGS_CHECKS: dict[RolloutEngineKind, Callable[[Collection[str]], None]] = {
+    RolloutEngineKind.sglang: _refuse_unknown_sglang_args,
+}
 
 
 def _torch_device(device: Device) -> torch.device:

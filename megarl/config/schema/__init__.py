@@ -11,7 +11,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from megarl.config.kinds.advantage_estimators import AdvantageEstimator
+from megarl.config.kinds.loggers import LoggerKind
 from megarl.config.kinds.policy_losses import Aggregation, PolicyLossKind
+from megarl.config.kinds.rollout_engines import RolloutEngineKind
 from megarl.config.schema.algorithm import (
     AdvantageConfig,
     AlgorithmConfig,
@@ -53,7 +55,6 @@ from megarl.config.schema.reward import OverlongConversation, RewardConfig, Rewa
 from megarl.config.schema.rollout import (
     ReshardingConfig,
     RolloutConfig,
-    RolloutEngineKind,
     SamplingConfig,
     SGLangConfig,
     SGLangMode,

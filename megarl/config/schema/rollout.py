@@ -6,10 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-
-class RolloutEngineKind(str, Enum):
-    hf = "hf"  # transformers in the worker's process: for tests and tiny models
-    sglang = "sglang"  # for everything else
+from megarl.config.kinds.rollout_engines import RolloutEngineKind
 
 
 class SGLangMode(str, Enum):
@@ -65,6 +62,15 @@ class RolloutConfig:
     def training(self) -> SamplingConfig:
         """How training samples are drawn."""
         return SamplingConfig(n=self.n, temperature=self.temperature, top_p=self.top_p, top_k=self.top_k)
+
+    def settings_of(self, engine: RolloutEngineKind) -> SGLangConfig | None:
+        """The section of an engine, where it has one."""
+        return None if engine.needs.section is None else getattr(self, engine.needs.section)
+
+    def memory_share_of(self, engine: RolloutEngineKind) -> Any:
+        """Of a GPU, that an engine takes for weights and cache, whatever it needs; None where nobody says so."""
+        settings, argument = self.settings_of(engine), engine.needs.memory_arg
+        return None if settings is None or argument is None else settings.server_args.get(argument)
 
 
 @dataclass(frozen=True, kw_only=True)

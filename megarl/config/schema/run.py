@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
+from megarl.config.kinds.loggers import LoggerKind
+
 
 class Device(str, Enum):
     auto = "auto"  # cuda where the cluster has GPUs
@@ -56,7 +58,8 @@ class SFTTrainerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TrackingConfig:
-    loggers: list[str] = field(default_factory=lambda: ["console", "jsonl", "tensorboard"])  # and wandb, mlflow, swanlab
+    # where the metrics of a run go; see the page on loggers
+    loggers: list[LoggerKind] = field(default_factory=lambda: [LoggerKind.console, LoggerKind.jsonl, LoggerKind.tensorboard])
     project: str = "megarl"  # of the run in wandb and swanlab; the experiment in mlflow
     run_name: str | None = None  # there; None: the name of `trainer.output_dir`
     log_generations: int = 8  # samples written per validation

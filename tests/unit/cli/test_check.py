@@ -117,7 +117,8 @@ def test_engines_on_the_devices_of_the_actor(ppo: str, capsys: pytest.CaptureFix
     assert main(["check", ppo, *overrides]) == 0
     out = capsys.readouterr().out
     rows = [" ".join(line.replace("│", " ").split()) for line in out.splitlines()]
-    assert "engine sglang, engine mode rollout.engine" in rows
+    assert "engine sglang rollout.engine" in rows
+    assert "its settings {deterministic: false, mode: engine, server_args: {}} rollout.sglang" in rows
     assert "replicas 2 x 2 devices devices shared with actor, reference" in rows
     assert "weights by colocated resharding.transport=auto" in rows
     assert "actor rollout 1 rollout 0 2, 3" in rows
@@ -177,7 +178,7 @@ def test_a_way_for_the_weights_that_does_not_exist(ppo: str, capsys: pytest.Capt
 
 def test_schema_rules_and_placement_are_listed_together(ppo: str) -> None:
     with pytest.raises(ConfigError, match="3 problems"):
-        load_checked(PPOConfig, ppo, ["rollout.top_k=5", "tracking.loggers=[x]", "placement.devices_per_node=2"])
+        load_checked(PPOConfig, ppo, ["rollout.top_k=5", "tracking.loggers=[swanlab]", "placement.devices_per_node=2"])
     with pytest.raises(ConfigError, match="1 problem\n"):  # no placement can be counted with this
         load_checked(PPOConfig, ppo, ["placement.num_nodes=0"])
 

@@ -120,10 +120,12 @@ def test_every_problem_is_listed_with_its_source(tmp_path: Path) -> None:
         f"algorithm.policy_loss.clip_dual: is 'x', but must be a number or null [{path}]",
         "trainer.total_step: unknown key; did you mean trainer.total_steps? [command line]",
         "device: is 'tpu', but must be one of auto, cpu, cuda [command line]",
+        "tracking.loggers: is ['console', 'papyrus'], but must be a list, each item one of console, jsonl, tensorboard, wandb, mlflow, "
+        "swanlab [command line]",
         "model.path: is missing; give it in the file or as model.path=...",
         "reward.functions[0].path: is missing; give it in the file or as reward.functions[0].path=...",
     ]
-    assert sorted(problems_of(path, "trainer.total_step=4", "device=tpu")) == sorted(expected)
+    assert sorted(problems_of(path, "trainer.total_step=4", "device=tpu", "tracking.loggers=[console,papyrus]")) == sorted(expected)
 
 
 def test_ppo_keys_are_unknown_to_sft(minimal: str) -> None:

@@ -23,6 +23,7 @@ from megarl.config.schema import (
     PPOConfig,
     RewardFunctionConfig,
 )
+from megarl.config.versions import SGLANG
 from megarl.controller.inspection import ClusterReport, Limits, NodeReport, Software, here, inspect_cluster
 from megarl.controller.resource_pool import NodeResources, ResourcePoolManager
 from megarl.doctor import devices, inputs, machine, network, software, storage
@@ -47,12 +48,12 @@ def only(results: object) -> CheckResult:
 
 
 def test_a_library_of_a_wrong_version_is_named_with_the_command_that_mends_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert only(software.judge(software.probe(), needs_sglang=True)).status is Status.ok
+    assert only(software.judge(software.probe(), SGLANG)).status is Status.ok
     info = tmp_path / "ray-1.13.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: ray\nVersion: 1.13.0\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    fault = only(software.judge(software.probe(), needs_sglang=True))
+    fault = only(software.judge(software.probe(), SGLANG))
     assert fault.status is Status.error
     assert fault.message.startswith("ray 1.13.0 is outside >=2.60,<3")
     assert "pip install 'ray>=2.60,<3'" in (fault.remedy or "")
@@ -63,13 +64,13 @@ def test_libraries_that_are_built_for_each_other() -> None:
     other_torch = software.Installed(
         python="3.11.7", versions={**found.versions, "torch": "2.14.0"}, wants={"sglang": {"torch": "==2.13.0"}}
     )
-    fault = only(software.judge(other_torch, needs_sglang=True))
+    fault = only(software.judge(other_torch, SGLANG))
     assert "is built for torch==2.13.0, but torch 2.14.0 is installed" in fault.message
     absent = software.Installed(python="3.10.1", versions={**found.versions, "sglang": None})
-    python, sglang = software.judge(absent, needs_sglang=True)
+    python, sglang = software.judge(absent, SGLANG)
     assert python.message == "Python 3.10.1 is not >=3.11"
     assert sglang.message == "sglang is not installed"
-    assert not [each for each in software.judge(absent, needs_sglang=False) if "sglang" in each.message]
+    assert not [each for each in software.judge(absent, {}) if "sglang" in each.message]
 
 
 # GPUs

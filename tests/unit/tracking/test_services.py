@@ -17,7 +17,7 @@ import pytest
 from mlflow import MlflowClient
 
 from megarl.config.load import dump_config
-from megarl.config.schema import PPOConfig
+from megarl.config.schema import LoggerKind, PPOConfig
 from megarl.tracking import background
 from megarl.tracking.background import BackgroundLogger, ServiceError
 from megarl.tracking.loggers import LOGGERS, Tracker
@@ -149,7 +149,7 @@ def test_an_error_of_a_call_is_said_once_and_the_others_go_on(
 ) -> None:
     service = Blocked()
     service.go_on.set()
-    monkeypatch.setitem(LOGGERS, "wandb", lambda run: BackgroundLogger(lambda: service))
+    monkeypatch.setitem(LOGGERS, LoggerKind.wandb, lambda run: BackgroundLogger(lambda: service))
     tracker = Tracker(["wandb"], TrackedRun(output_dir=tmp_path))
     with caplog.at_level(logging.WARNING):
         for step in (1, 2, 3):

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from megarl.config.errors import ConfigError
+from megarl.config.schema import RolloutEngineKind
 from megarl.rollout.sglang.server_args import build_server_args, context_length, refuse_unknown_server_args, vocab_size
 from megarl.rollout.sglang.spec import SGLangSpec
 
@@ -64,7 +65,7 @@ def test_arguments_that_megarl_sets_are_refused(tmp_path: Path) -> None:
 
 def test_unknown_arguments_are_refused_with_what_was_meant() -> None:
     refuse_unknown_server_args({})
-    refuse_unknown_server_args({"schedule_policy": "lpm", "chunked_prefill_size": 64})
+    refuse_unknown_server_args({"schedule_policy": "lpm", "chunked_prefill_size": 64, RolloutEngineKind.sglang.needs.memory_arg: 0.8})
     with pytest.raises(ConfigError, match="did you mean schedule_policy") as error:
         refuse_unknown_server_args({"schedule_polisy": "lpm", "qqqqqqqq": 1, "chunked_prefill_size": 64})
     assert len(error.value.problems) == 2
