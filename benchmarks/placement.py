@@ -57,6 +57,7 @@ from megarl.placement.plan import plan_placement
 from megarl.roles.rollout import TokenRules
 from megarl.roles.start import Architectures, PPORoles, start_ppo
 from megarl.tracking.timeline import Span
+from megarl.trainers.monitor import PHASES
 from megarl.trainers.ppo import AdvantageStep
 from tests.integration.tiny_run import SYMBOLS, save_inputs
 from tests.unit.placement.test_plan import large_cluster
@@ -171,7 +172,7 @@ def duration(spans: Sequence[Span]) -> float:
 def overlap(spans: Sequence[Span]) -> float:
     """Of the two updates, as a share of the shorter one."""
     (critic_start_s, critic_end_s), (actor_start_s, actor_end_s) = (
-        extent([span for span in spans if span.name == name]) for name in UPDATES
+        extent([span for span in spans if PHASES.get((span.role, span.name)) == name]) for name in UPDATES
     )
     both_s = min(critic_end_s, actor_end_s) - max(critic_start_s, actor_start_s)
     return max(0.0, both_s) / min(critic_end_s - critic_start_s, actor_end_s - actor_start_s)

@@ -35,6 +35,8 @@ HOMES = {
     "swanlab": "megarl.tracking",
 }
 WITHOUT_TORCH = ("megarl.config", "megarl.placement")
+# Roles make the losses on the driver; to what runs in a worker's process they come with the rows, so that it knows no algorithm.
+LOSSES, WITHOUT_LOSSES = "megarl.algorithms.losses", ("engine", "workers")
 
 
 def imported_modules(source: str, module: str, is_package: bool) -> Iterator[tuple[int, str]]:
@@ -65,6 +67,8 @@ def breaches(source: str, module: str, is_package: bool = False) -> list[str]:
             found.append(f"{module}:{line} imports {imported}: only {HOMES[top]} may import {top}")
         if top == "torch" and any(within(module, package) for package in WITHOUT_TORCH):
             found.append(f"{module}:{line} imports {imported}: {own} must not import torch")
+        if within(imported, LOSSES) and own in WITHOUT_LOSSES:
+            found.append(f"{module}:{line} imports {imported}: {own} gets its losses from the driver")
     return found
 
 
@@ -98,6 +102,7 @@ def test_every_package_has_a_layer() -> None:
         ("megarl.engine_room.layers", "import transformer_engine.pytorch as te", "a name that only begins like the home"),
         ("megarl.trainers.ppo", "def f():\n    import wandb", "wandb outside tracking"),
         ("megarl.placement.plan", "import torch.distributed", "torch in placement"),
+        ("megarl.workers.policy", "from megarl.algorithms.losses import ActorLoss", "a loss in a worker"),
     ],
 )
 def test_a_planted_breach_is_caught(module: str, source: str, named: str) -> None:

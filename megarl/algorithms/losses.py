@@ -1,9 +1,12 @@
-"""The losses that a worker injects into an engine: one micro-batch's outputs and rows in, its share of the loss out.
+"""The losses that a role gives to its workers: one micro-batch's outputs and rows in, its share of the loss out.
 
-An engine calls `loss(outputs, rows)` for every micro-batch and adds what comes back, over micro-batches and data-parallel
-ranks; nothing is averaged, and of a metric whose name ends in `_max` or `_min` the extreme is taken. Both the loss and the
-other metrics are already divided by counts of the whole mini-batch, so the sums are its loss and means. The objects are frozen
-and can be pickled.
+The role makes the loss of a mini-batch on the driver, and it travels with the rows: workers and engines know no algorithm. An engine
+calls `loss(outputs, rows)` for every micro-batch and adds what comes back, over micro-batches and data-parallel ranks; nothing is
+averaged, and of a metric whose name ends in `_max` or `_min` the extreme is taken. Both the loss and the other metrics are already
+divided by counts of the whole mini-batch, so the sums are its loss and means.
+
+The objects are frozen and can be pickled, in one or two kilobytes. `name`: of what is trained, before the `/` of metrics. `extras`: the
+outputs that the loss reads beside log-probs or values.
 
 Shapes: b rows of the micro-batch, R padded response tokens. `rows` holds the batch's (b, R) tensors by their batch keys.
 """
@@ -12,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -74,12 +77,17 @@ class ActorLoss:
     the KL term before its coefficient, aggregated as configured.
     """
 
+    name: ClassVar[str] = "actor"
     algorithm: AlgorithmConfig
     counts: MiniBatchCounts
 
     @property
-    def needs_entropy(self) -> bool:
-        """Whether the loss, and not only a metric, wants `outputs["entropy"]` with its gradient."""
+    def extras(self) -> tuple[Literal["entropy"], ...]:
+        """The entropy, with its gradient, where the loss and not only a metric wants it."""
+        return ("entropy",) if self._needs_entropy else ()
+
+    @property
+    def _needs_entropy(self) -> bool:
         return self.algorithm.entropy_coefficient != 0.0
 
     def __call__(self, outputs: Mapping[str, Tensor], rows: Mapping[str, Tensor]) -> LossShare:
@@ -95,7 +103,7 @@ class ActorLoss:
         metrics = {"actor/pg_loss": loss.detach()} | self._policy_metrics(inputs, policy)
         if "entropy" in outputs:
             metrics["actor/entropy"] = self.counts.token_mean(outputs["entropy"], mask)
-        if self.needs_entropy:
+        if self._needs_entropy:
             loss = loss - self.algorithm.entropy_coefficient * self._aggregate(outputs["entropy"], mask)
         if self.algorithm.kl.where == KLWhere.loss:
             kl = kl_per_token(outputs["log_probs"], rows["ref_log_prob"], mask, self.algorithm.kl.estimator)
@@ -130,6 +138,8 @@ class CriticLoss:
     `critic/vpred_mean`: mean new value over tokens.
     """
 
+    name: ClassVar[str] = "critic"
+    extras: ClassVar[tuple[()]] = ()
     value_loss: ValueLossConfig
     counts: MiniBatchCounts
 
@@ -149,6 +159,8 @@ class CriticLoss:
 class SFTLoss:
     """Negative log-likelihood, a mean over the trained tokens. Reads outputs `log_probs`; rows `response_mask`. Metric: `sft/loss`."""
 
+    name: ClassVar[str] = "sft"
+    extras: ClassVar[tuple[()]] = ()
     counts: MiniBatchCounts
 
     def __call__(self, outputs: Mapping[str, Tensor], rows: Mapping[str, Tensor]) -> LossShare:

@@ -3,26 +3,39 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from megarl.algorithms.losses import MiniBatchCounts
+from megarl.algorithms.losses import ActorLoss, CriticLoss, MiniBatchCounts, SFTLoss
 from megarl.batch.data_proto import DataProto
 from megarl.batch.reductions import add_up, combined, is_extreme
-from megarl.config.schema import AlgorithmConfig, MicroBatchConfig, ParallelConfig
+from megarl.config.roles import needs_sum_pi_squared
+from megarl.config.schema import AlgorithmConfig, MicroBatchConfig, ParallelConfig, ValueLossConfig
 from megarl.controller.futures import DerivedFuture, WorkerFuture
 from megarl.controller.group import RoleGroup
+from megarl.controller.register import RemoteMethod
 from megarl.data.packing import BatchPlan, plan_micro_batches
 from megarl.roles.offload_schedule import OffloadSchedule
 from megarl.roles.ratio_gate import FirstRatioGate
 from megarl.roles.update_inputs import MODEL_KEYS, actor_rows
 from megarl.roles.weight_sync import WeightSource
-from megarl.workers.megatron import MICRO_BATCHES
+from megarl.workers.critic import CriticWorker
+from megarl.workers.megatron import MICRO_BATCHES, Loss
+from megarl.workers.policy import ActorWorker, PolicyWorker
+
+if TYPE_CHECKING:
+    from megarl.engine.vocab_parallel import Extra
+
+UpdateMethod = RemoteMethod[[DataProto, Loss], dict[str, float], [Sequence[DataProto], Loss], WorkerFuture[list[dict[str, float]]]]
+# What the engine calls the scores of a policy -> batch keys; other extras keep their name.
+_OF_ACTOR = {"log_probs": "old_log_probs", "entropy": "entropys"}
+_OF_REFERENCE = {"log_probs": "ref_log_prob"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,15 +102,22 @@ class MegatronRole:
             parts.append(part)
         return plan, parts
 
-    def _score(self, batch: DataProto, phase: str, method: Callable[[list[DataProto]], WorkerFuture]) -> DerivedFuture:
-        """`phase`: of placement/dataflow.py."""
+    def _score(
+        self,
+        batch: DataProto,
+        phase: str,
+        call: Callable[[list[DataProto]], WorkerFuture[list[DataProto]]],
+        keys: Mapping[str, str] = MappingProxyType({}),
+    ) -> DerivedFuture:
+        """`phase`: of placement/dataflow.py. keys: what a score of the workers is called in the batch, where it has another name."""
         moves = self._schedule.before(phase)
         plan, parts = self._split(batch, MODEL_KEYS)
 
         def restore(results: list[Any]) -> DataProto:
-            return DataProto.concat(results[0]).select_idxs(plan.restore_order())
+            scores = DataProto.concat(results[0]).select_idxs(plan.restore_order())
+            return scores.rename(list(keys), list(keys.values()))
 
-        future = DerivedFuture([method(parts), *moves], restore)
+        future = DerivedFuture([call(parts), *moves], restore)
         self._schedule.runs(phase, future)
         return future
 
@@ -105,10 +125,11 @@ class MegatronRole:
         self,
         mini_batches: Iterable[DataProto],
         phase: str,
-        method: Callable[[list[DataProto], MiniBatchCounts], WorkerFuture],
-        check_first: Callable[[Mapping[str, float]], None] = lambda metrics: None,
+        method: UpdateMethod,
+        loss_of: Callable[[MiniBatchCounts], Loss],
+        check_first: Callable[[Mapping[str, float]], None] | None = None,
     ) -> DerivedFuture:
-        """Queues one optimizer step per mini-batch, which has the tensors that the loss reads and no others.
+        """Queues one optimizer step per mini-batch, which has the tensors that the loss reads and no others; with it goes its loss.
 
         Metrics are summed over replicas and averaged over mini-batches; of extremes it is the extreme. `check_first`: of the metrics
         of the first mini-batch.
@@ -116,12 +137,13 @@ class MegatronRole:
         moves = self._schedule.before(phase)
         futures = []
         for mini_batch in mini_batches:
-            counts = MiniBatchCounts.of(mini_batch.tensors["response_mask"])
-            futures.append(method(self._split(mini_batch, mini_batch.tensors)[1], counts))
+            loss = loss_of(MiniBatchCounts.of(mini_batch.tensors["response_mask"]))
+            futures.append(self.group.call(method, self._split(mini_batch, mini_batch.tensors)[1], loss))
 
         def metrics(results: list[list[dict[str, float]]]) -> dict[str, float]:
             updates = [_over_replicas(replicas) for replicas in results[: len(futures)]]
-            check_first(updates[0])
+            if check_first is not None:
+                check_first(updates[0])
             return _over_updates(updates)
 
         future = DerivedFuture([*futures, *moves], metrics)
@@ -156,7 +178,7 @@ def _over_updates(updates: list[dict[str, float]]) -> dict[str, float]:
 class Reference(MegatronRole):
     def log_probs(self, batch: DataProto) -> DerivedFuture:
         """`ref_log_prob` (B, R)."""
-        return self._score(batch, "ref", self.group.ref_log_prob)
+        return self._score(batch, "ref", lambda parts: self.group.call(PolicyWorker.log_probs, parts, ()), _OF_REFERENCE)
 
 
 class Critic(MegatronRole):
@@ -166,19 +188,27 @@ class Critic(MegatronRole):
         parallel: ParallelConfig,
         micro_batch: MicroBatchConfig,
         updates: UpdatePlan,
+        value_loss: ValueLossConfig,
         schedule: OffloadSchedule | None = None,
     ) -> None:
         super().__init__(group, parallel, micro_batch, schedule)
         self._updates = updates
+        self._value_loss = value_loss
 
     def values(self, batch: DataProto) -> DerivedFuture:
         """`values` (B, R)."""
-        return self._score(batch, "values", self.group.values)
+        return self._score(batch, "values", lambda parts: self.group.call(CriticWorker.values, parts))
 
     def update(self, batch: DataProto, step: int) -> DerivedFuture:
         """Trains on `values`, `returns`; the metrics of CriticLoss, `critic/grad_norm` and `critic/lr`."""
         rows = batch.select([*MODEL_KEYS, "values", "returns"], _uid_of(batch))
-        return self._update(self._updates.mini_batches(rows, step), "update_critic", self.group.update_critic)
+        mini_batches = self._updates.mini_batches(rows, step)
+        return self._update(
+            mini_batches,
+            "update_critic",
+            CriticWorker.update,
+            lambda counts: CriticLoss(value_loss=self._value_loss, counts=counts),
+        )
 
 
 class Actor(MegatronRole):
@@ -210,24 +240,32 @@ class Actor(MegatronRole):
 
     def log_probs(self, batch: DataProto) -> DerivedFuture:
         """`old_log_probs`, `entropys` (B, R), and `sum_pi_squared` where the advantages are made of it."""
-        return self._score(batch, "old_log_prob", self.group.old_log_prob)
+        squares = self._algorithm is not None and needs_sum_pi_squared(self._algorithm)
+        extras: tuple[Extra, ...] = ("entropy", "sum_pi_squared") if squares else ("entropy",)
+        return self._score(batch, "old_log_prob", lambda parts: self.group.call(ActorWorker.log_probs, parts, extras), _OF_ACTOR)
 
     def update(self, batch: DataProto, step: int) -> DerivedFuture:
         """Trains on `advantages` and what else the algorithm asks for (actor_rows); the metrics of ActorLoss."""
-        assert self._algorithm is not None
+        algorithm = self._algorithm
+        assert algorithm is not None
         one_update = self._updates.is_one
         mini_batches = [
-            actor_rows(mini_batch, self._algorithm, one_update=one_update, seed=self._updates.seed_of(step, number))
+            actor_rows(mini_batch, algorithm, one_update=one_update, seed=self._updates.seed_of(step, number))
             for number, mini_batch in enumerate(self._updates.mini_batches(batch, step))
         ]
-        check = self._check_first_ratio
-        if check is None or one_update or self._algorithm.rollout_correction.bypass:
-            return self._update(mini_batches, "update_actor", self.group.update_actor)
-        return self._update(mini_batches, "update_actor", self.group.update_actor, check)
+        ratios_are_stored = not (one_update or algorithm.rollout_correction.bypass)
+        return self._update(
+            mini_batches,
+            "update_actor",
+            ActorWorker.update,
+            lambda counts: ActorLoss(algorithm=algorithm, counts=counts),
+            self._check_first_ratio if ratios_are_stored else None,
+        )
 
     def update_sft(self, batch: DataProto) -> DerivedFuture:
         """One optimizer step on the likelihood of all rows; `sft/loss`, `sft/grad_norm`, `sft/lr`."""
-        return self._update([batch.select(MODEL_KEYS, _uid_of(batch))], "update_actor", self.group.update_sft)
+        rows = batch.select(MODEL_KEYS, _uid_of(batch))
+        return self._update([rows], "update_actor", ActorWorker.update, lambda counts: SFTLoss(counts=counts))
 
 
 def valid_token_count(batch: DataProto) -> int:

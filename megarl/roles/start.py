@@ -35,7 +35,7 @@ from megarl.roles.weights import RolloutWeights
 from megarl.workers.critic import CriticWorker
 from megarl.workers.engines import RolloutEngineSpec, build_engine
 from megarl.workers.megatron import ModelSpec
-from megarl.workers.policy import ActorWorker, ReferenceWorker
+from megarl.workers.policy import ActorWorker, PolicyWorker
 from megarl.workers.reward import RewardWorker
 from megarl.workers.reward_model import Reading, RewardModelWorker
 
@@ -166,7 +166,9 @@ def start_ppo(config: PPOConfig, models: Architectures, rules: TokenRules, devic
             Reference(groups["reference"], config.actor.parallel, config.reference.micro_batch, schedule) if "reference" in groups else None
         ),
         critic=(
-            Critic(groups["critic"], config.critic.parallel, config.critic.micro_batch, updates, schedule) if "critic" in groups else None
+            Critic(groups["critic"], config.critic.parallel, config.critic.micro_batch, updates, config.algorithm.value_loss, schedule)
+            if "critic" in groups
+            else None
         ),
         rollout=Rollout(replicas, weights, rules, _rollout_limits(config), config.trainer.seed),
         weights=weights,
@@ -191,11 +193,11 @@ def _workers(config: PPOConfig, models: Architectures, starter: _Starter) -> dic
         **policy,
     )
     reward = RayClassWithInitArgs(RewardWorker, config.reward, config.model.path, config.model.trust_remote_code)
-    workers = {"actor": RayClassWithInitArgs(ActorWorker, actor, config.algorithm), "reward": reward}
+    workers = {"actor": RayClassWithInitArgs(ActorWorker, actor), "reward": reward}
     if models.reference is not None:
         path = config.reference.path or config.model.path
         workers["reference"] = RayClassWithInitArgs(
-            ReferenceWorker, starter.model("reference", config.actor, path, models.reference, **policy)
+            PolicyWorker, starter.model("reference", config.actor, path, models.reference, **policy)
         )
     if models.critic is not None:
         critic = starter.model(
@@ -208,7 +210,7 @@ def _workers(config: PPOConfig, models: Architectures, starter: _Starter) -> dic
             total_optimizer_steps=trainer.total_steps * per_step,
             recompute=config.critic.recompute,
         )
-        workers["critic"] = RayClassWithInitArgs(CriticWorker, critic, config.algorithm.value_loss)
+        workers["critic"] = RayClassWithInitArgs(CriticWorker, critic)
     if models.reward_model is not None:
         assert config.reward.model.path is not None
         reward_model = starter.model(REWARD_MODEL, config.reward.model, config.reward.model.path, models.reward_model, head="value")

@@ -39,7 +39,7 @@ class Timeline:
             thread = self._threads.setdefault((span.pool, span.role, span.rank), len(self._threads))
             start_us, duration_us = span.start_s * 1e6, (span.end_s - span.start_s) * 1e6
             place = {"pid": process, "tid": thread, "ts": start_us, "dur": duration_us}
-            self._events.append({"name": span.name, "ph": "X", **place, "args": {"step": step}})
+            self._events.append({"name": span.name, "ph": "X", **place, "args": {"step": step, "role": span.role}})
         self._events = self._events[-_MAX_EVENTS:]
 
     def write(self) -> None:

@@ -15,17 +15,16 @@ from megarl.tracking.progress import ProgressBar
 from megarl.tracking.timeline import Span, Timeline
 from megarl.trainers.evaluation import ValidationResult
 
-# A worker's method -> the phase that it is part of (mission: timing_s/<phase>).
+# The phase (timing_s/<phase>) that a role's call is part of, by the role and its worker's method.
 PHASES = {
-    "exchange": "gen",
-    "score": "reward",
-    "score_conversations": "reward_model",
-    "old_log_prob": "old_log_prob",
-    "ref_log_prob": "ref",
-    "values": "values",
-    "update_critic": "update_critic",
-    "update_actor": "update_actor",
-    "update_sft": "update_actor",
+    ("rollout", "exchange"): "gen",
+    ("reward", "score"): "reward",
+    ("reward_model", "score_conversations"): "reward_model",
+    ("actor", "log_probs"): "old_log_prob",
+    ("reference", "log_probs"): "ref",
+    ("critic", "values"): "values",
+    ("critic", "update"): "update_critic",
+    ("actor", "update"): "update_actor",
 }
 _DRIVER = "driver"
 _TIMELINE_EVERY_STEPS = 10
@@ -142,7 +141,7 @@ def phase_timings(spans: Sequence[Span]) -> dict[str, float]:
     """`timing_s/<phase>` in seconds: last end minus first start of the spans of a phase. The driver's spans name their phase."""
     edges: dict[str, list[float]] = defaultdict(list)
     for span in spans:
-        name = span.name if span.pool == _DRIVER else PHASES.get(span.name)
+        name = span.name if span.pool == _DRIVER else PHASES.get((span.role, span.name))
         if name is not None:
             edges[name] += [span.start_s, span.end_s]
     return {f"timing_s/{name}": max(times) - min(times) for name, times in edges.items()}

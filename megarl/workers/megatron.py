@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.distributed as dist
@@ -23,12 +23,30 @@ from megarl.weights.name_mapping import Head
 from megarl.workers.weight_export import WeightExport
 
 if TYPE_CHECKING:  # importing these imports Megatron, which wants the platform to be active
+    from torch import Tensor
+
     from megarl.engine.checkpoint import PendingSave
-    from megarl.engine.engine import LossFunction, MegatronEngine
+    from megarl.engine.engine import MegatronEngine, Sums
     from megarl.engine.groups import ParallelGroups
     from megarl.engine.vocab_parallel import Extra
 
 MICRO_BATCHES = "micro_batches"  # meta_info: the row numbers of each micro-batch, planned by the driver
+
+
+class Loss(Protocol):
+    """What an update descends, made on the driver: it travels with the rows, so it is small and can be pickled.
+
+    name: of what is trained, before the `/` in the names of metrics. extras: the outputs that it reads beside log-probs or values.
+    Called with a micro-batch's outputs and rows, it gives its share of the loss and metrics (see engine/engine.py).
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def extras(self) -> Collection[Extra]: ...
+
+    def __call__(self, outputs: Mapping[str, Tensor], rows: Mapping[str, Tensor]) -> tuple[Tensor, Sums]: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,16 +120,16 @@ class MegatronWorker(WeightExport):
     def mesh_coordinate(self) -> MeshCoordinate:
         return MeshCoordinate(dp=self._groups.data_rank, tp=self._groups.tensor_rank, pp=self._groups.pipeline_rank)
 
-    def _forward(self, part: DataProto, names: Mapping[str, str], extras: Collection[Extra] = ()) -> DataProto:
-        """Scores of this replica's rows, renamed to batch keys; without rows on the ranks that do not hold the last stage."""
+    def _forward(self, part: DataProto, extras: Collection[Extra] = ()) -> DataProto:
+        """Scores of this replica's rows, as the engine names them; without rows on the ranks that do not hold the last stage."""
         outputs = self._engine.forward(part.tensors, part.meta_info[MICRO_BATCHES], extras)
-        return DataProto.from_dict({names[key]: value.cpu() for key, value in (outputs or {}).items()})
+        return DataProto.from_dict({key: value.cpu() for key, value in (outputs or {}).items()})
 
-    def _train(self, part: DataProto, loss: LossFunction, prefix: str, extras: Collection[Extra] = ()) -> dict[str, float]:
-        """One optimizer step; `extras` are what the loss reads beside log-probs."""
-        metrics = self._engine.forward_backward(part.tensors, part.meta_info[MICRO_BATCHES], loss, extras)
+    def _train(self, part: DataProto, loss: Loss) -> dict[str, float]:
+        """One optimizer step; this replica's shares of the loss's metrics, and `<loss.name>/grad_norm`, `<loss.name>/lr`."""
+        metrics = self._engine.forward_backward(part.tensors, part.meta_info[MICRO_BATCHES], loss, loss.extras)
         step = self._engine.step()
-        return {**metrics, f"{prefix}/grad_norm": step.grad_norm, f"{prefix}/lr": step.lr}
+        return {**metrics, f"{loss.name}/grad_norm": step.grad_norm, f"{loss.name}/lr": step.lr}
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def offload_state(self, parts: tuple[StatePart, ...]) -> int:

@@ -1,48 +1,33 @@
-"""The workers of the policy: the actor, which is trained, and the reference, which is not."""
+"""The workers of a policy: one that scores samples, and one that is trained besides."""
 
 from __future__ import annotations
 
-from megarl.algorithms.losses import ActorLoss, MiniBatchCounts, SFTLoss
+from collections.abc import Collection
+from typing import TYPE_CHECKING
+
 from megarl.batch.data_proto import DataProto
-from megarl.config.roles import needs_sum_pi_squared
-from megarl.config.schema import AlgorithmConfig
 from megarl.controller.dispatch import Dispatch
 from megarl.controller.register import register
-from megarl.workers.megatron import MegatronWorker, ModelSpec
+from megarl.workers.megatron import Loss, MegatronWorker
+
+if TYPE_CHECKING:
+    from megarl.engine.vocab_parallel import Extra
 
 
-class ReferenceWorker(MegatronWorker):
-    """Frozen policy: reads `input_ids`, `attention_mask`, `response_mask`."""
+class PolicyWorker(MegatronWorker):
+    """A language model that scores: all that a reference does."""
 
     @register(dispatch_mode=Dispatch.MEGATRON_MESH, blocking=False)
-    def ref_log_prob(self, part: DataProto) -> DataProto:
-        """`ref_log_prob` (b, R)."""
-        return self._forward(part, {"log_probs": "ref_log_prob"})
+    def log_probs(self, part: DataProto, extras: Collection[Extra]) -> DataProto:
+        """`log_probs`, and the extras that are asked for (`entropy`, `sum_pi_squared`), (b, R) each; reads `input_ids`,
+        `attention_mask`, `response_mask`."""
+        return self._forward(part, extras)
 
 
-class ActorWorker(MegatronWorker):
+class ActorWorker(PolicyWorker):
     """The policy that is trained."""
 
-    def __init__(self, spec: ModelSpec, algorithm: AlgorithmConfig | None = None) -> None:
-        """algorithm None: supervised fine-tuning only."""
-        super().__init__(spec)
-        self._algorithm = algorithm
-        self._needs_sum_pi_squared = algorithm is not None and needs_sum_pi_squared(algorithm)
-
     @register(dispatch_mode=Dispatch.MEGATRON_MESH, blocking=False)
-    def old_log_prob(self, part: DataProto) -> DataProto:
-        """`old_log_probs` and `entropys` (b, R), and `sum_pi_squared` where the advantages are made of it."""
-        names = {"log_probs": "old_log_probs", "entropy": "entropys", "sum_pi_squared": "sum_pi_squared"}
-        return self._forward(part, names, ("entropy", "sum_pi_squared") if self._needs_sum_pi_squared else ("entropy",))
-
-    @register(dispatch_mode=Dispatch.MEGATRON_MESH, blocking=False)
-    def update_actor(self, part: DataProto, counts: MiniBatchCounts) -> dict[str, float]:
-        """One optimizer step on a mini-batch; this replica's shares of its metrics, see ActorLoss."""
-        assert self._algorithm is not None
-        loss = ActorLoss(algorithm=self._algorithm, counts=counts)
-        return self._train(part, loss, "actor", ("entropy",) if loss.needs_entropy else ())
-
-    @register(dispatch_mode=Dispatch.MEGATRON_MESH, blocking=False)
-    def update_sft(self, part: DataProto, counts: MiniBatchCounts) -> dict[str, float]:
-        """One optimizer step on the negative log-likelihood of the responses."""
-        return self._train(part, SFTLoss(counts=counts), "sft")
+    def update(self, part: DataProto, loss: Loss) -> dict[str, float]:
+        """One optimizer step on a mini-batch, of which this replica has a part; see `_train`."""
+        return self._train(part, loss)

@@ -124,17 +124,17 @@ def assert_same_run(finished: Finished, expected: Finished) -> None:
 
 
 def updates(run: Finished) -> list[tuple[float, float, str]]:
-    """(start, end, name) of what ranks did for the two updates after the warm-up, from the timeline that a user opens."""
+    """(start, end, role) of what ranks did for the two updates after the warm-up, from the timeline that a user opens."""
     events = json.loads((run.output_dir / "timeline.json").read_text())["traceEvents"]
-    named = [event for event in events if event["name"] in ("update_critic", "update_actor") and event["args"]["step"] > 1]
-    assert {event["name"] for event in named} == {"update_critic", "update_actor"}
-    return sorted((event["ts"], event["ts"] + event["dur"], event["name"]) for event in named)
+    named = [event for event in events if event["name"] == "update" and event["args"]["step"] > 1]
+    assert {event["args"]["role"] for event in named} == {"critic", "actor"}
+    return sorted((event["ts"], event["ts"] + event["dur"], event["args"]["role"]) for event in named)
 
 
 def overlap(run: Finished) -> bool:
     found = updates(run)
     return any(
-        start < other_end and other_start < end and name != other for start, end, name in found for other_start, other_end, other in found
+        start < other_end and other_start < end and role != other for start, end, role in found for other_start, other_end, other in found
     )
 
 

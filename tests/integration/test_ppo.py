@@ -41,6 +41,7 @@ from megarl.config.schema import (
 )
 from megarl.placement.plan import plan_placement
 from megarl.roles.start import PPORoles
+from megarl.trainers.monitor import PHASES
 from tests.integration.tiny_run import Finished, run_ppo, save_inputs
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
@@ -191,8 +192,8 @@ def test_the_timeline_shows_every_pool(finished: Finished, inputs: Path) -> None
     calls = [event for event in events if event["ph"] == "X"]
     assert {names[event["pid"]] for event in calls} == set(names.values())
     assert all(event["dur"] >= 0 for event in calls)
-    assert {"exchange", "score", "old_log_prob", "ref_log_prob", "values", "update_critic", "update_actor", "step"} <= {
-        event["name"] for event in calls
+    assert {*PHASES, ("driver", "step")} - {("reward_model", "score_conversations")} <= {
+        (event["args"]["role"], event["name"]) for event in calls
     }
 
 
@@ -200,7 +201,8 @@ def test_the_updates_of_both_models_overlap(finished: Finished) -> None:
     """Their pools share no process: a critic's update begins before the actor's last one of the same step has ended."""
     events = json.loads((finished.output_dir / "timeline.json").read_text())["traceEvents"]
     of_last_step = [event for event in events if event["ph"] == "X" and event["args"]["step"] == STEPS]
-    actor, critic = ([event for event in of_last_step if event["name"] == name] for name in ("update_actor", "update_critic"))
+    updates = [event for event in of_last_step if event["name"] == "update"]
+    actor, critic = ([event for event in updates if event["args"]["role"] == role] for role in ("actor", "critic"))
     assert min(event["ts"] for event in critic) < max(event["ts"] + event["dur"] for event in actor)
     assert min(event["ts"] for event in actor) < max(event["ts"] + event["dur"] for event in critic)
 

@@ -115,7 +115,7 @@ def run_cases(
         loss = ActorLoss(algorithm=case.algorithm, counts=MiniBatchCounts.of(case.rows["response_mask"]))
         for split, plan in plans.items():
             mine = plan.ranks[groups.data_rank]
-            extras: Any = ("entropy",) if loss.needs_entropy else ()
+            extras = loss.extras
             metrics = engine.forward_backward(take(case.rows, mine.rows), mine.local_micro_batches, loss, extras)
             gathered: list[Any] = [None] * parallel.world_size
             dist.all_gather_object(gathered, metrics if groups.tensor_rank == 0 else {})

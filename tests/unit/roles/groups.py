@@ -34,7 +34,7 @@ from megarl.weights.name_mapping import Head
 from megarl.workers.critic import CriticWorker
 from megarl.workers.engines import RolloutEngineSpec, build_engine
 from megarl.workers.megatron import ModelSpec
-from megarl.workers.policy import ActorWorker, ReferenceWorker
+from megarl.workers.policy import ActorWorker, PolicyWorker
 from tests.rollout_replicas import StartedRollout, started_rollout
 from tests.unit.engine.models import save_critic, save_model
 
@@ -101,10 +101,10 @@ def started(pool_name: str, world_size: int, workers: Mapping[str, RayClassWithI
 @contextmanager
 def started_models(folders: Folders, parallel: ParallelConfig) -> Iterator[Models]:
     workers = {
-        "actor": RayClassWithInitArgs(ActorWorker, model_spec(folders.policy, parallel), ALGORITHM),
-        "cool_actor": RayClassWithInitArgs(ActorWorker, model_spec(folders.policy, parallel, temperature=COOL), ALGORITHM),
-        "reference": RayClassWithInitArgs(ReferenceWorker, model_spec(folders.policy, parallel, optim=None)),
-        "critic": RayClassWithInitArgs(CriticWorker, model_spec(folders.critic, parallel, head="value"), ValueLossConfig()),
+        "actor": RayClassWithInitArgs(ActorWorker, model_spec(folders.policy, parallel)),
+        "cool_actor": RayClassWithInitArgs(ActorWorker, model_spec(folders.policy, parallel, temperature=COOL)),
+        "reference": RayClassWithInitArgs(PolicyWorker, model_spec(folders.policy, parallel, optim=None)),
+        "critic": RayClassWithInitArgs(CriticWorker, model_spec(folders.critic, parallel, head="value")),
     }
     updates = UpdatePlan(updates_per_step=1, epochs_per_batch=2, seed=0)
     with started("models", parallel.world_size, workers) as groups:
@@ -122,7 +122,7 @@ def started_models(folders: Folders, parallel: ParallelConfig) -> Iterator[Model
             actor=actor("actor"),
             cool_actor=actor("cool_actor"),
             reference=Reference(groups["reference"], parallel, ONE_ROW),
-            critic=Critic(groups["critic"], parallel, ONE_ROW, updates),
+            critic=Critic(groups["critic"], parallel, ONE_ROW, updates, ValueLossConfig()),
             syncs=syncs,
         )
 

@@ -22,7 +22,7 @@ from megarl.data.padding import pad_left
 from megarl.roles.models import Actor
 from megarl.roles.rollout import Rollout
 from megarl.roles.weight_sync import WeightSync
-from megarl.workers.policy import ActorWorker, ReferenceWorker
+from megarl.workers.policy import ActorWorker, PolicyWorker
 from tests.rollout_replicas import StartedRollout
 from tests.unit.engine.comparison import max_difference
 from tests.unit.engine.models import VOCAB_SIZE, load_critic, load_lm, make_batch, reference_logits, reference_values, scores_of
@@ -292,7 +292,7 @@ def test_a_rank_that_dies_in_a_weight_export_is_named(live: Live, folders: Folde
 def test_fused_roles_with_different_layouts_are_refused(ray_cluster: None, folders: Folders) -> None:
     workers = {
         "actor": RayClassWithInitArgs(ActorWorker, model_spec(folders.policy, LAYOUTS["DP1"])),
-        "reference": RayClassWithInitArgs(ReferenceWorker, model_spec(folders.policy, LAYOUTS["TP2"], optim=None)),
+        "reference": RayClassWithInitArgs(PolicyWorker, model_spec(folders.policy, LAYOUTS["TP2"], optim=None)),
     }
     with (
         started("models", 1, workers) as groups,

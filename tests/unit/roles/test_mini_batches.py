@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from megarl.algorithms.losses import MiniBatchCounts
+from megarl.algorithms.losses import MiniBatchCounts, SFTLoss
 from megarl.batch.data_proto import DataProto
 from megarl.config.errors import RunError
 from megarl.config.schema import (
@@ -26,7 +26,8 @@ from megarl.config.schema import (
 from megarl.roles.models import Actor, MegatronRole, UpdatePlan, _over_replicas, _over_updates
 from megarl.roles.ratio_gate import FirstRatioError, FirstRatioGate
 from megarl.roles.update_inputs import actor_rows
-from megarl.workers.megatron import MICRO_BATCHES
+from megarl.workers.megatron import MICRO_BATCHES, Loss
+from megarl.workers.policy import ActorWorker
 from tests.unit.engine.models import make_batch
 
 
@@ -62,8 +63,8 @@ def test_rows_that_do_not_divide_are_refused(num_rows: int, updates: int) -> Non
         rows_of(plan, num_rows, step=1)
 
 
-def role(parallel: ParallelConfig, sequences: int) -> MegatronRole:
-    return MegatronRole(group=None, parallel=parallel, micro_batch=MicroBatchConfig(sequences=sequences))  # type: ignore[arg-type]
+def role(parallel: ParallelConfig, sequences: int, group: Any = None) -> MegatronRole:
+    return MegatronRole(group=group, parallel=parallel, micro_batch=MicroBatchConfig(sequences=sequences))
 
 
 def test_fillers_have_no_token_to_train_on() -> None:
@@ -101,22 +102,31 @@ class Done:
         return self._result
 
 
+class UpdatedGroup:
+    """A worker group whose replicas report `metrics` of every update. seen: how many parts each call had, and its loss."""
+
+    def __init__(self, *metrics: dict[str, float]) -> None:
+        self._metrics = list(metrics)
+        self.seen: list[tuple[int, Loss]] = []
+
+    def call(self, method: object, parts: list[DataProto], loss: Loss) -> Done:
+        assert method is ActorWorker.update
+        self.seen.append((len(parts), loss))
+        return Done(self._metrics)
+
+
 def test_updates_get_the_counts_of_their_whole_mini_batch() -> None:
     """The denominator is fixed before the rows are cut over replicas: 2 + 1 tokens, then 3 + 0."""
     batch = DataProto.from_dict(make_batch(num_rows=4))
     lengths = torch.tensor([2, 1, 3, 0])
     batch.tensors["response_mask"].copy_(torch.arange(9) < lengths[:, None])
-    seen: list[tuple[int, MiniBatchCounts]] = []
-
-    def method(parts: list[DataProto], counts: MiniBatchCounts) -> Any:
-        seen.append((len(parts), counts))
-        return Done([{"x/loss": 1.0, "x/lr": 0.5}, {"x/loss": 2.0, "x/lr": 0.5}])
-
-    replicas = role(ParallelConfig(data_parallel_size=2), 1)
-    assert replicas._update(batch.split(2), "update_actor", method).get() == {"x/loss": 3.0, "x/lr": 0.5}
-    assert seen == [
-        (2, MiniBatchCounts(num_tokens=3, num_sequences=2)),
-        (2, MiniBatchCounts(num_tokens=3, num_sequences=1)),
+    group = UpdatedGroup({"x/loss": 1.0, "x/lr": 0.5}, {"x/loss": 2.0, "x/lr": 0.5})
+    replicas = role(ParallelConfig(data_parallel_size=2), 1, group)
+    update = replicas._update(batch.split(2), "update_actor", ActorWorker.update, lambda counts: SFTLoss(counts=counts))
+    assert update.get() == {"x/loss": 3.0, "x/lr": 0.5}
+    assert group.seen == [
+        (2, SFTLoss(counts=MiniBatchCounts(num_tokens=3, num_sequences=2))),
+        (2, SFTLoss(counts=MiniBatchCounts(num_tokens=3, num_sequences=1))),
     ]
 
 
@@ -202,13 +212,9 @@ def test_the_gate_looks_at_the_first_mini_batch_of_the_first_step_alone() -> Non
 
 @pytest.mark.parametrize(("updates_per_step", "is_refused"), [(1, False), (2, True)])
 def test_an_actor_whose_first_ratio_is_wrong(updates_per_step: int, is_refused: bool) -> None:
-    class Group:
-        def update_actor(self, parts: list[DataProto], counts: MiniBatchCounts) -> Done:
-            return Done([metrics(high=1.5)])
-
     updates = UpdatePlan(updates_per_step=updates_per_step, epochs_per_batch=1, seed=0)
     actor = Actor(
-        Group(),  # type: ignore[arg-type]
+        UpdatedGroup(metrics(high=1.5)),  # type: ignore[arg-type]
         ParallelConfig(),
         MicroBatchConfig(sequences=1),
         None,  # type: ignore[arg-type]

@@ -28,15 +28,19 @@ def test_a_phase_lasts_from_its_first_start_to_its_last_end() -> None:
     spans = [
         span("rollout", 0, "exchange", 10.0, 14.0),
         span("rollout", 1, "exchange", 10.5, 15.5),
-        span("critic", 0, "update_critic", 20.0, 21.0),  # two mini-batches, side by side with the actor's
-        span("critic", 0, "update_critic", 22.0, 23.0),
-        span("actor", 0, "update_actor", 20.5, 26.0),
+        span("critic", 0, "update", 20.0, 21.0),  # two mini-batches, side by side with the actor's
+        span("critic", 0, "update", 22.0, 23.0),
+        span("actor", 0, "update", 20.5, 26.0),
+        span("actor", 0, "log_probs", 16.0, 17.0),  # of two roles with one method: a phase for each
+        span("reference", 0, "log_probs", 17.0, 19.5),
         span("actor", 0, "begin_weight_export", 27.0, 28.0),  # no phase of its own
         span("driver", 0, "update_weights", 26.5, 29.0),
         span("driver", 0, "step", 10.0, 30.0),
     ]
     assert phase_timings(spans) == {
         "timing_s/gen": 5.5,
+        "timing_s/old_log_prob": 1.0,
+        "timing_s/ref": 2.5,
         "timing_s/update_critic": 3.0,
         "timing_s/update_actor": 5.5,
         "timing_s/update_weights": 2.5,
