@@ -39,6 +39,7 @@ from torch import Tensor
 from transformers import Qwen2Config, Qwen2ForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
+from megarl.batch.metrics import Metric
 from megarl.config.architecture import read_architecture
 from megarl.config.schema import Device, OptimConfig, ParallelConfig
 from megarl.data.packing import plan_micro_batches
@@ -197,11 +198,11 @@ class Contest:
     def engine_step(self, batch: Mapping[str, Tensor], micro_batches: MicroBatches, packing: bool = True) -> Step:
         num_response_tokens = float(batch["response_mask"].sum())
 
-        def loss(outputs: Mapping[str, Tensor], rows: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        def loss(outputs: Mapping[str, Tensor], rows: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Metric]]:
             value = -(outputs["log_probs"] * rows["response_mask"]).sum() / num_response_tokens
-            return value, {"loss": value}
+            return value, {"loss": Metric.sum(value)}
 
-        return lambda: self._engines[packing].forward_backward(batch, micro_batches, loss)["loss"]
+        return lambda: self._engines[packing].forward_backward(batch, micro_batches, loss)["loss"].value
 
     def hugging_face_step(self, ids: Tensor) -> Step:
         """Every row of `ids` (B, LONGEST) is full."""

@@ -1,9 +1,8 @@
 """The losses that a role gives to its workers: one micro-batch's outputs and rows in, its share of the loss out.
 
 The role makes the loss of a mini-batch on the driver, and it travels with the rows: workers and engines know no algorithm. An engine
-calls `loss(outputs, rows)` for every micro-batch and adds what comes back, over micro-batches and data-parallel ranks; nothing is
-averaged, and of a metric whose name ends in `_max` or `_min` the extreme is taken. Both the loss and the other metrics are already
-divided by counts of the whole mini-batch, so the sums are its loss and means.
+calls `loss(outputs, rows)` for every micro-batch and adds the losses, over micro-batches and data-parallel ranks; nothing is averaged: they
+are already divided by counts of the whole mini-batch. So are metrics that are sums; each says how it comes together (batch/metrics.py).
 
 The objects are frozen and can be pickled, in one or two kilobytes. `name`: of what is trained, before the `/` of metrics. `extras`: the
 outputs that the loss reads beside log-probs or values.
@@ -17,7 +16,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal, NamedTuple
 
-import torch
 from torch import Tensor
 
 from megarl.algorithms.aggregation import aggregate, denominator
@@ -26,14 +24,15 @@ from megarl.algorithms.masked import masked
 from megarl.algorithms.policy_losses import POLICY_LOSSES, PolicyInputs, TokenLosses
 from megarl.algorithms.policy_losses.covariance import SELECTED_TOKENS
 from megarl.algorithms.value_loss import clipped_value_loss
+from megarl.batch.metrics import Metric
 from megarl.config.schema import Aggregation, AlgorithmConfig, KLWhere, ValueLossConfig
 
 
 class LossShare(NamedTuple):
-    """Shares of one micro-batch, all scalars: they add up to the values of the mini-batch."""
+    """Of one micro-batch. loss: a scalar with its graph; the shares add up to the loss of the mini-batch."""
 
-    loss: Tensor  # with its graph
-    metrics: dict[str, Tensor]  # detached
+    loss: Tensor
+    metrics: dict[str, Metric]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,9 +56,9 @@ class MiniBatchCounts:
     def denominator(self, kind: Aggregation) -> float:
         return self.num_tokens if kind == Aggregation.token_mean else self.num_sequences
 
-    def token_mean(self, per_token: Tensor, mask: Tensor) -> Tensor:
-        """These rows' share of the mini-batch's mean over tokens, detached."""
-        return aggregate(per_token.detach(), mask, Aggregation.token_mean, self.num_tokens)
+    def token_mean(self, per_token: Tensor, mask: Tensor) -> Metric:
+        """These rows' share of the mini-batch's mean over tokens."""
+        return Metric.sum(aggregate(per_token.detach(), mask, Aggregation.token_mean, self.num_tokens))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,8 +72,8 @@ class ActorLoss:
     Metrics. `actor/pg_loss`: the policy loss, aggregated as configured. `actor/pg_clipfrac`: share of tokens at which the loss's
     own limit is in force (`TokenLosses.bounded`). `actor/pg_clipfrac_dual`: share of tokens that the dual clip bounds.
     `actor/approx_kl`: mean over tokens of old - new log-prob. `actor/ratio_max`, `actor/ratio_min`: over tokens, of the ratio of new to
-    old probabilities; -inf and inf where there is no token. `actor/entropy`: mean over tokens, when computed. `actor/kl_loss`:
-    the KL term before its coefficient, aggregated as configured.
+    old probabilities. `actor/entropy`: mean over tokens, when computed. `actor/kl_loss`: the KL term before its coefficient, aggregated
+    as configured.
     """
 
     name: ClassVar[str] = "actor"
@@ -100,7 +99,7 @@ class ActorLoss:
         if "rollout_weights" in rows:
             per_token = per_token * masked(rows["rollout_weights"], mask)
         loss = self._aggregate(per_token, mask)
-        metrics = {"actor/pg_loss": loss.detach()} | self._policy_metrics(inputs, policy)
+        metrics = {"actor/pg_loss": Metric.sum(loss)} | self._policy_metrics(inputs, policy)
         if "entropy" in outputs:
             metrics["actor/entropy"] = self.counts.token_mean(outputs["entropy"], mask)
         if self._needs_entropy:
@@ -108,17 +107,17 @@ class ActorLoss:
         if self.algorithm.kl.where == KLWhere.loss:
             kl = kl_per_token(outputs["log_probs"], rows["ref_log_prob"], mask, self.algorithm.kl.estimator)
             kl_loss = self._aggregate(kl, mask)
-            metrics["actor/kl_loss"] = kl_loss.detach()
+            metrics["actor/kl_loss"] = Metric.sum(kl_loss)
             loss = loss + self.algorithm.kl.coefficient * kl_loss
         return LossShare(loss, metrics)
 
-    def _policy_metrics(self, inputs: PolicyInputs, policy: TokenLosses) -> dict[str, Tensor]:
+    def _policy_metrics(self, inputs: PolicyInputs, policy: TokenLosses) -> dict[str, Metric]:
         mask, dtype = inputs.mask, policy.loss.dtype
         metrics = {
             "actor/pg_clipfrac": self.counts.token_mean(policy.bounded.to(dtype), mask),
             "actor/approx_kl": self.counts.token_mean(-inputs.log_ratio, mask),
-            "actor/ratio_max": inputs.ratio.detach().masked_fill(~mask, -torch.inf).max(),
-            "actor/ratio_min": inputs.ratio.detach().masked_fill(~mask, torch.inf).min(),
+            "actor/ratio_max": Metric.max(inputs.ratio, mask),
+            "actor/ratio_min": Metric.min(inputs.ratio, mask),
         }
         if policy.dual_clipped is not None:
             metrics["actor/pg_clipfrac_dual"] = self.counts.token_mean(policy.dual_clipped.to(dtype), mask)
@@ -148,7 +147,7 @@ class CriticLoss:
         value = clipped_value_loss(outputs["values"], rows["values"], rows["returns"], mask, self.value_loss.clip)
         loss = aggregate(value.loss, mask, Aggregation.token_mean, self.counts.num_tokens)
         metrics = {
-            "critic/vf_loss": loss.detach(),
+            "critic/vf_loss": Metric.sum(loss),
             "critic/vf_clipfrac": self.counts.token_mean(value.clipped.to(loss.dtype), mask),
             "critic/vpred_mean": self.counts.token_mean(outputs["values"], mask),
         }
@@ -165,4 +164,4 @@ class SFTLoss:
 
     def __call__(self, outputs: Mapping[str, Tensor], rows: Mapping[str, Tensor]) -> LossShare:
         loss = aggregate(-outputs["log_probs"], rows["response_mask"], Aggregation.token_mean, self.counts.num_tokens)
-        return LossShare(loss, {"sft/loss": loss.detach()})
+        return LossShare(loss, {"sft/loss": Metric.sum(loss)})

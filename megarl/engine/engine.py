@@ -16,7 +16,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
-from megarl.batch.reductions import add_up
+from megarl.batch.metrics import Metric, merge_metrics
 from megarl.config.architecture import Architecture
 from megarl.config.schema import OptimConfig, Recompute
 from megarl.engine import platform
@@ -33,8 +33,7 @@ from megarl.weights.shard_layout import layouts_of
 
 MicroBatches = Sequence[Sequence[int]]  # row numbers of this replica's batch
 Outputs = Mapping[str, Tensor]  # (b, R) float32: `log_probs` and extras, or `values`; 0 where a row has no response token
-Sums = dict[str, Tensor]  # scalars that come together over micro-batches and data-parallel ranks as batch/reductions.py says
-LossFunction = Callable[[Outputs, Mapping[str, Tensor]], tuple[Tensor, Sums]]
+LossFunction = Callable[[Outputs, Mapping[str, Tensor]], tuple[Tensor, Mapping[str, Metric]]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,18 +171,18 @@ class MegatronEngine:
 
     def forward_backward(
         self, batch: Mapping[str, Tensor], micro_batches: MicroBatches, loss: LossFunction, extras: Collection[Extra] = ("entropy",)
-    ) -> dict[str, float]:
+    ) -> dict[str, Metric]:
         """Gradients of the sum of `loss` over all micro-batches and data-parallel ranks, replacing those there were.
 
-        extras: outputs that the loss reads beside `log_probs`. Returns the loss's metrics over this replica's micro-batches, on the
-        last pipeline stage; elsewhere nothing.
+        extras: outputs that the loss reads beside `log_probs`. Returns the loss's metrics, merged over this replica's micro-batches, on
+        the last pipeline stage; elsewhere nothing. Raises ValueError for one that does not say how it comes together.
         """
         assert self._optimizer is not None, "a frozen model has no gradients"
         self._state.require("train", *StatePart)
         self._optimizer.zero_grad()
         results = self._run(batch, micro_batches, loss, extras)
         self._gradients_are_made = True
-        return _add_up(results)
+        return merge_metrics(results)
 
     def step(self) -> StepStatistics:
         """Applies the gradients."""
@@ -234,9 +233,9 @@ class MegatronEngine:
             outputs = self._score(micro_batch, hidden, extras)
             if loss is None:
                 return outputs
-            value, sums = loss(outputs, micro_batch.rows)
+            value, metrics = loss(outputs, micro_batch.rows)
             # Megatron divides by this count only where it averages; our losses have their denominator already.
-            return value, torch.ones((), dtype=torch.int, device=value.device), sums
+            return value, torch.ones((), dtype=torch.int, device=value.device), metrics
 
         return hidden, scores
 
@@ -256,13 +255,6 @@ class MegatronEngine:
             extras=extras,
         )
         return {key: micro_batch.scatter(values) for key, values in scores._asdict().items() if values is not None}
-
-
-def _add_up(sums: Sequence[Sums]) -> dict[str, float]:
-    """All micro-batches' metrics, with one transfer from the device."""
-    values = [value.detach().double() for each in sums for value in each.values()]
-    numbers = iter(torch.stack(values).tolist() if values else ())
-    return add_up([{name: next(numbers) for name in each} for each in sums])
 
 
 def _finalize_gradients(chunks: list[Any], num_tokens: Tensor | None = None, **keywords: Any) -> None:

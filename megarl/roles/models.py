@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +13,7 @@ import torch
 
 from megarl.algorithms.losses import ActorLoss, CriticLoss, MiniBatchCounts, SFTLoss
 from megarl.batch.data_proto import DataProto
-from megarl.batch.reductions import add_up, combined, is_extreme
+from megarl.batch.metrics import Metric, merge_metrics, over_updates, values_of
 from megarl.config.roles import needs_sum_pi_squared
 from megarl.config.schema import AlgorithmConfig, MicroBatchConfig, ParallelConfig, ValueLossConfig
 from megarl.controller.futures import DerivedFuture, WorkerFuture
@@ -32,7 +31,7 @@ from megarl.workers.policy import ActorWorker, PolicyWorker
 if TYPE_CHECKING:
     from megarl.engine.vocab_parallel import Extra
 
-UpdateMethod = RemoteMethod[[DataProto, Loss], dict[str, float], [Sequence[DataProto], Loss], WorkerFuture[list[dict[str, float]]]]
+UpdateMethod = RemoteMethod[[DataProto, Loss], dict[str, Metric], [Sequence[DataProto], Loss], WorkerFuture[list[dict[str, Metric]]]]
 # What the engine calls the scores of a policy -> batch keys; other extras keep their name.
 _OF_ACTOR = {"log_probs": "old_log_probs", "entropy": "entropys"}
 _OF_REFERENCE = {"log_probs": "ref_log_prob"}
@@ -131,8 +130,8 @@ class MegatronRole:
     ) -> DerivedFuture:
         """Queues one optimizer step per mini-batch, which has the tensors that the loss reads and no others; with it goes its loss.
 
-        Metrics are summed over replicas and averaged over mini-batches; of extremes it is the extreme. `check_first`: of the metrics
-        of the first mini-batch.
+        Metrics come together over replicas, then over mini-batches, as they say (batch/metrics.py). `check_first`: of those of the first
+        mini-batch.
         """
         moves = self._schedule.before(phase)
         futures = []
@@ -140,11 +139,11 @@ class MegatronRole:
             loss = loss_of(MiniBatchCounts.of(mini_batch.tensors["response_mask"]))
             futures.append(self.group.call(method, self._split(mini_batch, mini_batch.tensors)[1], loss))
 
-        def metrics(results: list[list[dict[str, float]]]) -> dict[str, float]:
-            updates = [_over_replicas(replicas) for replicas in results[: len(futures)]]
+        def metrics(results: list[list[dict[str, Metric]]]) -> dict[str, float]:
+            updates = [merge_metrics(replicas) for replicas in results[: len(futures)]]
             if check_first is not None:
-                check_first(updates[0])
-            return _over_updates(updates)
+                check_first(values_of(updates[0]))
+            return over_updates(updates)
 
         future = DerivedFuture([*futures, *moves], metrics)
         self._schedule.runs(phase, future)
@@ -154,25 +153,6 @@ class MegatronRole:
 def _uid_of(batch: DataProto) -> list[str]:
     """The models do not read it: an error names the rows by it."""
     return ["uid"] if "uid" in batch.non_tensor_batch else []
-
-
-# Metrics that every replica reports alike; all others are shares (batch/reductions.py).
-_REPORTED_ALIKE = ("/grad_norm", "/lr")
-
-
-def _over_replicas(replicas: list[dict[str, float]]) -> dict[str, float]:
-    alike = {name: value for name, value in replicas[0].items() if name.endswith(_REPORTED_ALIKE)}
-    totals = add_up(replicas)
-    of_no_token = {name for name, value in totals.items() if is_extreme(name) and math.isinf(value)}
-    return {**{name: value for name, value in totals.items() if name not in of_no_token}, **alike}
-
-
-def _over_updates(updates: list[dict[str, float]]) -> dict[str, float]:
-    metrics = {}
-    for name in dict.fromkeys(name for update in updates for name in update):
-        values = [update[name] for update in updates if name in update]
-        metrics[name] = combined(name, values) if is_extreme(name) else sum(values) / len(values)
-    return metrics
 
 
 class Reference(MegatronRole):

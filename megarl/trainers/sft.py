@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from megarl.batch.metrics import Metric, merge_metrics, values_of
 from megarl.config.schema import SFTConfig
 from megarl.data.loader import BatchLoader, one_pass
 from megarl.data.sft import SFTDataset
@@ -54,10 +55,9 @@ class SFTTrainer:
     def _validate(self, step: int) -> None:
         if self.validation is None:
             return
-        total, num_tokens = 0.0, 0
+        parts = []
         with self.monitor.testing():
             for batch in one_pass(self.validation, self.config.trainer.samples_per_step):
-                mask = batch.tensors["response_mask"]
-                total -= float(self.actor.log_probs(batch).get().tensors["old_log_probs"][mask].sum())
-                num_tokens += int(mask.sum())
-        self.monitor.record({"val/loss": total / num_tokens})
+                log_probs = self.actor.log_probs(batch).get().tensors["old_log_probs"]
+                parts.append({"val/loss": Metric.mean(-log_probs, batch.tensors["response_mask"])})
+        self.monitor.record(values_of(merge_metrics(parts)))

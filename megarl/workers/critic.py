@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from megarl.batch.data_proto import DataProto
+from megarl.batch.metrics import Metric
 from megarl.controller.dispatch import Dispatch
 from megarl.controller.register import register
 from megarl.workers.megatron import Loss, MegatronWorker
@@ -15,6 +16,6 @@ class CriticWorker(MegatronWorker):
         return self._forward(part)
 
     @register(dispatch_mode=Dispatch.MEGATRON_MESH, blocking=False)
-    def update(self, part: DataProto, loss: Loss) -> dict[str, float]:
+    def update(self, part: DataProto, loss: Loss) -> dict[str, Metric]:
         """One optimizer step on a mini-batch, of which this replica has a part; see `_train`."""
         return self._train(part, loss)

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from megarl.batch.data_proto import DataProto
+from megarl.batch.metrics import Metric
 from megarl.config.architecture import Architecture
 from megarl.config.schema import Device, DType, EngineConfig, OptimConfig, ParallelConfig, Recompute
 from megarl.controller.dispatch import Dispatch
@@ -26,7 +27,7 @@ if TYPE_CHECKING:  # importing these imports Megatron, which wants the platform 
     from torch import Tensor
 
     from megarl.engine.checkpoint import PendingSave
-    from megarl.engine.engine import MegatronEngine, Sums
+    from megarl.engine.engine import MegatronEngine
     from megarl.engine.groups import ParallelGroups
     from megarl.engine.vocab_parallel import Extra
 
@@ -46,7 +47,7 @@ class Loss(Protocol):
     @property
     def extras(self) -> Collection[Extra]: ...
 
-    def __call__(self, outputs: Mapping[str, Tensor], rows: Mapping[str, Tensor]) -> tuple[Tensor, Sums]: ...
+    def __call__(self, outputs: Mapping[str, Tensor], rows: Mapping[str, Tensor]) -> tuple[Tensor, Mapping[str, Metric]]: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,11 +126,11 @@ class MegatronWorker(WeightExport):
         outputs = self._engine.forward(part.tensors, part.meta_info[MICRO_BATCHES], extras)
         return DataProto.from_dict({key: value.cpu() for key, value in (outputs or {}).items()})
 
-    def _train(self, part: DataProto, loss: Loss) -> dict[str, float]:
-        """One optimizer step; this replica's shares of the loss's metrics, and `<loss.name>/grad_norm`, `<loss.name>/lr`."""
+    def _train(self, part: DataProto, loss: Loss) -> dict[str, Metric]:
+        """One optimizer step; the loss's metrics over this replica's rows, and `<loss.name>/grad_norm`, `<loss.name>/lr`."""
         metrics = self._engine.forward_backward(part.tensors, part.meta_info[MICRO_BATCHES], loss, loss.extras)
         step = self._engine.step()
-        return {**metrics, f"{loss.name}/grad_norm": step.grad_norm, f"{loss.name}/lr": step.lr}
+        return {**metrics, f"{loss.name}/grad_norm": Metric.same(step.grad_norm), f"{loss.name}/lr": Metric.same(step.lr)}
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def offload_state(self, parts: tuple[StatePart, ...]) -> int:

@@ -6,6 +6,7 @@ from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from megarl.batch.data_proto import DataProto
+from megarl.batch.metrics import Metric
 from megarl.controller.dispatch import Dispatch
 from megarl.controller.register import register
 from megarl.workers.megatron import Loss, MegatronWorker
@@ -28,6 +29,6 @@ class ActorWorker(PolicyWorker):
     """The policy that is trained."""
 
     @register(dispatch_mode=Dispatch.MEGATRON_MESH, blocking=False)
-    def update(self, part: DataProto, loss: Loss) -> dict[str, float]:
+    def update(self, part: DataProto, loss: Loss) -> dict[str, Metric]:
         """One optimizer step on a mini-batch, of which this replica has a part; see `_train`."""
         return self._train(part, loss)

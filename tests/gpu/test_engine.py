@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megarl.batch.metrics import Metric
 from megarl.config.architecture import read_architecture
 from megarl.config.schema import Device, OptimConfig, ParallelConfig
 from tests.unit.engine.models import FAMILIES, load_lm, make_batch, reference_logits, save_model, scores_of
@@ -54,11 +55,11 @@ def test_bfloat16_training_lowers_the_loss(groups: Any, tmp_path: Path) -> None:
 
     def loss(outputs: Any, rows: Any) -> Any:
         value = -(outputs["log_probs"] * rows["response_mask"]).sum() / batch["response_mask"].sum()
-        return value, {"loss": value.detach()}
+        return value, {"loss": Metric.sum(value)}
 
     losses = []
     for _ in range(10):
-        losses.append(engine.forward_backward(batch, [[0, 1, 2], [3, 4, 5, 6]], loss)["loss"])
+        losses.append(engine.forward_backward(batch, [[0, 1, 2], [3, 4, 5, 6]], loss)["loss"].value)
         engine.step()
     assert losses[-1] < losses[0] - 0.5
 
@@ -71,7 +72,7 @@ def test_what_is_offloaded_leaves_the_gpu_and_comes_back_the_same(groups: Any, t
 
     def loss(outputs: Any, rows: Any) -> Any:
         value = -outputs["log_probs"].sum()
-        return value, {"loss": value.detach()}
+        return value, {"loss": Metric.sum(value)}
 
     def trained(away: tuple[StatePart, ...]) -> tuple[list[float], dict[str, torch.Tensor]]:
         engine = _engine(groups, tmp_path, dtype=torch.bfloat16, optim=OptimConfig(lr=1e-3))

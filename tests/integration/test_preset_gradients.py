@@ -13,7 +13,7 @@ import torch.distributed as dist
 from megarl.algorithms.losses import ActorLoss, MiniBatchCounts
 from megarl.algorithms.scores import place_scores
 from megarl.batch.data_proto import DataProto
-from megarl.batch.reductions import add_up
+from megarl.batch.metrics import merge_metrics, values_of
 from megarl.config.load import load_config
 from megarl.config.schema import (
     AdvantageConfig,
@@ -115,14 +115,13 @@ def run_cases(
         loss = ActorLoss(algorithm=case.algorithm, counts=MiniBatchCounts.of(case.rows["response_mask"]))
         for split, plan in plans.items():
             mine = plan.ranks[groups.data_rank]
-            extras = loss.extras
-            metrics = engine.forward_backward(take(case.rows, mine.rows), mine.local_micro_batches, loss, extras)
+            metrics = engine.forward_backward(take(case.rows, mine.rows), mine.local_micro_batches, loss, loss.extras)
             gathered: list[Any] = [None] * parallel.world_size
             dist.all_gather_object(gathered, metrics if groups.tensor_rank == 0 else {})
             gradients = hf_gradients(engine)
             names = tuple((key, tuple(value.shape)) for key, value in gradients.items())
             flat = torch.cat([value.flatten() for value in gradients.values()]) if gradients else torch.zeros(0)
-            results[name, split] = (names, flat, add_up(gathered))
+            results[name, split] = (names, flat, values_of(merge_metrics(gathered)))
     return results
 
 

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.algorithms.losses import ActorLoss, CriticLoss, MiniBatchCounts, SFTLoss
-from megarl.batch.reductions import add_up
+from megarl.batch.metrics import merge_metrics, values_of
 from megarl.config.schema import (
     Aggregation,
     AlgorithmConfig,
@@ -81,7 +81,7 @@ def test_actor_loss_by_hand():
         "actor/entropy": 0.5,
         "actor/kl_loss": 0.25,
     }
-    assert {name: float(value) for name, value in metrics.items()} == pytest.approx(expected, rel=1e-5)
+    assert values_of(metrics) == pytest.approx(expected, rel=1e-5)
     assert float(loss) == pytest.approx(-0.1 - 0.01 * 0.5 + 0.1 * 0.25, rel=1e-5)
 
 
@@ -104,7 +104,7 @@ def test_critic_loss_by_hand():
     loss, metrics = loss_function({"values": torch.tensor([[2.0, 2.0, 9.0]])}, rows)
     assert float(loss) == pytest.approx((0.125 + 2.0) / 2)
     expected = {"critic/vf_loss": 1.0625, "critic/vf_clipfrac": 0.5, "critic/vpred_mean": 2.0}
-    assert {name: float(value) for name, value in metrics.items()} == pytest.approx(expected)
+    assert values_of(metrics) == pytest.approx(expected)
 
 
 def test_sft_loss_by_hand():
@@ -112,7 +112,7 @@ def test_sft_loss_by_hand():
     loss, metrics = SFTLoss(counts=MiniBatchCounts.of(mask))(
         {"log_probs": torch.tensor([[-1.0, -2.0], [-6.0, 5.0]])}, {"response_mask": mask}
     )
-    assert float(loss) == float(metrics["sft/loss"]) == 3.0
+    assert float(loss) == values_of(metrics)["sft/loss"] == 3.0
 
 
 def test_rollout_weights_multiply_the_policy_loss_alone():
@@ -127,7 +127,7 @@ def test_rollout_weights_multiply_the_policy_loss_alone():
     loss, metrics = ActorLoss(algorithm=algorithm(entropy_coefficient=0.0), counts=MiniBatchCounts.of(mask))(
         {"log_probs": torch.zeros(1, 3)}, rows
     )
-    assert float(metrics["actor/pg_loss"]) == pytest.approx((-0.5 + 6.0) / 2)
+    assert values_of(metrics)["actor/pg_loss"] == pytest.approx((-0.5 + 6.0) / 2)
     assert float(loss) == pytest.approx((-0.5 + 6.0) / 2 + 0.1 * 0.25)
 
 
@@ -183,7 +183,7 @@ def test_rows_in_any_order_and_cut_add_up_in_loss_gradient_and_metrics(name, mas
         shares = [loss_function({k: v[index] for k, v in leaves.items()}, {k: v[index] for k, v in rows.items()}) for index in index_lists]
         sum(share.loss for share in shares).backward()
         gradients = [leaf.grad for leaf in leaves.values() if leaf.grad is not None]
-        return gradients, add_up([{key: float(value) for key, value in share.metrics.items()} for share in shares])
+        return gradients, values_of(merge_metrics([share.metrics for share in shares]))
 
     whole, split = run([torch.arange(len(mask))]), run(parts)
     torch.testing.assert_close(split, whole)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from megarl.batch.metrics import Metric
 from megarl.checkpoints.role_folder import Description, Layout, write_manifest
 from megarl.checkpoints.torch_dist import read_chunk, read_index
 from megarl.config.schema import Decay, OptimConfig, ParallelConfig
@@ -45,7 +46,7 @@ def open_engine(settings: Settings) -> MegatronEngine:
 
 def _loss(outputs: Any, rows: Any) -> Any:
     value = (outputs["values"] - 1).square().sum() if "values" in outputs else -outputs["log_probs"].sum()
-    return value / 40, {"loss": value / 40}
+    return value / 40, {"loss": Metric.sum(value / 40)}
 
 
 def train(engine: MegatronEngine, num_steps: int, first: int = 0) -> Steps:
@@ -53,8 +54,9 @@ def train(engine: MegatronEngine, num_steps: int, first: int = 0) -> Steps:
     groups, losses, statistics = engine.groups, [], []
     for number in range(first, first + num_steps):
         rows = replica_rows(groups, NUM_ROWS)
-        sums = engine.forward_backward(take(make_batch(NUM_ROWS, seed=number), rows), deal(len(rows), 2), _loss)
-        loss = torch.tensor(sums.get("loss", 0.0) if groups.tensor_rank == 0 else 0.0, dtype=torch.float64)
+        metrics = engine.forward_backward(take(make_batch(NUM_ROWS, seed=number), rows), deal(len(rows), 2), _loss)
+        share = metrics["loss"].value if "loss" in metrics and groups.tensor_rank == 0 else 0.0
+        loss = torch.tensor(share, dtype=torch.float64)
         dist.all_reduce(loss)
         step = engine.step()
         losses.append(float(loss))

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megarl.batch.metrics import Metric
 from megarl.config.architecture import read_architecture
 from megarl.config.schema import Device, ParallelConfig
 
@@ -150,9 +151,9 @@ def merge(parts: Sequence[Mapping[str, Tensor]]) -> Tensors:
 def weighted_sum(keys: Sequence[str]) -> Callable[..., Any]:
     """A loss of the engine: sum over outputs k of k * rows["weight/k"]. Linear, so that the reference is one line."""
 
-    def loss(outputs: Mapping[str, Tensor], rows: Mapping[str, Tensor]) -> tuple[Tensor, Tensors]:
+    def loss(outputs: Mapping[str, Tensor], rows: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Metric]]:
         value = sum((outputs[key] * rows[f"weight/{key}"]).sum() for key in keys)
         assert isinstance(value, Tensor)
-        return value, {"loss": value}
+        return value, {}
 
     return loss

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from megarl.algorithms.losses import ActorLoss, CriticLoss, MiniBatchCounts
-from megarl.batch.reductions import add_up
+from megarl.batch.metrics import merge_metrics, values_of
 from megarl.config.schema import AlgorithmConfig, KLConfig, KLEstimator, KLWhere, OptimConfig, ParallelConfig, ValueLossConfig
 from megarl.data.packing import BatchPlan, MicroBatch, RankPlan, plan_micro_batches
 from tests.ranks import RankPool
@@ -94,7 +94,7 @@ def run_splits(parallel: ParallelConfig, folders: dict[str, str], batch: Tensors
             metrics = engine.forward_backward(part, mine.local_micro_batches, loss_for(head, batch))
             gathered: list[Any] = [None] * parallel.world_size
             dist.all_gather_object(gathered, metrics if groups.tensor_rank == 0 else {})
-            results.setdefault(head, {})[name] = Result(hf_gradients(engine), add_up(gathered))
+            results.setdefault(head, {})[name] = Result(hf_gradients(engine), values_of(merge_metrics(gathered)))
     return results
 
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from megarl.batch.metrics import Metric
 from megarl.config.architecture import read_architecture
 from megarl.config.schema import OptimConfig, ParallelConfig
 from megarl.machine.memory import trim_heap
@@ -30,7 +31,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 def negative_log_likelihood(outputs: Any, rows: Any) -> Any:
     loss = -outputs["log_probs"].sum()
-    return loss, {"loss": loss}
+    return loss, {"loss": Metric.sum(loss)}
 
 
 class Trained(NamedTuple):
@@ -50,7 +51,7 @@ def train(parallel: ParallelConfig, folder: str, dtype: torch.dtype, away: tuple
     batch, cut = take(make_batch(NUM_ROWS), rows), deal(len(rows), 2)
     statistics, losses, scores = [], [], None
     for _ in range(NUM_STEPS):
-        losses += engine.forward_backward(batch, cut, negative_log_likelihood).values()
+        losses += [metric.value for metric in engine.forward_backward(batch, cut, negative_log_likelihood).values()]
         step = engine.step()
         statistics.append((step.grad_norm, step.lr))
         for parts in away:

@@ -28,7 +28,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def negative_log_likelihood(outputs: Any, rows: Any) -> Any:
     loss = -outputs["log_probs"].sum()
-    return loss, {"loss": loss}
+    return loss, {}
 
 
 class Steps(NamedTuple):
@@ -135,8 +135,8 @@ def run_divergence(parallel: ParallelConfig, folder: str, value: float) -> Diver
     batch, cut = take(make_batch(), [1, 2, 3, 4]), deal(4, 2)
 
     def bad(outputs: Any, rows: Any) -> Any:
-        loss, sums = negative_log_likelihood(outputs, rows)
-        return (loss * value if groups.data_rank == parallel.data_parallel_size - 1 else loss), sums
+        loss, metrics = negative_log_likelihood(outputs, rows)
+        return (loss * value if groups.data_rank == parallel.data_parallel_size - 1 else loss), metrics
 
     engine.forward_backward(batch, cut, negative_log_likelihood)
     engine.step()

@@ -14,6 +14,7 @@ from megarl.algorithms.advantages import ADVANTAGE_ESTIMATORS, AdvantageInputs
 from megarl.algorithms.kl import apply_kl_penalty
 from megarl.algorithms.losses import ActorLoss, CriticLoss, MiniBatchCounts
 from megarl.algorithms.scores import place_scores
+from megarl.batch.metrics import merge_metrics, values_of
 from megarl.config.schema import (
     AdvantageConfig,
     AlgorithmConfig,
@@ -70,9 +71,10 @@ def update(engine: Any, batch: Tensors, rows: list[int], loss: Any, prefix: str,
     metrics = engine.forward_backward(take(batch, local), deal(len(local), 2), loss)
     grad_norm = engine.step().grad_norm
     holder = engine.groups.tensor_rank == 0
-    sums: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(sums, metrics if holder else {})
-    total, clipped = (sum(part.get(f"{prefix}/{name}", 0.0) for part in sums) for name in names)
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, metrics if holder else {})
+    whole = values_of(merge_metrics(gathered))
+    total, clipped = (whole[f"{prefix}/{name}"] for name in names)
     return Update(total, grad_norm, clipped)
 
 

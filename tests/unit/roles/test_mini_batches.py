@@ -11,6 +11,7 @@ import torch
 
 from megarl.algorithms.losses import MiniBatchCounts, SFTLoss
 from megarl.batch.data_proto import DataProto
+from megarl.batch.metrics import Metric
 from megarl.config.errors import RunError
 from megarl.config.schema import (
     AlgorithmConfig,
@@ -23,7 +24,7 @@ from megarl.config.schema import (
     PolicyLossConfig,
     PolicyLossKind,
 )
-from megarl.roles.models import Actor, MegatronRole, UpdatePlan, _over_replicas, _over_updates
+from megarl.roles.models import Actor, MegatronRole, UpdatePlan
 from megarl.roles.ratio_gate import FirstRatioError, FirstRatioGate
 from megarl.roles.update_inputs import actor_rows
 from megarl.workers.megatron import MICRO_BATCHES, Loss
@@ -105,7 +106,7 @@ class Done:
 class UpdatedGroup:
     """A worker group whose replicas report `metrics` of every update. seen: how many parts each call had, and its loss."""
 
-    def __init__(self, *metrics: dict[str, float]) -> None:
+    def __init__(self, *metrics: dict[str, Metric]) -> None:
         self._metrics = list(metrics)
         self.seen: list[tuple[int, Loss]] = []
 
@@ -120,7 +121,7 @@ def test_updates_get_the_counts_of_their_whole_mini_batch() -> None:
     batch = DataProto.from_dict(make_batch(num_rows=4))
     lengths = torch.tensor([2, 1, 3, 0])
     batch.tensors["response_mask"].copy_(torch.arange(9) < lengths[:, None])
-    group = UpdatedGroup({"x/loss": 1.0, "x/lr": 0.5}, {"x/loss": 2.0, "x/lr": 0.5})
+    group = UpdatedGroup(*({"x/loss": Metric.sum(share), "x/lr": Metric.same(0.5)} for share in (1.0, 2.0)))
     replicas = role(ParallelConfig(data_parallel_size=2), 1, group)
     update = replicas._update(batch.split(2), "update_actor", ActorWorker.update, lambda counts: SFTLoss(counts=counts))
     assert update.get() == {"x/loss": 3.0, "x/lr": 0.5}
@@ -128,27 +129,6 @@ def test_updates_get_the_counts_of_their_whole_mini_batch() -> None:
         (2, SFTLoss(counts=MiniBatchCounts(num_tokens=3, num_sequences=2))),
         (2, SFTLoss(counts=MiniBatchCounts(num_tokens=3, num_sequences=1))),
     ]
-
-
-def test_shares_add_up_over_replicas_and_mini_batches_are_averaged() -> None:
-    """Of extremes it is the extreme; a replica whose rows have no token has none."""
-    replicas = [
-        {"actor/pg_loss": 0.25, "actor/ratio_max": 1.5, "actor/ratio_min": 0.5, "actor/grad_norm": 3.0, "actor/lr": 0.1},
-        {"actor/pg_loss": 0.5, "actor/ratio_max": -math.inf, "actor/ratio_min": math.inf, "actor/grad_norm": 3.0, "actor/lr": 0.1},
-    ]
-    update = _over_replicas(replicas)
-    assert update == {"actor/pg_loss": 0.75, "actor/ratio_max": 1.5, "actor/ratio_min": 0.5, "actor/grad_norm": 3.0, "actor/lr": 0.1}
-    other = {"actor/pg_loss": 0.25, "actor/ratio_max": 1.25, "actor/ratio_min": 0.25, "actor/grad_norm": 1.0, "actor/lr": 0.3}
-    assert _over_updates([update, other]) == pytest.approx(
-        {"actor/pg_loss": 0.5, "actor/ratio_max": 1.5, "actor/ratio_min": 0.25, "actor/grad_norm": 2.0, "actor/lr": 0.2}
-    )
-
-
-def test_an_extreme_over_no_token_is_no_metric_and_what_is_not_finite_is_not_lost() -> None:
-    nothing = {"actor/pg_loss": 0.0, "actor/ratio_max": -math.inf}
-    assert _over_replicas([nothing, nothing]) == {"actor/pg_loss": 0.0}
-    assert _over_replicas([{"actor/pg_loss": math.inf}, {"actor/pg_loss": 1.0}]) == {"actor/pg_loss": math.inf}
-    assert math.isnan(_over_replicas([{"actor/ratio_max": math.nan}, {"actor/ratio_max": 1.0}])["actor/ratio_max"])
 
 
 def batch_to_update(**extra: torch.Tensor) -> DataProto:
@@ -214,7 +194,7 @@ def test_the_gate_looks_at_the_first_mini_batch_of_the_first_step_alone() -> Non
 def test_an_actor_whose_first_ratio_is_wrong(updates_per_step: int, is_refused: bool) -> None:
     updates = UpdatePlan(updates_per_step=updates_per_step, epochs_per_batch=1, seed=0)
     actor = Actor(
-        UpdatedGroup(metrics(high=1.5)),  # type: ignore[arg-type]
+        UpdatedGroup({name: Metric.sum(value) for name, value in metrics(high=1.5).items()}),  # type: ignore[arg-type]
         ParallelConfig(),
         MicroBatchConfig(sequences=1),
         None,  # type: ignore[arg-type]
