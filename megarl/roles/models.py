@@ -20,8 +20,8 @@ from megarl.controller.futures import DerivedFuture, WorkerFuture
 from megarl.controller.group import RoleGroup
 from megarl.controller.register import RemoteMethod
 from megarl.data.packing import BatchPlan, plan_micro_batches
+from megarl.roles.checks import FirstRatioGate
 from megarl.roles.offload_schedule import OffloadSchedule
-from megarl.roles.ratio_gate import FirstRatioGate
 from megarl.roles.update_inputs import MODEL_KEYS, actor_rows
 from megarl.roles.weight_sync import WeightSource
 from megarl.workers.critic import CriticWorker

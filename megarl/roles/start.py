@@ -24,9 +24,9 @@ from megarl.engine.offload import StatePart
 from megarl.placement.offload_plan import OffloadPlan
 from megarl.placement.plan import GroupPlan, PlacementPlan, plan_placement
 from megarl.placement.transport import choose_transport
+from megarl.roles.checks import FirstRatioGate
 from megarl.roles.models import Actor, Critic, Reference, UpdatePlan
 from megarl.roles.offload_schedule import OffloadSchedule
-from megarl.roles.ratio_gate import FirstRatioGate
 from megarl.roles.replicas import ReplicaPlace, Replicas
 from megarl.roles.reward import Reward, RewardModel
 from megarl.roles.rollout import Rollout, RolloutLimits, TokenRules

@@ -15,13 +15,13 @@ from megarl.batch.data_proto import DataProto
 from megarl.config.schema import KLControllerKind, PPOConfig
 from megarl.controller.futures import gather
 from megarl.data.loader import BatchLoader
+from megarl.roles.checks import LogProbGate
 from megarl.roles.models import valid_token_count
 from megarl.roles.reward import score_weights
 from megarl.roles.start import PPORoles
 from megarl.trainers.advantages import AdvantageStep, Metrics, correct_rollout
 from megarl.trainers.checkpoint import Checkpointer
 from megarl.trainers.evaluation import Evaluation
-from megarl.trainers.log_prob_gate import LogProbGate
 from megarl.trainers.monitor import Monitor
 from megarl.trainers.sampling import make_sampling
 

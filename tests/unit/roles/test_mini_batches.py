@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from typing import Any
 
@@ -24,12 +23,13 @@ from megarl.config.schema import (
     PolicyLossConfig,
     PolicyLossKind,
 )
+from megarl.roles.checks import FirstRatioGate
 from megarl.roles.models import Actor, MegatronRole, UpdatePlan
-from megarl.roles.ratio_gate import FirstRatioError, FirstRatioGate
 from megarl.roles.update_inputs import actor_rows
 from megarl.workers.megatron import MICRO_BATCHES, Loss
 from megarl.workers.policy import ActorWorker
 from tests.unit.engine.models import make_batch
+from tests.unit.roles.test_checks import first_update
 
 
 def numbered(num_rows: int) -> DataProto:
@@ -168,33 +168,11 @@ def test_tokens_are_chosen_over_the_whole_mini_batch_and_drawn_by_the_seed() -> 
     assert int(drawn[0].sum()) == int(0.2 * batch_to_update().tensors["response_mask"].sum())
 
 
-def metrics(low: float = 1.0, high: float = 1.0, mean: float = 0.0) -> dict[str, float]:
-    return {"actor/ratio_min": low, "actor/ratio_max": high, "actor/approx_kl": mean}
-
-
-@pytest.mark.parametrize(
-    "wrong", [metrics(low=0.9), metrics(high=1.1), metrics(mean=-0.001), metrics(high=math.nan), metrics(mean=math.nan)]
-)
-def test_a_first_ratio_that_is_not_one_ends_the_run(wrong: dict[str, float]) -> None:
-    with pytest.raises(RunError, match="the policy has not changed since it was scored"):
-        FirstRatioGate(DType.float32)(wrong)
-
-
-def test_the_gate_looks_at_the_first_mini_batch_of_the_first_step_alone() -> None:
-    """Later ones are of a policy that has moved; one without a token has no ratios, and the gate waits for the next."""
-    gate = FirstRatioGate(DType.float32)
-    gate({"actor/pg_loss": 0.0})
-    with pytest.raises(FirstRatioError):
-        FirstRatioGate(DType.float32)(metrics(high=1.5))
-    gate(metrics(low=1 - 1e-6, high=1 + 1e-6, mean=1e-7))
-    gate(metrics(low=0.5, high=2.0, mean=0.3))
-
-
 @pytest.mark.parametrize(("updates_per_step", "is_refused"), [(1, False), (2, True)])
 def test_an_actor_whose_first_ratio_is_wrong(updates_per_step: int, is_refused: bool) -> None:
     updates = UpdatePlan(updates_per_step=updates_per_step, epochs_per_batch=1, seed=0)
     actor = Actor(
-        UpdatedGroup({name: Metric.sum(value) for name, value in metrics(high=1.5).items()}),  # type: ignore[arg-type]
+        UpdatedGroup({name: Metric.sum(value) for name, value in first_update(high=1.5).items()}),  # type: ignore[arg-type]
         ParallelConfig(),
         MicroBatchConfig(sequences=1),
         None,  # type: ignore[arg-type]
@@ -207,4 +185,4 @@ def test_an_actor_whose_first_ratio_is_wrong(updates_per_step: int, is_refused: 
         with pytest.raises(RunError, match=r"ratios of new to old probabilities are 1 to 1\.5"):
             update.get()
     else:
-        assert update.get() == metrics(high=1.5)
+        assert update.get() == first_update(high=1.5)
