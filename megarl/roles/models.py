@@ -20,7 +20,7 @@ from megarl.controller.futures import DerivedFuture, WorkerFuture
 from megarl.controller.group import RoleGroup
 from megarl.controller.register import RemoteMethod
 from megarl.data.packing import BatchPlan, plan_micro_batches
-from megarl.roles.checks import FirstRatioGate
+from megarl.roles.checks import FirstRatioGate, LogProbGate
 from megarl.roles.offload_schedule import OffloadSchedule
 from megarl.roles.update_inputs import MODEL_KEYS, actor_rows
 from megarl.roles.weight_sync import WeightSource
@@ -155,6 +155,21 @@ def _uid_of(batch: DataProto) -> list[str]:
     return ["uid"] if "uid" in batch.non_tensor_batch else []
 
 
+class Absent:
+    """Stands where a run has no such role: it adds nothing to a batch, and has nothing to train."""
+
+    def log_probs(self, batch: DataProto) -> DerivedFuture:
+        return DerivedFuture([], lambda results: DataProto())
+
+    values = log_probs
+
+    def update(self, batch: DataProto, step: int) -> DerivedFuture:
+        return DerivedFuture([], lambda results: {})
+
+
+ABSENT = Absent()
+
+
 class Reference(MegatronRole):
     def log_probs(self, batch: DataProto) -> DerivedFuture:
         """`ref_log_prob` (B, R)."""
@@ -204,14 +219,16 @@ class Actor(MegatronRole):
         schedule: OffloadSchedule | None = None,
         algorithm: AlgorithmConfig | None = None,
         check_first_ratio: FirstRatioGate | None = None,
+        check_log_probs: LogProbGate | None = None,
     ) -> None:
-        """algorithm None: supervised fine-tuning only.
-        check_first_ratio: of the first update, where a step makes several."""
+        """algorithm None: supervised fine-tuning only. check_first_ratio: of the first update, where a step makes several.
+        check_log_probs: of the first batch that is scored."""
         super().__init__(group, parallel, micro_batch, schedule)
         self._weights = weights
         self._updates = updates
         self._algorithm = algorithm
         self._check_first_ratio = check_first_ratio
+        self._check_log_probs = check_log_probs
 
     def save_hf(self, folder: Path, source_folder: str) -> None:
         """See WeightSource.save_hf."""
@@ -219,10 +236,24 @@ class Actor(MegatronRole):
             self._weights.save_hf(folder, source_folder)
 
     def log_probs(self, batch: DataProto) -> DerivedFuture:
-        """`old_log_probs`, `entropys` (B, R), and `sum_pi_squared` where the advantages are made of it."""
+        """`old_log_probs`, `entropys` (B, R), and `sum_pi_squared` where the advantages are made of it. Raises LogProbMismatchError.
+
+        Nothing in bypass, where the rollout engine's log-probs take their place, once those of a batch were compared.
+        """
+        check = self._check_log_probs
+        if check is not None and check.passed and self._algorithm is not None and self._algorithm.rollout_correction.bypass:
+            return ABSENT.log_probs(batch)
         squares = self._algorithm is not None and needs_sum_pi_squared(self._algorithm)
         extras: tuple[Extra, ...] = ("entropy", "sum_pi_squared") if squares else ("entropy",)
-        return self._score(batch, "old_log_prob", lambda parts: self.group.call(ActorWorker.log_probs, parts, extras), _OF_ACTOR)
+        future = self._score(batch, "old_log_prob", lambda parts: self.group.call(ActorWorker.log_probs, parts, extras), _OF_ACTOR)
+        if check is None or check.passed:
+            return future
+
+        def checked(results: list[Any]) -> DataProto:
+            check(batch.union(results[0]))
+            return results[0]
+
+        return DerivedFuture([future], checked)
 
     def update(self, batch: DataProto, step: int) -> DerivedFuture:
         """Trains on `advantages` and what else the algorithm asks for (actor_rows); the metrics of ActorLoss."""

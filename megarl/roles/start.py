@@ -24,7 +24,7 @@ from megarl.engine.offload import StatePart
 from megarl.placement.offload_plan import OffloadPlan
 from megarl.placement.plan import GroupPlan, PlacementPlan, plan_placement
 from megarl.placement.transport import choose_transport
-from megarl.roles.checks import FirstRatioGate
+from megarl.roles.checks import FirstRatioGate, LogProbGate
 from megarl.roles.models import Actor, Critic, Reference, UpdatePlan
 from megarl.roles.offload_schedule import OffloadSchedule
 from megarl.roles.replicas import ReplicaPlace, Replicas
@@ -161,6 +161,7 @@ def start_ppo(config: PPOConfig, models: Architectures, rules: TokenRules, devic
             schedule,
             config.algorithm,
             FirstRatioGate(config.model.dtype),
+            LogProbGate(config.resharding.max_log_prob_difference),
         ),
         reference=(
             Reference(groups["reference"], config.actor.parallel, config.reference.micro_batch, schedule) if "reference" in groups else None

@@ -15,8 +15,7 @@ from megarl.batch.data_proto import DataProto
 from megarl.config.schema import KLControllerKind, PPOConfig
 from megarl.controller.futures import gather
 from megarl.data.loader import BatchLoader
-from megarl.roles.checks import LogProbGate
-from megarl.roles.models import valid_token_count
+from megarl.roles.models import ABSENT, valid_token_count
 from megarl.roles.reward import score_weights
 from megarl.roles.start import PPORoles
 from megarl.trainers.advantages import AdvantageStep, Metrics, correct_rollout
@@ -50,7 +49,6 @@ class PPOTrainer:
             max_response_length=config.data.max_response_length,
             score_weights=score_weights(config.reward),
         )
-        self._check_log_probs = LogProbGate(config.resharding.max_log_prob_difference)
 
     def fit(self) -> None:
         """Trains up to `trainer.total_steps`; validates before, every so often, and at the end."""
@@ -86,33 +84,29 @@ class PPOTrainer:
         self.monitor.validations = [(step, score) for step, score in state["validations"]]
 
     def train_step(self, prompts: DataProto, step: int) -> Metrics:
-        """One step: samples, their scores, advantages, updates of both models, and the new weights to the rollout."""
-        roles, phase, correction = self.roles, self.monitor.phase, self.config.algorithm.rollout_correction
-        trains_actor = step > self.config.trainer.critic_warmup_steps
+        """One step of PPO. What the roles are asked for comes when it is needed: they work side by side where their pools differ."""
+        roles, phase, weights = self.roles, self.monitor.phase, self.roles.weights
+        actor, reference, critic = roles.actor, roles.reference or ABSENT, roles.critic or ABSENT
 
-        batch, scores, metrics = self._sample(prompts, step)
-        if not (correction.bypass and self._check_log_probs.passed):
-            scores.append(roles.actor.log_probs(batch))
-        if roles.reference:
-            scores.append(roles.reference.log_probs(batch))
-        if roles.critic:
-            scores.append(roles.critic.values(batch))
-        batch = batch.union(*scores)  # the roles work side by side where their pools differ
-        self._check_log_probs(batch)
+        batch, scores, of_samples = self._sample(prompts, step)  # rollout.generate, and reward.score of what it gives
+        batch = batch.union(*scores, actor.log_probs(batch), reference.log_probs(batch), critic.values(batch))
         with phase("adv"):
-            batch, of_correction = correct_rollout(batch, correction)
-            batch, of_advantages = self._advantages(batch)
-        updates = []
-        if roles.critic:
-            updates.append(roles.critic.update(batch, step))
-        if trains_actor:
-            updates.append(roles.actor.update(batch, step))
-        if trains_actor:
-            with phase("update_weights"):  # when the actor's update is done; beside the critic's where their pools differ
-                roles.weights.push()
+            batch, of_advantages = self._add_advantages(batch)
+        updates = [critic.update(batch, step)]
+        if step > self.config.trainer.critic_warmup_steps:
+            updates.append(actor.update(batch, step))
+            with phase("update_weights"):  # as soon as the actor's update is done
+                weights.push()
         results = gather(*updates)
-        parts = (metrics, of_correction, of_advantages, *results, self._batch_metrics(batch), roles.drain_metrics())
+
+        parts = (of_samples, of_advantages, *results, self._batch_metrics(batch), roles.drain_metrics())
         return {name: value for part in parts for name, value in part.items()}
+
+    def _add_advantages(self, batch: DataProto) -> tuple[DataProto, Metrics]:
+        """See correct_rollout and AdvantageStep."""
+        batch, of_correction = correct_rollout(batch, self.config.algorithm.rollout_correction)
+        batch, of_advantages = self._advantages(batch)
+        return batch, of_correction | of_advantages
 
     def _batch_metrics(self, batch: DataProto) -> Metrics:
         """Those of data_metrics and group_metrics; `actor/entropy`: of the policy that wrote the samples, in nats, a mean over the

@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 from urllib.parse import urlparse
 
@@ -83,3 +84,9 @@ def test_the_reference_has_every_key() -> None:
         keys = [key for key, _ in leaves(kind())]
         assert len(keys) > 40
         assert [key for key in keys if f"| `{key}` |" not in page] == []
+
+
+def test_the_loop_of_the_readme_is_the_loop_that_runs() -> None:
+    (shown,) = re.findall(r"(?s)One step is this.*?```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"))
+    assert len(shown.splitlines()) == 10
+    assert textwrap.indent(shown, " " * 8) in (ROOT / "megarl/trainers/ppo.py").read_text(encoding="utf-8")
