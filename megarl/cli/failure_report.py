@@ -133,8 +133,9 @@ def _place(error: Exception) -> list[_Entry]:
 def _when(error: Exception, position: Position | None) -> str:
     call, position = _failed_call(error), position or Position()
     phases = [phase for phase in position.phases if phase != "step"]
-    if call is not None and call.method in PHASES and PHASES[call.method] not in phases:
-        phases.append(PHASES[call.method])
+    of_call = None if call is None else PHASES.get((call.role, call.method))
+    if of_call is not None and of_call not in phases:
+        phases.append(of_call)
     step = "" if position.step is None else f"step {position.step}"
     phase = f"phase {' > '.join(phases)}" if phases else ""
     return ", ".join(part for part in (step, phase) if part)

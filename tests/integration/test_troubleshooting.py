@@ -47,7 +47,7 @@ BATCH = DataProto.from_dict({"x": torch.zeros(12)}, {"uid": [f"0-{row // 2}" for
 
 class UnluckyWorker(Worker):
     @register(dispatch_mode=Dispatch.DATA_PARALLEL)
-    def update_actor(self, batch: DataProto) -> DataProto:
+    def update(self, batch: DataProto) -> DataProto:
         """Asks for a GiB where the process may have a quarter of one more than it has."""
         used = int(re.search(r"VmSize:\s+(\d+)", Path("/proc/self/status").read_text()).group(1)) * 1024  # type: ignore[union-attr]
         resource.setrlimit(resource.RLIMIT_AS, (used + ROOM, resource.RLIM_INFINITY))
@@ -57,7 +57,7 @@ class UnluckyWorker(Worker):
             resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 
     @register(dispatch_mode=Dispatch.DATA_PARALLEL)
-    def update_critic(self, batch: DataProto) -> DataProto:
+    def log_probs(self, batch: DataProto) -> DataProto:
         os.kill(os.getpid(), signal.SIGKILL)
         return batch
 
@@ -77,7 +77,7 @@ def unlucky(ray_cluster: None) -> Iterator[RayWorkerGroup]:
 
 def test_memory_of_the_node(unlucky: RayWorkerGroup) -> None:
     with pytest.raises(WorkerError) as caught:
-        unlucky.update_actor(BATCH)
+        unlucky.update(BATCH)
     check_documented("host-memory", last_page(caught.value, "train", RunContext(PPOConfig())))
 
 
@@ -94,7 +94,7 @@ def test_a_process_that_is_killed(unlucky: RayWorkerGroup) -> None:
     """The last test of the group, which has no process any more."""
     unlucky.listen(0)  # the driver learns where it is
     with pytest.raises(WorkerError) as caught:
-        unlucky.update_critic(BATCH)
+        unlucky.log_probs(BATCH)
     check_documented("worker-killed", last_page(caught.value, "train", RunContext(PPOConfig())))
 
 

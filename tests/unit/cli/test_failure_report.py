@@ -36,7 +36,7 @@ CONFIG = PPOConfig(
 )
 
 
-def raised(error: Exception, role: str = "actor", method: str = "update_actor", kind: FailureKind = FailureKind.exception) -> WorkerError:
+def raised(error: Exception, role: str = "actor", method: str = "update", kind: FailureKind = FailureKind.exception) -> WorkerError:
     """In a worker, as it comes to the driver."""
     name = qualified_name(type(error))
     first, *_ = f"{name}: {error}".splitlines()
@@ -58,7 +58,7 @@ def test_where_when_and_which_rows(tmp_path: Path) -> None:
     )
     for line in (
         "what    builtins.KeyError: 'x'",
-        "where   actor rank 3, node 10.0.0.7, pid 4242, in update_actor",
+        "where   actor rank 3, node 10.0.0.7, pid 4242, in update",
         "when    step 17, phase update_actor",
         "rows    uid 0-1, 0-2 and 4 more (12 rows)",
         "logs    /logs/worker.err: that process and the engine in it, on node 10.0.0.7",
@@ -96,7 +96,7 @@ def test_a_full_gpu_while_weights_are_sent(tmp_path: Path) -> None:
         (OSError(28, "No space left on device"), "/dev/shm"),
         (raised(RuntimeError("bind: [Errno 98] Address already in use 10.0.0.7:29500")), "ss -ltnp | grep 29500"),
         (CheckpointError("x/metadata: its content is not what was written"), "checkpoint.resume=PATH"),
-        (PhaseTimeoutError("actor", "update_actor", 60.0, [RankReport("actor", 0, "10.0.0.7", None)]), "trainer.phase_time_limit_s=1800"),
+        (PhaseTimeoutError("actor", "update", 60.0, [RankReport("actor", 0, "10.0.0.7", None)]), "trainer.phase_time_limit_s=1800"),
     ],
 )
 def test_advice_by_what_is_said(error: Exception, advice: str) -> None:

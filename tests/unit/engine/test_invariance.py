@@ -11,7 +11,7 @@ import torch.distributed as dist
 from megarl.algorithms.losses import ActorLoss, CriticLoss, MiniBatchCounts
 from megarl.batch.metrics import merge_metrics, values_of
 from megarl.config.schema import AlgorithmConfig, KLConfig, KLEstimator, KLWhere, OptimConfig, ParallelConfig, ValueLossConfig
-from megarl.data.packing import BatchPlan, MicroBatch, RankPlan, plan_micro_batches
+from megarl.data.packing import BatchPlan, MicroBatchRows, RankPlan, plan_micro_batches
 from tests.ranks import RankPool
 from tests.unit.engine.comparison import assert_same
 from tests.unit.engine.models import load_lm, make_batch, reference_logits, save_critic, save_model, scores_of
@@ -38,7 +38,7 @@ class Result(NamedTuple):
 
 
 def by_hand(*micro_batches: tuple[int, ...]) -> BatchPlan:
-    return BatchPlan(ranks=(RankPlan(micro_batches=tuple(MicroBatch(rows=rows) for rows in micro_batches)),), num_rows=NUM_ROWS)
+    return BatchPlan(ranks=(RankPlan(micro_batches=tuple(MicroBatchRows(rows=rows) for rows in micro_batches)),), num_rows=NUM_ROWS)
 
 
 def splits_of(parallel: ParallelConfig, lengths: list[int]) -> dict[str, Split]:
