@@ -25,7 +25,7 @@ from rich.table import Table
 # other hook reaches: so what executes a call in a worker begins to be watched there.
 _WATCH = """
 import os, sys, threading, time
-_TREE, _FOLDER = os.environ["WATCHED_TREE"], os.environ["WATCHED_FOLDER"]
+_TREE, _FOLDER = os.path.join(os.environ["WATCHED_TREE"], "megarl", ""), os.environ["WATCHED_FOLDER"]
 _OPEN, _known = os.path.join(_FOLDER, "open"), {}
 
 def _look(frame, event, argument):
@@ -44,7 +44,7 @@ def _look(frame, event, argument):
     elif os.path.exists(_OPEN):
         _known[file] = True
         with open(os.path.join(_FOLDER, "passed"), "a") as passed:
-            passed.write(file[len(_TREE) + 1 :] + "\\n")
+            passed.write("megarl/" + file[len(_TREE) :] + "\\n")
 
 def _watch_worker():
     while (host := getattr(sys.modules.get("megarl.controller.host"), "WorkerHost", None)) is None:
