@@ -98,8 +98,8 @@ def _add_run(
     return command
 
 
-def _run(command: str) -> Callable[..., int]:
-    return importlib.import_module(f"megarl.cli.{command}").run
+def _run(command: str, package: str = "megarl.cli") -> Callable[..., int]:
+    return importlib.import_module(f"{package}.{command}").run
 
 
 def _start_plan(parsed: argparse.Namespace) -> int:
@@ -111,4 +111,4 @@ def _start_check(parsed: argparse.Namespace) -> int:
 
 
 def _start_doctor(parsed: argparse.Namespace) -> int:
-    return _run("doctor.command")(parsed.config, parsed.overrides, SFTConfig if parsed.sft else PPOConfig, parsed.json)
+    return _run("command", "megarl.doctor")(parsed.config, parsed.overrides, SFTConfig if parsed.sft else PPOConfig, parsed.json)
