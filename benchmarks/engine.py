@@ -41,14 +41,15 @@ from transformers.utils.logging import disable_progress_bar
 
 from megarl.batch.metrics import Metric
 from megarl.config.architecture import read_architecture
-from megarl.config.schema import Device, OptimConfig, ParallelConfig
+from megarl.config.schema import Device, DType, EngineConfig, OptimConfig, ParallelConfig
 from megarl.data.packing import plan_micro_batches
 from megarl.engine import platform
+from megarl.engine.spec import ModelSpec
 
 platform.activate(Device.cpu)  # before anything that imports Megatron
 
 from megarl.engine import groups  # noqa: E402
-from megarl.engine.engine import MegatronEngine, MicroBatches, RolloutEngineSpec  # noqa: E402
+from megarl.engine.engine import MegatronEngine, MicroBatches  # noqa: E402
 
 LONGEST = 256  # tokens of a row, prompt and response
 PROMPT = 64  # a quarter of each row
@@ -219,8 +220,18 @@ class Contest:
 
 
 def _build_engine(folder: str, packing: bool) -> MegatronEngine:
-    spec = RolloutEngineSpec(architecture=read_architecture(folder), packing=packing, optim=OptimConfig())
-    return MegatronEngine(spec, groups.initialize(ParallelConfig(), seed=0), folder)
+    spec = ModelSpec(
+        path=folder,
+        architecture=read_architecture(folder),
+        head="lm",
+        dtype=DType.float32,
+        parallel=ParallelConfig(),
+        engine=EngineConfig(packing=packing),
+        device=Device.cpu,
+        seed=0,
+        optim=OptimConfig(),
+    )
+    return MegatronEngine(spec, groups.initialize(spec.parallel, spec.seed))
 
 
 def beside_hugging_face(contest: Contest, timing: Timing) -> Result:

@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from own_means import broadcast_seconds
 
+from megarl.rollout.interface import RolloutEngineSpec
 from megarl.rollout.sglang import loader
 from megarl.weights.bucket import GroupAddress
 from megarl.weights.weight_group import WeightGroup
-from megarl.workers.engines import RolloutEngineSpec, build_engine
+from megarl.workers.engines import build_engine
 from megarl.workers.rollout_worker import RolloutWorker
 
 _tensors: list[tuple[str, torch.Tensor]] = []  # of the whole model, in the scheduler's process

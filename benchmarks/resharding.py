@@ -41,6 +41,7 @@ from megarl.config.schema import (
     Device,
     DType,
     EngineConfig,
+    ModelConfig,
     ParallelConfig,
     RolloutConfig,
     RolloutEngineKind,
@@ -52,10 +53,10 @@ from megarl.controller.futures import gather
 from megarl.controller.group import RayWorkerGroup, RoleGroup
 from megarl.controller.resource_pool import RayResourcePool
 from megarl.controller.worker_class import RayClassWithInitArgs
+from megarl.engine.spec import ModelSpec
 from megarl.roles.weight_sync import PushReport, WeightSource, WeightSync
+from megarl.rollout.interface import RolloutEngineSpec
 from megarl.weights.bucket import GroupAddress
-from megarl.workers.engines import RolloutEngineSpec
-from megarl.workers.megatron import ModelSpec
 
 TARGET = 0.5  # of the slowest limit's speed
 OWN_MEANS = {Transport.broadcast: ("gloo",), Transport.disk: ("files",)}
@@ -85,7 +86,7 @@ def start_group(name: str, world_size: int, worker: RayClassWithInitArgs) -> Rol
 
 def start_engine(folder: Path) -> RoleGroup:
     rollout = RolloutConfig(engine=RolloutEngineKind.sglang, max_concurrency=4)
-    spec = RolloutEngineSpec(path=str(folder), dtype=DType.float32, device=Device.cpu, rollout=rollout)
+    spec = RolloutEngineSpec(model=ModelConfig(path=str(folder), dtype=DType.float32), rollout=rollout, device=Device.cpu)
     return start_group("rollout", 1, RayClassWithInitArgs(MeasuredWorker, partial(build_measured_engine, spec)))
 
 

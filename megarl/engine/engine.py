@@ -7,7 +7,6 @@ tensors, to a loss that the caller gives it.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -17,14 +16,13 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from megarl.batch.metrics import Metric, merge_metrics
-from megarl.config.architecture import Architecture
-from megarl.config.schema import OptimConfig, Recompute
 from megarl.engine import platform
 from megarl.engine.groups import ParallelGroups
 from megarl.engine.micro_batch import MicroBatch, make_micro_batch
-from megarl.engine.model import Head, ModelChunk, build_chunks
+from megarl.engine.model import ModelChunk, build_chunks
 from megarl.engine.offload import MovableState, OffloadableState, StatePart
 from megarl.engine.optimizer import Optimizer, StepStatistics
+from megarl.engine.spec import ModelSpec
 from megarl.engine.vocab_parallel import Extra, token_scores
 from megarl.weights.load import ValueHead, load_into_shards
 from megarl.weights.manifest import read_checkpoint_index
@@ -34,25 +32,6 @@ from megarl.weights.shard_layout import layouts_of
 MicroBatches = Sequence[Sequence[int]]  # row numbers of this replica's batch
 Outputs = Mapping[str, Tensor]  # (b, R) float32: `log_probs` and extras, or `values`; 0 where a row has no response token
 LossFunction = Callable[[Outputs, Mapping[str, Tensor]], tuple[Tensor, Mapping[str, Metric]]]
-
-
-@dataclass(frozen=True, kw_only=True)
-class MegatronSpec:
-    """What to build. `head`: "lm" scores tokens, "value" is a critic. `optim` None: the model is frozen.
-
-    temperature: log-probs are of softmax(logits / temperature), as the rollout engine samples.
-    total_optimizer_steps: where the learning-rate decay ends.
-    """
-
-    architecture: Architecture
-    head: Head = "lm"
-    dtype: torch.dtype = torch.float32
-    optim: OptimConfig | None = None
-    total_optimizer_steps: int = 1
-    recompute: Recompute = Recompute.none
-    packing: bool = True
-    log_prob_chunk_tokens: int = 1024
-    temperature: float = 1.0
 
 
 class TrainingState(NamedTuple):
@@ -66,15 +45,14 @@ class TrainingState(NamedTuple):
 
 
 class MegatronEngine:
-    """Weights come from the Hugging Face folder `weights`; a value head that it lacks starts at zero where it is trained."""
+    """Weights come from the spec's folder; a value head that it lacks starts at zero where it is trained."""
 
-    def __init__(self, spec: MegatronSpec, groups: ParallelGroups, weights: str) -> None:
+    def __init__(self, spec: ModelSpec, groups: ParallelGroups) -> None:
         self.spec = spec
         self.groups = groups
         self._device = platform.current().device
-        self._models = build_chunks(
-            spec.architecture, groups, head=spec.head, dtype=spec.dtype, recompute=spec.recompute, device=self._device
-        )
+        dtype = getattr(torch, spec.dtype.value)
+        self._models = build_chunks(spec.architecture, groups, head=spec.head, dtype=dtype, recompute=spec.recompute, device=self._device)
         stage_and_rank = groups.pipeline_rank * groups.parallel.tensor_parallel_size + groups.tensor_rank
         self.layout = layouts_of(spec.architecture, groups.parallel)[stage_and_rank]
         trainable = spec.optim is not None
@@ -84,8 +62,8 @@ class MegatronEngine:
         self._chunks: list[Any] = [self._data_parallel(model) for model in self._models] if trainable else list(self._models)
         self._state = OffloadableState(self._offloadable_parts())
         self._gradients_are_made = False
-        self._load(weights)
-        self._optimizer = Optimizer(spec.optim, self._chunks, spec.dtype, spec.total_optimizer_steps) if spec.optim else None
+        self._load(spec.path)
+        self._optimizer = Optimizer(spec.optim, self._chunks, dtype, spec.total_optimizer_steps) if spec.optim else None
 
     def _offloadable_parts(self) -> dict[StatePart, MovableState]:
         parts = {StatePart.parameters: MovableState(self._parameter_list)}
@@ -204,7 +182,7 @@ class MegatronEngine:
             make_micro_batch(
                 batch,
                 rows,
-                packing=self.spec.packing,
+                packing=self.spec.engine.packing,
                 align=parallel.tensor_parallel_size if parallel.sequence_parallel else 1,
                 device=self._device,
             )
@@ -250,7 +228,7 @@ class MegatronEngine:
             micro_batch.targets,
             vocab_size=self.spec.architecture.vocab_size,
             temperature=self.spec.temperature,
-            chunk_tokens=self.spec.log_prob_chunk_tokens,
+            chunk_tokens=self.spec.engine.log_prob_chunk_tokens,
             group=self.groups.tensor,
             extras=extras,
         )

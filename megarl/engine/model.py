@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -25,9 +25,8 @@ from megarl.config.architecture import Architecture
 from megarl.config.schema import ParallelConfig, Recompute
 from megarl.engine.groups import ParallelGroups
 from megarl.engine.layers import AttentionCore, RMSNorm
+from megarl.weights.name_mapping import Head
 from megarl.weights.shard_layout import VOCABULARY_DIVISOR, padded_vocab_size
-
-Head = Literal["lm", "value"]
 
 
 def transformer_config(

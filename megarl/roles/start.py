@@ -21,6 +21,7 @@ from megarl.controller.resource_pool import RayResourcePool, ResourcePoolManager
 from megarl.controller.worker import Worker
 from megarl.controller.worker_class import RayClassWithInitArgs, create_colocated_worker_cls
 from megarl.engine.offload import StatePart
+from megarl.engine.spec import ModelSpec
 from megarl.placement.offload_plan import OffloadPlan
 from megarl.placement.plan import GroupPlan, PlacementPlan, plan_placement
 from megarl.placement.transport import choose_transport
@@ -32,9 +33,9 @@ from megarl.roles.reward import Reward, RewardModel
 from megarl.roles.rollout import Rollout, RolloutLimits, TokenRules
 from megarl.roles.weight_sync import WeightSource, WeightSync
 from megarl.roles.weights import RolloutWeights
+from megarl.rollout.interface import RolloutEngineSpec
 from megarl.workers.critic import CriticWorker
-from megarl.workers.engines import RolloutEngineSpec, build_engine
-from megarl.workers.megatron import ModelSpec
+from megarl.workers.engines import build_engine
 from megarl.workers.policy import ActorWorker, PolicyWorker
 from megarl.workers.reward import RewardWorker
 from megarl.workers.reward_model import Reading, RewardModelWorker
@@ -259,18 +260,9 @@ def visible_gpus(pool: RayResourcePool) -> list[str]:
 
 
 def _start_replicas(config: PPOConfig, device: Device, places: Sequence[ReplicaPlace], takes_turns: bool) -> Replicas:
-    rollout = config.rollout
-    spec = RolloutEngineSpec(
-        path=config.model.path,
-        dtype=config.model.dtype,
-        device=device,
-        rollout=rollout,
-        trust_remote_code=config.model.trust_remote_code,
-        with_min_new_tokens=rollout.validation.min_new_tokens > 0,
-        release_memory=takes_turns,
-    )
+    spec = RolloutEngineSpec(model=config.model, rollout=config.rollout, device=device, release_memory=takes_turns)
     limit_s = config.trainer.phase_time_limit_s
-    return Replicas(places, partial(build_engine, spec), restart_limit=rollout.restart_limit, phase_time_limit_s=limit_s)
+    return Replicas(places, partial(build_engine, spec), restart_limit=config.rollout.restart_limit, phase_time_limit_s=limit_s)
 
 
 def _rollout_limits(config: PPOConfig) -> RolloutLimits:

@@ -11,11 +11,23 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
+from megarl.config.schema import Device, ModelConfig, RolloutConfig
 from megarl.weights.bucket import GroupAddress, Parcel
 from megarl.weights.receipt import Manifest
 from megarl.weights.stream import WeightStream
 
 _WAIT_S = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutEngineSpec:
+    """What an engine is made from. model: the policy; no weights are read from its folder. device: cpu or cuda.
+    release_memory: the engine takes turns with others."""
+
+    model: ModelConfig
+    rollout: RolloutConfig
+    device: Device
+    release_memory: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

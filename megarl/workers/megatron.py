@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-import torch
 import torch.distributed as dist
 
 from megarl.batch.data_proto import DataProto
 from megarl.batch.metrics import Metric
-from megarl.config.architecture import Architecture
-from megarl.config.schema import Device, DType, EngineConfig, OptimConfig, ParallelConfig, Recompute
 from megarl.controller.dispatch import Dispatch
 from megarl.controller.mesh import MeshCoordinate
 from megarl.controller.register import register
 from megarl.engine import platform
 from megarl.engine.offload import StatePart
+from megarl.engine.spec import ModelSpec
 from megarl.weights.gather import Shards
-from megarl.weights.name_mapping import Head
 from megarl.workers.weight_export import WeightExport
 
 if TYPE_CHECKING:  # importing these imports Megatron, which wants the platform to be active
@@ -50,28 +46,6 @@ class Loss(Protocol):
     def __call__(self, outputs: Mapping[str, Tensor], rows: Mapping[str, Tensor]) -> tuple[Tensor, Mapping[str, Metric]]: ...
 
 
-@dataclass(frozen=True, kw_only=True)
-class ModelSpec:
-    """One model of a role: where its weights are, what it is, and how its process is laid out.
-
-    offloaded_at_first: leaves memory when the model is built: others need its place.
-    """
-
-    path: str
-    architecture: Architecture
-    head: Head
-    dtype: DType
-    parallel: ParallelConfig
-    engine: EngineConfig
-    device: Device
-    seed: int
-    temperature: float = 1.0
-    optim: OptimConfig | None = None
-    total_optimizer_steps: int = 1
-    recompute: Recompute = Recompute.none
-    offloaded_at_first: tuple[StatePart, ...] = ()
-
-
 _groups: ParallelGroups | None = None  # roles that are fused in this process share them
 
 
@@ -97,24 +71,10 @@ class MegatronWorker(WeightExport):
         super().__init__()
         platform.activate(spec.device)
         self._groups = _process_groups(spec)
-        from megarl.engine.engine import MegatronEngine, MegatronSpec
+        from megarl.engine.engine import MegatronEngine
 
         self._spec = spec
-        self._engine: MegatronEngine = MegatronEngine(
-            MegatronSpec(
-                architecture=spec.architecture,
-                head=spec.head,
-                dtype=getattr(torch, spec.dtype.value),
-                optim=spec.optim,
-                total_optimizer_steps=spec.total_optimizer_steps,
-                recompute=spec.recompute,
-                packing=spec.engine.packing,
-                log_prob_chunk_tokens=spec.engine.log_prob_chunk_tokens,
-                temperature=spec.temperature,
-            ),
-            self._groups,
-            spec.path,
-        )
+        self._engine: MegatronEngine = MegatronEngine(spec, self._groups)
         self._engine.offload(*spec.offloaded_at_first)
         self._pending_save: PendingSave | None = None
 

@@ -17,7 +17,8 @@ from megarl.controller.register import register
 from megarl.data.conversations import Conversation, ConversationEncoder, conversation_batch
 from megarl.data.packing import plan_micro_batches
 from megarl.data.tokenizer import load_tokenizer
-from megarl.workers.megatron import MegatronWorker, ModelSpec
+from megarl.engine.spec import ModelSpec
+from megarl.workers.megatron import MegatronWorker
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 
 from megarl.batch.metrics import Metric
-from megarl.config.architecture import read_architecture
 from megarl.config.schema import Device, OptimConfig, ParallelConfig
 from tests.unit.engine.models import FAMILIES, load_lm, make_batch, reference_logits, save_model, scores_of
+from tests.unit.engine.rank_side import build
 
 
 @pytest.fixture(scope="module")
@@ -29,12 +29,6 @@ def groups(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     dist.destroy_process_group()
 
 
-def _engine(groups: Any, folder: Path, **spec: Any) -> Any:
-    from megarl.engine.engine import MegatronEngine, MegatronSpec
-
-    return MegatronEngine(MegatronSpec(architecture=read_architecture(str(folder)), **spec), groups, str(folder))
-
-
 @pytest.mark.parametrize("packing", [True, False])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_log_probs_and_entropy_are_those_of_hugging_face(family: str, packing: bool, groups: Any, tmp_path: Path) -> None:
@@ -43,7 +37,7 @@ def test_log_probs_and_entropy_are_those_of_hugging_face(family: str, packing: b
     batch = make_batch()
     with torch.no_grad():
         want = scores_of(reference_logits(load_lm(tmp_path), batch), batch)
-    got = _engine(groups, tmp_path, packing=packing, log_prob_chunk_tokens=8).forward(batch, [[0, 3, 2], [1, 4], [5], [6]])
+    got = build(groups, str(tmp_path), packing=packing).forward(batch, [[0, 3, 2], [1, 4], [5], [6]])
     for key in want:
         torch.testing.assert_close(got[key].cpu(), want[key], atol=1e-4, rtol=0)
 
@@ -51,7 +45,7 @@ def test_log_probs_and_entropy_are_those_of_hugging_face(family: str, packing: b
 def test_bfloat16_training_lowers_the_loss(groups: Any, tmp_path: Path) -> None:
     save_model("qwen2-tied", tmp_path)
     batch = make_batch()
-    engine = _engine(groups, tmp_path, dtype=torch.bfloat16, optim=OptimConfig(lr=1e-3))
+    engine = build(groups, str(tmp_path), dtype=torch.bfloat16, optim=OptimConfig(lr=1e-3))
 
     def loss(outputs: Any, rows: Any) -> Any:
         value = -(outputs["log_probs"] * rows["response_mask"]).sum() / batch["response_mask"].sum()
@@ -75,7 +69,7 @@ def test_what_is_offloaded_leaves_the_gpu_and_comes_back_the_same(groups: Any, t
         return value, {"loss": Metric.sum(value)}
 
     def trained(away: tuple[StatePart, ...]) -> tuple[list[float], dict[str, torch.Tensor]]:
-        engine = _engine(groups, tmp_path, dtype=torch.bfloat16, optim=OptimConfig(lr=1e-3))
+        engine = build(groups, str(tmp_path), dtype=torch.bfloat16, optim=OptimConfig(lr=1e-3))
         norms = []
         for _ in range(3):
             engine.forward_backward(batch, [[0, 1, 2], [3, 4, 5, 6]], loss)

@@ -9,10 +9,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config
 
-from megarl.config.schema import SGLangMode
-from megarl.rollout.interface import Sample, SamplingParameters
+from megarl.config.schema import Device, DType, ModelConfig, RolloutConfig, SGLangConfig, SGLangMode
+from megarl.rollout.interface import RolloutEngineSpec, Sample, SamplingParameters
 from megarl.rollout.sglang.engine import SGLangEngine
-from megarl.rollout.sglang.spec import SGLangSpec
 from megarl.weights.checksum import checksum
 from tests.unit.rollout.models import push
 
@@ -44,16 +43,10 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SGLangEngine]:
     model = cuda_model(0)
     model.config.save_pretrained(folder)
     model.generation_config.save_pretrained(folder)
-    spec = SGLangSpec(
-        path=folder,
-        dtype=torch.bfloat16,
-        device=torch.device("cuda"),
-        max_concurrency=16,
-        mode=SGLangMode.server,
-        release_memory=True,
-        server_args={"mem_fraction_static": 0.3},
-    )
-    engine = SGLangEngine(spec)
+    sglang = SGLangConfig(mode=SGLangMode.server, server_args={"mem_fraction_static": 0.3})
+    rollout = RolloutConfig(max_concurrency=16, sglang=sglang)
+    policy = ModelConfig(path=str(folder), dtype=DType.bfloat16)
+    engine = SGLangEngine(RolloutEngineSpec(model=policy, rollout=rollout, device=Device.cuda, release_memory=True))
     yield engine
     engine.close()
 

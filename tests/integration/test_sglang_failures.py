@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from megarl.config.schema import Device, DType, RolloutConfig, RolloutEngineKind
-from megarl.rollout.interface import SamplingParameters, plan_requests
+from megarl.config.schema import Device, DType, ModelConfig, RolloutConfig, RolloutEngineKind
+from megarl.rollout.interface import RolloutEngineSpec, SamplingParameters, plan_requests
 from megarl.weights.checksum import checksum
-from megarl.workers.engines import RolloutEngineSpec, build_engine
+from megarl.workers.engines import build_engine
 from tests.rollout_replicas import push_of, started_rollout
 from tests.unit.rollout.models import random_model
 
@@ -24,7 +24,7 @@ def test_a_killed_scheduler_costs_no_sample(ray_cluster: None, tmp_path: Path) -
     model.config.save_pretrained(tmp_path)
     model.generation_config.save_pretrained(tmp_path)
     rollout_config = RolloutConfig(engine=RolloutEngineKind.sglang, max_concurrency=8, health_limit_s=60.0)
-    spec = RolloutEngineSpec(path=str(tmp_path), dtype=DType.float32, device=Device.cpu, rollout=rollout_config)
+    spec = RolloutEngineSpec(model=ModelConfig(path=str(tmp_path), dtype=DType.float32), rollout=rollout_config, device=Device.cpu)
     weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
     requests = plan_requests([[number + 1] for number in range(40)], SamplingParameters(max_new_tokens=10, seed=3))
     with started_rollout(partial(build_engine, spec), num_replicas=1, restart_limit=1, max_concurrency=8) as rollout:

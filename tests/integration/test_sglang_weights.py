@@ -13,18 +13,19 @@ import torch
 from transformers import PreTrainedModel
 
 from megarl.config.architecture import read_architecture
-from megarl.config.schema import Device, DType, RolloutConfig, RolloutEngineKind, SGLangConfig, SGLangMode, Transport, Verify
+from megarl.config.schema import Device, DType, ModelConfig, RolloutConfig, RolloutEngineKind, SGLangConfig, SGLangMode, Transport, Verify
 from megarl.controller.dispatch import Dispatch
 from megarl.controller.errors import WorkerError
 from megarl.controller.group import RoleGroup
 from megarl.controller.register import register
 from megarl.controller.resource_pool import RayResourcePool
 from megarl.controller.worker_class import RayClassWithInitArgs
+from megarl.engine.spec import ModelSpec
 from megarl.roles.replicas import ReplicaPlace, Replicas
 from megarl.roles.weight_sync import WeightSource, WeightSync
-from megarl.rollout.interface import Sample, SamplingParameters, plan_requests
-from megarl.workers.engines import RolloutEngineSpec, build_engine
-from megarl.workers.megatron import MegatronWorker, ModelSpec
+from megarl.rollout.interface import RolloutEngineSpec, Sample, SamplingParameters, plan_requests
+from megarl.workers.engines import build_engine
+from megarl.workers.megatron import MegatronWorker
 from tests.rollout_replicas import send
 from tests.unit.engine.models import FAMILIES, load_lm, save_model
 from tests.unit.engine.rank_side import LAYOUTS
@@ -78,7 +79,7 @@ def engines(request: pytest.FixtureRequest, ray_cluster: None, folders: dict[str
             max_concurrency=8,
             sglang=SGLangConfig(mode=mode),
         )
-        spec = RolloutEngineSpec(path=str(folders[family]), dtype=DType.float32, device=Device.cpu, rollout=rollout)
+        spec = RolloutEngineSpec(model=ModelConfig(path=str(folders[family]), dtype=DType.float32), rollout=rollout, device=Device.cpu)
         places = [ReplicaPlace(part) for part in pool.split()]
         replicas[family] = Replicas(places, partial(build_engine, spec), restart_limit=0, phase_time_limit_s=600)
         pools.append(pool)

@@ -28,14 +28,14 @@ from typing import NamedTuple
 import psutil
 import torch
 
-from megarl.config.schema import Device, DType, RolloutConfig, RolloutEngineKind
+from megarl.config.schema import Device, DType, ModelConfig, RolloutConfig, RolloutEngineKind
 from megarl.controller.cluster import shutdown, start_ray
 from megarl.controller.errors import WorkerError
 from megarl.roles.replicas import is_dead
 from megarl.roles.rollout import Rollout
-from megarl.rollout.interface import FinishedRequest, GenerationRequest, RolloutEngine, SamplingParameters
+from megarl.rollout.interface import FinishedRequest, GenerationRequest, RolloutEngine, RolloutEngineSpec, SamplingParameters
 from megarl.weights.checksum import checksum
-from megarl.workers.engines import RolloutEngineSpec, build_engine
+from megarl.workers.engines import build_engine
 from tests.fake_engine import MANIFEST, FakeEngine, FakeSpec, random_weights
 from tests.rollout_replicas import push_of, started_rollout
 from tests.unit.rollout.models import random_model
@@ -63,7 +63,7 @@ def make_subject(engine: str, folder: Path) -> Subject:
     model.config.save_pretrained(folder)
     model.generation_config.save_pretrained(folder)
     rollout = RolloutConfig(engine=RolloutEngineKind(engine), max_concurrency=16)
-    spec = RolloutEngineSpec(path=str(folder), dtype=DType.float32, device=Device.cpu, rollout=rollout)
+    spec = RolloutEngineSpec(model=ModelConfig(path=str(folder), dtype=DType.float32), rollout=rollout, device=Device.cpu)
     weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
     pause_s = 20.0 if engine == "sglang" else 6.0
     return Subject(partial(build_engine, spec), weights, num_requests=256, pause_s=pause_s)

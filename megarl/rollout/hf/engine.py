@@ -16,6 +16,7 @@ from megarl.rollout.interface import (
     FinishedRequest,
     GenerationRequest,
     RolloutEngine,
+    RolloutEngineSpec,
     Sample,
     SamplingParameters,
     check_request,
@@ -36,31 +37,24 @@ class HFEngine(RolloutEngine):
     """Starts without weights, from the folder's config.json: they come by an update, so they are always the trainer's.
 
     Requests wait until `collect`, which decodes one batch of them to its end.
-    dtype: of the weights and the cache. max_concurrency: sequences that are decoded at the same time.
     """
 
-    def __init__(
-        self,
-        path: str | Path,
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
-        max_concurrency: int,
-        trust_remote_code: bool = False,
-    ) -> None:
-        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    def __init__(self, spec: RolloutEngineSpec) -> None:
+        path, trusted = spec.model.path, spec.model.trust_remote_code
+        config = AutoConfig.from_pretrained(path, trust_remote_code=trusted)
         with no_init_weights():
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa", trust_remote_code=trust_remote_code)
+            dtype = getattr(torch, spec.model.dtype.value)
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa", trust_remote_code=trusted)
         model.tie_weights()  # a part of the initialisation that was skipped
-        self._model = model.to(device).eval().requires_grad_(False)
-        self._device = device
-        self._max_concurrency = max_concurrency
+        self._device = torch.device(spec.device.value)
+        self._model = model.to(self._device).eval().requires_grad_(False)
+        self._max_concurrency = spec.rollout.max_concurrency
         self._max_length: int = config.max_position_embeddings
         self._vocab_size: int = config.vocab_size
         self._end_token_ids = end_token_ids(path)
         self._shapes = {name: tuple(parameter.shape) for name, parameter in self._model.named_parameters()}
         self._lifecycle = EngineLifecycle()
-        self._receiver = ParcelReceiver(device)
+        self._receiver = ParcelReceiver(self._device)
         self._waiting: list[GenerationRequest] = []
 
     @property

@@ -17,7 +17,15 @@ import torch
 from safetensors import safe_open
 
 from megarl.config.schema import SGLangMode
-from megarl.rollout.interface import EngineDeadError, FinishedRequest, GenerationRequest, RolloutEngine, check_request, end_token_ids
+from megarl.rollout.interface import (
+    EngineDeadError,
+    FinishedRequest,
+    GenerationRequest,
+    RolloutEngine,
+    RolloutEngineSpec,
+    check_request,
+    end_token_ids,
+)
 from megarl.rollout.lifecycle import EngineLifecycle, LifecycleState
 from megarl.rollout.sglang.backend import Backend, CallRefusedError
 from megarl.rollout.sglang.in_process import InProcessBackend
@@ -25,14 +33,14 @@ from megarl.rollout.sglang.loader import LoaderClient
 from megarl.rollout.sglang.loop import LoopThread
 from megarl.rollout.sglang.messages import generation_payload, read_sample
 from megarl.rollout.sglang.server import ServerBackend
-from megarl.rollout.sglang.server_args import WEIGHT_LOADER, build_server_args, context_length, vocab_size
-from megarl.rollout.sglang.spec import SGLangSpec
+from megarl.rollout.sglang.server_args import WEIGHT_LOADER, build_server_args, context_length, needs_tokenizer, vocab_size
 from megarl.weights.bucket import ChunkMeta, GroupAddress, Parcel
 from megarl.weights.receipt import Manifest, WeightTransferError
 from megarl.weights.stream import WeightStream
 
 T = TypeVar("T")
 
+_HOST = "127.0.0.1"  # of the server mode: who asks is on the same node
 _START_LIMIT_S = 600.0  # kernels may be compiled
 _POLL_S = 0.5
 _FLUSH_POLL_S = 0.05
@@ -48,17 +56,19 @@ class _InFlight(NamedTuple):
 class SGLangEngine(RolloutEngine):
     """Starts without weights. Raises EngineDeadError with SGLang's last words where it does not start."""
 
-    def __init__(self, spec: SGLangSpec) -> None:
+    def __init__(self, spec: RolloutEngineSpec) -> None:
         server_args = build_server_args(spec)
-        self._spec = spec
+        self._num_ranks = spec.rollout.tensor_parallel_size
+        self._health_limit_s = spec.rollout.health_limit_s
+        self._has_tokenizer = needs_tokenizer(spec.rollout)
         self._backend: Backend
-        if spec.mode is SGLangMode.server:
-            self._backend = ServerBackend(server_args, spec.host, _START_LIMIT_S)
+        if spec.rollout.sglang.mode is SGLangMode.server:
+            self._backend = ServerBackend(server_args, _HOST, _START_LIMIT_S)
         else:
             self._backend = InProcessBackend(server_args)
-        self._end_token_ids = end_token_ids(spec.path)
-        self._vocab_size = vocab_size(spec)
-        self._max_length = context_length(spec)
+        self._end_token_ids = end_token_ids(spec.model.path)
+        self._vocab_size = vocab_size(spec.model.path)
+        self._max_length = context_length(spec.model.path)
         self._lifecycle = EngineLifecycle()
         self._loop = LoopThread(self._backend.start)
         self._finished: queue.SimpleQueue[tuple[int, FinishedRequest | BaseException]] = queue.SimpleQueue()
@@ -69,7 +79,7 @@ class SGLangEngine(RolloutEngine):
         self._last_version = -1  # of the last complete weights
         self._last_sign_s = time.monotonic()
         self._wait_for(self._backend.open())
-        self._loader = LoaderClient(self._send_to_loader, spec.tensor_parallel_size)
+        self._loader = LoaderClient(self._send_to_loader, self._num_ranks)
 
     @property
     def weight_version(self) -> int | None:
@@ -77,7 +87,7 @@ class SGLangEngine(RolloutEngine):
 
     @property
     def num_ranks(self) -> int:
-        return self._spec.tensor_parallel_size
+        return self._num_ranks
 
     # ---- generation
 
@@ -86,8 +96,11 @@ class SGLangEngine(RolloutEngine):
         self._raise_if_dead()
         for request in requests:
             check_request(request, self._vocab_size, self._max_length)
-            if request.sampling.min_new_tokens and not self._spec.with_tokenizer:
-                raise ValueError("min_new_tokens needs an engine with_tokenizer: SGLang takes the end tokens that it suppresses from there")
+            if request.sampling.min_new_tokens and not self._has_tokenizer:
+                raise ValueError(
+                    "min_new_tokens needs an engine with a tokenizer, from which SGLang takes the end tokens that it suppresses: "
+                    "start it with rollout.validation.min_new_tokens above 0"
+                )
         if not self._in_flight:
             self._last_sign_s = time.monotonic()
         for request in requests:
@@ -131,7 +144,7 @@ class SGLangEngine(RolloutEngine):
     def _check_health(self) -> None:
         """Raises EngineDeadError where a process has ended, or where nothing has been heard of the model for `health_limit_s`."""
         self._raise_if_dead()
-        limit_s = self._spec.health_limit_s
+        limit_s = self._health_limit_s
         if time.monotonic() - self._last_sign_s < limit_s:
             return
         if not self._wait_for(self._backend.is_responsive(limit_s), 2 * limit_s):
@@ -144,14 +157,14 @@ class SGLangEngine(RolloutEngine):
         self._in_flight.clear()
         start_s = time.monotonic()
         while futures:
-            self._wait_for(self._backend.abort(), self._spec.health_limit_s)
+            self._wait_for(self._backend.abort(), self._health_limit_s)
             if self._is_paused:  # it does not answer them
                 for future in futures:
                     future.cancel()
                 return
             futures = list(wait(futures, timeout=_ABORT_POLL_S).not_done)
-            if time.monotonic() - start_s > self._spec.health_limit_s:
-                raise EngineDeadError(f"SGLang has not given up {len(futures)} requests within {self._spec.health_limit_s:g} s")
+            if time.monotonic() - start_s > self._health_limit_s:
+                raise EngineDeadError(f"SGLang has not given up {len(futures)} requests within {self._health_limit_s:g} s")
 
     # ---- weights
 
@@ -203,7 +216,7 @@ class SGLangEngine(RolloutEngine):
         self._lifecycle.end(version)
         self._last_version = version
         started_anew: list[GenerationRequest] = []
-        if not self._wait_for(self._stamp_and_flush(version), self._spec.health_limit_s):
+        if not self._wait_for(self._stamp_and_flush(version), self._health_limit_s):
             # Older versions flush only what is idle: requests that wait for the end of the update start anew after it.
             started_anew = [in_flight.request for in_flight in self._in_flight.values()]
             self.abort()
@@ -281,14 +294,14 @@ class SGLangEngine(RolloutEngine):
         self._is_paused = False
 
     def _try_to_flush(self) -> bool:
-        return self._wait_for(self._backend.flush_cache(), self._spec.health_limit_s)
+        return self._wait_for(self._backend.flush_cache(), self._health_limit_s)
 
     def _flush(self) -> None:
         """When all requests have been aborted, which SGLang does when it comes to it."""
         start_s = time.monotonic()
         while not self._try_to_flush():
-            if time.monotonic() - start_s > self._spec.health_limit_s:
-                raise EngineDeadError(f"SGLang has not ended the requests that were aborted {self._spec.health_limit_s:g} s ago")
+            if time.monotonic() - start_s > self._health_limit_s:
+                raise EngineDeadError(f"SGLang has not ended the requests that were aborted {self._health_limit_s:g} s ago")
             time.sleep(_FLUSH_POLL_S)
 
     # ---- memory and end
@@ -331,7 +344,7 @@ class SGLangEngine(RolloutEngine):
 
     def _call(self, endpoint: str, *, time_limit_s: float | None = 0.0, **values: Any) -> None:
         """time_limit_s: None: no limit; 0: `health_limit_s`."""
-        self._wait_for(self._request(endpoint, **values), self._spec.health_limit_s if time_limit_s == 0 else time_limit_s)
+        self._wait_for(self._request(endpoint, **values), self._health_limit_s if time_limit_s == 0 else time_limit_s)
 
     def _request(self, endpoint: str, **values: Any) -> Coroutine[Any, Any, None]:
         return self._backend.call(endpoint, self._backend.features.payload(endpoint, **values))

@@ -8,11 +8,12 @@ import sys
 from collections.abc import Collection, Iterable
 from difflib import get_close_matches
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from megarl.config.errors import ConfigError
-from megarl.rollout.interface import end_token_ids
-from megarl.rollout.sglang.spec import SGLangSpec
+from megarl.config.schema import Device, RolloutConfig
+from megarl.rollout.interface import RolloutEngineSpec, end_token_ids
 
 WEIGHT_LOADER = "megarl.rollout.sglang.loader.run"
 
@@ -50,36 +51,35 @@ _OWN = {
     "admin_api_key": None,
 }
 _SPARE_TOKENS = 8  # SGLang keeps a few of the context, and of the cache, for itself
-_CPU_CACHE_TOKENS = 65536
+_CPU_CACHE_TOKENS = 65536  # or enough for max_concurrency sequences, whichever is less
 _PROBE_LIMIT_S = 120
 
 
-def build_server_args(spec: SGLangSpec) -> dict[str, Any]:
+def build_server_args(spec: RolloutEngineSpec) -> dict[str, Any]:
     """All arguments of the engine but those of the HTTP server. Raises ConfigError as `refuse_own_server_args`."""
-    refuse_own_server_args(spec.server_args)
-    longest = context_length(spec)
+    model, rollout, on_cpu = spec.model, spec.rollout, spec.device is Device.cpu
+    refuse_own_server_args(rollout.sglang.server_args)
+    longest = context_length(model.path)
     arguments: dict[str, Any] = {
-        "model_path": str(spec.path),
-        "trust_remote_code": spec.trust_remote_code,
-        "dtype": str(spec.dtype).removeprefix("torch."),
-        "device": spec.device.type,
-        "tp_size": spec.tensor_parallel_size,
-        "max_running_requests": spec.max_concurrency,
-        "max_total_tokens": spec.max_total_tokens,
+        "model_path": model.path,
+        "trust_remote_code": model.trust_remote_code,
+        "dtype": model.dtype.value,
+        "device": spec.device.value,
+        "tp_size": rollout.tensor_parallel_size,
+        "max_running_requests": rollout.max_concurrency,
         "context_length": longest + _SPARE_TOKENS,
         # With generation_config.json's, which it adds: exactly the tokens that end a sample of every other engine.
-        "json_model_override_args": json.dumps({"eos_token_id": sorted(end_token_ids(spec.path)) or None}),
-        "skip_tokenizer_init": not spec.with_tokenizer,
+        "json_model_override_args": json.dumps({"eos_token_id": sorted(end_token_ids(model.path)) or None}),
+        "skip_tokenizer_init": not needs_tokenizer(rollout),
         "load_format": "dummy",  # the weights come by an update, so that they are always the trainer's
         "custom_weight_loader": [WEIGHT_LOADER],
-        "enable_deterministic_inference": spec.deterministic or spec.device.type == "cpu",
+        "enable_deterministic_inference": rollout.sglang.deterministic or on_cpu,
         "log_level": "error",
         "sleep_on_idle": True,  # else its schedulers take a core each while others train
     }
-    if spec.device.type == "cpu":
-        tokens = spec.max_total_tokens or min(spec.max_concurrency * longest, max(_CPU_CACHE_TOKENS, longest))
+    if on_cpu:
         arguments |= {
-            "max_total_tokens": tokens + _SPARE_TOKENS,
+            "max_total_tokens": min(rollout.max_concurrency * longest, max(_CPU_CACHE_TOKENS, longest)) + _SPARE_TOKENS,
             "mem_fraction_static": 0.1,  # of the machine; bounds nothing where max_total_tokens is given
             "attention_backend": "torch_native",
             "sampling_backend": "pytorch",
@@ -87,21 +87,26 @@ def build_server_args(spec: SGLangSpec) -> dict[str, Any]:
         }
     elif spec.release_memory:
         arguments["enable_memory_saver"] = True
-    return {name: value for name, value in (arguments | dict(spec.server_args)).items() if value is not None}
+    return {name: value for name, value in (arguments | rollout.sglang.server_args).items() if value is not None}
 
 
-def context_length(spec: SGLangSpec) -> int:
+def needs_tokenizer(rollout: RolloutConfig) -> bool:
+    """Whether SGLang suppresses end tokens, which it takes from its tokenizer."""
+    return rollout.validation.min_new_tokens > 0
+
+
+def context_length(path: str) -> int:
     """Tokens of prompt and sample together."""
-    return _model_config(spec)["max_position_embeddings"]
+    return _model_config(path)["max_position_embeddings"]
 
 
-def vocab_size(spec: SGLangSpec) -> int:
-    return _model_config(spec)["vocab_size"]
+def vocab_size(path: str) -> int:
+    return _model_config(path)["vocab_size"]
 
 
-def _model_config(spec: SGLangSpec) -> dict[str, Any]:
+def _model_config(path: str) -> dict[str, Any]:
     """Without transformers, which must not be imported before SGLang's environment is prepared."""
-    config = json.loads((spec.path / "config.json").read_text())
+    config = json.loads((Path(path) / "config.json").read_text())
     return config.get("text_config", config)
 
 

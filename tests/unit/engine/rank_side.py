@@ -14,7 +14,9 @@ from torch import Tensor
 
 from megarl.batch.metrics import Metric
 from megarl.config.architecture import read_architecture
-from megarl.config.schema import Device, ParallelConfig
+from megarl.config.schema import Device, DType, EngineConfig, ParallelConfig
+from megarl.engine import platform
+from megarl.engine.spec import ModelSpec
 
 if TYPE_CHECKING:
     from megarl.engine.engine import MegatronEngine
@@ -42,19 +44,28 @@ Tensors = dict[str, Tensor]
 
 
 def start(parallel: ParallelConfig) -> ParallelGroups:
-    from megarl.engine import platform
-
     platform.activate(Device.cpu)
     from megarl.engine import groups
 
     return groups.initialize(parallel, seed=0)
 
 
-def build(groups: ParallelGroups, folder: str, **spec: Any) -> MegatronEngine:
-    """`spec`: fields of MegatronSpec. Chunks of 8 tokens, so that every micro-batch of more has several."""
-    from megarl.engine.engine import MegatronEngine, MegatronSpec
+def build(
+    groups: ParallelGroups, folder: str, *, dtype: torch.dtype = torch.float32, packing: bool = True, chunk_tokens: int = 8, **spec: Any
+) -> MegatronEngine:
+    """`spec`: other fields of ModelSpec. Chunks of 8 tokens, so that every micro-batch of more has several."""
+    from megarl.engine.engine import MegatronEngine
 
-    return MegatronEngine(MegatronSpec(architecture=read_architecture(folder), **{"log_prob_chunk_tokens": 8, **spec}), groups, folder)
+    made = ModelSpec(
+        path=folder,
+        architecture=read_architecture(folder),
+        dtype=DType(str(dtype).removeprefix("torch.")),
+        parallel=groups.parallel,
+        engine=EngineConfig(packing=packing, log_prob_chunk_tokens=chunk_tokens),
+        device=Device(platform.current().name),
+        **{"head": "lm", "seed": 0, **spec},
+    )
+    return MegatronEngine(made, groups)
 
 
 def replica_rows(groups: ParallelGroups, num_rows: int) -> list[int]:

@@ -108,7 +108,7 @@ ROWS, ROW_TOKENS, CHUNK_TOKENS = 2, 512, 256
 def peak_of_training(folder: str, parallel: ParallelConfig, recompute: Recompute) -> int:
     """In a rank: bytes that torch has at most beside its state while a micro-batch, or one for each pipeline stage, is trained."""
     groups = start(parallel)
-    settings = {"dtype": torch.bfloat16, "recompute": recompute, "log_prob_chunk_tokens": CHUNK_TOKENS}
+    settings = {"dtype": torch.bfloat16, "recompute": recompute, "chunk_tokens": CHUNK_TOKENS}
     engine = build(groups, folder, optim=OptimConfig(lr=1e-3), **settings)
     stages = parallel.pipeline_parallel_size
     mask = torch.ones(ROWS * stages, ROW_TOKENS, dtype=torch.long)

@@ -17,6 +17,7 @@ from megarl.config.schema import (
     KLConfig,
     KLWhere,
     MicroBatchConfig,
+    ModelConfig,
     OptimConfig,
     ParallelConfig,
     RolloutConfig,
@@ -27,13 +28,14 @@ from megarl.config.schema import (
 from megarl.controller.group import RayWorkerGroup, RoleGroup
 from megarl.controller.resource_pool import RayResourcePool
 from megarl.controller.worker_class import RayClassWithInitArgs, create_colocated_worker_cls
+from megarl.engine.spec import ModelSpec
 from megarl.roles.models import Actor, Critic, Reference, UpdatePlan
 from megarl.roles.rollout import TokenRules
 from megarl.roles.weight_sync import WeightSource, WeightSync
+from megarl.rollout.interface import RolloutEngineSpec
 from megarl.weights.name_mapping import Head
 from megarl.workers.critic import CriticWorker
-from megarl.workers.engines import RolloutEngineSpec, build_engine
-from megarl.workers.megatron import ModelSpec
+from megarl.workers.engines import build_engine
 from megarl.workers.policy import ActorWorker, PolicyWorker
 from tests.rollout_replicas import StartedRollout, started_rollout
 from tests.unit.engine.models import save_critic, save_model
@@ -135,7 +137,8 @@ def weight_source(group: RoleGroup, folders: Folders, parallel: ParallelConfig, 
 
 @contextmanager
 def started_policy_rollout(folders: Folders, num_replicas: int) -> Iterator[StartedRollout]:
-    spec = RolloutEngineSpec(path=str(folders.policy), dtype=DType.float32, device=Device.cpu, rollout=RolloutConfig(max_concurrency=8))
+    policy = ModelConfig(path=str(folders.policy), dtype=DType.float32)
+    spec = RolloutEngineSpec(model=policy, rollout=RolloutConfig(max_concurrency=8), device=Device.cpu)
     rules = TokenRules(pad_token_id=0, stop_token_ids=(END_TOKEN_ID,), max_response_length=MAX_RESPONSE_LENGTH)
     with started_rollout(partial(build_engine, spec), num_replicas, rules=rules, max_concurrency=8) as rollout:
         yield rollout

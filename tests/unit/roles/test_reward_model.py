@@ -17,8 +17,8 @@ from megarl.controller.dispatch import route_mesh
 from megarl.controller.futures import RemoteFuture
 from megarl.controller.mesh import MeshCoordinate
 from megarl.data.padding import join, pad_left, pad_right
+from megarl.engine.spec import ModelSpec
 from megarl.roles.reward import RewardModel
-from megarl.workers.megatron import ModelSpec
 from megarl.workers.reward_model import Reading
 from tests.ranks import RankPool
 from tests.unit.data.chats import character_tokenizer, user

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from megarl.config.architecture import read_architecture
-from megarl.config.schema import Device, DType, ParallelConfig, RolloutConfig, Transport, Verify
+from megarl.config.schema import Device, DType, ModelConfig, ParallelConfig, RolloutConfig, Transport, Verify
 from megarl.controller.errors import WorkerError
 from megarl.controller.futures import gather
 from megarl.controller.group import RoleGroup
@@ -25,13 +25,13 @@ from megarl.controller.worker_class import RayClassWithInitArgs
 from megarl.roles.replicas import ReplicaPlace, Replicas
 from megarl.roles.weight_sync import WeightSource, WeightSync
 from megarl.rollout.hf.engine import HFEngine
-from megarl.rollout.interface import RolloutEngine
+from megarl.rollout.interface import RolloutEngine, RolloutEngineSpec
 from megarl.weights.checksum import checksum
 from megarl.weights.gather import Shards
 from megarl.weights.sender import SenderReport
 from megarl.weights.shard_layout import layouts_of, shard_shapes
 from megarl.weights.verify import WeightMismatchError
-from megarl.workers.engines import RolloutEngineSpec, build_engine
+from megarl.workers.engines import build_engine
 from megarl.workers.megatron import MegatronWorker
 from megarl.workers.weight_export import WeightExport
 from tests.rollout_replicas import send
@@ -126,7 +126,8 @@ def replicas_of(ray_cluster: None) -> Iterator:
 
 
 def good_engine(folders: Folders) -> partial:
-    spec = RolloutEngineSpec(path=str(folders.initial), dtype=DType.float32, device=Device.cpu, rollout=RolloutConfig(max_concurrency=4))
+    policy = ModelConfig(path=str(folders.initial), dtype=DType.float32)
+    spec = RolloutEngineSpec(model=policy, rollout=RolloutConfig(max_concurrency=4), device=Device.cpu)
     return partial(build_engine, spec)
 
 

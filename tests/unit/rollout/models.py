@@ -9,8 +9,9 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen2Config, Qwen3Config
 
+from megarl.config.schema import Device, DType, ModelConfig, RolloutConfig
 from megarl.rollout.hf.engine import HFEngine
-from megarl.rollout.interface import RolloutEngine
+from megarl.rollout.interface import RolloutEngine, RolloutEngineSpec
 from megarl.weights.bucket import ChunkMeta, Parcel
 from megarl.weights.receipt import Manifest, TensorChunk, TensorMeta
 from megarl.weights.shared_memory import Segment
@@ -97,4 +98,5 @@ def engine_for(model: PreTrainedModel, folder: Path, max_concurrency: int = 64, 
     """An engine without weights, from a folder that holds none either."""
     model.config.save_pretrained(folder)
     model.generation_config.save_pretrained(folder)
-    return HFEngine(folder, dtype=dtype, device=torch.device("cpu"), max_concurrency=max_concurrency)
+    policy = ModelConfig(path=str(folder), dtype=DType(str(dtype).removeprefix("torch.")))
+    return HFEngine(RolloutEngineSpec(model=policy, rollout=RolloutConfig(max_concurrency=max_concurrency), device=Device.cpu))

@@ -10,9 +10,8 @@ from typing import Any
 import ray
 from ray.exceptions import RayTaskError
 
-from megarl.rollout.interface import FinishedRequest, GenerationRequest, RolloutEngine
+from megarl.rollout.interface import FinishedRequest, GenerationRequest, RolloutEngine, RolloutEngineSpec
 from megarl.rollout.sglang.engine import SGLangEngine
-from megarl.rollout.sglang.spec import SGLangSpec
 from megarl.weights.bucket import GroupAddress, Parcel
 from megarl.weights.receipt import Manifest
 from megarl.weights.stream import WeightStream
@@ -21,7 +20,7 @@ from megarl.weights.stream import WeightStream
 class EngineHolder:
     """The actor."""
 
-    def __init__(self, spec: SGLangSpec) -> None:
+    def __init__(self, spec: RolloutEngineSpec) -> None:
         self._engine = SGLangEngine(spec)
 
     def call(self, name: str, arguments: Sequence[Any]) -> Any:
@@ -32,7 +31,7 @@ class EngineHolder:
 class RemoteEngine(RolloutEngine):
     """An engine in a Ray actor, as if it were here. What it raises is raised here."""
 
-    def __init__(self, spec: SGLangSpec) -> None:
+    def __init__(self, spec: RolloutEngineSpec) -> None:
         self.actor = ray.remote(num_cpus=1)(EngineHolder).remote(spec)
         self.ask("process_ids")
 

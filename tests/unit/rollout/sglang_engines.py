@@ -7,15 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 from transformers import PreTrainedModel
 
-from megarl.config.schema import SGLangMode
+from megarl.config.schema import Device, DType, ModelConfig, RolloutConfig, SamplingConfig, SGLangConfig, SGLangMode
+from megarl.rollout.interface import RolloutEngineSpec
 from megarl.rollout.sglang.engine import SGLangEngine
-from megarl.rollout.sglang.spec import SGLangSpec
 from tests.unit.rollout.models import random_model
 from tests.unit.rollout.remote_engine import RemoteEngine
 
@@ -32,13 +30,21 @@ def in_process_model(seed: int = 0) -> PreTrainedModel:
     return random_model("qwen3", tied=True, eos_token_id=END_TOKEN, seed=seed, vocab_size=40000, hidden_size=256)
 
 
-def spec_for(model: PreTrainedModel, folder: Path, **changes: Any) -> SGLangSpec:
+def spec_for(
+    model: PreTrainedModel, folder: Path, mode: SGLangMode = SGLangMode.engine, tensor_parallel_size: int = 1, min_new_tokens: int = 0
+) -> RolloutEngineSpec:
     """From a folder that holds no weights."""
     model.config.architectures = [type(model).__name__]  # as saving the whole model does
     model.config.save_pretrained(folder)
     model.generation_config.save_pretrained(folder)
-    settings = dict(dtype=torch.float32, device=torch.device("cpu"), max_concurrency=16, health_limit_s=60.0)
-    return SGLangSpec(path=folder, **(settings | changes))
+    rollout = RolloutConfig(
+        tensor_parallel_size=tensor_parallel_size,
+        max_concurrency=16,
+        health_limit_s=60.0,
+        validation=SamplingConfig(min_new_tokens=min_new_tokens),
+        sglang=SGLangConfig(mode=mode),
+    )
+    return RolloutEngineSpec(model=ModelConfig(path=str(folder), dtype=DType.float32), rollout=rollout, device=Device.cpu)
 
 
 @pytest.fixture(scope="session")

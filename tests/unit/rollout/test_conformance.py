@@ -133,7 +133,7 @@ def test_stop_tokens_end_a_sample_and_length_does(ready: Subject) -> None:
 def test_the_minimum_length(ready: Subject) -> None:
     sampling = SamplingParameters(max_new_tokens=9, min_new_tokens=3, seed=0, n=4, stop_token_ids=tuple(range(2, 30)))
     if not ready.has_min_new_tokens:
-        with pytest.raises(ValueError, match="min_new_tokens needs an engine with_tokenizer"):
+        with pytest.raises(ValueError, match="min_new_tokens needs an engine with a tokenizer"):
             ready.engine.generate(PROMPTS, sampling)
         return
     samples = ready.engine.generate(PROMPTS, sampling)

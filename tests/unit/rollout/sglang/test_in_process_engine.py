@@ -68,7 +68,7 @@ def mortal(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Itera
     folder = tmp_path_factory.mktemp("mortal")
     words = Tokenizer(models.WordLevel({f"w{token}": token for token in range(VOCAB)}, unk_token="w0"))
     PreTrainedTokenizerFast(tokenizer_object=words, eos_token=f"w{END_TOKEN}", unk_token="w0").save_pretrained(folder)
-    engine = RemoteEngine(spec_for(server_model(), folder, with_tokenizer=True))
+    engine = RemoteEngine(spec_for(server_model(), folder, min_new_tokens=10))
     push(server_model(), engine)
     yield engine
     engine.close()

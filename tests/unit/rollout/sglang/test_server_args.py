@@ -7,18 +7,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from megarl.config.errors import ConfigError
-from megarl.config.schema import RolloutEngineKind
+from megarl.config.schema import Device, DType, ModelConfig, RolloutConfig, RolloutEngineKind, SamplingConfig, SGLangConfig
+from megarl.rollout.interface import RolloutEngineSpec
 from megarl.rollout.sglang.server_args import build_server_args, context_length, refuse_unknown_server_args, vocab_size
-from megarl.rollout.sglang.spec import SGLangSpec
 
 
-def spec(folder: Path, **changes: Any) -> SGLangSpec:
+def spec(folder: Path, device: Device = Device.cpu, release_memory: bool = False, **rollout: Any) -> RolloutEngineSpec:
     (folder / "config.json").write_text(json.dumps({"max_position_embeddings": 64, "vocab_size": 97, "eos_token_id": 3}))
-    settings = dict(path=folder, dtype=torch.bfloat16, device=torch.device("cpu"), max_concurrency=4)
-    return SGLangSpec(**(settings | changes))
+    return RolloutEngineSpec(
+        model=ModelConfig(path=str(folder), dtype=DType.bfloat16),
+        rollout=RolloutConfig(max_concurrency=4, **rollout),
+        device=device,
+        release_memory=release_memory,
+    )
 
 
 def test_on_the_cpu(tmp_path: Path) -> None:
@@ -35,7 +38,7 @@ def test_on_the_cpu(tmp_path: Path) -> None:
 
 
 def test_on_cuda(tmp_path: Path) -> None:
-    arguments = build_server_args(spec(tmp_path, device=torch.device("cuda", 1), release_memory=True, with_tokenizer=True))
+    arguments = build_server_args(spec(tmp_path, Device.cuda, release_memory=True, validation=SamplingConfig(min_new_tokens=1)))
     assert arguments["device"] == "cuda"
     assert arguments["enable_memory_saver"]
     assert not arguments["enable_deterministic_inference"]
@@ -44,21 +47,22 @@ def test_on_cuda(tmp_path: Path) -> None:
 
 
 def test_the_users_arguments_win_over_defaults(tmp_path: Path) -> None:
-    arguments = build_server_args(spec(tmp_path, server_args={"attention_backend": "intel_amx", "schedule_policy": "lpm"}))
+    chosen = SGLangConfig(server_args={"attention_backend": "intel_amx", "schedule_policy": "lpm"})
+    arguments = build_server_args(spec(tmp_path, sglang=chosen))
     assert arguments["attention_backend"] == "intel_amx"
     assert arguments["schedule_policy"] == "lpm"
 
 
 def test_the_text_part_of_a_models_config_counts(tmp_path: Path) -> None:
-    made = spec(tmp_path)
+    path = spec(tmp_path).model.path
     text = {"max_position_embeddings": 32, "vocab_size": 11}
     (tmp_path / "config.json").write_text(json.dumps({"text_config": text, "vocab_size": 5}))
-    assert (context_length(made), vocab_size(made)) == (32, 11)
+    assert (context_length(path), vocab_size(path)) == (32, 11)
 
 
 def test_arguments_that_megarl_sets_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"tp_size is set by megarl; set rollout\.tensor_parallel_size"):
-        build_server_args(spec(tmp_path, server_args={"tp_size": 2}))
+        build_server_args(spec(tmp_path, sglang=SGLangConfig(server_args={"tp_size": 2})))
     with pytest.raises(ConfigError, match="api_key is set by megarl, and it has no other value"):
         refuse_unknown_server_args({"api_key": "x"})
 

@@ -116,7 +116,7 @@ def test_a_sample_may_fill_the_context_and_not_more(engine: SGLangEngine) -> Non
     for prompt in ([], [VOCAB]):
         with pytest.raises(ValueError, match="empty|vocabulary"):
             engine.generate([[5], prompt], sampling)
-    with pytest.raises(ValueError, match="min_new_tokens needs an engine with_tokenizer"):
+    with pytest.raises(ValueError, match="min_new_tokens needs an engine with a tokenizer"):
         engine.generate([[5]], replace(sampling, min_new_tokens=2))
     assert engine.collect(0.0) == []  # nothing was queued
 
@@ -249,7 +249,7 @@ def test_it_listens_on_loopback_only_and_keeps_its_key_to_itself(engine: SGLangE
 
 
 def test_a_hung_engine_is_found_by_its_silence(changed: SGLangEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(changed, "_spec", replace(changed._spec, health_limit_s=1.0))
+    monkeypatch.setattr(changed, "_health_limit_s", 1.0)
     schedulers = [pid for pid in changed.process_ids() if "scheduler" in psutil.Process(pid).name()]
     assert schedulers
     for pid in schedulers:
