@@ -1,9 +1,10 @@
-"""An advantage estimator of your own, tried before it is added: only the best samples of a prompt count.
+"""An advantage estimator of your own, tried before it is added: the best samples of a prompt against all of them.
 
     python -m examples.custom_estimator                              # its advantages beside GRPO's, for one prompt
     python -m examples.custom_estimator CONFIG trainer.total_steps=5 # `megarl train CONFIG algorithm=grpo ...` with it in GRPO's place
 
-To keep it: a file in megarl/algorithms/advantages and a line in the dictionary there, as docs/algorithms.md says under "A new one".
+To keep it: its name with what it needs, in megarl/config/kinds/advantage_estimators.py, and the function with its line, in
+megarl/algorithms/advantages/group_relative.py, as docs/algorithms.md says under "A new one".
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from megarl.config.schema import AdvantageConfig, AdvantageEstimator
 
 
 def best_of_group(inputs: AdvantageInputs, config: AdvantageConfig) -> Advantages:
-    """1 for the best samples of a prompt, 0 for the others."""
-    scores = inputs.outcomes
-    return inputs.on_every_token((scores == inputs.groups.maximum(scores)).to(scores.dtype))
+    """1 for the best samples of a prompt and 0 for the others, less the group's mean of that."""
+    groups, scores = inputs.groups, inputs.outcomes
+    return inputs.on_every_token(groups.deviation((scores == groups.maximum(scores)).to(scores.dtype)))
 
 
 def compare(scores: list[float]) -> dict[str, list[float]]:

@@ -1,4 +1,7 @@
-"""Reductions over the valid tokens of a batch; what stands in a masked slot, NaN and infinity included, never counts."""
+"""The valid tokens of a batch: reductions over them, and rows without the gaps that tool output leaves between two turns.
+
+What stands in a masked slot, NaN and infinity included, never counts.
+"""
 
 from __future__ import annotations
 
@@ -60,3 +63,20 @@ def whiten(x: Tensor, mask: Tensor, epsilon: float = 1e-8, out: Tensor | None = 
         squares[rows] = deviation[rows].square().sum(dim=1)
     variance = squares.sum() / (num_tokens - 1).clamp(min=1)
     return deviation.mul_(torch.rsqrt(variance + epsilon))
+
+
+def front_slots(mask: Tensor) -> Tensor | None:
+    """(b, R) int64: where each valid token of mask (b, R) goes; R for all others. None where all stand there already."""
+    if not (mask[:, 1:] > mask[:, :-1]).any():
+        return None
+    return torch.where(mask, mask.cumsum(1) - 1, mask.shape[1])
+
+
+def to_front(x: Tensor, slots: Tensor) -> Tensor:
+    """x (b, R) with its valid tokens at the front, in their order, and 0 behind; what is masked must be 0 in x."""
+    return x.new_zeros(x.shape[0], x.shape[1] + 1).scatter_(1, slots, x)[:, :-1]
+
+
+def from_front(x: Tensor, slots: Tensor) -> Tensor:
+    """The inverse of `to_front`."""
+    return torch.nn.functional.pad(x, (0, 1)).gather(1, slots)

@@ -55,6 +55,23 @@ def data_metrics(batch: Mapping[str, Tensor], max_response_length: int) -> dict[
     return metrics
 
 
+def reward_model_metrics(batch: Mapping[str, Tensor]) -> dict[str, float]:
+    """Nothing for a batch without `reward_model_scores`. All (B,), before weights:
+
+    - `reward/model/{mean,max,min}`: of `reward_model_scores`; `reward/functions/{mean,max,min}`: of `reward_function_scores`.
+    - `reward/model/truncated`, `reward/model/spells_special`: shares of True in `reward_model_truncated` (conversations that lost their
+      oldest tokens) and `reward_model_spells_special` (answers whose text has a special token of the reward model in it).
+    """
+    if "reward_model_scores" not in batch:
+        return {}
+    metrics: dict[str, float] = {}
+    for name, scores in (("model", batch["reward_model_scores"]), ("functions", batch["reward_function_scores"])):
+        metrics |= _summary(f"reward/{name}", scores)
+    for name in ("truncated", "spells_special"):
+        metrics[f"reward/model/{name}"] = float(batch[f"reward_model_{name}"].float().mean())
+    return metrics
+
+
 def _explained_variance(values: Tensor, returns: Tensor) -> float:
     if returns.numel() == 0:
         return 0.0

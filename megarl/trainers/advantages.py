@@ -9,8 +9,8 @@ from torch import Tensor
 
 from megarl.algorithms.advantages import ADVANTAGE_ESTIMATORS, AdvantageInputs
 from megarl.algorithms.kl import KL_CONTROLLERS, apply_kl_penalty, kl_per_token, sequence_mean_kl
-from megarl.algorithms.overlong import penalise_overlong
 from megarl.algorithms.rollout_correction import correct
+from megarl.algorithms.scores import penalise_overlong
 from megarl.batch.data_proto import DataProto
 from megarl.config.schema import AlgorithmConfig, KLWhere, RejectionEstimator, RolloutCorrectionConfig
 from megarl.roles.update_inputs import LOSS_MASK

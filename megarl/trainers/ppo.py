@@ -7,10 +7,9 @@ from typing import Any
 
 import torch
 
-from megarl.algorithms.dynamic_sampling import group_metrics
+from megarl.algorithms.groups import group_metrics
 from megarl.algorithms.masked import masked_mean
-from megarl.algorithms.metrics import data_metrics
-from megarl.algorithms.reward_metrics import reward_model_metrics
+from megarl.algorithms.metrics import data_metrics, reward_model_metrics
 from megarl.batch.data_proto import DataProto
 from megarl.config.schema import KLControllerKind, PPOConfig
 from megarl.controller.futures import gather

@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import torch
 
-from megarl.algorithms.dynamic_sampling import rows_with_signal
+from megarl.algorithms.groups import rows_with_signal
 from megarl.batch.data_proto import DataProto
 from megarl.config.errors import RunError
 from megarl.config.schema import DynamicSamplingConfig, PPOConfig, SamplingConfig

@@ -98,7 +98,7 @@ def test_a_reward_function_for_every_kind_of_answer() -> None:
 
 
 def test_the_estimator_is_the_one_of_the_manual() -> None:
-    assert compare([0.0, 0.5, 1.0, 1.0])["best_of_group"] == [0.0, 0.0, 1.0, 1.0]
+    assert compare([0.0, 0.5, 1.0, 1.0])["best_of_group"] == [-0.5, -0.5, 0.5, 0.5]
     assert "best_of_group" in run("examples.custom_estimator")
     source = (ROOT / "examples" / "custom_estimator.py").read_text()
     function = source[source.index(f"def {best_of_group.__name__}") :].partition("\n\n\n")[0]

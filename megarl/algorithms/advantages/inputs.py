@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -10,9 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megarl.algorithms.advantages.groups import Groups
+from megarl.algorithms.groups import Groups
 from megarl.algorithms.masked import masked_row_sums, row_blocks, row_lengths
 from megarl.algorithms.scores import refuse_unusable
+from megarl.config.schema import AdvantageConfig
 
 
 class Advantages(NamedTuple):
@@ -69,3 +71,6 @@ def needed(value: Tensor | None, estimator: str, name: str, remedy: str) -> Tens
     if value is None:
         raise ValueError(f"algorithm.advantage.estimator={estimator} needs {name}, and the batch has none; {remedy}")
     return value
+
+
+Estimator = Callable[[AdvantageInputs, AdvantageConfig], Advantages]

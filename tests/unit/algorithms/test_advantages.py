@@ -7,8 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.algorithms import masked
-from megarl.algorithms.advantages import ADVANTAGE_ESTIMATORS, AdvantageInputs, gae, rewards_to_go
-from megarl.algorithms.advantages.groups import Groups
+from megarl.algorithms.advantages import ADVANTAGE_ESTIMATORS, AdvantageInputs
+from megarl.algorithms.advantages.token_level import gae, rewards_to_go
+from megarl.algorithms.groups import Groups
 from megarl.config.schema import AdvantageConfig, AdvantageEstimator
 from tests.unit.algorithms import reference_advantages
 from tests.unit.algorithms.reference import gae_row

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from megarl.algorithms.reward_metrics import reward_model_metrics
+from megarl.algorithms.metrics import reward_model_metrics
 
 
 def test_by_hand():

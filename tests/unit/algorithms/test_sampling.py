@@ -10,9 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.algorithms.dynamic_sampling import group_metrics, rows_with_signal
-from megarl.algorithms.overlong import overlong_penalty, penalise_overlong
+from megarl.algorithms.groups import group_metrics, rows_with_signal
 from megarl.algorithms.sampling_metrics import best_at_k, majority_at_k, pass_at_k
+from megarl.algorithms.scores import overlong_penalty, penalise_overlong
 from megarl.config.schema import OverlongConfig
 
 NAN = float("nan")

@@ -1,0 +1,158 @@
+"""Estimators that look at what comes after a token: each token of a sample has an advantage of its own."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megarl.algorithms.advantages.inputs import AdvantageInputs, Advantages, Estimator, needed
+from megarl.algorithms.masked import block_rows, from_front, front_slots, masked, row_blocks, to_front, whiten
+from megarl.algorithms.scores import refuse_unusable
+from megarl.config.schema import AdvantageConfig, AdvantageEstimator
+
+_BASELINE, _REMEDY = "optimal_token_baseline", "use rloo, whose baseline needs only the scores"
+_CHUNK_TOKENS = 16  # of a row: as many multiplications an element, and a sixteenth of the tokens are left to be added up
+
+
+def gae(token_level_rewards: Tensor, values: Tensor, response_mask: Tensor, gamma: float, lam: float) -> Advantages:
+    """Advantages and returns for (B, R) tensors (Schulman et al. 2016, eq. 16).
+
+    delta_t = r_t + gamma V_{t+1} - V_t; A_t = sum_k (gamma lam)^k delta_{t+k}; returns = A + V. The episode ends after the
+    last valid token (V = 0 there). A reward in a masked slot is ignored.
+
+    A token outside the mask (padding, tool output) is not a step of the episode: it gets 0, and the token before a gap is
+    followed by the token after it.
+
+    What is summed are the returns, R_t = r_t + gamma (1 - lam) V_{t+1} + gamma lam R_{t+1}: the same recursion with one pass less.
+    """
+    advantages, returns = torch.empty_like(token_level_rewards), torch.empty_like(token_level_rewards)
+    for rows in row_blocks(token_level_rewards):
+        mask = response_mask[rows]
+        slots = front_slots(mask)
+        steps, kept_values = masked(token_level_rewards[rows], mask), masked(values[rows], mask)
+        next_values = kept_values
+        if slots is not None:
+            steps, next_values = to_front(steps, slots), to_front(kept_values, slots)
+        if lam != 1.0:
+            steps[:, :-1].add_(next_values[:, 1:], alpha=gamma * (1.0 - lam))
+        sums = discounted_suffix_sums(steps, gamma * lam)
+        returns[rows] = sums if slots is None else from_front(sums, slots)
+        torch.sub(returns[rows], kept_values, out=advantages[rows])
+    return Advantages(advantages, returns)
+
+
+def whitened_gae(inputs: AdvantageInputs, config: AdvantageConfig) -> Advantages:
+    """Whitened over the valid tokens of the whole batch, as PPO for language models does (Ouyang et al. 2022); returns are not."""
+    values = needed(inputs.values, "gae", "the critic's `values`", "use grpo to train without a critic")
+    advantages, returns = gae(inputs.token_level_rewards, values, inputs.response_mask, config.gamma, config.lam)
+    return Advantages(whiten(advantages, inputs.response_mask, out=advantages), returns)
+
+
+def reinforce_plus_plus(inputs: AdvantageInputs, config: AdvantageConfig) -> Advantages:
+    """The discounted rewards to go, whitened over all valid tokens of the batch (Hu 2025, arXiv 2501.03262).
+
+    With the KL penalty in the reward, as the paper has it, each token sees the penalties from itself on. Returns are the rewards to
+    go before whitening.
+    """
+    returns = rewards_to_go(inputs.token_level_rewards, inputs.response_mask, config.gamma)
+    return Advantages(whiten(returns, inputs.response_mask), returns)
+
+
+def remax(inputs: AdvantageInputs, config: AdvantageConfig) -> Advantages:
+    """Rewards to go minus the greedy response's score, on each token (Li et al. 2024, arXiv 2310.10505).
+
+    With an outcome score alone this is outcome - greedy score. With a KL penalty in the reward a token sees the penalties from itself
+    on; the greedy response has none. Returns are the rewards to go.
+    """
+    baseline = needed(inputs.baseline_scores, "remax", "`baseline_scores` of greedy responses", "use rloo, whose baseline is the others'")
+    refuse_unusable("the greedy response's score", baseline, inputs.uid)
+    returns = rewards_to_go(inputs.token_level_rewards, inputs.response_mask, gamma=1.0)
+    return Advantages(returns - inputs.on_every_token(baseline.to(returns)).advantages, returns)
+
+
+def optimal_token_baseline(inputs: AdvantageInputs, config: AdvantageConfig) -> Advantages:
+    """G_t - B_t, with B_t = sum_i G_it W_it / sum_i W_it over the samples of a prompt that have a token t (Li et al. 2026, arXiv
+    2602.07078). G: rewards to go. W_it = sum over j <= t of 1 - 2 p_ij + sum_v p_ijv^2, the squared norm of the gradient with
+    respect to the logits, gathered along the response. Returns are G.
+
+    t counts valid tokens, so tool output moves nothing. Where only one sample of a prompt still has a token there is nothing to
+    compare and the advantage is 0, as for a group of one.
+    """
+    log_probs = needed(inputs.old_log_probs, _BASELINE, "`old_log_probs`", _REMEDY)
+    squares = needed(inputs.sum_pi_squared, _BASELINE, "`sum_pi_squared`", _REMEDY)
+    rewards, mask = inputs.token_level_rewards, inputs.response_mask
+    advantages, returns = torch.empty_like(rewards), torch.empty_like(rewards)
+    for rows in inputs.groups.blocks(block_rows(rewards)):
+        index = inputs.groups.index[rows]
+        block = _of_whole_groups(rewards[rows], mask[rows], log_probs[rows], squares[rows], index - index[0])
+        advantages[rows], returns[rows] = block
+    return Advantages(advantages, returns)
+
+
+def _of_whole_groups(rewards: Tensor, mask: Tensor, log_probs: Tensor, squares: Tensor, index: Tensor) -> Advantages:
+    """index (b,): the number of a row's group, in rising order from 0; all others (b, R)."""
+    slots, num_groups = front_slots(mask), int(index[-1]) + 1
+    returns = rewards_to_go(rewards, mask, gamma=1.0)
+    norms = masked(1.0 - 2.0 * log_probs.exp() + squares, mask).clamp(min=0)
+    here, returns_here = mask.to(returns.dtype), returns  # here: 1 where a sample has a token t
+    if slots is not None:
+        here, norms, returns_here = (to_front(x, slots) for x in (here, norms, returns))
+    gathered = norms.cumsum(dim=1).mul_(here)
+
+    def over_samples(x: Tensor) -> Tensor:
+        """(num_groups, R) sums of x (b, R)."""
+        return x.new_zeros(num_groups, x.shape[1]).index_add_(0, index, x)
+
+    weight = over_samples(gathered)
+    compared = ((over_samples(here) > 1) & (weight > 0))[index]
+    baseline = (over_samples(returns_here * gathered) / torch.where(weight > 0, weight, 1.0))[index]
+    advantages = torch.where(compared, returns_here - baseline, 0.0) * here
+    return Advantages(advantages if slots is None else from_front(advantages, slots), returns)
+
+
+def rewards_to_go(token_level_rewards: Tensor, response_mask: Tensor, gamma: float) -> Tensor:
+    """(B, R): sum_k gamma^k r_{t+k} over the valid tokens from t on; 0 in masked slots."""
+    returns = torch.empty_like(token_level_rewards)
+    for rows in row_blocks(token_level_rewards):
+        mask = response_mask[rows]
+        slots = front_slots(mask)
+        steps = masked(token_level_rewards[rows], mask)
+        sums = discounted_suffix_sums(steps if slots is None else to_front(steps, slots), gamma)
+        returns[rows] = sums if slots is None else from_front(sums, slots)
+    return returns
+
+
+def discounted_suffix_sums(x: Tensor, discount: float) -> Tensor:
+    """(B, R): y_t = x_t + discount y_{t+1}.
+
+    In chunks of a row by a product with the triangle of the discount's powers; then the chunks' totals, by themselves; then to each token
+    what comes after its chunk. So there is no loop over tokens, and rounding grows as in a sum of 16 and one of log2(R / 16).
+    """
+    num_rows, num_tokens = x.shape
+    padded = torch.nn.functional.pad(x, (0, -num_tokens % _CHUNK_TOKENS))
+    distance = torch.arange(_CHUNK_TOKENS, device=x.device)
+    powers = discount ** (distance[:, None] - distance).clamp(min=0).to(x.dtype)
+    sums = (padded.view(-1, _CHUNK_TOKENS) @ powers.tril()).view(num_rows, -1, _CHUNK_TOKENS)
+    following = _suffix_sums_by_doubling(sums[:, :, 0].contiguous(), discount**_CHUNK_TOKENS)
+    sums[:, :-1].addcmul_(following[:, 1:, None], discount ** (_CHUNK_TOKENS - distance).to(x.dtype))
+    return sums.view(num_rows, -1)[:, :num_tokens]
+
+
+def _suffix_sums_by_doubling(x: Tensor, discount: float) -> Tensor:
+    """As `discounted_suffix_sums`; what is in x is lost. After each pass a token holds the sum over twice as many tokens as before."""
+    sums, longer = x, torch.empty_like(x)
+    span, factor = 1, discount
+    while span < x.shape[1] and factor != 0.0:
+        torch.add(sums[:, :-span], sums[:, span:], alpha=factor, out=longer[:, :-span])
+        longer[:, -span:] = sums[:, -span:]
+        sums, longer = longer, sums
+        span, factor = 2 * span, factor * factor
+    return sums
+
+
+ESTIMATORS: dict[AdvantageEstimator, Estimator] = {
+    AdvantageEstimator.gae: whitened_gae,
+    AdvantageEstimator.reinforce_plus_plus: reinforce_plus_plus,
+    AdvantageEstimator.remax: remax,
+    AdvantageEstimator.optimal_token_baseline: optimal_token_baseline,
+}

@@ -1,0 +1,131 @@
+"""Losses of a token by the ratio of new to old probability: clipped, averaged over a response, or limited in another way; and by none."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megarl.algorithms.policy_losses.inputs import PolicyInputs, PolicyLoss, TokenLosses, exp_ratio
+from megarl.config.schema import PolicyLossConfig, PolicyLossKind
+
+
+def ppo_clip(inputs: PolicyInputs, config: PolicyLossConfig) -> TokenLosses:
+    """-min(ratio A, clip(ratio, 1 - clip_low, 1 + clip_high) A), ratio = exp(new - old) (Schulman et al. 2017, eq. 7; with two
+    bounds DAPO, Yu et al. 2025, arXiv 2503.14476).
+
+    With `clip_dual` c > 1 the loss of a token with A < 0 is at most -c A (Ye et al. 2020, eq. 5).
+    bounded: the clipped term is the larger one, so the token has no gradient.
+    """
+    ratio, advantages = inputs.ratio, inputs.advantages
+    plain = -ratio * advantages
+    clipped = -ratio.clamp(1.0 - config.clip_low, 1.0 + config.clip_high) * advantages
+    loss, bounded = torch.maximum(plain, clipped), clipped > plain
+    if config.clip_dual is None:
+        return TokenLosses(loss, bounded)
+    ceiling = -config.clip_dual * advantages
+    dual_clipped = (advantages < 0) & (loss > ceiling)
+    return TokenLosses(torch.where(dual_clipped, ceiling, loss), bounded, dual_clipped)
+
+
+def gspo(inputs: PolicyInputs, config: PolicyLossConfig) -> TokenLosses:
+    """PPO's surrogate with s = exp(mean over the response's tokens of new - old) in place of each token's ratio (Zheng et al. 2025,
+    arXiv 2507.18071, eqs. 5 to 7). It goes with the aggregation sequence_mean_token_mean, under which a row's loss is the paper's.
+
+    In the form of eqs. 13 and 14 (GSPO-token), s_t = sg[s] exp(new_t - sg[new_t]): of the same value and, where a row's advantages
+    are equal, of the same gradient, and right where they are not. bounded: the response's ratio is clipped, so it has no gradient.
+    """
+    response = exp_ratio(inputs.row_mean(inputs.log_ratio.detach()))
+    ratio = response * (inputs.log_probs - inputs.log_probs.detach()).exp()
+    plain = -ratio * inputs.advantages
+    clipped = -ratio.clamp(1.0 - config.clip_low, 1.0 + config.clip_high) * inputs.advantages
+    return TokenLosses(torch.maximum(plain, clipped), clipped > plain)
+
+
+def gmpo(inputs: PolicyInputs, config: PolicyLossConfig) -> TokenLosses:
+    """-A exp(mean over the response's tokens of the clipped log-ratio) on each of its tokens (Zhao et al. 2025, arXiv 2507.20673),
+    so that the aggregation sequence_mean_token_mean gives the paper's loss.
+
+    The log-ratio is at most clip_high where A > 0 and at least -clip_low where A < 0 (the paper: 0.4 both ways). A is the response's:
+    the mean of its tokens' advantages. bounded: the token's log-ratio is cut, so it adds no gradient.
+    """
+    advantage = inputs.row_mean(inputs.advantages)
+    log_ratio = inputs.log_ratio
+    cut = torch.where(advantage > 0, log_ratio.clamp(max=config.clip_high), log_ratio.clamp(min=-config.clip_low))
+    loss = -advantage * exp_ratio(inputs.row_mean(cut))
+    return TokenLosses(loss.expand_as(log_ratio), cut != log_ratio)
+
+
+def cispo(inputs: PolicyInputs, config: PolicyLossConfig) -> TokenLosses:
+    """-sg[clip(ratio, 1 - clip_low, 1 + clip_high)] A log p (MiniMax 2025, arXiv 2506.13585; sg: without gradient).
+
+    The paper has no lower bound: a clip_low near 1 comes to that. bounded: the weight is clipped.
+    """
+    ratio = inputs.ratio.detach()
+    weight = ratio.clamp(1.0 - config.clip_low, 1.0 + config.clip_high)
+    return TokenLosses(-weight * inputs.advantages * inputs.log_probs, weight != ratio)
+
+
+def sapo(inputs: PolicyInputs, config: PolicyLossConfig) -> TokenLosses:
+    """-f(ratio) A with f(x) = 4 / tau sigmoid(tau (x - 1)) (Gao et al. 2025, arXiv 2511.20347).
+
+    tau is temperature_positive where A > 0, else temperature_negative. At a ratio of 1 the gradient is that of the policy
+    gradient; it falls off smoothly on both sides, faster with a larger tau. Nothing is bounded.
+    """
+    negative = torch.full_like(inputs.advantages, config.sapo.temperature_negative)
+    temperature = negative.masked_fill(inputs.advantages > 0, config.sapo.temperature_positive)
+    gate = torch.sigmoid(temperature * (inputs.ratio - 1.0)) * 4.0 / temperature
+    return TokenLosses(-gate * inputs.advantages, torch.zeros_like(inputs.mask))
+
+
+def dppo_tv(inputs: PolicyInputs, config: PolicyLossConfig) -> TokenLosses:
+    """With the total variation |p_new - p_old| of the sampled token against all others as the distance; see `_dppo`."""
+    distance = (inputs.log_probs.detach().exp() - inputs.old_log_probs.exp()).abs()
+    return _dppo(inputs, config, distance)
+
+
+def dppo_kl(inputs: PolicyInputs, config: PolicyLossConfig) -> TokenLosses:
+    """With KL(old || new) of the two-way distribution "the sampled token or another" as the distance; see `_dppo`."""
+    new, old = inputs.log_probs.detach(), inputs.old_log_probs
+    others = _log_of_others(old)
+    distance = old.exp() * (old - new) + others.exp() * (others - _log_of_others(new))
+    return _dppo(inputs, config, distance)
+
+
+def _log_of_others(log_probs: Tensor) -> Tensor:
+    """log(1 - p), finite also for p = 1."""
+    rest = -torch.expm1(log_probs)
+    return rest.clamp(min=torch.finfo(log_probs.dtype).tiny).log()
+
+
+def _dppo(inputs: PolicyInputs, config: PolicyLossConfig, distance: Tensor) -> TokenLosses:
+    """-M ratio A (Qi et al. 2026, arXiv 2602.04879). M is 0 for a token whose distance is above its limit and that
+    the update would take further: A > 0 and p_new > p_old (limit clip_high), or A < 0 and p_new < p_old (limit clip_low).
+
+    With `clip_dual` the weight of the gradient is min(ratio, clip_dual). bounded: M = 0, so the token has no gradient.
+    """
+    risen, fallen = inputs.log_ratio.detach() > 0, inputs.log_ratio.detach() < 0
+    too_far_up = (inputs.advantages > 0) & risen & (distance > config.clip_high)
+    too_far_down = (inputs.advantages < 0) & fallen & (distance > config.clip_low)
+    bounded = too_far_up | too_far_down
+    weight = inputs.ratio.detach()
+    if config.clip_dual is not None:
+        weight = weight.clamp(max=config.clip_dual)
+    surrogate = weight * (inputs.log_probs - inputs.log_probs.detach()).exp()
+    return TokenLosses(torch.where(bounded, 0.0, -surrogate * inputs.advantages), bounded)
+
+
+def gpg(inputs: PolicyInputs, config: PolicyLossConfig) -> TokenLosses:
+    """-A log p, without a ratio (Chu et al. 2025, arXiv 2504.02546). It is right for one update per batch; nothing is bounded."""
+    return TokenLosses(-inputs.advantages * inputs.log_probs, torch.zeros_like(inputs.mask))
+
+
+LOSSES = {
+    PolicyLossKind.ppo_clip: PolicyLoss(ppo_clip),
+    PolicyLossKind.gspo: PolicyLoss(gspo),
+    PolicyLossKind.gmpo: PolicyLoss(gmpo),
+    PolicyLossKind.cispo: PolicyLoss(cispo),
+    PolicyLossKind.sapo: PolicyLoss(sapo),
+    PolicyLossKind.dppo_tv: PolicyLoss(dppo_tv),
+    PolicyLossKind.dppo_kl: PolicyLoss(dppo_kl),
+    PolicyLossKind.gpg: PolicyLoss(gpg),
+}
