@@ -55,7 +55,7 @@ from megarl.placement.dataflow import overlaps
 from megarl.placement.offload_plan import OffloadPlan
 from megarl.placement.plan import plan_placement
 from megarl.roles.rollout import TokenRules
-from megarl.roles.start import Architectures, PPORoles, start_ppo
+from megarl.roles.start import PPORoles, start_ppo
 from megarl.tracking.timeline import Span
 from megarl.trainers.monitor import PHASES
 from megarl.trainers.ppo import AdvantageStep
@@ -131,7 +131,7 @@ def started(config: PPOConfig):  # type: ignore[no-untyped-def]
         )
         pools.create_resource_pool()
         rules = TokenRules(pad_token_id=0, stop_token_ids=(), max_response_length=config.data.max_response_length)
-        models = Architectures(policy=architecture, reference=architecture, critic=architecture)
+        models = dict.fromkeys(("actor", "reference", "critic"), architecture)
         roles = start_ppo(config, models, rules, Device.cpu, pools)
         data = PromptDataset(config.data.train_files, tokenizer, config.data.max_prompt_length, config.data.overlong)
         yield roles, next(BatchLoader(data, config.trainer.prompts_per_step, shuffle=False, seed=0))

@@ -11,7 +11,7 @@ from megarl.cli.resumption import is_complete, load_checkpoint, open_checkpoints
 from megarl.cli.run_context import RunContext, run_context_of
 from megarl.cli.session import Session, open_monitor, open_session, report_filtered, write_summary
 from megarl.config.architecture import Architecture, read_architecture
-from megarl.config.roles import needs_critic, needs_reference
+from megarl.config.roles import REWARD_MODEL, model_roles
 from megarl.config.schema import PPOConfig
 from megarl.data.conversations import check_chats
 from megarl.data.loader import BatchLoader
@@ -20,7 +20,7 @@ from megarl.data.tokenizer import load_tokenizer
 from megarl.doctor.checked_config import load_checked
 from megarl.roles.rollout import TokenRules
 from megarl.roles.saved_models import ppo_models
-from megarl.roles.start import Architectures, PPORoles, start_ppo
+from megarl.roles.start import PPORoles, start_ppo
 from megarl.trainers.evaluation import Evaluation
 from megarl.trainers.monitor import Monitor
 from megarl.trainers.ppo import PPOTrainer
@@ -40,7 +40,7 @@ def _run(config: PPOConfig, context: RunContext) -> int:
     resume = find_resume(config)
     if is_complete(config, resume):
         return 0
-    models = _read_architectures(config)
+    models = {role.name: read_architecture(role.path, config.model.trust_remote_code) for role in model_roles(config)}
     tokenizer = load_tokenizer(config.model.path, config.model.trust_remote_code)
     rules = TokenRules(
         pad_token_id=tokenizer.pad_token_id,
@@ -56,8 +56,8 @@ def _run(config: PPOConfig, context: RunContext) -> int:
         data_sets["data.val_files"] = held_out
         evaluation = Evaluation(held_out, config.rollout.validation, trainer.prompts_per_step, config.tracking.log_generations)
 
-    if models.reward_model is not None:
-        _check_chats(config, models.reward_model, data_sets)
+    if REWARD_MODEL in models:
+        _check_chats(config, models[REWARD_MODEL], data_sets)
     if resume is not None:
         loader.load_state_dict(resume.state["data"])  # other data are refused before a process is started
 
@@ -76,16 +76,6 @@ def _run(config: PPOConfig, context: RunContext) -> int:
             return say_stopped(session, checkpoints)
         _finish(config, session, roles, monitor, checkpoints.seconds)
     return 0
-
-
-def _read_architectures(config: PPOConfig) -> Architectures:
-    trust = config.model.trust_remote_code
-    return Architectures(
-        policy=read_architecture(config.model.path, trust),
-        reference=read_architecture(config.reference.path or config.model.path, trust) if needs_reference(config) else None,
-        critic=read_architecture(config.critic.model.path or config.model.path, trust) if needs_critic(config) else None,
-        reward_model=None if config.reward.model.path is None else read_architecture(config.reward.model.path, trust),
-    )
 
 
 def _check_chats(config: PPOConfig, architecture: Architecture, data_sets: Mapping[str, PromptDataset]) -> None:

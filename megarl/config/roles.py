@@ -20,7 +20,7 @@ REWARD_MODEL = "reward_model"
 @dataclass(frozen=True, kw_only=True)
 class ModelRole:
     """One model of a run. `*_key`: the dotted configuration keys that a message should name. `optim` is None where nothing is trained.
-    `with_value_head`: its output is one number per token."""
+    `with_value_head`: its output is one number per token. `beside`: the role whose devices it has unless a placement says otherwise."""
 
     name: str
     path: str
@@ -31,6 +31,7 @@ class ModelRole:
     micro_batch_key: str
     optim: OptimConfig | None
     with_value_head: bool = False
+    beside: str | None = None
 
     @property
     def reads_policy_tokens(self) -> bool:
@@ -78,6 +79,7 @@ def model_roles(config: PPOConfig | SFTConfig) -> tuple[ModelRole, ...]:
             micro_batch=config.reference.micro_batch,
             micro_batch_key="reference.micro_batch",
             optim=None,
+            beside="actor",
         )
         roles.append(reference)
     if isinstance(config, PPOConfig) and needs_critic(config):
@@ -104,6 +106,7 @@ def model_roles(config: PPOConfig | SFTConfig) -> tuple[ModelRole, ...]:
             micro_batch_key="reward.model.micro_batch",
             optim=None,
             with_value_head=True,
+            beside="critic" if needs_critic(config) else "reward",
         )
         roles.append(reward_model)
     return tuple(roles)

@@ -19,32 +19,41 @@ class Item(NamedTuple):
 
 
 class Phase(NamedTuple):
-    """`name`: as in `timing_s/<name>`. `roles`: who works; none is the driver. `needs`: what must be in memory meanwhile."""
+    """`name`: as in `timing_s/<name>`. `roles`: who works; none is the driver. `needs`: what must be in memory meanwhile. `call`: the
+    method of the worker that does it, where one does."""
 
     name: str
     roles: tuple[str, ...]
     reads: frozenset[str]
     writes: frozenset[str]
     needs: frozenset[Item]
+    call: str | None = None
 
 
-def _phase(name: str, roles: Sequence[str], reads: str, writes: str, needs: Mapping[str, Sequence[str]]) -> Phase:
+def _phase(name: str, roles: Sequence[str], reads: str, writes: str, needs: Mapping[str, Sequence[str]], call: str | None = None) -> Phase:
     items = frozenset(Item(role, part) for role, parts in needs.items() for part in parts)
-    return Phase(name, tuple(roles), frozenset(reads.split()), frozenset(writes.split()), items)
+    return Phase(name, tuple(roles), frozenset(reads.split()), frozenset(writes.split()), items, call)
 
 
 _TO_SCORE, _TO_TRAIN, _AWAKE = (PARAMETERS,), (PARAMETERS, GRADIENTS, OPTIMIZER), (ENGINE,)
 # In an order in which one process could run them. `<role>.weights` are the role's; all else are keys of the batch.
 STEP = (
-    _phase("gen", ["rollout"], "prompts rollout.weights", "responses rollout_log_probs", {"rollout": _AWAKE}),
-    _phase("reward", ["reward"], "responses", "token_level_scores", {"reward": _TO_SCORE}),
-    _phase("reward_model", ["reward_model"], "responses reward_model.weights", "reward_model_scores", {"reward_model": _TO_SCORE}),
-    _phase("old_log_prob", ["actor"], "responses actor.weights", "old_log_probs", {"actor": _TO_SCORE}),
-    _phase("ref", ["reference"], "responses reference.weights", "ref_log_prob", {"reference": _TO_SCORE}),
-    _phase("values", ["critic"], "responses critic.weights", "values", {"critic": _TO_SCORE}),
+    _phase("gen", ["rollout"], "prompts rollout.weights", "responses rollout_log_probs", {"rollout": _AWAKE}, "exchange"),
+    _phase("reward", ["reward"], "responses", "token_level_scores", {"reward": _TO_SCORE}, "score"),
+    _phase(
+        "reward_model",
+        ["reward_model"],
+        "responses reward_model.weights",
+        "reward_model_scores",
+        {"reward_model": _TO_SCORE},
+        "score_conversations",
+    ),
+    _phase("old_log_prob", ["actor"], "responses actor.weights", "old_log_probs", {"actor": _TO_SCORE}, "log_probs"),
+    _phase("ref", ["reference"], "responses reference.weights", "ref_log_prob", {"reference": _TO_SCORE}, "log_probs"),
+    _phase("values", ["critic"], "responses critic.weights", "values", {"critic": _TO_SCORE}, "values"),
     _phase("adv", [], "token_level_scores reward_model_scores old_log_probs ref_log_prob values", "advantages returns", {}),
-    _phase("update_critic", ["critic"], "responses values returns critic.weights", "critic.weights", {"critic": _TO_TRAIN}),
-    _phase("update_actor", ["actor"], "responses old_log_probs advantages actor.weights", "actor.weights", {"actor": _TO_TRAIN}),
+    _phase("update_critic", ["critic"], "responses values returns critic.weights", "critic.weights", {"critic": _TO_TRAIN}, "update"),
+    _phase("update_actor", ["actor"], "responses old_log_probs advantages actor.weights", "actor.weights", {"actor": _TO_TRAIN}, "update"),
     _phase("update_weights", ["actor", "rollout"], "actor.weights", "rollout.weights", {"actor": _TO_SCORE, "rollout": _AWAKE}),
 )
 

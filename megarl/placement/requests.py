@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from megarl.config.roles import REWARD_MODEL, model_roles, needs_critic
+from megarl.config.roles import model_roles, needs_critic
 from megarl.config.schema import ParallelConfig, PlacementStrategy, PPOConfig, SFTConfig
 
 
@@ -109,16 +109,8 @@ def group_requests(config: PPOConfig | SFTConfig) -> list[GroupRequest]:
 def _split_collocate(config: PPOConfig) -> Mapping[str, _Pool]:
     """Actor and reference, critic and reward, rollout: each its own. So is a reward model with the critic: in its processes where their
     layouts are the same, else in processes of its own on its devices."""
-    reward = _Pool("critic") if needs_critic(config) else _Pool("reward")
-    actor = _Pool("actor")
-    return {
-        "actor": actor,
-        "reference": actor,
-        "critic": _Pool("critic"),
-        REWARD_MODEL: reward,
-        "reward": reward,
-        "rollout": _Pool("rollout"),
-    }
+    models = {role.name: _Pool(role.beside or role.name) for role in model_roles(config)}
+    return {**models, "reward": _Pool("critic" if needs_critic(config) else "reward"), "rollout": _Pool("rollout")}
 
 
 def _hybrid(config: PPOConfig) -> Mapping[str, _Pool]:

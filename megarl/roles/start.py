@@ -67,16 +67,6 @@ class PPORoles:
         return self.schedule.metrics() | self.weights.drain_metrics() | self.rollout.drain_metrics()
 
 
-@dataclass(frozen=True, kw_only=True)
-class Architectures:
-    """Of every model that a run has, read before anything starts."""
-
-    policy: Architecture
-    reference: Architecture | None
-    critic: Architecture | None
-    reward_model: Architecture | None = None
-
-
 _ModelConfig = ActorConfig | CriticConfig | RewardModelConfig
 
 
@@ -138,9 +128,14 @@ def group_pool(plan: PlacementPlan, pools: ResourcePoolManager, group: GroupPlan
     return pools.get_resource_pool(group.roles[0]).part([numbers[0] for numbers in plan.bundles(group.name)])
 
 
-def start_ppo(config: PPOConfig, models: Architectures, rules: TokenRules, device: Device, pools: ResourcePoolManager) -> PPORoles:
-    """Returns before the workers have loaded their weights; the first call to each waits for it. Models that share devices with
-    others have loaded theirs, and made room."""
+def start_ppo(
+    config: PPOConfig, models: Mapping[str, Architecture], rules: TokenRules, device: Device, pools: ResourcePoolManager
+) -> PPORoles:
+    """Starts every role of a run; `models`: by role, of each that has a model.
+
+    Returns before the workers have loaded their weights; the first call to each waits for it. Models that share devices with others
+    have loaded theirs, and made room.
+    """
     plan = plan_placement(config)
     turns = OffloadPlan(plan)
     starter = _Starter(config, device, pools, turns)
@@ -150,7 +145,7 @@ def start_ppo(config: PPOConfig, models: Architectures, rules: TokenRules, devic
     groups = starter.groups(plan, _workers(config, models, starter))
     replicas = _start_replicas(config, device, replica_places(plan, device, pools), turns.engines_move)
     schedule = OffloadSchedule(turns, {role: group for role, group in groups.items() if role != "reward"}, replicas)
-    source = starter.weight_source(groups["actor"], models.policy)
+    source = starter.weight_source(groups["actor"], models["actor"])
     weights = RolloutWeights(_weight_sync(config, source, device), replicas, schedule)
     return PPORoles(
         actor=Actor(
@@ -179,7 +174,7 @@ def start_ppo(config: PPOConfig, models: Architectures, rules: TokenRules, devic
     )
 
 
-def _workers(config: PPOConfig, models: Architectures, starter: _Starter) -> dict[str, RayClassWithInitArgs]:
+def _workers(config: PPOConfig, models: Mapping[str, Architecture], starter: _Starter) -> dict[str, RayClassWithInitArgs]:
     """Of each role but the rollout."""
     trainer = config.trainer
     per_step = trainer.updates_per_step * trainer.epochs_per_batch
@@ -188,7 +183,7 @@ def _workers(config: PPOConfig, models: Architectures, starter: _Starter) -> dic
         "actor",
         config.actor,
         config.model.path,
-        models.policy,
+        models["actor"],
         optim=config.actor.optim,
         total_optimizer_steps=max(1, trainer.total_steps - trainer.critic_warmup_steps) * per_step,
         recompute=config.actor.recompute,
@@ -196,27 +191,27 @@ def _workers(config: PPOConfig, models: Architectures, starter: _Starter) -> dic
     )
     reward = RayClassWithInitArgs(RewardWorker, config.reward, config.model.path, config.model.trust_remote_code)
     workers = {"actor": RayClassWithInitArgs(ActorWorker, actor), "reward": reward}
-    if models.reference is not None:
+    if "reference" in models:
         path = config.reference.path or config.model.path
         workers["reference"] = RayClassWithInitArgs(
-            PolicyWorker, starter.model("reference", config.actor, path, models.reference, **policy)
+            PolicyWorker, starter.model("reference", config.actor, path, models["reference"], **policy)
         )
-    if models.critic is not None:
+    if "critic" in models:
         critic = starter.model(
             "critic",
             config.critic,
             config.critic.model.path or config.model.path,
-            models.critic,
+            models["critic"],
             head="value",
             optim=config.critic.optim,
             total_optimizer_steps=trainer.total_steps * per_step,
             recompute=config.critic.recompute,
         )
         workers["critic"] = RayClassWithInitArgs(CriticWorker, critic)
-    if models.reward_model is not None:
+    if REWARD_MODEL in models:
         assert config.reward.model.path is not None
-        reward_model = starter.model(REWARD_MODEL, config.reward.model, config.reward.model.path, models.reward_model, head="value")
-        workers[REWARD_MODEL] = RayClassWithInitArgs(RewardModelWorker, reward_model, Reading.of(config, models.reward_model))
+        reward_model = starter.model(REWARD_MODEL, config.reward.model, config.reward.model.path, models[REWARD_MODEL], head="value")
+        workers[REWARD_MODEL] = RayClassWithInitArgs(RewardModelWorker, reward_model, Reading.of(config, models[REWARD_MODEL]))
     return workers
 
 

@@ -10,22 +10,14 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Protocol
 
+from megarl.placement.dataflow import STEP
 from megarl.tracking.loggers import Tracker
 from megarl.tracking.progress import ProgressBar
 from megarl.tracking.timeline import Span, Timeline
 from megarl.trainers.evaluation import ValidationResult
 
 # The phase (timing_s/<phase>) that a role's call is part of, by the role and its worker's method.
-PHASES = {
-    ("rollout", "exchange"): "gen",
-    ("reward", "score"): "reward",
-    ("reward_model", "score_conversations"): "reward_model",
-    ("actor", "log_probs"): "old_log_prob",
-    ("reference", "log_probs"): "ref",
-    ("critic", "values"): "values",
-    ("critic", "update"): "update_critic",
-    ("actor", "update"): "update_actor",
-}
+PHASES = {(phase.roles[0], phase.call): phase.name for phase in STEP if phase.call is not None}
 _DRIVER = "driver"
 _TIMELINE_EVERY_STEPS = 10
 

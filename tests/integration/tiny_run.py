@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from megarl.batch.data_proto import DataProto
 from megarl.config.architecture import read_architecture
-from megarl.config.roles import needs_critic, needs_reference
+from megarl.config.roles import model_roles
 from megarl.config.schema import Device, PPOConfig, SFTConfig
 from megarl.controller.group import RoleGroup
 from megarl.controller.resource_pool import ResourcePoolManager
@@ -28,7 +28,7 @@ from megarl.data.tokenizer import load_tokenizer
 from megarl.placement.plan import plan_placement
 from megarl.roles.rollout import TokenRules
 from megarl.roles.saved_models import SavedModels, ppo_models, sft_models
-from megarl.roles.start import Architectures, PPORoles, start_ppo, start_sft
+from megarl.roles.start import PPORoles, start_ppo, start_sft
 from megarl.tracking.loggers import Tracker
 from megarl.tracking.progress import ProgressBar
 from megarl.tracking.timeline import Timeline
@@ -126,7 +126,7 @@ class WatchedLoader(BatchLoader):
 def run_ppo(config: PPOConfig, look: Callable[[int, PPORoles], None] = lambda step, roles: None) -> Finished:
     """Trains as `megarl train` does, on the Ray that is there; `look` sees the roles before each step."""
     path, data, trainer = config.model.path, config.data, config.trainer
-    architecture, tokenizer = read_architecture(path), load_tokenizer(path)
+    tokenizer = load_tokenizer(path)
     train, held_out = (
         PromptDataset(files, tokenizer, data.max_prompt_length, data.overlong) for files in (data.train_files, data.val_files)
     )
@@ -135,12 +135,7 @@ def run_ppo(config: PPOConfig, look: Callable[[int, PPORoles], None] = lambda st
     )
     evaluation = Evaluation(held_out, config.rollout.validation, trainer.prompts_per_step, config.tracking.log_generations)
     with _pools(config) as pools:
-        models = Architectures(
-            policy=architecture,
-            reference=architecture if needs_reference(config) else None,
-            critic=architecture if needs_critic(config) else None,
-            reward_model=None if config.reward.model.path is None else read_architecture(config.reward.model.path),
-        )
+        models = {role.name: read_architecture(role.path) for role in model_roles(config)}
         roles = start_ppo(config, models, rules, Device.cpu, pools)
         loader = WatchedLoader(train, trainer.prompts_per_step, lambda step: look(step, roles))
         with _ended(roles.groups), _monitor(config, roles.groups) as monitor:
