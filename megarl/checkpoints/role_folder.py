@@ -30,7 +30,7 @@ from megarl.machine.files import write_whole
 from megarl.weights.name_mapping import Head
 
 MANIFEST_FILE = "manifest.json"
-HUGGING_FACE_FOLDER = "huggingface"  # config, tokenizer and chat template of the role's model
+HUGGING_FACE_FOLDER = "huggingface"  # config, tokenizer and chat template of the role's model; beside the roles: all of the policy
 FORMAT = 1
 WHOLE_FILES = (METADATA_FILE, BACKEND_FILE, COMMON_FILE)
 _BLOCK_BYTES = 4 * 2**20  # read at a time

@@ -7,6 +7,7 @@ On disk it is Megatron's distributed checkpoint (`torch_dist`): its names and pl
 from __future__ import annotations
 
 import io
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TypeVar
@@ -19,9 +20,8 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTenso
 
 from megarl.checkpoints.role_folder import WHOLE_FILES, check_folder, item_checksums, item_name
 from megarl.checkpoints.torch_dist import DistributedTensor, TorchDistIndex, read_index
-from megarl.checkpoints.torch_dist_index import WrittenItem, write_index
+from megarl.checkpoints.torch_dist_writer import Item, WrittenItem, write_index, write_items
 from megarl.config.errors import CheckpointError
-from megarl.engine.checkpoint_files import BackgroundWriter, HostItem
 from megarl.engine.engine import MegatronEngine, TrainingState
 from megarl.engine.groups import ParallelGroups
 from megarl.engine.optimizer import StepCounts
@@ -32,6 +32,40 @@ Result = TypeVar("Result")
 
 OPTIMIZER_FORMAT = "fully_reshardable"
 RNG_KEY = "rng_state"
+
+
+class BackgroundWriter:
+    """Writes a rank's items into one file, and gives their memory back one by one.
+
+    Megatron's own writer forks processes that have threads and keeps a server for their results; this one is a thread.
+    """
+
+    def __init__(self, path: Path, items: list[Item]) -> None:
+        self._path, self._items = path, items
+        self._written: list[WrittenItem] = []
+        self._failure: str | None = None
+        self._thread = threading.Thread(target=self._run, name=f"checkpoint {path.name}", daemon=True)
+        self._thread.start()
+
+    def is_done(self) -> bool:
+        """Also where it has failed."""
+        return not self._thread.is_alive()
+
+    def wait(self) -> tuple[list[WrittenItem], str | None]:
+        """What was written, and what went wrong, in one line."""
+        self._thread.join()
+        return self._written, self._failure
+
+    def _run(self) -> None:
+        self._items.reverse()
+        try:
+            if self._items:
+                write_items(self._path, (self._items.pop() for _ in range(len(self._items))), self._written.append)
+        except Exception as error:  # noqa: BLE001  (the boundary of a thread: whoever waits for it raises it)
+            reason = (error.strerror if isinstance(error, OSError) else None) or f"{type(error).__name__}: {error}"
+            self._failure = f"{self._path}: cannot be written: {reason}"
+        finally:
+            self._items.clear()
 
 
 class PendingSave:
@@ -79,16 +113,16 @@ def begin_save(engine: MegatronEngine, folder: Path) -> PendingSave:
     return PendingSave(folder, BackgroundWriter(folder / f"__{dist.get_rank()}_0.distcp", list(_host_items(state))), common)
 
 
-def _host_items(state: TrainingState) -> Iterable[HostItem]:
+def _host_items(state: TrainingState) -> Iterable[Item]:
     sharding, slices = sharding_of(state.models, state.groups), state.optimizer.slices()
     for shards in (sharding.of_weights(slices), sharding.of_optimizer(slices)):
         for shard in shards:
             if shard.is_main:
                 data = state.places.host_copy(shard.tensor, shard.start, shard.place.volume).view(shard.place.shape)
-                yield HostItem(key=shard.key, shape=shard.shape, offsets=shard.place.starts, data=data)
+                yield Item(key=shard.key, shape=shard.shape, offsets=shard.place.starts, data=data)
     for entry in (*sharding.objects, _rng_entry(state.groups)):
         if is_main_replica(entry.replica_id):
-            yield HostItem(key=entry.unique_key, data=[entry.data])  # Megatron stores a list, of one
+            yield Item(key=entry.unique_key, data=[entry.data])  # Megatron stores a list, of one
 
 
 def _rng_entry(groups: ParallelGroups) -> ShardedObject:

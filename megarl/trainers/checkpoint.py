@@ -21,13 +21,14 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from megarl import __version__
+from megarl.checkpoints.role_folder import HUGGING_FACE_FOLDER
 from megarl.checkpoints.run_folder import CheckpointFolder
 from megarl.config.errors import CheckpointError, RunError
 from megarl.config.load import dump_config
 from megarl.config.schema import PPOConfig, SFTConfig
 from megarl.machine.files import write_whole
 
-CONFIG_FILE, STATE_FILE, HUGGING_FACE = "config.yaml", "trainer.json", "huggingface"
+CONFIG_FILE, STATE_FILE = "config.yaml", "trainer.json"
 _LOOK_AGAIN_S = 0.05
 
 State = dict[str, Any]
@@ -133,7 +134,7 @@ class Checkpointer:
             save.folder = self._folder.begin(step)
             self._models.begin_save(save.folder)
             if self._config.checkpoint.save_hf:
-                self._models.save_policy(save.folder / HUGGING_FACE)
+                self._models.save_policy(save.folder / HUGGING_FACE_FOLDER)
             dump_config(self._config, save.folder / CONFIG_FILE)
             write_whole(save.folder / STATE_FILE, json.dumps({"step": step, "seconds": self.seconds, **state}, indent=2) + "\n")
             if not self._config.checkpoint.asynchronous:

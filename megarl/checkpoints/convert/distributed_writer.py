@@ -1,31 +1,24 @@
-"""Writes a model as Megatron's distributed checkpoint (torch_dist), as the ranks of a layout would have saved it."""
+"""Writes a model as Megatron's distributed checkpoint (torch_dist), as the ranks of a layout would have saved it.
+
+Which items lie in which files is a pure plan, made before a byte is written. A tensor has the chunks that the ranks would write: one
+for each rank that holds a part of it (two of a gated MLP: its gate and its up), and more where one would be too large for one item,
+which has to be in memory.
+"""
 
 from __future__ import annotations
 
-import io
 import json
-import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
+from math import prod
 from pathlib import Path
 
 import torch
-import xxhash
 
-from megarl.checkpoints.convert.distributed_plan import MAX_ITEM_BYTES, PlannedFile, PlannedItem, plan_distributed
-from megarl.checkpoints.convert.output import Written, new_folder
+from megarl.checkpoints.convert.distributed import canonical_key
 from megarl.checkpoints.convert.source import ModelSource
-from megarl.checkpoints.convert.streaming import (
-    BLOCK_BYTES,
-    OutputFile,
-    Progress,
-    Room,
-    Workers,
-    bytes_of,
-    in_turns,
-    no_progress,
-    parts_of,
-)
+from megarl.checkpoints.convert.streaming import Progress, Room, Workers, Written, bytes_of, new_folder, no_progress
 from megarl.checkpoints.role_folder import (
     HUGGING_FACE_FOLDER,
     WHOLE_FILES,
@@ -35,14 +28,29 @@ from megarl.checkpoints.role_folder import (
     item_name,
     write_manifest,
 )
-from megarl.checkpoints.torch_dist import BACKEND_FILE, TORCH_DIST, StoredChunk, StoredItem
-from megarl.checkpoints.torch_dist_index import ITEM_ALIGNMENT, WrittenItem, write_index
-from megarl.config.errors import CheckpointError
+from megarl.checkpoints.torch_dist import BACKEND_FILE, TORCH_DIST, StoredChunk
+from megarl.checkpoints.torch_dist_writer import Item, WrittenItem, write_index, write_items
+from megarl.config.architecture import Architecture
 from megarl.weights.boxes import Rectangle, contiguous_blocks
 from megarl.weights.hf_folder import copy_companions
-from megarl.weights.shard_layout import padding, pieces
+from megarl.weights.name_mapping import Cut, Head, Place, Weight
+from megarl.weights.shard_layout import (
+    VOCABULARY_DIVISOR,
+    ShardLayout,
+    check_coverage,
+    held_weights,
+    model_layouts,
+    padded_vocab_size,
+    padding,
+    pieces,
+    rank_pieces,
+    shard_view,
+)
 
 COMMON = {"checkpoint_version": 3.0, "content_metadata": {"singleton_local_shards": False}}
+MAX_ITEM_BYTES = 16 * 2**20
+_FILE_BYTES = 2**30  # a rank's items fill several files, so that several threads can write them
+_LAYERS_WITH_STATE = ("self_attention.linear_proj", "self_attention.linear_qkv", "mlp.linear_fc1", "mlp.linear_fc2")
 
 
 def write_distributed(
@@ -58,12 +66,12 @@ def write_distributed(
     Raises ValueError where the layout does not divide the model; CheckpointError, and leaves nothing behind, where the source is damaged
     or the disk does not take it.
     """
-    dtype = dtype or single_dtype(source)
+    dtype = dtype or source.single_dtype
     files = plan_distributed(source.architecture, source.head, layout, dtype, max_item_bytes)
-    total = sum(item.frame.nbytes_of_elements for file in files for item in file.items)
+    total = sum(prod(item.chunk) for file in files for item in file.items) * dtype.itemsize
     description = Description(head=source.head, dtype=str(dtype).removeprefix("torch."), layout=layout)
-    with new_folder(folder, sum(file.end_of_items for file in files)) as unfinished:
-        writer = _Writer(source, dtype, lambda nbytes: progress(nbytes, total))
+    with new_folder(folder, total) as unfinished:
+        writer = _Writer(source, dtype, max_item_bytes, lambda nbytes: progress(nbytes, total))
         writer.write(unfinished, files)
         (unfinished / BACKEND_FILE).write_text(json.dumps(TORCH_DIST))
         write_index(unfinished, writer.written, COMMON)
@@ -76,67 +84,43 @@ def write_distributed(
     return Written(folder=folder, num_files=len(files), nbytes=nbytes)
 
 
-def single_dtype(source: ModelSource) -> torch.dtype:
-    """Raises CheckpointError where the tensors have several."""
-    for name, tensor in source.tensors.items():
-        if tensor.dtype != source.dtype:
-            raise CheckpointError(
-                f"{source.folder}: {name} is {tensor.dtype} and most other tensors are {source.dtype}; say with --dtype what all shall be"
-            )
-    return source.dtype
-
-
 class _Writer:
     """written: the items that are in the files."""
 
-    def __init__(self, source: ModelSource, dtype: torch.dtype, report: Callable[[int], None]) -> None:
+    def __init__(self, source: ModelSource, dtype: torch.dtype, max_item_bytes: int, report: Callable[[int], None]) -> None:
         self._source, self._dtype, self._report = source, dtype, report
-        self._workers = Workers()
+        self._workers = Workers(max_item_bytes)
         self.written: list[WrittenItem] = []
 
     def write(self, folder: Path, files: Sequence[PlannedFile]) -> None:
-        opened, jobs = [], []
-        try:
-            for file in files:
-                objects, end = _objects(file)
-                output = OutputFile(folder / file.name, end)
-                opened.append(output)
-                for item, content in objects:
-                    output.write(content, item.stored.position)
-                    self.written.append(item)
-                jobs.append([partial(self._write_item, file.name, output, planned) for planned in file.items])
-            self._workers.run(in_turns(jobs))
-        finally:
-            for output in opened:
-                output.close()
+        self._workers.run(partial(self._write_file, folder, file) for file in files)
 
-    def _write_item(self, name: str, output: OutputFile, item: PlannedItem, room: Room) -> None:
-        frame, digest, crc = item.frame, xxhash.xxh3_64(), 0
-        digest.update(frame.head)
-        output.write(frame.head, item.position)
-        position = item.position + len(frame.head)
-        for _, block in contiguous_blocks(item.box.shape, BLOCK_BYTES // self._dtype.itemsize):
+    def _write_file(self, folder: Path, file: PlannedFile, room: Room) -> None:
+        write_items(folder / file.name, self._items(file, room), self._note)
+
+    def _note(self, item: WrittenItem) -> None:
+        self.written.append(item)
+        if isinstance(item.stored, StoredChunk):
+            self._report(prod(item.stored.shape) * self._dtype.itemsize)
+
+    def _items(self, file: PlannedFile, room: Room) -> Iterator[Item]:
+        for item in file.items:
             self._workers.check()
-            box = block.relative_to((0,) * len(block.starts), item.box.starts)
-            for part in parts_of(bytes_of(self._elements(item, box, room))):
-                crc = zlib.crc32(part, crc)
-                digest.update(part)
-                output.write(part, position)
-                position += len(part)
-                self._report(len(part))
-        tail = frame.tail(crc)
-        digest.update(tail)
-        output.write(tail, position)
-        stored = StoredChunk(file=name, position=item.position, nbytes=frame.nbytes, offsets=item.offsets, shape=item.chunk)
-        self.written.append(WrittenItem(key=item.key, stored=stored, checksum=digest.hexdigest(), shape=item.shape, dtype=self._dtype))
+            elements = self._elements(item, room)
+            # torch.save writes all the memory that a tensor has a part of.
+            data = torch.frombuffer(bytes_of(elements), dtype=self._dtype).view(item.chunk)
+            yield Item(key=item.key, data=data, shape=item.shape, offsets=item.offsets)
+        for key in file.objects:
+            yield Item(key=key, data=[None])  # Megatron asks for them, and where they hold nothing it needs nothing
 
-    def _elements(self, item: PlannedItem, box: Rectangle, room: Room) -> torch.Tensor:
+    def _elements(self, item: PlannedItem, room: Room) -> torch.Tensor:
         """The box of the rank's shard, contiguous. Rows that only pad the vocabulary are zero."""
-        tensors = self._source.tensors
+        box, tensors = item.box, self._source.tensors
         parts = [(piece, common) for piece in pieces(item.weight, item.layout) if (common := piece.shard.intersect(box)) is not None]
         if len(parts) == 1 and parts[0][1] == box:
             piece = parts[0][0]
-            return tensors[piece.hf_name].block(box.relative_to(piece.shard.starts, piece.hf.starts), self._dtype, room.tensor)
+            place = box.relative_to(piece.shard.starts, piece.hf.starts)
+            return tensors[piece.hf_name].block(place, self._dtype, room.tensor)
         block = room.tensor(box.shape, self._dtype)
         if padding(item.weight, item.layout) is not None:
             block.zero_()
@@ -146,16 +130,120 @@ class _Writer:
         return block
 
 
-def _objects(file: PlannedFile) -> tuple[list[tuple[WrittenItem, bytes]], int]:
-    """(items with their bytes, the size of the file). Megatron asks for them, and where they hold nothing it needs nothing."""
-    buffer = io.BytesIO()
-    torch.save([None], buffer)
-    content = buffer.getvalue()
-    checksum = xxhash.xxh3_64_hexdigest(content)
-    position, items = file.end_of_items, []
-    for key in file.objects:
-        position += -position % ITEM_ALIGNMENT
-        stored = StoredItem(file=file.name, position=position, nbytes=len(content))
-        items.append((WrittenItem(key=key, stored=stored, checksum=checksum), content))
-        position += len(content)
-    return items, position
+@dataclass(frozen=True, kw_only=True)
+class PlannedItem:
+    """The box `box` of a rank's shard of `weight`, seen as in `shard_view`, is the chunk at `offsets` of the tensor `key`.
+
+    shape: of the whole tensor. chunk: of the chunk.
+    """
+
+    key: str
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    chunk: tuple[int, ...]
+    weight: Weight
+    layout: ShardLayout
+    box: Rectangle
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedFile:
+    """What one thread writes. objects: keys of what Megatron keeps beside the tensors of a layer, which is nothing, in this order."""
+
+    name: str
+    items: tuple[PlannedItem, ...]
+    objects: tuple[str, ...]
+
+
+def plan_distributed(
+    architecture: Architecture, head: Head, layout: Layout, dtype: torch.dtype, max_item_bytes: int = MAX_ITEM_BYTES
+) -> tuple[PlannedFile, ...]:
+    """Files for each tensor-parallel rank of each pipeline stage. Raises ValueError where the layout does not divide the model."""
+    ranks = model_layouts(
+        architecture,
+        tensor_parallel_size=layout.tensor_parallel_size,
+        pipeline_parallel_size=layout.pipeline_parallel_size,
+        virtual_pipeline_parallel_size=layout.virtual_pipeline_parallel_size,
+        padded_vocab_size=padded_vocab_size(architecture.vocab_size, VOCABULARY_DIVISOR, layout.tensor_parallel_size),
+    )
+    check_coverage(architecture, [rank_pieces(architecture, rank, head) for rank in ranks], head)
+    files: list[PlannedFile] = []
+    for number, rank in enumerate(ranks):
+        objects = _objects(architecture, rank)
+        for part, items in enumerate(_fill_files(list(_items(architecture, head, rank, max_item_bytes // dtype.itemsize)), dtype)):
+            files.append(PlannedFile(name=f"__{number}_{part}.distcp", items=tuple(items), objects=() if part else objects))
+    return tuple(files)
+
+
+def _fill_files(items: list[PlannedItem], dtype: torch.dtype) -> list[list[PlannedItem]]:
+    files: list[list[PlannedItem]] = [[]]
+    nbytes = 0
+    for item in items:
+        if nbytes >= _FILE_BYTES:
+            files.append([])
+            nbytes = 0
+        files[-1].append(item)
+        nbytes += item.box.volume * dtype.itemsize
+    return files
+
+
+def _objects(architecture: Architecture, layout: ShardLayout) -> tuple[str, ...]:
+    if layout.tensor_parallel_rank > 0:
+        return ()
+    num_layers = architecture.num_hidden_layers
+    return tuple(f"decoder.layers.{name}._extra_state/shard_{layer}_{num_layers}" for layer in layout.layers for name in _LAYERS_WITH_STATE)
+
+
+def _items(architecture: Architecture, head: Head, layout: ShardLayout, max_volume: int) -> Iterator[PlannedItem]:
+    for weight in held_weights(architecture, layout, head):
+        if weight.is_copy or (weight.cut is Cut.replicated and layout.tensor_parallel_rank > 0):
+            continue
+        for box in _boxes(weight, layout, max_volume):
+            shape, offsets, chunk = _place(architecture, weight, layout, box)
+            yield PlannedItem(key=canonical_key(weight), shape=shape, offsets=offsets, chunk=chunk, weight=weight, layout=layout, box=box)
+
+
+def _boxes(weight: Weight, layout: ShardLayout, max_volume: int) -> Iterator[Rectangle]:
+    """Each contiguous in the shard's memory, and whole rows of it."""
+    view = shard_view(weight, layout)
+    parts = (
+        [Rectangle.whole(view).along(0, half, half + 1) for half in range(view[0])] if weight.cut is Cut.gated else [Rectangle.whole(view)]
+    )
+    for part in parts:
+        for _, block in contiguous_blocks(part.shape, max_volume):
+            box = block.relative_to((0,) * len(view), part.starts)
+            if len(weight.tensors[0].shape) > 1 and box.shape[-1] != view[-1]:
+                raise ValueError(f"{weight.megatron_name}: a row of {view[-1]} elements does not fit into an item of {max_volume}")
+            yield box
+
+
+def _place(
+    architecture: Architecture, weight: Weight, layout: ShardLayout, box: Rectangle
+) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    """(shape of the whole tensor, place of the box's first element in it, shape of the chunk that the box is)."""
+    size, rank = layout.tensor_parallel_size, layout.tensor_parallel_rank
+    view = shard_view(weight, layout)
+    num_trailing = len(weight.tensors[0].shape) - 1
+    num_leading = len(view) - num_trailing
+    leading, trailing = view[:num_leading], view[num_leading:]
+    num_rows, first_row = prod(leading), _row(leading, box.starts[:num_leading])
+    shape, offsets = [num_rows, *trailing], [first_row, *(0 for _ in trailing)]
+    if weight.cut is Cut.row:
+        shape[1], offsets[1] = size * trailing[0], rank * trailing[0]
+    elif weight.cut is Cut.gated:
+        shape[0], offsets[0] = size * num_rows, box.starts[0] * size * leading[1] + rank * leading[1] + box.starts[1]
+    elif weight.cut is not Cut.replicated:
+        shape[0], offsets[0] = size * num_rows, rank * num_rows + first_row
+    chunk = [prod(box.shape[:num_leading]), *trailing]
+    if weight.place is Place.layer:
+        assert weight.layer is not None
+        shape, offsets, chunk = [architecture.num_hidden_layers, *shape], [weight.layer, *offsets], [1, *chunk]
+    return tuple(shape), tuple(offsets), tuple(chunk)
+
+
+def _row(leading: tuple[int, ...], index: tuple[int, ...]) -> int:
+    """The number of the row at `index` of the dimensions that make the rows."""
+    row = 0
+    for size, at in zip(leading, index, strict=True):
+        row = row * size + at
+    return row

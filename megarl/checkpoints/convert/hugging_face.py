@@ -1,17 +1,25 @@
-"""Reads a Hugging Face folder as a `ModelSource`: safetensors, mapped where they lie."""
+"""A Hugging Face folder: read as a `ModelSource`, its safetensors mapped where they lie; and written with index, configuration,
+tokenizer and chat template."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
+from math import prod
 from pathlib import Path
 
 import torch
 
-from megarl.checkpoints.convert.source import ModelSource, StoredPiece, checked_tensors
+from megarl.checkpoints.convert.source import ModelSource, SourceTensor, StoredPiece, checked_tensors
+from megarl.checkpoints.convert.streaming import BLOCK_BYTES, Job, Progress, Room, Workers, Written, in_turns, new_folder, no_progress
 from megarl.checkpoints.torch_file import mapped
 from megarl.config.architecture import read_architecture
-from megarl.weights.boxes import Rectangle
+from megarl.weights.boxes import Rectangle, contiguous_blocks
+from megarl.weights.bucket import ChunkMeta
+from megarl.weights.export import DEFAULT_FILE_BYTES, FilePlan, plan_files, write_index
+from megarl.weights.hf_folder import copy_companions, has_bias
 from megarl.weights.manifest import (
     check_index,
     check_tied_head,
@@ -20,9 +28,13 @@ from megarl.weights.manifest import (
     manifest_of,
     read_checkpoint_index,
 )
-from megarl.weights.name_mapping import VALUE_HEAD_TENSOR, Head, weights_of
+from megarl.weights.name_mapping import VALUE_BIAS_TENSOR, VALUE_HEAD_TENSOR, Head, weights_of
+from megarl.weights.receipt import TensorMeta
+from megarl.weights.safetensors_file import SafetensorsFile
+from megarl.weights.shard_layout import ShardLayout
 
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_JOB_BYTES = 64 * 2**20  # of a tensor, written by one thread
 
 
 def open_hugging_face(folder: Path, trust_remote_code: bool = False) -> ModelSource:
@@ -61,3 +73,89 @@ def _data_starts(file: Path) -> dict[str, int]:
         length = int.from_bytes(opened.read(8), "little")
         header = json.loads(opened.read(length))
     return {name: 8 + length + entry["data_offsets"][0] for name, entry in header.items() if name != "__metadata__"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Part:
+    """The box `place` of a tensor, which lies in it from the element `offset` on."""
+
+    tensor: SourceTensor
+    place: Rectangle
+    offset: int
+
+
+def write_hugging_face(
+    source: ModelSource,
+    folder: Path,
+    dtype: torch.dtype | None = None,
+    max_shard_bytes: int = DEFAULT_FILE_BYTES,
+    progress: Progress = no_progress,
+) -> Written:
+    """`folder` must be new or empty. dtype: None keeps that of the source.
+
+    Raises CheckpointError, and leaves nothing behind, where the source is damaged or the disk does not take it.
+    """
+    dtype = dtype or source.single_dtype
+    whole = ShardLayout(
+        tensor_parallel_size=1,
+        tensor_parallel_rank=0,
+        layers=tuple(range(source.architecture.num_hidden_layers)),
+        holds_embedding=True,
+        holds_output=True,
+        padded_vocab_size=source.architecture.vocab_size,
+    )
+    files = plan_files(source.architecture, [whole], dtype, source.head, max_shard_bytes)
+    total = sum(prod(meta.shape) * dtype.itemsize for file in files for meta in file.manifest.values())
+    with new_folder(folder, total) as unfinished:
+        copy_companions(source.companions, unfinished, dtype, source.head)
+        if source.head == "value" and has_bias(unfinished):
+            files = _with_bias(files, dtype)
+        _Writer(source, dtype, lambda nbytes: progress(nbytes, total)).write(unfinished, files)
+        write_index(unfinished, [(name, meta, file.name) for file in files for name, meta in file.manifest.items()])
+        nbytes = sum((unfinished / file.name).stat().st_size for file in files)
+    return Written(folder=folder, num_files=len(files), nbytes=nbytes)
+
+
+def _with_bias(files: Sequence[FilePlan], dtype: torch.dtype) -> tuple[FilePlan, ...]:
+    *others, last = files
+    return (*others, last._replace(manifest={**last.manifest, VALUE_BIAS_TENSOR: TensorMeta((1,), dtype)}))
+
+
+class _Writer:
+    def __init__(self, source: ModelSource, dtype: torch.dtype, report: Callable[[int], None]) -> None:
+        self._source, self._dtype, self._report = source, dtype, report
+        self._workers = Workers()
+
+    def write(self, folder: Path, files: Sequence[FilePlan]) -> None:
+        opened: list[SafetensorsFile] = []
+        jobs: list[list[Job]] = []
+        try:
+            for file in files:
+                output = SafetensorsFile(folder / file.name, file.manifest)
+                opened.append(output)
+                jobs.append([])
+                for name in file.manifest:
+                    if name == VALUE_BIAS_TENSOR:
+                        output.write(ChunkMeta(name, 0, 1), torch.zeros(1, dtype=self._dtype))
+                    else:
+                        jobs[-1] += [partial(self._write_part, output, part) for part in self._parts(name)]
+            self._workers.run(in_turns(jobs))
+        except BaseException:
+            for output in opened:
+                output.abandon()
+            raise
+        for output in opened:
+            output.close()
+
+    def _parts(self, name: str) -> Iterator[_Part]:
+        tensor = self._source.tensors[name]
+        for offset, place in contiguous_blocks(tensor.hf.view, _JOB_BYTES // self._dtype.itemsize):
+            yield _Part(tensor=tensor, place=place, offset=offset)
+
+    def _write_part(self, output: SafetensorsFile, part: _Part, room: Room) -> None:
+        for first, inner in contiguous_blocks(part.place.shape, BLOCK_BYTES // self._dtype.itemsize):
+            self._workers.check()
+            place = inner.relative_to((0,) * len(inner.starts), part.place.starts)
+            block = part.tensor.block(place, self._dtype, room.tensor).reshape(-1)
+            output.write(ChunkMeta(part.tensor.hf.name, part.offset + first, block.numel()), block)
+            self._report(block.nbytes)

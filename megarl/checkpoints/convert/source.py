@@ -91,6 +91,16 @@ class ModelSource:
             sizes[tensor.dtype] = sizes.get(tensor.dtype, 0) + prod(tensor.hf.shape)
         return max(sizes, key=lambda dtype: sizes[dtype])
 
+    @property
+    def single_dtype(self) -> torch.dtype:
+        """That of all tensors. Raises CheckpointError where they have several."""
+        for name, tensor in self.tensors.items():
+            if tensor.dtype != self.dtype:
+                raise CheckpointError(
+                    f"{self.folder}: {name} is {tensor.dtype} and most other tensors are {self.dtype}; say with --dtype what all shall be"
+                )
+        return self.dtype
+
 
 def checked_tensors(
     folder: Path, architecture: Architecture, head: Head, dtypes: Mapping[str, torch.dtype], pieces: Mapping[str, list[StoredPiece]]

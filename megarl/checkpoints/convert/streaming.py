@@ -1,21 +1,27 @@
-"""Carries elements from a source into files: in blocks, by several threads, in little memory, until all is done or one fails."""
+"""How a conversion goes: blocks carried by several threads, in little memory, until all is done or one fails, into a folder that is
+new, whole or not there, with one line for what the disk refuses."""
 
 from __future__ import annotations
 
 import os
+import shutil
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import zip_longest
 from math import prod
 from pathlib import Path
 
 import torch
 
+from megarl.config.errors import CheckpointError
+from megarl.machine.files import whole_folder
+
 Progress = Callable[[int, int], None]  # bytes that were just written, bytes in all; called by several threads
 Job = Callable[["Room"], None]
 BLOCK_BYTES = 8 * 2**20  # of elements, made at a time
-PART_BYTES = 2**20  # of a block, that goes through checksum and file while it is in a core's cache
 MAX_THREADS = 16
 
 
@@ -26,48 +32,16 @@ def no_progress(nbytes: int, total: int) -> None:
 class Room:
     """A thread's memory for one block."""
 
-    def __init__(self) -> None:
-        self._bytes = torch.empty(BLOCK_BYTES, dtype=torch.uint8)
+    def __init__(self, nbytes: int) -> None:
+        self._bytes = torch.empty(nbytes, dtype=torch.uint8)
 
     def tensor(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         return self._bytes[: prod(shape) * dtype.itemsize].view(dtype).view(tuple(shape))
 
 
-class OutputFile:
-    """A new file of a known size, written in any order by several threads. Raises OSError with the file's name."""
-
-    def __init__(self, path: Path, nbytes: int) -> None:
-        self._path = path
-        self._lock = threading.Lock()  # the system writes a file for one thread at a time, and lets the others spin
-        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-        try:
-            os.ftruncate(self._descriptor, nbytes)
-        except OSError as error:  # which does not say where
-            os.close(self._descriptor)
-            raise OSError(error.errno, error.strerror, str(path)) from None
-
-    def write(self, data: bytes | memoryview, position: int) -> None:
-        rest = memoryview(data)
-        try:
-            while rest:
-                with self._lock:
-                    written = os.pwrite(self._descriptor, rest, position)
-                rest, position = rest[written:], position + written
-        except OSError as error:
-            raise OSError(error.errno, error.strerror, str(self._path)) from None
-
-    def close(self) -> None:
-        os.close(self._descriptor)
-
-
 def bytes_of(block: torch.Tensor) -> memoryview:
     """Of a contiguous tensor."""
     return block.reshape(-1).view(torch.uint8).numpy().data
-
-
-def parts_of(data: memoryview) -> Iterator[memoryview]:
-    for start in range(0, len(data), PART_BYTES):
-        yield data[start : start + PART_BYTES]
 
 
 def in_turns(jobs_of_files: Iterable[Iterable[Job]]) -> list[Job]:
@@ -80,9 +54,10 @@ class _Stopped(Exception):  # noqa: N818  (no error: another job has one)
 
 
 class Workers:
-    """Threads that do one job at a time each, in a room of their own."""
+    """Threads that do one job at a time each, in a room of their own of `room_bytes`."""
 
-    def __init__(self) -> None:
+    def __init__(self, room_bytes: int = BLOCK_BYTES) -> None:
+        self._room_bytes = room_bytes
         self._stop = threading.Event()
         self._failures: list[BaseException] = []
         self._own = threading.local()
@@ -108,7 +83,7 @@ class Workers:
     def _do(self, job: Job) -> None:
         self.check()
         if not hasattr(self._own, "room"):
-            self._own.room = Room()
+            self._own.room = Room(self._room_bytes)
         try:
             job(self._own.room)
         except _Stopped:
@@ -117,3 +92,50 @@ class Workers:
             self._failures.append(error)
             self._stop.set()
             raise
+
+
+@dataclass(frozen=True, kw_only=True)
+class Written:
+    """What a conversion has made. nbytes: of its weights' files."""
+
+    folder: Path
+    num_files: int
+    nbytes: int
+
+
+@contextmanager
+def new_folder(folder: Path, nbytes: int) -> Iterator[Path]:
+    """Gives an empty folder beside `folder`, which takes its name when the block ends without an error, and is removed otherwise.
+
+    Raises CheckpointError where `folder` holds something, fewer than `nbytes` are free, or the disk refuses what the block writes.
+    """
+    folder, partial = folder.absolute(), None
+    try:
+        check_new(folder)
+        _check_space(folder, nbytes)
+        with whole_folder(folder) as partial:
+            yield partial
+    except OSError as error:
+        raise CheckpointError(_line(folder, partial, error)) from error
+
+
+def check_new(folder: Path) -> None:
+    """Raises CheckpointError where `folder` is a file, or holds something."""
+    if folder.is_dir() and any(folder.iterdir()):
+        raise CheckpointError(f"{folder}: is there and not empty; give another --output, or remove it")
+    if folder.exists() and not folder.is_dir():
+        raise CheckpointError(f"{folder}: is there and not a folder; give another --output")
+
+
+def _check_space(folder: Path, nbytes: int) -> None:
+    free = shutil.disk_usage(next(parent for parent in folder.parents if parent.is_dir())).free
+    if free < nbytes:
+        raise CheckpointError(f"{folder}: needs {nbytes:,} bytes, and {free:,} are free on its disk; free some, or give another --output")
+
+
+def _line(folder: Path, partial: Path | None, error: OSError) -> str:
+    reason = error.strerror or str(error)
+    path = Path(error.filename) if isinstance(error.filename, str) else folder
+    if partial is not None and path.is_relative_to(partial.parent):
+        path = folder / path.relative_to(partial) if path.is_relative_to(partial) else folder
+    return f"{path}: cannot be written: {reason}" if path.is_relative_to(folder) else f"{path}: {reason}"

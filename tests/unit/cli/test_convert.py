@@ -8,10 +8,11 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
-from megarl.checkpoints.convert.streaming import OutputFile
 from megarl.cli.main import main
 from tests.unit.weights.models import random_model, save
 
@@ -105,13 +106,13 @@ def test_the_script_is_the_same_command(hugging_face: Path, tmp_path: Path) -> N
 
 def test_an_interrupt(hugging_face: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """The signal comes when the first bytes are written."""
-    write = OutputFile.write
+    save = torch.save
 
-    def interrupted(file: OutputFile, data: bytes | memoryview, position: int) -> None:
-        write(file, data, position)
+    def interrupted(value: object, file: Any) -> None:
+        save(value, file)
         os.kill(os.getpid(), signal.SIGINT)
 
-    monkeypatch.setattr(OutputFile, "write", interrupted)
+    monkeypatch.setattr(torch, "save", interrupted)
     assert main(["convert", "hf-to-megatron", "--input", str(hugging_face), "--output", str(tmp_path / "new")]) == 130
     assert capsys.readouterr().err == "megarl convert: interrupted\n"
     assert not list(tmp_path.iterdir())

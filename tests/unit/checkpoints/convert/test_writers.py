@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from io import BytesIO
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +20,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoModelForTokenClassification, PreTrainedModel
 
-from megarl.checkpoints.convert.distributed_plan import plan_distributed
-from megarl.checkpoints.convert.distributed_writer import write_distributed
-from megarl.checkpoints.convert.hugging_face_writer import write_hugging_face
+from megarl.checkpoints.convert import distributed_writer
+from megarl.checkpoints.convert.distributed_writer import plan_distributed, write_distributed
+from megarl.checkpoints.convert.hugging_face import write_hugging_face
 from megarl.checkpoints.convert.open import open_model
 from megarl.checkpoints.convert.source import ModelSource
 from megarl.checkpoints.convert.streaming import Progress, no_progress
-from megarl.checkpoints.convert.tensor_item import tensor_frame
 from megarl.checkpoints.role_folder import Layout, read_manifest
 from megarl.checkpoints.torch_dist import read_chunk, read_index
 from megarl.config.errors import CheckpointError
@@ -104,13 +104,25 @@ def test_each_item_is_a_file_of_torch_save_with_true_checksums(tmp_path: Path, l
         loaded = torch.load(BytesIO(content), weights_only=True)
         if key in index.tensors:
             assert torch.equal(loaded, read_chunk(index, key, item))  # type: ignore[arg-type]
+            assert item.nbytes < loaded.nbytes + 2000  # nothing but the tensor
         else:
             assert loaded == [None]
 
 
-def test_an_item_is_cut_before_it_is_too_large_for_its_headers() -> None:
-    with pytest.raises(ValueError, match=r"an item of 2147483648 bytes, shape \(32768, 32768\)"):
-        tensor_frame((32768, 32768), torch.float16)
+def test_a_rank_fills_several_files(tmp_path: Path, llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(distributed_writer, "_FILE_BYTES", 20_000)
+    source = open_model(llama)
+    assert write_distributed(source, tmp_path / "m", layout_of(2), max_item_bytes=8_000).num_files > 4
+    index = read_index(tmp_path / "m")
+    chunks = [(chunk.file, prod(chunk.shape) * tensor.dtype.itemsize) for tensor in index.tensors.values() for chunk in tensor.chunks]
+    assert max(nbytes for _, nbytes in chunks) <= 8_000
+    files = {file: sum(nbytes for name, nbytes in chunks if name == file) for file, _ in chunks}
+    assert max(files.values()) < 20_000 + 8_000
+    assert {name.split("_")[2] for name in files} == {"0", "1"}  # __<rank>_<part>.distcp
+    assert same(everything(open_model(tmp_path / "m")), everything(source))
+
+
+def test_a_row_is_not_cut() -> None:
     with pytest.raises(ValueError, match=r"a row of 32 elements does not fit into an item of 25"):
         plan_distributed(architecture_of("llama"), "lm", layout_of(), torch.float32, max_item_bytes=100)
 
@@ -241,7 +253,7 @@ def test_a_full_disk_is_seen_before_anything_is_written(
     class Usage:
         free = 1000
 
-    monkeypatch.setattr("megarl.checkpoints.convert.output.shutil.disk_usage", lambda path: Usage)
+    monkeypatch.setattr("megarl.checkpoints.convert.streaming.shutil.disk_usage", lambda path: Usage)
     with pytest.raises(CheckpointError, match=r"new: needs \d+,\d+ bytes, and 1,000 are free"):
         write(open_model(llama), tmp_path / "new")
     assert not list(tmp_path.iterdir())

@@ -1,16 +1,19 @@
-"""Writes the files of a distributed checkpoint (torch_dist) that say where everything lies: `.metadata` and `common.pt`."""
+"""Writes a distributed checkpoint (torch_dist): the items of a rank, each by torch.save, and the files that say where all of them lie."""
 
 from __future__ import annotations
 
 import io
+import os
 import pickle
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
+import xxhash
+from torch import Tensor
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -26,7 +29,18 @@ from megarl.checkpoints.torch_dist import COMMON_FILE, METADATA_FILE, StoredChun
 from megarl.config.errors import CheckpointError
 from megarl.machine.files import write_whole
 
-ITEM_ALIGNMENT = 64  # bytes; torch aligns a tensor within its item alike, so that it can be used where it lies in the file
+_ALIGNMENT = 64  # bytes; torch aligns a tensor within its item alike, so that it can be used where it lies in the file
+_PART_BYTES = 2**20  # goes through checksum and file while it is in a core's cache
+
+
+@dataclass(frozen=True, kw_only=True)
+class Item:
+    """To be written. data: a tensor that owns its memory; offsets: its place in the whole tensor, which has `shape`. Else an object."""
+
+    key: str
+    data: Any
+    shape: tuple[int, ...] = ()
+    offsets: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +52,54 @@ class WrittenItem:
     checksum: str
     shape: tuple[int, ...] = ()
     dtype: torch.dtype | None = None
+
+
+class _HashedFile(io.RawIOBase):
+    """Passes bytes on to a file and hashes them."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self.hash = xxhash.xxh3_64()
+        self.nbytes = 0
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data)
+        for start in range(0, view.nbytes, _PART_BYTES):
+            part = view[start : start + _PART_BYTES]
+            self.hash.update(part)
+            self._file.write(part)
+        self.nbytes += view.nbytes
+        return view.nbytes
+
+
+def write_items(path: Path, items: Iterable[Item], report: Callable[[WrittenItem], None]) -> None:
+    """Makes a file of the items, back to back, and has it on the disk. An item is asked for when the one before it is written.
+
+    Raises OSError with the file's name.
+    """
+    try:
+        with path.open("wb", buffering=_PART_BYTES) as file:
+            for item in items:
+                report(_write_item(file, path.name, item))
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, error.filename or str(path)) from None
+
+
+def _write_item(file: BinaryIO, name: str, item: Item) -> WrittenItem:
+    file.write(bytes(-file.tell() % _ALIGNMENT))
+    position, hashed = file.tell(), _HashedFile(file)
+    torch.save(item.data, hashed)
+    place: dict[str, Any] = {"file": name, "position": position, "nbytes": hashed.nbytes}
+    checksum = hashed.hash.hexdigest()
+    if not isinstance(item.data, Tensor):
+        return WrittenItem(key=item.key, stored=StoredItem(**place), checksum=checksum)
+    chunk = StoredChunk(**place, offsets=item.offsets, shape=tuple(item.data.shape))
+    return WrittenItem(key=item.key, stored=chunk, checksum=checksum, shape=item.shape, dtype=item.data.dtype)
 
 
 def write_index(folder: Path, items: Sequence[WrittenItem], common: dict[str, Any]) -> None:
