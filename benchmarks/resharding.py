@@ -52,7 +52,7 @@ from megarl.controller.cluster import shutdown, start_ray
 from megarl.controller.futures import gather
 from megarl.controller.group import RayWorkerGroup, RoleGroup
 from megarl.controller.resource_pool import RayResourcePool
-from megarl.controller.worker_class import RayClassWithInitArgs
+from megarl.controller.worker import RayClassWithInitArgs
 from megarl.engine.spec import ModelSpec
 from megarl.roles.weight_sync import PushReport, WeightSource, WeightSync
 from megarl.rollout.interface import RolloutEngineSpec

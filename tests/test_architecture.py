@@ -115,7 +115,7 @@ def test_a_planted_breach_is_caught(module: str, source: str, named: str) -> Non
         ("megarl.cli.main", "from megarl import __version__\nfrom megarl.config.schema import PPOConfig"),
         ("megarl.cli.main", "from .check import run"),
         ("megarl.engine.model", "import torch\nimport megatron.core\nfrom megarl.weights.shard_layout import ShardLayout"),
-        ("megarl.controller.group", "import ray\nfrom megarl.controller.calls import Call"),
+        ("megarl.controller.group", "import ray\nfrom megarl.controller.futures import Call"),
         ("megarl.rollout.sglang.engine", "import sglang"),
         ("megarl.workers.actor", "import rayleigh"),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import tempfile
@@ -194,6 +195,11 @@ def _diverged(cause: Cause, config: RunConfig | None) -> list[str]:
 
 
 def _slow(cause: Cause, config: RunConfig | None) -> list[str]:
+    if cause.method == "__init__":
+        return [
+            "its stack, above, says what it was at: a model is read (how fast is its disk?), an engine starts, or the ranks meet",
+            f"where that only takes long, raise {_now(config, 'trainer.phase_time_limit_s')}",
+        ]
     return [
         "a rank that is idle, or in another call than its peers, is the one they wait for; every rank's stack is above",
         "all of them in the same collective: look at the network between their nodes (NCCL_DEBUG=INFO, NCCL_SOCKET_IFNAME)",
@@ -217,6 +223,19 @@ def _resources(cause: Cause, config: RunConfig | None) -> list[str]:
     ]
 
 
+def _node_start(cause: Cause, config: RunConfig | None) -> list[str]:
+    folder = Path(os.environ.get("RAY_TMPDIR", "/tmp"))
+    free = shutil.disk_usage(folder).free / 2**30 if folder.exists() else 0.0
+    return [
+        "Ray gives its own processes 30 s to start, whatever is set. The same command again often does: their files are in memory by now",
+        f"a busy machine ({psutil.cpu_count()} cores, load {psutil.getloadavg()[0]:.1f}): `ps -C raylet,gcs_server -o pid,etime,user` "
+        "shows other runs and leftovers; `ray stop` ends yours, also those at work",
+        f"a slow or full disk: Ray works in {folder} ({free:.1f} GiB free); RAY_TMPDIR=FOLDER for a local one with room",
+        f"in Ray's words: raylet.err and gcs_server.err in {folder}/ray/session_latest/logs",
+        "or start Ray by itself, as often as it needs: `ray start --head`, then RAY_ADDRESS=auto and the same command",
+    ]
+
+
 _DEVICE_MEMORY = r"CUDA out of memory|CUDA error: out of memory|CUBLAS_STATUS_ALLOC_FAILED|torch\.(cuda\.)?OutOfMemoryError"
 _HOST_MEMORY = r"can't allocate memory|Cannot allocate memory|std::bad_alloc|\bMemoryError\b"
 _NO_RESOURCES = r"InsufficientResourcesError|ActorUnschedulableError|ActorPlacementGroupRemoved|placement group .* (removed|infeasible)"
@@ -234,5 +253,6 @@ REMEDIES: tuple[Remedy, ...] = (
     Remedy(_is("PhaseTimeoutError"), _slow),
     Remedy(_is("RestartLimitError", "EngineDeadError"), _engine),
     Remedy(_says(_NO_RESOURCES), _resources),
+    Remedy(_says(r"node timed out during startup"), _node_start),
     Remedy(lambda cause: "the process ended" in cause.text and not cause.kind, _died),
 )

@@ -1,4 +1,4 @@
-"""What a worker process is doing: kept up to date by the thread that works, read by the monitor thread while that one hangs."""
+"""What a worker process knows about itself: which rank it is, and what it is doing. Free of torch, as the process starts with it."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 
 from megarl.controller.messages import Location, PhaseSpan, RankActivity
 
 
 class Activity:
-    """One call at a time, with named phases inside it."""
+    """One call at a time, with named phases inside it: kept up to date by the thread that works, and read by the monitor thread while
+    that one hangs."""
 
     def __init__(self) -> None:
         self._method: str | None = None
@@ -57,6 +59,15 @@ class Activity:
         frame = sys._current_frames().get(self._thread)
         if frame is None:
             return "  (the thread has ended)\n"
-        entries = traceback.extract_stack(frame)
+        entries = [entry for entry in traceback.extract_stack(frame) if not entry.filename.startswith("<frozen importlib")]
         calls = [number for number, entry in enumerate(entries) if entry.filename.endswith("controller/host.py")]
         return "".join(traceback.format_list(entries[calls[-1] + 1 if calls else 0 :]))
+
+
+class WorkerContext(NamedTuple):
+    role: str
+    rank: int
+    world_size: int
+    local_rank: int
+    node: str
+    activity: Activity

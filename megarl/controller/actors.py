@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,20 +15,18 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from megarl.batch.data_proto import DataProto
-from megarl.controller.calls import Call
 from megarl.controller.cluster import worker_owner
-from megarl.controller.dispatch import ArgumentLayout, Rule, plan_call
-from megarl.controller.errors import RankReport
-from megarl.controller.futures import WorkerFuture, forward, upstream_calls
+from megarl.controller.dispatch import Arguments, CallPlan
+from megarl.controller.errors import PhaseTimeoutError, RankReport
+from megarl.controller.futures import Call, WorkerFuture
 from megarl.controller.host import WorkerHost
-from megarl.controller.mesh import MeshCoordinate
-from megarl.controller.messages import Location, OnRecord, RankIdentity
+from megarl.controller.messages import CONSTRUCTION, Location, OnRecord, RankIdentity
 from megarl.controller.resource_pool import RayResourcePool
-from megarl.controller.worker_class import RayClassWithInitArgs
+from megarl.controller.worker import RayClassWithInitArgs
 
 _MONITOR = "monitor"  # a thread of its own, which answers while a call hangs
 _ANSWER_S = 5.0  # how long a process may take to say what it is doing
-_SMALL = (type(None), bool, int, float, str, ray.ObjectRef)
+_SMALL = (type(None), bool, int, float, str)
 _group_numbers = itertools.count()
 
 
@@ -47,6 +46,7 @@ class ActorSet:
         self.phase_time_limit_s = phase_time_limit_s
         self.locations: dict[int, Location] = {}
         self.alive = True
+        self._ended_by: PhaseTimeoutError | None = None
         self.construction: tuple[Call, ...] = ()
         bundles = resource_pool.bundles()
         actor_class = ray.remote(concurrency_groups={_MONITOR: 1})(WorkerHost)  # type: ignore[call-overload]
@@ -79,53 +79,27 @@ class ActorSet:
             result, record = handle.construct.options(num_returns=2).remote(
                 workers, identity, meeting, dict(environment), self._use_gpu, owner
             )
-            calls.append(Call(self, self.title, rank, "__init__", result, record, on_record))
+            calls.append(Call(self, self.title, rank, CONSTRUCTION, result, record, on_record))
         return tuple(calls)
 
     @property
     def world_size(self) -> int:
         return len(self._handles)
 
-    def start(
-        self,
-        role: str,
-        method: str,
-        rule: Rule,
-        mesh: Sequence[MeshCoordinate],
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        on_record: OnRecord,
-    ) -> WorkerFuture:
-        """A call on the ranks that `rule` says; returns at once."""
-        named = {name: forward(value) for name, value in kwargs.items()}
-        plan = plan_call(rule, self.world_size, mesh, [forward(value) for value in args], named)
-        upstream = upstream_calls([*args, *kwargs.values()])
-        shared = _share(plan.values, plan.route.parts)
-        calls = {
-            rank: self.submit(
-                role, rank, method, plan.layout, shared[part], rank in plan.route.results, upstream, on_record, _uids(plan.values[part])
-            )
-            for rank, part in zip(plan.route.ranks, plan.route.parts, strict=True)
-        }
-        return WorkerFuture(list(calls.values()), [calls[rank] for rank in plan.route.results], plan.collect)
+    def start(self, role: str, method: str, plan: CallPlan, on_record: OnRecord) -> WorkerFuture[Any]:
+        """A call on the ranks that the plan says; returns at once. A rank's calls run in the order of their submission.
 
-    def submit(
-        self,
-        role: str,
-        rank: int,
-        method: str,
-        layout: ArgumentLayout,
-        values: Sequence[Any],
-        keep_result: bool,
-        upstream: tuple[Call, ...],
-        on_record: OnRecord,
-        uids: np.ndarray | None = None,
-    ) -> Call:
-        """Returns at once. A rank's calls run in the order of their submission. Raises RuntimeError when the group was ended."""
+        Raises on a group that has been ended: the PhaseTimeoutError that ended it, else RuntimeError.
+        """
         if not self.alive:
-            raise RuntimeError(f"{role}.{method}: the group has been ended (shutdown, or a call that outlived its limit)")
-        result, record = self._handles[rank].execute.options(num_returns=2).remote(role, method, layout, keep_result, *values)
-        return Call(self, role, rank, method, result, record, on_record, upstream, uids)
+            raise self._ended_by or RuntimeError(f"{role}.{method}: the group has been ended")
+        route, shared = plan.route, _share(plan.parts, plan.route.parts)
+        calls = {}
+        for rank, part in zip(route.ranks, route.parts, strict=True):
+            execute = self._handles[rank].execute.options(num_returns=2)
+            result, record = execute.remote(role, method, rank in route.results, *shared[part].positional, **shared[part].named)
+            calls[rank] = Call(self, role, rank, method, result, record, on_record, _uids(plan.parts[part]))
+        return WorkerFuture(list(calls.values()), [calls[rank] for rank in route.results], plan.collect)
 
     def rank_of(self, actor_id: str | None, otherwise: int) -> int:
         return otherwise if actor_id is None else self._rank_of.get(actor_id, otherwise)
@@ -141,28 +115,25 @@ class ActorSet:
         if reference is not None:
             with contextlib.suppress(RayError):  # it died: nothing to say
                 activity = ray.get(reference)
-        location = self.locations.get(rank)
+        location = activity.location if activity is not None else self.locations.get(rank)
         return RankReport(self.title, rank, location.node if location else "not known yet", activity)
 
-    def kill(self) -> None:
-        """At once, whatever they do; what they started ends with them (reaper.py)."""
-        self.alive = False
+    def end(self, why: PhaseTimeoutError | None = None) -> None:
+        """At once, whatever the processes do; what they started ends with them (machine/reaper.py). `why` is raised by later calls."""
+        self.alive, self._ended_by = False, self._ended_by or why
         for handle in self._handles:
             ray.kill(handle, no_restart=True)
 
 
-def _uids(values: Sequence[Any]) -> np.ndarray | None:
+def _uids(arguments: Arguments) -> np.ndarray | None:
     """(B,) of the first batch among a call's arguments that has them."""
-    batches = (value for value in values if isinstance(value, DataProto))
+    batches = (value for value in arguments.values if isinstance(value, DataProto))
     return next((batch.non_tensor_batch["uid"] for batch in batches if "uid" in batch.non_tensor_batch), None)
 
 
-def _share(values: Sequence[Sequence[Any]], parts: Sequence[int]) -> list[list[Any]]:
+def _share(parts: Sequence[Arguments], part_of_rank: Sequence[int]) -> list[Arguments]:
     """Values that more than one rank gets go to the object store once, and the ranks get the reference."""
-    readers: dict[int, int] = {}
-    for part in parts:
-        for value in values[part]:
-            readers[id(value)] = readers.get(id(value), 0) + 1
+    readers = Counter(id(value) for part in part_of_rank for value in parts[part].values)
     stored: dict[int, Any] = {}
 
     def sent(value: Any) -> Any:
@@ -172,4 +143,4 @@ def _share(values: Sequence[Sequence[Any]], parts: Sequence[int]) -> list[list[A
             stored[id(value)] = ray.put(value)
         return stored[id(value)]
 
-    return [[sent(value) for value in part] for part in values]
+    return [Arguments(tuple(map(sent, part.positional)), {name: sent(value) for name, value in part.named.items()}) for part in parts]

@@ -1,6 +1,7 @@
 """Which rank gets which part of a call's arguments, and what becomes of the results: pure plans, no Ray.
 
-dispatch (`plan_call`) -> execute (group.py) -> collect (`collect`). A mode is a row of the table `RULES`.
+dispatch (`plan_call`) -> execute (actors.py) -> collect (`collect`). A mode is a row of the table `RULES`. All modes are public: megarl's
+own workers use RANK_ZERO, ONE_TO_ALL, and MEGATRON_MESH with parts that the driver has cut; a whole batch is cut here.
 """
 
 from __future__ import annotations
@@ -10,8 +11,8 @@ from enum import Enum
 from typing import Any, NamedTuple
 
 from megarl.batch.data_proto import DataProto
+from megarl.batch.future import DataProtoFuture
 from megarl.batch.padding import pad_dataproto_to_divisor, unpad_dataproto
-from megarl.controller.mesh import MeshCoordinate
 
 
 class Dispatch(Enum):
@@ -20,6 +21,18 @@ class Dispatch(Enum):
     ALL_TO_ALL = "all_to_all"  # every argument is a list with one value per rank; a list of all results
     DATA_PARALLEL = "data_parallel"  # batches are split over all ranks; results are joined
     MEGATRON_MESH = "megatron_mesh"  # batches are split over replicas; joined from tp 0, last pp stage, cp 0 of each
+
+
+class MeshCoordinate(NamedTuple):
+    """Where a rank stands in its role's parallel layout. Ranks with the same `dp` form one replica and work on the same rows."""
+
+    dp: int
+    tp: int = 0
+    pp: int = 0
+    cp: int = 0
+
+
+Mesh = tuple[MeshCoordinate, ...]  # of the ranks of a group, in order
 
 
 class Route(NamedTuple):
@@ -49,80 +62,56 @@ class Collect(NamedTuple):
     presplit: bool = False  # the caller gave the parts, and gets parts
 
 
-class Forwarded(NamedTuple):
-    """A result that stays in the object store: references to what `collect` would be given."""
+class Arguments(NamedTuple):
+    """What one method call gets."""
 
-    references: tuple[Any, ...]
-    collect: Collect
+    positional: tuple[Any, ...]
+    named: Mapping[str, Any]
 
-
-class Slot(NamedTuple):
-    """How one argument is rebuilt from the `num_values` values that travel for it; `collect` None: it is the one value."""
-
-    num_values: int = 1
-    collect: Collect | None = None
-    refuse_batch: bool = False  # the method expects its share of a batch, so a whole one must not arrive
-
-
-class ArgumentLayout(NamedTuple):
-    positional: tuple[Slot, ...]
-    named: tuple[tuple[str, Slot], ...]
-
-
-class Arranged(NamedTuple):
-    """One argument, cut: `parts[p]` are the values that travel to the ranks of part p."""
-
-    parts: tuple[tuple[Any, ...], ...]
-    slot: Slot = Slot()
-    split: Collect | None = None
+    @property
+    def values(self) -> tuple[Any, ...]:
+        return (*self.positional, *self.named.values())
 
 
 class CallPlan(NamedTuple):
-    """`values[p]`: what travels to the ranks of part p; `layout` says how to read it."""
+    """`parts[p]`: what the ranks of part p get."""
 
     route: Route
-    layout: ArgumentLayout
-    values: tuple[tuple[Any, ...], ...]
+    parts: tuple[Arguments, ...]
     collect: Collect
 
 
+class Arranged(NamedTuple):
+    """One argument, as the ranks of each part get it. `split`: how its results come together, where it was a batch that was cut."""
+
+    parts: tuple[Any, ...]
+    split: Collect | None = None
+
+
 class Rule(NamedTuple):
-    route: Callable[[int, Sequence[MeshCoordinate]], Route]
+    route: Callable[[Mesh], Route]
     arrange: Callable[[Any, int], Arranged]
     collect: CollectKind
-    needs_mesh: bool = False
 
 
-def plan_call(
-    rule: Rule, world_size: int, mesh: Sequence[MeshCoordinate], arguments: Sequence[Any], named_arguments: Mapping[str, Any]
-) -> CallPlan:
-    """Raises ValueError for arguments that the mode cannot take."""
-    route = rule.route(world_size, mesh)
-    arranged = [rule.arrange(value, route.num_parts) for value in (*arguments, *named_arguments.values())]
-    slots = [argument.slot for argument in arranged]
-    return CallPlan(
-        route=route,
-        layout=ArgumentLayout(tuple(slots[: len(arguments)]), tuple(zip(named_arguments, slots[len(arguments) :], strict=True))),
-        values=tuple(tuple(value for argument in arranged for value in argument.parts[part]) for part in range(route.num_parts)),
-        collect=_one_split([argument.split for argument in arranged if argument.split is not None], rule.collect),
+def plan_call(rule: Rule, mesh: Mesh, positional: Sequence[Any], named: Mapping[str, Any]) -> CallPlan:
+    """Raises ValueError for arguments that do not fit the mode: an empty batch, a list of another length, a future."""
+    if any(isinstance(value, DataProtoFuture) for value in (*positional, *named.values())):
+        raise ValueError("a future cannot be an argument of a call: give future.get()")
+    route = rule.route(mesh)
+    values = [rule.arrange(value, route.num_parts) for value in positional]
+    by_name = {name: rule.arrange(value, route.num_parts) for name, value in named.items()}
+    parts = tuple(
+        Arguments(tuple(value.parts[part] for value in values), {name: value.parts[part] for name, value in by_name.items()})
+        for part in range(route.num_parts)
     )
-
-
-def rebuild_arguments(layout: ArgumentLayout, values: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
-    """In the worker: the call's arguments from the values that travelled. Raises ValueError for a whole batch where a part belongs."""
-    remaining = iter(values)
-
-    def rebuild(slot: Slot) -> Any:
-        taken = [next(remaining) for _ in range(slot.num_values)]
-        value = taken[0] if slot.collect is None else collect(taken, slot.collect)
-        if slot.refuse_batch and isinstance(value, DataProto):
-            raise ValueError(
-                "a future that holds a whole batch was given to a method that takes a share of it: "
-                "pass future.get(), which the group can split"
-            )
-        return value
-
-    return [rebuild(slot) for slot in layout.positional], {name: rebuild(slot) for name, slot in layout.named}
+    splits = list(dict.fromkeys(value.split for value in (*values, *by_name.values()) if value.split is not None))
+    if len(splits) > 1:
+        raise ValueError(
+            "the batches of one call must be split alike; here: "
+            + ", ".join("parts of the caller's" if split.presplit else f"{split.num_rows} rows" for split in splits)
+        )
+    return CallPlan(route, parts, splits[0] if splits else Collect(rule.collect))
 
 
 def collect(results: Sequence[Any], how: Collect) -> Any:
@@ -149,48 +138,32 @@ def collect(results: Sequence[Any], how: Collect) -> Any:
     return unpad_dataproto(joined, how.padding * (len(joined) // (how.num_rows + how.padding)))
 
 
-def _one_split(splits: Sequence[Collect], kind: CollectKind) -> Collect:
-    if not splits:
-        return Collect(kind)
-    if len(set(splits)) > 1:
-        raise ValueError(
-            "the batches of one call must be split alike; here: "
-            + ", ".join(f"{split.num_rows} rows {'split by the caller' if split.presplit else ''}".strip() for split in splits)
-        )
-    return splits[0]
-
-
 # ---- routes
 
 
-def route_rank(rank: int) -> Route:
-    return Route((rank,), (0,), (rank,))
+def route_rank(rank: int) -> Callable[[Mesh], Route]:
+    return lambda mesh: Route((rank,), (0,), (rank,))
 
 
-def route_rank_zero(world_size: int, mesh: Sequence[MeshCoordinate]) -> Route:
-    return route_rank(0)
+def route_same_to_all(mesh: Mesh) -> Route:
+    ranks = tuple(range(len(mesh)))
+    return Route(ranks, (0,) * len(mesh), ranks)
 
 
-def route_same_to_all(world_size: int, mesh: Sequence[MeshCoordinate]) -> Route:
-    ranks = tuple(range(world_size))
-    return Route(ranks, (0,) * world_size, ranks)
-
-
-def route_one_part_each(world_size: int, mesh: Sequence[MeshCoordinate]) -> Route:
-    ranks = tuple(range(world_size))
+def route_one_part_each(mesh: Mesh) -> Route:
+    ranks = tuple(range(len(mesh)))
     return Route(ranks, ranks, ranks)
 
 
-def route_mesh(world_size: int, mesh: Sequence[MeshCoordinate]) -> Route:
+def route_mesh(mesh: Mesh) -> Route:
     """Part d to every rank of replica d. Raises ValueError when the coordinates are not one full grid."""
-    assert len(mesh) == world_size
     sizes = [max(coordinate[axis] for coordinate in mesh) + 1 for axis in range(4)]
-    if len(set(mesh)) != world_size or sizes[0] * sizes[1] * sizes[2] * sizes[3] != world_size:
-        raise ValueError(f"the mesh of {world_size} ranks is not a full grid: {[tuple(coordinate) for coordinate in mesh]}")
+    if len(set(mesh)) != len(mesh) or sizes[0] * sizes[1] * sizes[2] * sizes[3] != len(mesh):
+        raise ValueError(f"the mesh of {len(mesh)} ranks is not a full grid: {[tuple(coordinate) for coordinate in mesh]}")
     last_stage = sizes[2] - 1
     speaker = {coordinate.dp: rank for rank, coordinate in enumerate(mesh) if coordinate[1:] == (0, last_stage, 0)}
     return Route(
-        tuple(range(world_size)),
+        tuple(range(len(mesh))),
         tuple(coordinate.dp for coordinate in mesh),
         tuple(speaker[replica] for replica in range(sizes[0])),
     )
@@ -200,52 +173,36 @@ def route_mesh(world_size: int, mesh: Sequence[MeshCoordinate]) -> Route:
 
 
 def arrange_same(value: Any, num_parts: int) -> Arranged:
-    if isinstance(value, Forwarded):
-        return Arranged((value.references,) * num_parts, Slot(len(value.references), value.collect))
-    return Arranged(((value,),) * num_parts)
+    return Arranged((value,) * num_parts)
 
 
 def arrange_one_each(value: Any, num_parts: int) -> Arranged:
-    if isinstance(value, Forwarded) and value.collect.kind is not CollectKind.first:
-        value = value.references
     if not isinstance(value, (list, tuple)) or len(value) != num_parts:
         found = f"{len(value)} values" if isinstance(value, (list, tuple)) else type(value).__name__
         raise ValueError(f"ALL_TO_ALL takes a list with one value for each of the {num_parts} ranks, not {found}")
-    return Arranged(tuple((item,) for item in value))
+    return Arranged(tuple(value))
 
 
 def arrange_split(value: Any, num_parts: int) -> Arranged:
     """A DataProto is padded and cut; a list of DataProto is cut already; anything else goes to all."""
-    if isinstance(value, Forwarded):
-        return _arrange_forwarded(value, num_parts)
     if isinstance(value, DataProto):
         padded, padding = pad_dataproto_to_divisor(value, num_parts)
-        parts = tuple((part,) for part in padded.chunk(num_parts))
-        return Arranged(parts, split=Collect(CollectKind.joined, num_rows=len(value), padding=padding))
+        return Arranged(tuple(padded.chunk(num_parts)), Collect(CollectKind.joined, num_rows=len(value), padding=padding))
     if isinstance(value, (list, tuple)) and value and all(isinstance(item, DataProto) for item in value):
         if len(value) != num_parts:
             raise ValueError(f"the batch was split by the caller into {len(value)} parts, the group has {num_parts} replicas")
-        return Arranged(tuple((item,) for item in value), split=Collect(CollectKind.joined, presplit=True))
-    return Arranged(((value,),) * num_parts)
-
-
-def _arrange_forwarded(value: Forwarded, num_parts: int) -> Arranged:
-    """The parts of a split batch go one to one; a single result goes to all."""
-    if value.collect.kind is CollectKind.first:
-        return Arranged((value.references,) * num_parts, Slot(refuse_batch=True))
-    if value.collect.kind is CollectKind.joined and len(value.references) == num_parts:
-        return Arranged(tuple((reference,) for reference in value.references), split=value.collect)
-    content = "parts" if value.collect.kind is CollectKind.joined else "results"
-    raise ValueError(
-        f"a future of {len(value.references)} {content} cannot be handed part by part to a group of {num_parts} replicas: "
-        "pass future.get(), which the group can split"
-    )
+        return Arranged(tuple(value), Collect(CollectKind.joined, presplit=True))
+    return arrange_same(value, num_parts)
 
 
 RULES: dict[Dispatch, Rule] = {
-    Dispatch.RANK_ZERO: Rule(route_rank_zero, arrange_same, CollectKind.first),
+    Dispatch.RANK_ZERO: Rule(route_rank(0), arrange_same, CollectKind.first),
     Dispatch.ONE_TO_ALL: Rule(route_same_to_all, arrange_same, CollectKind.listed),
     Dispatch.ALL_TO_ALL: Rule(route_one_part_each, arrange_one_each, CollectKind.listed),
     Dispatch.DATA_PARALLEL: Rule(route_one_part_each, arrange_split, CollectKind.joined),
-    Dispatch.MEGATRON_MESH: Rule(route_mesh, arrange_split, CollectKind.joined, needs_mesh=True),
+    Dispatch.MEGATRON_MESH: Rule(route_mesh, arrange_split, CollectKind.joined),
 }
+
+
+def rule_for_rank(rank: int) -> Rule:
+    return Rule(route_rank(rank), arrange_same, CollectKind.first)

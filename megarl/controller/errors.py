@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from megarl.config.errors import RunError
-from megarl.controller.messages import CallFailure, FailureKind, RankActivity, Rows
+from megarl.controller.messages import CONSTRUCTION, CallFailure, RankActivity, Rows
 
 
 class RankFailure(NamedTuple):
@@ -65,11 +65,16 @@ class RankReport(NamedTuple):
 
 
 class PhaseTimeoutError(RunError, TimeoutError):
-    """A call outlived its group's limit; the group has been killed. `reports` tell what each rank was doing."""
+    """A call outlived its group's limit; the group has been ended. `rank`: where it ran longest; `reports` tell what each was doing."""
 
-    def __init__(self, role: str, method: str, limit_s: float, reports: Sequence[RankReport], rows: Rows | None = None) -> None:
-        self.role, self.method, self.limit_s, self.reports, self.rows = role, method, limit_s, tuple(reports), rows
-        lines = [f"{role}.{method} took longer than phase_time_limit_s={limit_s:g}; the group was ended. What each rank was doing:"]
+    def __init__(
+        self, role: str, method: str, limit_s: float, reports: Sequence[RankReport], rows: Rows | None = None, rank: int = 0
+    ) -> None:
+        self.role, self.method, self.limit_s, self.reports, self.rows, self.rank = role, method, limit_s, tuple(reports), rows, rank
+        what = f"{role}.{method}"
+        if method == CONSTRUCTION:
+            what = f"the construction of {role} rank {rank} (its model is read, its engine starts)"
+        lines = [f"{what} took longer than phase_time_limit_s={limit_s:g}; the group was ended. What each rank was doing:"]
         super().__init__("\n".join([*lines, *(report.describe() for report in reports)]))
 
 
@@ -79,4 +84,4 @@ def first_failure(failures: Sequence[RankFailure]) -> WorkerError:
     A rank that raises leaves its peers in a collective that breaks or aborts them, so their errors are its consequences.
     """
     ordered = sorted(failures, key=lambda failure: (failure.failure.kind, failure.failure.time_s))
-    return WorkerError(ordered[0], [other for other in ordered[1:] if other.failure.kind is not FailureKind.upstream])
+    return WorkerError(ordered[0], ordered[1:])

@@ -1,18 +1,108 @@
-"""What a non-blocking call returns: results that stay in the object store until they are asked for, or are passed on."""
+"""One remote call on one rank, the future of a call on many, and waiting: the first failure, a dead process or a hang ends the wait."""
 
 from __future__ import annotations
 
+import re
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, TypeVar
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Generic, Protocol, TypeVar
+
+import numpy as np
+import ray
+from ray.exceptions import OutOfMemoryError, RayActorError, RayError
 
 from megarl.batch.future import DataProtoFuture
-from megarl.controller.calls import Call, has_ended, results_of, wait_for_calls, wait_for_one
-from megarl.controller.dispatch import Collect, CollectKind, Forwarded, collect
+from megarl.controller.dispatch import Collect, collect
+from megarl.controller.errors import PhaseTimeoutError, RankFailure, RankReport, first_failure
+from megarl.controller.messages import CallFailure, CallRecord, FailureKind, Location, OnRecord, RankActivity, Rows
+
+GRACE_S = 2.0  # after the first failure is seen, for an earlier one of another rank that is still on its way
+_LOG_LINES = 30
+_SHOWN_UIDS = 4
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
+
+
+class Processes(Protocol):
+    """The processes of a group (actors.py), as a call to one of them needs them."""
+
+    phase_time_limit_s: float
+    locations: dict[int, Location]
+    construction: tuple[Call, ...]
+
+    def rank_of(self, actor_id: str | None, otherwise: int) -> int: ...
+
+    def reports(self) -> list[RankReport]: ...
+
+    def end(self, why: PhaseTimeoutError) -> None: ...
+
+
+@dataclass(eq=False)
+class Call:
+    """`result` stays in the object store until someone asks. `uids`: of the rows of the batch that it was given, (B,), where it was."""
+
+    processes: Processes
+    role: str
+    rank: int
+    method: str
+    result: ray.ObjectRef
+    record_reference: ray.ObjectRef
+    on_record: OnRecord
+    uids: np.ndarray | None = None
+    submitted_s: float = field(default_factory=time.monotonic)
+    record: CallRecord | None = None
+    failure: RankFailure | None = None
+
+    @property
+    def ended(self) -> bool:
+        return self.record is not None or self.failure is not None
+
+    @property
+    def rows(self) -> Rows | None:
+        if self.uids is None:
+            return None
+        distinct = tuple(dict.fromkeys(str(uid) for uid in self.uids))
+        return Rows(distinct[:_SHOWN_UIDS], len(distinct), len(self.uids))
+
+    def fetch(self) -> None:
+        """Reads the record, which must be there, or learns that it never will be."""
+        try:
+            self.record = ray.get(self.record_reference)
+        except RayError as error:
+            self.failure = self._failure_outside(error)
+            return
+        self.processes.locations[self.rank] = self.record.location
+        self.on_record(self.role, self.rank, self.record)
+        if self.record.failure is not None:
+            location = self.record.location
+            self.failure = RankFailure(
+                self.role, self.rank, location.node, location.pid, self.method, self.record.failure, self.rows, location.stderr_path
+            )
+
+    def _failure_outside(self, error: RayError) -> RankFailure:
+        """Ray's own: the process ended, or a value could not be sent or received."""
+        rank = self.rank
+        if isinstance(error, OutOfMemoryError):
+            used = re.search(r"(\S+) used / (\S+) limit", str(error))
+            memory = f" ({used[1]} of {used[2]} used)" if used else ""
+            kind, summary = FailureKind.death, f"Ray's memory monitor ended the process: its node is running out of memory{memory}"
+        elif isinstance(error, RayActorError):  # may be about the process that should have made an argument
+            rank = self.processes.rank_of(error.actor_id, self.rank)
+            kind, summary = FailureKind.death, "the process ended (killed, out of memory, or crashed)"
+        else:
+            kind, summary = FailureKind.exception, f"{type(error).__name__}: {str(error).strip().splitlines()[-1]}"
+        location = self.processes.locations.get(rank)
+        text = f"{error}\n{_end_of_log(location.stderr_path)}" if location and kind is FailureKind.death else str(error)
+        node, pid, log_path = location or ("not known yet", None, "")
+        failure = CallFailure(kind, summary, text, time.time())
+        return RankFailure(self.role, rank, node, pid, self.method, failure, self.rows if rank == self.rank else None, log_path)
+
+
+# ---- futures
 
 
 class RemoteFuture(DataProtoFuture, Generic[T_co]):
@@ -30,7 +120,7 @@ class RemoteFuture(DataProtoFuture, Generic[T_co]):
 
 
 class WorkerFuture(RemoteFuture[T_co]):
-    """`.get()` waits; given as an argument to a method of any group, it sends references and the driver never holds the data."""
+    """`.get()` waits. The results stay in the object store until then."""
 
     def __init__(self, calls: Sequence[Call], kept: Sequence[Call], how: Collect) -> None:
         self.calls = tuple(calls)  # all ranks
@@ -40,14 +130,7 @@ class WorkerFuture(RemoteFuture[T_co]):
     def get(self, timeout: float | None = None) -> T_co:
         """Raises WorkerError with the first failure of any rank, PhaseTimeoutError, or TimeoutError after `timeout` seconds."""
         wait_for_calls(self.calls, timeout)
-        return collect(results_of(self._kept), self._how)
-
-    @property
-    def is_single(self) -> bool:
-        return self._how.kind is CollectKind.first
-
-    def forwarded(self) -> Forwarded:
-        return Forwarded(tuple(call.result for call in self._kept), self._how)
+        return collect(ray.get([call.result for call in self._kept]), self._how)
 
 
 class DerivedFuture(RemoteFuture[T_co]):
@@ -82,25 +165,103 @@ def wait_for_any(futures: Sequence[RemoteFuture[Any]], timeout: float) -> list[R
     return ended
 
 
-def forward(argument: Any) -> Any:
-    """A future, or a list of futures of one result each, becomes references; anything else stays. Raises ValueError for a mixture."""
-    if isinstance(argument, WorkerFuture):
-        return argument.forwarded()
-    if not isinstance(argument, (list, tuple)) or not any(isinstance(item, WorkerFuture) for item in argument):
-        return argument
-    if not all(isinstance(item, WorkerFuture) and item.is_single for item in argument):
-        raise ValueError(
-            "a list of futures as an argument must hold nothing but futures of a single rank (execute_rank_async and the like)"
-        )
-    references = tuple(reference for item in argument for reference in item.forwarded().references)
-    return Forwarded(references, Collect(CollectKind.joined, presplit=True))
+# ---- waiting
 
 
-def upstream_calls(arguments: Sequence[Any]) -> tuple[Call, ...]:
-    futures = [
-        item
-        for argument in arguments
-        for item in (argument if isinstance(argument, (list, tuple)) else [argument])
-        if isinstance(item, WorkerFuture)
-    ]
-    return tuple(call for future in futures for call in future.calls)
+def wait_for_calls(calls: Sequence[Call], timeout: float | None = None) -> None:
+    """Returns when all have succeeded. Raises WorkerError, PhaseTimeoutError (the group is killed), or TimeoutError after `timeout` s."""
+    give_up_s = None if timeout is None else time.monotonic() + timeout
+    construction = [call for processes in dict.fromkeys(call.processes for call in calls) for call in processes.construction]
+    everything = list(dict.fromkeys([*construction, *calls]))  # what fails or hangs in a constructor is the cause of ours
+    if failures := [call.failure for call in everything if call.failure is not None]:
+        raise first_failure(failures)
+    pending = {call.record_reference: call for call in everything if not call.ended}
+    look_s = dict.fromkeys((call.processes for call in pending.values()), 0.0)
+    next_look_s = 0.0
+    while pending:
+        if failures := _collect_ended(pending, next_look_s - time.monotonic()):
+            raise first_failure(failures + _late_failures(pending))
+        if pending and give_up_s is not None and time.monotonic() >= give_up_s:
+            waiting = next(iter(pending.values()))
+            raise TimeoutError(f"{waiting.role}.{waiting.method} has not finished after {timeout:g} s (rank {waiting.rank}); it goes on")
+        for processes in look_s:
+            own = [call for call in pending.values() if call.processes is processes]
+            look_s[processes] = _check_limit(processes, own, look_s[processes])
+        next_look_s = min([*look_s.values(), *([] if give_up_s is None else [give_up_s])])
+
+
+def wait_for_one(calls: Sequence[Call], timeout: float) -> None:
+    """Waits until one more of them has ended, at most `timeout` s; it raises nothing."""
+    pending = {call.record_reference: call for call in calls if not call.ended}
+    if pending:
+        _collect_ended(pending, timeout)
+
+
+def has_ended(calls: Sequence[Call]) -> bool:
+    """All of them have succeeded, or one has failed."""
+    _collect_ended({call.record_reference: call for call in calls if not call.ended}, 0.0)
+    return any(call.failure is not None for call in calls) or all(call.ended for call in calls)
+
+
+def _collect_ended(pending: dict[ray.ObjectRef, Call], wait_s: float) -> list[RankFailure]:
+    """Takes the calls that have ended out of `pending`, after at most `wait_s`; returns the failures among them."""
+    references = list(pending)
+    if not references:
+        return []
+    ray.wait(references, num_returns=1, timeout=max(0.0, wait_s), fetch_local=False)
+    ended, _ = ray.wait(references, num_returns=len(references), timeout=0, fetch_local=False)
+    failures = []
+    for reference in ended:
+        call = pending.pop(reference)
+        call.fetch()
+        if call.failure is not None:
+            failures.append(call.failure)
+    return failures
+
+
+def _late_failures(pending: dict[ray.ObjectRef, Call]) -> list[RankFailure]:
+    failures: list[RankFailure] = []
+    end_s = time.monotonic() + GRACE_S
+    while pending and time.monotonic() < end_s:
+        failures += _collect_ended(pending, end_s - time.monotonic())
+    return failures
+
+
+def _check_limit(processes: Processes, calls: Sequence[Call], looked_at_s: float) -> float:
+    """When to look again (monotonic seconds). Ends the group and raises when a call has outlived the limit.
+
+    A call may wait in its rank's queue behind others; the limit is for each of them, from its own start. A rank that is idle
+    although a call is pending has not got it yet: that counts from when the call was made.
+    """
+    if not calls:
+        return float("inf")
+    now_s, limit_s = time.monotonic(), processes.phase_time_limit_s
+    first_look_s = min(call.submitted_s for call in calls) + limit_s
+    if now_s < max(first_look_s, looked_at_s):
+        return max(first_look_s, looked_at_s)
+    reports = processes.reports()
+    running = {report.rank: report.activity for report in reports}
+    age_s, oldest = max(((_age_s(running[call.rank], call, now_s), call) for call in calls), key=lambda one: one[0])
+    if age_s < limit_s:
+        return now_s + limit_s - age_s
+    is_idle = (activity := running[oldest.rank]) is not None and activity.method is None
+    if is_idle and ray.wait([oldest.record_reference], timeout=GRACE_S, fetch_local=False)[0]:
+        return now_s  # it had just ended, and its record was on its way
+    error = PhaseTimeoutError(oldest.role, oldest.method, limit_s, reports, oldest.rows, oldest.rank)
+    processes.end(error)
+    raise error
+
+
+def _age_s(activity: RankActivity | None, call: Call, now_s: float) -> float:
+    if activity is not None and activity.method is not None:
+        return activity.running_s
+    return now_s - call.submitted_s
+
+
+def _end_of_log(path: str) -> str:
+    """The last words of a process that died, when it ran on this machine."""
+    try:
+        lines = Path(path).read_text(errors="replace").splitlines()
+    except OSError:
+        return ""
+    return f"The end of its log, {path}:\n" + "\n".join(lines[-_LOG_LINES:]) if lines else ""

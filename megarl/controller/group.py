@@ -5,64 +5,33 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from megarl.controller.calls import Call
-from megarl.controller.dispatch import RULES, Collect, CollectKind, Dispatch, Rule, arrange_same, route_rank
+from megarl.controller.actors import ActorSet
+from megarl.controller.dispatch import RULES, Collect, CollectKind, Dispatch, Mesh, Rule, plan_call, rule_for_rank
 from megarl.controller.environment import users_settings
 from megarl.controller.errors import RankReport
 from megarl.controller.futures import WorkerFuture
-from megarl.controller.mesh import MeshCoordinate
-from megarl.controller.messages import CallRecord, Location, OnRecord
+from megarl.controller.messages import CallRecord
 from megarl.controller.register import CallP, CallR, P, R, RemoteMethod, registered_methods
-from megarl.controller.worker import Worker
-from megarl.controller.worker_class import ColocatedWorkerClass, RayClassWithInitArgs
+from megarl.controller.resource_pool import RayResourcePool
+from megarl.controller.worker import ColocatedWorkerClass, RayClassWithInitArgs
 from megarl.tracking.timeline import Span
 
-if TYPE_CHECKING:
-    from megarl.controller.resource_pool import RayResourcePool
-
 NO_ENVIRONMENT: Mapping[str, str] = MappingProxyType({})
-
-
-class Processes(Protocol):
-    """The ranks of a group as it needs them: Ray's (actors.py), or torchrun's (ranks.py)."""
-
-    alive: bool
-    construction: tuple[Call, ...]
-    locations: dict[int, Location]
-    pool_name: str
-
-    @property
-    def world_size(self) -> int: ...
-
-    def start(
-        self,
-        role: str,
-        method: str,
-        rule: Rule,
-        mesh: Sequence[MeshCoordinate],
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        on_record: OnRecord,
-    ) -> WorkerFuture: ...
-
-    def reports(self) -> list[RankReport]: ...
-
-    def kill(self) -> None: ...
 
 
 class RoleGroup:
     """All ranks of one role. Several may share the same processes (`RayWorkerGroup.spawn`)."""
 
-    def __init__(self, actors: Processes, role: str, worker_class: type[Worker]) -> None:
-        self._attach(actors, role, worker_class)
+    def __init__(self, actors: ActorSet, role: str, worker: RayClassWithInitArgs) -> None:
+        self._attach(actors, role, worker)
 
-    def _attach(self, actors: Processes, role: str, worker_class: type[Worker]) -> None:
-        self._actors, self.role, self._worker_class = actors, role, worker_class
-        self._mesh: tuple[MeshCoordinate, ...] = ()
+    def _attach(self, actors: ActorSet, role: str, worker: RayClassWithInitArgs) -> None:
+        self._actors, self.role, self._worker_class = actors, role, worker.cls
+        self.mesh: Mesh = worker.mesh(actors.world_size)
         self._spans: list[Span] = []
-        for name, method in registered_methods(worker_class).items():
+        for name, method in registered_methods(worker.cls).items():
             setattr(self, name, partial(self.call, method))
 
     if not TYPE_CHECKING:  # a type checker shall refuse the names that are only bound
@@ -89,13 +58,6 @@ class RoleGroup:
     def ready(self) -> WorkerFuture:
         """Of the workers' construction. Waiting is optional: calls queue behind it, and report its failure as theirs."""
         return WorkerFuture(self._actors.construction, (), Collect(CollectKind.listed))
-
-    @property
-    def mesh(self) -> tuple[MeshCoordinate, ...]:
-        """Of each rank, as the workers say; asked once. Raises what the workers raise."""
-        if not self._mesh:
-            self._mesh = tuple(MeshCoordinate(*coordinate) for coordinate in self.execute_all_sync("mesh_coordinate"))
-        return self._mesh
 
     # ---- calls
 
@@ -134,8 +96,7 @@ class RoleGroup:
         """One rank alone. Raises ValueError for a rank that does not exist."""
         if not 0 <= rank < self.world_size:
             raise ValueError(f"{self.role} has ranks 0 to {self.world_size - 1}, not {rank}")
-        rule = Rule(lambda world_size, mesh: route_rank(rank), arrange_same, CollectKind.first)
-        return self._execute(rule, method, args, kwargs)
+        return self._execute(rule_for_rank(rank), method, args, kwargs)
 
     def execute_rank_zero_async(self, method: str, *args: Any, **kwargs: Any) -> WorkerFuture[Any]:
         return self.execute_rank_async(0, method, *args, **kwargs)
@@ -146,8 +107,7 @@ class RoleGroup:
     def _execute(self, rule: Rule, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> WorkerFuture[Any]:
         if not hasattr(self._worker_class, method):
             raise ValueError(f"{self._worker_class.__name__}, the worker of role {self.role!r}, has no method {method!r}")
-        mesh = self.mesh if rule.needs_mesh else ()
-        return self._actors.start(self.role, method, rule, mesh, args, kwargs, self._record_spans)
+        return self._actors.start(self.role, method, plan_call(rule, self.mesh, args, kwargs), self._record_spans)
 
     # ---- what the processes do
 
@@ -173,7 +133,7 @@ class RoleGroup:
 
     def shutdown(self) -> None:
         """Ends the processes at once, those of all roles that share them."""
-        self._actors.kill()
+        self._actors.end()
 
 
 class RayWorkerGroup(RoleGroup):
@@ -195,23 +155,25 @@ class RayWorkerGroup(RoleGroup):
     ) -> None:
         fused = isinstance(ray_cls_with_init, ColocatedWorkerClass)
         self._roles = ray_cls_with_init.roles if isinstance(ray_cls_with_init, ColocatedWorkerClass) else {role: ray_cls_with_init}
-        for spec in self._roles.values():
-            _check_names(spec.cls)  # refused before a process is started
-        from megarl.controller.actors import ActorSet  # which imports Ray: not where the processes are torchrun's
-
+        for each, spec in self._roles.items():
+            _check(each, spec, resource_pool)
         actors = ActorSet(resource_pool, self._roles, {**users_settings(), **environment}, phase_time_limit_s, self._record_spans)
         if fused:
             self._actors, self.role, self._spans = actors, "", []
         else:
-            self._attach(actors, role, self._roles[role].cls)
+            self._attach(actors, role, self._roles[role])
 
     def spawn(self) -> dict[str, RoleGroup]:
         """One group per role, on the same processes."""
-        return {role: RoleGroup(self._actors, role, spec.cls) for role, spec in self._roles.items()}
+        return {role: RoleGroup(self._actors, role, spec) for role, spec in self._roles.items()}
 
 
-def _check_names(worker_class: type[Worker]) -> None:
-    """Raises ValueError for a method whose name the group needs for itself."""
-    for name in registered_methods(worker_class):
+def _check(role: str, worker: RayClassWithInitArgs, pool: RayResourcePool) -> None:
+    """Before a process is started. Raises ValueError for a method whose name the group needs for itself, and for a layout of other size
+    than the pool."""
+    for name in registered_methods(worker.cls):
         if hasattr(RayWorkerGroup, name):
-            raise ValueError(f"{worker_class.__name__}.{name} cannot be registered: {name} is a method of the group; give it another name")
+            raise ValueError(f"{worker.cls.__name__}.{name} cannot be registered: {name} is a method of the group; give it another name")
+    num_ranks = len(worker.mesh(pool.world_size))
+    if num_ranks != pool.world_size:
+        raise ValueError(f"role {role!r} has a layout of {num_ranks} ranks, but its pool {pool.name!r} has {pool.world_size} processes")

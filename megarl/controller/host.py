@@ -1,6 +1,6 @@
-"""One process that holds the workers of one rank, runs their methods, and can tell what it is doing. A Ray actor, or a rank of torchrun.
+"""One process that holds the workers of one rank, runs their methods, and can tell what it is doing. A Ray actor.
 
-Imports neither torch nor a worker class at the top: the environment is set before either is loaded; nor Ray, which a rank has not.
+Imports neither torch nor a worker class: the environment is set before either is loaded.
 """
 
 from __future__ import annotations
@@ -14,14 +14,16 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from megarl.controller.activity import Activity
+import ray
+
+from megarl.controller.activity import Activity, WorkerContext
 from megarl.controller.environment import fill_in
 from megarl.controller.messages import (
+    CONSTRUCTION,
     CallFailure,
     CallRecord,
-    FailedResult,
     FailureKind,
     Location,
     RankActivity,
@@ -31,10 +33,6 @@ from megarl.controller.messages import (
 )
 from megarl.machine.ports import hold_port
 from megarl.machine.reaper import OWNER, start_reaper
-
-if TYPE_CHECKING:
-    from megarl.controller.dispatch import ArgumentLayout
-    from megarl.controller.worker import Worker
 
 # What gloo, NCCL and c10d say on the ranks whose peer has gone.
 _COMMUNICATION_WORDS = (
@@ -50,13 +48,12 @@ _COMMUNICATION_WORDS = (
 
 
 class WorkerHost:
-    """Methods return (result, CallRecord) as two objects, and never raise: the driver needs the record, the result may be forwarded."""
+    """Methods return (result, CallRecord) as two objects, and never raise: the driver reads the record before it asks for the result."""
 
-    def __init__(self, node: str | None = None) -> None:
-        """node: this node's address; None: as Ray knows it."""
+    def __init__(self) -> None:
         self._activity = Activity()
-        self._workers: dict[str, Worker] = {}
-        self._location = Location(node or _node_address(), os.getpid(), _stderr_path())
+        self._workers: dict[str, Any] = {}  # by role
+        self._location = Location(_node_address(), os.getpid(), _stderr_path())
         self._held_port: socket.socket | None = None
 
     def rendezvous(self) -> Rendezvous:
@@ -77,11 +74,9 @@ class WorkerHost:
         }
         os.environ.update({OWNER: owner, **environment, **{name: str(value) for name, value in launch.items()}})
         fill_in(os.environ, self._location.node, use_gpu)
-        return self._record("__init__", lambda: self._construct(workers, identity, owner))
+        return self._record(CONSTRUCTION, lambda: self._construct(workers, identity, owner))
 
     def _construct(self, workers: bytes, identity: RankIdentity, owner: str) -> None:
-        from megarl.controller.worker import WorkerContext
-
         start_reaper(owner, whole_group=True)
         for role, (cls, arguments, named_arguments) in pickle.loads(workers).items():
             worker = cls.__new__(cls)
@@ -91,22 +86,10 @@ class WorkerHost:
             worker.__init__(*arguments, **named_arguments)
             self._workers[role] = worker
 
-    def execute(self, role: str, method: str, layout: ArgumentLayout, keep_result: bool, *values: Any) -> tuple[Any, CallRecord]:
+    def execute(self, role: str, method: str, keep_result: bool, /, *args: Any, **kwargs: Any) -> tuple[Any, CallRecord]:
         """`keep_result` False: another rank's result is the one that counts, so this one's is not stored."""
-        failed = next((value for value in values if isinstance(value, FailedResult)), None)
-        if failed is not None:
-            failure = CallFailure(
-                FailureKind.upstream, f"its argument, the result of {failed.method}, failed: {failed.summary}", "", time.time()
-            )
-            return FailedResult(method, failure.summary), CallRecord(self._location, (), failure)
-        return self._record(method, lambda: self._execute(role, method, layout, keep_result, values))
-
-    def _execute(self, role: str, method: str, layout: ArgumentLayout, keep_result: bool, values: tuple[Any, ...]) -> Any:
-        from megarl.controller.dispatch import rebuild_arguments
-
-        arguments, named_arguments = rebuild_arguments(layout, values)
-        result = getattr(self._workers[role], method)(*arguments, **named_arguments)
-        return result if keep_result else None
+        result, record = self._record(method, lambda: getattr(self._workers[role], method)(*args, **kwargs))
+        return result if keep_result else None, record
 
     def _record(self, method: str, call: Callable[[], Any]) -> tuple[Any, CallRecord]:
         result, failure = None, None
@@ -115,7 +98,6 @@ class WorkerHost:
                 result = call()
         except BaseException as error:  # noqa: BLE001  (the boundary of a process: the driver gets it, sys.exit included)
             failure = _failure_of(error)
-            result = FailedResult(method, failure.summary)
         return result, CallRecord(self._location, self._activity.spans(), failure)
 
     def activity(self) -> RankActivity:
@@ -161,8 +143,6 @@ def _is_about_a_peer(error: BaseException) -> bool:
 
 def _node_address() -> str:
     """As the cluster knows this node (loopback for a local cluster), not as its network card is called."""
-    import ray
-
     node_id = ray.get_runtime_context().get_node_id()
     return next(node["NodeManagerAddress"] for node in ray.nodes() if node["NodeID"] == node_id)
 

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from enum import IntEnum
 from typing import NamedTuple
 
+CONSTRUCTION = "__init__"  # the method of a rank's first call
+
 
 def qualified_name(cls: type) -> str:
     """By which a failure's exception class is known where it cannot be sent itself."""
@@ -18,7 +20,6 @@ class FailureKind(IntEnum):
     exception = 0
     death = 1  # the process is gone
     communication = 2  # a peer did not answer; the reason is with the peer
-    upstream = 3  # an argument was the result of a call that had failed
 
 
 class CallFailure(NamedTuple):
@@ -66,13 +67,6 @@ class CallRecord(NamedTuple):
 OnRecord = Callable[[str, int, CallRecord], None]  # of a role's rank
 
 
-class FailedResult(NamedTuple):
-    """Stands where the result of a failed call would be, for whoever was given the future."""
-
-    method: str
-    summary: str
-
-
 class RankActivity(NamedTuple):
     """What a process is doing right now. `method` is None when it is idle."""
 
@@ -84,7 +78,7 @@ class RankActivity(NamedTuple):
 
 
 class RankIdentity(NamedTuple):
-    """The launch variables of one rank, in torchrun's words."""
+    """The launch variables of one rank, by the names that torch.distributed reads."""
 
     rank: int
     world_size: int

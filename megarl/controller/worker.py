@@ -1,23 +1,16 @@
-"""The base class of what runs in a worker process: who am I, where, and what am I doing."""
+"""The base class of what runs in a worker process, and its delayed construction there, alone or beside others."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from typing import NamedTuple
+from typing import Any
 
-from megarl.controller.activity import Activity
-from megarl.controller.mesh import MeshCoordinate
-
-
-class WorkerContext(NamedTuple):
-    role: str
-    rank: int
-    world_size: int
-    local_rank: int
-    node: str
-    activity: Activity
+from megarl.controller.activity import Activity, WorkerContext
+from megarl.controller.dispatch import Mesh, MeshCoordinate
+from megarl.controller.register import register
 
 
 class Worker:
@@ -55,14 +48,20 @@ class Worker:
         """`with self.phase("forward"):` names a part of a call, for the timeline and for the report of a hang."""
         return self.context.activity.phase(name)
 
-    def mesh_coordinate(self) -> MeshCoordinate:
-        """Where this rank stands in its model's layout. Every rank is a replica of its own unless a subclass knows better."""
-        return MeshCoordinate(dp=self.rank)
+    @classmethod
+    def mesh(cls, world_size: int, *args: Any, **kwargs: Any) -> Mesh:
+        """Where each rank stands in the layout of a worker that is made of these arguments: known to the driver without asking.
 
+        Every rank is a replica of its own unless a subclass knows better.
+        """
+        return tuple(MeshCoordinate(dp=rank) for rank in range(world_size))
+
+    @register()
     def visible_gpus(self) -> str:
         """The GPUs that Ray shows this process, as CUDA_VISIBLE_DEVICES names them."""
         return os.environ.get("CUDA_VISIBLE_DEVICES", "")
 
+    @register()
     def resident_memory_gb(self) -> float:
         """Memory of this process and of all that it started, in 10^9 bytes; what they share counts for each."""
         import psutil
@@ -73,3 +72,34 @@ class Worker:
             with contextlib.suppress(psutil.NoSuchProcess):  # it ended meanwhile
                 resident += child.memory_info().rss
         return resident / 1e9
+
+
+class RayClassWithInitArgs:
+    """`cls(*args, **kwargs)`, later and elsewhere. Raises ValueError when `cls` is not a Worker."""
+
+    def __init__(self, cls: type[Worker], *args: Any, **kwargs: Any) -> None:
+        if not (isinstance(cls, type) and issubclass(cls, Worker)):
+            raise ValueError(f"{cls!r} is not a subclass of megarl.controller.worker.Worker")
+        self.cls = cls
+        self.args = args
+        self.kwargs = kwargs
+
+    def mesh(self, world_size: int) -> Mesh:
+        return self.cls.mesh(world_size, *self.args, **self.kwargs)
+
+    def __repr__(self) -> str:
+        return f"RayClassWithInitArgs({self.cls.__name__})"
+
+
+class ColocatedWorkerClass:
+    """Several roles in one process. Calls to them take turns, in the order in which the driver makes them."""
+
+    def __init__(self, roles: Mapping[str, RayClassWithInitArgs]) -> None:
+        self.roles = dict(roles)
+
+
+def create_colocated_worker_cls(roles: Mapping[str, RayClassWithInitArgs]) -> ColocatedWorkerClass:
+    """Workers are made in the order of `roles`. Raises ValueError when there are none."""
+    if not roles:
+        raise ValueError("create_colocated_worker_cls: there are no roles")
+    return ColocatedWorkerClass(roles)

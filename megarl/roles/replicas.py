@@ -11,7 +11,7 @@ from megarl.controller.errors import PhaseTimeoutError, WorkerError
 from megarl.controller.futures import gather
 from megarl.controller.group import NO_ENVIRONMENT, RayWorkerGroup, RoleGroup
 from megarl.controller.messages import FailureKind, qualified_name
-from megarl.controller.worker_class import RayClassWithInitArgs
+from megarl.controller.worker import RayClassWithInitArgs
 from megarl.rollout.interface import EngineDeadError, RolloutEngine
 from megarl.tracking.timeline import Span
 from megarl.workers.rollout_worker import RolloutWorker

@@ -10,10 +10,12 @@ from megarl.algorithms.scores import place_scores
 from megarl.batch.data_proto import DataProto
 from megarl.config.roles import REWARD_MODEL
 from megarl.config.schema import ParallelConfig, RewardConfig
-from megarl.controller.futures import DerivedFuture, RemoteFuture
+from megarl.controller.futures import DerivedFuture
 from megarl.controller.group import RoleGroup
 from megarl.data.packing import plan_micro_batches
 from megarl.roles.offload_schedule import OffloadSchedule
+from megarl.workers.reward import RewardWorker
+from megarl.workers.reward_model import RewardModelWorker
 
 
 def score_weights(config: RewardConfig) -> list[float]:
@@ -33,7 +35,7 @@ class Reward:
         `reward_function_scores` (B,) and what RewardModelWorker.score_conversations gives beside them; the model's are the last of
         `score_parts`."""
         needed = batch.select(["responses", "response_mask"], ["uid", "data_source", "reward_model", "extra_info"])
-        functions: RemoteFuture = self.group.score(needed)
+        functions = self.group.call(RewardWorker.score, needed)
         if self.model is None:
             return DerivedFuture([functions], lambda results: results[0])
         mask = batch.tensors["response_mask"]
@@ -77,6 +79,6 @@ class RewardModel:
         def restore(results: list[Any]) -> DataProto:
             return DataProto.concat(results[0]).select_idxs(plan.restore_order())
 
-        future = DerivedFuture([self.group.score_conversations(parts), *moves], restore)
+        future = DerivedFuture([self.group.call(RewardModelWorker.score_conversations, parts), *moves], restore)
         self._schedule.runs(REWARD_MODEL, future)
         return future

@@ -18,8 +18,7 @@ from megarl.config.schema import (
 )
 from megarl.controller.group import RayWorkerGroup, RoleGroup
 from megarl.controller.resource_pool import RayResourcePool, ResourcePoolManager
-from megarl.controller.worker import Worker
-from megarl.controller.worker_class import RayClassWithInitArgs, create_colocated_worker_cls
+from megarl.controller.worker import RayClassWithInitArgs, Worker, create_colocated_worker_cls
 from megarl.engine.offload import StatePart
 from megarl.engine.spec import ModelSpec
 from megarl.placement.offload_plan import OffloadPlan

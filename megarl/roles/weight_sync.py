@@ -281,9 +281,10 @@ class WeightSync:
     def _give_up(self, replicas: Sequence[RoleGroup]) -> None:
         """Lets go of everything without waiting: a replica may be dead, or wait for one that is. Later calls queue behind."""
         self._members, self._verified = [], []
-        self._source.call("abandon_weight_export")
+        if not self._source.group.has_ended:
+            self._source.call("abandon_weight_export")
         if self._transport is not Transport.disk:
-            for replica in replicas:
+            for replica in (replica for replica in replicas if not replica.has_ended):
                 replica.execute_rank_zero_async("leave_weight_groups")
 
     # ---- verification

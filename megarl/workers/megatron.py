@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch.distributed as dist
 
 from megarl.batch.data_proto import DataProto
 from megarl.batch.metrics import Metric
-from megarl.controller.dispatch import Dispatch
-from megarl.controller.mesh import MeshCoordinate
+from megarl.config.schema import ParallelConfig
+from megarl.controller.dispatch import Dispatch, Mesh, MeshCoordinate
 from megarl.controller.register import register
 from megarl.engine import platform
 from megarl.engine.offload import StatePart
@@ -46,6 +46,14 @@ class Loss(Protocol):
     def __call__(self, outputs: Mapping[str, Tensor], rows: Mapping[str, Tensor]) -> tuple[Tensor, Mapping[str, Metric]]: ...
 
 
+def megatron_mesh(parallel: ParallelConfig) -> Mesh:
+    """Where Megatron's ranks stand: those of a tensor-parallel group are neighbours, then come replicas, then stages."""
+    tensor, data = parallel.tensor_parallel_size, parallel.data_parallel_size
+    return tuple(
+        MeshCoordinate(tp=rank % tensor, dp=rank // tensor % data, pp=rank // (tensor * data)) for rank in range(parallel.world_size)
+    )
+
+
 _groups: ParallelGroups | None = None  # roles that are fused in this process share them
 
 
@@ -78,8 +86,13 @@ class MegatronWorker(WeightExport):
         self._engine.offload(*spec.offloaded_at_first)
         self._pending_save: PendingSave | None = None
 
-    def mesh_coordinate(self) -> MeshCoordinate:
-        return MeshCoordinate(dp=self._groups.data_rank, tp=self._groups.tensor_rank, pp=self._groups.pipeline_rank)
+    @classmethod
+    def mesh(cls, world_size: int, spec: ModelSpec, *args: Any, **kwargs: Any) -> Mesh:
+        return megatron_mesh(spec.parallel)
+
+    @property
+    def _stage(self) -> int:
+        return self._groups.pipeline_rank
 
     def _forward(self, part: DataProto, extras: Collection[Extra] = ()) -> DataProto:
         """Scores of this replica's rows, as the engine names them; without rows on the ranks that do not hold the last stage."""

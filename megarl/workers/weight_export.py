@@ -45,6 +45,11 @@ class WeightExport(Worker):
     def _shards(self) -> Shards:
         """The weights as they are now."""
 
+    @property
+    @abstractmethod
+    def _stage(self) -> int:
+        """The pipeline stage of this rank."""
+
     # ---- a pass over the weights
 
     def begin_weight_export(self, bucket_bytes: int, broadcast: bool) -> None:
@@ -58,7 +63,7 @@ class WeightExport(Worker):
         """`files`: of all stages. This rank's are made, still without content. `durable`: they are to outlive a power cut."""
         self._drop_sender()
         shards = self._shards()
-        own = [file for file in files if file.stage == self.mesh_coordinate().pp]
+        own = [file for file in files if file.stage == self._stage]
         self._sender = open_file_sender(shards, bucket_bytes, shards.dtype, Path(folder), own, durable)
 
     def next_parcel(self) -> Parcel:
@@ -114,7 +119,7 @@ class WeightExport(Worker):
         """`streams`: of all stages. The slots stay in memory until `release_weight_buffers`, or until the stream is left."""
         source, self._stream_source = self._stream_source, None
         self.leave_weight_stream()
-        self._stream_sender = StreamSender(self._shards(), bucket_bytes, streams[self.mesh_coordinate().pp], source)
+        self._stream_sender = StreamSender(self._shards(), bucket_bytes, streams[self._stage], source)
 
     def send_weight_stream(self) -> SenderReport | None:
         """All weights, while the engines read them; None where they say nothing for a while, to be called again."""

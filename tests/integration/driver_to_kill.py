@@ -12,7 +12,7 @@ import psutil
 from megarl.controller.cluster import start_ray
 from megarl.controller.group import RayWorkerGroup
 from megarl.controller.resource_pool import RayResourcePool
-from megarl.controller.worker_class import RayClassWithInitArgs
+from megarl.controller.worker import RayClassWithInitArgs
 from tests.unit.controller.workers import EchoWorker
 
 if __name__ == "__main__":

@@ -15,8 +15,7 @@ from megarl.controller.cluster import shutdown, start_ray
 from megarl.controller.errors import WorkerError
 from megarl.controller.group import RayWorkerGroup
 from megarl.controller.resource_pool import RayResourcePool
-from megarl.controller.worker import Worker
-from megarl.controller.worker_class import RayClassWithInitArgs
+from megarl.controller.worker import RayClassWithInitArgs, Worker
 
 
 class SlowWorker(Worker):

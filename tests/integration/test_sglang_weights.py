@@ -19,7 +19,7 @@ from megarl.controller.errors import WorkerError
 from megarl.controller.group import RoleGroup
 from megarl.controller.register import register
 from megarl.controller.resource_pool import RayResourcePool
-from megarl.controller.worker_class import RayClassWithInitArgs
+from megarl.controller.worker import RayClassWithInitArgs
 from megarl.engine.spec import ModelSpec
 from megarl.roles.replicas import ReplicaPlace, Replicas
 from megarl.roles.weight_sync import WeightSource, WeightSync

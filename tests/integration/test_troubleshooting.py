@@ -36,8 +36,7 @@ from megarl.controller.errors import WorkerError
 from megarl.controller.group import RayWorkerGroup
 from megarl.controller.register import register
 from megarl.controller.resource_pool import InsufficientResourcesError, RayResourcePool
-from megarl.controller.worker import Worker
-from megarl.controller.worker_class import RayClassWithInitArgs
+from megarl.controller.worker import RayClassWithInitArgs, Worker
 from tests.failure_pages import check_documented, documented_pages, last_page_of
 from tests.integration.tiny_run import save_inputs
 

@@ -34,6 +34,7 @@ CONFIG = PPOConfig(
         engine=RolloutEngineKind.sglang, max_concurrency=99, sglang=SGLangConfig(server_args={"mem_fraction_static": 0.83})
     ),
 )
+SILENT = RankReport("actor", 0, "10.0.0.7", None)
 
 
 def raised(error: Exception, role: str = "actor", method: str = "update", kind: FailureKind = FailureKind.exception) -> WorkerError:
@@ -96,7 +97,10 @@ def test_a_full_gpu_while_weights_are_sent(tmp_path: Path) -> None:
         (OSError(28, "No space left on device"), "/dev/shm"),
         (raised(RuntimeError("bind: [Errno 98] Address already in use 10.0.0.7:29500")), "ss -ltnp | grep 29500"),
         (CheckpointError("x/metadata: its content is not what was written"), "checkpoint.resume=PATH"),
-        (PhaseTimeoutError("actor", "update", 60.0, [RankReport("actor", 0, "10.0.0.7", None)]), "trainer.phase_time_limit_s=1800"),
+        (PhaseTimeoutError("actor", "update", 60.0, [SILENT]), "raise the limit: trainer.phase_time_limit_s=1800"),
+        (PhaseTimeoutError("actor", "__init__", 60.0, [SILENT]), "raise trainer.phase_time_limit_s=1800"),
+        (Exception("The current node timed out during startup. This could"), "RAY_TMPDIR=FOLDER"),
+        (Exception("The current node timed out during startup. This could"), "`ray start --head`, then RAY_ADDRESS=auto"),
     ],
 )
 def test_advice_by_what_is_said(error: Exception, advice: str) -> None:
@@ -133,6 +137,7 @@ def test_every_remedy_is_for_something_else() -> None:
         "megarl.controller.errors.PhaseTimeoutError: too long",
         "megarl.rollout.interface.EngineDeadError: last words",
         "ray.exceptions.ActorUnschedulableError: no node",
+        "Exception: The current node timed out during startup. This could happen because some of the raylet failed to startup",
         "the process ended (killed, out of memory, or crashed)",
     )
     first = [next(number for number, remedy in enumerate(REMEDIES) if remedy.applies(Cause("", [], text))) for text in shown]

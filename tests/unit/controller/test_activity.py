@@ -3,7 +3,7 @@
 import threading
 
 from megarl.controller.activity import Activity
-from megarl.controller.mesh import MeshCoordinate
+from megarl.controller.dispatch import MeshCoordinate
 from megarl.controller.messages import Location
 from megarl.controller.worker import Worker
 
@@ -49,6 +49,6 @@ def test_spans_hold_the_call_and_its_phases() -> None:
 def test_a_worker_outside_a_group_is_rank_zero_of_one() -> None:
     worker = Worker()
     assert (worker.rank, worker.world_size, worker.local_rank, worker.role) == (0, 1, 0, "worker")
-    assert worker.mesh_coordinate() == MeshCoordinate(0, 0, 0, 0)
+    assert worker.mesh(2) == (MeshCoordinate(0, 0, 0, 0), MeshCoordinate(1, 0, 0, 0))  # each a replica of its own
     with worker.phase("anything"):
         pass

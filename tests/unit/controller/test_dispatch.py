@@ -6,34 +6,33 @@ import torch
 from megarl.batch.data_proto import DataProto
 from megarl.controller.dispatch import (
     RULES,
-    ArgumentLayout,
+    Arguments,
     CallPlan,
     Collect,
     CollectKind,
     Dispatch,
-    Forwarded,
-    Slot,
+    Mesh,
+    MeshCoordinate,
     collect,
     plan_call,
-    rebuild_arguments,
     route_mesh,
 )
-from megarl.controller.mesh import MeshCoordinate
+from megarl.controller.futures import WorkerFuture
 
-MESH_DP2_TP2 = [MeshCoordinate(dp=rank // 2, tp=rank % 2) for rank in range(4)]
+MESH_DP2_TP2 = tuple(MeshCoordinate(dp=rank // 2, tp=rank % 2) for rank in range(4))
 
 
 def rows(*values: int) -> DataProto:
     return DataProto.from_dict({"x": torch.tensor(values)})
 
 
-def plan(mode: Dispatch, *arguments: object, mesh: list[MeshCoordinate] = MESH_DP2_TP2, **named: object) -> CallPlan:
-    return plan_call(RULES[mode], len(mesh), mesh, arguments, named)
+def plan(mode: Dispatch, *arguments: object, mesh: Mesh = MESH_DP2_TP2, **named: object) -> CallPlan:
+    return plan_call(RULES[mode], mesh, arguments, named)
 
 
-def received(call: CallPlan) -> list[tuple[list, dict]]:
+def received(call: CallPlan) -> list[Arguments]:
     """What each called rank's method gets."""
-    return [rebuild_arguments(call.layout, call.values[part]) for part in call.route.parts]
+    return [call.parts[part] for part in call.route.parts]
 
 
 def test_every_mode_has_a_rule() -> None:
@@ -42,19 +41,19 @@ def test_every_mode_has_a_rule() -> None:
 
 def test_megatron_mesh_pairs_replicas_with_parts_and_picks_the_last_stage() -> None:
     # Megatron's order for tp=2, dp=2, pp=2: tp fastest, then dp, then pp.
-    mesh = [MeshCoordinate(dp=dp, tp=tp, pp=pp) for pp in range(2) for dp in range(2) for tp in range(2)]
-    route = route_mesh(8, mesh)
+    mesh = tuple(MeshCoordinate(dp=dp, tp=tp, pp=pp) for pp in range(2) for dp in range(2) for tp in range(2))
+    route = route_mesh(mesh)
     assert route.parts == (0, 0, 1, 1, 0, 0, 1, 1)
     assert route.results == (4, 6)
-    with_context = [MeshCoordinate(dp=dp, cp=cp) for dp in range(2) for cp in range(2)]
-    assert route_mesh(4, with_context).results == (0, 2)
+    with_context = tuple(MeshCoordinate(dp=dp, cp=cp) for dp in range(2) for cp in range(2))
+    assert route_mesh(with_context).results == (0, 2)
 
 
 def test_a_mesh_with_a_hole_is_refused() -> None:
     with pytest.raises(ValueError, match="not a full grid"):
-        route_mesh(2, [MeshCoordinate(0), MeshCoordinate(0)])
+        route_mesh((MeshCoordinate(0), MeshCoordinate(0)))
     with pytest.raises(ValueError, match="not a full grid"):
-        route_mesh(2, [MeshCoordinate(0), MeshCoordinate(2)])
+        route_mesh((MeshCoordinate(0), MeshCoordinate(2)))
 
 
 def test_ranks_of_a_replica_get_the_same_object() -> None:
@@ -119,48 +118,13 @@ def test_rank_zero_one_to_all_and_all_to_all() -> None:
     assert all(args[0] is batch for args, _ in received(everyone))
     assert collect([1, 2, 3, 4], everyone.collect) == [1, 2, 3, 4]
     each = plan(Dispatch.ALL_TO_ALL, [1, 2, 3, 4], b=["a", "b", "c", "d"])
-    assert received(each)[2] == ([3], {"b": "c"})
+    assert received(each)[2] == ((3,), {"b": "c"})
     with pytest.raises(ValueError, match="one value for each of the 4 ranks, not 3 values"):
         plan(Dispatch.ALL_TO_ALL, [1, 2, 3])
     with pytest.raises(ValueError, match="not DataProto"):
         plan(Dispatch.ALL_TO_ALL, batch)
 
 
-# ---- futures as arguments; a reference is anything, here the value itself, as Ray would deliver it
-
-
-def test_parts_of_a_future_go_to_replicas_one_to_one_with_their_padding() -> None:
-    future = Forwarded((rows(0, 1), rows(2, 0)), Collect(CollectKind.joined, num_rows=3, padding=1))
-    call = plan(Dispatch.MEGATRON_MESH, future)
-    assert [args[0].batch["x"].tolist() for args, _ in received(call)] == [[0, 1], [0, 1], [2, 0], [2, 0]]
-    assert collect([rows(0, 1), rows(2, 0)], call.collect).batch["x"].tolist() == [0, 1, 2]
-    with pytest.raises(ValueError, match="a future of 2 parts cannot be handed part by part to a group of 4 replicas"):
-        plan(Dispatch.DATA_PARALLEL, future)
-
-
-def test_a_broadcast_future_is_joined_where_it_arrives() -> None:
-    future = Forwarded((rows(0, 1), rows(2, 0)), Collect(CollectKind.joined, num_rows=3, padding=1))
-    args, _ = received(plan(Dispatch.ONE_TO_ALL, future))[3]
-    assert args[0].batch["x"].tolist() == [0, 1, 2]
-    args, _ = received(plan(Dispatch.ONE_TO_ALL, Forwarded(("a", "b"), Collect(CollectKind.listed))))[0]
-    assert args == [["a", "b"]]
-
-
-def test_a_whole_batch_does_not_slip_into_a_method_that_takes_a_share() -> None:
-    call = plan(Dispatch.MEGATRON_MESH, Forwarded((rows(0, 1),), Collect(CollectKind.first)))
-    with pytest.raises(ValueError, match="a future that holds a whole batch"):
-        received(call)
-    weights = plan(Dispatch.MEGATRON_MESH, Forwarded(({"w": 1},), Collect(CollectKind.first)))
-    assert received(weights)[1] == ([{"w": 1}], {})
-
-
-def test_results_of_all_ranks_can_go_one_to_one() -> None:
-    call = plan(Dispatch.ALL_TO_ALL, Forwarded((10, 11, 12, 13), Collect(CollectKind.listed)))
-    assert [args for args, _ in received(call)] == [[10], [11], [12], [13]]
-    with pytest.raises(ValueError, match="a future of 4 results"):
-        plan(Dispatch.MEGATRON_MESH, Forwarded((10, 11, 12, 13), Collect(CollectKind.listed)))
-
-
-def test_arguments_keep_their_places() -> None:
-    layout = ArgumentLayout((Slot(), Slot(2, Collect(CollectKind.listed))), (("c", Slot()),))
-    assert rebuild_arguments(layout, ["a", "b1", "b2", "c"]) == (["a", ["b1", "b2"]], {"c": "c"})
+def test_a_future_is_no_argument() -> None:
+    with pytest.raises(ValueError, match=r"give future.get\(\)"):
+        plan(Dispatch.MEGATRON_MESH, rows(1, 2), later=WorkerFuture((), (), Collect(CollectKind.listed)))

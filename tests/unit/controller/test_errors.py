@@ -19,7 +19,6 @@ def failure(rank: int, kind: FailureKind, time_s: float) -> RankFailure:
         ([(0, FailureKind.communication, 1.0), (1, FailureKind.exception, 4.0)], 1),
         ([(0, FailureKind.communication, 1.0), (1, FailureKind.death, 9.0), (2, FailureKind.communication, 0.5)], 1),
         ([(0, FailureKind.death, 9.0), (1, FailureKind.exception, 4.0)], 1),
-        ([(0, FailureKind.upstream, 1.0), (1, FailureKind.communication, 4.0)], 1),
         ([(0, FailureKind.communication, 2.0), (1, FailureKind.communication, 1.0)], 1),
     ],
 )
@@ -44,3 +43,11 @@ def test_a_timeout_tells_what_every_rank_does() -> None:
     assert 'actor rank 0 (node 10.0.0.1, pid 7): in update, phase forward > reduce for 61 s\n  File "a.py", line 1, in f' in text
     assert "actor rank 1 (node 10.0.0.1, pid 7): idle" in text
     assert "actor rank 2 (node 10.0.0.1): no answer from the process" in text
+
+
+def test_a_construction_that_takes_too_long_names_its_rank() -> None:
+    location = Location("10.0.0.1", 8, "")
+    activity = RankActivity(location, "__init__", "reading weights", 61.4, '  File "a.py", line 1, in f\n')
+    text = str(PhaseTimeoutError("actor", "__init__", 60.0, [RankReport("actor", 1, "10.0.0.1", activity)], rank=1))
+    assert text.startswith("the construction of actor rank 1 (its model is read, its engine starts) took longer than phase_time_limit_s=60")
+    assert 'pid 8): in __init__, phase reading weights for 61 s\n  File "a.py", line 1, in f' in text

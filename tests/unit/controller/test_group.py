@@ -11,8 +11,8 @@ from megarl.controller.futures import DerivedFuture, gather, wait_for_any
 from megarl.controller.group import RayWorkerGroup
 from megarl.controller.messages import FailureKind
 from megarl.controller.resource_pool import RayResourcePool
-from megarl.controller.worker_class import RayClassWithInitArgs, create_colocated_worker_cls
-from tests.unit.controller.workers import BrokenWorker, ClashingWorker, CollectiveWorker, EchoWorker
+from megarl.controller.worker import RayClassWithInitArgs, create_colocated_worker_cls
+from tests.unit.controller.workers import BrokenWorker, ClashingWorker, CollectiveWorker, EchoWorker, LayoutOfThree
 
 
 @pytest.fixture(scope="module")
@@ -104,8 +104,8 @@ def test_execute_by_rank_and_on_all(group: RayWorkerGroup) -> None:
         group.execute_rank_async(4, "who")
     with pytest.raises(ValueError, match="'actor', has no method 'nothing'"):
         group.execute_all_sync("nothing")
-    with pytest.raises(AttributeError, match="EchoWorker has no registered method 'make_numbers'"):
-        group.make_numbers(1)
+    with pytest.raises(AttributeError, match="EchoWorker has no registered method 'unregistered'"):
+        group.unregistered()
 
 
 def test_fused_roles_share_processes(fused: dict) -> None:
@@ -115,25 +115,12 @@ def test_fused_roles_share_processes(fused: dict) -> None:
     assert fused["critic"].world_size == 2
 
 
-def test_a_future_goes_to_another_group_part_by_part(group: RayWorkerGroup, fused: dict) -> None:
+def test_a_future_is_refused_as_an_argument(group: RayWorkerGroup, fused: dict) -> None:
     doubled = group.scale_later(numbered(5), 2)
-    again = fused["critic"].scale_later(doubled, 10)
-    joined = numbered(5).select(non_tensor_batch_keys=["uid"], batch_keys=[]).union(again)
-    assert joined.batch["x"].tolist() == [0, 20, 40, 60, 80]
-    assert doubled.get(timeout=30).batch["x"].tolist() == [0, 2, 4, 6, 8]
-    assert fused["reward"].size_of(group.scale_later(numbered(5), 2)).get() == [("DataProto", 5)] * 2
-    single = group.execute_rank_async(0, "scale_later", numbered(4), 2)
-    with pytest.raises(RuntimeError, match="a future that holds a whole batch"):
-        fused["critic"].scale(single, 1)
-
-
-def test_a_result_goes_from_one_rank_to_all_without_the_driver(group: RayWorkerGroup, fused: dict) -> None:
-    numbers = group.execute_rank_async(3, "make_numbers", 1000)
-    assert fused["reward"].load(numbers).get() == [499500 + 3000] * 2
-    several = [group.execute_rank_async(rank, "make_numbers", 8) for rank in range(2)]
-    assert fused["reward"].size_of(several).get() == [("list", 2)] * 2
-    with pytest.raises(ValueError, match="nothing but futures of a single rank"):
-        fused["reward"].size_of([several[0], 1])
+    with pytest.raises(ValueError, match=r"give future.get\(\)"):
+        fused["critic"].scale_later(doubled, 10)
+    joined = numbered(5).select(non_tensor_batch_keys=["uid"], batch_keys=[]).union(doubled)
+    assert joined.batch["x"].tolist() == [0, 2, 4, 6, 8]
 
 
 def test_gather_waits_for_groups_together_and_spans_tell_when(group: RayWorkerGroup, fused: dict) -> None:
@@ -195,6 +182,8 @@ def test_classes_that_cannot_work_are_refused(ray_cluster: None) -> None:
     pool = RayResourcePool([1], use_gpu=False)
     with pytest.raises(ValueError, match="ClashingWorker.shutdown cannot be registered"):
         RayWorkerGroup(pool, RayClassWithInitArgs(ClashingWorker))
+    with pytest.raises(ValueError, match="role 'actor' has a layout of 3 ranks, but its pool 'pool' has 1 processes"):
+        RayWorkerGroup(pool, RayClassWithInitArgs(LayoutOfThree), role="actor")
     pool.release()
 
 

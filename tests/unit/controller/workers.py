@@ -8,12 +8,10 @@ import sys
 import time
 from typing import Any
 
-import numpy as np
 import torch
 
 from megarl.batch.data_proto import DataProto
-from megarl.controller.dispatch import Dispatch
-from megarl.controller.mesh import MeshCoordinate
+from megarl.controller.dispatch import Dispatch, Mesh, MeshCoordinate
 from megarl.controller.register import register
 from megarl.controller.worker import Worker
 
@@ -25,11 +23,11 @@ class EchoWorker(Worker):
 
     def __init__(self, tensor_parallel_size: int = 1, *, label: str = "echo") -> None:
         self.seen_at_construction = {name: os.environ.get(name) for name in LAUNCH} | {"threads": torch.get_num_threads()}
-        self.tensor_parallel_size = tensor_parallel_size
         self.label = label
 
-    def mesh_coordinate(self) -> MeshCoordinate:
-        return MeshCoordinate(dp=self.rank // self.tensor_parallel_size, tp=self.rank % self.tensor_parallel_size)
+    @classmethod
+    def mesh(cls, world_size: int, tensor_parallel_size: int = 1, *, label: str = "echo") -> Mesh:
+        return tuple(MeshCoordinate(dp=rank // tensor_parallel_size, tp=rank % tensor_parallel_size) for rank in range(world_size))
 
     @register(Dispatch.ONE_TO_ALL)
     def about(self) -> dict[str, Any]:
@@ -77,14 +75,7 @@ class EchoWorker(Worker):
     def size_of(self, value: Any) -> tuple[str, int]:
         return type(value).__name__, len(value)
 
-    def make_numbers(self, count: int) -> np.ndarray:
-        with self.phase("gather"):
-            return np.arange(count, dtype=np.float32) + self.rank
-
-    @register(Dispatch.ONE_TO_ALL, blocking=False)
-    def load(self, numbers: np.ndarray) -> float:
-        with self.phase("load"):
-            return float(numbers.sum())
+    def unregistered(self) -> None: ...
 
     # ---- ways to fail
 
@@ -132,6 +123,25 @@ class BrokenWorker(Worker):
     @register(Dispatch.ONE_TO_ALL)
     def work(self) -> int:
         return self.rank
+
+
+class SlowToStart(Worker):
+    """Rank 1 takes minutes."""
+
+    def __init__(self) -> None:
+        if self.rank == 1:
+            with self.phase("reading weights"):
+                time.sleep(120)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def work(self) -> int:
+        return self.rank
+
+
+class LayoutOfThree(Worker):
+    @classmethod
+    def mesh(cls, world_size: int) -> Mesh:
+        return Worker.mesh(3)
 
 
 class ClashingWorker(Worker):

@@ -27,7 +27,7 @@ from megarl.config.schema import (
 )
 from megarl.controller.group import RayWorkerGroup, RoleGroup
 from megarl.controller.resource_pool import RayResourcePool
-from megarl.controller.worker_class import RayClassWithInitArgs, create_colocated_worker_cls
+from megarl.controller.worker import RayClassWithInitArgs, create_colocated_worker_cls
 from megarl.engine.spec import ModelSpec
 from megarl.roles.models import Actor, Critic, Reference, UpdatePlan
 from megarl.roles.rollout import TokenRules

@@ -17,7 +17,7 @@ from torch import Tensor
 from megarl.batch.data_proto import DataProto
 from megarl.config.schema import ParallelConfig, SamplingConfig
 from megarl.controller.errors import WorkerError
-from megarl.controller.worker_class import RayClassWithInitArgs
+from megarl.controller.worker import RayClassWithInitArgs
 from megarl.data.padding import pad_left
 from megarl.roles.models import Actor
 from megarl.roles.rollout import Rollout

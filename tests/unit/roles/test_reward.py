@@ -11,6 +11,7 @@ import torch
 from megarl.batch.data_proto import DataProto
 from megarl.config.schema import RewardConfig, RewardFunctionConfig
 from megarl.controller.futures import RemoteFuture
+from megarl.controller.register import RemoteMethod
 from megarl.data.padding import pad_right
 from megarl.roles.reward import Reward
 from megarl.workers.reward import RewardWorker
@@ -86,8 +87,8 @@ class InThisProcess:
     def __init__(self, worker: RewardWorker) -> None:
         self._worker = worker
 
-    def score(self, batch: DataProto) -> Scored:
-        return Scored(self._worker.score(batch))
+    def call(self, method: RemoteMethod, batch: DataProto) -> Scored:
+        return Scored(getattr(self._worker, method.name)(batch))
 
 
 def two_answers() -> DataProto:

@@ -15,11 +15,12 @@ from megarl.config.architecture import read_architecture
 from megarl.config.schema import Device, DType, EngineConfig, MicroBatchConfig, OverlongConversation, ParallelConfig
 from megarl.controller.dispatch import route_mesh
 from megarl.controller.futures import RemoteFuture
-from megarl.controller.mesh import MeshCoordinate
+from megarl.controller.register import RemoteMethod
 from megarl.data.padding import join, pad_left, pad_right
 from megarl.engine.spec import ModelSpec
 from megarl.roles.reward import RewardModel
-from megarl.workers.reward_model import Reading
+from megarl.workers.megatron import megatron_mesh
+from megarl.workers.reward_model import Reading, RewardModelWorker
 from tests.ranks import RankPool
 from tests.unit.data.chats import character_tokenizer, user
 from tests.unit.engine.rank_side import LAYOUTS, MIXED_LAYOUTS
@@ -70,10 +71,9 @@ def reference_scores(folder: str, side: str, max_length: int = 1000) -> Tensor:
         return model(pad.ids, attention_mask=pad.mask, position_ids=positions).logits[:, 0]
 
 
-def score_in_rank(parallel: ParallelConfig, parts: Sequence[DataProto], folders: dict[str, str], reading: Reading) -> tuple[Any, DataProto]:
+def score_in_rank(parallel: ParallelConfig, parts: Sequence[DataProto], folders: dict[str, str], reading: Reading) -> DataProto:
     """In a rank: the worker as a worker process builds it, but for the process group, which is there."""
     from megarl.workers import megatron
-    from megarl.workers.reward_model import RewardModelWorker
     from tests.unit.engine.rank_side import start
 
     megatron._groups = start(parallel)
@@ -89,8 +89,8 @@ def score_in_rank(parallel: ParallelConfig, parts: Sequence[DataProto], folders:
     )
     try:
         worker = RewardModelWorker(spec, reading)
-        place = worker.mesh_coordinate()
-        return tuple(place), worker.score_conversations(parts[place.dp])
+        replica = megatron.megatron_mesh(parallel)[torch.distributed.get_rank()].dp
+        return worker.score_conversations(parts[replica])
     finally:
         megatron._groups = None
 
@@ -101,12 +101,12 @@ class Ranks:
     def __init__(self, pool: RankPool, parallel: ParallelConfig, **arguments: Any) -> None:
         self._pool, self._parallel, self._arguments = pool, parallel, arguments
 
-    def score_conversations(self, parts: list[DataProto]) -> RemoteFuture:
+    def call(self, method: RemoteMethod, parts: list[DataProto]) -> RemoteFuture:
+        assert method is RewardModelWorker.score_conversations
         results = self._pool.run(
             score_in_rank, world_size=self._parallel.world_size, parallel=self._parallel, parts=parts, **self._arguments
         )
-        route = route_mesh(len(results), [MeshCoordinate(*place) for place, _ in results])
-        return Arrived([results[rank][1] for rank in route.results])
+        return Arrived([results[rank] for rank in route_mesh(megatron_mesh(self._parallel)).results])
 
 
 class Arrived(RemoteFuture):

@@ -16,12 +16,12 @@ from safetensors.torch import load_file
 
 from megarl.config.architecture import read_architecture
 from megarl.config.schema import Device, DType, ModelConfig, ParallelConfig, RolloutConfig, Transport, Verify
+from megarl.controller.dispatch import Mesh
 from megarl.controller.errors import WorkerError
 from megarl.controller.futures import gather
 from megarl.controller.group import RoleGroup
-from megarl.controller.mesh import MeshCoordinate
 from megarl.controller.resource_pool import RayResourcePool
-from megarl.controller.worker_class import RayClassWithInitArgs
+from megarl.controller.worker import RayClassWithInitArgs
 from megarl.roles.replicas import ReplicaPlace, Replicas
 from megarl.roles.weight_sync import WeightSource, WeightSync
 from megarl.rollout.hf.engine import HFEngine
@@ -32,7 +32,7 @@ from megarl.weights.sender import SenderReport
 from megarl.weights.shard_layout import layouts_of, shard_shapes
 from megarl.weights.verify import WeightMismatchError
 from megarl.workers.engines import build_engine
-from megarl.workers.megatron import MegatronWorker
+from megarl.workers.megatron import MegatronWorker, megatron_mesh
 from megarl.workers.weight_export import WeightExport
 from tests.rollout_replicas import send
 from tests.unit.engine.models import save_model
@@ -223,6 +223,8 @@ def test_what_is_kept_from_push_to_push_outlives_sleep_offload_and_restarts(
 class StandInTrainer(WeightExport):
     """A tensor-parallel rank that has weights and nothing else."""
 
+    _stage = 0
+
     def __init__(self, folder: Path, parallel: ParallelConfig) -> None:
         super().__init__()
         architecture = read_architecture(str(folder))
@@ -231,8 +233,9 @@ class StandInTrainer(WeightExport):
         self._own = Shards(parameters=parameters, architecture=architecture, layout=layout, group=None)
         self._dies = False
 
-    def mesh_coordinate(self) -> MeshCoordinate:
-        return MeshCoordinate(dp=0, tp=self.rank)
+    @classmethod
+    def mesh(cls, world_size: int, folder: Path, parallel: ParallelConfig) -> Mesh:
+        return megatron_mesh(parallel)
 
     def _shards(self) -> Shards:
         return self._own
