@@ -5,7 +5,7 @@ from __future__ import annotations
 import typing
 from collections.abc import Iterator
 from dataclasses import MISSING as NO_DEFAULT
-from dataclasses import fields, is_dataclass
+from dataclasses import Field, fields, is_dataclass
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ import yaml
 from docs.generate.comments import explanation
 from megarl.config import schema
 from megarl.config.load import expected
-from megarl.config.ranges import range_of
+from megarl.config.schema.keys import Range, range_of
 
 _PRESETS = Path("configs/algorithm")
 _INTRODUCTION = """# Configuration reference
@@ -49,7 +49,7 @@ def _sections(root: type, prefix: str = "", leave_out: typing.Sequence[str] = ()
         if is_dataclass(kind):
             yield from _section(typing.cast(type, kind), default, entry.name, prefix)
         else:
-            plain.append(_row(root, entry.name, entry.name, default))
+            plain.append(_row(root, entry, entry.name, default))
     if plain:
         yield from ["### without a section\n", *_table(plain)]
 
@@ -65,9 +65,9 @@ def _section(section: type, value: Any, key: str, prefix: str) -> Iterator[str]:
         if is_dataclass(kind):
             inner.append((typing.cast(type, kind), default, f"{key}.{entry.name}"))
         else:
-            rows.append(_row(section, entry.name, f"{key}.{entry.name}", default))
+            rows.append(_row(section, entry, f"{key}.{entry.name}", default))
             if (item := _item(kind)) is not None:
-                rows += [_row(item, each.name, f"{key}.{entry.name}[].{each.name}", _default(each)) for each in fields(item)]
+                rows += [_row(item, each, f"{key}.{entry.name}[].{each.name}", _default(each)) for each in fields(item)]
     if rows:
         yield from _table(rows)
     for kind, default, inner_key in inner:
@@ -78,21 +78,20 @@ def _table(rows: list[str]) -> list[str]:
     return ["\n".join(["| key | value | default | |", "|---|---|---|---|", *rows]) + "\n"]
 
 
-def _row(owner: type, name: str, key: str, default: Any) -> str:
-    text = explanation(owner, name)
+def _row(owner: type, entry: Field[Any], key: str, default: Any) -> str:
+    text = explanation(owner, entry.name)
     if not text:
-        raise ValueError(f"{owner.__module__}: {owner.__name__}.{name} has no comment; say behind it or above it what {key} is for")
-    kind = _types(owner)[name]
+        raise ValueError(f"{owner.__module__}: {owner.__name__}.{entry.name} has no comment; say behind it or above it what {key} is for")
+    kind = _types(owner)[entry.name]
     choices = [f"`{member.value}`: {explanation(choice, member.name)}" for choice in _choices(kind) for member in choice]
-    return f"| `{key}` | {_values(kind, key)} | {_shown(default)} | {'<br>'.join(cell(line) for line in (text, *choices))} |"
+    return f"| `{key}` | {_values(kind, range_of(entry))} | {_shown(default)} | {'<br>'.join(cell(line) for line in (text, *choices))} |"
 
 
-def _values(kind: Any, key: str) -> str:
+def _values(kind: Any, allowed: Range) -> str:
     words = expected(kind)
     for choice in _choices(kind):
         words = words.replace(expected(choice), "one of these")
-    allowed = range_of(key)
-    return words if allowed is None else f"{words}, {allowed}"
+    return words if allowed == Range() else f"{words}, {allowed}"
 
 
 def _shown(value: Any) -> str:

@@ -12,9 +12,9 @@ from megarl.config.architecture import Architecture, read_architecture
 from megarl.config.derive import max_row_tokens, samples_per_step, updates_per_pass
 from megarl.config.errors import ConfigError
 from megarl.config.nearest import either, nearest_divisors, nearest_multiples
-from megarl.config.ranges import leaves, range_of
 from megarl.config.roles import REWARD_MODEL, ModelRole, model_roles, needs_reference
 from megarl.config.schema import LoggerKind, OptimConfig, PPOConfig, SFTConfig
+from megarl.config.schema.keys import leaves
 from megarl.config.violation import Violation, Violations
 
 RunConfig = PPOConfig | SFTConfig
@@ -62,9 +62,8 @@ def read_architectures(config: RunConfig) -> tuple[dict[str, Architecture], list
 
 
 def _ranges(config: RunConfig) -> Violations:
-    for key, value in leaves(config):
-        allowed = range_of(key)
-        if allowed is not None and value is not None and value not in allowed:
+    for key, value, allowed in leaves(config):
+        if isinstance(value, int | float) and value not in allowed:
             yield Violation((key,), f"is {value:g}, but must be {allowed}")
 
 

@@ -14,8 +14,8 @@ import pytest
 
 from docs.generate.configuration import reference
 from docs.generate.pages import PAGES as GENERATED
-from megarl.config.ranges import leaves
 from megarl.config.schema import PPOConfig, SFTConfig
+from megarl.config.schema.keys import leaves
 from tests.docs.pages import PAGES, ROOT, anchors, links
 
 
@@ -81,7 +81,7 @@ def test_what_is_made_from_the_code_is_current(path: str) -> None:
 def test_the_reference_has_every_key() -> None:
     page = reference()
     for kind in (PPOConfig, SFTConfig):
-        keys = [key for key, _ in leaves(kind())]
+        keys = [leaf.key for leaf in leaves(kind())]
         assert len(keys) > 40
         assert [key for key in keys if f"| `{key}` |" not in page] == []
 

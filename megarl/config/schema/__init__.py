@@ -36,7 +36,7 @@ from megarl.config.schema.algorithm import (
     ValueLossConfig,
 )
 from megarl.config.schema.data import DataConfig, Overlong, SFTDataConfig
-from megarl.config.schema.missing import MISSING
+from megarl.config.schema.keys import MISSING
 from megarl.config.schema.models import (
     ActorConfig,
     CriticConfig,

@@ -7,6 +7,7 @@ from enum import Enum
 
 from megarl.config.kinds.advantage_estimators import AdvantageEstimator
 from megarl.config.kinds.policy_losses import Aggregation, PolicyLossKind
+from megarl.config.schema.keys import ranged
 
 
 class KLWhere(str, Enum):
@@ -60,8 +61,8 @@ class RejectionLevel(str, Enum):
 @dataclass(frozen=True, kw_only=True)
 class AdvantageConfig:
     estimator: AdvantageEstimator = AdvantageEstimator.gae  # how good a token was, from rewards; see the page on algorithms
-    gamma: float = 1.0  # discount of later rewards: gae, reinforce_plus_plus
-    lam: float = 1.0  # gae: 1 trusts the rewards, 0 the critic
+    gamma: float = ranged(1.0, at_least=0, at_most=1)  # discount of later rewards: gae, reinforce_plus_plus
+    lam: float = ranged(1.0, at_least=0, at_most=1)  # gae: 1 trusts the rewards, 0 the critic
     normalize_by_std: bool = True  # grpo, grpo_pass_k: divide by the group's deviation; false is Dr. GRPO (Liu et al. 2025)
 
 
@@ -69,18 +70,18 @@ class AdvantageConfig:
 class SAPOConfig:
     """How sharply a ratio's weight falls away from 1; the larger for tokens that are to become less likely (Gao et al. 2025)."""
 
-    temperature_positive: float = 1.0  # of tokens with an advantage above 0
-    temperature_negative: float = 1.05  # of the others
+    temperature_positive: float = ranged(1.0, above=0)  # of tokens with an advantage above 0
+    temperature_negative: float = ranged(1.05, above=0)  # of the others
 
 
 @dataclass(frozen=True, kw_only=True)
 class CovarianceConfig:
     """Which tokens clip_cov and kl_cov treat apart (Cui et al. 2025)."""
 
-    share: float = 0.0002  # of a mini-batch's tokens
+    share: float = ranged(0.0002, above=0, at_most=1)  # of a mini-batch's tokens
     low: float = 1.0  # clip_cov: the covariances that it draws from
     high: float = 5.0  # the upper end of those
-    kl_coefficient: float = 1.0  # kl_cov
+    kl_coefficient: float = ranged(1.0, at_least=0)  # kl_cov
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,32 +89,33 @@ class PolicyLossConfig:
     kind: PolicyLossKind = PolicyLossKind.ppo_clip  # the loss of one token; see the page on algorithms
     # The ratio is kept in [1 - clip_low, 1 + clip_high]. gmpo: its logarithm in [-clip_low, clip_high]. dppo_*: limits of the divergence
     # for tokens that became less and more likely. sapo, gpg and kl_cov have no bounds.
-    clip_low: float = 0.2
-    clip_high: float = 0.2  # as clip_low, above
-    clip_dual: float | None = None  # ppo_clip: limit c > 1 of the ratio where A < 0 (Ye et al. 2020); dppo_*: limit of every ratio
+    clip_low: float = ranged(0.2, above=0, below=1)
+    clip_high: float = ranged(0.2, above=0)  # as clip_low, above
+    # ppo_clip: limit c > 1 of the ratio where A < 0 (Ye et al. 2020); dppo_*: limit of every ratio
+    clip_dual: float | None = ranged(None, above=1)
     aggregation: Aggregation = Aggregation.token_mean  # from the losses of tokens to one number
-    norm_tokens: int | None = None  # sequence_mean_token_sum_norm: the constant that a row's sum is divided by
+    norm_tokens: int | None = ranged(None, at_least=1)  # sequence_mean_token_sum_norm: the constant that a row's sum is divided by
     sapo: SAPOConfig = field(default_factory=SAPOConfig)
     covariance: CovarianceConfig = field(default_factory=CovarianceConfig)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ValueLossConfig:
-    clip: float | None = 0.2  # how far a value may move from that before the update; null: as far as it likes
+    clip: float | None = ranged(0.2, above=0)  # how far a value may move from that before the update; null: as far as it likes
 
 
 @dataclass(frozen=True, kw_only=True)
 class KLControllerConfig:
     kind: KLControllerKind = KLControllerKind.fixed  # whether the coefficient in the reward is steered
-    target: float = 0.1  # adaptive: the KL that the coefficient is steered to
-    horizon: int = 10000  # samples
+    target: float = ranged(0.1, above=0)  # adaptive: the KL that the coefficient is steered to
+    horizon: int = ranged(10000, at_least=1)  # samples
 
 
 @dataclass(frozen=True, kw_only=True)
 class KLConfig:
     where: KLWhere = KLWhere.reward  # what the divergence from the reference is charged to
     estimator: KLEstimator = KLEstimator.k1  # how the divergence is estimated from a drawn token
-    coefficient: float = 0.001  # its weight
+    coefficient: float = ranged(0.001, at_least=0)  # its weight
     controller: KLControllerConfig = field(default_factory=KLControllerConfig)
 
 
@@ -124,7 +126,7 @@ class RejectionConfig:
     estimator: RejectionEstimator = RejectionEstimator.none  # of the divergence
     level: RejectionLevel = RejectionLevel.geometric  # what the estimate is taken over
     low: float | None = None  # for k1, which can be negative
-    high: float = 0.01  # responses above it are left out
+    high: float = ranged(0.01, above=0)  # responses above it are left out
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,8 +135,8 @@ class RolloutCorrectionConfig:
 
     level: CorrectionLevel = CorrectionLevel.none  # what a weight is taken over
     kind: CorrectionKind = CorrectionKind.truncate  # what becomes of a weight out of bounds
-    low: float = 0.5  # mask
-    high: float = 2.0  # the largest weight
+    low: float = ranged(0.5, at_least=0)  # mask
+    high: float = ranged(2.0, above=0)  # the largest weight
     rejection: RejectionConfig = field(default_factory=RejectionConfig)
     bypass: bool = False  # the rollout engine's log-probs are the old ones, so that the trainer does not compute them again
 
@@ -147,8 +149,8 @@ class RolloutCorrectionConfig:
 class OverlongConfig:
     """A penalty that grows over the last tokens of `data.max_response_length` (Yu et al. 2025, DAPO, eq. 13)."""
 
-    buffer_share: float = 0.0  # of max_response_length, over which it grows; 0: no penalty
-    penalty: float = 1.0  # of a response that fills max_response_length
+    buffer_share: float = ranged(0.0, at_least=0, at_most=1)  # of max_response_length, over which it grows; 0: no penalty
+    penalty: float = ranged(1.0, above=0)  # of a response that fills max_response_length
 
     def buffer_tokens(self, max_response_length: int) -> int:
         """At least one where there is a share."""
@@ -160,7 +162,7 @@ class DynamicSamplingConfig:
     """Prompts whose samples all have the same score are dropped and others take their place (DAPO, section 3.2)."""
 
     enabled: bool = False  # needs an estimator that compares the samples of a prompt
-    max_generations: int = 4  # rounds of generation in one step, the first included
+    max_generations: int = ranged(4, at_least=1)  # rounds of generation in one step, the first included
 
 
 @dataclass(frozen=True, kw_only=True)

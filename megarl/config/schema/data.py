@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
-from megarl.config.schema.missing import MISSING
+from megarl.config.schema.keys import MISSING, ranged
 
 
 class Overlong(str, Enum):
@@ -18,11 +18,11 @@ class DataConfig:
     # parquet files of prompts
     train_files: list[str] = MISSING  # type: ignore[assignment]
     val_files: list[str] = field(default_factory=list)  # held-out prompts, for validation
-    max_prompt_length: int = 1024  # tokens, the chat template's included
-    max_response_length: int = 1024  # tokens
+    max_prompt_length: int = ranged(1024, at_least=1)  # tokens, the chat template's included
+    max_response_length: int = ranged(1024, at_least=1)  # tokens
     overlong: Overlong = Overlong.refuse  # what happens to prompts of more tokens than that
     shuffle: bool = True  # a new order in each epoch
-    seed: int = 0  # of that order
+    seed: int = ranged(0, at_least=0)  # of that order
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +32,7 @@ class SFTDataConfig:
     # parquet files of chats
     train_files: list[str] = MISSING  # type: ignore[assignment]
     val_files: list[str] = field(default_factory=list)  # held-out chats, whose loss is logged
-    max_length: int = 2048  # tokens of a whole chat
+    max_length: int = ranged(2048, at_least=1)  # tokens of a whole chat
     overlong: Overlong = Overlong.refuse  # what happens to chats of more tokens than that
     shuffle: bool = True  # a new order in each epoch
-    seed: int = 0  # of that order
+    seed: int = ranged(0, at_least=0)  # of that order

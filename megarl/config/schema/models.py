@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
-from megarl.config.schema.missing import MISSING
+from megarl.config.schema.keys import MISSING, ranged
 
 
 class DType(str, Enum):
@@ -38,10 +38,10 @@ class ModelConfig:
 class ParallelConfig:
     """Megatron's parallel sizes of one role. `data_parallel_size` replicas of (tensor x pipeline) ranks."""
 
-    tensor_parallel_size: int = 1  # ranks that share each layer's matrices, on one node
-    pipeline_parallel_size: int = 1  # stages of consecutive layers
-    virtual_pipeline_parallel_size: int | None = None  # pieces of layers that a stage holds, so that stages wait less
-    data_parallel_size: int = 1  # replicas, each with a share of the batch
+    tensor_parallel_size: int = ranged(1, at_least=1)  # ranks that share each layer's matrices, on one node
+    pipeline_parallel_size: int = ranged(1, at_least=1)  # stages of consecutive layers
+    virtual_pipeline_parallel_size: int | None = ranged(None, at_least=2)  # pieces of layers that a stage holds, so that stages wait less
+    data_parallel_size: int = ranged(1, at_least=1)  # replicas, each with a share of the batch
     sequence_parallel: bool = False  # between matrices, tensor-parallel ranks share the tokens: less memory
 
     @property
@@ -51,22 +51,22 @@ class ParallelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimConfig:
-    lr: float = 1e-6  # after the warm-up
+    lr: float = ranged(1e-6, above=0)  # after the warm-up
     betas: list[float] = field(default_factory=lambda: [0.9, 0.95])  # Adam's two moments
-    eps: float = 1e-8  # Adam's
-    weight_decay: float = 0.01  # decoupled (AdamW); not on norms and biases
-    clip_grad: float = 1.0  # by global norm; 0 switches it off
-    warmup_steps: int = 0  # optimizer steps, linear from 0
+    eps: float = ranged(1e-8, above=0)  # Adam's
+    weight_decay: float = ranged(0.01, at_least=0)  # decoupled (AdamW); not on norms and biases
+    clip_grad: float = ranged(1.0, at_least=0)  # by global norm; 0 switches it off
+    warmup_steps: int = ranged(0, at_least=0)  # optimizer steps, linear from 0
     decay: Decay = Decay.constant  # of the rate, from the warm-up to the last step
-    min_lr: float = 0.0  # where the decay ends
+    min_lr: float = ranged(0.0, at_least=0)  # where the decay ends
 
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatchConfig:
     """How a rank's rows are cut into micro-batches: by count, or by a budget of tokens. Exactly one is given."""
 
-    sequences: int | None = None  # so many rows at a time
-    max_tokens: int | None = None  # as many rows as have so many tokens together: the lever on activation memory
+    sequences: int | None = ranged(None, at_least=1)  # so many rows at a time
+    max_tokens: int | None = ranged(None, at_least=1)  # as many rows as have so many tokens together: the lever on activation memory
 
 
 @dataclass(frozen=True, kw_only=True)

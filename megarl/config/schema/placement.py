@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
+from megarl.config.schema.keys import ranged
+
 
 class PlacementStrategy(str, Enum):
     split_collocate = "split_collocate"  # actor and reference, critic and reward, rollout: side by side
@@ -22,9 +24,9 @@ class OverBudget(str, Enum):
 @dataclass(frozen=True, kw_only=True)
 class PlacementConfig:
     strategy: PlacementStrategy = PlacementStrategy.split_collocate  # see the page on placements
-    num_nodes: int = 1  # the plan's pools are spread over so many
-    devices_per_node: int | None = None  # None: as many as the roles need
+    num_nodes: int = ranged(1, at_least=1)  # the plan's pools are spread over so many
+    devices_per_node: int | None = ranged(None, at_least=1)  # None: as many as the roles need
     roles: dict[str, str] = field(default_factory=dict)  # custom: role -> pool; the roles of one pool take turns
     pools: dict[str, list[int]] = field(default_factory=dict)  # custom: pool -> its devices on each node
-    device_memory_gb: float | None = None  # of one device, in 2**30 bytes; None: nothing is compared with the plan's sum
+    device_memory_gb: float | None = ranged(None, above=0)  # of one device, in 2**30 bytes; None: nothing is compared with the plan's sum
     over_budget: OverBudget = OverBudget.refuse  # what happens where a device would hold more than it has

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
-from megarl.config.schema.missing import MISSING
+from megarl.config.schema.keys import MISSING, ranged
 from megarl.config.schema.models import MicroBatchConfig, ParallelConfig
 
 
@@ -34,7 +34,7 @@ class RewardModelConfig:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     micro_batch: MicroBatchConfig = field(default_factory=lambda: MicroBatchConfig(max_tokens=16384))
     weight: float = 1.0  # what its score is multiplied by
-    max_length: int | None = None  # of its own tokens; None: as many as it has positions, and a micro-batch has room
+    max_length: int | None = ranged(None, at_least=1)  # of its own tokens; None: as many as it has positions, and a micro-batch has room
     overlong: OverlongConversation = OverlongConversation.refuse  # what happens to longer conversations
 
 
@@ -42,6 +42,7 @@ class RewardModelConfig:
 class RewardConfig:
     functions: list[RewardFunctionConfig] = field(default_factory=list)  # their weighted scores are added; see the page on rewards
     model: RewardModelConfig = field(default_factory=RewardModelConfig)
-    time_limit_s: float = 10.0  # of one sample, from when its scoring begins
-    max_error_rate: float = 0.0  # share of a batch's samples whose scoring may fail (scored as 0 and reported)
-    num_processes: int = 2  # that score at the same time
+    time_limit_s: float = ranged(10.0, above=0)  # of one sample, from when its scoring begins
+    # share of a batch's samples whose scoring may fail (scored as 0 and reported)
+    max_error_rate: float = ranged(0.0, at_least=0, at_most=1)
+    num_processes: int = ranged(2, at_least=1)  # that score at the same time

@@ -7,6 +7,7 @@ from enum import Enum
 from typing import Any
 
 from megarl.config.kinds.rollout_engines import RolloutEngineKind
+from megarl.config.schema.keys import ranged
 
 
 class SGLangMode(str, Enum):
@@ -29,11 +30,11 @@ class Verify(str, Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingConfig:
-    n: int = 1  # samples per prompt
-    temperature: float = 1.0  # 0 is greedy
-    top_p: float = 1.0  # the most likely tokens with so much probability together; 1: all
+    n: int = ranged(1, at_least=1)  # samples per prompt
+    temperature: float = ranged(1.0, at_least=0)  # 0 is greedy
+    top_p: float = ranged(1.0, above=0, at_most=1)  # the most likely tokens with so much probability together; 1: all
     top_k: int = -1  # so many of the most likely tokens; -1: all
-    min_new_tokens: int = 0  # before the end token may come
+    min_new_tokens: int = ranged(0, at_least=0)  # before the end token may come
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,15 +47,15 @@ class SGLangConfig:
 @dataclass(frozen=True, kw_only=True)
 class RolloutConfig:
     engine: RolloutEngineKind = RolloutEngineKind.hf  # what generates
-    num_replicas: int = 1  # engines, each with a whole copy of the model
-    tensor_parallel_size: int = 1  # devices of one engine
-    n: int = 1  # samples per prompt
-    temperature: float = 1.0  # above 0; the trainer divides its logits by it too
-    top_p: float = 1.0  # 1 for training: a cut sampler draws from another distribution
+    num_replicas: int = ranged(1, at_least=1)  # engines, each with a whole copy of the model
+    tensor_parallel_size: int = ranged(1, at_least=1)  # devices of one engine
+    n: int = ranged(1, at_least=1)  # samples per prompt
+    temperature: float = ranged(1.0, at_least=0)  # above 0; the trainer divides its logits by it too
+    top_p: float = ranged(1.0, above=0, at_most=1)  # 1 for training: a cut sampler draws from another distribution
     top_k: int = -1  # -1 for training, for the same reason
-    max_concurrency: int = 256  # sequences that one replica generates at the same time
-    restart_limit: int = 3  # replicas that may be started anew in one run
-    health_limit_s: float = 120.0  # an engine that makes no progress for so long is taken for hung
+    max_concurrency: int = ranged(256, at_least=1)  # sequences that one replica generates at the same time
+    restart_limit: int = ranged(3, at_least=0)  # replicas that may be started anew in one run
+    health_limit_s: float = ranged(120.0, above=0)  # an engine that makes no progress for so long is taken for hung
     validation: SamplingConfig = field(default_factory=SamplingConfig)
     sglang: SGLangConfig = field(default_factory=SGLangConfig)
 
@@ -75,7 +76,8 @@ class RolloutConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ReshardingConfig:
-    bucket_mb: float = 512.0  # of tensors that are on their way at a time, in 2**20 bytes; what a push of weights costs in memory
+    # of tensors that are on their way at a time, in 2**20 bytes; what a push of weights costs in memory
+    bucket_mb: float = ranged(512.0, above=0)
     transport: Transport = Transport.auto  # how weights go from the trainer to the engines
     verify: Verify = Verify.first  # compare checksums of every tensor, trainer and engine
-    max_log_prob_difference: float = 0.1  # mean |trainer - engine| over the first batch's tokens, above which the run ends
+    max_log_prob_difference: float = ranged(0.1, above=0)  # mean |trainer - engine| over the first batch's tokens, above which the run ends

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from megarl.config.kinds.loggers import LoggerKind
+from megarl.config.schema.keys import ranged
 
 
 class Device(str, Enum):
@@ -17,7 +18,7 @@ class Device(str, Enum):
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     packing: bool = True  # False: right-padded batches, kept as the reference
-    log_prob_chunk_tokens: int = 1024  # logits are made for so many tokens at a time
+    log_prob_chunk_tokens: int = ranged(1024, at_least=1)  # logits are made for so many tokens at a time
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,8 +26,8 @@ class CheckpointConfig:
     """When a run's whole state is saved, where, and what a run that starts does with what is there."""
 
     dir: str | None = None  # None: `checkpoints` in `trainer.output_dir`
-    every_steps: int = 0  # and after the last step; 0: only where SIGTERM ends the run
-    keep: int = 2  # complete checkpoints; 0: all
+    every_steps: int = ranged(0, at_least=0)  # and after the last step; 0: only where SIGTERM ends the run
+    keep: int = ranged(2, at_least=0)  # complete checkpoints; 0: all
     save_hf: bool = True  # the policy as a Hugging Face folder, in each checkpoint and at the end in `output_dir/huggingface`
     asynchronous: bool = True  # files are written while training goes on
     resume: str = "auto"  # auto: from the latest checkpoint, where there is one; disable; or the path of one
@@ -34,25 +35,25 @@ class CheckpointConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerConfig:
-    total_steps: int = 100  # each generates, scores and learns once
-    prompts_per_step: int = 256  # times `rollout.n` samples
-    updates_per_step: int = 1  # optimizer steps in one pass over a step's samples
-    epochs_per_batch: int = 1  # passes over a step's samples
-    critic_warmup_steps: int = 0  # first steps, in which only the critic learns
-    validate_every_steps: int = 0  # 0: only where `validate_before` and the end ask for it
+    total_steps: int = ranged(100, at_least=1)  # each generates, scores and learns once
+    prompts_per_step: int = ranged(256, at_least=1)  # times `rollout.n` samples
+    updates_per_step: int = ranged(1, at_least=1)  # optimizer steps in one pass over a step's samples
+    epochs_per_batch: int = ranged(1, at_least=1)  # passes over a step's samples
+    critic_warmup_steps: int = ranged(0, at_least=0)  # first steps, in which only the critic learns
+    validate_every_steps: int = ranged(0, at_least=0)  # 0: only where `validate_before` and the end ask for it
     validate_before: bool = True  # validate before the first step
-    phase_time_limit_s: float = 1800.0  # a phase that takes longer ends the run, with every rank's stack
-    seed: int = 0  # of sampled tokens, mini-batches and new weights
+    phase_time_limit_s: float = ranged(1800.0, above=0)  # a phase that takes longer ends the run, with every rank's stack
+    seed: int = ranged(0, at_least=0)  # of sampled tokens, mini-batches and new weights
     output_dir: str = "outputs/run"  # metrics, timeline, checkpoints, the trained model
 
 
 @dataclass(frozen=True, kw_only=True)
 class SFTTrainerConfig:
-    total_steps: int = 100  # optimizer steps
-    samples_per_step: int = 256  # chats of one optimizer step
-    validate_every_steps: int = 0  # 0: only at the end
-    phase_time_limit_s: float = 1800.0  # a phase that takes longer ends the run, with every rank's stack
-    seed: int = 0  # of new weights
+    total_steps: int = ranged(100, at_least=1)  # optimizer steps
+    samples_per_step: int = ranged(256, at_least=1)  # chats of one optimizer step
+    validate_every_steps: int = ranged(0, at_least=0)  # 0: only at the end
+    phase_time_limit_s: float = ranged(1800.0, above=0)  # a phase that takes longer ends the run, with every rank's stack
+    seed: int = ranged(0, at_least=0)  # of new weights
     output_dir: str = "outputs/sft"  # metrics, timeline, checkpoints, the trained model
 
 
@@ -62,4 +63,4 @@ class TrackingConfig:
     loggers: list[LoggerKind] = field(default_factory=lambda: [LoggerKind.console, LoggerKind.jsonl, LoggerKind.tensorboard])
     project: str = "megarl"  # of the run in wandb and swanlab; the experiment in mlflow
     run_name: str | None = None  # there; None: the name of `trainer.output_dir`
-    log_generations: int = 8  # samples written per validation
+    log_generations: int = ranged(8, at_least=0)  # samples written per validation

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from megarl.config.load import load_config
 from megarl.config.nearest import nearest_divisors, nearest_multiples
-from megarl.config.ranges import RANGES, leaves, range_of
 from megarl.config.schema import PPOConfig, SFTConfig
+from megarl.config.schema.keys import Range, leaves
 from megarl.config.validate import validate
 from tests.unit.config.folders import model_folder, ppo_values, sft_values, write_yaml
 
@@ -191,10 +194,67 @@ def test_nearest_values() -> None:
     assert nearest_divisors(4, 9) == [4]
 
 
-def test_the_tables_match_what_they_describe() -> None:
-    """A range of a key that was renamed would check nothing."""
-    keys = {key for config in (PPOConfig(), SFTConfig()) for key, _ in leaves(config)}
-    for tail in RANGES:
-        assert any(key == tail or key.endswith(f".{tail}") for key in keys), tail
-    numbers = {key for key, value in leaves(PPOConfig()) if isinstance(value, int | float) and not isinstance(value, bool)}
-    assert {key for key in numbers if range_of(key) is None} == {"rollout.top_k", "rollout.validation.top_k"}  # -1 or 1 and above
+def test_a_number_without_a_range_is_so_on_purpose() -> None:
+    """Any finite number would do, or a rule says more."""
+    numbers = {leaf.key for leaf in leaves(PPOConfig()) if isinstance(leaf.value, int | float) and not isinstance(leaf.value, bool)}
+    assert {leaf.key for leaf in leaves(PPOConfig()) if leaf.key in numbers and leaf.range == Range()} == {
+        "algorithm.entropy_coefficient",
+        "algorithm.policy_loss.covariance.low",
+        "algorithm.policy_loss.covariance.high",
+        "reward.model.weight",
+        "rollout.top_k",  # -1, or 1 and above
+        "rollout.validation.top_k",
+    }
+
+
+def test_every_range_is_held(ppo: str) -> None:
+    """All numbers beyond one end of their ranges at the same time, those that are null by default too: each is named, with its value and
+    its range."""
+    config = load_config(PPOConfig, ppo, ["reward.functions=[{path: score.py}]"])
+    tried = 0
+    for end, step in (("at_least", -1), ("above", 0), ("at_most", 1), ("below", 0)):
+        beyond = {leaf.key: value + step for leaf in leaves(config) if math.isfinite(value := getattr(leaf.range, end))}
+        found = {str(violation) for violation in validate(changed(config, beyond))}
+        ranges = {leaf.key: leaf.range for leaf in leaves(config)}
+        assert {f"{key}: is {value:g}, but must be {ranges[key]}" for key, value in beyond.items()} - found == set()
+        tried += len(beyond)
+    assert tried > 90
+    no_number = {leaf.key: math.nan for leaf in leaves(config) if isinstance(leaf.value, float)}
+    found = {str(violation) for violation in validate(changed(config, no_number))}
+    assert {key for key in no_number if not any(text.startswith(f"{key}: is nan, but must be") for text in found)} == set()
+    assert "reward.functions[0].weight" in no_number
+
+
+def changed(section: Any, values: dict[str, Any], prefix: str = "") -> Any:
+    """A section with other values, by their dotted keys."""
+    new = {}
+    for entry in fields(section):
+        value, key = getattr(section, entry.name), f"{prefix}{entry.name}"
+        if is_dataclass(value):
+            new[entry.name] = changed(value, values, f"{key}.")
+        elif isinstance(value, list):
+            new[entry.name] = [changed(row, values, f"{key}[{n}].") if is_dataclass(row) else row for n, row in enumerate(value)]
+        elif key in values:
+            new[entry.name] = values[key]
+    return replace(section, **new)
+
+
+@pytest.mark.parametrize(
+    ("ends", "text", "inside", "outside"),
+    [
+        ({}, "a finite number", [-1e300, 0], [math.inf, -math.inf, math.nan]),
+        ({"at_least": 1}, "at least 1", [1, 2], [0.999, math.inf, math.nan]),
+        ({"above": 0}, "above 0", [1e-300], [0, -1, math.inf]),
+        ({"at_most": 3}, "at most 3", [3, -5], [3.001, -math.inf]),
+        ({"below": 3}, "below 3", [2.999], [3]),
+        ({"at_least": 0, "at_most": 1}, "in [0, 1]", [0, 1], [-0.001, 1.001]),
+        ({"above": 0, "at_most": 1}, "in (0, 1]", [0.001, 1], [0]),
+        ({"at_least": 0, "below": 1}, "in [0, 1)", [0, 0.999], [1]),
+        ({"above": -0.5, "below": 1}, "in (-0.5, 1)", [-0.499, 0], [-0.5, 1, math.nan]),
+    ],
+)
+def test_range(ends: dict[str, float], text: str, inside: list[float], outside: list[float]) -> None:
+    allowed = Range(**ends)
+    assert str(allowed) == text
+    assert [value for value in inside if value not in allowed] == []
+    assert [value for value in outside if value in allowed] == []

@@ -1,0 +1,64 @@
+"""What a key of the schema says of itself beside its type: that it must be given, and which numbers it takes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import Field, field, fields, is_dataclass
+from typing import Any, NamedTuple, TypeVar
+
+MISSING = "???"  # OmegaConf's own mark of a value that the user must give
+
+Value = TypeVar("Value")
+
+
+class Range(NamedTuple):
+    """Which numbers a key takes, all of them finite. An end belongs to the range (`at_least`, `at_most`) or not (`above`, `below`)."""
+
+    at_least: float = -math.inf
+    above: float = -math.inf
+    at_most: float = math.inf
+    below: float = math.inf
+
+    def __contains__(self, value: object) -> bool:
+        assert isinstance(value, int | float)
+        return math.isfinite(value) and self.at_least <= value <= self.at_most and self.above < value < self.below
+
+    def __str__(self) -> str:
+        given = {word: end for word, end in self._asdict().items() if math.isfinite(end)}
+        if len(given) == 2:
+            low = f"[{self.at_least:g}" if "at_least" in given else f"({self.above:g}"
+            high = f"{self.at_most:g}]" if "at_most" in given else f"{self.below:g})"
+            return f"in {low}, {high}"
+        return next((f"{word.replace('_', ' ')} {end:g}" for word, end in given.items()), "a finite number")
+
+
+def ranged(default: Value, **ends: float) -> Value:
+    """The default of a key and its range, as in `n: int = ranged(1, at_least=1)`; null is in every range. `ends`: see Range."""
+    return field(default=default, metadata={Range: Range(**ends)})
+
+
+def range_of(key: Field[Any]) -> Range:
+    """Of a key without one: all finite numbers."""
+    return key.metadata.get(Range, Range())
+
+
+class Leaf(NamedTuple):
+    """A value of a configuration. key: dotted, and with the number of an element in a list of sections."""
+
+    key: str
+    value: Any
+    range: Range
+
+
+def leaves(section: Any, prefix: str = "") -> Iterator[Leaf]:
+    """Every value of a section, those of the sections in it included; a list is a value, and so is what stands in its sections."""
+    for entry in fields(section):
+        value, key = getattr(section, entry.name), f"{prefix}{entry.name}"
+        if is_dataclass(value):
+            yield from leaves(value, f"{key}.")
+            continue
+        yield Leaf(key, value, range_of(entry))
+        for number, element in enumerate(value if isinstance(value, list) else ()):
+            if is_dataclass(element):
+                yield from leaves(element, f"{key}[{number}].")
