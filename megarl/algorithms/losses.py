@@ -16,14 +16,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal, NamedTuple
 
+import torch
 from torch import Tensor
 
-from megarl.algorithms.aggregation import aggregate, denominator
 from megarl.algorithms.kl import kl_per_token
-from megarl.algorithms.masked import masked
+from megarl.algorithms.masked import aggregate, denominator, masked
 from megarl.algorithms.policy_losses import POLICY_LOSSES, PolicyInputs, TokenLosses
 from megarl.algorithms.policy_losses.covariance import SELECTED_TOKENS
-from megarl.algorithms.value_loss import clipped_value_loss
 from megarl.batch.metrics import Metric
 from megarl.config.schema import Aggregation, AlgorithmConfig, KLWhere, ValueLossConfig
 
@@ -165,3 +164,20 @@ class SFTLoss:
     def __call__(self, outputs: Mapping[str, Tensor], rows: Mapping[str, Tensor]) -> LossShare:
         loss = aggregate(-outputs["log_probs"], rows["response_mask"], Aggregation.token_mean, self.counts.num_tokens)
         return LossShare(loss, {"sft/loss": Metric.sum(loss)})
+
+
+class ValueLoss(NamedTuple):
+    """Both (b, R), 0 (or False) in masked slots."""
+
+    loss: Tensor
+    clipped: Tensor  # bool: the clipped term is the larger one
+
+
+def clipped_value_loss(values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, clip: float | None) -> ValueLoss:
+    """1/2 max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2), all (b, R); without `clip`, 1/2 (V - R)^2."""
+    values, old_values, returns = masked(values, mask), masked(old_values, mask), masked(returns, mask)
+    plain = (values - returns).square()
+    if clip is None:
+        return ValueLoss(0.5 * plain, torch.zeros_like(mask))
+    bounded = (old_values + (values - old_values).clamp(-clip, clip) - returns).square()
+    return ValueLoss(0.5 * torch.maximum(plain, bounded), bounded > plain)

@@ -1,7 +1,4 @@
-"""The valid tokens of a batch: reductions over them, and rows without the gaps that tool output leaves between two turns.
-
-What stands in a masked slot, NaN and infinity included, never counts.
-"""
+"""Sums and means over the tokens that count, and how a loss is aggregated from its tokens."""
 
 from __future__ import annotations
 
@@ -9,6 +6,8 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor
+
+from megarl.config.schema import Aggregation
 
 _CACHED_ELEMENTS = 1 << 17  # of a block: what is in between of several operations on it stays in a core's cache
 
@@ -80,3 +79,34 @@ def to_front(x: Tensor, slots: Tensor) -> Tensor:
 def from_front(x: Tensor, slots: Tensor) -> Tensor:
     """The inverse of `to_front`."""
     return torch.nn.functional.pad(x, (0, 1)).gather(1, slots)
+
+
+def denominator(response_mask: Tensor, kind: Aggregation) -> float:
+    """Valid tokens for `token_mean`, rows that have a valid token for the sequence means; response_mask is (B, R) bool.
+
+    It adds over disjoint sets of rows. Rows without a valid token (filler of an uneven batch) do not count.
+    """
+    if kind == Aggregation.token_mean:
+        return float(response_mask.sum())
+    return float(response_mask.any(dim=1).sum())
+
+
+def aggregate(per_token: Tensor, mask: Tensor, kind: Aggregation, denominator: float, norm_tokens: int | None = None) -> Tensor:
+    """The share of these rows (b, R) in the mini-batch's loss, a scalar; `denominator` is that of the whole mini-batch.
+
+    token_mean: all valid tokens weigh the same. sequence_mean_token_sum: the sum over a row's tokens, averaged over rows.
+    sequence_mean_token_mean: the mean over a row's tokens, averaged over rows. sequence_mean_token_sum_norm: the sum over a row's
+    tokens divided by the constant `norm_tokens`, averaged over rows (Dr. GRPO, Liu et al. 2025, arXiv 2503.20783). A mini-batch without
+    tokens gives 0. Raises ValueError where the kind needs `norm_tokens` and there is none.
+    """
+    per_token = masked(per_token, mask)
+    if kind == Aggregation.sequence_mean_token_mean:
+        per_token = per_token / mask.sum(dim=1, keepdim=True).clamp(min=1)
+    if kind == Aggregation.sequence_mean_token_sum_norm:
+        if norm_tokens is None:
+            raise ValueError(
+                "algorithm.policy_loss.norm_tokens is null, but aggregation=sequence_mean_token_sum_norm divides by it; "
+                "set it to data.max_response_length, and keep it when that changes"
+            )
+        per_token = per_token / norm_tokens
+    return per_token.sum() / max(denominator, 1.0)

@@ -13,10 +13,9 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
-from megarl.batch.comparison import merge_equal, object_array, row_index
+from megarl.batch.arrays import TensorArray, array_to_private_tensor, merge_equal, object_array, row_index, tensor_to_array
 from megarl.batch.future import DataProtoFuture
 from megarl.batch.serialization import BatchContents, decode, encode
-from megarl.batch.tensors import TensorArray, array_to_private_tensor, tensor_to_array
 from megarl.machine.files import write_whole
 
 

@@ -12,17 +12,17 @@ import numpy as np
 import torch
 
 from megarl.algorithms.losses import ActorLoss, CriticLoss, MiniBatchCounts, SFTLoss
+from megarl.algorithms.policy_losses import POLICY_LOSSES
 from megarl.batch.data_proto import DataProto
 from megarl.batch.metrics import Metric, merge_metrics, over_updates, values_of
 from megarl.config.roles import needs_sum_pi_squared
-from megarl.config.schema import AlgorithmConfig, MicroBatchConfig, ParallelConfig, ValueLossConfig
+from megarl.config.schema import AlgorithmConfig, KLWhere, MicroBatchConfig, ParallelConfig, ValueLossConfig
 from megarl.controller.futures import DerivedFuture, WorkerFuture
 from megarl.controller.group import RoleGroup
 from megarl.controller.register import RemoteMethod
 from megarl.data.packing import BatchPlan, plan_micro_batches
 from megarl.roles.checks import FirstRatioGate, LogProbGate
 from megarl.roles.offload_schedule import OffloadSchedule
-from megarl.roles.update_inputs import MODEL_KEYS, actor_rows
 from megarl.roles.weight_sync import WeightSource
 from megarl.workers.critic import CriticWorker
 from megarl.workers.megatron import MICRO_BATCHES, Loss
@@ -282,3 +282,33 @@ class Actor(MegatronRole):
 def valid_token_count(batch: DataProto) -> int:
     """Prompt and response tokens of all rows, padding left out."""
     return int(torch.count_nonzero(batch.tensors["attention_mask"]))
+
+
+MODEL_KEYS = ("input_ids", "attention_mask", "response_mask")
+LOSS_MASK = "loss_mask"
+
+
+def actor_rows(mini_batch: DataProto, algorithm: AlgorithmConfig, *, one_update: bool, seed: int) -> DataProto:
+    """seed: of what the policy loss draws.
+
+    one_update: the step has no other. Then there are no `old_log_probs`: they would be the update's own log-probs but for rounding,
+    and the loss takes those, detached, so that each ratio is exactly 1. Unless they are the rollout engine's (bypass).
+
+    Where a correction has left tokens out (`loss_mask`), those are what the loss takes for the response.
+    """
+    tensors = mini_batch.tensors
+    keys = [*MODEL_KEYS, "advantages"]
+    if not one_update or algorithm.rollout_correction.bypass:
+        keys.append("old_log_probs")
+    if algorithm.kl.where is KLWhere.loss:
+        keys.append("ref_log_prob")
+    if "rollout_weights" in tensors:
+        keys.append("rollout_weights")
+    rows = {key: tensors[key] for key in keys}
+    if LOSS_MASK in tensors:
+        rows["response_mask"] = tensors[LOSS_MASK]
+    prepare = POLICY_LOSSES[algorithm.policy_loss.kind].prepare
+    if prepare is not None:  # it reads the stored old log-probs, whether or not the loss does
+        rows |= prepare(tensors, rows["response_mask"], algorithm.policy_loss, seed)
+    named = mini_batch.non_tensor_batch
+    return DataProto.from_dict(rows, {"uid": named["uid"]} if "uid" in named else {})  # not for the loss: an error names rows by it

@@ -13,7 +13,7 @@ from megarl.algorithms.rollout_correction import correct
 from megarl.algorithms.scores import penalise_overlong
 from megarl.batch.data_proto import DataProto
 from megarl.config.schema import AlgorithmConfig, KLWhere, RejectionEstimator, RolloutCorrectionConfig
-from megarl.roles.update_inputs import LOSS_MASK
+from megarl.roles.models import LOSS_MASK
 
 Metrics = dict[str, float]
 

@@ -35,7 +35,7 @@ from megarl.config.schema import (
     RolloutCorrectionConfig,
 )
 from megarl.data.packing import BatchPlan, plan_micro_batches
-from megarl.roles.update_inputs import actor_rows
+from megarl.roles.models import actor_rows
 from megarl.trainers.advantages import AdvantageStep, correct_rollout
 from tests.ranks import RankPool
 from tests.unit.engine.comparison import assert_same

@@ -3,7 +3,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.algorithms.aggregation import aggregate, denominator
+from megarl.algorithms.masked import aggregate, denominator
 from megarl.config.schema import Aggregation
 from tests.unit.algorithms import reference
 from tests.unit.algorithms.strategies import masks, normal, poison

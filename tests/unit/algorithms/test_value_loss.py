@@ -3,7 +3,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.algorithms.value_loss import clipped_value_loss
+from megarl.algorithms.losses import clipped_value_loss
 from tests.unit.algorithms.reference import value_token
 from tests.unit.algorithms.strategies import masks, normal, poison
 

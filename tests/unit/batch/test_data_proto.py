@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict
 
-from megarl.batch.comparison import same
+from megarl.batch.arrays import same
 from megarl.batch.data_proto import DataProto
 from megarl.batch.future import DataProtoFuture
 from megarl.batch.padding import pad_dataproto_to_divisor, unpad_dataproto

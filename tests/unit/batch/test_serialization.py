@@ -9,10 +9,9 @@ import pytest
 import torch
 from safetensors.torch import save
 
-from megarl.batch.comparison import same
+from megarl.batch.arrays import TensorArray, array_to_private_tensor, array_to_tensor, same, tensor_to_array
 from megarl.batch.data_proto import DataProto
 from megarl.batch.serialization import MAGIC, SerializationError
-from megarl.batch.tensors import TensorArray, array_to_private_tensor, array_to_tensor, tensor_to_array
 
 DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float16, torch.uint8, torch.float8_e4m3fn]
 

@@ -24,8 +24,7 @@ from megarl.config.schema import (
     PolicyLossKind,
 )
 from megarl.roles.checks import FirstRatioGate
-from megarl.roles.models import Actor, MegatronRole, UpdatePlan
-from megarl.roles.update_inputs import actor_rows
+from megarl.roles.models import Actor, MegatronRole, UpdatePlan, actor_rows
 from megarl.workers.megatron import MICRO_BATCHES, Loss
 from megarl.workers.policy import ActorWorker
 from tests.unit.engine.models import make_batch
