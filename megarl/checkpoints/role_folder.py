@@ -5,8 +5,8 @@ It is written last, and compared before anything is loaded: Megatron believes wh
 
 from __future__ import annotations
 
+import hashlib
 import json
-import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -33,7 +33,6 @@ MANIFEST_FILE = "manifest.json"
 HUGGING_FACE_FOLDER = "huggingface"  # config, tokenizer and chat template of the role's model; beside the roles: all of the policy
 FORMAT = 1
 WHOLE_FILES = (METADATA_FILE, BACKEND_FILE, COMMON_FILE)
-_BLOCK_BYTES = 4 * 2**20  # read at a time
 _NUM_THREADS = 4
 
 
@@ -92,19 +91,11 @@ def _checksums(folder: Path, items: Iterable[StoredItem]) -> dict[str, str]:
 
 
 def _checksum(folder: Path, item: StoredItem) -> str:
-    digest = xxhash.xxh3_64()
     try:
-        with (folder / item.file).open("rb", buffering=0) as file:
-            position, end = item.position, item.position + item.nbytes
-            while position < end:
-                block = os.pread(file.fileno(), min(_BLOCK_BYTES, end - position), position)
-                if not block:
-                    raise CheckpointError(f"{folder / item.file}: truncated while it was read")
-                digest.update(block)
-                position += len(block)
+        with open_item(folder, item) as opened:
+            return hashlib.file_digest(opened, xxhash.xxh3_64).hexdigest()
     except OSError as error:
         raise CheckpointError(f"{folder / item.file}: cannot be read: {error}") from error
-    return digest.hexdigest()
 
 
 def write_manifest(folder: str | Path, description: Description, checksums: Mapping[str, str]) -> None:

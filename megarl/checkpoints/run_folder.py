@@ -8,6 +8,7 @@ step_00000010/  step_00000020/
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -26,7 +27,6 @@ DESCRIPTION_FILE = "checkpoint.json"
 FORMAT = 1
 _STEP = re.compile(r"step_(\d{8,})")
 _LEFTOVER = re.compile(r"\.step_\d{8,}\.(partial|removed)|\.latest\.partial")
-_READ_BYTES = 2**24
 
 
 class CheckpointFolder:
@@ -182,11 +182,8 @@ def check_files(checkpoint: Path) -> dict[str, Any]:
 
 def file_checksum(path: Path) -> str:
     """xxh3_64 of the whole file, in hex."""
-    digest = xxhash.xxh3_64()
     with path.open("rb") as file:
-        while block := file.read(_READ_BYTES):
-            digest.update(block)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, xxhash.xxh3_64).hexdigest()
 
 
 def _file_entry(path: Path) -> dict[str, Any]:

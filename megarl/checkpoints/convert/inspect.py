@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from megarl.checkpoints.convert.source import ModelSource, read_json
+from megarl.checkpoints.convert.source import ModelSource
+from megarl.config.errors import CheckpointError
 from megarl.weights.hf_folder import CONFIG_FILE
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
@@ -50,7 +52,7 @@ class ModelDescription:
 
 def describe(source: ModelSource) -> ModelDescription:
     """Raises CheckpointError where the configuration or the tokenizer's is damaged."""
-    (name, *_) = read_json(source.companions / CONFIG_FILE).get("architectures") or [""]
+    (name, *_) = _read_json(source.companions / CONFIG_FILE).get("architectures") or [""]
     return ModelDescription(
         folder=str(source.folder),
         format=source.kind,
@@ -76,7 +78,16 @@ def _tokenizer(companions: Path) -> str:
     files = [name for name in _TOKENIZER_FILES if (companions / name).is_file()]
     if not files:
         return "none"
-    config = read_json(companions / TOKENIZER_CONFIG) if (companions / TOKENIZER_CONFIG).is_file() else {}
+    config = _read_json(companions / TOKENIZER_CONFIG) if (companions / TOKENIZER_CONFIG).is_file() else {}
     has_template = "chat_template" in config or any((companions / name).is_file() for name in _TEMPLATE_FILES)
     kind = config.get("tokenizer_class") or "a tokenizer"
     return f"{kind} ({', '.join(files)}), {'with' if has_template else 'without'} a chat template"
+
+
+def _read_json(path: Path) -> dict:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(f"{path}: the file is missing") from None
+    except ValueError as error:
+        raise CheckpointError(f"{path}: is not JSON: {error}") from error

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import prod
@@ -116,12 +115,3 @@ def checked_tensors(
                 raise CheckpointError(f"{folder}: {hf.name} of {weight.megatron_name} is not stored once: {fault}")
             tensors[hf.name] = SourceTensor(hf=hf, dtype=dtypes[hf.name], pieces=tuple(found))
     return tensors
-
-
-def read_json(path: Path) -> dict:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise CheckpointError(f"{path}: the file is missing") from None
-    except ValueError as error:
-        raise CheckpointError(f"{path}: is not JSON: {error}") from error
