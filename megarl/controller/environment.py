@@ -31,6 +31,9 @@ class Setting(NamedTuple):
     why: str
 
 
+# A model takes about 15 per shape of a micro-batch, whatever its number of layers.
+_KERNELS_KEPT = "128"
+
 SETTINGS: Mapping[str, Setting] = MappingProxyType(
     {
         "CUDA_DEVICE_MAX_CONNECTIONS": Setting(
@@ -61,6 +64,14 @@ SETTINGS: Mapping[str, Setting] = MappingProxyType(
         ),
         "OMP_NUM_THREADS": Setting(
             "1", Where.cpu_workers, "as many threads as cores, in each of several processes, stand in each other's way"
+        ),
+        "LRU_CACHE_CAPACITY": Setting(
+            _KERNELS_KEPT,
+            Where.cpu_workers,
+            "torch keeps the kernels of 1024 shapes, 0.3 MB each; packed micro-batches differ in shape, so that few are used again",
+        ),
+        "ONEDNN_PRIMITIVE_CACHE_CAPACITY": Setting(
+            _KERNELS_KEPT, Where.cpu_workers, "oneDNN keeps as many again, below LRU_CACHE_CAPACITY"
         ),
         "TOKENIZERS_PARALLELISM": Setting(
             "false", Where.workers, "the tokenizers' threads do not survive a fork, and warn of it at length"

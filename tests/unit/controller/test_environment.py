@@ -26,7 +26,13 @@ def test_what_nobody_has_set_is_filled_in_and_nothing_else() -> None:
     }
     environment = {}
     fill_in(environment, "127.0.0.1", use_gpu=False)
-    assert environment == {"GLOO_SOCKET_IFNAME": loopback, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    assert environment == {
+        "GLOO_SOCKET_IFNAME": loopback,
+        "OMP_NUM_THREADS": "1",
+        "LRU_CACHE_CAPACITY": "128",
+        "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
 
 
 def test_an_interface_is_the_one_with_the_address() -> None:
