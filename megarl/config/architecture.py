@@ -62,6 +62,12 @@ _FAMILIES = {
     "qwen3": _Family("Qwen3", qkv_bias=False, qk_norm=True, default_head_dim=128, multi_head_by_default=False),
 }
 
+
+def class_prefix(model_type: str) -> str:
+    """Of the names of a family's classes in `architectures`: Qwen2 of Qwen2ForCausalLM. `model_type`: a supported one."""
+    return _FAMILIES[model_type].class_prefix
+
+
 # The language model itself, and the heads that a reward model is published with (the critic may start from one).
 _HEADS = ("ForCausalLM", "ForSequenceClassification", "ForTokenClassification", "Model")
 

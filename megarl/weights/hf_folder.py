@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from megarl.config.architecture import class_prefix
 from megarl.machine.files import write_whole
 from megarl.weights.name_mapping import Head
 
@@ -16,7 +17,6 @@ CONFIG_FILE = "config.json"
 _COPIED = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py")
 _LM_CLASS, _CRITIC_CLASS, _REWARD_CLASS = "ForCausalLM", "ForTokenClassification", "ForSequenceClassification"
 _CLASSES: dict[Head, tuple[str, ...]] = {"lm": (_LM_CLASS,), "value": (_CRITIC_CLASS, _REWARD_CLASS)}  # the first where none fits
-_PREFIXES = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}
 
 
 def copy_companions(source: Path, target: Path, dtype: torch.dtype | None = None, head: Head | None = None) -> None:
@@ -36,8 +36,7 @@ def copy_companions(source: Path, target: Path, dtype: torch.dtype | None = None
 def _name_class(config: dict[str, Any], head: Head) -> None:
     """A critic made from a language model is another class than the folder it came from. A value head has one label."""
     if model_class(config) not in _CLASSES[head]:
-        prefix = _PREFIXES[config["model_type"]]
-        config["architectures"] = [prefix + _CLASSES[head][0]]
+        config["architectures"] = [class_prefix(config["model_type"]) + _CLASSES[head][0]]
     if head == "value":
         config.update(id2label={"0": "LABEL_0"}, label2id={"LABEL_0": 0})
     else:
