@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -85,6 +86,66 @@ def test_imports_go_down_only() -> None:
 def test_every_package_has_a_layer() -> None:
     packages = {file.parent.name for file in (ROOT / "megarl").glob("*/__init__.py")}
     assert packages == set(LAYER_OF)
+
+
+def own_modules() -> dict[str, str]:
+    """Module -> source, of all of megarl; a package by its own name."""
+    found = {}
+    for file in sorted((ROOT / "megarl").rglob("*.py")):
+        parts = file.relative_to(ROOT).with_suffix("").parts
+        if "stand_ins" not in parts:
+            found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = file.read_text(encoding="utf-8")
+    return found
+
+
+def cycles(sources: Mapping[str, str], packages: Collection[str] = ()) -> list[list[str]]:
+    """Modules that import each other, however deep in a function or for types only; each with all that are in its cycle."""
+    edges: dict[str, set[str]] = {}
+    for module, source in sources.items():
+        imported = (name for _, name in imported_modules(source, module, module in packages))
+        # `from a.b import c`: the module a.b.c where there is one, else what stands in a.b.
+        edges[module] = {name if name in sources else name.rpartition(".")[0] for name in imported} & sources.keys() - {module}
+    sorter, found = TopologicalSorter(edges), []
+    while True:
+        try:
+            sorter.prepare()
+            return found
+        except CycleError as error:
+            found.append(error.args[1])
+            edges[error.args[1][1]] -= {error.args[1][0]}
+            sorter = TopologicalSorter(edges)
+
+
+def public_classes(sources: Mapping[str, str]) -> dict[str, list[str]]:
+    """Name -> the modules that define it."""
+    homes: dict[str, list[str]] = {}
+    for module, source in sources.items():
+        for node in ast.parse(source).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                homes.setdefault(node.name, []).append(module)
+    return homes
+
+
+def test_no_modules_import_each_other() -> None:
+    assert cycles(own_modules()) == []
+
+
+def test_a_class_name_exists_once() -> None:
+    homes = public_classes(own_modules())
+    assert len(homes) > 300
+    assert {name: modules for name, modules in homes.items() if len(modules) > 1} == {}
+
+
+def test_a_planted_cycle_and_a_doubled_name_are_found() -> None:
+    sources = {
+        "megarl.a": "def f():\n    from megarl.b import g",
+        "megarl.b": "import megarl.c\nclass Twice: ...",
+        "megarl.c": "if TYPE_CHECKING:\n    from megarl import a\nclass Twice: ...\nclass _Own: ...",
+        "megarl.d": "import megarl.a\nclass _Own: ...",
+    }
+    (cycle,) = cycles(sources)
+    assert set(cycle) == {"megarl.a", "megarl.b", "megarl.c"}
+    assert {name: modules for name, modules in public_classes(sources).items() if len(modules) > 1} == {"Twice": ["megarl.b", "megarl.c"]}
 
 
 @pytest.mark.parametrize(

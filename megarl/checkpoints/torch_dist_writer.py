@@ -34,7 +34,7 @@ _PART_BYTES = 2**20  # goes through checksum and file while it is in a core's ca
 
 
 @dataclass(frozen=True, kw_only=True)
-class Item:
+class ItemToWrite:
     """To be written. data: a tensor that owns its memory; offsets: its place in the whole tensor, which has `shape`. Else an object."""
 
     key: str
@@ -75,7 +75,7 @@ class _HashedFile(io.RawIOBase):
         return view.nbytes
 
 
-def write_items(path: Path, items: Iterable[Item], report: Callable[[WrittenItem], None]) -> None:
+def write_items(path: Path, items: Iterable[ItemToWrite], report: Callable[[WrittenItem], None]) -> None:
     """Makes a file of the items, back to back, and has it on the disk. An item is asked for when the one before it is written.
 
     Raises OSError with the file's name.
@@ -90,7 +90,7 @@ def write_items(path: Path, items: Iterable[Item], report: Callable[[WrittenItem
         raise OSError(error.errno, error.strerror, error.filename or str(path)) from None
 
 
-def _write_item(file: BinaryIO, name: str, item: Item) -> WrittenItem:
+def _write_item(file: BinaryIO, name: str, item: ItemToWrite) -> WrittenItem:
     file.write(bytes(-file.tell() % _ALIGNMENT))
     position, hashed = file.tell(), _HashedFile(file)
     torch.save(item.data, hashed)

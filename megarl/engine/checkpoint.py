@@ -20,7 +20,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTenso
 
 from megarl.checkpoints.role_folder import WHOLE_FILES, check_folder, item_checksums, item_name
 from megarl.checkpoints.torch_dist import DistributedTensor, TorchDistIndex, read_index
-from megarl.checkpoints.torch_dist_writer import Item, WrittenItem, write_index, write_items
+from megarl.checkpoints.torch_dist_writer import ItemToWrite, WrittenItem, write_index, write_items
 from megarl.config.errors import CheckpointError
 from megarl.engine.engine import MegatronEngine, TrainingState
 from megarl.engine.groups import ParallelGroups
@@ -40,7 +40,7 @@ class BackgroundWriter:
     Megatron's own writer forks processes that have threads and keeps a server for their results; this one is a thread.
     """
 
-    def __init__(self, path: Path, items: list[Item]) -> None:
+    def __init__(self, path: Path, items: list[ItemToWrite]) -> None:
         self._path, self._items = path, items
         self._written: list[WrittenItem] = []
         self._failure: str | None = None
@@ -113,16 +113,16 @@ def begin_save(engine: MegatronEngine, folder: Path) -> PendingSave:
     return PendingSave(folder, BackgroundWriter(folder / f"__{dist.get_rank()}_0.distcp", list(_host_items(state))), common)
 
 
-def _host_items(state: TrainingState) -> Iterable[Item]:
+def _host_items(state: TrainingState) -> Iterable[ItemToWrite]:
     sharding, slices = sharding_of(state.models, state.groups), state.optimizer.slices()
     for shards in (sharding.of_weights(slices), sharding.of_optimizer(slices)):
         for shard in shards:
             if shard.is_main:
                 data = state.places.host_copy(shard.tensor, shard.start, shard.place.volume).view(shard.place.shape)
-                yield Item(key=shard.key, shape=shard.shape, offsets=shard.place.starts, data=data)
+                yield ItemToWrite(key=shard.key, shape=shard.shape, offsets=shard.place.starts, data=data)
     for entry in (*sharding.objects, _rng_entry(state.groups)):
         if is_main_replica(entry.replica_id):
-            yield Item(key=entry.unique_key, data=[entry.data])  # Megatron stores a list, of one
+            yield ItemToWrite(key=entry.unique_key, data=[entry.data])  # Megatron stores a list, of one
 
 
 def _rng_entry(groups: ParallelGroups) -> ShardedObject:

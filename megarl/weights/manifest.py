@@ -22,7 +22,7 @@ _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF
 
 
 @dataclass(frozen=True, kw_only=True)
-class StoredTensor:
+class TensorInFile:
     """A tensor in a safetensors file, not loaded. `dtype` is the format's own name, such as BF16."""
 
     file: Path
@@ -33,7 +33,7 @@ class StoredTensor:
 @dataclass(frozen=True, kw_only=True)
 class CheckpointIndex:
     folder: Path
-    tensors: dict[str, StoredTensor]
+    tensors: dict[str, TensorInFile]
 
 
 def manifest_of(architecture: Architecture, dtype: torch.dtype, head: Head = "lm") -> Manifest:
@@ -63,12 +63,12 @@ def read_checkpoint_index(folder: str | Path) -> CheckpointIndex:
     )
 
 
-def _read_sharded(folder: Path, index_path: Path) -> dict[str, StoredTensor]:
+def _read_sharded(folder: Path, index_path: Path) -> dict[str, TensorInFile]:
     try:
         file_of: dict[str, str] = json.loads(index_path.read_text())["weight_map"]
     except (ValueError, KeyError, TypeError) as error:
         raise WeightTransferError(f"{index_path}: not a safetensors index with a weight_map: {error!r}") from error
-    tensors: dict[str, StoredTensor] = {}
+    tensors: dict[str, TensorInFile] = {}
     for name, file in file_of.items():
         if not (folder / file).is_file():
             raise WeightTransferError(f"{folder / file}: file is missing; it holds {name}")
@@ -83,13 +83,13 @@ def _read_sharded(folder: Path, index_path: Path) -> dict[str, StoredTensor]:
     return tensors
 
 
-def _read_header(path: Path) -> dict[str, StoredTensor]:
+def _read_header(path: Path) -> dict[str, TensorInFile]:
     if not path.is_file():
         raise WeightTransferError(f"{path}: file is missing")
     try:
         with safe_open(path, framework="pt") as file:
             slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118  (not a dict)
-            return {name: StoredTensor(file=path, shape=tuple(s.get_shape()), dtype=s.get_dtype()) for name, s in slices.items()}
+            return {name: TensorInFile(file=path, shape=tuple(s.get_shape()), dtype=s.get_dtype()) for name, s in slices.items()}
     except SafetensorError as error:
         raise WeightTransferError(f"{path}: truncated or not a safetensors file: {error}{_cut_off(path)}") from error
 

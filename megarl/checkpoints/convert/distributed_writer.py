@@ -29,7 +29,7 @@ from megarl.checkpoints.role_folder import (
     write_manifest,
 )
 from megarl.checkpoints.torch_dist import BACKEND_FILE, TORCH_DIST, StoredChunk
-from megarl.checkpoints.torch_dist_writer import Item, WrittenItem, write_index, write_items
+from megarl.checkpoints.torch_dist_writer import ItemToWrite, WrittenItem, write_index, write_items
 from megarl.config.architecture import Architecture
 from megarl.weights.boxes import Rectangle, contiguous_blocks
 from megarl.weights.hf_folder import copy_companions
@@ -103,15 +103,15 @@ class _Writer:
         if isinstance(item.stored, StoredChunk):
             self._report(prod(item.stored.shape) * self._dtype.itemsize)
 
-    def _items(self, file: PlannedFile, room: Room) -> Iterator[Item]:
+    def _items(self, file: PlannedFile, room: Room) -> Iterator[ItemToWrite]:
         for item in file.items:
             self._workers.check()
             elements = self._elements(item, room)
             # torch.save writes all the memory that a tensor has a part of.
             data = torch.frombuffer(bytes_of(elements), dtype=self._dtype).view(item.chunk)
-            yield Item(key=item.key, data=data, shape=item.shape, offsets=item.offsets)
+            yield ItemToWrite(key=item.key, data=data, shape=item.shape, offsets=item.offsets)
         for key in file.objects:
-            yield Item(key=key, data=[None])  # Megatron asks for them, and where they hold nothing it needs nothing
+            yield ItemToWrite(key=key, data=[None])  # Megatron asks for them, and where they hold nothing it needs nothing
 
     def _elements(self, item: PlannedItem, room: Room) -> torch.Tensor:
         """The box of the rank's shard, contiguous. Rows that only pad the vocabulary are zero."""
