@@ -18,7 +18,7 @@ from megarl.cli.run_context import FAILURE_FILE, RunContext
 from megarl.cli.termination import Termination
 from megarl.config.compare import differences
 from megarl.config.load import dump_config, plain_values
-from megarl.config.schema import PPOConfig, SFTConfig
+from megarl.config.schema import RESUME_AUTO, PPOConfig, SFTConfig
 from megarl.machine.files import write_whole
 from megarl.roles.weight_sync import PUSHED_FOLDERS
 from megarl.tracking.loggers import METRICS_FILE, Tracker
@@ -28,7 +28,7 @@ from megarl.tracking.tracked_run import TrackedRun
 from megarl.tracking.truncate_logs import clear
 from megarl.trainers.checkpoint import CONFIG_FILE
 from megarl.trainers.monitor import Monitor, Position, Watched
-from megarl.trainers.resume import AUTO, Resume, checkpoint_folder
+from megarl.trainers.resume import Resume, checkpoint_folder
 
 SUMMARY_FILE = "summary.json"
 
@@ -81,7 +81,7 @@ def _claim(output_dir: Path, config: PPOConfig | SFTConfig, resume: Resume | Non
 def _ended_early(output_dir: Path, config: PPOConfig | SFTConfig) -> bool:
     """It would have saved, and it is the run that the configuration describes."""
     saved = output_dir / CONFIG_FILE
-    if config.checkpoint.resume != AUTO or config.checkpoint.every_steps == 0 or not saved.is_file():
+    if config.checkpoint.resume != RESUME_AUTO or config.checkpoint.every_steps == 0 or not saved.is_file():
         return False
     return not (output_dir / SUMMARY_FILE).exists() and not any(change.is_fixed for change in differences(saved, config))
 

@@ -68,8 +68,9 @@ def class_prefix(model_type: str) -> str:
     return _FAMILIES[model_type].class_prefix
 
 
-# The language model itself, and the heads that a reward model is published with (the critic may start from one).
-_HEADS = ("ForCausalLM", "ForSequenceClassification", "ForTokenClassification", "Model")
+# What the classes of a language model, a critic and a reward model end with; a critic may start from any of them.
+LM_CLASS, CRITIC_CLASS, REWARD_CLASS = "ForCausalLM", "ForTokenClassification", "ForSequenceClassification"
+_HEADS = (LM_CLASS, REWARD_CLASS, CRITIC_CLASS, "Model")
 
 # Fields that would change the forward pass, with the values that do not.
 _NEUTRAL: dict[str, tuple[object, ...]] = {

@@ -10,6 +10,8 @@ from megarl.config.architecture import Architecture
 from megarl.config.roles import ModelRole, model_roles
 from megarl.config.schema import DType, MicroBatchConfig, PPOConfig, RewardModelConfig, SFTConfig
 
+VOCABULARY_DIVISOR = 128  # a rank's vocabulary rows are a multiple of it, as matrix units like
+
 
 @dataclass(frozen=True, kw_only=True)
 class RoleArithmetic:
@@ -166,6 +168,12 @@ def _micro_batches(rows: int, limit: MicroBatchConfig, row_tokens: int, multiple
         # A row has a prompt token and a response token at least.
         least, most = -(-2 * rows // limit.max_tokens), -(-rows // (limit.max_tokens // row_tokens))
     return -(-least // multiple_of) * multiple_of, -(-most // multiple_of) * multiple_of
+
+
+def padded_vocab_size(vocab_size: int, tensor_parallel_size: int, divisor: int = VOCABULARY_DIVISOR) -> int:
+    """The smallest multiple of divisor x tensor_parallel_size that holds the vocabulary, as Megatron-Core pads it."""
+    multiple = divisor * tensor_parallel_size
+    return -(-vocab_size // multiple) * multiple
 
 
 def num_parameters(architecture: Architecture, with_value_head: bool = False) -> int:

@@ -6,13 +6,12 @@ import json
 from pathlib import Path
 from typing import Any
 
-from megarl.config.architecture import Architecture
+from megarl.config.architecture import REWARD_CLASS, Architecture
 from megarl.config.derive import max_conversation_tokens, max_row_tokens
 from megarl.config.roles import needs_reward_model
 from megarl.config.schema import OverlongConversation, PPOConfig, RewardModelConfig
 from megarl.config.violation import Violation, Violations
 
-_CLASS_SUFFIX = "ForSequenceClassification"
 _LABELS_BY_DEFAULT = 2  # transformers', for a config.json that names none
 _TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
 
@@ -36,7 +35,7 @@ def reads_conversations(config: PPOConfig, architecture: Architecture) -> Violat
     assert model.path is not None
     folder = Path(model.path)
     yield from _scores_with_one_number(folder)
-    if not _has_chat_template(folder):
+    if not has_chat_template(folder):
         yield Violation(
             ("reward.model.path",),
             f"{model.path} has no chat template, so conversations cannot be rendered for it; "
@@ -48,10 +47,10 @@ def reads_conversations(config: PPOConfig, architecture: Architecture) -> Violat
 def _scores_with_one_number(folder: Path) -> Violations:
     fields = _fields(folder / "config.json")
     named = fields.get("architectures") or []
-    if not any(str(name).endswith(_CLASS_SUFFIX) for name in named):
+    if not any(str(name).endswith(REWARD_CLASS) for name in named):
         yield Violation(
             ("reward.model.path",),
-            f"{folder / 'config.json'}: field 'architectures' is {named}, but a reward model is a ...{_CLASS_SUFFIX}, whose head gives its "
+            f"{folder / 'config.json'}: field 'architectures' is {named}, but a reward model is a ...{REWARD_CLASS}, whose head gives its "
             "score; train one, or give the folder of one",
         )
         return
@@ -82,7 +81,8 @@ def _lengths(config: PPOConfig, architecture: Architecture) -> Violations:
         )
 
 
-def _has_chat_template(folder: Path) -> bool:
+def has_chat_template(folder: Path) -> bool:
+    """Whether conversations can be rendered for the model of a Hugging Face folder."""
     if any((folder / name).is_file() for name in _TEMPLATE_FILES):
         return True
     return bool(_fields(folder / "tokenizer_config.json").get("chat_template"))

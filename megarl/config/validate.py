@@ -13,7 +13,7 @@ from megarl.config.derive import max_row_tokens, samples_per_step, updates_per_p
 from megarl.config.errors import ConfigError
 from megarl.config.nearest import either, nearest_divisors, nearest_multiples
 from megarl.config.roles import REWARD_MODEL, ModelRole, model_roles, needs_reference
-from megarl.config.schema import LoggerKind, OptimConfig, PPOConfig, SFTConfig
+from megarl.config.schema import RESUME_AUTO, RESUME_DISABLE, LoggerKind, OptimConfig, PPOConfig, SFTConfig
 from megarl.config.schema.keys import leaves
 from megarl.config.violation import Violation, Violations
 
@@ -113,7 +113,7 @@ def _tracking(config: RunConfig) -> Violations:
 
 def _checkpoint(config: RunConfig) -> Violations:
     resume = config.checkpoint.resume
-    if resume not in ("auto", "disable") and not Path(resume).is_dir():
+    if resume not in (RESUME_AUTO, RESUME_DISABLE) and not Path(resume).is_dir():
         yield Violation(("checkpoint.resume",), f"there is no folder {resume!r}; give auto, disable, or the path of a checkpoint")
     if config.checkpoint.dir is not None and Path(config.checkpoint.dir).is_file():
         yield Violation(("checkpoint.dir",), f"{config.checkpoint.dir!r} is a file; give a folder")

@@ -22,11 +22,11 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megarl.config.architecture import Architecture
+from megarl.config.derive import padded_vocab_size
 from megarl.config.schema import ParallelConfig, Recompute
 from megarl.engine.groups import ParallelGroups
 from megarl.engine.layers import AttentionCore, RMSNorm
 from megarl.weights.name_mapping import Head
-from megarl.weights.shard_layout import VOCABULARY_DIVISOR, padded_vocab_size
 
 
 def transformer_config(
@@ -140,7 +140,7 @@ class ModelChunk(GPTModel):
         super().__init__(
             config,
             _block_spec(config, virtual_stage),
-            vocab_size=padded_vocab_size(architecture.vocab_size, VOCABULARY_DIVISOR, groups.parallel.tensor_parallel_size),
+            vocab_size=padded_vocab_size(architecture.vocab_size, groups.parallel.tensor_parallel_size),
             max_sequence_length=architecture.max_position_embeddings,
             pre_process=groups.is_first_stage(chunk),
             post_process=groups.is_last_stage(chunk),

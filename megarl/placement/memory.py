@@ -13,14 +13,13 @@ from dataclasses import dataclass, field, fields
 from math import ceil
 
 from megarl.config.architecture import Architecture
-from megarl.config.derive import max_row_tokens, num_parameters, samples_per_step
+from megarl.config.derive import max_row_tokens, num_parameters, padded_vocab_size, samples_per_step
 from megarl.config.roles import ModelRole, model_roles
 from megarl.config.schema import Device, DType, OverBudget, ParallelConfig, PPOConfig, Recompute, SFTConfig
 from megarl.placement.dataflow import ENGINE, GRADIENTS, OPTIMIZER, PARAMETERS, Item, Phase
 from megarl.placement.offload_plan import OffloadPlan
 from megarl.placement.placement_plan import PlacementPlan
 
-_VOCABULARY_DIVISOR = 128  # as weights/shard_layout.py pads it
 _FLOAT32 = 4
 
 
@@ -196,7 +195,7 @@ class _Sizes:
     def _head(self, architecture: Architecture, parallel: ParallelConfig, tokens: int, trains: bool) -> int:
         """Logits of a chunk of tokens, three times. In training the gradient of this rank's rows of the output layer, which is summed in
         float32: the sum (4 bytes), a chunk's part of it in both types (6)."""
-        rows = padded_vocabulary(architecture, parallel) // parallel.tensor_parallel_size
+        rows = padded_vocab_size(architecture.vocab_size, parallel.tensor_parallel_size) // parallel.tensor_parallel_size
         logits = 3 * min(tokens, self._config.engine.log_prob_chunk_tokens) * rows * _FLOAT32
         return logits + (10 * rows * architecture.hidden_size if trains else 0)
 
@@ -274,15 +273,10 @@ def stage_parameters(architecture: Architecture, parallel: ParallelConfig, stage
     linear += (query + 2 * key_value) * architecture.qkv_bias
     norms = 2 * hidden + 2 * head_dim * architecture.qk_norm
     count = architecture.num_hidden_layers // stages * (linear // cut + norms)
-    embedding = padded_vocabulary(architecture, parallel) // cut * hidden
+    embedding = padded_vocab_size(architecture.vocab_size, parallel.tensor_parallel_size) // cut * hidden
     is_first, is_last = stage == 0, stage == stages - 1
     count += embedding * is_first + hidden * is_last
     if is_last and with_value_head:
         return count + hidden
     has_output = is_last and not (architecture.tie_word_embeddings and is_first)  # tied: the last of several stages has a copy
     return count + embedding * has_output
-
-
-def padded_vocabulary(architecture: Architecture, parallel: ParallelConfig) -> int:
-    multiple = _VOCABULARY_DIVISOR * parallel.tensor_parallel_size
-    return -(-architecture.vocab_size // multiple) * multiple

@@ -17,12 +17,11 @@ from megarl.config.compare import FIXED, Difference, differences
 from megarl.config.derive import checkpoint_path
 from megarl.config.errors import CheckpointError, ConfigError
 from megarl.config.roles import model_roles
-from megarl.config.schema import PPOConfig, SFTConfig
+from megarl.config.schema import RESUME_AUTO, RESUME_DISABLE, PPOConfig, SFTConfig
 from megarl.config.validate import read_architectures
 from megarl.trainers.checkpoint import CONFIG_FILE, STATE_FILE
 
 RunConfig = PPOConfig | SFTConfig
-AUTO, DISABLE = "auto", "disable"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,13 +47,13 @@ def find_resume(config: RunConfig) -> Resume | None:
     file, and the older ones that are whole: none of them is taken silently.
     """
     folder = checkpoint_folder(config)
-    if config.checkpoint.resume == DISABLE:
+    if config.checkpoint.resume == RESUME_DISABLE:
         if folder.whole():
             raise _problem(
                 "checkpoint.resume", f"is disable, but {folder.path} holds checkpoints of a run; use another trainer.output_dir, or auto"
             )
         return None
-    if config.checkpoint.resume == AUTO:
+    if config.checkpoint.resume == RESUME_AUTO:
         found = folder.latest()
     else:
         found = _given(Path(config.checkpoint.resume))

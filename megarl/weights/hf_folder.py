@@ -9,14 +9,13 @@ from typing import Any
 
 import torch
 
-from megarl.config.architecture import class_prefix
+from megarl.config.architecture import CRITIC_CLASS, LM_CLASS, REWARD_CLASS, class_prefix
 from megarl.machine.files import write_whole
 from megarl.weights.name_mapping import Head
 
 CONFIG_FILE = "config.json"
 _COPIED = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py")
-_LM_CLASS, _CRITIC_CLASS, _REWARD_CLASS = "ForCausalLM", "ForTokenClassification", "ForSequenceClassification"
-_CLASSES: dict[Head, tuple[str, ...]] = {"lm": (_LM_CLASS,), "value": (_CRITIC_CLASS, _REWARD_CLASS)}  # the first where none fits
+_CLASSES: dict[Head, tuple[str, ...]] = {"lm": (LM_CLASS,), "value": (CRITIC_CLASS, REWARD_CLASS)}  # the first where none fits
 
 
 def copy_companions(source: Path, target: Path, dtype: torch.dtype | None = None, head: Head | None = None) -> None:
@@ -52,4 +51,4 @@ def model_class(config: dict[str, Any]) -> str:
 
 def has_bias(folder: Path) -> bool:
     """transformers gives the head of ...ForTokenClassification a bias; a critic has none, and zeros stand for it."""
-    return model_class(json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))) == _CRITIC_CLASS
+    return model_class(json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))) == CRITIC_CLASS

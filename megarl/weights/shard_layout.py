@@ -8,12 +8,11 @@ from dataclasses import dataclass
 from math import prod
 
 from megarl.config.architecture import Architecture
+from megarl.config.derive import padded_vocab_size
 from megarl.config.schema import ParallelConfig
 from megarl.weights.boxes import Rectangle, tiling_fault
 from megarl.weights.name_mapping import AXES, Cut, Head, Place, Weight, weights_of
 from megarl.weights.receipt import WeightTransferError
-
-VOCABULARY_DIVISOR = 128  # a rank's vocabulary rows are a multiple of it, as matrix units like
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +37,7 @@ class ShardLayout:
         if self.padded_vocab_size % self.tensor_parallel_size:
             raise ValueError(
                 f"padded_vocab_size {self.padded_vocab_size} is not a multiple of tensor_parallel_size "
-                f"{self.tensor_parallel_size}; use padded_vocab_size(vocab_size, divisor, tensor_parallel_size)"
+                f"{self.tensor_parallel_size}; use config/derive.py's padded_vocab_size"
             )
 
     def holds(self, weight: Weight) -> bool:
@@ -67,12 +66,6 @@ class Piece:
 
     def __str__(self) -> str:
         return f"{self.hf_name} {self.hf_view}{self.hf} -> {self.shard_view}{self.shard}" + ("" if self.is_source else " (copy)")
-
-
-def padded_vocab_size(vocab_size: int, divisor: int, tensor_parallel_size: int) -> int:
-    """The smallest multiple of divisor x tensor_parallel_size that holds the vocabulary, as Megatron-Core pads it."""
-    multiple = divisor * tensor_parallel_size
-    return -(-vocab_size // multiple) * multiple
 
 
 def model_layouts(
@@ -119,7 +112,7 @@ def layouts_of(architecture: Architecture, parallel: ParallelConfig) -> tuple[Sh
         tensor_parallel_size=parallel.tensor_parallel_size,
         pipeline_parallel_size=parallel.pipeline_parallel_size,
         virtual_pipeline_parallel_size=parallel.virtual_pipeline_parallel_size,
-        padded_vocab_size=padded_vocab_size(architecture.vocab_size, VOCABULARY_DIVISOR, parallel.tensor_parallel_size),
+        padded_vocab_size=padded_vocab_size(architecture.vocab_size, parallel.tensor_parallel_size),
     )
 
 

@@ -31,16 +31,15 @@ from megarl.checkpoints.role_folder import (
 from megarl.checkpoints.torch_dist import BACKEND_FILE, TORCH_DIST, StoredChunk
 from megarl.checkpoints.torch_dist_writer import ItemToWrite, WrittenItem, write_index, write_items
 from megarl.config.architecture import Architecture
+from megarl.config.derive import padded_vocab_size
 from megarl.weights.boxes import Rectangle, contiguous_blocks
 from megarl.weights.hf_folder import copy_companions
 from megarl.weights.name_mapping import Cut, Head, Place, Weight
 from megarl.weights.shard_layout import (
-    VOCABULARY_DIVISOR,
     ShardLayout,
     check_coverage,
     held_weights,
     model_layouts,
-    padded_vocab_size,
     padding,
     pieces,
     rank_pieces,
@@ -164,7 +163,7 @@ def plan_distributed(
         tensor_parallel_size=layout.tensor_parallel_size,
         pipeline_parallel_size=layout.pipeline_parallel_size,
         virtual_pipeline_parallel_size=layout.virtual_pipeline_parallel_size,
-        padded_vocab_size=padded_vocab_size(architecture.vocab_size, VOCABULARY_DIVISOR, layout.tensor_parallel_size),
+        padded_vocab_size=padded_vocab_size(architecture.vocab_size, layout.tensor_parallel_size),
     )
     check_coverage(architecture, [rank_pieces(architecture, rank, head) for rank in ranks], head)
     files: list[PlannedFile] = []

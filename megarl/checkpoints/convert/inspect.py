@@ -9,11 +9,11 @@ from typing import Any
 
 from megarl.checkpoints.convert.source import ModelSource
 from megarl.config.errors import CheckpointError
+from megarl.config.reward_rules import has_chat_template
 from megarl.weights.hf_folder import CONFIG_FILE
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
-_TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
 _HEADS = {"lm": "language model", "value": "value head (critic or reward model)"}
 
 
@@ -79,9 +79,8 @@ def _tokenizer(companions: Path) -> str:
     if not files:
         return "none"
     config = _read_json(companions / TOKENIZER_CONFIG) if (companions / TOKENIZER_CONFIG).is_file() else {}
-    has_template = "chat_template" in config or any((companions / name).is_file() for name in _TEMPLATE_FILES)
     kind = config.get("tokenizer_class") or "a tokenizer"
-    return f"{kind} ({', '.join(files)}), {'with' if has_template else 'without'} a chat template"
+    return f"{kind} ({', '.join(files)}), {'with' if has_chat_template(companions) else 'without'} a chat template"
 
 
 def _read_json(path: Path) -> dict:

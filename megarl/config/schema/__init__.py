@@ -61,7 +61,16 @@ from megarl.config.schema.rollout import (
     Transport,
     Verify,
 )
-from megarl.config.schema.run import CheckpointConfig, Device, EngineConfig, SFTTrainerConfig, TrackingConfig, TrainerConfig
+from megarl.config.schema.run import (
+    RESUME_AUTO,
+    RESUME_DISABLE,
+    CheckpointConfig,
+    Device,
+    EngineConfig,
+    SFTTrainerConfig,
+    TrackingConfig,
+    TrainerConfig,
+)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,6 +8,8 @@ from enum import Enum
 from megarl.config.kinds.loggers import LoggerKind
 from megarl.config.schema.keys import ranged
 
+RESUME_AUTO, RESUME_DISABLE = "auto", "disable"  # what `checkpoint.resume` is beside the path of a checkpoint
+
 
 class Device(str, Enum):
     auto = "auto"  # cuda where the cluster has GPUs
@@ -30,7 +32,7 @@ class CheckpointConfig:
     keep: int = ranged(2, at_least=0)  # complete checkpoints; 0: all
     save_hf: bool = True  # the policy as a Hugging Face folder, in each checkpoint and at the end in `output_dir/huggingface`
     asynchronous: bool = True  # files are written while training goes on
-    resume: str = "auto"  # auto: from the latest checkpoint, where there is one; disable; or the path of one
+    resume: str = RESUME_AUTO  # auto: from the latest checkpoint, where there is one; disable; or the path of one
 
 
 @dataclass(frozen=True, kw_only=True)

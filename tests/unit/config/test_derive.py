@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from megarl.config.architecture import read_architecture
-from megarl.config.derive import RoleArithmetic, RunArithmetic, derive, num_parameters, state_bytes
+from megarl.config.derive import RoleArithmetic, RunArithmetic, derive, num_parameters, padded_vocab_size, state_bytes
 from megarl.config.load import load_config
 from megarl.config.roles import ModelRole
 from megarl.config.schema import DType, MicroBatchConfig, OptimConfig, ParallelConfig, PPOConfig, SFTConfig
@@ -123,3 +123,9 @@ def test_state_of_a_rank_by_hand(tmp_path: Path) -> None:
     assert state_bytes(DType.bfloat16, role, tiny) == 1000 * (2 + 4 + (8 + 4) // 2)
     assert state_bytes(DType.float32, role, tiny) == 1000 * (4 + 4 + 8 // 2)
     assert state_bytes(DType.bfloat16, dataclasses.replace(role, optim=None), tiny) == 1000 * 2
+
+
+def test_padded_vocab_size() -> None:
+    assert padded_vocab_size(199, 2, divisor=1) == 200
+    assert padded_vocab_size(199, 2) == 256
+    assert padded_vocab_size(256, 2) == 256

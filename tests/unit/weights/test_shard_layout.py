@@ -2,6 +2,7 @@ from dataclasses import replace
 
 import pytest
 
+from megarl.config.derive import padded_vocab_size
 from megarl.weights.boxes import Rectangle
 from megarl.weights.name_mapping import weights_of
 from megarl.weights.receipt import WeightTransferError
@@ -10,7 +11,6 @@ from megarl.weights.shard_layout import (
     check_coverage,
     describe,
     model_layouts,
-    padded_vocab_size,
     pieces,
     rank_pieces,
     shard_shapes,
@@ -90,19 +90,13 @@ def test_shapes_of_tied_and_value_heads() -> None:
 
 def test_padding_may_fill_a_whole_rank() -> None:
     architecture = replace(architecture_of("llama"), vocab_size=5)
-    layouts = model_layouts(architecture, tensor_parallel_size=4, padded_vocab_size=padded_vocab_size(5, 2, 4))
+    layouts = model_layouts(architecture, tensor_parallel_size=4, padded_vocab_size=padded_vocab_size(5, 4, divisor=2))
     assert [layout.padded_vocab_size for layout in layouts] == [8] * 4
     embedding = weights_of(architecture, "lm")[0]
     assert [len(pieces(embedding, layout)) for layout in layouts] == [1, 1, 1, 0]
     check_coverage(architecture, [rank_pieces(architecture, layout) for layout in layouts])
     assert "padding (2, 32)" not in describe(architecture, layouts[0])
     assert "padding [0:2, 0:32]" in describe(architecture, layouts[3])
-
-
-def test_padded_vocab_size() -> None:
-    assert padded_vocab_size(199, 1, 2) == 200
-    assert padded_vocab_size(199, 128, 2) == 256
-    assert padded_vocab_size(256, 128, 2) == 256
 
 
 def test_plan_is_readable() -> None:
