@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from own_means import broadcast_seconds
 
+from megarl.controller.register import register
 from megarl.rollout.interface import RolloutEngineSpec
 from megarl.rollout.sglang import loader
 from megarl.weights.bucket import GroupAddress
@@ -49,6 +50,7 @@ def build_measured_engine(spec: RolloutEngineSpec) -> Any:
 
 
 class MeasuredWorker(RolloutWorker):
+    @register()
     def limits(self, shapes: list[tuple[str, tuple[int, ...]]]) -> tuple[float, float]:
         """Seconds of a copy of all weights' bytes, and of SGLang's own loading of them, both in its process. Its weights are void
         afterwards."""
@@ -57,6 +59,7 @@ class MeasuredWorker(RolloutWorker):
             [(copy_s, load_s)] = engine._loader._ask("own_loading", shapes=shapes)
         return copy_s, load_s
 
+    @register()
     def broadcast_seconds(self, address: GroupAddress, nbytes: int, bucket_bytes: int) -> float:
         """As rank 1 of a group of two."""
         group = WeightGroup(address, 1, torch.device("cpu"))

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from megarl.controller.register import register
 from megarl.weights.bucket import GroupAddress
 from megarl.weights.weight_group import WeightGroup
 from megarl.workers.megatron import MegatronWorker
@@ -50,6 +51,7 @@ def _all(function, descriptor: int, rest: memoryview) -> None:
 
 
 class MeasuredTrainer(MegatronWorker):
+    @register()
     def broadcast_seconds(self, address: GroupAddress, nbytes: int, bucket_bytes: int) -> float:
         """Rank 0 of a group of two, at the port that `reserve_weight_group` has taken."""
         listener, self._listener = self._listener, None
@@ -59,5 +61,6 @@ class MeasuredTrainer(MegatronWorker):
         finally:
             group.close()
 
+    @register()
     def files_seconds(self, folder: str, nbytes: int, bucket_bytes: int) -> float:
         return files_seconds(Path(folder), nbytes, bucket_bytes)

@@ -111,16 +111,17 @@ def measure_limits(engine: RoleGroup, source: WeightSource, transport: Transport
     """Seconds, by the limits' names: those of memory, and that of the transport's own means. The engine's weights are void afterwards."""
     shapes = [(name, meta.shape) for name, meta in source.manifest.items()]
     nbytes = sum(prod(shape) for _, shape in shapes) * 4
-    copy_s, own_s = engine.execute_rank_zero_sync("limits", shapes)
+    copy_s, own_s = engine.call_rank(0, MeasuredWorker.limits, shapes).get()
     limits = {"copy": copy_s, "own": own_s}
-    trainer = partial(source.group.execute_rank_async, 0)
+    trainer = partial(source.group.call_rank, 0)
     if transport is Transport.broadcast:
-        point = trainer("reserve_weight_group").get()
+        point = trainer(MeasuredTrainer.reserve_weight_group).get()
         address = GroupAddress("limit", point.host, point.port, 2, point.backend, 60.0)
-        members = [trainer, engine.execute_rank_zero_async]
-        limits["gloo"] = max(gather(*(member("broadcast_seconds", address, nbytes, source.bucket_bytes) for member in members)))
+        own = trainer(MeasuredTrainer.broadcast_seconds, address, nbytes, source.bucket_bytes)
+        engines = engine.call_rank(0, MeasuredWorker.broadcast_seconds, address, nbytes, source.bucket_bytes)
+        limits["gloo"] = max(gather(own, engines))
     if transport is Transport.disk:
-        limits["files"] = trainer("files_seconds", str(scratch), nbytes, source.bucket_bytes).get()
+        limits["files"] = trainer(MeasuredTrainer.files_seconds, str(scratch), nbytes, source.bucket_bytes).get()
     return limits
 
 

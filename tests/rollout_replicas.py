@@ -18,6 +18,7 @@ from megarl.rollout.interface import RolloutEngine
 from megarl.weights.bucket import ChunkMeta, Parcel
 from megarl.weights.receipt import TensorMeta
 from megarl.weights.shared_memory import Segment
+from megarl.workers.rollout_worker import RolloutWorker
 
 Push = Callable[[Sequence[RoleGroup]], None]  # gives replicas weights
 RULES = TokenRules(pad_token_id=0, stop_token_ids=(1, 2, 3), max_response_length=12)
@@ -33,9 +34,9 @@ def push_of(weights: Mapping[str, torch.Tensor], version: int) -> Push:
         try:
             segment.tensor(flat.dtype, flat.numel()).copy_(flat)
             chunks = tuple(ChunkMeta(name, 0, tensor.numel()) for name, tensor in weights.items())
-            gather(*(replica.execute_rank_zero_async("begin_weight_update", manifest) for replica in replicas))
-            gather(*(replica.load_weights([Parcel(chunks, flat.dtype, segment.handle)]) for replica in replicas))
-            gather(*(replica.execute_rank_zero_async("end_weight_update", version) for replica in replicas))
+            gather(*(replica.call_rank(0, RolloutWorker.begin_weight_update, manifest) for replica in replicas))
+            gather(*(replica.call(RolloutWorker.load_weights, [Parcel(chunks, flat.dtype, segment.handle)]) for replica in replicas))
+            gather(*(replica.call_rank(0, RolloutWorker.end_weight_update, version) for replica in replicas))
         finally:
             segment.close()
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import re
+import tomllib
 from collections.abc import Collection, Iterator, Mapping
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -183,3 +185,36 @@ def test_a_planted_breach_is_caught(module: str, source: str, named: str) -> Non
 )
 def test_what_is_allowed_passes(module: str, source: str) -> None:
     assert breaches(source, module) == []
+
+
+# ---- calls to workers: by `group.call(ActorWorker.update, parts, loss)`, which mypy checks
+
+PUBLIC_NAMES = re.compile(r"execute_(all|rank|rank_zero)_(sync|async)")  # of verl: for users
+
+
+def calls_by_name(source: str) -> list[str]:
+    found = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Attribute) and PUBLIC_NAMES.fullmatch(node.attr)]
+    return [f"{node.lineno}: {node.attr}" for node in found]
+
+
+def callers() -> dict[str, list[Path]]:
+    """The packages that have to do with worker groups, and their files."""
+    packages: dict[str, list[Path]] = {}
+    for file in sorted((ROOT / "megarl").rglob("*.py")):
+        if "megarl.controller.group" in file.read_text(encoding="utf-8"):
+            packages.setdefault(file.relative_to(ROOT / "megarl").parts[0], []).append(file)
+    return packages
+
+
+def test_megarl_calls_no_worker_by_a_string() -> None:
+    files = [file for file in (ROOT / "megarl").rglob("*.py") if file != ROOT / "megarl" / "controller" / "group.py"]
+    found = {str(file): calls for file in files if (calls := calls_by_name(file.read_text(encoding="utf-8")))}
+    assert not found
+    assert calls_by_name('group.execute_all_sync("update")') == ["1: execute_all_sync"]
+
+
+def test_mypy_checks_every_package_that_calls_workers() -> None:
+    """It refuses the names that are only bound on a group: tests/unit/controller/test_register.py shows that."""
+    checked = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["mypy"]["files"]
+    assert {f"megarl/{package}" for package in callers()} <= set(checked)
+    assert {"megarl/controller", "megarl/workers", "megarl/roles", "megarl/trainers"} <= set(checked)

@@ -11,9 +11,9 @@ from megarl.controller.dispatch import Dispatch
 from megarl.controller.futures import WorkerFuture
 
 P = ParamSpec("P")  # what the method takes on a rank, without the worker itself
-R = TypeVar("R")  # what it returns there
+R = TypeVar("R", covariant=True)  # what it returns there
 CallP = ParamSpec("CallP")  # what the driver gives to `group.call(method, ...)`
-CallR = TypeVar("CallR")  # what it gets: of one rank or of several, at once or as a future
+CallR = TypeVar("CallR", covariant=True)  # what it gets: of one rank or of several, at once or as a future
 
 
 class RemoteMethod(Generic[P, R, CallP, CallR]):

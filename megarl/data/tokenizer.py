@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def load_tokenizer(path: str, trust_remote_code: bool = False, key: str = "model.path") -> PreTrainedTokenizerBase:
@@ -44,3 +47,8 @@ def render_chat(tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str,
     except TemplateError as error:
         roles = [message["role"] for message in messages]
         raise ValueError(f"the chat template refuses messages of the roles {roles}: {error}") from error
+
+
+def decode_rows(tokenizer: PreTrainedTokenizerBase, ids: Tensor, mask: Tensor) -> list[str]:
+    """The texts of the tokens of `ids` (B, R) at which `mask` (B, R) holds, without special ones."""
+    return [str(tokenizer.decode(row[kept], skip_special_tokens=True)) for row, kept in zip(ids, mask, strict=True)]

@@ -14,12 +14,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
-from megarl.controller.futures import RemoteFuture, gather
+from megarl.controller.futures import RemoteFuture, WorkerFuture, gather
 from megarl.controller.group import RoleGroup
+from megarl.controller.register import RemoteMethod
 from megarl.engine.offload import StatePart
 from megarl.placement.dataflow import ENGINE, PARAMETERS, Item
 from megarl.placement.offload_plan import OffloadPlan
+from megarl.workers.megatron import MegatronWorker
 
+_Parts = tuple[StatePart, ...]
+_Move = RemoteMethod[[_Parts], int, [_Parts], WorkerFuture[list[int]]]
 _GENERATE, _SEND = "gen", "update_weights"
 _ENGINES = Item("rollout", ENGINE)
 _ACTOR = Item("actor", PARAMETERS)
@@ -139,17 +143,17 @@ class OffloadSchedule:
 
     def _take_out(self, items: set[Item] | frozenset[Item]) -> list[RemoteFuture]:
         self._held -= items
-        return self._move("offload_state", items)
+        return self._move(MegatronWorker.offload_state, items)
 
     def _bring_in(self, items: set[Item] | frozenset[Item]) -> list[RemoteFuture]:
         missing = items - self._held
         self._held |= missing
-        return self._move("restore_state", missing)
+        return self._move(MegatronWorker.restore_state, missing)
 
-    def _move(self, method: str, items: set[Item] | frozenset[Item]) -> list[RemoteFuture]:
+    def _move(self, method: _Move, items: set[Item] | frozenset[Item]) -> list[RemoteFuture]:
         """One call for each role, its parts in the order of StatePart."""
         parts = {role: tuple(part for part in StatePart if Item(role, part.value) in items) for role in self._models}
-        return [self._models[role].execute_all_async(method, moved) for role, moved in parts.items() if moved]
+        return [self._models[role].call(method, moved) for role, moved in parts.items() if moved]
 
     # ---- what it shows
 
@@ -161,7 +165,7 @@ class OffloadSchedule:
         for role in self._plan.takes_turns_with("rollout"):
             if not any(self._plan.are_fused(role, other) for other in seen):
                 seen.add(role)
-                sizes_gb[role] = max(self._models[role].execute_all_sync("resident_memory_gb"))
+                sizes_gb[role] = max(self._models[role].call(MegatronWorker.resident_memory_gb))
         self._resident_gb |= {f"memory/{name}_rss_gb/{mode}": size for name, size in sizes_gb.items()}
 
     def metrics(self) -> dict[str, float]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megarl.config.errors import RunError
 from megarl.controller.errors import PhaseTimeoutError, WorkerError
 from megarl.controller.futures import gather
 from megarl.controller.group import NO_ENVIRONMENT, RayWorkerGroup, RoleGroup
 from megarl.controller.messages import FailureKind, qualified_name
+from megarl.controller.register import RemoteMethod
 from megarl.controller.worker import RayClassWithInitArgs
 from megarl.rollout.interface import EngineDeadError, RolloutEngine
 from megarl.tracking.timeline import Span
@@ -84,7 +85,7 @@ class Replicas:
 
     def accept(self, groups: Sequence[RoleGroup]) -> None:
         """These replicas have got weights: of the version that the others have, or all of them a new one. Raises RunError otherwise."""
-        versions = [group.weight_version() for group in groups]
+        versions = [group.call(RolloutWorker.weight_version) for group in groups]
         are_all = len(groups) == len(self.groups)
         expected = versions[0] if are_all else self.weight_version
         if versions[0] is None or set(versions) != {expected}:
@@ -121,18 +122,18 @@ class Replicas:
 
     def sleep(self) -> None:
         """All give their memory back. One that has died is replaced first: what takes the memory next must find all of it."""
-        self.on_all(lambda groups: _on_each(groups, "sleep"))
+        self.on_all(lambda groups: _on_each(groups, RolloutWorker.sleep))
 
     def wake(self, groups: Sequence[RoleGroup]) -> None:
         """Those that sleep take their memory again; they have no weights yet."""
-        _on_each(groups, "wake")
+        _on_each(groups, RolloutWorker.wake)
 
     def resident_memory_gb(self) -> float:
         """Of the fullest replica; those that are dead have none."""
         sizes = [0.0]
         for group in self.groups:
             try:
-                sizes += group.execute_all_sync("resident_memory_gb")
+                sizes += group.call(RolloutWorker.resident_memory_gb)
             except (WorkerError, PhaseTimeoutError) as error:
                 if not is_dead(error):
                     raise
@@ -156,7 +157,7 @@ class Replicas:
         if group.has_ended:  # it hung
             return False
         try:
-            group.check_health().get(timeout=_CHECK_S)
+            group.call(RolloutWorker.check_health).get(timeout=_CHECK_S)
         except (WorkerError, PhaseTimeoutError) as error:
             return not (is_dead(error) or is_failed_start(error))
         except TimeoutError:
@@ -184,8 +185,8 @@ class Replicas:
         return spans
 
 
-def _on_each(groups: Sequence[RoleGroup], method: str) -> None:
-    gather(*(group.execute_all_async(method) for group in groups))
+def _on_each(groups: Sequence[RoleGroup], method: RemoteMethod[[], None, ..., Any]) -> None:
+    gather(*(group.call_all(method) for group in groups))
 
 
 def is_dead(error: WorkerError | PhaseTimeoutError) -> bool:

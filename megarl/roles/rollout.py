@@ -23,6 +23,7 @@ from megarl.roles.weights import RolloutWeights
 from megarl.rollout.dispatch import RequestQueue
 from megarl.rollout.interface import FinishedRequest, GenerationRequest, Sample, SamplingParameters, plan_requests
 from megarl.tracking.timeline import Span
+from megarl.workers.rollout_worker import RolloutWorker
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,7 +187,7 @@ class EngineFaultError(RunError):
 
 
 class _Task(NamedTuple):
-    """What a replica is doing: an exchange of requests for samples, or its start. One at a time."""
+    """What a replica is doing: it takes requests and gives samples, or it starts. One at a time."""
 
     future: WorkerFuture
     give_up_s: float  # by the monotonic clock
@@ -228,7 +229,7 @@ class RequestRun:
         finally:
             for replica, group in enumerate(self._replicas.groups):
                 if self._queue.load(replica):
-                    group.abort()
+                    group.call(RolloutWorker.abort)
 
     def _hand_out(self) -> None:
         """A new call to every replica that has nothing to do and has, or gets, requests."""
@@ -240,7 +241,7 @@ class RequestRun:
         dealt = self._queue.deal(idle)
         for replica in idle:
             if self._queue.load(replica):
-                future = self._replicas.groups[replica].exchange(dealt.get(replica, []), _WAIT_S)
+                future = self._replicas.groups[replica].call(RolloutWorker.submit_and_poll, dealt.get(replica, []), _WAIT_S)
                 give_up_s = min(now_s + self._limits.answer_limit_s, self._last_sample_s[replica] + self._limits.sample_limit_s)
                 self._tasks[replica] = _Task(future, give_up_s, is_start=False)
 

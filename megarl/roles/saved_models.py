@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 import torch
 
@@ -13,13 +13,16 @@ from megarl.checkpoints.role_folder import HUGGING_FACE_FOLDER, Description, Lay
 from megarl.config.errors import CheckpointError
 from megarl.config.schema import DType, ParallelConfig, PPOConfig, SFTConfig
 from megarl.controller.errors import WorkerError
-from megarl.controller.futures import gather
+from megarl.controller.futures import WorkerFuture, gather
 from megarl.controller.group import RoleGroup
 from megarl.controller.messages import qualified_name
 from megarl.roles.models import Actor
 from megarl.roles.start import PPORoles
 from megarl.weights.hf_folder import copy_companions
 from megarl.weights.name_mapping import Head
+from megarl.workers.megatron import MegatronWorker
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,15 +54,15 @@ class SavedModels:
 
     def begin_save(self, folder: Path) -> None:
         """Returns when the state of now has been copied, or written: training may change it."""
-        self._on_all("begin_save", folder)
+        self._on_all(lambda model: model.group.call(MegatronWorker.begin_save, str(folder / model.name)))
 
     def is_written(self) -> bool:
         """Also where a rank has failed: `finish_save` raises that."""
-        return all(written for ranks in self._on_all("save_is_written") for written in ranks)
+        return all(written for ranks in self._on_all(lambda model: model.group.call(MegatronWorker.save_is_written)) for written in ranks)
 
     def finish_save(self, folder: Path, step: int) -> None:
         """Waits for what is not written yet, and completes each model's folder."""
-        for model, ranks in zip(self.models, self._on_all("finish_save"), strict=True):
+        for model, ranks in zip(self.models, self._on_all(lambda model: model.group.call(MegatronWorker.finish_save)), strict=True):
             _complete(model, folder / model.name, step, ranks)
 
     def save_policy(self, folder: Path) -> None:
@@ -68,14 +71,12 @@ class SavedModels:
 
     def load(self, folder: Path) -> None:
         """Every model's state becomes that of the checkpoint."""
-        self._on_all("load_checkpoint", folder)
+        self._on_all(lambda model: model.group.call(MegatronWorker.load_checkpoint, str(folder / model.name)))
 
-    def _on_all(self, method: str, folder: Path | None = None) -> list[list[Any]]:
+    def _on_all(self, ask: Callable[[SavedModel], WorkerFuture[list[T]]]) -> list[list[T]]:
         """By model and rank. All models' ranks work at the same time."""
         try:
-            return gather(
-                *(model.group.execute_all_async(method, *([] if folder is None else [str(folder / model.name)])) for model in self.models)
-            )
+            return gather(*map(ask, self.models))
         except WorkerError as error:
             if error.error_type == qualified_name(CheckpointError):
                 raise CheckpointError(error.summary.removeprefix(f"{error.error_type}: ")) from error

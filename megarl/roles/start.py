@@ -248,7 +248,7 @@ def visible_gpus(pool: RayResourcePool) -> list[str]:
     """Of each bundle, as Ray shows it to a process there; the processes are ended."""
     probes = RayWorkerGroup(pool, RayClassWithInitArgs(Worker), role="probe")
     try:
-        return probes.execute_all_sync("visible_gpus")
+        return probes.call(Worker.visible_gpus)
     finally:
         probes.shutdown()
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -21,6 +21,7 @@ from megarl.config.architecture import Architecture
 from megarl.config.schema import DType, ParallelConfig, Transport, Verify
 from megarl.controller.futures import RemoteFuture, WorkerFuture, gather, wait_for_any
 from megarl.controller.group import RoleGroup
+from megarl.controller.register import P, R, RemoteMethod
 from megarl.weights.bucket import GroupAddress
 from megarl.weights.export import FilePlan, plan_files, save_hf_folder, write_hf_folder
 from megarl.weights.gather import BucketSizes, plan_buckets
@@ -30,6 +31,8 @@ from megarl.weights.receipt import Manifest
 from megarl.weights.sender import SenderReport
 from megarl.weights.shard_layout import ShardLayout, layouts_of
 from megarl.weights.verify import add_checksums, compare_checksums
+from megarl.workers.rollout_worker import RolloutWorker
+from megarl.workers.weight_export import WeightExport
 
 PUSHED_FOLDERS = ".weights-*"  # the transport `disk` has one while it works
 _LOOK_S = 10.0  # without a sign of any rank
@@ -68,11 +71,11 @@ class WeightSource:
 
     @cached_property
     def is_on_cpu(self) -> bool:
-        return self.group.execute_rank_async(self.exporters[0], "weights_are_on_cpu").get()
+        return self.group.call_rank(self.exporters[0], WeightExport.weights_are_on_cpu).get()
 
-    def call(self, method: str, *arguments: object) -> list[WorkerFuture]:
+    def call(self, method: RemoteMethod[P, R, ..., Any], *args: P.args, **kwargs: P.kwargs) -> list[WorkerFuture[R]]:
         """On all exporters."""
-        return [self.group.execute_rank_async(rank, method, *arguments) for rank in self.exporters]
+        return [self.group.call_rank(rank, method, *args, **kwargs) for rank in self.exporters]
 
     def num_rounds(self) -> int:
         """After so many parcels of every stage all weights were sent."""
@@ -100,9 +103,9 @@ class WeightSource:
         reports: list[SenderReport] = []
 
         def write(folder: Path) -> None:
-            gather(*self.call("begin_file_export", self.bucket_bytes, str(folder), files, durable))
-            gather(*self.call("send_all"))
-            reports.extend(gather(*self.call("end_weight_export")))
+            gather(*self.call(WeightExport.begin_file_export, self.bucket_bytes, str(folder), files, durable))
+            gather(*self.call(WeightExport.send_all))
+            reports.extend(gather(*self.call(WeightExport.end_weight_export)))
 
         make_folder(write, files)
         return reports
@@ -193,20 +196,20 @@ class WeightSync:
         source, broadcast = self._source, self._transport is Transport.broadcast
         if broadcast:
             self._join(replicas, self._make_groups)
-        preparing = _ask_all(replicas, "begin_weight_update", source.manifest)
-        opening = source.call("begin_weight_export", source.bucket_bytes, broadcast)
-        gathering = source.call("next_parcel")
+        preparing = _ask_all(replicas, RolloutWorker.begin_weight_update, source.manifest)
+        opening = source.call(WeightExport.begin_weight_export, source.bucket_bytes, broadcast)
+        gathering = source.call(WeightExport.next_parcel)
         gather(*preparing, *opening)
         loading: list[WorkerFuture] = []
         parcels = gather(*gathering)
         start_s = time.perf_counter()
         for remaining in reversed(range(source.num_rounds())):
-            former, loading = loading, _ask_all(replicas, "load_weights", [parcel for parcel in parcels if parcel.chunks])
+            former, loading = loading, _ask_all(replicas, RolloutWorker.load_weights, [parcel for parcel in parcels if parcel.chunks])
             gather(*former)  # the next parcels go where these were
-            parcels = gather(*(source.call("next_parcel") if remaining else []))
+            parcels = gather(*(source.call(WeightExport.next_parcel) if remaining else []))
         gather(*loading)
         load_s = time.perf_counter() - start_s
-        ending, closing = _ask_all(replicas, "end_weight_update", version), source.call("end_weight_export")
+        ending, closing = _ask_all(replicas, RolloutWorker.end_weight_update, version), source.call(WeightExport.end_weight_export)
         gather(*ending, *closing)
         return gather(*closing), load_s
 
@@ -218,9 +221,9 @@ class WeightSync:
         source = self._source
         self._join(replicas, self._make_streams)
         start_s = time.perf_counter()
-        beginning = _ask_all(replicas, "begin_weight_update", source.manifest)
-        writers = [partial(source.group.execute_rank_async, rank, "send_weight_stream") for rank in source.exporters]
-        readers = [partial(replica.execute_rank_zero_async, "load_streams", version, self._stream_names) for replica in replicas]
+        beginning = _ask_all(replicas, RolloutWorker.begin_weight_update, source.manifest)
+        writers = [partial(source.group.call_rank, rank, WeightExport.send_weight_stream) for rank in source.exporters]
+        readers = [partial(replica.call_rank, 0, RolloutWorker.load_streams, version, self._stream_names) for replica in replicas]
         try:
             results = _until_given([*writers, *readers])
         finally:
@@ -233,10 +236,10 @@ class WeightSync:
             folder = Path(scratch) / "model"
             reports = self._source.write_hf(folder, self._config_dir)
             start_s = time.perf_counter()
-            _on_all(replicas, "begin_weight_update", self._source.manifest)
-            _on_all(replicas, "load_folder", str(folder))
+            _on_all(replicas, RolloutWorker.begin_weight_update, self._source.manifest)
+            _on_all(replicas, RolloutWorker.load_folder, str(folder))
             load_s = time.perf_counter() - start_s
-            _on_all(replicas, "end_weight_update", version)
+            _on_all(replicas, RolloutWorker.end_weight_update, version)
             return reports, load_s
 
     # ---- weight groups and streams
@@ -246,46 +249,47 @@ class WeightSync:
         if _same(self._members, replicas):
             return
         self._leave([member for member in self._members if any(member is replica for replica in replicas)])
-        make(replicas, _on_all(replicas, "num_ranks"))
+        make(replicas, _on_all(replicas, RolloutWorker.num_ranks))
         self._members = list(replicas)
 
     def _make_streams(self, replicas: Sequence[RoleGroup], num_ranks: list[int]) -> None:
         source = self._source
         opening = [
-            source.group.execute_rank_async(head, "open_weight_stream", source.bucket_bytes, sum(num_ranks)) for head in source.stage_heads
+            source.group.call_rank(head, WeightExport.open_weight_stream, source.bucket_bytes, sum(num_ranks))
+            for head in source.stage_heads
         ]
         streams = gather(*opening)
-        joining = source.call("join_weight_stream", source.bucket_bytes, streams)
+        joining = source.call(WeightExport.join_weight_stream, source.bucket_bytes, streams)
         for index, replica in enumerate(replicas):
-            joining.append(replica.execute_rank_zero_async("join_weight_streams", streams, sum(num_ranks[:index])))
+            joining.append(replica.call_rank(0, RolloutWorker.join_weight_streams, streams, sum(num_ranks[:index])))
         gather(*joining)
         self._stream_names = [stream.address.name for stream in streams]
 
     def _make_groups(self, replicas: Sequence[RoleGroup], num_ranks: list[int]) -> None:
         """In the order of the stages."""
         for stage, head in enumerate(self._source.stage_heads):
-            point = self._source.group.execute_rank_async(head, "reserve_weight_group").get()
+            point = self._source.group.call_rank(head, WeightExport.reserve_weight_group).get()
             address = GroupAddress(f"stage-{stage}", point.host, point.port, 1 + sum(num_ranks), point.backend, _GROUP_LIMIT_S)
-            joining = [self._source.group.execute_rank_async(head, "join_weight_group", address)]
+            joining = [self._source.group.call_rank(head, WeightExport.join_weight_group, address)]
             for index, replica in enumerate(replicas):
-                joining.append(replica.execute_rank_zero_async("join_weight_group", address, 1 + sum(num_ranks[:index])))
+                joining.append(replica.call_rank(0, RolloutWorker.join_weight_group, address, 1 + sum(num_ranks[:index])))
             gather(*joining)
 
     def _leave(self, members: Sequence[RoleGroup]) -> None:
         """At the same time: whoever waits in a broadcast is let go when the others leave."""
         if self._members:
             self._members = []
-            leaving = [*self._source.call("leave_weight_group"), *self._source.call("leave_weight_stream")]
-            gather(*leaving, *(member.execute_rank_zero_async("leave_weight_groups") for member in members))
+            leaving = [*self._source.call(WeightExport.leave_weight_group), *self._source.call(WeightExport.leave_weight_stream)]
+            gather(*leaving, *(member.call_rank(0, RolloutWorker.leave_weight_groups) for member in members))
 
     def _give_up(self, replicas: Sequence[RoleGroup]) -> None:
         """Lets go of everything without waiting: a replica may be dead, or wait for one that is. Later calls queue behind."""
         self._members, self._verified = [], []
         if not self._source.group.has_ended:
-            self._source.call("abandon_weight_export")
+            self._source.call(WeightExport.abandon_weight_export)
         if self._transport is not Transport.disk:
             for replica in (replica for replica in replicas if not replica.has_ended):
-                replica.execute_rank_zero_async("leave_weight_groups")
+                replica.call_rank(0, RolloutWorker.leave_weight_groups)
 
     # ---- verification
 
@@ -294,8 +298,8 @@ class WeightSync:
         start_s = time.perf_counter()
         to_check = [replica for replica in replicas if self._is_to_be_verified(replica)]
         if to_check:
-            parts = self._source.call("weight_checksums")
-            engines = [replica.execute_rank_zero_async("checksums") for replica in to_check]
+            parts = self._source.call(WeightExport.weight_checksums)
+            engines = [replica.call_rank(0, RolloutWorker.checksums) for replica in to_check]
             trainer = add_checksums(gather(*parts))
             for replica, engine in zip(to_check, gather(*engines), strict=True):
                 compare_checksums(self._source.manifest, trainer, engine, f"the rollout replica with pid {replica.pids[0]}")
@@ -308,13 +312,15 @@ class WeightSync:
         return self._verify is Verify.always
 
 
-def _ask_all(replicas: Sequence[RoleGroup], method: str, *arguments: object) -> list[WorkerFuture]:
-    return [replica.execute_rank_zero_async(method, *arguments) for replica in replicas]
+def _ask_all(
+    replicas: Sequence[RoleGroup], method: RemoteMethod[P, R, ..., Any], *args: P.args, **kwargs: P.kwargs
+) -> list[WorkerFuture[R]]:
+    return [replica.call_rank(0, method, *args, **kwargs) for replica in replicas]
 
 
-def _on_all(replicas: Sequence[RoleGroup], method: str, *arguments: object) -> list:
+def _on_all(replicas: Sequence[RoleGroup], method: RemoteMethod[P, R, ..., Any], *args: P.args, **kwargs: P.kwargs) -> list[R]:
     """The results, in the order of the replicas; raises the first failure of any."""
-    return gather(*_ask_all(replicas, method, *arguments))
+    return gather(*_ask_all(replicas, method, *args, **kwargs))
 
 
 def _until_given(calls: Sequence[Callable[[], WorkerFuture]]) -> list:

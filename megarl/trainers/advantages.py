@@ -53,7 +53,8 @@ class AdvantageStep:
         return batch.union(DataProto.from_dict(added)), metrics
 
     def _rewards(self, tensors: dict[str, Tensor], num_rows: int) -> tuple[Tensor, Metrics]:
-        mask, metrics = tensors["response_mask"], {}
+        mask = tensors["response_mask"]
+        metrics: Metrics = {}
         rewards = torch.where(mask, tensors["token_level_scores"], 0.0)
         if self._algorithm.overlong.buffer_share:
             rewards, metrics = penalise_overlong(rewards, mask, self._max_response_length, self._algorithm.overlong)

@@ -105,18 +105,18 @@ class MegatronWorker(WeightExport):
         step = self._engine.step()
         return {**metrics, f"{loss.name}/grad_norm": Metric.same(step.grad_norm), f"{loss.name}/lr": Metric.same(step.lr)}
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def offload_state(self, parts: tuple[StatePart, ...]) -> int:
         """Moves parts of the model's state out of memory; see MegatronEngine.offload. What weights were sent from goes as well."""
         self.release_weight_buffers()
         return self._engine.offload(*parts)
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def restore_state(self, parts: tuple[StatePart, ...]) -> int:
         """Moves them back."""
         return self._engine.restore(*parts)
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def begin_save(self, folder: str) -> None:
         """Copies the model's state of now, and writes it while the worker does other work; see engine/checkpoint.py."""
         from megarl.engine.checkpoint import begin_save
@@ -124,20 +124,20 @@ class MegatronWorker(WeightExport):
         assert self._pending_save is None, "the save before this one has not been finished"
         self._pending_save = begin_save(self._engine, Path(folder))
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def save_is_written(self) -> bool:
         """Of this rank; also where it has failed."""
         assert self._pending_save is not None, "no save has begun"
         return self._pending_save.is_written()
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def finish_save(self) -> dict[str, str]:
         """Completes the folder but for its manifest; the checksums of what this rank wrote."""
         assert self._pending_save is not None, "no save has begun"
         pending, self._pending_save = self._pending_save, None
         return pending.finish()
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def load_checkpoint(self, folder: str) -> None:
         """The model's state becomes that of a folder with a manifest, of any layout."""
         from megarl.engine.checkpoint import load

@@ -10,7 +10,7 @@ from megarl.config.schema import RewardConfig
 from megarl.controller.dispatch import Dispatch
 from megarl.controller.register import register
 from megarl.controller.worker import Worker
-from megarl.data.tokenizer import load_tokenizer
+from megarl.data.tokenizer import decode_rows, load_tokenizer
 from megarl.rewards.scorer import RewardScorer, ScoreReport, ScoreRequest
 
 
@@ -32,9 +32,7 @@ class RewardWorker(Worker):
         Raises RewardError above the allowed error rate.
         """
         mask = batch.tensors["response_mask"]
-        texts = [
-            self._tokenizer.decode(ids[real], skip_special_tokens=True) for ids, real in zip(batch.tensors["responses"], mask, strict=True)
-        ]
+        texts = decode_rows(self._tokenizer, batch.tensors["responses"], mask)
         arrays = batch.non_tensor_batch
         requests = [
             ScoreRequest(

@@ -16,7 +16,7 @@ from megarl.controller.dispatch import Dispatch
 from megarl.controller.register import register
 from megarl.data.conversations import Conversation, ConversationEncoder, conversation_batch
 from megarl.data.packing import plan_micro_batches
-from megarl.data.tokenizer import load_tokenizer
+from megarl.data.tokenizer import decode_rows, load_tokenizer
 from megarl.engine.spec import ModelSpec
 from megarl.workers.megatron import MegatronWorker
 
@@ -85,10 +85,7 @@ class RewardModelWorker(MegatronWorker):
 
     def _conversations(self, part: DataProto) -> list[Conversation]:
         tensors, arrays = part.tensors, part.non_tensor_batch
-        answers = [
-            self._policy_tokenizer.decode(ids[real], skip_special_tokens=True)
-            for ids, real in zip(tensors["responses"], tensors["response_mask"], strict=True)
-        ]
+        answers = decode_rows(self._policy_tokenizer, tensors["responses"], tensors["response_mask"])
         return [
             self._encoder.encode(str(uid), messages, answer)
             for uid, messages, answer in zip(arrays["uid"], arrays["messages"], answers, strict=True)

@@ -28,7 +28,7 @@ class RolloutWorker(Worker):
     # ---- generation
 
     @register(dispatch_mode=Dispatch.RANK_ZERO, blocking=False)
-    def exchange(self, requests: Sequence[GenerationRequest], wait_s: float) -> list[FinishedRequest]:
+    def submit_and_poll(self, requests: Sequence[GenerationRequest], wait_s: float) -> list[FinishedRequest]:
         """Takes new requests, waits at most `wait_s` for one of those in flight to finish, and gives back all that have."""
         self._engine.submit(requests)
         return self._engine.collect(wait_s)

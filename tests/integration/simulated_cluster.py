@@ -54,7 +54,7 @@ def found(plan: PlacementPlan, pools: ResourcePoolManager, group: GroupPlan) -> 
     """Of one group, whose processes end again: a small machine does not hold all at once."""
     workers = RayWorkerGroup(group_pool(plan, pools, group), RayClassWithInitArgs(WhereWorker), role=group.name)
     try:
-        places = workers.execute_all_sync("where")
+        places = workers.call(WhereWorker.where)
     finally:
         workers.shutdown()
     return [

@@ -87,7 +87,8 @@ def check_metrics_and_calls(rollout: Rollout, folder: Path) -> None:
     submitted = [call for call in recorded_calls(folder) if call["method"] == "submit"]
     assert max(len(call["detail"]) for call in submitted) == 3
     assert len({call["pid"] for call in submitted}) == 2
-    assert {(span.rank, span.name) for span in rollout.drain_spans()} >= {(0, "exchange"), (1, "exchange"), (1, "load_weights")}
+    seen = {(span.rank, span.name) for span in rollout.drain_spans()}
+    assert seen >= {(0, "submit_and_poll"), (1, "submit_and_poll"), (1, "load_weights")}
 
 
 @pytest.mark.parametrize(
@@ -96,7 +97,7 @@ def check_metrics_and_calls(rollout: Rollout, folder: Path) -> None:
         (Misdeed("collect", 3, What.die), f"EngineDeadError: {LAST_WORDS}"),
         (Misdeed("collect", 2, What.kill_process), "the process ended"),
         (Misdeed("submit", 2, What.kill_child), LAST_WORDS),
-        (Misdeed("collect", 2, What.hang), "in exchange for"),
+        (Misdeed("collect", 2, What.hang), "in submit_and_poll for"),
     ],
 )
 def test_a_lost_replica_is_replaced_and_the_batch_is_whole(
@@ -122,7 +123,7 @@ def test_a_lost_replica_is_replaced_and_the_batch_is_whole(
     starts = [call["pid"] for call in recorded_calls(tmp_path) if call["method"] == "__init__"]
     assert len(set(starts)) == 3
     spans = rollout.drain_spans()
-    assert {span.rank for span in spans if span.name == "exchange"} == {0, 1}
+    assert {span.rank for span in spans if span.name == "submit_and_poll"} == {0, 1}
     assert sum(span.name == "__init__" for span in spans) == 3  # the lost one's as well
 
 

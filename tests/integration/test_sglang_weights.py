@@ -119,7 +119,7 @@ def generate(replica: RoleGroup, sampling: SamplingParameters) -> list[Sample]:
     samples: dict[int, Sample] = {}
     waiting = list(requests)
     while len(samples) < len(requests):
-        samples |= dict(replica.exchange(waiting, 5.0).get())
+        samples |= dict(replica.submit_and_poll(waiting, 5.0).get())
         waiting = []
     return [samples[request.request_id] for request in requests]
 

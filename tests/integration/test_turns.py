@@ -16,6 +16,7 @@ from megarl.controller.futures import gather
 from megarl.controller.group import RoleGroup
 from megarl.roles.rollout import Rollout
 from megarl.rollout.hf.engine import HFEngine
+from megarl.workers.rollout_worker import RolloutWorker
 from tests.fake_engine import MANIFEST, FakeEngine, FakeSpec, Misdeed, What, random_weights, recorded_calls
 from tests.rollout_replicas import push_of, started_rollout
 from tests.unit.engine.models import save_large_model
@@ -27,7 +28,7 @@ WEIGHTS = random_weights(MANIFEST, seed=1)
 
 def wake_and_push(version: int) -> Any:
     def push(replicas: Sequence[RoleGroup]) -> None:
-        gather(*(replica.execute_all_async("wake") for replica in replicas))
+        gather(*(replica.call_all(RolloutWorker.wake) for replica in replicas))
         push_of(WEIGHTS, version)(replicas)
 
     return push
@@ -89,6 +90,6 @@ def test_a_sleeping_engine_gives_its_memory_back(tmp_path: Path) -> None:
         awake_gb = rollout.resident_memory_gb()
         rollout.sleep()
         assert awake_gb - rollout.resident_memory_gb() > 0.8 * size_gb
-        gather(*(replica.execute_all_async("wake") for replica in rollout.replicas))
+        gather(*(replica.call_all(RolloutWorker.wake) for replica in rollout.replicas))
         rollout.update_weights(push_of(weights, 2))
         assert rollout.resident_memory_gb() > awake_gb - 0.2 * size_gb

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import ray
 
+from megarl.controller.register import register
 from megarl.controller.worker import Worker
 
 
 class WhereWorker(Worker):
+    @register()
     def where(self) -> tuple[str, str]:
         """Ray's id of the node, and the GPUs that the process sees."""
         return ray.get_runtime_context().get_node_id(), self.visible_gpus()

@@ -19,6 +19,7 @@ from megarl.config.architecture import read_architecture
 from megarl.config.schema import ParallelConfig, PlacementStrategy, PPOConfig
 from megarl.controller.cluster import shutdown, start_ray
 from megarl.controller.futures import gather
+from megarl.controller.worker import Worker
 from megarl.placement.memory import Usage, plan_memory
 from megarl.placement.plan import plan_placement
 from megarl.roles.start import PPORoles
@@ -61,7 +62,7 @@ class Gauge:
                 roles.weights.bring_in()
             else:
                 gather(*roles.schedule.before(phase))
-            self.resident[phase] = {name: max(group.execute_all_sync("resident_memory_gb")) * 1e9 for name, group in groups.items()}
+            self.resident[phase] = {name: max(group.call(Worker.resident_memory_gb)) * 1e9 for name, group in groups.items()}
 
 
 def compare(strategy: PlacementStrategy, predicted: dict[str, dict[str, int]], resident: dict[str, dict[str, float]]) -> float:

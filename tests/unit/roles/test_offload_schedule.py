@@ -18,6 +18,7 @@ from megarl.config.schema import (
     PPOConfig,
 )
 from megarl.controller.futures import RemoteFuture
+from megarl.controller.register import RemoteMethod
 from megarl.engine.offload import StatePart
 from megarl.placement.dataflow import Item
 from megarl.placement.offload_plan import OffloadPlan
@@ -45,11 +46,9 @@ class FakeGroup:
     def __init__(self, name: str, log: list[str]) -> None:
         self.name, self.log = name, log
 
-    def execute_all_async(self, method: str, *arguments: Any) -> Done:
-        return Done([getattr(self, method)(*arguments)])
-
-    def execute_all_sync(self, method: str, *arguments: Any) -> list[Any]:
-        return self.execute_all_async(method, *arguments).get()
+    def call(self, method: RemoteMethod, *arguments: Any) -> Any:
+        results = [getattr(self, method.name)(*arguments)]
+        return results if method.blocking else Done(results)
 
     def resident_memory_gb(self) -> float:
         return 1.5

@@ -6,8 +6,10 @@ import torch
 
 from megarl.batch.data_proto import DataProto
 from megarl.config.schema import SamplingConfig
+from megarl.controller.register import RemoteMethod
 from megarl.roles.rollout import Rollout, RolloutLimits, TokenRules
 from megarl.rollout.interface import FinishedRequest, GenerationRequest, Sample
+from megarl.workers.rollout_worker import RolloutWorker
 
 PAD, END = 0, 1
 RULES = TokenRules(pad_token_id=PAD, stop_token_ids=(END,), max_response_length=6)
@@ -76,7 +78,8 @@ class Group:
     def __init__(self) -> None:
         self.asked: list[GenerationRequest] = []
 
-    def exchange(self, requests: list[GenerationRequest], wait_s: float) -> Answer:
+    def call(self, method: RemoteMethod, requests: list[GenerationRequest], wait_s: float) -> Answer:
+        assert method is RolloutWorker.submit_and_poll
         self.asked += requests
         return Answer(requests)
 

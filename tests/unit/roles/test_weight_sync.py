@@ -20,6 +20,7 @@ from megarl.controller.dispatch import Mesh
 from megarl.controller.errors import WorkerError
 from megarl.controller.futures import gather
 from megarl.controller.group import RoleGroup
+from megarl.controller.register import register
 from megarl.controller.resource_pool import RayResourcePool
 from megarl.controller.worker import RayClassWithInitArgs
 from megarl.roles.replicas import ReplicaPlace, Replicas
@@ -33,6 +34,7 @@ from megarl.weights.shard_layout import layouts_of, shard_shapes
 from megarl.weights.verify import WeightMismatchError
 from megarl.workers.engines import build_engine
 from megarl.workers.megatron import MegatronWorker, megatron_mesh
+from megarl.workers.rollout_worker import RolloutWorker
 from megarl.workers.weight_export import WeightExport
 from tests.rollout_replicas import send
 from tests.unit.engine.models import save_model
@@ -162,7 +164,7 @@ def test_two_trainers_cannot_have_an_engine_at_once(trainer: Trainer, folders: F
         first.push(replicas.groups, 3)
     second.close()
     first.push(replicas.groups, 4)
-    assert replicas.groups[0].execute_rank_zero_async("weight_version").get() == 4
+    assert replicas.groups[0].call(RolloutWorker.weight_version) == 4
     first.close()
 
 
@@ -209,9 +211,9 @@ def test_what_is_kept_from_push_to_push_outlives_sleep_offload_and_restarts(
     replicas = replicas_of(good_engine(folders), 2, restart_limit=1)
     sync = trainer.sync(transport, tmp_path / "scratch")  # every push compares checksums
     sync.push(replicas.groups, 1)
-    gather(*(group.execute_all_async("sleep") for group in replicas.groups))
-    trainer.group.offload_state(())  # no part of the state, but what weights were sent from
-    gather(*(group.execute_all_async("wake") for group in replicas.groups))
+    gather(*(group.call_all(RolloutWorker.sleep) for group in replicas.groups))
+    trainer.group.call(MegatronWorker.offload_state, ()).get()  # no part of the state, but what weights were sent from
+    gather(*(group.call_all(RolloutWorker.wake) for group in replicas.groups))
     sync.push(replicas.groups, 2)
     replicas.restart(1, "a test")
     sync.push([replicas.groups[1]], 2)  # as one that was started anew gets them
@@ -240,6 +242,7 @@ class StandInTrainer(WeightExport):
     def _shards(self) -> Shards:
         return self._own
 
+    @register()
     def die_in_the_next_push(self) -> None:
         self._dies = True
 
@@ -256,7 +259,7 @@ def test_a_trainer_rank_that_dies_in_a_push(folders: Folders, replicas_of, tmp_p
         sync = Trainer(groups["actor"], folders.trained).sync(Transport.colocated, tmp_path, Verify.off, parallel)
         sync.push(replicas.groups, 1)
         assert replicas.groups[0].weight_version() == 1
-        groups["actor"].execute_rank_async(rank, "die_in_the_next_push").get()
+        groups["actor"].call_rank(rank, StandInTrainer.die_in_the_next_push).get()
         start_s = time.monotonic()
         with pytest.raises(WorkerError, match=rf"actor.*rank {rank}.*send_weight_stream.*ended \(killed"):
             sync.push(replicas.groups, 2)

@@ -11,23 +11,44 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from megarl.controller.register import registered_methods
 from megarl.tracking.loggers import Tracker
 from megarl.tracking.progress import ProgressBar
 from megarl.tracking.timeline import Span, Timeline
 from megarl.tracking.tracked_run import TrackedRun
 from megarl.trainers import monitor as monitor_module
 from megarl.trainers.evaluation import ValidationResult
-from megarl.trainers.monitor import Monitor, phase_timings
+from megarl.trainers.monitor import PHASES, Monitor, phase_timings
+from megarl.workers.critic import CriticWorker
+from megarl.workers.policy import ActorWorker, PolicyWorker
+from megarl.workers.reward import RewardWorker
+from megarl.workers.reward_model import RewardModelWorker
+from megarl.workers.rollout_worker import RolloutWorker
 
 
 def span(role: str, rank: int, name: str, start_s: float, end_s: float) -> Span:
     return Span(role if role == "driver" else f"pool of {role}", role, rank, name, start_s, end_s)
 
 
+WORKERS = {
+    "rollout": RolloutWorker,
+    "reward": RewardWorker,
+    "reward_model": RewardModelWorker,
+    "actor": ActorWorker,
+    "reference": PolicyWorker,
+    "critic": CriticWorker,
+}
+
+
+@pytest.mark.parametrize(("role", "call"), PHASES)
+def test_phases_are_known_by_calls_that_workers_have(role: str, call: str) -> None:
+    assert call in registered_methods(WORKERS[role])
+
+
 def test_a_phase_lasts_from_its_first_start_to_its_last_end() -> None:
     spans = [
-        span("rollout", 0, "exchange", 10.0, 14.0),
-        span("rollout", 1, "exchange", 10.5, 15.5),
+        span("rollout", 0, "submit_and_poll", 10.0, 14.0),
+        span("rollout", 1, "submit_and_poll", 10.5, 15.5),
         span("critic", 0, "update", 20.0, 21.0),  # two mini-batches, side by side with the actor's
         span("critic", 0, "update", 22.0, 23.0),
         span("actor", 0, "update", 20.5, 26.0),
@@ -92,15 +113,15 @@ RESULT = ValidationResult({"val/score/mean": 0.5}, [{"uid": "0", "response": "x"
 
 def test_validation_is_timed_apart_from_training(monitor: Monitor, group: Group, tmp_path: Path) -> None:
     with monitor.testing():  # the clock: from 101 to 102
-        group.spans.append(span("rollout", 0, "exchange", 0.0, 50.0))
+        group.spans.append(span("rollout", 0, "submit_and_poll", 0.0, 50.0))
     monitor.record_validation(RESULT, 0)
     with monitor.step(1):  # from 103 to 108
-        group.spans.append(span("rollout", 0, "exchange", 60.0, 61.0))
+        group.spans.append(span("rollout", 0, "submit_and_poll", 60.0, 61.0))
         monitor.record({"num_tokens": 40.0})
         with monitor.phase("adv"):
             pass
         with monitor.testing():
-            group.spans.append(span("rollout", 0, "exchange", 62.0, 99.0))
+            group.spans.append(span("rollout", 0, "submit_and_poll", 62.0, 99.0))
         monitor.record_validation(RESULT, 1)
     before, step = logged(tmp_path)
     assert before == {"step": 0, "val/score/mean": 0.5, "timing_s/testing": 1.0}
@@ -119,10 +140,10 @@ def test_validation_is_timed_apart_from_training(monitor: Monitor, group: Group,
 
 def test_the_timeline_has_validation_too(monitor: Monitor, group: Group, tmp_path: Path) -> None:
     with monitor.step(1), monitor.testing():
-        group.spans.append(span("rollout", 0, "exchange", 1.0, 2.0))
+        group.spans.append(span("rollout", 0, "submit_and_poll", 1.0, 2.0))
     monitor.__exit__(None, None, None)
     events = json.loads((tmp_path / "timeline.json").read_text())["traceEvents"]
-    assert {event["name"] for event in events if event["ph"] == "X"} == {"exchange", "testing", "step"}
+    assert {event["name"] for event in events if event["ph"] == "X"} == {"submit_and_poll", "testing", "step"}
 
 
 def test_a_step_that_fails_is_not_logged(monitor: Monitor, tmp_path: Path) -> None:
