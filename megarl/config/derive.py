@@ -96,13 +96,8 @@ def derive(config: PPOConfig | SFTConfig, architectures: Mapping[str, Architectu
 
 def _role(config: PPOConfig | SFTConfig, role: ModelRole, architecture: Architecture) -> RoleArithmetic:
     rows = samples_per_step(config)
-    per_step, trained_steps = 0, 0
     if role.optim is not None:
         rows //= updates_per_pass(config)
-        per_step, trained_steps = updates_per_pass(config), config.trainer.total_steps
-        if isinstance(config, PPOConfig):
-            per_step *= config.trainer.epochs_per_batch
-            trained_steps -= config.trainer.critic_warmup_steps if role.name == "actor" else 0
     replicas = role.parallel.data_parallel_size
     fullest = -(-rows // replicas)
     virtual = role.parallel.virtual_pipeline_parallel_size is not None
@@ -116,10 +111,24 @@ def _role(config: PPOConfig | SFTConfig, role: ModelRole, architecture: Architec
         micro_batches=_micro_batches(
             fullest, role.micro_batch, role_tokens(config, role, architecture), role.parallel.pipeline_parallel_size if virtual else 1
         ),
-        optimizer_steps_per_step=per_step,
-        optimizer_steps_total=per_step * trained_steps,
+        optimizer_steps_per_step=optimizer_steps_per_step(config, role),
+        optimizer_steps_total=optimizer_steps(config, role),
         state_bytes_per_rank=state_bytes(config.model.dtype, role, architecture),
     )
+
+
+def optimizer_steps_per_step(config: PPOConfig | SFTConfig, role: ModelRole) -> int:
+    if role.optim is None:
+        return 0
+    return updates_per_pass(config) * (config.trainer.epochs_per_batch if isinstance(config, PPOConfig) else 1)
+
+
+def optimizer_steps(config: PPOConfig | SFTConfig, role: ModelRole) -> int:
+    """Of the whole run: where the learning rate's decay ends. In the critic's warm-up the actor makes none."""
+    steps = config.trainer.total_steps
+    if isinstance(config, PPOConfig) and role.name == "actor":
+        steps -= config.trainer.critic_warmup_steps
+    return steps * optimizer_steps_per_step(config, role)
 
 
 def state_bytes(dtype: DType, role: ModelRole, architecture: Architecture) -> int:

@@ -7,15 +7,9 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from megarl.config.architecture import Architecture
-from megarl.config.roles import REWARD_MODEL
-from megarl.config.schema import (
-    ActorConfig,
-    CriticConfig,
-    Device,
-    PPOConfig,
-    RewardModelConfig,
-    SFTConfig,
-)
+from megarl.config.derive import optimizer_steps
+from megarl.config.roles import REWARD_MODEL, ModelRole, model_roles
+from megarl.config.schema import Device, PPOConfig, SFTConfig
 from megarl.controller.group import RayWorkerGroup, RoleGroup
 from megarl.controller.resource_pool import RayResourcePool, ResourcePoolManager
 from megarl.controller.worker import RayClassWithInitArgs, Worker, create_colocated_worker_cls
@@ -35,6 +29,7 @@ from megarl.roles.weights import RolloutWeights
 from megarl.rollout.interface import RolloutEngineSpec
 from megarl.workers.critic import CriticWorker
 from megarl.workers.engines import build_engine
+from megarl.workers.megatron import MegatronWorker
 from megarl.workers.policy import ActorWorker, PolicyWorker
 from megarl.workers.reward import RewardWorker
 from megarl.workers.reward_model import Reading, RewardModelWorker
@@ -66,7 +61,12 @@ class PPORoles:
         return self.schedule.metrics() | self.weights.drain_metrics() | self.rollout.drain_metrics()
 
 
-_ModelConfig = ActorConfig | CriticConfig | RewardModelConfig
+_WORKERS: dict[str, type[MegatronWorker]] = {
+    "actor": ActorWorker,
+    "reference": PolicyWorker,
+    "critic": CriticWorker,
+    REWARD_MODEL: RewardModelWorker,
+}
 
 
 class _Starter:
@@ -78,18 +78,23 @@ class _Starter:
         self._pools = pools
         self._turns = turns
 
-    def model(self, name: str, role: _ModelConfig, path: str, architecture: Architecture, **spec: object) -> ModelSpec:
+    def model(self, role: ModelRole, architecture: Architecture) -> ModelSpec:
         config = self._config
+        samples = isinstance(config, PPOConfig) and not role.with_value_head
         return ModelSpec(
-            path=path,
+            path=role.path,
             architecture=architecture,
+            head="value" if role.with_value_head else "lm",
             dtype=config.model.dtype,
             parallel=role.parallel,
             engine=config.engine,
             device=self._device,
             seed=config.trainer.seed,
-            offloaded_at_first=tuple(map(StatePart, self._turns.offloaded_at_first(name))),
-            **spec,  # type: ignore[arg-type]
+            temperature=config.rollout.temperature if samples else 1.0,
+            optim=role.optim,
+            total_optimizer_steps=optimizer_steps(config, role),
+            recompute=role.recompute,
+            offloaded_at_first=tuple(map(StatePart, self._turns.offloaded_at_first(role.name))),
         )
 
     def groups(self, plan: PlacementPlan, workers: Mapping[str, RayClassWithInitArgs]) -> dict[str, RoleGroup]:
@@ -175,42 +180,11 @@ def start_ppo(
 
 def _workers(config: PPOConfig, models: Mapping[str, Architecture], starter: _Starter) -> dict[str, RayClassWithInitArgs]:
     """Of each role but the rollout."""
-    trainer = config.trainer
-    per_step = trainer.updates_per_step * trainer.epochs_per_batch
-    policy = {"head": "lm", "temperature": config.rollout.temperature}
-    actor = starter.model(
-        "actor",
-        config.actor,
-        config.model.path,
-        models["actor"],
-        optim=config.actor.optim,
-        total_optimizer_steps=max(1, trainer.total_steps - trainer.critic_warmup_steps) * per_step,
-        recompute=config.actor.recompute,
-        **policy,
-    )
-    reward = RayClassWithInitArgs(RewardWorker, config.reward, config.model.path, config.model.trust_remote_code)
-    workers = {"actor": RayClassWithInitArgs(ActorWorker, actor), "reward": reward}
-    if "reference" in models:
-        path = config.reference.path or config.model.path
-        workers["reference"] = RayClassWithInitArgs(
-            PolicyWorker, starter.model("reference", config.actor, path, models["reference"], **policy)
-        )
-    if "critic" in models:
-        critic = starter.model(
-            "critic",
-            config.critic,
-            config.critic.model.path or config.model.path,
-            models["critic"],
-            head="value",
-            optim=config.critic.optim,
-            total_optimizer_steps=trainer.total_steps * per_step,
-            recompute=config.critic.recompute,
-        )
-        workers["critic"] = RayClassWithInitArgs(CriticWorker, critic)
-    if REWARD_MODEL in models:
-        assert config.reward.model.path is not None
-        reward_model = starter.model(REWARD_MODEL, config.reward.model, config.reward.model.path, models[REWARD_MODEL], head="value")
-        workers[REWARD_MODEL] = RayClassWithInitArgs(RewardModelWorker, reward_model, Reading.of(config, models[REWARD_MODEL]))
+    workers = {"reward": RayClassWithInitArgs(RewardWorker, config.reward, config.model.path, config.model.trust_remote_code)}
+    for role in model_roles(config):
+        architecture = models[role.name]
+        reading = () if role.reads_policy_tokens else (Reading.of(config, architecture),)
+        workers[role.name] = RayClassWithInitArgs(_WORKERS[role.name], starter.model(role, architecture), *reading)
     return workers
 
 
@@ -271,16 +245,8 @@ def _rollout_limits(config: PPOConfig) -> RolloutLimits:
 def start_sft(config: SFTConfig, architecture: Architecture, device: Device, pools: ResourcePoolManager) -> Actor:
     plan = plan_placement(config)
     starter = _Starter(config, device, pools, OffloadPlan(plan))
-    spec = starter.model(
-        "actor",
-        config.actor,
-        config.model.path,
-        architecture,
-        head="lm",
-        optim=config.actor.optim,
-        total_optimizer_steps=config.trainer.total_steps,
-        recompute=config.actor.recompute,
-    )
+    (role,) = model_roles(config)
+    spec = starter.model(role, architecture)
     group = starter.groups(plan, {"actor": RayClassWithInitArgs(ActorWorker, spec)})["actor"]
     updates = UpdatePlan(updates_per_step=1, epochs_per_batch=1, seed=config.trainer.seed)
     return Actor(group, config.actor.parallel, config.actor.micro_batch, starter.weight_source(group, architecture), updates)
