@@ -84,7 +84,7 @@ def train(folder: Path, num_steps: int) -> Iterator[float]:
     save_model("qwen2", folder / "model")
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
     groups = rank_side.start(ParallelConfig())
-    engine = rank_side.build(groups, str(folder / "model"), optim=OptimConfig(lr=1e-5), log_prob_chunk_tokens=64)
+    engine = rank_side.build(groups, str(folder / "model"), optim=OptimConfig(lr=1e-5), chunk_tokens=64)
     loss = rank_side.weighted_sum(("log_probs",))
     for step in range(1, num_steps + 1):
         batch, micro_batches = batch_of(step)
