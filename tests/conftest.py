@@ -7,6 +7,8 @@ import pytest
 
 from tests.ranks import RankPool
 
+pytest_plugins = ["tests.where_time_goes"]
+
 # A shell's background job is started with Ctrl-C ignored, and so would be all that the tests start: those that send it would fail.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -80,7 +80,6 @@ class _Starter:
 
     def model(self, role: ModelRole, architecture: Architecture) -> ModelSpec:
         config = self._config
-        samples = isinstance(config, PPOConfig) and not role.with_value_head
         return ModelSpec(
             path=role.path,
             architecture=architecture,
@@ -90,7 +89,7 @@ class _Starter:
             engine=config.engine,
             device=self._device,
             seed=config.trainer.seed,
-            temperature=config.rollout.temperature if samples else 1.0,
+            temperature=1.0 if isinstance(config, SFTConfig) or role.with_value_head else config.rollout.temperature,
             optim=role.optim,
             total_optimizer_steps=optimizer_steps(config, role),
             recompute=role.recompute,

@@ -1,0 +1,151 @@
+"""Where the suite's time goes: tests, wall seconds, CPU seconds and processes started, by package; printed when the tests end.
+
+A thread looks at /proc every INTERVAL_S. A process belongs to the run if its environment carries the run's mark, which Ray's daemons
+inherit as well, or if its parent belongs to the run. What it uses is booked to the test that runs then. What the kernel reports of
+children that a process waited for is booked too, less what was booked while they lived: short ones cost what they cost.
+Each process that pytest itself starts is counted; of what others start, one that ends within INTERVAL_S may not be.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+INTERVAL_S = 0.2
+COLUMNS = ("tests", "wall s", "CPU s", "python processes", "other processes")
+_MARK = "WHERE_TIME_GOES"
+_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+
+
+@dataclass
+class _Process:
+    parent: int = 0
+    own_s: float = 0.0
+    children_s: float = 0.0  # of all that it waited for, and of theirs
+    lived_s: float = 0.0  # its ended children: what was booked while they lived
+    late_s: float = 0.0  # and after that
+
+
+class Ledger:
+    def __init__(self) -> None:
+        self.costs: defaultdict[tuple[str, str], float] = defaultdict(float)  # by the test's id and the column
+        self._test, self._since_s = "(before the first test)", time.monotonic()
+        self._own_id = os.getpid()
+        os.environ[_MARK] = f"{self._own_id}.{time.time_ns()}"
+        self._mark = f"{_MARK}={os.environ[_MARK]}".encode()
+        self._known, self._foreign = {self._own_id: _Process()}, set[int]()
+        self._lock, self._ended = threading.Lock(), threading.Event()
+        sys.addaudithook(self._audit)
+        threading.Thread(target=self._look_often, daemon=True).start()
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        self._turn_to(nodeid)
+        self.costs[nodeid, "tests"] = 1
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        self._ended.set()
+        self._turn_to("")
+        terminalreporter.section("where the time goes")
+        for line in [*self.table(_package), "", "The slowest files", *self.table(_file, most=10)]:
+            terminalreporter.write_line(line)
+
+    def _turn_to(self, test: str) -> None:
+        if _file(test) != _file(self._test):
+            self._look()
+        now_s = time.monotonic()
+        self.costs[self._test, "wall s"] += now_s - self._since_s
+        self._test, self._since_s = test, now_s
+
+    def _look_often(self) -> None:
+        while not self._ended.wait(INTERVAL_S):
+            self._look()
+
+    def _look(self) -> None:
+        with self._lock:
+            ids = {int(name) for name in os.listdir("/proc") if name.isdigit()}
+            self._foreign &= ids
+            seen: dict[int, _Process] = {}
+            # Parents first: where a child ends meanwhile, its end is seen before what its parent reports of it.
+            for pid in [*self._known, *sorted(ids - self._known.keys() - self._foreign)]:
+                if (process := _process(pid)) is None:
+                    continue
+                if pid in self._known:
+                    seen[pid] = process
+                elif process.parent in seen or self._mark in _read(pid, "environ"):
+                    seen[pid] = process
+                    # Of what pytest itself starts, the audit hook sees all but what multiprocessing spawns.
+                    if process.parent != self._own_id or b"multiprocessing." in _read(pid, "cmdline"):
+                        self._count(os.path.realpath(f"/proc/{pid}/exe"))
+                else:
+                    self._foreign.add(pid)
+            self._book(seen)
+
+    def _book(self, seen: dict[int, _Process]) -> None:
+        for pid in self._known.keys() - seen.keys():
+            ended = ancestor = self._known[pid]
+            while ancestor.parent in self._known and ancestor.parent not in seen:
+                ancestor = self._known[ancestor.parent]
+            if ancestor.parent in self._known:
+                self._known[ancestor.parent].lived_s += ended.own_s + ended.children_s
+        for pid, process in seen.items():
+            before = self._known.get(pid, _Process())
+            process.lived_s, process.late_s = before.lived_s, max(before.late_s, process.children_s - before.lived_s)
+            self.costs[self._test, "CPU s"] += process.own_s + process.late_s - before.own_s - before.late_s
+        self._known = seen
+
+    def _audit(self, event: str, arguments: tuple[Any, ...]) -> None:
+        if event in ("subprocess.Popen", "os.fork") and os.getpid() == self._own_id:
+            self._count(os.fsdecode(arguments[0]) if arguments else sys.executable)
+
+    def _count(self, executable: str) -> None:
+        self.costs[self._test, "python processes" if Path(executable).name.startswith("python") else "other processes"] += 1
+
+    def table(self, group_of: Callable[[str], str], most: int = 1000) -> Iterator[str]:
+        """The groups of tests, that with the most wall time first; below them the sum of all, shown or not."""
+        groups: defaultdict[str, defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
+        for (test, column), cost in self.costs.items():
+            groups[group_of(test)][column] += cost
+        total = {column: sum(group[column] for group in groups.values()) for column in COLUMNS}
+        shown = sorted(groups.items(), key=lambda entry: -entry[1]["wall s"])[:most]
+        width = max(len(name) for name, _ in shown)
+        yield " " * width + "".join(f"{column:>18}" for column in COLUMNS)
+        for name, costs in [*shown, ("all", total)]:
+            yield f"{name:{width}}" + "".join(f"{costs[column]:18,.0f}" for column in COLUMNS)
+
+
+def _process(pid: int) -> _Process | None:
+    fields = _read(pid, "stat").rpartition(b")")[2].split()  # from the third on: the second, a name, may hold spaces
+    if not fields:
+        return None
+    user, system, children_user, children_system = (int(field) / _TICKS_PER_S for field in fields[11:15])
+    return _Process(int(fields[1]), user + system, children_user + children_system)
+
+
+def _read(pid: int, file: str) -> bytes:
+    """Empty where the process has ended, or is another user's."""
+    with suppress(OSError), open(f"/proc/{pid}/{file}", "rb", buffering=0) as opened:
+        return opened.read()
+    return b""
+
+
+def _file(test: str) -> str:
+    return test.partition("::")[0]
+
+
+def _package(test: str) -> str:
+    return "/".join(_file(test).split("/")[: 3 if test.startswith("tests/unit/") else 2])
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not config.option.collectonly and Path("/proc/self/stat").exists():
+        config.pluginmanager.register(Ledger())
