@@ -85,7 +85,7 @@ class Ledger:
                     seen[pid] = process
                     # Of what pytest itself starts, the audit hook sees all but what multiprocessing spawns.
                     if process.parent != self._own_id or b"multiprocessing." in _read(pid, "cmdline"):
-                        self._count(os.path.realpath(f"/proc/{pid}/exe"))
+                        self._count(_executable(pid))
                 else:
                     self._foreign.add(pid)
             self._book(seen)
@@ -136,6 +136,13 @@ def _read(pid: int, file: str) -> bytes:
     with suppress(OSError), open(f"/proc/{pid}/{file}", "rb", buffering=0) as opened:
         return opened.read()
     return b""
+
+
+def _executable(pid: int) -> str:
+    """Empty where the process has ended, or is another user's."""
+    with suppress(OSError):
+        return os.readlink(f"/proc/{pid}/exe")
+    return ""
 
 
 def _file(test: str) -> str:
