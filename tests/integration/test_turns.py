@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
+from megarl.config.schema import Device, DType, ModelConfig, RolloutConfig
 from megarl.controller.futures import gather
 from megarl.controller.group import RoleGroup
 from megarl.roles.rollout import Rollout
 from megarl.rollout.hf.engine import HFEngine
+from megarl.rollout.interface import RolloutEngineSpec
 from megarl.workers.rollout_worker import RolloutWorker
 from tests.fake_engine import MANIFEST, FakeEngine, FakeSpec, Misdeed, What, random_weights, recorded_calls
 from tests.rollout_replicas import push_of, started_rollout
@@ -82,7 +83,8 @@ def test_a_replica_that_dies_asleep_is_replaced_when_weights_come(tmp_path: Path
 def test_a_sleeping_engine_gives_its_memory_back(tmp_path: Path) -> None:
     """The reference engine, with tensors that the heap would keep."""
     model = save_large_model(tmp_path)
-    build = partial(HFEngine, str(tmp_path), dtype=torch.float32, device=torch.device("cpu"), max_concurrency=8, trust_remote_code=False)
+    policy = ModelConfig(path=str(tmp_path), dtype=DType.float32)
+    build = partial(HFEngine, RolloutEngineSpec(model=policy, rollout=RolloutConfig(max_concurrency=8), device=Device.cpu))
     weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
     size_gb = sum(weight.nbytes for weight in weights.values()) / 1e9
     with started_rollout(build, 1) as rollout:
