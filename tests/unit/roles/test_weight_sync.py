@@ -103,7 +103,9 @@ class FaultyEngine(HFEngine):
 
 
 def faulty_engine(path: str, marker: Path | None, lie: bool) -> RolloutEngine:
-    engine = FaultyEngine(path, dtype=torch.float32, device=torch.device("cpu"), max_concurrency=4, trust_remote_code=False)
+    engine = FaultyEngine(
+        RolloutEngineSpec(model=ModelConfig(path=path, dtype=DType.float32), rollout=RolloutConfig(max_concurrency=4), device=Device.cpu)
+    )
     engine.marker = marker if marker is not None and not marker.exists() else None
     engine.lie = lie
     return engine
