@@ -12,8 +12,9 @@ MARKS = ("needs a GPU", "needs a cluster", "needs Docker", "takes minutes")
 
 
 class Executed(NamedTuple):
-    """Run by tests/docs/test_commands.py, in the order of this table, after the quickstart. `more` is put behind it and only shortens.
-    `given`: what stands in the place of a name in capitals, or of a path of the reader's own."""
+    """Run by tests/docs/test_commands.py, in the order of this table, after the quickstart: in the test's own process, but for the
+    quickstart itself. `more` is put behind it and only shortens. `given`: what stands in the place of a name in capitals, or of a path
+    of the reader's own."""
 
     more: str = ""
     status: int = 0
@@ -21,7 +22,8 @@ class Executed(NamedTuple):
 
 
 class InTest(NamedTuple):
-    """Run by another test: pytest's name of it. `mentions`: what of the command is in its source, or in that of its module."""
+    """Run by another test: pytest's name of it. `mentions`: what of the command is in its source, or in that of its module. Where the
+    command is a run, its configuration is checked."""
 
     test: str
     mentions: tuple[str, ...]
@@ -56,7 +58,7 @@ _RESUMED = "trainer.total_steps=40 trainer.output_dir=outputs/resumed"
 _LINT_AND_TESTS = ("ruff check", "ruff format --check", "mypy", "python -m pytest")
 
 COMMANDS: dict[str, Executed | InTest | Make | ByHand] = {
-    QUICKSTART: Executed(f'ARGS="{SHORT}"'),
+    QUICKSTART: Executed(f'ARGS="{SHORT} checkpoint.every_steps=1"'),
     'make quickstart ARGS="trainer.total_steps=20 trainer.seed=1"': Make(
         ("examples.quickstart.run rollout.engine=hf trainer.total_steps=20 trainer.seed=1",)
     ),
@@ -74,7 +76,10 @@ COMMANDS: dict[str, Executed | InTest | Make | ByHand] = {
     "megarl plan configs/quickstart.yaml --output outputs/plan.svg": Executed(),
     "megarl plan configs/quickstart.yaml placement.strategy=hybrid --output outputs/plan.svg": Executed(),
     "megarl train configs/quickstart.yaml data.max_prompt_length=6 trainer.output_dir=outputs/mine": Executed(status=2),
-    "megarl train configs/quickstart.yaml algorithm=grpo trainer.output_dir=outputs/grpo": Executed(f"{SHORT} checkpoint.every_steps=1"),
+    "megarl train configs/quickstart.yaml algorithm=grpo trainer.output_dir=outputs/grpo": InTest(
+        f"{_EXAMPLES}::test_data_estimator_and_reward_of_ones_own_train",
+        ("examples.custom_estimator",),  # it starts this command
+    ),
     "megarl plot outputs/quickstart": Executed(),
     "megarl doctor configs/quickstart.yaml": InTest(_DOCTOR, ("configs/quickstart.yaml",)),
     "megarl doctor configs/quickstart.yaml --json > doctor.json": InTest(_DOCTOR, ("configs/quickstart.yaml", "--json")),
@@ -84,7 +89,7 @@ COMMANDS: dict[str, Executed | InTest | Make | ByHand] = {
         _CONVERT, ("hf-to-megatron", "--tensor-parallel-size", "--pipeline-parallel-size", "--dtype")
     ),
     "megarl convert megatron-to-hf --input outputs/run/checkpoints --output HF_DIR --role actor --max-shard-size 5GB": Executed(
-        given=(("outputs/run", "outputs/grpo"), ("HF_DIR", "outputs/hf"))
+        given=(("outputs/run", "outputs/quickstart"), ("HF_DIR", "outputs/hf"))
     ),
     "python launch/ray_submit.py --address http://HEAD:8265 configs/quickstart.yaml trainer.total_steps=10": InTest(
         f"{_LAUNCH}::test_a_submitted_run_trains_and_its_status_is_the_commands", ("launch/ray_submit.py", "--address")

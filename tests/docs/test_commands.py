@@ -3,31 +3,27 @@
 from __future__ import annotations
 
 import ast
-import os
 import re
 import shlex
-import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import yaml
 
 from examples.quickstart.prepare import make_tokenizer
+from megarl.cli.main import main
 from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
 from megarl.config.schema import Overlong, PPOConfig, SFTConfig
 from megarl.data.prompts import PromptDataset
+from tests.docs.clone import Clone, Ended
 from tests.docs.commands import COMMANDS, MARKS, QUICKSTART, ByHand, Executed, InTest, Make
 from tests.docs.pages import PAGES, ROOT, Block, Command, blocks, commands, inline_commands
 
 LANGUAGES = {"bash", "console", "text", "yaml", "python", "json", "{toctree}"}
 TYPED = re.compile(r"^(\$ |(megarl|make|python|pip|docker|ray|torchrun|sbatch|srun|kubectl|curl|\.venv/bin/\w+|launch/\S+) )")
-LIMIT_S = 900  # on a busy machine
-READY = "--old-file=.venv/.ready"  # make takes the virtual environment as it is
 
 BLOCKS = [block for page in PAGES for block in blocks(page)]
 INLINE = [command for page in PAGES for command in inline_commands(page)]
@@ -64,9 +60,11 @@ def test_every_command_is_run_by_a_test_or_marked() -> None:
     assert unknown == [], "give each an entry in tests/docs/commands.py, or its block a mark"
 
 
-def test_commands_that_are_named_exist() -> None:
+def test_commands_that_are_named_exist(capsys: pytest.CaptureFixture[str]) -> None:
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    helped = subprocess.run([sys.executable, "-m", "megarl", "--help"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    with pytest.raises(SystemExit, match="0"):
+        main(["--help"])
+    helped = capsys.readouterr().out
     known = {f"make {target}" for target in targets} | {f"megarl {name}" for name in re.findall(r"^    ([a-z]+) ", helped, re.MULTILINE)}
     named = {" ".join(command.text.split()[:2]) for command in INLINE if command.text.startswith(("make ", "megarl "))}
     assert len(named) > 10
@@ -103,9 +101,10 @@ def test_what_takes_minutes_can_be_started(command: Command) -> None:
     assert [word for word in words if word.startswith("--") and f'"{word}"' not in source] == []
 
 
-def test_the_data_that_the_page_makes_are_data_of_a_run(tmp_path: Path) -> None:
+def test_the_data_that_the_page_makes_are_data_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script = next(block for block in BLOCKS if block.page.name == "data.md" and block.language == "python")
-    subprocess.run([sys.executable, "-c", script.text], cwd=tmp_path, check=True)
+    monkeypatch.chdir(tmp_path)
+    exec(script.text, {"__name__": "__main__"})
     prompts = PromptDataset([str(tmp_path / "my_prompts.parquet")], make_tokenizer(), max_prompt_length=64, overlong=Overlong.refuse)
     assert [prompts[99].messages[0]["content"], prompts[99].reward_model["ground_truth"]] == ["What is 99 + 1?", "100"]
 
@@ -132,58 +131,6 @@ def _problems(kind: type, file: Path) -> list[str]:
     return []
 
 
-class Ended(NamedTuple):
-    status: int
-    printed: str
-
-
-class Clone:
-    """A folder like a fresh clone, in which a reader types: its own configs and outputs, all else linked."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        for path in ROOT.iterdir():
-            if path.name not in (".git", ".venv", "configs", "outputs", "build"):
-                (folder / path.name).symlink_to(path)
-        (folder / ".venv").symlink_to(sys.prefix)
-        shutil.copytree(ROOT / "configs", folder / "configs")
-        warm_up = folder / "configs" / "quickstart_sft.yaml"
-        text = warm_up.read_text()
-        for long, short in ((r"(total|warmup)_steps: \d+", r"\1_steps: 1"), ("sft_train.parquet", "sft_validation.parquet")):
-            text, changes = re.subn(long, short, text)
-            assert changes > 0
-        warm_up.write_text(text)
-
-    def type(self, text: str) -> Ended:
-        """`megarl` and `python` are those of this test."""
-        shell = f'export PATH="$PWD/.venv/bin:$PATH" PYTHONPATH="$PWD" COLUMNS=140; megarl() {{ python -m megarl "$@"; }}; {text}'
-        # What the make that runs the tests was told is not for those that are typed here.
-        environment = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
-        ended = subprocess.run(
-            ["bash", "-c", shell],
-            cwd=self.folder,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=LIMIT_S,
-            check=False,
-        )
-        return Ended(ended.returncode, ended.stdout)
-
-
-@pytest.fixture(scope="module")
-def clone(tmp_path_factory: pytest.TempPathFactory) -> Clone:
-    return Clone(tmp_path_factory.mktemp("clone"))
-
-
-@pytest.fixture(scope="module")
-def quickstart(clone: Clone) -> Ended:
-    entry = COMMANDS[QUICKSTART]
-    assert isinstance(entry, Executed)
-    return clone.type(f"{QUICKSTART} {entry.more} {READY}")
-
-
 def test_quickstart_stages(quickstart: Ended, clone: Clone) -> None:
     """Each stage is printed as the command that it is, and leaves what the page says."""
     assert quickstart.status == 0, quickstart.printed
@@ -196,14 +143,16 @@ def test_quickstart_stages(quickstart: Ended, clone: Clone) -> None:
 
 
 @pytest.mark.parametrize("text", [text for text in EXECUTED if text != QUICKSTART])
-def test_commands_do_what_the_pages_say(text: str, quickstart: Ended, clone: Clone) -> None:
+def test_commands_do_what_the_pages_say(
+    text: str, quickstart: Ended, clone: Clone, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     entry = COMMANDS[text]
     assert isinstance(entry, Executed)
     typed = text
     for name, value in entry.given:
         assert name in typed
         typed = typed.replace(name, value)
-    ended = clone.type(f"{typed} {entry.more}")
+    ended = clone.call(typed, capsys, monkeypatch)
     assert ended.status == entry.status, ended.printed
     for command in FOUND:
         if command.text == text and command.output is not None:
@@ -211,10 +160,20 @@ def test_commands_do_what_the_pages_say(text: str, quickstart: Ended, clone: Clo
                 assert part.strip() in ended.printed, f"{command.block.place}: it prints\n{ended.printed}"
 
 
+@pytest.mark.parametrize("text", [text for text in COMMANDS if re.match(r"megarl (train|sft) configs/", text) and text not in EXECUTED])
+def test_runs_on_the_pages_are_good(
+    text: str, quickstart: Ended, clone: Clone, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Runs of these commands are made of another configuration by the tests that the table names."""
+    _, command, *arguments = text.split()
+    ended = clone.call(" ".join(["megarl check", *(["--sft"] if command == "sft" else []), *arguments]), capsys, monkeypatch)
+    assert ended.status == 0, ended.printed
+
+
 @pytest.mark.parametrize("text", [text for text, entry in COMMANDS.items() if isinstance(entry, Make)])
 def test_make_runs_what_the_pages_say(text: str, clone: Clone) -> None:
     entry = COMMANDS[text]
     assert isinstance(entry, Make)
-    ended = clone.type(f"{text} --dry-run {'--always-make' if entry.sets_up else READY}")
+    ended = clone.type(f"{text} --dry-run {'--always-make' if entry.sets_up else ''}")
     assert ended.status == 0, ended.printed
     assert [words for words in entry.prints if words not in ended.printed] == []

@@ -12,6 +12,7 @@ import os
 import shlex
 import shutil
 import subprocess
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,17 +20,27 @@ from string import Template
 
 from dockerfile_parse import DockerfileParser
 
+ROOT = Path(__file__).parents[2]
 _FOR_THE_RECORD = ("LABEL", "FROM", "HEALTHCHECK", "EXPOSE", "COMMENT")
 _OF_THE_SYSTEM = ("apt-get", "install", "rm", "useradd", "userdel")
 # Where pip finds packages and certificates on this machine; and its home, which has pip's own files.
 _FROM_OUTSIDE = ("HOME", "LANG", "PIP_", "SSL_", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE", "http_proxy", "https_proxy", "no_proxy")
 
 
+def cpu_image(folder: Path, **build_args: str) -> DockerfileSteps:
+    """docker/Dockerfile.cpu, in `folder`/image. `python` of the image's base is this machine's, of the same version."""
+    for name in ("image", "programs"):
+        (folder / name).mkdir()
+    (folder / "programs" / "python").symlink_to(Path(sys.executable).resolve())
+    path = f"{folder / 'programs'}:/usr/bin:/bin"
+    return DockerfileSteps(ROOT / "docker" / "Dockerfile.cpu", ROOT, folder / "image", build_args, path)
+
+
 class DockerfileSteps:
     """`folder` must be empty. `build_args` override the ARGs of the file, as `docker build --build-arg` does."""
 
     def __init__(self, dockerfile: Path, context: Path, folder: Path, build_args: Mapping[str, str], path: str) -> None:
-        self._context, self._folder = context, folder
+        self._context, self.folder = context, folder
         self._steps = DockerfileParser(fileobj=io.BytesIO(dockerfile.read_bytes())).structure
         self._build_args = dict(build_args)
         self._arguments: dict[str, str] = {}
@@ -70,32 +81,35 @@ class DockerfileSteps:
 
     def start(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         """The image's CMD with more arguments, as the image's user would run it."""
-        return self._process([*self.command, *arguments], shell=False)
+        return self._process([*self.command, *arguments], self._environment, shell=False)
+
+    def type(self, text: str, **more: str) -> subprocess.CompletedProcess[str]:
+        """What a user types in a shell in the image, with more variables; standard error is in the output."""
+        return self._process(f"exec 2>&1; {text}", {**self._environment, **more}, shell=True)
 
     def _here(self, text: str) -> str:
-        return text.replace(self._workdir, str(self._folder))
+        return text.replace(self._workdir, str(self.folder))
 
     def _run(self, command: str) -> None:
         programs = {part.split()[0] for part in command.split("&&")}
         if programs & {"apt-get", "useradd", "userdel"}:
             assert programs <= set(_OF_THE_SYSTEM), f"only a part of this step could be run without Docker: RUN {command}"
             return
-        ended = self._process(self._here(command), shell=True)
+        environment = {**self._arguments, **self._environment}  # a build argument is a variable of RUN, not of what the image starts
+        ended = self._process(self._here(command), environment, shell=True)
         assert ended.returncode == 0, f"RUN {command}\n{ended.stdout}\n{ended.stderr}"
 
-    def _process(self, command: str | Sequence[str], shell: bool) -> subprocess.CompletedProcess[str]:
-        # A build argument is a variable of RUN, not of the image's command.
-        environment = {**self._arguments, **self._environment} if shell else self._environment
+    def _process(self, command: str | Sequence[str], environment: Mapping[str, str], shell: bool) -> subprocess.CompletedProcess[str]:
         if not shell:  # found as the image finds it, by its own PATH
             program = shutil.which(command[0], path=environment["PATH"])
             assert program is not None, f"{command[0]} is not on the image's PATH"
             command = [program, *command[1:]]
-        return subprocess.run(command, shell=shell, cwd=self._folder, env=environment, capture_output=True, text=True, check=False)
+        return subprocess.run(command, shell=shell, cwd=self.folder, env=environment, capture_output=True, text=True, check=False)
 
     def _copy(self, value: str) -> None:
         *sources, target = [word for word in shlex.split(value) if not word.startswith("--")]
         for source in sources:
-            place = self._folder / target
+            place = self.folder / target
             if (self._context / source).is_dir():
                 shutil.copytree(self._context / source, place, ignore=self._ignored, dirs_exist_ok=True, symlinks=True)
             else:

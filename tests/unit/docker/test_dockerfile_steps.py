@@ -1,4 +1,4 @@
-"""What runs a Dockerfile's instructions for tests/integration/test_cpu_image.py does what Docker would, and refuses the unknown."""
+"""What runs a Dockerfile's instructions for tests of the CPU image does what Docker would, and refuses the unknown."""
 
 from __future__ import annotations
 

@@ -1,0 +1,66 @@
+"""Wheels of what is installed here, by reference: pip resolves and installs them as it would the real ones, in seconds and without copies.
+
+A wheel has the name, version, requirements and entry points of an installed distribution; in the place of its files it holds a `.pth` that
+leads to a folder of links to them. So an environment that pip makes of such wheels has what its requirements name, and nothing else.
+"""
+
+from __future__ import annotations
+
+import re
+import zipfile
+from collections import defaultdict
+from collections.abc import Iterator
+from importlib.metadata import Distribution, distributions
+from pathlib import Path, PurePath
+
+WHEEL = "Wheel-Version: 1.0\nGenerator: tests\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+
+
+def make_wheels(folder: Path, without: str) -> Path:
+    """Of all distributions of this environment but `without`; the folder with the wheels, which is in `folder` as the links are."""
+    found = {name_of(each): each for each in distributions() if each.metadata["Name"] != without}
+    owners: defaultdict[PurePath, set[str]] = defaultdict(set)
+    for name, distribution in found.items():
+        for file in _files(distribution):
+            for path in (file, *file.parents):
+                owners[path].add(name)
+    (wheels := folder / "wheels").mkdir()
+    for name, distribution in found.items():
+        links = folder / "links" / name
+        for path in sorted({_top(file, owners) for file in _files(distribution)}):
+            (links / path).parent.mkdir(parents=True, exist_ok=True)
+            (links / path).symlink_to(Path(str(distribution.locate_file(path))).resolve())
+        _write(wheels, name, distribution, links)
+    return wheels
+
+
+def name_of(distribution: Distribution) -> str:
+    """As it stands in the name of a wheel."""
+    return re.sub(r"[-_.]+", "_", distribution.metadata["Name"])
+
+
+def _files(distribution: Distribution) -> Iterator[PurePath]:
+    """What can be imported, and lies beside it: not scripts, nor what is written about the distribution."""
+    for file in distribution.files or ():
+        if file.parts[0] not in ("..", "__pycache__") and not file.parts[0].endswith((".dist-info", ".pth")):
+            yield PurePath(file)
+
+
+def _top(file: PurePath, owners: dict[PurePath, set[str]]) -> PurePath:
+    """The highest folder above the file that no other distribution has a part in; else the file."""
+    alone = [path for path in file.parents if path.parts and len(owners[path]) == 1]
+    return alone[-1] if alone else file
+
+
+def _write(wheels: Path, name: str, distribution: Distribution, links: Path) -> None:
+    info = f"{name}-{distribution.version}.dist-info"
+    content = {
+        f"{info}/METADATA": distribution.read_text("METADATA") or "",
+        f"{info}/WHEEL": WHEEL,
+        f"{info}/entry_points.txt": distribution.read_text("entry_points.txt") or "",
+        f"{name}.pth": f"{links}\n",
+    }
+    content[f"{info}/RECORD"] = "".join(f"{path},,\n" for path in (*content, f"{info}/RECORD"))
+    with zipfile.ZipFile(wheels / f"{name}-{distribution.version}-py3-none-any.whl", "w") as wheel:
+        for path, text in content.items():
+            wheel.writestr(path, text)
