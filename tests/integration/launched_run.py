@@ -1,19 +1,15 @@
-"""What the launchers' tests start: runs as files, two Ray nodes on loopback with a job server, and commands that are watched."""
+"""What the launchers' tests start: runs as files, and two Ray nodes on loopback with a job server."""
 
 from __future__ import annotations
 
 import os
-import signal
 import socket
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-
-import psutil
 
 from megarl.config.load import dump_config
 from megarl.config.schema import (
@@ -36,11 +32,10 @@ from megarl.config.schema import (
     TrackingConfig,
     TrainerConfig,
 )
+from tests.command import ROOT
 from tests.integration.tiny_run import save_inputs
 
-ROOT = Path(__file__).parents[2]
 STEPS = 3
-LIMIT_S = 240.0  # of one command, on a busy machine
 FAILING_REWARD = "def compute_score(data_source, solution_str, ground_truth, extra_info):\n    return extra_info['answer']\n"
 _STORE_BYTES = str(100 * 2**20)
 
@@ -64,7 +59,7 @@ def save_ppo_run(folder: Path) -> Path:
 
 
 def save_sft_run(folder: Path) -> Path:
-    """Two replicas, an odd number of samples, validation and checkpoints."""
+    """Two replicas, each on a node of its own; an odd number of samples, validation and checkpoints."""
     save_inputs(folder)
     config = SFTConfig(
         model=ModelConfig(path=str(folder / "policy"), dtype=DType.float32),
@@ -72,6 +67,7 @@ def save_sft_run(folder: Path) -> Path:
         actor=ActorConfig(
             parallel=ParallelConfig(data_parallel_size=2), micro_batch=MicroBatchConfig(max_tokens=32), optim=OptimConfig(lr=1e-2)
         ),
+        placement=PlacementConfig(num_nodes=2, devices_per_node=1),
         trainer=SFTTrainerConfig(total_steps=4, samples_per_step=7, output_dir=str(folder / "run")),
         tracking=TrackingConfig(loggers=["jsonl"]),
         device=Device.cpu,
@@ -90,34 +86,6 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
-
-
-class Command:
-    """Runs in a session of its own, from the repository's root; its output goes to a file."""
-
-    def __init__(self, arguments: Sequence[str], log: Path, env: dict[str, str]) -> None:
-        self.log = log
-        with log.open("w") as out:
-            self.process = psutil.Popen(arguments, cwd=ROOT, env=env, stdout=out, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
-
-    def said(self) -> str:
-        return self.log.read_text(errors="replace")
-
-    def wait_for(self, condition: Callable[[], object]) -> None:
-        end_s = time.monotonic() + LIMIT_S
-        while not condition():
-            assert self.process.poll() is None, self.said()
-            assert time.monotonic() < end_s, self.said()
-            time.sleep(0.2)
-
-    def status(self) -> int:
-        try:
-            return self.process.wait(LIMIT_S)
-        except psutil.TimeoutExpired as error:
-            raise AssertionError(self.said()[-5000:]) from error
-
-    def interrupt(self) -> None:
-        self.process.send_signal(signal.SIGINT)
 
 
 @contextmanager

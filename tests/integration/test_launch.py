@@ -9,14 +9,19 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from megarl.config.load import load_config
 from megarl.config.schema import SFTConfig
-from tests.integration.launched_run import STEPS, Command, environment, free_port, save_ppo_run, save_sft_run, two_node_cluster
+from tests.command import ROOT, Command
+from tests.integration.launched_run import STEPS, environment, free_port, save_ppo_run, save_sft_run, two_node_cluster
 from tests.integration.tiny_run import run_sft
 from tests.processes import gone_within
 
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
+sys.path.append(str(ROOT / "launch"))
+import ray_submit  # noqa: E402
+
+TORCHRUN = ["-m", "torch.distributed.run"]
 WITHOUT_CRITIC = ("algorithm.advantage.estimator=rloo", "rollout.n=2")  # a process less to start
 SAME_LOSS = ("sft/loss", "sft/grad_norm", "sft/lr", "val/loss", "num_tokens")
 
@@ -39,42 +44,43 @@ def cluster(env: dict[str, str]) -> Iterator[str]:
         yield address
 
 
-def submit(address: str, env: dict[str, str], folder: Path, *arguments: str) -> Command:
-    script = [sys.executable, "launch/ray_submit.py", "--address", address, str(folder / "run.yaml")]
-    return Command([*script, *arguments], folder / "submit.log", env)
+def submit(address: str, env: dict[str, str], config: Path, *arguments: str) -> Command:
+    script = ["launch/ray_submit.py", "--address", address, *_kind(config), str(config)]
+    return Command([*script, *arguments], config.with_name("submit.log"), env)
+
+
+def _kind(config: Path) -> list[str]:
+    return ["--sft"] if config.name == "sft.yaml" else []
 
 
 def test_a_submitted_run_trains_and_its_status_is_the_commands(cluster: str, env: dict[str, str], tmp_path: Path) -> None:
-    save_ppo_run(tmp_path)
-    job = submit(cluster, env, tmp_path)
+    job = submit(cluster, env, save_ppo_run(tmp_path))
     assert job.status() == 0, job.said()
     assert [line["step"] for line in metrics(tmp_path / "run")] == list(range(1, STEPS + 1))
     assert "PPO run" in job.said()  # the last table of the log
 
 
-@pytest.mark.slow
 def test_a_submitted_run_that_fails_shows_its_first_cause(cluster: str, env: dict[str, str], tmp_path: Path) -> None:
-    save_ppo_run(tmp_path)
-    job = submit(cluster, env, tmp_path, *WITHOUT_CRITIC, f"reward.functions=[{{path: {tmp_path / 'failing.py'}}}]")
+    config = save_sft_run(tmp_path)
+    tensors = load_file(file := tmp_path / "policy" / "model.safetensors")
+    del tensors[(lost := "model.layers.3.mlp.down_proj.weight")]
+    save_file(tensors, file, {"format": "pt"})
+    job = submit(cluster, env, config)
     assert job.status() == 1, job.said()
-    assert "compute_score raised KeyError: 'answer'" in job.said()
+    assert lost in job.said()
+    assert "actor rank" in job.said()  # the cause is a worker's
 
 
-def test_what_is_wrong_is_said_before_anything_is_sent(env: dict[str, str], tmp_path: Path) -> None:
-    save_ppo_run(tmp_path)
-    nobody = f"http://127.0.0.1:{free_port()}"
-    wrong = submit(nobody, env, tmp_path, "actor.optm.lr=1")
-    assert wrong.status() == 2
-    assert "did you mean actor.optim" in wrong.said()
-    good = submit(nobody, env, tmp_path)
-    assert good.status() == 2
-    assert f"no job server answers at {nobody}" in good.said()
+def test_what_is_wrong_is_said_before_anything_is_sent(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config, nobody = save_ppo_run(tmp_path), f"http://127.0.0.1:{free_port()}"
+    assert ray_submit.main(["--address", nobody, str(config), "actor.optm.lr=1"]) == 2
+    assert "did you mean actor.optim" in capsys.readouterr().err
+    assert ray_submit.main(["--address", nobody, str(config)]) == 2
+    assert f"no job server answers at {nobody}" in capsys.readouterr().err
 
 
-@pytest.mark.slow
 def test_ctrl_c_stops_the_job(cluster: str, env: dict[str, str], tmp_path: Path) -> None:
-    save_ppo_run(tmp_path)
-    job = submit(cluster, env, tmp_path, *WITHOUT_CRITIC, "trainer.total_steps=10000")
+    job = submit(cluster, env, save_sft_run(tmp_path), "trainer.total_steps=10000")
     written = tmp_path / "run" / "metrics.jsonl"
     job.wait_for(lambda: written.exists() and written.read_text().count("\n"))
     job.interrupt()
@@ -86,13 +92,13 @@ def test_ctrl_c_stops_the_job(cluster: str, env: dict[str, str], tmp_path: Path)
 # ---- torchrun
 
 
-def launch_nodes(config: Path, *arguments: str, num_nodes: int = 2, per_node: int = 1) -> list[Command]:
+def launch_nodes(config: Path, *arguments: str, num_nodes: int = 2) -> list[Command]:
     """All on this machine."""
     meeting = ["--master-addr", "127.0.0.1", "--master-port", str(free_port())]
-    script = ["--no-python", "launch/torchrun.sh", *(["--sft"] if config.name == "sft.yaml" else []), str(config), *arguments]
+    script = ["--no-python", "launch/torchrun.sh", *_kind(config), str(config), *arguments]
     return [
         Command(
-            [*TORCHRUN, "--nnodes", str(num_nodes), "--node-rank", str(rank), "--nproc-per-node", str(per_node), *meeting, *script],
+            [*TORCHRUN, "--nnodes", str(num_nodes), "--node-rank", str(rank), "--nproc-per-node", "1", *meeting, *script],
             config.with_name(f"node{rank}.log"),
             environment(),
         )
@@ -100,21 +106,11 @@ def launch_nodes(config: Path, *arguments: str, num_nodes: int = 2, per_node: in
     ]
 
 
-@pytest.mark.slow
-def test_torchrun_starts_ray_on_its_nodes_and_all_end_together(tmp_path: Path) -> None:
-    save_ppo_run(tmp_path)
-    nodes = launch_nodes(tmp_path / "run.yaml")
-    assert [node.status() for node in nodes] == [0, 0], nodes[0].said()
-    assert [line["step"] for line in metrics(tmp_path / "run")] == list(range(1, STEPS + 1))
-    assert "2 nodes are up" in nodes[0].said()
-
-
-@pytest.mark.slow
 def test_under_torchrun_a_failure_ends_all_nodes_with_its_cause(tmp_path: Path) -> None:
     save_ppo_run(tmp_path)
     nodes = launch_nodes(tmp_path / "run.yaml", *WITHOUT_CRITIC, f"reward.functions=[{{path: {tmp_path / 'failing.py'}}}]")
     nodes[0].wait_for(lambda: "2 nodes are up" in nodes[0].said())
-    everything = [process for node in nodes for process in node.process.children(recursive=True)]
+    everything = [process for node in nodes for process in node.processes()]
     assert len(everything) > 8
     assert [node.status() for node in nodes] == [1, 1], nodes[0].said()
     assert "compute_score raised KeyError: 'answer'" in nodes[0].said()
@@ -129,11 +125,13 @@ def test_under_torchrun_a_configuration_that_is_wrong_starts_nothing(tmp_path: P
     assert "(exitcode: 2)" in node.said()
 
 
-def test_sft_under_torchrun_has_the_losses_of_a_run_without_it(ray_cluster: None, tmp_path: Path) -> None:
+def test_torchrun_starts_ray_on_its_nodes_and_the_losses_are_those_of_a_run_without_it(ray_cluster: None, tmp_path: Path) -> None:
     config = save_sft_run(tmp_path)
-    (node,) = launch_nodes(tmp_path / "sft.yaml", "checkpoint.every_steps=2", num_nodes=1)
-    assert node.status() == 0, node.said()
-    run_sft(load_config(SFTConfig, str(config), [f"trainer.output_dir={tmp_path / 'alone'}"]))
+    nodes = launch_nodes(config, "checkpoint.every_steps=2")
+    assert [node.status() for node in nodes] == [0, 0], nodes[0].said()
+    assert "2 nodes are up" in nodes[0].said()
+    on_one_node = ["placement.num_nodes=1", "placement.devices_per_node=2", f"trainer.output_dir={tmp_path / 'alone'}"]
+    run_sft(load_config(SFTConfig, str(config), on_one_node))
     of_torchrun, alone = (
         [[line.get(name) for name in SAME_LOSS] for line in metrics(run)] for run in (tmp_path / "run", tmp_path / "alone")
     )
@@ -142,10 +140,3 @@ def test_sft_under_torchrun_has_the_losses_of_a_run_without_it(ray_cluster: None
     weights = [(run / "huggingface" / "model.safetensors").read_bytes() for run in (tmp_path / "run", tmp_path / "alone")]
     assert weights[0] == weights[1]
     assert (tmp_path / "run" / "checkpoints" / "step_00000004").is_dir()
-
-
-def test_several_processes_of_torchrun_are_told_what_to_run(tmp_path: Path) -> None:
-    """What megarl itself says is in tests/unit/cli/test_processes.py."""
-    (node,) = launch_nodes(tmp_path / "run.yaml", num_nodes=1, per_node=2)
-    assert node.status() == 1
-    assert "megarl starts its own processes: use --nproc-per-node 1, not 2" in node.said()

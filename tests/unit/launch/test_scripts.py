@@ -16,6 +16,9 @@ from megarl.config.schema import PPOConfig
 
 ROOT = Path(__file__).parents[3]
 LAUNCH = ROOT / "launch"
+sys.path.append(str(LAUNCH))
+import torchrun_node  # noqa: E402
+
 SLURM = LAUNCH / "slurm.sbatch"
 
 # Of KubeRay's RayJob (ray.io/v1), as its API reference lists them.
@@ -50,6 +53,17 @@ def test_shell_scripts_have_no_fault(name: str) -> None:
         [Path(sys.executable).with_name("shellcheck"), "--severity=style", LAUNCH / name], check=False, capture_output=True, text=True
     )
     assert found.returncode == 0, found.stdout
+
+
+def test_several_processes_of_torchrun_on_a_node_are_told_that_one_is_enough(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What megarl itself says is in tests/unit/cli/test_processes.py."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "4217")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    with pytest.raises(SystemExit, match="2"):
+        torchrun_node.main(["run.yaml"])
+    assert "megarl starts its own processes: use --nproc-per-node 1, not 2" in capsys.readouterr().err
 
 
 def slurm(tmp_path: Path, *arguments: str, srun: str = "exit 0", **environment: str) -> tuple[int, list[str]]:
