@@ -17,10 +17,12 @@ from megarl.cli.main import main
 from megarl.config.schema import CheckpointConfig, DType, ModelConfig, SFTConfig
 from tests.failure_pages import check_documented, last_page_of
 from tests.integration.tiny_run import run_sft, save_inputs
-from tests.soak.save_kills import Outcome, Run, assert_same, assert_whole, kill_in_save, ppo_config, sft_config
+from tests.processes import gone_within
+from tests.soak.save_kills import LOOK_S, Outcome, Run, assert_same, assert_whole, kill_in_save, ppo_config, sft_config
 
 SFT_STEPS, PPO_STEPS = 16, 4
 LONGEST_SAVE_S = 0.3
+END_LIMIT_S = 30.0
 
 
 @pytest.fixture(scope="module")
@@ -46,10 +48,10 @@ def test_sft_killed_in_a_save_and_told_to_end_goes_on_as_if_nothing_had_been(str
     kill_in_save(run, random.Random(), LONGEST_SAVE_S)
     had_one = assert_whole(run, had_one=False)
 
-    driver = run.start()
-    run.wait_for(lambda: run.is_saving(after_step=4), driver)
-    driver.send_signal(signal.SIGTERM)
-    assert driver.wait(timeout=60) == 128 + signal.SIGTERM, run.log.read_text()
+    command = run.start()
+    command.wait_for(lambda: run.is_saving(after_step=4), LOOK_S)
+    command.process.send_signal(signal.SIGTERM)
+    assert command.status() == 128 + signal.SIGTERM, command.said()
     assert assert_whole(run, had_one)
     latest = run.checkpoints.latest()
     assert latest is not None
@@ -80,15 +82,13 @@ def test_a_cold_start_from_the_weights_is_another_run(ray_cluster: None, straigh
     assert second["sft/loss"] != straight.metrics[done + 1]["sft/loss"]
 
 
-@pytest.mark.slow
 def test_a_flipped_bit_is_named_with_its_tensor_and_what_is_whole_is_listed(straight: Outcome, straight_run: Run) -> None:
     latest = straight_run.checkpoints.path / straight.latest
     (shard,) = (latest / "actor").glob("*.distcp")
     whole = shard.read_bytes()
     position = whole.index(b"PK", 5000) - 2000  # in the data of a tensor
     shard.write_bytes(whole[:position] + bytes([whole[position] ^ 4]) + whole[position + 1 :])
-    driver = straight_run.start(f"trainer.total_steps={SFT_STEPS + 1}")
-    assert driver.wait(timeout=120) == 1
+    assert straight_run.start(f"trainer.total_steps={SFT_STEPS + 1}").status() == 1
     shard.write_bytes(whole)
     line = next(line for line in straight_run.log.read_text().splitlines() if str(shard) in line)
     assert "is not what was written (its checksum differs)" in line
@@ -140,17 +140,20 @@ def test_damage_that_the_driver_sees_is_known_before_a_process_starts(
     assert "Older ones that are whole: " in err[0]
 
 
-@pytest.mark.slow
-def test_ppo_killed_in_a_save_goes_on_as_if_nothing_had_been(inputs: Path, tmp_path: Path) -> None:
+def test_ppo_whose_driver_is_killed_in_a_save_leaves_no_process_and_goes_on_as_if_nothing_had_been(inputs: Path, tmp_path: Path) -> None:
     """With a critic that warms up, an adaptive KL controller, validations, and bfloat16 weights over float32 masters."""
     config = ppo_config(inputs, DType.bfloat16, PPO_STEPS, every_steps=2)
-    outcomes = []
     for name in ("straight", "killed"):
         (tmp_path / name).mkdir()
-        run = Run(config, tmp_path / name)
-        if name == "killed":
-            kill_in_save(run, random.Random(), LONGEST_SAVE_S)
-            assert_whole(run, had_one=False)
-        outcomes.append(run.finish())
-    assert_same(outcomes[1], outcomes[0])
-    assert {"actor", "critic"} == outcomes[0].states.keys()
+    run = Run(config, tmp_path / "killed")
+    command = run.start()
+    command.wait_for(run.is_saving, LOOK_S)
+    everything = command.processes()
+    assert len(everything) > 8  # Ray's daemons, workers, and what scores
+    command.process.kill()
+    assert gone_within(everything, END_LIMIT_S) == []
+    assert_whole(run, had_one=False)
+
+    outcome = run.finish()
+    assert_same(outcome, Run(config, tmp_path / "straight").finish())
+    assert {"actor", "critic"} == outcome.states.keys()

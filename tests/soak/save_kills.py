@@ -13,8 +13,6 @@ import argparse
 import json
 import random
 import re
-import subprocess
-import sys
 import tempfile
 import time
 from collections import Counter
@@ -23,7 +21,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import psutil
 import torch
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -60,10 +57,10 @@ from megarl.config.schema import (
     TrackingConfig,
     TrainerConfig,
 )
+from tests.command import Command
 from tests.integration.tiny_run import save_inputs
-from tests.processes import gone_within
 
-LIMIT_S = 300.0
+LOOK_S = 0.002  # a save takes some tenths of a second
 # What a clock says, and no computation.
 _TIMED = re.compile(r"(timing_s|perf|memory|resharding)/.*|rollout/replica_\d+/tokens_per_s")
 _MICRO_BATCH = MicroBatchConfig(max_tokens=64)
@@ -138,29 +135,15 @@ class Run:
         dump_config(replace(self.config, trainer=trainer), self.folder / "run.yaml")  # type: ignore[type-var]
         self.checkpoints = CheckpointFolder(self.output_dir / "checkpoints")
 
-    def start(self, *overrides: str) -> psutil.Popen:
-        command = [
-            sys.executable,
-            "-m",
-            "megarl",
-            "sft" if isinstance(self.config, SFTConfig) else "train",
-            str(self.folder / "run.yaml"),
-            *overrides,
-        ]
-        with self.log.open("w") as log:
-            return psutil.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+    def start(self, *overrides: str) -> Command:
+        kind = "sft" if isinstance(self.config, SFTConfig) else "train"
+        return Command(["-m", "megarl", kind, str(self.folder / "run.yaml"), *overrides], self.log)
 
     def finish(self, *overrides: str) -> Outcome:
         """Runs to the end."""
-        assert self.start(*overrides).wait(timeout=LIMIT_S) == 0, self.log.read_text()
+        command = self.start(*overrides)
+        assert command.status() == 0, command.said()
         return self.outcome()
-
-    def wait_for(self, condition: Callable[[], object], driver: psutil.Popen) -> None:
-        deadline = time.monotonic() + LIMIT_S
-        while not condition():
-            assert driver.poll() is None, self.log.read_text()
-            assert time.monotonic() < deadline, self.log.read_text()
-            time.sleep(0.002)
 
     def is_saving(self, after_step: int = 0) -> bool:
         """A checkpoint of a step after `after_step` is being written."""
@@ -214,28 +197,16 @@ def _curves(folder: Path) -> dict[str, list[tuple[int, float]]]:
     return {name: [(event.step, event.value) for event in events.Scalars(name)] for name in names}
 
 
-def kill_tree(driver: psutil.Popen) -> None:
-    """SIGKILL to all at once; returns when all are gone."""
-    everything = [driver, *driver.children(recursive=True)]
-    for process in everything:
-        try:
-            process.kill()
-        except psutil.NoSuchProcess:
-            continue
-    driver.wait(timeout=60)
-    assert gone_within(everything, 60) == []
-
-
 def kill_in_save(run: Run, chance: random.Random, longest_save_s: float) -> str:
     """Starts the run, and kills it a random time after a random save has begun. Says what was there at that moment."""
     left = list(run.checkpoints.path.glob(".step_*"))
-    driver = run.start()
-    run.wait_for(lambda: not any(path.exists() for path in left), driver)  # what the last kill has left is removed first
+    command = run.start()
+    command.wait_for(lambda: not any(path.exists() for path in left), LOOK_S)  # what the last kill has left is removed first
     latest = run.checkpoints.latest()
     before = int(latest.name[5:]) if latest else 0
-    run.wait_for(lambda: run.is_saving(before + chance.randrange(2)), driver)
+    command.wait_for(lambda: run.is_saving(before + chance.randrange(2)), LOOK_S)
     time.sleep(chance.uniform(0, longest_save_s))
-    kill_tree(driver)
+    command.kill_all()
     return _moment(run)
 
 
