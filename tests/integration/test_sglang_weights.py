@@ -1,8 +1,11 @@
-"""The matrix: each family, from each trainer layout, by each transport. Fresh random weights go from real Megatron ranks into the real
-SGLang, which then writes what Hugging Face writes with them."""
+"""Each family from each trainer layout, and both by each transport: fresh random weights go from real Megatron ranks into the real
+SGLang, which then writes what Hugging Face writes with them. At last one of its processes is killed, and no sample is lost."""
 
 from __future__ import annotations
 
+import itertools
+import os
+import signal
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -22,11 +25,13 @@ from megarl.controller.resource_pool import RayResourcePool
 from megarl.controller.worker import RayClassWithInitArgs
 from megarl.engine.spec import ModelSpec
 from megarl.roles.replicas import ReplicaPlace, Replicas
+from megarl.roles.rollout import RolloutLimits
 from megarl.roles.weight_sync import WeightSource, WeightSync
 from megarl.rollout.interface import RolloutEngineSpec, Sample, SamplingParameters, plan_requests
+from megarl.weights.checksum import checksum
 from megarl.workers.engines import build_engine
 from megarl.workers.megatron import MegatronWorker
-from tests.rollout_replicas import send
+from tests.rollout_replicas import RULES, StartedRollout, push_of, send
 from tests.unit.engine.models import FAMILIES, load_lm, save_model
 from tests.unit.engine.rank_side import LAYOUTS
 from tests.unit.roles.groups import model_spec, started
@@ -38,7 +43,7 @@ TOLERANCE = 1e-3
 PROMPTS = [[5, 6, 14, 7, 8], [9, 10], [120, 121, 122, 123, 124, 125, 198]]
 GREEDY = SamplingParameters(max_new_tokens=12, seed=0, temperature=0, ignore_eos=True)
 COOL = SamplingParameters(max_new_tokens=12, seed=1, temperature=0.6, ignore_eos=True)
-# What the engines of a family are, so that every kind is in the matrix: replicas, tensor parallelism, mode.
+# What the engines of a family are: replicas, tensor parallelism, mode. So every kind of engine meets each layout and each transport, too.
 ENGINES = {
     "qwen2": (2, 1, SGLangMode.engine),
     "qwen2-tied": (1, 1, SGLangMode.server),
@@ -46,7 +51,15 @@ ENGINES = {
     "llama2": (1, 2, SGLangMode.engine),
     "llama3-tied": (1, 1, SGLangMode.engine),
 }
-SLOW = ("qwen2-tied", "llama2", "llama3-tied")  # the other two have every kind of weight between them: tied, biases, norms of Q and K
+MORTAL = "llama3-tied"  # whose engine is killed
+
+# Every pair of a family, a layout and a transport. All three at once would be three times as many and prove nothing more: a transport
+# moves named pieces of Hugging Face's tensors, and what those are is decided by family and layout before it, on the ranks.
+MATRIX = [
+    (family, layout, TRANSPORTS[(row + column) % len(TRANSPORTS)])
+    for row, layout in enumerate(LAYOUT_NAMES)
+    for column, family in enumerate(FAMILIES)
+]
 
 
 class ReloadingWorker(MegatronWorker):
@@ -66,12 +79,10 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def engines(request: pytest.FixtureRequest, ray_cluster: None, folders: dict[str, Path]) -> Iterator[dict[str, Replicas]]:
-    """Of the families that are asked for, all at the same time: they start while the trainers do."""
+def engines(ray_cluster: None, folders: dict[str, Path]) -> Iterator[dict[str, Replicas]]:
+    """Of all families at the same time: they start while the trainers do."""
     pools, replicas = [], {}
-    asked = {item.callspec.params["family"] for item in request.session.items if item.path == request.path}  # type: ignore[attr-defined]
-    for family in sorted(asked):
-        num_replicas, tensor_parallel_size, mode = ENGINES[family]
+    for family, (num_replicas, tensor_parallel_size, mode) in ENGINES.items():
         pool = RayResourcePool([num_replicas], use_gpu=False, name=family)
         rollout = RolloutConfig(
             engine=RolloutEngineKind.sglang,
@@ -81,7 +92,7 @@ def engines(request: pytest.FixtureRequest, ray_cluster: None, folders: dict[str
         )
         spec = RolloutEngineSpec(model=ModelConfig(path=str(folders[family]), dtype=DType.float32), rollout=rollout, device=Device.cpu)
         places = [ReplicaPlace(part) for part in pool.split()]
-        replicas[family] = Replicas(places, partial(build_engine, spec), restart_limit=0, phase_time_limit_s=600)
+        replicas[family] = Replicas(places, partial(build_engine, spec), restart_limit=int(family == MORTAL), phase_time_limit_s=600)
         pools.append(pool)
     yield replicas
     for of_family in replicas.values():
@@ -106,7 +117,7 @@ class Trainers(NamedTuple):
         sync.close()
 
 
-@pytest.fixture(scope="module", params=LAYOUT_NAMES)
+@pytest.fixture(scope="module")
 def trainers(request: pytest.FixtureRequest, engines: dict[str, Replicas], folders: dict[str, Path]) -> Iterator[Trainers]:
     parallel = LAYOUTS[request.param]
     worker = RayClassWithInitArgs(ReloadingWorker, model_spec(folders["qwen2"], parallel, optim=None))
@@ -152,11 +163,17 @@ def log_prob_gap(model: PreTrainedModel, samples: list[Sample], temperature: flo
     return max(gaps)
 
 
-_versions = iter(range(1, 1000))
+_versions = itertools.count(1)
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("family", [pytest.param(family, marks=pytest.mark.slow) if family in SLOW else family for family in FAMILIES])
+def test_the_matrix_has_every_pair() -> None:
+    families, layouts, transports = zip(*MATRIX, strict=True)
+    for one, other in ((families, layouts), (families, transports), (layouts, transports)):
+        assert set(zip(one, other, strict=True)) == set(itertools.product(one, other))
+    assert set(transports) == {*Transport} - {Transport.auto}
+
+
+@pytest.mark.parametrize(("family", "trainers", "transport"), MATRIX, indirect=["trainers"])
 def test_the_engine_writes_what_hugging_face_writes_with_the_pushed_weights(
     trainers: Trainers, engines: dict[str, Replicas], family: str, transport: Transport, tmp_path: Path
 ) -> None:
@@ -178,3 +195,28 @@ def test_the_engine_writes_what_hugging_face_writes_with_the_pushed_weights(
         assert log_prob_gap(model, greedy, 1.0) < TOLERANCE
         assert log_prob_gap(model, cool, COOL.temperature) < TOLERANCE
         assert {sample.weight_versions for sample in greedy + cool} == {(version,)}
+
+
+def test_a_killed_scheduler_costs_no_sample(engines: dict[str, Replicas], folders: dict[str, Path]) -> None:
+    """In the middle of a batch: the batch is whole, the weights are right, the run goes on. It comes last: then the engine is another."""
+    replicas, (version, later) = engines[MORTAL], itertools.islice(_versions, 2)
+    rollout = StartedRollout(replicas, RULES, RolloutLimits(max_concurrency=8, answer_limit_s=60.0, sample_limit_s=60.0), seed=0)
+    weights = {name: parameter.detach() for name, parameter in load_lm(folders[MORTAL]).named_parameters()}
+    requests = plan_requests([[number + 1] for number in range(40)], SamplingParameters(max_new_tokens=10, seed=3))
+    rollout.update_weights(push_of(weights, version))
+    expected = dict(rollout.stream(requests))
+    worker, *schedulers = rollout.replicas[0].process_ids()
+    assert worker == rollout.replicas[0].pids[0]
+    found = {}
+    for number, finished in enumerate(rollout.stream(requests)):
+        assert finished.request_id not in found
+        found[finished.request_id] = finished.sample
+        if number == 10:
+            os.kill(schedulers[0], signal.SIGKILL)
+    metrics = rollout.drain_metrics()
+    assert metrics["rollout/num_restarts"] == 1
+    assert 1 <= metrics["rollout/num_resent"] <= 8
+    assert {key: sample.token_ids for key, sample in found.items()} == {key: sample.token_ids for key, sample in expected.items()}
+    assert rollout.replicas[0].checksums() == {name: checksum(tensor) for name, tensor in weights.items()}
+    rollout.update_weights(push_of(weights, later))
+    assert {sample.weight_versions for _, sample in rollout.stream(requests[:3])} == {(later,)}
