@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import json
 import re
+import runpy
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -61,14 +64,30 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(*arguments: str) -> str:
+    """A program that starts a run."""
     ended = subprocess.run([sys.executable, "-m", *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr
     return ended.stdout
 
 
-@pytest.mark.slow
-def test_data_estimator_and_reward_of_ones_own_train(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    said = run("examples.custom_data", "examples/questions.csv", str(folder / "questions"))
+@pytest.fixture
+def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """As `run`, of one that starts nothing: in this process."""
+
+    def call(module: str, *arguments: str) -> str:
+        monkeypatch.setattr(sys, "argv", [module, *arguments])
+        capsys.readouterr()
+        with contextlib.suppress(SystemExit):
+            runpy.run_module(module, run_name="__main__")
+        said, errors = capsys.readouterr()
+        assert errors == ""
+        return said
+
+    return call
+
+
+def test_data_estimator_and_reward_of_ones_own_train(folder: Path, call: Callable[..., str], capsys: pytest.CaptureFixture[str]) -> None:
+    said = call("examples.custom_data", "examples/questions.csv", str(folder / "questions"))
     assert said.splitlines() == [f"{folder}/questions/train.parquet: 24 rows", f"{folder}/questions/validation.parquet: 8 rows"]
     with (ROOT / "examples" / "questions.csv").open() as file:
         questions = {row["question"] for row in csv.DictReader(file)}
@@ -105,8 +124,7 @@ def test_the_estimator_is_the_one_of_the_manual() -> None:
     assert function in (ROOT / "docs" / "algorithms.md").read_text()
 
 
-@pytest.mark.slow
-def test_a_killed_run_goes_on_and_its_policy_answers(folder: Path) -> None:
+def test_a_killed_run_goes_on_and_its_policy_answers(folder: Path, call: Callable[..., str]) -> None:
     said = run("examples.resume", "sft", str(folder / "sft.yaml"))
     killed = re.search(r"killed; the newest checkpoint is step_(\d+)", said)
     assert killed is not None
@@ -115,7 +133,7 @@ def test_a_killed_run_goes_on_and_its_policy_answers(folder: Path) -> None:
     steps = [json.loads(line)["step"] for line in (folder / "sft" / "metrics.jsonl").read_text().splitlines()]
     assert steps == list(range(1, 41))
 
-    said = run("examples.export_and_serve", str(folder / "sft" / "checkpoints"), str(folder / "exported"), "12=")
+    said = call("examples.export_and_serve", str(folder / "sft" / "checkpoints"), str(folder / "exported"), "12=")
     assert re.search(r"^12= -> \S+", said, re.MULTILINE)
 
 
