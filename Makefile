@@ -36,9 +36,9 @@ troubleshooting: $(READY)
 test: $(READY) lint types
 	$(BIN)/python -m pytest $(ARGS)
 
-# With the tests that take longest, which `make test` leaves out: before a release, or where they are about what was changed.
+# With the soak tests, minutes each: before a release, or where they are about what was changed.
 test-all: $(READY) lint types
-	$(BIN)/python -m pytest -m "" $(ARGS)
+	$(BIN)/python -m pytest -m "" tests --ignore tests/gpu $(ARGS)
 
 lint: $(READY)
 	$(BIN)/ruff check .
