@@ -207,9 +207,9 @@ def callers() -> dict[str, list[Path]]:
 
 
 def test_megarl_calls_no_worker_by_a_string() -> None:
-    files = [file for file in (ROOT / "megarl").rglob("*.py") if file != ROOT / "megarl" / "controller" / "group.py"]
-    found = {str(file): calls for file in files if (calls := calls_by_name(file.read_text(encoding="utf-8")))}
-    assert not found
+    sources = {file: file.read_text(encoding="utf-8") for file in (ROOT / "megarl").rglob("*.py")}
+    del sources[ROOT / "megarl" / "controller" / "group.py"]
+    assert not {str(file): calls for file, source in sources.items() if "execute_" in source and (calls := calls_by_name(source))}
     assert calls_by_name('group.execute_all_sync("update")') == ["1: execute_all_sync"]
 
 

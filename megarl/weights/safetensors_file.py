@@ -49,7 +49,7 @@ class SafetensorsFile:
         """`data`: flat, on the host. Raises WeightTransferError for a chunk that does not belong, OSError where the disk is full."""
         self._receipt.record(chunk, data.dtype)
         place = self._data_start + self._starts[chunk.name] + chunk.offset * data.element_size()
-        self._write(memoryview(data.view(torch.uint8).numpy()), place)
+        self._write(data.view(torch.uint8).numpy().data, place)
 
     def _write(self, data: bytes | memoryview, place: int) -> None:
         rest = memoryview(data)
