@@ -1,4 +1,4 @@
-"""Megatron's distributed checkpoint (torch_dist) as plain files: what lies where, read without a process group and without its pickles.
+"""Megatron's distributed checkpoint (torch_dist) as plain files: what lies where, read without a process group, and its pickles not run.
 
 A folder holds `.metadata` (which chunk of which tensor, or which object, lies at which bytes of which file), `__<rank>_<n>.distcp`
 (items back to back, each written by torch.save), `common.pt` and `metadata.json`.

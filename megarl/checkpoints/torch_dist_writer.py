@@ -81,7 +81,7 @@ def write_items(path: Path, items: Iterable[ItemToWrite], report: Callable[[Writ
     Raises OSError with the file's name.
     """
     try:
-        with path.open("wb", buffering=_PART_BYTES) as file:
+        with path.open("wb", buffering=_PART_BYTES // 16) as file:  # a part passes the buffer by
             for item in items:
                 report(_write_item(file, path.name, item))
             file.flush()
