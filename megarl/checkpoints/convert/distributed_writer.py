@@ -110,6 +110,7 @@ class _Writer:
             data = torch.frombuffer(bytes_of(elements), dtype=self._dtype).view(item.chunk)
             yield ItemToWrite(key=item.key, data=data, shape=item.shape, offsets=item.offsets)
         for key in file.objects:
+            self._workers.check()
             yield ItemToWrite(key=key, data=[None])  # Megatron asks for them, and where they hold nothing it needs nothing
 
     def _elements(self, item: PlannedItem, room: Room) -> torch.Tensor:
