@@ -1,10 +1,11 @@
-"""Session-wide fixtures: one pool of gloo ranks, so that Megatron is imported once per rank and not once per test."""
+"""Session-wide fixtures: what takes long to start is started once, and what must be new for a test starts warm."""
 
 import signal
 from collections.abc import Iterator
 
 import pytest
 
+from tests import warm
 from tests.ranks import RankPool
 
 pytest_plugins = ["tests.where_time_goes"]
@@ -14,14 +15,23 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
-def rank_pool() -> Iterator[RankPool]:
-    pool = RankPool()
+def warm_processes() -> Iterator[None]:
+    """Programs that are started with warm.PYTHON, and workers of Ray, are forked from one process."""
+    with warm.server():
+        yield
+
+
+@pytest.fixture(scope="session")
+def rank_pool(warm_processes: None) -> Iterator[RankPool]:
+    """One pool of gloo ranks for the session."""
+    with warm.spawned():
+        pool = RankPool()
     yield pool
     pool.close()
 
 
 @pytest.fixture(scope="session")
-def ray_cluster() -> Iterator[None]:
+def ray_cluster(warm_processes: None) -> Iterator[None]:
     """One local Ray for the session: twelve logical CPUs, so at most twelve worker processes at a time."""
     from megarl.controller.cluster import shutdown, start_ray
 

@@ -11,7 +11,9 @@ from __future__ import annotations
 import gc
 import os
 import pickle
+import queue
 import tempfile
+import time
 import traceback
 import uuid
 from collections.abc import Callable
@@ -77,9 +79,7 @@ class RankPool:
         results: dict[int, Any] = {}
         failures = []
         while len(results) + len(failures) < world_size:
-            self._hung = True
-            rank, good, value = self._outbox.get(timeout=ANSWER_LIMIT_S)
-            self._hung = False
+            rank, good, value = self._answer()
             if good:
                 results[rank] = pickle.loads(value)
             else:
@@ -87,6 +87,21 @@ class RankPool:
         if failures:
             raise AssertionError("\n".join(failures))
         return [results[rank] for rank in range(world_size)]
+
+    def _answer(self) -> tuple[int, bool, Any]:
+        """Of the next rank that has one."""
+        self._hung = True
+        end_s = time.monotonic() + ANSWER_LIMIT_S
+        while True:
+            try:
+                answer = self._outbox.get(timeout=5)
+            except queue.Empty:
+                dead = [rank for rank, process in enumerate(self._processes) if not process.is_alive()]
+                assert not dead, f"ranks {dead} have ended"
+                assert time.monotonic() < end_s, f"a rank has not answered for {ANSWER_LIMIT_S} s"
+            else:
+                self._hung = False
+                return answer
 
     def close(self) -> None:
         for inbox in self._inboxes:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from types import MethodType
-from typing import Any, Concatenate, Generic, Literal, ParamSpec, Self, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, Literal, ParamSpec, Self, TypeVar, overload
 
 from megarl.batch.data_proto import DataProto
 from megarl.controller.dispatch import Dispatch
-from megarl.controller.futures import WorkerFuture
+
+if TYPE_CHECKING:  # worker classes are imported without Ray
+    from megarl.controller.futures import WorkerFuture
 
 P = ParamSpec("P")  # what the method takes on a rank, without the worker itself
 R = TypeVar("R", covariant=True)  # what it returns there

@@ -28,29 +28,14 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from megarl.batch.data_proto import DataProto
 from megarl.config.load import load_config
 from megarl.config.schema import (
-    ActorConfig,
     AlgorithmConfig,
     CheckpointConfig,
-    CriticConfig,
-    DataConfig,
-    Device,
-    DType,
-    MicroBatchConfig,
-    ModelConfig,
-    OptimConfig,
     ParallelConfig,
     PPOConfig,
-    ReferenceConfig,
-    RewardConfig,
-    RewardFunctionConfig,
-    RolloutConfig,
-    SamplingConfig,
-    TrackingConfig,
-    TrainerConfig,
 )
 from megarl.controller.cluster import shutdown, start_ray
 from megarl.roles.start import PPORoles
-from tests.integration.tiny_run import run_ppo, save_inputs
+from tests.integration.tiny_run import run_ppo, save_inputs, tiny_config
 
 RECORDS = Path(__file__).with_name("golden")
 # Preset of configs/algorithm -> the actor's layout; each kind of parallelism once.
@@ -62,7 +47,6 @@ LAYOUTS = {
 STEPS, PROMPTS, SAMPLES_PER_PROMPT, UPDATES_PER_STEP = 3, 4, 4, 2
 RESPONSE_LENGTH = 8
 _CONFIGS = Path(__file__).parents[2] / "configs"
-_MICRO_BATCH = MicroBatchConfig(max_tokens=64)
 # What a clock says, and no computation.
 _TIMED = re.compile(r"(timing_s|perf|memory|resharding)/.*|rollout/replica_\d+/tokens_per_s")
 
@@ -119,24 +103,15 @@ def observe(name: str, inputs: Path, output_dir: Path) -> Observed:
 
 
 def golden_config(name: str, inputs: Path, output_dir: Path) -> PPOConfig:
-    return PPOConfig(
-        model=ModelConfig(path=str(inputs / "policy"), dtype=DType.float32),
-        data=DataConfig(
-            train_files=[str(inputs / "train.parquet")],
-            val_files=[str(inputs / "validation.parquet")],
-            max_prompt_length=8,
-            max_response_length=RESPONSE_LENGTH,
-        ),
+    return tiny_config(
+        inputs,
+        output_dir,
+        data={"max_response_length": RESPONSE_LENGTH},
         algorithm=_preset(name),
-        actor=ActorConfig(parallel=LAYOUTS[name], micro_batch=_MICRO_BATCH, optim=OptimConfig(lr=5e-3)),
-        critic=CriticConfig(micro_batch=_MICRO_BATCH, optim=OptimConfig(lr=1e-2)),
-        reference=ReferenceConfig(micro_batch=_MICRO_BATCH),
-        reward=RewardConfig(functions=[RewardFunctionConfig(path=str(inputs / "reward.py"))], num_processes=1),
-        rollout=RolloutConfig(n=SAMPLES_PER_PROMPT, validation=SamplingConfig(temperature=0)),
+        actor={"parallel": LAYOUTS[name]},
+        rollout={"n": SAMPLES_PER_PROMPT},
         checkpoint=CheckpointConfig(every_steps=STEPS, save_hf=False),
-        trainer=TrainerConfig(total_steps=STEPS, prompts_per_step=PROMPTS, updates_per_step=UPDATES_PER_STEP, output_dir=str(output_dir)),
-        tracking=TrackingConfig(loggers=["jsonl"]),
-        device=Device.cpu,
+        trainer={"total_steps": STEPS, "prompts_per_step": PROMPTS, "updates_per_step": UPDATES_PER_STEP},
     )
 
 

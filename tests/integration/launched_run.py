@@ -13,27 +13,11 @@ from pathlib import Path
 
 from megarl.config.load import dump_config
 from megarl.config.schema import (
-    ActorConfig,
-    DataConfig,
-    Device,
-    DType,
-    MicroBatchConfig,
-    ModelConfig,
-    OptimConfig,
     ParallelConfig,
     PlacementConfig,
-    PPOConfig,
-    RewardConfig,
-    RewardFunctionConfig,
-    RolloutConfig,
-    SFTConfig,
-    SFTDataConfig,
-    SFTTrainerConfig,
-    TrackingConfig,
-    TrainerConfig,
 )
 from tests.command import ROOT
-from tests.integration.tiny_run import save_inputs
+from tests.integration.tiny_run import save_inputs, tiny_config, tiny_sft_config
 
 STEPS = 3
 FAILING_REWARD = "def compute_score(data_source, solution_str, ground_truth, extra_info):\n    return extra_info['answer']\n"
@@ -44,15 +28,13 @@ def save_ppo_run(folder: Path) -> Path:
     """Actor and rollout on one node, the critic on another. The run's own folder is `folder/run`; `failing.py` is a reward that raises."""
     save_inputs(folder)
     (folder / "failing.py").write_text(FAILING_REWARD)
-    config = PPOConfig(
-        model=ModelConfig(path=str(folder / "policy"), dtype=DType.float32),
-        data=DataConfig(train_files=[str(folder / "train.parquet")], max_prompt_length=8, max_response_length=8),
-        reward=RewardConfig(functions=[RewardFunctionConfig(path=str(folder / "reward.py"))], num_processes=1),
-        rollout=RolloutConfig(restart_limit=0),
+    config = tiny_config(
+        folder,
+        folder / "run",
+        data={"val_files": []},
+        rollout={"n": 1, "restart_limit": 0},
         placement=PlacementConfig(num_nodes=2, devices_per_node=2),
-        trainer=TrainerConfig(total_steps=STEPS, prompts_per_step=8, validate_before=False, output_dir=str(folder / "run")),
-        tracking=TrackingConfig(loggers=["jsonl"]),
-        device=Device.cpu,
+        trainer={"total_steps": STEPS, "prompts_per_step": 8, "validate_before": False},
     )
     dump_config(config, path := folder / "run.yaml")
     return path
@@ -61,16 +43,12 @@ def save_ppo_run(folder: Path) -> Path:
 def save_sft_run(folder: Path) -> Path:
     """Two replicas, each on a node of its own; an odd number of samples, validation and checkpoints."""
     save_inputs(folder)
-    config = SFTConfig(
-        model=ModelConfig(path=str(folder / "policy"), dtype=DType.float32),
-        data=SFTDataConfig(train_files=[str(folder / "sft.parquet")], val_files=[str(folder / "sft_validation.parquet")], max_length=16),
-        actor=ActorConfig(
-            parallel=ParallelConfig(data_parallel_size=2), micro_batch=MicroBatchConfig(max_tokens=32), optim=OptimConfig(lr=1e-2)
-        ),
+    config = tiny_sft_config(
+        folder,
+        folder / "run",
+        actor={"parallel": ParallelConfig(data_parallel_size=2)},
         placement=PlacementConfig(num_nodes=2, devices_per_node=1),
-        trainer=SFTTrainerConfig(total_steps=4, samples_per_step=7, output_dir=str(folder / "run")),
-        tracking=TrackingConfig(loggers=["jsonl"]),
-        device=Device.cpu,
+        trainer={"total_steps": 4},
     )
     dump_config(config, path := folder / "sft.yaml")
     return path

@@ -20,20 +20,8 @@ from megarl.cli.main import main
 from megarl.config.load import dump_config
 from megarl.config.schema import (
     CheckpointConfig,
-    DataConfig,
-    Device,
-    DType,
-    ModelConfig,
-    PPOConfig,
-    RewardConfig,
-    RewardFunctionConfig,
-    RolloutConfig,
-    SFTConfig,
-    SFTDataConfig,
-    SFTTrainerConfig,
-    TrainerConfig,
 )
-from tests.integration.tiny_run import save_inputs
+from tests.integration.tiny_run import save_inputs, tiny_config, tiny_sft_config
 
 ROOT = Path(__file__).parents[2]
 MY_REWARD = "reward.functions=[{path: examples/custom_reward.py}]"
@@ -42,21 +30,19 @@ MY_REWARD = "reward.functions=[{path: examples/custom_reward.py}]"
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_inputs(folder := tmp_path_factory.mktemp("examples"))
-    model = ModelConfig(path=str(folder / "policy"), dtype=DType.float32)
-    ppo = PPOConfig(
-        model=model,
-        data=DataConfig(train_files=[str(folder / "train.parquet")], max_prompt_length=8, max_response_length=8),
-        reward=RewardConfig(functions=[RewardFunctionConfig(path=str(folder / "reward.py"))], num_processes=1),
-        rollout=RolloutConfig(n=2),
-        trainer=TrainerConfig(total_steps=1, prompts_per_step=4, validate_before=False, output_dir=str(folder / "ppo")),
-        device=Device.cpu,
+    ppo = tiny_config(
+        folder,
+        folder / "ppo",
+        data={"val_files": []},
+        rollout={"n": 2},
+        trainer={"total_steps": 1, "validate_before": False},
     )
-    sft = SFTConfig(
-        model=model,
-        data=SFTDataConfig(train_files=[str(folder / "sft.parquet")], max_length=16),
+    sft = tiny_sft_config(
+        folder,
+        folder / "sft",
+        data={"val_files": []},
         checkpoint=CheckpointConfig(save_hf=False),
-        trainer=SFTTrainerConfig(total_steps=40, samples_per_step=8, output_dir=str(folder / "sft")),
-        device=Device.cpu,
+        trainer={"total_steps": 40, "samples_per_step": 8},
     )
     dump_config(ppo, folder / "ppo.yaml")
     dump_config(sft, folder / "sft.yaml")

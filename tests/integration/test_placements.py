@@ -13,38 +13,22 @@ import torch
 from safetensors.torch import load_file
 
 from megarl.config.schema import (
-    ActorConfig,
     AlgorithmConfig,
-    CriticConfig,
-    DataConfig,
-    Device,
-    DType,
     KLConfig,
-    MicroBatchConfig,
-    ModelConfig,
-    OptimConfig,
     ParallelConfig,
     PlacementConfig,
     PlacementStrategy,
     PPOConfig,
-    ReferenceConfig,
     ReshardingConfig,
-    RewardConfig,
-    RewardFunctionConfig,
-    RolloutConfig,
     RolloutEngineKind,
-    SamplingConfig,
-    TrackingConfig,
-    TrainerConfig,
     Verify,
 )
 from megarl.roles.start import PPORoles
-from tests.integration.tiny_run import Finished, run_ppo, save_inputs
+from tests.integration.tiny_run import Finished, run_ppo, save_inputs, tiny_config
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
 STEPS = 5
-MICRO_BATCH = MicroBatchConfig(max_tokens=64)
 TOLERANCE = 1e-6
 ENGINE_AND_TRAINER = "training/rollout_"  # rounding, and so dependent on what an engine wrote at the same time
 # Actor and critic take turns, and so do the reference and the engines.
@@ -70,32 +54,16 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def config(inputs: Path, output_dir: Path, strategy: PlacementStrategy, engine: RolloutEngineKind = RolloutEngineKind.hf) -> PPOConfig:
     """A step that warms the critic up, and four that train both; validation after every second and the last."""
-    return PPOConfig(
-        model=ModelConfig(path=str(inputs / "policy"), dtype=DType.float32),
-        data=DataConfig(
-            train_files=[str(inputs / "train.parquet")],
-            val_files=[str(inputs / "validation.parquet")],
-            max_prompt_length=8,
-            max_response_length=8,
-        ),
+    return tiny_config(
+        inputs,
+        output_dir,
         algorithm=AlgorithmConfig(kl=KLConfig(coefficient=0.05)),
-        actor=ActorConfig(parallel=ParallelConfig(tensor_parallel_size=2), micro_batch=MICRO_BATCH, optim=OptimConfig(lr=5e-3)),
-        critic=CriticConfig(micro_batch=MICRO_BATCH, optim=OptimConfig(lr=1e-2)),
-        reference=ReferenceConfig(micro_batch=MICRO_BATCH),
-        reward=RewardConfig(functions=[RewardFunctionConfig(path=str(inputs / "reward.py"))], num_processes=1),
-        rollout=RolloutConfig(engine=engine, n=4, num_replicas=2, validation=SamplingConfig(temperature=0)),
+        actor={"parallel": ParallelConfig(tensor_parallel_size=2)},
+        rollout={"engine": engine, "num_replicas": 2},
         placement=CUSTOM if strategy is PlacementStrategy.custom else PlacementConfig(strategy=strategy),
         resharding=ReshardingConfig(verify=Verify.always),
-        trainer=TrainerConfig(
-            prompts_per_step=4,
-            updates_per_step=2,
-            total_steps=STEPS,
-            critic_warmup_steps=1,
-            validate_every_steps=2,
-            output_dir=str(output_dir),
-        ),
-        tracking=TrackingConfig(loggers=["jsonl"], log_generations=3),
-        device=Device.cpu,
+        trainer={"updates_per_step": 2, "total_steps": STEPS, "critic_warmup_steps": 1, "validate_every_steps": 2},
+        tracking={"log_generations": 3},
     )
 
 

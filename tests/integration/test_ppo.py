@@ -13,43 +13,27 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from megarl.config.schema import (
-    ActorConfig,
     AdvantageConfig,
     AdvantageEstimator,
     AlgorithmConfig,
-    CriticConfig,
-    DataConfig,
-    Device,
-    DType,
     KLConfig,
     KLControllerConfig,
     KLControllerKind,
     KLEstimator,
     KLWhere,
-    MicroBatchConfig,
-    ModelConfig,
-    OptimConfig,
     ParallelConfig,
     PPOConfig,
-    ReferenceConfig,
-    RewardConfig,
-    RewardFunctionConfig,
-    RolloutConfig,
-    SamplingConfig,
-    TrackingConfig,
-    TrainerConfig,
 )
 from megarl.placement.plan import plan_placement
 from megarl.roles.start import PPORoles
 from megarl.trainers.monitor import PHASES
-from tests.integration.tiny_run import Finished, run_ppo, save_inputs
+from tests.integration.tiny_run import Finished, run_ppo, save_inputs, tiny_config
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
 STEPS, WARMUP_STEPS = 5, 2
 SAMPLES = 16
 TARGET, HORIZON, BETA = 0.02, 160, 0.05
-MICRO_BATCH = MicroBatchConfig(max_tokens=64)
 TRAINED = ["actor/pg_loss", "actor/pg_clipfrac", "actor/approx_kl", "actor/ratio_max", "actor/ratio_min", "actor/grad_norm", "actor/lr"]
 ALWAYS = [
     *("critic/vf_loss", "critic/vf_clipfrac", "critic/grad_norm", "critic/score/mean", "critic/score/max", "critic/score/min"),
@@ -71,25 +55,13 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def config(
     inputs: Path, output_dir: Path, algorithm: AlgorithmConfig, *, tensor_parallel_size: int = 1, updates_per_step: int = 2, **trainer: Any
 ) -> PPOConfig:
-    return PPOConfig(
-        model=ModelConfig(path=str(inputs / "policy"), dtype=DType.float32),
-        data=DataConfig(
-            train_files=[str(inputs / "train.parquet")],
-            val_files=[str(inputs / "validation.parquet")],
-            max_prompt_length=8,
-            max_response_length=8,
-        ),
+    return tiny_config(
+        inputs,
+        output_dir,
         algorithm=algorithm,
-        actor=ActorConfig(
-            parallel=ParallelConfig(tensor_parallel_size=tensor_parallel_size), micro_batch=MICRO_BATCH, optim=OptimConfig(lr=5e-3)
-        ),
-        critic=CriticConfig(micro_batch=MICRO_BATCH, optim=OptimConfig(lr=1e-2)),
-        reference=ReferenceConfig(micro_batch=MICRO_BATCH),
-        reward=RewardConfig(functions=[RewardFunctionConfig(path=str(inputs / "reward.py"))], num_processes=1),
-        rollout=RolloutConfig(n=4, validation=SamplingConfig(temperature=0)),
-        trainer=TrainerConfig(prompts_per_step=SAMPLES // 4, updates_per_step=updates_per_step, output_dir=str(output_dir), **trainer),
-        tracking=TrackingConfig(loggers=["jsonl"], log_generations=3),
-        device=Device.cpu,
+        actor={"parallel": ParallelConfig(tensor_parallel_size=tensor_parallel_size)},
+        trainer={"updates_per_step": updates_per_step, **trainer},
+        tracking={"log_generations": 3},
     )
 
 

@@ -11,31 +11,19 @@ from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification
 
 from megarl.config.schema import (
-    ActorConfig,
     AlgorithmConfig,
-    CriticConfig,
-    DataConfig,
-    Device,
-    DType,
     KLConfig,
     KLWhere,
     MicroBatchConfig,
-    ModelConfig,
-    OptimConfig,
     ParallelConfig,
     PlacementConfig,
     PlacementStrategy,
     PPOConfig,
-    RewardConfig,
     RewardFunctionConfig,
     RewardModelConfig,
-    RolloutConfig,
-    SamplingConfig,
-    TrackingConfig,
-    TrainerConfig,
 )
 from megarl.placement.plan import plan_placement
-from tests.integration.tiny_run import Finished, run_ppo, save_inputs
+from tests.integration.tiny_run import Finished, run_ppo, save_inputs, tiny_config
 from tests.unit.roles.reward_models import byte_pair_tokenizer, save_reward_model
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
@@ -62,23 +50,14 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def config(inputs: Path, output_dir: Path, parallel: ParallelConfig, strategy: PlacementStrategy) -> PPOConfig:
     function = RewardFunctionConfig(path=str(inputs / "reward.py"), weight=FUNCTION_WEIGHT)
     model = RewardModelConfig(path=str(inputs / "judge"), parallel=parallel, micro_batch=MICRO_BATCH, weight=WEIGHT)
-    return PPOConfig(
-        model=ModelConfig(path=str(inputs / "policy"), dtype=DType.float32),
-        data=DataConfig(
-            train_files=[str(inputs / "train.parquet")],
-            val_files=[str(inputs / "validation.parquet")],
-            max_prompt_length=8,
-            max_response_length=8,
-        ),
+    return tiny_config(
+        inputs,
+        output_dir,
         algorithm=AlgorithmConfig(kl=KLConfig(where=KLWhere.none)),
-        actor=ActorConfig(micro_batch=MICRO_BATCH, optim=OptimConfig(lr=5e-3)),
-        critic=CriticConfig(micro_batch=MICRO_BATCH, optim=OptimConfig(lr=1e-2)),
-        reward=RewardConfig(functions=[function], model=model, num_processes=1),
-        rollout=RolloutConfig(n=4, validation=SamplingConfig(temperature=0)),
+        reward={"functions": [function], "model": model},
         placement=CUSTOM if strategy is PlacementStrategy.custom else PlacementConfig(strategy=strategy),
-        trainer=TrainerConfig(prompts_per_step=4, total_steps=STEPS, validate_before=False, output_dir=str(output_dir)),
-        tracking=TrackingConfig(loggers=["jsonl"], log_generations=8),
-        device=Device.cpu,
+        trainer={"total_steps": STEPS, "validate_before": False},
+        tracking={"log_generations": 8},
     )
 
 

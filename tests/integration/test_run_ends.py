@@ -13,27 +13,16 @@ import pytest
 
 from megarl.config.load import dump_config
 from megarl.config.schema import (
-    ActorConfig,
     AdvantageConfig,
     AdvantageEstimator,
     AlgorithmConfig,
-    DataConfig,
-    Device,
-    DType,
-    ModelConfig,
     ParallelConfig,
     PPOConfig,
-    RewardConfig,
-    RewardFunctionConfig,
-    RolloutConfig,
     SFTConfig,
-    SFTDataConfig,
-    SFTTrainerConfig,
-    TrainerConfig,
 )
 from tests.command import Command
 from tests.failure_pages import check_documented, last_page_of
-from tests.integration.tiny_run import save_inputs
+from tests.integration.tiny_run import save_inputs, tiny_config, tiny_sft_config
 from tests.processes import gone_within
 
 LIMIT_S = 30.0
@@ -81,12 +70,12 @@ def start(folder: Path) -> Iterator[Callable[..., Run]]:
 
 def sft_config(folder: Path) -> SFTConfig:
     """Two ranks, and no end."""
-    return SFTConfig(
-        model=ModelConfig(path=str(folder / "policy"), dtype=DType.float32),
-        data=SFTDataConfig(train_files=[str(folder / "sft.parquet")], max_length=16),
-        actor=ActorConfig(parallel=ParallelConfig(data_parallel_size=2)),
-        trainer=SFTTrainerConfig(total_steps=1_000_000, samples_per_step=8, output_dir=str(folder / "run")),
-        device=Device.cpu,
+    return tiny_sft_config(
+        folder,
+        folder / "run",
+        data={"val_files": []},
+        actor={"parallel": ParallelConfig(data_parallel_size=2)},
+        trainer={"total_steps": 1_000_000, "samples_per_step": 8},
     )
 
 
@@ -119,14 +108,14 @@ def test_ctrl_c_ends_cleanly(start: Callable[..., Run], folder: Path) -> None:
 
 
 def ppo_config(folder: Path) -> PPOConfig:
-    return PPOConfig(
-        model=ModelConfig(path=str(folder / "policy"), dtype=DType.float32),
-        data=DataConfig(train_files=[str(folder / "train.parquet")], max_prompt_length=8, max_response_length=8),
-        reward=RewardConfig(functions=[RewardFunctionConfig(path=str(folder / "reward.py"))], time_limit_s=200, num_processes=1),
+    return tiny_config(
+        folder,
+        folder / "run",
+        data={"val_files": []},
+        reward={"time_limit_s": 200},
         algorithm=AlgorithmConfig(advantage=AdvantageConfig(estimator=AdvantageEstimator.rloo)),  # no critic: a process less to start
-        rollout=RolloutConfig(n=2),
-        trainer=TrainerConfig(total_steps=2, prompts_per_step=8, validate_before=False, output_dir=str(folder / "run")),
-        device=Device.cpu,
+        rollout={"n": 2},
+        trainer={"total_steps": 2, "prompts_per_step": 8, "validate_before": False},
     )
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,7 +19,27 @@ from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 from megarl.batch.data_proto import DataProto
 from megarl.config.architecture import read_architecture
 from megarl.config.roles import model_roles
-from megarl.config.schema import Device, PPOConfig, SFTConfig
+from megarl.config.schema import (
+    ActorConfig,
+    CriticConfig,
+    DataConfig,
+    Device,
+    DType,
+    MicroBatchConfig,
+    ModelConfig,
+    OptimConfig,
+    PPOConfig,
+    ReferenceConfig,
+    RewardConfig,
+    RewardFunctionConfig,
+    RolloutConfig,
+    SamplingConfig,
+    SFTConfig,
+    SFTDataConfig,
+    SFTTrainerConfig,
+    TrackingConfig,
+    TrainerConfig,
+)
 from megarl.controller.group import RoleGroup
 from megarl.controller.resource_pool import ResourcePoolManager
 from megarl.data.loader import BatchLoader
@@ -96,6 +117,52 @@ def save_inputs(folder: Path) -> None:
     pq.write_table(pa.Table.from_pylist(chats[:32]), folder / "sft.parquet")
     pq.write_table(pa.Table.from_pylist(chats[32:]), folder / "sft_validation.parquet")
     (folder / "reward.py").write_text(REWARD)
+
+
+def tiny_config(inputs: Path, output_dir: Path, **changes: Any) -> PPOConfig:
+    """A PPO run of what `save_inputs` left in `inputs`: four prompts with four samples each a step, validation with greedy ones.
+
+    A change is a section, or a mapping of keys of it that differ: `tiny_config(inputs, folder, trainer={"total_steps": 2})`.
+    """
+    micro_batch = MicroBatchConfig(max_tokens=64)
+    config = PPOConfig(
+        model=ModelConfig(path=str(inputs / "policy"), dtype=DType.float32),
+        data=DataConfig(
+            train_files=[str(inputs / "train.parquet")],
+            val_files=[str(inputs / "validation.parquet")],
+            max_prompt_length=8,
+            max_response_length=8,
+        ),
+        actor=ActorConfig(micro_batch=micro_batch, optim=OptimConfig(lr=5e-3)),
+        critic=CriticConfig(micro_batch=micro_batch, optim=OptimConfig(lr=1e-2)),
+        reference=ReferenceConfig(micro_batch=micro_batch),
+        reward=RewardConfig(functions=[RewardFunctionConfig(path=str(inputs / "reward.py"))], num_processes=1),
+        rollout=RolloutConfig(n=4, validation=SamplingConfig(temperature=0)),
+        trainer=TrainerConfig(prompts_per_step=4, output_dir=str(output_dir)),
+        tracking=TrackingConfig(loggers=["jsonl"]),
+        device=Device.cpu,
+    )
+    return _changed(config, changes)
+
+
+def tiny_sft_config(inputs: Path, output_dir: Path, **changes: Any) -> SFTConfig:
+    """As `tiny_config`, of seven samples a step: no number of replicas but one has equal parts of them."""
+    config = SFTConfig(
+        model=ModelConfig(path=str(inputs / "policy"), dtype=DType.float32),
+        data=SFTDataConfig(train_files=[str(inputs / "sft.parquet")], val_files=[str(inputs / "sft_validation.parquet")], max_length=16),
+        actor=ActorConfig(micro_batch=MicroBatchConfig(max_tokens=32), optim=OptimConfig(lr=1e-2)),
+        trainer=SFTTrainerConfig(samples_per_step=7, output_dir=str(output_dir)),
+        tracking=TrackingConfig(loggers=["jsonl"]),
+        device=Device.cpu,
+    )
+    return _changed(config, changes)
+
+
+def _changed(config: Any, changes: Mapping[str, Any]) -> Any:
+    sections = {
+        name: replace(getattr(config, name), **change) if isinstance(change, Mapping) else change for name, change in changes.items()
+    }
+    return replace(config, **sections)
 
 
 class Finished(NamedTuple):

@@ -29,36 +29,25 @@ from megarl.checkpoints.role_folder import check_folder
 from megarl.checkpoints.run_folder import CheckpointFolder, check_files
 from megarl.config.load import dump_config
 from megarl.config.schema import (
-    ActorConfig,
     AlgorithmConfig,
     CheckpointConfig,
-    CriticConfig,
-    DataConfig,
     Decay,
-    Device,
     DType,
     KLConfig,
     KLControllerConfig,
     KLControllerKind,
     MicroBatchConfig,
-    ModelConfig,
     OptimConfig,
     ParallelConfig,
     PlacementConfig,
     PlacementStrategy,
     PPOConfig,
-    ReferenceConfig,
-    RewardConfig,
-    RewardFunctionConfig,
-    RolloutConfig,
+    SamplingConfig,
     SFTConfig,
-    SFTDataConfig,
-    SFTTrainerConfig,
     TrackingConfig,
-    TrainerConfig,
 )
 from tests.command import Command
-from tests.integration.tiny_run import save_inputs
+from tests.integration.tiny_run import save_inputs, tiny_config, tiny_sft_config
 
 LOOK_S = 0.002  # a save takes some tenths of a second
 # What a clock says, and no computation.
@@ -68,44 +57,41 @@ _LOGGED = TrackingConfig(loggers=["console", "jsonl", "tensorboard"], log_genera
 
 
 def sft_config(inputs: Path, dtype: DType, total_steps: int, every_steps: int) -> SFTConfig:
-    return SFTConfig(
-        model=ModelConfig(path=str(inputs / "policy"), dtype=dtype),
-        data=SFTDataConfig(train_files=[str(inputs / "sft.parquet")], val_files=[str(inputs / "sft_validation.parquet")], max_length=16),
-        actor=ActorConfig(micro_batch=_MICRO_BATCH, optim=OptimConfig(lr=1e-2, warmup_steps=3, decay=Decay.cosine)),
+    return tiny_sft_config(
+        inputs,
+        inputs / "run",
+        model={"dtype": dtype},
+        actor={"micro_batch": _MICRO_BATCH, "optim": OptimConfig(lr=1e-2, warmup_steps=3, decay=Decay.cosine)},
         checkpoint=CheckpointConfig(every_steps=every_steps),
-        trainer=SFTTrainerConfig(total_steps=total_steps, samples_per_step=7, validate_every_steps=3),
+        trainer={"total_steps": total_steps, "validate_every_steps": 3},
         tracking=_LOGGED,
-        device=Device.cpu,
     )
 
 
 def ppo_config(inputs: Path, dtype: DType, total_steps: int, every_steps: int) -> PPOConfig:
     """With everything that the driver has to remember: an adaptive KL controller, a critic's warm-up, validations."""
     controller = KLControllerConfig(kind=KLControllerKind.adaptive, target=0.02, horizon=160)
-    return PPOConfig(
-        model=ModelConfig(path=str(inputs / "policy"), dtype=dtype),
-        data=DataConfig(
-            train_files=[str(inputs / "train.parquet")],
-            val_files=[str(inputs / "validation.parquet")],
-            max_prompt_length=8,
-            max_response_length=8,
-        ),
+    return tiny_config(
+        inputs,
+        inputs / "run",
+        model={"dtype": dtype},
         algorithm=AlgorithmConfig(kl=KLConfig(coefficient=0.05, controller=controller)),
-        actor=ActorConfig(
-            parallel=ParallelConfig(tensor_parallel_size=2),
-            micro_batch=_MICRO_BATCH,
-            optim=OptimConfig(lr=5e-3, warmup_steps=4, decay=Decay.linear),
-        ),
-        critic=CriticConfig(micro_batch=_MICRO_BATCH, optim=OptimConfig(lr=1e-2, decay=Decay.cosine)),
-        reference=ReferenceConfig(micro_batch=_MICRO_BATCH),
-        reward=RewardConfig(functions=[RewardFunctionConfig(path=str(inputs / "reward.py"))], num_processes=1, time_limit_s=60),
-        rollout=RolloutConfig(n=2),
+        actor={
+            "parallel": ParallelConfig(tensor_parallel_size=2),
+            "optim": OptimConfig(lr=5e-3, warmup_steps=4, decay=Decay.linear),
+        },
+        critic={"optim": OptimConfig(lr=1e-2, decay=Decay.cosine)},
+        reward={"time_limit_s": 60},
+        rollout={"n": 2, "validation": SamplingConfig()},
         checkpoint=CheckpointConfig(every_steps=every_steps),
-        trainer=TrainerConfig(
-            total_steps=total_steps, prompts_per_step=6, updates_per_step=2, critic_warmup_steps=1, validate_every_steps=3
-        ),
+        trainer={
+            "total_steps": total_steps,
+            "prompts_per_step": 6,
+            "updates_per_step": 2,
+            "critic_warmup_steps": 1,
+            "validate_every_steps": 3,
+        },
         tracking=_LOGGED,
-        device=Device.cpu,
     )
 
 

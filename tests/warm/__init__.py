@@ -1,0 +1,120 @@
+"""Processes that start warm: forked from one that has imported torch, Megatron and transformers, in place of importing them again.
+
+    with warm.server():                  # once in a session
+        ray.init()                       # Ray's workers are warm, here and in programs that were started warm
+        subprocess.run([*warm.PYTHON, "-m", "megarl", "train", ...])
+
+Such a process is a new one for its test: nothing of another test's is left in it. It differs from a cold one in what it has imported,
+so what is about imports and the environment before them is tested cold. Without the server, all that is here starts cold.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing.spawn
+import os
+import shlex
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from tests.warm.client import ADDRESS, SGLANG, TRAINING
+
+CLIENT = Path(__file__).with_name("client.py")
+PYTHON = [sys.executable, "-I", "-S", str(CLIENT)]  # as `python`: a module, a script or a text of a program, and its arguments
+_CONSTANTS = "ray._private.ray_constants"
+_ENVIRONMENT_BYTES = 2**16  # /proc shows a process's environment as long as that with which its program was started
+
+
+@contextlib.contextmanager
+def server() -> Iterator[None]:
+    """It ends with the block, or with this process however that ends, and what it has started with it."""
+    with tempfile.TemporaryDirectory() as folder:
+        _write_launchers(Path(folder))
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tests.warm.server", folder],
+            cwd=Path(__file__).parents[2],
+            env={**os.environ, "WARM_ROOM": "." * _ENVIRONMENT_BYTES},
+            stdin=subprocess.PIPE,  # that ends when we do
+            stdout=subprocess.PIPE,
+        )
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            assert process.stdout.readline() == b"ready\n", "the server of warm processes did not start"
+            os.environ[ADDRESS] = folder
+            subprocess.run([*PYTHON, "-c", ""], check=True)  # fails here and now if that does not work, which many would wait for
+            warm_ray_workers()
+            yield
+        finally:
+            os.environ.pop(ADDRESS, None)
+            process.stdin.close()
+            process.wait()
+            process.stdout.close()
+
+
+def _write_launchers(folder: Path) -> None:
+    for kind in (TRAINING, SGLANG):
+        path = folder / f"python-{kind}"
+        path.write_text(f'#!/bin/sh\nexec {shlex.join(PYTHON)} {"" if kind == TRAINING else f"--{kind}"} "$@"\n')
+        path.chmod(0o755)
+
+
+def launcher(kind: str) -> str:
+    """An executable in place of Python's, for those that start one without arguments of their own."""
+    return f"{os.environ[ADDRESS]}/python-{kind}"
+
+
+def warm_ray_workers() -> None:
+    """The nodes of Ray that this process starts have warm workers. Ray has no setting for the script in which they start."""
+    constants = sys.modules.get(_CONSTANTS)
+    if constants is None:
+        sys.meta_path.insert(0, _WhenImported())
+    else:
+        _change(constants)
+
+
+def _change(constants: ModuleType) -> None:
+    constants.SETUP_WORKER_FILENAME = str(CLIENT)  # type: ignore[attr-defined]
+
+
+@contextlib.contextmanager
+def spawned() -> Iterator[None]:
+    """What multiprocessing spawns in the block is warm."""
+    executable = multiprocessing.spawn.get_executable()
+    multiprocessing.set_executable(launcher(TRAINING))
+    try:
+        yield
+    finally:
+        multiprocessing.set_executable(executable)
+
+
+class _WhenImported(MetaPathFinder):
+    """Finds the module of Ray that is to be changed, once."""
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        if name != _CONSTANTS:
+            return None
+        sys.meta_path.remove(self)
+        spec = PathFinder.find_spec(name, path)
+        assert spec is not None
+        spec.loader = _ThenChanged(spec.loader)
+        return spec
+
+
+class _ThenChanged(Loader):
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        self._loader.exec_module(module)
+        _change(module)

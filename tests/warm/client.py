@@ -1,0 +1,86 @@
+"""Stands in for `python`: the process that runs the program is forked from the server of warm processes, and this one ends as it does.
+
+It gets this one's arguments, environment, folder, open files, and signals. Ray's nodes start workers in this script as well, in place of
+Ray's setup_worker.py. Where there is no server, or for options that it does not know, Python itself starts. Standard library only.
+"""
+
+from __future__ import annotations
+
+import array
+import json
+import os
+import signal
+import socket
+import sys
+from pathlib import Path
+from typing import NoReturn
+
+ADDRESS = "WARM_PROCESSES"  # environment variable: the folder of the servers' sockets
+TRAINING, SGLANG = "training", "sglang"  # kinds of processes, and names of sockets
+MAX_MESSAGE_BYTES = 2**18
+_FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_WITHOUT_MEANING = {"-B": 1, "-W": 2}  # options, with how many words: of compiling, and of warnings
+_TRACKER = "multiprocessing.resource_tracker"  # imports nothing, and is needed by what ends after the server
+_RAY_WORKER = "default_worker.py"
+_RAY_SETTINGS = ("--serialized-runtime-env-context", "--language")  # what setup_worker.py takes for itself
+
+
+def main(arguments: list[str]) -> None:
+    kind = TRAINING
+    if arguments[0] == f"--{SGLANG}":
+        kind = SGLANG
+        del arguments[0]
+    of_ray = arguments[0].endswith(_RAY_WORKER)
+    cold = [sys.executable, *([str(Path(arguments[0]).with_name("setup_worker.py"))] if of_ray else []), *arguments]
+    program = [argument for argument in arguments if not argument.startswith(_RAY_SETTINGS)] if of_ray else arguments
+    while (option := program[0]) in _WITHOUT_MEANING:
+        del program[: _WITHOUT_MEANING[option]]
+    if not _can_be_warm(program):
+        os.execv(cold[0], cold)
+    end_as(run(program, kind))
+
+
+def _can_be_warm(program: list[str]) -> bool:
+    if ADDRESS not in os.environ:
+        return False
+    if program[0] == "-c":
+        return _TRACKER not in program[1]
+    return program[0] == "-m" or not program[0].startswith("-")
+
+
+def run(program: list[str], kind: str) -> int:
+    """The exit code, or minus the number of the signal that ended it."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, MAX_MESSAGE_BYTES)
+        connection.connect(f"{os.environ[ADDRESS]}/{kind}")
+        files = _inherited()
+        ignored = [number for number in _FORWARDED if signal.getsignal(number) is signal.SIG_IGN]
+        request = {"program": program, "environment": dict(os.environ), "folder": os.getcwd(), "files": files, "ignored": ignored}
+        connection.sendmsg([json.dumps(request).encode()], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", files))])
+        for number in set(_FORWARDED) - set(ignored):
+            signal.signal(number, lambda number, frame: connection.send(str(number).encode()) and None)
+        return int(connection.recv(64) or -signal.SIGKILL)
+
+
+def _inherited() -> list[int]:
+    """The open files that a program started here would have."""
+    found = []
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            if os.get_inheritable(int(name)):
+                found.append(int(name))
+        except OSError:
+            pass  # that of the listing itself
+    return found
+
+
+def end_as(code: int) -> NoReturn:
+    if code < 0:
+        if -code != signal.SIGKILL:
+            signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

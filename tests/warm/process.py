@@ -1,0 +1,122 @@
+"""What a forked process does to be the one that the client asked for: it gets what the client has, runs the program, and ends."""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import fcntl
+import multiprocessing
+import os
+import runpy
+import signal
+import sys
+import threading
+import traceback
+from dataclasses import dataclass
+from importlib.abc import MetaPathFinder
+from pathlib import Path
+from types import ModuleType
+from typing import NoReturn
+
+from tests.warm import launcher, warm_ray_workers
+from tests.warm.client import SGLANG, TRAINING, end_as
+
+
+@dataclass(frozen=True)
+class Request:
+    program: list[str]
+    environment: dict[str, str]
+    folder: str
+    files: list[int]  # their numbers in the client
+    ignored: list[int]  # signals
+
+
+def become(request: Request, files: list[int], kind: str) -> None:
+    """files: those of the request, as they are open here. kind: of this process, and of those that it spawns."""
+    for number in request.ignored:
+        signal.signal(number, signal.SIG_IGN)
+    os.setsid()  # as the leader of a group, which workers of Ray are
+    _take_files(files, request.files)
+    os.environ.clear()
+    os.environ.update(request.environment)
+    _show_environment(request.environment)
+    os.chdir(request.folder)
+    # The objects are the server's, and write to the client's files.
+    sys.stdout.reconfigure(line_buffering=os.isatty(1), write_through="PYTHONUNBUFFERED" in request.environment)
+    multiprocessing.set_executable(launcher(kind))
+    if kind == TRAINING:
+        sys.meta_path.insert(0, _SGLangComes())
+    warm_ray_workers()
+
+
+def _take_files(files: list[int], numbers: list[int]) -> None:
+    """They become open under `numbers`, in place of what is."""
+    above = max([*files, *numbers]) + 1
+    moved = [fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, above) for file in files]
+    for file in files:
+        os.close(file)
+    for file in {0, 1, 2} - set(numbers):
+        os.close(file)
+    for file, number in zip(moved, numbers, strict=True):
+        os.dup2(file, number)
+        os.close(file)
+
+
+def _show_environment(environment: dict[str, str]) -> None:
+    """In /proc, by which processes are found."""
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    start, end = (int(field) for field in fields[47:49])  # env_start and env_end
+    block = b"".join(os.fsencode(f"{name}={value}\0") for name, value in environment.items())
+    assert len(block) <= end - start, "the environment is larger than what the server has room for"
+    ctypes.memset(start, 0, end - start)
+    ctypes.memmove(start, block, len(block))
+
+
+class _SGLangComes(MetaPathFinder):
+    """Before SGLang is prepared: transformers is as if it had not been imported, since it decides then which classes there are, and
+    SGLang brings stand-ins for what some of them want. And what SGLang spawns is of its kind."""
+
+    def find_spec(self, name: str, path: object, target: object = None) -> None:
+        if name == "megarl.rollout.sglang.environment":
+            sys.meta_path.remove(self)
+            for module in [module for module in sys.modules if module.partition(".")[0] == "transformers"]:
+                del sys.modules[module]
+            multiprocessing.set_executable(launcher(SGLANG))
+
+
+def run(program: list[str]) -> NoReturn:
+    """Ends as Python does, but for what that gives back object by object: a forked process would first have to copy it."""
+    code = 0
+    try:
+        _run(program)
+    except SystemExit as error:
+        code = _exit_code(error)
+    except BaseException as error:  # noqa: BLE001  (the boundary of a process)
+        traceback.print_exception(error)
+        code = -signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    end_as(code)
+
+
+def _run(program: list[str]) -> None:
+    kind, *rest = program
+    if kind == "-c":
+        sys.argv, sys.path[0] = ["-c", *rest[1:]], ""
+        sys.modules["__main__"] = module = ModuleType("__main__")
+        exec(compile(rest[0], "<string>", "exec"), module.__dict__)
+    elif kind == "-m":
+        sys.argv, sys.path[0] = rest, os.getcwd()
+        runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv, sys.path[0] = program, str(Path(kind).parent.resolve())
+        runpy.run_path(kind, run_name="__main__")
+
+
+def _exit_code(error: SystemExit) -> int:
+    if isinstance(error.code, int) or error.code is None:
+        return error.code or 0
+    print(error.code, file=sys.stderr)
+    return 1

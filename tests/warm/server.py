@@ -1,0 +1,179 @@
+"""The processes from which warm ones are forked, one of each kind: it imports what takes long when the first client asks, starts no thread,
+and serves until its standard input ends, which is the end of the tests."""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import gc
+import importlib
+import json
+import os
+import selectors
+import signal
+import socket
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import NoReturn
+
+import torch  # noqa: F401  (the memory of all kinds)
+
+from megarl.config.schema import Device
+from tests.warm.client import MAX_MESSAGE_BYTES, SGLANG, TRAINING
+from tests.warm.process import Request, become, run
+
+_MAX_FILES = 253  # the kernel's limit for one message
+
+
+def _import_for_training() -> None:
+    from megarl.engine import platform
+
+    platform.activate(Device.cpu)  # before Megatron is imported
+    for name in (
+        "megarl.engine.checkpoint",
+        "megarl.rollout.hf.engine",
+        "megarl.workers.critic",
+        "megarl.workers.policy",
+        "megarl.workers.reward",
+        "megarl.workers.reward_model",
+        "megarl.workers.rollout_worker",
+        "transformers.models.llama.modeling_llama",
+        "transformers.models.qwen2.modeling_qwen2",
+        "transformers.models.qwen3.modeling_qwen3",
+    ):
+        importlib.import_module(name)
+
+
+def _import_for_sglang() -> None:
+    from megarl.rollout.sglang import environment
+
+    environment.prepare("cpu")
+    for name in (
+        "megarl.rollout.sglang.cpu_adaptations",
+        "sglang.srt.entrypoints.http_server",
+        "sglang.srt.managers.detokenizer_manager",
+        "sglang.srt.managers.scheduler",
+        "sglang.srt.model_executor.model_runner",
+        "sglang.srt.models.registry",
+    ):
+        importlib.import_module(name)
+
+
+KINDS: Mapping[str, Callable[[], None]] = {TRAINING: _import_for_training, SGLANG: _import_for_sglang}
+
+
+def main(folder: Path) -> None:
+    """Forks a server of a kind when it is first asked for."""
+    selector = selectors.DefaultSelector()
+    selector.register(sys.stdin, selectors.EVENT_READ)
+    for kind in KINDS:
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        listener.bind(str(folder / kind))
+        listener.listen(128)
+        selector.register(listener, selectors.EVENT_READ, kind)
+    print("ready", flush=True)
+    os.dup2(2, 1)  # nobody reads on
+    while True:
+        for key, _ in selector.select():
+            if key.fileobj is sys.stdin:
+                return
+            assert isinstance(key.fileobj, socket.socket)
+            if os.fork() == 0:
+                _forget(selector, key.fileobj)
+                KINDS[key.data]()
+                run(Server(key.fileobj, key.data).serve().program)
+            selector.unregister(key.fileobj).fileobj.close()
+
+
+def _forget(selector: selectors.BaseSelector, but: socket.socket | None = None) -> None:
+    """In a new process, which has no use for the files of the one that forked it."""
+    for key in list(selector.get_map().values()):
+        if isinstance(key.fileobj, socket.socket) and key.fileobj is not but:
+            key.fileobj.close()
+    selector.close()
+
+
+class Server:
+    """Forks; tells each client how its process ended, and each process what its client gets: signals, or the end."""
+
+    def __init__(self, listener: socket.socket, kind: str) -> None:
+        self._listener, self._kind = listener, kind
+        self._woken, self._wake = os.pipe()
+        os.set_blocking(self._wake, False)
+        signal.set_wakeup_fd(self._wake)
+        signal.signal(signal.SIGCHLD, lambda number, frame: None)
+        self._selector = selectors.DefaultSelector()
+        for source in (self._listener, self._woken, sys.stdin):
+            self._selector.register(source, selectors.EVENT_READ)
+        self._clients: dict[int, socket.socket | None] = {}  # by the process that was forked; None: it has gone
+        # Ray reads the environment of a worker when it is imported; a thread would be missing in what is forked.
+        assert "ray" not in sys.modules
+        assert len(os.listdir("/proc/self/task")) == 1
+        gc.collect()
+        gc.freeze()  # what is here is not looked at again, so that its memory stays shared
+
+    def serve(self) -> Request:
+        """Returns in each forked process, with what it is to run."""
+        while True:
+            for key, _ in self._selector.select():
+                if key.fileobj is self._listener:
+                    self._selector.register(self._listener.accept()[0], selectors.EVENT_READ)
+                elif key.fileobj == self._woken:
+                    os.read(self._woken, 1024)
+                    self._tell_of_the_ended()
+                elif key.fileobj is sys.stdin:
+                    self._end()
+                elif isinstance(key.fileobj, socket.socket) and (request := self._hear(key.fileobj, key.data)) is not None:
+                    return request
+
+    def _end(self) -> NoReturn:
+        for pid in self._clients:
+            os.kill(pid, signal.SIGKILL)
+        os._exit(0)
+
+    def _hear(self, client: socket.socket, pid: int | None) -> Request | None:
+        """A program to run, from one that has no process yet; the request in the new process, and None in this one."""
+        message, ancillary, _, _ = client.recvmsg(MAX_MESSAGE_BYTES, socket.CMSG_SPACE(_MAX_FILES * array.array("i").itemsize))
+        if not message:  # it was killed
+            self._leave(client)
+        if pid is not None:
+            os.kill(pid, int(message) if message else signal.SIGKILL)
+            self._clients[pid] = client if message else None
+        elif message:
+            files = array.array("i")
+            for _, _, data in ancillary:
+                files.frombytes(data)
+            pid = os.fork()
+            if pid == 0:
+                return self._become(Request(**json.loads(message)), list(files))
+            for file in files:
+                os.close(file)
+            self._clients[pid] = client
+            self._selector.modify(client, selectors.EVENT_READ, pid)
+        return None
+
+    def _become(self, request: Request, files: list[int]) -> Request:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        _forget(self._selector)
+        os.close(self._woken)
+        os.close(self._wake)
+        become(request, files, self._kind)
+        return request
+
+    def _tell_of_the_ended(self) -> None:
+        while self._clients and (ended := os.waitpid(-1, os.WNOHANG))[0]:
+            client = self._clients.pop(ended[0])
+            if client is not None:
+                with contextlib.suppress(OSError):  # it has gone as well
+                    client.send(str(os.waitstatus_to_exitcode(ended[1])).encode())
+                self._leave(client)
+
+    def _leave(self, client: socket.socket) -> None:
+        self._selector.unregister(client)
+        client.close()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
