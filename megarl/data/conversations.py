@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,8 +12,10 @@ from transformers import PreTrainedTokenizerBase
 
 from megarl.config.schema import OverlongConversation
 from megarl.data.padding import join, pad_left, pad_right
-from megarl.data.prompts import Prompt
 from megarl.data.tokenizer import render_chat
+
+if TYPE_CHECKING:  # workers read no tables
+    from megarl.data.prompts import Prompt
 
 
 class ConversationError(ValueError):
