@@ -113,7 +113,7 @@ def document(config_path: str | None, results: Sequence[CheckResult], seconds: f
         "status": worst(results).value,
         "counts": _counts(results),
         "seconds": round(seconds, 1),
-        "results": [as_json(finding) for finding in results],
+        "findings": [as_json(finding) for finding in results],
     }
 
 

@@ -71,6 +71,15 @@ def launcher(kind: str) -> str:
     return f"{os.environ[ADDRESS]}/python-{kind}"
 
 
+def behind(pid: int) -> int:
+    """The process that works where `pid` is one that stands in for it; else `pid` itself."""
+    return int(path.read_text()) if ADDRESS in os.environ and (path := behind_path(pid)).exists() else pid
+
+
+def behind_path(client: int) -> Path:
+    return Path(os.environ[ADDRESS], f"behind-{client}")
+
+
 def warm_ray_workers() -> None:
     """The nodes of Ray that this process starts have warm workers. Ray has no setting for the script in which they start."""
     constants = sys.modules.get(_CONSTANTS)

@@ -55,7 +55,14 @@ def run(program: list[str], kind: str) -> int:
         connection.connect(f"{os.environ[ADDRESS]}/{kind}")
         files = _inherited()
         ignored = [number for number in _FORWARDED if signal.getsignal(number) is signal.SIG_IGN]
-        request = {"program": program, "environment": dict(os.environ), "folder": os.getcwd(), "files": files, "ignored": ignored}
+        request = {
+            "program": program,
+            "environment": dict(os.environ),
+            "folder": os.getcwd(),
+            "files": files,
+            "ignored": ignored,
+            "client": os.getpid(),
+        }
         connection.sendmsg([json.dumps(request).encode()], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", files))])
         for number in set(_FORWARDED) - set(ignored):
             signal.signal(number, lambda number, frame: connection.send(str(number).encode()) and None)

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import NoReturn
 
-from tests.warm import launcher, warm_ray_workers
+from tests.warm import behind_path, launcher, warm_ray_workers
 from tests.warm.client import SGLANG, TRAINING, end_as
 
 
@@ -29,6 +29,7 @@ class Request:
     folder: str
     files: list[int]  # their numbers in the client
     ignored: list[int]  # signals
+    client: int  # its process id
 
 
 def become(request: Request, files: list[int], kind: str) -> None:
@@ -40,6 +41,7 @@ def become(request: Request, files: list[int], kind: str) -> None:
     os.environ.clear()
     os.environ.update(request.environment)
     _show_environment(request.environment)
+    behind_path(request.client).write_text(str(os.getpid()))
     os.chdir(request.folder)
     # The objects are the server's, and write to the client's files.
     sys.stdout.reconfigure(line_buffering=os.isatty(1), write_through="PYTHONUNBUFFERED" in request.environment)

@@ -46,7 +46,11 @@ def _import_for_training() -> None:
 
 
 def _import_for_sglang() -> None:
+    import setproctitle
+
     from megarl.rollout.sglang import environment
+
+    setproctitle.getproctitle()  # finds where the title is, which it could not where the environment has been changed
 
     environment.prepare("cpu")
     for name in (

@@ -291,11 +291,11 @@ def test_a_rank_that_dies_in_a_weight_export_is_named(live: Live, folders: Folde
 
 def test_fused_roles_with_different_layouts_are_refused(ray_cluster: None, folders: Folders) -> None:
     workers = {
-        "actor": RayClassWithInitArgs(ActorWorker, model_spec(folders.policy, LAYOUTS["DP1"])),
+        "actor": RayClassWithInitArgs(ActorWorker, model_spec(folders.policy, LAYOUTS["DP2"])),
         "reference": RayClassWithInitArgs(PolicyWorker, model_spec(folders.policy, LAYOUTS["TP2"], optim=None)),
     }
     with (
-        started("models", 1, workers) as groups,
+        started("models", 2, workers) as groups,
         pytest.raises(WorkerError, match=r"share a layout, but one has .*tensor_parallel_size=1.* and another .*tensor_parallel_size=2"),
     ):
         groups["actor"].ready.get()

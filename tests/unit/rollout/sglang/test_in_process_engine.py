@@ -22,6 +22,7 @@ from tests.unit.rollout.models import VOCAB, push
 from tests.unit.rollout.remote_engine import RemoteEngine
 from tests.unit.rollout.sglang.test_server_engine import PROMPTS, difference
 from tests.unit.rollout.sglang_engines import END_TOKEN, in_process_model, server_model, spec_for
+from tests.warm import behind
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +31,7 @@ def model() -> PreTrainedModel:
 
 
 def resident_bytes(engine: RemoteEngine) -> int:
-    return sum(psutil.Process(pid).memory_info().rss for pid in engine.process_ids())
+    return sum(psutil.Process(behind(pid)).memory_info().rss for pid in engine.process_ids())
 
 
 def test_two_ranks_hold_and_use_the_models_weights(sglang_in_process: RemoteEngine, model: PreTrainedModel) -> None:
@@ -45,7 +46,7 @@ def test_two_ranks_hold_and_use_the_models_weights(sglang_in_process: RemoteEngi
 
 def test_its_ranks_meet_at_the_port_that_was_held_for_them(sglang_in_process: RemoteEngine) -> None:
     _, port = sglang_in_process.ask("_backend._held_port.getsockname")
-    connections = [one for pid in sglang_in_process.process_ids() for one in psutil.Process(pid).net_connections("tcp")]
+    connections = [one for pid in sglang_in_process.process_ids() for one in psutil.Process(behind(pid)).net_connections("tcp")]
     assert port in {one.laddr.port for one in connections if one.status == psutil.CONN_LISTEN}
 
 
@@ -86,7 +87,8 @@ def test_min_new_tokens_keeps_end_tokens_away(mortal: RemoteEngine) -> None:
 def test_a_killed_scheduler_is_found_at_once(mortal: RemoteEngine) -> None:
     sampling = SamplingParameters(max_new_tokens=60, seed=0, n=200, ignore_eos=True)
     process_ids = mortal.process_ids()
-    [scheduler] = [pid for pid in process_ids if "scheduler" in psutil.Process(pid).name()]
+    working = [behind(pid) for pid in process_ids]
+    [scheduler] = [pid for pid in process_ids if "scheduler" in psutil.Process(behind(pid)).name()]
     os.kill(scheduler, signal.SIGKILL)
     start_s = time.monotonic()
     with pytest.raises(EngineDeadError, match=f"process {scheduler} ended with code -9"):
@@ -95,12 +97,11 @@ def test_a_killed_scheduler_is_found_at_once(mortal: RemoteEngine) -> None:
     with pytest.raises(EngineDeadError):
         mortal.begin_weight_update({})
     mortal.actor.call.remote("close", ())
-    for pid in process_ids:
+    for pid in working:
         psutil.wait_procs([psutil.Process(pid)] if psutil.pid_exists(pid) else [], timeout=20)
-    assert not [pid for pid in process_ids if psutil.pid_exists(pid)]
+    assert not [pid for pid in working if psutil.pid_exists(pid)]
 
 
-@pytest.mark.slow
 def test_a_start_that_fails_says_why(tmp_path: Path) -> None:
     """With SGLang's own last words, of whichever of its processes they are."""
     spec = spec_for(server_model(), tmp_path, mode=SGLangMode.server)

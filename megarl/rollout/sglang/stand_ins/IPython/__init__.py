@@ -1,5 +1,9 @@
-"""Stands in for IPython, of which SGLang imports `display` for notebooks."""
+"""Stands in for IPython, of which SGLang imports `display` for notebooks, and Ray asks in what shell it is where IPython was imported."""
 
 # ruff: noqa: N999  the name is that of the package that it stands in for
 
 from . import display as display
+
+
+def get_ipython() -> None:
+    """None, as IPython's outside of its shells."""
