@@ -34,11 +34,11 @@ troubleshooting: $(READY)
 	MEGARL_WRITE_PAGES=1 $(BIN)/python -m pytest $$(grep -rl "check_documented(" tests --include="test_*.py")
 
 test: $(READY) lint types
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadgroup $(ARGS)
 
 # With the soak tests, minutes each: before a release, or where they are about what was changed.
 test-all: $(READY) lint types
-	$(BIN)/python -m pytest -m "" tests --ignore tests/gpu $(ARGS)
+	$(BIN)/python -m pytest tests --ignore tests/gpu $(ARGS)
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -13,6 +12,7 @@ from pathlib import Path
 
 import psutil
 
+from tests import warm
 from tests.processes import gone_within
 
 ROOT = Path(__file__).parents[1]
@@ -21,7 +21,7 @@ _MARK = "TESTS_COMMAND"  # environment variable
 
 
 class Command:
-    """Python with these arguments, from the repository's root, in a session of its own; its output goes to `log`.
+    """Python with these arguments, warm where there are such processes, from the repository's root; its output goes to `log`.
 
     What comes of it is known by a mark that processes inherit, also where the one that started them has ended.
     """
@@ -31,7 +31,7 @@ class Command:
         self._mark = uuid.uuid4().hex
         with log.open("w") as out:
             self.process = psutil.Popen(
-                [sys.executable, *arguments],
+                [*warm.PYTHON, *arguments],
                 cwd=ROOT,
                 env={**environment, _MARK: self._mark},
                 stdin=subprocess.DEVNULL,

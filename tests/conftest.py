@@ -2,6 +2,7 @@
 
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -12,6 +13,16 @@ pytest_plugins = ["tests.where_time_goes"]
 
 # A shell's background job is started with Ctrl-C ignored, and so would be all that the tests start: those that send it would fail.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+SEVERAL_PROCESSES = {Path(__file__).parent / name for name in ("integration", "docs")}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """`make test` runs two tests at a time, but one of those that start several processes, which both cores have enough to do with."""
+    for item in items:
+        if SEVERAL_PROCESSES & set(item.path.parents) or "warm_processes" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.xdist_group("several processes"))
 
 
 @pytest.fixture(scope="session")

@@ -4,6 +4,7 @@ A thread looks at /proc every INTERVAL_S. A process belongs to the run if its en
 inherit as well, or if its parent belongs to the run. What it uses is booked to the test that runs then. What the kernel reports of
 children that a process waited for is booked too, less what was booked while they lived: short ones cost what they cost.
 Each process that pytest itself starts is counted; of what others start, one that ends within INTERVAL_S may not be.
+Where pytest-xdist divides the tests, each of its workers looks for itself, and the sum is printed.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import sys
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,8 @@ COLUMNS = ("tests", "wall s", "CPU s", "python processes", "other processes")
 _MARK = "WHERE_TIME_GOES"
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
+Costs = defaultdict[tuple[str, str], float]  # by the test's id and the column
+
 
 @dataclass
 class _Process:
@@ -37,8 +40,10 @@ class _Process:
 
 
 class Ledger:
+    """What the tests of this process cost."""
+
     def __init__(self) -> None:
-        self.costs: defaultdict[tuple[str, str], float] = defaultdict(float)  # by the test's id and the column
+        self._costs: Costs = defaultdict(float)
         self._test, self._since_s = "(before the first test)", time.monotonic()
         self._own_id = os.getpid()
         os.environ[_MARK] = f"{self._own_id}.{time.time_ns()}"
@@ -50,20 +55,18 @@ class Ledger:
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         self._turn_to(nodeid)
-        self.costs[nodeid, "tests"] = 1
+        self._costs[nodeid, "tests"] = 1
 
-    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+    def end(self) -> Costs:
         self._ended.set()
         self._turn_to("")
-        terminalreporter.section("where the time goes")
-        for line in [*self.table(_package), "", "The slowest files", *self.table(_file, most=10)]:
-            terminalreporter.write_line(line)
+        return self._costs
 
     def _turn_to(self, test: str) -> None:
         if _file(test) != _file(self._test):
             self._look()
         now_s = time.monotonic()
-        self.costs[self._test, "wall s"] += now_s - self._since_s
+        self._costs[self._test, "wall s"] += now_s - self._since_s
         self._test, self._since_s = test, now_s
 
     def _look_often(self) -> None:
@@ -100,7 +103,7 @@ class Ledger:
         for pid, process in seen.items():
             before = self._known.get(pid, _Process())
             process.lived_s, process.late_s = before.lived_s, max(before.late_s, process.children_s - before.lived_s)
-            self.costs[self._test, "CPU s"] += process.own_s + process.late_s - before.own_s - before.late_s
+            self._costs[self._test, "CPU s"] += process.own_s + process.late_s - before.own_s - before.late_s
         self._known = seen
 
     def _audit(self, event: str, arguments: tuple[Any, ...]) -> None:
@@ -108,19 +111,7 @@ class Ledger:
             self._count(os.fsdecode(arguments[0]) if arguments else sys.executable)
 
     def _count(self, executable: str) -> None:
-        self.costs[self._test, "python processes" if Path(executable).name.startswith("python") else "other processes"] += 1
-
-    def table(self, group_of: Callable[[str], str], most: int = 1000) -> Iterator[str]:
-        """The groups of tests, that with the most wall time first; below them the sum of all, shown or not."""
-        groups: defaultdict[str, defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
-        for (test, column), cost in self.costs.items():
-            groups[group_of(test)][column] += cost
-        total = {column: sum(group[column] for group in groups.values()) for column in COLUMNS}
-        shown = sorted(groups.items(), key=lambda entry: -entry[1]["wall s"])[:most]
-        width = max(len(name) for name, _ in shown)
-        yield " " * width + "".join(f"{column:>18}" for column in COLUMNS)
-        for name, costs in [*shown, ("all", total)]:
-            yield f"{name:{width}}" + "".join(f"{costs[column]:18,.0f}" for column in COLUMNS)
+        self._costs[self._test, "python processes" if Path(executable).name.startswith("python") else "other processes"] += 1
 
 
 def _process(pid: int) -> _Process | None:
@@ -153,6 +144,58 @@ def _package(test: str) -> str:
     return "/".join(_file(test).split("/")[: 3 if test.startswith("tests/unit/") else 2])
 
 
+class Summary:
+    """Prints what the tests of all processes cost."""
+
+    def __init__(self, own: Ledger | None) -> None:
+        """own: of this process, where it runs tests itself."""
+        self._own = own
+        self._costs: Costs = defaultdict(float)
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any) -> None:
+        self._add({(test, column): cost for test, column, cost in getattr(node, "workeroutput", {}).get("costs", [])})
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        if self._own is not None:
+            self._add(self._own.end())
+        terminalreporter.section("where the time goes")
+        for line in [*table(self._costs, _package), "", "The slowest files", *table(self._costs, _file, most=10)]:
+            terminalreporter.write_line(line)
+
+    def _add(self, costs: Mapping[tuple[str, str], float]) -> None:
+        for key, cost in costs.items():
+            self._costs[key] += cost
+
+
+class Reporter:
+    """Gives what the tests of a worker of pytest-xdist cost to the process that prints it."""
+
+    def __init__(self, config: Any, own: Ledger) -> None:
+        self._config, self._own = config, own
+
+    def pytest_sessionfinish(self) -> None:
+        self._config.workeroutput["costs"] = [[*key, cost] for key, cost in self._own.end().items()]
+
+
+def table(costs: Costs, group_of: Callable[[str], str], most: int = 1000) -> Iterator[str]:
+    """The groups of tests, that with the most wall time first; below them the sum of all, shown or not."""
+    groups: defaultdict[str, defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
+    for (test, column), cost in costs.items():
+        groups[group_of(test)][column] += cost
+    total = {column: sum(group[column] for group in groups.values()) for column in COLUMNS}
+    shown = sorted(groups.items(), key=lambda entry: -entry[1]["wall s"])[:most]
+    width = max(len(name) for name, _ in shown)
+    yield " " * width + "".join(f"{column:>18}" for column in COLUMNS)
+    for name, group in [*shown, ("all", total)]:
+        yield f"{name:{width}}" + "".join(f"{group[column]:18,.0f}" for column in COLUMNS)
+
+
 def pytest_configure(config: pytest.Config) -> None:
-    if not config.option.collectonly and Path("/proc/self/stat").exists():
-        config.pluginmanager.register(Ledger())
+    if config.option.collectonly or not Path("/proc/self/stat").exists():
+        return
+    is_worker, divides = hasattr(config, "workerinput"), getattr(config.option, "dist", "no") != "no"
+    own = None if divides and not is_worker else Ledger()
+    for plugin in (own, Reporter(config, own) if is_worker and own is not None else Summary(own)):
+        if plugin is not None:
+            config.pluginmanager.register(plugin)

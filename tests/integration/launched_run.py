@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import socket
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,6 +15,7 @@ from megarl.config.schema import (
     ParallelConfig,
     PlacementConfig,
 )
+from tests import warm
 from tests.command import ROOT
 from tests.integration.tiny_run import save_inputs, tiny_config, tiny_sft_config
 
@@ -56,8 +56,8 @@ def save_sft_run(folder: Path) -> Path:
 
 def environment(**more: str) -> dict[str, str]:
     """Of this repository's code, and of its interpreter: what runs elsewhere starts `python`."""
-    path = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
-    return {**os.environ, **path, "RAY_DEFAULT_OBJECT_STORE_MAX_MEMORY_BYTES": _STORE_BYTES, **more}
+    own = {"PATH": warm.search_path(), "PYTHONPATH": str(ROOT), "RAY_DEFAULT_OBJECT_STORE_MAX_MEMORY_BYTES": _STORE_BYTES}
+    return {**os.environ, **own, **more}
 
 
 def free_port() -> int:
@@ -70,7 +70,7 @@ def free_port() -> int:
 def two_node_cluster(env: dict[str, str]) -> Iterator[str]:
     """The address of its job server."""
     port = free_port()
-    node = [sys.executable, str(ROOT / "launch" / "ray_node.py"), "--address", "127.0.0.1", "--num-cpus", "8"]
+    node = [*warm.PYTHON, str(ROOT / "launch" / "ray_node.py"), "--address", "127.0.0.1", "--num-cpus", "8"]
     nodes: list[subprocess.Popen[str]] = []
 
     def start(*arguments: str) -> str:

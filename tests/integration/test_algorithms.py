@@ -86,7 +86,6 @@ def test_dapo_with_a_correction(inputs: Path, tmp_path: Path) -> None:
         assert line["critic/rewards/mean"] == pytest.approx(line["critic/score/mean"] + line["reward/overlong_penalty"])
 
 
-@pytest.mark.slow
 def test_bypass_scores_the_first_batch_alone(inputs: Path, tmp_path: Path) -> None:
     """Then the ratio is of the trainer's log-probs to the engine's, which differ by rounding."""
     bypass = algorithm(AdvantageEstimator.grpo, rollout_correction=RolloutCorrectionConfig(bypass=True))
@@ -100,7 +99,6 @@ def test_bypass_scores_the_first_batch_alone(inputs: Path, tmp_path: Path) -> No
         assert (line["actor/ratio_min"], line["actor/ratio_max"]) != (1.0, 1.0)
 
 
-@pytest.mark.slow
 def test_the_optimal_token_baseline_has_the_probabilities_that_it_needs(inputs: Path, tmp_path: Path) -> None:
     loss = PolicyLossConfig(aggregation=Aggregation.sequence_mean_token_sum)
     baseline = algorithm(AdvantageEstimator.optimal_token_baseline, policy_loss=loss)

@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from megarl.config.schema import PlacementStrategy
 from megarl.placement.plan import plan_placement
+from tests import warm
 from tests.integration.simulated_cluster import DEVICES_PER_NODE, NUM_NODES, STRATEGIES, config
-
-pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
-def results() -> dict:
-    command = [sys.executable, "-m", "tests.integration.simulated_cluster"]
+def results(warm_processes: None) -> dict:
+    command = [*warm.PYTHON, "-m", "tests.integration.simulated_cluster"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=560, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])

@@ -21,9 +21,12 @@ from megarl.config.load import dump_config
 from megarl.config.schema import (
     CheckpointConfig,
 )
+from tests import warm
 from tests.integration.tiny_run import save_inputs, tiny_config, tiny_sft_config
 
 ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.usefixtures("warm_processes")
+
 MY_REWARD = "reward.functions=[{path: examples/custom_reward.py}]"
 
 
@@ -51,7 +54,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(*arguments: str) -> str:
     """A program that starts a run."""
-    ended = subprocess.run([sys.executable, "-m", *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
+    ended = subprocess.run([*warm.PYTHON, "-m", *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr
     return ended.stdout
 

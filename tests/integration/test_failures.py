@@ -150,8 +150,8 @@ def test_calls_that_wait_in_a_queue_have_the_limit_for_themselves(make_group: Ma
     ("mode", "end_with"),
     [
         ("wait", signal.SIGKILL),
-        pytest.param("wait", signal.SIGINT, marks=pytest.mark.slow),
-        pytest.param("end", None, marks=pytest.mark.slow),
+        ("wait", signal.SIGINT),
+        ("end", None),
     ],
 )
 def test_nothing_outlives_the_driver(mode: str, end_with: signal.Signals | None) -> None:

@@ -114,9 +114,9 @@ def test_actor_and_critic_train_at_the_same_time_where_they_share_no_device(spli
     "strategy",
     [
         PlacementStrategy.hybrid,
-        pytest.param(PlacementStrategy.fully_collocate, marks=pytest.mark.slow),
-        pytest.param(PlacementStrategy.stand_alone, marks=pytest.mark.slow),
-        pytest.param(PlacementStrategy.custom, marks=pytest.mark.slow),
+        PlacementStrategy.fully_collocate,
+        PlacementStrategy.stand_alone,
+        PlacementStrategy.custom,
     ],
 )
 def test_it_is_the_same_run(strategy: PlacementStrategy, split: Finished, inputs: Path, tmp_path: Path) -> None:
@@ -140,7 +140,6 @@ class Killer:
             os.kill(roles.rollout.replicas[self._replica].process_ids()[0], signal.SIGKILL)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("step", [2, 3])  # after a step that put the engines to sleep, and after one that gave them weights
 def test_an_engine_that_is_killed_gets_weights_from_a_trainer_that_is_away(
     step: int, split: Finished, inputs: Path, tmp_path: Path
@@ -149,7 +148,6 @@ def test_an_engine_that_is_killed_gets_weights_from_a_trainer_that_is_away(
     assert_same_run(hybrid, split)
 
 
-@pytest.mark.slow
 def test_sglang_takes_turns_too(inputs: Path, tmp_path: Path) -> None:
     runs = []
     for strategy in (PlacementStrategy.split_collocate, PlacementStrategy.fully_collocate):  # all: tests/soak/placements.py
@@ -158,7 +156,6 @@ def test_sglang_takes_turns_too(inputs: Path, tmp_path: Path) -> None:
     assert_same_run(*runs)
 
 
-@pytest.mark.slow
 def test_sglang_and_the_trainer_mean_the_same_by_a_cool_log_prob(inputs: Path, tmp_path: Path) -> None:
     """At temperature 1 the runs above say so."""
     settings = config(inputs, tmp_path, PlacementStrategy.split_collocate, RolloutEngineKind.sglang)

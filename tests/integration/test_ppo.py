@@ -204,7 +204,6 @@ def without_times(finished: Finished) -> list[dict[str, float]]:
     return [{key: value for key, value in line.items() if not key.startswith(_TIMED)} for line in finished.metrics]
 
 
-@pytest.mark.slow
 def test_the_same_seed_gives_the_same_run(finished: Finished, inputs: Path, tmp_path: Path) -> None:
     assert without_times(run_ppo(split_collocate(inputs, tmp_path))) == without_times(finished)
 
@@ -222,7 +221,6 @@ def test_grpo_runs_without_critic_and_reference(inputs: Path, tmp_path: Path) ->
         assert line["critic/rewards/mean"] == line["critic/score/mean"]
 
 
-@pytest.mark.slow
 def test_the_kl_can_stand_in_the_loss(inputs: Path, tmp_path: Path) -> None:
     kl = KLConfig(where=KLWhere.loss, estimator=KLEstimator.k3, coefficient=0.1)
     algorithm = AlgorithmConfig(advantage=AdvantageConfig(estimator=AdvantageEstimator.grpo), kl=kl)

@@ -20,6 +20,8 @@ from tests.integration.tiny_run import run_sft, save_inputs
 from tests.processes import gone_within
 from tests.soak.save_kills import LOOK_S, Outcome, Run, assert_same, assert_whole, kill_in_save, ppo_config, sft_config
 
+pytestmark = pytest.mark.usefixtures("warm_processes")
+
 SFT_STEPS, PPO_STEPS = 16, 4
 LONGEST_SAVE_S = 0.3
 END_LIMIT_S = 30.0
@@ -45,7 +47,7 @@ def straight(straight_run: Run) -> Outcome:
 
 def test_sft_killed_in_a_save_and_told_to_end_goes_on_as_if_nothing_had_been(straight: Outcome, inputs: Path, tmp_path: Path) -> None:
     run = Run(sft_config(inputs, DType.float32, SFT_STEPS, every_steps=1), tmp_path)
-    kill_in_save(run, random.Random(), LONGEST_SAVE_S)
+    kill_in_save(run, random.Random(0), LONGEST_SAVE_S)
     had_one = assert_whole(run, had_one=False)
 
     command = run.start()

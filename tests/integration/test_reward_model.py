@@ -113,6 +113,5 @@ def test_in_one_process_with_actor_and_critic_it_is_the_same_run(beside: Finishe
     assert_same_run(run_ppo(settings), beside)
 
 
-@pytest.mark.slow
 def test_beside_the_engine_and_in_turns_with_it_it_is_the_same_run(beside: Finished, inputs: Path, tmp_path: Path) -> None:
     assert_same_run(run_ppo(config(inputs, tmp_path, TWO_STAGES, PlacementStrategy.custom)), beside)

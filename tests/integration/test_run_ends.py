@@ -25,6 +25,8 @@ from tests.failure_pages import check_documented, last_page_of
 from tests.integration.tiny_run import save_inputs, tiny_config, tiny_sft_config
 from tests.processes import gone_within
 
+pytestmark = pytest.mark.usefixtures("warm_processes")
+
 LIMIT_S = 30.0
 SLOW_REWARD = """
 import pathlib, time

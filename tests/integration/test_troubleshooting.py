@@ -8,7 +8,6 @@ import resource
 import signal
 import socket
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -37,6 +36,7 @@ from megarl.controller.group import RayWorkerGroup
 from megarl.controller.register import register
 from megarl.controller.resource_pool import InsufficientResourcesError, RayResourcePool
 from megarl.controller.worker import RayClassWithInitArgs, Worker
+from tests import warm
 from tests.failure_pages import check_documented, documented_pages, last_page_of
 from tests.integration.tiny_run import save_inputs
 
@@ -97,9 +97,8 @@ def test_a_process_that_is_killed(unlucky: RayWorkerGroup) -> None:
     check_documented("worker-killed", last_page(caught.value, "train", RunContext(PPOConfig())))
 
 
-@pytest.mark.slow
-def test_rays_memory_monitor() -> None:
-    command = [sys.executable, "-m", "tests.integration.memory_monitor"]
+def test_rays_memory_monitor(warm_processes: None) -> None:
+    command = [*warm.PYTHON, "-m", "tests.integration.memory_monitor"]
     check_documented("memory-monitor", subprocess.run(command, capture_output=True, text=True, check=True).stdout)
 
 
@@ -123,10 +122,9 @@ def sft(tmp_path: Path) -> Path:
     return tmp_path / "run.yaml"
 
 
-@pytest.mark.slow
-def test_a_loss_that_is_not_a_number(sft: Path) -> None:
+def test_a_loss_that_is_not_a_number(warm_processes: None, sft: Path) -> None:
     """The whole command, to its exit status; and the file has what was printed, and goes with the next start."""
-    ended = subprocess.run([sys.executable, "-m", "megarl", "sft", str(sft)], capture_output=True, text=True, check=False)
+    ended = subprocess.run([*warm.PYTHON, "-m", "megarl", "sft", str(sft)], capture_output=True, text=True, check=False)
     assert ended.returncode == 1, ended.stderr
     page = last_page_of(ended.stderr)
     assert len(page.splitlines()) <= 30

@@ -60,10 +60,16 @@ def server() -> Iterator[None]:
 
 
 def _write_launchers(folder: Path) -> None:
-    for kind in (TRAINING, SGLANG):
-        path = folder / f"python-{kind}"
+    (folder / "bin").mkdir()
+    for kind, path in ((TRAINING, folder / "bin" / "python"), *((kind, folder / f"python-{kind}") for kind in (TRAINING, SGLANG))):
         path.write_text(f'#!/bin/sh\nexec {shlex.join(PYTHON)} {"" if kind == TRAINING else f"--{kind}"} "$@"\n')
         path.chmod(0o755)
+
+
+def search_path() -> str:
+    """For PATH: `python` is warm there, if the server is there, and else the tests' own, as all other programs."""
+    own = [str(Path(sys.executable).parent), os.environ["PATH"]]
+    return os.pathsep.join([f"{os.environ[ADDRESS]}/bin", *own] if ADDRESS in os.environ else own)
 
 
 def launcher(kind: str) -> str:

@@ -97,8 +97,8 @@ RESHAPED = [
 ]
 RESHAPED_MODELS = [
     ("qwen2-tied", "lm", torch.bfloat16),
-    pytest.param("qwen2", "lm", torch.float32, marks=pytest.mark.slow),
-    pytest.param("critic", "value", torch.float32, marks=pytest.mark.slow),
+    ("qwen2", "lm", torch.float32),
+    ("critic", "value", torch.float32),
 ]
 
 

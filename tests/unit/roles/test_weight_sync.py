@@ -44,7 +44,7 @@ FAMILY = "qwen2-tied"
 BUCKET_BYTES = 20_000  # less than the embedding: it is split
 LAYOUT = ParallelConfig(tensor_parallel_size=2, pipeline_parallel_size=2)
 TRANSPORTS = (Transport.colocated, Transport.broadcast, Transport.disk)
-IN_MEMORY = (Transport.colocated, pytest.param(Transport.broadcast, marks=pytest.mark.slow))
+IN_MEMORY = (Transport.colocated, Transport.broadcast)
 
 
 class Folders(NamedTuple):
