@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import csv
 import json
 import re
@@ -27,6 +26,7 @@ from tests.integration.tiny_run import save_inputs, tiny_config, tiny_sft_config
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.usefixtures("warm_processes")
 
+SAMPLES_PER_PROMPT = 8
 MY_REWARD = "reward.functions=[{path: examples/custom_reward.py}]"
 
 
@@ -37,7 +37,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         folder,
         folder / "ppo",
         data={"val_files": []},
-        rollout={"n": 2},
+        rollout={"n": SAMPLES_PER_PROMPT},
         trainer={"total_steps": 1, "validate_before": False},
     )
     sft = tiny_sft_config(
@@ -66,10 +66,13 @@ def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
     def call(module: str, *arguments: str) -> str:
         monkeypatch.setattr(sys, "argv", [module, *arguments])
         capsys.readouterr()
-        with contextlib.suppress(SystemExit):
+        status: object = None
+        try:
             runpy.run_module(module, run_name="__main__")
+        except SystemExit as ended:
+            status = ended.code
         said, errors = capsys.readouterr()
-        assert errors == ""
+        assert not status, errors
         return said
 
     return call
@@ -87,8 +90,9 @@ def test_data_estimator_and_reward_of_ones_own_train(folder: Path, call: Callabl
     held_out = f"data.val_files=[{folder}/questions/validation.parquet]"
     run("examples.custom_estimator", str(folder / "ppo.yaml"), train, held_out, MY_REWARD)
     (metrics,) = (json.loads(line) for line in (folder / "ppo" / "metrics.jsonl").read_text().splitlines())
-    assert metrics["critic/advantages/min"] >= 0  # GRPO's would have both signs, or be 0
-    assert metrics["critic/advantages/max"] == 1
+    shares = [metrics[f"critic/advantages/{name}"] * SAMPLES_PER_PROMPT for name in ("min", "max")]
+    assert shares == [round(share) for share in shares]  # GRPO's are divided by a standard deviation
+    assert -SAMPLES_PER_PROMPT < shares[0] < 0 < shares[1] < SAMPLES_PER_PROMPT
     assert set(metrics) >= {"val/questions/score/mean"}
 
     capsys.readouterr()
