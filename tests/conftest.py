@@ -18,6 +18,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 SEVERAL_PROCESSES = {Path(__file__).parent / name for name in ("integration", "docs")}
 
 
+@pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the marks in its own
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """`make test` runs two tests at a time, but one of those that start several processes, which both cores have enough to do with."""
     for item in items:

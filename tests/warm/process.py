@@ -21,6 +21,8 @@ from typing import NoReturn
 from tests.warm import behind_path, launcher, warm_ray_workers
 from tests.warm.client import SGLANG, TRAINING, end_as
 
+_PR_SET_PDEATHSIG = 1
+
 
 @dataclass(frozen=True)
 class Request:
@@ -37,6 +39,7 @@ def become(request: Request, files: list[int], kind: str) -> None:
     for number in request.ignored:
         signal.signal(number, signal.SIG_IGN)
     os.setsid()  # as the leader of a group, which workers of Ray are
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # it ends with the server
     _take_files(files, request.files)
     os.environ.clear()
     os.environ.update(request.environment)

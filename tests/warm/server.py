@@ -120,16 +120,16 @@ class Server:
     def serve(self) -> Request:
         """Returns in each forked process, with what it is to run."""
         while True:
-            for key, _ in self._selector.select():
-                if key.fileobj is self._listener:
-                    self._selector.register(self._listener.accept()[0], selectors.EVENT_READ)
-                elif key.fileobj == self._woken:
-                    os.read(self._woken, 1024)
-                    self._tell_of_the_ended()
-                elif key.fileobj is sys.stdin:
-                    self._end()
-                elif isinstance(key.fileobj, socket.socket) and (request := self._hear(key.fileobj, key.data)) is not None:
-                    return request
+            key, _ = self._selector.select()[0]  # one at a time: the end of a process closes the connection of its client
+            if key.fileobj is self._listener:
+                self._selector.register(self._listener.accept()[0], selectors.EVENT_READ)
+            elif key.fileobj == self._woken:
+                os.read(self._woken, 1024)
+                self._tell_of_the_ended()
+            elif key.fileobj is sys.stdin:
+                self._end()
+            elif isinstance(key.fileobj, socket.socket) and (request := self._hear(key.fileobj, key.data)) is not None:
+                return request
 
     def _end(self) -> NoReturn:
         for pid in self._clients:

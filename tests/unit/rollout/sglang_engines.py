@@ -1,4 +1,4 @@
-"""Real SGLang engines for the tests, each started once: that takes a quarter of a minute.
+"""Real SGLang engines for the tests of this folder, each started once: that takes a quarter of a minute.
 
 A server is reached from the tests' own process; an in-process engine lives in a Ray actor, as in a run.
 """
@@ -47,7 +47,7 @@ def spec_for(
     return RolloutEngineSpec(model=ModelConfig(path=str(folder), dtype=DType.float32), rollout=rollout, device=Device.cpu)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def sglang_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SGLangEngine]:
     """A server with one rank, for `server_model`. Its weights are those of the last push: each test pushes its own."""
     engine = SGLangEngine(spec_for(server_model(), tmp_path_factory.mktemp("server"), mode=SGLangMode.server))
@@ -55,7 +55,7 @@ def sglang_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SGLangEn
     engine.close()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def sglang_in_process(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RemoteEngine]:
     """An engine with two ranks in a Ray actor, for `in_process_model`."""
     engine = RemoteEngine(spec_for(in_process_model(), tmp_path_factory.mktemp("in_process"), tensor_parallel_size=2))
