@@ -34,7 +34,7 @@ troubleshooting: $(READY)
 	MEGARL_WRITE_PAGES=1 $(BIN)/python -m pytest $$(grep -rl "check_documented(" tests --include="test_*.py")
 
 test: $(READY) lint types
-	$(BIN)/python -m pytest -n 2 --dist loadgroup $(ARGS)
+	$(BIN)/python -m pytest -n 2 --no-loadscope-reorder $(ARGS)
 
 # With the soak tests, minutes each: before a release, or where they are about what was changed.
 test-all: $(READY) lint types

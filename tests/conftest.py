@@ -2,9 +2,10 @@
 
 import signal
 from collections.abc import Iterator
-from pathlib import Path
+from typing import Any
 
 import pytest
+from xdist.scheduler import LoadFileScheduling
 
 from tests import warm
 from tests.ranks import RankPool
@@ -15,15 +16,18 @@ pytest_plugins = ["tests.where_time_goes"]
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-SEVERAL_PROCESSES = {Path(__file__).parent / name for name in ("integration", "docs")}
+SHARED_ENGINES = "tests/unit/rollout/"  # SGLang takes a quarter of a minute to start
 
 
-@pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the marks in its own
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """`make test` runs two tests at a time, but one of those that start several processes, which both cores have enough to do with."""
-    for item in items:
-        if SEVERAL_PROCESSES & set(item.path.parents) or "warm_processes" in getattr(item, "fixturenames", ()):
-            item.add_marker(pytest.mark.xdist_group("several processes"))
+class TogetherByFile(LoadFileScheduling):
+    """Tests of a file share what they start, and those of one folder the engines: one worker of pytest-xdist runs them."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return SHARED_ENGINES if nodeid.startswith(SHARED_ENGINES) else super()._split_scope(nodeid)
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> TogetherByFile:
+    return TogetherByFile(config, log)
 
 
 @pytest.fixture(scope="session")

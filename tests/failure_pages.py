@@ -17,7 +17,7 @@ WRITE = "MEGARL_WRITE_PAGES"  # set: the document is changed, instead of compare
 _VOLATILE = (
     (r"/tmp/ray/session_[^/\s]+/logs/worker-[^\s:]+\.err", "/tmp/ray/SESSION/logs/WORKER.err"),
     (r"/tmp/ray/session_[^/\s]+", "/tmp/ray/SESSION"),
-    (r"/[\w./-]*/pytest-[\w-]+/pytest-\d+/[\w-]+?\d+/", ""),
+    (r"/[\w./-]*/pytest-[\w-]+/pytest-\d+/(popen-gw\d+/)?[\w-]+?\d+/", ""),
     (r"\bpid \d+", "pid 4242"),
     (r"\breplica \d of", "replica 0 of"),
     (r"uid \d.*? and \d+ more \(", "uid 0-3, 0-17, 0-9, 0-30 and 4 more ("),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import array
 import json
 import os
+import shlex
 import signal
 import socket
 import sys
@@ -22,7 +23,7 @@ _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _WITHOUT_MEANING = {"-B": 1, "-W": 2}  # options, with how many words: of compiling, and of warnings
 _TRACKER = "multiprocessing.resource_tracker"  # imports nothing, and is needed by what ends after the server
 _RAY_WORKER = "default_worker.py"
-_RAY_SETTINGS = ("--serialized-runtime-env-context", "--language")  # what setup_worker.py takes for itself
+_RAY_CONTEXT, _RAY_LANGUAGE = "--serialized-runtime-env-context=", "--language="  # what setup_worker.py takes for itself
 
 
 def main(arguments: list[str]) -> None:
@@ -32,10 +33,10 @@ def main(arguments: list[str]) -> None:
         del arguments[0]
     of_ray = arguments[0].endswith(_RAY_WORKER)
     cold = [sys.executable, *([str(Path(arguments[0]).with_name("setup_worker.py"))] if of_ray else []), *arguments]
-    program = [argument for argument in arguments if not argument.startswith(_RAY_SETTINGS)] if of_ray else arguments
+    program = [argument for argument in arguments if not argument.startswith((_RAY_CONTEXT, _RAY_LANGUAGE))] if of_ray else arguments
     while (option := program[0]) in _WITHOUT_MEANING:
         del program[: _WITHOUT_MEANING[option]]
-    if not _can_be_warm(program):
+    if not _can_be_warm(program) or (of_ray and not _takes_context(arguments)):
         os.execv(cold[0], cold)
     end_as(run(program, kind))
 
@@ -46,6 +47,23 @@ def _can_be_warm(program: list[str]) -> bool:
     if program[0] == "-c":
         return _TRACKER not in program[1]
     return program[0] == "-m" or not program[0].startswith("-")
+
+
+def _takes_context(arguments: list[str]) -> bool:
+    """What setup_worker.py does before it starts a worker: environment and folder. False where there is more to it."""
+    contexts = [argument.removeprefix(_RAY_CONTEXT) for argument in arguments if argument.startswith(_RAY_CONTEXT)]
+    context = json.loads(contexts[0]) if contexts else {}
+    match context.get("command_prefix", []):
+        case []:
+            pass
+        case ["cd", folder, "&&"]:
+            os.chdir(*shlex.split(folder))
+        case _:
+            return False
+    if context.get("override_worker_entrypoint") or any("$" in value for value in context.get("env_vars", {}).values()):
+        return False
+    os.environ.update(context.get("env_vars", {}))
+    return True
 
 
 def run(program: list[str], kind: str) -> int:

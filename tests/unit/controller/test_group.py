@@ -1,6 +1,7 @@
 """Worker groups on real Ray: every dispatch mode, fused roles, futures between groups. The mesh is dp=2, tp=2."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -123,19 +124,19 @@ def test_a_future_is_refused_as_an_argument(group: RayWorkerGroup, fused: dict) 
     assert joined.batch["x"].tolist() == [0, 2, 4, 6, 8]
 
 
-def test_gather_waits_for_groups_together_and_spans_tell_when(group: RayWorkerGroup, fused: dict) -> None:
+def test_gather_waits_for_groups_together_and_spans_tell_when(group: RayWorkerGroup, fused: dict, tmp_path: Path) -> None:
     for one in (group, *fused.values()):
         one.drain_spans()
-    assert gather(group.sleep(0.3), fused["critic"].sleep(0.3)) == [[0, 1, 2, 3], [0, 1]]
+    assert gather(group.meet(str(tmp_path), 6), fused["critic"].meet(str(tmp_path), 6)) == [[0, 1, 2, 3], [0, 1]]
     spans = group.drain_spans() + fused["critic"].drain_spans()
     assert sorted({(span.pool, span.role, span.name) for span in spans}) == [
-        ("judge", "critic", "napping"),
-        ("judge", "critic", "sleep"),
-        ("train", "actor", "napping"),
-        ("train", "actor", "sleep"),
+        ("judge", "critic", "meet"),
+        ("judge", "critic", "waiting"),
+        ("train", "actor", "meet"),
+        ("train", "actor", "waiting"),
     ]
     assert len(spans) == 2 * 6
-    assert max(span.start_s for span in spans) < min(span.end_s for span in spans)  # both groups slept at the same time
+    assert max(span.start_s for span in spans) < min(span.end_s for span in spans)  # both groups were at it at the same time
     assert group.drain_spans() == fused["reward"].drain_spans() == []
     both = DerivedFuture([group.sleep(0), fused["critic"].sleep(0)], lambda results: sum(map(sum, results)))
     assert gather(both, group.size_of([5])) == [0 + 1 + 2 + 3 + 0 + 1, [("list", 1)] * 4]

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -93,6 +94,15 @@ class EchoWorker(Worker):
     def sleep(self, seconds: float) -> int:
         with self.phase("napping"):
             time.sleep(seconds)
+        return self.rank
+
+    @register(Dispatch.ONE_TO_ALL, blocking=False)
+    def meet(self, folder: str, number: int) -> int:
+        """Returns when `number` processes are in it at the same time."""
+        with self.phase("waiting"):
+            Path(folder, f"{self.role}-{self.rank}").touch()
+            while len(os.listdir(folder)) < number:
+                time.sleep(0.01)
         return self.rank
 
     @register(Dispatch.ONE_TO_ALL, blocking=False)
