@@ -16,14 +16,14 @@ pytest_plugins = ["tests.where_time_goes"]
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-SHARED_ENGINES = "tests/unit/rollout/"  # SGLang takes a quarter of a minute to start
+SHARED = ("tests/docs/", "tests/unit/rollout/")  # a reader's folder; SGLang's engines
 
 
 class TogetherByFile(LoadFileScheduling):
-    """Tests of a file share what they start, and those of one folder the engines: one worker of pytest-xdist runs them."""
+    """Tests of a file share what they start, and those of some folders as well: one worker of pytest-xdist runs them."""
 
     def _split_scope(self, nodeid: str) -> str:
-        return SHARED_ENGINES if nodeid.startswith(SHARED_ENGINES) else super()._split_scope(nodeid)
+        return next((folder for folder in SHARED if nodeid.startswith(folder)), super()._split_scope(nodeid))
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> TogetherByFile:

@@ -24,9 +24,8 @@ from megarl.data.packing import BatchPlan, plan_micro_batches
 from megarl.roles.checks import FirstRatioGate, LogProbGate
 from megarl.roles.offload_schedule import OffloadSchedule
 from megarl.roles.weight_sync import WeightSource
-from megarl.workers.critic import CriticWorker
 from megarl.workers.megatron import MICRO_BATCHES, Loss
-from megarl.workers.policy import ActorWorker, PolicyWorker
+from megarl.workers.models import ActorWorker, CriticWorker, PolicyWorker
 
 if TYPE_CHECKING:
     from megarl.engine.vocab_parallel import Extra

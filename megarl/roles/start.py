@@ -27,10 +27,9 @@ from megarl.roles.rollout import Rollout, RolloutLimits, TokenRules
 from megarl.roles.weight_sync import WeightSource, WeightSync
 from megarl.roles.weights import RolloutWeights
 from megarl.rollout.interface import RolloutEngineSpec
-from megarl.workers.critic import CriticWorker
 from megarl.workers.engines import build_engine
 from megarl.workers.megatron import MegatronWorker
-from megarl.workers.policy import ActorWorker, PolicyWorker
+from megarl.workers.models import ActorWorker, CriticWorker, PolicyWorker
 from megarl.workers.reward import RewardWorker
 from megarl.workers.reward_model import Reading, RewardModelWorker
 

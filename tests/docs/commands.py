@@ -66,7 +66,7 @@ COMMANDS: dict[str, Executed | InTest | Make | ByHand] = {
     "make setup": Make(_INSTALLS, sets_up=True),
     "make setup PYTHON=python3.11": Make(("python3.11 -m venv .venv", *_INSTALLS), sets_up=True),
     "make test": Make(_LINT_AND_TESTS),
-    "make test ARGS=tests/unit/data": Make((*_LINT_AND_TESTS, "pytest tests/unit/data")),
+    "make test ARGS=tests/unit/data": Make((*_LINT_AND_TESTS, "pytest -n 2 --no-loadscope-reorder tests/unit/data")),
     "make docs": InTest("tests/docs/test_site.py::test_every_page_is_in_the_site", ("--fail-on-warning",)),
     "megarl check configs/quickstart.yaml": Executed(),
     "megarl check configs/quickstart.yaml actor.optm.lr=1e-3": Executed(status=2),

@@ -48,9 +48,10 @@ def become(request: Request, files: list[int], kind: str) -> None:
     os.chdir(request.folder)
     # The objects are the server's, and write to the client's files.
     sys.stdout.reconfigure(line_buffering=os.isatty(1), write_through="PYTHONUNBUFFERED" in request.environment)
-    multiprocessing.set_executable(launcher(kind))
-    if kind == TRAINING:
+    if kind == TRAINING:  # what it spawns, such as processes that score, imports little, and is known by its process id
         sys.meta_path.insert(0, _SGLangComes())
+    else:
+        multiprocessing.set_executable(launcher(kind))
     warm_ray_workers()
 
 

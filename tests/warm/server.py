@@ -33,8 +33,7 @@ def _import_for_training() -> None:
     for name in (
         "megarl.engine.checkpoint",
         "megarl.rollout.hf.engine",
-        "megarl.workers.critic",
-        "megarl.workers.policy",
+        "megarl.workers.models",
         "megarl.workers.reward",
         "megarl.workers.reward_model",
         "megarl.workers.rollout_worker",

@@ -34,9 +34,8 @@ from megarl.roles.rollout import TokenRules
 from megarl.roles.weight_sync import WeightSource, WeightSync
 from megarl.rollout.interface import RolloutEngineSpec
 from megarl.weights.name_mapping import Head
-from megarl.workers.critic import CriticWorker
 from megarl.workers.engines import build_engine
-from megarl.workers.policy import ActorWorker, PolicyWorker
+from megarl.workers.models import ActorWorker, CriticWorker, PolicyWorker
 from tests.rollout_replicas import StartedRollout, started_rollout
 from tests.unit.engine.models import save_critic, save_model
 

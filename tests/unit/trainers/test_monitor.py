@@ -19,8 +19,7 @@ from megarl.tracking.tracked_run import TrackedRun
 from megarl.trainers import monitor as monitor_module
 from megarl.trainers.evaluation import ValidationResult
 from megarl.trainers.monitor import PHASES, Monitor, phase_timings
-from megarl.workers.critic import CriticWorker
-from megarl.workers.policy import ActorWorker, PolicyWorker
+from megarl.workers.models import ActorWorker, CriticWorker, PolicyWorker
 from megarl.workers.reward import RewardWorker
 from megarl.workers.reward_model import RewardModelWorker
 from megarl.workers.rollout_worker import RolloutWorker

@@ -1,4 +1,4 @@
-"""The workers of a policy: one that scores samples, and one that is trained besides."""
+"""The workers of models: a policy that scores samples, one that is trained besides, and a critic."""
 
 from __future__ import annotations
 
@@ -27,6 +27,20 @@ class PolicyWorker(MegatronWorker):
 
 class ActorWorker(PolicyWorker):
     """The policy that is trained."""
+
+    @register(dispatch_mode=Dispatch.MEGATRON_MESH, blocking=False)
+    def update(self, part: DataProto, loss: Loss) -> dict[str, Metric]:
+        """One optimizer step on a mini-batch, of which this replica has a part; see `_train`."""
+        return self._train(part, loss)
+
+
+class CriticWorker(MegatronWorker):
+    """Values of response tokens, and their training."""
+
+    @register(dispatch_mode=Dispatch.MEGATRON_MESH, blocking=False)
+    def values(self, part: DataProto) -> DataProto:
+        """`values` (b, R): V(s_t) before response token t is written."""
+        return self._forward(part)
 
     @register(dispatch_mode=Dispatch.MEGATRON_MESH, blocking=False)
     def update(self, part: DataProto, loss: Loss) -> dict[str, Metric]:
