@@ -26,6 +26,8 @@ def _contents(data: bytes) -> Iterator[bytes]:
             continue
         _, length, kind = struct.unpack_from("<IHB", data, position)
         fragment = data[position + _HEADER : position + _HEADER + length]
+        if len(fragment) < length:  # it is being written
+            return
         position += _HEADER + length
         parts = fragment if kind in (_FULL, _FIRST) else parts + fragment
         if kind in (_FULL, _LAST):
