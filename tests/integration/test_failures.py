@@ -72,8 +72,8 @@ def check_exception_beats_its_consequences(group: RayWorkerGroup) -> None:
 def check_gather_sees_a_failure_behind_a_working_future(actor: RayWorkerGroup, critic: RayWorkerGroup) -> None:
     started_s = time.monotonic()
     with pytest.raises(WorkerError, match="actor rank 1"):
-        gather(critic.sleep(8), actor.fail_on(1))
-    assert time.monotonic() - started_s < 6
+        gather(critic.sleep(12), actor.fail_on(1))
+    assert time.monotonic() - started_s < 10
 
 
 def check_crash_beats_its_consequences(group: RayWorkerGroup) -> None:
@@ -106,7 +106,7 @@ def test_a_hang_in_a_collective_is_shown_with_every_stack_and_ended(make_group: 
     started_s = time.monotonic()
     with pytest.raises(PhaseTimeoutError) as caught:
         group.hang(absent=1).get()
-    assert time.monotonic() - started_s < 15
+    assert time.monotonic() - started_s < 60
     hanging, idle = caught.value.reports
     assert hanging.activity is not None
     assert (hanging.role, hanging.rank, hanging.activity.method) == ("actor", 0, "hang")
@@ -142,8 +142,8 @@ def test_a_construction_that_takes_too_long_is_named_by_it_and_by_every_later_ca
 
 def test_calls_that_wait_in_a_queue_have_the_limit_for_themselves(make_group: MakeGroup) -> None:
     group = make_group(RayClassWithInitArgs(EchoWorker), 1, "actor", phase_time_limit_s=60)
-    group._actors.phase_time_limit_s = 2.0
-    assert gather(*[group.sleep(1.2) for _ in range(3)]) == [[0], [0], [0]]
+    group._actors.phase_time_limit_s = 3.0
+    assert gather(*[group.sleep(1.6) for _ in range(3)]) == [[0], [0], [0]]
 
 
 @pytest.mark.parametrize(

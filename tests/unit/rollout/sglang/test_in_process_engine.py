@@ -93,7 +93,7 @@ def test_a_killed_scheduler_is_found_at_once(mortal: RemoteEngine) -> None:
     start_s = time.monotonic()
     with pytest.raises(EngineDeadError, match=f"process {scheduler} ended with code -9"):
         mortal.generate([[5, 6]], sampling)
-    assert time.monotonic() - start_s < 10
+    assert time.monotonic() - start_s < 30
     with pytest.raises(EngineDeadError):
         mortal.begin_weight_update({})
     mortal.actor.call.remote("close", ())
