@@ -27,6 +27,7 @@ from typing import Any
 from tests.warm.client import ADDRESS, SGLANG, TRAINING
 
 CLIENT = Path(__file__).with_name("client.py")
+_SITE = Path(__file__).with_name("site")
 PYTHON = [sys.executable, "-I", "-S", str(CLIENT)]  # as `python`: a module, a script or a text of a program, and its arguments
 _CONSTANTS = "ray._private.ray_constants"
 _ENVIRONMENT_BYTES = 2**16  # /proc shows a process's environment as long as that with which its program was started
@@ -49,6 +50,7 @@ def server() -> Iterator[None]:
         try:
             assert process.stdout.readline() == b"ready\n", "the server of warm processes did not start"
             os.environ[ADDRESS] = folder
+            os.environ["PYTHONPATH"] = os.pathsep.join([str(_SITE), *filter(None, [os.environ.get("PYTHONPATH")])])
             subprocess.run([*PYTHON, "-c", ""], check=True)  # fails here and now if that does not work, which many would wait for
             warm_ray_workers()
             yield

@@ -20,7 +20,7 @@ ADDRESS = "WARM_PROCESSES"  # environment variable: the folder of the servers' s
 TRAINING, SGLANG = "training", "sglang"  # kinds of processes, and names of sockets
 MAX_MESSAGE_BYTES = 2**18
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_WITHOUT_MEANING = {"-B": 1, "-W": 2}  # options, with how many words: of compiling, and of warnings
+_WITHOUT_MEANING = ("-B", "-W")  # options, of compiling and of warnings
 _TRACKER = "multiprocessing.resource_tracker"  # imports nothing, and is needed by what ends after the server
 _RAY_WORKER = "default_worker.py"
 _RAY_CONTEXT, _RAY_LANGUAGE = "--serialized-runtime-env-context=", "--language="  # what setup_worker.py takes for itself
@@ -34,8 +34,8 @@ def main(arguments: list[str]) -> None:
     of_ray = arguments[0].endswith(_RAY_WORKER)
     cold = [sys.executable, *([str(Path(arguments[0]).with_name("setup_worker.py"))] if of_ray else []), *arguments]
     program = [argument for argument in arguments if not argument.startswith((_RAY_CONTEXT, _RAY_LANGUAGE))] if of_ray else arguments
-    while (option := program[0]) in _WITHOUT_MEANING:
-        del program[: _WITHOUT_MEANING[option]]
+    while (option := program[0]).startswith(_WITHOUT_MEANING):
+        del program[: 2 if option == "-W" else 1]
     if not _can_be_warm(program) or (of_ray and not _takes_context(arguments)):
         os.execv(cold[0], cold)
     end_as(run(program, kind))

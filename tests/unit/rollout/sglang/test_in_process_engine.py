@@ -102,7 +102,7 @@ def test_a_killed_scheduler_is_found_at_once(mortal: RemoteEngine) -> None:
     assert not [pid for pid in working if psutil.pid_exists(pid)]
 
 
-def test_a_start_that_fails_says_why(tmp_path: Path) -> None:
+def test_a_start_that_fails_says_why(warm_processes: None, tmp_path: Path) -> None:
     """With SGLang's own last words, of whichever of its processes they are."""
     spec = spec_for(server_model(), tmp_path, mode=SGLangMode.server)
     config = json.loads((tmp_path / "config.json").read_text())

@@ -22,6 +22,7 @@ from megarl.weights.checksum import checksum
 from megarl.weights.receipt import WeightTransferError
 from tests.unit.rollout.models import VOCAB, chunks_of, manifest_of, parcels_of, push
 from tests.unit.rollout.sglang_engines import END_TOKEN, server_model
+from tests.warm import behind
 
 PROMPTS = [[5, 6, 14, 8], [9], [20, 21, 22, 23, 24, 25, 26, 27, 28], [3, 4, 3, 4, 3], [90, 91]]
 
@@ -240,7 +241,7 @@ def test_it_listens_on_loopback_only_and_keeps_its_key_to_itself(engine: SGLangE
     backend = engine._backend
     assert isinstance(backend, ServerBackend)
     listening = set()
-    for pid in engine.process_ids():
+    for pid in [*engine.process_ids(), *map(behind, engine.process_ids())]:
         process = psutil.Process(pid)
         listening |= {connection.laddr.ip for connection in process.net_connections() if connection.status == psutil.CONN_LISTEN}
         for file in ("cmdline", "environ"):
@@ -250,7 +251,7 @@ def test_it_listens_on_loopback_only_and_keeps_its_key_to_itself(engine: SGLangE
 
 def test_a_hung_engine_is_found_by_its_silence(changed: SGLangEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(changed, "_health_limit_s", 1.0)
-    schedulers = [pid for pid in changed.process_ids() if "scheduler" in psutil.Process(pid).name()]
+    schedulers = [pid for pid in map(behind, changed.process_ids()) if "scheduler" in psutil.Process(pid).name()]
     assert schedulers
     for pid in schedulers:
         os.kill(pid, signal.SIGSTOP)
