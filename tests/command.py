@@ -26,12 +26,14 @@ class Command:
     What comes of it is known by a mark that processes inherit, also where the one that started them has ended.
     """
 
-    def __init__(self, arguments: Sequence[str], log: Path, environment: Mapping[str, str] = os.environ) -> None:
+    def __init__(
+        self, arguments: Sequence[str], log: Path, environment: Mapping[str, str] = os.environ, python: Sequence[str] = warm.PYTHON
+    ) -> None:
         self.log = log
         self._mark = uuid.uuid4().hex
         with log.open("w") as out:
             self.process = psutil.Popen(
-                [*warm.PYTHON, *arguments],
+                [*python, *arguments],
                 cwd=ROOT,
                 env={**environment, _MARK: self._mark},
                 stdin=subprocess.DEVNULL,

@@ -6,6 +6,7 @@ The end of a driver that is killed, in the middle of a save, is in test_resume.p
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -25,8 +26,6 @@ from tests.failure_pages import check_documented, last_page_of
 from tests.integration.tiny_run import save_inputs, tiny_config, tiny_sft_config
 from tests.processes import gone_within
 
-pytestmark = pytest.mark.usefixtures("warm_processes")
-
 LIMIT_S = 30.0
 SLOW_REWARD = """
 import pathlib, time
@@ -42,9 +41,9 @@ class Run(Command):
     def __init__(self, folder: Path, config: PPOConfig | SFTConfig) -> None:
         self.output_dir = folder / "run"
         dump_config(config, folder / "run.yaml")
-        super().__init__(
-            ["-m", "megarl", "sft" if isinstance(config, SFTConfig) else "train", str(folder / "run.yaml")], folder / "log.txt"
-        )
+        arguments = ["-m", "megarl", "sft" if isinstance(config, SFTConfig) else "train", str(folder / "run.yaml")]
+        # Cold: a warm process ends with what stands in for it, and here it has to end by itself.
+        super().__init__(arguments, folder / "log.txt", python=[sys.executable])
 
     def steps(self) -> int:
         metrics = self.output_dir / "metrics.jsonl"
