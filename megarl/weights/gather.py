@@ -7,7 +7,7 @@ executes it with point-to-point transfers to tensor-parallel rank 0: a bucket in
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
@@ -22,6 +22,7 @@ from megarl.weights.boxes import Rectangle, contiguous_blocks
 from megarl.weights.bucket import ChunkMeta
 from megarl.weights.name_mapping import Head
 from megarl.weights.shard_layout import Piece, ShardLayout, held_weights, pieces
+from megarl.weights.shards import Shards
 
 
 @dataclass(frozen=True)
@@ -142,26 +143,6 @@ def _transfers(rank: int, piece: Piece, block: Rectangle) -> Iterator[Transfer]:
     if (shared := piece.hf.intersect(block)) is not None:
         in_shard = shared.relative_to(piece.hf.starts, piece.shard.starts)
         yield Transfer(rank, piece.shard_view, in_shard, shared.relative_to(block.starts))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Shards:
-    """What one rank has of a model. parameters: Megatron name with global layer number -> contiguous tensor. `group`: the
-    tensor-parallel ranks of the stage, None where there is one."""
-
-    parameters: Mapping[str, torch.Tensor]
-    architecture: Architecture
-    layout: ShardLayout
-    group: dist.ProcessGroup | None
-    head: Head = "lm"
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return next(iter(self.parameters.values())).dtype
-
-    @property
-    def device(self) -> torch.device:
-        return next(iter(self.parameters.values())).device
 
 
 class BucketGatherer:

@@ -1,0 +1,71 @@
+"""The receiving side of an engine rank: where its model keeps what it needs of each tensor, and the proof that a transfer fills it."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import torch
+
+from megarl.machine.stopwatch import Stopwatch
+from megarl.weights.boxes import Rectangle, tiling_fault
+from megarl.weights.plan import Part
+from megarl.weights.receipt import WeightTransferError
+from megarl.weights.rounds import Side
+
+Places = Callable[[Part], Iterable[torch.Tensor]]  # the views that are to become a part, in the shape of its box
+
+_MAX_NAMED = 8
+
+
+class Landing:
+    """`sources`: streams by the senders' ranks. `places` is asked once; `forget` where the model has moved.
+
+    Raises WeightTransferError where the streams do not bring each element of `needed` once.
+    """
+
+    def __init__(self, sources: Side, needed: Mapping[str, Sequence[Rectangle]], dtype: torch.dtype, places: Places) -> None:
+        _check(sources, needed)
+        self.sources, self.dtype = sources, dtype
+        self._places = places
+        self._copies: dict[tuple[int, int], list[tuple[torch.Tensor, torch.Tensor]]] = {}  # by round and slot: target, source
+        self.received_bytes = 0
+        self.copying = Stopwatch(torch.device("cpu"))
+
+    def unpack(self, number: int, slot: torch.Tensor) -> None:
+        """Round `number` lies in `slot`, flat."""
+        key = number, slot.data_ptr()
+        if key not in self._copies:
+            self._copies[key] = list(self._planned(number, slot))
+        with self.copying:
+            for target, source in self._copies[key]:
+                target.copy_(source)
+        self.received_bytes += self.sources.length(number) * self.dtype.itemsize
+
+    def forget(self) -> None:
+        self._copies = {}
+
+    def _planned(self, number: int, slot: torch.Tensor) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
+        for _, stream, where in self.sources.of_round(number):
+            position = where.start
+            for part in stream.message(number):
+                stop = position + part.box.volume
+                for place in self._places(part):
+                    yield place, slot[position:stop].view(part.box.shape)
+                position = stop
+
+
+def _check(sources: Side, needed: Mapping[str, Sequence[Rectangle]]) -> None:
+    """Of what comes in all rounds, as the rounds bring it."""
+    coming: dict[str, list[Rectangle]] = defaultdict(list)
+    for stream in sources.streams.values():
+        for name, box in stream.parts:
+            coming[name].append(box)
+    faults = [f"{name} does not belong here" for name in coming.keys() - needed.keys()]
+    for name, boxes in needed.items():
+        for box in boxes:
+            inside = [shared for part in coming.get(name, ()) if (shared := part.intersect(box)) is not None]
+            if (fault := tiling_fault(box.shape, [part.relative_to(box.starts) for part in inside])) is not None:
+                faults.append(f"{name} {box}: {fault}")
+    if faults:
+        raise WeightTransferError(f"{len(faults)} tensors would not arrive whole: " + "; ".join(faults[:_MAX_NAMED]))

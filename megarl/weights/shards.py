@@ -1,0 +1,99 @@
+"""What one trainer rank has of a model, as boxes of Hugging Face tensors, and where their elements lie in its parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from megarl.config.architecture import Architecture
+from megarl.weights.boxes import Rectangle, range_rectangles
+from megarl.weights.name_mapping import Head
+from megarl.weights.plan import Part
+from megarl.weights.shard_layout import Piece, ShardLayout, held_weights, pieces
+
+
+class _Home(NamedTuple):
+    """Of a tensor, the piece in the rank's parameter `megatron_name`."""
+
+    megatron_name: str
+    piece: Piece
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shards:
+    """parameters: Megatron name with global layer number -> contiguous tensor. `group`: the tensor-parallel ranks of the stage, None
+    where there is one."""
+
+    parameters: Mapping[str, torch.Tensor]
+    architecture: Architecture
+    layout: ShardLayout
+    group: dist.ProcessGroup | None = None
+    head: Head = "lm"
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(iter(self.parameters.values())).dtype
+
+    @property
+    def device(self) -> torch.device:
+        return next(iter(self.parameters.values())).device
+
+    def regions(self, part: Part) -> Iterator[torch.Tensor]:
+        """Views of parameters that hold the elements of `part`, which is within what the rank holds, in their order."""
+        name, piece, shape = self._homes[part.name]
+        parameter = self.parameters[name].detach().view(piece.shard_view)
+        for box in _in_view(part.box, shape, piece.hf_view):
+            yield parameter[box.relative_to(piece.hf.starts, piece.shard.starts).slices]
+
+    @cached_property
+    def _homes(self) -> dict[str, _Home]:
+        return _homes(self.architecture, self.layout, self.head)
+
+
+def held_boxes(architecture: Architecture, layout: ShardLayout, head: Head = "lm") -> dict[str, tuple[Rectangle, ...]]:
+    """What a rank holds: also what others hold as well, as replicated tensors and the tied copy of the embedding."""
+    return {name: (_in_shape(home.piece, home.shape),) for name, home in _homes(architecture, layout, head).items()}
+
+
+def _homes(architecture: Architecture, layout: ShardLayout, head: Head) -> dict[str, _Home]:
+    return {
+        piece.hf_name: _Home(weight.megatron_name, piece, shape)
+        for weight in held_weights(architecture, layout, head)
+        for shapes in [{tensor.name: tensor.shape for tensor in weight.tensors}]
+        for piece in pieces(weight, layout)
+        for shape in [shapes[piece.hf_name]]
+    }
+
+
+def _in_shape(piece: Piece, shape: Sequence[int]) -> Rectangle:
+    """The piece in the coordinates of its tensor, whose first dimension the view may have split: it is a range of rows there."""
+    num_split = len(piece.hf_view) - len(shape) + 1
+    sizes, starts, stops = piece.hf_view[:num_split], piece.hf.starts[:num_split], piece.hf.stops[:num_split]
+    strides = [prod(sizes[dim + 1 :]) for dim in range(num_split)]
+    first = sum(map(int.__mul__, starts, strides))
+    last = sum((stop - 1) * stride for stop, stride in zip(stops, strides, strict=True))
+    assert last - first + 1 == prod(piece.hf.shape[:num_split]), f"{piece} is not a range of rows"
+    return Rectangle((first, *piece.hf.starts[num_split:]), (last + 1, *piece.hf.stops[num_split:]))
+
+
+def _in_view(box: Rectangle, shape: Sequence[int], view: Sequence[int]) -> Iterator[Rectangle]:
+    """A box of a tensor in the coordinates of its view: one or a few rectangles, whose elements are in the same order."""
+    num_split = len(view) - len(shape) + 1
+    for rows in range_rectangles(view[:num_split], box.starts[0], box.stops[0]):
+        yield Rectangle((*rows.starts, *box.starts[1:]), (*rows.stops, *box.stops[1:]))
+
+
+def boxes_by_rank(architecture: Architecture, layouts: Sequence[ShardLayout], head: Head = "lm") -> list[dict[str, tuple[Rectangle, ...]]]:
+    """`held_boxes` of each; those of the same layout are made once."""
+    made: dict[ShardLayout, dict[str, tuple[Rectangle, ...]]] = {}
+    for layout in layouts:
+        if layout not in made:
+            made[layout] = held_boxes(architecture, layout, head)
+    return [made[layout] for layout in layouts]

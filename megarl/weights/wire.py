@@ -1,0 +1,214 @@
+"""Point-to-point messages among the ranks of one group: the trainers among themselves, or trainers and the ranks of one engine.
+
+The backends themselves are used, which need no default group as `dist.new_group` does. NCCL and gloo differ here and nowhere else:
+what NCCL has under way can be asked about, its `wait` never raises and only `abort` ends it; of gloo's messages only a blocking
+`wait` knows anything, so that a thread does the waiting.
+"""
+
+from __future__ import annotations
+
+import queue
+import socket
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from megarl.weights.receipt import WeightTransferError
+
+_POLL_S = 50e-6  # of what is under way on a device, at first
+_LONGEST_POLL_S = 2e-3
+
+Message = tuple[int, torch.Tensor]  # the other rank; what is sent, or where it comes to lie: contiguous
+
+
+class WireAddress(NamedTuple):
+    """Where a group meets: rank 0 listens at `host`, `port`. `backend`: a key of BACKENDS. `time_limit_s`: for all to come, and for
+    each message."""
+
+    name: str
+    host: str
+    port: int
+    world_size: int
+    backend: str
+    time_limit_s: float
+
+
+class UnderWay(ABC):
+    """Messages under way."""
+
+    @abstractmethod
+    def is_done(self, patience_s: float) -> bool:
+        """Whether all have arrived, after at most `patience_s`. Raises WeightTransferError where a peer is gone."""
+
+
+class Wire:
+    """One rank's place in a group, with its communicator made. `close` it where all that was sent has arrived, `abort` it otherwise."""
+
+    def __init__(self, backend: Any, device: torch.device, name: str) -> None:
+        self._backend: Any = backend
+        self._device, self._name = device, name
+        self._waiter = _Waiter() if isinstance(backend, dist.ProcessGroupGloo) else None
+
+    @classmethod
+    def join(cls, address: WireAddress, rank: int, device: torch.device, listener: socket.socket | None = None) -> Wire:
+        """Returns when all ranks are there. `listener`: of rank 0, the reserved port.
+
+        Raises WeightTransferError when they are not within `address.time_limit_s`.
+        """
+        limit = timedelta(seconds=address.time_limit_s)
+        try:
+            store = dist.TCPStore(
+                address.host,
+                address.port,
+                is_master=rank == 0,
+                timeout=limit,
+                wait_for_workers=False,
+                master_listen_fd=None if listener is None else listener.detach(),
+            )
+            backend = BACKENDS[address.backend](store, rank, address.world_size, limit, address.host, address.port)
+            backend.eager_connect_single_device(device)
+        except RuntimeError as error:  # all that torch.distributed raises derives from it
+            raise WeightTransferError(f"{address}: rank {rank} could not join within {address.time_limit_s:g} s: {error}") from error
+        return cls(backend, device, address.name)
+
+    @classmethod
+    def of_default_group(cls, device: torch.device) -> Wire:
+        """Among all ranks of the process group that this process is in, by the numbers they have there. Not to be closed."""
+        group = dist.distributed_c10d._get_default_group()
+        return cls(group._get_backend(device), device, "trainers")
+
+    def start(self, sends: Sequence[Message], receives: Sequence[Message], tag: int) -> UnderWay:
+        """All at once. The tensors are not to be touched before they have arrived. Messages with one `tag` meet."""
+        try:
+            if self._waiter is not None:
+                works = [self._backend.recv([tensor], peer, tag) for peer, tensor in receives]
+                works += [self._backend.send([tensor], peer, tag) for peer, tensor in sends]
+                return _Waited(self, works, self._waiter)
+            self._backend._start_coalescing(self._device)
+            for peer, tensor in receives:
+                self._backend.recv([tensor], peer, tag)
+            for peer, tensor in sends:
+                self._backend.send([tensor], peer, tag)
+            return _Polled(self, self._backend._end_coalescing(self._device))
+        except RuntimeError as error:
+            raise self.lost(error) from error
+
+    def lost(self, error: object) -> WeightTransferError:
+        return WeightTransferError(f"{self._name}: a peer was lost: {error}")
+
+    def close(self) -> None:
+        self._end(lambda backend: backend.shutdown())
+
+    def abort(self) -> None:
+        """Whatever is under way."""
+        self._end(lambda backend: backend.abort())
+
+    def _end(self, end: Callable[[Any], None]) -> None:
+        if self._backend is not None:
+            end(self._backend)
+            self._backend = None
+        if self._waiter is not None:
+            self._waiter.end()
+
+
+class _Polled(UnderWay):
+    def __init__(self, wire: Wire, work: dist.Work) -> None:
+        self._wire, self._work = wire, work
+
+    def is_done(self, patience_s: float) -> bool:
+        give_up_s, nap_s = time.monotonic() + patience_s, _POLL_S
+        while not self._work.is_completed():
+            if time.monotonic() >= give_up_s:
+                return False
+            time.sleep(nap_s)
+            nap_s = min(2 * nap_s, _LONGEST_POLL_S)
+        if (failure := self._work.exception()) is not None:
+            raise self._wire.lost(failure)
+        return True
+
+
+class _Waited(UnderWay):
+    def __init__(self, wire: Wire, works: Sequence[dist.Work], waiter: _Waiter) -> None:
+        self._wire = wire
+        self._outcome = waiter.wait_for(works)
+
+    def is_done(self, patience_s: float) -> bool:
+        if not self._outcome.has_ended.wait(patience_s):
+            return False
+        if self._outcome.failure is not None:
+            raise self._wire.lost(self._outcome.failure)
+        return True
+
+
+class _Outcome:
+    def __init__(self) -> None:
+        self.has_ended = threading.Event()
+        self.failure: RuntimeError | None = None
+
+
+class _Waiter:
+    """A thread that waits for gloo's messages in their order. Where a peer hangs it waits until that process is gone, and with it stays
+    what was to be sent: nobody waits for the thread."""
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[tuple[Sequence[dist.Work], _Outcome] | None] = queue.SimpleQueue()
+        threading.Thread(target=self._run, args=(self._queue,), name="weight-messages", daemon=True).start()
+
+    def wait_for(self, works: Sequence[dist.Work]) -> _Outcome:
+        outcome = _Outcome()
+        self._queue.put((works, outcome))
+        return outcome
+
+    def end(self) -> None:
+        self._queue.put(None)
+
+    @staticmethod
+    def _run(waiting: queue.SimpleQueue[tuple[Sequence[dist.Work], _Outcome] | None]) -> None:
+        while (item := waiting.get()) is not None:
+            works, outcome = item
+            try:
+                for work in works:
+                    work.wait()
+            except RuntimeError as error:
+                outcome.failure = error
+            outcome.has_ended.set()
+            del item, works, outcome  # the tensors of the last message are not kept until the next
+
+
+def reserve_port(host: str) -> socket.socket:
+    """A listening socket on a free port of `host`, an address of this node: no one else can take the port, and nobody beyond
+    that address can reach it. To be given to `Wire.join`, which owns it then."""
+    listener = socket.socket()
+    listener.bind((host, 0))
+    listener.listen()
+    return listener
+
+
+def _gloo(store: dist.Store, rank: int, size: int, limit: timedelta, host: str, port: int) -> Any:
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._timeout = limit
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=_own_address_towards(host, port))]
+    return dist.ProcessGroupGloo(store, rank, size, options)
+
+
+def _nccl(store: dist.Store, rank: int, size: int, limit: timedelta, host: str, port: int) -> Any:
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = limit
+    return dist.ProcessGroupNCCL(store, rank, size, options)
+
+
+# Name -> makes a bare backend from (store, rank, size, time limit, host and port of the meeting).
+BACKENDS: dict[str, Callable[..., Any]] = {"gloo": _gloo, "nccl": _nccl}
+
+
+def _own_address_towards(host: str, port: int) -> str:
+    """Of the interface that leads to `host`; a UDP socket that is connected sends nothing."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, port))
+        return probe.getsockname()[0]

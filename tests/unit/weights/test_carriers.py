@@ -1,0 +1,69 @@
+"""Every carrier brings every element to every engine rank that needs it, to the bit, and not one more."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import pytest
+import torch.distributed as dist
+
+from megarl.weights.plan import numel_of
+from megarl.weights.sending import SendReport
+from tests.unit.weights.models import architecture_of
+from tests.unit.weights.transfers import Case, Cut, EngineRank, TrainerRank, join
+
+TRAINERS = {
+    "TP1": Cut(),
+    "TP2": Cut(tensor=2),
+    "PP2": Cut(pipeline=2),
+    "PP2xVPP2": Cut(pipeline=2, virtual=2),
+    "DP2": Cut(data=2),
+}
+FAMILIES = [("qwen2", True), ("llama", False), ("qwen3", False)]
+
+
+class Result(NamedTuple):
+    differing: list[str]
+    received: list[int]
+    reports: list[SendReport]
+
+
+def transfer(case: Case, seeds: tuple[int, ...] = (1, 2)) -> Result:
+    """A push of each seed's model to all engines."""
+    rank, num_trainers = dist.get_rank(), case.trainer.num_ranks
+    plan = case.plan()
+    own = TrainerRank(case, plan, rank) if rank < num_trainers else EngineRank(case, rank - num_trainers)
+    replicas = list(range(len(case.engines)))
+    for replica in replicas:
+        join(case, plan, own, replica)
+    result = Result([], [], [])
+    for seed in seeds:
+        if isinstance(own, TrainerRank):
+            result.reports.append(own.send(seed, replicas))
+        else:
+            result.received.append(own.receive())
+            result.differing.extend(own.differing(case, seed))
+    dist.barrier()
+    own.end.close()
+    return result
+
+
+@pytest.mark.parametrize("carrier", ["group", "device"])
+@pytest.mark.parametrize("engines", [(Cut(),), (Cut(tensor=2),), (Cut(), Cut())], ids=["whole", "TP2", "two"])
+@pytest.mark.parametrize("trainer", TRAINERS)
+def test_each_element_arrives_where_it_is_needed(rank_pool, trainer: str, engines: tuple[Cut, ...], carrier: str) -> None:
+    cut = TRAINERS[trainer]
+    num_engine_ranks = sum(engine.num_ranks for engine in engines)
+    if carrier == "device" and num_engine_ranks > cut.num_ranks:
+        pytest.skip("an engine rank has no trainer rank beside it")  # which the placement refuses: test_transport.py
+    for (family, tied), message_numel in zip(FAMILIES, (500, 3000, 10**6), strict=True):
+        architecture = architecture_of(family, tied=tied)
+        case = Case(architecture, family, tied, cut, engines, carrier, message_numel)
+        results = rank_pool.run(transfer, world_size=case.num_ranks, case=case)
+        for target, result in enumerate(results[cut.num_ranks :]):
+            assert result.differing == []
+            assert result.received == [4 * numel_of(case.needed(target))] * 2
+        sent = [report.nbytes for result in results[: cut.num_ranks] for report in result.reports]
+        assert sum(sent) == 2 * sum(4 * numel_of(case.needed(target)) for target in range(num_engine_ranks))
+        for result in results[: cut.num_ranks]:
+            assert all(report.planned_extra_bytes <= 6 * 4 * message_numel for report in result.reports)

@@ -1,0 +1,209 @@
+"""Transfers among real ranks without a driver: some are trainers, cut from a model, the others engine ranks, cut as an engine would."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from megarl.config.architecture import Architecture
+from megarl.weights.boxes import Rectangle
+from megarl.weights.carriers.device import DevicePlace, DeviceTrainerEnd, device_route
+from megarl.weights.carriers.group import GroupPlace, GroupTrainerEnd, group_route
+from megarl.weights.carriers.links import EngineLink
+from megarl.weights.landing import Landing
+from megarl.weights.manifest import manifest_of
+from megarl.weights.plan import Part, RankBoxes, TransferPlan, plan_transfer
+from megarl.weights.rounds import Side
+from megarl.weights.sending import Sending, SendReport
+from megarl.weights.shard_layout import model_layouts
+from megarl.weights.shards import Shards, held_boxes
+from megarl.weights.wire import Wire, WireAddress, reserve_port
+from tests.unit.weights.models import PADDED_VOCAB, random_model, slow_shards
+
+CPU = torch.device("cpu")
+
+
+class Cut(NamedTuple):
+    """How the trainers, or one engine, hold a model."""
+
+    tensor: int = 1
+    pipeline: int = 1
+    virtual: int | None = None
+    data: int = 1
+
+    @property
+    def num_ranks(self) -> int:
+        return self.tensor * self.pipeline * self.data
+
+    def layouts(self, architecture: Architecture) -> list:
+        """In Megarl's order of ranks: tensor, data, pipeline."""
+        of_replica = model_layouts(
+            architecture,
+            tensor_parallel_size=self.tensor,
+            pipeline_parallel_size=self.pipeline,
+            virtual_pipeline_parallel_size=self.virtual,
+            padded_vocab_size=PADDED_VOCAB,
+        )
+        return [
+            of_replica[stage * self.tensor + rank]
+            for stage in range(self.pipeline)
+            for _ in range(self.data)
+            for rank in range(self.tensor)
+        ]
+
+
+class Case(NamedTuple):
+    """`engines`: the cut of each. `carrier`: group or device; with device, the engines lie on the trainers' devices, in their order."""
+
+    architecture: Architecture
+    family: str
+    tied: bool
+    trainer: Cut
+    engines: tuple[Cut, ...]
+    carrier: str
+    message_numel: int
+    backend: str = "gloo"
+
+    @property
+    def engine_ranks(self) -> list[list[int]]:
+        """As the plan counts targets."""
+        ends, ranks = 0, []
+        for engine in self.engines:
+            ranks.append(list(range(ends, ends + engine.num_ranks)))
+            ends += engine.num_ranks
+        return ranks
+
+    @property
+    def num_ranks(self) -> int:
+        return self.trainer.num_ranks + sum(engine.num_ranks for engine in self.engines)
+
+    def device(self, target: int) -> str:
+        return f"device-{target}" if self.carrier == "device" else f"engine-device-{target}"
+
+    def plan(self) -> TransferPlan:
+        shapes = {name: meta.shape for name, meta in manifest_of(self.architecture, torch.float32).items()}
+        sources = [
+            RankBoxes("node", f"device-{rank}", held_boxes(self.architecture, layout))
+            for rank, layout in enumerate(self.trainer.layouts(self.architecture))
+        ]
+        targets = [RankBoxes("node", self.device(target), self.needed(target)) for target in range(sum(map(len, self.engine_ranks)))]
+        return plan_transfer(shapes, sources, targets, self.message_numel)
+
+    def needed(self, target: int) -> dict[str, tuple[Rectangle, ...]]:
+        layouts = [layout for engine in self.engines for layout in engine.layouts(self.architecture)]
+        return held_boxes(self.architecture, layouts[target])
+
+
+class TrainerRank:
+    def __init__(self, case: Case, plan: TransferPlan, rank: int) -> None:
+        self.case, self.rank = case, rank
+        self.layout = case.trainer.layouts(case.architecture)[rank]
+        self.group, self.device = GroupTrainerEnd(), DeviceTrainerEnd(Wire.of_default_group(CPU), rank, f"device-{rank}")
+        self.end = self.group if case.carrier == "group" else self.device
+        self.plan = plan
+        self.sending: Sending | None = None
+
+    def shards(self, seed: int) -> Shards:
+        parameters = slow_shards(
+            dict(
+                random_model(
+                    self.case.family, tied=self.case.tied, seed=seed, num_layers=self.case.architecture.num_hidden_layers
+                ).state_dict()
+            ),
+            self.case.architecture,
+            tensor_parallel_size=self.layout.tensor_parallel_size,
+            rank=self.layout.tensor_parallel_rank,
+            layers=self.layout.layers,
+            holds_embedding=self.layout.holds_embedding,
+            holds_output=self.layout.holds_output,
+        )
+        return Shards(
+            parameters={name: value.contiguous() for name, value in parameters.items()},
+            architecture=self.case.architecture,
+            layout=self.layout,
+        )
+
+    def send(self, seed: int, replicas: Sequence[int]) -> SendReport:
+        sending = Sending(self.end, self.shards(seed), replicas)
+        while (report := sending.run(())) is None:
+            pass
+        return report
+
+
+class EngineRank:
+    def __init__(self, case: Case, target: int) -> None:
+        self.needed = case.needed(target)
+        self.tensors = {name: [torch.full(box.shape, torch.nan) for box in boxes] for name, boxes in self.needed.items()}
+
+    def link(self, link: EngineLink) -> None:
+        self.end = EngineLink.decode(_as_json(link.encode())).open(CPU)
+        self.landing = Landing(Side(link.streams), self.needed, torch.float32, self.places)
+
+    def places(self, part: Part) -> Iterator[torch.Tensor]:
+        for box, tensor in zip(self.needed[part.name], self.tensors[part.name], strict=True):
+            if part.box.intersect(box) == part.box:
+                yield tensor[part.box.relative_to(box.starts).slices]
+
+    def receive(self) -> int:
+        before = self.landing.received_bytes
+        while not self.end.receive(self.landing):
+            pass
+        return self.landing.received_bytes - before
+
+    def differing(self, case: Case, seed: int) -> list[str]:
+        state = random_model(case.family, tied=case.tied, seed=seed, num_layers=case.architecture.num_hidden_layers).state_dict()
+        return [
+            name
+            for name, boxes in self.needed.items()
+            for box, tensor in zip(boxes, self.tensors[name], strict=True)
+            if not torch.equal(state[name][box.slices], tensor)
+        ]
+
+
+def _as_json(encoded: Mapping[str, Any]) -> Any:
+    import json
+
+    return json.loads(json.dumps(encoded))
+
+
+def shared(value: Any) -> list[Any]:
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, value)
+    return gathered
+
+
+def join(case: Case, plan: TransferPlan, own: TrainerRank | EngineRank, replica: int) -> None:
+    """What the driver does for one engine; every rank calls it."""
+    rank, num_trainers = dist.get_rank(), case.trainer.num_ranks
+    targets = case.engine_ranks[replica]
+    if case.carrier == "group":
+        route = group_route(plan, targets)
+        listener = reserve_port("127.0.0.1") if rank == route.senders[0] else None
+        port = shared(listener and listener.getsockname()[1])[route.senders[0]]
+        address = WireAddress(f"replica-{replica}", "127.0.0.1", port, route.size, case.backend, 30.0)
+        for number, sender in enumerate(route.senders):
+            if rank == sender:
+                assert isinstance(own, TrainerRank)
+                own.group.join(replica, Wire.join(address, number, CPU, listener), route.sends[number])
+        for number, target in enumerate(targets):
+            if rank == num_trainers + target:
+                assert isinstance(own, EngineRank)
+                own.link(EngineLink(GroupPlace(address, len(route.senders) + number), route.receives[number], torch.float32))
+    else:
+        devices = [f"device-{trainer}" for trainer in range(num_trainers)]
+        way = device_route(plan, devices, {target: case.device(target) for target in targets})
+        address = None
+        if isinstance(own, TrainerRank):
+            own.device.relay(replica, way.relays.get(rank, {}))
+            if rank in way.beside:
+                address = own.device.serve(replica, way.sources[way.beside.index(rank)], torch.float32, CPU)
+        addresses = shared(address)
+        for number, target in enumerate(targets):
+            if rank == num_trainers + target:
+                assert isinstance(own, EngineRank)
+                place = DevicePlace(addresses[way.beside[number]], case.device(target))
+                own.link(EngineLink(place, way.sources[number], torch.float32))
+    dist.barrier()
