@@ -19,12 +19,12 @@ import torch
 
 from megarl.rollout.interface import EngineDeadError, FinishedRequest, GenerationRequest, RolloutEngine, Sample, check_request
 from megarl.rollout.lifecycle import EngineLifecycle, LifecycleState
-from megarl.weights.bucket import ChunkMeta, GroupAddress, Parcel
+from megarl.weights.carriers.links import EngineLink
 from megarl.weights.checksum import checksum
-from megarl.weights.receipt import Manifest, TensorMeta, WeightTransferError
-from megarl.weights.receiver import ParcelReceiver
+from megarl.weights.plan import Boxes, whole_boxes
+from megarl.weights.receipt import ChunkMeta, Manifest, TensorMeta, WeightTransferError
+from megarl.weights.receiver import WeightReceiver
 from megarl.weights.safetensors_file import read_tensors
-from megarl.weights.stream import WeightStream
 
 MANIFEST: Manifest = {"embedding": TensorMeta((40, 8), torch.float32), "norm": TensorMeta((8,), torch.float32)}
 LAST_WORDS = "these are the fake engine's last words"
@@ -86,7 +86,7 @@ class FakeEngine(RolloutEngine):
         self._counts: Counter[str] = Counter()
         self._weights = {name: torch.zeros(meta.shape, dtype=meta.dtype) for name, meta in spec.manifest.items()}
         self._lifecycle = EngineLifecycle()
-        self._receiver = ParcelReceiver(torch.device("cpu"))
+        self._receiver = WeightReceiver(torch.device("cpu"))
         self._waiting: list[GenerationRequest] = []
         self._children = [subprocess.Popen(["sleep", "1000"]) for _ in range(spec.num_processes)]
         self._record("__init__")
@@ -177,36 +177,38 @@ class FakeEngine(RolloutEngine):
     def weight_version(self) -> int | None:
         return self._lifecycle.weight_version
 
-    @property
-    def num_ranks(self) -> int:
-        return 1
-
-    def begin_weight_update(self, manifest: Manifest) -> None:
-        self._record("begin_weight_update")
+    def needed_boxes(self, manifest: Manifest) -> list[Boxes]:
+        self._record("needed_boxes")
         if dict(manifest) != dict(self._spec.manifest):
             differing = sorted(name for name in {*manifest, *self._spec.manifest} if manifest.get(name) != self._spec.manifest.get(name))
             raise WeightTransferError(f"{len(differing)} tensors do not fit the engine's model: {', '.join(differing)}")
+        return [self._boxes]
+
+    @property
+    def _boxes(self) -> Boxes:
+        return whole_boxes({name: tuple(tensor.shape) for name, tensor in self._weights.items()})
+
+    def join_weights(self, links: Sequence[EngineLink]) -> None:
+        self._record("join_weights")
+        (link,) = links
+        self._receiver.join(link, self._boxes, lambda part: [self._weights[part.name][part.box.slices]])
+
+    def leave_weights(self) -> None:
+        self._record("leave_weights")
+        self._receiver.leave()
+
+    def begin_weight_update(self, manifest: Manifest) -> None:
+        self.needed_boxes(manifest)
+        self._record("begin_weight_update")
         self._lifecycle.begin(manifest)
 
-    def load_weights(self, parcels: Sequence[Parcel]) -> None:
-        self._record("load_weights")
-        for parcel in parcels:
-            for chunk in parcel.chunks:
-                self._lifecycle.record(chunk, parcel.dtype)
-            for piece in self._receiver.open(parcel):
-                self._weights[piece.name].view(-1)[piece.offset : piece.offset + len(piece.data)] = piece.data
-
-    def load_streams(self) -> bool:
-        self._record("load_streams")
+    def receive_weights(self) -> None:
+        self._record("receive_weights")
         self._lifecycle.require_update()
-        buckets = self._receiver.stream.buckets
-
-        def take(number: int) -> None:
-            for chunk in buckets[number]:
-                self._lifecycle.record(chunk.meta, chunk.data.dtype)
-                self._weights[chunk.name].view(-1)[chunk.offset : chunk.offset + len(chunk.data)] = chunk.data
-
-        return self._receiver.stream.read(take)
+        self._receiver.begin()
+        while not self._receiver.receive():
+            pass
+        self._lifecycle.record_all()
 
     def load_folder(self, folder: Path) -> None:
         self._record("load_folder")
@@ -217,18 +219,6 @@ class FakeEngine(RolloutEngine):
     def end_weight_update(self, version: int) -> None:
         self._record("end_weight_update", version)
         self._lifecycle.end(version)
-
-    def join_weight_group(self, address: GroupAddress, first_rank: int) -> None:
-        self._record("join_weight_group")
-        self._receiver.join(address, first_rank)
-
-    def join_weight_streams(self, streams: Sequence[WeightStream], first_rank: int) -> None:
-        self._record("join_weight_streams")
-        self._receiver.join_streams(streams, first_rank)
-
-    def leave_weight_groups(self) -> None:
-        self._record("leave_weight_groups")
-        self._receiver.leave()
 
     def checksums(self) -> dict[str, int]:
         self._lifecycle.require_ready()
@@ -251,6 +241,9 @@ class FakeEngine(RolloutEngine):
         self._record("wake")
         if self._lifecycle.must_wake():
             self._lifecycle.leave(LifecycleState.EMPTY)
+
+    def wake_cache(self) -> None:
+        self._record("wake_cache")
 
     def process_ids(self) -> list[int]:
         return [child.pid for child in self._children]

@@ -2,64 +2,64 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 
-from megarl.controller.futures import gather
+from megarl.config.schema import Transport, Verify
 from megarl.controller.group import RoleGroup
 from megarl.controller.resource_pool import RayResourcePool
 from megarl.roles.offload_schedule import OffloadSchedule
-from megarl.roles.replicas import ReplicaPlace, Replicas
+from megarl.roles.replicas import ReplicaPlace, Replicas, results_of
 from megarl.roles.rollout import Rollout, RolloutLimits, TokenRules
+from megarl.roles.weight_links import is_lost
+from megarl.roles.weight_source import WeightSource
+from megarl.roles.weight_sync import WeightSync
 from megarl.roles.weights import RolloutWeights
 from megarl.rollout.interface import RolloutEngine
-from megarl.weights.bucket import ChunkMeta, Parcel
+from megarl.weights.plan import RankPlace
 from megarl.weights.receipt import TensorMeta
-from megarl.weights.shared_memory import Segment
 from megarl.workers.rollout_worker import RolloutWorker
 
-Push = Callable[[Sequence[RoleGroup]], None]  # gives replicas weights
 RULES = TokenRules(pad_token_id=0, stop_token_ids=(1, 2, 3), max_response_length=12)
 
 
-def push_of(weights: Mapping[str, torch.Tensor], version: int) -> Push:
-    """Gives replicas these weights, from memory of this process."""
+@dataclass(frozen=True)
+class Push:
+    """Gives replicas `weights`, from a folder of this process's; gives back those that are lost, and why. wakes: they may sleep."""
 
-    def push(replicas: Sequence[RoleGroup]) -> None:
-        manifest = {name: TensorMeta(tuple(tensor.shape), tensor.dtype) for name, tensor in weights.items()}
-        flat = torch.cat([tensor.reshape(-1) for tensor in weights.values()])
-        segment = Segment.create(flat.nbytes, flat.device)
-        try:
-            segment.tensor(flat.dtype, flat.numel()).copy_(flat)
-            chunks = tuple(ChunkMeta(name, 0, tensor.numel()) for name, tensor in weights.items())
-            gather(*(replica.call_rank(0, RolloutWorker.begin_weight_update, manifest) for replica in replicas))
-            gather(*(replica.call(RolloutWorker.load_weights, [Parcel(chunks, flat.dtype, segment.handle)]) for replica in replicas))
-            gather(*(replica.call_rank(0, RolloutWorker.end_weight_update, version) for replica in replicas))
-        finally:
-            segment.close()
+    weights: Mapping[str, torch.Tensor]
+    version: int
+    wakes: bool = False
 
-    return push
-
-
-def send(replicas: Replicas, push: Push) -> None:
-    """All replicas get the weights of `push`; those that died are replaced, and all get them again."""
-
-    def action(groups: Sequence[RoleGroup]) -> None:
-        push(groups)
-        replicas.accept(groups)
-
-    replicas.on_all(action)
+    def __call__(self, replicas: Mapping[int, RoleGroup]) -> dict[int, Exception]:
+        manifest = {name: TensorMeta(tuple(tensor.shape), tensor.dtype) for name, tensor in self.weights.items()}
+        lost: dict[int, Exception] = {}
+        if self.wakes:
+            results_of({number: replica.call_rank(0, RolloutWorker.wake) for number, replica in replicas.items()}, lost, is_lost)
+        with tempfile.TemporaryDirectory() as folder:
+            save_file({name: tensor.contiguous() for name, tensor in self.weights.items()}, Path(folder) / "model.safetensors")
+            loading = {
+                number: replica.call_rank(0, RolloutWorker.load_folder, folder, manifest, self.version)
+                for number, replica in replicas.items()
+                if number not in lost
+            }
+            results_of(loading, lost, is_lost)
+        return lost
 
 
 class TestsPusher:
     """Stands in for WeightSync."""
 
-    current: Push
+    current: Callable[[Mapping[int, RoleGroup]], dict[int, Exception]]
 
-    def push(self, replicas: Sequence[RoleGroup], version: int) -> None:
-        self.current(replicas)
+    def push(self, replicas: Mapping[int, RoleGroup], version: int) -> tuple[None, dict[int, Exception]]:
+        return None, self.current(replicas)
 
 
 class StartedRollout(Rollout):
@@ -70,9 +70,13 @@ class StartedRollout(Rollout):
         self.weights = RolloutWeights(self._pusher, replicas, OffloadSchedule())
         super().__init__(replicas, self.weights, rules, limits, seed)
 
-    def update_weights(self, push: Push) -> None:
+    def update_weights(self, push: Callable[[Mapping[int, RoleGroup]], dict[int, Exception]], version: int) -> None:
         self._pusher.current = push
+        self.weights.resume(version)
         self.weights.push()
+
+    def send(self, weights: Mapping[str, torch.Tensor], version: int, wakes: bool = False) -> None:
+        self.update_weights(Push(weights, version, wakes), version)
 
     def settle(self) -> None:
         self.weights.settle()
@@ -106,3 +110,27 @@ def started_rollout(
     finally:
         replicas.shutdown()
         pool.release()
+
+
+def sync_of(
+    source: WeightSource,
+    transport: Transport,
+    scratch_dir: Path,
+    config_dir: Path,
+    *,
+    num_replicas: int = 1,
+    num_ranks: int = 1,
+    verify: Verify = Verify.always,
+) -> WeightSync:
+    """To replicas of `num_ranks` each: with the carrier `device` they are on the trainers' devices, in order, else on their own."""
+    name = "device" if transport is Transport.device else "engine-device"
+    return WeightSync(
+        source,
+        [RankPlace("node", f"device-{rank}") for rank in range(len(source.group.mesh))],
+        [[RankPlace("node", f"{name}-{replica * num_ranks + rank}") for rank in range(num_ranks)] for replica in range(num_replicas)],
+        transport=transport,
+        verify=verify,
+        scratch_dir=scratch_dir,
+        config_dir=config_dir,
+        limit_s=120.0,
+    )

@@ -27,7 +27,7 @@ from megarl.config.schema import OverlongConversation, PPOConfig, SFTConfig
 from megarl.config.validate import read_architectures
 from megarl.doctor.checked_config import load_checked
 from megarl.placement.plan import PlacementPlan, plan_placement
-from megarl.placement.transport import transports
+from megarl.placement.transport import choose_transport
 
 _FILE_WIDTH = 140  # columns of the tables where nobody's window limits them: a path must not be folded in a log
 
@@ -136,11 +136,7 @@ def _rollout(config: PPOConfig, plan: PlacementPlan) -> Table:
     replicas = f"{rollout.num_replicas} x {rollout.tensor_parallel_size} devices"
     table.add_row("replicas", replicas, _whose_devices(plan))
     table.add_row("sequences at a time", f"{rollout.num_replicas * rollout.max_concurrency:,}", f"{rollout.max_concurrency:,} per replica")
-    ways = transports(config, plan)
-    way = " or ".join(f"{transport.value} on {device.value}" for device, transport in ways.items())
-    if len(set(ways.values())) == 1:
-        way = next(iter(ways.values())).value
-    table.add_row("weights by", way, f"resharding.transport={resharding.transport.value}")
+    table.add_row("weights by", choose_transport(config, plan).value, f"resharding.transport={resharding.transport.value}")
     table.add_row("weights compared", resharding.verify.value, "resharding.verify")
     return table
 

@@ -12,7 +12,7 @@ from megarl.config.validate import read_architectures, validate
 from megarl.config.violation import Violation
 from megarl.placement.memory import budget_problems, plan_memory, refuses
 from megarl.placement.plan import plan_placement
-from megarl.placement.transport import transports
+from megarl.placement.transport import choose_transport
 
 RunConfig = TypeVar("RunConfig", PPOConfig, SFTConfig)
 # Without these a placement cannot even be counted.
@@ -31,7 +31,7 @@ def load_checked(schema: type[RunConfig], path: str, overrides: Sequence[str] = 
         try:
             plan = plan_placement(config)
             if isinstance(config, PPOConfig):
-                transports(config, plan)
+                choose_transport(config, plan)
             if not violations and refuses(config) and config.placement.device_memory_gb is not None:
                 problems += budget_problems(config, plan_memory(config, plan, read_architectures(config)[0]))
         except ConfigError as error:

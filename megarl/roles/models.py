@@ -23,7 +23,7 @@ from megarl.controller.register import RemoteMethod
 from megarl.data.packing import BatchPlan, plan_micro_batches
 from megarl.roles.checks import FirstRatioGate, LogProbGate
 from megarl.roles.offload_schedule import OffloadSchedule
-from megarl.roles.weight_sync import WeightSource
+from megarl.roles.weight_source import WeightSource
 from megarl.workers.megatron import MICRO_BATCHES, Loss
 from megarl.workers.models import ActorWorker, CriticWorker, PolicyWorker
 
@@ -231,8 +231,10 @@ class Actor(MegatronRole):
 
     def save_hf(self, folder: Path, source_folder: str) -> None:
         """See WeightSource.save_hf."""
-        with self._schedule.actor_parameters():
-            self._weights.save_hf(folder, source_folder)
+        came_in = self._schedule.bring_in_actor()
+        self._weights.save_hf(folder, source_folder)
+        if came_in:
+            self._schedule.take_out_actor()
 
     def log_probs(self, batch: DataProto) -> DerivedFuture:
         """`old_log_probs`, `entropys` (B, R), and `sum_pi_squared` where the advantages are made of it. Raises LogProbMismatchError.

@@ -10,8 +10,7 @@ What comes in and goes out in a phase is planned in placement/offload_plan.py:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from megarl.controller.futures import RemoteFuture, WorkerFuture, gather
@@ -34,8 +33,6 @@ class Engines(Protocol):
 
     def sleep(self) -> None: ...
 
-    def wake(self, groups: Sequence[RoleGroup]) -> None: ...
-
     def resident_memory_gb(self) -> float: ...
 
 
@@ -55,6 +52,7 @@ class OffloadSchedule:
         self._held: set[Item] = set()  # of `plan.offloadable`
         self._running: dict[str, RemoteFuture] = {}  # role -> what it does
         self._resident_gb: dict[str, float] = {}
+        self._actor_came_in = False  # for the push under way
 
     def before(self, phase: str) -> list[RemoteFuture]:
         """What the phase needs in memory will be there when what is returned has ended; calls that are made now queue behind it."""
@@ -79,44 +77,41 @@ class OffloadSchedule:
 
     @property
     def engines_are_offloaded(self) -> bool:
-        return self._engines_move and _ENGINES not in self._held
+        return self.engines_move and _ENGINES not in self._held
 
     @property
-    def _engines_move(self) -> bool:
+    def engines_move(self) -> bool:
+        """Whether they give their memory to others at times."""
         return self._plan is not None and self._plan.engines_move
 
-    @contextmanager
-    def sending(self) -> Iterator[None]:
-        """Weights may be given to the engines within the block: nobody else works on their devices. Afterwards they may generate."""
+    def before_push(self) -> None:
+        """Weights may be given to the engines when it returns: nobody else works on their devices, and the actor's parameters are in."""
         if self._plan is None:
-            yield
             return
         self._wait_for_others(("rollout",))
         if self.engines_are_offloaded and self._resident_gb:
             self._measure("training")
         gather(*self._let_go(_SEND, ("rollout",)))
-        yield
+        self._actor_came_in = self.bring_in_actor()
+
+    def after_push(self) -> None:
+        """The engines have their weights: what is in their way goes."""
+        if self._plan is None:
+            return
+        if self._actor_came_in:
+            self.take_out_actor()
         self._held |= {_ENGINES} & self._plan.offloadable
         gather(*self._let_go(_GENERATE, ("rollout",)))
 
-    @contextmanager
-    def receiving(self, groups: Sequence[RoleGroup]) -> Iterator[None]:
-        """Within the block these engines are awake, and what they are given is in the actor's memory: also for one that was started
-        anew while others generate."""
-        with self.actor_parameters():
-            if self._engines_move:
-                assert self._engines is not None
-                self._engines.wake(groups)
-            yield
-
-    @contextmanager
-    def actor_parameters(self) -> Iterator[None]:
-        """The actor's parameters are in within the block, whoever's turn it is."""
+    def bring_in_actor(self) -> bool:
+        """The actor's parameters are in when it returns, whoever's turn it is; whether they were out, and are to go out again."""
         if self._plan is None or _ACTOR not in self._plan.offloadable or _ACTOR in self._held:
-            yield
-            return
+            return False
         gather(*self._bring_in({_ACTOR}))
-        yield  # after a failure they stay in: what failed may be mended and tried again
+        return True
+
+    def take_out_actor(self) -> None:
+        """After a failure they stay in: what failed may be mended and tried again."""
         gather(*self._take_out({_ACTOR}))
 
     # ---- moves

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from megarl.config.errors import RunError
 from megarl.controller.errors import PhaseTimeoutError, WorkerError
-from megarl.controller.futures import gather
+from megarl.controller.futures import WorkerFuture
 from megarl.controller.group import NO_ENVIRONMENT, RayWorkerGroup, RoleGroup
 from megarl.controller.messages import FailureKind, qualified_name
 from megarl.controller.register import RemoteMethod
@@ -20,7 +20,7 @@ from megarl.workers.rollout_worker import RolloutWorker
 if TYPE_CHECKING:
     from megarl.controller.resource_pool import RayResourcePool
 
-_CHECK_S = 60.0  # how long a replica that may be dead has to say that it is not
+T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 
@@ -69,30 +69,23 @@ class Replicas:
 
     # ---- weights
 
-    def on_all(self, action: Callable[[Sequence[RoleGroup]], None]) -> None:
-        """Does something to all replicas, and to all once more where it failed because some had died: those are replaced.
+    @property
+    def all(self) -> dict[int, RoleGroup]:
+        """By number."""
+        return dict(enumerate(self.groups))
 
-        Raises what `action` raises otherwise, and RestartLimitError.
-        """
-        while True:
-            try:
-                action(self.groups)
-                return
-            except (WorkerError, PhaseTimeoutError) as error:
-                if self.weight_version is None and is_failed_start(error):
-                    raise  # it has never worked: another attempt would not either
-                self._replace_dead(error)
-
-    def accept(self, groups: Sequence[RoleGroup]) -> None:
-        """These replicas have got weights: of the version that the others have, or all of them a new one. Raises RunError otherwise."""
-        versions = [group.call(RolloutWorker.weight_version) for group in groups]
-        are_all = len(groups) == len(self.groups)
-        expected = versions[0] if are_all else self.weight_version
-        if versions[0] is None or set(versions) != {expected}:
-            others = "" if are_all else f", the others {self.weight_version}"
-            raise RunError(f"the rollout replicas have the weight versions {versions} after an update{others}; they must have one")
-        self.weight_version = expected
-        self.starting -= {number for number, group in enumerate(self.groups) if any(group is given for given in groups)}
+    def accept(self, replicas: Mapping[int, RoleGroup], version: int) -> dict[int, Exception]:
+        """These have got weights of `version`, but for those that it returns, which have died since. Raises RunError where one says
+        another version."""
+        lost: dict[int, Exception] = {}
+        asking = {number: group.call_rank(0, RolloutWorker.weight_version) for number, group in replicas.items()}
+        said = results_of(asking, lost, is_dead_or_unborn)
+        if wrong := {number: stamped for number, stamped in said.items() if stamped != version}:
+            raise RunError(f"rollout replicas have been sent the weights of version {version}, and say that they have {wrong}")
+        if said:
+            self.weight_version = version
+        self.starting -= said.keys()
+        return lost
 
     def restart(self, number: int, why: str) -> None:
         """Ends a replica that died or hangs and starts another in its place; it needs weights when its group is ready.
@@ -112,21 +105,28 @@ class Replicas:
         self.groups[number] = self._start(number)
         self.starting.add(number)
 
-    def replace(self, number: int, error: WorkerError | PhaseTimeoutError) -> None:
-        """Starts a replica anew that failed with `error`. Raises it where the replica lives, RestartLimitError."""
-        if self._lives(number, error):
-            raise error
-        self.restart(number, str(error))
+    def replace(self, lost: Mapping[int, Exception]) -> None:
+        """Starts those anew that are lost, with the reason. Raises it where one never came up and none has ever worked, as another
+        attempt would not either; RestartLimitError."""
+        for number, error in lost.items():
+            if self.weight_version is None and isinstance(error, (WorkerError, PhaseTimeoutError)) and is_failed_start(error):
+                raise error
+            self.restart(number, str(error))
 
     # ---- memory
 
     def sleep(self) -> None:
-        """All give their memory back. One that has died is replaced first: what takes the memory next must find all of it."""
-        self.on_all(lambda groups: _on_each(groups, RolloutWorker.sleep))
+        """All give their memory back. One that has died is replaced, and asked as well: what takes the memory next must find all of it."""
+        while lost := _on_each(self.all, RolloutWorker.sleep):
+            self.replace(lost)
 
-    def wake(self, groups: Sequence[RoleGroup]) -> None:
-        """Those that sleep take their memory again; they have no weights yet."""
-        _on_each(groups, RolloutWorker.wake)
+    def wake(self, replicas: Mapping[int, RoleGroup]) -> dict[int, Exception]:
+        """Those that sleep take the memory of their weights again; they have none yet. Returns those that are dead, with the reason."""
+        return _on_each(replicas, RolloutWorker.wake)
+
+    def wake_cache(self, replicas: Mapping[int, RoleGroup]) -> dict[int, Exception]:
+        """They take the memory of their caches again, and can generate. Returns as `wake`."""
+        return _on_each(replicas, RolloutWorker.wake_cache)
 
     def resident_memory_gb(self) -> float:
         """Of the fullest replica; those that are dead have none."""
@@ -140,29 +140,6 @@ class Replicas:
         return max(sizes)
 
     # ---- life and death
-
-    def _replace_dead(self, error: WorkerError | PhaseTimeoutError) -> None:
-        """Raises `error` where all replicas live."""
-        dead = [number for number in range(len(self.groups)) if not self._lives(number, error)]
-        if not dead:
-            raise error
-        for number in dead:
-            self.restart(number, str(error))
-
-    def _lives(self, number: int, failure: WorkerError | PhaseTimeoutError) -> bool:
-        """Whether `failure` is not its death; else it is asked, and comes to answer when it is done with what it does."""
-        group = self.groups[number]
-        if isinstance(failure, WorkerError) and failure.pid in group.pids and (is_dead(failure) or is_failed_start(failure)):
-            return False
-        if group.has_ended:  # it hung
-            return False
-        try:
-            group.call(RolloutWorker.check_health).get(timeout=_CHECK_S)
-        except (WorkerError, PhaseTimeoutError) as error:
-            return not (is_dead(error) or is_failed_start(error))
-        except TimeoutError:
-            return False
-        return True
 
     def kill(self, number: int) -> None:
         self._keep_spans(number)
@@ -185,8 +162,34 @@ class Replicas:
         return spans
 
 
-def _on_each(groups: Sequence[RoleGroup], method: RemoteMethod[[], None, ..., Any]) -> None:
-    gather(*(group.call_all(method) for group in groups))
+def _on_each(replicas: Mapping[int, RoleGroup], method: RemoteMethod[[], None, ..., Any]) -> dict[int, Exception]:
+    """Those that are dead, with the reason; raises another failure when all have ended."""
+    lost: dict[int, Exception] = {}
+    results_of({number: group.call_rank(0, method) for number, group in replicas.items()}, lost, is_dead_or_unborn)
+    return lost
+
+
+def results_of(
+    futures: Mapping[int, WorkerFuture[T]], lost: dict[int, Exception], is_lost: Callable[[WorkerError | PhaseTimeoutError], bool]
+) -> dict[int, T]:
+    """What replicas gave, by number. Failures of those that are lost go into `lost`; raises another when all have ended."""
+    results: dict[int, T] = {}
+    failure: WorkerError | PhaseTimeoutError | None = None
+    for number, future in futures.items():
+        try:
+            results[number] = future.get()
+        except (WorkerError, PhaseTimeoutError) as error:
+            if is_lost(error):
+                lost[number] = error
+            else:
+                failure = failure or error
+    if failure is not None:
+        raise failure
+    return results
+
+
+def is_dead_or_unborn(error: WorkerError | PhaseTimeoutError) -> bool:
+    return is_dead(error) or is_failed_start(error)
 
 
 def is_dead(error: WorkerError | PhaseTimeoutError) -> bool:

@@ -81,7 +81,7 @@ class Rollout:
         ids = [row[mask.bool()].tolist() for row, mask in zip(tokens["prompts"], tokens["prompt_attention_mask"], strict=True)]
         requests = self._numbered(plan_requests(ids, self._parameters(sampling, step, generation)))
         self._weights.bring_in()
-        version = self._replicas.weight_version
+        version = self._weights.version
         samples: dict[int, Sample] = {}
         for replica, finished in self._finished(requests):
             if finished.sample.weight_versions != (version,):

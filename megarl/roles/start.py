@@ -24,9 +24,11 @@ from megarl.roles.offload_schedule import OffloadSchedule
 from megarl.roles.replicas import ReplicaPlace, Replicas
 from megarl.roles.reward import Reward, RewardModel
 from megarl.roles.rollout import Rollout, RolloutLimits, TokenRules
-from megarl.roles.weight_sync import WeightSource, WeightSync
+from megarl.roles.weight_source import WeightSource
+from megarl.roles.weight_sync import WeightSync
 from megarl.roles.weights import RolloutWeights
 from megarl.rollout.interface import RolloutEngineSpec
+from megarl.weights.plan import RankPlace
 from megarl.workers.engines import build_engine
 from megarl.workers.megatron import MegatronWorker
 from megarl.workers.models import ActorWorker, CriticWorker, PolicyWorker
@@ -148,7 +150,7 @@ def start_ppo(
     replicas = _start_replicas(config, device, replica_places(plan, device, pools), turns.engines_move)
     schedule = OffloadSchedule(turns, {role: group for role, group in groups.items() if role != "reward"}, replicas)
     source = starter.weight_source(groups["actor"], models["actor"])
-    weights = RolloutWeights(_weight_sync(config, source, device), replicas, schedule)
+    weights = RolloutWeights(_weight_sync(config, source, plan), replicas, schedule)
     return PPORoles(
         actor=Actor(
             groups["actor"],
@@ -192,14 +194,25 @@ def _reward(config: PPOConfig, groups: Mapping[str, RoleGroup], schedule: Offloa
     return Reward(groups["reward"], model, settings.weight)
 
 
-def _weight_sync(config: PPOConfig, source: WeightSource, device: Device) -> WeightSync:
+def _weight_sync(config: PPOConfig, source: WeightSource, plan: PlacementPlan) -> WeightSync:
     return WeightSync(
         source,
-        transport=choose_transport(config, plan_placement(config), device),
+        [place for (place,) in rank_places(plan, "actor")],
+        rank_places(plan, "rollout"),
+        transport=choose_transport(config, plan),
         verify=config.resharding.verify,
         scratch_dir=config.trainer.output_dir,
         config_dir=config.model.path,
+        limit_s=config.trainer.phase_time_limit_s,
     )
+
+
+def rank_places(plan: PlacementPlan, role: str) -> list[list[RankPlace]]:
+    """Of each process of a role, where its ranks are: one on each of its devices."""
+    return [
+        [RankPlace(str(process.node), f"{process.node}:{device}") for device in process.devices]
+        for process in plan.group_of(role).processes
+    ]
 
 
 def replica_places(plan: PlacementPlan, device: Device, pools: ResourcePoolManager) -> list[ReplicaPlace]:

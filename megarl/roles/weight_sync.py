@@ -1,129 +1,46 @@
-"""The way of the weights: from the shards of a Megatron role, bucket by bucket, to engines or into a folder.
+"""The way of the weights to the engines: a push is one call to each rank, which works through its part of a plan.
 
-The driver never holds a weight. Trainers and engines that share a node's memory stream buckets among themselves, within one call;
-else the driver passes parcels on, which say where the data lie. At most two buckets of a pipeline stage are under way: while one
-is loaded the next is gathered.
+The driver makes the plan and brings the ranks together (weight_links.py); it never holds a weight, and no round needs it.
 """
 
 from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import cached_property, partial
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import torch
-
-from megarl.config.architecture import Architecture
-from megarl.config.schema import DType, ParallelConfig, Transport, Verify
-from megarl.controller.futures import RemoteFuture, WorkerFuture, gather, wait_for_any
+from megarl.config.errors import RunError
+from megarl.config.schema import Transport, Verify
+from megarl.controller.errors import PhaseTimeoutError, WorkerError
+from megarl.controller.futures import WorkerFuture, gather, wait_for_any
 from megarl.controller.group import RoleGroup
-from megarl.controller.register import P, R, RemoteMethod
-from megarl.weights.bucket import GroupAddress
-from megarl.weights.export import FilePlan, plan_files, save_hf_folder, write_hf_folder
-from megarl.weights.gather import BucketSizes, plan_buckets
-from megarl.weights.manifest import manifest_of
-from megarl.weights.name_mapping import Head
-from megarl.weights.receipt import Manifest
-from megarl.weights.sender import SenderReport
-from megarl.weights.shard_layout import ShardLayout, layouts_of
-from megarl.weights.verify import add_checksums, compare_checksums
+from megarl.controller.messages import FailureKind
+from megarl.roles.replicas import results_of
+from megarl.roles.weight_links import WeightLinks, is_lost
+from megarl.roles.weight_source import WeightSource
+from megarl.weights.plan import RankPlace
+from megarl.weights.sending import SendReport
+from megarl.weights.verify import WeightMismatchError, add_checksums, compare_checksums
 from megarl.workers.rollout_worker import RolloutWorker
 from megarl.workers.weight_export import WeightExport
 
-PUSHED_FOLDERS = ".weights-*"  # the transport `disk` has one while it works
+PUSHED_FOLDERS = ".weights-*"  # the carrier `folder` has one while it works
 _LOOK_S = 10.0  # without a sign of any rank
-_GROUP_LIMIT_S = 300.0  # for the members of a weight group to come, and for one broadcast
-
-
-@dataclass(frozen=True, kw_only=True)
-class WeightSource:
-    """A trained model whose weights can be sent."""
-
-    group: RoleGroup
-    architecture: Architecture
-    parallel: ParallelConfig
-    dtype: DType
-    bucket_bytes: int
-    head: Head = "lm"
-
-    @property
-    def _torch_dtype(self) -> torch.dtype:
-        return getattr(torch, self.dtype.value)
-
-    @cached_property
-    def manifest(self) -> Manifest:
-        return manifest_of(self.architecture, self._torch_dtype, self.head)
-
-    @property
-    def exporters(self) -> list[int]:
-        """The ranks of the first replica. The tensor-parallel ranks of a stage work in step, so all of them are asked for everything."""
-        return [rank for rank, place in enumerate(self.group.mesh) if place.dp == 0]
-
-    @property
-    def stage_heads(self) -> list[int]:
-        """Tensor-parallel rank 0 of each pipeline stage of the first replica, in the order of the stages."""
-        heads = [(place.pp, rank) for rank, place in enumerate(self.group.mesh) if place.dp == 0 and place.tp == 0]
-        return [rank for _, rank in sorted(heads)]
-
-    @cached_property
-    def is_on_cpu(self) -> bool:
-        return self.group.call_rank(self.exporters[0], WeightExport.weights_are_on_cpu).get()
-
-    def call(self, method: RemoteMethod[P, R, ..., Any], *args: P.args, **kwargs: P.kwargs) -> list[WorkerFuture[R]]:
-        """On all exporters."""
-        return [self.group.call_rank(rank, method, *args, **kwargs) for rank in self.exporters]
-
-    def num_rounds(self) -> int:
-        """After so many parcels of every stage all weights were sent."""
-        sizes = BucketSizes.of(self.bucket_bytes, self._torch_dtype)
-        return max(len(plan_buckets(self.architecture, stage, sizes, self.head)) for stage in self._stages())
-
-    def _stages(self) -> Sequence[ShardLayout]:
-        return layouts_of(self.architecture, self.parallel)[:: self.parallel.tensor_parallel_size]
-
-    def save_hf(self, folder: Path, source_folder: str | Path) -> list[SenderReport]:
-        """Writes a Hugging Face folder whose tokenizer and configuration are those of `source_folder`; all of it or nothing, and onto
-        the disk.
-
-        Every stage writes its own files, so all nodes must see the folder. Raises as save_hf_folder.
-        """
-        return self._write(partial(save_hf_folder, folder=folder, source_folder=source_folder), durable=True)
-
-    def write_hf(self, folder: Path, source_folder: str | Path) -> list[SenderReport]:
-        """As `save_hf`, into a folder that is read soon and by nobody else: it is there when this returns, a power cut may take it."""
-        folder.mkdir()
-        return self._write(partial(write_hf_folder, folder=folder, source_folder=Path(source_folder)), durable=False)
-
-    def _write(self, make_folder: Callable[[Callable[[Path], None], Sequence[FilePlan]], None], durable: bool) -> list[SenderReport]:
-        files = plan_files(self.architecture, self._stages(), self._torch_dtype, self.head)
-        reports: list[SenderReport] = []
-
-        def write(folder: Path) -> None:
-            gather(*self.call(WeightExport.begin_file_export, self.bucket_bytes, str(folder), files, durable))
-            gather(*self.call(WeightExport.send_all))
-            reports.extend(gather(*self.call(WeightExport.end_weight_export)))
-
-        make_folder(write, files)
-        return reports
+_GLANCE_S = 0.01
+_GRACE_S = 2.0  # for the failure of a replica that a trainer rank has lost
 
 
 class PushReport(NamedTuple):
-    """Of one push. Seconds of stages that work at the same time are those of the slowest rank, and add up to more than `seconds`.
-
-    gather_s: waiting for other ranks' shards. convert_s: copying into Hugging Face's layout. transport_s: broadcasts, which overlap;
-    writing files; through shared memory on the CPU, waiting for the engines to read. load_s: from telling the engines about the first
-    bucket (or the stream, or the folder) until all are loaded. verify_s: comparing checksums. nbytes: of all weights, once.
+    """Of one push. packing_s: copying into messages, and waiting_s: for others, of the slowest trainer rank; they are parts of `seconds`.
+    load_s: until the last engine had everything. verify_s: comparing checksums. nbytes: given away by all trainer ranks together.
     extra_bytes: the most memory that a trainer rank took for it, as planned or as measured.
     """
 
     seconds: float
-    gather_s: float
-    convert_s: float
-    transport_s: float
+    packing_s: float
+    waiting_s: float
     load_s: float
     verify_s: float
     nbytes: int
@@ -131,179 +48,120 @@ class PushReport(NamedTuple):
 
     def metrics(self) -> dict[str, float]:
         """`resharding/<field>`, and `resharding/gb_per_s` of the push without its verification."""
-        speed = self.nbytes / 1e9 / (self.seconds - self.verify_s)
+        speed = self.nbytes / 1e9 / max(self.seconds - self.verify_s, 1e-9)
         return {**{f"resharding/{name}": float(value) for name, value in self._asdict().items()}, "resharding/gb_per_s": speed}
 
 
 class WeightSync:
     """Gives a model's weights to rollout replicas (workers/rollout_worker.py), one worker group of one process each.
 
-    transport: not `auto`. verify: compare the checksum of every tensor, trainer and engine: never, when a replica gets its first
-    weights, or always. scratch_dir: for the folder of the `disk` transport, seen by all nodes. config_dir: the Hugging Face folder
-    of the model, whose configuration goes beside the weights.
+    trainer_places: of the source's ranks; replica_places: of the ranks of each replica. transport: not `auto`. verify: compare the
+    checksum of every tensor, trainer and engine: never, when a replica gets its first weights, or always. scratch_dir: for the folder
+    of the carrier `folder`, seen by all nodes. config_dir: the Hugging Face folder of the model, whose configuration goes beside the
+    weights. limit_s: for a message.
     """
 
     def __init__(
-        self, source: WeightSource, *, transport: Transport, verify: Verify, scratch_dir: str | Path, config_dir: str | Path
+        self,
+        source: WeightSource,
+        trainer_places: Sequence[RankPlace],
+        replica_places: Sequence[Sequence[RankPlace]],
+        *,
+        transport: Transport,
+        verify: Verify,
+        scratch_dir: str | Path,
+        config_dir: str | Path,
+        limit_s: float,
     ) -> None:
         if transport is Transport.auto:
             raise ValueError("transport auto is to be resolved from the placement before weights are sent")
         self._source = source
         self._transport, self._verify = transport, verify
         self._scratch_dir, self._config_dir = Path(scratch_dir), Path(config_dir)
-        self._members: list[RoleGroup] = []  # of the weight groups or streams
-        self._stream_names: list[str] = []
+        self._links = WeightLinks(source, trainer_places, replica_places, transport is Transport.device, limit_s)
         self._verified: list[RoleGroup] = []
 
-    def push(self, replicas: Sequence[RoleGroup], version: int) -> PushReport:
-        """Every replica gets all weights, stamped `version`; it refuses to generate from the first bucket to the last.
+    def push(self, replicas: Mapping[int, RoleGroup], version: int) -> tuple[PushReport | None, dict[int, Exception]]:
+        """Every replica, by its number, gets all weights, stamped `version`; it refuses to generate from the first message to the last.
 
-        Raises WorkerError where a rank or an engine fails or dies, WeightMismatchError that names tensors whose checksums differ.
-        It can be called again afterwards, with replicas in the place of those that died.
+        Returns what it took, None where no replica is left, and the replicas that are lost, with the reason: they died or hang, or do
+        not hold what they were sent, and must be started anew. Raises WorkerError where a trainer rank fails or dies, or an engine fails
+        in what no other would do better; WeightMismatchError that names tensors where the checksums of all of them differ.
         """
-        is_complete = False
-        try:
-            start_s = time.perf_counter()
-            if self._transport is Transport.disk:
-                reports, load_s = self._through_folder(replicas, version)
-            elif self._transport is Transport.colocated and self._source.is_on_cpu:
-                reports, load_s = self._through_streams(replicas, version)
-            else:
-                reports, load_s = self._through_parcels(replicas, version)
-            verify_s = self._check(replicas)
-            is_complete = True
-        finally:
-            if not is_complete:
-                self._give_up(replicas)
-        return PushReport(
+        lost: dict[int, Exception] = {}
+        start_s = time.perf_counter()
+        if self._transport is Transport.folder:
+            reports = self._through_folder(replicas, version, lost)
+        else:
+            lost |= self._links.make(replicas)
+            to = {number: replica for number, replica in replicas.items() if number not in lost}
+            receiving = {
+                number: replica.call_rank(0, RolloutWorker.receive_weights, self._source.manifest, version, self._links.name(number))
+                for number, replica in to.items()
+            }
+            sending = {
+                rank: self._source.group.call_rank(rank, WeightExport.send_weights, list(to), (), True)
+                for rank in range(len(self._source.group.mesh))
+            }
+            calls = _Push(self._source.group, sending, receiving, lost)
+            reports = calls.finish()
+            if calls.failure is not None:
+                self._links.forget(lost)
+                raise calls.failure
+        load_s = time.perf_counter() - start_s
+        verify_s = self._check({number: replica for number, replica in replicas.items() if number not in lost}, lost)
+        self._links.forget(lost)
+        if len(lost) == len(replicas):
+            return None, lost
+        report = PushReport(
             seconds=time.perf_counter() - start_s,
-            gather_s=max(report.gather_s for report in reports),
-            convert_s=max(report.convert_s for report in reports),
-            transport_s=max(report.transport_s for report in reports),
+            packing_s=max(report.packing_s for report in reports),
+            waiting_s=max(report.waiting_s for report in reports),
             load_s=load_s,
             verify_s=verify_s,
             nbytes=sum(report.nbytes for report in reports),
             extra_bytes=max(max(report.planned_extra_bytes, report.measured_extra_bytes) for report in reports),
         )
+        return report, lost
 
     def close(self) -> None:
-        """Leaves the weight groups and streams, and gives their memory back. The next push makes new ones."""
-        self._leave([*self._members])
+        """Lets go of all replicas, and gives the memory for messages back. The next push joins them anew."""
+        self._links.close()
 
-    # ---- the ways
-
-    def _through_parcels(self, replicas: Sequence[RoleGroup], version: int) -> tuple[list[SenderReport], float]:
-        source, broadcast = self._source, self._transport is Transport.broadcast
-        if broadcast:
-            self._join(replicas, self._make_groups)
-        preparing = _ask_all(replicas, RolloutWorker.begin_weight_update, source.manifest)
-        opening = source.call(WeightExport.begin_weight_export, source.bucket_bytes, broadcast)
-        gathering = source.call(WeightExport.next_parcel)
-        gather(*preparing, *opening)
-        loading: list[WorkerFuture] = []
-        parcels = gather(*gathering)
-        start_s = time.perf_counter()
-        for remaining in reversed(range(source.num_rounds())):
-            former, loading = loading, _ask_all(replicas, RolloutWorker.load_weights, [parcel for parcel in parcels if parcel.chunks])
-            gather(*former)  # the next parcels go where these were
-            parcels = gather(*(source.call(WeightExport.next_parcel) if remaining else []))
-        gather(*loading)
-        load_s = time.perf_counter() - start_s
-        ending, closing = _ask_all(replicas, RolloutWorker.end_weight_update, version), source.call(WeightExport.end_weight_export)
-        gather(*ending, *closing)
-        return gather(*closing), load_s
-
-    def _through_streams(self, replicas: Sequence[RoleGroup], version: int) -> tuple[list[SenderReport], float]:
-        """Trainers write and engines read at the same time, and agree among themselves on who may go on.
-
-        Not on CUDA: there every rank sees its own GPU only, so that shards are gathered before engines can read them.
-        """
-        source = self._source
-        self._join(replicas, self._make_streams)
-        start_s = time.perf_counter()
-        beginning = _ask_all(replicas, RolloutWorker.begin_weight_update, source.manifest)
-        writers = [partial(source.group.call_rank, rank, WeightExport.send_weight_stream) for rank in source.exporters]
-        readers = [partial(replica.call_rank, 0, RolloutWorker.load_streams, version, self._stream_names) for replica in replicas]
-        try:
-            results = _until_given([*writers, *readers])
-        finally:
-            gather(*beginning)  # where it failed, that is why the loading did
-        return results[: len(writers)], time.perf_counter() - start_s
-
-    def _through_folder(self, replicas: Sequence[RoleGroup], version: int) -> tuple[list[SenderReport], float]:
+    def _through_folder(self, replicas: Mapping[int, RoleGroup], version: int, lost: dict[int, Exception]) -> list[SendReport]:
         self._scratch_dir.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".weights-{version}-", dir=self._scratch_dir) as scratch:
             folder = Path(scratch) / "model"
             reports = self._source.write_hf(folder, self._config_dir)
-            start_s = time.perf_counter()
-            _on_all(replicas, RolloutWorker.begin_weight_update, self._source.manifest)
-            _on_all(replicas, RolloutWorker.load_folder, str(folder))
-            load_s = time.perf_counter() - start_s
-            _on_all(replicas, RolloutWorker.end_weight_update, version)
-            return reports, load_s
-
-    # ---- weight groups and streams
-
-    def _join(self, replicas: Sequence[RoleGroup], make: Callable[[Sequence[RoleGroup], list[int]], None]) -> None:
-        """One group or stream per pipeline stage; new ones when the replicas are others than before."""
-        if _same(self._members, replicas):
-            return
-        self._leave([member for member in self._members if any(member is replica for replica in replicas)])
-        make(replicas, _on_all(replicas, RolloutWorker.num_ranks))
-        self._members = list(replicas)
-
-    def _make_streams(self, replicas: Sequence[RoleGroup], num_ranks: list[int]) -> None:
-        source = self._source
-        opening = [
-            source.group.call_rank(head, WeightExport.open_weight_stream, source.bucket_bytes, sum(num_ranks))
-            for head in source.stage_heads
-        ]
-        streams = gather(*opening)
-        joining = source.call(WeightExport.join_weight_stream, source.bucket_bytes, streams)
-        for index, replica in enumerate(replicas):
-            joining.append(replica.call_rank(0, RolloutWorker.join_weight_streams, streams, sum(num_ranks[:index])))
-        gather(*joining)
-        self._stream_names = [stream.address.name for stream in streams]
-
-    def _make_groups(self, replicas: Sequence[RoleGroup], num_ranks: list[int]) -> None:
-        """In the order of the stages."""
-        for stage, head in enumerate(self._source.stage_heads):
-            point = self._source.group.call_rank(head, WeightExport.reserve_weight_group).get()
-            address = GroupAddress(f"stage-{stage}", point.host, point.port, 1 + sum(num_ranks), point.backend, _GROUP_LIMIT_S)
-            joining = [self._source.group.call_rank(head, WeightExport.join_weight_group, address)]
-            for index, replica in enumerate(replicas):
-                joining.append(replica.call_rank(0, RolloutWorker.join_weight_group, address, 1 + sum(num_ranks[:index])))
-            gather(*joining)
-
-    def _leave(self, members: Sequence[RoleGroup]) -> None:
-        """At the same time: whoever waits in a broadcast is let go when the others leave."""
-        if self._members:
-            self._members = []
-            leaving = [*self._source.call(WeightExport.leave_weight_group), *self._source.call(WeightExport.leave_weight_stream)]
-            gather(*leaving, *(member.call_rank(0, RolloutWorker.leave_weight_groups) for member in members))
-
-    def _give_up(self, replicas: Sequence[RoleGroup]) -> None:
-        """Lets go of everything without waiting: a replica may be dead, or wait for one that is. Later calls queue behind."""
-        self._members, self._verified = [], []
-        if not self._source.group.has_ended:
-            self._source.call(WeightExport.abandon_weight_export)
-        if self._transport is not Transport.disk:
-            for replica in (replica for replica in replicas if not replica.has_ended):
-                replica.call_rank(0, RolloutWorker.leave_weight_groups)
+            loading = {
+                number: replica.call_rank(0, RolloutWorker.load_folder, str(folder), self._source.manifest, version)
+                for number, replica in replicas.items()
+            }
+            results_of(loading, lost, is_lost)
+            return reports
 
     # ---- verification
 
-    def _check(self, replicas: Sequence[RoleGroup]) -> float:
-        """Seconds. Raises WeightMismatchError that names tensors."""
+    def _check(self, replicas: Mapping[int, RoleGroup], lost: dict[int, Exception]) -> float:
+        """Seconds."""
         start_s = time.perf_counter()
-        to_check = [replica for replica in replicas if self._is_to_be_verified(replica)]
+        to_check = {number: replica for number, replica in replicas.items() if self._is_to_be_verified(replica)}
         if to_check:
             parts = self._source.call(WeightExport.weight_checksums)
-            engines = [replica.call_rank(0, RolloutWorker.checksums) for replica in to_check]
+            asking = {number: replica.call_rank(0, RolloutWorker.checksums) for number, replica in to_check.items()}
             trainer = add_checksums(gather(*parts))
-            for replica, engine in zip(to_check, gather(*engines), strict=True):
-                compare_checksums(self._source.manifest, trainer, engine, f"the rollout replica with pid {replica.pids[0]}")
-            self._verified = [*self._verified, *to_check] if self._verify is Verify.first else []
+            differing: dict[int, Exception] = {}
+            for number, engine in results_of(asking, lost, is_lost).items():
+                try:
+                    name = f"the rollout replica with pid {to_check[number].pids[0]}"
+                    compare_checksums(self._source.manifest, trainer, engine, name)
+                except WeightMismatchError as error:
+                    differing[number] = error
+            if differing and len(differing) == len(replicas):
+                raise next(iter(differing.values()))  # it is the push that is wrong, not one of the engines
+            lost |= differing
+            if self._verify is Verify.first:
+                self._verified += [replica for number, replica in to_check.items() if number not in lost]
         return time.perf_counter() - start_s
 
     def _is_to_be_verified(self, replica: RoleGroup) -> bool:
@@ -312,32 +170,92 @@ class WeightSync:
         return self._verify is Verify.always
 
 
-def _ask_all(
-    replicas: Sequence[RoleGroup], method: RemoteMethod[P, R, ..., Any], *args: P.args, **kwargs: P.kwargs
-) -> list[WorkerFuture[R]]:
-    return [replica.call_rank(0, method, *args, **kwargs) for replica in replicas]
+class _Push:
+    """The calls of one push: of the trainer ranks, by rank, and of the replicas, by number.
 
+    failure: of an engine, that no other would do better with: to be raised when all are done, which are not to be left in the middle.
+    """
 
-def _on_all(replicas: Sequence[RoleGroup], method: RemoteMethod[P, R, ..., Any], *args: P.args, **kwargs: P.kwargs) -> list[R]:
-    """The results, in the order of the replicas; raises the first failure of any."""
-    return gather(*_ask_all(replicas, method, *args, **kwargs))
+    def __init__(
+        self,
+        trainers: RoleGroup,
+        sending: dict[int, WorkerFuture[SendReport | None]],
+        receiving: dict[int, WorkerFuture[None]],
+        lost: dict[int, Exception],
+    ) -> None:
+        self._trainers = trainers
+        self._sending, self._receiving = sending, receiving
+        self._replicas, self._lost = list(receiving), lost
+        self.failure: WorkerError | PhaseTimeoutError | None = None
+        self._reports: list[SendReport] = []
+        self._next_look_s = time.monotonic() + _LOOK_S
 
+    def finish(self) -> list[SendReport]:
+        """Waits for all. A rank that waits for others gives the word back, and is asked again without those that are lost. Raises the
+        failure of a trainer rank."""
+        while self._sending or self._receiving:
+            if not self._sending and self._receiving.keys() <= self._lost.keys():
+                for number, received in list(self._receiving.items()):
+                    self._hear_replica(number, received, _GRACE_S)  # its own last words say more
+                break  # who says nothing waits for trainers that have given it up
+            ended = wait_for_any([*self._sending.values(), *self._receiving.values()], _LOOK_S)
+            for rank, sent in list(self._sending.items()):
+                if sent in ended:
+                    self._hear_trainer(rank, sent)
+            for number, received in list(self._receiving.items()):
+                if received in ended:
+                    self._hear_replica(number, received, None)
+            if time.monotonic() > self._next_look_s:
+                self._look_for_hangs()
+        return self._reports
 
-def _until_given(calls: Sequence[Callable[[], WorkerFuture]]) -> list:
-    """What each call gives in the end; one that gives None or False is made again. Raises the first failure of any."""
-    results: list = [None] * len(calls)
-    pending: dict[RemoteFuture, int] = {call(): number for number, call in enumerate(calls)}
-    while pending:
-        ended = wait_for_any(list(pending), _LOOK_S)
-        if not ended:  # a long pass; or one of them hangs, as each gives the word back when nothing happens: that is found in time
-            gather(*pending)
-        for future in ended:
-            number = pending.pop(future)
-            results[number] = future.get()
-            if not results[number]:
-                pending[calls[number]()] = number
-    return results
+    def _hear_trainer(self, rank: int, sent: WorkerFuture[SendReport | None]) -> None:
+        try:
+            report = sent.get()
+        except WorkerError as error:
+            raise self._cause(error) from None
+        if report is None:
+            given_up = [number for number in self._replicas if number in self._lost]
+            self._sending[rank] = self._trainers.call_rank(rank, WeightExport.send_weights, self._replicas, given_up, False)
+            return
+        del self._sending[rank]
+        self._reports.append(report)
+        for number, why in report.lost.items():
+            self._lost.setdefault(number, RunError(f"rollout replica {number} was lost to trainer rank {rank} in a push: {why}"))
 
+    def _cause(self, error: WorkerError) -> WorkerError:
+        """Of a trainer rank's failure: where another has died, those that waited for it say so first."""
+        give_up_s = time.monotonic() + _GRACE_S
+        for sent in self._sending.values():
+            try:
+                sent.get(max(0.0, give_up_s - time.monotonic()))
+            except WorkerError as other:
+                if other.kind is FailureKind.death:
+                    return other
+            except TimeoutError:
+                pass
+        return error
 
-def _same(before: Sequence[RoleGroup], now: Sequence[RoleGroup]) -> bool:
-    return len(before) == len(now) and all(one is other for one, other in zip(before, now, strict=True))
+    def _hear_replica(self, number: int, received: WorkerFuture[None], patience_s: float | None) -> None:
+        try:
+            received.get(patience_s)
+        except (WorkerError, PhaseTimeoutError) as error:
+            self._lost[number] = error
+            if not is_lost(error):
+                self.failure = self.failure or error
+        except TimeoutError:
+            return
+        del self._receiving[number]
+
+    def _look_for_hangs(self) -> None:
+        """Of processes that do not answer at all, beyond the limit of the run."""
+        self._next_look_s = time.monotonic() + _LOOK_S
+        for sent in self._sending.values():
+            try:
+                sent.get(_GLANCE_S)
+            except PhaseTimeoutError:
+                raise
+            except TimeoutError:
+                pass
+        for number, received in list(self._receiving.items()):
+            self._hear_replica(number, received, _GLANCE_S)

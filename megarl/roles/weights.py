@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Protocol
 
-from megarl.controller.errors import PhaseTimeoutError, WorkerError
 from megarl.controller.group import RoleGroup
 from megarl.roles.offload_schedule import OffloadSchedule
 from megarl.roles.replicas import Replicas
@@ -15,7 +14,7 @@ from megarl.roles.weight_sync import PushReport
 class Pusher(Protocol):
     """What carries weights to replicas (roles/weight_sync.py)."""
 
-    def push(self, replicas: Sequence[RoleGroup], version: int) -> PushReport | None: ...
+    def push(self, replicas: Mapping[int, RoleGroup], version: int) -> tuple[PushReport | None, dict[int, Exception]]: ...
 
 
 class RolloutWeights:
@@ -32,41 +31,52 @@ class RolloutWeights:
         """The next weights to be sent are those of `version`, which engines had before the run was resumed."""
         self.version = version - 1
 
-    def push(self) -> None:
-        """Every replica gets the weights that the actor has when it has done what it was asked last.
+    def push(self, again: bool = False) -> None:
+        """Every replica gets the weights that the actor has when it has done what it was asked last; `again`: with the version that they
+        had.
 
-        Replicas that died are replaced. Raises the failure of what the actor was asked, what the push raises, RestartLimitError, and
-        RunError where the replicas do not have one version afterwards.
+        Replicas that are lost in it are started anew, and get the weights when they are there, while the others generate. Raises the
+        failure of what the actor was asked, what WeightSync.push raises, RestartLimitError, and RunError where a replica does not say
+        the version that it was sent.
         """
         self._schedule.finish("actor")
-        self.version += 1
-        self._send_to_all()
+        self.version += 0 if again else 1
+        self._schedule.before_push()
+        replicas = self._replicas.all
+        lost = self._replicas.wake(replicas) if self._schedule.engines_move else {}
+        to = {number: replica for number, replica in replicas.items() if number not in lost}
+        self._report, lost_in_push = self._pusher.push(to, self.version)
+        self._schedule.after_push()
+        self._finish(to, lost | lost_in_push)
 
     def bring_in(self) -> None:
         """The engines are awake, with the weights that were sent last, when it returns. Raises as `push`."""
         if self.version and self._schedule.engines_are_offloaded:
-            self._send_to_all()
-
-    def _send_to_all(self) -> None:
-        with self._schedule.sending():
-            self._replicas.on_all(self._send)
-
-    def _send(self, groups: Sequence[RoleGroup]) -> None:
-        with self._schedule.receiving(groups):
-            self._report = self._pusher.push(groups, self.version)
-        self._replicas.accept(groups)
+            self.push(again=True)
 
     def admit(self, number: int) -> bool:
-        """Gives a replica that was started anew the weights that the others have. False: it died of it and is started once more.
+        """Gives a replica that was started anew the weights that the others have. False: it was lost in it and is started once more.
 
-        Raises RestartLimitError, and what the push of weights raises where the replica lives.
+        Raises as `push`.
         """
-        try:
-            self._send([self._replicas.groups[number]])
-        except (WorkerError, PhaseTimeoutError) as error:
-            self._replicas.replace(number, error)
-            return False
-        return True
+        replicas = {number: self._replicas.groups[number]}
+        came_in = self._schedule.bring_in_actor()
+        lost = self._replicas.wake(replicas) if self._schedule.engines_move else {}
+        if not lost:
+            _, lost = self._pusher.push(replicas, self.version)
+        if came_in:
+            self._schedule.take_out_actor()
+        self._finish(replicas, lost)
+        return number not in self._replicas.starting
+
+    def _finish(self, replicas: Mapping[int, RoleGroup], lost: dict[int, Exception]) -> None:
+        """Those of `replicas` that are not lost have the weights."""
+        well = {number: replica for number, replica in replicas.items() if number not in lost}
+        if self._schedule.engines_move:
+            lost |= self._replicas.wake_cache(well)  # the actor has made room for it
+        self._replicas.replace(lost)
+        well = {number: replica for number, replica in well.items() if number not in lost}
+        self._replicas.replace(self._replicas.accept(well, self.version))
 
     def settle(self) -> None:
         """Waits for the replicas that are starting anew, and gives them the weights. Not needed to generate: the others work meanwhile."""

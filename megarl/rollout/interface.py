@@ -1,4 +1,4 @@
-"""What every inference engine offers: token ids in, samples out, weights from buckets, and memory given back on request."""
+"""What every inference engine offers: token ids in, samples out, weights from trainers, and memory given back on request."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from megarl.config.schema import Device, ModelConfig, RolloutConfig
-from megarl.weights.bucket import GroupAddress, Parcel
+from megarl.weights.carriers.links import EngineLink
+from megarl.weights.plan import Boxes
 from megarl.weights.receipt import Manifest
-from megarl.weights.stream import WeightStream
 
 _WAIT_S = 1.0
 
@@ -132,32 +132,39 @@ class RolloutEngine(ABC):
         return [samples[request.request_id] for request in requests]
 
     @abstractmethod
+    def needed_boxes(self, manifest: Manifest) -> list[Boxes]:
+        """Of a model with these tensors, what each of its ranks keeps.
+
+        Raises WeightTransferError where the manifest is not that of the engine's model; EngineStateError while asleep or closed.
+        """
+
+    @abstractmethod
+    def join_weights(self, links: Sequence[EngineLink]) -> None:
+        """Where its ranks get their weights from, of each rank, in the place of what was joined before; returns when all are there."""
+
+    @abstractmethod
+    def leave_weights(self) -> None:
+        """Lets go of the trainers, whatever is under way."""
+
+    @abstractmethod
     def begin_weight_update(self, manifest: Manifest) -> None:
-        """Announces all tensors to come; from here to `end_weight_update` the engine refuses to generate.
+        """From here to `end_weight_update` the engine refuses to generate.
 
         Pauses generation: requests in flight go on after the update. An update that was begun and not ended is given up.
-        Raises WeightTransferError where the manifest is not that of the engine's model, and then leaves the engine as it was;
-        EngineStateError while asleep or closed.
+        Raises as `needed_boxes`, and then leaves the engine as it was.
         """
 
     @abstractmethod
-    def load_weights(self, parcels: Sequence[Parcel]) -> None:
-        """Copies the parcels' elements into the model; when it returns they may be overwritten.
+    def receive_weights(self) -> None:
+        """Takes all weights from the trainers that it joined, while they send them; returns when all are there.
 
-        Raises WeightTransferError for a chunk that the manifest does not have; EngineStateError outside an update.
-        """
-
-    @abstractmethod
-    def load_streams(self) -> bool:
-        """Loads all weights of the streams that it joined, while the trainer writes them. Returns whether all were loaded; False
-        where the trainer says nothing for a while: then it is to be called again, and goes on.
-
-        Raises as `load_weights`, and WeightTransferError where no stream was joined.
+        Raises WeightTransferError where a trainer is gone or none was joined; EngineStateError outside an update.
         """
 
     @abstractmethod
     def load_folder(self, folder: Path) -> None:
-        """All weights from a Hugging Face folder with safetensors. Raises as `load_weights`."""
+        """All weights from a Hugging Face folder with safetensors. Raises WeightTransferError for tensors that are not the manifest's;
+        EngineStateError outside an update."""
 
     @abstractmethod
     def end_weight_update(self, version: int) -> None:
@@ -165,23 +172,6 @@ class RolloutEngine(ABC):
 
         Raises WeightTransferError that names tensors missing or doubled: then it stays unusable.
         """
-
-    @property
-    @abstractmethod
-    def num_ranks(self) -> int:
-        """Ranks that it takes in a weight group: its tensor-parallel size."""
-
-    @abstractmethod
-    def join_weight_group(self, address: GroupAddress, first_rank: int) -> None:
-        """Its ranks become `first_rank`, ... of the group; returns when all members are there."""
-
-    @abstractmethod
-    def join_weight_streams(self, streams: Sequence[WeightStream], first_rank: int) -> None:
-        """Its ranks become readers `first_rank`, ... of the streams of all stages, in the place of those joined before."""
-
-    @abstractmethod
-    def leave_weight_groups(self) -> None:
-        """Leaves every group and stream that it joined."""
 
     @abstractmethod
     def checksums(self) -> dict[str, int]:
@@ -196,7 +186,11 @@ class RolloutEngine(ABC):
 
     @abstractmethod
     def wake(self) -> None:
-        """Takes the memory again. The weights are gone: the engine is usable after the next update. Waking twice is waking."""
+        """Takes the memory of the weights again. They are gone: the engine is usable after the next update. Waking twice is waking."""
+
+    @abstractmethod
+    def wake_cache(self) -> None:
+        """Takes the memory of the cache again, after an update; until then it does not generate. Nothing where it has it."""
 
     @property
     @abstractmethod

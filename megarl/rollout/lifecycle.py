@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from enum import Enum
+from math import prod
 
 import torch
 
-from megarl.weights.bucket import ChunkMeta
-from megarl.weights.receipt import Manifest, WeightReceipt
+from megarl.weights.receipt import ChunkMeta, Manifest, WeightReceipt
 
 
 class EngineStateError(RuntimeError):
@@ -61,6 +61,13 @@ class EngineLifecycle:
         self.require_update()
         assert self._receipt is not None
         self._receipt.record(chunk, dtype)
+
+    def record_all(self) -> None:
+        """Everything has arrived, as whoever received it has counted."""
+        self.require_update()
+        assert self._receipt is not None
+        for name, meta in self._receipt.manifest.items():
+            self._receipt.record(ChunkMeta(name, 0, prod(meta.shape)), meta.dtype)
 
     def end(self, version: int) -> None:
         self.require("end a weight update", LifecycleState.UPDATING)

@@ -22,6 +22,9 @@ from megarl.weights.receipt import WeightTransferError
 _MAX_NAMED = 8
 
 
+Boxes = Mapping[str, Sequence[Rectangle]]  # of one rank, by tensor: each element is in one of them
+
+
 class Part(NamedTuple):
     """A box of the tensor `name`, or as much of one as goes in one message. Its elements travel in row-major order."""
 
@@ -29,13 +32,19 @@ class Part(NamedTuple):
     box: Rectangle
 
 
-@dataclass(frozen=True)
-class RankBoxes:
-    """What one rank holds, or needs: boxes by tensor, each element in one of them. `device`: its name in the whole cluster."""
+class RankPlace(NamedTuple):
+    """Where a rank is. `device`: its name in the whole cluster."""
 
     node: str
     device: str
-    boxes: Mapping[str, Sequence[Rectangle]]
+
+
+@dataclass(frozen=True)
+class RankBoxes:
+    """What one rank holds, or needs."""
+
+    place: RankPlace
+    boxes: Boxes
 
 
 class Stream:
@@ -190,8 +199,8 @@ def _cut(
 
 def _nearest(ranks: Sequence[int], sources: Sequence[RankBoxes], target: RankBoxes) -> tuple[int, ...]:
     for is_near in (
-        lambda source: source.device == target.device,
-        lambda source: source.node == target.node,
+        lambda source: source.place == target.place,
+        lambda source: source.place.node == target.place.node,
         lambda source: True,
     ):
         if near := tuple(rank for rank in ranks if is_near(sources[rank])):
@@ -253,7 +262,7 @@ def _num_rounds(volumes: Mapping[tuple[int, int], int], message_numel: int) -> i
     return num_rounds
 
 
-def numel_of(boxes: Mapping[str, Sequence[Rectangle]]) -> int:
+def numel_of(boxes: Boxes) -> int:
     return sum(box.volume for listed in boxes.values() for box in listed)
 
 

@@ -1,14 +1,21 @@
-"""Weights on their way from a trainer to an engine: flat pieces of Hugging-Face-named tensors, and the proof of completeness."""
+"""What tensors a model has, and the proof that pieces of them are all there."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod
+from typing import NamedTuple
 
 import torch
 
-from megarl.weights.bucket import ChunkMeta
+
+class ChunkMeta(NamedTuple):
+    """Elements [offset, offset + numel) of the row-major Hugging Face tensor `name`."""
+
+    name: str
+    offset: int
+    numel: int
 
 
 class WeightTransferError(ValueError):
@@ -22,19 +29,6 @@ class TensorMeta:
 
 
 Manifest = Mapping[str, TensorMeta]  # Hugging Face name -> shape and dtype, of every tensor of a model
-
-
-@dataclass(frozen=True)
-class TensorChunk:
-    """Elements [offset, offset + len(data)) of the row-major tensor `name`; `data` is 1-D and on the host or device that made it."""
-
-    name: str
-    offset: int
-    data: torch.Tensor
-
-    @property
-    def meta(self) -> ChunkMeta:
-        return ChunkMeta(self.name, self.offset, self.data.numel())
 
 
 @dataclass

@@ -1,91 +1,55 @@
-"""What every engine process opens its parcels with, wherever they lie."""
+"""What every engine rank takes its weights with, whatever carries them."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator, Sequence
-
 import torch
 
-from megarl.weights.bucket import GroupAddress, Parcel, SegmentHandle
-from megarl.weights.receipt import TensorChunk, WeightTransferError
-from megarl.weights.shared_memory import SegmentReader
-from megarl.weights.stream import StreamReader, WeightStream
-from megarl.weights.weight_group import WeightGroup
+from megarl.weights.carriers.ends import EngineEnd
+from megarl.weights.carriers.links import EngineLink
+from megarl.weights.landing import Landing, Places
+from megarl.weights.plan import Boxes
+from megarl.weights.receipt import WeightTransferError
+from megarl.weights.rounds import Side
 
 
-class ParcelReceiver:
-    """One process of an engine. `device`: where received parcels are put. `transport_s`: seconds spent on fetching so far."""
+class WeightReceiver:
+    """Of one rank, which works on `device`. received_bytes: since it joined."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._segments = SegmentReader()
-        self._groups: dict[str, WeightGroup] = {}
-        self._buffer = torch.empty(0, dtype=torch.uint8, device=device)  # of the largest parcel received, kept for the next
-        self._stream: StreamReader | None = None
-        self.transport_s = 0.0
+        self._end: EngineEnd | None = None
+        self._landing: Landing | None = None
 
-    def join(self, address: GroupAddress, rank: int) -> None:
-        """Raises WeightTransferError where not all ranks of the group come in time."""
-        if (former := self._groups.pop(address.name, None)) is not None:
-            former.close()
-        self._groups[address.name] = WeightGroup(address, rank, self._device)
+    def join(self, link: EngineLink, needed: Boxes, places: Places) -> None:
+        """In the place of what was joined before. Raises WeightTransferError where the trainers are not there, or would not send each
+        element of `needed` once."""
+        self.leave()
+        self._landing = Landing(Side(link.streams), needed, link.dtype, places)
+        self._end = link.open(self._device)
 
-    def join_streams(self, streams: Sequence[WeightStream], number: int) -> None:
-        """As reader `number`, in the place of those joined before. Raises WeightTransferError where they are gone."""
-        self._leave_streams()
-        self._stream = StreamReader(streams, number)
+    def begin(self, has_moved: bool = False) -> None:
+        """Before the first `receive` of an update. has_moved: the model has its parameters elsewhere.
+
+        Raises WeightTransferError where none was joined, or what was begun before was given up in the middle.
+        """
+        if self._end is None or self._landing is None:
+            raise WeightTransferError("the engine has joined no trainer")
+        if self._end.is_under_way:
+            raise WeightTransferError("the weights before these were given up in the middle: join the trainers anew")
+        if has_moved:
+            self._landing.forget()
+
+    def receive(self) -> bool:
+        """Whether everything has arrived; False after a while, to be called again: it goes on."""
+        assert self._end is not None
+        assert self._landing is not None
+        return self._end.receive(self._landing)
 
     @property
-    def stream(self) -> StreamReader:
-        """Raises WeightTransferError where none was joined."""
-        if self._stream is None:
-            raise WeightTransferError("no stream of weights was joined")
-        return self._stream
-
-    def _leave_streams(self) -> None:
-        if self._stream is not None:
-            self._stream.close()
-            self._stream = None
+    def received_bytes(self) -> int:
+        return 0 if self._landing is None else self._landing.received_bytes
 
     def leave(self) -> None:
-        """Leaves all groups and streams, and gives the memory for parcels back."""
-        self._leave_streams()
-        for group in self._groups.values():
-            group.close()
-        self._groups = {}
-        self.release()
-        self._segments.close()
-
-    def release(self) -> None:
-        """After the last parcel: gives back memory that was kept for the next. What others own stays mapped, for the next update."""
-        self._segments.forget_devices()
-        self._buffer = self._buffer.new_empty(0)
-
-    def open(self, parcel: Parcel) -> Iterator[TensorChunk]:
-        """The chunks, to be copied from before the next one is asked for; when the iteration ends all copies are made.
-
-        Raises WeightTransferError where the sender is gone, or the parcel is of a group that was not joined.
-        """
-        if not parcel.chunks:
-            return
-        start_s = time.perf_counter()
-        data = self._fetch(parcel)
-        self.transport_s += time.perf_counter() - start_s
-        for chunk, elements in zip(parcel.chunks, data.split([chunk.numel for chunk in parcel.chunks]), strict=True):
-            yield TensorChunk(chunk.name, chunk.offset, elements)
-        if data.is_cuda:
-            torch.cuda.synchronize(data.device)  # the sender overwrites the segment next
-
-    def _fetch(self, parcel: Parcel) -> torch.Tensor:
-        if isinstance(parcel.where, SegmentHandle):
-            return self._segments.open(parcel.where, parcel.dtype, parcel.numel)
-        group = self._groups.get(parcel.where)
-        if group is None:
-            raise WeightTransferError(f"a parcel is to be received in weight group {parcel.where!r}; joined are {sorted(self._groups)}")
-        if self._buffer.numel() < parcel.nbytes:
-            self._buffer = self._buffer.new_empty(0)  # the old one goes before the new one comes
-            self._buffer = self._buffer.new_empty(parcel.nbytes)
-        data = self._buffer[: parcel.nbytes].view(parcel.dtype)
-        group.wait_for(group.broadcast(data))
-        return data
+        if self._end is not None:
+            self._end.close()
+        self._end = self._landing = None

@@ -11,9 +11,9 @@ from megarl.controller.register import register
 from megarl.controller.worker import Worker
 from megarl.machine.memory import trim_heap
 from megarl.rollout.interface import EngineDeadError, FinishedRequest, GenerationRequest, RolloutEngine
-from megarl.weights.bucket import GroupAddress, Parcel
+from megarl.weights.carriers.links import EngineLink
+from megarl.weights.plan import Boxes
 from megarl.weights.receipt import Manifest, WeightTransferError
-from megarl.weights.stream import WeightStream
 
 
 class RolloutWorker(Worker):
@@ -23,7 +23,7 @@ class RolloutWorker(Worker):
         super().__init__()
         self._engine = build_engine()
         self._engine_processes = self._engine.process_ids()
-        self._stream_names: list[str] = []  # of those that the engine has joined
+        self._joined = ""  # the name under which it was told last where its weights come from
 
     # ---- generation
 
@@ -40,57 +40,43 @@ class RolloutWorker(Worker):
 
     # ---- weights: see RolloutEngine
 
-    @register(dispatch_mode=Dispatch.RANK_ZERO)
-    def begin_weight_update(self, manifest: Manifest) -> None:
+    @register(dispatch_mode=Dispatch.RANK_ZERO, blocking=False)
+    def needed_boxes(self, manifest: Manifest) -> list[Boxes]:
+        """What each of the engine's ranks keeps of a model with these tensors."""
+        return self._engine.needed_boxes(manifest)
+
+    @register(dispatch_mode=Dispatch.RANK_ZERO, blocking=False)
+    def join_weights(self, links: Sequence[EngineLink], name: str) -> None:
+        """Where the engine's ranks get their weights from, under a name that is used once; returns when all are there."""
+        self._joined = ""
+        self._engine.join_weights(links)
+        self._joined = name
+
+    @register(dispatch_mode=Dispatch.RANK_ZERO, blocking=False)
+    def receive_weights(self, manifest: Manifest, version: int, name: str) -> None:
+        """All weights, while the trainers send them. Raises WeightTransferError where `name` is not what was joined last."""
+        if name != self._joined:
+            raise WeightTransferError("the engine has joined another trainer since; WeightSync.close() of that one lets it go")
         self._engine.begin_weight_update(manifest)
-
-    @register(dispatch_mode=Dispatch.RANK_ZERO, blocking=False)
-    def load_weights(self, parcels: Sequence[Parcel]) -> None:
-        self._engine.load_weights(parcels)
-
-    @register(dispatch_mode=Dispatch.RANK_ZERO, blocking=False)
-    def load_streams(self, version: int, names: Sequence[str]) -> bool:
-        """Where they are loaded, ends the update as well, without another call in between.
-
-        Raises WeightTransferError where `names` are not the streams that were joined last: another trainer has the engine.
-        """
-        if list(names) != self._stream_names:
-            raise WeightTransferError(
-                "the engine has joined the weight streams of another trainer since; WeightSync.close() of that one lets it go"
-            )
-        is_complete = self._engine.load_streams()
-        if is_complete:
-            self._engine.end_weight_update(version)
-        return is_complete
-
-    @register(dispatch_mode=Dispatch.RANK_ZERO, blocking=False)
-    def load_folder(self, folder: str) -> None:
-        self._engine.load_folder(Path(folder))
-
-    @register(dispatch_mode=Dispatch.RANK_ZERO)
-    def end_weight_update(self, version: int) -> None:
+        self._engine.receive_weights()
         self._engine.end_weight_update(version)
 
     @register(dispatch_mode=Dispatch.RANK_ZERO, blocking=False)
-    def join_weight_group(self, address: GroupAddress, first_rank: int) -> None:
-        self._engine.join_weight_group(address, first_rank)
+    def load_folder(self, folder: str, manifest: Manifest, version: int) -> None:
+        """All weights, from a Hugging Face folder."""
+        self._engine.begin_weight_update(manifest)
+        self._engine.load_folder(Path(folder))
+        self._engine.end_weight_update(version)
 
     @register(dispatch_mode=Dispatch.RANK_ZERO, blocking=False)
-    def join_weight_streams(self, streams: Sequence[WeightStream], first_rank: int) -> None:
-        self._engine.join_weight_streams(streams, first_rank)
-        self._stream_names = [stream.address.name for stream in streams]
-
-    @register(dispatch_mode=Dispatch.RANK_ZERO)
-    def leave_weight_groups(self) -> None:
-        self._engine.leave_weight_groups()
+    def leave_weights(self) -> None:
+        """Lets go of the trainers."""
+        self._joined = ""
+        self._engine.leave_weights()
 
     @register(dispatch_mode=Dispatch.RANK_ZERO)
     def checksums(self) -> dict[str, int]:
         return self._engine.checksums()
-
-    @register(dispatch_mode=Dispatch.RANK_ZERO)
-    def num_ranks(self) -> int:
-        return self._engine.num_ranks
 
     @register(dispatch_mode=Dispatch.RANK_ZERO)
     def weight_version(self) -> int | None:
@@ -106,8 +92,13 @@ class RolloutWorker(Worker):
 
     @register(dispatch_mode=Dispatch.RANK_ZERO)
     def wake(self) -> None:
-        """Nothing where the engine is awake, as one that was started anew is."""
+        """Takes the memory of the weights again. Nothing where the engine is awake, as one that was started anew is."""
         self._engine.wake()
+
+    @register(dispatch_mode=Dispatch.RANK_ZERO)
+    def wake_cache(self) -> None:
+        """Takes the memory of the cache again. Nothing where the engine has it."""
+        self._engine.wake_cache()
 
     @register(dispatch_mode=Dispatch.RANK_ZERO)
     def process_ids(self) -> list[int]:

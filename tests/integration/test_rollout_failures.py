@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -27,7 +27,7 @@ from megarl.rollout.interface import GenerationRequest, SamplingParameters
 from megarl.weights.checksum import checksum
 from tests.failure_pages import check_documented
 from tests.fake_engine import LAST_WORDS, MANIFEST, FakeEngine, FakeSpec, Misdeed, What, random_weights, recorded_calls
-from tests.rollout_replicas import push_of, started_rollout
+from tests.rollout_replicas import Push, started_rollout
 
 WEIGHTS = random_weights(MANIFEST, seed=1)
 SAMPLING = SamplingConfig(n=3)
@@ -47,7 +47,7 @@ def start(ray_cluster: None, tmp_path: Path) -> Iterator[StartFake]:
         def start_fake(*script: Misdeed, num_replicas: int = 2, num_processes: int = 0, **options: Any) -> Rollout:
             spec = FakeSpec(folder=tmp_path, manifest=MANIFEST, script=script, num_processes=num_processes)
             rollout = stack.enter_context(started_rollout(partial(FakeEngine, spec), num_replicas, **options))
-            rollout.update_weights(push_of(WEIGHTS, 5))
+            rollout.send(WEIGHTS, 5)
             return rollout
 
         yield start_fake
@@ -62,7 +62,7 @@ def undisturbed(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> 
     """What one replica writes in peace."""
     spec = FakeSpec(folder=tmp_path_factory.mktemp("undisturbed"), manifest=MANIFEST)
     with started_rollout(partial(FakeEngine, spec), 1) as rollout:
-        rollout.update_weights(push_of(WEIGHTS, 5))
+        rollout.send(WEIGHTS, 5)
         batch = rollout.generate(prompts(), SAMPLING, step=1)
         assert set(batch.non_tensor_batch["weight_version"]) == {5}
         assert set(batch.non_tensor_batch["finish_reason"]) == {"stop", "length"}
@@ -76,8 +76,8 @@ def test_samples_do_not_depend_on_the_number_of_replicas(start: StartFake, undis
     assert tokens_of(rollout.generate(prompts(), SAMPLING, step=2)) != undisturbed
     check_metrics_and_calls(rollout, tmp_path)
 
-    with pytest.raises(RunError, match=r"the rollout replicas have the weight versions \[6, 5\] after an update"):
-        rollout.update_weights(lambda replicas: push_of(WEIGHTS, 6)(replicas[:1]))
+    with pytest.raises(RunError, match=r"sent the weights of version 6, and say that they have \{1: 5\}"):
+        rollout.update_weights(lambda replicas: Push(WEIGHTS, 6)({0: replicas[0]}), 6)
 
 
 def check_metrics_and_calls(rollout: Rollout, folder: Path) -> None:
@@ -88,7 +88,7 @@ def check_metrics_and_calls(rollout: Rollout, folder: Path) -> None:
     assert max(len(call["detail"]) for call in submitted) == 3
     assert len({call["pid"] for call in submitted}) == 2
     seen = {(span.rank, span.name) for span in rollout.drain_spans()}
-    assert seen >= {(0, "submit_and_poll"), (1, "submit_and_poll"), (1, "load_weights")}
+    assert seen >= {(0, "submit_and_poll"), (1, "submit_and_poll"), (1, "load_folder")}
 
 
 @pytest.mark.parametrize(
@@ -139,7 +139,7 @@ def test_too_many_restarts_end_the_run_with_the_last_words(start: StartFake) -> 
 def test_a_replica_that_dies_while_it_gets_weights(start: StartFake, undisturbed: list[list[int]]) -> None:
     """In the first update; in the update of the replica that replaces another."""
     rollout = start(
-        Misdeed("load_weights", 1, What.kill_process), Misdeed("collect", 2, What.die), Misdeed("end_weight_update", 1, What.die)
+        Misdeed("load_folder", 1, What.kill_process), Misdeed("collect", 2, What.die), Misdeed("end_weight_update", 1, What.die)
     )
     assert rollout.drain_metrics()["rollout/num_restarts"] == 2  # two misdeeds hit the first update
     assert tokens_of(rollout.generate(prompts(), SAMPLING, step=1)) == undisturbed
@@ -147,20 +147,21 @@ def test_a_replica_that_dies_while_it_gets_weights(start: StartFake, undisturbed
 
 
 def test_a_replica_that_was_ended_because_it_hung_in_a_push_is_replaced(start: StartFake, undisturbed: list[list[int]]) -> None:
-    rollout, good, attempts = start(), push_of(WEIGHTS, 5), []
+    rollout, good, attempts = start(), Push(WEIGHTS, 5), []
 
-    def push(replicas: Sequence[RoleGroup]) -> None:
-        attempts.append(len(replicas))
-        if len(attempts) == 1:
-            reports = replicas[0].reports()
-            replicas[0].shutdown()
-            raise PhaseTimeoutError("rollout", "load_weights", 1.0, reports)
-        good(replicas)
+    def push(replicas: Mapping[int, RoleGroup]) -> dict[int, Exception]:
+        attempts.append(sorted(replicas))
+        if len(attempts) > 1:
+            return good(replicas)
+        reports = replicas[0].reports()
+        replicas[0].shutdown()
+        return {0: PhaseTimeoutError("rollout", "receive_weights", 1.0, reports), **good({1: replicas[1]})}
 
-    rollout.update_weights(push)
-    assert attempts == [2, 2]
+    rollout.update_weights(push, 5)
     assert rollout.drain_metrics()["rollout/num_restarts"] == 1
     assert tokens_of(rollout.generate(prompts(), SAMPLING, step=1)) == undisturbed
+    rollout.settle()
+    assert attempts == [[0, 1], [0]]
 
 
 def test_a_failure_that_no_restart_can_mend_is_raised(start: StartFake) -> None:
@@ -217,5 +218,5 @@ def test_an_engine_that_never_starts_is_not_tried_again(ray_cluster: None, tmp_p
         started_rollout(partial(FakeEngine, spec), 1) as rollout,
         pytest.raises(WorkerError, match=f"in __init__: .*EngineDeadError: {LAST_WORDS}"),
     ):
-        rollout.update_weights(push_of(WEIGHTS, 1))
+        rollout.send(WEIGHTS, 1)
     assert len(recorded_calls(tmp_path)) == 1

@@ -37,7 +37,7 @@ from megarl.rollout.interface import FinishedRequest, GenerationRequest, Rollout
 from megarl.weights.checksum import checksum
 from megarl.workers.engines import build_engine
 from tests.fake_engine import MANIFEST, FakeEngine, FakeSpec, random_weights
-from tests.rollout_replicas import push_of, started_rollout
+from tests.rollout_replicas import started_rollout
 from tests.unit.rollout.models import random_model
 
 NUM_REPLICAS = 2
@@ -151,7 +151,7 @@ def run(engine: str, num_kills: int, seed: int, folder: Path) -> Report:
     requests = make_requests(subject.num_requests, seed)
     start_s = time.monotonic()
     with started_rollout(subject.build_engine, NUM_REPLICAS, max_concurrency=16, restart_limit=10_000) as rollout:
-        rollout.update_weights(push_of(subject.weights, 1))
+        rollout.send(subject.weights, 1)
         expected = _by_id(rollout.stream(requests), requests)
         sums = {name: checksum(tensor) for name, tensor in subject.weights.items()}
         killer = Killer(rollout, num_kills, subject.pause_s, random.Random(seed))
@@ -160,14 +160,14 @@ def run(engine: str, num_kills: int, seed: int, folder: Path) -> Report:
         with killer.at_work():
             while not killer.is_done:
                 if num_batches % 3 == 2:  # weights are sent between batches, and kills hit that as well
-                    rollout.update_weights(push_of(subject.weights, 1 + num_batches))
+                    rollout.send(subject.weights, 1 + num_batches)
                 _compare(_by_id(rollout.stream(requests), requests), expected)
                 num_batches += 1
                 with killer.lock:
                     num_checksums += _check_weights(rollout, sums)
                 totals.update({name: int(value) for name, value in rollout.drain_metrics().items() if "num_" in name})
                 print(f"batch {num_batches}: {killer.victims.total()} of {num_kills} kills, {time.monotonic() - start_s:.0f} s", flush=True)
-        rollout.update_weights(push_of(subject.weights, 1 + num_batches))  # whoever died last is found by it
+        rollout.send(subject.weights, 1 + num_batches)  # whoever died last is found by it
         num_checksums += _check_weights(rollout, sums)
         totals.update({name: int(value) for name, value in rollout.drain_metrics().items() if "num_" in name})
         return Report(

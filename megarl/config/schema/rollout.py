@@ -16,10 +16,10 @@ class SGLangMode(str, Enum):
 
 
 class Transport(str, Enum):
-    auto = "auto"  # colocated where trainer and engines share a node or devices, else broadcast
-    colocated = "colocated"  # shared memory on CPU, CUDA IPC on CUDA
-    broadcast = "broadcast"  # over the network, to all engines
-    disk = "disk"  # through files in `trainer.output_dir`
+    auto = "auto"  # device where every engine works beside trainers, group where none does
+    device = "device"  # through memory that a trainer rank and the engine rank on its device share, on any number of nodes
+    group = "group"  # point to point over the network, from the trainers to engines on devices of their own
+    folder = "folder"  # through files in `trainer.output_dir`, which all nodes see
 
 
 class Verify(str, Enum):
@@ -76,7 +76,7 @@ class RolloutConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ReshardingConfig:
-    # of tensors that are on their way at a time, in 2**20 bytes; what a push of weights costs in memory
+    # of weights that a rank sends, or receives, at a time, in 2**20 bytes; a push takes twice as much memory on either side
     bucket_mb: float = ranged(512.0, above=0)
     transport: Transport = Transport.auto  # how weights go from the trainer to the engines
     verify: Verify = Verify.first  # compare checksums of every tensor, trainer and engine

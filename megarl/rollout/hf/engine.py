@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import fields
 from operator import attrgetter
 from pathlib import Path
@@ -23,12 +23,12 @@ from megarl.rollout.interface import (
     end_token_ids,
 )
 from megarl.rollout.lifecycle import EngineLifecycle, LifecycleState
-from megarl.weights.bucket import ChunkMeta, GroupAddress, Parcel
+from megarl.weights.carriers.links import EngineLink
 from megarl.weights.checksum import checksum
-from megarl.weights.receipt import Manifest, TensorChunk, WeightTransferError
-from megarl.weights.receiver import ParcelReceiver
+from megarl.weights.plan import Boxes, Part, whole_boxes
+from megarl.weights.receipt import ChunkMeta, Manifest, WeightTransferError
+from megarl.weights.receiver import WeightReceiver
 from megarl.weights.safetensors_file import read_tensors
-from megarl.weights.stream import WeightStream
 
 _kind = attrgetter(*(field.name for field in fields(SamplingParameters) if field.name != "seed"))
 
@@ -52,9 +52,11 @@ class HFEngine(RolloutEngine):
         self._max_length: int = config.max_position_embeddings
         self._vocab_size: int = config.vocab_size
         self._end_token_ids = end_token_ids(path)
-        self._shapes = {name: tuple(parameter.shape) for name, parameter in self._model.named_parameters()}
         self._lifecycle = EngineLifecycle()
-        self._receiver = ParcelReceiver(self._device)
+        self._parameters = dict(self._model.named_parameters())  # a tied output layer is not in it twice
+        self._shapes = {name: tuple(parameter.shape) for name, parameter in self._parameters.items()}
+        self._receiver = WeightReceiver(self._device)
+        self._has_moved = False  # the parameters, since weights came last
         self._waiting: list[GenerationRequest] = []
 
     @property
@@ -101,7 +103,12 @@ class HFEngine(RolloutEngine):
 
     # ---- weights
 
-    def begin_weight_update(self, manifest: Manifest) -> None:
+    def needed_boxes(self, manifest: Manifest) -> list[Boxes]:
+        self._lifecycle.require("say what it needs", LifecycleState.EMPTY, LifecycleState.UPDATING, LifecycleState.READY)
+        self._check(manifest)
+        return [whole_boxes(self._shapes)]
+
+    def _check(self, manifest: Manifest) -> None:
         shapes = {name: meta.shape for name, meta in manifest.items()}
         faults = [f"{name} is missing" for name in self._shapes.keys() - shapes.keys()]
         faults += [f"{name} is not a tensor of the engine's model" for name in shapes.keys() - self._shapes.keys()]
@@ -112,55 +119,41 @@ class HFEngine(RolloutEngine):
         ]
         if faults:
             raise WeightTransferError(f"{len(faults)} tensors do not fit the engine's model: " + "; ".join(sorted(faults)[:8]))
+
+    def join_weights(self, links: Sequence[EngineLink]) -> None:
+        (link,) = links
+        self._receiver.join(link, whole_boxes(self._shapes), self._places)
+
+    def _places(self, part: Part) -> list[torch.Tensor]:
+        return [self._parameters[part.name].data[part.box.slices]]
+
+    def leave_weights(self) -> None:
+        self._receiver.leave()
+
+    def begin_weight_update(self, manifest: Manifest) -> None:
+        self._lifecycle.require("begin a weight update", LifecycleState.EMPTY, LifecycleState.UPDATING, LifecycleState.READY)
+        self._check(manifest)
         self._lifecycle.begin(manifest)
 
-    def load_weights(self, parcels: Sequence[Parcel]) -> None:
-        for parcel in parcels:
-            for chunk in parcel.chunks:
-                self._lifecycle.record(chunk, parcel.dtype)
-            self._copy(self._receiver.open(parcel))
-
-    def load_streams(self) -> bool:
+    def receive_weights(self) -> None:
         self._lifecycle.require_update()
-        buckets = self._receiver.stream.buckets
-
-        def take(number: int) -> None:
-            for chunk in buckets[number]:
-                self._lifecycle.record(chunk.meta, chunk.data.dtype)
-            self._copy(buckets[number])
-
-        return self._receiver.stream.read(take)
+        self._receiver.begin(has_moved=self._has_moved)
+        self._has_moved = False
+        while not self._receiver.receive():
+            pass
+        self._lifecycle.record_all()
 
     def load_folder(self, folder: Path) -> None:
         for name, tensor in read_tensors(folder):
             self._lifecycle.record(ChunkMeta(name, 0, tensor.numel()), tensor.dtype)
-            self._copy([TensorChunk(name, 0, tensor.view(-1))])
-
-    def _copy(self, chunks: Iterator[TensorChunk] | Sequence[TensorChunk]) -> None:
-        parameters = dict(self._model.named_parameters())  # a tied output layer is not in it twice
-        for chunk in chunks:
-            parameters[chunk.name].data.view(-1)[chunk.offset : chunk.offset + chunk.data.numel()].copy_(chunk.data)
+            self._parameters[name].data.copy_(tensor)
 
     def end_weight_update(self, version: int) -> None:
-        self._receiver.release()
         self._lifecycle.end(version)
-
-    @property
-    def num_ranks(self) -> int:
-        return 1
-
-    def join_weight_group(self, address: GroupAddress, first_rank: int) -> None:
-        self._receiver.join(address, first_rank)
-
-    def join_weight_streams(self, streams: Sequence[WeightStream], first_rank: int) -> None:
-        self._receiver.join_streams(streams, first_rank)
-
-    def leave_weight_groups(self) -> None:
-        self._receiver.leave()
 
     def checksums(self) -> dict[str, int]:
         self._lifecycle.require_ready()
-        return {name: checksum(parameter.data) for name, parameter in self._model.named_parameters()}
+        return {name: checksum(parameter.data) for name, parameter in self._parameters.items()}
 
     # ---- memory and end
 
@@ -172,9 +165,13 @@ class HFEngine(RolloutEngine):
     def wake(self) -> None:
         if not self._lifecycle.must_wake():
             return
-        for name, parameter in self._model.named_parameters():
+        for name, parameter in self._parameters.items():
             parameter.data = torch.empty(self._shapes[name], dtype=parameter.dtype, device=self._device)
+        self._has_moved = True
         self._lifecycle.leave(LifecycleState.EMPTY)
+
+    def wake_cache(self) -> None:
+        """There is none between two batches."""
 
     def process_ids(self) -> list[int]:
         return []

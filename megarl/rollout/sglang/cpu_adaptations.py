@@ -181,25 +181,29 @@ def _release_memory_for_real() -> None:
     from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager as Manager
 
     release, resume = Manager.release_memory_occupation, Manager.resume_memory_occupation
-    released: list[tuple[torch.UntypedStorage, int]] = []  # a process has one manager, and the class has slots
+    released: dict[str, list[tuple[torch.UntypedStorage, int]]] = {}  # by tag; a process has one manager, and the class has slots
 
     def release_for_real(self: Any, request: Any) -> Any:
         answer = release(self, request)
-        released.extend(empty_storages(_resident_tensors(self.tp_worker.model_runner)))
+        for tag, tensors in _resident_tensors(self.tp_worker.model_runner).items():
+            if not request.tags or tag in request.tags:
+                released[tag] = empty_storages(tensors)
         return answer
 
     def resume_for_real(self: Any, request: Any) -> Any:
-        refill_storages(released)
-        released.clear()
+        for tag in list(released):
+            if not request.tags or tag in request.tags:
+                refill_storages(released.pop(tag))
         return resume(self, request)
 
     Manager.release_memory_occupation, Manager.resume_memory_occupation = release_for_real, resume_for_real
 
 
-def _resident_tensors(model_runner: Any) -> list[torch.Tensor]:
-    """Parameters and the key and value cache. Buffers (rotary tables) are no weights and stay."""
+def _resident_tensors(model_runner: Any) -> dict[str, list[torch.Tensor]]:
+    """By SGLang's tags: parameters, and the key and value cache. Buffers (rotary tables) are no weights and stay."""
     pool = model_runner.token_to_kv_pool
-    return [*(parameter.data for parameter in model_runner.model.parameters()), *pool.k_buffer, *pool.v_buffer]
+    parameters = [parameter.data for parameter in model_runner.model.parameters()]
+    return {"weights": parameters, "kv_cache": [*pool.k_buffer, *pool.v_buffer]}
 
 
 def empty_storages(tensors: list[torch.Tensor]) -> list[tuple[torch.UntypedStorage, int]]:

@@ -1,8 +1,8 @@
 """Where an engine's model keeps the elements of each Hugging Face tensor, learnt from the model's own `load_weights`.
 
 The model is given tensors without data ("meta" tensors) and every copy out of them is noted instead of made: from which
-rectangle of the tensor, into which view of which parameter. With this plan chunks of any size are copied straight to where
-they belong, and the model is read back in Hugging Face's terms.
+rectangle of the tensor, into which view of which parameter. With this plan a rank says what it needs of each tensor, boxes of any
+size are copied straight to where they belong, and the model is read back in Hugging Face's terms.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megarl.weights.boxes import Rectangle, range_rectangles
+from megarl.weights.boxes import Rectangle
 from megarl.weights.checksum import checksum, row_major_strides
-from megarl.weights.receipt import Manifest, TensorChunk, TensorMeta, WeightTransferError
+from megarl.weights.receipt import Manifest, TensorMeta, WeightTransferError
 
 
 class Destination(NamedTuple):
@@ -26,13 +26,6 @@ class Destination(NamedTuple):
     elements: torch.Tensor
 
 
-class Copy(NamedTuple):
-    """`target`, a view of a parameter, is to become `source`, a view of a chunk."""
-
-    target: torch.Tensor
-    source: torch.Tensor
-
-
 @dataclass(frozen=True)
 class TensorPlan:
     """One Hugging Face tensor, as far as this rank holds it."""
@@ -40,16 +33,11 @@ class TensorPlan:
     meta: TensorMeta
     parts: tuple[Destination, ...]
 
-    def copies(self, chunk: TensorChunk) -> Iterator[Copy]:
-        """What brings the chunk's elements to where they belong; what is not this rank's is left out."""
-        strides = row_major_strides(self.meta.shape)
-        for block in range_rectangles(self.meta.shape, chunk.offset, chunk.offset + chunk.data.numel()):
-            for destination in self.parts:
-                if (shared := block.intersect(destination.rectangle)) is None:
-                    continue
-                first = _flat_index(shared.starts, strides) - chunk.offset
-                source = chunk.data.as_strided(shared.shape, strides, chunk.data.storage_offset() + first)
-                yield Copy(destination.elements[shared.relative_to(destination.rectangle.starts).slices], source)
+    def places(self, box: Rectangle) -> Iterator[torch.Tensor]:
+        """The views that are to become `box`, which lies in one of the parts."""
+        for rectangle, elements in self.parts:
+            if box.intersect(rectangle) == box:
+                yield elements[box.relative_to(rectangle.starts).slices]
 
     def checksums(self) -> list[tuple[Rectangle, int]]:
         """What each rectangle adds to the checksum of the whole tensor, in the manifest's dtype."""
@@ -88,9 +76,9 @@ class Plan(NamedTuple):
         return {name: tensor.meta for name, tensor in self.tensors.items()}
 
     @property
-    def rectangles(self) -> dict[str, list[Rectangle]]:
-        """What of each tensor is on this rank."""
-        return {name: [part.rectangle for part in tensor.parts] for name, tensor in self.tensors.items()}
+    def boxes(self) -> dict[str, list[Rectangle]]:
+        """What of each tensor is on this rank; what is there twice, as tied weights may be, counts once."""
+        return {name: list(dict.fromkeys(part.rectangle for part in tensor.parts)) for name, tensor in self.tensors.items()}
 
     def is_of(self, model: Any) -> bool:
         """Whether the model's parameters are where they were, and the plan's views with them."""

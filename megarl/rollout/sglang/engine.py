@@ -26,7 +26,7 @@ from megarl.rollout.interface import (
     check_request,
     end_token_ids,
 )
-from megarl.rollout.lifecycle import EngineLifecycle, LifecycleState
+from megarl.rollout.lifecycle import EngineLifecycle, EngineStateError, LifecycleState
 from megarl.rollout.sglang.backend import Backend, CallRefusedError
 from megarl.rollout.sglang.in_process import InProcessBackend
 from megarl.rollout.sglang.loader import LoaderClient
@@ -34,9 +34,10 @@ from megarl.rollout.sglang.loop import LoopThread
 from megarl.rollout.sglang.messages import generation_payload, read_sample
 from megarl.rollout.sglang.server import ServerBackend
 from megarl.rollout.sglang.server_args import WEIGHT_LOADER, build_server_args, context_length, needs_tokenizer, vocab_size
-from megarl.weights.bucket import ChunkMeta, GroupAddress, Parcel
-from megarl.weights.receipt import Manifest, WeightTransferError
-from megarl.weights.stream import WeightStream
+from megarl.weights.carriers.links import EngineLink
+from megarl.weights.plan import Boxes
+from megarl.weights.receipt import ChunkMeta, Manifest, WeightTransferError
+from megarl.weights.rounds import SLICE_S
 
 T = TypeVar("T")
 
@@ -75,7 +76,7 @@ class SGLangEngine(RolloutEngine):
         self._in_flight: dict[int, _InFlight] = {}  # by ticket, which is never used twice
         self._tickets = itertools.count()
         self._session_is_open = self._is_paused = False
-        self._streams: Sequence[WeightStream] = ()
+        self._has_cache = True
         self._last_version = -1  # of the last complete weights
         self._last_sign_s = time.monotonic()
         self._wait_for(self._backend.open())
@@ -85,14 +86,12 @@ class SGLangEngine(RolloutEngine):
     def weight_version(self) -> int | None:
         return self._lifecycle.weight_version
 
-    @property
-    def num_ranks(self) -> int:
-        return self._num_ranks
-
     # ---- generation
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
         self._lifecycle.require_ready()
+        if requests and not self._has_cache:
+            raise EngineStateError("the engine cannot generate: it gave the memory of its cache back: wake_cache first")
         self._raise_if_dead()
         for request in requests:
             check_request(request, self._vocab_size, self._max_length)
@@ -168,6 +167,11 @@ class SGLangEngine(RolloutEngine):
 
     # ---- weights
 
+    def needed_boxes(self, manifest: Manifest) -> list[Boxes]:
+        self._lifecycle.require("say what it needs", LifecycleState.EMPTY, LifecycleState.UPDATING, LifecycleState.READY)
+        with self._paused():
+            return self._loader.needed_boxes(manifest)
+
     def begin_weight_update(self, manifest: Manifest) -> None:
         self._lifecycle.require("begin a weight update", LifecycleState.EMPTY, LifecycleState.UPDATING, LifecycleState.READY)
         was_ready = self._lifecycle.state is LifecycleState.READY
@@ -181,21 +185,11 @@ class SGLangEngine(RolloutEngine):
             raise
         self._lifecycle.begin(manifest)
 
-    def load_weights(self, parcels: Sequence[Parcel]) -> None:
+    def receive_weights(self) -> None:
         self._lifecycle.require_update()
-        for parcel in parcels:
-            for chunk in parcel.chunks:
-                self._lifecycle.record(chunk, parcel.dtype)
-        self._loader.load(parcels)
-
-    def load_streams(self) -> bool:
-        self._lifecycle.require_update()
-        if not self._loader.load_streams():
-            return False
-        for stream in self._streams:
-            for chunk in itertools.chain(*stream.buckets):
-                self._lifecycle.record(chunk, stream.dtype)
-        return True
+        while not self._loader.receive():
+            pass
+        self._lifecycle.record_all()
 
     def load_folder(self, folder: Path) -> None:
         """By SGLang's own reading of the files."""
@@ -211,7 +205,6 @@ class SGLangEngine(RolloutEngine):
 
     def end_weight_update(self, version: int) -> None:
         self._lifecycle.require("end a weight update", LifecycleState.UPDATING)
-        self._loader.finish()
         self._close_session()
         self._lifecycle.end(version)
         self._last_version = version
@@ -230,16 +223,11 @@ class SGLangEngine(RolloutEngine):
             await self._request("update_weight_version", new_version=str(version), abort_all_requests=False)
         return await self._backend.flush_cache()
 
-    def join_weight_group(self, address: GroupAddress, first_rank: int) -> None:
+    def join_weights(self, links: Sequence[EngineLink]) -> None:
         with self._paused():
-            self._loader.join(address, first_rank)
+            self._loader.join(links)
 
-    def join_weight_streams(self, streams: Sequence[WeightStream], first_rank: int) -> None:
-        with self._paused():
-            self._loader.join_streams(streams, first_rank)
-        self._streams = streams
-
-    def leave_weight_groups(self) -> None:
+    def leave_weights(self) -> None:
         with self._paused():
             self._loader.leave()
 
@@ -259,7 +247,7 @@ class SGLangEngine(RolloutEngine):
             if not was_paused:
                 self._resume()
 
-    def _send_to_loader(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
+    def _send_to_loader(self, tensors: list[tuple[str, torch.Tensor]], time_limit: bool) -> None:
         """One message to the weight loader of every rank, while generation is paused."""
         assert self._is_paused
         if not self._session_is_open and self._backend.features.has("begin_weight_update"):
@@ -269,8 +257,8 @@ class SGLangEngine(RolloutEngine):
         try:
             self._call(
                 "update_weights_from_tensor",
-                time_limit_s=None,
-                serialized_named_tensors=[message] * self.num_ranks,
+                time_limit_s=self._health_limit_s + SLICE_S if time_limit else None,
+                serialized_named_tensors=[message] * self._num_ranks,
                 load_format=WEIGHT_LOADER,
                 flush_cache=False,
                 abort_all_requests=False,
@@ -319,13 +307,19 @@ class SGLangEngine(RolloutEngine):
         self._lifecycle.leave(LifecycleState.ASLEEP)
         self._loader.forget()
         self._call("release_memory_occupation")
+        self._has_cache = False
         self._resume()  # a paused scheduler takes a core for itself; nothing is asked of it until it is awake
 
     def wake(self) -> None:
         if not self._lifecycle.must_wake():
             return
-        self._call("resume_memory_occupation")
+        self._call("resume_memory_occupation", tags=["weights"])
         self._lifecycle.leave(LifecycleState.EMPTY)
+
+    def wake_cache(self) -> None:
+        if not self._has_cache:
+            self._call("resume_memory_occupation", tags=["kv_cache", "cuda_graph"])
+            self._has_cache = True
 
     def process_ids(self) -> list[int]:
         return self._backend.process_ids()

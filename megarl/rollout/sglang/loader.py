@@ -1,7 +1,7 @@
 """How weights enter SGLang's scheduler processes: through its own extension point, the custom weight loader.
 
 SGLang calls `run(model, named_tensors)` in every scheduler process. The one small tensor that is sent holds a message in JSON;
-the weights themselves come as parcels, which each process opens itself. SGLang has no way back for a loader's result: each
+the weights themselves each process takes from the trainers. SGLang has no way back for a loader's result: each
 rank writes its answer into a folder that the sender made.
 """
 
@@ -12,45 +12,37 @@ import gc
 import json
 import shutil
 import tempfile
-import time
 import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from megarl.rollout.sglang.destinations import Copy, Plan, record_plan, zero_what_is_not_written
-from megarl.weights.boxes import Rectangle, tiling_fault
-from megarl.weights.bucket import ChunkMeta, GroupAddress, Parcel, SegmentHandle
+from megarl.rollout.sglang.destinations import Plan, record_plan, zero_what_is_not_written
+from megarl.weights.boxes import tiling_fault
+from megarl.weights.carriers.links import EngineLink, decode_box, encode_box
 from megarl.weights.checksum import MODULUS
+from megarl.weights.plan import Boxes, Part
 from megarl.weights.receipt import Manifest, TensorMeta, WeightTransferError
-from megarl.weights.receiver import ParcelReceiver
-from megarl.weights.stream import StreamAddress, WeightStream
+from megarl.weights.receiver import WeightReceiver
 
-Send = Callable[[list[tuple[str, torch.Tensor]]], None]
+Send = Callable[[list[tuple[str, torch.Tensor]], bool], None]
 _MAX_NAMED = 8  # faults in one message
-
-
-class LoadSeconds(NamedTuple):
-    """Of the slowest rank: to fetch the parcels, and to copy them into the parameters."""
-
-    transport: float
-    load: float
 
 
 # ---- in the scheduler processes
 
 
 class RankLoader:
-    """One scheduler process; keeps its plan and its groups from message to message. Each method answers in JSON's terms."""
+    """One scheduler process; keeps its plan and its place among the trainers from message to message. It answers in JSON's terms."""
 
     def __init__(self, device: torch.device) -> None:
-        self._receiver = ParcelReceiver(device)
+        self._receiver = WeightReceiver(device)
         self._plan = Plan({}, {}, [], [])
-        self._copies: list[list[Copy]] = []  # of each bucket of the streams; made when they are read first
+        self._has_moved = False  # where things go, since weights came last
         # What SGLang made at its start lives as long as its process. Its flush of the prefix cache collects garbage on the CPU,
         # and would look at all of it at the end of every update, for nearly half a second.
         gc.freeze()
@@ -61,73 +53,41 @@ class RankLoader:
             return self._prepare(model, arguments["manifest"])
         if command == "zero":
             return zero_what_is_not_written(model, self._plan)
-        if arguments.get("is_first") and self._follow(model):
-            zero_what_is_not_written(model, self._plan)
-        if command == "load":
-            return self._load([_decode_parcel(parcel) for parcel in arguments["parcels"]])
-        if command == "join_streams":
-            self._copies = []
-            return self._receiver.join_streams([_decode_stream(stream) for stream in arguments["streams"]], arguments["first_rank"] + rank)
-        if command == "load_streams":
-            return rank not in arguments["ranks"] or self._load_streams(arguments["is_first"])
-        if command == "finish":
-            return self._receiver.release()
         if command == "join":
-            return self._receiver.join(GroupAddress(*arguments["address"]), arguments["first_rank"] + rank)
+            return self._receiver.join(EngineLink.decode(arguments["links"][rank]), self._plan.boxes, self._places)
+        if command == "receive":
+            if arguments["is_first"]:
+                self._begin(model)
+            return rank not in arguments["ranks"] or self._receiver.receive()
         if command == "leave":
-            self._copies = []
             return self._receiver.leave()
         assert command == "checksums", command
-        return {
-            name: [[*_encode_rectangle(rectangle), part] for rectangle, part in tensor.checksums()]
-            for name, tensor in self._plan.tensors.items()
-        }
+        return {name: [[*encode_box(box), part] for box, part in tensor.checksums()] for name, tensor in self._plan.tensors.items()}
+
+    def _places(self, part: Part) -> Iterable[torch.Tensor]:
+        return self._plan.tensors[part.name].places(part.box)
 
     def _prepare(self, model: Any, manifest: list[tuple[str, list[int], str]]) -> dict[str, Any]:
+        self._has_moved = True
         self._plan = record_plan(model, {name: TensorMeta(tuple(shape), getattr(torch, dtype)) for name, shape, dtype in manifest})
-        self._copies = []
-        rectangles = {name: [_encode_rectangle(part) for part in parts] for name, parts in self._plan.rectangles.items()}
-        return {"rectangles": rectangles, "not_followed": self._plan.not_followed, "unreached": self._plan.unreached}
+        boxes = {name: [encode_box(box) for box in listed] for name, listed in self._plan.boxes.items()}
+        return {"boxes": boxes, "not_followed": self._plan.not_followed, "unreached": self._plan.unreached}
 
-    def _follow(self, model: Any) -> bool:
-        """Whether SGLang had moved its parameters since the plan was made, as it may between two updates; then there is a new plan.
+    def _begin(self, model: Any) -> None:
+        """SGLang may have moved its parameters since the plan was made, as it may between two updates; then there is a new plan.
 
         Raises WeightTransferError where it holds other parts of the tensors now.
         """
-        if self._plan.is_of(model):
-            return False
-        plan = record_plan(model, self._plan.manifest)
-        if plan.not_followed or plan.rectangles != self._plan.rectangles:
-            raise WeightTransferError("SGLang has cut its parameters anew since it was asked where its tensors go: start the engine anew")
-        self._plan, self._copies = plan, []
-        return True
-
-    def _load(self, parcels: Sequence[Parcel]) -> LoadSeconds:
-        start_s, fetched_before_s = time.perf_counter(), self._receiver.transport_s
-        with torch.no_grad():
-            for parcel in parcels:
-                for chunk in self._receiver.open(parcel):
-                    _make(self._plan.tensors[chunk.name].copies(chunk))
-        transport_s = self._receiver.transport_s - fetched_before_s
-        return LoadSeconds(transport_s, time.perf_counter() - start_s - transport_s)
-
-    def _load_streams(self, is_first: bool) -> bool:
-        stream = self._receiver.stream
-        if is_first and stream.is_under_way:
-            raise WeightTransferError("the stream was given up in the middle, for an update before this one: join another")
-        if not self._copies:
-            if unknown := {chunk.name for bucket in stream.buckets for chunk in bucket} - self._plan.tensors.keys():
-                raise WeightTransferError(f"the stream has tensors that were not announced: {', '.join(sorted(unknown)[:_MAX_NAMED])}")
-            self._copies = [
-                [copy for chunk in bucket for copy in self._plan.tensors[chunk.name].copies(chunk)] for bucket in stream.buckets
-            ]
-        with torch.no_grad():
-            return stream.read(lambda number: _make(self._copies[number]))
-
-
-def _make(copies: Iterable[Copy]) -> None:
-    for target, source in copies:
-        target.copy_(source)
+        if not self._plan.is_of(model):
+            plan = record_plan(model, self._plan.manifest)
+            if plan.not_followed or plan.boxes != self._plan.boxes:
+                raise WeightTransferError(
+                    "SGLang has cut its parameters anew since it was asked where its tensors go: start the engine anew"
+                )
+            self._plan, self._has_moved = plan, True
+            zero_what_is_not_written(model, plan)
+        self._receiver.begin(self._has_moved)
+        self._has_moved = False
 
 
 _rank_loader: RankLoader | None = None
@@ -158,7 +118,8 @@ class LoaderClient:
     """Speaks to the loaders of all `num_ranks` scheduler processes of one engine, which run on this node.
 
     `send` hands the tensors to SGLang's update_weights_from_tensor with this module's `run` as load format, for every rank,
-    inside an open weight-update session where SGLang has sessions, and returns when all ranks have run it.
+    inside an open weight-update session where SGLang has sessions, and returns when all ranks have run it: with a limit of time, or
+    without.
     """
 
     def __init__(self, send: Send, num_ranks: int) -> None:
@@ -166,20 +127,25 @@ class LoaderClient:
         self._answers = Path(tempfile.mkdtemp(prefix="megarl-loader-"))
         self._number = 0
         self._manifest: Manifest = {}
+        self._boxes: list[Boxes] = []
         self._not_followed: dict[str, str] = {}
         self._is_known = False  # where the tensors go
-        self._is_first = True  # no load was asked for in this update
-        self._holds_parcels = False
-        self._reading: set[int] = set()  # ranks that have not read the streams to the end
+        self._waiting: set[int] = set()  # ranks that have not received everything
+
+    def needed_boxes(self, manifest: Manifest) -> list[Boxes]:
+        """What each rank keeps of the tensors. Raises as `prepare`, and for tensors that cannot be received in pieces."""
+        self.prepare(manifest)
+        self._check_followed()
+        return self._boxes
 
     def prepare(self, manifest: Manifest) -> None:
-        """Finds out where the tensors go in the model as it lies in memory now; the next `load` writes there. What was found out
-        for an earlier update is kept; the first load looks whether it still holds.
+        """Finds out where the tensors go in the model as it lies in memory now. What was found out before is kept; the first `receive`
+        of an update looks whether it still holds.
 
         Raises WeightTransferError that names tensors that are not the model's, and parameters that no tensor fills; then the
-        model is unchanged. A tensor that only SGLang's own loader can load is an error when it is to be loaded.
+        model is unchanged. A tensor that only SGLang's own loader can load is an error when it is to be received.
         """
-        self._is_first, self._reading = True, set()
+        self._waiting = set()
         if manifest != self._manifest or not self._is_known:
             self._is_known = False  # until it has gone well: ranks have a new plan where it has not
             self._record(manifest)
@@ -198,7 +164,7 @@ class LoaderClient:
         for name, meta in manifest.items():
             if name in not_followed:
                 continue
-            parts = {_decode_rectangle(part) for answer in answers for part in answer["rectangles"][name]}
+            parts = {decode_box(part) for answer in answers for part in answer["boxes"][name]}
             if not parts:
                 faults.append(f"{name} is not a tensor of the engine's model")
             elif (fault := tiling_fault(meta.shape, sorted(parts, key=lambda part: part.starts))) is not None:
@@ -211,38 +177,22 @@ class LoaderClient:
                 f"{len(faults)} faults: the tensors are not those of the engine's model: " + "; ".join(faults[:_MAX_NAMED])
             )
         self._manifest, self._not_followed = manifest, not_followed
+        self._boxes = [{name: [decode_box(box) for box in boxes] for name, boxes in answer["boxes"].items()} for answer in answers]
 
-    def load(self, parcels: Sequence[Parcel]) -> LoadSeconds:
-        """Raises WeightTransferError where a sender is gone, and for tensors that cannot be loaded in pieces."""
+    def receive(self) -> bool:
+        """Whether all ranks have received everything; False after a while, to be called again. Raises WeightTransferError where a
+        trainer is gone, and for tensors that cannot be received in pieces."""
         self._check_followed()
-        if not any(parcel.chunks for parcel in parcels):
-            return LoadSeconds(0.0, 0.0)
-        self._holds_parcels = True
-        seconds = self._ask_to_load("load", parcels=[_encode_parcel(parcel) for parcel in parcels if parcel.chunks])
-        return LoadSeconds(max(transport for transport, _ in seconds), max(load for _, load in seconds))
+        is_first, waiting = not self._waiting, self._waiting or set(range(self._num_ranks))
+        self._waiting = set()  # after a failure nothing is under way
+        answers = self._ask("receive", time_limit=True, ranks=sorted(waiting), is_first=is_first)
+        self._waiting = {rank for rank, is_complete in enumerate(answers) if not is_complete}
+        return not self._waiting
 
-    def load_streams(self) -> bool:
-        """Whether all ranks have loaded everything. Raises as `load`."""
-        self._check_followed()
-        self._reading = self._reading or set(range(self._num_ranks))
-        answers = self._ask_to_load("load_streams", ranks=sorted(self._reading))
-        self._reading = {rank for rank, is_complete in enumerate(answers) if not is_complete}
-        return not self._reading
-
-    def join_streams(self, streams: Sequence[WeightStream], first_rank: int) -> None:
-        """Raises WeightTransferError where the trainer is gone."""
-        self._reading = set()
-        self._ask("join_streams", streams=[_encode_stream(stream) for stream in streams], first_rank=first_rank)
-
-    def finish(self) -> None:
-        """Gives back what the processes kept for the next parcel."""
-        if self._holds_parcels:
-            self._ask("finish")
-            self._holds_parcels = False
-
-    def join(self, address: GroupAddress, first_rank: int) -> None:
-        """Raises WeightTransferError where not all ranks of the group come in time."""
-        self._ask("join", address=address, first_rank=first_rank)
+    def join(self, links: Sequence[EngineLink]) -> None:
+        """Raises WeightTransferError where the trainers are not there."""
+        self._waiting = set()
+        self._ask("join", links=[link.encode() for link in links])
 
     def leave(self) -> None:
         self._ask("leave")
@@ -260,7 +210,7 @@ class LoaderClient:
             found = defaultdict(set)
             for answer in answers:
                 for *corners, part in answer[name]:
-                    found[_decode_rectangle(corners)].add(part)
+                    found[decode_box(corners)].add(part)
             differing += [name] if any(len(parts) > 1 for parts in found.values()) else []
             sums[name] = sum(next(iter(parts)) for parts in found.values()) % MODULUS
         if differing:
@@ -274,20 +224,15 @@ class LoaderClient:
         if self._not_followed:
             name, why = next(iter(self._not_followed.items()))
             raise WeightTransferError(
-                f"{len(self._not_followed)} tensors cannot be loaded in pieces, because SGLang does more than to copy them: "
-                f"{name} ({why}), ...; set resharding.transport=disk and resharding.verify=off, which leave the loading to SGLang"
+                f"{len(self._not_followed)} tensors cannot be received in pieces, because SGLang does more than to copy them: "
+                f"{name} ({why}), ...; set resharding.transport=folder and resharding.verify=off, which leave the loading to SGLang"
             )
 
-    def _ask_to_load(self, command: str, **arguments: Any) -> list[Any]:
-        answers = self._ask(command, is_first=self._is_first, **arguments)
-        self._is_first = False
-        return answers
-
-    def _ask(self, command: str, **arguments: Any) -> list[Any]:
-        """The results of all ranks. Raises WeightTransferError with the failures of any."""
+    def _ask(self, command: str, time_limit: bool = False, **arguments: Any) -> list[Any]:
+        """The results of all ranks. time_limit: they answer soon, or hang. Raises WeightTransferError with the failures of any."""
         self._number += 1
         message = {"number": self._number, "answers": str(self._answers), "command": command, "arguments": arguments}
-        self._send([("message", torch.frombuffer(bytearray(json.dumps(message).encode()), dtype=torch.uint8))])
+        self._send([("message", torch.frombuffer(bytearray(json.dumps(message).encode()), dtype=torch.uint8))], time_limit)
         paths = [self._answers / f"{self._number}.{rank}.json" for rank in range(self._num_ranks)]
         if missing := [rank for rank, path in enumerate(paths) if not path.exists()]:
             raise WeightTransferError(f"SGLang's ranks {missing} did not run megarl's weight loader ({command}); its log says why")
@@ -297,37 +242,3 @@ class LoaderClient:
         if failures := [f"rank {rank}: {answer['failure']}" for rank, answer in enumerate(answers) if "failure" in answer]:
             raise WeightTransferError("; ".join(failures))
         return [answer["result"] for answer in answers]
-
-
-# ---- as JSON
-
-
-def _encode_rectangle(rectangle: Rectangle) -> list[list[int]]:
-    return [list(rectangle.starts), list(rectangle.stops)]
-
-
-def _decode_rectangle(corners: Sequence[Sequence[int]]) -> Rectangle:
-    starts, stops = corners
-    return Rectangle(tuple(starts), tuple(stops))
-
-
-def _encode_parcel(parcel: Parcel) -> dict[str, Any]:
-    return {"chunks": parcel.chunks, "dtype": str(parcel.dtype).removeprefix("torch."), "where": parcel.where}
-
-
-def _decode_parcel(encoded: dict[str, Any]) -> Parcel:
-    where = encoded["where"]
-    chunks = tuple(ChunkMeta(*chunk) for chunk in encoded["chunks"])
-    return Parcel(chunks, getattr(torch, encoded["dtype"]), where if isinstance(where, str) else SegmentHandle(*where))
-
-
-def _encode_stream(stream: WeightStream) -> dict[str, Any]:
-    dtype = str(stream.dtype).removeprefix("torch.")
-    return {"address": stream.address, "dtype": dtype, "slot_numel": stream.slot_numel, "buckets": stream.buckets}
-
-
-def _decode_stream(encoded: dict[str, Any]) -> WeightStream:
-    name, segment, writers, readers = encoded["address"]
-    address = StreamAddress(name, SegmentHandle(*segment), tuple(writers), tuple(readers))
-    buckets = tuple(tuple(ChunkMeta(*chunk) for chunk in bucket) for bucket in encoded["buckets"])
-    return WeightStream(address, getattr(torch, encoded["dtype"]), encoded["slot_numel"], buckets)

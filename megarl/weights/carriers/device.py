@@ -62,18 +62,19 @@ def device_route(plan: TransferPlan, trainer_devices: Sequence[str], targets: Ma
 
 
 class DeviceTrainerEnd(TrainerEnd):
-    """`rank`: of this process in the trainers' process group, which `wire` is. `device_name`: of its device in the plan."""
+    """`rank`: of this process in the trainers' process group, which `wire` is."""
 
-    def __init__(self, wire: Wire, rank: int, device_name: str) -> None:
-        self._wire, self._rank, self._device_name = wire, rank, device_name
+    def __init__(self, wire: Wire, rank: int) -> None:
+        self._wire, self._rank = wire, rank
         self._relayed: dict[int, dict[int, Stream]] = {}  # by replica and by the trainer rank beside its target
         self._inbox: _DeviceInbox | None = None
         self._buffers = Buffers()
 
-    def serve(self, replica: int, sources: Mapping[int, Stream], dtype: torch.dtype, device: torch.device) -> SlotAddress:
-        """The rank of `replica` on this device gets from these trainer ranks, of which this one may be one, through slots."""
+    def serve(self, replica: int, device_name: str, sources: Mapping[int, Stream], dtype: torch.dtype, device: torch.device) -> SlotAddress:
+        """The rank of `replica` on this device, which the plan calls `device_name`, gets from these trainer ranks, of which this one may
+        be one, through slots."""
         self._let_go()
-        self._inbox = _DeviceInbox(replica, Side(sources), self._rank, dtype, device, self._device_name)
+        self._inbox = _DeviceInbox(replica, Side(sources), self._rank, dtype, device, device_name)
         return self._inbox.slots.address
 
     def relay(self, replica: int, streams: Mapping[int, Stream]) -> None:

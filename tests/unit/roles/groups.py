@@ -31,12 +31,13 @@ from megarl.controller.worker import RayClassWithInitArgs, create_colocated_work
 from megarl.engine.spec import ModelSpec
 from megarl.roles.models import Actor, Critic, Reference, UpdatePlan
 from megarl.roles.rollout import TokenRules
-from megarl.roles.weight_sync import WeightSource, WeightSync
+from megarl.roles.weight_source import WeightSource
+from megarl.roles.weight_sync import WeightSync
 from megarl.rollout.interface import RolloutEngineSpec
 from megarl.weights.name_mapping import Head
 from megarl.workers.engines import build_engine
 from megarl.workers.models import ActorWorker, CriticWorker, PolicyWorker
-from tests.rollout_replicas import StartedRollout, started_rollout
+from tests.rollout_replicas import StartedRollout, started_rollout, sync_of
 from tests.unit.engine.models import save_critic, save_model
 
 FAMILY = "qwen2-tied"
@@ -113,9 +114,8 @@ def started_models(folders: Folders, parallel: ParallelConfig) -> Iterator[Model
 
         def actor(name: str) -> Actor:
             source = weight_source(groups[name], folders, parallel, BUCKET_BYTES)
-            sync = WeightSync(
-                source, transport=Transport.colocated, verify=Verify.first, scratch_dir=folders.policy.parent, config_dir=folders.policy
-            )
+            transport = Transport.device if parallel.world_size > 1 else Transport.group  # of the engines there are two
+            sync = sync_of(source, transport, folders.policy.parent, folders.policy, num_replicas=2, verify=Verify.first)
             syncs.append(sync)
             return Actor(groups[name], parallel, ONE_ROW, source, updates, algorithm=ALGORITHM)
 

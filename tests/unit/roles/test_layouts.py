@@ -104,7 +104,8 @@ def response_rows(batch: DataProto) -> list[list[int]]:
 
 
 def push(sync: WeightSync, rollout: StartedRollout) -> None:
-    rollout.update_weights(lambda groups: sync.push(groups, rollout.weights.version))
+    version = rollout.weights.version + 1
+    rollout.update_weights(lambda replicas: sync.push(replicas, version)[1], version)
 
 
 def generate(models: Models, rollout: StartedRollout) -> Generated:
@@ -113,7 +114,7 @@ def generate(models: Models, rollout: StartedRollout) -> Generated:
     push(models.syncs[0], rollout)
     greedy = rollout.generate(prompts(), SamplingConfig(temperature=0), step=0)
     gaps[1.0] = log_prob_gap(models.actor, rollout, 1.0)
-    models.syncs[0].close()  # engines read the streams of one trainer
+    models.syncs[0].close()  # engines have one trainer at a time
     push(models.syncs[1], rollout)
     gaps[COOL] = log_prob_gap(models.cool_actor, rollout, COOL)
     models.syncs[1].close()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -72,10 +72,11 @@ class FakeTrainer(FakeGroup):
 
 class FakeEngine(FakeGroup):
     awake, version = True, None
+    has_cache = True
 
     def sleep(self) -> None:
         assert self.awake
-        self.awake, self.version = False, None
+        self.awake, self.has_cache, self.version = False, False, None
         self.log.append(f"{self.name} sleeps")
 
     def wake(self) -> None:
@@ -83,42 +84,53 @@ class FakeEngine(FakeGroup):
             self.awake = True
             self.log.append(f"{self.name} wakes")
 
+    def wake_cache(self) -> None:
+        if not self.has_cache:
+            self.has_cache = True
+            self.log.append(f"{self.name} has its cache")
+
 
 class FakeReplicas:
-    """As roles/replicas.py. `failures`: of the next attempts to give all of them weights, each mended by a replacement."""
+    """As roles/replicas.py."""
 
     def __init__(self, log: list[str], count: int = 2) -> None:
         self.log, self.groups = log, [FakeEngine(f"engine{number}", log) for number in range(count)]
         self.starting: set[int] = set()
 
-    def on_all(self, action: Callable[[Sequence[FakeEngine]], None]) -> None:
-        while True:
-            try:
-                return action(self.groups)
-            except EngineDiedError:
-                self.log.append("one is replaced")
+    @property
+    def all(self) -> dict[int, FakeEngine]:
+        return dict(enumerate(self.groups))
 
-    def accept(self, groups: Sequence[FakeEngine]) -> None:
-        self.starting.clear()
+    def accept(self, replicas: Mapping[int, FakeEngine], version: int) -> dict[int, Exception]:
+        assert all(replica.version == version for replica in replicas.values())
+        self.starting -= replicas.keys()
+        return {}
 
     def sleep(self) -> None:
         for replica in self.groups:
             replica.sleep()
 
-    def wake(self, groups: Sequence[FakeEngine]) -> None:
-        for replica in groups:
+    def wake(self, replicas: Mapping[int, FakeEngine]) -> dict[int, Exception]:
+        for replica in replicas.values():
             replica.wake()
+        return {}
+
+    def wake_cache(self, replicas: Mapping[int, FakeEngine]) -> dict[int, Exception]:
+        for replica in replicas.values():
+            replica.wake_cache()
+        return {}
 
     def resident_memory_gb(self) -> float:
         return 2.5
 
-    def restart(self, number: int) -> None:
-        self.groups[number] = FakeEngine(f"engine{number}'", self.log)
-        self.starting.add(number)
+    def replace(self, lost: Mapping[int, Exception]) -> None:
+        for number in lost:
+            self.groups[number] = FakeEngine(f"engine{number}'", self.log)
+            self.starting.add(number)
 
 
 class EngineDiedError(Exception):
-    """What a push raises in these tests."""
+    """Why a replica is lost in these tests."""
 
 
 def placed(strategy: PlacementStrategy, reference: bool = True, **placement: Any) -> PPOConfig:
@@ -150,16 +162,17 @@ class World:
         self.weights = RolloutWeights(self, self.replicas, self.schedule)  # type: ignore[arg-type]
         self.failures: list[Exception] = []
 
-    def push(self, replicas: Sequence[FakeEngine], version: int) -> None:
-        """As WeightSync."""
+    def push(self, replicas: Mapping[int, FakeEngine], version: int) -> tuple[None, dict[int, Exception]]:
+        """As WeightSync. `failures`: of the first replica in the next pushes."""
         assert PARAMETERS in self.actor.held
-        if self.failures:
-            raise self.failures.pop()
         self._check_beside("update_weights")
-        for replica in replicas:
-            assert replica.awake
-            replica.version = version  # type: ignore[assignment]
-            self.log.append(f"{replica.name} v{version}")
+        lost = {min(replicas): self.failures.pop()} if self.failures else {}
+        for number, replica in replicas.items():
+            if number not in lost:
+                assert replica.awake
+                replica.version = version  # type: ignore[assignment]
+                self.log.append(f"{replica.name} v{version}")
+        return None, lost
 
     def taken(self) -> list[str]:
         taken, self.log[:] = list(self.log), []
@@ -171,7 +184,8 @@ class World:
     def generate(self) -> None:
         self.weights.bring_in()
         self._check_beside("gen")
-        assert [replica.version for replica in self.replicas.groups] == [self.weights.version, self.weights.version]
+        self.weights.settle()
+        assert [(replica.version, replica.has_cache) for replica in self.replicas.groups] == [(self.weights.version, True)] * 2
 
     def run(self, phase: str) -> list[Any]:
         moves = self.schedule.before(phase)
@@ -225,6 +239,7 @@ def test_a_step_that_trains_the_actor() -> None:
     assert world.taken() == [
         *("actor -gradients", "actor -optimizer", "engine0 wakes", "engine1 wakes"),
         *("engine0 v2", "engine1 v2", "actor -parameters"),
+        *("engine0 has its cache", "engine1 has its cache"),
     ]
     world.generate()  # validation
     world.generate()
@@ -241,6 +256,7 @@ def test_a_step_of_critic_warm_up_sends_the_same_weights_again_and_leaves_the_op
         world.generate()
         assert world.taken() == [
             *("reference -parameters", "engine0 wakes", "engine1 wakes", "engine0 v1", "engine1 v1", "actor -parameters"),
+            *("engine0 has its cache", "engine1 has its cache"),
         ]
 
 
@@ -249,7 +265,7 @@ def test_an_engine_that_is_started_anew_gets_weights_that_are_away() -> None:
     world.send()
     world.generate()
     world.taken()
-    world.replicas.restart(1)
+    world.replicas.replace({1: EngineDiedError()})
     world.weights.settle()
     assert not world.replicas.starting
     assert world.taken() == ["actor +parameters", "engine1' v1", "actor -parameters"]
@@ -264,17 +280,21 @@ def test_weights_are_there_to_be_saved_whoever_has_the_turn(generated: bool) -> 
     if not generated:
         world.score()
     world.taken()
-    with world.schedule.actor_parameters():
-        assert PARAMETERS in world.actor.held
+    came_in = world.schedule.bring_in_actor()
+    assert came_in == generated
+    assert PARAMETERS in world.actor.held
+    if came_in:
+        world.schedule.take_out_actor()
     assert world.taken() == (["actor +parameters", "actor -parameters"] if generated else [])
 
 
-def test_a_push_that_fails_can_be_tried_again() -> None:
+def test_a_replica_that_is_lost_in_a_push_gets_weights_when_it_is_there_again() -> None:
     world = World()
     world.failures = [EngineDiedError()]
     world.send()
-    assert world.taken() == ["actor +parameters", "one is replaced", "engine0 v1", "engine1 v1", "actor -parameters"]
+    assert world.taken() == ["actor +parameters", "engine1 v1", "actor -parameters"]
     world.generate()
+    assert world.taken() == ["actor +parameters", "engine0' v1", "actor -parameters"]
 
 
 def test_without_a_reference() -> None:
@@ -311,6 +331,7 @@ def test_all_on_the_same_devices() -> None:
     assert world.taken() == [
         *("actor -gradients", "actor -optimizer", "engine0 wakes", "engine1 wakes"),
         *("engine0 v3", "engine1 v3", "actor -parameters"),
+        *("engine0 has its cache", "engine1 has its cache"),
     ]
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 
 from megarl.config.architecture import read_architecture
@@ -24,27 +25,29 @@ from megarl.controller.register import register
 from megarl.controller.resource_pool import RayResourcePool
 from megarl.controller.worker import RayClassWithInitArgs
 from megarl.roles.replicas import ReplicaPlace, Replicas
-from megarl.roles.weight_sync import WeightSource, WeightSync
+from megarl.roles.weight_source import WeightSource
+from megarl.roles.weight_sync import WeightSync
 from megarl.rollout.hf.engine import HFEngine
 from megarl.rollout.interface import RolloutEngine, RolloutEngineSpec
 from megarl.weights.checksum import checksum
-from megarl.weights.gather import Shards
-from megarl.weights.sender import SenderReport
+from megarl.weights.plan import Part
+from megarl.weights.sending import SendReport
 from megarl.weights.shard_layout import layouts_of, shard_shapes
+from megarl.weights.shards import Shards
 from megarl.weights.verify import WeightMismatchError
 from megarl.workers.engines import build_engine
 from megarl.workers.megatron import MegatronWorker, megatron_mesh
 from megarl.workers.rollout_worker import RolloutWorker
 from megarl.workers.weight_export import WeightExport
-from tests.rollout_replicas import send
+from tests.rollout_replicas import sync_of
 from tests.unit.engine.models import save_model
 from tests.unit.roles.groups import model_spec, started
 
 FAMILY = "qwen2-tied"
 BUCKET_BYTES = 20_000  # less than the embedding: it is split
 LAYOUT = ParallelConfig(tensor_parallel_size=2, pipeline_parallel_size=2)
-TRANSPORTS = (Transport.colocated, Transport.broadcast, Transport.disk)
-IN_MEMORY = (Transport.colocated, Transport.broadcast)
+TRANSPORTS = (Transport.device, Transport.group, Transport.folder)
+IN_MEMORY = (Transport.device, Transport.group)
 
 
 class Folders(NamedTuple):
@@ -56,7 +59,14 @@ class Trainer(NamedTuple):
     group: RoleGroup
     folder: Path
 
-    def sync(self, transport: Transport, scratch: Path, verify: Verify = Verify.always, parallel: ParallelConfig = LAYOUT) -> WeightSync:
+    def sync(
+        self,
+        transport: Transport,
+        scratch: Path,
+        verify: Verify = Verify.always,
+        parallel: ParallelConfig = LAYOUT,
+        num_replicas: int = 2,
+    ) -> WeightSync:
         source = WeightSource(
             group=self.group,
             architecture=read_architecture(str(self.folder)),
@@ -64,7 +74,7 @@ class Trainer(NamedTuple):
             dtype=DType.float32,
             bucket_bytes=BUCKET_BYTES,
         )
-        return WeightSync(source, transport=transport, verify=verify, scratch_dir=scratch, config_dir=self.folder)
+        return sync_of(source, transport, scratch, self.folder, num_replicas=num_replicas, verify=verify)
 
 
 @pytest.fixture(scope="module")
@@ -83,18 +93,18 @@ def trainer(ray_cluster: None, folders: Folders) -> Iterator[Trainer]:
 
 
 class FaultyEngine(HFEngine):
-    """Dies at the second bucket of the first update, where `marker` does not exist yet. `lie`: changes an element that it was sent."""
+    """Dies in the middle of the first update, where `marker` does not exist yet. `lie`: changes an element that it was sent."""
 
     marker: Path | None = None
     lie = False
-    num_buckets = 0
+    num_parts = 0
 
-    def _copy(self, chunks) -> None:
-        super()._copy(chunks)
-        self.num_buckets += 1
-        if self.marker is not None and self.num_buckets == 2:
+    def _places(self, part: Part) -> list[torch.Tensor]:
+        self.num_parts += 1
+        if self.marker is not None and self.num_parts == 10:
             self.marker.touch()
             os.kill(os.getpid(), signal.SIGKILL)
+        return super()._places(part)
 
     def end_weight_update(self, version: int) -> None:
         super().end_weight_update(version)
@@ -144,64 +154,87 @@ def test_every_transport_gives_all_replicas_the_weights(trainer: Trainer, folder
     nbytes = sum(tensor.nbytes for tensor in load_file(folders.trained / "model.safetensors").values())
     for version, transport in enumerate([*TRANSPORTS, *TRANSPORTS], start=1):
         sync = trainer.sync(transport, tmp_path / "scratch")
-        reports = [sync.push(replicas.groups, version) for _ in range(2)]  # the second time with what the first has left
+        pushed = [sync.push(replicas.all, version) for _ in range(2)]  # the second time with what the first has left
         sync.close()
         for group in replicas.groups:
             assert group.weight_version() == version
             assert group.checksums() == true_checksums(folders.trained)
-        for report in reports:
-            assert report.nbytes == nbytes
-            assert report.seconds > 0
+        for report, lost in pushed:
+            assert lost == {}
+            assert report.nbytes == nbytes * (1 if transport is Transport.folder else 2)
             assert report.metrics()["resharding/gb_per_s"] > 0
+            assert 0 < report.load_s <= report.seconds
+            if transport is not Transport.folder:
+                assert report.extra_bytes <= 4 * BUCKET_BYTES + 2**20  # what is planned, and what a kernel counts in pages
     assert list((tmp_path / "scratch").iterdir()) == []
 
 
 def test_two_trainers_cannot_have_an_engine_at_once(trainer: Trainer, folders: Folders, replicas_of, tmp_path: Path) -> None:
-    """The second takes it over; the first is told, and does not wait for a reader that listens to another."""
+    """The second takes it over; the first is told, and does not wait for an engine that listens to another."""
     replicas = replicas_of(good_engine(folders), 1)
-    first, second = (trainer.sync(Transport.colocated, tmp_path / "scratch") for _ in range(2))
-    first.push(replicas.groups, 1)
-    second.push(replicas.groups, 2)
-    with pytest.raises(WorkerError, match="joined the weight streams of another trainer"):
-        first.push(replicas.groups, 3)
-    second.close()
-    first.push(replicas.groups, 4)
-    assert replicas.groups[0].call(RolloutWorker.weight_version) == 4
+    first, second = (trainer.sync(transport, tmp_path / "scratch", num_replicas=1) for transport in IN_MEMORY)
+    first.push(replicas.all, 1)
     first.close()
+    second.push(replicas.all, 2)
+    third = trainer.sync(Transport.folder, tmp_path / "scratch", num_replicas=1)
+    third.push(replicas.all, 3)  # which needs nothing of the engine
+    replicas.groups[0].call_rank(0, RolloutWorker.join_weights, [], "another's").get()  # takes it over
+    report, lost = second.push(replicas.all, 4)
+    assert report is None
+    assert "has joined another trainer since" in str(lost[0])
+    assert second.push(replicas.all, 5)[1] == {}  # joined anew
+    assert replicas.groups[0].call(RolloutWorker.weight_version) == 5
+    second.close()
 
 
 def test_a_lie_is_named(trainer: Trainer, folders: Folders, replicas_of, tmp_path: Path) -> None:
     replicas = replicas_of(partial(faulty_engine, str(folders.initial), None, True), 1)
+    first = trainer.sync(Transport.device, tmp_path, Verify.first, num_replicas=1)
     with pytest.raises(
         WeightMismatchError,
         match=r"the rollout replica with pid \d+ does not hold.*1 of \d+ tensors.*model\.layers\.1\.mlp\.up_proj\.weight",
     ):
-        trainer.sync(Transport.colocated, tmp_path, Verify.first).push(replicas.groups, 1)
-    trainer.sync(Transport.colocated, tmp_path, Verify.off).push(replicas.groups, 2)
+        first.push(replicas.all, 1)
+    first.close()
+    unverified = trainer.sync(Transport.device, tmp_path, Verify.off, num_replicas=1)
+    assert unverified.push(replicas.all, 2)[1] == {}
+    unverified.close()
 
 
 @pytest.mark.parametrize("transport", IN_MEMORY)
-def test_a_push_can_be_made_again_after_an_engine_died_in_it(
+def test_one_that_lies_among_others_is_lost_alone(
     trainer: Trainer, folders: Folders, replicas_of, tmp_path: Path, transport: Transport
 ) -> None:
+    honest, liar = replicas_of(good_engine(folders), 1), replicas_of(partial(faulty_engine, str(folders.initial), None, True), 1)
+    sync = trainer.sync(transport, tmp_path, Verify.first)
+    report, lost = sync.push({0: honest.groups[0], 1: liar.groups[0]}, 1)
+    assert report is not None
+    assert list(lost) == [1]
+    assert isinstance(lost[1], WeightMismatchError)
+    assert honest.groups[0].checksums() == true_checksums(folders.trained)
+    sync.close()
+
+
+@pytest.mark.parametrize("transport", IN_MEMORY)
+def test_an_engine_that_dies_in_a_push_is_lost_alone(
+    trainer: Trainer, folders: Folders, replicas_of, tmp_path: Path, transport: Transport
+) -> None:
+    """The other has the weights when the push ends; the one in its place gets them while the other keeps its own."""
     replicas = replicas_of(partial(faulty_engine, str(folders.initial), tmp_path / "died", False), 2, restart_limit=2)
     sync = trainer.sync(transport, tmp_path / "scratch", Verify.first)
-    failures = 0
-
-    def push(groups) -> None:
-        nonlocal failures
-        try:
-            sync.push(groups, 1)
-        except WorkerError:
-            failures += 1
-            raise
-
-    send(replicas, push)
-    assert failures >= 1
+    for version in (1, 2):  # both may die in the first
+        report, lost = sync.push(replicas.all, version)
+        for number, group in replicas.all.items():
+            if number not in lost:
+                assert group.weight_version() == version
+                assert group.checksums() == true_checksums(folders.trained)
+        if lost:
+            assert all("ended (killed" in str(error) for error in lost.values())
+            replicas.replace(lost)
+            alone, lost_again = sync.push({number: replicas.groups[number] for number in lost}, version)
+            assert alone is not None
+            assert lost_again == {}
     assert 1 <= replicas.num_restarts <= 2
-    for group in replicas.groups:
-        assert group.checksums() == true_checksums(folders.trained)
-    sync.push(replicas.groups, 2)
     assert [group.weight_version() for group in replicas.groups] == [2, 2]
     sync.close()
 
@@ -212,14 +245,14 @@ def test_what_is_kept_from_push_to_push_outlives_sleep_offload_and_restarts(
 ) -> None:
     replicas = replicas_of(good_engine(folders), 2, restart_limit=1)
     sync = trainer.sync(transport, tmp_path / "scratch")  # every push compares checksums
-    sync.push(replicas.groups, 1)
+    sync.push(replicas.all, 1)
     gather(*(group.call_all(RolloutWorker.sleep) for group in replicas.groups))
     trainer.group.call(MegatronWorker.offload_state, ()).get()  # no part of the state, but what weights were sent from
     gather(*(group.call_all(RolloutWorker.wake) for group in replicas.groups))
-    sync.push(replicas.groups, 2)
+    sync.push(replicas.all, 2)
     replicas.restart(1, "a test")
-    sync.push([replicas.groups[1]], 2)  # as one that was started anew gets them
-    sync.push(replicas.groups, 3)
+    assert sync.push({1: replicas.groups[1]}, 2)[1] == {}  # as one that was started anew gets them
+    assert sync.push(replicas.all, 3)[1] == {}
     assert [group.weight_version() for group in replicas.groups] == [3, 3]
     sync.close()
 
@@ -231,10 +264,11 @@ class StandInTrainer(WeightExport):
 
     def __init__(self, folder: Path, parallel: ParallelConfig) -> None:
         super().__init__()
+        dist.init_process_group("gloo", init_method="env://")
         architecture = read_architecture(str(folder))
         layout = layouts_of(architecture, parallel)[self.rank]
         parameters = {name: torch.ones(shape) for name, shape in shard_shapes(architecture, layout).items()}
-        self._own = Shards(parameters=parameters, architecture=architecture, layout=layout, group=None)
+        self._own = Shards(parameters=parameters, architecture=architecture, layout=layout)
         self._dies = False
 
     @classmethod
@@ -248,29 +282,29 @@ class StandInTrainer(WeightExport):
     def die_in_the_next_push(self) -> None:
         self._dies = True
 
-    def send_weight_stream(self) -> SenderReport | None:
+    def send_weights(self, replicas: Sequence[int], given_up: Sequence[int], is_first: bool) -> SendReport | None:
         if self._dies:
             os.kill(os.getpid(), signal.SIGKILL)
-        return super().send_weight_stream()
+        return super().send_weights(replicas, given_up, is_first)
 
 
-@pytest.mark.parametrize("rank", [0, 1])  # the one with the memory, and another
-def test_a_trainer_rank_that_dies_in_a_push(folders: Folders, replicas_of, tmp_path: Path, rank: int) -> None:
+@pytest.mark.parametrize("transport", IN_MEMORY)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_trainer_rank_that_dies_in_a_push(folders: Folders, replicas_of, tmp_path: Path, rank: int, transport: Transport) -> None:
     replicas, parallel = replicas_of(good_engine(folders), 1), ParallelConfig(tensor_parallel_size=2)
     with started("stand-ins", 2, {"actor": RayClassWithInitArgs(StandInTrainer, folders.trained, parallel)}) as groups:
-        sync = Trainer(groups["actor"], folders.trained).sync(Transport.colocated, tmp_path, Verify.off, parallel)
-        sync.push(replicas.groups, 1)
+        sync = Trainer(groups["actor"], folders.trained).sync(transport, tmp_path, Verify.off, parallel, num_replicas=1)
+        sync.push(replicas.all, 1)
         assert replicas.groups[0].weight_version() == 1
         groups["actor"].call_rank(rank, StandInTrainer.die_in_the_next_push).get()
         start_s = time.monotonic()
-        with pytest.raises(WorkerError, match=rf"actor.*rank {rank}.*send_weight_stream.*ended \(killed"):
-            sync.push(replicas.groups, 2)
+        with pytest.raises(WorkerError, match=rf"actor.*rank {rank}.*send_weights.*ended \(killed"):
+            sync.push(replicas.all, 2)
         assert time.monotonic() - start_s < 60
-    assert replicas.groups[0].weight_version() is None  # it answers, and has no weights
 
 
 def test_save_hf_by_all_stages(trainer: Trainer, folders: Folders, tmp_path: Path) -> None:
-    trainer.sync(Transport.disk, tmp_path)._source.save_hf(tmp_path / "saved", folders.trained)
+    trainer.sync(Transport.folder, tmp_path)._source.save_hf(tmp_path / "saved", folders.trained)
     names = sorted(path.name for path in (tmp_path / "saved").glob("*.safetensors"))
     assert names == ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]  # one of each stage
     saved = {name: tensor for file in names for name, tensor in load_file(tmp_path / "saved" / file).items()}

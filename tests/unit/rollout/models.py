@@ -1,9 +1,7 @@
-"""Tiny models in Hugging Face folders, and their weights as the parcels a trainer sends."""
+"""Tiny models in Hugging Face folders, and their weights as a trainer sends them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import torch
@@ -12,9 +10,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwe
 from megarl.config.schema import Device, DType, ModelConfig, RolloutConfig
 from megarl.rollout.hf.engine import HFEngine
 from megarl.rollout.interface import RolloutEngine, RolloutEngineSpec
-from megarl.weights.bucket import ChunkMeta, Parcel
-from megarl.weights.receipt import Manifest, TensorChunk, TensorMeta
-from megarl.weights.shared_memory import Segment
+from megarl.weights.receipt import Manifest, TensorMeta
+from tests import plain_trainer
 
 VOCAB = 97
 
@@ -55,43 +52,12 @@ def manifest_of(model: PreTrainedModel) -> Manifest:
     return {name: TensorMeta(tuple(parameter.shape), parameter.dtype) for name, parameter in model.named_parameters()}
 
 
-def chunks_of(model: PreTrainedModel, chunk_elements: int = 1000) -> list[TensorChunk]:
-    """Last tensor first: order must not matter."""
-    flat = [(name, parameter.detach().reshape(-1)) for name, parameter in model.named_parameters()]
-    return [
-        TensorChunk(name, start, data[start : start + chunk_elements])
-        for name, data in reversed(flat)
-        for start in range(0, len(data), chunk_elements)
-    ]
-
-
-@contextmanager
-def parcels_of(chunks: Sequence[TensorChunk], chunks_per_parcel: int = 3) -> Iterator[list[Parcel]]:
-    """The chunks in memory of this process, which is given back at the end of the block."""
-    with ExitStack() as stack:
-        yield [
-            stack.enter_context(_parcel(chunks[start : start + chunks_per_parcel])) for start in range(0, len(chunks), chunks_per_parcel)
-        ]
-
-
-@contextmanager
-def _parcel(chunks: Sequence[TensorChunk]) -> Iterator[Parcel]:
-    flat = torch.cat([chunk.data for chunk in chunks])
-    segment = Segment.create(flat.nbytes, flat.device)
-    try:
-        segment.tensor(flat.dtype, flat.numel()).copy_(flat)
-        yield Parcel(tuple(ChunkMeta(chunk.name, chunk.offset, chunk.data.numel()) for chunk in chunks), flat.dtype, segment.handle)
-    finally:
-        segment.close()
+def weights_of(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
 def push(model: PreTrainedModel, engine: RolloutEngine, version: int = 1) -> None:
-    """In some hundred parcels at most: each is an open file."""
-    elements = sum(parameter.numel() for parameter in model.parameters())
-    engine.begin_weight_update(manifest_of(model))
-    with parcels_of(chunks_of(model, max(1000, elements // 300))) as parcels:
-        engine.load_weights(parcels)
-    engine.end_weight_update(version)
+    plain_trainer.push(engine, weights_of(model), version, message_numel=5_000)
 
 
 def engine_for(model: PreTrainedModel, folder: Path, max_concurrency: int = 64, dtype: torch.dtype = torch.float32) -> HFEngine:

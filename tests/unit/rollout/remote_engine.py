@@ -12,9 +12,9 @@ from ray.exceptions import RayTaskError
 
 from megarl.rollout.interface import FinishedRequest, GenerationRequest, RolloutEngine, RolloutEngineSpec
 from megarl.rollout.sglang.engine import SGLangEngine
-from megarl.weights.bucket import GroupAddress, Parcel
+from megarl.weights.carriers.links import EngineLink
+from megarl.weights.plan import Boxes
 from megarl.weights.receipt import Manifest
-from megarl.weights.stream import WeightStream
 
 
 class EngineHolder:
@@ -50,33 +50,26 @@ class RemoteEngine(RolloutEngine):
     def abort(self) -> None:
         self.ask("abort")
 
+    def needed_boxes(self, manifest: Manifest) -> list[Boxes]:
+        return self.ask("needed_boxes", manifest)
+
+    def join_weights(self, links: Sequence[EngineLink]) -> None:
+        self.ask("join_weights", links)
+
+    def leave_weights(self) -> None:
+        self.ask("leave_weights")
+
     def begin_weight_update(self, manifest: Manifest) -> None:
         self.ask("begin_weight_update", manifest)
 
-    def load_weights(self, parcels: Sequence[Parcel]) -> None:
-        self.ask("load_weights", parcels)
-
-    def load_streams(self) -> bool:
-        return self.ask("load_streams")
+    def receive_weights(self) -> None:
+        self.ask("receive_weights")
 
     def load_folder(self, folder: Path) -> None:
         self.ask("load_folder", folder)
 
     def end_weight_update(self, version: int) -> None:
         self.ask("end_weight_update", version)
-
-    @property
-    def num_ranks(self) -> int:
-        return self.ask("num_ranks")
-
-    def join_weight_group(self, address: GroupAddress, first_rank: int) -> None:
-        self.ask("join_weight_group", address, first_rank)
-
-    def join_weight_streams(self, streams: Sequence[WeightStream], first_rank: int) -> None:
-        self.ask("join_weight_streams", streams, first_rank)
-
-    def leave_weight_groups(self) -> None:
-        self.ask("leave_weight_groups")
 
     def checksums(self) -> dict[str, int]:
         return self.ask("checksums")
@@ -86,6 +79,9 @@ class RemoteEngine(RolloutEngine):
 
     def wake(self) -> None:
         self.ask("wake")
+
+    def wake_cache(self) -> None:
+        self.ask("wake_cache")
 
     @property
     def weight_version(self) -> int | None:

@@ -11,9 +11,10 @@ import torch
 from transformers import PreTrainedModel
 
 from megarl.rollout.interface import RolloutEngine, Sample, SamplingParameters
-from megarl.weights.receipt import Manifest, TensorChunk, TensorMeta
+from megarl.weights.receipt import Manifest
 from tests.fake_engine import MANIFEST, FakeEngine, FakeSpec, random_weights
-from tests.unit.rollout.models import engine_for, parcels_of, random_model
+from tests.plain_trainer import manifest_of, push
+from tests.unit.rollout.models import engine_for, random_model
 from tests.unit.rollout.sglang_engines import END_TOKEN, in_process_model, server_model
 
 Weights = dict[str, torch.Tensor]
@@ -30,24 +31,10 @@ class Subject(NamedTuple):
 
     @property
     def manifest(self) -> Manifest:
-        return {name: TensorMeta(tuple(tensor.shape), tensor.dtype) for name, tensor in self.weights(0).items()}
+        return manifest_of(self.weights(0))
 
-    def load(self, chunks: Sequence[TensorChunk]) -> None:
-        with parcels_of(chunks) as parcels:
-            self.engine.load_weights(parcels)
-
-    def push(self, seed: int = 0, version: int = 1, chunk_elements: int = 100_000) -> None:
-        self.engine.begin_weight_update(self.manifest)
-        self.load(chunks_of(self.weights(seed), chunk_elements))
-        self.engine.end_weight_update(version)
-
-
-def chunks_of(weights: Weights, chunk_elements: int) -> list[TensorChunk]:
-    return [
-        TensorChunk(name, start, tensor.reshape(-1)[start : start + chunk_elements])
-        for name, tensor in reversed(weights.items())
-        for start in range(0, tensor.numel(), chunk_elements)
-    ]
+    def push(self, seed: int = 0, version: int = 1, message_numel: int = 10**6) -> None:
+        push(self.engine, self.weights(seed), version, message_numel)
 
 
 def of_model(model: Callable[[int], PreTrainedModel]) -> Callable[[int], Weights]:

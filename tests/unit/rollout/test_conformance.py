@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
 from megarl.rollout.interface import GenerationRequest, RolloutEngine, Sample, SamplingParameters, plan_requests
 from megarl.rollout.lifecycle import EngineStateError
 from megarl.weights.checksum import checksum
-from megarl.weights.receipt import TensorChunk, TensorMeta, WeightTransferError
+from megarl.weights.receipt import TensorMeta, WeightTransferError
+from tests.plain_trainer import halves, load_folder
 from tests.unit.rollout.sglang_engines import END_TOKEN
-from tests.unit.rollout.subjects import PROMPTS, Subject, chunks_of, greedy, tokens
+from tests.unit.rollout.subjects import PROMPTS, Subject, greedy, tokens
 from tests.unit.rollout.test_hf_engine import reference_log_probs
 
 
@@ -37,14 +36,17 @@ def test_no_sample_without_complete_weights(ready: Subject) -> None:
         engine.generate(PROMPTS, greedy())
     with pytest.raises(EngineStateError, match="updating"):
         engine.checksums()
-    chunks = chunks_of(ready.weights(0), 100_000)
-    ready.load(chunks[1:])
-    with pytest.raises(WeightTransferError, match=rf"{chunks[0].name} \(missing from element"):
+    some, rest = halves(ready.weights(0))
+    missing = next(iter(some))
+    load_folder(engine, {name: tensor for name, tensor in ready.weights(0).items() if name != missing})
+    with pytest.raises(WeightTransferError, match=rf"{missing} \(missing from element"):
         engine.end_weight_update(2)
     with pytest.raises(EngineStateError, match="cannot generate while empty"):
         engine.generate(PROMPTS, greedy())
     with pytest.raises(EngineStateError, match="cannot load weights while empty"):
-        ready.load(chunks[:1])
+        load_folder(engine, some, rest)
+    with pytest.raises(EngineStateError, match="cannot load weights while empty"):
+        engine.receive_weights()
     assert engine.weight_version is None
     ready.push(version=3)
     assert tokens(engine.generate(PROMPTS, greedy())) == tokens(before)
@@ -56,27 +58,29 @@ def test_doubled_unknown_and_misplaced_weights(ready: Subject) -> None:
     wrong = {**ready.manifest, "score.weight": TensorMeta((3,), torch.float32)}
     with pytest.raises(WeightTransferError, match=r"score\.weight"):
         engine.begin_weight_update(wrong)
+    with pytest.raises(WeightTransferError, match=r"score\.weight"):
+        engine.needed_boxes(wrong)
     assert engine.generate(PROMPTS[:1], greedy())[0].weight_versions == (1,)  # it stayed as it was
-    name, shape = next((name, meta.shape) for name, meta in ready.manifest.items() if len(meta.shape) == 1)
+    name, tensor = next((name, tensor) for name, tensor in ready.weights(0).items() if tensor.dim() == 1)
     engine.begin_weight_update(ready.manifest)
-    for chunk, message in [
-        (TensorChunk("score.weight", 0, torch.zeros(3)), "'score.weight' is not in the model's manifest"),
-        (TensorChunk(name, shape[0] - 1, torch.zeros(2)), "lie outside shape"),
-        (TensorChunk(name, 0, torch.zeros(2, dtype=torch.bfloat16)), "arrived as torch.bfloat16, the manifest says torch.float32"),
+    for weights, message in [
+        ({"score.weight": torch.zeros(3)}, "'score.weight' is not in the model's manifest"),
+        ({name: torch.zeros(len(tensor) + 1)}, "lie outside shape"),
+        ({name: tensor.bfloat16()}, "arrived as torch.bfloat16, the manifest says torch.float32"),
     ]:
         with pytest.raises(WeightTransferError, match=message):
-            ready.load([chunk])
-    chunks = chunks_of(ready.weights(0), 100_000)
-    ready.load([*chunks, chunks[-1]])
-    with pytest.raises(WeightTransferError, match=rf"{chunks[-1].name} \(twice at element"):
+            load_folder(engine, weights)
+    engine.begin_weight_update(ready.manifest)
+    load_folder(engine, ready.weights(0), {name: tensor})
+    with pytest.raises(WeightTransferError, match=rf"{name} \(twice at element"):
         engine.end_weight_update(2)
 
 
 def test_weights_arrive_whole_from_any_pieces(ready: Subject) -> None:
     engine = ready.engine
     before = engine.generate(PROMPTS, greedy())
-    for version, chunk_elements in ((2, 77_777), (3, 10**9)):
-        ready.push(seed=version, version=version, chunk_elements=min(chunk_elements, 10**8))
+    for version, message_numel in ((2, 1_777 if ready.model is None else 77_777), (3, 10**8)):
+        ready.push(seed=version, version=version, message_numel=message_numel)
         expected = {name: checksum(tensor) for name, tensor in ready.weights(version).items()}
         assert engine.checksums() == expected
         after = engine.generate(PROMPTS, greedy())
@@ -84,12 +88,9 @@ def test_weights_arrive_whole_from_any_pieces(ready: Subject) -> None:
         assert tokens(after) != tokens(before)
 
 
-def test_a_folder_is_loaded_as_parcels_are(ready: Subject, tmp_path: Path) -> None:
-    folder = tmp_path / "weights"
-    folder.mkdir()
-    save_file({name: tensor.contiguous() for name, tensor in ready.weights(4).items()}, folder / "model.safetensors")
+def test_a_folder_carries_the_same_weights(ready: Subject) -> None:
     ready.engine.begin_weight_update(ready.manifest)
-    ready.engine.load_folder(folder)
+    load_folder(ready.engine, *halves(ready.weights(4)))
     ready.engine.end_weight_update(2)
     assert ready.engine.checksums() == {name: checksum(tensor) for name, tensor in ready.weights(4).items()}
 
@@ -183,6 +184,8 @@ def test_asleep_it_refuses_and_the_next_update_wakes_it_up_to_the_same(ready: Su
     with pytest.raises(EngineStateError, match="cannot generate while empty"):
         engine.generate(PROMPTS, greedy())
     ready.push(version=5)
+    engine.wake_cache()
+    engine.wake_cache()
     assert tokens(engine.generate(PROMPTS, greedy())) == tokens(before)
 
 
@@ -194,12 +197,13 @@ def test_asleep_it_holds_none_of_the_requests_that_were_on_their_way(ready: Subj
         ready.engine.sleep()
         ready.engine.wake()
         ready.push()
+        ready.engine.wake_cache()
     assert ready.engine.collect(0.2) == []
 
 
 def test_an_update_can_be_begun_anew(ready: Subject) -> None:
     ready.engine.begin_weight_update(ready.manifest)
-    ready.load(chunks_of(ready.weights(1), 100_000)[:1])
+    load_folder(ready.engine, halves(ready.weights(1))[0])
     ready.push(seed=2, version=2)
     assert ready.engine.checksums() == {name: checksum(tensor) for name, tensor in ready.weights(2).items()}
 

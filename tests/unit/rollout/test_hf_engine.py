@@ -9,8 +9,9 @@ from megarl.rollout.hf.engine import HFEngine
 from megarl.rollout.interface import FinishedRequest, GenerationRequest, SamplingParameters, plan_requests
 from megarl.rollout.lifecycle import EngineStateError
 from megarl.weights.checksum import checksum
-from megarl.weights.receipt import TensorChunk, WeightTransferError
-from tests.unit.rollout.models import VOCAB, chunks_of, engine_for, manifest_of, parcels_of, push, random_model
+from megarl.weights.receipt import WeightTransferError
+from tests.plain_trainer import load_folder
+from tests.unit.rollout.models import VOCAB, engine_for, manifest_of, push, random_model, weights_of
 
 PROMPTS = [[5, 6, 7], [11], [20, 21, 22, 23, 24, 25, 26, 27, 28], [3, 4, 3, 4, 3], [90, 91]]
 
@@ -210,11 +211,10 @@ def test_no_generation_without_complete_weights(model: PreTrainedModel, tmp_path
     with pytest.raises(EngineStateError, match="empty"):
         engine.generate(PROMPTS, greedy())
     engine.begin_weight_update(manifest_of(model))
-    with parcels_of(chunks_of(model)[:-1]) as parcels:
-        engine.load_weights(parcels)
+    load_folder(engine, {name: tensor for name, tensor in weights_of(model).items() if name != "model.embed_tokens.weight"})
     with pytest.raises(EngineStateError, match="updating"):
         engine.generate(PROMPTS, greedy())
-    with pytest.raises(WeightTransferError, match=r"model\.embed_tokens\.weight \(missing from element 3000 of 3104\)"):
+    with pytest.raises(WeightTransferError, match=r"model\.embed_tokens\.weight \(missing from element 0 of 3104\)"):
         engine.end_weight_update(1)
     with pytest.raises(EngineStateError, match="empty"):
         engine.generate(PROMPTS, greedy())
@@ -249,12 +249,8 @@ def test_weights_that_are_not_the_models(model: PreTrainedModel, engine: HFEngin
         engine.begin_weight_update(wrong)
     assert engine.weight_version == 1  # still usable
     engine.begin_weight_update(manifest_of(model))
-    outside = [TensorChunk("model.norm.weight", 30, torch.zeros(4))]
-    with (
-        parcels_of(outside) as parcels,
-        pytest.raises(WeightTransferError, match=r"'model\.norm\.weight': elements 30..34 lie outside shape \(32,\)"),
-    ):
-        engine.load_weights(parcels)
+    with pytest.raises(WeightTransferError, match=r"'model\.norm\.weight': elements 0..34 lie outside shape \(32,\)"):
+        load_folder(engine, {"model.norm.weight": torch.zeros(34)})
 
 
 @pytest.mark.parametrize(

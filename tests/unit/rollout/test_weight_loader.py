@@ -5,15 +5,15 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from megarl.rollout.sglang.loader import LoaderClient, RankLoader
-from megarl.weights.bucket import ChunkMeta, Parcel
 from megarl.weights.checksum import checksum
-from megarl.weights.receipt import Manifest, TensorMeta, WeightTransferError
-from megarl.weights.shared_memory import Segment
+from megarl.weights.receipt import TensorMeta, WeightTransferError
+from tests.plain_trainer import PlainTrainer, manifest_of
 
 CPU = torch.device("cpu")
 SHAPES = {"q": (8, 6), "k": (4, 6), "down": (6, 10), "norm": (6,), "embed": (7, 6), "expert": (2, 3, 6)}
@@ -58,7 +58,7 @@ class Scheduler:
         self._loaders = [RankLoader(CPU) for _ in models]
         self.silent_ranks: set[int] = set()
 
-    def send(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
+    def send(self, tensors: list[tuple[str, torch.Tensor]], time_limit: bool) -> None:
         message = json.loads(bytes(tensors[0][1].numpy()))
         for rank, (model, loader) in enumerate(zip(self.models, self._loaders, strict=True)):
             if rank in self.silent_ranks:
@@ -75,20 +75,30 @@ def random_weights() -> dict[str, torch.Tensor]:
     return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
 
 
-def manifest_of(weights: dict[str, torch.Tensor]) -> Manifest:
-    return {name: TensorMeta(tuple(tensor.shape), tensor.dtype) for name, tensor in weights.items()}
+class ClientsEngine:
+    """What PlainTrainer asks of an engine, of a client alone."""
+
+    def __init__(self, client: LoaderClient) -> None:
+        self._client = client
+        self.needed_boxes, self.join_weights, self.begin_weight_update = client.needed_boxes, client.join, client.prepare
+
+    def receive_weights(self) -> None:
+        while not self._client.receive():
+            pass
+
+    def end_weight_update(self, version: int) -> None:
+        pass
 
 
-def parcel_of(weights: dict[str, torch.Tensor], chunk_elements: int) -> tuple[Parcel, Segment]:
-    flat = torch.cat([tensor.reshape(-1) for tensor in weights.values()])
-    segment = Segment.create(flat.nbytes, CPU)
-    segment.tensor(flat.dtype, flat.numel()).copy_(flat)
-    chunks = [
-        ChunkMeta(name, offset, min(chunk_elements, tensor.numel() - offset))
-        for name, tensor in weights.items()
-        for offset in range(0, tensor.numel(), chunk_elements)
-    ]
-    return Parcel(tuple(chunks), flat.dtype, segment.handle), segment
+def trainer_of(client: LoaderClient, weights: dict[str, torch.Tensor], message_numel: int = 1000) -> PlainTrainer:
+    engine: Any = ClientsEngine(client)
+    return PlainTrainer(engine, weights, message_numel=message_numel)
+
+
+def load(client: LoaderClient, weights: dict[str, torch.Tensor], message_numel: int = 1000) -> None:
+    trainer = trainer_of(client, weights, message_numel)
+    trainer.push(weights, 1)
+    trainer.close()
 
 
 @pytest.fixture
@@ -105,7 +115,7 @@ def client_of():
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
-@pytest.mark.parametrize("chunk_elements", [1, 5, 1000])
+@pytest.mark.parametrize("chunk_elements", [2, 5, 1000])
 def test_pieces_of_any_size_arrive_as_whole_tensors_would(client_of: Callable, num_ranks: int, chunk_elements: int) -> None:
     weights = random_weights()
     expected = [Model(rank, num_ranks) for rank in range(num_ranks)]
@@ -115,25 +125,20 @@ def test_pieces_of_any_size_arrive_as_whole_tensors_would(client_of: Callable, n
         model.load_weights(list(weights.items()))
     scheduler = Scheduler([Model(rank, num_ranks) for rank in range(num_ranks)])
     client = client_of(scheduler)
-    client.prepare(manifest_of(weights))
-    parcel, segment = parcel_of(weights, chunk_elements)
-    client.load([parcel])
+    load(client, weights, chunk_elements)
     for model, reference in zip(scheduler.models, expected, strict=True):
         for name, parameter in model.named_parameters():
             assert torch.equal(parameter, reference.get_parameter(name)), name
     assert client.checksums() == {name: checksum(tensor) for name, tensor in weights.items()}
-    segment.close()
-    with pytest.raises(WeightTransferError, match="segment is gone"):
-        client.load([parcel])
+    with pytest.raises(WeightTransferError, match="is gone"):
+        client.receive()
 
 
 def test_checksums_tell_which_tensor_is_wrong(client_of: Callable) -> None:
     weights = random_weights()
     scheduler = Scheduler([Model(rank, 2) for rank in range(2)])
     client = client_of(scheduler)
-    client.prepare(manifest_of(weights))
-    parcel, _ = parcel_of(weights, 1000)
-    client.load([parcel])
+    load(client, weights)
     scheduler.models[1].qk.data[5, 2] += 1e-6  # the last row of rank 1's part of k
     true = {name: checksum(tensor) for name, tensor in weights.items()}
     assert {name for name, value in client.checksums().items() if value != true[name]} == {"k"}
@@ -168,15 +173,14 @@ def test_where_tensors_go_is_asked_once(client_of: Callable, monkeypatch: pytest
     load_weights = Model.load_weights
     monkeypatch.setattr(Model, "load_weights", lambda model, weights: (asked.append(weights[0][0]), load_weights(model, weights))[1])
     weights = random_weights()
-    client, (parcel, _) = client_of(Scheduler([Model(0, 1)])), parcel_of(weights, 1000)
+    client = client_of(Scheduler([Model(0, 1)]))
     for _ in range(2):
-        client.prepare(manifest_of(weights))
-        client.load([parcel])
+        load(client, weights)
         assert sorted(asked) == sorted(SHAPES)
     halved = {name: tensor.bfloat16() for name, tensor in weights.items()}
     client.prepare(manifest_of(halved))
     assert sorted(asked) == sorted([*SHAPES, *SHAPES])
-    client.load([parcel_of(halved, 1000)[0]])
+    load(client, halved)
     assert client.checksums() == {name: checksum(tensor) for name, tensor in halved.items()}
     client.forget()
     asked.clear()
@@ -187,15 +191,14 @@ def test_where_tensors_go_is_asked_once(client_of: Callable, monkeypatch: pytest
 def test_parameters_that_were_moved_between_updates_are_followed(client_of: Callable) -> None:
     weights = random_weights()
     scheduler = Scheduler([Model(rank, 2) for rank in range(2)])
-    client, (parcel, _) = client_of(scheduler), parcel_of(weights, 5)
-    client.prepare(manifest_of(weights))
-    client.load([parcel])
+    client = client_of(scheduler)
+    trainer = trainer_of(client, weights, 5)
+    trainer.push(weights, 1)
     expected = [{name: parameter.clone() for name, parameter in model.named_parameters()} for model in scheduler.models]
     former = scheduler.models[1].down.data
     scheduler.models[1].down.data = moved(former)
     former.fill_(7.0)
-    client.prepare(manifest_of(weights))
-    client.load([parcel])
+    trainer.push(weights, 2)
     for model, parameters in zip(scheduler.models, expected, strict=True):
         for name, parameter in model.named_parameters():
             assert torch.equal(parameter, parameters[name]), name  # what no tensor fills is zero there, too
@@ -206,21 +209,20 @@ def test_parameters_that_were_moved_between_updates_are_followed(client_of: Call
 def test_parameters_that_were_cut_anew_are_not_filled(client_of: Callable) -> None:
     weights = random_weights()
     scheduler = Scheduler([Model(0, 1)])
-    client, (parcel, _) = client_of(scheduler), parcel_of(weights, 1000)
-    client.prepare(manifest_of(weights))
+    client = client_of(scheduler)
+    trainer_of(client, weights)
     scheduler.models[0] = Model(0, 2)
     with pytest.raises(WeightTransferError, match="cut its parameters anew"):
-        client.load([parcel])
+        client.receive()
 
 
 def test_a_refused_manifest_does_not_change_where_tensors_go(client_of: Callable) -> None:
     weights = random_weights()
-    client, (parcel, _) = client_of(Scheduler([Model(0, 1)])), parcel_of(weights, 1000)
-    client.prepare(manifest_of(weights))
+    client = client_of(Scheduler([Model(0, 1)]))
+    trainer = trainer_of(client, weights)
     with pytest.raises(WeightTransferError, match="no tensor goes into norm"):
         client.prepare({name: meta for name, meta in manifest_of(weights).items() if name != "norm"})
-    client.prepare(manifest_of(weights))
-    client.load([parcel])
+    trainer.push(weights, 1)
     assert client.checksums() == {name: checksum(tensor) for name, tensor in weights.items()}
 
 
@@ -244,9 +246,8 @@ def test_a_loader_that_cannot_be_followed_is_an_error_when_pieces_come(client_of
     weights = random_weights()
     client = client_of(Scheduler([kind(0, 1)]))
     client.prepare(manifest_of(weights))
-    parcel, _ = parcel_of(weights, 1000)
-    with pytest.raises(WeightTransferError, match=why + r".*resharding\.transport=disk"):
-        client.load([parcel])
+    with pytest.raises(WeightTransferError, match=why + r".*resharding\.transport=folder"):
+        client.needed_boxes(manifest_of(weights))
 
 
 def test_a_rank_that_does_not_answer(client_of: Callable) -> None:

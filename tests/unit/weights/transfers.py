@@ -15,7 +15,7 @@ from megarl.weights.carriers.group import GroupPlace, GroupTrainerEnd, group_rou
 from megarl.weights.carriers.links import EngineLink
 from megarl.weights.landing import Landing
 from megarl.weights.manifest import manifest_of
-from megarl.weights.plan import Part, RankBoxes, TransferPlan, plan_transfer
+from megarl.weights.plan import Part, RankBoxes, RankPlace, TransferPlan, plan_transfer
 from megarl.weights.rounds import Side
 from megarl.weights.sending import Sending, SendReport
 from megarl.weights.shard_layout import model_layouts
@@ -86,10 +86,12 @@ class Case(NamedTuple):
     def plan(self) -> TransferPlan:
         shapes = {name: meta.shape for name, meta in manifest_of(self.architecture, torch.float32).items()}
         sources = [
-            RankBoxes("node", f"device-{rank}", held_boxes(self.architecture, layout))
+            RankBoxes(RankPlace("node", f"device-{rank}"), held_boxes(self.architecture, layout))
             for rank, layout in enumerate(self.trainer.layouts(self.architecture))
         ]
-        targets = [RankBoxes("node", self.device(target), self.needed(target)) for target in range(sum(map(len, self.engine_ranks)))]
+        targets = [
+            RankBoxes(RankPlace("node", self.device(target)), self.needed(target)) for target in range(sum(map(len, self.engine_ranks)))
+        ]
         return plan_transfer(shapes, sources, targets, self.message_numel)
 
     def needed(self, target: int) -> dict[str, tuple[Rectangle, ...]]:
@@ -101,7 +103,7 @@ class TrainerRank:
     def __init__(self, case: Case, plan: TransferPlan, rank: int) -> None:
         self.case, self.rank = case, rank
         self.layout = case.trainer.layouts(case.architecture)[rank]
-        self.group, self.device = GroupTrainerEnd(), DeviceTrainerEnd(Wire.of_default_group(CPU), rank, f"device-{rank}")
+        self.group, self.device = GroupTrainerEnd(), DeviceTrainerEnd(Wire.of_default_group(CPU), rank)
         self.end = self.group if case.carrier == "group" else self.device
         self.plan = plan
         self.sending: Sending | None = None
@@ -199,7 +201,7 @@ def join(case: Case, plan: TransferPlan, own: TrainerRank | EngineRank, replica:
         if isinstance(own, TrainerRank):
             own.device.relay(replica, way.relays.get(rank, {}))
             if rank in way.beside:
-                address = own.device.serve(replica, way.sources[way.beside.index(rank)], torch.float32, CPU)
+                address = own.device.serve(replica, f"device-{rank}", way.sources[way.beside.index(rank)], torch.float32, CPU)
         addresses = shared(address)
         for number, target in enumerate(targets):
             if rank == num_trainers + target:

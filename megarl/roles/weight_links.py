@@ -1,0 +1,164 @@
+"""Who gets which weights from whom, and the ranks brought together for it: once for each replica, kept from push to push."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Collection, Mapping, Sequence
+from itertools import accumulate
+
+from megarl.controller.errors import PhaseTimeoutError, WorkerError
+from megarl.controller.futures import WorkerFuture, gather
+from megarl.controller.group import RoleGroup
+from megarl.controller.messages import qualified_name
+from megarl.roles.replicas import is_dead_or_unborn, results_of
+from megarl.roles.weight_source import WeightSource
+from megarl.weights.carriers.device import DevicePlace, device_route
+from megarl.weights.carriers.device import message_bytes as device_message_bytes
+from megarl.weights.carriers.group import GroupPlace, group_route
+from megarl.weights.carriers.links import EngineLink
+from megarl.weights.plan import Boxes, RankBoxes, RankPlace, TransferPlan, plan_transfer
+from megarl.weights.receipt import WeightTransferError
+from megarl.weights.wire import WireAddress
+from megarl.workers.rollout_worker import RolloutWorker
+from megarl.workers.weight_export import WeightExport
+
+
+class WeightLinks:
+    """Of one source and all replicas that it may send to. trainer_places, replica_places: of their ranks. beside: engine ranks get their
+    weights from the trainer rank on their device; else in a group of their own. limit_s: for a message."""
+
+    def __init__(
+        self,
+        source: WeightSource,
+        trainer_places: Sequence[RankPlace],
+        replica_places: Sequence[Sequence[RankPlace]],
+        beside: bool,
+        limit_s: float,
+    ) -> None:
+        self._source = source
+        self._trainer_places, self._replica_places = trainer_places, replica_places
+        self._beside, self._limit_s = beside, limit_s
+        ends = list(accumulate(map(len, replica_places), initial=0))
+        self._targets = [list(range(start, stop)) for start, stop in zip(ends, ends[1:], strict=False)]
+        self._needed: list[Boxes] = []  # of the ranks of a replica
+        self._plan: TransferPlan | None = None
+        self._joined: dict[int, RoleGroup] = {}
+        self._names: dict[int, str] = {}  # of what replicas have joined
+
+    def make(self, replicas: Mapping[int, RoleGroup]) -> dict[int, Exception]:
+        """All of `replicas` are joined when it returns, but for those that it returns, which are lost, with the reason.
+
+        Raises WorkerError where the tensors are not those of an engine's model, or a trainer rank fails.
+        """
+        lost: dict[int, Exception] = {}
+        new = {number: replica for number, replica in replicas.items() if self._joined.get(number) is not replica}
+        asking = {number: replica.call_rank(0, RolloutWorker.needed_boxes, self._source.manifest) for number, replica in new.items()}
+        for number, needed in results_of(asking, lost, is_lost).items():
+            self._expect(needed, number)
+        new = {number: replica for number, replica in new.items() if number not in lost}
+        if new:
+            self._names |= {number: f"weights-{number}-{uuid.uuid4().hex}" for number in new}
+            (self._join_devices if self._beside else self._join_groups)(new, lost)
+            self._joined |= {number: replica for number, replica in new.items() if number not in lost}
+        return lost
+
+    def name(self, replica: int) -> str:
+        """Under which it was joined."""
+        return self._names[replica]
+
+    def forget(self, lost: Collection[int]) -> None:
+        """Replicas that are dead. One in their place is to be joined anew; the others do not notice."""
+        for number in lost:
+            self._joined.pop(number, None)
+        if lost and not self._source.group.has_ended:
+            gather(*(self._source.group.call_rank(rank, WeightExport.leave_weights, number) for rank in self._ranks for number in lost))
+
+    def close(self) -> None:
+        """Lets go of all."""
+        joined, self._joined = self._joined, {}
+        leaving = [replica.call_rank(0, RolloutWorker.leave_weights) for replica in joined.values() if not replica.has_ended]
+        if joined:
+            gather(*leaving, *(self._source.group.call_rank(rank, WeightExport.end_weights) for rank in self._ranks))
+
+    @property
+    def _ranks(self) -> range:
+        return range(len(self._source.group.mesh))
+
+    # ---- the plan
+
+    def _expect(self, needed: list[Boxes], number: int) -> None:
+        """All replicas are made alike, so that the plan of the first is that of all, and of those that come in their places."""
+        if self._plan is None:
+            if len(needed) != len(self._targets[number]):
+                raise WeightTransferError(f"an engine of {len(self._targets[number])} ranks says what {len(needed)} need")
+            self._needed, self._plan = needed, self.plan(needed)
+        if needed != self._needed:
+            raise WeightTransferError(f"rollout replica {number} keeps other parts of the tensors than the first did; start the run anew")
+
+    def plan(self, needed: Sequence[Boxes]) -> TransferPlan:
+        """`needed`: of the ranks of each replica. Raises as `plan_transfer`."""
+        source = self._source
+        message_bytes = device_message_bytes(source.bucket_bytes, source.is_on_cuda) if self._beside else source.bucket_bytes
+        return plan_transfer(
+            {name: meta.shape for name, meta in source.manifest.items()},
+            [RankBoxes(place, boxes) for place, boxes in zip(self._trainer_places, source.boxes, strict=True)],
+            [RankBoxes(place, boxes) for places in self._replica_places for place, boxes in zip(places, needed, strict=True)],
+            message_bytes // source.torch_dtype.itemsize,
+        )
+
+    # ---- joining
+
+    def _join_devices(self, replicas: Mapping[int, RoleGroup], lost: dict[int, Exception]) -> None:
+        assert self._plan is not None
+        devices = [place.device for place in self._trainer_places]
+        call = self._source.group.call_rank
+        joining: dict[int, WorkerFuture[None]] = {}
+        for number, replica in replicas.items():
+            targets = {target: place.device for target, place in zip(self._targets[number], self._replica_places[number], strict=True)}
+            route = device_route(self._plan, devices, targets)
+            serving = [
+                call(rank, WeightExport.serve_weights, number, device, sources)
+                for rank, device, sources in zip(route.beside, targets.values(), route.sources, strict=True)
+            ]
+            relaying = [call(rank, WeightExport.relay_weights, number, route.relays.get(rank, {})) for rank in self._ranks]
+            links = [
+                EngineLink(DevicePlace(address, device), sources, self._source.torch_dtype)
+                for address, device, sources in zip(gather(*serving), targets.values(), route.sources, strict=True)
+            ]
+            gather(*relaying)
+            joining[number] = replica.call_rank(0, RolloutWorker.join_weights, links, self._names[number])
+        results_of(joining, lost, is_lost)
+
+    def _join_groups(self, replicas: Mapping[int, RoleGroup], lost: dict[int, Exception]) -> None:
+        """Each engine's ranks and its senders meet at the same time; trainers meet one engine after the other."""
+        assert self._plan is not None
+        call = self._source.group.call_rank
+        joining: dict[int, WorkerFuture[None]] = {}
+        meeting: dict[int, list[WorkerFuture[None]]] = {}
+        for number, replica in replicas.items():
+            route = group_route(self._plan, self._targets[number])
+            point = call(route.senders[0], WeightExport.reserve_weight_group).get()
+            address = WireAddress(self._names[number], point.host, point.port, route.size, point.backend, self._limit_s)
+            meeting[number] = [
+                call(rank, WeightExport.join_weight_group, number, GroupPlace(address, own), streams)
+                for own, (rank, streams) in enumerate(zip(route.senders, route.sends, strict=True))
+            ]
+            links = [
+                EngineLink(GroupPlace(address, len(route.senders) + own), streams, self._source.torch_dtype)
+                for own, streams in enumerate(route.receives)
+            ]
+            joining[number] = replica.call_rank(0, RolloutWorker.join_weights, links, self._names[number])
+        results_of(joining, lost, is_lost)
+        for number, futures in meeting.items():
+            for future in futures:
+                try:
+                    future.get()
+                except WorkerError as error:
+                    if error.error_type != qualified_name(WeightTransferError):
+                        raise
+                    lost.setdefault(number, error)  # who did not come
+
+
+def is_lost(error: WorkerError | PhaseTimeoutError) -> bool:
+    """Of a replica in a push: it is dead, or it lost the trainers on the way; another in its place would do better."""
+    return is_dead_or_unborn(error) or (isinstance(error, WorkerError) and error.error_type == qualified_name(WeightTransferError))

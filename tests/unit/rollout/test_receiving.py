@@ -1,0 +1,117 @@
+"""Weights that every engine receives while they are sent: push after push, from a trainer that stops, and from one that is gone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from math import prod
+
+import pytest
+
+from megarl.rollout.lifecycle import EngineStateError
+from megarl.weights.carriers.device import DevicePlace
+from megarl.weights.carriers.links import EngineLink
+from megarl.weights.checksum import checksum
+from megarl.weights.plan import Part, Stream
+from megarl.weights.receipt import WeightTransferError
+from tests.plain_trainer import PlainTrainer, joined
+from tests.unit.rollout.subjects import PROMPTS, Subject, greedy
+
+
+def tenth(subject: Subject) -> int:
+    """Elements of a message, so that there are some ten rounds."""
+    return sum(prod(meta.shape) for meta in subject.manifest.values()) // 10
+
+
+def assert_holds(subject: Subject, seed: int, version: int) -> None:
+    assert subject.engine.checksums() == {name: checksum(tensor) for name, tensor in subject.weights(seed).items()}
+    assert {sample.weight_versions for sample in subject.engine.generate(PROMPTS, greedy())} == {(version,)}
+
+
+@pytest.mark.parametrize("carrier", ["device", "group"])
+def test_push_after_push(subject: Subject, carrier: str) -> None:
+    """Also after the trainer gave its memory back, and after the engine did."""
+    with joined(subject.engine, subject.weights(0), carrier, tenth(subject)) as trainer:
+        trainer.push(subject.weights(1), version=1)
+        assert_holds(subject, seed=1, version=1)
+        for end in trainer.ends:
+            end.release()
+        trainer.push(subject.weights(2), version=2)
+        assert_holds(subject, seed=2, version=2)
+        subject.engine.sleep()
+        subject.engine.wake()
+        trainer.push(subject.weights(3), version=3)
+        subject.engine.wake_cache()
+        assert_holds(subject, seed=3, version=3)
+        subject.engine.leave_weights()
+
+
+@pytest.mark.parametrize("carrier", ["device", "group"])
+def test_a_trainer_that_is_gone_in_the_middle(ready: Subject, carrier: str) -> None:
+    engine = ready.engine
+    with joined(engine, ready.weights(0), carrier, tenth(ready)) as trainer:
+        engine.begin_weight_update(ready.manifest)
+        trainer.begin(ready.weights(1))
+        assert not trainer.go_on()  # nobody takes it
+        for end in trainer.ends:
+            end.leave(0)
+        with pytest.raises(WeightTransferError, match="gone|a peer was lost"):
+            engine.receive_weights()
+    with pytest.raises(EngineStateError, match="cannot generate while updating"):
+        engine.generate(PROMPTS, greedy())
+    with pytest.raises(WeightTransferError, match=r"missing from element 0"):
+        engine.end_weight_update(2)
+    engine.begin_weight_update(ready.manifest)
+    with pytest.raises(WeightTransferError, match="in the middle: join the trainers anew|gone|a peer was lost"):
+        engine.receive_weights()
+    engine.leave_weights()
+    with pytest.raises(WeightTransferError, match="has joined no trainer"):
+        engine.receive_weights()
+    ready.push(seed=3, version=3)
+    assert_holds(ready, seed=3, version=3)
+
+
+def with_parts(trainer: PlainTrainer, change: Callable[[tuple[Part, ...]], Sequence[Part]]) -> list[EngineLink]:
+    return [
+        replace(link, streams={source: Stream(change(stream.parts)) for source, stream in link.streams.items()}) for link in trainer.links
+    ]
+
+
+def without_the_first_part(trainer: PlainTrainer) -> list[EngineLink]:
+    return with_parts(trainer, lambda parts: parts[1:])
+
+
+def with_a_part_twice(trainer: PlainTrainer) -> list[EngineLink]:
+    return with_parts(trainer, lambda parts: (parts[0], *parts))
+
+
+def with_another_name(trainer: PlainTrainer) -> list[EngineLink]:
+    return with_parts(trainer, lambda parts: [part._replace(name="other") for part in parts])
+
+
+def on_another_device(trainer: PlainTrainer) -> list[EngineLink]:
+    links = []
+    for link in trainer.links:
+        assert isinstance(link.place, DevicePlace)
+        links.append(replace(link, place=link.place._replace(device="device-9")))
+    return links
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        (without_the_first_part, "would not arrive whole: .* elements are missing"),
+        (with_a_part_twice, "would not arrive whole: .* comes twice"),
+        (with_another_name, "other does not belong here"),
+        (on_another_device, "lie on device device-0, which an engine rank on device-9 cannot see"),
+    ],
+)
+def test_a_link_that_cannot_be_right_is_refused(ready: Subject, changed: Callable[[PlainTrainer], list[EngineLink]], message: str) -> None:
+    with joined(ready.engine, ready.weights(0)) as trainer, pytest.raises(WeightTransferError, match=message):
+        ready.engine.join_weights(changed(trainer))
+    assert_holds(ready, seed=0, version=1)
+    with joined(ready.engine, ready.weights(0)) as trainer:
+        trainer.close()
+        with pytest.raises(WeightTransferError, match=r"(are gone|is not the trainer's memory).*transport=folder"):
+            ready.engine.join_weights(trainer.links)
+        trainer.ends.clear()
