@@ -17,6 +17,7 @@ from megarl.config.architecture import read_architecture
 from megarl.config.schema import Device, DType, EngineConfig, ParallelConfig
 from megarl.engine import platform
 from megarl.engine.spec import ModelSpec
+from megarl.weights.name_mapping import EMBEDDING_TENSOR
 
 if TYPE_CHECKING:
     from megarl.engine.engine import MegatronEngine
@@ -38,7 +39,6 @@ MIXED_LAYOUTS: dict[str, ParallelConfig] = {
     "TP2+SPxDP2": ParallelConfig(**_TP, **_DP, sequence_parallel=True),
     "PP2xDP2": ParallelConfig(**_PP, **_DP),
 }
-BUCKET_BYTES = 20_000  # several buckets even for a tiny model
 
 Tensors = dict[str, Tensor]
 
@@ -109,23 +109,28 @@ def hf_gradients(engine: MegatronEngine) -> Tensors:
 
 def _hf_tensors(engine: MegatronEngine, named: Tensors) -> Tensors:
     """This stage's Hugging Face tensors on tensor-parallel rank 0, float32; nothing elsewhere (all ranks must ask)."""
-    from megarl.weights.gather import BucketGatherer, Shards
-    from megarl.weights.name_mapping import weights_of
+    from megarl.weights.manifest import manifest_of
+    from megarl.weights.plan import Part
+    from megarl.weights.shards import Shards, held_boxes
 
     _check_copies(engine, named)
-    spec = engine.spec
-    shapes = {tensor.name: tensor.shape for weight in weights_of(spec.architecture, spec.head) for tensor in weight.tensors}
-    pieces: dict[str, list[Tensor]] = {}
-    shards = Shards(parameters=named, architecture=spec.architecture, layout=engine.layout, group=engine.groups.tensor, head=spec.head)
-    gatherer = BucketGatherer(shards, BUCKET_BYTES, torch.float32)
-    for bucket in gatherer.buckets:
-        flat = torch.empty(bucket.volume) if gatherer.rank == 0 else None
-        gatherer.gather(bucket, flat)
-        for chunk, data in (
-            zip(bucket.chunks, flat.split([chunk.numel for chunk in bucket.chunks]), strict=True) if flat is not None else ()
-        ):
-            pieces.setdefault(chunk.name, []).append(data)
-    return {name: torch.cat(parts).view(shapes[name]) for name, parts in pieces.items()}
+    spec, layout = engine.spec, engine.layout
+    shards = Shards(parameters=named, architecture=spec.architecture, layout=layout, head=spec.head)
+    own = {
+        (name, box): torch.cat([region.reshape(-1) for region in shards.regions(Part(name, box))]).float()
+        for name, boxes in held_boxes(spec.architecture, layout, spec.head).items()
+        if not (name == EMBEDDING_TENSOR and not layout.holds_embedding)  # the tied copy of another stage
+        for box in boxes
+    }
+    gathered: list[Any] = [None] * spec.parallel.tensor_parallel_size
+    dist.all_gather_object(gathered, own, group=engine.groups.tensor)
+    if layout.tensor_parallel_rank != 0:
+        return {}
+    tensors: Tensors = {}
+    for (name, box), elements in (item for part in gathered for item in part.items()):
+        whole = tensors.setdefault(name, torch.full(manifest_of(spec.architecture, torch.float32, spec.head)[name].shape, torch.nan))
+        whole[box.slices] = elements.view(box.shape)
+    return tensors
 
 
 def _check_copies(engine: MegatronEngine, named: Tensors) -> None:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import pytest
+import torch
 import torch.distributed as dist
 
+from megarl.machine.memory import PeakMemory
 from megarl.weights.plan import numel_of
-from megarl.weights.sending import SendReport
+from megarl.weights.sending import Sending, SendReport
+from megarl.weights.shard_layout import shard_shapes
+from megarl.weights.shards import Shards
 from tests.unit.weights.models import architecture_of
-from tests.unit.weights.transfers import Case, Cut, EngineRank, TrainerRank, join
+from tests.unit.weights.transfers import CPU, Case, Cut, EngineRank, TrainerRank, join
 
 TRAINERS = {
     "TP1": Cut(),
@@ -67,3 +72,50 @@ def test_each_element_arrives_where_it_is_needed(rank_pool, trainer: str, engine
         assert sum(sent) == 2 * sum(4 * numel_of(case.needed(target)) for target in range(num_engine_ranks))
         for result in results[: cut.num_ranks]:
             assert all(report.planned_extra_bytes <= 6 * 4 * message_numel for report in result.reports)
+
+
+def measured(case: Case) -> list[int]:
+    """Extra bytes of a trainer rank in two passes, after one that makes what is kept; of an engine rank in its landing."""
+    rank, num_trainers = dist.get_rank(), case.trainer.num_ranks
+    plan = case.plan()
+    if rank < num_trainers:
+        own: TrainerRank | EngineRank = TrainerRank(case, plan, rank)
+        layout = case.trainer.layouts(case.architecture, case.padded_vocab)[rank]
+        parameters = {name: torch.ones(shape) for name, shape in shard_shapes(case.architecture, layout).items()}
+        shards = Shards(parameters=parameters, architecture=case.architecture, layout=layout)
+    else:
+        own = EngineRank(case, rank - num_trainers)
+        for tensors in own.tensors.values():
+            for tensor in tensors:
+                tensor.zero_()
+    join(case, plan, own, 0)
+    extra = []
+    for turn in range(3):
+        dist.barrier()
+        if turn == 2 and isinstance(own, TrainerRank):
+            own.end.release()
+        peak = PeakMemory(CPU)
+        if isinstance(own, TrainerRank):
+            sending = Sending(own.end, shards, [0])
+            while sending.run(()) is None:
+                pass
+        else:
+            own.receive()
+        extra.append(peak.extra_bytes())
+        dist.barrier()
+    own.end.close()
+    return extra
+
+
+@pytest.mark.parametrize("carrier", ["group", "device"])
+def test_memory_as_measured_is_at_most_two_messages_each_way(rank_pool, carrier: str) -> None:
+    """Of a model of 140 MB; the first pass makes what is kept, the second finds it, the third comes after it was given back."""
+    architecture = replace(architecture_of("qwen3", num_layers=1), vocab_size=30_000, hidden_size=1024)
+    message_bytes = 16 * 2**20 if carrier == "group" else 8 * 2**20  # with four slots
+    case = Case(architecture, "qwen3", False, Cut(tensor=2), (Cut(tensor=2),), carrier, message_bytes // 4, padded_vocab=30_000)
+    slack = 4 * 2**20  # of gloo, and of the interpreter
+    results = rank_pool.run(measured, world_size=4, case=case)
+    for number, extra in enumerate(results):
+        most = (4 if carrier == "device" else 2) * message_bytes  # the slots, which both sides have mapped
+        assert max(extra) <= most + slack, (number, extra)
+    assert max(results[0]) > message_bytes  # it measures

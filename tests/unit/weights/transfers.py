@@ -38,14 +38,14 @@ class Cut(NamedTuple):
     def num_ranks(self) -> int:
         return self.tensor * self.pipeline * self.data
 
-    def layouts(self, architecture: Architecture) -> list:
+    def layouts(self, architecture: Architecture, padded_vocab: int = PADDED_VOCAB) -> list:
         """In Megarl's order of ranks: tensor, data, pipeline."""
         of_replica = model_layouts(
             architecture,
             tensor_parallel_size=self.tensor,
             pipeline_parallel_size=self.pipeline,
             virtual_pipeline_parallel_size=self.virtual,
-            padded_vocab_size=PADDED_VOCAB,
+            padded_vocab_size=padded_vocab,
         )
         return [
             of_replica[stage * self.tensor + rank]
@@ -66,6 +66,7 @@ class Case(NamedTuple):
     carrier: str
     message_numel: int
     backend: str = "gloo"
+    padded_vocab: int = PADDED_VOCAB
 
     @property
     def engine_ranks(self) -> list[list[int]]:
@@ -87,7 +88,7 @@ class Case(NamedTuple):
         shapes = {name: meta.shape for name, meta in manifest_of(self.architecture, torch.float32).items()}
         sources = [
             RankBoxes(RankPlace("node", f"device-{rank}"), held_boxes(self.architecture, layout))
-            for rank, layout in enumerate(self.trainer.layouts(self.architecture))
+            for rank, layout in enumerate(self.trainer.layouts(self.architecture, self.padded_vocab))
         ]
         targets = [
             RankBoxes(RankPlace("node", self.device(target)), self.needed(target)) for target in range(sum(map(len, self.engine_ranks)))
@@ -95,14 +96,14 @@ class Case(NamedTuple):
         return plan_transfer(shapes, sources, targets, self.message_numel)
 
     def needed(self, target: int) -> dict[str, tuple[Rectangle, ...]]:
-        layouts = [layout for engine in self.engines for layout in engine.layouts(self.architecture)]
+        layouts = [layout for engine in self.engines for layout in engine.layouts(self.architecture, self.padded_vocab)]
         return held_boxes(self.architecture, layouts[target])
 
 
 class TrainerRank:
     def __init__(self, case: Case, plan: TransferPlan, rank: int) -> None:
         self.case, self.rank = case, rank
-        self.layout = case.trainer.layouts(case.architecture)[rank]
+        self.layout = case.trainer.layouts(case.architecture, case.padded_vocab)[rank]
         self.group, self.device = GroupTrainerEnd(), DeviceTrainerEnd(Wire.of_default_group(CPU), rank)
         self.end = self.group if case.carrier == "group" else self.device
         self.plan = plan

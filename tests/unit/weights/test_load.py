@@ -1,0 +1,96 @@
+"""Load against shards cut by slow loops, in every layout, and the boxes of tensors that lie in a shard."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from megarl.weights.boxes import Rectangle, tiling_fault
+from megarl.weights.load import load_into_shards
+from megarl.weights.manifest import manifest_of
+from megarl.weights.plan import Part
+from megarl.weights.shard_layout import ShardLayout, model_layouts, shard_shapes
+from megarl.weights.shards import Shards, held_boxes
+from tests.unit.weights.models import PADDED_VOCAB, architecture_of, random_model, save, slow_shards
+
+MODELS = [("qwen2", False), ("qwen2", True), ("qwen3", False), ("llama", True)]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, bool], Path]:
+    root = tmp_path_factory.mktemp("folders")
+    return {
+        # Half of the folders have several files and an index.
+        (family, tied): save(random_model(family, tied=tied), root / f"{family}-{tied}", "30KB" if tied else "5GB")
+        for family, tied in MODELS
+    }
+
+
+def loaded(folder: Path, architecture, layout: ShardLayout, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+    parameters = {name: torch.full(shape, torch.nan, dtype=dtype) for name, shape in shard_shapes(architecture, layout).items()}
+    load_into_shards(folder, architecture, layout, parameters)
+    return parameters
+
+
+def sub_boxes(box: Rectangle) -> list[Rectangle]:
+    """The box, and what an engine with other cuts would ask for: rows that begin and end inside of a head, some columns."""
+    rows = box.stops[0] - box.starts[0]
+    found = [box, box.along(0, box.starts[0] + rows // 3, box.stops[0] - rows // 4)]
+    if len(box.starts) > 1:
+        found.append(found[-1].along(1, box.starts[1] + 1, box.stops[1] - 2))
+    return [part for part in found if part.volume]
+
+
+@pytest.mark.parametrize(
+    ("tensor_parallel_size", "pipeline", "virtual"), [(1, 1, None), (2, 1, None), (1, 2, 2), (2, 2, None), (4, 1, None)]
+)
+def test_what_is_loaded_is_what_slow_loops_cut_and_is_found_again(
+    folders, tensor_parallel_size: int, pipeline: int, virtual: int | None
+) -> None:
+    for (family, tied), folder in folders.items():
+        architecture = architecture_of(family, tied=tied)
+        state = random_model(family, tied=tied).state_dict()
+        held: dict[str, set[Rectangle]] = {}
+        for layout in model_layouts(
+            architecture,
+            tensor_parallel_size=tensor_parallel_size,
+            pipeline_parallel_size=pipeline,
+            virtual_pipeline_parallel_size=virtual,
+            padded_vocab_size=PADDED_VOCAB,
+        ):
+            parameters = loaded(folder, architecture, layout)
+            expected = slow_shards(
+                state,
+                architecture,
+                tensor_parallel_size=tensor_parallel_size,
+                rank=layout.tensor_parallel_rank,
+                layers=layout.layers,
+                holds_embedding=layout.holds_embedding,
+                holds_output=layout.holds_output,
+            )
+            assert parameters.keys() == expected.keys()
+            for name, shard in expected.items():
+                assert torch.equal(parameters[name], shard), name
+            shards = Shards(parameters=parameters, architecture=architecture, layout=layout)
+            for name, boxes in held_boxes(architecture, layout).items():
+                held.setdefault(name, set()).update(boxes)
+                for part in (part for box in boxes for part in sub_boxes(box)):
+                    elements = torch.cat([region.reshape(-1) for region in shards.regions(Part(name, part))])
+                    assert torch.equal(elements, state[name][part.slices].reshape(-1)), (name, str(part))
+        manifest = manifest_of(architecture, torch.float32)
+        assert held.keys() == manifest.keys()
+        for name, meta in manifest.items():
+            assert tiling_fault(meta.shape, sorted(held[name], key=lambda box: box.starts)) is None, name
+
+
+def test_bfloat16_parameters_and_float32_folder(folders) -> None:
+    """Loading casts to the parameter's dtype."""
+    architecture = architecture_of("qwen3")
+    layout = model_layouts(architecture, tensor_parallel_size=1, padded_vocab_size=PADDED_VOCAB)[0]
+    shards = Shards(
+        parameters=loaded(folders["qwen3", False], architecture, layout, torch.bfloat16), architecture=architecture, layout=layout
+    )
+    state = random_model("qwen3").state_dict()
+    for name, (box,) in held_boxes(architecture, layout).items():
+        elements = torch.cat([region.reshape(-1) for region in shards.regions(Part(name, box))])
+        assert torch.equal(elements, state[name].bfloat16().view(-1)), name

@@ -1,0 +1,233 @@
+"""The plan of a transfer: every needed element once, from the nearest, in rounds that are bounded; for models of every size."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from math import ceil
+
+import pytest
+import torch
+
+from megarl.config.architecture import Architecture
+from megarl.config.derive import padded_vocab_size
+from megarl.weights.boxes import Rectangle, tiling_fault
+from megarl.weights.manifest import manifest_of
+from megarl.weights.plan import (
+    Boxes,
+    Part,
+    RankBoxes,
+    RankPlace,
+    Stream,
+    TransferPlan,
+    numel_of,
+    plan_transfer,
+    whole_boxes,
+)
+from megarl.weights.receipt import WeightTransferError
+from megarl.weights.shard_layout import model_layouts
+from megarl.weights.shards import boxes_by_rank
+from tests.unit.weights.models import architecture_of
+
+SHAPES = {"a": (8, 6), "b": (4,), "c": (6, 10)}
+WHOLE = whole_boxes(SHAPES)
+
+
+def rank(device: int, boxes: Boxes, per_node: int = 8) -> RankBoxes:
+    node = str(device // per_node)
+    return RankBoxes(RankPlace(node, f"{node}:{device % per_node}"), boxes)
+
+
+def rows(start: int, stop: int) -> Boxes:
+    """Of a and c; all of b."""
+    return {
+        "a": [Rectangle((start, 0), (stop, 6))],
+        "b": [Rectangle((0,), (4,))],
+        "c": [Rectangle((start * 6 // 8, 0), (stop * 6 // 8, 10))],
+    }
+
+
+def columns(start: int, stop: int) -> Boxes:
+    return {"a": [Rectangle((0, start), (8, stop))], "c": [Rectangle((0, start), (6, stop))]}
+
+
+def check(plan: TransferPlan, targets: Sequence[RankBoxes], message_numel: int) -> None:
+    """Each needed element comes once, in all rounds together, and no round is too large for any rank."""
+    sends: dict[tuple[int, int], int] = defaultdict(int)
+    for target, each in enumerate(targets):
+        coming: dict[str, list[Rectangle]] = defaultdict(list)
+        for number in range(plan.num_rounds):
+            received = 0
+            for source, stream in plan.of_target(target).items():
+                parts = list(stream.message(number))
+                assert sum(part.box.volume for part in parts) == stream.length(number)
+                received += stream.length(number)
+                sends[source, number] += stream.length(number)
+                for name, box in parts:
+                    coming[name].append(box)
+            assert received <= message_numel
+        for name, boxes in each.boxes.items():
+            for box in boxes:
+                inside = [part for part in coming[name] if part.intersect(box)]
+                assert tiling_fault(box.shape, [part.relative_to(box.starts) for part in inside]) is None
+        assert plan.received(target) == numel_of(each.boxes)
+    assert max(sends.values()) <= message_numel
+
+
+@pytest.mark.parametrize("message_numel", [4, 7, 50, 10**6])
+def test_any_cut_to_any_other(message_numel: int) -> None:
+    by_rows = [rank(number, rows(4 * number, 4 * number + 4)) for number in range(2)]
+    for needed in ([WHOLE], [rows(0, 2), rows(2, 7), rows(7, 8)], [columns(0, 2), columns(2, 6)], [WHOLE, columns(1, 3)]):
+        targets = [rank(10 + number, boxes) for number, boxes in enumerate(needed)]
+        plan = plan_transfer(SHAPES, by_rows, targets, message_numel)
+        check(plan, targets, message_numel)
+        assert plan.num_rounds >= ceil(max(numel_of(boxes) for boxes in needed) / message_numel)
+
+
+def test_who_is_nearest_sends() -> None:
+    """One copy on the target's device, one on its node, two elsewhere."""
+    sources = [rank(number, WHOLE) for number in (1, 0, 9, 17)]
+    assert set(plan_transfer(SHAPES, sources, [rank(0, WHOLE)], 1000).streams) == {(1, 0)}
+    assert set(plan_transfer(SHAPES, sources, [rank(3, WHOLE)], 1000).streams) == {(0, 0), (1, 0)}
+    assert set(plan_transfer(SHAPES, sources, [rank(12, WHOLE)], 1000).streams) == {(2, 0)}
+    assert {source for source, _ in plan_transfer(SHAPES, sources, [rank(99, WHOLE)], 1000).streams} == {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize("num_copies", [2, 3, 5])
+@pytest.mark.parametrize("num_targets", [1, 2, 4])
+def test_equal_copies_share_the_work(num_copies: int, num_targets: int) -> None:
+    sources = [rank(number, WHOLE, per_node=99) for number in range(num_copies)]
+    targets = [rank(200 + number, WHOLE, per_node=99) for number in range(num_targets)]
+    plan = plan_transfer(SHAPES, sources, targets, 1000)
+    sent = [plan.sent(source) for source in range(num_copies)]
+    assert max(sent) - min(sent) <= 1
+    assert sum(sent) == num_targets * numel_of(WHOLE)
+    check(plan, targets, 1000)
+
+
+def test_who_must_send_more_of_one_thing_sends_less_of_another() -> None:
+    """The first alone has `c`, which is more than half: the second sends what both have."""
+    sources = [rank(0, WHOLE), rank(1, {name: WHOLE[name] for name in ("a", "b")})]
+    plan = plan_transfer(SHAPES, sources, [rank(5, WHOLE)], 1000)
+    assert (plan.sent(0), plan.sent(1)) == (60, 52)
+
+
+def test_the_same_fraction_of_every_stream_in_each_round() -> None:
+    stream = Stream([Part("a", WHOLE["a"][0]), Part("c", WHOLE["c"][0])], num_rounds=7)
+    lengths = [stream.length(number) for number in range(7)]
+    assert (sum(lengths), max(lengths) - min(lengths)) == (108, 1)
+
+
+def test_what_cannot_be_planned_is_named() -> None:
+    half = rows(0, 4)
+    with pytest.raises(WeightTransferError, match=r"2 tensors cannot be sent: a: 24 elements that are needed.*c: 30 elements"):
+        plan_transfer(SHAPES, [rank(0, half)], [rank(1, WHOLE)], 100)
+    with pytest.raises(WeightTransferError, match="d is not a tensor of the model"):
+        plan_transfer(SHAPES, [rank(0, WHOLE)], [rank(1, {"d": [Rectangle((0,), (2,))]})], 100)
+    by_rows = [rank(number, rows(number, number + 1)) for number in range(8)]
+    with pytest.raises(
+        ValueError, match=r"a message of 7 elements is too small: rank 0 receives parts of 8 .*larger resharding\.bucket_mb"
+    ):
+        plan_transfer(SHAPES, by_rows, [rank(20, WHOLE)], 7)
+
+
+def test_a_plan_can_be_read() -> None:
+    text = str(plan_transfer({"b": (4,)}, [rank(0, {"b": WHOLE["b"]})], [rank(1, {"b": WHOLE["b"]})], 100))
+    assert text == "1 rounds\n0 -> 0: 4 elements in 1 boxes\n  b [0:4]"
+
+
+# ---- whole models
+
+
+def of_size(model_type: str, layers: int, hidden: int, ffn: int, heads: int, kv_heads: int, vocab: int) -> Architecture:
+    return Architecture(
+        model_type=model_type,
+        num_hidden_layers=layers,
+        hidden_size=hidden,
+        intermediate_size=ffn,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=128,
+        vocab_size=vocab,
+        max_position_embeddings=32768,
+        rms_norm_eps=1e-6,
+        rope_theta=1e6,
+        rope_scaling=None,
+        tie_word_embeddings=False,
+        qkv_bias=model_type == "qwen2",
+        qk_norm=False,
+    )
+
+
+def shapes_of(architecture: Architecture) -> dict[str, tuple[int, ...]]:
+    return {name: meta.shape for name, meta in manifest_of(architecture, torch.float32).items()}
+
+
+def cut(architecture: Architecture, tensor: int, pipeline: int = 1, data: int = 1) -> list[Boxes]:
+    """In Megatron's order of ranks."""
+    layouts = model_layouts(
+        architecture,
+        tensor_parallel_size=tensor,
+        pipeline_parallel_size=pipeline,
+        padded_vocab_size=padded_vocab_size(architecture.vocab_size, tensor),
+    )
+    order = [stage * tensor + each for stage in range(pipeline) for _ in range(data) for each in range(tensor)]
+    return boxes_by_rank(architecture, [layouts[number] for number in order])  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize(
+    ("architecture", "least_gb"),
+    [
+        (of_size("qwen2", 28, 3584, 18944, 28, 4, 152064), 7.62),
+        (of_size("llama", 80, 8192, 28672, 64, 8, 128256), 70.6),
+    ],
+    ids=["7B", "70B"],
+)
+@pytest.mark.parametrize("data", [1, 2])
+def test_each_rank_of_two_engines_gets_its_half_and_no_more(architecture: Architecture, least_gb: float, data: int) -> None:
+    sources = [rank(number, boxes) for number, boxes in enumerate(cut(architecture, 4, 2, data))]
+    targets = [rank(100 + number, boxes) for number, boxes in enumerate(cut(architecture, 2) * 2)]
+    plan = plan_transfer(shapes_of(architecture), sources, targets, 2**28)
+    assert [round(2 * plan.received(target) / 1e9, 2 if least_gb < 10 else 1) for target in range(4)] == [least_gb] * 4
+    sent = [plan.sent(source) for source in range(len(sources))]
+    assert min(sent) > 0.9 * max(sent)
+    assert plan.num_rounds <= 1.02 * ceil(max(plan.received(target) for target in range(4)) / 2**28) + 1
+
+
+def test_a_model_with_experts_is_planned_in_seconds() -> None:
+    """235B: 94 layers of 128 experts, three matrices each, as made-up boxes; a trainer of EP 8 with two copies, engines of EP 4."""
+    matrices = {"gate_proj": (1536, 4096), "up_proj": (1536, 4096), "down_proj": (4096, 1536)}
+    layers = [f"model.layers.{layer}.mlp.experts" for layer in range(94)]
+    shapes = {f"{layer}.{expert}.{name}": shape for layer in layers for expert in range(128) for name, shape in matrices.items()}
+
+    def ranks(num_ranks: int, copies: int, first: int) -> list[RankBoxes]:
+        """Each has whole experts, as many as the others."""
+        held = [
+            {
+                f"{layer}.{expert}.{name}": whole[name]
+                for layer in layers
+                for expert in range(start, start + 128 // num_ranks)
+                for name in whole
+            }
+            for start in range(0, 128, 128 // num_ranks)
+        ]
+        return [rank(first + number, boxes) for number, boxes in enumerate(held * copies)]
+
+    whole = {name: [Rectangle.whole(shape)] for name, shape in matrices.items()}
+    sources, targets = ranks(8, 2, 0), ranks(4, 2, 100)
+    plan = plan_transfer(shapes, sources, targets, 2**28)
+    total = sum(first * second for first, second in shapes.values())
+    assert [plan.received(target) for target in range(8)] == [total // 4] * 8
+    sent = [plan.sent(source) for source in range(16)]
+    assert min(sent) > 0.9 * max(sent)
+
+
+def test_layouts_of_tiny_models_are_all_planned_exactly() -> None:
+    for family, tied in (("qwen2", True), ("qwen3", False), ("llama", False)):
+        architecture = architecture_of(family, tied=tied)
+        for tensor, pipeline, data in ((1, 1, 1), (4, 1, 1), (2, 2, 2), (1, 2, 3)):
+            sources = [rank(number, boxes) for number, boxes in enumerate(cut(architecture, tensor, pipeline, data))]
+            shapes = shapes_of(architecture)
+            for needed in ([whole_boxes(shapes)] * 2, cut(architecture, 2), cut(architecture, 4) * 2):
+                targets = [rank(number, boxes) for number, boxes in enumerate(needed)]
+                check(plan_transfer(shapes, sources, targets, 1500), targets, 1500)

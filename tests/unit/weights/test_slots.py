@@ -1,0 +1,134 @@
+"""Slots between two processes: in turns, given back, and what each side learns when the other is gone."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from megarl.weights.receipt import WeightTransferError
+from megarl.weights.slots import SlotAddress, SlotReader, SlotWriter
+
+CPU = torch.device("cpu")
+SLOT_BYTES, NUM_SLOTS = 40, 3
+F32 = torch.float32
+
+
+@pytest.fixture
+def writer():
+    writer = SlotWriter(SLOT_BYTES, NUM_SLOTS, CPU, "device-0")
+    yield writer
+    writer.close()
+
+
+def test_slots_take_turns(writer: SlotWriter) -> None:
+    reader = SlotReader(writer.address, CPU, "device-0")
+    for _ in range(2):  # transfers
+        assert not reader.is_written(0, 0.0)
+        for number in range(NUM_SLOTS):
+            assert writer.is_free(number, 0.0)
+            writer.slot(number, F32).fill_(number)
+            writer.has_written()
+        assert not writer.is_free(NUM_SLOTS, 0.0)  # the first has not been read
+        for number in range(NUM_SLOTS):
+            assert reader.is_written(number, 1.0)
+            assert reader.slot(number, F32).tolist() == [float(number)] * 10
+            reader.has_read()
+        assert not reader.is_written(NUM_SLOTS, 0.0)
+        assert writer.is_free(NUM_SLOTS, 1.0)
+        assert writer.is_read(NUM_SLOTS, 1.0)
+        reader.end(NUM_SLOTS)
+    reader.close()
+
+
+def resident_shared_bytes() -> int:
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) * 1024 for line in status if line.startswith("RssShmem"))
+
+
+def test_memory_is_given_back_to_all() -> None:
+    size = 32 * 2**20
+    before = resident_shared_bytes()
+    writer = SlotWriter(size, 2, CPU, "device-0")
+    reader = SlotReader(writer.address, CPU, "device-0")
+    for number in range(2):
+        writer.slot(number, torch.uint8).fill_(7)
+        assert int(reader.slot(number, torch.uint8)[-1]) == 7
+    assert resident_shared_bytes() - before >= 2 * size
+    writer.empty()
+    assert resident_shared_bytes() - before < size // 4
+    assert int(reader.slot(1, torch.uint8)[-1]) == 0  # it has not let go, and holds nothing
+    writer.slot(1, torch.uint8).fill_(3)
+    assert int(reader.slot(1, torch.uint8)[-1]) == 3
+    writer.close()
+    assert resident_shared_bytes() - before < size // 4
+    reader.close()
+
+
+READER = """
+import sys, torch
+from megarl.weights.slots import SlotAddress, SlotReader
+reader = SlotReader(SlotAddress(*eval(sys.argv[1])), torch.device("cpu"), "device-0")
+print("joined", flush=True)
+print(reader.is_written(0, 60.0), reader.slot(0, torch.float32)[0].item(), flush=True)
+reader.has_read()
+sys.stdin.readline()
+"""
+
+
+def test_a_reader_that_is_killed_is_noticed(writer: SlotWriter) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", READER, repr(tuple(writer.address))], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "joined\n"
+    writer.slot(0, F32).fill_(5.0)
+    writer.has_written()
+    assert process.stdout.readline() == "True 5.0\n"
+    assert writer.is_free(NUM_SLOTS, 10.0)
+    process.kill()
+    process.communicate()
+    with pytest.raises(WeightTransferError, match="is gone"):
+        writer.is_free(NUM_SLOTS + 1, 10.0)
+    with pytest.raises(WeightTransferError, match="is gone"):
+        writer.has_written()
+
+
+WRITER = """
+import sys, torch
+from megarl.weights.slots import SlotWriter
+writer = SlotWriter(40, 3, torch.device("cpu"), "device-0")
+print(tuple(writer.address), flush=True)
+sys.stdin.readline()
+"""
+
+
+def test_a_writer_that_is_killed_is_noticed() -> None:
+    process = subprocess.Popen([sys.executable, "-c", WRITER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    address = SlotAddress(*eval(process.stdout.readline()))
+    reader = SlotReader(address, CPU, "device-0")
+    assert not reader.is_written(0, 0.1)
+    process.kill()
+    process.communicate()
+    with pytest.raises(WeightTransferError, match="is gone"):
+        reader.is_written(0, 10.0)
+    with pytest.raises(WeightTransferError, match="is gone"):
+        reader.has_read()
+    reader.close()
+    with pytest.raises(WeightTransferError, match=r"slots for weights are gone .*transport=folder"):
+        SlotReader(address, CPU, "device-0")
+
+
+def test_another_device_and_other_files_are_refused(writer: SlotWriter, tmp_path) -> None:
+    with pytest.raises(WeightTransferError, match="lie on device device-0, which an engine rank on device-1 cannot see"):
+        SlotReader(writer.address, CPU, "device-1")
+    with (tmp_path / "file").open("wb+") as file:
+        file.write(bytes(SLOT_BYTES * NUM_SLOTS))
+        file.flush()
+        other = writer.address._replace(memory=f"/proc/{os.getpid()}/fd/{file.fileno()}")
+        with pytest.raises(WeightTransferError, match="is not the trainer's memory of 120 bytes"):
+            SlotReader(other, CPU, "device-0")
