@@ -1,0 +1,109 @@
+"""Rank processes that a test may lose: they hang, die or are stopped, and none is left when the block ends.
+
+    with mortal_ranks(tmp_path, [trainer, engine]) as (trainer_rank, engine_rank):
+        trainer_rank.tell("push")
+        assert trainer_rank.hear() == "sent"
+
+Each runs a function of a module, `function(place)`, which speaks with the test by `place.say` and `place.listen`. They start warm: the test
+needs the fixture `warm_processes`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+
+from tests import warm
+
+ANSWER_LIMIT_S = 60
+
+
+class _Failure(NamedTuple):
+    traceback: str
+
+
+@dataclass(frozen=True)
+class Place:
+    """What a rank knows. store_path: of a dist.FileStore that all ranks share."""
+
+    rank: int
+    size: int
+    store_path: str
+    test: Connection
+
+    def say(self, value: Any) -> None:
+        self.test.send(value)
+
+    def listen(self) -> Any:
+        return self.test.recv()
+
+    def die(self, number: signal.Signals) -> NoReturn:
+        """By SIGKILL, or as good as dead by SIGSTOP."""
+        os.kill(os.getpid(), number)
+        raise AssertionError("unreachable")
+
+
+@dataclass(frozen=True)
+class MortalRank:
+    """The test's side of a rank."""
+
+    rank: int
+    connection: Connection
+
+    def tell(self, value: Any) -> None:
+        self.connection.send(value)
+
+    def hear(self) -> Any:
+        """What the rank says next. Raises AssertionError where it says nothing for long, or failed."""
+        assert self.connection.poll(ANSWER_LIMIT_S), f"rank {self.rank} has said nothing for {ANSWER_LIMIT_S} s"
+        value = self.connection.recv()
+        assert not isinstance(value, _Failure), f"rank {self.rank}:\n{value.traceback}"
+        return value
+
+    def is_silent(self, seconds: float) -> bool:
+        """For that long; at once False where it has spoken."""
+        return not self.connection.poll(seconds)
+
+
+def _run(function: Callable[[Place], None], place: Place, environment: Mapping[str, str]) -> None:
+    os.environ.update(environment)
+    import torch
+
+    torch.set_num_threads(1)
+    try:
+        function(place)
+    except BaseException:  # noqa: BLE001  (the boundary of a process: the traceback goes to the test)
+        place.say(_Failure(traceback.format_exc()))
+
+
+@contextlib.contextmanager
+def mortal_ranks(
+    folder: Path, functions: Sequence[Callable[[Place], None]], environments: Sequence[Mapping[str, str]] = ()
+) -> Iterator[list[MortalRank]]:
+    """folder: empty, for the store. environments: of each rank, beside the test's own."""
+    context = multiprocessing.get_context("spawn")
+    ranks, processes = [], []
+    try:
+        for rank, function in enumerate(functions):
+            ours, theirs = context.Pipe()
+            place = Place(rank, len(functions), str(folder / "store"), theirs)
+            environment = environments[rank] if environments else {}
+            process = context.Process(target=_run, args=(function, place, environment), daemon=True)
+            with warm.spawned():
+                process.start()
+            theirs.close()
+            ranks.append(MortalRank(rank, ours))
+            processes.append(process)
+        yield ranks
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
