@@ -15,10 +15,11 @@ from math import ceil
 from megarl.config.architecture import Architecture
 from megarl.config.derive import max_row_tokens, num_parameters, padded_vocab_size, samples_per_step
 from megarl.config.roles import ModelRole, model_roles
-from megarl.config.schema import Device, DType, OverBudget, ParallelConfig, PPOConfig, Recompute, SFTConfig
+from megarl.config.schema import Device, DType, OverBudget, ParallelConfig, PPOConfig, Recompute, SFTConfig, Transport
 from megarl.placement.dataflow import ENGINE, GRADIENTS, OPTIMIZER, PARAMETERS, Item, Phase
 from megarl.placement.offload_plan import OffloadPlan
 from megarl.placement.placement_plan import PlacementPlan
+from megarl.placement.transport import choose_transport
 
 _FLOAT32 = 4
 
@@ -66,7 +67,7 @@ class DeviceMemory:
 def plan_memory(config: PPOConfig | SFTConfig, plan: PlacementPlan, architectures: Mapping[str, Architecture]) -> list[DeviceMemory]:
     """Of each device, in the order of nodes and numbers. `architectures`: of each model role, by its name."""
     turns = OffloadPlan(plan)
-    sizes = _Sizes(config, architectures)
+    sizes = _Sizes(config, architectures, plan, turns)
     held = turns.held()
     steps = [phase for phase in turns.phases if phase.roles]
     on_device: dict[tuple[int, int], list[tuple[str, int]]] = {}  # roles, with the rank of their process
@@ -130,8 +131,12 @@ def refuses(config: PPOConfig | SFTConfig) -> bool:
 class _Sizes:
     """Of each role of a run."""
 
-    def __init__(self, config: PPOConfig | SFTConfig, architectures: Mapping[str, Architecture]) -> None:
+    def __init__(
+        self, config: PPOConfig | SFTConfig, architectures: Mapping[str, Architecture], plan: PlacementPlan, turns: OffloadPlan
+    ) -> None:
         self._config = config
+        self._engines_move = turns.engines_move
+        self._buckets = _buckets(config, plan) if isinstance(config, PPOConfig) else {}
         self._roles = {role.name: role for role in model_roles(config)}
         self._architectures = architectures
         self._weight_bytes = _weight_bytes(config.model.dtype)
@@ -153,25 +158,23 @@ class _Sizes:
         trains = Item(role, GRADIENTS) in phase.needs
         scores = works and not trains and phase.name != "update_weights"
         activations = self._activations(model, stage, trains) if trains or scores else 0
-        buckets = min(2 * self._bucket_bytes, state.parameters) if works and phase.name == "update_weights" else 0
+        buckets = min(self._buckets[role], state.parameters) if works and phase.name == "update_weights" else 0
         return Usage(**parts, activations=activations, buckets=buckets)
 
-    @property
-    def _bucket_bytes(self) -> int:
-        return int(self._config.resharding.bucket_mb * 2**20)
-
     def _engine(self, phase: Phase, works: bool) -> Usage:
-        """Weights, and a cache: of the share of the device that the engine takes, or for as many sequences as it writes at a time."""
+        """Weights, and a cache: of the share of the device that the engine takes, or for as many sequences as it writes at a time. One that
+        takes turns gets its weights first, and its cache when the trainer has made room."""
         config, policy = self._config, self._architectures["actor"]
         assert isinstance(config, PPOConfig)
         weights = engine_weights(config, policy)
         sequences = min(config.rollout.max_concurrency, -(-samples_per_step(config) // config.rollout.num_replicas))
         share = engine_share(config)
         receives = works and phase.name == "update_weights"
+        cache = sequences * row_cache(config, policy) if share is None else max(share - weights, row_cache(config, policy))
         return Usage(
             parameters=weights,
-            kv_cache=sequences * row_cache(config, policy) if share is None else max(share - weights, row_cache(config, policy)),
-            buckets=min(self._bucket_bytes, weights) if receives else 0,
+            kv_cache=0 if receives and self._engines_move else cache,
+            buckets=min(self._buckets["rollout"], weights) if receives else 0,
         )
 
     def _activations(self, model: ModelRole, stage: int, trains: bool) -> int:
@@ -203,6 +206,17 @@ class _Sizes:
         if isinstance(self._config, PPOConfig) and model.name == "critic":
             return self._config.critic.recompute
         return self._config.actor.recompute
+
+
+def _buckets(config: PPOConfig, plan: PlacementPlan) -> dict[str, int]:
+    """Bytes that a push takes on each side. `device`: slots of two buckets, which are the trainer's, and two messages of half a bucket to
+    others. `group`: two buckets for what is sent, and two for what is received. `folder`: two where files are written."""
+    bucket = int(config.resharding.bucket_mb * 2**20)
+    transport = choose_transport(config, plan)
+    return {
+        "actor": 3 * bucket if transport is Transport.device else 2 * bucket,
+        "rollout": 2 * bucket if transport is Transport.group else 0,
+    }
 
 
 def _share_under_way(parallel: ParallelConfig, stage: int) -> float:

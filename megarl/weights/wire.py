@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from megarl.weights.receipt import WeightTransferError
 
+_MEETING_LIMIT = timedelta(seconds=120)
 _POLL_S = 50e-6  # of what is under way on a device, at first
 _LONGEST_POLL_S = 2e-3
 
@@ -59,7 +60,7 @@ class Wire:
     def join(cls, address: WireAddress, rank: int, device: torch.device, listener: socket.socket | None = None) -> Wire:
         """Returns when all ranks are there. `listener`: of rank 0, the reserved port.
 
-        Raises WeightTransferError when they are not within `address.time_limit_s`.
+        Raises WeightTransferError when they are not within two minutes, or `address.time_limit_s`.
         """
         limit = timedelta(seconds=address.time_limit_s)
         try:
@@ -71,10 +72,13 @@ class Wire:
                 wait_for_workers=False,
                 master_listen_fd=None if listener is None else listener.detach(),
             )
+            # Those who make a communicator wait for each other without a limit, or with one that nobody else sees: first all are here.
+            store.set(f"here/{rank}", "")
+            store.wait([f"here/{each}" for each in range(address.world_size)], min(limit, _MEETING_LIMIT))
             backend = BACKENDS[address.backend](store, rank, address.world_size, limit, address.host, address.port)
             backend.eager_connect_single_device(device)
         except RuntimeError as error:  # all that torch.distributed raises derives from it
-            raise WeightTransferError(f"{address}: rank {rank} could not join within {address.time_limit_s:g} s: {error}") from error
+            raise WeightTransferError(f"{address}: rank {rank} could not join: {error}") from error
         return cls(backend, device, address.name)
 
     @classmethod
