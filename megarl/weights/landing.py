@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
-from megarl.machine.stopwatch import Stopwatch
 from megarl.weights.boxes import Rectangle, tiling_fault
 from megarl.weights.plan import Part
 from megarl.weights.receipt import WeightTransferError
@@ -30,16 +29,14 @@ class Landing:
         self._places = places
         self._copies: dict[tuple[int, int], list[tuple[torch.Tensor, torch.Tensor]]] = {}  # by round and slot: target, source
         self.received_bytes = 0
-        self.copying = Stopwatch(torch.device("cpu"))
 
     def unpack(self, number: int, slot: torch.Tensor) -> None:
         """Round `number` lies in `slot`, flat."""
         key = number, slot.data_ptr()
         if key not in self._copies:
             self._copies[key] = list(self._planned(number, slot))
-        with self.copying:
-            for target, source in self._copies[key]:
-                target.copy_(source)
+        for target, source in self._copies[key]:
+            target.copy_(source)
         self.received_bytes += self.sources.length(number) * self.dtype.itemsize
 
     def forget(self) -> None:

@@ -14,8 +14,9 @@ from megarl.weights.plan import numel_of
 from megarl.weights.sending import Sending, SendReport
 from megarl.weights.shard_layout import shard_shapes
 from megarl.weights.shards import Shards
+from tests.nccl_communicator import num_live_communicators
 from tests.unit.weights.models import architecture_of
-from tests.unit.weights.transfers import CPU, Case, Cut, EngineRank, TrainerRank, join
+from tests.unit.weights.transfers import CPU, Case, Cut, EngineRank, TrainerRank, join, trainers_wire
 
 TRAINERS = {
     "TP1": Cut(),
@@ -37,7 +38,8 @@ def transfer(case: Case, seeds: tuple[int, ...] = (1, 2)) -> Result:
     """A push of each seed's model to all engines."""
     rank, num_trainers = dist.get_rank(), case.trainer.num_ranks
     plan = case.plan()
-    own = TrainerRank(case, plan, rank) if rank < num_trainers else EngineRank(case, rank - num_trainers)
+    wire = trainers_wire(case)
+    own = TrainerRank(case, plan, rank, wire) if rank < num_trainers else EngineRank(case, rank - num_trainers)
     replicas = list(range(len(case.engines)))
     for replica in replicas:
         join(case, plan, own, replica)
@@ -49,7 +51,8 @@ def transfer(case: Case, seeds: tuple[int, ...] = (1, 2)) -> Result:
             result.received.append(own.receive())
             result.differing.extend(own.differing(case, seed))
     dist.barrier()
-    own.end.close()
+    own.close()
+    assert num_live_communicators() == 0
     return result
 
 
@@ -61,9 +64,10 @@ def test_each_element_arrives_where_it_is_needed(rank_pool, trainer: str, engine
     num_engine_ranks = sum(engine.num_ranks for engine in engines)
     if carrier == "device" and num_engine_ranks > cut.num_ranks:
         pytest.skip("an engine rank has no trainer rank beside it")  # which the placement refuses: test_transport.py
-    for (family, tied), message_numel in zip(FAMILIES, (500, 3000, 10**6), strict=True):
+    cases = [(family, tied, message_numel, "gloo") for (family, tied), message_numel in zip(FAMILIES, (500, 3000, 10**6), strict=True)]
+    for family, tied, message_numel, backend in [*cases, ("qwen3", False, 2000, "nccl_manners")]:
         architecture = architecture_of(family, tied=tied)
-        case = Case(architecture, family, tied, cut, engines, carrier, message_numel)
+        case = Case(architecture, family, tied, cut, engines, carrier, message_numel, backend)
         results = rank_pool.run(transfer, world_size=case.num_ranks, case=case)
         for target, result in enumerate(results[cut.num_ranks :]):
             assert result.differing == []
@@ -77,9 +81,9 @@ def test_each_element_arrives_where_it_is_needed(rank_pool, trainer: str, engine
 def measured(case: Case) -> list[int]:
     """Extra bytes of a trainer rank in two passes, after one that makes what is kept; of an engine rank in its landing."""
     rank, num_trainers = dist.get_rank(), case.trainer.num_ranks
-    plan = case.plan()
+    plan, wire = case.plan(), trainers_wire(case)
     if rank < num_trainers:
-        own: TrainerRank | EngineRank = TrainerRank(case, plan, rank)
+        own: TrainerRank | EngineRank = TrainerRank(case, plan, rank, wire)
         layout = case.trainer.layouts(case.architecture, case.padded_vocab)[rank]
         parameters = {name: torch.ones(shape) for name, shape in shard_shapes(case.architecture, layout).items()}
         shards = Shards(parameters=parameters, architecture=case.architecture, layout=layout)
@@ -103,7 +107,7 @@ def measured(case: Case) -> list[int]:
             own.receive()
         extra.append(peak.extra_bytes())
         dist.barrier()
-    own.end.close()
+    own.close()
     return extra
 
 

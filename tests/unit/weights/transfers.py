@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +21,8 @@ from megarl.weights.rounds import Side
 from megarl.weights.sending import Sending, SendReport
 from megarl.weights.shard_layout import model_layouts
 from megarl.weights.shards import Shards, held_boxes
-from megarl.weights.wire import Wire, WireAddress, reserve_port
+from megarl.weights.wire import BACKENDS, Wire, WireAddress, reserve_port
+from tests.nccl_manners import NcclManners
 from tests.unit.weights.models import PADDED_VOCAB, random_model, slow_shards
 
 CPU = torch.device("cpu")
@@ -100,11 +102,21 @@ class Case(NamedTuple):
         return held_boxes(self.architecture, layouts[target])
 
 
+def _manners(store: dist.Store, rank: int, size: int, limit: timedelta, host: str, port: int) -> NcclManners:
+    return NcclManners(store, rank, size, limit)
+
+
+BACKENDS["nccl_manners"] = _manners
+
+
 class TrainerRank:
-    def __init__(self, case: Case, plan: TransferPlan, rank: int) -> None:
+    """`wire`: among the trainers, None where they need none."""
+
+    def __init__(self, case: Case, plan: TransferPlan, rank: int, wire: Wire | None) -> None:
         self.case, self.rank = case, rank
         self.layout = case.trainer.layouts(case.architecture, case.padded_vocab)[rank]
-        self.group, self.device = GroupTrainerEnd(), DeviceTrainerEnd(Wire.of_default_group(CPU), rank)
+        self.group, self.device = GroupTrainerEnd(), DeviceTrainerEnd(wire, rank)  # type: ignore[arg-type]
+        self.wire = wire
         self.end = self.group if case.carrier == "group" else self.device
         self.plan = plan
         self.sending: Sending | None = None
@@ -135,6 +147,11 @@ class TrainerRank:
             pass
         return report
 
+    def close(self) -> None:
+        self.end.close()
+        if self.wire is not None:
+            self.wire.close()
+
 
 class EngineRank:
     def __init__(self, case: Case, target: int) -> None:
@@ -156,6 +173,9 @@ class EngineRank:
             pass
         return self.landing.received_bytes - before
 
+    def close(self) -> None:
+        self.end.close()
+
     def differing(self, case: Case, seed: int) -> list[str]:
         state = random_model(case.family, tied=case.tied, seed=seed, num_layers=case.architecture.num_hidden_layers).state_dict()
         return [
@@ -176,6 +196,16 @@ def shared(value: Any) -> list[Any]:
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, value)
     return gathered
+
+
+def trainers_wire(case: Case) -> Wire | None:
+    """Among the ranks that are trainers; every rank calls it."""
+    rank = dist.get_rank()
+    listener = reserve_port("127.0.0.1") if rank == 0 else None
+    port = shared(listener and listener.getsockname()[1])[0]
+    if rank >= case.trainer.num_ranks or case.carrier == "group":
+        return None
+    return Wire.join(WireAddress("trainers", "127.0.0.1", port, case.trainer.num_ranks, case.backend, 60.0), rank, CPU, listener)
 
 
 def join(case: Case, plan: TransferPlan, own: TrainerRank | EngineRank, replica: int) -> None:

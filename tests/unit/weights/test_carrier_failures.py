@@ -1,0 +1,240 @@
+"""Engines that die or hang in a push, at any round, by every carrier, over gloo and over NCCL's manners: the others get their weights, and
+so does the one that comes in the place of the lost one; nothing is left over."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from collections.abc import Iterator
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from megarl.weights.carriers.device import DevicePlace, device_route
+from megarl.weights.carriers.group import GroupPlace, group_route
+from megarl.weights.carriers.links import EngineLink
+from megarl.weights.plan import Part
+from megarl.weights.receipt import WeightTransferError
+from megarl.weights.sending import Sending, SendReport
+from megarl.weights.wire import Wire, WireAddress, reserve_port
+from tests.mortal_ranks import MortalRank, Place, mortal_ranks
+from tests.nccl_communicator import num_live_communicators
+from tests.unit.weights.models import architecture_of
+from tests.unit.weights.transfers import CPU, Case, Cut, EngineRank, TrainerRank
+
+pytestmark = pytest.mark.usefixtures("warm_processes")
+
+NUM_TRAINERS = 2
+LIMIT_S = 45.0
+
+
+class Obeying:
+    """A rank that does what the test tells it, one call after the other."""
+
+    def __init__(self, case: Case, place: Place) -> None:
+        self.case, self.place = case, place
+        self._listener: Any = None
+
+    def serve(self) -> None:
+        while (call := self.place.listen()) is not None:
+            name, *arguments = call
+            try:
+                self.place.say(getattr(self, name)(*arguments))
+            except WeightTransferError as error:
+                self.place.say(error)
+
+    def reserve(self) -> int:
+        self._listener = reserve_port("127.0.0.1")
+        return self._listener.getsockname()[1]
+
+    def wire(self, address: WireAddress, rank: int) -> Wire:
+        listener, self._listener = self._listener, None
+        return Wire.join(address, rank, CPU, listener)
+
+
+class ObeyingTrainer(Obeying):
+    def join_trainers(self, address: WireAddress | None) -> None:
+        wire = None if address is None else self.wire(address, self.place.rank)
+        self.own = TrainerRank(self.case, self.case.plan(), self.place.rank, wire)
+
+    def join_group(self, replica: int, place: GroupPlace) -> None:
+        route = group_route(self.own.plan, self.case.engine_ranks[replica])
+        self.own.group.join(replica, self.wire(place.address, place.rank), route.sends[place.rank])
+
+    def join_slots(self, replica: int) -> Any:
+        route = slots_route(self.case, replica)
+        self.own.device.relay(replica, route.relays.get(self.place.rank, {}))
+        if self.place.rank in route.beside:
+            number = route.beside.index(self.place.rank)
+            return self.own.device.serve(replica, f"device-{self.place.rank}", route.sources[number], torch.float32, CPU)
+        return None
+
+    def send(self, seed: int, replicas: list[int]) -> SendReport | None:
+        self.sending = Sending(self.own.end, self.own.shards(seed), replicas)
+        return self.go_on([])
+
+    def go_on(self, given_up: list[int]) -> SendReport | None:
+        return self.sending.run(given_up)
+
+    def leave(self, replica: int) -> None:
+        self.own.end.leave(replica)
+
+    def close(self) -> tuple[int, int]:
+        """Communicators and mapped slots that are left."""
+        self.own.close()
+        maps = Path("/proc/self/maps").read_text()
+        return num_live_communicators(), maps.count("megarl-slots")
+
+
+class ObeyingEngine(Obeying):
+    """The engine rank of replica `replica`."""
+
+    def __init__(self, case: Case, replica: int, place: Place) -> None:
+        super().__init__(case, place)
+        self.replica = replica
+        self.own = EngineRank(case, replica)
+
+    def link(self, link: EngineLink) -> None:
+        self.own.link(link)
+
+    def doom(self, parts: int, number: signal.Signals) -> None:
+        """It ends when so many more parts have come."""
+        places, count = self.own.landing._places, 0
+
+        def counted(part: Part) -> Any:
+            nonlocal count
+            count += 1
+            if count == parts:
+                self.place.die(number)
+            return places(part)
+
+        self.own.landing._places = counted
+        self.own.landing.forget()  # it asks anew
+
+    def receive(self, seed: int) -> list[str]:
+        self.own.receive()
+        return self.own.differing(self.case, seed)
+
+    def close(self) -> int:
+        self.own.close()
+        return num_live_communicators()
+
+
+def slots_route(case: Case, replica: int) -> Any:
+    devices = [f"device-{rank}" for rank in range(case.trainer.num_ranks)]
+    return device_route(case.plan(), devices, {target: case.device(target) for target in case.engine_ranks[replica]})
+
+
+def serve_trainer(case: Case, place: Place) -> None:
+    ObeyingTrainer(case, place).serve()
+
+
+def serve_engine(case: Case, replica: int, place: Place) -> None:
+    ObeyingEngine(case, replica, place).serve()
+
+
+class World(NamedTuple):
+    """As the driver has it. `spares`: engines that can come in the place of another."""
+
+    case: Case
+    trainers: list[MortalRank]
+    engines: dict[int, MortalRank]
+    spares: dict[int, MortalRank]
+
+    def ask(self, rank: MortalRank, *call: Any) -> Any:
+        rank.tell(call)
+        return rank.hear()
+
+    def join(self, replica: int) -> None:
+        case, engine = self.case, self.engines[replica]
+        plan, targets = case.plan(), case.engine_ranks[replica]
+        if case.carrier == "group":
+            route = group_route(plan, targets)
+            port = self.ask(self.trainers[route.senders[0]], "reserve")
+            address = WireAddress(f"replica-{replica}", "127.0.0.1", port, route.size, case.backend, LIMIT_S)
+            for number, sender in enumerate(route.senders):
+                self.trainers[sender].tell(("join_group", replica, GroupPlace(address, number)))
+            engine.tell(("link", EngineLink(GroupPlace(address, len(route.senders)), route.receives[0], torch.float32)))
+            assert [self.trainers[sender].hear() for sender in route.senders] == [None] * len(route.senders)
+        else:
+            way = slots_route(case, replica)
+            addresses = [self.ask(trainer, "join_slots", replica) for trainer in self.trainers]
+            place = DevicePlace(addresses[way.beside[0]], case.device(targets[0]))
+            engine.tell(("link", EngineLink(place, way.sources[0], torch.float32)))
+        assert engine.hear() is None
+
+    def push(self, seed: int, replicas: list[int], doomed: int | None = None) -> list[SendReport]:
+        """The trainers' reports. Who is in `doomed` is given up when the driver has heard of its death."""
+        for replica in replicas:
+            self.engines[replica].tell(("receive", seed))
+        for trainer in self.trainers:
+            trainer.tell(("send", seed, replicas))
+        waiting, reports, turns, start_s = list(self.trainers), [], 0, time.monotonic()
+        while waiting:
+            assert time.monotonic() - start_s < LIMIT_S, "a trainer waits for ever"
+            turns += 1
+            for trainer in list(waiting):
+                answer = trainer.hear()
+                if answer is not None:
+                    waiting.remove(trainer)
+                    reports.append(answer)
+                else:
+                    trainer.tell(("go_on", [doomed] if doomed is not None and turns > 1 else []))
+        for replica in replicas:
+            if replica != doomed:
+                assert self.engines[replica].hear() == []
+        return reports
+
+
+@pytest.fixture
+def world(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[World]:
+    carrier, backend = request.param
+    architecture = architecture_of("qwen3")
+    case = Case(architecture, "qwen3", False, Cut(tensor=2), (Cut(), Cut()), carrier, 3000, backend)
+    functions = [partial(serve_trainer, case)] * NUM_TRAINERS + [partial(serve_engine, case, replica) for replica in (0, 1, 0, 1)]
+    with mortal_ranks(tmp_path, functions) as ranks:
+        trainers, first, again = ranks[:NUM_TRAINERS], ranks[NUM_TRAINERS : NUM_TRAINERS + 2], ranks[NUM_TRAINERS + 2 :]
+        made = World(case, trainers, dict(enumerate(first)), dict(enumerate(again)))
+        address = None
+        if carrier == "device":
+            address = WireAddress("trainers", "127.0.0.1", made.ask(trainers[0], "reserve"), NUM_TRAINERS, backend, LIMIT_S)
+        for trainer in trainers:
+            trainer.tell(("join_trainers", address))
+        assert [trainer.hear() for trainer in trainers] == [None] * NUM_TRAINERS
+        yield made
+        for rank in [*trainers, *made.engines.values()]:
+            assert made.ask(rank, "close") in (0, (0, 0))
+
+
+KILLS = list(product(("device", "group"), ("gloo", "nccl_manners"), (signal.SIGKILL, signal.SIGSTOP)))
+
+
+@pytest.mark.parametrize(
+    ("world", "number"),
+    [((carrier, backend), number) for carrier, backend, number in KILLS],
+    indirect=["world"],
+    ids=lambda value: value.name if isinstance(value, signal.Signals) else "-".join(value),
+)
+@pytest.mark.parametrize("seed", range(int(os.environ.get("MEGARL_SOAK", "1"))))  # tests/soak asks for more
+def test_who_dies_or_hangs_takes_nobody_along(world: World, number: signal.Signals, seed: int) -> None:
+    chance = random.Random(f"{seed} {number} {world.case.carrier} {world.case.backend}")
+    for replica in (0, 1):
+        world.join(replica)
+    world.push(1, [0, 1])
+    lost = chance.randrange(2)
+    world.ask(world.engines[lost], "doom", chance.randrange(1, 60), number)
+    reports = world.push(2, [0, 1], doomed=lost)
+    assert any(lost in report.lost for report in reports)
+    assert all(list(report.lost) in ([], [lost]) for report in reports)
+    for trainer in world.trainers:
+        assert world.ask(trainer, "leave", lost) is None
+    world.engines[lost] = world.spares[lost]
+    world.join(lost)  # of which the other notices nothing
+    world.push(2, [lost])
+    world.push(3, [0, 1])
