@@ -28,7 +28,7 @@ DEFAULT_FILE_BYTES = 5 * 10**9
 
 
 class FilePlan(NamedTuple):
-    """One file, written by tensor-parallel rank 0 of the pipeline stage `stage`."""
+    """One file, of tensors of the pipeline stage `stage`. One of the stage's ranks writes it."""
 
     name: str
     stage: int
