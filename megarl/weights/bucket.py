@@ -7,13 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-
-class ChunkMeta(NamedTuple):
-    """Elements [offset, offset + numel) of the row-major Hugging Face tensor `name`."""
-
-    name: str
-    offset: int
-    numel: int
+from megarl.weights.receipt import ChunkMeta
 
 
 class SegmentHandle(NamedTuple):

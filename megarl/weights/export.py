@@ -1,11 +1,9 @@
-"""Writes a model as a Hugging Face folder: its stages write their own files at the same time, and all of it appears at once."""
+"""A model as a Hugging Face folder: which tensors its files have, and what goes beside them; all of it appears at once."""
 
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
 from math import prod
 from pathlib import Path
 from typing import NamedTuple
@@ -14,21 +12,17 @@ import torch
 
 from megarl.config.architecture import Architecture
 from megarl.machine.files import whole_folder
-from megarl.machine.memory import PeakMemory
-from megarl.weights.gather import Bucket, BucketGatherer, Shards
 from megarl.weights.hf_folder import CONFIG_FILE, copy_companions
 from megarl.weights.manifest import INDEX_FILE, SINGLE_FILE, manifest_of
 from megarl.weights.name_mapping import Head
 from megarl.weights.receipt import Manifest, TensorMeta
-from megarl.weights.safetensors_file import SafetensorsFile
-from megarl.weights.sender import Outlet, WeightSender
 from megarl.weights.shard_layout import ShardLayout, held_weights
 
 DEFAULT_FILE_BYTES = 5 * 10**9
 
 
 class FilePlan(NamedTuple):
-    """One file, written by tensor-parallel rank 0 of the pipeline stage `stage`."""
+    """One file, of tensors of the pipeline stage `stage`. One of the stage's ranks writes it."""
 
     name: str
     stage: int
@@ -61,66 +55,6 @@ def plan_files(
         FilePlan(f"model-{number:05d}-of-{len(parts):05d}.safetensors", stage, manifest)
         for number, (stage, manifest) in enumerate(parts, start=1)
     )
-
-
-class FileOutlet(Outlet):
-    """Into the files of one stage, by a thread of its own while the next bucket is assembled."""
-
-    def __init__(
-        self, folder: Path, files: Sequence[FilePlan], numel: int, dtype: torch.dtype, device: torch.device, durable: bool
-    ) -> None:
-        self._files = [SafetensorsFile(folder / file.name, file.manifest, durable) for file in files]
-        self._file_of = {name: opened for file, opened in zip(files, self._files, strict=True) for name in file.manifest}
-        self._buffers = [torch.empty(numel, dtype=dtype, device=device) for _ in range(2)]
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="weights-to-file")
-        self._under_way: list[Future[None] | None] = [None, None]
-        self.nbytes = sum(buffer.nbytes for buffer in self._buffers)
-
-    def buffer(self, slot: int) -> torch.Tensor:
-        if (under_way := self._under_way[slot]) is not None:
-            wait([under_way])
-        return self._buffers[slot]
-
-    def hand_over(self, slot: int, bucket: Bucket) -> str:
-        self._raise_failure(slot)
-        self._under_way[slot] = self._thread.submit(self._write, self._buffers[slot], bucket)
-        return ""
-
-    def _raise_failure(self, slot: int) -> None:
-        if (under_way := self._under_way[slot]) is not None:
-            under_way.result()
-
-    def _write(self, buffer: torch.Tensor, bucket: Bucket) -> None:
-        start_s = time.perf_counter()
-        for chunk, data in zip(bucket.chunks, buffer[: bucket.volume].split([chunk.numel for chunk in bucket.chunks]), strict=True):
-            self._file_of[chunk.name].write(chunk, data.cpu())
-        self.transport_s += time.perf_counter() - start_s
-
-    def close(self) -> None:
-        """Also raises OSError, where the disk is full."""
-        self._thread.shutdown()
-        for slot in range(2):
-            self._raise_failure(slot)
-        self._buffers = []
-        for file in self._files:
-            file.close()
-
-    def abandon(self) -> None:
-        self._thread.shutdown(cancel_futures=True)
-        self._buffers = []
-        for file in self._files:
-            file.abandon()
-
-
-def open_file_sender(
-    shards: Shards, bucket_bytes: int, dtype: torch.dtype, folder: Path, files: Sequence[FilePlan], durable: bool = True
-) -> WeightSender:
-    """`files`: those of this rank's stage. Ask for parcels until they are empty, then `end`: the files are complete, and where they
-    are `durable`, on the disk."""
-    peak = PeakMemory(shards.device)
-    gatherer = BucketGatherer(shards, bucket_bytes, dtype)
-    outlet = FileOutlet(folder, files, gatherer.largest_volume, dtype, shards.device, durable) if gatherer.rank == 0 else None
-    return WeightSender(gatherer, outlet, dtype, peak)
 
 
 def save_hf_folder(

@@ -43,13 +43,9 @@ class Landing:
         self._copies = {}
 
     def _planned(self, number: int, slot: torch.Tensor) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
-        for _, stream, where in self.sources.of_round(number):
-            position = where.start
-            for part in stream.message(number):
-                stop = position + part.box.volume
-                for place in self._places(part):
-                    yield place, slot[position:stop].view(part.box.shape)
-                position = stop
+        for part, elements in self.sources.parts(number, slot):
+            for place in self._places(part):
+                yield place, elements
 
 
 def _check(sources: Side, needed: Mapping[str, Sequence[Rectangle]]) -> None:

@@ -48,11 +48,14 @@ class RankBoxes:
 
 
 class Stream:
-    """What one rank sends to another, in order, over all rounds."""
+    """What one rank sends to another, in order, over all rounds: the same fraction in each, or in round n the elements from bounds[n]
+    to bounds[n + 1], where `bounds` are given."""
 
-    def __init__(self, parts: Sequence[Part], num_rounds: int = 1) -> None:
+    def __init__(self, parts: Sequence[Part], num_rounds: int = 1, bounds: Sequence[int] | None = None) -> None:
+        assert bounds is None or len(bounds) == num_rounds + 1
         self.parts = tuple(parts)
         self.num_rounds = num_rounds
+        self._bounds = bounds
         self._ends = list(accumulate(part.box.volume for part in parts))
 
     @property
@@ -79,6 +82,8 @@ class Stream:
             start, index = end, index + 1
 
     def _span(self, number: int) -> tuple[int, int]:
+        if self._bounds is not None:
+            return self._bounds[number], self._bounds[number + 1]
         return self.numel * number // self.num_rounds, self.numel * (number + 1) // self.num_rounds
 
 
@@ -116,16 +121,20 @@ class TransferPlan:
 
 
 def plan_transfer(
-    shapes: Mapping[str, Sequence[int]], sources: Sequence[RankBoxes], targets: Sequence[RankBoxes], message_numel: int
+    shapes: Mapping[str, Sequence[int]],
+    sources: Sequence[RankBoxes],
+    targets: Sequence[RankBoxes],
+    message_numel: int,
+    loads: Sequence[int] | None = None,
 ) -> TransferPlan:
     """`shapes`: of all tensors, in the order in which they are to be sent. `message_numel`: elements that a rank sends, and
-    receives, in a round at most.
+    receives, in a round at most. `loads`: elements that each source has to send besides; who has fewer of them sends more.
 
     Raises WeightTransferError that names the tensors of which a target needs elements that no source holds, ValueError where
     `message_numel` is too few for the number of ranks.
     """
     by_candidates = _cells(shapes, sources, targets)
-    loads = [0] * len(sources)
+    loads = list(loads or [0] * len(sources))
     parts: dict[tuple[int, int], list[Part]] = defaultdict(list)
     for candidates, cells in sorted(by_candidates.items(), key=lambda item: (len(item[0]), item[0])):
         volume = sum(part.box.volume for _, part in cells)
@@ -138,6 +147,21 @@ def plan_transfer(
     volumes = {pair: sum(part.box.volume for part in listed) for pair, listed in parts.items()}
     num_rounds = _num_rounds(volumes, message_numel)
     streams = {pair: Stream(sorted(listed, key=lambda part: order[part.name]), num_rounds) for pair, listed in parts.items()}
+    return TransferPlan(streams, num_rounds)
+
+
+def one_after_another(plans: Sequence[TransferPlan]) -> TransferPlan:
+    """All that the plans send, in their order: each round is one of theirs."""
+    num_rounds = sum(plan.num_rounds for plan in plans)
+    parts: dict[tuple[int, int], list[Part]] = defaultdict(list)
+    lengths: dict[tuple[int, int], list[int]] = defaultdict(lambda: [0] * num_rounds)
+    first = 0
+    for plan in plans:
+        for pair, stream in plan.streams.items():
+            parts[pair] += stream.parts
+            lengths[pair][first : first + plan.num_rounds] = map(stream.length, range(plan.num_rounds))
+        first += plan.num_rounds
+    streams = {pair: Stream(listed, num_rounds, list(accumulate(lengths[pair], initial=0))) for pair, listed in parts.items()}
     return TransferPlan(streams, num_rounds)
 
 

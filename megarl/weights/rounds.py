@@ -39,6 +39,15 @@ class Side:
                 yield rank, stream, slice(start, start + length)
                 start += length
 
+    def parts(self, number: int, flat: torch.Tensor) -> Iterator[tuple[Part, torch.Tensor]]:
+        """What came in a round, which lies in `flat`: each part, and its elements in the shape of its box."""
+        for _, stream, where in self.of_round(number):
+            position = where.start
+            for part in stream.message(number):
+                stop = position + part.box.volume
+                yield part, flat[position:stop].view(part.box.shape)
+                position = stop
+
     def length(self, number: int) -> int:
         """Elements of a round."""
         return sum(stream.length(number) for stream in self.streams.values())

@@ -6,6 +6,7 @@ import json
 import os
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from math import prod
 from pathlib import Path
 
@@ -38,11 +39,12 @@ class SafetensorsFile:
         self._data_start = 8 + len(encoded)
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         try:
-            os.ftruncate(self._file, self._data_start + end)
-        except OSError as error:  # which does not say where
+            with self._named():
+                os.ftruncate(self._file, self._data_start + end)
+            self._write(len(encoded).to_bytes(8, "little") + encoded, 0)
+        except OSError:
             os.close(self._file)
-            raise OSError(error.errno, error.strerror, str(path)) from None
-        self._write(len(encoded).to_bytes(8, "little") + encoded, 0)
+            raise
 
     def write(self, chunk: ChunkMeta, data: torch.Tensor) -> None:
         """`data`: flat, on the host. Raises WeightTransferError for a chunk that does not belong, OSError where the disk is full."""
@@ -52,22 +54,29 @@ class SafetensorsFile:
 
     def _write(self, data: bytes | memoryview, place: int) -> None:
         rest = memoryview(data)
-        try:
+        with self._named():
             while rest:
                 with self._lock:
                     written = os.pwrite(self._file, rest[:_WRITE_BYTES], place)
                 rest, place = rest[written:], place + written
-        except OSError as error:  # which does not say where
-            raise OSError(error.errno, error.strerror, str(self._path)) from None
 
     def close(self) -> None:
-        """Raises WeightTransferError that names tensors missing or doubled."""
+        """Raises WeightTransferError that names tensors missing or doubled, OSError where the disk did not take all."""
+        with self._named():
+            try:
+                self._receipt.close()
+                if self._durable:
+                    os.fsync(self._file)
+            finally:
+                os.close(self._file)
+
+    @contextmanager
+    def _named(self) -> Iterator[None]:
+        """What the system raises does not say which file it is about."""
         try:
-            self._receipt.close()
-            if self._durable:
-                os.fsync(self._file)
-        finally:
-            os.close(self._file)
+            yield
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(self._path)) from None
 
     def abandon(self) -> None:
         """Leaves the file as it is, incomplete."""

@@ -182,7 +182,7 @@ class _Waiter:
             except RuntimeError as error:
                 outcome.failure = error
             outcome.has_ended.set()
-            del item, works, outcome  # the tensors of the last message are not kept until the next
+            del item, works, work, outcome  # the tensors of the last message are not kept until the next
 
 
 def reserve_port(host: str) -> socket.socket:

@@ -17,7 +17,6 @@ from megarl.checkpoints.convert.streaming import BLOCK_BYTES, Job, Progress, Roo
 from megarl.checkpoints.torch_file import mapped
 from megarl.config.architecture import read_architecture
 from megarl.weights.boxes import Rectangle, contiguous_blocks
-from megarl.weights.bucket import ChunkMeta
 from megarl.weights.export import DEFAULT_FILE_BYTES, FilePlan, plan_files, write_index
 from megarl.weights.hf_folder import copy_companions, has_bias
 from megarl.weights.manifest import (
@@ -29,7 +28,7 @@ from megarl.weights.manifest import (
     read_checkpoint_index,
 )
 from megarl.weights.name_mapping import VALUE_BIAS_TENSOR, VALUE_HEAD_TENSOR, Head, weights_of
-from megarl.weights.receipt import TensorMeta
+from megarl.weights.receipt import ChunkMeta, TensorMeta
 from megarl.weights.safetensors_file import SafetensorsFile
 from megarl.weights.shard_layout import ShardLayout
 

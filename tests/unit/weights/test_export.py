@@ -6,39 +6,40 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from megarl.weights.bucket import ChunkMeta
-from megarl.weights.export import FilePlan, open_file_sender, plan_files, save_hf_folder
-from megarl.weights.gather import Shards
+from megarl.weights.carriers.folder import FolderTrainerEnd
+from megarl.weights.export import FilePlan, save_hf_folder
+from megarl.weights.export_plan import plan_export
 from megarl.weights.load import load_into_shards
 from megarl.weights.manifest import manifest_of
-from megarl.weights.receipt import Manifest, WeightTransferError
+from megarl.weights.receipt import ChunkMeta, Manifest, WeightTransferError
 from megarl.weights.safetensors_file import SafetensorsFile
-from megarl.weights.shard_layout import ShardLayout, model_layouts, shard_shapes
+from megarl.weights.sending import Sending
+from megarl.weights.shard_layout import model_layouts, shard_shapes
+from megarl.weights.shards import Shards
+from tests.unit.weights.exports import small_files_only
 from tests.unit.weights.models import PADDED_VOCAB, architecture_of, random_model, save
 
 ARCHITECTURE = architecture_of("qwen2", tied=True)
 
 
-def stage_layouts(pipeline: int) -> tuple[ShardLayout, ...]:
-    return model_layouts(ARCHITECTURE, tensor_parallel_size=1, pipeline_parallel_size=pipeline, padded_vocab_size=PADDED_VOCAB)
-
-
-def export(source: Path, target: Path, pipeline: int = 1, max_file_bytes: int = 5 * 10**9, stop_after: int | None = None) -> None:
-    """All stages in this process, one after the other; `stop_after` parcels a stage is taken for complete."""
-    files = plan_files(ARCHITECTURE, stage_layouts(pipeline), torch.float32, max_file_bytes=max_file_bytes)
+def export(source: Path, target: Path, max_file_bytes: int = 5 * 10**9) -> None:
+    """By one process that is alone."""
+    (layout,) = model_layouts(ARCHITECTURE, tensor_parallel_size=1, padded_vocab_size=PADDED_VOCAB)
+    parameters = {name: torch.empty(shape) for name, shape in shard_shapes(ARCHITECTURE, layout).items()}
+    load_into_shards(source, ARCHITECTURE, layout, parameters)
+    shards = Shards(parameters=parameters, architecture=ARCHITECTURE, layout=layout)
+    plan = plan_export(ARCHITECTURE, [layout], ["node"], torch.float32, message_bytes=3000, max_file_bytes=max_file_bytes)
 
     def write(folder: Path) -> None:
-        for stage, layout in enumerate(stage_layouts(pipeline)):
-            parameters = {name: torch.empty(shape) for name, shape in shard_shapes(ARCHITECTURE, layout).items()}
-            load_into_shards(source, ARCHITECTURE, layout, parameters)
-            shards = Shards(parameters=parameters, architecture=ARCHITECTURE, layout=layout, group=None)
-            sender = open_file_sender(shards, 3000, torch.float32, folder, [file for file in files if file.stage == stage])
-            count = 0
-            while count != stop_after and sender.next_parcel().chunks:
-                count += 1
-            sender.end()
+        end = FolderTrainerEnd(None, 0, plan.of_rank(0), folder)
+        try:
+            sending = Sending(end, shards, ())
+            while sending.run(()) is None:
+                pass
+        finally:
+            end.close()
 
-    save_hf_folder(write, files, target, source)
+    save_hf_folder(write, plan.files, target, source)
 
 
 @pytest.fixture
@@ -49,12 +50,10 @@ def source(tmp_path: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(("pipeline", "max_file_bytes", "num_files"), [(1, 5 * 10**9, 1), (1, 40_000, 3), (2, 5 * 10**9, 2)])
-def test_transformers_loads_the_folder_and_gives_the_same_logits(
-    tmp_path, source, pipeline: int, max_file_bytes: int, num_files: int
-) -> None:
+@pytest.mark.parametrize(("max_file_bytes", "num_files"), [(5 * 10**9, 1), (40_000, 3)])
+def test_transformers_loads_the_folder_and_gives_the_same_logits(tmp_path, source, max_file_bytes: int, num_files: int) -> None:
     target = tmp_path / "runs" / "export"
-    export(source, target, pipeline, max_file_bytes)
+    export(source, target, max_file_bytes)
 
     files = list(target.glob("*.safetensors"))
     assert len(files) == num_files
@@ -72,12 +71,12 @@ def test_transformers_loads_the_folder_and_gives_the_same_logits(
     assert torch.equal(model(tokens).logits, reference(tokens).logits)
 
 
-def test_incomplete_weights_leave_what_was_there(tmp_path, source) -> None:
+def test_a_full_disk_leaves_what_was_there(tmp_path, source) -> None:
     target = tmp_path / "export"
     export(source, target)
     before = (target / "model.safetensors").read_bytes()
-    with pytest.raises(WeightTransferError, match=r"50 tensors incomplete.*embed_tokens.weight \(missing from element 1920 of 6368"):
-        export(source, target, stop_after=3)
+    with small_files_only(100_000), pytest.raises(OSError, match=r"too large: .*/model\.safetensors"):
+        export(source, target)
     assert (target / "model.safetensors").read_bytes() == before
     assert {path.name for path in tmp_path.iterdir()} == {"source", "export"}
 

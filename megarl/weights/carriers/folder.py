@@ -1,0 +1,184 @@
+"""The carrier `folder`: trainer ranks write the files of a Hugging Face folder, and send each other what a file needs of them.
+
+A file has one writer. It is written in windows, stretches of the file as large as a message; in each round the writers get what a window
+of theirs needs, from whoever holds it, so that a writer has three windows at most: one that fills, one that is written, one that waits.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Collection, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from itertools import accumulate
+from math import prod
+from pathlib import Path
+
+import torch
+
+from megarl.weights.carriers.device import MESSAGE_BYTES_ON_A_CPU
+from megarl.weights.export_plan import RankExport, Window
+from megarl.weights.plan import Part
+from megarl.weights.rounds import PATIENCE_S, Inbox, Lane, Rounds, Side
+from megarl.weights.safetensors_file import SafetensorsFile
+from megarl.weights.sending import Opened, TrainerEnd
+from megarl.weights.shards import Shards
+from megarl.weights.wire import Wire
+
+NUM_WINDOWS = 3  # with two, the disk waits while the next window is filled
+NUM_BUFFERS = 2 + 2 + NUM_WINDOWS  # messages to others, messages from others, windows: a writer's, of one message each at most
+
+
+def folder_message_bytes(bucket_bytes: int, is_cuda: bool) -> int:
+    """Of one message: all buffers of a rank hold two buckets at most."""
+    each = 2 * bucket_bytes // NUM_BUFFERS
+    return each if is_cuda else min(each, MESSAGE_BYTES_ON_A_CPU)
+
+
+class FolderTrainerEnd(TrainerEnd):
+    """For one pass. `wire`: among the trainers, in which this one is `rank`; None where it is alone. `durable`: the files are to outlive
+    a power cut.
+
+    A file that cannot be written is an OSError at the end of the pass: until then a writer takes what it is sent, so that no message
+    stays behind on the wire, which others use after it.
+    """
+
+    def __init__(self, wire: Wire | None, rank: int, part: RankExport, folder: Path, durable: bool = True) -> None:
+        self._wire, self._rank, self._part = wire, rank, part
+        self._output = _Output(folder, durable)
+
+    def open(self, shards: Shards, replicas: Collection[int] = ()) -> Opened:
+        part = self._part
+        sends = Side(part.sends)
+        inbox = _FolderInbox(self._rank, part, self._output, shards.device) if part.windows else None
+        buffers = torch.empty(2, sends.largest, dtype=part.dtype, device=shards.device)
+        lanes = [] if self._wire is None else [Lane(self._wire, sends, receives=inbox is not None)]
+        rounds = Rounds(lanes, part.num_rounds, buffers, shards.regions, inbox)
+        own, kept = (0, 0) if inbox is None else (inbox.own_numel, inbox.nbytes)
+        return Opened(rounds, (sends.numel + own) * part.dtype.itemsize, buffers.nbytes + kept)
+
+    def leave(self, replica: int) -> None:
+        """Nobody reads while files are written."""
+
+    def release(self) -> None:
+        """Nothing is kept: the next pass has an end of its own."""
+
+    def close(self) -> None:
+        """Whatever is under way: what is not complete stays incomplete."""
+        self._output.close()
+
+
+class _FolderInbox(Inbox):
+    """Puts what arrives where it belongs in a window, and hands the window over when it is full. A round is of one window."""
+
+    def __init__(self, rank: int, part: RankExport, output: _Output, device: torch.device) -> None:
+        self.sources = Side(part.receives)
+        self.own = rank if rank in self.sources.streams else None
+        self._windows, self._output = part.windows, output
+        self._slots = torch.empty(2, self.sources.largest, dtype=part.dtype, device=device)
+        self._buffers = torch.empty(NUM_WINDOWS, max(window.numel for window in part.windows), dtype=part.dtype, device=device)
+        self._begins = list(accumulate(map(self.sources.length, range(part.num_rounds)), initial=0))  # elements before each round
+        self._ends = list(accumulate(window.numel for window in part.windows))
+        self._writes: deque[Future[None]] = deque()
+        self._num_written = 0
+        self._failure: BaseException | None = None
+
+    @property
+    def own_numel(self) -> int:
+        return 0 if self.own is None else self.sources.streams[self.own].numel
+
+    @property
+    def nbytes(self) -> int:
+        return self._slots.nbytes + self._buffers.nbytes
+
+    def is_free(self, number: int) -> bool:
+        """Not before the window that had the same buffer is written; it was handed over two rounds ago at the latest."""
+        return self._is_written(self._window_of(number) + 1 - NUM_WINDOWS)
+
+    def slot(self, number: int) -> torch.Tensor:
+        return self._slots[number % 2]
+
+    def deliver(self, number: int) -> None:
+        if self._begins[number] == self._begins[number + 1]:
+            return
+        index = self._window_of(number)
+        window = self._windows[index]
+        buffer = self._buffers[index % NUM_WINDOWS, : window.numel]
+        starts = dict(zip((name for name, *_ in window.chunks), _first_elements(window), strict=True))
+        for part, elements in self.sources.parts(number, self.slot(number)):
+            _place(part, window.file.manifest[part.name].shape, buffer, starts[part.name]).copy_(elements)
+        if buffer.is_cuda:
+            torch.cuda.current_stream(buffer.device).synchronize()  # what comes next, and the thread that writes, have other streams
+        if self._begins[number + 1] == self._ends[index]:
+            self._writes.append(self._output.write(window, buffer))
+
+    def is_taken(self) -> bool:
+        """Raises why the first file that could not be written was not."""
+        if not self._is_written(len(self._windows)):
+            return False
+        self._output.close()
+        if self._failure is not None:
+            raise self._failure
+        return True
+
+    def _window_of(self, number: int) -> int:
+        return bisect_right(self._ends, self._begins[number])
+
+    def _is_written(self, count: int) -> bool:
+        """Whether that many windows are; False after PATIENCE_S."""
+        while self._num_written < count:
+            if wait([self._writes[0]], PATIENCE_S).not_done:
+                return False
+            failure = self._writes.popleft().exception()
+            self._failure = self._failure or failure
+            self._num_written += 1
+        return True
+
+
+def _first_elements(window: Window) -> Iterator[int]:
+    """Where each tensor's element 0 lies, or would lie, in the window."""
+    position = 0
+    for chunk in window.chunks:
+        yield position - chunk.offset
+        position += chunk.numel
+
+
+def _place(part: Part, shape: Sequence[int], buffer: torch.Tensor, start: int) -> torch.Tensor:
+    """The view of `buffer`, a stretch of memory in which element 0 of the part's tensor lies at `start`, that is to become the part."""
+    strides = [prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    first = buffer.storage_offset() + start + sum(map(int.__mul__, part.box.starts, strides))
+    return buffer.as_strided(part.box.shape, strides, first)
+
+
+class _Output:
+    """Writes windows into their files, one after another, in a thread of its own. After a failure it writes nothing more."""
+
+    def __init__(self, folder: Path, durable: bool) -> None:
+        self._folder, self._durable = folder, durable
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="weights-to-file")
+        self._file: SafetensorsFile | None = None
+        self._is_whole = True
+
+    def write(self, window: Window, data: torch.Tensor) -> Future[None]:
+        """`data`: flat, not to be touched until the future is done, which raises OSError that names the file."""
+        return self._thread.submit(self._write, window, data)
+
+    def close(self) -> None:
+        """When what is being written is. A file that is not complete is left so."""
+        self._thread.shutdown(cancel_futures=True)
+        if self._file is not None:
+            self._file.abandon()
+            self._file = None
+
+    def _write(self, window: Window, data: torch.Tensor) -> None:
+        was_whole, self._is_whole = self._is_whole, False
+        if not was_whole:
+            return
+        if self._file is None:
+            self._file = SafetensorsFile(self._folder / window.file.name, window.file.manifest, self._durable)
+        for chunk, elements in zip(window.chunks, data.cpu().split([chunk.numel for chunk in window.chunks]), strict=True):
+            self._file.write(chunk, elements)
+        if window.is_last:
+            file, self._file = self._file, None
+            file.close()
+        self._is_whole = True

@@ -1,0 +1,135 @@
+"""Exports among real ranks without a driver: each writes its part of a folder."""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+
+from megarl.config.architecture import Architecture
+from megarl.weights.carriers.folder import FolderTrainerEnd
+from megarl.weights.export_plan import ExportPlan, plan_export
+from megarl.weights.manifest import manifest_of
+from megarl.weights.name_mapping import VALUE_HEAD_TENSOR, Head
+from megarl.weights.sending import Sending, SendReport
+from megarl.weights.shards import Shards
+from megarl.weights.wire import Message, UnderWay, Wire
+from tests.unit.weights.models import HIDDEN, architecture_of, random_model, slow_shards
+from tests.unit.weights.transfers import Cut
+
+CPU = torch.device("cpu")
+
+
+class Export(NamedTuple):
+    """Of a random float32 model that ranks hold in `cut`."""
+
+    cut: Cut
+    family: str
+    tied: bool
+    message_bytes: int
+    max_file_bytes: int = 5 * 10**9
+    head: Head = "lm"
+    dtype: torch.dtype = torch.float32
+
+    @property
+    def architecture(self) -> Architecture:
+        return architecture_of(self.family, tied=self.tied)
+
+    def plan(self) -> ExportPlan:
+        return plan_export(
+            self.architecture,
+            self.cut.layouts(self.architecture),
+            ["node"] * self.cut.num_ranks,
+            self.dtype,
+            self.head,
+            message_bytes=self.message_bytes,
+            max_file_bytes=self.max_file_bytes,
+        )
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """What the folder is to hold."""
+        state = dict(random_model(self.family, tied=self.tied).state_dict())
+        state[VALUE_HEAD_TENSOR] = torch.randn(1, HIDDEN, generator=torch.Generator().manual_seed(1))
+        return {name: state[name].to(self.dtype) for name in manifest_of(self.architecture, self.dtype, self.head)}
+
+    def shards(self, rank: int) -> Shards:
+        layout = self.cut.layouts(self.architecture)[rank]
+        parameters = slow_shards(
+            random_model(self.family, tied=self.tied).state_dict(),
+            self.architecture,
+            tensor_parallel_size=layout.tensor_parallel_size,
+            rank=layout.tensor_parallel_rank,
+            layers=layout.layers,
+            holds_embedding=layout.holds_embedding,
+            holds_output=layout.holds_output,
+        )
+        if self.head == "value" and layout.holds_output:
+            parameters["output_layer.weight"] = self.state()[VALUE_HEAD_TENSOR]
+        return Shards(
+            parameters={name: value.contiguous() for name, value in parameters.items()},
+            architecture=self.architecture,
+            layout=layout,
+            head=self.head,
+        )
+
+
+class CountingWire(Wire):
+    """Bytes that this rank gave to others."""
+
+    sent_bytes = 0
+
+    def start(self, sends: Sequence[Message], receives: Sequence[Message], tag: int) -> UnderWay:
+        self.sent_bytes += sum(tensor.nbytes for _, tensor in sends)
+        return super().start(sends, receives, tag)
+
+
+class Written(NamedTuple):
+    report: SendReport
+    sent_bytes: int
+
+
+def write(export: Export, folder: Path, wire: Wire | None = None) -> SendReport:
+    """This rank's part; alone without a wire."""
+    rank = 0 if wire is None else dist.get_rank()
+    end = FolderTrainerEnd(wire, rank, export.plan().of_rank(rank), folder)
+    try:
+        sending = Sending(end, export.shards(rank), ())
+        while (report := sending.run(())) is None:
+            pass
+        return report
+    finally:
+        end.close()
+
+
+def write_all(exports: Sequence[tuple[Export, Path]]) -> list[Written]:
+    """Called by every rank of a pool."""
+    wire, written = CountingWire.of_default_group(CPU), []
+    for export, folder in exports:
+        wire.sent_bytes = 0
+        written.append(Written(write(export, folder, wire), wire.sent_bytes))
+    return written
+
+
+def differing(folder: Path, state: dict[str, torch.Tensor]) -> list[str]:
+    """Names of tensors that the folder's files hold otherwise, not, or besides."""
+    found = {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
+    return [
+        name for name in found.keys() | state.keys() if name not in found or name not in state or not torch.equal(found[name], state[name])
+    ]
+
+
+@contextmanager
+def small_files_only(max_bytes: int) -> Iterator[None]:
+    """This process cannot write larger ones, as if the disk were full."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (max_bytes, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)

@@ -1,0 +1,125 @@
+"""The plan of an export: who writes what, from whom it comes, and that every round is bounded."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from math import prod
+
+import pytest
+import torch
+
+from megarl.weights.boxes import Rectangle, range_rectangles, tiling_fault
+from megarl.weights.export import FilePlan
+from megarl.weights.export_plan import ExportPlan, windows_of
+from megarl.weights.plan import Part, RankBoxes, RankPlace, one_after_another, plan_transfer, whole_boxes
+from megarl.weights.receipt import ChunkMeta, TensorMeta
+from megarl.weights.shards import held_boxes
+from tests.unit.weights.exports import Export
+from tests.unit.weights.test_folder_carrier import LAYOUTS, exports_of
+from tests.unit.weights.transfers import Cut
+
+
+def test_windows_are_stretches_of_a_file() -> None:
+    """By hand: 6 + 1 + 5 elements in windows of 4."""
+    shapes = {"a": (2, 3), "b": (1,), "c": (5,)}
+    file = FilePlan("model.safetensors", 0, {name: TensorMeta(shape, torch.float32) for name, shape in shapes.items()})
+    windows = list(windows_of(file, 4))
+    assert [window.chunks for window in windows] == [
+        (ChunkMeta("a", 0, 4),),
+        (ChunkMeta("a", 4, 2), ChunkMeta("b", 0, 1), ChunkMeta("c", 0, 1)),
+        (ChunkMeta("c", 1, 4),),
+    ]
+    assert [window.numel for window in windows] == [4, 4, 4]
+    assert [window.is_last for window in windows] == [False, False, True]
+    assert windows[0].boxes == {"a": (Rectangle((0, 0), (1, 3)), Rectangle((1, 0), (2, 1)))}
+
+
+def test_plans_one_after_another() -> None:
+    """By hand: two sources hold all six elements of a, of which the target needs four and then two; the first has two to do besides."""
+    shapes = {"a": (6,)}
+    sources = [RankBoxes(RankPlace("node", f"of {rank}"), whole_boxes(shapes)) for rank in range(2)]
+    needed = [{"a": (Rectangle((start,), (stop,)),)} for start, stop in ((0, 4), (4, 6))]
+    plans = [plan_transfer(shapes, sources, [RankBoxes(RankPlace("node", "of the target"), boxes)], 3, [2, 0]) for boxes in needed]
+    assert [plan.num_rounds for plan in plans] == [2, 1]
+    whole = one_after_another(plans)
+    assert whole.num_rounds == 3
+    messages = {pair: [list(stream.message(number)) for number in range(3)] for pair, stream in whole.streams.items()}
+
+    def part(start: int, stop: int) -> Part:
+        return Part("a", Rectangle((start,), (stop,)))
+
+    assert messages == {(0, 0): [[], [part(0, 1)], []], (1, 0): [[part(1, 2)], [part(2, 4)], [part(4, 6)]]}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_each_writer_gets_its_windows_one_after_another(name: str) -> None:
+    for export in exports_of(LAYOUTS[name]):
+        plan = export.plan()
+        max_numel = export.message_bytes // export.dtype.itemsize
+        assert sum(window.numel for windows in plan.windows.values() for window in windows) == sum(
+            prod(meta.shape) for file in plan.files for meta in file.manifest.values()
+        )
+        for writer, windows in plan.windows.items():
+            check_windows(plan, writer)
+            assert max(window.numel for window in windows) <= max_numel
+        for rank in range(export.cut.num_ranks):
+            for streams in (plan.transfer.of_source(rank), plan.transfer.of_target(rank)):
+                for number in range(plan.transfer.num_rounds):
+                    assert sum(stream.length(number) for stream in streams.values()) <= max_numel
+
+
+def check_windows(plan: ExportPlan, writer: int) -> None:
+    """What comes in the rounds tiles the boxes of one window after another."""
+    number = 0
+    for window in plan.windows[writer]:
+        arrived: dict[str, list[Rectangle]] = defaultdict(list)
+        while sum(box.volume for boxes in arrived.values() for box in boxes) < window.numel:
+            for stream in plan.transfer.of_target(writer).values():
+                for name, box in stream.message(number):
+                    arrived[name].append(box)
+            number += 1
+        assert arrived.keys() == window.boxes.keys()
+        for name, boxes in window.boxes.items():
+            shape = window.file.manifest[name].shape
+            (chunk,) = (chunk for chunk in window.chunks if chunk.name == name)
+            others = [*range_rectangles(shape, 0, chunk.offset), *range_rectangles(shape, chunk.offset + chunk.numel, prod(shape))]
+            assert tiling_fault(shape, [*arrived[name], *others]) is None, name
+            assert sum(box.volume for box in boxes) == sum(box.volume for box in arrived[name])
+
+
+def test_the_ranks_of_the_first_copy_of_a_stage_write_in_turns() -> None:
+    """Ranks are counted tensor, data, pipeline: of two stages the first copies are ranks 0, 1 and 4, 5."""
+    export = Export(Cut(tensor=2, data=2, pipeline=2), "llama", False, 700, max_file_bytes=15_000)
+    plan = export.plan()
+    writers = {window.file.name: writer for writer, windows in plan.windows.items() for window in windows}
+    of_stages = [[writers[file.name] for file in plan.files if file.stage == stage] for stage in (0, 1)]
+    assert of_stages == [[0, 1, 0, 1], [4, 5, 4, 5]]
+
+
+def test_what_a_writer_holds_does_not_travel() -> None:
+    for cut in LAYOUTS.values():
+        for export in exports_of(cut):
+            plan = export.plan()
+            layouts = cut.layouts(export.architecture)
+            for (source, target), stream in plan.transfer.streams.items():
+                own = held_boxes(export.architecture, layouts[target], export.head)
+                for name, box in stream.parts:
+                    is_own = any(box.intersect(held) for held in own.get(name, ()))
+                    assert is_own == (source == target), (name, box)
+
+
+@pytest.mark.parametrize("max_file_bytes", [15_000, 40_000, 10**9])
+def test_copies_share_the_work(max_file_bytes: int) -> None:
+    """Ranks 0 and 2 hold the same, and so do 1 and 3. Who writes keeps its part of what it writes, and sends less to others."""
+    plan = Export(Cut(tensor=2, data=2), "llama", False, 700, max_file_bytes).plan()
+    for rank, copy in ((0, 2), (1, 3)):
+        work, work_of_copy = plan.transfer.sent(rank), plan.transfer.sent(copy)
+        assert work_of_copy == pytest.approx(work, rel=0.1) or not plan.of_rank(rank).sends
+        assert work_of_copy <= 1.1 * work
+
+
+def test_a_message_that_is_too_small_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"3 bytes has no room for a torch\.float32 element; give a larger resharding.bucket_mb"):
+        Export(Cut(), "llama", False, 3).plan()
+    with pytest.raises(ValueError, match=r"too small.* give a larger resharding\.bucket_mb"):
+        Export(Cut(tensor=2), "llama", False, 4, max_file_bytes=15_000).plan()

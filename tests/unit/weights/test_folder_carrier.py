@@ -1,0 +1,176 @@
+"""Trainer ranks in every layout write a Hugging Face folder that holds the model to the bit, and send each other no more than they must."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM
+
+from megarl.machine.memory import trim_heap
+from megarl.weights.carriers import folder as folder_carrier
+from megarl.weights.carriers.folder import NUM_BUFFERS, FolderTrainerEnd, folder_message_bytes
+from megarl.weights.export import save_hf_folder
+from megarl.weights.export_plan import plan_export
+from megarl.weights.plan import Part
+from megarl.weights.sending import Sending, SendReport
+from megarl.weights.shard_layout import model_layouts, shard_shapes
+from megarl.weights.shards import Shards
+from megarl.weights.wire import Wire
+from tests.unit.weights.exports import CPU, Export, Written, differing, small_files_only, write, write_all
+from tests.unit.weights.models import architecture_of, random_model, save
+from tests.unit.weights.test_carriers import TRAINERS
+from tests.unit.weights.transfers import Cut
+
+LAYOUTS = {**TRAINERS, "TP2xPP2": Cut(tensor=2, pipeline=2), "TP2xDP2": Cut(tensor=2, data=2)}
+
+
+def exports_of(cut: Cut) -> list[Export]:
+    return [
+        Export(cut, "qwen2", True, 10_000),  # a file of each stage; most tensors are smaller than a message
+        Export(cut, "llama", False, 700, max_file_bytes=40_000),  # most are larger
+        Export(cut, "qwen3", False, 3000, max_file_bytes=15_000, head="value"),
+        Export(cut, "qwen3", False, 10**6, max_file_bytes=40_000, dtype=torch.bfloat16),  # a file goes in one message
+    ]
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_layout_writes_the_model(rank_pool, tmp_path: Path, name: str) -> None:
+    cut = LAYOUTS[name]
+    cases = [(export, tmp_path / str(number)) for number, export in enumerate(exports_of(cut))]
+    for _, folder in cases:
+        folder.mkdir()
+    per_rank: list[list[Written]] = rank_pool.run(write_all, world_size=cut.num_ranks, exports=cases)
+    for number, (export, folder) in enumerate(cases):
+        plan = export.plan()
+        assert differing(folder, export.state()) == []
+        assert sorted(path.name for path in folder.iterdir()) == sorted(file.name for file in plan.files)
+        for rank, written in enumerate(results[number] for results in per_rank):
+            travels = sum(stream.numel for (source, target), stream in plan.transfer.streams.items() if source == rank != target)
+            assert written.sent_bytes == travels * export.dtype.itemsize
+            assert written.report.nbytes == plan.transfer.sent(rank) * export.dtype.itemsize
+            assert written.report.planned_extra_bytes <= NUM_BUFFERS * export.message_bytes
+
+
+@pytest.mark.parametrize(("name", "num_files"), [("TP2", 3), ("TP2xPP2", 4)])
+def test_transformers_loads_the_folder(rank_pool, tmp_path: Path, name: str, num_files: int) -> None:
+    export = Export(LAYOUTS[name], "qwen2", True, 2000, max_file_bytes=40_000)
+    source, target = save(random_model("qwen2", tied=True), tmp_path / "source"), tmp_path / "target"
+
+    def write_weights(folder: Path) -> None:
+        rank_pool.run(write_all, world_size=export.cut.num_ranks, exports=[(export, folder)])
+
+    save_hf_folder(write_weights, export.plan().files, target, source)
+    assert len(list(target.glob("*.safetensors"))) == num_files
+    tokens = torch.arange(24).view(2, 12)
+    loaded, reference = (AutoModelForCausalLM.from_pretrained(folder) for folder in (target, source))
+    assert torch.equal(loaded(tokens).logits, reference(tokens).logits)
+
+
+# ---- what goes wrong
+
+
+def fail_on(failing: int, export: Export, folder: Path, again: Path) -> str:
+    """On one rank no file may have more than 20,000 bytes. Then both write again, over the same wire."""
+    wire, failure = Wire.of_default_group(CPU), ""
+    if dist.get_rank() == failing:
+        with small_files_only(20_000), pytest.raises(OSError, match="too large") as caught:
+            write(export, folder, wire)
+        failure = Path(caught.value.filename).name
+    else:
+        write(export, folder, wire)
+    write(export, again, wire)
+    return failure
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_who_cannot_write_takes_what_others_send_and_says_which_file(rank_pool, tmp_path: Path, failing: int) -> None:
+    """Of eight files in turns, the first and the last are too large: the first of rank 0, the last of rank 1."""
+    export = Export(Cut(tensor=2), "llama", False, 700, max_file_bytes=15_000)
+    folders = [tmp_path / "failed", tmp_path / "again"]
+    for folder in folders:
+        folder.mkdir()
+    failures = rank_pool.run(fail_on, world_size=2, failing=failing, export=export, folder=folders[0], again=folders[1])
+    names = [file.name for file in export.plan().files]
+    assert len(names) == 8
+    assert failures == [names[0] if failing == 0 else "", names[-1] if failing == 1 else ""]
+    assert differing(folders[1], export.state()) == []
+
+
+class BrokenShards(Shards):
+    def regions(self, part: Part) -> Iterator[torch.Tensor]:
+        if part.name == "model.norm.weight":
+            raise KeyError(part.name)
+        return super().regions(part)
+
+
+def test_a_pass_that_is_broken_off_closes_its_file(tmp_path: Path) -> None:
+    export = Export(Cut(), "qwen2", True, 700)
+    end = FolderTrainerEnd(None, 0, export.plan().of_rank(0), tmp_path)
+    whole = export.shards(0)
+    broken = BrokenShards(parameters=whole.parameters, architecture=whole.architecture, layout=whole.layout)
+    threads = threading.active_count()
+    with pytest.raises(KeyError):
+        Sending(end, broken, ()).run(())
+    assert threading.active_count() == threads + 1
+    assert opened_below(tmp_path) == ["model.safetensors"]
+    end.close()
+    assert threading.active_count() == threads
+    assert opened_below(tmp_path) == []
+
+
+def opened_below(folder: Path) -> list[str]:
+    """Files that this process has open."""
+    targets = [Path(os.readlink(link)) for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
+    return [target.name for target in targets if target.is_relative_to(folder)]
+
+
+def test_who_is_slow_gives_the_word_back_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(folder_carrier, "PATIENCE_S", 0.0)
+    export = Export(Cut(), "qwen2", True, 700)
+    end = FolderTrainerEnd(None, 0, export.plan().of_rank(0), tmp_path)
+    sending, num_pauses = Sending(end, export.shards(0), ()), 0
+    while sending.run(()) is None:
+        num_pauses += 1
+    assert num_pauses > 0
+    assert differing(tmp_path, export.state()) == []
+
+
+# ---- memory
+
+
+def measure_memory(message_bytes: int, folder: Path) -> list[SendReport]:
+    """What the kernel counts while a model of 140 MB is written."""
+    architecture = replace(architecture_of("qwen3", num_layers=1), vocab_size=30_000, hidden_size=1024)
+    layouts = model_layouts(architecture, tensor_parallel_size=2, padded_vocab_size=30_000)
+    rank = dist.get_rank()
+    parameters = {name: torch.ones(shape) for name, shape in shard_shapes(architecture, layouts[rank]).items()}
+    shards = Shards(parameters=parameters, architecture=architecture, layout=layouts[rank])
+    plan = plan_export(architecture, layouts, ["node"] * 2, torch.float32, message_bytes=message_bytes, max_file_bytes=80 * 10**6)
+    wire, reports = Wire.of_default_group(CPU), []
+    for number in range(2):
+        (own := folder / f"{rank}-{number}").mkdir()
+        end = FolderTrainerEnd(wire, rank, plan.of_rank(rank), own, durable=False)
+        trim_heap()  # what an earlier pass gave back is not there for this one
+        sending = Sending(end, shards, ())
+        while (report := sending.run(())) is None:
+            pass
+        reports.append(report)
+        del end, sending
+    return reports
+
+
+def test_memory_as_measured_is_at_most_what_is_planned(rank_pool, tmp_path: Path) -> None:
+    bucket_bytes = 16 * 2**20
+    message_bytes = folder_message_bytes(bucket_bytes, is_cuda=True)
+    slack = 4 * 2**20  # of gloo, and of the interpreter
+    for reports in rank_pool.run(measure_memory, world_size=2, message_bytes=message_bytes, folder=tmp_path):
+        for report in reports:
+            assert report.planned_extra_bytes <= NUM_BUFFERS * message_bytes <= 2 * bucket_bytes
+            assert bucket_bytes // 2 < report.measured_extra_bytes <= NUM_BUFFERS * message_bytes + slack
