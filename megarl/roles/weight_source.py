@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -12,18 +13,24 @@ import torch
 
 from megarl.config.architecture import Architecture
 from megarl.config.schema import DType, ParallelConfig
-from megarl.controller.futures import WorkerFuture, gather
+from megarl.controller.errors import WorkerError
+from megarl.controller.futures import RemoteFuture, WorkerFuture, gather, wait_for_any
 from megarl.controller.group import RoleGroup
+from megarl.controller.messages import FailureKind
 from megarl.controller.register import P, R, RemoteMethod
-from megarl.weights.export import FilePlan, plan_files, save_hf_folder, write_hf_folder
+from megarl.weights.carriers.folder import folder_message_bytes
+from megarl.weights.export import FilePlan, save_hf_folder, write_hf_folder
+from megarl.weights.export_plan import ExportPlan, plan_export
 from megarl.weights.manifest import manifest_of
 from megarl.weights.name_mapping import Head
 from megarl.weights.plan import Boxes
 from megarl.weights.receipt import Manifest
-from megarl.weights.sender import SenderReport
+from megarl.weights.sending import SendReport
 from megarl.weights.shard_layout import ShardLayout, layouts_of
 from megarl.weights.shards import boxes_by_rank
 from megarl.workers.weight_export import WeightExport
+
+_LOOK_S = 10.0  # without a sign of any rank
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +43,7 @@ class WeightSource:
     dtype: DType
     bucket_bytes: int  # that a rank sends, or receives, at a time
     head: Head = "lm"
+    nodes: Sequence[str] = ()  # of the ranks; none: all are on one
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -54,40 +62,83 @@ class WeightSource:
         """On all exporters."""
         return [self.group.call_rank(rank, method, *args, **kwargs) for rank in self.exporters]
 
-    def _stages(self) -> Sequence[ShardLayout]:
-        return layouts_of(self.architecture, self.parallel)[:: self.parallel.tensor_parallel_size]
+    @property
+    def _layouts(self) -> list[ShardLayout]:
+        """Of each rank, copies included."""
+        of_replica, size = layouts_of(self.architecture, self.parallel), self.parallel.tensor_parallel_size
+        return [of_replica[place.pp * size + place.tp] for place in self.group.mesh]
 
     @cached_property
     def boxes(self) -> Sequence[Boxes]:
         """What each rank holds, copies included."""
-        of_replica, size = layouts_of(self.architecture, self.parallel), self.parallel.tensor_parallel_size
-        return boxes_by_rank(self.architecture, [of_replica[place.pp * size + place.tp] for place in self.group.mesh], self.head)
+        return boxes_by_rank(self.architecture, self._layouts, self.head)
 
     @cached_property
     def is_on_cuda(self) -> bool:
         return self.group.call_rank(0, WeightExport.weights_are_on_cuda).get()
 
-    def save_hf(self, folder: Path, source_folder: str | Path) -> list[SenderReport]:
+    def save_hf(self, folder: Path, source_folder: str | Path) -> list[SendReport]:
         """Writes a Hugging Face folder whose tokenizer and configuration are those of `source_folder`; all of it or nothing, and onto
         the disk.
 
-        Every stage writes its own files, so all nodes must see the folder. Raises as save_hf_folder.
+        Several ranks write, so all nodes must see the folder. Raises as save_hf_folder.
         """
         return self._write(partial(save_hf_folder, folder=folder, source_folder=source_folder), durable=True)
 
-    def write_hf(self, folder: Path, source_folder: str | Path) -> list[SenderReport]:
+    def write_hf(self, folder: Path, source_folder: str | Path) -> list[SendReport]:
         """As `save_hf`, into a folder that is read soon and by nobody else: it is there when this returns, a power cut may take it."""
         folder.mkdir()
         return self._write(partial(write_hf_folder, folder=folder, source_folder=Path(source_folder)), durable=False)
 
-    def _write(self, make_folder: Callable[[Callable[[Path], None], Sequence[FilePlan]], None], durable: bool) -> list[SenderReport]:
-        files = plan_files(self.architecture, self._stages(), self.torch_dtype, self.head)
-        reports: list[SenderReport] = []
+    def _write(self, make_folder: Callable[[Callable[[Path], None], Sequence[FilePlan]], None], durable: bool) -> list[SendReport]:
+        plan = self._export_plan
+        reports: list[SendReport] = []
 
         def write(folder: Path) -> None:
-            gather(*self.call(WeightExport.begin_file_export, self.bucket_bytes, str(folder), files, durable))
-            gather(*self.call(WeightExport.send_all))
-            reports.extend(gather(*self.call(WeightExport.end_weight_export)))
+            def call(rank: int, is_first: bool) -> WorkerFuture[SendReport | None]:
+                return self.group.call_rank(rank, WeightExport.write_weight_files, plan.of_rank(rank), str(folder), durable, is_first)
 
-        make_folder(write, files)
+            reports.extend(_all_written(call, range(self.group.world_size)))
+
+        make_folder(write, plan.files)
         return reports
+
+    @cached_property
+    def _export_plan(self) -> ExportPlan:
+        return plan_export(
+            self.architecture,
+            self._layouts,
+            self.nodes or [""] * self.group.world_size,
+            self.torch_dtype,
+            self.head,
+            message_bytes=folder_message_bytes(self.bucket_bytes, self.is_on_cuda),
+        )
+
+
+def _all_written(call: Callable[[int, bool], WorkerFuture[SendReport | None]], ranks: Iterable[int]) -> list[SendReport]:
+    """The reports of all ranks. One that gives the word back is called again, and so are the others after one could not write: what they
+    send it is not to stay behind. Then raises the likeliest failure; at once that of a rank which died."""
+    reports: list[SendReport] = []
+    failures: list[WorkerError] = []
+    pending: dict[RemoteFuture[SendReport | None], int] = {call(rank, True): rank for rank in ranks}
+    while pending:
+        ended = wait_for_any(list(pending), _LOOK_S)
+        if not ended:
+            with suppress(WorkerError):  # which is heard below
+                gather(*pending)  # who hangs is found in time
+        for future in ended:
+            rank = pending.pop(future)
+            try:
+                report = future.get()
+            except WorkerError as error:
+                if error.kind is FailureKind.death:
+                    raise
+                failures.append(error)
+                continue
+            if report is None:
+                pending[call(rank, False)] = rank
+            else:
+                reports.append(report)
+    if failures:
+        raise min(failures, key=lambda failure: failure.kind)
+    return reports

@@ -9,7 +9,6 @@ from math import prod
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 
 from megarl.config.architecture import Architecture
 from megarl.weights.boxes import Rectangle, range_rectangles
@@ -28,13 +27,11 @@ class _Home(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Shards:
-    """parameters: Megatron name with global layer number -> contiguous tensor. `group`: the tensor-parallel ranks of the stage, None
-    where there is one."""
+    """parameters: Megatron name with global layer number -> contiguous tensor."""
 
     parameters: Mapping[str, torch.Tensor]
     architecture: Architecture
     layout: ShardLayout
-    group: dist.ProcessGroup | None = None
     head: Head = "lm"
 
     @property

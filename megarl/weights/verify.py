@@ -8,9 +8,9 @@ import torch
 
 from megarl.config.errors import RunError
 from megarl.weights.checksum import MODULUS, checksum, row_major_strides
-from megarl.weights.gather import Shards
 from megarl.weights.receipt import Manifest
 from megarl.weights.shard_layout import held_weights, pieces
+from megarl.weights.shards import Shards
 
 _MAX_NAMED = 8
 

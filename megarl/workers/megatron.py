@@ -16,7 +16,7 @@ from megarl.controller.register import register
 from megarl.engine import platform
 from megarl.engine.offload import StatePart
 from megarl.engine.spec import ModelSpec
-from megarl.weights.gather import Shards
+from megarl.weights.shards import Shards
 from megarl.workers.weight_export import WeightExport
 
 if TYPE_CHECKING:  # importing these imports Megatron, which wants the platform to be active
@@ -149,6 +149,5 @@ class MegatronWorker(WeightExport):
             parameters=self._engine.parameters(),
             architecture=self._spec.architecture,
             layout=self._engine.layout,
-            group=self._groups.tensor,
             head=self._spec.head,
         )

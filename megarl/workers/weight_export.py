@@ -13,10 +13,10 @@ import torch.distributed as dist
 from megarl.controller.register import register
 from megarl.controller.worker import Worker
 from megarl.weights.carriers.device import DeviceTrainerEnd
+from megarl.weights.carriers.folder import FolderTrainerEnd
 from megarl.weights.carriers.group import GroupPlace, GroupTrainerEnd
-from megarl.weights.export import FilePlan, open_file_sender
+from megarl.weights.export_plan import RankExport
 from megarl.weights.plan import Stream
-from megarl.weights.sender import SenderReport, WeightSender
 from megarl.weights.sending import Sending, SendReport, TrainerEnd
 from megarl.weights.shards import Shards
 from megarl.weights.slots import SlotAddress
@@ -38,7 +38,9 @@ class WeightExport(Worker):
     _end: TrainerEnd | None = None
     _sending: Sending | None = None
     _listener: socket.socket | None = None
-    _sender: WeightSender | None = None
+    _files: FolderTrainerEnd | None = None
+    _writing: Sending | None = None
+    _trainers: Wire | None = None
 
     @abstractmethod
     def _shards(self) -> Shards:
@@ -48,6 +50,11 @@ class WeightExport(Worker):
     @abstractmethod
     def _stage(self) -> int:
         """The pipeline stage of this rank."""
+
+    def _trainers_wire(self) -> Wire:
+        """Made once: with gloo it has a thread."""
+        self._trainers = self._trainers or Wire.of_default_group(self._shards().device)
+        return self._trainers
 
     # ---- a pass over the weights
 
@@ -110,7 +117,7 @@ class WeightExport(Worker):
 
     def _device_end(self) -> DeviceTrainerEnd:
         if self._end is None:
-            self._end = DeviceTrainerEnd(Wire.of_default_group(self._shards().device), dist.get_rank())
+            self._end = DeviceTrainerEnd(self._trainers_wire(), dist.get_rank())
         assert isinstance(self._end, DeviceTrainerEnd)
         return self._end
 
@@ -139,20 +146,23 @@ class WeightExport(Worker):
     # ---- files
 
     @register(blocking=False)
-    def begin_file_export(self, bucket_bytes: int, folder: str, files: Sequence[FilePlan], durable: bool) -> None:
-        """`files`: of all stages. This rank's are made, still without content. `durable`: they are to outlive a power cut."""
-        shards = self._shards()
-        own = [file for file in files if file.stage == self._stage]
-        self._sender = open_file_sender(shards, bucket_bytes, shards.dtype, Path(folder), own, durable)
+    def write_weight_files(self, part: RankExport, folder: str, durable: bool, is_first: bool) -> SendReport | None:
+        """This rank's part in writing all weights into `folder`: its files, and what others need for theirs; every rank is to be asked.
+        None where others say nothing for a while, to be called again. durable: the files are to outlive a power cut.
 
-    @register(blocking=False)
-    def send_all(self) -> None:
-        """All buckets, where nobody has to take them: into files."""
-        assert self._sender is not None, "no export was begun"
-        self._sender.send_all()
-
-    @register(blocking=False)
-    def end_weight_export(self) -> SenderReport:
-        assert self._sender is not None, "no export was begun"
-        sender, self._sender = self._sender, None
-        return sender.end()
+        Raises OSError that names a file which could not be written, when this rank has taken and sent all the same.
+        """
+        if is_first:
+            self._files = FolderTrainerEnd(self._trainers_wire(), dist.get_rank(), part, Path(folder), durable)
+            self._writing = Sending(self._files, self._shards(), ())
+        assert self._files is not None
+        assert self._writing is not None, "no folder was begun"
+        has_ended = True
+        try:
+            report = self._writing.run(())
+            has_ended = report is not None
+        finally:
+            if has_ended:
+                self._files.close()
+                self._files = self._writing = None
+        return report
