@@ -117,13 +117,14 @@ class _Starter:
             if other in groups:
                 groups[other].ready.get()
 
-    def weight_source(self, group: RoleGroup, architecture: Architecture) -> WeightSource:
+    def weight_source(self, plan: PlacementPlan, group: RoleGroup, architecture: Architecture) -> WeightSource:
         return WeightSource(
             group=group,
             architecture=architecture,
             parallel=self._config.actor.parallel,
             dtype=self._config.model.dtype,
             bucket_bytes=int(self._config.resharding.bucket_mb * 2**20),
+            nodes=[place.node for (place,) in rank_places(plan, "actor")],
         )
 
 
@@ -149,7 +150,7 @@ def start_ppo(
     groups = starter.groups(plan, _workers(config, models, starter))
     replicas = _start_replicas(config, device, replica_places(plan, device, pools), turns.engines_move)
     schedule = OffloadSchedule(turns, {role: group for role, group in groups.items() if role != "reward"}, replicas)
-    source = starter.weight_source(groups["actor"], models["actor"])
+    source = starter.weight_source(plan, groups["actor"], models["actor"])
     weights = RolloutWeights(_weight_sync(config, source, plan), replicas, schedule)
     return PPORoles(
         actor=Actor(
@@ -260,4 +261,4 @@ def start_sft(config: SFTConfig, architecture: Architecture, device: Device, poo
     spec = starter.model(role, architecture)
     group = starter.groups(plan, {"actor": RayClassWithInitArgs(ActorWorker, spec)})["actor"]
     updates = UpdatePlan(updates_per_step=1, epochs_per_batch=1, seed=config.trainer.seed)
-    return Actor(group, config.actor.parallel, config.actor.micro_batch, starter.weight_source(group, architecture), updates)
+    return Actor(group, config.actor.parallel, config.actor.micro_batch, starter.weight_source(plan, group, architecture), updates)

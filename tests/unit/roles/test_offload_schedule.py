@@ -409,10 +409,9 @@ def test_the_push_waits_for_the_actors_update_and_raises_its_failure() -> None:
 
 
 def test_without_a_plan_nothing_moves() -> None:
-    log: list[str] = []
     schedule = OffloadSchedule()
     assert schedule.before("values") == []
-    with schedule.sending(), schedule.receiving([]), schedule.actor_parameters():
-        log.append("within")
-    assert log == ["within"]
-    assert (schedule.engines_are_offloaded, schedule.metrics()) == (False, {})
+    schedule.before_push()
+    schedule.after_push()
+    assert not schedule.bring_in_actor()
+    assert (schedule.engines_move, schedule.engines_are_offloaded, schedule.metrics()) == (False, False, {})

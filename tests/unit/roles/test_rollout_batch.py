@@ -91,7 +91,6 @@ class StandInReplicas:
         self.groups = [Group() for _ in range(count)]
         self.starting: set[int] = set()
         self.num_restarts = 0
-        self.weight_version = 3
 
     def __len__(self) -> int:
         return len(self.groups)
@@ -99,6 +98,8 @@ class StandInReplicas:
 
 class StandInWeights:
     """Stands in for RolloutWeights: the engines have them."""
+
+    version = 3
 
     def bring_in(self) -> None: ...
 

@@ -178,7 +178,8 @@ def test_two_trainers_cannot_have_an_engine_at_once(trainer: Trainer, folders: F
     second.push(replicas.all, 2)
     third = trainer.sync(Transport.folder, tmp_path / "scratch", num_replicas=1)
     third.push(replicas.all, 3)  # which needs nothing of the engine
-    replicas.groups[0].call_rank(0, RolloutWorker.join_weights, [], "another's").get()  # takes it over
+    with pytest.raises(WorkerError):
+        replicas.groups[0].call_rank(0, RolloutWorker.join_weights, [], "another's").get()  # which would take it over
     report, lost = second.push(replicas.all, 4)
     assert report is None
     assert "has joined another trainer since" in str(lost[0])
