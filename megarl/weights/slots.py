@@ -206,6 +206,7 @@ def _decode_cuda(memory: str, device: torch.device) -> torch.Tensor:
             f"the weights lie on the GPU {encoded['gpu']}, this engine rank works on {own}: the placement is not the plan's"
         )
     handle, size, offset, requires_grad, counter, counter_offset, event, event_sync = encoded["fields"]
+    index = torch.cuda.current_device() if device.index is None else device.index  # torch wants a number here
     return rebuild_cuda_tensor(
         torch.Tensor,
         (size,),
@@ -213,7 +214,7 @@ def _decode_cuda(memory: str, device: torch.device) -> torch.Tensor:
         encoded["offset"],
         torch.UntypedStorage,
         torch.uint8,
-        device,
+        index,
         bytes.fromhex(handle),
         size,
         offset,
