@@ -9,7 +9,7 @@ export OMP_NUM_THREADS ?= 1
 unexport PYTHONDONTWRITEBYTECODE
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: setup quickstart algorithms troubleshooting test test-all lint types docs reference clean
+.PHONY: setup quickstart algorithms troubleshooting test test-all gpu lint types docs reference clean
 
 setup: $(READY)
 
@@ -39,6 +39,10 @@ test: $(READY) lint types
 # With the soak tests, minutes each: before a release, or where they are about what was changed.
 test-all: $(READY) lint types
 	$(BIN)/python -m pytest tests --ignore tests/gpu $(ARGS)
+
+# On a machine with a GPU: tests/gpu and benchmarks/gpu, and one table of both. Without SGLang's own packages its tests are left out.
+gpu: $(READY)
+	$(BIN)/python -m tests.gpu.table
 
 lint: $(READY)
 	$(BIN)/ruff check .

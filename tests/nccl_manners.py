@@ -111,10 +111,11 @@ class NcclManners(_ProcessGroup):
         self._coalesced.append(begin)
         return None
 
-    def _start_coalescing(self, device: torch.device) -> None:
+    def _start_coalescing(self, device: torch.device | None = None) -> None:
+        """device: given where it is called as a process group's, not as a bare backend's."""
         self._coalesced = []
 
-    def _end_coalescing(self, device: torch.device) -> QueuedWork | None:
+    def _end_coalescing(self, device: torch.device | None = None) -> QueuedWork | None:
         """What was begun since `_start_coalescing` is one operation; None where that is nothing."""
         begins, self._coalesced = self._coalesced or [], None
         return self._full().submit(begins) if begins else None

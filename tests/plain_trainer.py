@@ -22,7 +22,7 @@ from megarl.weights.sending import Sending, TrainerEnd
 from megarl.weights.wire import Wire, WireAddress, reserve_port
 
 LIMIT_S = 60.0
-CPU = torch.device("cpu")
+BACKEND_OF = {"cpu": "gloo", "cuda": "nccl"}
 Weights = Mapping[str, torch.Tensor]
 
 
@@ -33,11 +33,10 @@ def manifest_of(weights: Weights) -> Manifest:
 class PlainShards:
     """As Shards: every tensor whole."""
 
-    device = CPU
-
     def __init__(self, weights: Weights) -> None:
         self._weights = weights
-        self.dtype = next(iter(weights.values())).dtype
+        first = next(iter(weights.values()))
+        self.dtype, self.device = first.dtype, first.device
 
     def regions(self, part: Part) -> Iterator[torch.Tensor]:
         yield self._weights[part.name][part.box.slices]
@@ -53,7 +52,8 @@ class PlainTrainer:
         source = RankBoxes(RankPlace("node", "device"), whole_boxes(shapes))
         targets = [RankBoxes(RankPlace("node", f"device-{rank}"), boxes) for rank, boxes in enumerate(needed)]
         self.plan = plan_transfer(shapes, [source], targets, message_numel)
-        self._dtype = next(iter(weights.values())).dtype
+        shards = PlainShards(weights)
+        self._dtype, self._device = shards.dtype, shards.device
         self.ends: list[TrainerEnd] = []
         self.links = self._by_slots() if carrier == "device" else self._by_group()
         if carrier == "device":
@@ -64,17 +64,17 @@ class PlainTrainer:
         links = []
         for rank in range(len({target for _, target in self.plan.streams})):
             end, streams = DeviceTrainerEnd(None, 0), self.plan.of_target(rank)  # type: ignore[arg-type]  # it sends nothing
-            address = end.serve(0, f"device-{rank}", streams, self._dtype, CPU)
+            address = end.serve(0, f"device-{rank}", streams, self._dtype, self._device)
             links.append(EngineLink(DevicePlace(address, f"device-{rank}"), streams, self._dtype))
             self.ends.append(end)
         return links
 
     def _by_group(self) -> list[EngineLink]:
         route, listener = group_route(self.plan, sorted({target for _, target in self.plan.streams})), reserve_port("127.0.0.1")
-        address = WireAddress("plain", "127.0.0.1", listener.getsockname()[1], route.size, "gloo", LIMIT_S)
+        address = WireAddress("plain", "127.0.0.1", listener.getsockname()[1], route.size, BACKEND_OF[self._device.type], LIMIT_S)
         links = [EngineLink(GroupPlace(address, 1 + rank), streams, self._dtype) for rank, streams in enumerate(route.receives)]
         with ThreadPoolExecutor(1) as pool:
-            joining = pool.submit(Wire.join, address, 0, CPU, listener)
+            joining = pool.submit(Wire.join, address, 0, self._device, listener)
             self._engine.join_weights(links)
             end = GroupTrainerEnd()
             end.join(0, joining.result(LIMIT_S), route.sends[0])

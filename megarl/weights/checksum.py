@@ -17,7 +17,9 @@ import torch
 from megarl.weights.boxes import contiguous_blocks
 
 MODULUS = 2**64
-_BLOCK_ELEMENTS = 2**15  # at a time: a few times 256 KiB of whole numbers, which stay in a core's cache
+# At a time: on a CPU a few times 256 KiB of whole numbers, which stay in a core's cache; on a GPU so many that the launches of a dozen
+# kernels are nothing beside their work, in a few times 128 MiB.
+_BLOCK_ELEMENTS = {"cpu": 2**15, "cuda": 2**24}
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 _MULTIPLIERS = (-7046029254386353131, -4658895280553007687)  # of SplitMix64, as signed numbers
 
@@ -32,7 +34,8 @@ def checksum(values: torch.Tensor, first: int = 0, strides: Sequence[int] | None
 
     Its element [i, j, ...] is element first + i * strides[0] + j * strides[1] + ... of the whole tensor; `strides` None: it is
     a contiguous part. Parts that hold each element of the tensor once add up, modulo 2**64, to the checksum of the whole.
-    Memory for 32768 elements is used. Raises ValueError for elements of more than four bytes.
+    Memory for 2**15 elements is used, on a GPU for 2**24: up to four times eight bytes each. Raises ValueError for elements of more
+    than four bytes.
     """
     if values.element_size() not in _INTEGERS:
         raise ValueError(f"checksum: {values.dtype} has elements of {values.element_size()} bytes; at most four are supported")
@@ -41,7 +44,7 @@ def checksum(values: torch.Tensor, first: int = 0, strides: Sequence[int] | None
         values, strides = values.view(1), (1,)
     integers = values.detach().view(_INTEGERS[values.element_size()])
     total = torch.zeros((), dtype=torch.int64, device=values.device)
-    for _, block in contiguous_blocks(values.shape, _BLOCK_ELEMENTS) if values.numel() else ():
+    for _, block in contiguous_blocks(values.shape, _BLOCK_ELEMENTS[values.device.type]) if values.numel() else ():
         start = first + sum(map(int.__mul__, block.starts, strides))
         total += _weights(_indices(block.shape, start, strides, values.device)).mul_(integers[block.slices]).sum()
     return int(total) % MODULUS

@@ -24,6 +24,8 @@ from megarl.weights.receipt import WeightTransferError
 
 _NAME = "megarl-slots-"
 _READ_BYTES = 4096
+_COUNTER = 11  # among what torch sends of a CUDA tensor: the name of the counter of its readers; the next is its place there
+_NO_COUNTER = b"/megarl-no-counter"
 _REMEDY = "trainer and engine must run on one node, in one container and as one user; else set resharding.transport=folder"
 
 
@@ -93,7 +95,7 @@ class SlotWriter:
             self._map.madvise(mmap.MADV_REMOVE)
 
     def close(self) -> None:
-        """Gives the memory back for good, also where it is open elsewhere: on a GPU when the reader lets go."""
+        """Gives the memory back for good, also where it is open elsewhere. A reader that lives does not look at it any more."""
         self.empty()
         self._heard.close()
         os.close(self._told)
@@ -193,7 +195,11 @@ def _map(address: SlotAddress) -> torch.Tensor:
 
 def _encode_cuda(tensor: torch.Tensor) -> str:
     """Numbers and bytes as text: what torch would pickle is not opened by anyone here."""
-    fields: tuple[Any, ...] = reduce_tensor(tensor)[1]
+    fields: list[Any] = list(reduce_tensor(tensor)[1])
+    # torch would keep the memory until its reader counts down, which one that is killed never does. So nobody counts: we do it here, and
+    # the reader is given a counter that is not there, which torch passes over in silence. Who is there say the pipes.
+    torch.UntypedStorage._release_ipc_counter_cuda(fields[_COUNTER], fields[_COUNTER + 1])
+    fields[_COUNTER] = _NO_COUNTER
     numbers = [field.hex() if isinstance(field, bytes) else field for field in fields[7:]]
     return json.dumps({"gpu": str(torch.cuda.get_device_properties(tensor.device).uuid), "offset": fields[3], "fields": numbers})
 
@@ -206,6 +212,7 @@ def _decode_cuda(memory: str, device: torch.device) -> torch.Tensor:
             f"the weights lie on the GPU {encoded['gpu']}, this engine rank works on {own}: the placement is not the plan's"
         )
     handle, size, offset, requires_grad, counter, counter_offset, event, event_sync = encoded["fields"]
+    index = torch.cuda.current_device() if device.index is None else device.index  # torch wants a number here
     return rebuild_cuda_tensor(
         torch.Tensor,
         (size,),
@@ -213,7 +220,7 @@ def _decode_cuda(memory: str, device: torch.device) -> torch.Tensor:
         encoded["offset"],
         torch.UntypedStorage,
         torch.uint8,
-        device,
+        index,
         bytes.fromhex(handle),
         size,
         offset,

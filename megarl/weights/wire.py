@@ -94,12 +94,12 @@ class Wire:
                 works = [self._backend.recv([tensor], peer, tag) for peer, tensor in receives]
                 works += [self._backend.send([tensor], peer, tag) for peer, tensor in sends]
                 return _Waited(self, works, self._waiter)
-            self._backend._start_coalescing(self._device)
+            self._backend._start_coalescing()  # of a bare backend: a process group's would want the device
             for peer, tensor in receives:
                 self._backend.recv([tensor], peer, tag)
             for peer, tensor in sends:
                 self._backend.send([tensor], peer, tag)
-            return _Polled(self, self._backend._end_coalescing(self._device))
+            return _Polled(self, self._backend._end_coalescing())
         except RuntimeError as error:
             raise self.lost(error) from error
 

@@ -1,4 +1,4 @@
-"""The engine on one GPU: the same code as on the CPU, over NCCL. Run with `python -m pytest tests/gpu` on a machine that has one."""
+"""The engine on one GPU: the same code as on the CPU, over NCCL. Run with `make gpu` on a machine that has one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.unit.engine.rank_side import build
 
 
 @pytest.fixture(scope="module")
-def groups(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+def groups(device: torch.device, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     from megarl.engine import platform
 
     platform.activate(Device.cuda)

@@ -1,9 +1,10 @@
-"""SGLang on one GPU: weights by CUDA IPC from this process, memory given back, log-probs against transformers. It needs SGLang's own
-packages: CUDA graphs, flash attention and torch_memory_saver are in use."""
+"""SGLang on one GPU: weights by CUDA IPC from this process, memory given back and taken again by its tags, log-probs against transformers.
+It needs SGLang's own packages: CUDA graphs, flash attention and torch_memory_saver are in use."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -11,11 +12,13 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config
 
 from megarl.config.schema import Device, DType, ModelConfig, RolloutConfig, SGLangConfig, SGLangMode
 from megarl.rollout.interface import RolloutEngineSpec, Sample, SamplingParameters
+from megarl.rollout.lifecycle import EngineStateError
 from megarl.rollout.sglang.engine import SGLangEngine
 from megarl.weights.checksum import checksum
 from tests.unit.rollout.models import push
 
 PROMPTS = [[5, 6, 14, 8], [9], [20, 21, 22, 23, 24, 25, 26, 27, 28]]
+NEEDED = ("sglang", "sgl_kernel", "torch_memory_saver")
 TOLERANCE = 0.05  # bfloat16 on both sides, by different kernels
 
 
@@ -38,7 +41,9 @@ def cuda_model(seed: int) -> PreTrainedModel:
 
 
 @pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SGLangEngine]:
+def engine(device: torch.device, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SGLangEngine]:
+    if missing := [name for name in NEEDED if find_spec(name) is None]:
+        pytest.skip(f"SGLang on a GPU needs {', '.join(NEEDED)}: not installed are {', '.join(missing)}")
     folder = tmp_path_factory.mktemp("model")
     model = cuda_model(0)
     model.config.save_pretrained(folder)
@@ -70,14 +75,33 @@ def test_weights_by_cuda_ipc_give_the_models_log_probs(engine: SGLangEngine, tem
     assert mean_gap(model, samples, temperature) < TOLERANCE
 
 
-def test_memory_is_given_back_and_taken_again(engine: SGLangEngine) -> None:
+def test_memory_is_given_back_and_taken_again_the_weights_first(
+    engine: SGLangEngine, record_property: Callable[[str, object], None]
+) -> None:
     model = cuda_model(seed=3)
     push(model, engine, version=3)
-    before, _ = torch.cuda.mem_get_info()
+    weight_bytes = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    awake = free_bytes()
     engine.sleep()
-    asleep, _ = torch.cuda.mem_get_info()
-    assert asleep - before > 2**30  # the cache alone is a third of the device
+    asleep = free_bytes()
+    assert asleep - awake > 2**30  # the cache alone is a third of the device
     engine.wake()
+    with_weights = free_bytes()
+    assert weight_bytes / 2 < asleep - with_weights < weight_bytes + 512 * 2**20  # neither cache nor graphs
     push(model, engine, version=4)
+    assert engine.checksums() == {name: checksum(parameter.detach()) for name, parameter in model.named_parameters()}
+    with pytest.raises(EngineStateError, match="wake_cache first"):
+        engine.generate(PROMPTS, SamplingParameters(max_new_tokens=8, seed=0))
+    engine.wake_cache()
+    assert abs(free_bytes() - awake) < 512 * 2**20
     samples = engine.generate(PROMPTS, SamplingParameters(max_new_tokens=8, seed=0, ignore_eos=True))
     assert {sample.weight_versions for sample in samples} == {(4,)}
+    assert mean_gap(model, samples, 1.0) < TOLERANCE
+    given = f"{(asleep - awake) / 1e9:.1f} GB, of which {(asleep - with_weights) / 1e9:.2f} for weights"
+    record_property("given back", given)
+
+
+def free_bytes() -> int:
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info()[0]

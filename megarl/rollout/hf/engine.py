@@ -11,6 +11,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.initialization import no_init_weights
 
+from megarl.config.schema import Device
 from megarl.rollout.hf.decoding import decode
 from megarl.rollout.interface import (
     FinishedRequest,
@@ -46,7 +47,8 @@ class HFEngine(RolloutEngine):
             dtype = getattr(torch, spec.model.dtype.value)
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa", trust_remote_code=trusted)
         model.tie_weights()  # a part of the initialisation that was skipped
-        self._device = torch.device(spec.device.value)
+        # With its number, by which NCCL finds the communicator of a device.
+        self._device = torch.device("cuda", torch.cuda.current_device()) if spec.device is Device.cuda else torch.device("cpu")
         self._model = model.to(self._device).eval().requires_grad_(False)
         self._max_concurrency = spec.rollout.max_concurrency
         self._max_length: int = config.max_position_embeddings

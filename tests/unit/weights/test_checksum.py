@@ -5,7 +5,7 @@ import struct
 import pytest
 import torch
 
-from megarl.weights.checksum import MODULUS, checksum, row_major_strides
+from megarl.weights.checksum import _BLOCK_ELEMENTS, MODULUS, checksum, row_major_strides
 
 MASK = MODULUS - 1
 
@@ -39,6 +39,15 @@ def test_equals_a_slow_loop(shape: tuple[int, ...]) -> None:
 def test_equals_a_slow_loop_over_several_blocks() -> None:
     tensor = random(3, 40_000)  # a row is longer than a block
     assert checksum(tensor) == slow(tensor.reshape(-1).tolist())
+
+
+@pytest.mark.parametrize("shape", [(70_000,), (3, 40_000), (40, 50, 60)])
+def test_is_the_same_whatever_the_block(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    tensor, sums = random(*shape, dtype=torch.bfloat16), set()
+    for block in (1000, *_BLOCK_ELEMENTS.values()):
+        monkeypatch.setitem(_BLOCK_ELEMENTS, "cpu", block)
+        sums |= {checksum(tensor), checksum(tensor.t().contiguous().t() if len(shape) == 2 else tensor)}
+    assert len(sums) == 1
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -1,0 +1,114 @@
+"""How fast weights go from a trainer process to an engine process on the same GPU, beside a copy of as many bytes on it.
+
+    python -m benchmarks.gpu.weights [--repeats 5] [--bucket-mb 256]
+    python -m benchmarks.gpu.weights --device cpu --num-layers 2 --hidden-size 256    # a rehearsal: no limit
+
+The weights are 1.03 GB in bfloat16, of the shapes of a Qwen2 model of eight layers; the engine is of the kind hf, and the carrier is
+`device`: slots of the GPU's memory, shared by CUDA IPC. Seconds are the trainer's, from the begin of a push until the engine has taken
+everything, the fastest of the repeats; the first push, which has first uses in it, does not count. Between two pushes the trainer
+copies as many bytes from one place of the GPU to another (memcpy), and the fastest counts as well.
+
+Through slots all bytes are copied twice, into them and out of them, and two processes take turns on a GPU: the limit of the speed is
+half of memcpy's. Target: half of that limit, which is the ratio 2 x memcpy's seconds / the push's seconds. Below it the exit code is 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from megarl.machine.stopwatch import Stopwatch
+from megarl.weights.carriers.device import message_bytes
+from tests.mortal_ranks import Place, mortal_ranks
+from tests.shared_device import DTYPE, SharedSpec, TrainerProcess, answer, ask, save_model, serve_engine
+
+TARGET = 0.5  # of what two copies take
+COPIES = 2  # into the slots and out of them
+
+
+class Push(NamedTuple):
+    """packing_s: copying into the slots; waiting_s: for the engine."""
+
+    seconds: float
+    packing_s: float
+    waiting_s: float
+    nbytes: int
+
+
+class MeasuredTrainer(TrainerProcess):
+    def timed_push(self) -> Push:
+        start_s = time.perf_counter()
+        report = self.send([0])
+        return Push(time.perf_counter() - start_s, report.packing_s, report.waiting_s, report.nbytes)
+
+    def copy_seconds(self, nbytes: int) -> float:
+        source, target = torch.ones(2, nbytes // DTYPE.itemsize, dtype=DTYPE, device=self.device)
+        stopwatch = Stopwatch(self.device)
+        target.copy_(source)
+        with stopwatch:
+            target.copy_(source)
+        return stopwatch.seconds()
+
+
+def serve_measured_trainer(spec: SharedSpec, place: Place) -> None:
+    MeasuredTrainer(spec, place).obey()
+
+
+def measure(spec: SharedSpec, repeats: int) -> tuple[Push, float]:
+    """The fastest push, and the seconds of the fastest copy of its bytes."""
+    pushes, copies = [], []
+    with mortal_ranks(spec.folder, [partial(serve_measured_trainer, spec), partial(serve_engine, spec)]) as (trainer, engine):
+        ask(engine, "join", ask(trainer, "serve", 0, ask(engine, "start")))
+        for version in range(repeats + 1):
+            engine.tell(("receive", version))
+            push: Push = ask(trainer, "timed_push")
+            answer(engine)
+            seconds = ask(trainer, "copy_seconds", push.nbytes)
+            if version:
+                pushes.append(push)
+                copies.append(seconds)
+        if ask(engine, "checksums") != ask(trainer, "checksums"):
+            raise SystemExit("the engine's weights are not the trainer's")
+    return min(pushes), min(copies)
+
+
+def main() -> int:
+    """Returns 1 when the target is missed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--bucket-mb", type=float, default=256.0, help="of resharding.bucket_mb, in MiB")
+    parser.add_argument("--num-layers", type=int, default=8)
+    parser.add_argument("--hidden-size", type=int, default=2048)
+    arguments = parser.parse_args()
+    is_cuda = arguments.device == "cuda"
+    if is_cuda and not torch.cuda.is_available():
+        print("torch sees no GPU: with --device cpu there is a rehearsal")
+        return 1
+    device = torch.device("cuda", 0) if is_cuda else torch.device("cpu")
+    print(f"{torch.cuda.get_device_name(device) if is_cuda else 'a CPU'}, torch {torch.__version__}, bucket {arguments.bucket_mb:g} MiB")
+    with tempfile.TemporaryDirectory() as folder:
+        save_model(Path(folder), arguments.num_layers, arguments.hidden_size, vocab_size=15 * arguments.hidden_size)
+        slot_bytes = message_bytes(int(arguments.bucket_mb * 2**20), is_cuda)
+        push, copy_s = measure(SharedSpec(Path(folder), (device, device), slot_bytes), arguments.repeats)
+    ratio = COPIES * copy_s / push.seconds
+    print(f"push   {push.nbytes / 1e9:.2f} GB in {push.seconds:.4f} s: packing {push.packing_s:.4f} s, waiting {push.waiting_s:.4f} s")
+    print(f"memcpy {push.nbytes / 1e9:.2f} GB in {copy_s:.4f} s; ratio to one copy {copy_s / push.seconds:.2f}, to two {ratio:.2f}")
+    if not is_cuda:
+        verdict = f"limit {TARGET:g} not enforced: a rehearsal on a CPU"
+    else:
+        verdict = f"limit {TARGET:g} {'held' if ratio >= TARGET else 'MISSED'}"
+    speeds = f"push {push.nbytes / 1e9 / push.seconds:.1f} GB/s, memcpy {push.nbytes / 1e9 / copy_s:.1f} GB/s"
+    print(f"{speeds}, ratio to two copies {ratio:.2f} ({verdict})")
+    return 1 if is_cuda and ratio < TARGET else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,119 @@
+"""Runs all that a machine with a GPU is for, and prints one table of it: `make gpu`.
+
+Each file of tests/gpu and each script of benchmarks/gpu runs in a process of its own, so that one that breaks its GPU's context breaks
+nothing else. The numbers of a test are its properties (`record_property`), those of a benchmark the last line that it prints.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+from xml.etree import ElementTree
+
+ROOT = Path(__file__).parents[2]
+NO_GPU = "torch sees no GPU"
+LIMIT_S = 1800  # of a file or script
+
+
+class Row(NamedTuple):
+    """numbers, left_out: a line each."""
+
+    what: str
+    passed: int = 0
+    failed: int = 0
+    skipped: int = 0
+    numbers: Sequence[str] = ()
+    left_out: Sequence[str] = ()
+
+
+def test_files() -> list[Path]:
+    return sorted((ROOT / "tests" / "gpu").glob("test_*.py"))
+
+
+def benchmarks() -> list[Path]:
+    return sorted((ROOT / "benchmarks" / "gpu").glob("*.py"))
+
+
+def run_tests(file: Path, *options: str) -> Row:
+    with tempfile.TemporaryDirectory() as folder:
+        results = Path(folder) / "results.xml"
+        command = [sys.executable, "-m", "pytest", str(file), f"--junit-xml={results}", *options]
+        status = _status(command, None)
+        return _row_of(_name(file), results, status)
+
+
+def _row_of(what: str, results: Path, status: int | str) -> Row:
+    cases = list(ElementTree.parse(results).iter("testcase")) if results.exists() else []
+    if not cases:
+        return Row(what, failed=1, left_out=[f"all of it: pytest ended with {status}"])
+    outcomes, reasons, numbers = Counter[str](), Counter[str](), []
+    for case in cases:
+        kinds = {child.tag: child for child in case}
+        outcome = "failed" if kinds.keys() & {"failure", "error"} else "skipped" if "skipped" in kinds else "passed"
+        outcomes[outcome] += 1
+        if outcome == "skipped":
+            reasons[kinds["skipped"].get("message", "")] += 1
+        for each in case.iter("property"):
+            numbers.append(f"{each.get('name')}: {each.get('value')}")
+    left_out = [f"{count} x {reason}" for reason, count in reasons.items()]
+    return Row(what, outcomes["passed"], outcomes["failed"], outcomes["skipped"], numbers, left_out)
+
+
+def run_benchmark(file: Path) -> Row:
+    module = ".".join(file.relative_to(ROOT).with_suffix("").parts)
+    with tempfile.TemporaryFile("w+") as output:
+        status = _status([sys.executable, "-m", module], output)
+        output.seek(0)
+        printed = output.read()
+    print(printed, flush=True)
+    last = [line for line in printed.splitlines() if line][-1:]
+    return Row(
+        _name(file), passed=int(status == 0), failed=int(status != 0), numbers=last if status == 0 else [f"ended with {status}", *last]
+    )
+
+
+def _status(command: Sequence[str], output: object) -> int | str:
+    """The exit code, or in words that there is none."""
+    print("$", " ".join(command), flush=True)
+    try:
+        return subprocess.run(command, cwd=ROOT, stdout=output, timeout=LIMIT_S, check=False).returncode  # type: ignore[call-overload]
+    except subprocess.TimeoutExpired:
+        return f"no word for {LIMIT_S} s"
+
+
+def _name(file: Path) -> str:
+    return str(file.relative_to(ROOT)) if file.is_relative_to(ROOT) else file.name
+
+
+def show(rows: Sequence[Row]) -> str:
+    """A line for each, and below it its numbers and what was left out."""
+    width = max(len(row.what) for row in rows)
+    lines = [f"{'':<{width}}  passed  failed  skipped"]
+    for row in rows:
+        lines.append(f"{row.what:<{width}}  {row.passed:6d}  {row.failed:6d}  {row.skipped:7d}")
+        lines += [f"    {number}" for number in row.numbers]
+        lines += [f"    left out: {reason}" for reason in row.left_out]
+    return "\n".join(lines)
+
+
+def main() -> int:
+    """Returns 1 where something failed. Without a GPU everything is left out, and that is no failure."""
+    import torch
+
+    if torch.cuda.is_available():
+        print(f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}, torch {torch.__version__}")
+        rows = [run_tests(file) for file in test_files()] + [run_benchmark(file) for file in benchmarks()]
+    else:
+        print(f"{NO_GPU}: everything is left out")
+        rows = [Row(_name(file), left_out=[NO_GPU]) for file in test_files() + benchmarks()]
+    print("\n" + show(rows))
+    return int(any(row.failed for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,22 @@
+"""How a wire speaks to a backend that is in no process group: NCCL's cannot be made on a CPU, but its signatures are every backend's."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megarl.weights.receipt import WeightTransferError
+from megarl.weights.wire import BACKENDS, Wire
+
+
+def test_its_messages_are_coalesced_by_the_signatures_of_a_backend(tmp_path: Path) -> None:
+    """gloo refuses to coalesce, with an error of its own; of wrong arguments Python would complain first."""
+    backend = BACKENDS["gloo"](dist.FileStore(str(tmp_path / "store"), 1), 0, 1, timedelta(seconds=10), "127.0.0.1", 1)
+    wire = Wire(backend, torch.device("cpu"), "bare")
+    wire._waiter = None  # as for NCCL
+    with pytest.raises(WeightTransferError, match="gloo does not implement startCoalescing"):
+        wire.start([], [], 0)
