@@ -1,7 +1,7 @@
 """What a push of weights will move, before anything starts: the plan of the run, made from its configuration alone. Imports no torch.
 
-Engines are asked for what they keep when a run starts. Here it is made up: an engine of one rank keeps everything, and several ranks
-keep what Megatron would give them. An engine that pads its vocabulary in another way keeps a few rows more or less.
+Engines are asked for what they keep when a run starts. Here it is made up: an engine of one rank keeps everything; several ranks cut
+matrices as Megatron does, and the vocabulary in equal parts as SGLang does.
 """
 
 from __future__ import annotations
@@ -17,8 +17,10 @@ from megarl.placement.transport import choose_transport
 from megarl.weights.carriers.message_sizes import message_bytes
 from megarl.weights.name_mapping import weights_of
 from megarl.weights.plan import Boxes, RankBoxes, RankPlace, TransferPlan, plan_transfer
-from megarl.weights.shard_layout import ShardLayout, layouts_of
+from megarl.weights.shard_layout import ShardLayout, layouts_of, model_layouts
 from megarl.weights.shards import boxes_by_rank
+
+_VOCABULARY_PADDING = 64  # SGLang's
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +100,13 @@ def engine_boxes(architecture: Architecture, size: int) -> list[Boxes]:
 
 
 def _tensor_parallel_boxes(architecture: Architecture, size: int) -> Sequence[Boxes]:
-    return boxes_by_rank(architecture, layouts_of(architecture, ParallelConfig(tensor_parallel_size=size)))
+    padding = _VOCABULARY_PADDING if _padded(architecture.vocab_size, _VOCABULARY_PADDING) % size == 0 else size * _VOCABULARY_PADDING
+    padded = _padded(architecture.vocab_size, padding)
+    return boxes_by_rank(architecture, model_layouts(architecture, tensor_parallel_size=size, padded_vocab_size=padded))
+
+
+def _padded(rows: int, unit: int) -> int:
+    return -(-rows // unit) * unit
 
 
 def _shapes(architecture: Architecture) -> dict[str, tuple[int, ...]]:
