@@ -1,4 +1,4 @@
-"""The drawings of docs/concepts.md, made of the plans that a run makes: its step, its placements, its shards."""
+"""The drawings of docs/concepts.md and docs/rollout.md, made of the plans that a run makes: its step, placements, shards, pushes."""
 
 from __future__ import annotations
 
@@ -7,10 +7,21 @@ from dataclasses import replace
 
 from docs.generate.svg import FILLS, Drawing
 from megarl.config.architecture import Architecture
-from megarl.config.schema import ActorConfig, ParallelConfig, PlacementConfig, PlacementStrategy, PPOConfig, RolloutConfig
+from megarl.config.derive import num_parameters
+from megarl.config.schema import (
+    ActorConfig,
+    ParallelConfig,
+    PlacementConfig,
+    PlacementStrategy,
+    PPOConfig,
+    ReshardingConfig,
+    RolloutConfig,
+)
 from megarl.placement.dataflow import Phase, phases_of, waits_for
 from megarl.placement.placement_plan import GroupPlan, PlacementPlan
 from megarl.placement.plan import plan_placement
+from megarl.roles.weight_forecast import WeightForecast, forecast_weights, rank_layouts
+from megarl.weights.carriers.message_sizes import NUM_SLOTS
 from megarl.weights.name_mapping import Weight, weights_of
 from megarl.weights.shard_layout import Piece, layouts_of, pieces
 
@@ -183,3 +194,50 @@ def _row_spans(piece: Piece, side: str) -> list[tuple[int, int]]:
         (outer * view[1] + rectangle.starts[1], outer * view[1] + rectangle.stops[1])
         for outer in range(rectangle.starts[0], rectangle.stops[0])
     ]
+
+
+def push() -> str:
+    """Who gives which engine rank what, in a placement where they are on the same devices, and in one where they are not."""
+    drawing = Drawing(1010, 370, "A push of weights from two pipeline stages to two engines, by the carriers device and group")
+    for strategy, left in ((PlacementStrategy.hybrid, 10.0), (PlacementStrategy.split_collocate, 590.0)):
+        config = replace(
+            _CONFIG,
+            actor=ActorConfig(parallel=ParallelConfig(tensor_parallel_size=2, pipeline_parallel_size=2)),
+            rollout=RolloutConfig(num_replicas=2, tensor_parallel_size=2),
+            placement=PlacementConfig(strategy=strategy),
+            resharding=ReshardingConfig(bucket_mb=0.008),
+        )
+        model = replace(_MODEL, num_hidden_layers=4, vocab_size=512)
+        placement = plan_placement(config)
+        forecast = forecast_weights(config, placement, model)
+        assert forecast is not None
+        beside = placement.share_devices("actor", "rollout")
+        carrier = "device: through slots of shared memory" if beside else "group: point to point over the network"
+        drawing.words(left, 18, f"{carrier}, {forecast.plan.num_rounds} rounds", bold=True)
+        _draw_push(drawing, config, forecast, model, left, beside)
+    return str(drawing)
+
+
+def _draw_push(drawing: Drawing, config: PPOConfig, forecast: WeightForecast, model: Architecture, left: float, beside: bool) -> None:
+    """Trainer ranks on the left, engine ranks on the right; where they are beside each other, a frame is a device. Without the little that
+    comes from ranks that hold the same norms."""
+    top, row, height = 54.0, 80.0, 46.0
+    slots, engines = left + 290, left + (390 if beside else 270)
+    for rank, layout in enumerate(rank_layouts(model, config.actor.parallel)):
+        y = top + row * rank
+        part = f"part {layout.tensor_parallel_rank + 1} of {layout.tensor_parallel_size}"
+        drawing.box(
+            left + 8, y, 140, height, FILLS["actor"], f"trainer rank {rank}", f"layers {layout.layers[0]}-{layout.layers[-1]}, {part}"
+        )
+        if beside:
+            drawing.frame(left, y - 8, 540, height + 16, f"device {rank}")
+            drawing.box(slots, y, 64, height, FILLS[_DRIVER], f"{NUM_SLOTS} slots")
+            drawing.arrow(slots + 66, y + height / 2, engines - 2, y + height / 2)
+    size = config.rollout.tensor_parallel_size
+    for target, nbytes in enumerate(forecast.received):
+        share = nbytes / (num_parameters(model) * forecast.element_bytes)
+        lines = (f"engine {target // size}, rank {target % size}", f"keeps {share:.0%} of all")
+        drawing.box(engines, top + row * target, 140, height, FILLS["rollout"], *lines)
+    for (source, target), stream in sorted(forecast.plan.streams.items()):
+        if stream.numel > forecast.plan.received(target) / 10:
+            drawing.arrow(left + 150, top + row * source + height / 2, (slots if beside else engines) - 2, top + row * target + height / 2)

@@ -14,4 +14,5 @@ PAGES: dict[str, Callable[[], str]] = {
     "docs/drawings/step.svg": drawings.step,
     "docs/drawings/placements.svg": drawings.placements,
     "docs/drawings/resharding.svg": drawings.resharding,
+    "docs/drawings/push.svg": drawings.push,
 }

@@ -27,7 +27,6 @@ from megarl.config.schema import OverlongConversation, PPOConfig, SFTConfig
 from megarl.config.validate import read_architectures
 from megarl.doctor.checked_config import load_checked
 from megarl.placement.plan import PlacementPlan, plan_placement
-from megarl.placement.transport import choose_transport
 
 _FILE_WIDTH = 140  # columns of the tables where nobody's window limits them: a path must not be folded in a log
 
@@ -127,7 +126,7 @@ def _between(bounds: tuple[int, int]) -> str:
 
 
 def _rollout(config: PPOConfig, plan: PlacementPlan) -> Table:
-    rollout, resharding = config.rollout, config.resharding
+    rollout = config.rollout
     table = _table("Rollout", "quantity", "value", "from")
     table.add_row("engine", rollout.engine.value, "rollout.engine")
     if (settings := rollout.settings_of(rollout.engine)) is not None:
@@ -136,8 +135,6 @@ def _rollout(config: PPOConfig, plan: PlacementPlan) -> Table:
     replicas = f"{rollout.num_replicas} x {rollout.tensor_parallel_size} devices"
     table.add_row("replicas", replicas, _whose_devices(plan))
     table.add_row("sequences at a time", f"{rollout.num_replicas * rollout.max_concurrency:,}", f"{rollout.max_concurrency:,} per replica")
-    table.add_row("weights by", choose_transport(config, plan).value, f"resharding.transport={resharding.transport.value}")
-    table.add_row("weights compared", resharding.verify.value, "resharding.verify")
     return table
 
 

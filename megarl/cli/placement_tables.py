@@ -1,4 +1,7 @@
-"""A placement as tables: processes, what runs at the same time, memory of the fullest device of each pool. Imports no torch."""
+"""A placement as tables: processes, what runs at the same time, memory of the fullest device of each pool, the way of the weights.
+
+Imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +11,14 @@ from rich.console import Console
 from rich.table import Table
 
 from megarl.config.architecture import Architecture
-from megarl.config.schema import PPOConfig, SFTConfig
+from megarl.config.derive import num_parameters
+from megarl.config.schema import Device, PPOConfig, SFTConfig, Transport
 from megarl.placement.dataflow import overlaps
-from megarl.placement.memory import DeviceMemory, Usage, budget_problems, plan_memory, refuses
+from megarl.placement.memory import DeviceMemory, Usage, budget_problems, plan_memory, refuses, weight_bytes
 from megarl.placement.offload_plan import OffloadPlan
 from megarl.placement.placement_plan import PlacementPlan
+from megarl.placement.transport import choose_transport
+from megarl.roles.weight_forecast import forecast_weights
 
 _MOST_ROWS = 64  # processes of a group beyond which it is one row
 
@@ -25,6 +31,8 @@ def print_placement(
     console.print(placement_table(plan))
     console.print(memory_table(memory))
     console.print(parts_table(memory))
+    if isinstance(config, PPOConfig):
+        console.print(push_table(config, plan, architectures["actor"]))
     if not refuses(config):
         for problem in budget_problems(config, memory):
             console.print(f"warning: {problem}", style="yellow", soft_wrap=True, highlight=False)
@@ -79,6 +87,36 @@ def parts_table(memory: Sequence[DeviceMemory]) -> Table:
             usages: list[Usage] = [phase[role] for phase in device.phases.values()]
             table.add_row(pool, role, *(_gib(max(getattr(usage, kind) for usage in usages)) for kind in kinds))
     return table
+
+
+def push_table(config: PPOConfig, plan: PlacementPlan, policy: Architecture) -> Table:
+    """The way of the weights after an update, and what it takes of a rank."""
+    resharding, transport = config.resharding, choose_transport(config, plan)
+    table = _table("A push of weights", "quantity", "value", "from")
+    table.add_row("weights by", transport.value, f"resharding.transport={resharding.transport.value}")
+    if (forecast := forecast_weights(config, plan, policy)) is None:
+        size = num_parameters(policy) * weight_bytes(config.model.dtype)
+        table.add_row("through files in", config.trainer.output_dir, "trainer.output_dir, which all nodes must see")
+        table.add_row("written, and read by each engine", _range([size]), "model.dtype")
+    else:
+        about = "about " if config.rollout.tensor_parallel_size > policy.num_key_value_heads else ""
+        table.add_row("an engine rank gets", about + _range(forecast.received), f"{len(forecast.received):,} ranks, only what they keep")
+        table.add_row("a trainer rank gives", about + _range(forecast.sent), f"{len(forecast.sent):,} ranks")
+        if transport is Transport.device:
+            away = about + _range(forecast.sent_away)
+            table.add_row("of that to other devices", away, "what the trainer rank beside an engine rank does not have")
+        smaller = ", on a CPU less" if transport is Transport.device and config.device is Device.auto else ""
+        rounds = f"{forecast.plan.num_rounds:,}, of at most {_range([forecast.message_bytes])} a rank"
+        table.add_row("rounds", rounds, f"resharding.bucket_mb={resharding.bucket_mb:g}{smaller}")
+    table.add_row("weights compared", resharding.verify.value, "resharding.verify")
+    return table
+
+
+def _range(sizes: Sequence[int]) -> str:
+    """The least and the most of some numbers of bytes."""
+    scale, unit = (2**30, "GiB") if max(sizes) >= 2**30 else (2**20, "MiB")
+    least, most = (f"{size / scale:,.2f}" for size in (min(sizes), max(sizes)))
+    return f"{least} {unit}" if least == most else f"{least} to {most} {unit}"
 
 
 def _fullest(memory: Sequence[DeviceMemory]) -> dict[str, DeviceMemory]:

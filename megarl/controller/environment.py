@@ -44,7 +44,7 @@ SETTINGS: Mapping[str, Setting] = MappingProxyType(
         "NCCL_CUMEM_ENABLE": Setting(
             "0",
             Where.gpu_workers,
-            "SGLang's default; trainers and engines meet in one NCCL group when weights are broadcast, and must agree",
+            "SGLang's default; trainers and engines meet in NCCL groups (resharding.transport=group), and must agree",
         ),
         "NCCL_DEBUG": Setting("WARN", Where.gpu_workers, "NCCL says why it fails"),
         "NCCL_SOCKET_IFNAME": Setting(

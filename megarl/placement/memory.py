@@ -139,7 +139,7 @@ class _Sizes:
         self._buckets = _buckets(config, plan) if isinstance(config, PPOConfig) else {}
         self._roles = {role.name: role for role in model_roles(config)}
         self._architectures = architectures
-        self._weight_bytes = _weight_bytes(config.model.dtype)
+        self._weight_bytes = weight_bytes(config.model.dtype)
 
     def stage(self, role: str, rank: int) -> int:
         """The pipeline stage of a rank: Megatron counts tensor-parallel ranks fastest, then replicas, then stages. 0 for an engine."""
@@ -241,19 +241,19 @@ def _layer_elements(architecture: Architecture, parallel: ParallelConfig) -> int
     return whole + (attention + 5 * architecture.intermediate_size) // cut
 
 
-def _weight_bytes(dtype: DType) -> int:
+def weight_bytes(dtype: DType) -> int:
     return 4 if dtype is DType.float32 else 2
 
 
 def engine_weights(config: PPOConfig, policy: Architecture) -> int:
     """Bytes of one device's part."""
-    return num_parameters(policy) * _weight_bytes(config.model.dtype) // config.rollout.tensor_parallel_size
+    return num_parameters(policy) * weight_bytes(config.model.dtype) // config.rollout.tensor_parallel_size
 
 
 def row_cache(config: PPOConfig, policy: Architecture) -> int:
     """Bytes of one device's part of the keys and values of a row as long as allowed."""
     heads = max(1, policy.num_key_value_heads // config.rollout.tensor_parallel_size)
-    return max_row_tokens(config) * 2 * policy.num_hidden_layers * heads * policy.head_dim * _weight_bytes(config.model.dtype)
+    return max_row_tokens(config) * 2 * policy.num_hidden_layers * heads * policy.head_dim * weight_bytes(config.model.dtype)
 
 
 def engine_share(config: PPOConfig) -> int | None:
@@ -267,12 +267,12 @@ def model_state(model: ModelRole, architecture: Architecture, dtype: DType, stag
     """Parameters, gradients and optimizer state of one rank of a pipeline stage: weights in `dtype`; where the model trains, float32
     gradients, and over data-parallel ranks (ZeRO 1) two float32 moments and, for bfloat16, a float32 master copy."""
     count = stage_parameters(architecture, model.parallel, stage, with_value_head=model.with_value_head)
-    weight_bytes = _weight_bytes(dtype)
+    element_bytes = weight_bytes(dtype)
     master_bytes = 0 if dtype is DType.float32 else 4
     if model.optim is None:
-        return Usage(parameters=count * weight_bytes)
+        return Usage(parameters=count * element_bytes)
     return Usage(
-        parameters=count * weight_bytes,
+        parameters=count * element_bytes,
         gradients=count * _FLOAT32,
         optimizer=-(-count * (8 + master_bytes) // model.parallel.data_parallel_size),
     )

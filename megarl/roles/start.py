@@ -24,11 +24,11 @@ from megarl.roles.offload_schedule import OffloadSchedule
 from megarl.roles.replicas import ReplicaPlace, Replicas
 from megarl.roles.reward import Reward, RewardModel
 from megarl.roles.rollout import Rollout, RolloutLimits, TokenRules
+from megarl.roles.weight_forecast import rank_places
 from megarl.roles.weight_source import WeightSource
 from megarl.roles.weight_sync import WeightSync
 from megarl.roles.weights import RolloutWeights
 from megarl.rollout.interface import RolloutEngineSpec
-from megarl.weights.plan import RankPlace
 from megarl.workers.engines import build_engine
 from megarl.workers.megatron import MegatronWorker
 from megarl.workers.models import ActorWorker, CriticWorker, PolicyWorker
@@ -206,14 +206,6 @@ def _weight_sync(config: PPOConfig, source: WeightSource, plan: PlacementPlan) -
         config_dir=config.model.path,
         limit_s=config.trainer.phase_time_limit_s,
     )
-
-
-def rank_places(plan: PlacementPlan, role: str) -> list[list[RankPlace]]:
-    """Of each process of a role, where its ranks are: one on each of its devices."""
-    return [
-        [RankPlace(str(process.node), f"{process.node}:{device}") for device in process.devices]
-        for process in plan.group_of(role).processes
-    ]
 
 
 def replica_places(plan: PlacementPlan, device: Device, pools: ResourcePoolManager) -> list[ReplicaPlace]:

@@ -6,6 +6,7 @@ import uuid
 from collections.abc import Collection, Mapping, Sequence
 from itertools import accumulate
 
+from megarl.config.schema import Transport
 from megarl.controller.errors import PhaseTimeoutError, WorkerError
 from megarl.controller.futures import WorkerFuture, gather
 from megarl.controller.group import RoleGroup
@@ -13,9 +14,9 @@ from megarl.controller.messages import qualified_name
 from megarl.roles.replicas import is_dead_or_unborn, results_of
 from megarl.roles.weight_source import WeightSource
 from megarl.weights.carriers.device import DevicePlace, device_route
-from megarl.weights.carriers.device import message_bytes as device_message_bytes
 from megarl.weights.carriers.group import GroupPlace, group_route
 from megarl.weights.carriers.links import EngineLink
+from megarl.weights.carriers.message_sizes import message_bytes
 from megarl.weights.plan import Boxes, RankBoxes, RankPlace, TransferPlan, plan_transfer
 from megarl.weights.receipt import WeightTransferError
 from megarl.weights.wire import WireAddress
@@ -98,12 +99,12 @@ class WeightLinks:
     def plan(self, needed: Sequence[Boxes]) -> TransferPlan:
         """`needed`: of the ranks of each replica. Raises as `plan_transfer`."""
         source = self._source
-        message_bytes = device_message_bytes(source.bucket_bytes, source.is_on_cuda) if self._beside else source.bucket_bytes
+        transport = Transport.device if self._beside else Transport.group
         return plan_transfer(
             {name: meta.shape for name, meta in source.manifest.items()},
             [RankBoxes(place, boxes) for place, boxes in zip(self._trainer_places, source.boxes, strict=True)],
             [RankBoxes(place, boxes) for places in self._replica_places for place, boxes in zip(places, needed, strict=True)],
-            message_bytes // source.torch_dtype.itemsize,
+            message_bytes(transport, source.bucket_bytes, source.is_on_cuda) // source.torch_dtype.itemsize,
         )
 
     # ---- joining

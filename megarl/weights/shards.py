@@ -6,15 +6,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
-from typing import NamedTuple
-
-import torch
+from typing import TYPE_CHECKING, NamedTuple
 
 from megarl.config.architecture import Architecture
 from megarl.weights.boxes import Rectangle, range_rectangles
 from megarl.weights.name_mapping import Head
 from megarl.weights.plan import Part
 from megarl.weights.shard_layout import Piece, ShardLayout, held_weights, pieces
+
+if TYPE_CHECKING:  # plans are made without it
+    import torch
 
 
 class _Home(NamedTuple):

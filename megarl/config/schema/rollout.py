@@ -76,7 +76,7 @@ class RolloutConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ReshardingConfig:
-    # of weights that a rank sends, or receives, at a time, in 2**20 bytes; a push takes twice as much memory on either side
+    # of weights that a rank sends, or receives, at a time, in 2**20 bytes; a push takes two or three times as much of a device's memory
     bucket_mb: float = ranged(512.0, above=0)
     transport: Transport = Transport.auto  # how weights go from the trainer to the engines
     verify: Verify = Verify.first  # compare checksums of every tensor, trainer and engine

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 
 from megarl.weights.carriers.ends import EngineEnd
+from megarl.weights.carriers.message_sizes import NUM_SLOTS
 from megarl.weights.landing import Landing
 from megarl.weights.plan import Stream, TransferPlan
 from megarl.weights.rounds import PATIENCE_S, SLICE_S, Inbox, Lane, Rounds, Side
@@ -20,15 +21,6 @@ from megarl.weights.sending import Buffers, Opened, TrainerEnd
 from megarl.weights.shards import Shards
 from megarl.weights.slots import SlotAddress, SlotReader, SlotWriter
 from megarl.weights.wire import Wire
-
-NUM_SLOTS = 4  # with two, each side often waits for the other to wake
-MESSAGE_BYTES_ON_A_CPU = 4 * 2**20  # what is read soon after it was written comes out of the processor's cache
-
-
-def message_bytes(bucket_bytes: int, is_cuda: bool) -> int:
-    """Of one slot: all of them hold two buckets at most."""
-    each = 2 * bucket_bytes // NUM_SLOTS
-    return each if is_cuda else min(each, MESSAGE_BYTES_ON_A_CPU)
 
 
 class DevicePlace(NamedTuple):

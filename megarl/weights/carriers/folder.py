@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from megarl.weights.carriers.device import MESSAGE_BYTES_ON_A_CPU
+from megarl.weights.carriers.message_sizes import MESSAGE_BYTES_ON_A_CPU
 from megarl.weights.export_plan import RankExport, Window
 from megarl.weights.plan import Part
 from megarl.weights.rounds import PATIENCE_S, Inbox, Lane, Rounds, Side

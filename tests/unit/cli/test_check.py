@@ -44,7 +44,13 @@ def test_a_good_file_prints_models_arithmetic_and_places(
     assert "critic reward 0 reward 0 cpu" in rows
     assert "engine hf rollout.engine" in rows
     assert "replicas 1 x 1 devices devices of their own" in rows
-    assert "weights by colocated on cpu or broadcast on cuda resharding.transport=auto" in rows
+    assert "weights by group resharding.transport=auto" in rows
+    layer = 2 * 48 * 48 + 2 * 48 * 24 + (48 + 2 * 24) + 3 * 48 * 96 + 2 * 48
+    size = 2 * (2 * 101 * 48 + 4 * layer + 48) / 2**20
+    assert f"an engine rank gets {size:.2f} MiB 1 ranks, only what they keep" in rows
+    assert any(row.startswith("a trainer rank gives 0.") and row.endswith(" MiB 4 ranks") for row in rows)
+    assert "rounds 1, of at most 512.00 MiB a rank resharding.bucket_mb=512" in rows
+    assert "weights compared first resharding.verify" in rows
     assert "good (8 processes, 7 devices)" in out
 
 
@@ -120,7 +126,9 @@ def test_engines_on_the_devices_of_the_actor(ppo: str, capsys: pytest.CaptureFix
     assert "engine sglang rollout.engine" in rows
     assert "its settings {deterministic: false, mode: engine, server_args: {}} rollout.sglang" in rows
     assert "replicas 2 x 2 devices devices shared with actor, reference" in rows
-    assert "weights by colocated resharding.transport=auto" in rows
+    assert "weights by device resharding.transport=auto" in rows
+    assert any(row.startswith("of that to other devices 0.") for row in rows)
+    assert "rounds 1, of at most 256.00 MiB a rank resharding.bucket_mb=512, on a CPU less" in rows
     assert "actor rollout 1 rollout 0 2, 3" in rows
     assert "good (9 processes, 6 devices)" in out
 
@@ -171,9 +179,20 @@ def test_a_missing_value_names_its_key(tmp_path: Path, capsys: pytest.CaptureFix
 
 
 def test_a_way_for_the_weights_that_does_not_exist(ppo: str, capsys: pytest.CaptureFixture[str]) -> None:
-    overrides = ["resharding.transport=colocated", "device=cuda"]
-    assert main(["check", ppo, *overrides]) == 2
-    assert "resharding.transport, placement.strategy: is colocated, but in the placement 'split_collocate'" in capsys.readouterr().err
+    assert main(["check", ppo, "resharding.transport=device"]) == 2
+    assert "resharding.transport, placement.strategy: is device, but in the placement 'split_collocate'" in capsys.readouterr().err
+
+
+def test_weights_through_files_are_said_to_be(ppo: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    assert main(["check", ppo, "resharding.transport=folder", "trainer.output_dir=outputs/far"]) == 0
+    rows = [" ".join(line.replace("│", " ").split()) for line in capsys.readouterr().out.splitlines()]
+    assert "weights by folder resharding.transport=folder" in rows
+    assert "through files in outputs/far trainer.output_dir, which all nodes must see" in rows
+    layer = 2 * 48 * 48 + 2 * 48 * 24 + (48 + 2 * 24) + 3 * 48 * 96 + 2 * 48
+    size = 2 * (2 * 101 * 48 + 4 * layer + 48) / 2**20
+    assert f"written, and read by each engine {size:.2f} MiB model.dtype" in rows
+    assert not any(row.startswith("rounds") for row in rows)
 
 
 def test_schema_rules_and_placement_are_listed_together(ppo: str) -> None:

@@ -54,9 +54,9 @@ IMPOSSIBLE = [
     ([*CUSTOM, "placement.pools={one: [4], two: [0, 2]}"], "names 2 nodes, but num_nodes is 1", "use 2 nodes"),
     (["placement.pools={one: [4]}"], "is given, but the strategy is split_collocate", "use strategy=custom"),
     (
-        ["placement.strategy=hybrid", "resharding.transport=broadcast", "device=cuda"],
+        ["placement.strategy=hybrid", "resharding.transport=group"],
         "NCCL refuses a group with two members on one device",
-        "use colocated or disk, or auto",
+        "use device or folder, or auto",
     ),
     (
         ["placement.strategy=fully_collocate", "placement.device_memory_gb=0.001"],
@@ -102,6 +102,7 @@ def test_a_plan_is_printed_and_drawn(
     assert "actor actor 3 actor + reference 0 3" in rows
     assert "actor rollout 0 rollout 0 0" in rows
     assert "take turns: actor and rollout" in rows
+    assert "weights by device resharding.transport=auto" in rows
     assert any("update_critic | update_actor" in row for row in rows)
     assert f"drawn to {drawing}" in rows
     content = drawing.read_bytes()

@@ -11,11 +11,13 @@ from megarl.cli.main import main
 from megarl.config.architecture import read_architecture
 from megarl.config.derive import num_parameters
 from megarl.config.load import load_config
-from megarl.config.schema import PPOConfig
+from megarl.config.schema import PPOConfig, Transport
 from megarl.config.validate import read_architectures
 from megarl.doctor.checked_config import load_checked
 from megarl.placement.memory import DeviceMemory, Usage, plan_memory
 from megarl.placement.plan import plan_placement
+from megarl.placement.transport import choose_transport
+from megarl.roles.weight_forecast import forecast_weights
 from tests.unit.config.published import CONFIGS, NUM_PARAMETERS, save_published
 
 ROOT = Path(__file__).parents[3]
@@ -98,6 +100,18 @@ def test_check_finds_nothing_wrong_and_every_device_within_its_budget(run: str, 
     assert plan.pools == pools
     assert sum(pools.values()) == nodes * 8  # none is idle
     assert config.placement.device_memory_gb == 72
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_weights_do_not_go_through_files(run: str, folders: Path) -> None:
+    """Engines beside trainers get them there, others over the network; all engines get all of the model."""
+    config = load_config(PPOConfig, path_of(run), overrides(run, folders))
+    plan, policy = plan_placement(config), read_architectures(config)[0]["actor"]
+    assert choose_transport(config, plan) is (Transport.device if RUNS[run].strategy == "hybrid" else Transport.group)
+    assert (forecast := forecast_weights(config, plan, policy)) is not None
+    num_replicas, size = config.rollout.num_replicas, 2 * num_parameters(policy)
+    assert num_replicas * size <= sum(forecast.received) < num_replicas * size * 1.001  # norms are on each rank of an engine
+    assert sum(forecast.sent) == sum(forecast.received)
 
 
 @pytest.mark.parametrize("run", RUNS)

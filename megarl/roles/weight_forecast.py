@@ -1,0 +1,115 @@
+"""What a push of weights will move, before anything starts: the plan of the run, made from its configuration alone. Imports no torch.
+
+Engines are asked for what they keep when a run starts. Here it is made up: an engine of one rank keeps everything; several ranks cut
+matrices as Megatron does, and the vocabulary in equal parts as SGLang does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from megarl.config.architecture import Architecture
+from megarl.config.schema import Device, ParallelConfig, PPOConfig, Transport
+from megarl.placement.memory import weight_bytes
+from megarl.placement.plan import PlacementPlan
+from megarl.placement.transport import choose_transport
+from megarl.weights.carriers.message_sizes import message_bytes
+from megarl.weights.name_mapping import weights_of
+from megarl.weights.plan import Boxes, RankBoxes, RankPlace, TransferPlan, plan_transfer
+from megarl.weights.shard_layout import ShardLayout, layouts_of, model_layouts
+from megarl.weights.shards import boxes_by_rank
+
+_VOCABULARY_PADDING = 64  # SGLang's
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightForecast:
+    """Of one push. Sizes are bytes; `sent`, `sent_away` (to other devices) of each trainer rank, `received` of each engine rank."""
+
+    plan: TransferPlan
+    trainer_places: Sequence[RankPlace]
+    engine_places: Sequence[RankPlace]
+    message_bytes: int
+    element_bytes: int
+
+    @property
+    def received(self) -> list[int]:
+        return [self.plan.received(rank) * self.element_bytes for rank in range(len(self.engine_places))]
+
+    @property
+    def sent(self) -> list[int]:
+        return [self.plan.sent(rank) * self.element_bytes for rank in range(len(self.trainer_places))]
+
+    @property
+    def sent_away(self) -> list[int]:
+        away = [0] * len(self.trainer_places)
+        for (source, target), stream in self.plan.streams.items():
+            if self.trainer_places[source] != self.engine_places[target]:
+                away[source] += stream.numel * self.element_bytes
+        return away
+
+
+def forecast_weights(config: PPOConfig, placement: PlacementPlan, policy: Architecture) -> WeightForecast | None:
+    """None where weights go through files. With `device: auto` messages are as large as on GPUs. Raises as `plan_transfer`."""
+    if (transport := choose_transport(config, placement)) is Transport.folder:
+        return None
+    element_bytes = weight_bytes(config.model.dtype)
+    nbytes = message_bytes(transport, int(config.resharding.bucket_mb * 2**20), is_cuda=config.device is not Device.cpu)
+    sources = [place for (place,) in rank_places(placement, "actor")]
+    targets = [place for places in rank_places(placement, "rollout") for place in places]
+    held = boxes_by_rank(policy, rank_layouts(policy, config.actor.parallel))
+    needed = engine_boxes(policy, config.rollout.tensor_parallel_size) * config.rollout.num_replicas
+    plan = plan_transfer(
+        _shapes(policy),
+        [RankBoxes(place, boxes) for place, boxes in zip(sources, held, strict=True)],
+        [RankBoxes(place, boxes) for place, boxes in zip(targets, needed, strict=True)],
+        nbytes // element_bytes,
+    )
+    return WeightForecast(plan=plan, trainer_places=sources, engine_places=targets, message_bytes=nbytes, element_bytes=element_bytes)
+
+
+def rank_places(plan: PlacementPlan, role: str) -> list[list[RankPlace]]:
+    """Of each process of a role, where its ranks are: one on each of its devices."""
+    return [
+        [RankPlace(str(process.node), f"{process.node}:{device}") for device in process.devices]
+        for process in plan.group_of(role).processes
+    ]
+
+
+def rank_layouts(architecture: Architecture, parallel: ParallelConfig) -> list[ShardLayout]:
+    """Of each rank of a trained model, as Megatron counts them: tensor-parallel ranks fastest, then replicas, then stages."""
+    of_replica, size = layouts_of(architecture, parallel), parallel.tensor_parallel_size
+    stages = [of_replica[start : start + size] for start in range(0, len(of_replica), size)]
+    return [layout for stage in stages for _ in range(parallel.data_parallel_size) for layout in stage]
+
+
+def engine_boxes(architecture: Architecture, size: int) -> list[Boxes]:
+    """What each of an engine's `size` ranks keeps. Where these are more than the key-value heads, each head is on several of them."""
+    heads = architecture.num_key_value_heads
+    if size <= heads:
+        return list(_tensor_parallel_boxes(architecture, size))
+    # As if each rank had a head of its own, but for the tensors of keys and values, which are cut in as many parts as there are heads.
+    widened = replace(architecture, num_key_value_heads=size)
+    shapes, widened_shapes = _shapes(architecture), _shapes(widened)
+    whole_heads = _tensor_parallel_boxes(architecture, heads)
+    return [
+        {name: box if shapes[name] == widened_shapes[name] else whole_heads[rank * heads // size][name] for name, box in boxes.items()}
+        for rank, boxes in enumerate(_tensor_parallel_boxes(widened, size))
+    ]
+
+
+def _tensor_parallel_boxes(architecture: Architecture, size: int) -> Sequence[Boxes]:
+    padding = _VOCABULARY_PADDING if _padded(architecture.vocab_size, _VOCABULARY_PADDING) % size == 0 else size * _VOCABULARY_PADDING
+    padded = _padded(architecture.vocab_size, padding)
+    return boxes_by_rank(architecture, model_layouts(architecture, tensor_parallel_size=size, padded_vocab_size=padded))
+
+
+def _padded(rows: int, unit: int) -> int:
+    return -(-rows // unit) * unit
+
+
+def _shapes(architecture: Architecture) -> dict[str, tuple[int, ...]]:
+    """Of every tensor once, in the order in which they are sent."""
+    weights = weights_of(architecture, "lm")
+    return {tensor.name: tensor.shape for weight in weights if not weight.is_copy for tensor in weight.tensors}

@@ -1,0 +1,152 @@
+"""What a push will move, known before a run starts: numbers by hand, and the plan that the run itself would make."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import prod
+
+import pytest
+
+from megarl.config.architecture import Architecture
+from megarl.config.derive import num_parameters
+from megarl.config.schema import (
+    ActorConfig,
+    Device,
+    ModelConfig,
+    ParallelConfig,
+    PlacementConfig,
+    PlacementStrategy,
+    PPOConfig,
+    ReshardingConfig,
+    RolloutConfig,
+    RolloutEngineKind,
+    Transport,
+)
+from megarl.placement.plan import plan_placement
+from megarl.roles.weight_forecast import WeightForecast, engine_boxes, forecast_weights, rank_layouts
+from megarl.weights.name_mapping import weights_of
+from megarl.weights.plan import Boxes, numel_of
+from megarl.weights.shard_layout import layouts_of
+from megarl.weights.shards import boxes_by_rank
+from megarl.workers.megatron import megatron_mesh
+
+HIDDEN, FEED_FORWARD, HEADS, HEAD_DIM, VOCABULARY, LAYERS = 32, 64, 4, 8, 128, 4
+QWEN = Architecture(
+    model_type="qwen2",
+    num_hidden_layers=LAYERS,
+    hidden_size=HIDDEN,
+    intermediate_size=FEED_FORWARD,
+    num_attention_heads=HEADS,
+    num_key_value_heads=2,
+    head_dim=HEAD_DIM,
+    vocab_size=VOCABULARY,
+    max_position_embeddings=64,
+    rms_norm_eps=1e-6,
+    rope_theta=1e4,
+    rope_scaling=None,
+    tie_word_embeddings=False,
+    qkv_bias=True,
+    qk_norm=False,
+)
+NORMS = (2 * LAYERS + 1) * HIDDEN  # elements that every rank of an engine keeps
+
+
+def config(strategy: PlacementStrategy, parallel: ParallelConfig, num_replicas: int, engine_size: int, bucket_mb: float = 1.0) -> PPOConfig:
+    return PPOConfig(
+        model=ModelConfig(path="model"),
+        actor=ActorConfig(parallel=parallel),
+        rollout=RolloutConfig(engine=RolloutEngineKind.sglang, num_replicas=num_replicas, tensor_parallel_size=engine_size),
+        placement=PlacementConfig(strategy=strategy),
+        resharding=ReshardingConfig(bucket_mb=bucket_mb),
+        device=Device.cuda,
+    )
+
+
+def forecast(of: PPOConfig) -> WeightForecast:
+    found = forecast_weights(of, plan_placement(of), QWEN)
+    assert found is not None
+    return found
+
+
+def test_engines_on_devices_of_their_own_get_the_model_once_each_from_trainers_that_give_the_same() -> None:
+    of = config(PlacementStrategy.split_collocate, ParallelConfig(data_parallel_size=4), num_replicas=2, engine_size=1)
+    found, model_bytes = forecast(of), num_parameters(QWEN) * 2
+    assert found.received == [model_bytes] * 2
+    assert found.sent == [model_bytes // 2] * 4
+    assert found.sent_away == found.sent
+    assert found.message_bytes == 2**20
+
+
+def test_engines_beside_trainers_that_hold_everything_get_it_from_there() -> None:
+    of = config(PlacementStrategy.hybrid, ParallelConfig(data_parallel_size=2), num_replicas=2, engine_size=1)
+    found, model_bytes = forecast(of), num_parameters(QWEN) * 2
+    assert found.received == found.sent == [model_bytes] * 2
+    assert found.sent_away == [0, 0]
+    assert found.message_bytes == 2**19  # of four slots that hold two buckets
+    assert found.plan.num_rounds == -(-model_bytes // 2**19)
+
+
+def test_engines_beside_stages_get_the_other_stages_from_other_devices() -> None:
+    """Two stages, and an engine of one rank beside each: a half of the model crosses over, in each direction."""
+    of = config(PlacementStrategy.hybrid, ParallelConfig(pipeline_parallel_size=2), num_replicas=2, engine_size=1)
+    found = forecast(of)
+    first, second = (numel_of(boxes) * found.element_bytes for boxes in _held(of.actor.parallel))
+    assert found.sent == [2 * first, 2 * second]
+    assert found.sent_away == [first, second]
+
+
+def _held(parallel: ParallelConfig) -> list[Boxes]:
+    return list(boxes_by_rank(QWEN, rank_layouts(QWEN, parallel)))
+
+
+def test_several_ranks_of_an_engine_keep_their_part_and_all_norms() -> None:
+    kept = [numel_of(boxes) for boxes in engine_boxes(QWEN, 2)]
+    assert kept == [(num_parameters(QWEN) - NORMS) // 2 + NORMS] * 2
+
+
+def test_more_ranks_than_key_value_heads_keep_each_head_on_several() -> None:
+    boxes = engine_boxes(QWEN, 4)
+    layer = "model.layers.3.self_attn"
+    rows = [[(box.starts[0], box.stops[0]) for box in of_rank[f"{layer}.k_proj.weight"]] for of_rank in boxes]
+    assert rows == [[(0, 8)], [(0, 8)], [(8, 16)], [(8, 16)]]
+    queries = [[(box.starts[0], box.stops[0]) for box in of_rank[f"{layer}.q_proj.weight"]] for of_rank in boxes]
+    assert queries == [[(8 * rank, 8 * rank + 8)] for rank in range(4)]
+    assert [box.starts[1] for of_rank in boxes for box in of_rank[f"{layer}.o_proj.weight"]] == [0, 8, 16, 24]
+    key_value = LAYERS * 2 * 2 * HEAD_DIM * (HIDDEN + 1)  # both heads of keys and of values, with their biases
+    kept = (num_parameters(QWEN) - NORMS - key_value) // 4 + key_value // 2 + NORMS
+    assert [numel_of(of_rank) for of_rank in boxes] == [kept] * 4
+    of = config(PlacementStrategy.split_collocate, ParallelConfig(tensor_parallel_size=2), num_replicas=1, engine_size=4)
+    assert forecast(of).received == [kept * forecast(of).element_bytes] * 4
+
+
+def test_every_tensor_is_needed_whole_by_the_ranks_together() -> None:
+    shapes = {tensor.name: tensor.shape for weight in weights_of(QWEN, "lm") for tensor in weight.tensors}
+    for size in (1, 2, 4):
+        needed = {name: {box for boxes in engine_boxes(QWEN, size) for box in boxes[name]} for name in shapes}
+        assert {name: sum(box.volume for box in boxes) for name, boxes in needed.items()} == {n: prod(s) for n, s in shapes.items()}
+
+
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        ParallelConfig(tensor_parallel_size=2, data_parallel_size=2),
+        ParallelConfig(pipeline_parallel_size=2, data_parallel_size=3),
+        ParallelConfig(tensor_parallel_size=2, pipeline_parallel_size=2, virtual_pipeline_parallel_size=2, data_parallel_size=2),
+    ],
+)
+def test_ranks_are_counted_as_the_trainers_count_them(parallel: ParallelConfig) -> None:
+    of_replica, size = layouts_of(QWEN, parallel), parallel.tensor_parallel_size
+    assert rank_layouts(QWEN, parallel) == [of_replica[place.pp * size + place.tp] for place in megatron_mesh(parallel)]
+
+
+def test_messages_are_small_on_a_cpu_where_memory_is_shared() -> None:
+    of = config(PlacementStrategy.hybrid, ParallelConfig(), num_replicas=1, engine_size=1, bucket_mb=512)
+    on_cpu = replace(of, device=Device.cpu)
+    assert forecast(of).message_bytes == 2**28
+    assert forecast(on_cpu).message_bytes == 4 * 2**20
+
+
+def test_files_have_no_forecast() -> None:
+    of = config(PlacementStrategy.hybrid, ParallelConfig(), num_replicas=1, engine_size=1)
+    of = replace(of, resharding=ReshardingConfig(transport=Transport.folder))
+    assert forecast_weights(of, plan_placement(of), QWEN) is None
