@@ -1,12 +1,11 @@
-"""Each family from each trainer layout by each carrier: fresh random weights go from real Megatron ranks into transformers and the real
-SGLang, twice, which then write what Hugging Face writes with them. At last one of SGLang's processes is killed, and no sample is lost."""
+"""Each family from each trainer layout by each carrier: what test_weights_hf.py and test_weights_sglang.py push, and compare."""
 
 from __future__ import annotations
 
 import itertools
 import os
-import signal
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -25,15 +24,13 @@ from megarl.controller.resource_pool import RayResourcePool
 from megarl.controller.worker import RayClassWithInitArgs
 from megarl.engine.spec import ModelSpec
 from megarl.roles.replicas import ReplicaPlace, Replicas
-from megarl.roles.rollout import RolloutLimits
 from megarl.roles.weight_source import WeightSource
 from megarl.roles.weight_sync import WeightSync
 from megarl.rollout.interface import RolloutEngineSpec, Sample, SamplingParameters, plan_requests
-from megarl.weights.checksum import checksum
 from megarl.workers.engines import build_engine
 from megarl.workers.megatron import MegatronWorker
-from tests.rollout_replicas import RULES, StartedRollout, sync_of
-from tests.unit.engine.models import FAMILIES, load_lm, save_model
+from tests.rollout_replicas import sync_of
+from tests.unit.engine.models import load_lm, save_model
 from tests.unit.engine.rank_side import LAYOUTS
 from tests.unit.roles.groups import model_spec, started
 
@@ -75,14 +72,19 @@ def works(engine: EngineCase, layout: str, transport: Transport) -> bool:
     return transport is not Transport.device or engine.num_ranks * engine.num_replicas <= LAYOUTS[layout].world_size
 
 
-# The whole product of transformers; SGLang of each family and size from each layout, by the carriers in turns. Its whole product is a soak
-# test.
+# Layouts are the outer loop for transformers, engines for SGLang: its idle processes look for work all the time.
+# The whole product of transformers; SGLang of each family and size from every other layout, by the carriers in turns. Its whole product is
+# a soak test.
+def _is_tried(row: int, column: int, number: int) -> bool:
+    return ALL or ((row + column) % 2 == 0 and number == (row + column) // 2 % len(TRANSPORTS))
+
+
 MATRIX = [
     (engine, layout, transport)
-    for row, layout in enumerate(LAYOUTS)
     for column, engine in enumerate([*HF, *SGLANG])
+    for row, layout in enumerate(LAYOUTS)
     for number, transport in enumerate(TRANSPORTS)
-    if works(engine, layout, transport) and (engine.mode is None or ALL or number == (row + column) % len(TRANSPORTS))
+    if works(engine, layout, transport) and (engine.mode is None or _is_tried(row, column, number))
 ]
 
 
@@ -94,35 +96,43 @@ class ReloadingWorker(MegatronWorker):
         MegatronWorker.__init__(self, spec)
 
 
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    folder = tmp_path_factory.mktemp("models")
-    for family in FAMILIES:
-        save_model(family, folder / family)
-    return {family: folder / family for family in FAMILIES}
+class Trained(NamedTuple):
+    """A model with random weights, and what transformers writes with it."""
+
+    folder: Path
+    model: PreTrainedModel
+    greedy: list[list[int]]
 
 
-@pytest.fixture(scope="module")
-def engines(ray_cluster: None, folders: dict[str, Path]) -> Iterator[dict[EngineCase, Replicas]]:
-    """All at the same time: they start while the trainers do."""
-    pools, replicas = [], {}
-    for engine in [*HF, *SGLANG]:
-        pool = RayResourcePool([engine.num_replicas], use_gpu=False, name=str(engine))
-        rollout = RolloutConfig(
-            engine=RolloutEngineKind.sglang if engine.mode else RolloutEngineKind.hf,
-            tensor_parallel_size=engine.num_ranks,
-            max_concurrency=8,
-            sglang=SGLangConfig(mode=engine.mode or SGLangMode.engine),
-        )
-        model = ModelConfig(path=str(folders[engine.family]), dtype=DType.float32)
-        spec = RolloutEngineSpec(model=model, rollout=rollout, device=Device.cpu)
-        places = [ReplicaPlace(part) for part in pool.split()]
-        replicas[engine] = Replicas(places, partial(build_engine, spec), restart_limit=int(engine is MORTAL), phase_time_limit_s=600)
-        pools.append(pool)
-    yield replicas
-    for of_engine in replicas.values():
-        of_engine.shutdown()
-    for pool in pools:
+def two_of_each_family(folder: Path) -> dict[str, list[Trained]]:
+    """They are pushed one after the other."""
+    made: dict[str, list[Trained]] = {}
+    for family in dict.fromkeys(engine.family for engine in [*HF, *SGLANG]):
+        for seed in (1, 2):
+            path = folder / f"{family}-{seed}"
+            save_model(family, path, seed=seed)
+            model = load_lm(path)
+            made.setdefault(family, []).append(Trained(path, model, greedy_by_transformers(model)))
+    return made
+
+
+@contextmanager
+def started_engine(engine: EngineCase, models: dict[str, list[Trained]], restart_limit: int = 0) -> Iterator[Replicas]:
+    pool = RayResourcePool([engine.num_replicas], use_gpu=False, name=str(engine))
+    rollout = RolloutConfig(
+        engine=RolloutEngineKind.sglang if engine.mode else RolloutEngineKind.hf,
+        tensor_parallel_size=engine.num_ranks,
+        max_concurrency=8,
+        sglang=SGLangConfig(mode=engine.mode or SGLangMode.engine),
+    )
+    model = ModelConfig(path=str(models[engine.family][0].folder), dtype=DType.float32)
+    spec = RolloutEngineSpec(model=model, rollout=rollout, device=Device.cpu)
+    places = [ReplicaPlace(part) for part in pool.split()]
+    replicas = Replicas(places, partial(build_engine, spec), restart_limit=restart_limit, phase_time_limit_s=600)
+    try:
+        yield replicas
+    finally:
+        replicas.shutdown()
         pool.release()
 
 
@@ -145,12 +155,12 @@ class Trainers(NamedTuple):
         return sync_of(source, transport, scratch, folder, num_replicas=engine.num_replicas, num_ranks=engine.num_ranks)
 
 
-@pytest.fixture(scope="module")
-def trainers(request: pytest.FixtureRequest, engines: dict[EngineCase, Replicas], folders: dict[str, Path]) -> Iterator[Trainers]:
-    parallel = LAYOUTS[request.param]
-    worker = RayClassWithInitArgs(ReloadingWorker, model_spec(folders["qwen2"], parallel, optim=None))
-    with started("trainers", parallel.world_size, {"actor": worker}) as groups:
-        yield Trainers(request.param, groups["actor"])
+@contextmanager
+def started_trainers(layout: str, models: dict[str, list[Trained]]) -> Iterator[Trainers]:
+    parallel = LAYOUTS[layout]
+    worker = RayClassWithInitArgs(ReloadingWorker, model_spec(models["llama2"][0].folder, parallel, optim=None))
+    with started(f"trainers-{layout}", parallel.world_size, {"actor": worker}) as groups:
+        yield Trainers(layout, groups["actor"])
 
 
 def generate(replica: RoleGroup, sampling: SamplingParameters) -> list[Sample]:
@@ -191,71 +201,29 @@ def log_prob_gap(model: PreTrainedModel, samples: list[Sample], temperature: flo
     return max(gaps)
 
 
-_versions = itertools.count(1)
+versions = itertools.count(1)
 
 
-def test_the_matrix_has_every_pair() -> None:
-    engines, layouts, transports = zip(*MATRIX, strict=True)
-    for one, other in ((engines, layouts), (layouts, transports)):
-        assert set(zip(one, other, strict=True)) == set(itertools.product(one, other))
-    possible = {(engine, transport) for engine in [*HF, *SGLANG] for layout in LAYOUTS for transport in TRANSPORTS}
-    assert set(zip(engines, transports, strict=True)) == possible
-    assert set(transports) == {*Transport} - {Transport.auto}
-
-
-@pytest.mark.parametrize(
-    ("engine", "trainers", "transport"), MATRIX, indirect=["trainers"], ids=lambda value: str(getattr(value, "value", value))
-)
-def test_the_engine_writes_what_hugging_face_writes_with_the_pushed_weights(
-    trainers: Trainers, engines: dict[EngineCase, Replicas], engine: EngineCase, transport: Transport, tmp_path: Path
+def push_twice(
+    trainers: Trainers, replicas: Replicas, trained_models: list[Trained], engine: EngineCase, transport: Transport, scratch: Path
 ) -> None:
-    replicas = engines[engine]
-    save_model(engine.family, tmp_path / "model", seed=0)
-    sync = trainers.sync(engine, tmp_path / "model", transport, tmp_path / "scratch")
-    for version in itertools.islice(_versions, 2):
-        folder = tmp_path / f"model-{version}"
-        save_model(engine.family, folder, seed=version)
-        model = load_lm(folder)
-        expected = greedy_by_transformers(model)
+    """What the engine writes afterwards is what transformers writes with these weights."""
+    sync = trainers.sync(engine, trained_models[0].folder, transport, scratch)
+    for trained, version in zip(trained_models, versions, strict=False):
         for replica in replicas.groups:
             if replicas.weight_version is None:
                 with pytest.raises(WorkerError, match="no complete weights"):
                     generate(replica, GREEDY)
             else:
-                assert [sample.token_ids for sample in generate(replica, GREEDY)] != expected
-        trainers.load(folder)
+                assert [sample.token_ids for sample in generate(replica, GREEDY)] != trained.greedy
+        trainers.load(trained.folder)
         report, lost = sync.push(replicas.all, version)
         assert lost == {}
         assert replicas.accept(replicas.all, version) == {}
         for replica in replicas.groups:
             greedy, cool = generate(replica, GREEDY), generate(replica, COOL)
-            assert [sample.token_ids for sample in greedy] == expected
-            assert log_prob_gap(model, greedy, 1.0) < TOLERANCE
-            assert log_prob_gap(model, cool, COOL.temperature) < TOLERANCE
+            assert [sample.token_ids for sample in greedy] == trained.greedy
+            assert log_prob_gap(trained.model, greedy, 1.0) < TOLERANCE
+            assert log_prob_gap(trained.model, cool, COOL.temperature) < TOLERANCE
             assert {sample.weight_versions for sample in greedy + cool} == {(version,)}
     sync.close()
-
-
-def test_a_killed_scheduler_costs_no_sample(engines: dict[EngineCase, Replicas], folders: dict[str, Path]) -> None:
-    """In the middle of a batch: the batch is whole, the weights are right, the run goes on. It comes last: then the engine is another."""
-    replicas, (version, later) = engines[MORTAL], itertools.islice(_versions, 2)
-    rollout = StartedRollout(replicas, RULES, RolloutLimits(max_concurrency=8, answer_limit_s=60.0, sample_limit_s=60.0), seed=0)
-    weights = {name: parameter.detach() for name, parameter in load_lm(folders[MORTAL.family]).named_parameters()}
-    requests = plan_requests([[number + 1] for number in range(40)], SamplingParameters(max_new_tokens=10, seed=3))
-    rollout.send(weights, version)
-    expected = dict(rollout.stream(requests))
-    worker, *schedulers = rollout.replicas[0].process_ids()
-    assert worker == rollout.replicas[0].pids[0]
-    found = {}
-    for number, finished in enumerate(rollout.stream(requests)):
-        assert finished.request_id not in found
-        found[finished.request_id] = finished.sample
-        if number == 10:
-            os.kill(schedulers[0], signal.SIGKILL)
-    metrics = rollout.drain_metrics()
-    assert metrics["rollout/num_restarts"] == 1
-    assert 1 <= metrics["rollout/num_resent"] <= 8
-    assert {key: sample.token_ids for key, sample in found.items()} == {key: sample.token_ids for key, sample in expected.items()}
-    assert rollout.replicas[0].checksums() == {name: checksum(tensor) for name, tensor in weights.items()}
-    rollout.send(weights, later)
-    assert {sample.weight_versions for _, sample in rollout.stream(requests[:3])} == {(later,)}

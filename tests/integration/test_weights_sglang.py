@@ -1,0 +1,99 @@
+"""Each family from each trainer layout into the real SGLang of each size, by the carriers in turns, twice; and one that is killed."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+import torch
+
+from megarl.config.schema import Transport
+from megarl.roles.replicas import Replicas
+from megarl.roles.rollout import RolloutLimits
+from megarl.rollout.interface import SamplingParameters, plan_requests
+from megarl.weights.checksum import checksum
+from tests.integration.weight_matrix import (
+    LAYOUTS,
+    MATRIX,
+    MORTAL,
+    EngineCase,
+    Trained,
+    Trainers,
+    push_twice,
+    started_engine,
+    started_trainers,
+    two_of_each_family,
+    versions,
+)
+from tests.rollout_replicas import RULES, StartedRollout
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Trained]]:
+    return two_of_each_family(tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture(scope="module")
+def trainers(ray_cluster: None, models: dict[str, list[Trained]]) -> Iterator[dict[str, Trainers]]:
+    """Of all layouts, which do nothing while others push."""
+    with ExitStack() as stack:
+        yield {layout: stack.enter_context(started_trainers(layout, models)) for layout in LAYOUTS}
+
+
+@pytest.fixture(scope="module")
+def engine(request: pytest.FixtureRequest, ray_cluster: None, models: dict[str, list[Trained]]) -> Iterator[tuple[EngineCase, Replicas]]:
+    with started_engine(request.param, models) as replicas:
+        yield request.param, replicas
+
+
+@pytest.mark.parametrize(
+    ("engine", "layout", "transport"),
+    [case for case in MATRIX if case[0].mode is not None],
+    indirect=["engine"],
+    ids=lambda value: str(getattr(value, "value", value)),
+)
+def test_the_engine_writes_what_hugging_face_writes_with_the_pushed_weights(
+    trainers: dict[str, Trainers],
+    engine: tuple[EngineCase, Replicas],
+    models: dict[str, list[Trained]],
+    layout: str,
+    transport: Transport,
+    tmp_path: Path,
+) -> None:
+    case, replicas = engine
+    push_twice(trainers[layout], replicas, models[case.family], case, transport, tmp_path)
+
+
+def test_a_killed_scheduler_costs_no_sample(ray_cluster: None, models: dict[str, list[Trained]]) -> None:
+    """In the middle of a batch: the batch is whole, the weights are right, the run goes on."""
+    version, later = itertools.islice(versions, 2)
+    with started_engine(MORTAL, models, restart_limit=1) as replicas:
+        weights = {name: parameter.detach() for name, parameter in models[MORTAL.family][0].model.named_parameters()}
+        check_that_it_is_survived(replicas, weights, version, later)
+
+
+def check_that_it_is_survived(replicas: Replicas, weights: dict[str, torch.Tensor], version: int, later: int) -> None:
+    rollout = StartedRollout(replicas, RULES, RolloutLimits(max_concurrency=8, answer_limit_s=60.0, sample_limit_s=60.0), seed=0)
+    requests = plan_requests([[number + 1] for number in range(40)], SamplingParameters(max_new_tokens=10, seed=3))
+    rollout.send(weights, version)
+    expected = dict(rollout.stream(requests))
+    worker, *schedulers = rollout.replicas[0].process_ids()
+    assert worker == rollout.replicas[0].pids[0]
+    found = {}
+    for number, finished in enumerate(rollout.stream(requests)):
+        assert finished.request_id not in found
+        found[finished.request_id] = finished.sample
+        if number == 10:
+            os.kill(schedulers[0], signal.SIGKILL)
+    metrics = rollout.drain_metrics()
+    assert metrics["rollout/num_restarts"] == 1
+    assert 1 <= metrics["rollout/num_resent"] <= 8
+    assert {key: sample.token_ids for key, sample in found.items()} == {key: sample.token_ids for key, sample in expected.items()}
+    assert rollout.replicas[0].checksums() == {name: checksum(tensor) for name, tensor in weights.items()}
+    rollout.send(weights, later)
+    assert {sample.weight_versions for _, sample in rollout.stream(requests[:3])} == {(later,)}
