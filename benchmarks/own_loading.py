@@ -1,4 +1,4 @@
-"""SGLang's side of benchmarks/resharding.py: what its own loader and a copy of memory take in its own process, as limits."""
+"""SGLang's side of benchmarks/weights.py: what its own loader and a copy of memory take in its own process, as limits."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from own_means import broadcast_seconds
+from own_means import messages_seconds
 
 from megarl.controller.register import register
 from megarl.rollout.interface import RolloutEngineSpec
 from megarl.rollout.sglang import loader
-from megarl.weights.bucket import GroupAddress
-from megarl.weights.weight_group import WeightGroup
+from megarl.weights.wire import Wire, WireAddress
 from megarl.workers.engines import build_engine
 from megarl.workers.rollout_worker import RolloutWorker
 
@@ -60,10 +59,10 @@ class MeasuredWorker(RolloutWorker):
         return copy_s, load_s
 
     @register()
-    def broadcast_seconds(self, address: GroupAddress, nbytes: int, bucket_bytes: int) -> float:
+    def messages_seconds(self, address: WireAddress, nbytes: int, message_bytes: int) -> float:
         """As rank 1 of a group of two."""
-        group = WeightGroup(address, 1, torch.device("cpu"))
+        wire = Wire.join(address, 1, torch.device("cpu"))
         try:
-            return broadcast_seconds(group, nbytes, bucket_bytes)
+            return messages_seconds(wire, 1, nbytes, message_bytes)
         finally:
-            group.close()
+            wire.close()

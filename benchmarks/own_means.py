@@ -1,4 +1,4 @@
-"""The trainer's side of benchmarks/resharding.py: what the means of a transport take by themselves for as many bytes, as limits."""
+"""The trainer's side of benchmarks/weights.py: what the means of a carrier take by themselves for as many bytes, as limits."""
 
 from __future__ import annotations
 
@@ -9,23 +9,31 @@ from pathlib import Path
 import torch
 
 from megarl.controller.register import register
-from megarl.weights.bucket import GroupAddress
-from megarl.weights.weight_group import WeightGroup
+from megarl.weights.wire import UnderWay, Wire, WireAddress
 from megarl.workers.megatron import MegatronWorker
 
 
-def broadcast_seconds(group: WeightGroup, nbytes: int, bucket_bytes: int) -> float:
-    """Of one member: bytes that nobody fills or reads, in buckets, from two buffers that take turns."""
-    buffers = [torch.ones(bucket_bytes, dtype=torch.uint8) for _ in range(2)]
-    group.wait_for(group.broadcast(buffers[0][:1]))  # all are there
+def messages_seconds(wire: Wire, rank: int, nbytes: int, message_bytes: int) -> float:
+    """Of one of two members: bytes that nobody fills or reads go from rank 0 to rank 1, from two buffers that take turns."""
+    buffers = [torch.ones(message_bytes, dtype=torch.uint8) for _ in range(2)]
+
+    def start(number: int, length: int) -> UnderWay:
+        message = [(1 - rank, buffers[number % 2][:length])]
+        return wire.start(*((message, []) if rank == 0 else ([], message)), number)
+
+    while not start(0, 1).is_done(1.0):  # all are there
+        pass
     start_s = time.perf_counter()
-    under_way = []
-    for position in range(0, nbytes, bucket_bytes):
+    under_way: list[UnderWay] = []
+    for number, position in enumerate(range(0, nbytes, message_bytes), start=1):
         if len(under_way) == 2:
-            group.wait_for(under_way.pop(0))
-        under_way.append(group.broadcast(buffers[position // bucket_bytes % 2][: min(bucket_bytes, nbytes - position)]))
-    for work in under_way:
-        group.wait_for(work)
+            while not under_way[0].is_done(1.0):
+                pass
+            del under_way[0]
+        under_way.append(start(number, min(message_bytes, nbytes - position)))
+    for messages in under_way:
+        while not messages.is_done(1.0):
+            pass
     return time.perf_counter() - start_s
 
 
@@ -52,14 +60,14 @@ def _all(function, descriptor: int, rest: memoryview) -> None:
 
 class MeasuredTrainer(MegatronWorker):
     @register()
-    def broadcast_seconds(self, address: GroupAddress, nbytes: int, bucket_bytes: int) -> float:
+    def messages_seconds(self, address: WireAddress, nbytes: int, message_bytes: int) -> float:
         """Rank 0 of a group of two, at the port that `reserve_weight_group` has taken."""
         listener, self._listener = self._listener, None
-        group = WeightGroup(address, 0, torch.device("cpu"), listener)
+        wire = Wire.join(address, 0, torch.device("cpu"), listener)
         try:
-            return broadcast_seconds(group, nbytes, bucket_bytes)
+            return messages_seconds(wire, 0, nbytes, message_bytes)
         finally:
-            group.close()
+            wire.close()
 
     @register()
     def files_seconds(self, folder: str, nbytes: int, bucket_bytes: int) -> float:

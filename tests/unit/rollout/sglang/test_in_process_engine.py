@@ -60,6 +60,7 @@ def test_asleep_it_gives_the_memory_of_its_weights_back(sglang_in_process: Remot
     assert awake - resident_bytes(sglang_in_process) > 0.9 * weights
     sglang_in_process.wake()
     push(model, sglang_in_process)
+    sglang_in_process.wake_cache()
     assert [sample.token_ids for sample in sglang_in_process.generate(PROMPTS, sampling)] == [sample.token_ids for sample in before]
 
 

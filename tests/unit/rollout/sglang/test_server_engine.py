@@ -222,6 +222,9 @@ def test_asleep_it_refuses_and_awake_it_needs_weights(changed: SGLangEngine, mod
     with pytest.raises(EngineStateError, match="no complete weights"):
         changed.generate(PROMPTS, sampling)
     push(model, changed, version=4)
+    with pytest.raises(EngineStateError, match="wake_cache first"):
+        changed.generate(PROMPTS, sampling)
+    changed.wake_cache()
     after = changed.generate(PROMPTS, sampling)
     assert [sample.token_ids for sample in after] == [sample.token_ids for sample in before]
 
