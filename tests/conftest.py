@@ -56,6 +56,6 @@ def ray_cluster(warm_processes: None) -> Iterator[None]:
     """One local Ray for the session: twelve logical CPUs, so at most twelve worker processes at a time."""
     from megarl.controller.cluster import shutdown, start_ray
 
-    start_ray(num_cpus=20, object_store_mb=256)
+    start_ray(num_cpus=12, object_store_mb=256)
     yield
     assert shutdown() == []

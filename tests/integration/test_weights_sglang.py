@@ -6,7 +6,6 @@ import itertools
 import os
 import signal
 from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -18,12 +17,10 @@ from megarl.roles.rollout import RolloutLimits
 from megarl.rollout.interface import SamplingParameters, plan_requests
 from megarl.weights.checksum import checksum
 from tests.integration.weight_matrix import (
-    LAYOUTS,
     MATRIX,
     MORTAL,
     EngineCase,
     Trained,
-    Trainers,
     push_twice,
     started_engine,
     started_trainers,
@@ -39,13 +36,6 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Trained]]
 
 
 @pytest.fixture(scope="module")
-def trainers(ray_cluster: None, models: dict[str, list[Trained]]) -> Iterator[dict[str, Trainers]]:
-    """Of all layouts, which do nothing while others push."""
-    with ExitStack() as stack:
-        yield {layout: stack.enter_context(started_trainers(layout, models)) for layout in LAYOUTS}
-
-
-@pytest.fixture(scope="module")
 def engine(request: pytest.FixtureRequest, ray_cluster: None, models: dict[str, list[Trained]]) -> Iterator[tuple[EngineCase, Replicas]]:
     with started_engine(request.param, models) as replicas:
         yield request.param, replicas
@@ -58,7 +48,6 @@ def engine(request: pytest.FixtureRequest, ray_cluster: None, models: dict[str, 
     ids=lambda value: str(getattr(value, "value", value)),
 )
 def test_the_engine_writes_what_hugging_face_writes_with_the_pushed_weights(
-    trainers: dict[str, Trainers],
     engine: tuple[EngineCase, Replicas],
     models: dict[str, list[Trained]],
     layout: str,
@@ -66,7 +55,8 @@ def test_the_engine_writes_what_hugging_face_writes_with_the_pushed_weights(
     tmp_path: Path,
 ) -> None:
     case, replicas = engine
-    push_twice(trainers[layout], replicas, models[case.family], case, transport, tmp_path)
+    with started_trainers(layout, models) as trainers:
+        push_twice(trainers, replicas, models[case.family], case, transport, tmp_path)
 
 
 def test_a_killed_scheduler_costs_no_sample(ray_cluster: None, models: dict[str, list[Trained]]) -> None:
