@@ -95,6 +95,9 @@ class WeightSync:
         else:
             lost |= self._links.make(replicas)
             to = {number: replica for number, replica in replicas.items() if number not in lost}
+            if not to:  # nobody is left to receive, and trainers may have joined nobody
+                self._links.forget(lost)
+                return None, lost
             receiving = {
                 number: replica.call_rank(0, RolloutWorker.receive_weights, self._source.manifest, version, self._links.name(number))
                 for number, replica in to.items()
@@ -255,6 +258,8 @@ class _Push:
                 sent.get(_GLANCE_S)
             except PhaseTimeoutError:
                 raise
+            except WorkerError as error:
+                raise self._cause(error) from None
             except TimeoutError:
                 pass
         for number, received in list(self._receiving.items()):

@@ -55,7 +55,7 @@ class Stream:
         assert bounds is None or len(bounds) == num_rounds + 1
         self.parts = tuple(parts)
         self.num_rounds = num_rounds
-        self._bounds = bounds
+        self.bounds = bounds
         self._ends = list(accumulate(part.box.volume for part in parts))
 
     @property
@@ -82,8 +82,8 @@ class Stream:
             start, index = end, index + 1
 
     def _span(self, number: int) -> tuple[int, int]:
-        if self._bounds is not None:
-            return self._bounds[number], self._bounds[number + 1]
+        if self.bounds is not None:
+            return self.bounds[number], self.bounds[number + 1]
         return self.numel * number // self.num_rounds, self.numel * (number + 1) // self.num_rounds
 
 

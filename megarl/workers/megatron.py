@@ -62,7 +62,10 @@ def _process_groups(spec: ModelSpec) -> ParallelGroups:
     from megarl.engine import groups
 
     if _groups is None:
-        dist.init_process_group(platform.current().distributed_backend, init_method="env://")
+        active = platform.current()
+        # With its device NCCL makes the communicator at once, of all ranks: later it would wait for ranks that have nothing to send.
+        device = active.device if active.is_cuda else None
+        dist.init_process_group(active.distributed_backend, init_method="env://", device_id=device)
         _groups = groups.initialize(spec.parallel, spec.seed)
     if _groups.parallel != spec.parallel:
         raise ValueError(

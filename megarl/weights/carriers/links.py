@@ -32,6 +32,7 @@ class EngineLink:
         return DeviceEngineEnd(self.place, device)
 
     def encode(self) -> dict[str, Any]:
+        assert all(stream.bounds is None for stream in self.streams.values()), "bounds of rounds do not travel: only files have them"
         return {
             "place": self.place,
             "is_group": isinstance(self.place, GroupPlace),

@@ -241,6 +241,22 @@ def test_an_engine_that_dies_in_a_push_is_lost_alone(
 
 
 @pytest.mark.parametrize("transport", IN_MEMORY)
+def test_a_first_push_in_which_nobody_lives_names_the_dead(
+    trainer: Trainer, folders: Folders, replicas_of, tmp_path: Path, transport: Transport
+) -> None:
+    """Before any engine was joined; the one in its place gets the weights."""
+    replicas = replicas_of(good_engine(folders), 1, restart_limit=1)
+    os.kill(replicas.groups[0].call(RolloutWorker.process_ids)[0], signal.SIGKILL)
+    sync = trainer.sync(transport, tmp_path, num_replicas=1)
+    report, lost = sync.push(replicas.all, 1)
+    assert (report, list(lost)) == (None, [0])
+    replicas.restart(0, "a test")
+    assert sync.push(replicas.all, 1)[1] == {}
+    assert replicas.groups[0].checksums() == true_checksums(folders.trained)
+    sync.close()
+
+
+@pytest.mark.parametrize("transport", IN_MEMORY)
 def test_what_is_kept_from_push_to_push_outlives_sleep_offload_and_restarts(
     trainer: Trainer, folders: Folders, replicas_of, tmp_path: Path, transport: Transport
 ) -> None:
