@@ -27,25 +27,20 @@ class Landing:
         _check(sources, needed)
         self.sources, self.dtype = sources, dtype
         self._places = places
-        self._copies: dict[tuple[int, int], list[tuple[torch.Tensor, torch.Tensor]]] = {}  # by round and slot: target, source
+        self._targets: dict[int, list[list[torch.Tensor]]] = {}  # of each part of a round; nothing of a slot, which would live as long
         self.received_bytes = 0
 
     def unpack(self, number: int, slot: torch.Tensor) -> None:
         """Round `number` lies in `slot`, flat."""
-        key = number, slot.data_ptr()
-        if key not in self._copies:
-            self._copies[key] = list(self._planned(number, slot))
-        for target, source in self._copies[key]:
-            target.copy_(source)
+        if number not in self._targets:
+            self._targets[number] = [list(self._places(part)) for part, _ in self.sources.parts(number, slot)]
+        for (_, elements), targets in zip(self.sources.parts(number, slot), self._targets[number], strict=True):
+            for target in targets:
+                target.copy_(elements)
         self.received_bytes += self.sources.length(number) * self.dtype.itemsize
 
     def forget(self) -> None:
-        self._copies = {}
-
-    def _planned(self, number: int, slot: torch.Tensor) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
-        for part, elements in self.sources.parts(number, slot):
-            for place in self._places(part):
-                yield place, elements
+        self._targets = {}
 
 
 def _check(sources: Side, needed: Mapping[str, Sequence[Rectangle]]) -> None:

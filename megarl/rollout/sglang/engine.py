@@ -202,6 +202,8 @@ class SGLangEngine(RolloutEngine):
             self._call("update_weights_from_disk", model_path=str(folder), load_format="auto", flush_cache=False, abort_all_requests=False)
         except CallRefusedError as error:
             raise WeightTransferError(f"SGLang could not load {folder}: {error}") from error
+        finally:
+            self._loader.meet()  # the answer was the first rank's: the others may still read the folder
 
     def end_weight_update(self, version: int) -> None:
         self._lifecycle.require("end a weight update", LifecycleState.UPDATING)

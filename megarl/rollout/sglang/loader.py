@@ -61,6 +61,8 @@ class RankLoader:
             return rank not in arguments["ranks"] or self._receiver.receive()
         if command == "leave":
             return self._receiver.leave()
+        if command == "meet":
+            return None
         assert command == "checksums", command
         return {name: [[*encode_box(box), part] for box, part in tensor.checksums()] for name, tensor in self._plan.tensors.items()}
 
@@ -196,6 +198,10 @@ class LoaderClient:
 
     def leave(self) -> None:
         self._ask("leave")
+
+    def meet(self) -> None:
+        """Returns when every rank has done what SGLang was asked before."""
+        self._ask("meet")
 
     def checksums(self) -> dict[str, int]:
         """Of every tensor of the last manifest, read back from the parameters: the ranks' parts are added, copies must agree.
