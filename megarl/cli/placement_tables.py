@@ -81,11 +81,11 @@ def memory_table(memory: Sequence[DeviceMemory]) -> Table:
 def parts_table(memory: Sequence[DeviceMemory]) -> Table:
     """Each role's part of those devices, each of its kinds of memory in the phase where it is most."""
     kinds = ("parameters", "gradients", "optimizer", "activations", "kv_cache", "buckets")
-    table = _table("Memory of each role there, GiB at most", "pool", "role", *(kind.replace("_", " ") for kind in kinds))
+    table = _table("Memory of each role there, GiB at most", "pool", "role", *(kind.replace("_", " ") for kind in kinds), "pinned on host")
     for pool, device in _fullest(memory).items():
         for role in next(iter(device.phases.values())):
             usages: list[Usage] = [phase[role] for phase in device.phases.values()]
-            table.add_row(pool, role, *(_gib(max(getattr(usage, kind) for usage in usages)) for kind in kinds))
+            table.add_row(pool, role, *(_gib(max(getattr(usage, kind) for usage in usages)) for kind in kinds), _gib(device.pinned[role]))
     return table
 
 

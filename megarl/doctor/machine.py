@@ -6,6 +6,7 @@ import ctypes
 import os
 import resource
 import shutil
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -89,10 +90,12 @@ def _planned(subject: ExaminedRun) -> int:
     if plan is None or subject.ray_address is not None:
         return 0
     processes = subject.processes_here * _PROCESS_BYTES
-    if config is None or subject.use_gpu or not subject.all_models_known:
+    if config is None or not subject.all_models_known:
         return processes
-    devices = plan_memory(config, plan, subject.architectures)
-    return processes + max(sum(each.peak for each in devices if each.node == node) for node in {each.node for each in devices})
+    of_nodes: dict[int, int] = defaultdict(int)
+    for device in plan_memory(config, plan, subject.architectures):
+        of_nodes[device.node] += sum(device.pinned.values()) if subject.use_gpu else device.peak
+    return processes + max(of_nodes.values())
 
 
 def _cgroup_limit() -> int | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import ceil
 
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -38,8 +39,9 @@ class ParallelGroups:
         return self.pipeline_rank == self.parallel.pipeline_parallel_size - 1
 
 
-def initialize(parallel: ParallelConfig, seed: int) -> ParallelGroups:
+def initialize(parallel: ParallelConfig, seed: int, limit_s: float = 1800.0) -> ParallelGroups:
     """Creates every group, on all ranks in Megatron's one global order (tp, then dp, then pp). Roles of one process share them.
+    `limit_s`: for each of their collectives.
 
     Raises ValueError when the world has another size than the layout.
     """
@@ -54,6 +56,7 @@ def initialize(parallel: ParallelConfig, seed: int) -> ParallelGroups:
         parallel.tensor_parallel_size,
         parallel.pipeline_parallel_size,
         virtual_pipeline_model_parallel_size=parallel.virtual_pipeline_parallel_size,
+        distributed_timeout_minutes=ceil(limit_s / 60),
     )
     model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
     return ParallelGroups(

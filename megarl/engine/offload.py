@@ -22,6 +22,8 @@ from torch import Tensor, UntypedStorage
 
 from megarl.engine import platform
 
+_ALIGNMENT = 512  # bytes: a copy to or from a device goes fastest there
+
 
 class StatePart(str, Enum):
     """What can be moved by itself. `optimizer`: moments and, for bfloat16, float32 masters. `gradients` are zero when they are back."""
@@ -105,27 +107,41 @@ def _all_of(storage: UntypedStorage, move: Callable[[memoryview], int | None]) -
 
 
 class _PinnedMemory:
-    """Kept from one time to the next: pinning takes longer than copying."""
+    """One buffer, kept from one time to the next: pinning takes longer than copying. It is pinned as it is, since torch's allocator of
+    pinned memory would round it up to a power of two."""
 
     def __init__(self) -> None:
-        self._copies: list[Tensor] = []
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._places: list[Tensor] = []  # in the buffer, by storage
 
     def put(self, storages: Sequence[UntypedStorage]) -> None:
-        if [copy.numel() for copy in self._copies] != [storage.nbytes() for storage in storages]:
-            self._copies = [torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=True) for storage in storages]
-        self._copy((copy, _bytes_of(storage)) for copy, storage in zip(self._copies, storages, strict=True))
+        if [place.numel() for place in self._places] != [storage.nbytes() for storage in storages]:
+            self._make_room([storage.nbytes() for storage in storages])
+        self._copy((place, _bytes_of(storage)) for place, storage in zip(self._places, storages, strict=True))
 
     def take(self, storages: Sequence[UntypedStorage]) -> None:
-        self._copy((_bytes_of(storage), copy) for copy, storage in zip(self._copies, storages, strict=True))
+        self._copy((_bytes_of(storage), place) for place, storage in zip(self._places, storages, strict=True))
 
     def read(self, number: int, start: int, target: Tensor) -> None:
-        target.copy_(self._copies[number][start : start + target.numel()])
+        target.copy_(self._places[number][start : start + target.numel()])
+
+    def _make_room(self, sizes: Sequence[int]) -> None:
+        if self._places:
+            platform.current().unpin(self._buffer)
+        starts = list(accumulate((-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes), initial=0))
+        self._buffer = torch.empty(starts[-1], dtype=torch.uint8)
+        platform.current().pin(self._buffer)
+        self._places = [self._buffer[start : start + size] for start, size in zip(starts, sizes, strict=False)]
 
     @staticmethod
     def _copy(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
         for target, source in pairs:
             target.copy_(source, non_blocking=True)
         torch.cuda.synchronize()
+
+
+def _new_shelf() -> _Shelf:
+    return _PinnedMemory() if platform.current().is_cuda else _File()
 
 
 class _Moved(NamedTuple):
@@ -142,7 +158,7 @@ class MovableState:
     def __init__(self, find: Callable[[], Iterable[Tensor]], kept: bool = True) -> None:
         self._find = find
         self._kept = kept
-        self._shelf: _Shelf = _PinnedMemory() if platform.current().is_cuda else _File()
+        self._shelf = _new_shelf()
         self._offloaded: list[_Moved] | None = None
 
     @property

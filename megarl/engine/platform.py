@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass
 
 import torch
+from torch.cuda._pin_memory_utils import pin_memory, unpin_memory
 
 from megarl.config.schema import Device
 from megarl.machine.memory import trim_heap
@@ -27,6 +28,16 @@ class Platform:
             torch.cuda.empty_cache()
         else:
             trim_heap()
+
+    def pin(self, memory: torch.Tensor) -> None:
+        """Host memory whose pages are to stay, so that the device copies from and to it by itself; nothing on the CPU. `unpin` it before
+        it goes. Raises RuntimeError where the system does not allow as much."""
+        if self.is_cuda and memory.numel():
+            pin_memory(memory.data_ptr(), memory.nbytes)
+
+    def unpin(self, memory: torch.Tensor) -> None:
+        if self.is_cuda and memory.numel():
+            unpin_memory(memory.data_ptr())
 
 
 _active: Platform | None = None

@@ -18,6 +18,7 @@ class ModelSpec:
     temperature: log-probs are of softmax(logits / temperature), as the rollout engine samples.
     total_optimizer_steps: where the learning-rate decay ends.
     offloaded_at_first: leaves memory when the model is built: others need its place.
+    collective_limit_s: how long ranks wait for each other.
     """
 
     path: str
@@ -33,3 +34,4 @@ class ModelSpec:
     total_optimizer_steps: int = 1
     recompute: Recompute = Recompute.none
     offloaded_at_first: tuple[StatePart, ...] = ()
+    collective_limit_s: float = 1800.0

@@ -45,12 +45,15 @@ class Usage:
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceMemory:
-    """`phases`: name of a phase -> what is in memory, by role. A phase in which nothing of the device changes is left out."""
+    """`phases`: name of a phase -> what is in memory, by role. A phase in which nothing of the device changes is left out.
+    `pinned`: by role, the host's memory that is kept for what leaves a GPU.
+    """
 
     node: int
     device: int
     pool: str
     phases: Mapping[str, Mapping[str, Usage]] = field(default_factory=dict)
+    pinned: Mapping[str, int] = field(default_factory=dict)
 
     def total(self, phase: str) -> int:
         return sum(usage.total for usage in self.phases[phase].values())
@@ -77,15 +80,17 @@ def plan_memory(config: PPOConfig | SFTConfig, plan: PlacementPlan, architecture
             for number in process.devices:
                 pools[process.node, number] = group.pool
                 on_device.setdefault((process.node, number), []).extend((role, process.rank) for role in group.roles)
-    known: dict[tuple[tuple[str, int], ...], dict[str, dict[str, Usage]]] = {}
+    known: dict[tuple[tuple[str, int], ...], tuple[dict[str, dict[str, Usage]], dict[str, int]]] = {}
     devices = []
     for place in sorted(on_device):
         roles = tuple((role, sizes.stage(role, rank)) for role, rank in on_device[place])
         if roles not in known:
-            known[roles] = {
-                phase.name: {role: sizes.usage(role, stage, phase, held[phase.name]) for role, stage in roles} for phase in steps
-            }
-        devices.append(DeviceMemory(node=place[0], device=place[1], pool=pools[place], phases=known[roles]))
+            known[roles] = (
+                {phase.name: {role: sizes.usage(role, stage, phase, held[phase.name]) for role, stage in roles} for phase in steps},
+                {role: sizes.pinned(role, stage) for role, stage in roles},
+            )
+        phases, pinned = known[roles]
+        devices.append(DeviceMemory(node=place[0], device=place[1], pool=pools[place], phases=phases, pinned=pinned))
     return devices
 
 
@@ -135,7 +140,7 @@ class _Sizes:
         self, config: PPOConfig | SFTConfig, architectures: Mapping[str, Architecture], plan: PlacementPlan, turns: OffloadPlan
     ) -> None:
         self._config = config
-        self._engines_move = turns.engines_move
+        self._turns = turns
         self._buckets = _buckets(config, plan) if isinstance(config, PPOConfig) else {}
         self._roles = {role.name: role for role in model_roles(config)}
         self._architectures = architectures
@@ -161,6 +166,13 @@ class _Sizes:
         buckets = min(self._buckets[role], state.parameters) if works and phase.name == "update_weights" else 0
         return Usage(**parts, activations=activations, buckets=buckets)
 
+    def pinned(self, role: str, stage: int) -> int:
+        """Gradients and an engine's weights and cache are dropped; on a CPU what leaves goes into a file."""
+        if role not in self._roles or self._config.device is Device.cpu:
+            return 0
+        state = model_state(self._roles[role], self._architectures[role], self._config.model.dtype, stage)
+        return sum(getattr(state, part) for part in self._turns.offloaded_at_first(role) if part != GRADIENTS)
+
     def _engine(self, phase: Phase, works: bool) -> Usage:
         """Weights, and a cache: of the share of the device that the engine takes, or for as many sequences as it writes at a time. One that
         takes turns gets its weights first, and its cache when the trainer has made room."""
@@ -173,7 +185,7 @@ class _Sizes:
         cache = sequences * row_cache(config, policy) if share is None else max(share - weights, row_cache(config, policy))
         return Usage(
             parameters=weights,
-            kv_cache=0 if receives and self._engines_move else cache,
+            kv_cache=0 if receives and self._turns.engines_move else cache,
             buckets=min(self._buckets["rollout"], weights) if receives else 0,
         )
 

@@ -70,6 +70,9 @@ _WORKERS: dict[str, type[MegatronWorker]] = {
 }
 
 
+_GRACE_S = 60.0  # between the driver's limit of a phase, which shows what every rank does, and NCCL's, which ends the process
+
+
 class _Starter:
     """Builds specs from config sections, and groups as the plan says; keeps what all of them share."""
 
@@ -95,6 +98,7 @@ class _Starter:
             total_optimizer_steps=optimizer_steps(config, role),
             recompute=role.recompute,
             offloaded_at_first=tuple(map(StatePart, self._turns.offloaded_at_first(role.name))),
+            collective_limit_s=config.trainer.phase_time_limit_s + _GRACE_S,
         )
 
     def groups(self, plan: PlacementPlan, workers: Mapping[str, RayClassWithInitArgs]) -> dict[str, RoleGroup]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -65,8 +66,9 @@ def _process_groups(spec: ModelSpec) -> ParallelGroups:
         active = platform.current()
         # With its device NCCL makes the communicator at once, of all ranks: later it would wait for ranks that have nothing to send.
         device = active.device if active.is_cuda else None
-        dist.init_process_group(active.distributed_backend, init_method="env://", device_id=device)
-        _groups = groups.initialize(spec.parallel, spec.seed)
+        limit = timedelta(seconds=spec.collective_limit_s)
+        dist.init_process_group(active.distributed_backend, init_method="env://", device_id=device, timeout=limit)
+        _groups = groups.initialize(spec.parallel, spec.seed, spec.collective_limit_s)
     if _groups.parallel != spec.parallel:
         raise ValueError(
             f"roles fused in one process share a layout, but one has {_groups.parallel} and another {spec.parallel}: "

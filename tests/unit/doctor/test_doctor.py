@@ -33,6 +33,7 @@ from megarl.doctor.command import table
 from megarl.doctor.examined_run import ExaminedRun, read_subject
 from megarl.placement.plan import plan_placement
 from tests.unit.config.folders import ppo_values, write_yaml
+from tests.unit.placement.test_memory import EVERY_ROLE, SIZE, config
 
 GIB = 2**30
 H100 = "0, NVIDIA H100 80GB HBM3, 580.65.06, 81559, {used}\n1, NVIDIA H100 80GB HBM3, 580.65.06, 81559, 4\n"
@@ -143,6 +144,14 @@ def test_memory_against_the_plan() -> None:
     assert machine.judge_memory(total=100, available=90, planned=80).status is Status.ok
     assert machine.judge_memory(total=100, available=70, planned=80).status is Status.warning
     assert machine.judge_memory(total=100, available=70, planned=101).status is Status.error
+
+
+def test_memory_of_the_host_for_what_leaves_its_gpus() -> None:
+    """Of the actor and the critic 14 bytes an element, of the reference 2."""
+    run = config(PlacementStrategy.fully_collocate)
+    subject = ExaminedRun(config=run, plan=plan_placement(run), architectures=EVERY_ROLE, num_gpus=4)
+    planned = only(machine.memory(subject)).facts["planned"]
+    assert planned - subject.processes_here * machine._PROCESS_BYTES == pytest.approx((14 + 14 + 2) * SIZE, rel=0.08)  # the critic's head
 
 
 def test_threads_against_cores() -> None:

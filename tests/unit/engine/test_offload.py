@@ -100,6 +100,40 @@ def test_parts_move_alone_and_in_any_order_with_masters_of_their_own(
         assert all(torch.equal(weight, after.weights[name]) for name, weight in before.weights.items())
 
 
+def train_as_on_cuda(parallel: ParallelConfig, folder: str, dtype: torch.dtype, away: tuple[tuple[str, ...], ...]) -> Trained:
+    """With the buffers that are pinned on CUDA in place of files."""
+    from megarl.engine import offload
+
+    start(parallel)
+    of_cpu, made = offload._new_shelf, []
+
+    def make() -> offload._PinnedMemory:
+        made.append(offload._PinnedMemory())
+        return made[-1]
+
+    offload._new_shelf = make
+    try:
+        trained = train(parallel, folder, dtype, away)
+    finally:
+        offload._new_shelf = of_cpu
+    used = [shelf for shelf in made if shelf._places]
+    assert len(used) == sum(part != "gradients" for part in {part for parts in away for part in parts})  # one of each part that is kept
+    for shelf in used:
+        exact = sum(place.numel() for place in shelf._places)
+        assert exact <= shelf._buffer.numel() < exact + 512 * len(shelf._places)
+    return trained
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_waits_in_one_buffer_of_each_part_is_the_same(dtype: torch.dtype, rank_pool: RankPool, folders: dict[str, str]) -> None:
+    settings: dict[str, Any] = {"parallel": LAYOUTS["DP2"], "folder": folders["qwen2"], "dtype": dtype}
+    plain = rank_pool.run(train, world_size=2, away=(), **settings)
+    moved = rank_pool.run(train_as_on_cuda, world_size=2, away=(PARTS[:2], PARTS), **settings)
+    for before, after in zip(plain, moved, strict=True):
+        assert (before.statistics, before.losses) == (after.statistics, after.losses)
+        assert all(torch.equal(weight, after.weights[name]) for name, weight in before.weights.items())
+
+
 def resident_bytes() -> int:
     with open("/proc/self/statm") as statm:
         return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")

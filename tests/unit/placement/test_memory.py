@@ -118,6 +118,17 @@ def test_fully_collocated_roles_are_in_memory_only_in_their_phases() -> None:
     assert phases["update_actor"]["actor"].optimizer == pytest.approx(12 * SIZE / 4, rel=1e-3)
 
 
+def test_what_leaves_a_gpu_is_pinned_in_the_hosts_memory() -> None:
+    """Optimizer state of 12 bytes an element and weights of 2; gradients and engines are dropped."""
+    fully = memory(PlacementStrategy.fully_collocate)[0].pinned
+    assert fully["actor"] == pytest.approx(14 * SIZE / 4, rel=1e-3)
+    assert fully["reference"] == pytest.approx(2 * SIZE / 4, rel=1e-3)
+    assert fully["rollout"] == 0
+    assert not any(memory(PlacementStrategy.stand_alone)[0].pinned.values())
+    on_cpu = replace(config(PlacementStrategy.fully_collocate), device=Device.cpu)  # where it goes into files
+    assert not any(plan_memory(on_cpu, plan_placement(on_cpu), EVERY_ROLE)[0].pinned.values())
+
+
 def test_recompute_keeps_one_number_per_layer_and_token() -> None:
     run = config(PlacementStrategy.stand_alone)
     kept = replace(run, actor=replace(run.actor, recompute=Recompute.none))
