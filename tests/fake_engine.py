@@ -19,11 +19,10 @@ import torch
 
 from megarl.rollout.interface import EngineDeadError, FinishedRequest, GenerationRequest, RolloutEngine, Sample, check_request
 from megarl.rollout.lifecycle import EngineLifecycle, LifecycleState
-from megarl.weights.carriers.links import EngineLink
 from megarl.weights.checksum import checksum
 from megarl.weights.plan import Boxes, whole_boxes
 from megarl.weights.receipt import ChunkMeta, Manifest, TensorMeta, WeightTransferError
-from megarl.weights.receiver import WeightReceiver
+from megarl.weights.receiver import EngineLink, WeightReceiver
 from megarl.weights.safetensors_file import read_tensors
 
 MANIFEST: Manifest = {"embedding": TensorMeta((40, 8), torch.float32), "norm": TensorMeta((8,), torch.float32)}

@@ -15,30 +15,30 @@ from megarl.roles.replicas import is_dead_or_unborn, results_of
 from megarl.roles.weight_source import WeightSource
 from megarl.weights.carriers.device import DevicePlace, device_route
 from megarl.weights.carriers.group import GroupPlace, group_route
-from megarl.weights.carriers.links import EngineLink
 from megarl.weights.carriers.message_sizes import message_bytes
 from megarl.weights.plan import Boxes, RankBoxes, RankPlace, TransferPlan, plan_transfer
 from megarl.weights.receipt import WeightTransferError
+from megarl.weights.receiver import EngineLink
 from megarl.weights.wire import WireAddress
 from megarl.workers.rollout_worker import RolloutWorker
 from megarl.workers.weight_export import WeightExport
 
 
 class WeightLinks:
-    """Of one source and all replicas that it may send to. trainer_places, replica_places: of their ranks. beside: engine ranks get their
-    weights from the trainer rank on their device; else in a group of their own. limit_s: for a message."""
+    """Of one source and all replicas that it may send to, by `transport`. trainer_places, replica_places: of their ranks. limit_s: for a
+    message."""
 
     def __init__(
         self,
         source: WeightSource,
         trainer_places: Sequence[RankPlace],
         replica_places: Sequence[Sequence[RankPlace]],
-        beside: bool,
+        transport: Transport,
         limit_s: float,
     ) -> None:
         self._source = source
         self._trainer_places, self._replica_places = trainer_places, replica_places
-        self._beside, self._limit_s = beside, limit_s
+        self._transport, self._limit_s = transport, limit_s
         ends = list(accumulate(map(len, replica_places), initial=0))
         self._targets = [list(range(start, stop)) for start, stop in zip(ends, ends[1:], strict=False)]
         self._needed: list[Boxes] = []  # of the ranks of a replica
@@ -59,7 +59,8 @@ class WeightLinks:
         new = {number: replica for number, replica in new.items() if number not in lost}
         if new:
             self._names |= {number: f"weights-{number}-{uuid.uuid4().hex}" for number in new}
-            (self._join_devices if self._beside else self._join_groups)(new, lost)
+            join = {Transport.device: self._join_devices, Transport.group: self._join_groups}[self._transport]
+            join(new, lost)
             self._joined |= {number: replica for number, replica in new.items() if number not in lost}
         return lost
 
@@ -99,12 +100,11 @@ class WeightLinks:
     def plan(self, needed: Sequence[Boxes]) -> TransferPlan:
         """`needed`: of the ranks of each replica. Raises as `plan_transfer`."""
         source = self._source
-        transport = Transport.device if self._beside else Transport.group
         return plan_transfer(
             {name: meta.shape for name, meta in source.manifest.items()},
             [RankBoxes(place, boxes) for place, boxes in zip(self._trainer_places, source.boxes, strict=True)],
             [RankBoxes(place, boxes) for places in self._replica_places for place, boxes in zip(places, needed, strict=True)],
-            message_bytes(transport, source.bucket_bytes, source.is_on_cuda) // source.torch_dtype.itemsize,
+            message_bytes(self._transport, source.bucket_bytes, source.is_on_cuda) // source.torch_dtype.itemsize,
         )
 
     # ---- joining

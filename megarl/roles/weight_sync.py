@@ -78,7 +78,7 @@ class WeightSync:
         self._source = source
         self._transport, self._verify = transport, verify
         self._scratch_dir, self._config_dir = Path(scratch_dir), Path(config_dir)
-        self._links = WeightLinks(source, trainer_places, replica_places, transport is Transport.device, limit_s)
+        self._links = WeightLinks(source, trainer_places, replica_places, transport, limit_s)
         self._verified: list[RoleGroup] = []
 
     def push(self, replicas: Mapping[int, RoleGroup], version: int) -> tuple[PushReport | None, dict[int, Exception]]:

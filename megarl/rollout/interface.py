@@ -12,9 +12,9 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from megarl.config.schema import Device, ModelConfig, RolloutConfig
-from megarl.weights.carriers.links import EngineLink
 from megarl.weights.plan import Boxes
 from megarl.weights.receipt import Manifest
+from megarl.weights.receiver import EngineLink
 
 _WAIT_S = 1.0
 

@@ -1,15 +1,75 @@
-"""What every engine rank takes its weights with, whatever carries them."""
+"""What an engine rank takes its weights with, whatever carries them, and what it must know for it, which travels as JSON."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 
-from megarl.weights.carriers.ends import EngineEnd
-from megarl.weights.carriers.links import EngineLink
-from megarl.weights.landing import Landing, Places
-from megarl.weights.plan import Boxes
+from megarl.weights.boxes import Rectangle
+from megarl.weights.carriers.device import DeviceEngineEnd, DevicePlace
+from megarl.weights.carriers.group import GroupEngineEnd, GroupPlace
+from megarl.weights.plan import Boxes, Part, Stream
 from megarl.weights.receipt import WeightTransferError
+from megarl.weights.receiving import EngineEnd, Landing, Places
 from megarl.weights.rounds import Side
+from megarl.weights.slots import SlotAddress
+from megarl.weights.wire import WireAddress
+
+# Carrier -> an engine rank's place on it, the address in that, and the end that it opens there.
+_CARRIERS: dict[str, tuple[type, type, type]] = {
+    "device": (DevicePlace, SlotAddress, DeviceEngineEnd),
+    "group": (GroupPlace, WireAddress, GroupEngineEnd),
+}
+
+
+@dataclass(frozen=True)
+class EngineLink:
+    """Of one engine rank. `streams`: by the ranks that they come from, as the place counts them."""
+
+    place: GroupPlace | DevicePlace
+    streams: Mapping[int, Stream]
+    dtype: torch.dtype
+
+    def open(self, device: torch.device) -> EngineEnd:
+        """Raises WeightTransferError where the trainers are not there."""
+        *_, end = _CARRIERS[self._carrier]
+        return end(self.place, device)
+
+    @property
+    def _carrier(self) -> str:
+        return next(name for name, (place, *_) in _CARRIERS.items() if isinstance(self.place, place))
+
+    def encode(self) -> dict[str, Any]:
+        assert all(stream.bounds is None for stream in self.streams.values()), "bounds of rounds do not travel: only files have them"
+        return {
+            "carrier": self._carrier,
+            "place": self.place,
+            "streams": {source: [(name, encode_box(box)) for name, box in stream.parts] for source, stream in self.streams.items()},
+            "num_rounds": {source: stream.num_rounds for source, stream in self.streams.items()},
+            "dtype": str(self.dtype).removeprefix("torch."),
+        }
+
+    @classmethod
+    def decode(cls, encoded: Mapping[str, Any]) -> EngineLink:
+        place, address, _ = _CARRIERS[encoded["carrier"]]
+        first, second = encoded["place"]
+        streams = {
+            int(source): Stream([Part(name, decode_box(corners)) for name, corners in parts], encoded["num_rounds"][source])
+            for source, parts in encoded["streams"].items()
+        }
+        return cls(place(address(*first), second), streams, getattr(torch, encoded["dtype"]))
+
+
+def encode_box(box: Rectangle) -> list[list[int]]:
+    return [list(box.starts), list(box.stops)]
+
+
+def decode_box(corners: Sequence[Sequence[int]]) -> Rectangle:
+    starts, stops = corners
+    return Rectangle(tuple(starts), tuple(stops))
 
 
 class WeightReceiver:

@@ -11,9 +11,9 @@ from megarl.controller.register import register
 from megarl.controller.worker import Worker
 from megarl.machine.memory import trim_heap
 from megarl.rollout.interface import EngineDeadError, FinishedRequest, GenerationRequest, RolloutEngine
-from megarl.weights.carriers.links import EngineLink
 from megarl.weights.plan import Boxes
 from megarl.weights.receipt import Manifest, WeightTransferError
+from megarl.weights.receiver import EngineLink
 
 
 class RolloutWorker(Worker):

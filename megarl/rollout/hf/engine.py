@@ -24,11 +24,10 @@ from megarl.rollout.interface import (
     end_token_ids,
 )
 from megarl.rollout.lifecycle import EngineLifecycle, LifecycleState
-from megarl.weights.carriers.links import EngineLink
 from megarl.weights.checksum import checksum
 from megarl.weights.plan import Boxes, Part, whole_boxes
 from megarl.weights.receipt import ChunkMeta, Manifest, WeightTransferError
-from megarl.weights.receiver import WeightReceiver
+from megarl.weights.receiver import EngineLink, WeightReceiver
 from megarl.weights.safetensors_file import read_tensors
 
 _kind = attrgetter(*(field.name for field in fields(SamplingParameters) if field.name != "seed"))

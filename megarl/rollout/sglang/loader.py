@@ -23,11 +23,10 @@ import torch.distributed as dist
 
 from megarl.rollout.sglang.destinations import Plan, record_plan, zero_what_is_not_written
 from megarl.weights.boxes import tiling_fault
-from megarl.weights.carriers.links import EngineLink, decode_box, encode_box
 from megarl.weights.checksum import MODULUS
 from megarl.weights.plan import Boxes, Part
 from megarl.weights.receipt import Manifest, TensorMeta, WeightTransferError
-from megarl.weights.receiver import WeightReceiver
+from megarl.weights.receiver import EngineLink, WeightReceiver, decode_box, encode_box
 
 Send = Callable[[list[tuple[str, torch.Tensor]], bool], None]
 _MAX_NAMED = 8  # faults in one message

@@ -12,10 +12,9 @@ from typing import NamedTuple
 
 import torch
 
-from megarl.weights.carriers.ends import EngineEnd
 from megarl.weights.carriers.message_sizes import NUM_SLOTS
-from megarl.weights.landing import Landing
 from megarl.weights.plan import Stream, TransferPlan
+from megarl.weights.receiving import EngineEnd, Landing
 from megarl.weights.rounds import PATIENCE_S, SLICE_S, Inbox, Lane, Rounds, Side
 from megarl.weights.sending import Buffers, Opened, TrainerEnd
 from megarl.weights.shards import Shards

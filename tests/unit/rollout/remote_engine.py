@@ -12,9 +12,9 @@ from ray.exceptions import RayTaskError
 
 from megarl.rollout.interface import FinishedRequest, GenerationRequest, RolloutEngine, RolloutEngineSpec
 from megarl.rollout.sglang.engine import SGLangEngine
-from megarl.weights.carriers.links import EngineLink
 from megarl.weights.plan import Boxes
 from megarl.weights.receipt import Manifest
+from megarl.weights.receiver import EngineLink
 
 
 class EngineHolder:

@@ -1,7 +1,8 @@
-"""The receiving side of an engine rank: where its model keeps what it needs of each tensor, and the proof that a transfer fills it."""
+"""An engine rank's part in taking weights, whoever brings them: where its model keeps what it needs, and the proof that all of it comes."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
@@ -41,6 +42,23 @@ class Landing:
 
     def forget(self) -> None:
         self._targets = {}
+
+
+class EngineEnd(ABC):
+    """An engine rank's end of a carrier. Methods raise WeightTransferError where the trainer is gone."""
+
+    @abstractmethod
+    def receive(self, landing: Landing) -> bool:
+        """Takes all weights while the trainer sends them. False after a while, to be called again: it goes on."""
+
+    @property
+    @abstractmethod
+    def is_under_way(self) -> bool:
+        """Whether some of the weights have been taken, and some not."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Lets go of the trainer, whatever is under way."""
 
 
 def _check(sources: Side, needed: Mapping[str, Sequence[Rectangle]]) -> None:
