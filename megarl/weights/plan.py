@@ -20,6 +20,7 @@ from megarl.weights.boxes import Rectangle, range_rectangles
 from megarl.weights.receipt import WeightTransferError
 
 _MAX_NAMED = 8
+_LARGE = 2**18  # elements of a part that travels by itself, which takes less than to copy it
 
 
 Boxes = Mapping[str, Sequence[Rectangle]]  # of one rank, by tensor: each element is in one of them
@@ -57,6 +58,7 @@ class Stream:
         self.num_rounds = num_rounds
         self.bounds = bounds
         self._ends = list(accumulate(part.box.volume for part in parts))
+        self._messages: dict[int, tuple[Part, ...]] = {}  # every push asks again
 
     @property
     def numel(self) -> int:
@@ -67,9 +69,13 @@ class Stream:
         start, stop = self._span(number)
         return stop - start
 
-    def message(self, number: int) -> Iterator[Part]:
+    def message(self, number: int) -> tuple[Part, ...]:
         """What goes in round `number`."""
-        start, stop = self._span(number)
+        if number not in self._messages:
+            self._messages[number] = tuple(self._parts_between(*self._span(number)))
+        return self._messages[number]
+
+    def _parts_between(self, start: int, stop: int) -> Iterator[Part]:
         index = bisect_right(self._ends, start)
         while start < stop:
             (name, box), end = self.parts[index], self._ends[index]
@@ -80,6 +86,20 @@ class Stream:
                 for rows in range_rectangles(box.shape, start - first, min(stop, end) - first):
                     yield Part(name, rows.relative_to((0,) * len(box.starts), box.starts))
             start, index = end, index + 1
+
+    def segments(self, number: int) -> Iterator[list[Part]]:
+        """The message of a round as it travels: large parts each alone, what is small and neighbours together."""
+        small: list[Part] = []
+        for part in self.message(number):
+            if part.box.volume < _LARGE:
+                small.append(part)
+                continue
+            if small:
+                yield small
+                small = []
+            yield [part]
+        if small:
+            yield small
 
     def _span(self, number: int) -> tuple[int, int]:
         if self.bounds is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import torch
 
@@ -28,17 +28,28 @@ class Landing:
         _check(sources, needed)
         self.sources, self.dtype = sources, dtype
         self._places = places
-        self._targets: dict[int, list[list[torch.Tensor]]] = {}  # of each part of a round; nothing of a slot, which would live as long
+        self._targets: dict[Part, list[torch.Tensor]] = {}  # nothing of a slot, which would live as long
         self.received_bytes = 0
 
-    def unpack(self, number: int, slot: torch.Tensor) -> None:
-        """Round `number` lies in `slot`, flat."""
-        if number not in self._targets:
-            self._targets[number] = [list(self._places(part)) for part, _ in self.sources.parts(number, slot)]
-        for (_, elements), targets in zip(self.sources.parts(number, slot), self._targets[number], strict=True):
-            for target in targets:
-                target.copy_(elements)
+    def place(self, part: Part) -> torch.Tensor | None:
+        """Flat, where the model keeps the part in one piece, and there only."""
+        targets = self._targets_of(part)
+        if len(targets) == 1 and targets[0].is_contiguous() and targets[0].dtype == self.dtype:
+            return targets[0].view(-1)
+        return None
+
+    def unpack(self, number: int, slot: torch.Tensor, placed: Collection[Part] = ()) -> None:
+        """Round `number` lies in `slot`, flat, but for the parts that have come to their places."""
+        for part, elements in self.sources.parts(number, slot):
+            if part not in placed:
+                for target in self._targets_of(part):
+                    target.copy_(elements)
         self.received_bytes += self.sources.length(number) * self.dtype.itemsize
+
+    def _targets_of(self, part: Part) -> list[torch.Tensor]:
+        if part not in self._targets:
+            self._targets[part] = list(self._places(part))
+        return self._targets[part]
 
     def forget(self) -> None:
         self._targets = {}

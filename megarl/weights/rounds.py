@@ -80,6 +80,21 @@ class Inbox(ABC):
     def slot(self, number: int) -> torch.Tensor:
         """Flat, of at least as many elements as the round has."""
 
+    def receives(self, number: int) -> Iterator[Message]:
+        """Of all but this rank, and where each segment of their messages comes to lie."""
+        slot = self.slot(number)
+        for peer, stream, where in self.sources.of_round(number):
+            start = where.start
+            for parts in stream.segments(number) if peer != self.own else ():
+                stop = start + sum(part.box.volume for part in parts)
+                place = self.place(number, parts[0]) if len(parts) == 1 else None
+                yield peer, slot[start:stop] if place is None else place
+                start = stop
+
+    def place(self, number: int, part: Part) -> torch.Tensor | None:
+        """Flat, where a part may come to lie in place of the slot."""
+        return None
+
     @abstractmethod
     def deliver(self, number: int) -> None:
         """All messages of the round lie in its slot."""
@@ -217,9 +232,8 @@ class Rounds:
             for peer, stream, _ in lane.sends.of_round(number):
                 flat = self._buffers[number % 2][position : position + stream.length(number)]
                 position += len(flat)
-                self._pack(stream.message(number), flat)
-                sends.append((peer, flat))
-            receives = list(self._receives(number)) if lane.receives else []
+                sends += [(peer, segment) for segment in self._segments(stream, number, flat)]
+            receives = list(self._inbox.receives(number)) if lane.receives and self._inbox is not None else []
             if sends or receives:
                 try:
                     self._under_way[lane, number] = lane.wire.start(sends, receives, number)
@@ -228,21 +242,29 @@ class Rounds:
         if (inbox := self._inbox) is not None and inbox.own is not None:
             for peer, stream, where in inbox.sources.of_round(number):
                 if peer == inbox.own:
-                    self._pack(stream.message(number), inbox.slot(number)[where])
+                    self._pack(self._regions_of(stream.message(number)), inbox.slot(number)[where])
 
-    def _receives(self, number: int) -> Iterator[Message]:
-        assert self._inbox is not None
-        slot = self._inbox.slot(number)
-        for peer, _, where in self._inbox.sources.of_round(number):
-            if peer != self._inbox.own:
-                yield peer, slot[where]
+    def _segments(self, stream: Stream, number: int, flat: torch.Tensor) -> Iterator[torch.Tensor]:
+        """Of a message. What lies in one piece in the model is sent from there, the rest is packed into `flat`."""
+        for parts in stream.segments(number):
+            regions = list(self._regions_of(parts))
+            if len(regions) == 1 and regions[0].is_contiguous():
+                yield regions[0].view(-1)
+                continue
+            length = sum(region.numel() for region in regions)
+            self._pack(regions, flat[:length])
+            yield flat[:length]
+            flat = flat[length:]
 
-    def _pack(self, parts: Iterable[Part], flat: torch.Tensor) -> None:
+    def _regions_of(self, parts: Iterable[Part]) -> Iterator[torch.Tensor]:
         assert self._regions is not None
+        for part in parts:
+            yield from self._regions(part)
+
+    def _pack(self, regions: Iterable[torch.Tensor], flat: torch.Tensor) -> None:
         with self.packing:
             position = 0
-            for part in parts:
-                for region in self._regions(part):
-                    stop = position + region.numel()
-                    flat[position:stop].view(region.shape).copy_(region)
-                    position = stop
+            for region in regions:
+                stop = position + region.numel()
+                flat[position:stop].view(region.shape).copy_(region)
+                position = stop

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -45,14 +45,35 @@ class Shards:
 
     def regions(self, part: Part) -> Iterator[torch.Tensor]:
         """Views of parameters that hold the elements of `part`, which is within what the rank holds, in their order."""
-        name, piece, shape = self._homes[part.name]
-        parameter = self.parameters[name].detach().view(piece.shard_view)
-        for box in _in_view(part.box, shape, piece.hf_view):
-            yield parameter[box.relative_to(piece.hf.starts, piece.shard.starts).slices]
+        name, view, regions = self._geometry.of(part)
+        parameter = self.parameters[name].detach().view(view)
+        for region in regions:
+            yield parameter[region]
 
     @cached_property
-    def _homes(self) -> dict[str, _Home]:
-        return _homes(self.architecture, self.layout, self.head)
+    def _geometry(self) -> _Geometry:
+        return _geometry(self.architecture, self.layout, self.head)
+
+
+class _Geometry:
+    """Where parts lie: parameter, its view, and slices of that. Kept from push to push, which ask for the same parts."""
+
+    def __init__(self, homes: Mapping[str, _Home]) -> None:
+        self._homes = homes
+        self._found: dict[Part, tuple[str, tuple[int, ...], list[tuple[slice, ...]]]] = {}
+
+    def of(self, part: Part) -> tuple[str, tuple[int, ...], list[tuple[slice, ...]]]:
+        if part not in self._found:
+            name, piece, shape = self._homes[part.name]
+            boxes = _in_view(part.box, shape, piece.hf_view)
+            regions = [box.relative_to(piece.hf.starts, piece.shard.starts).slices for box in boxes]
+            self._found[part] = name, tuple(piece.shard_view), regions
+        return self._found[part]
+
+
+@lru_cache(maxsize=8)
+def _geometry(architecture: Architecture, layout: ShardLayout, head: Head) -> _Geometry:
+    return _Geometry(_homes(architecture, layout, head))
 
 
 def held_boxes(architecture: Architecture, layout: ShardLayout, head: Head = "lm") -> dict[str, tuple[Rectangle, ...]]:

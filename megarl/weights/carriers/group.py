@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from megarl.weights.plan import Stream, TransferPlan
+from megarl.weights.plan import Part, Stream, TransferPlan
 from megarl.weights.receiving import EngineEnd, Landing
 from megarl.weights.rounds import Inbox, Lane, Rounds, Side
 from megarl.weights.sending import Buffers, Opened, TrainerEnd
@@ -119,6 +119,7 @@ class _GroupInbox(Inbox):
         self.sources = landing.sources
         self._landing = landing
         self._slots = torch.empty(2, landing.sources.largest, dtype=landing.dtype, device=device)
+        self._placed: tuple[set[Part], set[Part]] = set(), set()  # of the round in each slot, what comes to the model itself
 
     def is_free(self, number: int) -> bool:
         return True
@@ -126,7 +127,14 @@ class _GroupInbox(Inbox):
     def slot(self, number: int) -> torch.Tensor:
         return self._slots[number % 2]
 
+    def place(self, number: int, part: Part) -> torch.Tensor | None:
+        place = self._landing.place(part)
+        if place is not None:
+            self._placed[number % 2].add(part)
+        return place
+
     def deliver(self, number: int) -> None:
-        self._landing.unpack(number, self.slot(number))
+        self._landing.unpack(number, self.slot(number), self._placed[number % 2])
+        self._placed[number % 2].clear()
         if self._slots.is_cuda:
             torch.cuda.current_stream(self._slots.device).synchronize()  # what comes next comes in another stream

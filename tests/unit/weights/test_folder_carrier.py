@@ -24,7 +24,7 @@ from megarl.weights.shard_layout import model_layouts, shard_shapes
 from megarl.weights.shards import Shards
 from megarl.weights.wire import Wire
 from tests.unit.weights.exports import CPU, Export, Written, differing, small_files_only, write, write_all
-from tests.unit.weights.models import architecture_of, random_model, save
+from tests.unit.weights.models import PADDED_VOCAB, architecture_of, random_model, save
 from tests.unit.weights.test_carriers import TRAINERS
 from tests.unit.weights.transfers import Cut
 
@@ -146,9 +146,9 @@ def test_who_is_slow_gives_the_word_back_and_goes_on(tmp_path: Path, monkeypatch
 
 
 def measure_memory(message_bytes: int, folder: Path) -> list[SendReport]:
-    """What the kernel counts while a model of 140 MB is written."""
-    architecture = replace(architecture_of("qwen3", num_layers=1), vocab_size=30_000, hidden_size=1024)
-    layouts = model_layouts(architecture, tensor_parallel_size=2, padded_vocab_size=30_000)
+    """What the kernel counts while a model of 130 MB is written, a third of it cut along columns: that is packed."""
+    architecture = replace(architecture_of("qwen3", num_layers=1), intermediate_size=10_000, hidden_size=1024)
+    layouts = model_layouts(architecture, tensor_parallel_size=2, padded_vocab_size=PADDED_VOCAB)
     rank = dist.get_rank()
     parameters = {name: torch.ones(shape) for name, shape in shard_shapes(architecture, layouts[rank]).items()}
     shards = Shards(parameters=parameters, architecture=architecture, layout=layouts[rank])
