@@ -53,12 +53,9 @@ def trainers(request: pytest.FixtureRequest, engines: dict[EngineCase, Replicas]
         yield made
 
 
-@pytest.mark.parametrize(
-    ("trainers", "engine", "transport"),
-    sorted(((layout, engine, transport) for engine, layout, transport in MATRIX if engine.mode is None), key=lambda case: case[0]),
-    indirect=["trainers"],
-    ids=lambda value: str(getattr(value, "value", value)),
-)
+@pytest.mark.parametrize("transport", TRANSPORTS, ids=lambda transport: transport.value)
+@pytest.mark.parametrize("engine", HF, ids=str)
+@pytest.mark.parametrize("trainers", LAYOUTS, indirect=True)  # by itself: pytest would start them anew for each case of several
 def test_the_engine_writes_what_hugging_face_writes_with_the_pushed_weights(
     trainers: Trainers,
     engines: dict[EngineCase, Replicas],

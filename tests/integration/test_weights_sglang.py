@@ -6,6 +6,7 @@ import itertools
 import os
 import signal
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -35,32 +36,53 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Trained]]
     return two_of_each_family(tmp_path_factory.mktemp("models"))
 
 
+class Running:
+    """One engine at a time. pytest itself would start it for each test anew, where it is one of several parameters."""
+
+    def __init__(self, models: dict[str, list[Trained]]) -> None:
+        self._models = models
+        self._stack = ExitStack()
+        self._engine: EngineCase | None = None
+        self._replicas: Replicas | None = None
+
+    def of(self, engine: EngineCase) -> Replicas:
+        if self._replicas is None or engine != self._engine:
+            self.close()
+            self._engine, self._replicas = engine, self._stack.enter_context(started_engine(engine, self._models))
+        return self._replicas
+
+    def close(self) -> None:
+        self._replicas = None
+        self._stack.close()
+
+
 @pytest.fixture(scope="module")
-def engine(request: pytest.FixtureRequest, ray_cluster: None, models: dict[str, list[Trained]]) -> Iterator[tuple[EngineCase, Replicas]]:
-    with started_engine(request.param, models) as replicas:
-        yield request.param, replicas
+def running(ray_cluster: None, models: dict[str, list[Trained]]) -> Iterator[Running]:
+    made = Running(models)
+    yield made
+    made.close()
 
 
 @pytest.mark.parametrize(
     ("engine", "layout", "transport"),
     [case for case in MATRIX if case[0].mode is not None],
-    indirect=["engine"],
     ids=lambda value: str(getattr(value, "value", value)),
 )
 def test_the_engine_writes_what_hugging_face_writes_with_the_pushed_weights(
-    engine: tuple[EngineCase, Replicas],
+    running: Running,
     models: dict[str, list[Trained]],
+    engine: EngineCase,
     layout: str,
     transport: Transport,
     tmp_path: Path,
 ) -> None:
-    case, replicas = engine
     with started_trainers(layout, models) as trainers:
-        push_twice(trainers, replicas, models[case.family], case, transport, tmp_path)
+        push_twice(trainers, running.of(engine), models[engine.family], engine, transport, tmp_path)
 
 
-def test_a_killed_scheduler_costs_no_sample(ray_cluster: None, models: dict[str, list[Trained]]) -> None:
+def test_a_killed_scheduler_costs_no_sample(running: Running, models: dict[str, list[Trained]]) -> None:
     """In the middle of a batch: the batch is whole, the weights are right, the run goes on."""
+    running.close()
     version, later = itertools.islice(versions, 2)
     with started_engine(MORTAL, models, restart_limit=1) as replicas:
         weights = {name: parameter.detach() for name, parameter in models[MORTAL.family][0].model.named_parameters()}
