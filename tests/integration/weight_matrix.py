@@ -39,8 +39,8 @@ TRANSPORTS = (Transport.device, Transport.group, Transport.folder)
 BUCKET_BYTES = 20_000  # less than the embedding: it is split
 TOLERANCE = 1e-3
 PROMPTS = [[5, 6, 14, 7, 8], [9, 10], [120, 121, 122, 123, 124, 125, 198]]
-GREEDY = SamplingParameters(max_new_tokens=12, seed=0, temperature=0, ignore_eos=True)
-COOL = SamplingParameters(max_new_tokens=12, seed=1, temperature=0.6, ignore_eos=True)
+GREEDY = SamplingParameters(max_new_tokens=5, seed=0, temperature=0, ignore_eos=True)
+COOL = SamplingParameters(max_new_tokens=5, seed=1, temperature=0.6, ignore_eos=True)
 
 
 class EngineCase(NamedTuple):
@@ -181,8 +181,8 @@ def greedy_by_transformers(model: PreTrainedModel) -> list[list[int]]:
             ids,
             attention_mask=torch.ones_like(ids),
             do_sample=False,
-            max_new_tokens=12,
-            min_new_tokens=12,
+            max_new_tokens=GREEDY.max_new_tokens,
+            min_new_tokens=GREEDY.max_new_tokens,
             eos_token_id=None,
             pad_token_id=0,
         )

@@ -47,6 +47,12 @@ EVIDENCE = (
         "self.memory_saver_adapter.pause(GPU_MEMORY_TYPE_WEIGHTS)",
         "frees memory only with torch_memory_saver, which is CUDA",
     ),
+    SGLangEvidence(
+        "srt.managers.scheduler",
+        "Scheduler.event_loop_overlap",
+        "self._record_scheduler_state_for_paused_engine()\n                continue",
+        "looks for messages without a pause while it is paused, and takes a core from those that send it weights",
+    ),
 )
 
 _MASK = 0xFFFFFFFF
@@ -65,6 +71,7 @@ def install_in_scheduler() -> None:
     _disable_batch_invariant_kernels()
     _batch_decode_attention()
     _release_memory_for_real()
+    _sleep_while_paused()
 
 
 def _replace_murmur_hash() -> None:
@@ -197,6 +204,21 @@ def _release_memory_for_real() -> None:
         return resume(self, request)
 
     Manager.release_memory_occupation, Manager.resume_memory_occupation = release_for_real, resume_for_real
+
+
+def _sleep_while_paused() -> None:
+    """Until a message comes, as where it is idle. Other ranks wait for what the first one hears."""
+    from sglang.srt.managers.scheduler import Scheduler
+
+    record = getattr(Scheduler, "_record_scheduler_state_for_paused_engine", None)
+    if record is None:
+        return  # 0.5.17 to 0.5.19 have no such place
+
+    def record_and_sleep(self: Any) -> None:
+        record(self)
+        self.maybe_sleep_on_idle()
+
+    Scheduler._record_scheduler_state_for_paused_engine = record_and_sleep
 
 
 def _resident_tensors(model_runner: Any) -> dict[str, list[torch.Tensor]]:
