@@ -11,7 +11,6 @@ from megarl.config.schema import Device, DType, EngineConfig, OptimConfig, Paral
 from megarl.engine.offload import StatePart
 from megarl.weights.name_mapping import Head
 
-
 _GRACE_S = 60.0  # between the driver's limit of a phase, which shows what every rank does, and NCCL's, which ends the process
 
 
@@ -43,7 +42,11 @@ class ModelSpec:
 
 
 def spec_of(
-    config: PPOConfig | SFTConfig, role: ModelRole, architecture: Architecture, device: Device, offloaded_at_first: tuple[StatePart, ...] = ()
+    config: PPOConfig | SFTConfig,
+    role: ModelRole,
+    architecture: Architecture,
+    device: Device,
+    offloaded_at_first: tuple[StatePart, ...] = (),
 ) -> ModelSpec:
     """Of one role of a run."""
     return ModelSpec(

@@ -28,6 +28,7 @@ from megarl.rehearsal.ledger import Ledger, place
 from megarl.rehearsal.record import Collective, RehearsalError
 
 _MOST_KNOWN = 2**20  # elements of a tensor of integers of which the host keeps a copy
+_KNOWN = "megarl_known"  # on a fake tensor: its copy
 _MOST_REAL_BYTES = 2**26  # of one tensor of the host: what is larger (the shelf of a model's state) has no memory either
 _COPIES = (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default)
 _READ = torch.ops.aten._local_scalar_dense.default
@@ -45,7 +46,7 @@ _KINDS = {
 
 
 class _FakeTensors(FakeTensorMode):
-    avoid_device_init = True  # type: ignore[assignment]  # torch asks whether there is a GPU, and is told so (fake_cuda.py)
+    avoid_device_init = True  # torch asks whether there is a GPU, and is told so (fake_cuda.py)
 
 
 class FakeDevice(TorchDispatchMode):
@@ -87,15 +88,18 @@ class FakeDevice(TorchDispatchMode):
         result = self._on_device(operator, tensors, known, arguments, keywords)
         if known is None:
             for mutated in _mutated(operator, arguments, keywords):
-                vars(mutated).pop("megarl_known", None)
+                vars(mutated).pop(_KNOWN, None)
         elif not operator._schema.is_mutable:
             for fake, value in zip(_tensors(result), _tensors(known), strict=True):
                 if isinstance(fake, FakeTensor):
-                    fake.megarl_known = value
+                    vars(fake)[_KNOWN] = value
         if operator in _COPIES:
             self._count_copy(operator, arguments, keywords, result)
-            if operator is _COPIES[0] and result.device.type == "cpu" and known is not None:
-                return known
+            if operator is _COPIES[0] and result.device.type == "cpu" and result.numel() <= _MOST_KNOWN:
+                if known is not None:
+                    return known
+                if result.is_floating_point():
+                    return torch.ones(result.shape, dtype=result.dtype)
         formula = flop_registry.get(operator._overloadpacket)
         if formula is not None:
             self.ledger.computes(formula(*arguments, **keywords, out_val=result))
@@ -118,7 +122,9 @@ class FakeDevice(TorchDispatchMode):
                 result = operator(*arguments, **keywords)
         except (DynamicOutputShapeException, DataDependentOutputException) as error:
             if known is None:
-                raise RehearsalError(f"{operator} needs numbers of the device that follow from no number of the host, at {place()}") from error
+                raise RehearsalError(
+                    f"{operator} needs numbers of the device that follow from no number of the host, at {place()}"
+                ) from error
             self.ledger.waits("read")
             return self._like(known)
         except RuntimeError as error:
@@ -178,7 +184,7 @@ class FakeDevice(TorchDispatchMode):
         if largest is not None:
             dtype, elements = str(largest.dtype).removeprefix("torch."), largest.numel()
             if name == "recv_" and not largest.is_floating_point():
-                largest.megarl_known = torch.tensor(self.received_integers, dtype=largest.dtype).view(largest.shape)
+                vars(largest)[_KNOWN] = torch.tensor(self.received_integers, dtype=largest.dtype).view(largest.shape)
             self.ledger.communicates(Collective(kind, group.group_desc, ranks, dtype, elements, elements * largest.itemsize, place()))
         work = FakeWork().boxed()
         return work if len(operator._schema.returns) == 1 else (arguments[0], work)
@@ -204,7 +210,5 @@ def _is_small(tensor: Tensor) -> bool:
 def _value(tensor: Tensor) -> Tensor | None:
     """What the host knows of it."""
     if isinstance(tensor, FakeTensor):
-        return vars(tensor).get("megarl_known")
+        return vars(tensor).get(_KNOWN)
     return tensor if _is_small(tensor) else None
-
-

@@ -1,4 +1,7 @@
-"""The inert guard of CUDA devices (guard.cpp) for a build of torch that has none: compiled at first use, loaded before torch. Imports no torch."""
+"""The inert guard of CUDA devices (guard.cpp) for a build of torch that has none: compiled at first use, loaded before torch.
+
+Imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -54,8 +57,8 @@ def compiled_guard() -> Path:
         run = subprocess.run(command, capture_output=True, text=True, check=False)
         if run.returncode:
             raise ValueError(
-                f"g++ cannot compile the guard of CUDA devices against torch {torch_version} (status {run.returncode}):\n{run.stderr[-2000:]}"
-                "\nuse a g++ that knows C++20, or a CUDA build of torch, which needs no guard"
+                f"g++ cannot compile the guard of CUDA devices against torch {torch_version} (status {run.returncode}):\n"
+                f"{run.stderr[-2000:]}\nuse a g++ that knows C++20, or a CUDA build of torch, which needs no guard"
             )
         made.replace(library)  # at once: others may be compiling it
     return library

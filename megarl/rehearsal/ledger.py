@@ -8,6 +8,7 @@ import traceback
 import weakref
 from collections import Counter
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from types import CodeType
 
@@ -63,13 +64,13 @@ class Ledger:
             if key in self._storages:
                 continue
             size = storage.nbytes()
-            self._storages[key] = weakref.ref(storage, lambda _, key=key: self._freed(key)), size
+            self._storages[key] = weakref.ref(storage, partial(self._freed, key)), size
             self._held += size
             if self._held > self._peak:
                 self._peak = self._held
                 self._check(size)
 
-    def _freed(self, key: int) -> None:
+    def _freed(self, key: int, reference: weakref.ref[UntypedStorage]) -> None:
         self._held -= self._storages.pop(key)[1]
 
     def _check(self, size: int) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -22,20 +22,13 @@ from megarl.engine.offload import StatePart
 from megarl.engine.spec import spec_of
 from megarl.rehearsal.device import FakeDevice
 from megarl.rehearsal.ledger import Ledger, place_of
-from megarl.rehearsal.record import PhaseRecord, RankRecord, RehearsalError
+from megarl.rehearsal.record import PhaseRecord, RankRecord, RankRequest, RehearsalError
 from megarl.rehearsal.rows import RehearsedBatch, make_rows, rows_of_micro_batch, with_loss
 from megarl.weights.load import check_parameters
 from megarl.weights.shard_layout import shard_shapes
 
-
-class RankRequest(NamedTuple):
-    """num_micro_batches: of each pass."""
-
-    config: PPOConfig | SFTConfig
-    role: str
-    rank: int
-    num_micro_batches: int
-
+if TYPE_CHECKING:  # importing it imports Megatron, which wants the platform to be active
+    from megarl.engine.vocab_parallel import Extra
 
 _ledger: Ledger | None = None  # of the rank that this process rehearses
 
@@ -119,8 +112,10 @@ class _Rehearsal:
         engine = RehearsedEngine(spec, groups.initialize(spec.parallel, spec.seed))
         self.num_parameters = sum(parameter.numel() for parameter in engine.parameters().values())
         yield end("build")
-        squares = isinstance(self._config, PPOConfig) and needs_sum_pi_squared(self._config.algorithm) and self._role.name == "actor"
-        engine.forward(batch.tensors, batch.micro_batches, ("entropy", "sum_pi_squared") if squares else ("entropy",))
+        extras: set[Extra] = {"entropy"}
+        if isinstance(self._config, PPOConfig) and needs_sum_pi_squared(self._config.algorithm) and self._role.name == "actor":
+            extras.add("sum_pi_squared")
+        engine.forward(batch.tensors, batch.micro_batches, extras)
         yield end("score")
         parts: tuple[StatePart, ...] = (StatePart.parameters,)
         if spec.optim is not None:

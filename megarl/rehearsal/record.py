@@ -5,11 +5,22 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from megarl.config.schema import PPOConfig, SFTConfig
+
 POINT_TO_POINT = ("send", "recv")
 
 
 class RehearsalError(Exception):
     """The engine did on a fake device what would be wrong on a real one: what, and the place in the source."""
+
+
+class RankRequest(NamedTuple):
+    """num_micro_batches: of each pass."""
+
+    config: PPOConfig | SFTConfig
+    role: str
+    rank: int
+    num_micro_batches: int
 
 
 class Collective(NamedTuple):
@@ -31,7 +42,7 @@ class Wait(NamedTuple):
 
     kind: str
     place: str
-    count: int
+    times: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,3 +69,8 @@ class RankRecord:
     num_parameters: int
     phases: tuple[PhaseRecord, ...]
     error: str | None = None
+
+    @property
+    def peak(self) -> int:
+        """Bytes, of all phases."""
+        return max((phase.peak for phase in self.phases), default=0)
