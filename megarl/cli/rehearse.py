@@ -21,7 +21,7 @@ from megarl.config.schema import Device, ParallelConfig, PPOConfig, SFTConfig
 from megarl.config.validate import read_architectures, validate
 from megarl.rehearsal.prediction import PredictedMemory, predicted_memory
 from megarl.rehearsal.processes import rehearse_ranks
-from megarl.rehearsal.ranks import chosen_ranks, hangs
+from megarl.rehearsal.ranks import chosen_ranks, hangs, rounded_sums
 from megarl.rehearsal.record import RankRecord, RankRequest
 from megarl.tracking.progress import ProgressBar
 
@@ -82,7 +82,7 @@ def _role(config: PPOConfig | SFTConfig, name: str) -> ModelRole:
 def _mistakes(records: Sequence[RankRecord]) -> list[str]:
     """Of a rank that ended early the rest of its calls is not known: hangs are looked for where all came to their end."""
     failed = [f"rank {record.rank}: {record.error}" for record in records if record.error is not None]
-    return failed or hangs(records)
+    return failed or [*hangs(records), *rounded_sums(records)]
 
 
 def _fullest(records: Sequence[RankRecord]) -> list[RankRecord]:

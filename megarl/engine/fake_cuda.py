@@ -185,6 +185,7 @@ def install(on_wait: Callable[[], None]) -> None:
     _adapt_groups()
     for module in ("megatron.core", "torch"):
         warnings.filterwarnings("ignore", module=module.replace(".", r"\."))
+    warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")  # it is 0, and goes to the fake runtime
     with no_compiler(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for module in ("megatron.core", "megatron.core.optimizer", "megatron.core.models.gpt"):

@@ -46,6 +46,10 @@ def _line(code: CodeType, line: int) -> str:
     return f"{path}:{line} {code.co_name}"
 
 
+def _size(nbytes: int) -> str:
+    return f"{nbytes / 2**30:,.2f} GiB" if nbytes >= 2**30 else f"{nbytes / 2**20:,.2f} MiB"
+
+
 class Ledger:
     """Of one rank. `limit`: bytes of the device; None: nobody knows."""
 
@@ -76,8 +80,8 @@ class Ledger:
     def _check(self, size: int) -> None:
         if self._limit is not None and self._held > self._limit:
             raise RehearsalError(
-                f"{self._held / 2**30:,.2f} GiB would be in the memory of a device that has {self._limit / 2**30:,.2f}, with "
-                f"{size / 2**30:,.2f} more, at {place()}"
+                f"{_size(self._held)} would be in the memory of a device that has {_size(self._limit)}, with {_size(size)} more, "
+                f"at {place()}"
             )
 
     def look_again(self) -> None:

@@ -9,6 +9,8 @@ from itertools import zip_longest
 from megarl.config.schema import ParallelConfig
 from megarl.rehearsal.record import POINT_TO_POINT, Collective, RankRecord
 
+_DATA_PARALLEL, _SUMS = "DATA_PARALLEL", ("reduce_scatter", "all_reduce")  # as Megatron calls the groups
+
 
 def distinct_ranks(parallel: ParallelConfig) -> list[int]:
     """The first tensor and data rank of the first pipeline stage, of the second, which is the fullest of those in the middle, and of the
@@ -54,6 +56,19 @@ def hangs(records: Sequence[RankRecord]) -> list[str]:
                 problems.append(f"a hang in {name} of ranks {_shown(ranks)}: {problem}")
                 break
     return problems
+
+
+def rounded_sums(records: Sequence[RankRecord]) -> list[str]:
+    """Where gradients are summed over data-parallel ranks in another type than float32: each sum would be rounded to it. One line for each
+    place."""
+    problems = {
+        f"gradients are summed over {len(call.ranks)} data-parallel ranks in {call.dtype}, not in float32, at {call.place}": None
+        for record in records
+        for phase in record.phases
+        for call in phase.collectives
+        if phase.name == "train" and call.group.startswith(_DATA_PARALLEL) and call.kind in _SUMS and call.dtype != "float32"
+    }
+    return list(problems)
 
 
 def _difference(one: str, calls: list[Collective], other: str, others: list[Collective]) -> str | None:
