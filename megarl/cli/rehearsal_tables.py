@@ -14,7 +14,7 @@ _MOST_PLACES = 12  # of a rank where the host waits
 
 def memory_table(record: RankRecord, predicted: PredictedMemory, device_gb: float | None, num_micro_batches: int) -> Table:
     place = f"stage {record.pipeline_rank}, tensor rank {record.tensor_rank}, data rank {record.data_rank}"
-    title = f"Rank {record.rank} ({place}): {record.num_parameters:,} parameters, {num_micro_batches} micro-batches"
+    title = f"Rank {record.rank} ({place}): {record.num_parameters:,} parameters"
     table = _table(title, "phase", "held GiB", "peak GiB", "plan's peak", "collectives", "waits", "TFLOP")
     for phase in record.phases:
         planned = predicted.peaks.get(phase.name, predicted.held if phase.name == "build" else None)
@@ -28,7 +28,7 @@ def memory_table(record: RankRecord, predicted: PredictedMemory, device_gb: floa
             f"{phase.flops / 1e12:,.1f}",
         )
     size = "its size is not given (placement.device_memory_gb)" if device_gb is None else f"the device has {device_gb:g} GiB for them"
-    table.caption = f"tensors on the device; {size}"
+    table.caption = f"of tensors, with {num_micro_batches} micro-batches a pass; {size}"
     return table
 
 

@@ -7,6 +7,7 @@ where the engine reads them it gets what a real device would give. Every other n
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ from megarl.rehearsal.record import Collective, RehearsalError
 
 _MOST_KNOWN = 2**20  # elements of a tensor of integers of which the host keeps a copy
 _KNOWN = "megarl_known"  # on a fake tensor: its copy
-_MOST_REAL_BYTES = 2**26  # of one tensor of the host: what is larger (the shelf of a model's state) has no memory either
+_MOST_REAL = 2**26  # elements of a tensor of the host: what is larger (the shelf of a model's state) has no memory either
 _COPIES = (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default)
 _READ = torch.ops.aten._local_scalar_dense.default
 _KINDS = {
@@ -107,13 +108,9 @@ class FakeDevice(TorchDispatchMode):
         return result
 
     def _on_host(self, operator: Any, tensors: Sequence[Tensor], arguments: Any, keywords: Any) -> Any:
-        if not tensors and arguments and isinstance(arguments[0], list | torch.Size):
-            elements = 1
-            for size in arguments[0]:
-                elements *= size
-            if elements > _MOST_REAL_BYTES:
-                with self._fake:
-                    return operator(*arguments, **keywords)
+        if not tensors and arguments and isinstance(arguments[0], list | torch.Size) and prod(arguments[0]) > _MOST_REAL:
+            with self._fake:
+                return operator(*arguments, **keywords)
         return operator(*arguments, **keywords)
 
     def _on_device(self, operator: Any, tensors: Sequence[Tensor], known: Any, arguments: Any, keywords: Any) -> Any:

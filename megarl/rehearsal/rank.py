@@ -5,12 +5,14 @@ The process must have loaded the guard (guard.py) and activated the fake device 
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megarl.config.architecture import Architecture
@@ -41,6 +43,10 @@ def _on_wait() -> None:
 def prepare() -> None:
     """Once in a process, before any other use of the engine; takes as long as importing Megatron."""
     platform.activate_fake_cuda(_on_wait)
+    # Imported here, so that the processes of ranks, which are forked from this one, have them.
+    importlib.import_module("megarl.engine.engine")
+    with FakeTensorMode():  # likewise what torch imports for its first fake tensor
+        torch.ones(2, 2) @ torch.ones(2, 2)
 
 
 def rehearse(request: RankRequest) -> RankRecord:

@@ -24,7 +24,7 @@ TINY: dict[str, Any] = {
     "vocab_size": 199,  # padded to 256
     "hidden_size": 64,
     "intermediate_size": 96,
-    "num_hidden_layers": 4,
+    "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": 256,

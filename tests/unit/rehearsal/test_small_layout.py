@@ -14,14 +14,14 @@ from megarl.rehearsal.ranks import hangs, rounded_sums
 from megarl.rehearsal.record import Collective, PhaseRecord, RankRecord
 from tests.unit.rehearsal.runs import RESPONSE, ROWS, SMALL, TINY, TOKENS, ppo, requests, save_config
 
-MICRO_BATCHES = LAYERS = 2  # on each stage
+MICRO_BATCHES, LAYERS = 2, 1  # on each stage
 HIDDEN, BFLOAT16, FLOAT32 = 64, 2, 4
 # Queries 64 x 64, keys and values 64 x 32 each, output 64 x 64, gate, up and down 64 x 96 each; cut in two. Two norms, which are whole.
 LAYER = (64 * (64 + 32 + 32) + 64 * 64 + 3 * 64 * 96) // 2 + 2 * 64
 VOCABULARY = 256 // 2 * 64  # padded, and cut in two
 PARAMETERS = {0: LAYERS * LAYER + VOCABULARY, 1: LAYERS * LAYER + VOCABULARY + 64}
 # Megatron's buffers end at a multiple of 128 elements for each replica.
-PADDED = {0: 39168, 1: 39296}
+PADDED = {0: 23680, 1: 23808}
 
 
 @pytest.fixture(scope="module")
