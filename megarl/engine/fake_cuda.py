@@ -127,7 +127,10 @@ def _adapt_tensors() -> None:
 
     def read(tensor: torch.Tensor) -> Any:
         """In one copy. torch's own for fake tensors reads each element."""
-        return tensor.cpu().tolist()
+        host = tensor.cpu()
+        if isinstance(host, FakeTensor):  # its numbers are not known, which who is asked for one of them says
+            host.reshape(-1)[0].item()
+        return host.tolist()
 
     FakeTensor.tolist = read  # type: ignore[method-assign]
     torch.tensor = tensor

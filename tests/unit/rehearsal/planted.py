@@ -52,6 +52,18 @@ def another_order_on_rank_one(rank: int) -> None:
     engine.MegatronEngine._score = planted  # type: ignore[method-assign]
 
 
+def a_number_that_nobody_knows(rank: int) -> None:
+    from megarl.engine import engine
+
+    score = engine.MegatronEngine._score
+
+    def planted(self: Any, micro_batch: Any, hidden: Any, *arguments: Any) -> Any:
+        assert hidden.argmax(-1).tolist()
+        return score(self, micro_batch, hidden, *arguments)
+
+    engine.MegatronEngine._score = planted  # type: ignore[method-assign]
+
+
 def a_call_less_on_rank_one(rank: int) -> None:
     from megarl.engine import engine
 
@@ -97,6 +109,7 @@ PLANTS: dict[str, Callable[[int], None]] = {
     for each in (
         weight_of_the_head_on_the_host,
         another_order_on_rank_one,
+        a_number_that_nobody_knows,
         a_call_less_on_rank_one,
         gradients_in_sixteen_bits,
         a_token_less_from_the_first_stage,

@@ -18,6 +18,7 @@ STAGES = ParallelConfig(pipeline_parallel_size=2)
 PLANTED = (
     ("weight_of_the_head_on_the_host", ParallelConfig(), [0]),
     ("another_order_on_rank_one", PAIR, [0, 1]),
+    ("a_number_that_nobody_knows", ParallelConfig(), [0]),
     ("a_call_less_on_rank_one", REPLICAS, [0, 1]),
     ("gradients_in_sixteen_bits", REPLICAS, [0]),
     ("a_token_less_from_the_first_stage", STAGES, [0, 1]),
@@ -44,6 +45,14 @@ def test_a_tensor_of_the_host_in_a_product_on_the_device(found: dict[str, list[R
     assert "at least two devices, cuda:0 and cpu" in record.error
     assert "at megarl/engine/cpu_kernels.py:" in record.error
     assert [phase.name for phase in record.phases] == ["build"]
+
+
+def test_a_number_that_is_read_and_cannot_be_known(found: dict[str, list[RankRecord]]) -> None:
+    (record,) = found["a_number_that_nobody_knows"]
+    assert record.error is not None
+    assert record.error.startswith(
+        "a number (torch.int64) is read that follows from no number of the host, at tests/unit/rehearsal/planted.py:"
+    )
 
 
 def test_collectives_in_another_order_on_one_rank(found: dict[str, list[RankRecord]]) -> None:
