@@ -23,6 +23,7 @@ setup(
     packages=find_packages(include=["megarl", "megarl.*"]),
     package_data={
         "megarl.config": ["verl_names.yaml"],
+        "megarl.rehearsal": ["guard.cpp"],
         "megarl.rollout.sglang": ["stand_ins/**/*.py"],  # folders on the path of SGLang's processes, no packages of ours
     },
     install_requires=_ranges("REQUIRED"),

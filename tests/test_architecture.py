@@ -19,7 +19,7 @@ LAYERS = (
     ("algorithms", "rewards", "data", "placement", "tracking", "weights"),
     ("checkpoints", "controller", "rollout"),
     ("engine",),
-    ("workers",),
+    ("workers", "rehearsal"),
     ("roles",),
     ("trainers",),
     ("doctor",),

@@ -64,6 +64,15 @@ def _parser() -> argparse.ArgumentParser:
     plan = _add_run(commands, "plan", "print, and draw, where each role would run and what each device would hold", _start_plan)
     plan.add_argument("--sft", action="store_true", help="the file is for `megarl sft`")
     plan.add_argument("--output", metavar="FILE", help="draw it to a .svg or .png")
+    rehearse = _add_run(
+        commands, "rehearse", "run a role's engine rank by rank on GPUs that are not there: memory, collectives, waits", _start_rehearse
+    )
+    rehearse.add_argument("--sft", action="store_true", help="the file is for `megarl sft`")
+    rehearse.add_argument("--role", metavar="ROLE", default="actor", help="actor, reference, critic or reward_model; without it the actor")
+    rehearse.add_argument(
+        "--ranks", metavar="RANKS", default="distinct", help="distinct (one of the first, a middle and the last stage), all, or 0,8"
+    )
+    rehearse.add_argument("--json", metavar="FILE", help="write everything to a file, each collective and wait with its line")
     summary = "examine this machine, the cluster and what a run reads: each line ok, a warning or an error with the remedy"
     doctor = commands.add_parser("doctor", help=summary, description=summary)
     doctor.add_argument("config", metavar="CONFIG", nargs="?", help="the run to examine them for; without it the machine alone is examined")
@@ -104,6 +113,11 @@ def _run(command: str, package: str = "megarl.cli") -> Callable[..., int]:
 
 def _start_plan(parsed: argparse.Namespace) -> int:
     return _run("plan")(parsed.config, parsed.overrides, SFTConfig if parsed.sft else PPOConfig, parsed.output)
+
+
+def _start_rehearse(parsed: argparse.Namespace) -> int:
+    schema = SFTConfig if parsed.sft else PPOConfig
+    return _run("rehearse")(parsed.config, parsed.overrides, schema, parsed.role, parsed.ranks, parsed.json)
 
 
 def _start_check(parsed: argparse.Namespace) -> int:

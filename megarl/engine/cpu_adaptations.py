@@ -50,7 +50,7 @@ EVIDENCE = (
 )
 
 
-class _InertStream:
+class InertStream:
     """A CUDA stream or event where there is none: every method does nothing."""
 
     device = CPU
@@ -61,7 +61,7 @@ class _InertStream:
     def __getattr__(self, name: str) -> Callable[..., None]:
         return lambda *arguments, **keywords: None
 
-    def __enter__(self) -> _InertStream:
+    def __enter__(self) -> InertStream:
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -100,9 +100,9 @@ def _adapt_torch() -> None:
     cuda = torch.cuda
     cuda.current_device = lambda: CPU  # type: ignore[assignment, return-value]
     cuda.synchronize = cuda.empty_cache = lambda *arguments: None  # type: ignore[assignment]
-    cuda.current_stream = cuda.default_stream = _InertStream  # type: ignore[assignment]
+    cuda.current_stream = cuda.default_stream = InertStream  # type: ignore[assignment]
     cuda.stream = lambda stream: contextlib.nullcontext()  # type: ignore[assignment]
-    cuda.Stream = cuda.Event = _InertStream  # type: ignore[assignment, misc]
+    cuda.Stream = cuda.Event = InertStream  # type: ignore[assignment, misc]
     cuda.is_current_stream_capturing = lambda: False  # type: ignore[assignment]
     cuda.get_rng_state = lambda *arguments: torch.get_rng_state()  # type: ignore[assignment]
     cuda.set_rng_state = lambda state, *arguments: torch.set_rng_state(state)  # type: ignore[assignment]
@@ -112,7 +112,7 @@ def _adapt_torch() -> None:
 
 
 @contextlib.contextmanager
-def _no_compiler() -> Iterator[None]:
+def no_compiler() -> Iterator[None]:
     """`jit_fuser` is bound to torch.compile while Megatron is imported, and would start a C++ compiler at its first call."""
     compiler = torch.compile
     torch.compile = lambda model=None, **options: model if model is not None else (lambda function: function)  # type: ignore[assignment]
@@ -213,7 +213,7 @@ def install() -> None:
     # Megatron says at length that Transformer Engine and Apex are absent: here that is the point.
     for module in ("megatron.core", "torch.distributed"):
         warnings.filterwarnings("ignore", module=module.replace(".", r"\."))
-    with _no_compiler(), warnings.catch_warnings():
+    with no_compiler(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for module in ("megatron.core", "megatron.core.optimizer", "megatron.core.models.gpt"):
             importlib.import_module(module)

@@ -78,8 +78,8 @@ class MegatronEngine:
     def _optimizer_tensors(self) -> list[Tensor]:
         """In float32 the optimizer steps the parameters themselves, which are another part."""
         assert self._optimizer is not None
-        others = {parameter.untyped_storage().data_ptr() for parameter in self._parameter_list()}
-        return [tensor for tensor in self._optimizer.state_tensors() if tensor.untyped_storage().data_ptr() not in others]
+        others = {parameter.untyped_storage()._cdata for parameter in self._parameter_list()}
+        return [tensor for tensor in self._optimizer.state_tensors() if tensor.untyped_storage()._cdata not in others]
 
     def offload(self, *parts: StatePart) -> int:
         """Moves parts of the state out of the device's memory (see offload.py); bytes given back. Gradients are lost."""

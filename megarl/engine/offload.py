@@ -169,8 +169,8 @@ class MovableState:
         """Bytes given back; 0 where they are away already. Raises OSError where there is no room for them, and moves nothing then."""
         if self._offloaded is not None:
             return 0
-        storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in self._find()}
-        moved = [_Moved(storage, storage.nbytes()) for pointer, storage in storages.items() if pointer]
+        storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in self._find()}
+        moved = [_Moved(storage, storage.nbytes()) for storage in storages.values() if storage.nbytes()]
         if self._kept:
             self._shelf.put([each.storage for each in moved])
         for each in moved:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -66,6 +67,17 @@ def activate(device: Device) -> Platform:
 
         cpu_adaptations.install()
         _active = Platform(name="cpu", device=torch.device("cpu"), distributed_backend="gloo")
+    return _active
+
+
+def activate_fake_cuda(on_wait: Callable[[], None]) -> Platform:
+    """CUDA for a process whose tensors are fake ones, see fake_cuda.py. Must run before Megatron is imported, and instead of `activate`."""
+    global _active
+    assert _active is None, "this process already runs on a device"
+    from megarl.engine import fake_cuda
+
+    fake_cuda.install(on_wait)
+    _active = Platform(name="cuda", device=fake_cuda.CUDA, distributed_backend="fake")
     return _active
 
 

@@ -5,9 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megarl.config.architecture import Architecture
-from megarl.config.schema import Device, DType, EngineConfig, OptimConfig, ParallelConfig, Recompute
+from megarl.config.derive import optimizer_steps
+from megarl.config.roles import ModelRole
+from megarl.config.schema import Device, DType, EngineConfig, OptimConfig, ParallelConfig, PPOConfig, Recompute, SFTConfig
 from megarl.engine.offload import StatePart
 from megarl.weights.name_mapping import Head
+
+_GRACE_S = 60.0  # between the driver's limit of a phase, which shows what every rank does, and NCCL's, which ends the process
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,3 +39,29 @@ class ModelSpec:
     recompute: Recompute = Recompute.none
     offloaded_at_first: tuple[StatePart, ...] = ()
     collective_limit_s: float = 1800.0
+
+
+def spec_of(
+    config: PPOConfig | SFTConfig,
+    role: ModelRole,
+    architecture: Architecture,
+    device: Device,
+    offloaded_at_first: tuple[StatePart, ...] = (),
+) -> ModelSpec:
+    """Of one role of a run."""
+    return ModelSpec(
+        path=role.path,
+        architecture=architecture,
+        head="value" if role.with_value_head else "lm",
+        dtype=config.model.dtype,
+        parallel=role.parallel,
+        engine=config.engine,
+        device=device,
+        seed=config.trainer.seed,
+        temperature=1.0 if isinstance(config, SFTConfig) or role.with_value_head else config.rollout.temperature,
+        optim=role.optim,
+        total_optimizer_steps=optimizer_steps(config, role),
+        recompute=role.recompute,
+        offloaded_at_first=offloaded_at_first,
+        collective_limit_s=config.trainer.phase_time_limit_s + _GRACE_S,
+    )

@@ -7,14 +7,13 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from megarl.config.architecture import Architecture
-from megarl.config.derive import optimizer_steps
 from megarl.config.roles import REWARD_MODEL, ModelRole, model_roles
 from megarl.config.schema import Device, PPOConfig, SFTConfig
 from megarl.controller.group import RayWorkerGroup, RoleGroup
 from megarl.controller.resource_pool import RayResourcePool, ResourcePoolManager
 from megarl.controller.worker import RayClassWithInitArgs, Worker, create_colocated_worker_cls
 from megarl.engine.offload import StatePart
-from megarl.engine.spec import ModelSpec
+from megarl.engine.spec import ModelSpec, spec_of
 from megarl.placement.offload_plan import OffloadPlan
 from megarl.placement.plan import GroupPlan, PlacementPlan, plan_placement
 from megarl.placement.transport import choose_transport
@@ -70,9 +69,6 @@ _WORKERS: dict[str, type[MegatronWorker]] = {
 }
 
 
-_GRACE_S = 60.0  # between the driver's limit of a phase, which shows what every rank does, and NCCL's, which ends the process
-
-
 class _Starter:
     """Builds specs from config sections, and groups as the plan says; keeps what all of them share."""
 
@@ -83,23 +79,8 @@ class _Starter:
         self._turns = turns
 
     def model(self, role: ModelRole, architecture: Architecture) -> ModelSpec:
-        config = self._config
-        return ModelSpec(
-            path=role.path,
-            architecture=architecture,
-            head="value" if role.with_value_head else "lm",
-            dtype=config.model.dtype,
-            parallel=role.parallel,
-            engine=config.engine,
-            device=self._device,
-            seed=config.trainer.seed,
-            temperature=1.0 if isinstance(config, SFTConfig) or role.with_value_head else config.rollout.temperature,
-            optim=role.optim,
-            total_optimizer_steps=optimizer_steps(config, role),
-            recompute=role.recompute,
-            offloaded_at_first=tuple(map(StatePart, self._turns.offloaded_at_first(role.name))),
-            collective_limit_s=config.trainer.phase_time_limit_s + _GRACE_S,
-        )
+        offloaded = tuple(map(StatePart, self._turns.offloaded_at_first(role.name)))
+        return spec_of(self._config, role, architecture, self._device, offloaded)
 
     def groups(self, plan: PlacementPlan, workers: Mapping[str, RayClassWithInitArgs]) -> dict[str, RoleGroup]:
         """By role; the roles of a group are in one process per rank. Where groups share devices, one has been built, and made room,

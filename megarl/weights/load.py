@@ -47,7 +47,7 @@ def load_into_shards(
     """
     index = read_checkpoint_index(folder)
     _check_folder(index, architecture, head, value_head)
-    _check_parameters(parameters, shard_shapes(architecture, layout, head))
+    check_parameters(parameters, shard_shapes(architecture, layout, head))
     with _Reader(index) as reader, torch.no_grad():
         for weight in held_weights(architecture, layout, head):
             if weight.megatron_name == OUTPUT_LAYER and head == "value" and value_head == "initial":
@@ -71,7 +71,8 @@ def _check_folder(index: CheckpointIndex, architecture: Architecture, head: Head
         check_value_bias(index)
 
 
-def _check_parameters(parameters: Mapping[str, torch.Tensor], expected: Mapping[str, tuple[int, ...]]) -> None:
+def check_parameters(parameters: Mapping[str, torch.Tensor], expected: Mapping[str, tuple[int, ...]]) -> None:
+    """Raises WeightTransferError that names what is missing, too many, or of another shape."""
     faults = [f"{name} is missing" for name in expected if name not in parameters]
     faults += [f"{name} is not held in this layout" for name in parameters if name not in expected]
     faults += [

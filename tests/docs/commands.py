@@ -80,6 +80,7 @@ COMMANDS: dict[str, Executed | InTest | Make | ByHand] = {
         f"{_EXAMPLES}::test_data_estimator_and_reward_of_ones_own_train",
         ("examples.custom_estimator",),  # it starts this command
     ),
+    "megarl rehearse configs/quickstart.yaml device=cuda --ranks all --json outputs/rehearsal.json": Executed(),
     "megarl plot outputs/quickstart": Executed(),
     "megarl doctor configs/quickstart.yaml": InTest(_DOCTOR, ("configs/quickstart.yaml",)),
     "megarl doctor configs/quickstart.yaml --json > doctor.json": InTest(_DOCTOR, ("configs/quickstart.yaml", "--json")),

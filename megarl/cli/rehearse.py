@@ -1,0 +1,128 @@
+"""`megarl rehearse CONFIG`: runs a role's engine for CUDA, rank by rank, on devices that are not there, and prints what it does to them.
+
+Needs of the models nothing but their `config.json`. Imports no torch: the processes of the ranks do.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from rich.console import Console
+
+from megarl.cli.rehearsal_tables import collectives_table, memory_table, waits_table
+from megarl.config.errors import ConfigError
+from megarl.config.load import load_config
+from megarl.config.roles import ModelRole, model_roles
+from megarl.config.schema import Device, ParallelConfig, PPOConfig, SFTConfig
+from megarl.config.validate import read_architectures, validate
+from megarl.rehearsal.prediction import PredictedMemory, predicted_memory
+from megarl.rehearsal.processes import rehearse_ranks
+from megarl.rehearsal.ranks import chosen_ranks, hangs, rounded_sums
+from megarl.rehearsal.record import RankRecord, RankRequest
+from megarl.tracking.progress import ProgressBar
+
+GOOD, MISTAKES = 0, 2
+
+
+def run(
+    config_path: str,
+    overrides: Sequence[str],
+    schema: type[PPOConfig] | type[SFTConfig] = PPOConfig,
+    role_name: str = "actor",
+    ranks: str = "distinct",
+    json_path: str | None = None,
+) -> int:
+    """0, or 2 where the engine would fail or hang. Raises ConfigError for a bad configuration, and ValueError for a role or a rank that
+    there is not, and where the guard of the devices cannot be compiled."""
+    config = load_config(schema, config_path, overrides)
+    if violations := validate(config, with_files=False):
+        raise ConfigError(config_path, [str(violation) for violation in violations])
+    if config.device is Device.cpu:
+        raise ValueError(f"{config_path} has device: cpu, and a rehearsal is of GPUs: add device=cuda to see what the run would do on some")
+    role = _role(config, role_name)
+    architectures, _ = read_architectures(config)
+    numbers = chosen_ranks(ranks, role.parallel)
+    num_micro_batches = max(2, role.parallel.pipeline_parallel_size)
+    console = Console()
+    records: list[RankRecord] = []
+    with ProgressBar("rehearsed", len(numbers), console) as bar:
+        requests = [RankRequest(config, role.name, rank, num_micro_batches) for rank in numbers]
+        for record in rehearse_ranks(requests, num_processes=len(os.sched_getaffinity(0))):
+            records.append(record)
+            bar.advance({})
+    records.sort(key=lambda record: record.rank)
+    predicted = {record.rank: predicted_memory(config, role, architectures, record.rank) for record in records}
+    mistakes = _mistakes(records)
+    for record in records if ranks != "all" else _fullest(records):
+        console.print(memory_table(record, predicted[record.rank], config.placement.device_memory_gb, num_micro_batches))
+        console.print(collectives_table(record))
+        console.print(waits_table(record))
+    _say(console, _unseen(role.parallel, numbers, ranks))
+    for mistake in mistakes:
+        console.print(f"mistake: {mistake}", style="red", soft_wrap=True, highlight=False, markup=False)
+    if json_path is not None:
+        _write(Path(json_path), records, predicted, mistakes)
+    _say(
+        console, f"{config_path}: {len(records)} of {role.parallel.world_size} ranks of the {role.name} rehearsed, {len(mistakes)} mistakes"
+    )
+    return MISTAKES if mistakes else GOOD
+
+
+def _role(config: PPOConfig | SFTConfig, name: str) -> ModelRole:
+    roles = {role.name: role for role in model_roles(config)}
+    if name not in roles:
+        raise ValueError(f"--role {name}: this run has {', '.join(roles)}")
+    return roles[name]
+
+
+def _mistakes(records: Sequence[RankRecord]) -> list[str]:
+    """Of a rank that ended early the rest of its calls is not known: hangs are looked for where all came to their end."""
+    failed = [f"rank {record.rank}: {record.error}" for record in records if record.error is not None]
+    return failed or [*hangs(records), *rounded_sums(records)]
+
+
+def _fullest(records: Sequence[RankRecord]) -> list[RankRecord]:
+    """The rank with the highest peak of each stage."""
+    by_stage: dict[int, RankRecord] = {}
+    for record in records:
+        known = by_stage.get(record.pipeline_rank)
+        if known is None or record.peak > known.peak:
+            by_stage[record.pipeline_rank] = record
+    return list(by_stage.values())
+
+
+def _unseen(parallel: ParallelConfig, numbers: Sequence[int], ranks: str) -> str:
+    told = "Not seen: fragments of the allocator, NCCL's buffers, the CUDA context, streams and what overlaps on them, and times."
+    if ranks == "all":
+        return f"{told} Compared: the calls of all {parallel.world_size} ranks, group by group; not their order between different groups."
+    shown = ", ".join(map(str, numbers))
+    return (
+        f"{told} Rehearsed: ranks {shown} of {parallel.world_size}. Not proved: that the ranks of a group make the same calls in the same "
+        "order, and that what a stage sends is what the next receives, unless both are among these; --ranks all compares them."
+    )
+
+
+def _say(console: Console, text: str) -> None:
+    console.print(text, soft_wrap=True, highlight=False)
+
+
+def _write(path: Path, records: Sequence[RankRecord], predicted: Mapping[int, PredictedMemory], mistakes: Sequence[str]) -> None:
+    ranks = [{**_plain(record), "plan": predicted[record.rank]._asdict()} for record in records]
+    path.write_text(json.dumps({"ranks": ranks, "mistakes": list(mistakes)}, indent=1), encoding="utf-8")
+
+
+def _plain(record: RankRecord) -> dict[str, object]:
+    """Named tuples would be lists in JSON."""
+    phases = [
+        {
+            **asdict(phase),
+            "collectives": [call._asdict() for call in phase.collectives],
+            "waits": [wait._asdict() for wait in phase.waits],
+        }
+        for phase in record.phases
+    ]
+    return {**asdict(record), "phases": phases}

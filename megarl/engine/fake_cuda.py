@@ -1,0 +1,198 @@
+"""What torch and Megatron-Core need in order to run for CUDA on a machine without a GPU, on fake tensors that have shapes and no memory.
+
+As with `cpu_adaptations`, nothing is edited on disk: replacements are installed once per process, and `EVIDENCE` names for each on
+Megatron's own functions the piece of its source that makes it necessary. No factory is changed and no device is put in the place of
+another: what makes a tensor on the wrong device does so here as well. `rehearsal` gives the tensors and watches over them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import types
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from megarl.engine.cpu_adaptations import InertStream, MegatronEvidence, no_compiler
+
+CUDA = torch.device("cuda", 0)
+
+_RNG = "tensor_parallel.random"
+EVIDENCE = (
+    MegatronEvidence(_RNG, "_get_cuda_rng_state", "torch.cuda.random.get_rng_state", "reads the GPU's random state"),
+    MegatronEvidence(_RNG, "_set_cuda_rng_state", "_lazy_call", "sets the GPU's random state"),
+    MegatronEvidence("optimizer", "_get_param_groups", "torch.distributed.all_gather_object", "asks all ranks, who are not there"),
+    MegatronEvidence("optimizer.distrib_optimizer", "DistributedOptimizer", "'torch.cuda.FloatTensor'", "sorts parameters by type()"),
+    MegatronEvidence("pipeline_parallel.p2p_communication", "P2PCommunicator", "torch.cuda.current_device()", "receives on the GPU"),
+    MegatronEvidence("utils", "local_multi_tensor_l2_norm", "torch.tensor(l2)", "reads the norm of each gradient, in a list"),
+    MegatronEvidence("jit", "enable_jit_fuser", "torch.compile", "jit_fuser compiles small functions when first called"),
+)
+
+
+class _FakeRuntime:
+    """The CUDA runtime as far as it is asked to pin memory: it says that it did."""
+
+    @staticmethod
+    def cudaHostRegister(pointer: int, size: int, flags: int) -> int:  # noqa: N802
+        return 0
+
+    @staticmethod
+    def cudaHostUnregister(pointer: int) -> int:  # noqa: N802
+        return 0
+
+
+def _adapt_cuda(on_wait: Callable[[], None]) -> None:
+    """on_wait: called where the host would wait for the device without reading a tensor."""
+
+    class Stream(InertStream):
+        device = CUDA
+
+        def synchronize(self) -> None:
+            on_wait()
+
+    cuda: Any = torch.cuda
+    cuda._lazy_init = lambda: None
+    cuda._lazy_call = lambda callback, **keywords: None
+    cuda.is_available = cuda.is_initialized = lambda: True
+    cuda.device_count = lambda: 1
+    cuda.current_device = lambda: 0
+    cuda.set_device = cuda.empty_cache = cuda.reset_peak_memory_stats = lambda *arguments: None
+    cuda.synchronize = lambda *arguments: on_wait()
+    cuda.current_stream = cuda.default_stream = cuda.Stream = cuda.Event = Stream
+    cuda.stream = lambda stream: contextlib.nullcontext()
+    cuda.is_current_stream_capturing = lambda: False
+    cuda.get_rng_state = lambda *arguments: torch.get_rng_state()
+    cuda.set_rng_state = lambda state, *arguments: torch.set_rng_state(state)
+    cuda.manual_seed = lambda seed: None if torch.default_generator.manual_seed(seed) else None
+    cuda.get_device_capability = lambda *arguments: (9, 0)
+    cuda.get_device_properties = lambda *arguments: types.SimpleNamespace(multi_processor_count=132, major=9, minor=0, name="fake")
+    cuda.cudart = _FakeRuntime
+
+
+def _to_cuda(tensor: torch.Tensor, device: Any = None, non_blocking: bool = False, **options: Any) -> torch.Tensor:
+    return tensor.to(CUDA, non_blocking=non_blocking)
+
+
+def _apply(module: torch.nn.Module, change: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> torch.nn.Module:
+    """`torch.nn.Module._apply`, which changes a parameter's data and so keeps what is marked on it. A host tensor cannot become a fake one
+    in place: the parameter is a new one, with the marks of the old."""
+    for child in module.children() if recurse else ():
+        child._apply(change)
+    for name, parameter in module._parameters.items():
+        if parameter is None:
+            continue
+        with torch.no_grad():
+            changed = change(parameter)
+        if changed is not parameter:
+            moved = torch.nn.Parameter(changed, requires_grad=parameter.requires_grad)
+            for mark, value in vars(parameter).items():
+                if mark not in vars(moved):
+                    setattr(moved, mark, value)
+            module._parameters[name] = moved
+    for name, buffer in module._buffers.items():
+        if buffer is not None:
+            module._buffers[name] = change(buffer)
+    return module
+
+
+def _read(data: Any) -> Any:
+    """Numbers in the place of tensors, in nested lists."""
+    if isinstance(data, list | tuple):
+        return [_read(each) for each in data]
+    return data.item() if isinstance(data, torch.Tensor) and not data.dim() else data
+
+
+def _adapt_tensors() -> None:
+    from torch._subclasses.fake_tensor import FakeTensor
+    from torch.optim import optimizer
+
+    spelled = torch.Tensor.type
+
+    def spell(tensor: torch.Tensor, *arguments: Any, **keywords: Any) -> Any:
+        """Of a fake tensor torch says the type that it is made of."""
+        if arguments or keywords or not isinstance(tensor, FakeTensor) or tensor.device.type != "cuda":
+            return spelled(tensor, *arguments, **keywords)
+        return spelled(torch.empty(0, dtype=tensor.dtype)).replace("torch.", "torch.cuda.", 1)
+
+    made = torch.tensor
+
+    def tensor(data: Any, **options: Any) -> torch.Tensor:
+        """torch reads tensors that stand in a list where no mode of dispatch sees it."""
+        return made(_read(data) if isinstance(data, list | tuple) else data, **options)
+
+    def read(tensor: torch.Tensor) -> Any:
+        """In one copy. torch's own for fake tensors reads each element."""
+        host = tensor.cpu()
+        if isinstance(host, FakeTensor):  # its numbers are not known, which who is asked for one of them says
+            host.reshape(-1)[0].item()
+        return host.tolist()
+
+    FakeTensor.tolist = read  # type: ignore[method-assign]
+    torch.tensor = tensor
+    torch.Tensor.type = spell  # type: ignore[method-assign, assignment]
+    torch.Tensor.cuda = _to_cuda  # type: ignore[method-assign, assignment]
+    torch.Tensor.pin_memory = lambda tensor, *arguments: tensor  # type: ignore[method-assign, assignment, misc]
+    torch.nn.Module.cuda = lambda module, device=None: module.to(CUDA)  # type: ignore[method-assign, assignment, misc]
+    torch.nn.Module._apply = _apply  # type: ignore[method-assign, assignment]
+    # Adam takes all parameters at a time on a GPU, and so needs more memory than one by one.
+    optimizer._foreach_supported_types.append(FakeTensor)
+
+
+def _adapt_attention() -> None:
+    """torch chooses the kernel by what the device can do. One for CPUs only has none for CUDA but the plain product of matrices."""
+    plain = F.scaled_dot_product_attention
+
+    def attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *arguments: Any, **options: Any) -> torch.Tensor:
+        """As on an H100: flash attention of 16-bit numbers, which takes fewer heads of keys than of queries as they are."""
+        if query.device.type == "cuda" and query.dtype in (torch.bfloat16, torch.float16) and options.get("attn_mask") is None:
+            assert not arguments, arguments
+            flash = torch.ops.aten._scaled_dot_product_flash_attention
+            return flash(query, key, value, 0.0, options.get("is_causal", False), False, scale=options.get("scale"))[0]
+        return plain(query, key, value, *arguments, **options)
+
+    F.scaled_dot_product_attention = attention
+
+
+def _gather_from_oneself(gathered: list[Any], mine: Any, group: Any = None) -> None:
+    """What the other ranks would say is taken to be what this one says."""
+    gathered[:] = [mine] * len(gathered)
+
+
+def _adapt_groups() -> None:
+    """NCCL's and gloo's groups are made of ranks that are not there."""
+    made = dist.new_group
+
+    def new_group(*arguments: Any, **options: Any) -> Any:
+        return made(*arguments, **{**options, "backend": "fake", "pg_options": None})
+
+    dist.new_group = new_group
+    dist.all_gather_object = _gather_from_oneself
+
+
+def _adapt_megatron() -> None:
+    from megatron.core.tensor_parallel import random
+
+    random._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state()
+    random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
+
+
+def install(on_wait: Callable[[], None]) -> None:
+    """Installs every adaptation; imports Megatron-Core. on_wait: called where the host would wait for the device without reading a
+    tensor. The device itself is torch's: in a build for CPUs only a guard for it must have been loaded before torch was."""
+    _adapt_cuda(on_wait)
+    _adapt_groups()
+    for module in ("megatron.core", "torch"):
+        warnings.filterwarnings("ignore", module=module.replace(".", r"\."))
+    warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")  # it is 0, and goes to the fake runtime
+    with no_compiler(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for module in ("megatron.core", "megatron.core.optimizer", "megatron.core.models.gpt"):
+            importlib.import_module(module)
+    _adapt_tensors()
+    _adapt_attention()
+    _adapt_megatron()

@@ -1,0 +1,211 @@
+"""A CUDA device that is not there: its tensors are fake ones, with a shape and no memory; those of the host are real.
+
+Integers on the device that follow from integers of the host (ids, boundaries of sequences, shapes) are also kept on the host, so that
+where the engine reads them it gets what a real device would give. Every other number that it reads is 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import FakeWork
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter, tree_map_only
+from torch.utils.flop_counter import flop_registry
+
+from megarl.engine.fake_cuda import CUDA
+from megarl.rehearsal.ledger import Ledger, place
+from megarl.rehearsal.record import Collective, RehearsalError
+
+_MOST_KNOWN = 2**20  # elements of a tensor of integers of which the host keeps a copy
+_KNOWN = "megarl_known"  # on a fake tensor: its copy
+_MOST_REAL = 2**26  # elements of a tensor of the host: what is larger (the shelf of a model's state) has no memory either
+_COPIES = (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default)
+_READ = torch.ops.aten._local_scalar_dense.default
+_KINDS = {
+    "allreduce_": "all_reduce",
+    "_allgather_base_": "all_gather",
+    "allgather_": "all_gather",
+    "allgather_into_tensor_coalesced_": "all_gather",
+    "_reduce_scatter_base_": "reduce_scatter",
+    "reduce_scatter_": "reduce_scatter",
+    "reduce_scatter_tensor_coalesced_": "reduce_scatter",
+    "broadcast_": "broadcast",
+    "recv_": "recv",
+}
+
+
+class _FakeTensors(FakeTensorMode):
+    avoid_device_init = True  # torch asks whether there is a GPU, and is told so (fake_cuda.py)
+
+
+class FakeDevice(TorchDispatchMode):
+    """Within it `cuda` is that device. Collectives are of a world of `fake` groups, and end at once.
+
+    received_integers: what a message of integers holds that comes from another rank: the shape of hidden states, which pipeline stages
+    tell each other.
+    """
+
+    def __init__(self, ledger: Ledger) -> None:
+        super().__init__()
+        self.ledger = ledger
+        self.received_integers: Sequence[int] = ()
+        self._fake = _FakeTensors(allow_non_fake_inputs=True)
+
+    def __enter__(self) -> FakeDevice:
+        # `torch.tensor(..., device="cuda")` is made on the host and then moved, an operation that is seen here.
+        torch._C._set_only_lift_cpu_tensors(True)
+        return super().__enter__()
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        torch._C._set_only_lift_cpu_tensors(False)
+
+    def __torch_dispatch__(self, operator: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
+        keywords = keywords or {}
+        if operator.namespace == "c10d":
+            return self._communicate(operator, arguments, keywords)
+        tensors = [each for each in tree_iter((arguments, keywords)) if isinstance(each, Tensor)]
+        on_device = keywords.get("device") is not None and torch.device(keywords["device"]).type in ("cuda", "meta")
+        if on_device:
+            keywords = {**keywords, "device": CUDA}  # what is asked for where the memory of a fake tensor says that it is
+        fakes = [each for each in tensors if isinstance(each, FakeTensor)]
+        if not on_device and not fakes:
+            return self._on_host(operator, tensors, arguments, keywords)
+        if operator is _READ:
+            return self._read(fakes[0])
+        known = self._known(operator, tensors, arguments, keywords)
+        result = self._on_device(operator, tensors, known, arguments, keywords)
+        if known is None:
+            for mutated in _mutated(operator, arguments, keywords):
+                vars(mutated).pop(_KNOWN, None)
+        elif not operator._schema.is_mutable:
+            for fake, value in zip(_tensors(result), _tensors(known), strict=True):
+                if isinstance(fake, FakeTensor):
+                    vars(fake)[_KNOWN] = value
+        if operator in _COPIES:
+            self._count_copy(operator, arguments, keywords, result)
+            if operator is _COPIES[0] and result.device.type == "cpu" and result.numel() <= _MOST_KNOWN:
+                if known is not None:
+                    return known
+                if result.is_floating_point():
+                    return torch.ones(result.shape, dtype=result.dtype)
+        formula = flop_registry.get(operator._overloadpacket)
+        if formula is not None:
+            self.ledger.computes(formula(*arguments, **keywords, out_val=result))
+        self.ledger.sees(each for each in _tensors(result) if isinstance(each, FakeTensor) and each.device.type == "cuda")
+        return result
+
+    def _on_host(self, operator: Any, tensors: Sequence[Tensor], arguments: Any, keywords: Any) -> Any:
+        if not tensors and arguments and isinstance(arguments[0], list | torch.Size) and prod(arguments[0]) > _MOST_REAL:
+            with self._fake:
+                return operator(*arguments, **keywords)
+        return operator(*arguments, **keywords)
+
+    def _on_device(self, operator: Any, tensors: Sequence[Tensor], known: Any, arguments: Any, keywords: Any) -> Any:
+        try:
+            with self._fake:
+                result = operator(*arguments, **keywords)
+        except (DynamicOutputShapeException, DataDependentOutputException) as error:
+            if known is None:
+                raise RehearsalError(
+                    f"{operator} needs numbers of the device that follow from no number of the host, at {place()}"
+                ) from error
+            self.ledger.waits("read")
+            return self._like(known)
+        except RuntimeError as error:
+            raise RehearsalError(f"{operator}: {str(error).splitlines()[0]}, at {place()}") from error
+        mutated = _mutated(operator, arguments, keywords)
+        # A host tensor that is written from the device stays itself.
+        return mutated[0] if len(mutated) == 1 and not isinstance(mutated[0], FakeTensor) else result
+
+    def _like(self, known: Any) -> Any:
+        with self._fake:
+            return tree_map_only(Tensor, lambda value: torch.empty_like(value, device="cuda"), known)
+
+    def _known(self, operator: Any, tensors: Sequence[Tensor], arguments: Any, keywords: Any) -> Any:
+        """What the operator gives, on the host; None where it is not known. Changes the host's copy where the operator changes a tensor."""
+        values = [_value(each) for each in tensors]
+        if any(value is None for value in values) or "empty" in operator._opname:
+            return None
+        if not tensors and keywords.get("dtype") not in (torch.int64, torch.int32, torch.bool) and operator._opname != "arange":
+            return None
+        arguments, keywords = tree_map_only(Tensor, _value, (arguments, keywords))
+        if keywords.get("device") is not None:
+            keywords = {**keywords, "device": torch.device("cpu")}
+        result = operator(*arguments, **keywords)
+        return result if all(_is_small(value) for value in _tensors(result)) else None
+
+    def _read(self, tensor: FakeTensor) -> Any:
+        if tensor.device.type == "cuda":
+            self.ledger.waits("read")
+        value = _value(tensor)
+        if value is not None:
+            return value.item()
+        if tensor.is_floating_point():
+            return 1.0
+        raise RehearsalError(f"a number ({tensor.dtype}) is read that follows from no number of the host, at {place()}")
+
+    def _count_copy(self, operator: Any, arguments: Any, keywords: Any, result: Any) -> None:
+        """Between host and device, unless it is said that nobody waits for it."""
+        source, target = (arguments[0], result) if operator is _COPIES[0] else (arguments[1], arguments[0])
+        blocks = not (keywords.get("non_blocking") or (operator is _COPIES[1] and len(arguments) > 2 and arguments[2]))
+        if blocks and (source.device.type == "cuda") != (target.device.type == "cuda") and source.numel():
+            self.ledger.waits("copy")
+
+    def _communicate(self, operator: Any, arguments: Any, keywords: Any) -> Any:
+        name = operator._opname
+        tensors = [each for each in tree_iter((arguments, keywords)) if isinstance(each, Tensor)]
+        named = dict(zip((each.name for each in operator._schema.arguments), arguments, strict=False)) | keywords
+        group = dist.ProcessGroup.unbox(named["process_group"])
+        ranks = tuple(dist.get_process_group_ranks(group))
+        kind = _KINDS.get(name, name)
+        for tensor in tensors:
+            if tensor.device.type != "cuda":
+                raise RehearsalError(f"{kind} of a tensor on {tensor.device}, which NCCL refuses, at {place()}")
+        if name in ("send", "recv_"):
+            peer, mine = ranks[named["dst" if name == "send" else "src"]], dist.get_rank()
+            ranks = (mine, peer) if name == "send" else (peer, mine)
+        largest = max(tensors, key=lambda tensor: tensor.numel() * tensor.itemsize, default=None)
+        if largest is not None:
+            dtype, elements = str(largest.dtype).removeprefix("torch."), largest.numel()
+            if name == "recv_" and not largest.is_floating_point():
+                vars(largest)[_KNOWN] = torch.tensor(self.received_integers, dtype=largest.dtype).view(largest.shape)
+            self.ledger.communicates(Collective(kind, group.group_desc, ranks, dtype, elements, elements * largest.itemsize, place()))
+        work = FakeWork().boxed()
+        return work if len(operator._schema.returns) == 1 else (arguments[0], work)
+
+
+def _tensors(result: Any) -> list[Tensor]:
+    return [each for each in tree_iter(result) if isinstance(each, Tensor)]
+
+
+def _mutated(operator: Any, arguments: Any, keywords: Any) -> list[Tensor]:
+    if not operator._schema.is_mutable:
+        return []
+    named = zip(operator._schema.arguments, arguments, strict=False)
+    values = [value for argument, value in named if argument.is_write]
+    values += [keywords[argument.name] for argument in operator._schema.arguments if argument.is_write and argument.name in keywords]
+    return _tensors(values)
+
+
+def _is_small(tensor: Tensor) -> bool:
+    return not tensor.is_floating_point() and tensor.numel() <= _MOST_KNOWN
+
+
+def _value(tensor: Tensor) -> Tensor | None:
+    """What the host knows of it."""
+    if isinstance(tensor, FakeTensor):
+        return vars(tensor).get(_KNOWN)
+    return tensor if _is_small(tensor) else None

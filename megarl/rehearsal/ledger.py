@@ -1,0 +1,119 @@
+"""Counts what fake tensors would do to a device: memory, collectives, waits and floating-point operations, phase by phase."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import traceback
+import weakref
+from collections import Counter
+from collections.abc import Iterable
+from functools import partial
+from pathlib import Path
+from types import CodeType
+
+import torch
+from torch import Tensor, UntypedStorage
+
+from megarl.engine import fake_cuda
+from megarl.rehearsal.record import Collective, PhaseRecord, RehearsalError, Wait
+
+_TORCH, _OURS = str(Path(torch.__file__).parent), str(Path(__file__).parent)
+_ROOT = str(Path(__file__).parents[2]) + "/"
+_UNSEEN = (_TORCH, _OURS, fake_cuda.__file__, contextlib.__file__)
+
+
+def place() -> str:
+    """The innermost line that is neither torch's nor the rehearsal's: `megarl/engine/layers.py:57 forward`."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_UNSEEN):
+        frame = frame.f_back
+    return _line(frame.f_code, frame.f_lineno)
+
+
+def place_of(error: Exception) -> str:
+    """Likewise of where an error was raised."""
+    frames = [(frame.f_code, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+    return _line(*next((each for each in reversed(frames) if not each[0].co_filename.startswith(_UNSEEN)), frames[-1]))
+
+
+def _line(code: CodeType, line: int) -> str:
+    path = code.co_filename
+    if "site-packages/" in path:
+        path = path.rpartition("site-packages/")[2]
+    elif path.startswith(_ROOT):
+        path = path.removeprefix(_ROOT)
+    return f"{path}:{line} {code.co_name}"
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes / 2**30:,.2f} GiB" if nbytes >= 2**30 else f"{nbytes / 2**20:,.2f} MiB"
+
+
+class Ledger:
+    """Of one rank. `limit`: bytes of the device; None: nobody knows."""
+
+    def __init__(self, limit: int | None) -> None:
+        self._limit = limit
+        self._storages: dict[int, tuple[weakref.ref[UntypedStorage], int]] = {}
+        self._held = self._peak = self._flops = 0
+        self._collectives: list[Collective] = []
+        self._waits: Counter[tuple[str, str]] = Counter()
+
+    def sees(self, tensors: Iterable[Tensor]) -> None:
+        """Counts memory that is new, until it is freed. Raises RehearsalError where it is more than the device has."""
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            key = storage._cdata
+            if key in self._storages:
+                continue
+            size = storage.nbytes()
+            self._storages[key] = weakref.ref(storage, partial(self._freed, key)), size
+            self._held += size
+            if self._held > self._peak:
+                self._peak = self._held
+                self._check(size)
+
+    def _freed(self, key: int, reference: weakref.ref[UntypedStorage]) -> None:
+        self._held -= self._storages.pop(key)[1]
+
+    def _check(self, size: int) -> None:
+        if self._limit is not None and self._held > self._limit:
+            raise RehearsalError(
+                f"{_size(self._held)} would be in the memory of a device that has {_size(self._limit)}, with {_size(size)} more, "
+                f"at {place()}"
+            )
+
+    def look_again(self) -> None:
+        """Storages are emptied and filled in place where state is moved away and back, of which no operation tells."""
+        for key, (reference, size) in list(self._storages.items()):
+            storage = reference()
+            if storage is not None and storage.nbytes() != size:
+                self._storages[key] = reference, storage.nbytes()
+                self._held += storage.nbytes() - size
+        self._peak = max(self._peak, self._held)
+        self._check(0)
+
+    def communicates(self, collective: Collective) -> None:
+        self._collectives.append(collective)
+
+    def waits(self, kind: str) -> None:
+        self._waits[kind, place()] += 1
+
+    def computes(self, flops: int) -> None:
+        self._flops += flops
+
+    def end_phase(self, name: str) -> PhaseRecord:
+        """What there was since the end of the phase before."""
+        self.look_again()
+        record = PhaseRecord(
+            name=name,
+            held=self._held,
+            peak=self._peak,
+            flops=self._flops,
+            collectives=tuple(self._collectives),
+            waits=tuple(Wait(*key, count) for key, count in self._waits.items()),
+        )
+        self._peak, self._flops, self._collectives = self._held, 0, []
+        self._waits.clear()
+        return record

@@ -1,0 +1,153 @@
+"""One rank of a role on a fake device: its engine is built, scores, trains, steps, and is moved out of the way and back.
+
+The process must have loaded the guard (guard.py) and activated the fake device (`prepare`) before.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from megarl.config.architecture import Architecture
+from megarl.config.roles import ModelRole, model_roles, needs_sum_pi_squared
+from megarl.config.schema import Device, PPOConfig, SFTConfig
+from megarl.config.validate import read_architectures
+from megarl.engine import platform
+from megarl.engine.offload import StatePart
+from megarl.engine.spec import spec_of
+from megarl.rehearsal.device import FakeDevice
+from megarl.rehearsal.ledger import Ledger, place_of
+from megarl.rehearsal.record import PhaseRecord, RankRecord, RankRequest, RehearsalError
+from megarl.rehearsal.rows import RehearsedBatch, make_rows, rows_of_micro_batch, with_loss
+from megarl.weights.load import check_parameters
+from megarl.weights.shard_layout import shard_shapes
+
+if TYPE_CHECKING:  # importing it imports Megatron, which wants the platform to be active
+    from megarl.engine.vocab_parallel import Extra
+
+_ledger: Ledger | None = None  # of the rank that this process rehearses
+
+
+def _on_wait() -> None:
+    if _ledger is not None:
+        _ledger.waits("synchronize")
+
+
+def prepare() -> None:
+    """Once in a process, before any other use of the engine; takes as long as importing Megatron."""
+    platform.activate_fake_cuda(_on_wait)
+    # Imported here, so that the processes of ranks, which are forked from this one, have them.
+    importlib.import_module("megarl.engine.engine")
+    with FakeTensorMode():  # likewise what torch imports for its first fake tensor
+        torch.ones(2, 2) @ torch.ones(2, 2)
+
+
+def rehearse(request: RankRequest) -> RankRecord:
+    """All phases, or those up to the one that fails."""
+    global _ledger
+    config = request.config
+    role = next(role for role in model_roles(config) if role.name == request.role)
+    architecture = read_architectures(config)[0][role.name]
+    limit_gb = config.placement.device_memory_gb
+    _ledger = Ledger(None if limit_gb is None else int(limit_gb * 2**30))
+    parallel = role.parallel
+    error, phases = None, []
+    rehearsal = _Rehearsal(config, role, architecture, request, _ledger)
+    torch.autograd.set_multithreading_enabled(False)  # dispatch modes are of one thread
+    try:
+        for phase in rehearsal.phases():
+            phases.append(phase)
+    except Exception as failure:  # noqa: BLE001  (what the engine would do on a device; it is the answer)
+        error = _described(failure)
+    return RankRecord(
+        rank=request.rank,
+        tensor_rank=request.rank % parallel.tensor_parallel_size,
+        data_rank=request.rank // parallel.tensor_parallel_size % parallel.data_parallel_size,
+        pipeline_rank=request.rank // (parallel.tensor_parallel_size * parallel.data_parallel_size),
+        num_parameters=rehearsal.num_parameters,
+        phases=tuple(phases),
+        error=error,
+    )
+
+
+class _Rehearsal:
+    def __init__(
+        self, config: PPOConfig | SFTConfig, role: ModelRole, architecture: Architecture, request: RankRequest, ledger: Ledger
+    ) -> None:
+        self.num_parameters = 0
+        self._config = config
+        self._role = role
+        self._architecture = architecture
+        self._request = request
+        self._ledger = ledger
+        self._device = FakeDevice(ledger)
+
+    def phases(self) -> Iterator[PhaseRecord]:
+        batch = self._batch()
+        with self._device, _world(self._request.rank, self._role.parallel.world_size):
+            yield from self._run(batch)
+
+    def _batch(self) -> RehearsedBatch:
+        rows = rows_of_micro_batch(self._config, self._role, self._architecture)
+        batch = make_rows(rows, self._request.num_micro_batches)
+        parallel = self._role.parallel
+        packing = self._config.engine.packing
+        cut = parallel.tensor_parallel_size if parallel.sequence_parallel else 1
+        length = batch.tokens if packing else max(map(sum, rows))
+        self._device.received_integers = (-(-length // cut), 1 if packing else len(rows), self._architecture.hidden_size)
+        return batch
+
+    def _run(self, batch: RehearsedBatch) -> Iterator[PhaseRecord]:
+        from megarl.engine import groups
+        from megarl.engine.engine import MegatronEngine
+
+        class RehearsedEngine(MegatronEngine):
+            def _load(self, folder: str) -> None:
+                """No weights are read: the parameters are those that the layout cuts out of the model."""
+                check_parameters(self.parameters(), shard_shapes(self.spec.architecture, self.layout, self.spec.head))
+
+        end = self._ledger.end_phase
+        spec = spec_of(self._config, self._role, self._architecture, Device.cuda)
+        engine = RehearsedEngine(spec, groups.initialize(spec.parallel, spec.seed))
+        self.num_parameters = sum(parameter.numel() for parameter in engine.parameters().values())
+        yield end("build")
+        extras: set[Extra] = {"entropy"}
+        if isinstance(self._config, PPOConfig) and needs_sum_pi_squared(self._config.algorithm) and self._role.name == "actor":
+            extras.add("sum_pi_squared")
+        engine.forward(batch.tensors, batch.micro_batches, extras)
+        yield end("score")
+        parts: tuple[StatePart, ...] = (StatePart.parameters,)
+        if spec.optim is not None:
+            rows, loss = with_loss(self._config, self._role, batch.tensors)
+            engine.forward_backward(rows, batch.micro_batches, loss, loss.extras)
+            yield end("train")
+            engine.step()
+            yield end("step")
+            parts = tuple(StatePart)
+        engine.offload(*parts)
+        yield end("offload")
+        engine.restore(*parts)
+        yield end("restore")
+
+
+@contextmanager
+def _world(rank: int, size: int) -> Iterator[None]:
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def _described(error: Exception) -> str:
+    """What happened, and the line of it: those of torch are nobody's concern."""
+    if isinstance(error, RehearsalError):
+        return str(error)
+    return f"{type(error).__name__}: {str(error).strip()}, at {place_of(error)}"

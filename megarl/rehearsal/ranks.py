@@ -1,0 +1,91 @@
+"""Which ranks of a layout are rehearsed, and whether those that were would wait for each other for ever. Pure."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from itertools import zip_longest
+
+from megarl.config.schema import ParallelConfig
+from megarl.rehearsal.record import POINT_TO_POINT, Collective, RankRecord
+
+_DATA_PARALLEL, _SUMS = "DATA_PARALLEL", ("reduce_scatter", "all_reduce")  # as Megatron calls the groups
+
+
+def distinct_ranks(parallel: ParallelConfig) -> list[int]:
+    """The first tensor and data rank of the first pipeline stage, of the second, which is the fullest of those in the middle, and of the
+    last: ranks of a stage hold as much and do the same."""
+    stages = parallel.pipeline_parallel_size
+    ranks_of_stage = parallel.tensor_parallel_size * parallel.data_parallel_size
+    return [stage * ranks_of_stage for stage in sorted({0, min(1, stages - 1), stages - 1})]
+
+
+def chosen_ranks(text: str, parallel: ParallelConfig) -> list[int]:
+    """`distinct`, `all`, or numbers with commas between them. Raises ValueError for anything else and for a rank that there is not."""
+    if text == "distinct":
+        return distinct_ranks(parallel)
+    if text == "all":
+        return list(range(parallel.world_size))
+    names = text.split(",")
+    if not all(name.strip().isdigit() for name in names):
+        raise ValueError(f"--ranks {text}: give distinct, all, or ranks with commas between them, as 0,8")
+    ranks = sorted({int(name) for name in names})
+    if ranks[-1] >= parallel.world_size:
+        raise ValueError(f"--ranks {text}: the role has {parallel.world_size} ranks, the last of them {parallel.world_size - 1}")
+    return ranks
+
+
+def hangs(records: Sequence[RankRecord]) -> list[str]:
+    """Where members of a group would not make the same calls in the same order, of the same element type and size; and where what a rank
+    sends is not what its peer receives. One line for each group and pair, of its first call that differs."""
+    sequences: dict[tuple[str, tuple[int, ...]], dict[str, list[Collective]]] = defaultdict(dict)
+    for record in records:
+        for phase in record.phases:
+            for call in phase.collectives:
+                message = call.kind in POINT_TO_POINT
+                group = (f"messages in {call.group}" if message else call.group, call.ranks)
+                sequences[group].setdefault(f"rank {record.rank}", []).append(call)
+    rehearsed = {record.rank for record in records}
+    problems = []
+    for (name, ranks), calls in sequences.items():
+        members = [f"rank {rank}" for rank in ranks if rank in rehearsed]
+        first = members[0]
+        for other in members[1:]:
+            problem = _difference(first, calls.get(first, []), other, calls.get(other, []))
+            if problem is not None:
+                problems.append(f"a hang in {name} of ranks {_shown(ranks)}: {problem}")
+                break
+    return problems
+
+
+def rounded_sums(records: Sequence[RankRecord]) -> list[str]:
+    """Where gradients are summed over data-parallel ranks in another type than float32: each sum would be rounded to it. One line for each
+    place."""
+    problems = {
+        f"gradients are summed over {len(call.ranks)} data-parallel ranks in {call.dtype}, not in float32, at {call.place}": None
+        for record in records
+        for phase in record.phases
+        for call in phase.collectives
+        if phase.name == "train" and call.group.startswith(_DATA_PARALLEL) and call.kind in _SUMS and call.dtype != "float32"
+    }
+    return list(problems)
+
+
+def _difference(one: str, calls: list[Collective], other: str, others: list[Collective]) -> str | None:
+    for number, (mine, theirs) in enumerate(zip_longest(calls, others), start=1):
+        if mine is None or theirs is None or _what(mine) != _what(theirs):
+            return f"call {number} of {one} is {_told(mine)}, of {other} {_told(theirs)}"
+    return None
+
+
+def _what(call: Collective) -> tuple[str, str, int]:
+    kind = "message" if call.kind in POINT_TO_POINT else call.kind
+    return kind, call.dtype, call.elements
+
+
+def _told(call: Collective | None) -> str:
+    return "none" if call is None else f"{call.kind} of {call.elements:,} {call.dtype} at {call.place}"
+
+
+def _shown(ranks: tuple[int, ...]) -> str:
+    return ", ".join(map(str, ranks)) if len(ranks) <= 8 else f"{ranks[0]} to {ranks[-1]}"

@@ -1,0 +1,76 @@
+"""What a rehearsal of one rank says: frozen data that travels between processes and into JSON. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from megarl.config.schema import PPOConfig, SFTConfig
+
+POINT_TO_POINT = ("send", "recv")
+
+
+class RehearsalError(Exception):
+    """The engine did on a fake device what would be wrong on a real one: what, and the place in the source."""
+
+
+class RankRequest(NamedTuple):
+    """num_micro_batches: of each pass."""
+
+    config: PPOConfig | SFTConfig
+    role: str
+    rank: int
+    num_micro_batches: int
+
+
+class Collective(NamedTuple):
+    """One call, in the order in which the rank made it. group: what Megatron calls it. ranks: who is in it, or the two of a message, from
+    its sender to its receiver. elements, nbytes: of the larger side of one rank. place: the line that asked for it."""
+
+    kind: str
+    group: str
+    ranks: tuple[int, ...]
+    dtype: str
+    elements: int
+    nbytes: int
+    place: str
+
+
+class Wait(NamedTuple):
+    """The host stands still until the device has done all it was given. kind: `read`, `copy` to the host or from its pageable memory, or
+    `synchronize`."""
+
+    kind: str
+    place: str
+    times: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class PhaseRecord:
+    """One phase of one rank. held: bytes on the device at its end; peak: the most within it. flops: of products of matrices and of
+    attention, what is computed again included."""
+
+    name: str
+    held: int
+    peak: int
+    flops: int
+    collectives: tuple[Collective, ...]
+    waits: tuple[Wait, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankRecord:
+    """error: why the rehearsal ended before its last phase, None where it did not."""
+
+    rank: int
+    tensor_rank: int
+    pipeline_rank: int
+    data_rank: int
+    num_parameters: int
+    phases: tuple[PhaseRecord, ...]
+    error: str | None = None
+
+    @property
+    def peak(self) -> int:
+        """Bytes, of all phases."""
+        return max((phase.peak for phase in self.phases), default=0)

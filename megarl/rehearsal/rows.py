@@ -1,0 +1,90 @@
+"""The batch of a rehearsal: micro-batches as full as the configuration allows, of rows as long as allowed, and the loss of the role."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megarl.algorithms.losses import ActorLoss, CriticLoss, MiniBatchCounts, SFTLoss
+from megarl.algorithms.policy_losses import POLICY_LOSSES
+from megarl.config.architecture import Architecture
+from megarl.config.derive import role_tokens, samples_per_step, updates_per_pass
+from megarl.config.roles import ModelRole
+from megarl.config.schema import KLWhere, PPOConfig, SFTConfig
+
+Loss = ActorLoss | CriticLoss | SFTLoss
+
+
+class Row(NamedTuple):
+    """Tokens."""
+
+    prompt: int
+    response: int
+
+
+class RehearsedBatch(NamedTuple):
+    """tensors: (B, S) and (B, R) on the host, as a worker gets them. tokens: of one micro-batch; all have as many."""
+
+    tensors: Mapping[str, Tensor]
+    micro_batches: list[list[int]]
+    tokens: int
+
+
+def rows_of_micro_batch(config: PPOConfig | SFTConfig, role: ModelRole, architecture: Architecture) -> list[Row]:
+    """The fullest micro-batch: the longest rows, and one shorter row in what `max_tokens` leaves. No more rows than a replica has."""
+    longest = _longest_row(config, role, architecture)
+    rows_of_replica = -(-samples_per_step(config) // role.parallel.data_parallel_size)
+    if role.optim is not None:
+        rows_of_replica = -(-rows_of_replica // updates_per_pass(config))
+    if role.micro_batch.max_tokens is None:
+        return [longest] * min(role.micro_batch.sequences or 1, rows_of_replica)
+    num_longest, rest = divmod(role.micro_batch.max_tokens, sum(longest))
+    rows = [longest] * num_longest
+    if rest > 1:
+        response = min(longest.response, rest - 1)
+        rows.append(Row(rest - response, response))
+    return rows[:rows_of_replica]
+
+
+def _longest_row(config: PPOConfig | SFTConfig, role: ModelRole, architecture: Architecture) -> Row:
+    tokens = role_tokens(config, role, architecture)
+    if isinstance(config, SFTConfig):
+        return Row(1, tokens - 1)
+    if not role.reads_policy_tokens:
+        return Row(tokens - 1, 1)  # a reward model's score is read at the last token
+    return Row(config.data.max_prompt_length, config.data.max_response_length)
+
+
+def make_rows(rows: list[Row], num_micro_batches: int) -> RehearsedBatch:
+    """Of micro-batches that have those rows each. All ids are 0."""
+    prompt, response = (max(lengths) for lengths in zip(*rows, strict=True))
+    prompts, responses = (torch.tensor(lengths * num_micro_batches)[:, None] for lengths in map(list, zip(*rows, strict=True)))
+    column = torch.arange(prompt + response)
+    mask = (column >= prompt - prompts) & (column < prompt + responses)
+    tensors = {"input_ids": torch.zeros_like(mask, dtype=torch.long), "attention_mask": mask.long(), "response_mask": mask[:, prompt:]}
+    micro_batches = [[number * len(rows) + row for row in range(len(rows))] for number in range(num_micro_batches)]
+    return RehearsedBatch(tensors, micro_batches, sum(map(sum, rows)))
+
+
+def with_loss(config: PPOConfig | SFTConfig, role: ModelRole, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], Loss]:
+    """The rows with what the role's loss reads beside them, all 0, and the loss."""
+    mask = tensors["response_mask"]
+    zeros = torch.zeros(mask.shape)
+    counts = MiniBatchCounts.of(mask)
+    if isinstance(config, SFTConfig):
+        return dict(tensors), SFTLoss(counts=counts)
+    if role.with_value_head:
+        return {**tensors, "values": zeros, "returns": zeros}, CriticLoss(value_loss=config.algorithm.value_loss, counts=counts)
+    algorithm = config.algorithm
+    rows = {**tensors, "advantages": zeros}
+    if updates_per_pass(config) * config.trainer.epochs_per_batch > 1 or algorithm.rollout_correction.bypass:
+        rows["old_log_probs"] = zeros
+    if algorithm.kl.where is KLWhere.loss:
+        rows["ref_log_prob"] = zeros
+    prepare: Callable[..., Mapping[str, Tensor]] | None = POLICY_LOSSES[algorithm.policy_loss.kind].prepare
+    if prepare is not None:
+        rows |= prepare({**rows, "old_log_probs": zeros}, mask, algorithm.policy_loss, config.trainer.seed)
+    return rows, ActorLoss(algorithm=algorithm, counts=counts)

@@ -1,0 +1,82 @@
+"""`megarl rehearse`: what a user sees and the exit status, with models of which there is no more than a `config.json`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from megarl.cli.main import main
+from tests.unit.rehearsal.runs import TINY, save_config
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    monkeypatch.setenv("COLUMNS", "160")
+    return {
+        "algorithm": "ppo",
+        "model": {"path": save_config(tmp_path / "model", TINY)},
+        "data": {"train_files": ["not-here.parquet"], "max_prompt_length": 64, "max_response_length": 64},
+        "actor": {"parallel": {"pipeline_parallel_size": 2}, "micro_batch": {"max_tokens": 512}, "recompute": "full"},
+        "critic": {"micro_batch": {"max_tokens": 512}},
+        "reward": {"functions": [{"path": "not-here.py"}]},
+        "trainer": {"prompts_per_step": 64},
+        "device": "cuda",
+    }
+
+
+def write(folder: Path, values: dict[str, Any]) -> str:
+    (folder / "run.yaml").write_text(yaml.safe_dump(values))
+    return str(folder / "run.yaml")
+
+
+def lines(out: str) -> list[str]:
+    return [" ".join(line.replace("│", " ").split()) for line in out.splitlines()]
+
+
+def test_all_ranks_are_rehearsed_and_compared(run: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    written = tmp_path / "out.json"
+    assert main(["rehearse", write(tmp_path, run), "--ranks", "all", "--json", str(written)]) == 0
+    out = capsys.readouterr().out
+    rows = lines(out)
+    parameters = (64 * 128 + 64 * 64 + 3 * 64 * 96 + 128) + 256 * 64
+    assert f"Rank 0 (stage 0, tensor rank 0, data rank 0): {parameters:,} parameters" in rows
+    assert "train send PIPELINE_MODEL_PARALLEL_GROUP 2 bfloat16 2 0.1" in rows
+    assert "Compared: the calls of all 2 ranks" in out
+    assert "NCCL's buffers" in out
+    assert "2 of 2 ranks of the actor rehearsed, 0 mistakes" in out
+    document = json.loads(written.read_text())
+    assert document["mistakes"] == []
+    assert [rank["num_parameters"] for rank in document["ranks"]] == [parameters, parameters + 64]
+    train = next(phase for phase in document["ranks"][0]["phases"] if phase["name"] == "train")
+    assert train["collectives"][0]["ranks"] == [0, 1]
+    assert document["ranks"][0]["plan"]["held"] == parameters * (2 + 4 + 12)
+    assert train["peak"] > train["held"] > parameters * (2 + 4 + 12)
+
+
+def test_a_critic_that_does_not_fit(run: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run["placement"] = {"device_memory_gb": 0.001, "over_budget": "warn"}
+    assert main(["rehearse", write(tmp_path, run), "--role", "critic"]) == 2
+    out = capsys.readouterr().out
+    assert "mistake: rank 0: 1." in out
+    assert "would be in the memory of a device that has 1.02 MiB, with" in out
+    assert "Rehearsed: ranks 0 of 1. Not proved:" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--role", "reward_model"], "--role reward_model: this run has actor, reference, critic"),
+        (["--ranks", "2"], "--ranks 2: the role has 2 ranks"),
+        (["device=cpu"], "has device: cpu, and a rehearsal is of GPUs: add device=cuda"),
+        (["actor.parallel.tensor_parallel_size=3"], "actor.parallel.tensor_parallel_size"),
+    ],
+)
+def test_what_cannot_be_rehearsed(
+    arguments: list[str], said: str, run: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["rehearse", write(tmp_path, run), *arguments]) == 2
+    assert said in capsys.readouterr().err

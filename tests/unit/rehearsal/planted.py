@@ -1,0 +1,118 @@
+"""Mistakes that are planted into the engine of rehearsed ranks, each for models in a folder of its name.
+
+Imports no torch before it is ready.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+
+def make_ready_with_mistakes() -> None:
+    """For megarl.rehearsal.processes, in the process from which ranks are forked."""
+    from megarl.rehearsal.processes import make_ready
+
+    make_ready()
+    from megarl.rehearsal import rank
+
+    rehearse = rank.rehearse
+
+    def planted(request: Any) -> Any:
+        plant = PLANTS.get(Path(request.config.model.path).name)
+        if plant is not None:
+            plant(request.rank)
+        return rehearse(request)
+
+    rank.rehearse = planted  # type: ignore[assignment]
+
+
+def weight_of_the_head_on_the_host(rank: int) -> None:
+    from megarl.engine.model import ModelChunk
+
+    weight = ModelChunk.output_weight
+    ModelChunk.output_weight = lambda model: weight(model).detach().cpu()  # type: ignore[method-assign]
+
+
+def another_order_on_rank_one(rank: int) -> None:
+    import torch
+    import torch.distributed as dist
+
+    from megarl.engine import engine
+
+    score = engine.MegatronEngine._score
+
+    def planted(self: Any, *arguments: Any) -> Any:
+        numbers, flags = torch.ones(3, device="cuda"), torch.ones(5, device="cuda")
+        for tensor in (flags, numbers) if rank == 1 else (numbers, flags):
+            dist.all_reduce(tensor, group=self.groups.tensor)
+        return score(self, *arguments)
+
+    engine.MegatronEngine._score = planted  # type: ignore[method-assign]
+
+
+def a_number_that_nobody_knows(rank: int) -> None:
+    from megarl.engine import engine
+
+    score = engine.MegatronEngine._score
+
+    def planted(self: Any, micro_batch: Any, hidden: Any, *arguments: Any) -> Any:
+        assert hidden.argmax(-1).tolist()
+        return score(self, micro_batch, hidden, *arguments)
+
+    engine.MegatronEngine._score = planted  # type: ignore[method-assign]
+
+
+def a_call_less_on_rank_one(rank: int) -> None:
+    from megarl.engine import engine
+
+    if rank == 1:
+        engine._finalize_gradients = lambda chunks, *arguments, **keywords: None
+
+
+def gradients_in_sixteen_bits(rank: int) -> None:
+    from megarl.engine import engine
+
+    made = engine.DistributedDataParallelConfig
+    engine.DistributedDataParallelConfig = lambda **settings: made(**{**settings, "grad_reduce_in_fp32": False})
+
+
+def a_token_less_from_the_first_stage(rank: int) -> None:
+    from megarl.engine.model import ModelChunk
+
+    forward = ModelChunk.forward
+
+    def planted(model: Any, *arguments: Any, **keywords: Any) -> Any:
+        hidden = forward(model, *arguments, **keywords)
+        return hidden if model.post_process else hidden[:-1].contiguous()
+
+    ModelChunk.forward = planted  # type: ignore[method-assign]
+
+
+def another_shape_than_the_layout(rank: int) -> None:
+    import torch
+
+    from megarl.engine.layers import RMSNorm
+
+    made = RMSNorm.__init__
+
+    def planted(norm: Any, config: Any, hidden_size: int, *arguments: Any, **keywords: Any) -> None:
+        made(norm, config, hidden_size, *arguments, **keywords)
+        norm.weight = torch.nn.Parameter(torch.ones(hidden_size + 1, dtype=config.params_dtype))
+
+    RMSNorm.__init__ = planted  # type: ignore[method-assign]
+
+
+PLANTS: dict[str, Callable[[int], None]] = {
+    each.__name__: each
+    for each in (
+        weight_of_the_head_on_the_host,
+        another_order_on_rank_one,
+        a_number_that_nobody_knows,
+        a_call_less_on_rank_one,
+        gradients_in_sixteen_bits,
+        a_token_less_from_the_first_stage,
+        another_shape_than_the_layout,
+    )
+}

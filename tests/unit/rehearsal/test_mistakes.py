@@ -1,0 +1,97 @@
+"""Mistakes that a GPU would punish, planted into the engine, are found by a rehearsal and named with their line."""
+
+from __future__ import annotations
+
+import pytest
+
+from megarl.config.schema import ParallelConfig
+from megarl.rehearsal.processes import rehearse_ranks
+from megarl.rehearsal.ranks import hangs, rounded_sums
+from megarl.rehearsal.record import RankRecord
+from tests.unit.rehearsal import planted
+from tests.unit.rehearsal.runs import SMALL, TINY, ppo, requests, save_config
+
+PAIR = ParallelConfig(tensor_parallel_size=2)
+REPLICAS = ParallelConfig(data_parallel_size=2)
+STAGES = ParallelConfig(pipeline_parallel_size=2)
+# Name of the plant, layout, ranks.
+PLANTED = (
+    ("weight_of_the_head_on_the_host", ParallelConfig(), [0]),
+    ("another_order_on_rank_one", PAIR, [0, 1]),
+    ("a_number_that_nobody_knows", ParallelConfig(), [0]),
+    ("a_call_less_on_rank_one", REPLICAS, [0, 1]),
+    ("gradients_in_sixteen_bits", REPLICAS, [0]),
+    ("a_token_less_from_the_first_stage", STAGES, [0, 1]),
+    ("another_shape_than_the_layout", ParallelConfig(), [0]),
+    ("too_small_a_device", SMALL, [0]),
+)
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[RankRecord]]:
+    """All by one process, one rank at a time, so that records come in the order in which they are asked for."""
+    folder = tmp_path_factory.mktemp("models")
+    asked = []
+    for name, parallel, ranks in PLANTED:
+        device_gb = 240_000 / 2**30 if name == "too_small_a_device" else None
+        asked += requests(ppo(save_config(folder / name, TINY), parallel, device_gb=device_gb), ranks)
+    records = list(rehearse_ranks(asked, 1, planted.make_ready_with_mistakes))
+    return {name: [records.pop(0) for _ in ranks] for name, _, ranks in PLANTED}
+
+
+def test_a_tensor_of_the_host_in_a_product_on_the_device(found: dict[str, list[RankRecord]]) -> None:
+    (record,) = found["weight_of_the_head_on_the_host"]
+    assert record.error is not None
+    assert "at least two devices, cuda:0 and cpu" in record.error
+    assert "at megarl/engine/cpu_kernels.py:" in record.error
+    assert [phase.name for phase in record.phases] == ["build"]
+
+
+def test_a_number_that_is_read_and_cannot_be_known(found: dict[str, list[RankRecord]]) -> None:
+    (record,) = found["a_number_that_nobody_knows"]
+    assert record.error is not None
+    assert record.error.startswith(
+        "a number (torch.int64) is read that follows from no number of the host, at tests/unit/rehearsal/planted.py:"
+    )
+
+
+def test_collectives_in_another_order_on_one_rank(found: dict[str, list[RankRecord]]) -> None:
+    records = found["another_order_on_rank_one"]
+    assert [record.error for record in records] == [None, None]
+    (problem,) = hangs(records)
+    assert problem.startswith("a hang in TENSOR_MODEL_PARALLEL_GROUP of ranks 0, 1: call ")
+    assert "rank 0 is all_reduce of 3 float32 at tests/unit/rehearsal/planted.py:" in problem
+    assert "of rank 1 all_reduce of 5 float32 at tests/unit/rehearsal/planted.py:" in problem
+
+
+def test_a_collective_that_one_rank_leaves_out(found: dict[str, list[RankRecord]]) -> None:
+    problems = hangs(found["a_call_less_on_rank_one"])
+    assert any("of rank 0 is reduce_scatter of " in problem and "of rank 1 all_gather" in problem for problem in problems)
+
+
+def test_gradients_that_are_summed_in_a_reduced_type(found: dict[str, list[RankRecord]]) -> None:
+    records = found["gradients_in_sixteen_bits"]
+    assert records[0].error is None
+    (problem,) = rounded_sums(records)
+    assert problem.startswith("gradients are summed over 2 data-parallel ranks in bfloat16, not in float32, at megatron/core/")
+
+
+def test_a_shape_that_differs_between_stages(found: dict[str, list[RankRecord]]) -> None:
+    records = found["a_token_less_from_the_first_stage"]
+    problems = [problem for problem in hangs(records) if "messages" in problem and "rank 0 is send of 32,704 bfloat16" in problem]
+    assert "of rank 1 recv of 32,768 bfloat16 at megatron/core/pipeline_parallel/p2p_communication.py:" in problems[0]
+
+
+def test_a_parameter_of_another_size_than_the_layout_has(found: dict[str, list[RankRecord]]) -> None:
+    (record,) = found["another_shape_than_the_layout"]
+    assert record.error is not None
+    assert "decoder.layers.0.input_layernorm.weight has shape (65,), the layout makes it (64,)" in record.error
+
+
+def test_memory_beyond_the_device(found: dict[str, list[RankRecord]]) -> None:
+    """The parameters (47,360 bytes) and gradients (94,720) fit, the optimizer's state (142,080) does not."""
+    (record,) = found["too_small_a_device"]
+    assert record.error is not None
+    assert " MiB would be in the memory of a device that has 0.23 MiB, with " in record.error
+    assert "at megarl/engine/optimizer.py:" in record.error or "at megatron/core/optimizer/" in record.error
+    assert record.phases == ()

@@ -1,0 +1,141 @@
+"""All ranks of a small layout: what they hold, send and wait for is what arithmetic by hand says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import groupby
+
+import pytest
+
+from megarl.config.schema import EngineConfig
+from megarl.rehearsal.processes import rehearse_ranks
+from megarl.rehearsal.ranks import hangs, rounded_sums
+from megarl.rehearsal.record import Collective, PhaseRecord, RankRecord
+from tests.unit.rehearsal.runs import RESPONSE, ROWS, SMALL, TINY, TOKENS, ppo, requests, save_config
+
+MICRO_BATCHES, LAYERS = 2, 1  # on each stage
+HIDDEN, BFLOAT16, FLOAT32 = 64, 2, 4
+# Queries 64 x 64, keys and values 64 x 32 each, output 64 x 64, gate, up and down 64 x 96 each; cut in two. Two norms, which are whole.
+LAYER = (64 * (64 + 32 + 32) + 64 * 64 + 3 * 64 * 96) // 2 + 2 * 64
+VOCABULARY = 256 // 2 * 64  # padded, and cut in two
+PARAMETERS = {0: LAYERS * LAYER + VOCABULARY, 1: LAYERS * LAYER + VOCABULARY + 64}
+# Megatron's buffers end at a multiple of 128 elements for each replica.
+PADDED = {0: 23680, 1: 23808}
+
+
+@pytest.fixture(scope="module")
+def records(tmp_path_factory: pytest.TempPathFactory) -> list[RankRecord]:
+    config = ppo(save_config(tmp_path_factory.mktemp("tiny") / "model", TINY), SMALL)
+    config = replace(config, engine=EngineConfig(log_prob_chunk_tokens=128))
+    return sorted(rehearse_ranks(requests(config, list(range(8))), 2), key=lambda record: record.rank)
+
+
+def phases(records: list[RankRecord], name: str) -> Iterator[tuple[RankRecord, PhaseRecord]]:
+    for record in records:
+        yield record, next(phase for phase in record.phases if phase.name == name)
+
+
+def calls(phase: PhaseRecord) -> dict[tuple[str, str, str], tuple[int, int]]:
+    """(kind, group, type) -> calls, bytes; of groups the first word."""
+
+    def key(call: Collective) -> tuple[str, str, str]:
+        return call.kind, call.group.split("_")[0].lower(), call.dtype
+
+    return {
+        name: (len(group := list(of)), sum(call.nbytes for call in group)) for name, of in groupby(sorted(phase.collectives, key=key), key)
+    }
+
+
+def test_every_rank_ends_without_a_mistake(records: list[RankRecord]) -> None:
+    assert [record.error for record in records] == [None] * 8
+    assert hangs(records) == []
+    assert rounded_sums(records) == []
+    assert [(record.tensor_rank, record.data_rank, record.pipeline_rank) for record in records] == [
+        (rank % 2, rank // 2 % 2, rank // 4) for rank in range(8)
+    ]
+
+
+def test_parameters_and_memory(records: list[RankRecord]) -> None:
+    """Weights in 2 bytes, gradients in 4; moments and masters of half of the parameters in 12. Of the tensors that are no state, rotary
+    frequencies (8) and a flag of the optimizer (1)."""
+    for record, build in phases(records, "build"):
+        stage = record.pipeline_rank
+        assert record.num_parameters == PARAMETERS[stage]
+        own = min(PADDED[stage] // 2, PARAMETERS[stage] - record.data_rank * PADDED[stage] // 2)
+        assert build.held == PADDED[stage] * (BFLOAT16 + FLOAT32) + 12 * own + 4 * 9
+
+
+def test_state_leaves_and_comes_back(records: list[RankRecord]) -> None:
+    """What stays are tables of angles and, in a stage that receives, the last micro-batch's hidden states and their gradient."""
+    for (record, step), (_, offload), (_, restore) in zip(
+        phases(records, "step"), phases(records, "offload"), phases(records, "restore"), strict=True
+    ):
+        assert 0 < offload.held - 2 * TOKENS * HIDDEN * BFLOAT16 * record.pipeline_rank < 10_000
+        assert restore.held == step.held
+        assert offload.peak == restore.peak == step.held
+
+
+def test_collectives_of_the_first_stage(records: list[RankRecord]) -> None:
+    """Sums over tensor ranks: one in the embedding and two in each layer on the way there, two in each layer on the way back. Between
+    stages: hidden states, and their shape before."""
+    hidden = TOKENS * HIDDEN * BFLOAT16
+    shape = 3 * 8
+    for record, score in phases(records[:4], "score"):
+        assert calls(score) == {
+            ("all_reduce", "tensor", "bfloat16"): (MICRO_BATCHES * (1 + 2 * LAYERS), MICRO_BATCHES * (1 + 2 * LAYERS) * hidden),
+            ("send", "pipeline", "bfloat16"): (MICRO_BATCHES, MICRO_BATCHES * hidden),
+            ("send", "pipeline", "int64"): (MICRO_BATCHES, MICRO_BATCHES * shape),
+        }, record.rank
+    for record, train in phases(records[:4], "train"):
+        sums = MICRO_BATCHES * (1 + 4 * LAYERS)
+        assert calls(train) == {
+            ("all_reduce", "tensor", "bfloat16"): (sums, sums * hidden),
+            ("send", "pipeline", "bfloat16"): (MICRO_BATCHES, MICRO_BATCHES * hidden),
+            ("send", "pipeline", "int64"): (MICRO_BATCHES, MICRO_BATCHES * shape),
+            ("recv", "pipeline", "bfloat16"): (MICRO_BATCHES, MICRO_BATCHES * hidden),
+            ("recv", "pipeline", "int64"): (MICRO_BATCHES, MICRO_BATCHES * shape),
+            ("reduce_scatter", "data", "float32"): (1, PADDED[0] * FLOAT32),
+        }, record.rank
+
+
+def test_collectives_of_the_last_stage(records: list[RankRecord]) -> None:
+    """Log-probs over the vocabulary: for each chunk of 128 tokens the largest logit, then four sums, float32; on the way back one sum of
+    the head's gradient of the hidden states."""
+    hidden = TOKENS * HIDDEN * BFLOAT16
+    chunks = ROWS * RESPONSE // 128
+    scores = MICRO_BATCHES * chunks * 128 * (1 + 4) * FLOAT32
+    for record, train in phases(records[4:], "train"):
+        sums = MICRO_BATCHES * (4 * LAYERS + 1)
+        found = calls(train)
+        assert found["all_reduce", "tensor", "bfloat16"] == (sums, sums * hidden), record.rank
+        assert found["all_reduce", "tensor", "float32"] == (2 * chunks * MICRO_BATCHES, scores)
+        assert found["reduce_scatter", "data", "float32"] == (1, PADDED[1] * FLOAT32)
+
+
+def test_a_step_sends_the_norm_and_the_parameters(records: list[RankRecord]) -> None:
+    """The norm twice: this engine looks at it before Megatron clips by it."""
+    for record, step in phases(records, "step"):
+        assert calls(step) == {
+            ("all_gather", "data", "bfloat16"): (1, PADDED[record.pipeline_rank] * BFLOAT16),
+            ("all_reduce", "intra", "float32"): (2, 2 * FLOAT32),
+        }
+
+
+def test_products_are_counted(records: list[RankRecord]) -> None:
+    """Two for each weight and token on the way there, four on the way back; of attention two products of (tokens, tokens) for each of the
+    rank's two heads."""
+    linear = LAYERS * (LAYER - 2 * 64)
+    attention = LAYERS * ROWS * 2 * 2 * 2 * 16 * 128**2
+    for _, score in phases(records[:4], "score"):
+        assert score.flops == MICRO_BATCHES * (2 * linear * TOKENS + attention)
+
+
+def test_waits_are_named(records: list[RankRecord]) -> None:
+    """None of the state's way out but one for each part that is kept; the tables of a pipeline's shapes are read once for each message."""
+    for _, offload in phases(records, "offload"):
+        assert [(wait.kind, wait.times) for wait in offload.waits] == [("synchronize", 2)]
+        assert offload.waits[0].place.startswith("megarl/engine/offload.py:")
+    for _, train in phases(records[:4], "train"):
+        reads = [wait for wait in train.waits if wait.place.endswith("_communicate_shapes") and wait.kind == "copy"]
+        assert sum(wait.times for wait in reads) == 2 * MICRO_BATCHES  # sent shapes go up, received ones come down
