@@ -22,6 +22,7 @@ from megarl.engine.micro_batch import MicroBatch, make_micro_batch
 from megarl.engine.model import ModelChunk, build_chunks
 from megarl.engine.offload import MovableState, OffloadableState, StatePart
 from megarl.engine.optimizer import Optimizer, StepStatistics
+from megarl.engine.platform import to_device
 from megarl.engine.spec import ModelSpec
 from megarl.engine.vocab_parallel import Extra, token_scores
 from megarl.weights.load import ValueHead, load_into_shards
@@ -142,8 +143,9 @@ class MegatronEngine:
             results = self._run(batch, micro_batches, None, extras)
         if not self.groups.holds_last_stage:
             return None
-        order = torch.tensor([row for rows in micro_batches for row in rows], device=self._device)
-        assert order.unique().numel() == order.numel() == batch["response_mask"].shape[0], "every row must be in one micro-batch"
+        rows = [row for micro_batch in micro_batches for row in micro_batch]
+        assert sorted(rows) == list(range(batch["response_mask"].shape[0])), "every row must be in one micro-batch"
+        order = to_device(torch.tensor(rows), self._device)
         joined = {key: torch.cat([result[key] for result in results]) for key in results[0]}
         return {key: torch.empty_like(value).index_copy_(0, order, value) for key, value in joined.items()}
 
