@@ -13,7 +13,7 @@ from megarl.config.derive import max_row_tokens, samples_per_step, updates_per_p
 from megarl.config.errors import ConfigError
 from megarl.config.nearest import either, nearest_divisors, nearest_multiples
 from megarl.config.roles import REWARD_MODEL, ModelRole, model_roles, needs_reference
-from megarl.config.schema import RESUME_AUTO, RESUME_DISABLE, LoggerKind, OptimConfig, PPOConfig, SFTConfig
+from megarl.config.schema import RESUME_AUTO, RESUME_DISABLE, Device, Layers, LoggerKind, OptimConfig, PPOConfig, SFTConfig
 from megarl.config.schema.keys import leaves
 from megarl.config.violation import Violation, Violations
 
@@ -28,7 +28,7 @@ def validate(config: RunConfig) -> list[Violation]:
     """
     violations = list(_ranges(config))
     broken = {key for violation in violations for key in violation.keys}
-    for rule in (_optim, _files, _tracking, _checkpoint):
+    for rule in (_optim, _files, _tracking, _checkpoint, _layers):
         violations += rule(config)
     if isinstance(config, PPOConfig):
         for needed, ppo_rule in _PPO_RULES:
@@ -90,6 +90,13 @@ def _files(config: RunConfig) -> Violations:
     for folder, key in {role.path: role.path_key for role in model_roles(config)}.items():
         if (Path(folder) / "config.json").is_file() and not any(Path(folder).glob("*.safetensors")):
             yield Violation((key,), f"{folder!r} holds no *.safetensors; save the model with save_pretrained(..., safe_serialization=True)")
+
+
+def _layers(config: RunConfig) -> Violations:
+    if config.engine.layers is Layers.transformer_engine and config.device is Device.cpu:
+        yield Violation(
+            ("engine.layers", "device"), "transformer_engine has layers for CUDA only, but device is cpu; use engine.layers=auto or local"
+        )
 
 
 def logger_problem(logger: LoggerKind) -> str | None:

@@ -18,6 +18,7 @@ from torch import Tensor
 from megarl.batch.metrics import Metric, merge_metrics
 from megarl.engine import platform
 from megarl.engine.groups import ParallelGroups
+from megarl.engine.layer_specs import layers_for
 from megarl.engine.micro_batch import MicroBatch, make_micro_batch
 from megarl.engine.model import ModelChunk, build_chunks
 from megarl.engine.offload import MovableState, OffloadableState, StatePart
@@ -53,7 +54,16 @@ class MegatronEngine:
         self.groups = groups
         self._device = platform.current().device
         dtype = getattr(torch, spec.dtype.value)
-        self._models = build_chunks(spec.architecture, groups, head=spec.head, dtype=dtype, recompute=spec.recompute, device=self._device)
+        self.layers = layers_for(spec.engine.layers, spec.dtype, on_cuda=platform.current().is_cuda)
+        self._models = build_chunks(
+            spec.architecture,
+            groups,
+            head=spec.head,
+            dtype=dtype,
+            layers=self.layers.layers,
+            recompute=spec.recompute,
+            device=self._device,
+        )
         stage_and_rank = groups.pipeline_rank * groups.parallel.tensor_parallel_size + groups.tensor_rank
         self.layout = layouts_of(spec.architecture, groups.parallel)[stage_and_rank]
         trainable = spec.optim is not None
@@ -114,7 +124,7 @@ class MegatronEngine:
         return DistributedDataParallel(model.config, config, model)
 
     def parameters(self) -> dict[str, Tensor]:
-        """This rank's shards by Megatron's names, with layers numbered over the whole model."""
+        """This rank's shards by Megatron's names of local layers, which are numbered over the whole model."""
         self._state.require("give its parameters", StatePart.parameters)
         return {name: parameter.detach() for name, parameter in self._named_parameters()}
 
@@ -125,11 +135,7 @@ class MegatronEngine:
 
     def _named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         for model in self._models:
-            for name, parameter in model.named_parameters():
-                if name.startswith("decoder.layers."):
-                    local, rest = name.removeprefix("decoder.layers.").split(".", 1)
-                    name = f"decoder.layers.{model.decoder.layers[int(local)].layer_number - 1}.{rest}"
-                yield name, parameter
+            yield from model.canonical_parameters()
 
     def forward(
         self, batch: Mapping[str, Tensor], micro_batches: MicroBatches, extras: Collection[Extra] = ("entropy",)

@@ -67,6 +67,7 @@ from megarl.config.schema.run import (
     CheckpointConfig,
     Device,
     EngineConfig,
+    Layers,
     SFTTrainerConfig,
     TrackingConfig,
     TrainerConfig,
