@@ -61,7 +61,7 @@ class MegatronEngine:
             head=spec.head,
             dtype=dtype,
             layers=self.layers.layers,
-            recompute=spec.recompute,
+            recomputation=spec.recomputation,
             device=self._device,
         )
         stage_and_rank = groups.pipeline_rank * groups.parallel.tensor_parallel_size + groups.tensor_rank

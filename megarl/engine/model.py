@@ -16,14 +16,14 @@ from torch import Tensor
 
 from megarl.config.architecture import Architecture
 from megarl.config.derive import padded_vocab_size
-from megarl.config.schema import Layers, ParallelConfig, Recompute
+from megarl.config.schema import Layers, ParallelConfig, Recomputation, Recompute
 from megarl.engine.groups import ParallelGroups
 from megarl.engine.layer_specs import block_spec, canonical_name, fuse_gradient_accumulation, mark_cut_parameters
 from megarl.weights.name_mapping import Head
 
 
 def transformer_config(
-    architecture: Architecture, parallel: ParallelConfig, dtype: torch.dtype, layers: Layers, recompute: Recompute, on_cpu: bool
+    architecture: Architecture, parallel: ParallelConfig, dtype: torch.dtype, layers: Layers, recomputation: Recomputation, on_cpu: bool
 ) -> TransformerConfig:
     """Megatron's configuration of the model. Losses come as sums over a fixed denominator: Megatron must not average again.
 
@@ -32,11 +32,6 @@ def transformer_config(
     installed. Without dropout there is nothing to fuse in the residual sums, and the softmax is inside the attention.
     """
     virtual = parallel.virtual_pipeline_parallel_size
-    recomputing: dict[Recompute, dict[str, Any]] = {
-        Recompute.none: {},
-        Recompute.selective: {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
-        Recompute.full: {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
-    }
     return TransformerConfig(
         num_layers=architecture.num_hidden_layers,
         hidden_size=architecture.hidden_size,
@@ -73,8 +68,19 @@ def transformer_config(
         apply_rope_fusion=layers is Layers.transformer_engine and not on_cpu,
         gradient_accumulation_fusion=not on_cpu and tensor_parallel_layers._grad_accum_fusion_available,
         persist_layer_norm=False,
-        **recomputing[recompute],
+        **_recompute_options(recomputation),
     )
+
+
+def _recompute_options(recomputation: Recomputation) -> dict[str, Any]:
+    """Megarl's keys as Megatron's options: `uniform` recomputes all layers, one at a time, and `block` the first so many of a chunk."""
+    how, modules, num_layers = recomputation
+    if how is Recompute.none:
+        return {}
+    if how is Recompute.selective:
+        return {"recompute_granularity": "selective", "recompute_modules": [module.value for module in modules]}
+    method = "uniform" if num_layers is None else "block"
+    return {"recompute_granularity": "full", "recompute_method": method, "recompute_num_layers": num_layers or 1}
 
 
 def inverse_frequencies(architecture: Architecture) -> Tensor:
@@ -167,10 +173,10 @@ def build_chunks(
     head: Head,
     dtype: torch.dtype,
     layers: Layers,
-    recompute: Recompute,
+    recomputation: Recomputation,
     device: torch.device,
 ) -> list[ModelChunk]:
     """This rank's part of the model: one chunk, or one per virtual pipeline stage. Weights are not set yet."""
-    config = transformer_config(architecture, groups.parallel, dtype, layers, recompute, on_cpu=device.type == "cpu")
+    config = transformer_config(architecture, groups.parallel, dtype, layers, recomputation, on_cpu=device.type == "cpu")
     chunks = (ModelChunk(architecture, config, layers, groups, head, chunk) for chunk in range(groups.num_chunks))
     return [chunk.to(device=device, dtype=dtype) for chunk in chunks]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megarl.config.architecture import Architecture
-from megarl.config.schema import Device, DType, EngineConfig, OptimConfig, ParallelConfig, Recompute
+from megarl.config.schema import Device, DType, EngineConfig, OptimConfig, ParallelConfig, Recomputation
 from megarl.engine.offload import StatePart
 from megarl.weights.name_mapping import Head
 
@@ -32,6 +32,6 @@ class ModelSpec:
     temperature: float = 1.0
     optim: OptimConfig | None = None
     total_optimizer_steps: int = 1
-    recompute: Recompute = Recompute.none
+    recomputation: Recomputation = Recomputation()
     offloaded_at_first: tuple[StatePart, ...] = ()
     collective_limit_s: float = 1800.0

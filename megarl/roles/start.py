@@ -96,7 +96,7 @@ class _Starter:
             temperature=1.0 if isinstance(config, SFTConfig) or role.with_value_head else config.rollout.temperature,
             optim=role.optim,
             total_optimizer_steps=optimizer_steps(config, role),
-            recompute=role.recompute,
+            recomputation=role.recomputation,
             offloaded_at_first=tuple(map(StatePart, self._turns.offloaded_at_first(role.name))),
             collective_limit_s=config.trainer.phase_time_limit_s + _GRACE_S,
         )
