@@ -21,6 +21,7 @@ from megarl.config.derive import (
     max_conversation_tokens,
     most_checkpoints,
 )
+from megarl.config.layers import describe_layers
 from megarl.config.load import plain_values
 from megarl.config.roles import REWARD_MODEL, ModelRole, model_roles
 from megarl.config.schema import OverlongConversation, PPOConfig, SFTConfig
@@ -46,6 +47,7 @@ def print_run(config: PPOConfig | SFTConfig, console: Console) -> None:
     architectures, _ = read_architectures(config)
     arithmetic = derive(config, architectures)
     console.print(_models(model_roles(config), architectures, arithmetic))
+    console.print(f"layers: {describe_layers(config)}", highlight=False)
     console.print(_arithmetic(arithmetic))
     console.print(_per_role(arithmetic))
     plan = plan_placement(config)

@@ -11,7 +11,7 @@ from megarl.config.schema import (
     OptimConfig,
     ParallelConfig,
     PPOConfig,
-    Recompute,
+    Recomputation,
     SFTConfig,
 )
 
@@ -31,7 +31,7 @@ class ModelRole:
     micro_batch: MicroBatchConfig
     micro_batch_key: str
     optim: OptimConfig | None
-    recompute: Recompute = Recompute.none
+    recomputation: Recomputation = Recomputation()
     with_value_head: bool = False
     beside: str | None = None
 
@@ -69,7 +69,7 @@ def model_roles(config: PPOConfig | SFTConfig) -> tuple[ModelRole, ...]:
         micro_batch=config.actor.micro_batch,
         micro_batch_key="actor.micro_batch",
         optim=config.actor.optim,
-        recompute=config.actor.recompute,
+        recomputation=config.actor.recomputation,
     )
     roles = [actor]
     if isinstance(config, PPOConfig) and needs_reference(config):
@@ -95,7 +95,7 @@ def model_roles(config: PPOConfig | SFTConfig) -> tuple[ModelRole, ...]:
             micro_batch=config.critic.micro_batch,
             micro_batch_key="critic.micro_batch",
             optim=config.critic.optim,
-            recompute=config.critic.recompute,
+            recomputation=config.critic.recomputation,
             with_value_head=True,
         )
         roles.append(critic)

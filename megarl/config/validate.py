@@ -13,7 +13,18 @@ from megarl.config.derive import max_row_tokens, samples_per_step, updates_per_p
 from megarl.config.errors import ConfigError
 from megarl.config.nearest import either, nearest_divisors, nearest_multiples
 from megarl.config.roles import REWARD_MODEL, ModelRole, model_roles, needs_reference
-from megarl.config.schema import RESUME_AUTO, RESUME_DISABLE, LoggerKind, OptimConfig, PPOConfig, SFTConfig
+from megarl.config.schema import (
+    RESUME_AUTO,
+    RESUME_DISABLE,
+    Device,
+    Layers,
+    LoggerKind,
+    OptimConfig,
+    PPOConfig,
+    Recomputation,
+    Recompute,
+    SFTConfig,
+)
 from megarl.config.schema.keys import leaves
 from megarl.config.violation import Violation, Violations
 
@@ -29,7 +40,7 @@ def validate(config: RunConfig, with_files: bool = True) -> list[Violation]:
     """
     violations = list(_ranges(config))
     broken = {key for violation in violations for key in violation.keys}
-    for rule in (_optim, _files, _tracking, _checkpoint) if with_files else (_optim,):
+    for rule in (_optim, _files, _tracking, _checkpoint, _layers) if with_files else (_optim, _layers):
         violations += rule(config)
     if isinstance(config, PPOConfig):
         for needed, ppo_rule in _PPO_RULES:
@@ -91,6 +102,13 @@ def _files(config: RunConfig) -> Violations:
     for folder, key in {role.path: role.path_key for role in model_roles(config)}.items():
         if (Path(folder) / "config.json").is_file() and not any(Path(folder).glob("*.safetensors")):
             yield Violation((key,), f"{folder!r} holds no *.safetensors; save the model with save_pretrained(..., safe_serialization=True)")
+
+
+def _layers(config: RunConfig) -> Violations:
+    if config.engine.layers is Layers.transformer_engine and config.device is Device.cpu:
+        yield Violation(
+            ("engine.layers", "device"), "transformer_engine has layers for CUDA only, but device is cpu; use engine.layers=auto or local"
+        )
 
 
 def logger_problem(logger: LoggerKind) -> str | None:
@@ -170,6 +188,8 @@ def _role_rules(config: RunConfig, role: ModelRole, broken: set[str]) -> Violati
             "sequence_parallel splits activations over tensor-parallel ranks, but tensor_parallel_size is 1; use 2 or more, or false",
         )
     yield from _micro_batch(config, role)
+    if role.optim is not None:
+        yield from _recomputation(role)
     rows_keys = {"trainer.prompts_per_step", "rollout.n", "trainer.updates_per_step", "trainer.samples_per_step"}
     replicas_key = f"{role.parallel_key}.data_parallel_size"
     if role.optim is None or broken & (rows_keys | {replicas_key}):
@@ -200,6 +220,25 @@ def _micro_batch(config: RunConfig, role: ModelRole) -> Violations:
         )
 
 
+def _recomputation(role: ModelRole) -> Violations:
+    (how, modules, num_layers), section = role.recomputation, role.parallel_key.removesuffix(".parallel")
+    keys = f"{section}.recompute_modules", f"{section}.recompute"
+    if how is Recompute.selective and not modules:
+        yield Violation(
+            keys, "selective computes nothing again, as recompute_modules is empty; name one, as [core_attn], or use recompute=none"
+        )
+    if how is not Recompute.selective and modules != Recomputation().modules:
+        named = ", ".join(module.value for module in modules)
+        yield Violation(
+            keys, f"recompute_modules [{named}] are for recompute=selective, but it is {how.value}; leave them out, or use selective"
+        )
+    if how is not Recompute.full and num_layers is not None:
+        yield Violation(
+            (f"{section}.recompute_num_layers", f"{section}.recompute"),
+            f"recompute_num_layers {num_layers} is for recompute=full, but it is {how.value}; leave it null, or use full",
+        )
+
+
 def _fits_layout(role: ModelRole, architecture: Architecture) -> Violations:
     parallel, tensor = role.parallel, role.parallel.tensor_parallel_size
     for field in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
@@ -220,6 +259,13 @@ def _fits_layout(role: ModelRole, architecture: Architecture) -> Violations:
             (f"{role.parallel_key}.pipeline_parallel_size",),
             f"num_hidden_layers {layers} of {role.path} does not divide by {product}; "
             f"use {either(nearest_divisors(layers, stages))} stages",
+        )
+        return
+    recomputed = role.recomputation.num_layers
+    if recomputed is not None and recomputed > layers // stages:
+        yield Violation(
+            (f"{role.parallel_key.removesuffix('.parallel')}.recompute_num_layers", f"{role.parallel_key}.pipeline_parallel_size"),
+            f"recompute_num_layers {recomputed} is more than the {layers // stages} layers of a stage; use fewer, or null for all",
         )
 
 

@@ -57,6 +57,11 @@ SETTINGS: Mapping[str, Setting] = MappingProxyType(
             Where.gpu_workers,
             "as long as trainer.phase_time_limit_s, which ends a hang with every rank's stack; torch's 480 s would come before it",
         ),
+        "TORCHINDUCTOR_COMPILE_THREADS": Setting(
+            "1",
+            Where.gpu_workers,
+            "Megatron compiles a few small functions; torch would start a pool of up to 32 processes for it beside each worker",
+        ),
         "GLOO_SOCKET_IFNAME": Setting(
             None,
             Where.workers,
@@ -87,7 +92,9 @@ SETTINGS: Mapping[str, Setting] = MappingProxyType(
 )
 INTERFACES = tuple(name for name, setting in SETTINGS.items() if setting.value is None)
 # What the user sets of these for the driver is meant for every process, also where it is not in the table.
-PREFIXES = ("NCCL_", "GLOO_", "TORCH_NCCL_", "UCX_", "NVTE_", "SGLANG_")
+# torch's allocator (PYTORCH_) stays as torch has it: expandable segments can neither be shared with an engine on the same device nor given
+# back by SGLang.
+PREFIXES = ("NCCL_", "GLOO_", "TORCH_NCCL_", "TORCHINDUCTOR_", "PYTORCH_", "UCX_", "NVTE_", "SGLANG_")
 
 
 def daemon_settings() -> dict[str, str]:

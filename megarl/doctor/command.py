@@ -44,6 +44,7 @@ CHECKS = (
     Check("clock", "machine", "clock"),
     Check("environment", "machine", "environment"),
     Check("ports", "network", "ports"),
+    Check("layers", "software", "layers", of_run=True),
     Check("checkpoints", "storage", of_run=True),
     Check("models", "inputs", "models", of_run=True),
     Check("tokenizers and data", "inputs", "tokenizers", of_run=True),

@@ -11,7 +11,8 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 from megarl import __version__
-from megarl.config.schema import PPOConfig, RolloutEngineKind
+from megarl.config.layers import choose_layers, has_transformer_engine
+from megarl.config.schema import Layers, PPOConfig, RolloutEngineKind
 from megarl.config.versions import COUPLED, CUDA, PYTHON, REQUIRED
 from megarl.doctor.check_result import CheckResult, doubtful, good, wrong
 from megarl.doctor.examined_run import ExaminedRun
@@ -95,3 +96,15 @@ def _within(version: str, versions: str) -> bool:
 def check(subject: ExaminedRun) -> Iterator[CheckResult]:
     config = subject.config
     return judge(probe(), config.rollout.engine.needs.packages if isinstance(config, PPOConfig) else {})
+
+
+def layers(subject: ExaminedRun) -> Iterator[CheckResult]:
+    """Of which layers the run's models would be built by this environment."""
+    config, installed = subject.config, has_transformer_engine()
+    assert config is not None
+    choice = choose_layers(config.engine.layers, config.model.dtype, on_cuda=subject.use_gpu, has_transformer_engine=installed)
+    if choice.layers is Layers.transformer_engine and not installed:
+        remedy = "pip install 'transformer-engine[pytorch]' (docs/versions.md), or set engine.layers=auto"
+        yield wrong("layers", "engine.layers=transformer_engine, but Transformer Engine is not installed", remedy)
+        return
+    yield good("layers", f"{choice.layers.value}: {choice.why}", layers=choice.layers.value)

@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megarl.engine.cpu_kernels import linear, rotary_packed
+from megarl.engine import rotary
+from megarl.engine.cpu_kernels import linear
 
 CPU = torch.device("cpu")
 
@@ -191,7 +192,6 @@ def _unless_alone(collective: Callable[..., Any]) -> Callable[..., Any]:
 def _adapt_megatron() -> None:
     import megatron.core.optimizer as optimizer
     from megatron.core.distributed import param_and_grad_buffer as buffers
-    from megatron.core.models.common.embeddings import rope_utils
     from megatron.core.optimizer import clip_grads, distrib_optimizer
     from megatron.core.optimizer import optimizer as base_optimizer
     from megatron.core.tensor_parallel import layers, random
@@ -201,7 +201,7 @@ def _adapt_megatron() -> None:
     for module in (clip_grads, base_optimizer, distrib_optimizer, optimizer):  # imported by name in the last three
         if hasattr(module, "clip_grad_by_total_norm_fp32"):
             module.clip_grad_by_total_norm_fp32 = _clip_by_total_norm
-    rope_utils._apply_rotary_pos_emb_thd = rotary_packed
+    rotary.install()
     layers.linear_with_grad_accumulation_and_async_allreduce = layers.linear_with_frozen_weight = _linear
     buffers.dist_reduce_scatter_func = _unless_alone(buffers.dist_reduce_scatter_func)
     buffers.dist_all_gather_func = _unless_alone(buffers.dist_all_gather_func)

@@ -16,12 +16,15 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from megarl.batch.metrics import Metric, merge_metrics
+from megarl.config.schema import ParallelConfig
 from megarl.engine import platform
 from megarl.engine.groups import ParallelGroups
+from megarl.engine.layer_specs import layers_for
 from megarl.engine.micro_batch import MicroBatch, make_micro_batch
 from megarl.engine.model import ModelChunk, build_chunks
 from megarl.engine.offload import MovableState, OffloadableState, StatePart
 from megarl.engine.optimizer import Optimizer, StepStatistics
+from megarl.engine.platform import to_device
 from megarl.engine.spec import ModelSpec
 from megarl.engine.vocab_parallel import Extra, token_scores
 from megarl.weights.load import ValueHead, load_into_shards
@@ -52,17 +55,27 @@ class MegatronEngine:
         self.groups = groups
         self._device = platform.current().device
         dtype = getattr(torch, spec.dtype.value)
-        self._models = build_chunks(spec.architecture, groups, head=spec.head, dtype=dtype, recompute=spec.recompute, device=self._device)
+        self.layers = layers_for(spec.engine.layers, spec.dtype, on_cuda=platform.current().is_cuda)
+        self._models = build_chunks(
+            spec.architecture,
+            groups,
+            head=spec.head,
+            dtype=dtype,
+            layers=self.layers.layers,
+            recomputation=spec.recomputation,
+            device=self._device,
+        )
         stage_and_rank = groups.pipeline_rank * groups.parallel.tensor_parallel_size + groups.tensor_rank
         self.layout = layouts_of(spec.architecture, groups.parallel)[stage_and_rank]
         trainable = spec.optim is not None
         for model in self._models:
             model.train(trainable).requires_grad_(trainable)
         # Wrapped before loading: Megatron moves parameters into its own contiguous buffers.
-        self._chunks: list[Any] = [self._data_parallel(model) for model in self._models] if trainable else list(self._models)
+        self._chunks: list[Any] = self._data_parallel(self._models) if trainable else list(self._models)
         self._state = OffloadableState(self._offloadable_parts())
         self._gradients_are_made = False
         self._load(spec.path)
+        self._expect_no_gather()
         self._optimizer = Optimizer(spec.optim, self._chunks, dtype, spec.total_optimizer_steps) if spec.optim else None
 
     def _offloadable_parts(self) -> dict[StatePart, MovableState]:
@@ -85,6 +98,7 @@ class MegatronEngine:
         """Moves parts of the state out of the device's memory (see offload.py); bytes given back. Gradients are lost."""
         if StatePart.gradients in parts:
             self._gradients_are_made = False
+        self._await_parameters()
         return self._state.offload(parts)
 
     def restore(self, *parts: StatePart) -> int:
@@ -94,6 +108,7 @@ class MegatronEngine:
     def training_state(self) -> TrainingState:
         """Of an engine that trains."""
         assert self._optimizer is not None, "a frozen model is as its folder says, and is never saved"
+        self._await_parameters()
         return TrainingState(self._models, self._optimizer, self._state, self.groups, self.spec.architecture.vocab_size)
 
     def _load(self, folder: str) -> None:
@@ -107,14 +122,46 @@ class MegatronEngine:
         value_head: ValueHead = "stored" if stored else "initial"
         load_into_shards(folder, self.spec.architecture, self.layout, parameters, head=self.spec.head, value_head=value_head)
 
-    def _data_parallel(self, model: ModelChunk) -> DistributedDataParallel:
-        model.config.finalize_model_grads_func = _finalize_gradients
-        config = DistributedDataParallelConfig(use_distributed_optimizer=True, overlap_grad_reduce=False, grad_reduce_in_fp32=True)
-        return DistributedDataParallel(model.config, config, model)
+    def _data_parallel(self, models: Sequence[ModelChunk]) -> list[DistributedDataParallel]:
+        """Gradients are reduced, and parameters gathered, bucket by bucket beside the computation, where there is more than one replica."""
+        overlap = overlaps(self.groups.parallel, platform.current().is_cuda)
+        config = DistributedDataParallelConfig(
+            use_distributed_optimizer=True,
+            grad_reduce_in_fp32=True,
+            overlap_grad_reduce=overlap,
+            overlap_param_gather=overlap,
+            align_param_gather=overlap,  # `step` begins to gather all buckets, and no layer begins with those of the next
+        )
+        # Those of later virtual stages wait for nobody: one bucket.
+        chunks = [DistributedDataParallel(model.config, config, model, disable_bucketing=number > 0) for number, model in enumerate(models)]
+        for chunk in chunks:
+            chunk.config.finalize_model_grads_func = _finalize_gradients
+            if overlap:  # gradients of all micro-batches but the last are only added up
+                chunk.config.no_sync_func = chunks[0].no_sync if len(chunks) == 1 else [each.no_sync for each in chunks]
+        return chunks
+
+    def _await_parameters(self) -> None:
+        """Before anybody reads or moves them: after a step the other replicas' parts may be on their way."""
+        for group in self._bucket_groups():
+            if group.param_gather_handle is not None:
+                group.finish_param_sync(skip_next_bucket_dispatch=True)
+
+    def _expect_no_gather(self) -> None:
+        """Until the next step parameters are whole. Megatron would gather them in the next forward pass, of which some replicas may have
+        none."""
+        for group in self._bucket_groups():
+            group.param_gather_dispatched = True
+
+    def _bucket_groups(self) -> Iterator[Any]:
+        """Of a model that trains, Megatron's."""
+        if self.spec.optim is not None:
+            for chunk in self._chunks:
+                yield from chunk.bucket_groups
 
     def parameters(self) -> dict[str, Tensor]:
-        """This rank's shards by Megatron's names, with layers numbered over the whole model."""
+        """This rank's shards by Megatron's names of local layers, which are numbered over the whole model."""
         self._state.require("give its parameters", StatePart.parameters)
+        self._await_parameters()
         return {name: parameter.detach() for name, parameter in self._named_parameters()}
 
     def gradients(self) -> dict[str, Tensor]:
@@ -124,11 +171,7 @@ class MegatronEngine:
 
     def _named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         for model in self._models:
-            for name, parameter in model.named_parameters():
-                if name.startswith("decoder.layers."):
-                    local, rest = name.removeprefix("decoder.layers.").split(".", 1)
-                    name = f"decoder.layers.{model.decoder.layers[int(local)].layer_number - 1}.{rest}"
-                yield name, parameter
+            yield from model.canonical_parameters()
 
     def forward(
         self, batch: Mapping[str, Tensor], micro_batches: MicroBatches, extras: Collection[Extra] = ("entropy",)
@@ -142,8 +185,9 @@ class MegatronEngine:
             results = self._run(batch, micro_batches, None, extras)
         if not self.groups.holds_last_stage:
             return None
-        order = torch.tensor([row for rows in micro_batches for row in rows], device=self._device)
-        assert order.unique().numel() == order.numel() == batch["response_mask"].shape[0], "every row must be in one micro-batch"
+        rows = [row for micro_batch in micro_batches for row in micro_batch]
+        assert sorted(rows) == list(range(batch["response_mask"].shape[0])), "every row must be in one micro-batch"
+        order = to_device(torch.tensor(rows), self._device)
         joined = {key: torch.cat([result[key] for result in results]) for key in results[0]}
         return {key: torch.empty_like(value).index_copy_(0, order, value) for key, value in joined.items()}
 
@@ -160,6 +204,7 @@ class MegatronEngine:
         self._optimizer.zero_grad()
         results = self._run(batch, micro_batches, loss, extras)
         self._gradients_are_made = True
+        self._expect_no_gather()
         return merge_metrics(results)
 
     def step(self) -> StepStatistics:
@@ -167,7 +212,11 @@ class MegatronEngine:
         assert self._optimizer is not None, "a frozen model has no optimizer"
         self._state.require("step", *StatePart)
         assert self._gradients_are_made, "a step needs the gradients of a forward_backward after the last offload"
-        return self._optimizer.step()
+        statistics = self._optimizer.step()
+        for chunk in self._chunks:
+            if chunk.ddp_config.overlap_param_gather:
+                chunk.start_param_sync()
+        return statistics
 
     def _run(
         self, batch: Mapping[str, Tensor], micro_batches: MicroBatches, loss: LossFunction | None, extras: Collection[Extra]
@@ -219,6 +268,7 @@ class MegatronEngine:
 
     def _score(self, micro_batch: MicroBatch, hidden: Tensor, extras: Collection[Extra]) -> dict[str, Tensor]:
         model = self._models[-1]
+        self._await_parameters()  # the head's, which is no module's forward pass; by now they are there
         at_predictors = model.output_hidden(hidden).index_select(0, micro_batch.predictors)
         if self.spec.head == "value":
             return {"values": micro_batch.scatter(model.output_layer(at_predictors))}
@@ -233,6 +283,11 @@ class MegatronEngine:
             extras=extras,
         )
         return {key: micro_batch.scatter(values) for key, values in scores._asdict().items() if values is not None}
+
+
+def overlaps(parallel: ParallelConfig, on_cuda: bool) -> bool:
+    """Whether communication of replicas goes on beside computation. gloo's is done by the processors that compute."""
+    return on_cuda and parallel.data_parallel_size > 1
 
 
 def _finalize_gradients(chunks: list[Any], num_tokens: Tensor | None = None, **keywords: Any) -> None:

@@ -1,7 +1,11 @@
-"""The two layers Megatron has no CPU version of: RMSNorm and the attention core, for padded and for packed batches."""
+"""The two local layers that are not Megatron's: RMSNorm and the attention core, for padded and for packed batches, on a CPU and on CUDA.
+
+None of them reads anything from the device: what it needs of the sequences' lengths was known on the host when the batch was made.
+"""
 
 from __future__ import annotations
 
+import inspect
 from typing import Any, NamedTuple
 
 import torch
@@ -9,13 +13,22 @@ import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
 
+from megarl.engine.platform import to_device
+
+# torch 2.11 takes fewer heads of keys than of queries as they are; later ones want to be told.
+_SAYS_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters
 # What a call of attention costs beside its work, as pairs of tokens: sequences share a padded call where that costs less.
 CALL_COST = 1024
 
 
 class RMSNorm(torch.nn.Module):
-    """Root mean square norm with Hugging Face's rounding: normalised in float32, cast, then scaled (Zhang & Sennrich 2019)."""
+    """Root mean square norm (Zhang & Sennrich 2019).
+
+    On a CPU with Hugging Face's rounding: normalised in float32, rounded to the weights' type, then scaled. On CUDA it is one kernel, which
+    reads and writes the tokens once and rounds once, after scaling: in bfloat16 an element can be the neighbour of Hugging Face's.
+    """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **unused: Any) -> None:
         super().__init__()
@@ -25,10 +38,10 @@ class RMSNorm(torch.nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, hidden: Tensor) -> Tensor:
-        if hidden.dtype == torch.float32 and hidden.device.type == "cpu":
-            return _CPUNorm.apply(hidden, self.weight, self.eps)
-        if hidden.dtype == torch.float32:
+        if hidden.device.type == "cuda":
             return F.rms_norm(hidden, self.weight.shape, self.weight, self.eps)
+        if hidden.dtype == torch.float32:
+            return _CPUNorm.apply(hidden, self.weight, self.eps)
         return self.weight * F.rms_norm(hidden.float(), self.weight.shape, None, self.eps).to(hidden.dtype)
 
 
@@ -55,8 +68,23 @@ class _CPUNorm(torch.autograd.Function):
         return grad_hidden.sub_(normalised * projection).mul_(scale), grad_weight, None
 
 
+class PackedRows(PackedSeqParams):
+    """Where the sequences of a packed batch begin and end: on the device, as Megatron's layers want it, and on the host, so that none
+    has to ask the device for it. lengths: of each sequence; what pads the batch is one more."""
+
+    def __init__(self, lengths: Tensor, device: torch.device) -> None:
+        """lengths: (sequences,) in the host's memory."""
+        self.lengths: list[int] = lengths.tolist()
+        assert min(self.lengths) > 0, "a packed batch holds no empty sequence"
+        self.attention_plan: AttentionPlan | None = None
+        boundaries = to_device(F.pad(lengths.cumsum(0), (1, 0)).to(torch.int32), device)
+        longest = max(self.lengths)
+        super().__init__(qkv_format="thd", cu_seqlens_q=boundaries, cu_seqlens_kv=boundaries, max_seqlen_q=longest, max_seqlen_kv=longest)
+
+
 class AttentionCore(torch.nn.Module):
-    """Causal attention on `scaled_dot_product_attention`, in the place of Megatron's `core_attention`.
+    """Causal attention in the place of Megatron's `core_attention`: on CUDA torch's `varlen_attn`, of all sequences of a packed batch at
+    once; else `scaled_dot_product_attention`, which is also all there is for float32.
 
     Padded: query (S, b, heads, D), key and value (S, b, groups, D) -> (S, b, heads * D); sequences start at position 0
     and are padded on the right, so the causal mask is enough. Packed: (T, heads, D) -> (T, heads * D), with the
@@ -69,12 +97,6 @@ class AttentionCore(torch.nn.Module):
         assert config.attention_dropout == 0.0
         self.softmax_scale = softmax_scale
 
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """(b, heads, S, D), (b, groups, S, D) x 2 -> (b, heads, S, D)."""
-        return F.scaled_dot_product_attention(
-            query, key, value, is_causal=True, scale=self.softmax_scale, enable_gqa=query.shape[1] != key.shape[1]
-        )
-
     def forward(
         self,
         query: Tensor,
@@ -83,17 +105,34 @@ class AttentionCore(torch.nn.Module):
         attention_mask: Tensor | None = None,
         attn_mask_type: object = None,
         attention_bias: Tensor | None = None,
-        packed_seq_params: PackedSeqParams | None = None,
+        packed_seq_params: PackedRows | None = None,
     ) -> Tensor:
         assert attention_bias is None
         assert attention_mask is None
-        if packed_seq_params is not None:
-            return self._forward_packed(query, key, value, attention_plan(packed_seq_params))
-        sequence, batch = query.shape[:2]
-        mixed = self._attend(*(tensor.permute(1, 2, 0, 3) for tensor in (query, key, value)))
-        return mixed.permute(2, 0, 1, 3).reshape(sequence, batch, -1)
+        if packed_seq_params is None:
+            sequence, batch = query.shape[:2]
+            mixed = self._attend(*(tensor.permute(1, 2, 0, 3) for tensor in (query, key, value)))
+            return mixed.permute(2, 0, 1, 3).reshape(sequence, batch, -1)
+        if query.device.type == "cuda" and query.dtype != torch.float32:
+            return self._attend_varlen(query, key, value, packed_seq_params)
+        return self._attend_packed(query, key, value, attention_plan(packed_seq_params))
 
-    def _forward_packed(self, query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan) -> Tensor:
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """(b, heads, S, D), (b, groups, S, D) x 2 -> (b, heads, S, D)."""
+        return F.scaled_dot_product_attention(
+            query, key, value, is_causal=True, scale=self.softmax_scale, enable_gqa=query.shape[1] != key.shape[1]
+        )
+
+    def _attend_varlen(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedRows) -> Tensor:
+        heads = {"enable_gqa": query.shape[1] != key.shape[1]} if _SAYS_GQA else {}
+        boundaries, longest = packed.cu_seqlens_q, packed.max_seqlen_q
+        causal = (-1, 0)  # all that stands before a token, nothing after it
+        mixed = varlen_attn(
+            query, key, value, boundaries, boundaries, longest, longest, scale=self.softmax_scale, window_size=causal, **heads
+        )
+        return mixed.flatten(1)
+
+    def _attend_packed(self, query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan) -> Tensor:
         tokens, heads, dim = query.shape
         parts = [tensor.flatten(1) for tensor in (query, key, value)]
         if plan.gather is not None:
@@ -119,35 +158,34 @@ class AttentionPlan(NamedTuple):
     scatter: Tensor | None
 
 
-def attention_plan(packed: PackedSeqParams) -> AttentionPlan:
-    """Made once per micro-batch and kept on `packed`, because every layer asks.
+def attention_plan(packed: PackedRows) -> AttentionPlan:
+    """Made on the host, once per micro-batch, and kept on `packed`, because every layer asks.
 
     Padding repeats a sequence's last token: it comes after all real ones, so that causal attention keeps it from
     them, and what is computed for it is dropped, so that its gradient is zero.
     """
-    kept = getattr(packed, "megarl_attention_plan", None)
-    if kept is not None:
-        return kept
-    boundaries = packed.cu_seqlens_q.long()
-    starts, lengths = boundaries[:-1], boundaries.diff()
+    if packed.attention_plan is not None:
+        return packed.attention_plan
+    device = packed.cu_seqlens_q.device
+    lengths = torch.tensor(packed.lengths)
+    starts = lengths.cumsum(0) - lengths
     shapes, gathered, real = [], [], []
-    for members in _share_calls(lengths.tolist()):
-        rows = torch.tensor(members, device=boundaries.device)
-        length = lengths[rows].max()
-        shapes.append((len(members), int(length)))
-        offset = torch.arange(int(length), device=boundaries.device)
-        last = lengths[rows, None] - 1
+    for members in _share_calls(packed.lengths):
+        rows = torch.tensor(members)
+        length = max(packed.lengths[member] for member in members)
+        shapes.append((len(members), length))
+        offset, last = torch.arange(length), lengths[rows, None] - 1
         gathered.append((starts[rows, None] + torch.minimum(offset, last)).flatten())
         real.append((offset <= last).flatten())
     gather, is_real = torch.cat(gathered), torch.cat(real)
-    tokens = torch.arange(int(boundaries[-1]), device=boundaries.device)
+    tokens = torch.arange(sum(packed.lengths))
     if torch.equal(gather, tokens):
         plan = AttentionPlan(shapes, None, None)
     else:
         scatter = torch.empty_like(tokens)
         scatter[gather[is_real]] = is_real.nonzero()[:, 0]
-        plan = AttentionPlan(shapes, gather, scatter)
-    packed.megarl_attention_plan = plan  # type: ignore[attr-defined]
+        plan = AttentionPlan(shapes, to_device(gather, device), to_device(scatter, device))
+    packed.attention_plan = plan
     return plan
 
 
@@ -155,7 +193,6 @@ def _share_calls(lengths: list[int]) -> list[list[int]]:
     """Sequences by the call they share: longest first, one joins those before it unless padding it costs more than a call."""
     calls: list[list[int]] = []
     for number in sorted(range(len(lengths)), key=lambda number: -lengths[number]):
-        assert lengths[number] > 0, "a packed batch holds no empty sequence"
         if calls and lengths[calls[-1][0]] ** 2 - lengths[number] ** 2 <= CALL_COST:
             calls[-1].append(number)
         else:

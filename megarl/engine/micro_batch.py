@@ -10,8 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
+
+from megarl.engine.layers import PackedRows
+from megarl.engine.platform import to_device
 
 MODEL_INPUTS = ("input_ids", "attention_mask", "position_ids", "prompts", "responses")
 
@@ -26,7 +28,7 @@ class MicroBatch:
 
     tokens: Tensor
     positions: Tensor
-    packed: PackedSeqParams | None
+    packed: PackedRows | None
     predictors: Tensor
     targets: Tensor
     cells: Tensor
@@ -69,14 +71,8 @@ def make_micro_batch(batch: Mapping[str, Tensor], rows: Sequence[int], *, packin
     if packing:
         total = _aligned(real.numel(), align)
         padding = total - real.numel()
-        boundaries = torch.cat([torch.zeros(1, dtype=torch.long), torch.cumsum(lengths, 0)])
-        if padding:  # one more sequence, of padding only
-            boundaries = torch.cat([boundaries, torch.tensor([total])])
-        longest = int((boundaries[1:] - boundaries[:-1]).max())
-        cumulative = boundaries.to(device=device, dtype=torch.int32)
-        packed = PackedSeqParams(
-            qkv_format="thd", cu_seqlens_q=cumulative, cu_seqlens_kv=cumulative, max_seqlen_q=longest, max_seqlen_kv=longest
-        )
+        # What pads is one more sequence.
+        packed = PackedRows(torch.cat([lengths, lengths.new_tensor([padding])]) if padding else lengths, device)
         tokens = torch.nn.functional.pad(real, (0, padding))[None]
         positions = torch.nn.functional.pad(offset, (0, padding))[None]
         predictors = starts[response_row] + place_in_row
@@ -88,14 +84,14 @@ def make_micro_batch(batch: Mapping[str, Tensor], rows: Sequence[int], *, packin
         positions = torch.arange(longest).expand(len(rows), -1)
         predictors = place_in_row * len(rows) + response_row  # hidden states are (S', b, H)
     return MicroBatch(
-        tokens=tokens.to(device),
-        positions=positions.to(device),
+        tokens=to_device(tokens, device),
+        positions=to_device(positions, device),
         packed=packed,
-        predictors=predictors.to(device),
-        targets=ids[response_row, prompt_length + response_offset].to(device),
-        cells=(response_row * response_length + response_offset).to(device),
+        predictors=to_device(predictors, device),
+        targets=to_device(ids[response_row, prompt_length + response_offset], device),
+        cells=to_device(response_row * response_length + response_offset, device),
         rows={
-            key: value[index].to(device)
+            key: to_device(value[index], device)
             for key, value in batch.items()
             if key not in MODEL_INPUTS and value.dim() == 2 and value.shape[1] == response_length
         },

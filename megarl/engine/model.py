@@ -3,42 +3,35 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.tensor_parallel.layers import (
-    ColumnParallelLinear,
-    RowParallelLinear,
-    VocabParallelEmbedding,
-    set_tensor_model_parallel_attributes,
-)
+from megatron.core.tensor_parallel import layers as tensor_parallel_layers
 from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
-from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megarl.config.architecture import Architecture
 from megarl.config.derive import padded_vocab_size
-from megarl.config.schema import ParallelConfig, Recompute
+from megarl.config.schema import Layers, ParallelConfig, Recomputation, Recompute
 from megarl.engine.groups import ParallelGroups
-from megarl.engine.layers import AttentionCore, RMSNorm
+from megarl.engine.layer_specs import block_spec, canonical_name, fuse_gradient_accumulation, mark_cut_parameters
 from megarl.weights.name_mapping import Head
 
 
 def transformer_config(
-    architecture: Architecture, parallel: ParallelConfig, dtype: torch.dtype, recompute: Recompute, on_cpu: bool
+    architecture: Architecture, parallel: ParallelConfig, dtype: torch.dtype, layers: Layers, recomputation: Recomputation, on_cpu: bool
 ) -> TransformerConfig:
-    """Megatron's configuration of the model. Losses come as sums over a fixed denominator: Megatron must not average again."""
+    """Megatron's configuration of the model. Losses come as sums over a fixed denominator: Megatron must not average again.
+
+    Of Megatron's fused kernels those are taken that replace several passes over the tokens on CUDA: the activation of the MLP, which
+    torch.compile makes, Transformer Engine's rotary embedding, and Apex's sum of a weight's gradient into Megatron's buffer, where it is
+    installed. Without dropout there is nothing to fuse in the residual sums, and the softmax is inside the attention.
+    """
     virtual = parallel.virtual_pipeline_parallel_size
-    recomputing: dict[Recompute, dict[str, Any]] = {
-        Recompute.none: {},
-        Recompute.selective: {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
-        Recompute.full: {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
-    }
     return TransformerConfig(
         num_layers=architecture.num_hidden_layers,
         hidden_size=architecture.hidden_size,
@@ -69,25 +62,25 @@ def transformer_config(
         calculate_per_token_loss=True,
         perform_initialization=False,  # every element comes from a file, or the load fails
         use_cpu_initialization=on_cpu,
-        bias_activation_fusion=False,
+        bias_activation_fusion=not on_cpu,
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
-        apply_rope_fusion=False,
-        gradient_accumulation_fusion=False,
+        apply_rope_fusion=layers is Layers.transformer_engine and not on_cpu,
+        gradient_accumulation_fusion=not on_cpu and tensor_parallel_layers._grad_accum_fusion_available,
         persist_layer_norm=False,
-        **recomputing[recompute],
+        **_recompute_options(recomputation),
     )
 
 
-def _block_spec(config: TransformerConfig, chunk: int | None) -> TransformerBlockSubmodules:
-    layer: ModuleSpec = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
-    attention = layer.submodules.self_attention.submodules
-    attention.core_attention = AttentionCore
-    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
-    if config.qk_layernorm:
-        attention.q_layernorm = attention.k_layernorm = RMSNorm
-    num_layers = get_num_layers_to_build(config, vp_stage=chunk)
-    return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=RMSNorm)
+def _recompute_options(recomputation: Recomputation) -> dict[str, Any]:
+    """Megarl's keys as Megatron's options: `uniform` recomputes all layers, one at a time, and `block` the first so many of a chunk."""
+    how, modules, num_layers = recomputation
+    if how is Recompute.none:
+        return {}
+    if how is Recompute.selective:
+        return {"recompute_granularity": "selective", "recompute_modules": [module.value for module in modules]}
+    method = "uniform" if num_layers is None else "block"
+    return {"recompute_granularity": "full", "recompute_method": method, "recompute_num_layers": num_layers or 1}
 
 
 def inverse_frequencies(architecture: Architecture) -> Tensor:
@@ -121,25 +114,16 @@ class ValueHead(torch.nn.Module):
         return F.linear(hidden, self.weight)[..., 0].float()
 
 
-def _mark_tensor_parallel(model: torch.nn.Module) -> None:
-    """Marks the parameters that are cut over ranks, which Megatron does only while it initialises them.
-
-    Unmarked, a cut parameter passes for a copy and all but rank 0's part is left out of the gradient norm: silently.
-    """
-    dims = {ColumnParallelLinear: 0, VocabParallelEmbedding: 0, RowParallelLinear: 1}
-    for module in model.modules():
-        if type(module) in dims and module.weight is not None:
-            set_tensor_model_parallel_attributes(module.weight, is_parallel=True, dim=dims[type(module)], stride=1)
-
-
 class ModelChunk(GPTModel):
     """GPTModel whose last stage returns hidden states, because its head runs in chunks of tokens (`vocab_parallel`)."""
 
-    def __init__(self, architecture: Architecture, config: TransformerConfig, groups: ParallelGroups, head: Head, chunk: int) -> None:
+    def __init__(
+        self, architecture: Architecture, config: TransformerConfig, layers: Layers, groups: ParallelGroups, head: Head, chunk: int
+    ) -> None:
         virtual_stage = chunk if groups.num_chunks > 1 else None
         super().__init__(
             config,
-            _block_spec(config, virtual_stage),
+            block_spec(config, layers, virtual_stage),
             vocab_size=padded_vocab_size(architecture.vocab_size, groups.parallel.tensor_parallel_size),
             max_sequence_length=architecture.max_position_embeddings,
             pre_process=groups.is_first_stage(chunk),
@@ -152,7 +136,15 @@ class ModelChunk(GPTModel):
         self.rotary_pos_emb.inv_freq = inverse_frequencies(architecture).to(self.rotary_pos_emb.inv_freq.device)
         if self.post_process and head == "value":
             self.output_layer = ValueHead(config)
-        _mark_tensor_parallel(self)
+        mark_cut_parameters(self)
+        if layers is Layers.transformer_engine:
+            fuse_gradient_accumulation(self)
+
+    def canonical_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        """By the names of local layers, numbered over the whole model."""
+        first_layer = self.decoder.layers[0].layer_number - 1 if len(self.decoder.layers) else 0
+        for name, parameter in self.named_parameters():
+            yield canonical_name(name, first_layer), parameter
 
     def _postprocess(self, hidden_states: Tensor, **unused: Any) -> Tensor:
         return hidden_states
@@ -180,9 +172,11 @@ def build_chunks(
     *,
     head: Head,
     dtype: torch.dtype,
-    recompute: Recompute,
+    layers: Layers,
+    recomputation: Recomputation,
     device: torch.device,
 ) -> list[ModelChunk]:
     """This rank's part of the model: one chunk, or one per virtual pipeline stage. Weights are not set yet."""
-    config = transformer_config(architecture, groups.parallel, dtype, recompute, on_cpu=device.type == "cpu")
-    return [ModelChunk(architecture, config, groups, head, chunk).to(device=device, dtype=dtype) for chunk in range(groups.num_chunks)]
+    config = transformer_config(architecture, groups.parallel, dtype, layers, recomputation, on_cpu=device.type == "cpu")
+    chunks = (ModelChunk(architecture, config, layers, groups, head, chunk) for chunk in range(groups.num_chunks))
+    return [chunk.to(device=device, dtype=dtype) for chunk in chunks]

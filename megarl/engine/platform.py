@@ -10,6 +10,7 @@ import torch
 from torch.cuda._pin_memory_utils import pin_memory, unpin_memory
 
 from megarl.config.schema import Device
+from megarl.engine import rotary
 from megarl.machine.memory import trim_heap
 
 
@@ -61,6 +62,7 @@ def activate(device: Device) -> Platform:
     if cuda:
         index = int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count()
         torch.cuda.set_device(index)
+        rotary.install()
         _active = Platform(name="cuda", device=torch.device("cuda", index), distributed_backend="nccl")
     else:
         from megarl.engine import cpu_adaptations
@@ -77,6 +79,7 @@ def activate_fake_cuda(on_wait: Callable[[], None]) -> Platform:
     from megarl.engine import fake_cuda
 
     fake_cuda.install(on_wait)
+    rotary.install()
     _active = Platform(name="cuda", device=fake_cuda.CUDA, distributed_backend="fake")
     return _active
 
@@ -84,3 +87,9 @@ def activate_fake_cuda(on_wait: Callable[[], None]) -> Platform:
 def current() -> Platform:
     assert _active is not None, "megarl.engine.platform.activate has not been called in this process"
     return _active
+
+
+def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A copy on the device of what is in the host's memory; on a CPU the tensor itself. The host does not wait for it: on CUDA it is made
+    from pinned memory, in the order of what the device is given to do."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor

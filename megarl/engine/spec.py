@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from megarl.config.architecture import Architecture
 from megarl.config.derive import optimizer_steps
 from megarl.config.roles import ModelRole
-from megarl.config.schema import Device, DType, EngineConfig, OptimConfig, ParallelConfig, PPOConfig, Recompute, SFTConfig
+from megarl.config.schema import Device, DType, EngineConfig, OptimConfig, ParallelConfig, PPOConfig, Recomputation, SFTConfig
 from megarl.engine.offload import StatePart
 from megarl.weights.name_mapping import Head
 
@@ -36,7 +36,7 @@ class ModelSpec:
     temperature: float = 1.0
     optim: OptimConfig | None = None
     total_optimizer_steps: int = 1
-    recompute: Recompute = Recompute.none
+    recomputation: Recomputation = Recomputation()
     offloaded_at_first: tuple[StatePart, ...] = ()
     collective_limit_s: float = 1800.0
 
@@ -61,7 +61,7 @@ def spec_of(
         temperature=1.0 if isinstance(config, SFTConfig) or role.with_value_head else config.rollout.temperature,
         optim=role.optim,
         total_optimizer_steps=optimizer_steps(config, role),
-        recompute=role.recompute,
+        recomputation=role.recomputation,
         offloaded_at_first=offloaded_at_first,
         collective_limit_s=config.trainer.phase_time_limit_s + _GRACE_S,
     )

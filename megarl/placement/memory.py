@@ -202,10 +202,10 @@ class _Sizes:
             return tokens * (layer + top) + head
         # On the way back: gradients of gate and up, and of a layer's input and output.
         gradients = 2 * architecture.intermediate_size // parallel.tensor_parallel_size * self._weight_bytes + 2 * hidden
-        full = self._recompute(model) is Recompute.full
+        again = _share_computed_again(model, architecture)
         handed_on = hidden // (parallel.tensor_parallel_size if parallel.sequence_parallel else 1)
-        kept = architecture.num_hidden_layers * (handed_on if full else layer) * _share_under_way(parallel, stage)
-        return int(tokens * (kept + (layer if full else 0) + gradients + top)) + head
+        kept = architecture.num_hidden_layers * (again * handed_on + (1 - again) * layer) * _share_under_way(parallel, stage)
+        return int(tokens * (kept + (layer if again else 0) + gradients + top)) + head
 
     def _head(self, architecture: Architecture, parallel: ParallelConfig, tokens: int, trains: bool) -> int:
         """Logits of a chunk of tokens, three times. In training the gradient of this rank's rows of the output layer, which is summed in
@@ -213,11 +213,6 @@ class _Sizes:
         rows = padded_vocab_size(architecture.vocab_size, parallel.tensor_parallel_size) // parallel.tensor_parallel_size
         logits = 3 * min(tokens, self._config.engine.log_prob_chunk_tokens) * rows * _FLOAT32
         return logits + (10 * rows * architecture.hidden_size if trains else 0)
-
-    def _recompute(self, model: ModelRole) -> Recompute:
-        if isinstance(self._config, PPOConfig) and model.name == "critic":
-            return self._config.critic.recompute
-        return self._config.actor.recompute
 
 
 def _buckets(config: PPOConfig, plan: PlacementPlan) -> dict[str, int]:
@@ -229,6 +224,16 @@ def _buckets(config: PPOConfig, plan: PlacementPlan) -> dict[str, int]:
         "actor": 3 * bucket if transport is Transport.device else 2 * bucket,
         "rollout": 2 * bucket if transport is Transport.group else 0,
     }
+
+
+def _share_computed_again(model: ModelRole, architecture: Architecture) -> float:
+    """Of a model's layers, those of which only the input is kept. What `selective` saves is not counted on."""
+    how, _, num_layers = model.recomputation
+    if how is not Recompute.full:
+        return 0.0
+    parallel = model.parallel
+    of_stage = architecture.num_hidden_layers / (parallel.pipeline_parallel_size * (parallel.virtual_pipeline_parallel_size or 1))
+    return min(1.0, (num_layers or of_stage) / of_stage)
 
 
 def _share_under_way(parallel: ParallelConfig, stage: int) -> float:

@@ -103,7 +103,9 @@ class FakeDevice(TorchDispatchMode):
                     return torch.ones(result.shape, dtype=result.dtype)
         formula = flop_registry.get(operator._overloadpacket)
         if formula is not None:
-            self.ledger.computes(formula(*arguments, **keywords, out_val=result))
+            # Attention of packed rows is of their lengths, where the formula can read them.
+            sized, named = tree_map_only(FakeTensor, lambda fake: vars(fake).get(_KNOWN, fake), (arguments, keywords))
+            self.ledger.computes(formula(*sized, **named, out_val=result))
         self.ledger.sees(each for each in _tensors(result) if isinstance(each, FakeTensor) and each.device.type == "cuda")
         return result
 

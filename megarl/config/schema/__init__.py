@@ -47,7 +47,9 @@ from megarl.config.schema.models import (
     ModelConfig,
     OptimConfig,
     ParallelConfig,
+    Recomputation,
     Recompute,
+    RecomputeModule,
     ReferenceConfig,
 )
 from megarl.config.schema.placement import OverBudget, PlacementConfig, PlacementStrategy
@@ -67,6 +69,7 @@ from megarl.config.schema.run import (
     CheckpointConfig,
     Device,
     EngineConfig,
+    Layers,
     SFTTrainerConfig,
     TrackingConfig,
     TrainerConfig,

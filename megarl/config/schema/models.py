@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import NamedTuple
 
 from megarl.config.schema.keys import MISSING, ranged
 
@@ -15,8 +16,24 @@ class DType(str, Enum):
 
 class Recompute(str, Enum):
     none = "none"  # all activations are kept
-    selective = "selective"  # attention is computed again in the backward pass
-    full = "full"  # whole layers are: the least memory
+    selective = "selective"  # those inside `recompute_modules` are computed again in the backward pass
+    full = "full"  # those of whole layers are: the least memory
+
+
+class RecomputeModule(str, Enum):
+    """Megatron's names. `layernorm` is not among them: Transformer Engine's layers have none by itself, and for others Megatron needs that
+    package."""
+
+    core_attn = "core_attn"  # attention between its linear layers; on CUDA its kernels keep little anyway
+    mlp = "mlp"  # the MLP, whose activations are the most of a layer
+
+
+class Recomputation(NamedTuple):
+    """What is computed again in the backward pass, as the keys of a role say it."""
+
+    how: Recompute = Recompute.none
+    modules: tuple[RecomputeModule, ...] = (RecomputeModule.core_attn,)
+    num_layers: int | None = None
 
 
 class Decay(str, Enum):
@@ -75,6 +92,12 @@ class ActorConfig:
     optim: OptimConfig = field(default_factory=OptimConfig)
     micro_batch: MicroBatchConfig = field(default_factory=lambda: MicroBatchConfig(max_tokens=16384))
     recompute: Recompute = Recompute.none  # activations that are not kept
+    recompute_modules: list[RecomputeModule] = field(default_factory=lambda: [RecomputeModule.core_attn])  # of each layer; selective
+    recompute_num_layers: int | None = ranged(None, at_least=1)  # full: the first so many of each (virtual) stage; None: all
+
+    @property
+    def recomputation(self) -> Recomputation:
+        return Recomputation(self.recompute, tuple(self.recompute_modules), self.recompute_num_layers)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +112,12 @@ class CriticConfig:
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-5))
     micro_batch: MicroBatchConfig = field(default_factory=lambda: MicroBatchConfig(max_tokens=16384))
     recompute: Recompute = Recompute.none  # activations that are not kept
+    recompute_modules: list[RecomputeModule] = field(default_factory=lambda: [RecomputeModule.core_attn])  # of each layer; selective
+    recompute_num_layers: int | None = ranged(None, at_least=1)  # full: the first so many of each (virtual) stage; None: all
+
+    @property
+    def recomputation(self) -> Recomputation:
+        return Recomputation(self.recompute, tuple(self.recompute_modules), self.recompute_num_layers)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,8 +17,15 @@ class Device(str, Enum):
     cuda = "cuda"  # NCCL, one GPU for each process
 
 
+class Layers(str, Enum):
+    auto = "auto"  # transformer_engine on CUDA where it is installed, for bfloat16; else local
+    transformer_engine = "transformer_engine"  # the fused layers of NVIDIA's package; CUDA only
+    local = "local"  # torch's and megarl's own, on CUDA and on a CPU
+
+
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
+    layers: Layers = Layers.auto  # of which the models are built; checkpoints and weights do not depend on it
     packing: bool = True  # False: right-padded batches, kept as the reference
     log_prob_chunk_tokens: int = ranged(1024, at_least=1)  # logits are made for so many tokens at a time
 

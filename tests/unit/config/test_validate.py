@@ -50,6 +50,30 @@ def test_a_good_configuration_has_none(ppo: str) -> None:
             "actor.parallel.data_parallel_size, trainer.prompts_per_step: a mini-batch has 1 rows, fewer than data_parallel_size 2, so "
             "some replicas would have nothing to learn from; use data_parallel_size 1 or fewer, or mini-batches of 2 rows or more",
         ),
+        (
+            ["engine.layers=transformer_engine", "device=cpu"],
+            "engine.layers, device: transformer_engine has layers for CUDA only, but device is cpu; use engine.layers=auto or local",
+        ),
+        (
+            ["actor.recompute=selective", "actor.recompute_modules=[]"],
+            "actor.recompute_modules, actor.recompute: selective computes nothing again, as recompute_modules is empty; name one, as "
+            "[core_attn], or use recompute=none",
+        ),
+        (
+            ["critic.recompute=full", "critic.recompute_modules=[mlp]"],
+            "critic.recompute_modules, critic.recompute: recompute_modules [mlp] are for recompute=selective, but it is full; leave them "
+            "out, or use selective",
+        ),
+        (
+            ["actor.recompute=selective", "actor.recompute_num_layers=1"],
+            "actor.recompute_num_layers, actor.recompute: recompute_num_layers 1 is for recompute=full, but it is selective; leave it "
+            "null, or use full",
+        ),
+        (
+            ["critic.recompute=full", "critic.recompute_num_layers=5"],
+            "critic.recompute_num_layers, critic.parallel.pipeline_parallel_size: recompute_num_layers 5 is more than the 2 layers of a "
+            "stage; use fewer, or null for all",
+        ),
         (["critic.parallel.tensor_parallel_size=4"], "num_key_value_heads 2 of {model} does not divide by tensor_parallel_size 4; use 2"),
         (
             ["critic.parallel.pipeline_parallel_size=3"],

@@ -22,6 +22,7 @@ def test_what_nobody_has_set_is_filled_in_and_nothing_else() -> None:
         "NCCL_SOCKET_IFNAME": loopback,
         "GLOO_SOCKET_IFNAME": loopback,
         "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": "1800",
+        "TORCHINDUCTOR_COMPILE_THREADS": "1",
         "TOKENIZERS_PARALLELISM": "false",
     }
     environment = {}

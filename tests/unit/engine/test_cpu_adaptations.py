@@ -47,7 +47,7 @@ from megatron.core import jit
 from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32, get_grad_norm_fp32
 from megatron.core.tensor_parallel import random
-from megarl.engine.cpu_kernels import rotary_packed
+from megarl.engine.rotary import rotary_packed
 
 def fails(name, function, *errors):
     try:

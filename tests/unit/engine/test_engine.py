@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from megarl.config.schema import Device, OptimConfig, ParallelConfig, Recompute
+from megarl.config.schema import Device, OptimConfig, ParallelConfig, Recomputation, Recompute, RecomputeModule
 from tests.ranks import RankPool
 from tests.unit.engine.models import load_lm, make_batch, reference_logits, save_model, scores_of
 from tests.unit.engine.rank_side import LAYOUTS, Tensors, build, deal, hf_gradients, hf_weights, join_rows, merge, start, take
@@ -89,14 +89,16 @@ def test_updates_below_bfloat16_resolution_add_up(rank_pool: RankPool, folder: s
 
 class Recomputed(NamedTuple):
     gradients: Tensors
-    layer_calls: int
-    attention_calls: int
+    calls: dict[str, int]
 
 
-def run_recompute(parallel: ParallelConfig, folder: str, recompute: Recompute) -> Recomputed:
-    """In a rank: the gradients, and how often its first layer and that layer's attention ran, per micro-batch."""
-    engine = build(start(parallel), folder, recompute=recompute, optim=OptimConfig())
-    calls = {"layer": 0, "attention": 0}
+def run_recompute(parallel: ParallelConfig, folder: str, recomputation: Recomputation) -> Recomputed:
+    """In a rank: the gradients, and how often its first layer and parts of that ran, per micro-batch."""
+    engine = build(start(parallel), folder, recomputation=recomputation, optim=OptimConfig())
+    layer = engine._models[0].decoder.layers[0]
+    parts = {"layer": layer, "attention": layer.self_attention.core_attention, "mlp": layer.mlp}
+    parts |= {"last layer": engine._models[0].decoder.layers[-1]}
+    calls = dict.fromkeys(parts, 0)
 
     def count(key: str) -> Any:
         def hook(*unused: Any) -> None:
@@ -104,28 +106,41 @@ def run_recompute(parallel: ParallelConfig, folder: str, recompute: Recompute) -
 
         return hook
 
-    layer = engine._models[0].decoder.layers[0]
-    layer.register_forward_hook(count("layer"))
-    layer.self_attention.core_attention.register_forward_hook(count("attention"))
+    for key, part in parts.items():
+        part.register_forward_hook(count(key))
     micro_batches = deal(7, 2)
     engine.forward_backward(make_batch(), micro_batches, negative_log_likelihood)
     assert all(number % len(micro_batches) == 0 for number in calls.values())
-    return Recomputed(hf_gradients(engine), calls["layer"] // len(micro_batches), calls["attention"] // len(micro_batches))
+    return Recomputed(hf_gradients(engine), {key: number // len(micro_batches) for key, number in calls.items()})
+
+
+SELECTIVE, FULL = Recompute.selective, Recompute.full
+RECOMPUTATIONS = [  # and which parts of the first layer, and whether the last, then run twice
+    (Recomputation(SELECTIVE), {"attention"}),
+    (Recomputation(SELECTIVE, (RecomputeModule.core_attn, RecomputeModule.mlp)), {"attention", "mlp"}),
+    (Recomputation(FULL), {"layer", "attention", "mlp", "last layer"}),
+    (Recomputation(FULL, num_layers=1), {"layer", "attention", "mlp"}),
+]
 
 
 @pytest.mark.parametrize("layout", ["TP1", "TP2+SP", "PP2xVPP2"])
 def test_recomputation_changes_no_gradient(layout: str, rank_pool: RankPool, folder: str) -> None:
     parallel = LAYOUTS[layout]
-    runs: dict[Recompute, list[Recomputed]] = {
-        recompute: rank_pool.run(run_recompute, world_size=parallel.world_size, parallel=parallel, folder=folder, recompute=recompute)
-        for recompute in Recompute
-    }
-    calls = {recompute: (ranks[0].layer_calls, ranks[0].attention_calls) for recompute, ranks in runs.items()}
-    assert calls == {Recompute.none: (1, 1), Recompute.selective: (1, 2), Recompute.full: (2, 2)}
-    gradients = {recompute: merge([rank.gradients for rank in ranks]) for recompute, ranks in runs.items()}
-    for recompute in (Recompute.selective, Recompute.full):
-        for name, want in gradients[Recompute.none].items():
-            assert torch.equal(gradients[recompute][name], want), (recompute, name)
+
+    def run(recomputation: Recomputation) -> list[Recomputed]:
+        return rank_pool.run(run_recompute, world_size=parallel.world_size, parallel=parallel, folder=folder, recomputation=recomputation)
+
+    kept = run(Recomputation())
+    assert set(kept[0].calls.values()) == {1}
+    want = merge([rank.gradients for rank in kept])
+    for recomputation, again in RECOMPUTATIONS:
+        ranks = run(recomputation)
+        one_layer = parallel.virtual_pipeline_parallel_size is not None  # of a chunk: the first is the last
+        twice = again | {"last layer"} if one_layer and "layer" in again else again
+        assert {key for key, number in ranks[0].calls.items() if number == 2} == twice, recomputation
+        gradients = merge([rank.gradients for rank in ranks])
+        for name, gradient in want.items():
+            assert torch.equal(gradients[name], gradient), (recomputation, name)
 
 
 # ---- a frozen model, and gradients that do not pile up

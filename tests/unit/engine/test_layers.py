@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
@@ -38,9 +39,9 @@ class Heads(NamedTuple):
     weight: Tensor  # (T, heads * D), of the sum
 
 
-def make_heads(tokens: int) -> Heads:
+def make_heads(tokens: int, num_heads: int) -> Heads:
     generator = torch.Generator().manual_seed(tokens)
-    shapes = ((tokens, HEADS, DIM), (tokens, GROUPS, DIM), (tokens, GROUPS, DIM), (tokens, HEADS * DIM))
+    shapes = ((tokens, num_heads, DIM), (tokens, GROUPS, DIM), (tokens, GROUPS, DIM), (tokens, num_heads * DIM))
     return Heads(*(torch.randn(shape, generator=generator) for shape in shapes))
 
 
@@ -51,8 +52,9 @@ def dense_attention(heads: Heads, lengths: list[int], scale: float) -> Attended:
     token = torch.arange(len(sequence))
     sees = (sequence[:, None] == sequence) & (token[:, None] >= token)
     mixed = []
-    for head in range(HEADS):
-        group = head // (HEADS // GROUPS)
+    num_heads = query.shape[1]
+    for head in range(num_heads):
+        group = head // (num_heads // GROUPS)
         logits = (query[:, head] @ key[:, group].T * scale).masked_fill(~sees, float("-inf"))
         mixed.append(logits.softmax(-1) @ value[:, group])
     result = torch.cat(mixed, -1)
@@ -60,24 +62,53 @@ def dense_attention(heads: Heads, lengths: list[int], scale: float) -> Attended:
     return Attended(result.detach(), query.grad, key.grad, value.grad)
 
 
-def attend(heads: Heads, lengths: list[int], scale: float, packing: bool) -> Attended:
-    """In a rank. Padded: sequences of one length only, as a batch (S, b, ...)."""
+def slow_varlen_attn(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor,
+    max_q: int,
+    max_k: int,
+    *,
+    scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    enable_gqa: bool = False,
+) -> Tensor:
+    """torch's `varlen_attn`, which has no kernel on a CPU, a sequence at a time. Refuses what the kernel would."""
+    assert cu_seq_q.dtype == cu_seq_k.dtype == torch.int32
+    assert type(max_q) is type(max_k) is int
+    assert max_q == max_k == int(cu_seq_q.diff().max())
+    assert window_size == (-1, 0)
+    assert enable_gqa == (query.shape[1] != key.shape[1])
+    assert all(tensor.stride(-1) == 1 for tensor in (query, key, value))
+    lengths = cu_seq_q.diff().tolist()
+    mixed = [
+        F.scaled_dot_product_attention(
+            *(tensor.transpose(0, 1)[None] for tensor in sequence), is_causal=True, scale=scale, enable_gqa=enable_gqa
+        )[0].transpose(0, 1)
+        for sequence in zip(*(tensor.split(lengths) for tensor in (query, key, value)), strict=True)
+    ]
+    return torch.cat(mixed)
+
+
+def attend(heads: Heads, lengths: list[int], scale: float, way: str) -> Attended:
+    """In a rank. padded: sequences of one length only, as a batch (S, b, ...). varlen: as on CUDA, but for the kernel."""
     from megarl.engine import platform
 
     platform.activate(Device.cpu)
-    from megatron.core.packed_seq_params import PackedSeqParams
-
-    from megarl.engine.layers import AttentionCore
+    from megarl.engine import layers
+    from megarl.engine.layers import AttentionCore, PackedRows
 
     core = AttentionCore(SimpleNamespace(context_parallel_size=1, attention_dropout=0.0), softmax_scale=scale)
     query, key, value = (tensor.clone().requires_grad_() for tensor in heads[:3])
-    if packing:
-        boundaries = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
-        longest = max(lengths)
-        packed = PackedSeqParams(
-            qkv_format="thd", cu_seqlens_q=boundaries, cu_seqlens_kv=boundaries, max_seqlen_q=longest, max_seqlen_kv=longest
-        )
+    packed = PackedRows(torch.tensor(lengths), torch.device("cpu"))
+    if way == "packed":
         mixed = core(query, key, value, packed_seq_params=packed)
+    elif way == "varlen":
+        kernel, layers.varlen_attn = layers.varlen_attn, slow_varlen_attn
+        mixed = core._attend_varlen(query, key, value, packed)
+        layers.varlen_attn = kernel
     else:
         count, length = len(lengths), lengths[0]
         as_batch = (tensor.view(count, length, -1, DIM).transpose(0, 1) for tensor in (query, key, value))
@@ -86,23 +117,46 @@ def attend(heads: Heads, lengths: list[int], scale: float, packing: bool) -> Att
     return Attended(mixed.detach(), query.grad, key.grad, value.grad)
 
 
+UNEVEN = [5, 1, 9, 130, 2, 200, 8, 64]
+
+
 @pytest.mark.parametrize(
-    ("lengths", "packing"),
+    ("lengths", "way"),
     [
-        ([5, 1, 9, 130, 2, 200, 8, 64], True),  # short ones in groups, long ones alone
-        ([1], True),
-        ([1, 1, 1], True),
-        ([7, 7, 7], True),
-        ([150, 150], True),
-        ([3, 140], True),
-        ([7, 7, 7], False),
+        (UNEVEN, "packed"),  # short ones in groups, long ones alone
+        ([1], "packed"),
+        ([1, 1, 1], "packed"),
+        ([7, 7, 7], "packed"),
+        ([150, 150], "packed"),
+        ([3, 140], "packed"),
+        ([7, 7, 7], "padded"),
+        (UNEVEN, "varlen"),
+        ([1, 1, 1], "varlen"),
+        ([150, 150, 3], "varlen"),  # the last is what pads the batch
     ],
 )
-def test_attention_stays_inside_its_sequence(lengths: list[int], packing: bool, rank_pool: RankPool) -> None:
-    heads, scale = make_heads(sum(lengths)), 0.3
-    (got,) = rank_pool.run(attend, world_size=1, heads=heads, lengths=lengths, scale=scale, packing=packing)
+@pytest.mark.parametrize("num_heads", [HEADS, GROUPS])
+def test_attention_stays_inside_its_sequence(lengths: list[int], way: str, num_heads: int, rank_pool: RankPool) -> None:
+    heads, scale = make_heads(sum(lengths), num_heads), 0.3
+    (got,) = rank_pool.run(attend, world_size=1, heads=heads, lengths=lengths, scale=scale, way=way)
     for key, value in dense_attention(heads, lengths, scale)._asdict().items():
         assert max_difference(getattr(got, key), value) < 1e-5, key
+
+
+def plan_on_host(lengths: list[int]) -> int:
+    """In a rank: how many layers make the plan of a micro-batch, of three that attend it."""
+    from megarl.engine import platform
+
+    platform.activate(Device.cpu)
+    from megarl.engine.layers import PackedRows, attention_plan
+
+    packed = PackedRows(torch.tensor(lengths), torch.device("cpu"))
+    packed.cu_seqlens_q = packed.cu_seqlens_q.to("meta")  # which has no numbers to read
+    return len({id(attention_plan(packed)) for _ in range(3)})
+
+
+def test_the_plan_of_attention_asks_nothing_of_the_device(rank_pool: RankPool) -> None:
+    assert rank_pool.run(plan_on_host, world_size=1, lengths=[7, 7, 7]) == [1]
 
 
 def norm(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:

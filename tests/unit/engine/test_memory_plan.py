@@ -19,6 +19,7 @@ from megarl.config.schema import (
     ModelConfig,
     OptimConfig,
     ParallelConfig,
+    Recomputation,
     Recompute,
     SFTConfig,
 )
@@ -112,7 +113,7 @@ def peak_of_training(folder: str, parallel: ParallelConfig, recompute: Recompute
     counted too long: the least of a few measurements is the nearest.
     """
     groups = start(parallel)
-    settings = {"dtype": torch.bfloat16, "recompute": recompute, "chunk_tokens": CHUNK_TOKENS}
+    settings = {"dtype": torch.bfloat16, "recomputation": Recomputation(recompute), "chunk_tokens": CHUNK_TOKENS}
     engine = build(groups, folder, optim=OptimConfig(lr=1e-3), **settings)
     stages = parallel.pipeline_parallel_size
     mask = torch.ones(ROWS * stages, ROW_TOKENS, dtype=torch.long)

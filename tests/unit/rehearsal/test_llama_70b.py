@@ -67,10 +67,10 @@ def test_parameters_and_held_memory(stage: int, records: dict[int, RankRecord]) 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_gradients_and_parameters_over_replicas(stage: int, records: dict[int, RankRecord]) -> None:
-    """One buffer for each virtual stage."""
+    """One buffer for each virtual stage, of which the first is in buckets that travel while others are computed."""
     reduced = sizes(phase_of(records[stage], "train"), "reduce_scatter", "DATA", "float32")
     gathered = sizes(phase_of(records[stage], "step"), "all_gather", "DATA", "bfloat16")
-    assert len(reduced) == len(gathered) == CHUNKS
+    assert len(reduced) == len(gathered) >= CHUNKS
     assert sum(reduced) == pytest.approx(4 * PARAMETERS[stage], rel=1e-6)
     assert sum(gathered) == pytest.approx(2 * PARAMETERS[stage], rel=1e-6)
 

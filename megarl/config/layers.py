@@ -1,0 +1,42 @@
+"""Of which layers a run's models are built, and why: what `engine.layers` comes to on a device."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import NamedTuple
+
+from megarl.config.schema import Device, DType, Layers, PPOConfig, SFTConfig
+
+
+class LayerChoice(NamedTuple):
+    layers: Layers  # not auto
+    why: str
+
+
+def has_transformer_engine() -> bool:
+    """In this environment: the package and its part for torch, which is compiled. Imports neither."""
+    return all(importlib.util.find_spec(name) is not None for name in ("transformer_engine", "transformer_engine_torch"))
+
+
+def choose_layers(asked: Layers, dtype: DType, *, on_cuda: bool, has_transformer_engine: bool) -> LayerChoice:
+    if asked is not Layers.auto:
+        return LayerChoice(asked, f"engine.layers={asked.value}")
+    if not on_cuda:
+        return LayerChoice(Layers.local, "Transformer Engine has none for a CPU")
+    if dtype is DType.float32:
+        return LayerChoice(Layers.local, "Transformer Engine has no attention of packed rows for float32")
+    if not has_transformer_engine:
+        return LayerChoice(Layers.local, "Transformer Engine is not installed")
+    return LayerChoice(Layers.transformer_engine, "on CUDA, where Transformer Engine is installed")
+
+
+def describe_layers(config: PPOConfig | SFTConfig) -> str:
+    """One line, for the environment of this process. `device: auto` may come to be either."""
+    devices = {Device.cpu: (False,), Device.cuda: (True,), Device.auto: (False, True)}[config.device]
+    installed = has_transformer_engine()
+    choices = [choose_layers(config.engine.layers, config.model.dtype, on_cuda=cuda, has_transformer_engine=installed) for cuda in devices]
+    if len(set(choices)) == 1:
+        return f"{choices[0].layers.value} ({choices[0].why})"
+    return "; ".join(
+        f"on {'CUDA' if cuda else 'a CPU'} {choice.layers.value} ({choice.why})" for cuda, choice in zip(devices, choices, strict=True)
+    )

@@ -1,0 +1,97 @@
+"""Of which modules a decoder is built: Transformer Engine's, or Megatron's with the local layers of `layers`.
+
+Only this file knows that Transformer Engine's modules hold some parameters in other places: everywhere else a parameter has one name,
+which is that of the local layers.
+"""
+
+from __future__ import annotations
+
+import re
+
+import torch
+from megatron.core.models.gpt import gpt_layer_specs
+from megatron.core.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    set_tensor_model_parallel_attributes,
+)
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megarl.config.layers import LayerChoice, choose_layers
+from megarl.config.schema import DType, Layers
+from megarl.engine.layers import AttentionCore, RMSNorm
+
+
+def layers_for(asked: Layers, dtype: DType, *, on_cuda: bool) -> LayerChoice:
+    """Raises ValueError where the layers that are asked for cannot be had here."""
+    choice = choose_layers(asked, dtype, on_cuda=on_cuda, has_transformer_engine=gpt_layer_specs.HAVE_TE)
+    if choice.layers is Layers.transformer_engine and not on_cuda:
+        raise ValueError("engine.layers=transformer_engine, but this process is on a CPU: use engine.layers=auto or local")
+    if choice.layers is Layers.transformer_engine and not gpt_layer_specs.HAVE_TE:
+        raise ValueError(
+            "engine.layers=transformer_engine, but transformer_engine.pytorch cannot be imported here: install "
+            "'transformer-engine[pytorch]' (docs/versions.md), or use engine.layers=local"
+        )
+    return choice
+
+
+def block_spec(config: TransformerConfig, layers: Layers, chunk: int | None) -> TransformerBlockSubmodules:
+    """The modules of this rank's layers, those of the virtual pipeline stage `chunk`, and of the norm behind the last."""
+    if layers is Layers.transformer_engine:
+        layer: ModuleSpec = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
+        norm = gpt_layer_specs.TESpecProvider().layer_norm()
+    else:
+        layer = gpt_layer_specs.get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
+        attention, norm = layer.submodules.self_attention.submodules, RMSNorm
+        attention.core_attention = AttentionCore
+        layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = norm
+        if config.qk_layernorm:
+            attention.q_layernorm = attention.k_layernorm = norm
+    num_layers = get_num_layers_to_build(config, vp_stage=chunk)
+    return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=norm)
+
+
+_LAYER_PARAMETER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
+# Transformer Engine has a norm in the linear layer behind it.
+_CANONICAL = {
+    "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
+    "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
+}
+
+
+def canonical_name(name: str, first_layer: int) -> str:
+    """The name of a parameter in the whole model, whatever its layers are. name: in a chunk whose layers follow `first_layer` others."""
+    match = _LAYER_PARAMETER.fullmatch(name)
+    if match is None:
+        return name
+    return f"decoder.layers.{int(match[1]) + first_layer}.{_CANONICAL.get(match[2], match[2])}"
+
+
+def mark_cut_parameters(model: torch.nn.Module) -> None:
+    """Marks the parameters that are cut over ranks, which Megatron does only while it initialises them.
+
+    Unmarked, a cut parameter passes for a copy and all but rank 0's part is left out of the gradient norm: silently.
+    """
+    columns, rows = {ColumnParallelLinear, VocabParallelEmbedding}, {RowParallelLinear}
+    if gpt_layer_specs.HAVE_TE:
+        modules = gpt_layer_specs.TESpecProvider()
+        columns |= {modules.column_parallel_linear(), modules.column_parallel_layer_norm_linear()}
+        rows |= {modules.row_parallel_linear()}
+    for module in model.modules():
+        if type(module) not in columns | rows:
+            continue
+        cut = ("weight", "bias") if type(module) in columns else ("weight",)  # what a row-parallel layer adds is whole
+        for parameter in (getattr(module, name, None) for name in cut):
+            if isinstance(parameter, torch.nn.Parameter) and not getattr(parameter, "tensor_model_parallel", False):
+                set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=int(type(module) in rows), stride=1)
+
+
+def fuse_gradient_accumulation(model: torch.nn.Module) -> None:
+    """Transformer Engine's linear layers add the gradients of their weights to Megatron's buffer themselves, with kernels of their own.
+    Megatron's flag for it would also ask for Apex's, for its own layers."""
+    for module in model.modules():
+        if hasattr(module, "fuse_wgrad_accumulation"):
+            module.fuse_wgrad_accumulation = True

@@ -1,0 +1,73 @@
+"""Rotary embedding of packed sequences, in the place of Megatron's own: one turn of the whole batch, and nothing asked of the device.
+
+Megatron's loops over the sequences, whose lengths it reads from the device twice for queries and twice for keys, in every layer: each
+time the host waits until the device has done all it was given.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def install() -> None:
+    """Megatron's layers turn packed queries and keys by `rotary_packed`. Imports Megatron-Core."""
+    from megatron.core.models.common.embeddings import rope_utils
+
+    rope_utils._apply_rotary_pos_emb_thd = rotary_packed
+
+
+class _Turn(torch.autograd.Function):
+    """The gradient of a rotation is the rotation back."""
+
+    @staticmethod
+    def forward(ctx: Any, heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _turn(heads, cos, sin, direction=1)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        return _turn(gradient, *ctx.saved_tensors, direction=-1), None, None
+
+
+def _turn(heads: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
+    """(T, heads, D): each pair (x_i, x_{i + D/2}) is turned by the angle of its token and i, given as (T, 1, D/2)."""
+    turned = torch.empty_like(heads, memory_format=torch.contiguous_format)
+    (first, second), (turned_first, turned_second) = heads.chunk(2, -1), turned.chunk(2, -1)
+    torch.mul(first, cos, out=turned_first).addcmul_(second, sin, value=-direction)
+    torch.mul(second, cos, out=turned_second).addcmul_(first, sin, value=direction)
+    return turned
+
+
+def rotary_packed(
+    t: Tensor,
+    cu_seqlens: Tensor,
+    freqs: Tensor,
+    rotary_interleaved: bool = False,
+    multi_latent_attention: bool = False,
+    mscale: float = 1.0,
+    cp_group: torch.distributed.ProcessGroup | None = None,
+) -> Tensor:
+    """Megatron's `_apply_rotary_pos_emb_thd`: t (T, heads, D) with the boundaries `cu_seqlens`, freqs (longest sequence, 1, 1, D)."""
+    assert cp_group is None or cp_group.size() == 1, "context parallelism is not supported yet"
+    assert not rotary_interleaved
+    assert not multi_latent_attention
+    assert mscale == 1.0
+    assert freqs.shape[-1] == t.shape[-1], "a partial rotation is not supported"
+    return _Turn.apply(t, *_angles(cu_seqlens, freqs, t))
+
+
+def _angles(cu_seqlens: Tensor, freqs: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosine and sine (T, 1, D/2), made once per micro-batch and kept on its `cu_seqlens`, because every layer asks."""
+    kept = getattr(cu_seqlens, "megarl_angles", None)
+    if kept is None or kept[0] is not freqs:
+        num_tokens = like.shape[0]
+        # With the number of tokens told, the device is not asked for the sum of the lengths.
+        starts = torch.repeat_interleave(cu_seqlens[:-1], cu_seqlens.diff(), output_size=num_tokens)
+        positions = torch.arange(num_tokens, device=like.device) - starts
+        angles = freqs[positions, 0, :, : like.shape[-1] // 2]  # Megatron writes them twice, once per half
+        kept = (freqs, angles.cos().to(like.dtype), angles.sin().to(like.dtype))
+        cu_seqlens.megarl_angles = kept  # type: ignore[attr-defined]
+    return kept[1], kept[2]

@@ -1,0 +1,154 @@
+"""Whatever the layers are: names, places, weights, gradients and checkpoints are the same, to the bit. With stand-ins of Transformer
+Engine's modules, which have its parameters where it has them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from megarl.config.layers import LayerChoice, choose_layers
+from megarl.config.schema import DType, Layers, OptimConfig, ParallelConfig
+from tests.ranks import RankPool
+from tests.unit.engine.checkpoint_side import Saved, Settings, load_and_train, same, stored_tensors, train, train_and_save
+from tests.unit.engine.models import save_critic, save_model
+from tests.unit.engine.rank_side import LAYOUTS, MIXED_LAYOUTS, Tensors, build, hf_weights, start
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    folder = tmp_path_factory.mktemp("models")
+    for family in ("qwen2", "qwen3-tied"):
+        save_model(family, folder / family)
+    save_critic(folder / "qwen2", folder / "critic")
+    return {name: str(folder / name) for name in ("qwen2", "qwen3-tied", "critic")}
+
+
+@pytest.mark.parametrize(
+    ("asked", "dtype", "on_cuda", "installed", "expected"),
+    [
+        (Layers.auto, DType.bfloat16, True, True, Layers.transformer_engine),
+        (Layers.auto, DType.bfloat16, True, False, Layers.local),
+        (Layers.auto, DType.float32, True, True, Layers.local),
+        (Layers.auto, DType.bfloat16, False, True, Layers.local),
+        (Layers.local, DType.bfloat16, True, True, Layers.local),
+        (Layers.transformer_engine, DType.float32, True, True, Layers.transformer_engine),
+    ],
+)
+def test_the_choice_of_layers(asked: Layers, dtype: DType, on_cuda: bool, installed: bool, expected: Layers) -> None:
+    choice = choose_layers(asked, dtype, on_cuda=on_cuda, has_transformer_engine=installed)
+    assert choice.layers is expected
+    assert choice.why
+
+
+def ask_for(asked: Layers, on_cuda: bool) -> LayerChoice | str:
+    """In a rank, which has no Transformer Engine."""
+    start(ParallelConfig())
+    from megarl.engine.layer_specs import layers_for
+
+    try:
+        return layers_for(asked, DType.bfloat16, on_cuda=on_cuda)
+    except ValueError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize(
+    ("on_cuda", "says"), [(False, "this process is on a CPU"), (True, "transformer_engine.pytorch cannot be imported")]
+)
+def test_layers_that_cannot_be_had_are_refused(on_cuda: bool, says: str, rank_pool: RankPool) -> None:
+    (got,) = rank_pool.run(ask_for, world_size=1, asked=Layers.transformer_engine, on_cuda=on_cuda)
+    assert isinstance(got, str)
+    assert says in got
+    (choice,) = rank_pool.run(ask_for, world_size=1, asked=Layers.auto, on_cuda=on_cuda)
+    assert isinstance(choice, LayerChoice)
+    assert choice.layers is Layers.local
+
+
+class Trained(NamedTuple):
+    real_names: set[str]
+    parameters: Tensors
+    cut: dict[str, int]
+    statistics: list[tuple[float, float]]
+    losses: list[float]
+    weights: Tensors
+
+
+def train_with(stand_ins: bool, settings: Settings) -> Trained:
+    """In a rank: what was loaded, and what two steps make of it."""
+    start(settings.parallel)
+    from tests.unit.engine import transformer_engine_stand_ins
+
+    transformer_engine_stand_ins.install(stand_ins)
+    engine = build(start(settings.parallel), settings.folder, head=settings.head, dtype=settings.dtype, optim=OptimConfig(lr=1e-2))
+    transformer_engine_stand_ins.install(False)
+    named = dict(pair for model in engine._models for pair in model.canonical_parameters())
+    cut = {name: parameter.partition_dim for name, parameter in named.items() if getattr(parameter, "tensor_model_parallel", False)}
+    loaded = {name: value.clone() for name, value in engine.parameters().items()}
+    steps = train(engine, 2)
+    real_names = {re.sub(r"\d+", "N", name) for model in engine._models for name, _ in model.named_parameters()}
+    return Trained(real_names, loaded, cut, steps.statistics, steps.losses, hf_weights(engine))
+
+
+CASES = [("TP1", "qwen2", "lm"), ("TP2+SP", "qwen3-tied", "lm"), ("PP2xVPP2", "critic", "value"), ("TP2+SPxDP2", "qwen2", "lm")]
+
+
+@pytest.mark.parametrize(("layout", "model", "head"), CASES)
+def test_parameters_have_one_name_and_training_is_the_same(
+    layout: str, model: str, head: str, rank_pool: RankPool, folders: dict[str, str]
+) -> None:
+    settings = Settings({**LAYOUTS, **MIXED_LAYOUTS}[layout], folders[model], head)
+    local, fused = (
+        rank_pool.run(train_with, world_size=settings.parallel.world_size, stand_ins=stand_ins, settings=settings)
+        for stand_ins in (False, True)
+    )
+    assert "decoder.layers.N.self_attention.linear_qkv.layer_norm_weight" in fused[0].real_names
+    assert "decoder.layers.N.input_layernorm.weight" not in fused[0].real_names
+    for one, other in zip(local, fused, strict=True):
+        assert one.cut == other.cut
+        assert one.cut
+        assert one.losses == other.losses
+        assert one.statistics == other.statistics
+    for part in ("parameters", "weights"):
+        assert same([getattr(rank, part) for rank in local], [getattr(rank, part) for rank in fused]), part
+
+
+def with_layers(stand_ins: bool, run: Callable[..., Saved], settings: Settings, folder: Path, **options: Any) -> Saved:
+    """In a rank: `run` on an engine of these layers."""
+    start(settings.parallel)
+    from tests.unit.engine import transformer_engine_stand_ins
+
+    transformer_engine_stand_ins.install(stand_ins)
+    try:
+        return run(settings, folder, num_steps=2, num_after=2, **options)
+    finally:
+        transformer_engine_stand_ins.install(False)
+
+
+@pytest.mark.parametrize(
+    ("layout", "model", "head", "dtype"), [("TP2xPP2", "qwen3-tied", "lm", torch.bfloat16), ("TP2+SP", "critic", "value", torch.float32)]
+)
+def test_a_checkpoint_of_one_kind_of_layers_is_one_of_the_other(
+    layout: str, model: str, head: str, dtype: torch.dtype, rank_pool: RankPool, folders: dict[str, str], tmp_path: Path
+) -> None:
+    """What is stored is the same, so that conversion reads it alike; the other layers hold the same after a load, and go on from it."""
+    settings = Settings(LAYOUTS[layout], folders[model], head, dtype)
+    ranks = settings.parallel.world_size
+    places = {stand_ins: tmp_path / str(stand_ins) for stand_ins in (False, True)}
+    saved = {
+        stand_ins: rank_pool.run(with_layers, world_size=ranks, stand_ins=stand_ins, run=train_and_save, settings=settings, folder=folder)
+        for stand_ins, folder in places.items()
+    }
+    stored = stored_tensors(places[False])
+    assert same([stored], [stored_tensors(places[True])])
+    for stand_ins, folder in places.items():
+        again = tmp_path / f"{stand_ins} again"
+        loaded = rank_pool.run(
+            with_layers, world_size=ranks, stand_ins=not stand_ins, run=load_and_train, settings=settings, folder=folder, again=again
+        )
+        assert same([stored_tensors(again)], [stored])
+        for one, other in zip(loaded, saved[stand_ins], strict=True):
+            assert one.after.losses == pytest.approx(other.after.losses, rel=1e-6)

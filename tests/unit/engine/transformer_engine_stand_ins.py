@@ -1,0 +1,104 @@
+"""Modules with the names, shapes and places of Transformer Engine's parameters, which run on a CPU: for what depends on nothing else of it.
+
+They compute as the local layers do, to the bit, so that whatever differs is a name or a place.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.models.gpt import gpt_layer_specs
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+from torch import Tensor
+
+from megarl.engine import engine
+from megarl.engine.layers import AttentionCore, RMSNorm
+
+
+class StandInColumn(ColumnParallelLinear):
+    """TEColumnParallelLinear."""
+
+
+class StandInRow(RowParallelLinear):
+    """TERowParallelLinear."""
+
+
+class StandInNorm(RMSNorm):
+    """TENorm: Transformer Engine's modules have a state that is no parameter, and empty without FP8."""
+
+    def get_extra_state(self) -> Tensor:
+        return torch.empty(0, dtype=torch.uint8)
+
+    def set_extra_state(self, state: Tensor) -> None:
+        pass
+
+
+class StandInNormColumn(ColumnParallelLinear):
+    """TELayerNormColumnParallelLinear: the norm's weight is `layer_norm_weight`, on every rank; the fused kernel is two here."""
+
+    def __init__(self, input_size: int, output_size: int, *, config: Any, **options: Any) -> None:
+        super().__init__(input_size, output_size, config=config, **options)
+        norm = RMSNorm(config, input_size, eps=config.layernorm_epsilon)
+        self.layer_norm_weight = norm.weight
+        self._norm = [norm]  # in a list, so that it is no module of this one
+
+    def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor | None]:  # type: ignore[override]
+        (norm,) = self._norm
+        norm.weight = self.layer_norm_weight
+        return super().forward(norm(hidden))
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> Any:
+        """As in megatron.core.extensions.transformer_engine."""
+        return make_sharded_tensors_for_checkpoint(
+            self.state_dict(prefix="", keep_vars=True),
+            prefix,
+            {"weight": 0, "bias": 0},
+            sharded_offsets,
+            tp_group=self.tp_group,
+            dp_cp_group=metadata["dp_cp_group"],
+        )
+
+
+class StandInAttention(AttentionCore):
+    """TEDotProductAttention: nothing of it is stored."""
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
+        return {}
+
+
+class StandIns:
+    """megatron.core.extensions.transformer_engine_spec_provider.TESpecProvider."""
+
+    def column_parallel_linear(self) -> type:
+        return StandInColumn
+
+    def row_parallel_linear(self) -> type:
+        return StandInRow
+
+    def fuse_layernorm_and_linear(self) -> bool:
+        return True
+
+    def column_parallel_layer_norm_linear(self) -> type:
+        return StandInNormColumn
+
+    def layer_norm(self, rms_norm: bool = False, for_qk: bool = False) -> type:
+        return StandInNorm
+
+    def core_attention(self) -> type:
+        return StandInAttention
+
+    def activation_func(self) -> None:
+        return None
+
+
+def install(active: bool) -> None:
+    """In this process engines are built of them, or of local layers again."""
+    from megarl.config.layers import LayerChoice
+    from megarl.config.schema import Layers
+
+    gpt_layer_specs.HAVE_TE = active
+    gpt_layer_specs.TESpecProvider = StandIns
+    choice = LayerChoice(Layers.transformer_engine if active else Layers.local, "for a test")
+    engine.layers_for = lambda *_, **__: choice
