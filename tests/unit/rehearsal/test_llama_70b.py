@@ -99,6 +99,18 @@ def test_log_probs_over_the_vocabulary(records: dict[int, RankRecord]) -> None:
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
+def test_no_layer_waits_for_the_device(stage: int, records: dict[int, RankRecord]) -> None:
+    """Virtual stages tell each other the shapes of what they send: at most three waits for each of two messages, there and back. And the
+    last stage reads its metrics, once."""
+    for phase in ("score", "train"):
+        waits = phase_of(records[stage], phase).waits
+        others = [wait for wait in waits if "p2p_communication.py" not in wait.place]
+        assert all("metrics.py" in wait.place for wait in others)
+        assert sum(wait.times for wait in others) <= 1
+        assert 0 < sum(wait.times for wait in waits) <= MICRO_BATCHES * 3 * CHUNKS * 2 + 1
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
 @pytest.mark.parametrize("phase", ["build", "score", "train"])
 def test_the_plan_of_memory_is_near_and_never_below(stage: int, phase: str, records: dict[int, RankRecord], config: PPOConfig) -> None:
     """Within a tenth of the peak of all 80 layers: the plan counts the state of those that are left out here to the element."""
