@@ -100,14 +100,14 @@ def test_log_probs_over_the_vocabulary(records: dict[int, RankRecord]) -> None:
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_no_layer_waits_for_the_device(stage: int, records: dict[int, RankRecord]) -> None:
-    """Virtual stages tell each other the shapes of what they send: at most three waits for each of two messages, there and back. And the
-    last stage reads its metrics, once."""
+    """Virtual stages tell each other the shapes of what they send: for each micro-batch a copy for what comes and for what goes, there and
+    back, and a synchronisation of each exchange, of which warming up takes two more. The last stage reads its metrics, once."""
     for phase in ("score", "train"):
         waits = phase_of(records[stage], phase).waits
         others = [wait for wait in waits if "p2p_communication.py" not in wait.place]
         assert all("metrics.py" in wait.place for wait in others)
         assert sum(wait.times for wait in others) <= 1
-        assert 0 < sum(wait.times for wait in waits) <= MICRO_BATCHES * 3 * CHUNKS * 2 + 1
+        assert 0 < sum(wait.times for wait in waits) <= MICRO_BATCHES * CHUNKS * (4 + 2) + 2
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
