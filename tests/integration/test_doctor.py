@@ -52,7 +52,7 @@ def test_the_quickstart_is_good_on_this_machine(tmp_path: Path) -> None:
     assert answer["counts"]["error"] == 0
     found = {each["check"]: each for each in answer["findings"]}
     assert set(found) == {
-        *("configuration", "versions", "gpus", "shared memory", "open files", "memory", "threads", "clock", "environment", "ports"),
+        *("configuration", "versions", "layers", "gpus", "shared memory", "open files", "memory", "threads", "clock", "environment", "ports"),
         *("checkpoints", "models", "tokenizers", "data", "reward functions", "ranks", "ray", "nodes", "resources"),
     }
     assert found["ranks"]["facts"]["ranks"] == 2  # as the quickstart's actor has
