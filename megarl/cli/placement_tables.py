@@ -81,11 +81,16 @@ def memory_table(memory: Sequence[DeviceMemory]) -> Table:
 def parts_table(memory: Sequence[DeviceMemory]) -> Table:
     """Each role's part of those devices, each of its kinds of memory in the phase where it is most."""
     kinds = ("parameters", "gradients", "optimizer", "activations", "kv_cache", "buckets")
-    table = _table("Memory of each role there, GiB at most", "pool", "role", *(kind.replace("_", " ") for kind in kinds), "pinned on host")
+    table = _table("Memory of each role there, GiB at most", "pool", "role", *(kind.replace("_", " ") for kind in kinds))
+    is_pinned = any(device.pinned[role] for device in memory for role in device.pinned)
+    if is_pinned:
+        table.add_column("on host")
+        table.caption = "on host: pinned memory of the node, kept for what leaves the device"
     for pool, device in _fullest(memory).items():
         for role in next(iter(device.phases.values())):
             usages: list[Usage] = [phase[role] for phase in device.phases.values()]
-            table.add_row(pool, role, *(_gib(max(getattr(usage, kind) for usage in usages)) for kind in kinds), _gib(device.pinned[role]))
+            most = [max(getattr(usage, kind) for usage in usages) for kind in kinds]
+            table.add_row(pool, role, *map(_gib, [*most, device.pinned[role]] if is_pinned else most))
     return table
 
 
