@@ -212,7 +212,7 @@ def _sleep_while_paused() -> None:
 
     record = getattr(Scheduler, "_record_scheduler_state_for_paused_engine", None)
     if record is None:
-        return  # 0.5.17 to 0.5.19 have no such place
+        return  # a version without this place spins, and is right all the same
 
     def record_and_sleep(self: Any) -> None:
         record(self)

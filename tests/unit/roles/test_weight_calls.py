@@ -8,39 +8,22 @@ from typing import Any
 
 import pytest
 
-from megarl.config.architecture import Architecture
+from megarl.config.architecture import read_architecture
 from megarl.config.schema import DType, ParallelConfig, Transport, Verify
 from megarl.controller.futures import DerivedFuture
 from megarl.roles.weight_forecast import engine_boxes
 from megarl.roles.weight_source import WeightSource
 from megarl.roles.weight_sync import WeightSync
-from megarl.weights.plan import RankPlace
+from megarl.weights.plan import Boxes, RankPlace
 from megarl.weights.sending import SendReport
 from megarl.weights.slots import SlotAddress
 from megarl.workers.megatron import megatron_mesh
 from megarl.workers.weight_export import MeetingPoint
+from tests.unit.config.published import save_published
 
-LLAMA_70B = Architecture(
-    model_type="llama",
-    num_hidden_layers=80,
-    hidden_size=8192,
-    intermediate_size=28672,
-    num_attention_heads=64,
-    num_key_value_heads=8,
-    head_dim=128,
-    vocab_size=128256,
-    max_position_embeddings=8192,
-    rms_norm_eps=1e-5,
-    rope_theta=5e5,
-    rope_scaling=None,
-    tie_word_embeddings=False,
-    qkv_bias=False,
-    qk_norm=False,
-)
 TRAINERS = ParallelConfig(tensor_parallel_size=8, pipeline_parallel_size=4, data_parallel_size=2)
 NUM_REPLICAS, ENGINE_SIZE = 8, 8
 ANSWERS: dict[str, Any] = {
-    "needed_boxes": engine_boxes(LLAMA_70B, ENGINE_SIZE),
     "reserve_weight_group": MeetingPoint("node", 1, "gloo"),
     "serve_weights": SlotAddress("device-0", True, "", 1, 4, "", ""),
     "send_weights": SendReport(packing_s=0.0, waiting_s=0.0, nbytes=1, planned_extra_bytes=0, measured_extra_bytes=0, lost={}),
@@ -51,22 +34,25 @@ ANSWERS: dict[str, Any] = {
 class CountingGroup:
     """Its ranks have always ended what they were asked."""
 
-    def __init__(self, parallel: ParallelConfig) -> None:
+    def __init__(self, parallel: ParallelConfig, needed: list[Boxes] | None = None) -> None:
         self.mesh = megatron_mesh(parallel)
+        self._answers = {**ANSWERS, "needed_boxes": needed}
         self.has_ended = False
         self.calls: Counter[tuple[int, str]] = Counter()
 
     def call_rank(self, rank: int, method: Any, *arguments: Any) -> DerivedFuture[Any]:
         self.calls[rank, method.name] += 1
-        return DerivedFuture([], lambda _: ANSWERS.get(method.name))
+        return DerivedFuture([], lambda _: self._answers.get(method.name))
 
 
 @pytest.mark.parametrize("transport", [Transport.device, Transport.group])
 def test_a_push_is_one_call_to_each_rank(transport: Transport, tmp_path: Path) -> None:
-    trainers, replicas = CountingGroup(TRAINERS), [CountingGroup(ParallelConfig()) for _ in range(NUM_REPLICAS)]
+    model = read_architecture(str(save_published("Meta-Llama-3-70B-Instruct", tmp_path / "model")))
+    needed = engine_boxes(model, ENGINE_SIZE)
+    trainers, replicas = CountingGroup(TRAINERS), [CountingGroup(ParallelConfig(), needed) for _ in range(NUM_REPLICAS)]
     source: Any = WeightSource(
         group=trainers,  # type: ignore[arg-type]
-        architecture=LLAMA_70B,
+        architecture=model,
         parallel=TRAINERS,
         dtype=DType.bfloat16,
         bucket_bytes=2**30,
