@@ -10,7 +10,7 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
-from megarl.cli.placement_tables import print_placement
+from megarl.cli.placement_tables import print_absent, print_placement
 from megarl.config.architecture import Architecture
 from megarl.config.derive import (
     RoleArithmetic,
@@ -26,7 +26,7 @@ from megarl.config.load import plain_values
 from megarl.config.roles import REWARD_MODEL, ModelRole, model_roles
 from megarl.config.schema import OverlongConversation, PPOConfig, SFTConfig
 from megarl.config.validate import read_architectures
-from megarl.doctor.checked_config import load_checked
+from megarl.doctor.checked_config import load_checked_anywhere
 from megarl.placement.plan import PlacementPlan, plan_placement
 
 _FILE_WIDTH = 140  # columns of the tables where nobody's window limits them: a path must not be folded in a log
@@ -34,11 +34,13 @@ _FILE_WIDTH = 140  # columns of the tables where nobody's window limits them: a 
 
 def run(config_path: str, overrides: Sequence[str], schema: type[PPOConfig] | type[SFTConfig] = PPOConfig) -> int:
     """Prints models, arithmetic and placement of a good configuration; 0. Raises ConfigError for any other."""
-    config = load_checked(schema, config_path, overrides)  # type: ignore[type-var]
+    config, absent = load_checked_anywhere(schema, config_path, overrides)
     console = Console()
     print_run(config, console)
     plan = plan_placement(config)
-    console.print(f"{config_path}: good ({plan.num_processes} processes, {plan.num_devices} devices)", highlight=False)
+    print_absent(absent, console)
+    good = "good, but for what is not here" if absent else "good"
+    console.print(f"{config_path}: {good} ({plan.num_processes} processes, {plan.num_devices} devices)", highlight=False)
     return 0
 
 

@@ -38,6 +38,12 @@ def print_placement(
             console.print(f"warning: {problem}", style="yellow", soft_wrap=True, highlight=False)
 
 
+def print_absent(lines: Sequence[str], console: Console) -> None:
+    """What of the run is not on this machine, and so is not looked at."""
+    for line in lines:
+        console.print(f"not here: {line}", style="yellow", soft_wrap=True, highlight=False, markup=False)
+
+
 def placement_table(plan: PlacementPlan) -> Table:
     size = f"{plan.num_nodes} x {plan.devices_per_node} devices"
     table = _table(f"Placement: {plan.strategy.value} on {size}", "pool", "process", "roles", "node", "device")

@@ -7,10 +7,10 @@ from pathlib import Path
 
 from rich.console import Console
 
-from megarl.cli.placement_tables import print_placement
+from megarl.cli.placement_tables import print_absent, print_placement
 from megarl.config.schema import PPOConfig, SFTConfig
 from megarl.config.validate import read_architectures
-from megarl.doctor.checked_config import load_checked
+from megarl.doctor.checked_config import load_checked_anywhere
 from megarl.placement.memory import plan_memory
 from megarl.placement.plan import plan_placement
 
@@ -24,10 +24,11 @@ def run(
     ValueError for a file that is no drawing."""
     if output is not None and Path(output).suffix not in _FORMATS:
         raise ValueError(f"--output {output}: drawings are {' or '.join(_FORMATS)}; give a name that ends so")
-    config = load_checked(schema, config_path, overrides)  # type: ignore[type-var]
+    config, absent = load_checked_anywhere(schema, config_path, overrides)
     plan, console = plan_placement(config), Console()
     architectures, _ = read_architectures(config)
     print_placement(config, plan, architectures, console)
+    print_absent(absent, console)
     if output is not None:
         # Here, because it imports matplotlib; the tables shall not wait for it.
         from megarl.cli.plan_drawing import draw_plan

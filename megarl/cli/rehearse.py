@@ -13,9 +13,11 @@ from pathlib import Path
 
 from rich.console import Console
 
+from megarl.cli.placement_tables import print_absent
 from megarl.cli.rehearsal_tables import collectives_table, memory_table, waits_table
 from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
+from megarl.config.published import with_published_models
 from megarl.config.roles import ModelRole, model_roles
 from megarl.config.schema import Device, ParallelConfig, PPOConfig, SFTConfig
 from megarl.config.validate import read_architectures, validate
@@ -38,7 +40,7 @@ def run(
 ) -> int:
     """0, or 2 where the engine would fail or hang. Raises ConfigError for a bad configuration, and ValueError for a role or a rank that
     there is not, and where the guard of the devices cannot be compiled."""
-    config = load_config(schema, config_path, overrides)
+    config, absent = with_published_models(load_config(schema, config_path, overrides), config_path)
     if violations := validate(config, with_files=False):
         raise ConfigError(config_path, [str(violation) for violation in violations])
     if config.device is Device.cpu:
@@ -61,6 +63,7 @@ def run(
         console.print(memory_table(record, predicted[record.rank], config.placement.device_memory_gb, num_micro_batches))
         console.print(collectives_table(record))
         console.print(waits_table(record))
+    print_absent(absent, console)
     _say(console, _unseen(role.parallel, numbers, ranks))
     for mistake in mistakes:
         console.print(f"mistake: {mistake}", style="red", soft_wrap=True, highlight=False, markup=False)

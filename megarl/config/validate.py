@@ -40,7 +40,7 @@ def validate(config: RunConfig, with_files: bool = True) -> list[Violation]:
     """
     violations = list(_ranges(config))
     broken = {key for violation in violations for key in violation.keys}
-    for rule in (_optim, _files, _tracking, _checkpoint, _layers) if with_files else (_optim, _layers):
+    for rule in (_optim, _train_files, _layers, *((absent_files, _weights, _tracking, _checkpoint) if with_files else ())):
         violations += rule(config)
     if isinstance(config, PPOConfig):
         for needed, ppo_rule in _PPO_RULES:
@@ -90,15 +90,22 @@ def _optim(config: RunConfig) -> Violations:
             yield Violation((f"{key}.min_lr", f"{key}.lr"), f"min_lr {optim.min_lr:g} is above lr {optim.lr:g}; the rate decays to min_lr")
 
 
-def _files(config: RunConfig) -> Violations:
+def absent_files(config: RunConfig) -> Violations:
+    """Files of data and of reward functions that are not on this machine."""
     files = [(f"data.{kind}_files", path) for kind in ("train", "val") for path in getattr(config.data, f"{kind}_files")]
     if isinstance(config, PPOConfig):
         files += [(f"reward.functions[{index}].path", function.path) for index, function in enumerate(config.reward.functions)]
     for key, path in files:
         if not Path(path).is_file():
             yield Violation((key,), f"there is no file {path!r} (the current directory is {Path.cwd()})")
+
+
+def _train_files(config: RunConfig) -> Violations:
     if not config.data.train_files:
         yield Violation(("data.train_files",), "is empty; name at least one parquet file")
+
+
+def _weights(config: RunConfig) -> Violations:
     for folder, key in {role.path: role.path_key for role in model_roles(config)}.items():
         if (Path(folder) / "config.json").is_file() and not any(Path(folder).glob("*.safetensors")):
             yield Violation((key,), f"{folder!r} holds no *.safetensors; save the model with save_pretrained(..., safe_serialization=True)")

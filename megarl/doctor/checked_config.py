@@ -7,14 +7,15 @@ from typing import TypeVar
 
 from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
+from megarl.config.published import with_published_models
 from megarl.config.schema import PPOConfig, RolloutConfig, RolloutEngineKind, SFTConfig
-from megarl.config.validate import read_architectures, validate
+from megarl.config.validate import absent_files, read_architectures, validate
 from megarl.config.violation import Violation
 from megarl.placement.memory import budget_problems, plan_memory, refuses
 from megarl.placement.plan import plan_placement
 from megarl.placement.transport import choose_transport
 
-RunConfig = TypeVar("RunConfig", PPOConfig, SFTConfig)
+RunConfig = TypeVar("RunConfig", bound=PPOConfig | SFTConfig)
 # Without these a placement cannot even be counted.
 _PLACEMENT_KEYS = (
     *("placement.", "actor.parallel.", "critic.parallel.", "reward.model.parallel"),
@@ -24,8 +25,20 @@ _PLACEMENT_KEYS = (
 
 def load_checked(schema: type[RunConfig], path: str, overrides: Sequence[str] = ()) -> RunConfig:
     """`load_config`, and every check that needs no process. Raises ConfigError that lists all that is wrong."""
-    config = load_config(schema, path, overrides)
-    violations = validate(config)
+    return _checked(load_config(schema, path, overrides), path, with_files=True)
+
+
+def load_checked_anywhere(schema: type[RunConfig], path: str, overrides: Sequence[str] = ()) -> tuple[RunConfig, list[str]]:
+    """As `load_checked`, but on a machine without the run's models: those that are published are known, and files that a run reads may be
+    elsewhere too. The second value: what is not here, a line each; empty where the models are."""
+    given: RunConfig = load_config(schema, path, overrides)
+    config, absent = with_published_models(given, path)
+    _checked(config, path, with_files=not absent)
+    return config, [*absent, *map(str, absent_files(config))]
+
+
+def _checked(config: RunConfig, path: str, with_files: bool) -> RunConfig:
+    violations = validate(config, with_files)
     problems = [str(violation) for violation in violations]
     if not any(_is_about_placement(violation) for violation in violations):
         try:

@@ -57,7 +57,7 @@ def read_subject(
     if path is None:
         return ExaminedRun(num_gpus=num_gpus, ray_address=ray_address), []
     try:
-        config = load_checked(schema, path, overrides)  # type: ignore[type-var]
+        config = load_checked(schema, path, overrides)
         results = [good(CONFIGURATION, f"{path} is good")]
     except ConfigError as error:
         results = list(_problems(error))

@@ -10,15 +10,13 @@ import pytest
 from megarl.cli.main import main
 from megarl.config.architecture import read_architecture
 from megarl.config.derive import num_parameters
-from megarl.config.load import load_config
 from megarl.config.schema import PPOConfig, Transport
 from megarl.config.validate import read_architectures
-from megarl.doctor.checked_config import load_checked
+from megarl.doctor.checked_config import load_checked_anywhere
 from megarl.placement.memory import DeviceMemory, Usage, plan_memory
 from megarl.placement.plan import plan_placement
 from megarl.placement.transport import choose_transport
 from megarl.roles.weight_forecast import forecast_weights
-from tests.unit.config.published import CONFIGS, NUM_PARAMETERS, save_published
 
 ROOT = Path(__file__).parents[3]
 
@@ -41,14 +39,13 @@ RUNS = {
 }
 
 
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The published models' folders, and an empty file of data: what a cluster has and this machine has not."""
-    folder = tmp_path_factory.mktemp("published")
-    for model in CONFIGS:
-        save_published(model, folder / model)
-    (folder / "data.parquet").touch()
-    return folder
+# Parameters, as the model cards say: 7.61B, 32.5B, 32.8B, 70.6B. A model's own file would say so to the element.
+NUM_PARAMETERS = {
+    "Qwen2.5-7B-Instruct": 7_615_616_512,
+    "Qwen2.5-32B": 32_763_876_352,
+    "Qwen3-32B": 32_762_123_264,
+    "Meta-Llama-3-70B-Instruct": 70_553_706_496,
+}
 
 
 @pytest.fixture(autouse=True)
@@ -57,14 +54,13 @@ def _in_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")
 
 
-def overrides(run: str, folders: Path) -> list[str]:
-    config = load_config(PPOConfig, path_of(run))
-    files = [f"data.train_files=[{folders}/data.parquet]", *([f"data.val_files=[{folders}/data.parquet]"] if config.data.val_files else [])]
-    return [f"model.path={folders / Path(config.model.path).name}", *files]
-
-
 def path_of(run: str) -> str:
     return f"configs/{run}.yaml"
+
+
+def load(run: str) -> PPOConfig:
+    """With the published model, which is all that this machine has of the run."""
+    return load_checked_anywhere(PPOConfig, path_of(run))[0]
 
 
 def memory_of(config: PPOConfig) -> list[DeviceMemory]:
@@ -79,8 +75,8 @@ def peaks_gib(config: PPOConfig) -> dict[str, float]:
     return peaks
 
 
-def test_the_published_models_have_the_parameters_of_their_cards(folders: Path) -> None:
-    assert {model: num_parameters(read_architecture(str(folders / model))) for model in CONFIGS} == NUM_PARAMETERS
+def test_the_published_models_have_the_parameters_of_their_cards() -> None:
+    assert {model: num_parameters(read_architecture(f"configs/models/{model}")) for model in NUM_PARAMETERS} == NUM_PARAMETERS
 
 
 def test_every_configuration_is_tested_here_or_with_the_quickstart() -> None:
@@ -88,14 +84,27 @@ def test_every_configuration_is_tested_here_or_with_the_quickstart() -> None:
     assert files == {*RUNS, "quickstart", "quickstart_sft"}
 
 
-@pytest.mark.parametrize("run", RUNS)
-def test_check_finds_nothing_wrong_and_every_device_within_its_budget(run: str, folders: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["check", path_of(run), *overrides(run, folders)]) == 0
+@pytest.mark.parametrize("run", [*RUNS, "quickstart", "quickstart_sft"])
+@pytest.mark.parametrize("command", ["check", "plan"])
+def test_neither_model_nor_data_need_to_be_here(
+    command: str, run: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main([command, str(ROOT / path_of(run)), *(["--sft"] if run == "quickstart_sft" else [])]) == 0
     out, err = capsys.readouterr()
     assert err == ""
+    assert "not here: model.path: there is no " in out
+    assert "not here: data.train_files: there is no file " in out
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_check_finds_nothing_wrong_and_every_device_within_its_budget(run: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", path_of(run)]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    config = load(run)
     nodes, strategy, pools = RUNS[run]
     assert f"Placement: {strategy} on {nodes} x 8 devices" in out
-    config = load_checked(PPOConfig, path_of(run), overrides(run, folders))
     plan = plan_placement(config)
     assert plan.pools == pools
     assert sum(pools.values()) == nodes * 8  # none is idle
@@ -103,9 +112,9 @@ def test_check_finds_nothing_wrong_and_every_device_within_its_budget(run: str, 
 
 
 @pytest.mark.parametrize("run", RUNS)
-def test_weights_do_not_go_through_files(run: str, folders: Path) -> None:
+def test_weights_do_not_go_through_files(run: str) -> None:
     """Engines beside trainers get them there, others over the network; all engines get all of the model."""
-    config = load_config(PPOConfig, path_of(run), overrides(run, folders))
+    config = load(run)
     plan, policy = plan_placement(config), read_architectures(config)[0]["actor"]
     assert choose_transport(config, plan) is (Transport.device if RUNS[run].strategy == "hybrid" else Transport.group)
     assert (forecast := forecast_weights(config, plan, policy)) is not None
@@ -115,32 +124,31 @@ def test_weights_do_not_go_through_files(run: str, folders: Path) -> None:
 
 
 @pytest.mark.parametrize("run", RUNS)
-def test_the_head_of_a_file_says_the_memory_that_it_takes(run: str, folders: Path) -> None:
-    peaks = peaks_gib(load_config(PPOConfig, path_of(run), overrides(run, folders)))
+def test_the_head_of_a_file_says_the_memory_that_it_takes(run: str) -> None:
+    peaks = peaks_gib(load(run))
     said = ", ".join(f"{pool} {peak:.1f}" for pool, peak in peaks.items())
     assert f"# Memory, GiB of the fullest device: {said}.\n" in (ROOT / path_of(run)).read_text()
 
 
 @pytest.mark.parametrize("run", RUNS)
-def test_a_device_that_is_a_little_too_small_is_refused(run: str, folders: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_device_that_is_a_little_too_small_is_refused(run: str, capsys: pytest.CaptureFixture[str]) -> None:
     """What fits is refused where the fullest device has a quarter of a GiB less; an engine's share stays as it was, but where it has the
     device for itself: there it is half, and what trains does not fit."""
-    arguments = overrides(run, folders)
-    config = load_config(PPOConfig, path_of(run), arguments)
+    config = load(run)
     takes_turns = RUNS[run].strategy == "hybrid"
     phases = [(usages, device.total(phase)) for device in memory_of(config) for phase, usages in device.phases.items()]
     most = max(total for usages, total in phases if not takes_turns or usages.get("actor", Usage()).total) / 2**30
     share = 0.5 * most if takes_turns else config.rollout.sglang.server_args["mem_fraction_static"] * 72
-    arguments += [f"placement.device_memory_gb={most - 0.25}", f"rollout.sglang.server_args.mem_fraction_static={share / (most - 0.25)}"]
+    arguments = [f"placement.device_memory_gb={most - 0.25}", f"rollout.sglang.server_args.mem_fraction_static={share / (most - 0.25)}"]
     assert main(["check", path_of(run), *arguments]) == 2
     assert f"GiB ({'actor' if takes_turns else 'rollout'} " in (err := capsys.readouterr().err)
     assert f"placement.device_memory_gb: in {'update_actor' if takes_turns else 'update_weights'}, device " in err
 
 
 @pytest.mark.parametrize("run", RUNS)
-def test_the_actors_state_is_what_the_parameters_say(run: str, folders: Path) -> None:
+def test_the_actors_state_is_what_the_parameters_say(run: str) -> None:
     """By hand: P / (TP PP) parameters of a rank with 2 + 4 bytes, and 12 bytes over its replicas (ZeRO 1). Stages differ."""
-    config = load_config(PPOConfig, path_of(run), overrides(run, folders))
+    config = load(run)
     parallel = config.actor.parallel
     count = NUM_PARAMETERS[Path(config.model.path).name] / (parallel.tensor_parallel_size * parallel.pipeline_parallel_size)
     by_hand = count * (2 + 4 + 12 / parallel.data_parallel_size)
@@ -151,11 +159,10 @@ def test_the_actors_state_is_what_the_parameters_say(run: str, folders: Path) ->
 
 
 @pytest.mark.parametrize("run", RUNS)
-def test_plan_puts_tensor_parallel_groups_and_engines_inside_a_node(run: str, folders: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = overrides(run, folders)
-    assert main(["plan", path_of(run), *arguments]) == 0
+def test_plan_puts_tensor_parallel_groups_and_engines_inside_a_node(run: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", path_of(run)]) == 0
     assert f"on {RUNS[run].nodes} x 8 devices" in capsys.readouterr().out
-    config = load_config(PPOConfig, path_of(run), arguments)
+    config = load(run)
     plan = plan_placement(config)
     for role, tensor in (("actor", config.actor.parallel.tensor_parallel_size), ("critic", config.critic.parallel.tensor_parallel_size)):
         if role not in plan.roles:
@@ -169,7 +176,7 @@ def test_plan_puts_tensor_parallel_groups_and_engines_inside_a_node(run: str, fo
     assert all(process.node < RUNS[run].nodes for process in plan.processes)
 
 
-def test_longer_responses_are_refused_where_an_engine_has_no_room(folders: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_longer_responses_are_refused_where_an_engine_has_no_room(capsys: pytest.CaptureFixture[str]) -> None:
     """131,072 tokens x 2 x 64 layers x 2 heads x 128 x 2 bytes = 8 GiB of a fifth of 72 GiB, less 15.3 GiB of weights."""
     run = "qwen2.5_32b_dapo_16k"
     longer = [
@@ -177,7 +184,7 @@ def test_longer_responses_are_refused_where_an_engine_has_no_room(folders: Path,
         "actor.micro_batch.max_tokens=131072",
         "rollout.sglang.server_args.mem_fraction_static=0.2",
     ]
-    assert main(["check", path_of(run), *overrides(run, folders), *longer]) == 2
+    assert main(["check", path_of(run), *longer]) == 2
     assert "one row of 131,072 tokens 8.00" in capsys.readouterr().err
 
 

@@ -19,7 +19,6 @@ from megarl.weights.sending import SendReport
 from megarl.weights.slots import SlotAddress
 from megarl.workers.megatron import megatron_mesh
 from megarl.workers.weight_export import MeetingPoint
-from tests.unit.config.published import save_published
 
 TRAINERS = ParallelConfig(tensor_parallel_size=8, pipeline_parallel_size=4, data_parallel_size=2)
 NUM_REPLICAS, ENGINE_SIZE = 8, 8
@@ -47,7 +46,7 @@ class CountingGroup:
 
 @pytest.mark.parametrize("transport", [Transport.device, Transport.group])
 def test_a_push_is_one_call_to_each_rank(transport: Transport, tmp_path: Path) -> None:
-    model = read_architecture(str(save_published("Meta-Llama-3-70B-Instruct", tmp_path / "model")))
+    model = read_architecture(str(Path(__file__).parents[3] / "configs/models/Meta-Llama-3-70B-Instruct"))
     needed = engine_boxes(model, ENGINE_SIZE)
     trainers, replicas = CountingGroup(TRAINERS), [CountingGroup(ParallelConfig(), needed) for _ in range(NUM_REPLICAS)]
     source: Any = WeightSource(

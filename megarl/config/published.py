@@ -1,0 +1,41 @@
+"""The `config.json` of the models that configs/ names, for what is asked on a machine that has neither a model nor the data of its run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from megarl.config.roles import model_roles
+from megarl.config.schema import PPOConfig, SFTConfig
+
+RunConfig = TypeVar("RunConfig", bound=PPOConfig | SFTConfig)
+_CONFIGS_DIR, _MODELS = "configs", "models"
+
+
+def with_published_models(config: RunConfig, config_path: str) -> tuple[RunConfig, list[str]]:
+    """The configuration with a folder that holds no more than the published `config.json` in the place of each model's that is not here,
+    and a line about each of these. A path that does not end with the name of a published model stays as it is."""
+    folders = [Path(config_path).parent / _MODELS, Path(_CONFIGS_DIR) / _MODELS]
+    said: dict[str, str] = {}
+    for role in model_roles(config):
+        if role.path_key in said or Path(role.path).exists():
+            continue
+        published = _published(Path(role.path), folders)
+        if published is not None:
+            config = _changed(config, role.path_key.split("."), str(published))
+            said[role.path_key] = f"{role.path_key}: there is no {role.path} on this machine; read is the published {published}/config.json"
+    return config, list(said.values())
+
+
+def _published(path: Path, folders: Sequence[Path]) -> Path | None:
+    """`models/Qwen3-32B` is the folder `Qwen3-32B` of one of `folders`; `outputs/quickstart/model` is their `quickstart/model`."""
+    endings = [Path(*path.parts[start:]) for start in range(1 if path.is_absolute() else 0, len(path.parts))]
+    found = (folder / ending for folder in folders for ending in endings)
+    return next((folder for folder in found if (folder / "config.json").is_file()), None)
+
+
+def _changed(section: Any, key: Sequence[str], value: str) -> Any:
+    first, *rest = key
+    return replace(section, **{first: _changed(getattr(section, first), rest, value) if rest else value})
