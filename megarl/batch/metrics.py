@@ -51,6 +51,11 @@ class Metric:
         return cls(Reduction.mean, torch.where(mask, values.detach(), 0.0).sum(), mask.sum())
 
     @classmethod
+    def ratio(cls, total: float, count: float) -> Metric:
+        """What all parts have together, for each of what they count together."""
+        return cls(Reduction.mean, total, count)
+
+    @classmethod
     def max(cls, values: Tensor, mask: Tensor) -> Metric:
         """The largest over the True places of all parts' masks. values, mask: of one shape, not empty."""
         return cls(Reduction.max, values.detach().masked_fill(~mask, -torch.inf).max(), mask.sum())

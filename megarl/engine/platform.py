@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch.cuda._pin_memory_utils import pin_memory, unpin_memory
 
-from megarl.config.schema import Device
+from megarl.config.flops import peak_tflops
+from megarl.config.schema import Device, DType
 from megarl.engine import rotary
 from megarl.machine.memory import trim_heap
 
@@ -23,6 +24,11 @@ class Platform:
     @property
     def is_cuda(self) -> bool:
         return self.name == "cuda"
+
+    def peak_tflops(self, dtype: DType) -> float | None:
+        """That matrix products of a type can reach; None where it is not known."""
+        known = self.is_cuda and dtype is DType.bfloat16
+        return peak_tflops(torch.cuda.get_device_name(self.device)) if known else None
 
     def return_freed_memory(self) -> None:
         """To the device, or to the system: what allocators keep of what was freed, so that another process can have it."""

@@ -23,6 +23,7 @@ class ModelSpec:
     total_optimizer_steps: where the learning-rate decay ends.
     offloaded_at_first: leaves memory when the model is built: others need its place.
     collective_limit_s: how long ranks wait for each other.
+    device_peak_tflops: what a device can do, where the device does not say it.
     """
 
     path: str
@@ -39,6 +40,7 @@ class ModelSpec:
     recomputation: Recomputation = Recomputation()
     offloaded_at_first: tuple[StatePart, ...] = ()
     collective_limit_s: float = 1800.0
+    device_peak_tflops: float | None = None
 
 
 def spec_of(
@@ -64,4 +66,5 @@ def spec_of(
         recomputation=role.recomputation,
         offloaded_at_first=offloaded_at_first,
         collective_limit_s=config.trainer.phase_time_limit_s + _GRACE_S,
+        device_peak_tflops=config.placement.device_peak_tflops,
     )

@@ -71,6 +71,11 @@ _PANELS = (
         logarithmic=True,
     ),
     Panel(title="Throughput", curves={"perf/throughput": "tokens / s"}, unit="tokens / s"),
+    Panel(
+        title="Speed of updates",
+        curves={"perf/tflops/actor": "actor", "perf/tflops/critic": "critic", "perf/tflops/sft": "fine-tuning"},
+        unit="TFLOP/s of a device",
+    ),
 )
 
 

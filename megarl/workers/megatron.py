@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection, Mapping
 from datetime import timedelta
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch.distributed as dist
 
 from megarl.batch.data_proto import DataProto
 from megarl.batch.metrics import Metric
+from megarl.config.flops import training_flops
 from megarl.config.schema import ParallelConfig
 from megarl.controller.dispatch import Dispatch, Mesh, MeshCoordinate
 from megarl.controller.register import register
@@ -53,6 +55,21 @@ def megatron_mesh(parallel: ParallelConfig) -> Mesh:
     return tuple(
         MeshCoordinate(tp=rank % tensor, dp=rank // tensor % data, pp=rank // (tensor * data)) for rank in range(parallel.world_size)
     )
+
+
+def speed_metrics(spec: ModelSpec, part: DataProto, seconds: float, name: str, peak_tflops: float | None) -> dict[str, Metric]:
+    """Of an update that took a replica so long: `perf/tflops/<name>`, what its rows need (training_flops) for each second of each of its
+    devices, and `perf/mfu/<name>`, as a share of what these can do, where that is known or given."""
+    mask, scored = part.tensors["attention_mask"], part.tensors["response_mask"]
+    lengths, responses = mask.sum(1).tolist(), mask[:, -scored.shape[1] :].sum(1).tolist()
+    counts = scored.any(1).tolist()  # not a row that only fills a micro-batch
+    rows = [(length - response, response) for length, response, is_counted in zip(lengths, responses, counts, strict=True) if is_counted]
+    tflop = training_flops(spec.architecture, rows, with_value_head=spec.head == "value") / 1e12
+    device_s = seconds * spec.parallel.tensor_parallel_size * spec.parallel.pipeline_parallel_size
+    metrics = {f"perf/tflops/{name}": Metric.ratio(tflop, device_s)}
+    if peak := spec.device_peak_tflops or peak_tflops:
+        metrics[f"perf/mfu/{name}"] = Metric.ratio(tflop, device_s * peak)
+    return metrics
 
 
 _groups: ParallelGroups | None = None  # roles that are fused in this process share them
@@ -105,10 +122,13 @@ class MegatronWorker(WeightExport):
         return DataProto.from_dict({key: value.cpu() for key, value in (outputs or {}).items()})
 
     def _train(self, part: DataProto, loss: Loss) -> dict[str, Metric]:
-        """One optimizer step; the loss's metrics over this replica's rows, and `<loss.name>/grad_norm`, `<loss.name>/lr`."""
+        """One optimizer step; the loss's metrics over this replica's rows, `<loss.name>/grad_norm`, `<loss.name>/lr`, and the
+        update's speed (speed_metrics)."""
+        begin_s = time.monotonic()
         metrics = self._engine.forward_backward(part.tensors, part.meta_info[MICRO_BATCHES], loss, loss.extras)
-        step = self._engine.step()
-        return {**metrics, f"{loss.name}/grad_norm": Metric.same(step.grad_norm), f"{loss.name}/lr": Metric.same(step.lr)}
+        step = self._engine.step()  # it reads the gradient's norm, so that the device has come as far
+        speed = speed_metrics(self._spec, part, time.monotonic() - begin_s, loss.name, platform.current().peak_tflops(self._spec.dtype))
+        return {**metrics, f"{loss.name}/grad_norm": Metric.same(step.grad_norm), f"{loss.name}/lr": Metric.same(step.lr), **speed}
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def offload_state(self, parts: tuple[StatePart, ...]) -> int:

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 from threading import Timer
 from typing import Any
@@ -40,12 +41,23 @@ pytestmark = pytest.mark.usefixtures("ray_cluster")
 
 STEPS, WARMUP_STEPS = 5, 2
 SAMPLES = 16
+PEAK_TFLOPS = 0.25
 TARGET, HORIZON, BETA = 0.02, 160, 0.05
-TRAINED = ["actor/pg_loss", "actor/pg_clipfrac", "actor/approx_kl", "actor/ratio_max", "actor/ratio_min", "actor/grad_norm", "actor/lr"]
+TRAINED = [
+    "actor/pg_loss",
+    "actor/pg_clipfrac",
+    "actor/approx_kl",
+    "actor/ratio_max",
+    "actor/ratio_min",
+    "actor/grad_norm",
+    "actor/lr",
+    "perf/tflops/actor",
+]
 ALWAYS = [
     *("critic/vf_loss", "critic/vf_clipfrac", "critic/grad_norm", "critic/score/mean", "critic/score/max", "critic/score/min"),
     *("response_length/mean", "response_length/max", "response_length/min", "response_length/clip_ratio"),
     *(f"timing_s/{phase}" for phase in ("step", "gen", "reward", "old_log_prob", "ref", "values", "adv", "update_critic")),
+    "perf/tflops/critic",
     *("actor/entropy", "groups/without_signal", "rollout_correction/kl"),
     *("perf/throughput", "training/rollout_probs_diff_mean", "training/rollout_probs_diff_max"),
     *("training/rollout_log_probs_diff_mean", "training/rollout_log_probs_diff_max"),
@@ -74,7 +86,7 @@ def config(
 
 def split_collocate(inputs: Path, output_dir: Path) -> PPOConfig:
     controller = KLControllerConfig(kind=KLControllerKind.adaptive, target=TARGET, horizon=HORIZON)
-    return config(
+    given = config(
         inputs,
         output_dir,
         AlgorithmConfig(kl=KLConfig(coefficient=BETA, controller=controller)),
@@ -84,6 +96,7 @@ def split_collocate(inputs: Path, output_dir: Path) -> PPOConfig:
         epochs_per_batch=2,
         validate_every_steps=2,
     )
+    return replace(given, placement=replace(given.placement, device_peak_tflops=PEAK_TFLOPS))
 
 
 class PolicyWatch:
@@ -153,6 +166,8 @@ def test_every_step_has_its_metrics(finished: Finished) -> None:
         phases = [line[f"timing_s/{name}"] for name in ("gen", "reward", "values", "update_critic")]
         assert 0 < max(phases) < line["timing_s/step"]
         assert ("timing_s/testing" in line) == ("val/score/mean" in line)
+        for role in ("actor", "critic"):
+            assert line.get(f"perf/mfu/{role}", 0) == pytest.approx(line.get(f"perf/tflops/{role}", 0) / PEAK_TFLOPS)
 
 
 def test_no_metric_is_of_a_phase_that_did_not_happen(finished: Finished) -> None:

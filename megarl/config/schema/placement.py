@@ -29,4 +29,5 @@ class PlacementConfig:
     roles: dict[str, str] = field(default_factory=dict)  # custom: role -> pool; the roles of one pool take turns
     pools: dict[str, list[int]] = field(default_factory=dict)  # custom: pool -> its devices on each node
     device_memory_gb: float | None = ranged(None, above=0)  # of one device, in 2**30 bytes; None: nothing is compared with the plan's sum
+    device_peak_tflops: float | None = ranged(None, above=0)  # what `perf/mfu/*` is a share of; None: a known GPU's, for bfloat16
     over_budget: OverBudget = OverBudget.refuse  # what happens where a device would hold more than it has

@@ -1,0 +1,57 @@
+"""Operations of training, against torch's counter of what a Hugging Face model does, and by hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoModelForCausalLM, Qwen2Config
+
+from megarl.config.architecture import read_architecture
+from megarl.config.flops import peak_tflops, training_flops
+from tests.unit.config.folders import model_folder
+
+LAYERS, WIDTH, HEADS, VOCABULARY = 4, 48, 4, 101  # of the tests' model; its heads are 12 wide, two of them of keys and values
+
+
+@pytest.mark.parametrize("prompt", [1, 5])
+def test_it_is_what_a_model_of_hugging_face_does(prompt: int, tmp_path: Path) -> None:
+    """Its own attention makes all pairs of a row, and its output layer all places: both are put in their places here."""
+    folder, response = model_folder(tmp_path / "model"), 8
+    length = prompt + response
+    model = AutoModelForCausalLM.from_config(Qwen2Config.from_pretrained(folder), attn_implementation="eager")
+    counter = FlopCounterMode(display=False)
+    with counter:
+        model(input_ids=torch.arange(length)[None]).logits.sum().backward()
+    masked = 2 * 2 * LAYERS * WIDTH * (length * length - length * (length + 1) // 2)  # pairs that the causal mask takes away, in 2 products
+    unread = 2 * WIDTH * VOCABULARY * (length - response)
+    angles = length * WIDTH // HEADS  # of the rotary embedding, a product there: half the numbers of a head, twice
+    expected = counter.get_total_flops() - 3 * (masked + unread) - angles
+    assert training_flops(read_architecture(str(folder)), [(prompt, response)]) == expected
+
+
+def test_rows_add_up_and_a_value_head_is_one_column(tmp_path: Path) -> None:
+    architecture = read_architecture(str(model_folder(tmp_path / "model")))
+    rows = [(3, 4), (1, 1), (2, 6)]
+    assert training_flops(architecture, rows) == sum(training_flops(architecture, [row]) for row in rows)
+    assert training_flops(architecture, []) == 0
+    less = training_flops(architecture, rows) - training_flops(architecture, rows, with_value_head=True)
+    assert less == 3 * 2 * (4 + 1 + 6) * WIDTH * (VOCABULARY - 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989.4),
+        ("NVIDIA H100 PCIe", 756.0),
+        ("NVIDIA H100 NVL", 835.0),
+        ("NVIDIA H200", 989.4),
+        ("NVIDIA H20", 148.0),
+        ("NVIDIA A100-SXM4-80GB", 312.0),
+        ("NVIDIA GeForce RTX 3090", None),
+    ],
+)
+def test_peaks_by_the_name_of_the_device(name: str, peak: float | None) -> None:
+    assert peak_tflops(name) == peak
