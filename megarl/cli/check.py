@@ -20,6 +20,7 @@ from megarl.config.derive import (
     derive,
     max_conversation_tokens,
     most_checkpoints,
+    optimizer_steps,
 )
 from megarl.config.layers import describe_layers
 from megarl.config.load import plain_values
@@ -59,6 +60,7 @@ def print_run(config: PPOConfig | SFTConfig, console: Console) -> None:
     print_placement(config, plan, architectures, console)
     console.print(_checkpoints(config, architectures))
     _warn_of_full_disk(config, architectures, console)
+    _warn_of_long_warmup(config, console)
 
 
 def _table(title: str, *columns: str) -> Table:
@@ -184,6 +186,18 @@ def _warn_of_full_disk(config: PPOConfig | SFTConfig, architectures: Mapping[str
             soft_wrap=True,
             highlight=False,
         )
+
+
+def _warn_of_long_warmup(config: PPOConfig | SFTConfig, console: Console) -> None:
+    for role in model_roles(config):
+        if role.optim is not None and role.optim.warmup_steps >= (total := optimizer_steps(config, role)):
+            console.print(
+                f"warning: the {role.name} warms up for {role.optim.warmup_steps:,} optimizer steps, but the run makes {total:,}: its "
+                f"learning rate never gets to {role.optim.lr:g}",
+                style="yellow",
+                soft_wrap=True,
+                highlight=False,
+            )
 
 
 def _free_bytes(path: Path) -> int:

@@ -6,8 +6,9 @@ import difflib
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass, make_dataclass
 from enum import Enum
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,13 @@ from omegaconf.errors import OmegaConfBaseException
 
 from megarl.config.errors import ConfigError
 from megarl.config.schema import MISSING
+from megarl.config.schema.keys import leaves
 from megarl.config.sources import Layer, read_layers
 from megarl.config.verl_names import VerlProblem, verl_problems
 from megarl.machine.files import write_whole
 
 Config = typing.TypeVar("Config")
+_LONGEST_NAME, _LONGEST_TEXT = 255, 4000  # bytes of a name in Linux's file systems; characters, below what a path may have
 
 
 def load_config(schema: type[Config], path: str, overrides: Sequence[str] = ()) -> Config:
@@ -36,15 +39,32 @@ def load_config(schema: type[Config], path: str, overrides: Sequence[str] = ()) 
         for section in layer.replaces:
             given.pop(section, None)
         given = OmegaConf.merge(given, review.fitting(schema, layer.values, "", layer))
-    merged = OmegaConf.merge(OmegaConf.structured(schema), given)
-    missing = [key for key in sorted(OmegaConf.missing_keys(merged)) if key not in review.refused]
-    problems = review.problems + [f"{key}: is missing; give it in the file or as {key}=..." for key in missing]
-    if problems:
-        raise ConfigError(path, problems)
+    problems = list(review.problems)
     try:
-        return typing.cast(Config, OmegaConf.to_object(merged))
-    except (OmegaConfBaseException, ValueError) as error:
-        raise ConfigError(path, [" ".join(str(error).split())]) from error
+        merged = OmegaConf.merge(OmegaConf.structured(schema), given)
+        missing = [key for key in sorted(OmegaConf.missing_keys(merged)) if key not in review.refused]
+        problems += [f"{key}: is missing; give it in the file or as {key}=..." for key in missing]
+        if not problems:
+            config = OmegaConf.to_object(merged)
+            problems += _unusable_texts(config)
+            if not problems:
+                return typing.cast(Config, config)
+    except (OmegaConfBaseException, ValueError) as error:  # of a value that refers to another: ${...}
+        problems.append(" ".join(str(error).split()))
+    raise ConfigError(path, problems)
+
+
+def _unusable_texts(config: Any) -> Iterator[str]:
+    """Texts that nothing can be called, so that a file cannot even be looked for; and another language's word for null."""
+    for key, value, _ in leaves(config):
+        for text in value if isinstance(value, list) else [value]:
+            if not isinstance(text, str) or isinstance(text, Enum):
+                continue
+            if text == "None":
+                yield f"{key}: is the text 'None'; write null for nothing"
+            elif not text.isprintable() or len(text) > _LONGEST_TEXT or any(len(part.encode()) > _LONGEST_NAME for part in text.split("/")):
+                shown = f"{text[:40]!r}..." if len(text) > 40 else repr(text)
+                yield f"{key}: is {shown}, which has characters that cannot be printed, or is longer than the name of a file can be"
 
 
 def plain_values(config: Any) -> dict[str, Any]:
@@ -125,10 +145,17 @@ def _accepts(section: type, values: Mapping[str, Any]) -> bool:
         if hints[name] in (bool, int, float, str) and value != MISSING and isinstance(value, bool) != (hints[name] is bool):
             return False
     try:
-        OmegaConf.merge(OmegaConf.structured(section), dict(values))
-    except OmegaConfBaseException:
+        OmegaConf.merge(_without_sections(section), dict(values))
+    except (OmegaConfBaseException, TypeError):  # a TypeError for a mapping in the place of a list
         return False
     return True
+
+
+@cache
+def _without_sections(section: Any) -> Any:
+    """What OmegaConf knows of a section's own values. With the sections in it, every question would copy all of them."""
+    own = [(entry.name, _hints(section)[entry.name], entry) for entry in fields(section) if not is_dataclass(_hints(section)[entry.name])]
+    return OmegaConf.structured(make_dataclass(section.__name__, own, kw_only=True))
 
 
 def expected(hint: Any) -> str:

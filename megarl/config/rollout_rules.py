@@ -7,6 +7,7 @@ from megarl.config.nearest import either, nearest_divisors
 from megarl.config.schema import PlacementStrategy, PPOConfig, RolloutEngineKind
 from megarl.config.violation import Violation, Violations
 
+_LEAST_TEMPERATURE = 0.01
 _TP = "rollout.tensor_parallel_size"
 
 
@@ -15,6 +16,14 @@ def sampling(config: PPOConfig) -> Violations:
     rollout = config.rollout
     if rollout.temperature == 0:
         yield Violation(("rollout.temperature",), "is 0 (greedy): training needs samples of the policy; use 1.0, the usual choice")
+    for key, temperature in (
+        ("rollout.temperature", rollout.temperature),
+        ("rollout.validation.temperature", rollout.validation.temperature),
+    ):
+        if 0 < temperature < _LEAST_TEMPERATURE:
+            yield Violation(
+                (key,), f"is {temperature:g}: logits divided by it are beyond what bfloat16 tells apart; use {_LEAST_TEMPERATURE} or more"
+            )
     for key, value, off in (("top_p", rollout.top_p, 1.0), ("top_k", rollout.top_k, -1)):
         if value != off:
             yield Violation(

@@ -6,6 +6,7 @@ files: `algorithm: ppo` is the file `algorithm/ppo.yaml`, `algorithm: {base: ppo
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,6 +21,8 @@ BASE = "base"
 GROUPS = ("algorithm",)  # sections of which `configs/<section>/` holds ready-made files
 COMMAND_LINE = "command line"
 _CONFIGS_DIR = "configs"
+# What reading a text as YAML can raise; a RecursionError where it is too deep.
+_UNREADABLE = (yaml.YAMLError, OmegaConfBaseException, UnicodeError, RecursionError)
 
 
 class Layer(NamedTuple):
@@ -60,7 +63,7 @@ def _file_layers(file: Path, chain: tuple[Path, ...]) -> list[Layer]:
         base = values.pop(BASE)
         if not isinstance(base, str):
             raise ConfigError(str(file), [f"{BASE!r} is {base!r}, but must be the path of a file, relative to this one"])
-        if not (file.parent / base).is_file():
+        if not os.path.isfile(file.parent / base):  # False also of what no file can be called
             raise ConfigError(str(file), [f"{BASE!r} is {base!r}: there is no file {str(file.parent / base)!r}"])
         layers = _file_layers(file.parent / base, (*chain, resolved))
     return [*layers, *_group_layers(values, str(file), file.parent), Layer(str(file), values)]
@@ -100,12 +103,16 @@ def _read_yaml(file: Path) -> dict[str, Any]:
         raise ConfigError(str(file), [f"there is no such file (the current directory is {Path.cwd()})"]) from error
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(str(file), [f"cannot be read: {error}"]) from error
-    except yaml.YAMLError as error:
-        raise ConfigError(str(file), [f"is not YAML: {' '.join(str(error).split())}"]) from error
+    except _UNREADABLE as error:
+        raise ConfigError(str(file), [f"is not YAML: {_one_line(error)}"]) from error
     values = OmegaConf.to_container(loaded) if isinstance(loaded, DictConfig) else None
     if not isinstance(values, dict):
         raise ConfigError(str(file), ["must hold a mapping of sections (model:, data:, ...)"])
     return {str(key): value for key, value in values.items()}
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
 
 
 def _parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
@@ -118,8 +125,8 @@ def _parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
             continue
         try:
             values = OmegaConf.merge(values, OmegaConf.from_dotlist([override]))
-        except (yaml.YAMLError, OmegaConfBaseException) as error:
-            problems.append(f"{override!r}: {' '.join(str(error).split())}")
+        except (*_UNREADABLE, TypeError) as error:  # a TypeError for a list and a mapping of one key
+            problems.append(f"{override!r}: {_one_line(error)}")
     if problems:
         raise ConfigError(COMMAND_LINE, problems)
     container = OmegaConf.to_container(values)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import tempfile
 from collections.abc import Callable
 from math import lcm
 from pathlib import Path
@@ -40,7 +41,7 @@ def validate(config: RunConfig, with_files: bool = True) -> list[Violation]:
     """
     violations = list(_ranges(config))
     broken = {key for violation in violations for key in violation.keys}
-    for rule in (_optim, _train_files, _layers, *((absent_files, _weights, _tracking, _checkpoint) if with_files else ())):
+    for rule in (_optim, _train_files, _layers, *((absent_files, _weights, _tracking, _folders, _checkpoint) if with_files else ())):
         violations += rule(config)
     if isinstance(config, PPOConfig):
         for needed, ppo_rule in _PPO_RULES:
@@ -76,7 +77,7 @@ def read_architectures(config: RunConfig) -> tuple[dict[str, Architecture], list
 def _ranges(config: RunConfig) -> Violations:
     for key, value, allowed in leaves(config):
         if isinstance(value, int | float) and value not in allowed:
-            yield Violation((key,), f"is {value:g}, but must be {allowed}")
+            yield Violation((key,), allowed.explain(value))
 
 
 def _optim(config: RunConfig) -> Violations:
@@ -137,12 +138,26 @@ def _tracking(config: RunConfig) -> Violations:
         )
 
 
+def _folders(config: RunConfig) -> Violations:
+    """Those that a run writes to: a folder is made in the nearest one that there is, and removed."""
+    for key, folder in (("trainer.output_dir", config.trainer.output_dir), ("checkpoint.dir", config.checkpoint.dir)):
+        if folder is None:
+            continue
+        path = Path(folder).absolute()
+        nearest = next(parent for parent in (path, *path.parents) if parent.exists())
+        if path == Path(path.anchor):
+            yield Violation((key,), f"is {folder!r}, the root of the file system; give a folder of the run's own")
+            continue
+        try:
+            tempfile.TemporaryDirectory(dir=nearest).cleanup()
+        except OSError as error:
+            yield Violation((key,), f"{folder!r} cannot be written: {nearest}: {error.strerror}; give a folder that can be")
+
+
 def _checkpoint(config: RunConfig) -> Violations:
     resume = config.checkpoint.resume
     if resume not in (RESUME_AUTO, RESUME_DISABLE) and not Path(resume).is_dir():
         yield Violation(("checkpoint.resume",), f"there is no folder {resume!r}; give auto, disable, or the path of a checkpoint")
-    if config.checkpoint.dir is not None and Path(config.checkpoint.dir).is_file():
-        yield Violation(("checkpoint.dir",), f"{config.checkpoint.dir!r} is a file; give a folder")
 
 
 def _mini_batches(config: PPOConfig) -> Violations:

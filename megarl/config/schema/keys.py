@@ -8,12 +8,13 @@ from dataclasses import Field, field, fields, is_dataclass
 from typing import Any, NamedTuple, TypeVar
 
 MISSING = "???"  # OmegaConf's own mark of a value that the user must give
+LARGEST = 10**9  # of any number, with either sign: what is larger is a slip, and would be a disaster as a count or a seed
 
 Value = TypeVar("Value")
 
 
 class Range(NamedTuple):
-    """Which numbers a key takes, all of them finite. An end belongs to the range (`at_least`, `at_most`) or not (`above`, `below`)."""
+    """Which numbers a key takes, none beyond LARGEST. An end belongs to the range (`at_least`, `at_most`) or not (`above`, `below`)."""
 
     at_least: float = -math.inf
     above: float = -math.inf
@@ -22,7 +23,7 @@ class Range(NamedTuple):
 
     def __contains__(self, value: object) -> bool:
         assert isinstance(value, int | float)
-        return math.isfinite(value) and self.at_least <= value <= self.at_most and self.above < value < self.below
+        return abs(value) <= LARGEST and self.at_least <= value <= self.at_most and self.above < value < self.below
 
     def __str__(self) -> str:
         given = {word: end for word, end in self._asdict().items() if math.isfinite(end)}
@@ -31,6 +32,11 @@ class Range(NamedTuple):
             high = f"{self.at_most:g}]" if "at_most" in given else f"{self.below:g})"
             return f"in {low}, {high}"
         return next((f"{word.replace('_', ' ')} {end:g}" for word, end in given.items()), "a finite number")
+
+    def explain(self, value: float) -> str:
+        """Why `value` is not in it."""
+        is_huge = LARGEST < abs(value) < math.inf and min(self.at_most, self.below) == math.inf
+        return f"is {value:g}, but no number may be beyond {LARGEST:,}" if is_huge else f"is {value:g}, but must be {self}"
 
 
 def ranged(default: Value, **ends: float) -> Value:

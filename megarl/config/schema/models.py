@@ -55,10 +55,10 @@ class ModelConfig:
 class ParallelConfig:
     """Megatron's parallel sizes of one role. `data_parallel_size` replicas of (tensor x pipeline) ranks."""
 
-    tensor_parallel_size: int = ranged(1, at_least=1)  # ranks that share each layer's matrices, on one node
-    pipeline_parallel_size: int = ranged(1, at_least=1)  # stages of consecutive layers
+    tensor_parallel_size: int = ranged(1, at_least=1, at_most=1024)  # ranks that share each layer's matrices, on one node
+    pipeline_parallel_size: int = ranged(1, at_least=1, at_most=1024)  # stages of consecutive layers
     virtual_pipeline_parallel_size: int | None = ranged(None, at_least=2)  # pieces of layers that a stage holds, so that stages wait less
-    data_parallel_size: int = ranged(1, at_least=1)  # replicas, each with a share of the batch
+    data_parallel_size: int = ranged(1, at_least=1, at_most=10000)  # replicas, each with a share of the batch
     sequence_parallel: bool = False  # between matrices, tensor-parallel ranks share the tokens: less memory
 
     @property
@@ -68,9 +68,9 @@ class ParallelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimConfig:
-    lr: float = ranged(1e-6, above=0)  # after the warm-up
+    lr: float = ranged(1e-6, above=0, at_most=1)  # after the warm-up
     betas: list[float] = field(default_factory=lambda: [0.9, 0.95])  # Adam's two moments
-    eps: float = ranged(1e-8, above=0)  # Adam's
+    eps: float = ranged(1e-8, above=0, at_most=1)  # Adam's
     weight_decay: float = ranged(0.01, at_least=0)  # decoupled (AdamW); not on norms and biases
     clip_grad: float = ranged(1.0, at_least=0)  # by global norm; 0 switches it off
     warmup_steps: int = ranged(0, at_least=0)  # optimizer steps, linear from 0

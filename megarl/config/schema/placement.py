@@ -24,8 +24,8 @@ class OverBudget(str, Enum):
 @dataclass(frozen=True, kw_only=True)
 class PlacementConfig:
     strategy: PlacementStrategy = PlacementStrategy.split_collocate  # see the page on placements
-    num_nodes: int = ranged(1, at_least=1)  # the plan's pools are spread over so many
-    devices_per_node: int | None = ranged(None, at_least=1)  # None: as many as the roles need
+    num_nodes: int = ranged(1, at_least=1, at_most=10000)  # the plan's pools are spread over so many
+    devices_per_node: int | None = ranged(None, at_least=1, at_most=128)  # None: as many as the roles need
     roles: dict[str, str] = field(default_factory=dict)  # custom: role -> pool; the roles of one pool take turns
     pools: dict[str, list[int]] = field(default_factory=dict)  # custom: pool -> its devices on each node
     device_memory_gb: float | None = ranged(None, above=0)  # of one device, in 2**30 bytes; None: nothing is compared with the plan's sum

@@ -45,4 +45,4 @@ class RewardConfig:
     time_limit_s: float = ranged(10.0, above=0)  # of one sample, from when its scoring begins
     # share of a batch's samples whose scoring may fail (scored as 0 and reported)
     max_error_rate: float = ranged(0.0, at_least=0, at_most=1)
-    num_processes: int = ranged(2, at_least=1)  # that score at the same time
+    num_processes: int = ranged(2, at_least=1, at_most=10000)  # that score at the same time

@@ -31,7 +31,7 @@ class Verify(str, Enum):
 @dataclass(frozen=True, kw_only=True)
 class SamplingConfig:
     n: int = ranged(1, at_least=1)  # samples per prompt
-    temperature: float = ranged(1.0, at_least=0)  # 0 is greedy
+    temperature: float = ranged(1.0, at_least=0, at_most=100)  # 0 is greedy
     top_p: float = ranged(1.0, above=0, at_most=1)  # the most likely tokens with so much probability together; 1: all
     top_k: int = -1  # so many of the most likely tokens; -1: all
     min_new_tokens: int = ranged(0, at_least=0)  # before the end token may come
@@ -47,15 +47,15 @@ class SGLangConfig:
 @dataclass(frozen=True, kw_only=True)
 class RolloutConfig:
     engine: RolloutEngineKind = RolloutEngineKind.hf  # what generates
-    num_replicas: int = ranged(1, at_least=1)  # engines, each with a whole copy of the model
-    tensor_parallel_size: int = ranged(1, at_least=1)  # devices of one engine
+    num_replicas: int = ranged(1, at_least=1, at_most=10000)  # engines, each with a whole copy of the model
+    tensor_parallel_size: int = ranged(1, at_least=1, at_most=1024)  # devices of one engine
     n: int = ranged(1, at_least=1)  # samples per prompt
-    temperature: float = ranged(1.0, at_least=0)  # above 0; the trainer divides its logits by it too
+    temperature: float = ranged(1.0, at_least=0, at_most=100)  # above 0; the trainer divides its logits by it too
     top_p: float = ranged(1.0, above=0, at_most=1)  # 1 for training: a cut sampler draws from another distribution
     top_k: int = -1  # -1 for training, for the same reason
     max_concurrency: int = ranged(256, at_least=1)  # sequences that one replica generates at the same time
     restart_limit: int = ranged(3, at_least=0)  # replicas that may be started anew in one run
-    health_limit_s: float = ranged(120.0, above=0)  # an engine that makes no progress for so long is taken for hung
+    health_limit_s: float = ranged(120.0, at_least=1)  # an engine that makes no progress for so long is taken for hung
     validation: SamplingConfig = field(default_factory=SamplingConfig)
     sglang: SGLangConfig = field(default_factory=SGLangConfig)
 
@@ -77,7 +77,7 @@ class RolloutConfig:
 @dataclass(frozen=True, kw_only=True)
 class ReshardingConfig:
     # of weights that a rank sends, or receives, at a time, in 2**20 bytes; a push takes two or three times as much of a device's memory
-    bucket_mb: float = ranged(512.0, above=0)
+    bucket_mb: float = ranged(512.0, above=0, at_most=65536)
     transport: Transport = Transport.auto  # how weights go from the trainer to the engines
     verify: Verify = Verify.first  # compare checksums of every tensor, trainer and engine
     max_log_prob_difference: float = ranged(0.1, above=0)  # mean |trainer - engine| over the first batch's tokens, above which the run ends

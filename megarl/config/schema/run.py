@@ -51,7 +51,7 @@ class TrainerConfig:
     critic_warmup_steps: int = ranged(0, at_least=0)  # first steps, in which only the critic learns
     validate_every_steps: int = ranged(0, at_least=0)  # 0: only where `validate_before` and the end ask for it
     validate_before: bool = True  # validate before the first step
-    phase_time_limit_s: float = ranged(1800.0, above=0)  # a phase that takes longer ends the run, with every rank's stack
+    phase_time_limit_s: float = ranged(1800.0, at_least=1)  # a phase that takes longer ends the run, with every rank's stack
     seed: int = ranged(0, at_least=0)  # of sampled tokens, mini-batches and new weights
     output_dir: str = "outputs/run"  # metrics, timeline, checkpoints, the trained model
 
@@ -61,7 +61,7 @@ class SFTTrainerConfig:
     total_steps: int = ranged(100, at_least=1)  # optimizer steps
     samples_per_step: int = ranged(256, at_least=1)  # chats of one optimizer step
     validate_every_steps: int = ranged(0, at_least=0)  # 0: only at the end
-    phase_time_limit_s: float = ranged(1800.0, above=0)  # a phase that takes longer ends the run, with every rank's stack
+    phase_time_limit_s: float = ranged(1800.0, at_least=1)  # a phase that takes longer ends the run, with every rank's stack
     seed: int = ranged(0, at_least=0)  # of new weights
     output_dir: str = "outputs/sft"  # metrics, timeline, checkpoints, the trained model
 

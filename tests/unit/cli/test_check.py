@@ -153,7 +153,7 @@ BROKEN = [
     ("rollout.top_p=0.9", "truncated sampler"),
     ("reward.functions=[]", "reward.functions, reward.model.path: functions is empty"),
     ("placement.devices_per_node=2", "the roles need 7"),
-    ("rollout.num_replicas=0", "must be at least 1"),
+    ("rollout.num_replicas=0", "must be in [1, 10000]"),
     ("algorithm=nothing", "algorithm=nothing: there is no such file"),
     ("trainer.seed", "write key.sub=value"),
     ("checkpoint.resume=nowhere", "there is no folder 'nowhere'; give auto, disable, or the path of a checkpoint"),

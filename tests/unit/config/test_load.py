@@ -150,6 +150,41 @@ def test_overrides_that_are_none(minimal: str) -> None:
     assert "there is no such file" in problems_of("nowhere.yaml")[0]
 
 
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("trainer.output_dir=${nothing}", "Interpolation key 'nothing' not found full_key: trainer.output_dir"),
+        ("trainer.seed=${model.path}", "Value 'models/m' of type 'str' could not be converted to Integer full_key: trainer.seed"),
+        ("trainer.output_dir=${oc.env:NOBODY_SET_IT}", "Environment variable 'NOBODY_SET_IT' not found"),
+        ("trainer.output_dir=${", "'trainer.output_dir=${': "),
+        ("trainer.output_dir=\ud800", "surrogates not allowed"),
+        ("trainer={null: 3}", "Incompatible key type 'NoneType'"),
+        ("tracking.loggers[0]=jsonl", "tracking.loggers: is {'0': 'jsonl'}, but must be a list, each item one of console, jsonl"),
+        (
+            "reward.functions={path: x}",
+            "reward.functions: is {'path': 'x'}, but must be a list of sections with the keys path, name, weight",
+        ),
+        ("checkpoint.dir=None", "checkpoint.dir: is the text 'None'; write null for nothing"),
+        (
+            "data.val_files=[a, " + "b" * 256 + "]",
+            f"data.val_files: is '{'b' * 40}'..., which has characters that cannot be printed, or is longer",
+        ),
+        (r'model.path="a\x07b"', r"model.path: is 'a\x07b', which has characters that cannot be printed"),
+    ],
+)
+def test_what_a_key_cannot_be_is_one_line(minimal: str, override: str, said: str) -> None:
+    (problem,) = problems_of(minimal, override)
+    assert said in problem
+    assert "\n" not in problem
+
+
+def test_a_file_that_is_too_deep_is_an_error(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("trainer: " + "[" * 5000)
+    (problem,) = problems_of(str(file))
+    assert problem.startswith("is not YAML: ")
+
+
 def test_dump_is_read_back_equal(tmp_path: Path, minimal: str) -> None:
     config = load_config(PPOConfig, minimal, ["reward.functions=[{path: r.py}]", "actor.optim.lr=3e-7", "tracking.run_name=x"])
     dump_config(config, tmp_path / "deep" / "config.yaml")

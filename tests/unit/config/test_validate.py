@@ -146,8 +146,26 @@ def test_a_good_configuration_has_none(ppo: str) -> None:
         (["reward.max_error_rate=2"], "reward.max_error_rate: is 2, but must be in [0, 1]"),
         (["trainer.total_steps=0"], "trainer.total_steps: is 0, but must be at least 1"),
         (["trainer.updates_per_step=0"], "trainer.updates_per_step: is 0, but must be at least 1"),
-        (["actor.parallel.tensor_parallel_size=0"], "actor.parallel.tensor_parallel_size: is 0, but must be at least 1"),
-        (["actor.optim.lr=0"], "actor.optim.lr: is 0, but must be above 0"),
+        (["actor.parallel.tensor_parallel_size=0"], "actor.parallel.tensor_parallel_size: is 0, but must be in [1, 1024]"),
+        (["actor.optim.lr=0"], "actor.optim.lr: is 0, but must be in (0, 1]"),
+        (["actor.optim.lr=1e30"], "actor.optim.lr: is 1e+30, but must be in (0, 1]"),
+        (["trainer.seed=18446744073709551616"], "trainer.seed: is 1.84467e+19, but no number may be beyond 1,000,000,000"),
+        (
+            ["rollout.temperature=1e-30"],
+            "rollout.temperature: is 1e-30: logits divided by it are beyond what bfloat16 tells apart; use 0.01",
+        ),
+        (["rollout.validation.temperature=0.001"], "rollout.validation.temperature: is 0.001: logits divided by it"),
+        (["rollout.temperature=1e9"], "rollout.temperature: is 1e+09, but must be in [0, 100]"),
+        (["resharding.bucket_mb=1e300"], "resharding.bucket_mb: is 1e+300, but must be in (0, 65536]"),
+        (["trainer.phase_time_limit_s=1e-300"], "trainer.phase_time_limit_s: is 1e-300, but must be at least 1"),
+        (["reward.num_processes=1000000"], "reward.num_processes: is 1e+06, but must be in [1, 10000]"),
+        (["placement.num_nodes=1000000"], "placement.num_nodes: is 1e+06, but must be in [1, 10000]"),
+        (["placement.devices_per_node=1000000"], "placement.devices_per_node: is 1e+06, but must be in [1, 128]"),
+        (["rollout.num_replicas=100000"], "rollout.num_replicas: is 100000, but must be in [1, 10000]"),
+        (["trainer.output_dir=/"], "trainer.output_dir: is '/', the root of the file system; give a folder of the run's own"),
+        (["trainer.output_dir=/dev/null"], "trainer.output_dir: '/dev/null' cannot be written: /dev/null: Not a directory; give a folder"),
+        (["trainer.output_dir=/proc/x"], "trainer.output_dir: '/proc/x' cannot be written: /proc: "),
+        (["checkpoint.dir=/proc/1"], "checkpoint.dir: '/proc/1' cannot be written: /proc/1: "),
     ],
 )
 def test_one_mistake_is_one_violation(ppo: str, overrides: list[str], said: str) -> None:
@@ -266,7 +284,7 @@ def changed(section: Any, values: dict[str, Any], prefix: str = "") -> Any:
 @pytest.mark.parametrize(
     ("ends", "text", "inside", "outside"),
     [
-        ({}, "a finite number", [-1e300, 0], [math.inf, -math.inf, math.nan]),
+        ({}, "a finite number", [-1e9, 0, 10**9], [math.inf, -math.inf, math.nan, 1.1e9, -(10**18)]),
         ({"at_least": 1}, "at least 1", [1, 2], [0.999, math.inf, math.nan]),
         ({"above": 0}, "above 0", [1e-300], [0, -1, math.inf]),
         ({"at_most": 3}, "at most 3", [3, -5], [3.001, -math.inf]),

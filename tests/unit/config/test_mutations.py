@@ -1,0 +1,20 @@
+"""Damaged configurations get an answer: good, or what is wrong; never a traceback, and not after long. More of them: tests/soak."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.unit.config.mutations import ROOT, mishaps, mutation
+
+
+def test_two_hundred_get_an_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    assert mishaps(range(200), tmp_path) == []
+
+
+def test_a_seed_is_one_mutation(tmp_path: Path) -> None:
+    one, file = mutation(7, tmp_path), (tmp_path / "run.yaml").read_bytes()
+    assert (mutation(7, tmp_path), (tmp_path / "run.yaml").read_bytes()) == (one, file)
+    assert mutation(8, tmp_path) != one or (tmp_path / "run.yaml").read_bytes() != file
