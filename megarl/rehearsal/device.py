@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import FakeWork
+from torch._C._distributed_c10d import FakeWork, PythonCallbackWork
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -25,25 +25,15 @@ from torch.utils._pytree import tree_iter, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
 from megarl.engine.fake_cuda import CUDA
+from megarl.rehearsal.collectives import collective_of, kind_of, tensors_of
 from megarl.rehearsal.ledger import Ledger, place
-from megarl.rehearsal.record import Collective, RehearsalError
+from megarl.rehearsal.record import RehearsalError
 
 _MOST_KNOWN = 2**20  # elements of a tensor of integers of which the host keeps a copy
 _KNOWN = "megarl_known"  # on a fake tensor: its copy
 _MOST_REAL = 2**26  # elements of a tensor of the host: what is larger (the shelf of a model's state) has no memory either
 _COPIES = (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default)
 _READ = torch.ops.aten._local_scalar_dense.default
-_KINDS = {
-    "allreduce_": "all_reduce",
-    "_allgather_base_": "all_gather",
-    "allgather_": "all_gather",
-    "allgather_into_tensor_coalesced_": "all_gather",
-    "_reduce_scatter_base_": "reduce_scatter",
-    "reduce_scatter_": "reduce_scatter",
-    "reduce_scatter_tensor_coalesced_": "reduce_scatter",
-    "broadcast_": "broadcast",
-    "recv_": "recv",
-}
 
 
 class _FakeTensors(FakeTensorMode):
@@ -62,8 +52,12 @@ class FakeDevice(TorchDispatchMode):
         self.ledger = ledger
         self.received_integers: Sequence[int] = ()
         self._fake = _FakeTensors(allow_non_fake_inputs=True)
+        self._send_batch = dist.batch_isend_irecv
+        self._num_batches = 0
+        self._batch: int | None = None
 
     def __enter__(self) -> FakeDevice:
+        dist.batch_isend_irecv = self._communicate_batch  # type: ignore[assignment]
         # `torch.tensor(..., device="cuda")` is made on the host and then moved, an operation that is seen here.
         torch._C._set_only_lift_cpu_tensors(True)
         return super().__enter__()
@@ -71,12 +65,13 @@ class FakeDevice(TorchDispatchMode):
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)
         torch._C._set_only_lift_cpu_tensors(False)
+        dist.batch_isend_irecv = self._send_batch
 
     def __torch_dispatch__(self, operator: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
         keywords = keywords or {}
         if operator.namespace == "c10d":
             return self._communicate(operator, arguments, keywords)
-        tensors = [each for each in tree_iter((arguments, keywords)) if isinstance(each, Tensor)]
+        tensors = tensors_of(arguments, keywords)
         on_device = keywords.get("device") is not None and torch.device(keywords["device"]).type in ("cuda", "meta")
         if on_device:
             keywords = {**keywords, "device": CUDA}  # what is asked for where the memory of a fake tensor says that it is
@@ -167,26 +162,30 @@ class FakeDevice(TorchDispatchMode):
             self.ledger.waits("copy")
 
     def _communicate(self, operator: Any, arguments: Any, keywords: Any) -> Any:
-        name = operator._opname
-        tensors = [each for each in tree_iter((arguments, keywords)) if isinstance(each, Tensor)]
-        named = dict(zip((each.name for each in operator._schema.arguments), arguments, strict=False)) | keywords
-        group = dist.ProcessGroup.unbox(named["process_group"])
-        ranks = tuple(dist.get_process_group_ranks(group))
-        kind = _KINDS.get(name, name)
-        for tensor in tensors:
+        for tensor in tensors_of(arguments, keywords):
             if tensor.device.type != "cuda":
-                raise RehearsalError(f"{kind} of a tensor on {tensor.device}, which NCCL refuses, at {place()}")
-        if name in ("send", "recv_"):
-            peer, mine = ranks[named["dst" if name == "send" else "src"]], dist.get_rank()
-            ranks = (mine, peer) if name == "send" else (peer, mine)
-        largest = max(tensors, key=lambda tensor: tensor.numel() * tensor.itemsize, default=None)
-        if largest is not None:
-            dtype, elements = str(largest.dtype).removeprefix("torch."), largest.numel()
-            if name == "recv_" and not largest.is_floating_point():
-                vars(largest)[_KNOWN] = torch.tensor(self.received_integers, dtype=largest.dtype).view(largest.shape)
-            self.ledger.communicates(Collective(kind, group.group_desc, ranks, dtype, elements, elements * largest.itemsize, place()))
-        work = FakeWork().boxed()
+                raise RehearsalError(f"{kind_of(operator)} of a tensor on {tensor.device}, which NCCL refuses, at {place()}")
+        if (call := collective_of(operator, arguments, keywords)) is not None:
+            collective, tensor = call
+            if collective.kind == "recv" and not tensor.is_floating_point():
+                vars(tensor)[_KNOWN] = torch.tensor(self.received_integers, dtype=tensor.dtype).view(tensor.shape)
+            number = self.ledger.communicates(collective._replace(batch=self._batch))
+            work = PythonCallbackWork(lambda limit: self._end(number)).boxed()
+        else:
+            work = FakeWork().boxed()
         return work if len(operator._schema.returns) == 1 else (arguments[0], work)
+
+    def _end(self, call: int) -> bool:
+        self.ledger.awaits(call)
+        return True
+
+    def _communicate_batch(self, transfers: list[dist.P2POp]) -> list[dist.Work]:
+        self._num_batches += 1
+        self._batch = self._num_batches
+        try:
+            return self._send_batch(transfers)
+        finally:
+            self._batch = None
 
 
 def _tensors(result: Any) -> list[Tensor]:

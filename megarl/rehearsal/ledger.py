@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, UntypedStorage
 
 from megarl.engine import fake_cuda
-from megarl.rehearsal.record import Collective, PhaseRecord, RehearsalError, Wait
+from megarl.rehearsal.record import Await, Collective, PhaseRecord, RehearsalError, Wait
 
 _TORCH, _OURS = str(Path(torch.__file__).parent), str(Path(__file__).parent)
 _ROOT = str(Path(__file__).parents[2]) + "/"
@@ -58,6 +58,8 @@ class Ledger:
         self._storages: dict[int, tuple[weakref.ref[UntypedStorage], int]] = {}
         self._held = self._peak = self._flops = 0
         self._collectives: list[Collective] = []
+        self._awaits: list[Await] = []
+        self._num_calls = 0
         self._waits: Counter[tuple[str, str]] = Counter()
 
     def sees(self, tensors: Iterable[Tensor]) -> None:
@@ -94,8 +96,14 @@ class Ledger:
         self._peak = max(self._peak, self._held)
         self._check(0)
 
-    def communicates(self, collective: Collective) -> None:
+    def communicates(self, collective: Collective) -> int:
+        """The number of the call, for `awaits`."""
         self._collectives.append(collective)
+        self._num_calls += 1
+        return self._num_calls - 1
+
+    def awaits(self, call: int) -> None:
+        self._awaits.append(Await(call, self._num_calls))
 
     def waits(self, kind: str) -> None:
         self._waits[kind, place()] += 1
@@ -113,7 +121,8 @@ class Ledger:
             flops=self._flops,
             collectives=tuple(self._collectives),
             waits=tuple(Wait(*key, count) for key, count in self._waits.items()),
+            awaits=tuple(self._awaits),
         )
-        self._peak, self._flops, self._collectives = self._held, 0, []
+        self._peak, self._flops, self._collectives, self._awaits = self._held, 0, [], []
         self._waits.clear()
         return record

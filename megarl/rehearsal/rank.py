@@ -6,7 +6,7 @@ The process must have loaded the guard (guard.py) and activated the fake device 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -30,6 +30,7 @@ from megarl.weights.load import check_parameters
 from megarl.weights.shard_layout import shard_shapes
 
 if TYPE_CHECKING:  # importing it imports Megatron, which wants the platform to be active
+    from megarl.engine.engine import MegatronEngine
     from megarl.engine.vocab_parallel import Extra
 
 _ledger: Ledger | None = None  # of the rank that this process rehearses
@@ -118,23 +119,43 @@ class _Rehearsal:
         engine = RehearsedEngine(spec, groups.initialize(spec.parallel, spec.seed))
         self.num_parameters = sum(parameter.numel() for parameter in engine.parameters().values())
         yield end("build")
-        extras: set[Extra] = {"entropy"}
-        if isinstance(self._config, PPOConfig) and needs_sum_pi_squared(self._config.algorithm) and self._role.name == "actor":
-            extras.add("sum_pi_squared")
-        engine.forward(batch.tensors, batch.micro_batches, extras)
-        yield end("score")
-        parts: tuple[StatePart, ...] = (StatePart.parameters,)
-        if spec.optim is not None:
-            rows, loss = with_loss(self._config, self._role, batch.tensors)
+        yield from run_phases(engine, self._config, self._role, batch, end)
+
+
+def run_phases(
+    engine: MegatronEngine,
+    config: PPOConfig | SFTConfig,
+    role: ModelRole,
+    batch: RehearsedBatch,
+    end: Callable[[str], PhaseRecord],
+) -> Iterator[PhaseRecord]:
+    """What an engine that is built does in a step of a run, and `end` of each phase. On any device: tests compare fake with real ones.
+
+    Trains again where gradients are reduced beside the computation: in its first pass Megatron learns when they are ready, and reduces at
+    the end.
+    """
+    from megarl.engine import engine as engines
+
+    extras: set[Extra] = {"entropy"}
+    if isinstance(config, PPOConfig) and needs_sum_pi_squared(config.algorithm) and role.name == "actor":
+        extras.add("sum_pi_squared")
+    engine.forward(batch.tensors, batch.micro_batches, extras)
+    yield end("score")
+    parts: tuple[StatePart, ...] = (StatePart.parameters,)
+    if engine.spec.optim is not None:
+        rows, loss = with_loss(config, role, batch.tensors)
+        engine.forward_backward(rows, batch.micro_batches, loss, loss.extras)
+        yield end("train")
+        engine.step()
+        yield end("step")
+        if engines.overlaps(engine.spec.parallel, platform.current().is_cuda):
             engine.forward_backward(rows, batch.micro_batches, loss, loss.extras)
-            yield end("train")
-            engine.step()
-            yield end("step")
-            parts = tuple(StatePart)
-        engine.offload(*parts)
-        yield end("offload")
-        engine.restore(*parts)
-        yield end("restore")
+            yield end("train again")
+        parts = tuple(StatePart)
+    engine.offload(*parts)
+    yield end("offload")
+    engine.restore(*parts)
+    yield end("restore")
 
 
 @contextmanager

@@ -25,7 +25,8 @@ class RankRequest(NamedTuple):
 
 class Collective(NamedTuple):
     """One call, in the order in which the rank made it. group: what Megatron calls it. ranks: who is in it, or the two of a message, from
-    its sender to its receiver. elements, nbytes: of the larger side of one rank. place: the line that asked for it."""
+    its sender to its receiver. elements, nbytes: of the larger side of one rank. place: the line that asked for it. batch: of messages that
+    are given to NCCL at once."""
 
     kind: str
     group: str
@@ -34,6 +35,14 @@ class Collective(NamedTuple):
     elements: int
     nbytes: int
     place: str
+    batch: int | None = None
+
+
+class Await(NamedTuple):
+    """What a rank's device does after its first `num_calls` calls waits for call number `call`; both count from the first phase on."""
+
+    call: int
+    num_calls: int
 
 
 class Wait(NamedTuple):
@@ -56,6 +65,7 @@ class PhaseRecord:
     flops: int
     collectives: tuple[Collective, ...]
     waits: tuple[Wait, ...]
+    awaits: tuple[Await, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,50 @@
+"""What a call of torch.distributed is, as torch's dispatcher sees it: over fake tensors, and over real ones just the same."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._pytree import tree_iter
+
+from megarl.rehearsal.ledger import place
+from megarl.rehearsal.record import Collective
+
+_KINDS = {
+    "allreduce_": "all_reduce",
+    "_allgather_base_": "all_gather",
+    "allgather_": "all_gather",
+    "allgather_into_tensor_coalesced_": "all_gather",
+    "_reduce_scatter_base_": "reduce_scatter",
+    "reduce_scatter_": "reduce_scatter",
+    "reduce_scatter_tensor_coalesced_": "reduce_scatter",
+    "broadcast_": "broadcast",
+    "recv_": "recv",
+}
+
+
+def collective_of(operator: Any, arguments: Any, keywords: Any) -> tuple[Collective, Tensor] | None:
+    """An operator of torch's namespace `c10d`, and the larger side of this rank, which gives the type and size; None for one without
+    tensors, as a barrier."""
+    tensors = tensors_of(arguments, keywords)
+    if not tensors:
+        return None
+    name = operator._opname
+    named = dict(zip((each.name for each in operator._schema.arguments), arguments, strict=False)) | keywords
+    group = dist.ProcessGroup.unbox(named["process_group"])
+    ranks = tuple(dist.get_process_group_ranks(group))
+    if name in ("send", "recv_"):
+        peer, mine = ranks[named["dst" if name == "send" else "src"]], dist.get_rank()
+        ranks = (mine, peer) if name == "send" else (peer, mine)
+    largest = max(tensors, key=lambda tensor: tensor.numel() * tensor.itemsize)
+    dtype, elements = str(largest.dtype).removeprefix("torch."), largest.numel()
+    return Collective(kind_of(operator), group.group_desc, ranks, dtype, elements, elements * largest.itemsize, place()), largest
+
+
+def kind_of(operator: Any) -> str:
+    return _KINDS.get(operator._opname, operator._opname)
+
+
+def tensors_of(arguments: Any, keywords: Any) -> list[Tensor]:
+    return [each for each in tree_iter((arguments, keywords)) if isinstance(each, Tensor)]

@@ -1,0 +1,82 @@
+"""The sequence of calls of a real run on the CPU, over gloo, and a rehearsal with the switches of such a run.
+
+Imports neither torch nor Megatron before one of them is called.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from megarl.config.schema import PPOConfig
+from megarl.rehearsal.record import PhaseRecord
+
+WITH_CPU_SWITCHES = "cpu"  # name of a model's folder: its rehearsals have them
+
+
+def make_ready_with_switches() -> None:
+    """For megarl.rehearsal.processes, in the process from which ranks are forked."""
+    from megarl.rehearsal.processes import make_ready
+
+    make_ready()
+    from megarl.rehearsal import rank
+
+    rehearse = rank.rehearse
+
+    def switched(request: Any) -> Any:
+        if Path(request.config.model.path).name == WITH_CPU_SWITCHES:
+            _switch()
+        return rehearse(request)
+
+    rank.rehearse = switched  # type: ignore[assignment]
+
+
+def _switch() -> None:
+    """All that sends something and depends on the device. Where parameters are made, and which kernels compute, sends nothing."""
+    from megatron.core.distributed import param_and_grad_buffer as buffers
+    from megatron.core.tensor_parallel import layers
+
+    from megarl.engine import engine
+    from megarl.engine.cpu_adaptations import _linear, _unless_alone
+
+    engine.overlaps = lambda parallel, on_cuda: False
+    layers.linear_with_grad_accumulation_and_async_allreduce = layers.linear_with_frozen_weight = _linear
+    buffers.dist_reduce_scatter_func = _unless_alone(buffers.dist_reduce_scatter_func)
+    buffers.dist_all_gather_func = _unless_alone(buffers.dist_all_gather_func)
+
+
+def run_on_cpu(config: PPOConfig, num_micro_batches: int) -> list[PhaseRecord]:
+    """In a rank of gloo: the actor, on the batch of its rehearsal; of what is recorded only the calls are of use."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    from megarl.config.roles import model_roles
+    from megarl.config.schema import Device
+    from megarl.config.validate import read_architectures
+    from megarl.engine import platform
+    from megarl.engine.spec import spec_of
+    from megarl.rehearsal import ledger as ledgers
+    from megarl.rehearsal.collectives import collective_of
+    from megarl.rehearsal.rank import run_phases
+    from megarl.rehearsal.rows import make_rows, rows_of_micro_batch
+
+    platform.activate(Device.cpu)
+    from megarl.engine import groups
+    from megarl.engine.engine import MegatronEngine
+
+    ledger = ledgers.Ledger(None)
+    ledgers._UNSEEN += (__file__,)
+
+    class Watched(TorchDispatchMode):
+        def __torch_dispatch__(self, operator: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
+            if operator.namespace == "c10d" and (call := collective_of(operator, arguments, keywords or {})) is not None:
+                ledger.communicates(call[0])
+            return operator(*arguments, **(keywords or {}))
+
+    role = next(role for role in model_roles(config) if role.name == "actor")
+    architecture = read_architectures(config)[0]["actor"]
+    batch = make_rows(rows_of_micro_batch(config, role, architecture), num_micro_batches)
+    with Watched():
+        spec = spec_of(config, role, architecture, Device.cpu)
+        engine = MegatronEngine(spec, groups.initialize(spec.parallel, spec.seed))
+        build = ledger.end_phase("build")
+        return [build, *run_phases(engine, config, role, batch, ledger.end_phase)]
