@@ -101,7 +101,7 @@ def _fullest(records: Sequence[RankRecord]) -> list[RankRecord]:
 def _unseen(parallel: ParallelConfig, numbers: Sequence[int], ranks: str) -> str:
     told = "Not seen: fragments of the allocator, NCCL's buffers, the CUDA context, streams and what overlaps on them, and times."
     if ranks == "all":
-        return f"{told} Compared: the calls of all {parallel.world_size} ranks, group by group; not their order between different groups."
+        return f"{told} Compared: the calls of all {parallel.world_size} ranks, in each group and in their order between groups."
     shown = ", ".join(map(str, numbers))
     return (
         f"{told} Rehearsed: ranks {shown} of {parallel.world_size}. Not proved: that the ranks of a group make the same calls in the same "

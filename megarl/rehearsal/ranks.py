@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from itertools import zip_longest
 
 from megarl.config.schema import ParallelConfig
+from megarl.rehearsal.order import deadlock
 from megarl.rehearsal.record import POINT_TO_POINT, Collective, RankRecord
 
 _DATA_PARALLEL, _SUMS = "DATA_PARALLEL", ("reduce_scatter", "all_reduce")  # as Megatron calls the groups
@@ -37,7 +38,8 @@ def chosen_ranks(text: str, parallel: ParallelConfig) -> list[int]:
 
 def hangs(records: Sequence[RankRecord]) -> list[str]:
     """Where members of a group would not make the same calls in the same order, of the same element type and size; and where what a rank
-    sends is not what its peer receives. One line for each group and pair, of its first call that differs."""
+    sends is not what its peer receives. One line for each group and pair, of its first call that differs. Where there is none, one line
+    if ranks wait for each other because their orders differ between groups (order.py)."""
     sequences: dict[tuple[str, tuple[int, ...]], dict[str, list[Collective]]] = defaultdict(dict)
     for record in records:
         for phase in record.phases:
@@ -55,6 +57,8 @@ def hangs(records: Sequence[RankRecord]) -> list[str]:
             if problem is not None:
                 problems.append(f"a hang in {name} of ranks {_shown(ranks)}: {problem}")
                 break
+    if not problems and (problem := deadlock(records)) is not None:
+        problems.append(problem)
     return problems
 
 
@@ -66,7 +70,7 @@ def rounded_sums(records: Sequence[RankRecord]) -> list[str]:
         for record in records
         for phase in record.phases
         for call in phase.collectives
-        if phase.name == "train" and call.group.startswith(_DATA_PARALLEL) and call.kind in _SUMS and call.dtype != "float32"
+        if phase.name.startswith("train") and call.group.startswith(_DATA_PARALLEL) and call.kind in _SUMS and call.dtype != "float32"
     }
     return list(problems)
 

@@ -55,6 +55,7 @@ _MATH = "tests/unit/examples/test_math.py::test_gsm8k_becomes_the_data_of_a_run"
 _SCORE = "tests/unit/cli/test_score.py::test_training_data_are_scored_by_their_ground_truth"
 _EXAMPLES = "tests/integration/test_examples.py"
 _RESUMED = "trainer.total_steps=40 trainer.output_dir=outputs/resumed"
+_70B_ON_192 = "actor.parallel.data_parallel_size=4 actor.parallel.virtual_pipeline_parallel_size=2 placement.num_nodes=24 --ranks 0"
 _LINT_AND_TESTS = ("ruff check", "ruff format --check", "mypy", "python -m pytest")
 
 COMMANDS: dict[str, Executed | InTest | Make | ByHand] = {
@@ -81,6 +82,10 @@ COMMANDS: dict[str, Executed | InTest | Make | ByHand] = {
         ("examples.custom_estimator",),  # it starts this command
     ),
     "megarl rehearse configs/quickstart.yaml device=cuda --ranks all --json outputs/rehearsal.json": Executed(),
+    f"megarl rehearse configs/llama3_70b_ppo.yaml {_70B_ON_192}": InTest(
+        "tests/unit/rehearsal/test_llama_70b.py::test_parameters_and_held_memory",
+        ("pipeline_parallel_size=4, virtual_pipeline_parallel_size=2, data_parallel_size=4",),
+    ),
     "megarl plot outputs/quickstart": Executed(),
     "megarl doctor configs/quickstart.yaml": InTest(_DOCTOR, ("configs/quickstart.yaml",)),
     "megarl doctor configs/quickstart.yaml --json > doctor.json": InTest(_DOCTOR, ("configs/quickstart.yaml", "--json")),

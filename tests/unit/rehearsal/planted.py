@@ -52,6 +52,23 @@ def another_order_on_rank_one(rank: int) -> None:
     engine.MegatronEngine._score = planted  # type: ignore[method-assign]
 
 
+def another_order_between_groups_on_rank_one(rank: int) -> None:
+    import torch
+    import torch.distributed as dist
+
+    from megarl.engine import engine
+
+    score = engine.MegatronEngine._score
+
+    def planted(self: Any, *arguments: Any) -> Any:
+        groups = self.groups.tensor, dist.group.WORLD
+        for group in reversed(groups) if rank == 1 else groups:
+            dist.all_reduce(torch.ones(3, device="cuda"), group=group)
+        return score(self, *arguments)
+
+    engine.MegatronEngine._score = planted  # type: ignore[method-assign]
+
+
 def a_number_that_nobody_knows(rank: int) -> None:
     from megarl.engine import engine
 
@@ -109,6 +126,7 @@ PLANTS: dict[str, Callable[[int], None]] = {
     for each in (
         weight_of_the_head_on_the_host,
         another_order_on_rank_one,
+        another_order_between_groups_on_rank_one,
         a_number_that_nobody_knows,
         a_call_less_on_rank_one,
         gradients_in_sixteen_bits,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from megarl.config.schema import ParallelConfig
@@ -18,6 +20,7 @@ STAGES = ParallelConfig(pipeline_parallel_size=2)
 PLANTED = (
     ("weight_of_the_head_on_the_host", ParallelConfig(), [0]),
     ("another_order_on_rank_one", PAIR, [0, 1]),
+    ("another_order_between_groups_on_rank_one", PAIR, [0, 1]),
     ("a_number_that_nobody_knows", ParallelConfig(), [0]),
     ("a_call_less_on_rank_one", REPLICAS, [0, 1]),
     ("gradients_in_sixteen_bits", REPLICAS, [0]),
@@ -62,6 +65,19 @@ def test_collectives_in_another_order_on_one_rank(found: dict[str, list[RankReco
     assert problem.startswith("a hang in TENSOR_MODEL_PARALLEL_GROUP of ranks 0, 1: call ")
     assert "rank 0 is all_reduce of 3 float32 at tests/unit/rehearsal/planted.py:" in problem
     assert "of rank 1 all_reduce of 5 float32 at tests/unit/rehearsal/planted.py:" in problem
+
+
+def test_collectives_in_another_order_between_groups(found: dict[str, list[RankRecord]]) -> None:
+    """In each group by itself both ranks make the same calls."""
+    records = found["another_order_between_groups_on_rank_one"]
+    assert [record.error for record in records] == [None, None]
+    (problem,) = hangs(records)
+    line = r"all_reduce of 3 float32 in {} at tests/unit/rehearsal/planted\.py:\d+ planted"
+    assert re.fullmatch(
+        "a hang, as the order of calls differs between groups: "
+        f"rank 0 is in {line.format('TENSOR_MODEL_PARALLEL_GROUP')}, which waits for rank 1 is in {line.format('default_pg')}",
+        problem,
+    )
 
 
 def test_a_collective_that_one_rank_leaves_out(found: dict[str, list[RankRecord]]) -> None:

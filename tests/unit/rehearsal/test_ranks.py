@@ -64,10 +64,11 @@ def test_a_call_that_differs_is_named_with_both_places(mine: Collective, theirs:
 
 
 def test_messages_are_compared_from_sender_to_receiver() -> None:
-    """In each direction by itself: which comes first is the stages' own affair."""
+    """In each direction by itself: which comes first is the stages' own affair, in a batch."""
     sent, received = call("send", (0, 1)), call("recv", (0, 1))
     back = call("recv", (1, 0), elements=4), call("send", (1, 0), elements=4)
-    assert hangs([record(0, sent, back[0]), record(1, back[1], received)]) == []
+    batches = [[each._replace(batch=7) for each in calls] for calls in ((sent, back[0]), (back[1], received))]
+    assert hangs([record(0, *batches[0]), record(1, *batches[1])]) == []
     (problem,) = hangs([record(0, sent), record(1, call("recv", (0, 1), elements=9))])
     assert "messages in DATA_PARALLEL_GROUP of ranks 0, 1: call 1 of rank 0 is send of 8 float32" in problem
     assert "of rank 1 recv of 9 float32" in problem

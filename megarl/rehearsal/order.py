@@ -1,0 +1,108 @@
+"""Whether ranks whose calls agree in each group would still wait for each other for ever, because the order between groups differs. Pure.
+
+As NCCL's devices do it: a call begins when all before it in its group have ended and the device has come to it, and ends when its
+members have begun; the device goes on, and stands still where it waits for a call. All calls of a group, messages too, are one after
+another, for each group has one communicator (it is made with its device); messages of a batch go at the same time. A message ends when
+sender and receiver are there, as a large one does. Of ranks that were not rehearsed it is taken that they come.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Sequence
+
+from megarl.rehearsal.record import POINT_TO_POINT, Await, Collective, RankRecord
+
+
+class _Rank:
+    def __init__(self, record: RankRecord) -> None:
+        self.calls = [call for phase in record.phases for call in phase.collectives]
+        self.awaits: deque[Await] = deque(each for phase in record.phases for each in phase.awaits)
+        self.num_begun = 0
+        self.ended: set[int] = set()
+        self.queues: dict[str, deque[int]] = defaultdict(deque)  # of each group, calls that have not ended
+
+    def go_on(self) -> None:
+        """To where the device waits for a call that has not ended, or to the end."""
+        while True:
+            while self.awaits and self.awaits[0].num_calls == self.num_begun:
+                if self.awaits[0].call not in self.ended:
+                    return
+                self.awaits.popleft()
+            if self.num_begun == len(self.calls):
+                return
+            self.queues[self.calls[self.num_begun].group].append(self.num_begun)
+            self.num_begun += 1
+
+    def at_work(self, group: str) -> list[int]:
+        """The first call of the group that has not ended, with the others of its batch."""
+        queue = self.queues[group]
+        if not queue:
+            return []
+        batch = self.calls[queue[0]].batch
+        return [call for call in queue if self.calls[call].batch == batch] if batch is not None else [queue[0]]
+
+    def same(self, group: str, call: Collective) -> int | None:
+        """The number of the rank's own call that belongs to one of another, if it is at work."""
+        numbers = (number for number in self.at_work(group) if _meet(self.calls[number], call))
+        return next(numbers, None)
+
+    def end(self, number: int) -> None:
+        self.ended.add(number)
+        self.queues[self.calls[number].group].remove(number)
+
+    def stands_at(self, group: str | None) -> int | None:
+        """The call for which the rank does nothing more in the group, or at all; None where it has come to its end."""
+        if group is None or not self.queues[group]:
+            group = self.calls[self.awaits[0].call].group if self.awaits else next(filter(self.queues.get, self.queues), None)
+        return None if group is None else self.queues[group][0]
+
+
+def _meet(mine: Collective, theirs: Collective) -> bool:
+    return mine.ranks == theirs.ranks and (mine.kind in POINT_TO_POINT) == (theirs.kind in POINT_TO_POINT)
+
+
+def deadlock(records: Sequence[RankRecord]) -> str | None:
+    """One line that names who waits for whom, with the lines of all; None where every rank comes to its end. Of records whose calls agree
+    group by group."""
+    ranks = {record.rank: _Rank(record) for record in records}
+    moved = True
+    while moved:
+        moved = False
+        for mine in ranks.values():
+            mine.go_on()
+            for group in list(mine.queues):
+                for number in mine.at_work(group):
+                    moved |= _end_where_all_are_there(ranks, group, mine.calls[number])
+    waiting = [number for number, rank in ranks.items() if rank.stands_at(None) is not None]
+    return _told(ranks, waiting[0]) if waiting else None
+
+
+def _end_where_all_are_there(ranks: dict[int, _Rank], group: str, call: Collective) -> bool:
+    numbers = {member: ranks[member].same(group, call) for member in call.ranks if member in ranks}
+    if None in numbers.values():
+        return False
+    for member, number in numbers.items():
+        assert number is not None
+        ranks[member].end(number)
+    return True
+
+
+def _told(ranks: dict[int, _Rank], first: int) -> str:
+    """Along those who wait for each other until one comes again; what led there is left out."""
+    chain: list[int] = []
+    places: list[str] = []
+    number, group = first, None
+    while number not in chain:
+        chain.append(number)
+        at = ranks[number].stands_at(group)
+        if at is None:
+            places.append(f"rank {number} has come to its end")
+            break
+        call = ranks[number].calls[at]
+        places.append(f"rank {number} is in {call.kind} of {call.elements:,} {call.dtype} in {call.group} at {call.place}")
+        group = call.group
+        number = next(member for member in call.ranks if member in ranks and ranks[member].same(group, call) is None)
+    else:
+        del places[: chain.index(number)]
+    return "a hang, as the order of calls differs between groups: " + ", which waits for ".join(places)
