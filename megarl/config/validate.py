@@ -18,6 +18,7 @@ from megarl.config.schema import (
     RESUME_AUTO,
     RESUME_DISABLE,
     Device,
+    DType,
     Layers,
     LoggerKind,
     OptimConfig,
@@ -113,9 +114,16 @@ def _weights(config: RunConfig) -> Violations:
 
 
 def _layers(config: RunConfig) -> Violations:
-    if config.engine.layers is Layers.transformer_engine and config.device is Device.cpu:
+    if config.engine.layers is not Layers.transformer_engine:
+        return
+    if config.device is Device.cpu:
         yield Violation(
             ("engine.layers", "device"), "transformer_engine has layers for CUDA only, but device is cpu; use engine.layers=auto or local"
+        )
+    elif config.model.dtype is DType.float32 and config.engine.packing:
+        yield Violation(
+            ("engine.layers", "model.dtype"),
+            "transformer_engine has no attention of packed rows for float32; use engine.layers=auto or local, or model.dtype=bfloat16",
         )
 
 

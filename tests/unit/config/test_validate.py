@@ -35,6 +35,8 @@ def test_a_good_configuration_has_none(ppo: str) -> None:
     # Four ranks hold the two key-value heads twice.
     assert violations(ppo, "rollout.engine=sglang", "rollout.tensor_parallel_size=4", "rollout.validation.min_new_tokens=8") == []
     assert violations(ppo, "placement.strategy=hybrid", "rollout.num_replicas=4") == []
+    # Padded rows of float32 have an attention in Transformer Engine, packed ones have none.
+    assert violations(ppo, "engine.layers=transformer_engine", "device=cuda", "model.dtype=float32", "engine.packing=false") == []
 
 
 @pytest.mark.parametrize(
@@ -53,6 +55,11 @@ def test_a_good_configuration_has_none(ppo: str) -> None:
         (
             ["engine.layers=transformer_engine", "device=cpu"],
             "engine.layers, device: transformer_engine has layers for CUDA only, but device is cpu; use engine.layers=auto or local",
+        ),
+        (
+            ["engine.layers=transformer_engine", "device=cuda", "model.dtype=float32"],
+            "engine.layers, model.dtype: transformer_engine has no attention of packed rows for float32; use engine.layers=auto or local, "
+            "or model.dtype=bfloat16",
         ),
         (
             ["actor.recompute=selective", "actor.recompute_modules=[]"],
