@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from rich.console import Console
@@ -19,7 +19,7 @@ from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
 from megarl.config.published import with_published_models
 from megarl.config.roles import ModelRole, model_roles
-from megarl.config.schema import Device, ParallelConfig, PPOConfig, SFTConfig
+from megarl.config.schema import Device, DType, Layers, ParallelConfig, PPOConfig, SFTConfig
 from megarl.config.validate import read_architectures, validate
 from megarl.rehearsal.prediction import PredictedMemory, predicted_memory
 from megarl.rehearsal.processes import rehearse_ranks
@@ -39,12 +39,17 @@ def run(
     json_path: str | None = None,
 ) -> int:
     """0, or 2 where the engine would fail or hang. Raises ConfigError for a bad configuration, and ValueError for a role or a rank that
-    there is not, and where the guard of the devices cannot be compiled."""
+    there is not, for layers that need a GPU, and where the guard of the devices cannot be compiled."""
     config, absent = with_published_models(load_config(schema, config_path, overrides), config_path)
     if violations := validate(config, with_files=False):
         raise ConfigError(config_path, [str(violation) for violation in violations])
     if config.device is Device.cpu:
         raise ValueError(f"{config_path} has device: cpu, and a rehearsal is of GPUs: add device=cuda to see what the run would do on some")
+    if config.engine.layers is Layers.transformer_engine:
+        raise ValueError(
+            f"{config_path} has engine.layers: transformer_engine, whose kernels run on GPUs only: add engine.layers=local, whose layers "
+            "have the same parameters"
+        )
     role = _role(config, role_name)
     architectures, _ = read_architectures(config)
     numbers = chosen_ranks(ranks, role.parallel)
@@ -52,7 +57,8 @@ def run(
     console = Console()
     records: list[RankRecord] = []
     with ProgressBar("rehearsed", len(numbers), console) as bar:
-        requests = [RankRequest(config, role.name, rank, num_micro_batches) for rank in numbers]
+        local = replace(config, engine=replace(config.engine, layers=Layers.local))
+        requests = [RankRequest(local, role.name, rank, num_micro_batches) for rank in numbers]
         for record in rehearse_ranks(requests, num_processes=len(os.sched_getaffinity(0))):
             records.append(record)
             bar.advance({})
@@ -64,6 +70,12 @@ def run(
         console.print(collectives_table(record))
         console.print(waits_table(record))
     print_absent(absent, console)
+    if config.engine.layers is Layers.auto and config.model.dtype is DType.bfloat16:
+        _say(
+            console,
+            "Layers: local. Where Transformer Engine is installed the run takes its layers (engine.layers: auto): their parameters are the "
+            "same, what they keep and where they wait is not seen here.",
+        )
     _say(console, _unseen(role.parallel, numbers, ranks))
     for mistake in mistakes:
         console.print(f"mistake: {mistake}", style="red", soft_wrap=True, highlight=False, markup=False)
@@ -125,6 +137,7 @@ def _plain(record: RankRecord) -> dict[str, object]:
             **asdict(phase),
             "collectives": [call._asdict() for call in phase.collectives],
             "waits": [wait._asdict() for wait in phase.waits],
+            "awaits": [each._asdict() for each in phase.awaits],
         }
         for phase in record.phases
     ]

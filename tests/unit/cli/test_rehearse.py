@@ -46,6 +46,7 @@ def test_all_ranks_are_rehearsed_and_compared(run: dict[str, Any], tmp_path: Pat
     assert f"Rank 0 (stage 0, tensor rank 0, data rank 0): {parameters:,} parameters" in rows
     assert "train send PIPELINE_MODEL_PARALLEL_GROUP 2 bfloat16 2 0.1" in rows
     assert "Compared: the calls of all 2 ranks" in out
+    assert "Layers: local. Where Transformer Engine is installed the run takes its layers" in out
     assert "NCCL's buffers" in out
     assert "2 of 2 ranks of the actor rehearsed, 0 mistakes" in out
     document = json.loads(written.read_text())
@@ -53,6 +54,7 @@ def test_all_ranks_are_rehearsed_and_compared(run: dict[str, Any], tmp_path: Pat
     assert [rank["num_parameters"] for rank in document["ranks"]] == [parameters, parameters + 64]
     train = next(phase for phase in document["ranks"][0]["phases"] if phase["name"] == "train")
     assert train["collectives"][0]["ranks"] == [0, 1]
+    assert set(train["awaits"][0]) == {"call", "num_calls"}
     assert document["ranks"][0]["plan"]["held"] == parameters * (2 + 4 + 12)
     assert train["peak"] > train["held"] > parameters * (2 + 4 + 12)
 
@@ -72,6 +74,7 @@ def test_a_critic_that_does_not_fit(run: dict[str, Any], tmp_path: Path, capsys:
         (["--role", "reward_model"], "--role reward_model: this run has actor, reference, critic"),
         (["--ranks", "2"], "--ranks 2: the role has 2 ranks"),
         (["device=cpu"], "has device: cpu, and a rehearsal is of GPUs: add device=cuda"),
+        (["engine.layers=transformer_engine"], "whose kernels run on GPUs only: add engine.layers=local"),
         (["actor.parallel.tensor_parallel_size=3"], "actor.parallel.tensor_parallel_size"),
     ],
 )

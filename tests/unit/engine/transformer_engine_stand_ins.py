@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.models.gpt import gpt_layer_specs
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from megarl.engine import engine
 from megarl.engine.layers import AttentionCore, RMSNorm
+from megarl.engine.rotary import rotary_packed
 
 
 class StandInColumn(ColumnParallelLinear):
@@ -93,12 +95,18 @@ class StandIns:
         return None
 
 
+def fused_rotary(t: Tensor, cu_seqlens: Tensor, freqs: Tensor, cp_size: int = 1, cp_rank: int = 0) -> Tensor:
+    """fused_apply_rotary_pos_emb_thd, which Megatron asks for on CUDA only."""
+    return rotary_packed(t, cu_seqlens, freqs)
+
+
 def install(active: bool) -> None:
     """In this process engines are built of them, or of local layers again."""
     from megarl.config.layers import LayerChoice
     from megarl.config.schema import Layers
 
     gpt_layer_specs.HAVE_TE = active
+    rope_utils.fused_apply_rotary_pos_emb_thd = fused_rotary if active else None
     gpt_layer_specs.TESpecProvider = StandIns
     choice = LayerChoice(Layers.transformer_engine if active else Layers.local, "for a test")
     engine.layers_for = lambda *_, **__: choice

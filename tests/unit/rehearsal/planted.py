@@ -1,4 +1,4 @@
-"""Mistakes that are planted into the engine of rehearsed ranks, each for models in a folder of its name.
+"""What is planted into the engine of rehearsed ranks, mistakes above all, each for models in a folder of its name.
 
 Imports no torch before it is ready.
 """
@@ -121,6 +121,24 @@ def another_shape_than_the_layout(rank: int) -> None:
     RMSNorm.__init__ = planted  # type: ignore[method-assign]
 
 
+def transformer_engine(rank: int) -> None:
+    """No mistake: layers of the stand-ins of Transformer Engine's modules."""
+    from tests.unit.engine import transformer_engine_stand_ins
+
+    transformer_engine_stand_ins.install(True)
+    from megarl.engine import engine
+
+    built = engine.build_chunks
+
+    def planted(*arguments: Any, **keywords: Any) -> Any:
+        chunks = built(*arguments, **keywords)
+        assert any(name.endswith("linear_qkv.layer_norm_weight") for name, _ in chunks[0].named_parameters())
+        assert chunks[0].config.apply_rope_fusion
+        return chunks
+
+    engine.build_chunks = planted
+
+
 PLANTS: dict[str, Callable[[int], None]] = {
     each.__name__: each
     for each in (
@@ -132,5 +150,6 @@ PLANTS: dict[str, Callable[[int], None]] = {
         gradients_in_sixteen_bits,
         a_token_less_from_the_first_stage,
         another_shape_than_the_layout,
+        transformer_engine,
     )
 }

@@ -16,6 +16,7 @@ from tests.unit.rehearsal.runs import SMALL, TINY, ppo, requests, save_config
 PAIR = ParallelConfig(tensor_parallel_size=2)
 REPLICAS = ParallelConfig(data_parallel_size=2)
 STAGES = ParallelConfig(pipeline_parallel_size=2)
+SEQUENCE = ParallelConfig(tensor_parallel_size=2, sequence_parallel=True)
 # Name of the plant, layout, ranks.
 PLANTED = (
     ("weight_of_the_head_on_the_host", ParallelConfig(), [0]),
@@ -27,6 +28,8 @@ PLANTED = (
     ("a_token_less_from_the_first_stage", STAGES, [0, 1]),
     ("another_shape_than_the_layout", ParallelConfig(), [0]),
     ("too_small_a_device", SMALL, [0]),
+    ("transformer_engine", SEQUENCE, [0, 1]),
+    ("local", SEQUENCE, [0, 1]),
 )
 
 
@@ -111,3 +114,15 @@ def test_memory_beyond_the_device(found: dict[str, list[RankRecord]]) -> None:
     assert " MiB would be in the memory of a device that has 0.23 MiB, with " in record.error
     assert "at megarl/engine/optimizer.py:" in record.error or "at megatron/core/optimizer/" in record.error
     assert record.phases == ()
+
+
+def test_transformer_engines_layers_have_the_parameters_and_calls_of_local_ones(found: dict[str, list[RankRecord]]) -> None:
+    """No mistake: with stand-ins, which hold norms in the linear layers behind them and turn by a function of their own."""
+    for fused, local in zip(found["transformer_engine"], found["local"], strict=True):
+        assert fused.error is None
+        assert fused.num_parameters == local.num_parameters
+        assert [phase.name for phase in fused.phases] == [phase.name for phase in local.phases]
+        for one, other in zip(fused.phases, local.phases, strict=True):
+            assert (one.held, one.flops) == (other.held, other.flops), one.name
+            assert [call[:-2] for call in one.collectives] == [call[:-2] for call in other.collectives], one.name
+    assert hangs(found["transformer_engine"]) == []
