@@ -15,17 +15,21 @@ from rich.console import Console
 
 from megarl.cli.placement_tables import print_absent
 from megarl.cli.rehearsal_tables import collectives_table, memory_table, waits_table
+from megarl.config.architecture import Architecture
 from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
 from megarl.config.published import with_published_models
 from megarl.config.roles import ModelRole, model_roles
 from megarl.config.schema import Device, DType, Layers, ParallelConfig, PPOConfig, SFTConfig
 from megarl.config.validate import read_architectures, validate
+from megarl.placement.plan import plan_placement
 from megarl.rehearsal.prediction import PredictedMemory, predicted_memory
 from megarl.rehearsal.processes import rehearse_ranks
 from megarl.rehearsal.ranks import chosen_ranks, hangs, rounded_sums
-from megarl.rehearsal.record import RankRecord, RankRequest
+from megarl.rehearsal.record import RankPush, RankRecord, RankRequest
+from megarl.roles.weight_forecast import forecast_weights
 from megarl.tracking.progress import ProgressBar
+from megarl.weights.carriers.message_sizes import NUM_SLOTS
 
 GOOD, MISTAKES = 0, 2
 
@@ -58,7 +62,8 @@ def run(
     records: list[RankRecord] = []
     with ProgressBar("rehearsed", len(numbers), console) as bar:
         local = replace(config, engine=replace(config.engine, layers=Layers.local))
-        requests = [RankRequest(local, role.name, rank, num_micro_batches) for rank in numbers]
+        pushes = _pushes(config, role, architectures)
+        requests = [RankRequest(local, role.name, rank, num_micro_batches, pushes.get(rank)) for rank in numbers]
         for record in rehearse_ranks(requests, num_processes=len(os.sched_getaffinity(0))):
             records.append(record)
             bar.advance({})
@@ -92,6 +97,21 @@ def _role(config: PPOConfig | SFTConfig, name: str) -> ModelRole:
     if name not in roles:
         raise ValueError(f"--role {name}: this run has {', '.join(roles)}")
     return roles[name]
+
+
+def _pushes(config: PPOConfig | SFTConfig, role: ModelRole, architectures: Mapping[str, Architecture]) -> dict[int, RankPush]:
+    """Of each rank of the actor; none where weights go through files."""
+    if isinstance(config, SFTConfig) or role.name != "actor":
+        return {}
+    forecast = forecast_weights(config, plan_placement(config), architectures["actor"])
+    if forecast is None:
+        return {}
+    shared = {place.device for place in forecast.engine_places}
+    slots = NUM_SLOTS * forecast.message_bytes
+    return {
+        rank: RankPush(forecast.plan.of_source(rank), slots if place.device in shared else 0)
+        for rank, place in enumerate(forecast.trainer_places)
+    }
 
 
 def _mistakes(records: Sequence[RankRecord]) -> list[str]:

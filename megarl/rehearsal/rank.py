@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,6 +25,7 @@ from megarl.engine.offload import StatePart
 from megarl.engine.spec import spec_of
 from megarl.rehearsal.device import FakeDevice
 from megarl.rehearsal.ledger import Ledger, place_of
+from megarl.rehearsal.push import push_weights
 from megarl.rehearsal.record import PhaseRecord, RankRecord, RankRequest, RehearsalError
 from megarl.rehearsal.rows import RehearsedBatch, make_rows, rows_of_micro_batch, with_loss
 from megarl.weights.load import check_parameters
@@ -119,7 +121,8 @@ class _Rehearsal:
         engine = RehearsedEngine(spec, groups.initialize(spec.parallel, spec.seed))
         self.num_parameters = sum(parameter.numel() for parameter in engine.parameters().values())
         yield end("build")
-        yield from run_phases(engine, self._config, self._role, batch, end)
+        push = partial(push_weights, engine, self._request.push, self._ledger, self._request.rank) if self._request.push else None
+        yield from run_phases(engine, self._config, self._role, batch, end, push)
 
 
 def run_phases(
@@ -128,6 +131,7 @@ def run_phases(
     role: ModelRole,
     batch: RehearsedBatch,
     end: Callable[[str], PhaseRecord],
+    push: Callable[[], None] | None = None,
 ) -> Iterator[PhaseRecord]:
     """What an engine that is built does in a step of a run, and `end` of each phase. On any device: tests compare fake with real ones.
 
@@ -154,6 +158,10 @@ def run_phases(
         parts = tuple(StatePart)
     engine.offload(*parts)
     yield end("offload")
+    if push is not None:  # as where engines share the device: of the model there is nothing but the weights
+        engine.restore(StatePart.parameters)
+        push()
+        yield end("push")
     engine.restore(*parts)
     yield end("restore")
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from megarl.config.schema import PPOConfig, SFTConfig
+from megarl.weights.plan import Stream
 
 POINT_TO_POINT = ("send", "recv")
 
@@ -14,13 +16,22 @@ class RehearsalError(Exception):
     """The engine did on a fake device what would be wrong on a real one: what, and the place in the source."""
 
 
+class RankPush(NamedTuple):
+    """What a rank gives away in a push of weights. streams: by engine rank. slot_bytes: memory that it shares with the engine rank on its
+    device, 0 where there is none."""
+
+    streams: Mapping[int, Stream]
+    slot_bytes: int
+
+
 class RankRequest(NamedTuple):
-    """num_micro_batches: of each pass."""
+    """num_micro_batches: of each pass. push: of a rank of the actor, where weights do not go through files."""
 
     config: PPOConfig | SFTConfig
     role: str
     rank: int
     num_micro_batches: int
+    push: RankPush | None = None
 
 
 class Collective(NamedTuple):

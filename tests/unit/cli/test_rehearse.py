@@ -56,6 +56,15 @@ def test_all_ranks_are_rehearsed_and_compared(run: dict[str, Any], tmp_path: Pat
     assert train["collectives"][0]["ranks"] == [0, 1]
     assert set(train["awaits"][0]) == {"call", "num_calls"}
     assert document["ranks"][0]["plan"]["held"] == parameters * (2 + 4 + 12)
+    # Each number of the model once, for one engine of one rank; on the way back nothing but the weights is there, and two messages.
+    pushes = [next(phase for phase in rank["phases"] if phase["name"] == "push") for rank in document["ranks"]]
+    sent = [sum(call["nbytes"] for call in push["collectives"]) for push in pushes]
+    layer = 64 * 128 + 64 * 64 + 3 * 64 * 96 + 128
+    assert sent == [2 * (layer + 199 * 64), 2 * (layer + 64 + 199 * 64)]
+    assert {(call["kind"], call["group"], call["dtype"]) for push in pushes for call in push["collectives"]} == {
+        ("send", "weights", "bfloat16")
+    }
+    assert [push["peak"] - push["held"] for push in pushes] == [2 * each for each in sent]
     assert train["peak"] > train["held"] > parameters * (2 + 4 + 12)
 
 

@@ -9,7 +9,9 @@ import pytest
 from megarl.config.schema import ParallelConfig
 from megarl.rehearsal.processes import rehearse_ranks
 from megarl.rehearsal.ranks import hangs, rounded_sums
-from megarl.rehearsal.record import RankRecord
+from megarl.rehearsal.record import RankPush, RankRecord
+from megarl.weights.boxes import Rectangle
+from megarl.weights.plan import Part, Stream
 from tests.unit.rehearsal import planted
 from tests.unit.rehearsal.runs import SMALL, TINY, ppo, requests, save_config
 
@@ -17,6 +19,8 @@ PAIR = ParallelConfig(tensor_parallel_size=2)
 REPLICAS = ParallelConfig(data_parallel_size=2)
 STAGES = ParallelConfig(pipeline_parallel_size=2)
 SEQUENCE = ParallelConfig(tensor_parallel_size=2, sequence_parallel=True)
+QUERIES = "model.layers.1.self_attn.q_proj.weight"  # (64, 64), of which the second rank holds the last 32 rows
+PUSH = RankPush({0: Stream([Part(QUERIES, Rectangle((0, 0), (32, 64))), Part(QUERIES, Rectangle((32, 0), (48, 64)))])}, slot_bytes=0)
 # Name of the plant, layout, ranks.
 PLANTED = (
     ("weight_of_the_head_on_the_host", ParallelConfig(), [0]),
@@ -28,6 +32,7 @@ PLANTED = (
     ("a_token_less_from_the_first_stage", STAGES, [0, 1]),
     ("another_shape_than_the_layout", ParallelConfig(), [0]),
     ("too_small_a_device", SMALL, [0]),
+    ("a_push_of_what_another_rank_holds", PAIR, [0]),
     ("transformer_engine", SEQUENCE, [0, 1]),
     ("local", SEQUENCE, [0, 1]),
 )
@@ -40,7 +45,9 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[RankRecord
     asked = []
     for name, parallel, ranks in PLANTED:
         device_gb = 240_000 / 2**30 if name == "too_small_a_device" else None
-        asked += requests(ppo(save_config(folder / name, TINY), parallel, device_gb=device_gb), ranks)
+        push = PUSH if name == "a_push_of_what_another_rank_holds" else None
+        config = ppo(save_config(folder / name, TINY), parallel, device_gb=device_gb)
+        asked += [request._replace(push=push) for request in requests(config, ranks)]
     records = list(rehearse_ranks(asked, 1, planted.make_ready_with_mistakes))
     return {name: [records.pop(0) for _ in ranks] for name, _, ranks in PLANTED}
 
@@ -114,6 +121,12 @@ def test_memory_beyond_the_device(found: dict[str, list[RankRecord]]) -> None:
     assert " MiB would be in the memory of a device that has 0.23 MiB, with " in record.error
     assert "at megarl/engine/optimizer.py:" in record.error or "at megatron/core/optimizer/" in record.error
     assert record.phases == ()
+
+
+def test_a_push_of_what_the_rank_does_not_hold(found: dict[str, list[RankRecord]]) -> None:
+    (record,) = found["a_push_of_what_another_rank_holds"]
+    assert record.error == f"a push sends 1,024 elements of {QUERIES} as torch.bfloat16, of which this rank holds 0, as torch.bfloat16"
+    assert record.phases[-1].name == "offload"
 
 
 def test_transformer_engines_layers_have_the_parameters_and_calls_of_local_ones(found: dict[str, list[RankRecord]]) -> None:

@@ -1,0 +1,62 @@
+"""What a rank of the actor packs and sends when it gives its weights away: the plan of a push, on the engine's own parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from megarl.rehearsal.ledger import Ledger, place
+from megarl.rehearsal.record import Collective, RankPush, RehearsalError
+from megarl.weights.plan import Part
+from megarl.weights.rounds import Lane, Rounds, Side
+from megarl.weights.shards import Shards
+from megarl.weights.wire import Message, UnderWay, Wire
+
+if TYPE_CHECKING:
+    from megarl.engine.engine import MegatronEngine
+
+
+class _Sent(UnderWay):
+    def is_done(self, patience_s: float) -> bool:
+        return True
+
+
+class _Wire(Wire):
+    """Notes what is sent. Engine ranks are numbered behind those of the actor."""
+
+    def __init__(self, ledger: Ledger, rank: int, num_ranks: int) -> None:
+        self._ledger, self._rank, self._num_ranks = ledger, rank, num_ranks
+
+    def start(self, sends: Sequence[Message], receives: Sequence[Message], tag: int) -> UnderWay:
+        for target, tensor in sends:
+            ranks, dtype = (self._rank, self._num_ranks + target), str(tensor.dtype).removeprefix("torch.")
+            self._ledger.communicates(Collective("send", "weights", ranks, dtype, tensor.numel(), tensor.nbytes, place()))
+        return _Sent()
+
+
+def push_weights(engine: MegatronEngine, push: RankPush, ledger: Ledger, rank: int) -> None:
+    """Raises RehearsalError, with the tensor's name, where the rank does not hold what the plan says, or in another type."""
+    spec = engine.spec
+    shards = Shards(parameters=engine.parameters(), architecture=spec.architecture, layout=engine.layout, head=spec.head)
+    dtype = getattr(torch, spec.dtype.value)
+
+    def regions(part: Part) -> list[Tensor]:
+        found = list(shards.regions(part))
+        held, types = sum(region.numel() for region in found), {region.dtype for region in found}
+        if held != part.box.volume or types != {dtype}:
+            raise RehearsalError(
+                f"a push sends {part.box.volume:,} elements of {part.name} as {dtype}, of which this rank holds {held:,}, as "
+                f"{', '.join(map(str, types))}"
+            )
+        return found
+
+    ledger.look_again()  # the weights have just come back
+    side = Side(push.streams)
+    buffers = torch.empty(2, side.largest, dtype=dtype, device=shards.device)
+    slots = torch.empty(push.slot_bytes, dtype=torch.uint8, device=shards.device)
+    lane = Lane(_Wire(ledger, rank, spec.parallel.world_size), side)
+    assert Rounds([lane], side.num_rounds, buffers, regions).run(), "nobody is waited for"
+    del slots
