@@ -1,7 +1,7 @@
 """How fast weights go from a trainer process to an engine process on the same GPU, beside a copy of as many bytes on it.
 
     python -m benchmarks.gpu.weights [--repeats 5] [--bucket-mb 256]
-    python -m benchmarks.gpu.weights --device cpu --num-layers 2 --hidden-size 256    # a rehearsal: no limit
+    python -m benchmarks.gpu.weights --device cpu    # a rehearsal with few bytes: no limit
 
 The weights are 1.03 GB in bfloat16, of the shapes of a Qwen2 model of eight layers; the engine is of the kind hf, and the carrier is
 `device`: slots of the GPU's memory, shared by CUDA IPC. Seconds are the trainer's, from the begin of a push until the engine has taken
@@ -18,19 +18,22 @@ import argparse
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
+from megarl.config.schema import Transport
 from megarl.machine.stopwatch import Stopwatch
-from megarl.weights.carriers.device import message_bytes
+from megarl.weights.carriers.message_sizes import message_bytes
 from tests.mortal_ranks import Place, mortal_ranks
 from tests.shared_device import DTYPE, SharedSpec, TrainerProcess, answer, ask, save_model, serve_engine
 
 TARGET = 0.5  # of what two copies take
 COPIES = 2  # into the slots and out of them
+SIZES = {"cuda": (8, 2048), "cpu": (2, 256)}  # of the model: layers, hidden size
 
 
 class Push(NamedTuple):
@@ -79,15 +82,13 @@ def measure(spec: SharedSpec, repeats: int) -> tuple[Push, float]:
     return min(pushes), min(copies)
 
 
-def main() -> int:
+def main(options: Sequence[str] | None = None) -> int:
     """Returns 1 when the target is missed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--bucket-mb", type=float, default=256.0, help="of resharding.bucket_mb, in MiB")
-    parser.add_argument("--num-layers", type=int, default=8)
-    parser.add_argument("--hidden-size", type=int, default=2048)
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(options)
     is_cuda = arguments.device == "cuda"
     if is_cuda and not torch.cuda.is_available():
         print("torch sees no GPU: with --device cpu there is a rehearsal")
@@ -95,8 +96,9 @@ def main() -> int:
     device = torch.device("cuda", 0) if is_cuda else torch.device("cpu")
     print(f"{torch.cuda.get_device_name(device) if is_cuda else 'a CPU'}, torch {torch.__version__}, bucket {arguments.bucket_mb:g} MiB")
     with tempfile.TemporaryDirectory() as folder:
-        save_model(Path(folder), arguments.num_layers, arguments.hidden_size, vocab_size=15 * arguments.hidden_size)
-        slot_bytes = message_bytes(int(arguments.bucket_mb * 2**20), is_cuda)
+        num_layers, hidden_size = SIZES[arguments.device]
+        save_model(Path(folder), num_layers, hidden_size, vocab_size=15 * hidden_size)
+        slot_bytes = message_bytes(Transport.device, int(arguments.bucket_mb * 2**20), is_cuda)
         push, copy_s = measure(SharedSpec(Path(folder), (device, device), slot_bytes), arguments.repeats)
     ratio = COPIES * copy_s / push.seconds
     print(f"push   {push.nbytes / 1e9:.2f} GB in {push.seconds:.4f} s: packing {push.packing_s:.4f} s, waiting {push.waiting_s:.4f} s")
@@ -106,7 +108,7 @@ def main() -> int:
     else:
         verdict = f"limit {TARGET:g} {'held' if ratio >= TARGET else 'MISSED'}"
     speeds = f"push {push.nbytes / 1e9 / push.seconds:.1f} GB/s, memcpy {push.nbytes / 1e9 / copy_s:.1f} GB/s"
-    print(f"{speeds}, ratio to two copies {ratio:.2f} ({verdict})")
+    print(f"\n{speeds}, ratio to two copies {ratio:.2f} ({verdict})")
     return 1 if is_cuda and ratio < TARGET else 0
 
 

@@ -16,7 +16,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from megarl.batch.metrics import Metric, merge_metrics
-from megarl.config.schema import ParallelConfig
+from megarl.config.schema import OptimConfig, ParallelConfig
 from megarl.engine import platform
 from megarl.engine.groups import ParallelGroups
 from megarl.engine.layer_specs import layers_for
@@ -76,7 +76,10 @@ class MegatronEngine:
         self._gradients_are_made = False
         self._load(spec.path)
         self._expect_no_gather()
-        self._optimizer = Optimizer(spec.optim, self._chunks, dtype, spec.total_optimizer_steps) if spec.optim else None
+        self._optimizer = self._build_optimizer(spec.optim, dtype) if spec.optim else None
+
+    def _build_optimizer(self, optim: OptimConfig, dtype: torch.dtype) -> Optimizer:
+        return Optimizer(optim, self._chunks, dtype, self.spec.total_optimizer_steps)
 
     def _offloadable_parts(self) -> dict[StatePart, MovableState]:
         parts = {StatePart.parameters: MovableState(self._parameter_list)}

@@ -37,7 +37,8 @@ def test_without_a_gpu_everything_is_left_out(capsys: pytest.CaptureFixture[str]
     first, *lines = capsys.readouterr().out.splitlines()
     assert first == "torch sees no GPU: everything is left out"
     files = [line.split() for line in lines if line.startswith(("tests/", "benchmarks/"))]
-    names = ("tests/gpu/test_engine.py", "tests/gpu/test_sglang.py", "tests/gpu/test_weights.py", "benchmarks/gpu/weights.py")
+    tests = [f"tests/gpu/test_{name}.py" for name in ("engine", "sglang", "weights")]
+    names = [*tests, "benchmarks/gpu/engine.py", "benchmarks/gpu/weights.py"]
     assert files == [[name, "0", "0", "0"] for name in names]
     assert lines.count("    left out: torch sees no GPU") == len(names)
 
@@ -55,9 +56,9 @@ def test_tests_that_end_in_every_way(tmp_path: Path) -> None:
 
 def test_benchmarks_that_end_in_every_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(table, "ROOT", tmp_path)
-    (tmp_path / "good.py").write_text("print('much')\nprint('12 GB/s')")
+    (tmp_path / "good.py").write_text("print('much\\n\\n12 GB/s\\n13 GB/s')")
     (tmp_path / "bad.py").write_text("print('3 GB/s')\nraise SystemExit(1)")
     (tmp_path / "mute.py").write_text("raise SystemExit(2)")
-    assert table.run_benchmark(tmp_path / "good.py") == table.Row("good.py", passed=1, numbers=["12 GB/s"])
+    assert table.run_benchmark(tmp_path / "good.py") == table.Row("good.py", passed=1, numbers=["12 GB/s", "13 GB/s"])
     assert table.run_benchmark(tmp_path / "bad.py") == table.Row("bad.py", failed=1, numbers=["ended with 1", "3 GB/s"])
     assert table.run_benchmark(tmp_path / "mute.py") == table.Row("mute.py", failed=1, numbers=["ended with 2"])

@@ -1,0 +1,458 @@
+"""How fast the engine trains and scores on one GPU, as ratios to Hugging Face measured in the same run.
+
+    python -m benchmarks.gpu.engine [--shapes 0.5B 1.5B 7B] [--tokens 16384] [--repeats 3]
+    python -m benchmarks.gpu.engine --device cpu    # a rehearsal: a tiny shape, in seconds
+
+Models have the shapes of Qwen2.5 and random weights, the same on both sides. Measured are forward + backward of a batch (no optimizer
+step), for every kind of layers that is installed and each `recompute`, and the pass that only scores. A batch has rows of log-normal
+length, a quarter of each its prompt, cut into micro-batches that both sides pack without padding. The loss is the mean log-prob of all
+response tokens, and must be the same. A speed is tokens (prompt + response) per second, of the fastest repeat; the two take turns.
+
+The peer is `Qwen2ForCausalLM` at its best: its inputs are on the device before the clock starts, logits are those of response tokens only,
+and its attention of packed rows is flash attention: of the package flash_attn where that is installed, else torch's own `varlen_attn` (on a
+CPU `sdpa`). Beside `full` it recomputes all layers too (its gradient checkpointing), beside `selective` none, for want of such a mode.
+
+MFU: the floating-point operations that the model needs, a causal attention being half of a full one and what is computed again not counted,
+over what the GPU could do by its data sheet (dense bfloat16).
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import inspect
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
+from transformers import AttentionInterface, AutoModelForCausalLM, Qwen2Config
+from transformers.utils import is_flash_attn_2_available
+
+from megarl.batch.metrics import Metric
+from megarl.config.architecture import read_architecture
+from megarl.config.layers import has_transformer_engine
+from megarl.config.schema import Device, DType, EngineConfig, Layers, OptimConfig, ParallelConfig, Recomputation, Recompute
+from megarl.data.packing import plan_micro_batches
+from megarl.engine import platform
+from megarl.engine.spec import ModelSpec
+from megarl.machine.stopwatch import Stopwatch
+
+if TYPE_CHECKING:
+    from megarl.engine.engine import MegatronEngine
+    from megarl.engine.groups import ParallelGroups
+
+LENGTH_SIGMA = 0.6  # of log(length)
+PROMPT_SHARE = 4  # of each row a quarter is prompt
+SAME_LOSS = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
+# Dense bfloat16 by NVIDIA's data sheets, FLOP/s; the first that stands in the device's name.
+PEAK = {"B200": 2.25e15, "H200": 0.989e15, "H100": 0.989e15, "A100": 0.312e15}
+
+
+class Shape(NamedTuple):
+    """A model of the family Qwen2. longest: tokens of a row; micro_batch: tokens of several."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    vocab_size: int
+    tie_word_embeddings: bool
+    longest: int
+    micro_batch: int
+
+    def config(self) -> Qwen2Config:
+        sizes = {name: value for name, value in self._asdict().items() if name not in ("longest", "micro_batch")}
+        return Qwen2Config(max_position_embeddings=self.longest, **sizes)
+
+
+SHAPES = {
+    "tiny": Shape(64, 96, 2, 4, 2, 199, False, longest=32, micro_batch=64),
+    "0.5B": Shape(896, 4864, 24, 14, 2, 151_936, True, longest=4096, micro_batch=8192),
+    "1.5B": Shape(1536, 8960, 28, 12, 2, 151_936, True, longest=4096, micro_batch=8192),
+    "7B": Shape(3584, 18_944, 28, 28, 4, 152_064, False, longest=4096, micro_batch=4096),
+}
+
+
+Step = Callable[[], float]  # works through a batch; returns the loss
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    device: torch.device
+    dtype: torch.dtype
+    tokens: int  # of a batch
+    repeats: int
+
+
+def draw_lengths(tokens: int, longest: int, seed: int = 0) -> list[int]:
+    """Rows of at least two tokens, `tokens` in all; their mean is about a third of the longest allowed, which is above two."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths: list[int] = []
+    while (left := tokens - sum(lengths)) > 0:
+        draw = round(longest / 3 * float((torch.randn((), generator=generator) * LENGTH_SIGMA).exp()))
+        length = min(max(draw, 2), longest, left)
+        lengths.append(length + (left - length == 1 and length < longest))
+    if lengths[-1] == 1:  # the row before it is of the longest length
+        lengths[-2:] = [lengths[-2] - 1, 2]
+    return lengths
+
+
+def prompt_tokens(length: int) -> int:
+    return max(1, length // PROMPT_SHARE)
+
+
+def make_batch(lengths: Sequence[int], vocab_size: int) -> dict[str, Tensor]:
+    """As the engine takes it: (B, P + R), padded left of the prompts and right of the responses."""
+    total = torch.tensor(lengths)
+    prompts = torch.tensor([prompt_tokens(length) for length in lengths])
+    width = int(prompts.max())
+    column = torch.arange(width + int((total - prompts).max()))
+    mask = (column >= width - prompts[:, None]) & (column < width + (total - prompts)[:, None])
+    ids = torch.randint(0, vocab_size, tuple(mask.shape), generator=torch.Generator().manual_seed(1))
+    return {"input_ids": torch.where(mask, ids, 0), "attention_mask": mask.long(), "response_mask": mask[:, width:]}
+
+
+def forward_flops(shape: Shape, lengths: Sequence[int]) -> int:
+    """Floating-point operations of products of matrices, two for a multiplication and an addition; a head's are those of response tokens.
+    Forward + backward has three times as many."""
+    hidden = shape.hidden_size  # of all heads of queries together, too
+    groups = hidden // shape.num_attention_heads * shape.num_key_value_heads
+    weights = hidden * (2 * hidden + 2 * groups + 3 * shape.intermediate_size)
+    pairs = sum(length * (length + 1) // 2 for length in lengths)
+    responses = sum(length - prompt_tokens(length) for length in lengths)
+    layer = 2 * sum(lengths) * weights + 4 * pairs * hidden
+    return shape.num_hidden_layers * layer + 2 * responses * hidden * shape.vocab_size
+
+
+def peak_flops(device_name: str, dtype: torch.dtype) -> float | None:
+    """None where it is not known."""
+    return next((peak for name, peak in PEAK.items() if name in device_name and dtype == torch.bfloat16), None)
+
+
+class Packed(NamedTuple):
+    """One micro-batch as Hugging Face takes it. ids, positions: (1, T). predictors: (N,) places in T whose logits predict targets (N,)."""
+
+    ids: Tensor
+    positions: Tensor
+    predictors: Tensor
+    targets: Tensor
+    boundaries: Tensor  # (rows + 1,) int32
+    longest: int
+
+
+def pack(batch: Mapping[str, Tensor], rows: Sequence[int], device: torch.device) -> Packed:
+    real = [batch["input_ids"][row][batch["attention_mask"][row].bool()] for row in rows]
+    lengths = torch.tensor([len(row) for row in real])
+    starts = lengths.cumsum(0) - lengths
+    predictors = torch.cat(
+        [torch.arange(prompt_tokens(len(row)) - 1, len(row) - 1) + start for row, start in zip(real, starts.tolist(), strict=True)]
+    )
+    ids = torch.cat(real)
+    return Packed(
+        ids=ids[None].to(device),
+        positions=torch.cat([torch.arange(len(row)) for row in real])[None].to(device),
+        predictors=predictors.to(device),
+        targets=ids[predictors + 1].to(device),
+        boundaries=F.pad(lengths.cumsum(0), (1, 0)).to(device, torch.int32),
+        longest=int(lengths.max()),
+    )
+
+
+def attend(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float,
+    cu_seq_lens_q: Tensor,
+    max_length_q: int,
+    **unused: Any,
+) -> tuple[Tensor, None]:
+    """torch's `varlen_attn` as an attention of transformers: (1, heads, T, D), (1, groups, T, D) x 2 -> (1, T, heads, D)."""
+    rows = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]
+    heads = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+    causal = (-1, 0)
+    mixed = varlen_attn(*rows, cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q, scale=scaling, window_size=causal, **heads)
+    return mixed[None], None
+
+
+AttentionInterface.register("torch_varlen", attend)
+
+
+def peer_attention(device: torch.device, dtype: torch.dtype) -> str:
+    """By transformers' name."""
+    if device.type == "cpu" or dtype == torch.float32:
+        return "sdpa"
+    return "flash_attention_2" if is_flash_attn_2_available() else "torch_varlen"
+
+
+class HuggingFace:
+    def __init__(self, shape: Shape, settings: Settings, attention: str) -> None:
+        torch.manual_seed(0)
+        with settings.device:
+            self.model = AutoModelForCausalLM.from_config(shape.config(), dtype=settings.dtype, attn_implementation=attention)
+
+    def log_probs(self, packed: Packed) -> Tensor:
+        """(N,) float32."""
+        logits = self.model(
+            packed.ids,
+            position_ids=packed.positions,
+            use_cache=False,
+            logits_to_keep=packed.predictors,
+            cu_seq_lens_q=packed.boundaries,
+            cu_seq_lens_k=packed.boundaries,
+            max_length_q=packed.longest,
+            max_length_k=packed.longest,
+        ).logits[0]
+        return -F.cross_entropy(logits.float(), packed.targets, reduction="none")
+
+    def trains(self, micro_batches: Sequence[Packed], recomputes: bool) -> Step:
+        num_responses = sum(len(packed.targets) for packed in micro_batches)
+
+        def step() -> float:
+            self.model.train()
+            if recomputes:
+                self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            else:
+                self.model.gradient_checkpointing_disable()
+            total = torch.zeros((), device=self.model.device)
+            try:
+                for packed in micro_batches:
+                    loss = -self.log_probs(packed).sum() / num_responses
+                    loss.backward()
+                    total += loss.detach()
+            finally:
+                self.model.zero_grad(set_to_none=True)
+            return float(total)
+
+        return step
+
+    def scores(self, micro_batches: Sequence[Packed]) -> Step:
+        def step() -> float:
+            self.model.eval()
+            with torch.no_grad():
+                return -float(torch.cat([self.log_probs(packed) for packed in micro_batches]).mean())
+
+        return step
+
+
+def build_engine(
+    peer: HuggingFace, settings: Settings, groups: ParallelGroups, layers: Layers, recompute: Recompute, trained: bool = True
+) -> MegatronEngine:
+    """With the peer's weights. Of the optimizer there is only what a forward and backward pass asks of it: its state would be twelve bytes
+    for each parameter, with which the largest shape would not be on one GPU beside the peer."""
+    from megarl.engine.engine import MegatronEngine
+    from megarl.weights.plan import Part
+    from megarl.weights.shards import Shards, held_boxes
+
+    class Gradients:
+        def __init__(self, chunks: Sequence[Any]) -> None:
+            self._chunks = chunks
+
+        def zero_grad(self) -> None:
+            for chunk in self._chunks:
+                chunk.zero_grad_buffer()
+
+    class MeasuredEngine(MegatronEngine):
+        def _load(self, folder: str) -> None:
+            tensors = dict(peer.model.named_parameters())
+            architecture = self.spec.architecture
+            shards = Shards(parameters=self.parameters(), architecture=architecture, layout=self.layout, head="lm")
+            for name, boxes in held_boxes(architecture, self.layout, "lm").items():
+                for box in boxes:
+                    left = tensors[name].detach()[box.slices].flatten()
+                    for region in shards.regions(Part(name, box)):
+                        region.copy_(left[: region.numel()].view_as(region))
+                        left = left[region.numel() :]
+
+        def _build_optimizer(self, optim: OptimConfig, dtype: torch.dtype) -> Any:
+            return Gradients(self._chunks)
+
+    with tempfile.TemporaryDirectory() as folder:
+        peer.model.config.save_pretrained(folder)
+        spec = ModelSpec(
+            path=folder,
+            architecture=read_architecture(folder),
+            head="lm",
+            dtype=DType(str(settings.dtype).removeprefix("torch.")),
+            parallel=groups.parallel,
+            engine=EngineConfig(layers=layers),
+            device=Device(settings.device.type),
+            seed=0,
+            optim=OptimConfig() if trained else None,
+            recomputation=Recomputation(how=recompute),
+        )
+        return MeasuredEngine(spec, groups)
+
+
+class Result(NamedTuple):
+    """tokens per second and, where the device's peak is known, MFU; None for one whom the device's memory was too small."""
+
+    name: str
+    ours: float | None
+    peer: float | None
+    flops_per_token: float
+    peak: float | None
+
+    def __str__(self) -> str:
+        ratio = f"{self.ours / self.peer:5.2f}" if self.ours and self.peer else "    -"
+        return f"{self.name:<38} {ratio}   megarl {self._speed(self.ours)}   Hugging Face {self._speed(self.peer)}"
+
+    def _speed(self, speed: float | None) -> str:
+        if speed is None:
+            return f"{'out of memory':>25}"
+        mfu = f"MFU {100 * speed * self.flops_per_token / self.peak:4.1f} %" if self.peak else ""
+        return f"{speed:9,.0f} tokens/s {mfu}"
+
+
+def compare(name: str, ours: Step, peer: Step, settings: Settings) -> tuple[float | None, float | None]:
+    """Seconds of each, the fastest of the repeats; the first calls are not timed. None: the device's memory was too small.
+
+    Raises ValueError where the losses differ: then they did not do the same work.
+    """
+    steps, losses = [ours, peer], [torch.nan, torch.nan]
+    seconds: list[list[float]] = [[], []]
+    for repeat in range(settings.repeats + 1):
+        for side, step in enumerate(steps):
+            if repeat and not seconds[side]:
+                continue
+            stopwatch = Stopwatch(settings.device)
+            try:
+                with stopwatch:
+                    losses[side] = step()
+            except torch.OutOfMemoryError:
+                torch.cuda.empty_cache()
+                continue
+            seconds[side].append(stopwatch.seconds())
+    if abs(losses[0] - losses[1]) > SAME_LOSS[settings.dtype]:  # not so where one of them is not known
+        raise ValueError(f"{name}: the contestants disagree on the loss: {losses[0]} and {losses[1]}")
+    fastest = [min(times[1:], default=None) for times in seconds]
+    return fastest[0], fastest[1]
+
+
+class Work:
+    """What both sides have to do of one shape: the same batch, cut in the same way."""
+
+    def __init__(self, shape: Shape, settings: Settings) -> None:
+        lengths = draw_lengths(settings.tokens, shape.longest)
+        plan = plan_micro_batches(lengths, 1, max_tokens=shape.micro_batch).ranks[0]
+        self.batch = make_batch(lengths, shape.vocab_size)
+        self.micro_batches = [list(each.rows) for each in plan.micro_batches]
+        self.packed = [pack(self.batch, rows, settings.device) for rows in self.micro_batches]
+        self.flops_per_token = forward_flops(shape, lengths) / settings.tokens
+        self._num_responses = float(self.batch["response_mask"].sum())
+
+    def trains(self, engine: MegatronEngine) -> Step:
+        return lambda: engine.forward_backward(self.batch, self.micro_batches, self._loss, extras=())["loss"].value
+
+    def scores(self, engine: MegatronEngine) -> Step:
+        return lambda: -float(engine.forward(self.batch, self.micro_batches, extras=())["log_probs"].sum()) / self._num_responses
+
+    def _loss(self, outputs: Mapping[str, Tensor], rows: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Metric]]:
+        value = -(outputs["log_probs"] * rows["response_mask"]).sum() / self._num_responses
+        return value, {"loss": Metric.sum(value)}
+
+
+def contests(name: str, settings: Settings, groups: ParallelGroups) -> Iterator[Result]:
+    """Of one shape: every kind of layers that is there, each recomputation, and the pass that only scores."""
+    shape, on_cuda = SHAPES[name], settings.device.type == "cuda"
+    work, peer = Work(shape, settings), HuggingFace(shape, settings, peer_attention(settings.device, settings.dtype))
+    peak = peak_flops(torch.cuda.get_device_name(settings.device), settings.dtype) if on_cuda else None
+
+    def result(what: str, ours: Step, theirs: Step, passes: int) -> Result:
+        seconds = compare(what, ours, theirs, settings)
+        speeds = (settings.tokens / each if each else None for each in seconds)
+        return Result(what, *speeds, flops_per_token=passes * work.flops_per_token, peak=peak)
+
+    for layers in kinds_of_layers(on_cuda, settings.dtype):
+        for recompute in Recompute:
+            what = f"{name} {layers.value}, recompute {recompute.value}"
+            engine = build_engine(peer, settings, groups, layers, recompute)
+            yield result(what, work.trains(engine), peer.trains(work.packed, recompute is Recompute.full), passes=3)
+            del engine
+            free(settings.device)
+        engine = build_engine(peer, settings, groups, layers, Recompute.none, trained=False)
+        yield result(f"{name} {layers.value}, log-probs", work.scores(engine), peer.scores(work.packed), passes=1)
+        del engine
+        free(settings.device)
+
+
+def results(names: Sequence[str], settings: Settings) -> Iterator[Result]:
+    """Of these shapes, one after the other, in a process that is on the device and has a process group of its own."""
+    from megarl.engine import groups as engine_groups
+
+    groups = engine_groups.initialize(ParallelConfig(), seed=0)
+    for name in names:
+        yield from contests(name, settings, groups)
+        free(settings.device)
+
+
+def kinds_of_layers(on_cuda: bool, dtype: torch.dtype) -> list[Layers]:
+    """Those that can be had here for packed rows."""
+    has_both = on_cuda and dtype != torch.float32 and has_transformer_engine()
+    return [Layers.transformer_engine, Layers.local] if has_both else [Layers.local]
+
+
+def free(device: torch.device) -> None:
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def parse(options: Sequence[str] | None) -> tuple[list[str], Settings]:
+    """The names of the shapes, and the settings."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), help="bfloat16 on cuda, float32 on cpu where it is not given")
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, help="all but tiny on cuda, tiny on cpu where none is named")
+    parser.add_argument("--tokens", type=int, help="of a batch: 16384 on cuda, 256 on cpu where it is not given")
+    parser.add_argument("--repeats", type=int, default=3)
+    given = parser.parse_args(options)
+    on_cuda = given.device == "cuda"
+    device = torch.device("cuda", 0) if on_cuda else torch.device("cpu")
+    settings = Settings(
+        device=device,
+        dtype=getattr(torch, given.dtype or ("bfloat16" if on_cuda else "float32")),
+        tokens=given.tokens or (16_384 if on_cuda else 256),
+        repeats=given.repeats,
+    )
+    if settings.tokens < 2 or settings.repeats < 1:
+        parser.error(f"--tokens {settings.tokens} and --repeats {settings.repeats}: at least 2 and 1 are needed")
+    return given.shapes or ([name for name in SHAPES if name != "tiny"] if on_cuda else ["tiny"]), settings
+
+
+def main(options: Sequence[str] | None = None) -> int:
+    """Returns 1 where there is no GPU and none was declined."""
+    names, settings = parse(options)
+    on_cuda = settings.device.type == "cuda"
+    if on_cuda and not torch.cuda.is_available():
+        print("torch sees no GPU: with --device cpu there is a rehearsal")
+        return 1
+    active = platform.activate(Device(settings.device.type))
+    attention = peer_attention(settings.device, settings.dtype)
+    print(f"{torch.cuda.get_device_name(0) if on_cuda else 'a CPU'}, torch {torch.__version__}, {settings.dtype}")
+    print(f"{settings.tokens:,} tokens a batch; the peer's attention is {attention}")
+    if Layers.transformer_engine not in kinds_of_layers(on_cuda, settings.dtype):
+        print("left out: layers of Transformer Engine, which are for bfloat16 on CUDA where it is installed")
+    print(f"\n{'comparison':<38} ratio   tokens of forward + backward, or of the forward pass, per second", flush=True)
+    with tempfile.TemporaryDirectory() as store:
+        dist.init_process_group(active.distributed_backend, init_method=f"file://{Path(store) / 'store'}", rank=0, world_size=1)
+        for result in results(names, settings):
+            print(result, flush=True)
+        dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
