@@ -1,88 +1,234 @@
-"""The engine on one GPU: the same code as on the CPU, over NCCL. Run with `make gpu` on a machine that has one."""
+"""The engine on one GPU beside Hugging Face: the same code as on the CPU, over NCCL, of both kinds of layers.
+
+tests/unit/engine/test_one_device.py runs these tests on the CPU, so that they cannot rot.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import inspect
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from megarl.batch.metrics import Metric
-from megarl.config.schema import Device, OptimConfig, ParallelConfig
+from megarl.config.layers import has_transformer_engine
+from megarl.config.schema import Device, Layers, OptimConfig, ParallelConfig, Recomputation, Recompute
+from megarl.engine import platform
+from megarl.engine.offload import StatePart
+from tests.unit.engine.comparison import assert_same, max_difference
 from tests.unit.engine.models import FAMILIES, load_lm, make_batch, reference_logits, save_model, scores_of
-from tests.unit.engine.rank_side import build
+from tests.unit.engine.rank_side import Tensors, build, hf_gradients, weighted_sum
+
+KEYS = ("log_probs", "entropy")
+MICRO_BATCHES = [[0, 3, 2], [1, 4], [5], [6]]
+OUTPUT_TOLERANCE = 1e-4  # absolute, in float32
+GRADIENT_TOLERANCE = 1e-3  # of the tensor's norm, in float32
+GRADIENT_FLOOR = 1e-5  # of the whole gradient's norm: below it a tensor is noise
+ROUNDING = 1.5  # in bfloat16 the engine may be so many times as far from float32 as Hugging Face is on the same device
+
+Run = Callable[..., Any]  # run(function, **arguments): what function(groups=..., **arguments) returns in a process on the device
 
 
 @pytest.fixture(scope="module")
-def groups(device: torch.device, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    from megarl.engine import platform
-
+def run(device: torch.device, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+    """In this process."""
     platform.activate(Device.cuda)
     store = tmp_path_factory.mktemp("store") / "store"
     dist.init_process_group("nccl", init_method=f"file://{store}", rank=0, world_size=1)
     from megarl.engine import groups as engine_groups
 
-    yield engine_groups.initialize(ParallelConfig(), seed=0)
+    groups = engine_groups.initialize(ParallelConfig(), seed=0)
+    yield lambda function, **arguments: function(groups=groups, **arguments)
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("packing", [True, False])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_log_probs_and_entropy_are_those_of_hugging_face(family: str, packing: bool, groups: Any, tmp_path: Path) -> None:
-    torch.backends.cuda.matmul.allow_tf32 = False
-    save_model(family, tmp_path)
+class Compared(NamedTuple):
+    """Outputs (B, R), and the gradients of a weighted sum of them by Hugging Face's names: float32, on the host."""
+
+    outputs: Tensors
+    gradients: Tensors
+
+    @property
+    def grad_norm(self) -> float:
+        return float(torch.stack([gradient.norm() for gradient in self.gradients.values()]).norm())
+
+
+def weighted_batch() -> Tensors:
+    """A weight per token and output, so that no two gradients are the same by symmetry."""
     batch = make_batch()
-    with torch.no_grad():
-        want = scores_of(reference_logits(load_lm(tmp_path), batch), batch)
-    got = build(groups, str(tmp_path), packing=packing).forward(batch, [[0, 3, 2], [1, 4], [5], [6]])
-    for key in want:
-        torch.testing.assert_close(got[key].cpu(), want[key], atol=1e-4, rtol=0)
+    generator = torch.Generator().manual_seed(2)
+    for key in KEYS:
+        batch[f"weight/{key}"] = torch.randn(batch["response_mask"].shape, generator=generator) * batch["response_mask"]
+    return batch
 
 
-def test_bfloat16_training_lowers_the_loss(groups: Any, tmp_path: Path) -> None:
+def on_host(tensors: Mapping[str, Tensor]) -> Tensors:
+    return {name: tensor.detach().float().cpu() for name, tensor in tensors.items()}
+
+
+def run_hugging_face(folder: Path, dtype: torch.dtype, device: torch.device) -> Compared:
+    batch = {name: tensor.to(device) for name, tensor in weighted_batch().items()}
+    model = load_lm(folder, dtype).to(device)
+    outputs = scores_of(reference_logits(model, batch).float(), batch)
+    sum((outputs[key] * batch[f"weight/{key}"]).sum() for key in KEYS).backward()
+    return Compared(on_host(outputs), on_host({name: parameter.grad for name, parameter in model.named_parameters()}))
+
+
+def run_engine(folder: Path, dtype: torch.dtype, layers: Layers, packing: bool, recompute: Recompute, groups: Any) -> Compared:
+    engine = build(
+        groups,
+        str(folder),
+        dtype=dtype,
+        packing=packing,
+        layers=layers,
+        optim=OptimConfig(),
+        recomputation=Recomputation(how=recompute),
+    )
+    batch = weighted_batch()
+    outputs = engine.forward(batch, MICRO_BATCHES)
+    engine.forward_backward(batch, MICRO_BATCHES, weighted_sum(KEYS))
+    return Compared(on_host(outputs), on_host(hf_gradients(engine)))
+
+
+def need(layers: Layers, device: torch.device) -> None:
+    if layers is Layers.transformer_engine and device.type != "cuda":
+        pytest.skip("Transformer Engine's layers are for CUDA")
+    if layers is Layers.transformer_engine and not has_transformer_engine():
+        pytest.skip("Transformer Engine is not installed")
+
+
+def make_family(name: str, folder: Path) -> tuple[Path, Compared]:
+    """The folder of a model, and what Hugging Face makes of it on the host in float32."""
+    save_model(name, folder)
+    return folder, run_hugging_face(folder, torch.float32, torch.device("cpu"))
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Compared]:
+    return make_family(request.param, tmp_path_factory.mktemp(request.param))
+
+
+@pytest.mark.parametrize(
+    ("layers", "packing", "recompute"),
+    [
+        (Layers.local, True, Recompute.none),
+        (Layers.local, True, Recompute.full),
+        (Layers.local, False, Recompute.selective),
+        (Layers.transformer_engine, False, Recompute.none),  # it has no attention of packed rows for float32
+    ],
+)
+def test_log_probs_and_gradients_are_those_of_hugging_face(
+    family: tuple[Path, Compared], layers: Layers, packing: bool, recompute: Recompute, device: torch.device, run: Run
+) -> None:
+    need(layers, device)
+    folder, want = family
+    got: Compared = run(run_engine, folder=folder, dtype=torch.float32, layers=layers, packing=packing, recompute=recompute)
+    for key in KEYS:
+        assert max_difference(got.outputs[key], want.outputs[key]) <= OUTPUT_TOLERANCE, key
+    assert_same(got.gradients, want.gradients, GRADIENT_TOLERANCE, floor=GRADIENT_FLOOR * want.grad_norm)
+
+
+@pytest.mark.parametrize(
+    ("layers", "packing", "recompute"),
+    [
+        (Layers.local, True, Recompute.none),
+        (Layers.local, True, Recompute.selective),
+        (Layers.local, False, Recompute.none),
+        (Layers.transformer_engine, True, Recompute.none),
+        (Layers.transformer_engine, True, Recompute.selective),
+        (Layers.transformer_engine, True, Recompute.full),
+    ],
+)
+def test_in_bfloat16_they_are_as_near_to_float32_as_hugging_faces(
+    family: tuple[Path, Compared],
+    layers: Layers,
+    packing: bool,
+    recompute: Recompute,
+    device: torch.device,
+    run: Run,
+    record_property: Callable[[str, object], None],
+) -> None:
+    need(layers, device)
+    folder, want = family
+    got: Compared = run(run_engine, folder=folder, dtype=torch.bfloat16, layers=layers, packing=packing, recompute=recompute)
+    peer = run_hugging_face(folder, torch.bfloat16, device)
+    ours, theirs = (distances(side, want) for side in (got, peer))
+    said = ", ".join(f"{name} {ours[name]:.2e} and {theirs[name]:.2e}" for name in ours)
+    record_property(f"{layers.value}: distance from float32, and Hugging Face's", said)
+    for name, distance in ours.items():
+        assert 0 < distance <= ROUNDING * theirs[name], said
+
+
+def distances(got: Compared, want: Compared) -> dict[str, float]:
+    """Of each output the mean of absolute differences over response tokens; of all gradients the norm of differences, to their norm."""
+    mask = weighted_batch()["response_mask"]
+    means = {key: float((got.outputs[key] - want.outputs[key])[mask].abs().mean()) for key in KEYS}
+    norms = torch.stack([(got.gradients[name] - gradient).norm() for name, gradient in want.gradients.items()])
+    return {**means, "gradients": float(norms.norm()) / want.grad_norm}
+
+
+def mean_log_prob(outputs: Mapping[str, Tensor], rows: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Metric]]:
+    value = -(outputs["log_probs"] * rows["response_mask"]).sum() / 40
+    return value, {"loss": Metric.sum(value)}
+
+
+class Trained(NamedTuple):
+    losses: list[float]
+    norms: list[float]
+    weights: Tensors
+    given_back: list[float]  # of what an offload says, the part by which the GPU's memory is less
+
+
+def train(folder: Path, layers: Layers, away: tuple[StatePart, ...], num_steps: int, groups: Any) -> Trained:
+    """away: parts of the state that leave the device after each step, and come back."""
+    engine = build(groups, str(folder), dtype=torch.bfloat16, layers=layers, optim=OptimConfig(lr=1e-3))
+    on_cuda, batch = platform.current().is_cuda, make_batch()
+    trained = Trained([], [], {}, [])
+    for _ in range(num_steps):
+        trained.losses.append(engine.forward_backward(batch, [[0, 1, 2], [3, 4, 5, 6]], mean_log_prob)["loss"].value)
+        trained.norms.append(engine.step().grad_norm)
+        if away:
+            before = torch.cuda.memory_allocated() if on_cuda else 0
+            nbytes = engine.offload(*away)
+            if on_cuda:
+                trained.given_back.append((before - torch.cuda.memory_allocated()) / nbytes)
+            engine.restore(*away)
+    trained.weights.update(on_host(engine.parameters()))
+    return trained
+
+
+@pytest.mark.parametrize("layers", [Layers.local, Layers.transformer_engine])
+def test_bfloat16_training_lowers_the_loss(layers: Layers, device: torch.device, run: Run, tmp_path: Path) -> None:
+    need(layers, device)
     save_model("qwen2-tied", tmp_path)
-    batch = make_batch()
-    engine = build(groups, str(tmp_path), dtype=torch.bfloat16, optim=OptimConfig(lr=1e-3))
-
-    def loss(outputs: Any, rows: Any) -> Any:
-        value = -(outputs["log_probs"] * rows["response_mask"]).sum() / batch["response_mask"].sum()
-        return value, {"loss": Metric.sum(value)}
-
-    losses = []
-    for _ in range(10):
-        losses.append(engine.forward_backward(batch, [[0, 1, 2], [3, 4, 5, 6]], loss)["loss"].value)
-        engine.step()
+    losses = run(train, folder=tmp_path, layers=layers, away=(), num_steps=10).losses
     assert losses[-1] < losses[0] - 0.5
 
 
-def test_what_is_offloaded_leaves_the_gpu_and_comes_back_the_same(groups: Any, tmp_path: Path) -> None:
-    from megarl.engine.offload import StatePart
-
+def test_what_is_offloaded_leaves_the_gpu_and_comes_back_the_same(run: Run, tmp_path: Path) -> None:
     save_model("qwen2", tmp_path)
-    batch = make_batch()
+    stayed, moved = (run(train, folder=tmp_path, layers=Layers.local, away=away, num_steps=3) for away in ((), tuple(StatePart)))
+    assert moved.norms == pytest.approx(stayed.norms, rel=1e-2)  # what a GPU adds in another order each time, rounded to bfloat16
+    assert all(part >= 0.9 for part in moved.given_back)
+    for name, weight in stayed.weights.items():
+        torch.testing.assert_close(moved.weights[name], weight, atol=1e-2, rtol=1e-2)
 
-    def loss(outputs: Any, rows: Any) -> Any:
-        value = -outputs["log_probs"].sum()
-        return value, {"loss": Metric.sum(value)}
 
-    def trained(away: tuple[StatePart, ...]) -> tuple[list[float], dict[str, torch.Tensor]]:
-        engine = build(groups, str(tmp_path), dtype=torch.bfloat16, optim=OptimConfig(lr=1e-3))
-        norms = []
-        for _ in range(3):
-            engine.forward_backward(batch, [[0, 1, 2], [3, 4, 5, 6]], loss)
-            norms.append(engine.step().grad_norm)
-            before = torch.cuda.memory_allocated()
-            given_back = engine.offload(*away)
-            assert before - torch.cuda.memory_allocated() >= 0.9 * given_back
-            engine.restore(*away)
-        return norms, {name: value.clone() for name, value in engine.parameters().items()}
+def test_torch_has_what_the_layers_for_cuda_call() -> None:
+    """Alike in torch 2.11 and 2.13, but for `enable_gqa`, which 2.11 does not ask for."""
+    from torch.cuda._pin_memory_utils import pin_memory, unpin_memory
+    from torch.nn.attention.varlen import varlen_attn
 
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    norms, weights = trained(())
-    same_norms, same_weights = trained(tuple(StatePart))
-    assert same_norms == pytest.approx(norms, rel=1e-5)
-    for name, weight in weights.items():
-        torch.testing.assert_close(same_weights[name], weight)
+    parameters = inspect.signature(varlen_attn).parameters
+    assert list(parameters)[:7] == ["query", "key", "value", "cu_seq_q", "cu_seq_k", "max_q", "max_k"]
+    assert {parameters[name].kind for name in ("scale", "window_size")} == {inspect.Parameter.KEYWORD_ONLY}
+    assert parameters["scale"].default is None
+    assert parameters["window_size"].default == (-1, -1)
+    for function in (pin_memory, unpin_memory):
+        assert list(inspect.signature(function).parameters)[0] == "data_ptr"
+    assert list(inspect.signature(torch.nn.functional.rms_norm).parameters) == ["input", "normalized_shape", "weight", "eps"]

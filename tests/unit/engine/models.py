@@ -90,8 +90,8 @@ def save_critic(lm_folder: Path, folder: Path, seed: int = 0) -> None:
     (folder / "config.json").write_text((lm_folder / "config.json").read_text())
 
 
-def load_lm(folder: Path) -> PreTrainedModel:
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+def load_lm(folder: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
 
 
 def load_critic(folder: Path) -> Critic:

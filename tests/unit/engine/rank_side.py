@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megarl.batch.metrics import Metric
 from megarl.config.architecture import read_architecture
-from megarl.config.schema import Device, DType, EngineConfig, ParallelConfig
+from megarl.config.schema import Device, DType, EngineConfig, Layers, ParallelConfig
 from megarl.engine import platform
 from megarl.engine.spec import ModelSpec
 from megarl.weights.name_mapping import EMBEDDING_TENSOR
@@ -51,7 +51,14 @@ def start(parallel: ParallelConfig) -> ParallelGroups:
 
 
 def build(
-    groups: ParallelGroups, folder: str, *, dtype: torch.dtype = torch.float32, packing: bool = True, chunk_tokens: int = 8, **spec: Any
+    groups: ParallelGroups,
+    folder: str,
+    *,
+    dtype: torch.dtype = torch.float32,
+    packing: bool = True,
+    chunk_tokens: int = 8,
+    layers: Layers = Layers.auto,
+    **spec: Any,
 ) -> MegatronEngine:
     """`spec`: other fields of ModelSpec. Chunks of 8 tokens, so that every micro-batch of more has several."""
     from megarl.engine.engine import MegatronEngine
@@ -61,7 +68,7 @@ def build(
         architecture=read_architecture(folder),
         dtype=DType(str(dtype).removeprefix("torch.")),
         parallel=groups.parallel,
-        engine=EngineConfig(packing=packing, log_prob_chunk_tokens=chunk_tokens),
+        engine=EngineConfig(packing=packing, log_prob_chunk_tokens=chunk_tokens, layers=layers),
         device=Device(platform.current().name),
         **{"head": "lm", "seed": 0, **spec},
     )
@@ -117,7 +124,7 @@ def _hf_tensors(engine: MegatronEngine, named: Tensors) -> Tensors:
     spec, layout = engine.spec, engine.layout
     shards = Shards(parameters=named, architecture=spec.architecture, layout=layout, head=spec.head)
     own = {
-        (name, box): torch.cat([region.reshape(-1) for region in shards.regions(Part(name, box))]).float()
+        (name, box): torch.cat([region.reshape(-1) for region in shards.regions(Part(name, box))]).float().cpu()
         for name, boxes in held_boxes(spec.architecture, layout, spec.head).items()
         if not (name == EMBEDDING_TENSOR and not layout.holds_embedding)  # the tied copy of another stage
         for box in boxes
