@@ -2,6 +2,8 @@
 
 import signal
 from collections.abc import Iterator
+from contextlib import nullcontext
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -37,8 +39,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> TogetherByFi
 
 @pytest.fixture(scope="session")
 def warm_processes() -> Iterator[None]:
-    """Programs that are started with warm.PYTHON, and workers of Ray, are forked from one process."""
-    with warm.server():
+    """Programs that are started with warm.PYTHON, and workers of Ray, are forked from one process; without Ray all start cold."""
+    with warm.server() if find_spec("ray") else nullcontext():
         yield
 
 

@@ -1,5 +1,8 @@
 """Runs all that a machine with a GPU is for, and prints one table of it: `make gpu`.
 
+    python -m tests.gpu.table               # on a GPU
+    python -m tests.gpu.table --rehearse    # what a CPU can do of it, with tiny shapes
+
 Each file of tests/gpu and each script of benchmarks/gpu runs in a process of its own, so that one that breaks its GPU's context breaks
 nothing else. The numbers of a test are its properties (`record_property`), those of a benchmark the last lines that it prints, behind the
 last empty one.
@@ -7,6 +10,7 @@ last empty one.
 
 from __future__ import annotations
 
+import argparse
 import subprocess
 import sys
 import tempfile
@@ -19,6 +23,10 @@ from xml.etree import ElementTree
 ROOT = Path(__file__).parents[2]
 NO_GPU = "torch sees no GPU"
 LIMIT_S = 300  # of a file or script: all of them together are to end in ten minutes
+
+
+# What a CPU can do of tests/gpu and benchmarks/gpu: the same code over gloo.
+REHEARSALS = ("engine/test_one_device.py", "weights/test_shared_device.py", "test_gpu_benchmarks.py", "test_gpu_table.py")
 
 
 class Row(NamedTuple):
@@ -102,11 +110,17 @@ def show(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
-def main() -> int:
+def main(options: Sequence[str] | None = None) -> int:
     """Returns 1 where something failed. Without a GPU everything is left out, and that is no failure."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rehearse", action="store_true", help="on the CPU")
+    rehearses = parser.parse_args(options).rehearse
     import torch
 
-    if torch.cuda.is_available():
+    if rehearses:
+        print(f"a rehearsal on the CPU, torch {torch.__version__}")
+        rows = [run_tests(ROOT / "tests" / "unit" / name) for name in REHEARSALS]
+    elif torch.cuda.is_available():
         print(f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}, torch {torch.__version__}")
         rows = [run_tests(file) for file in test_files()] + [run_benchmark(file) for file in benchmarks()]
     else:

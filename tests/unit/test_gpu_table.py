@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -33,7 +35,7 @@ def test_left_out(number):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: make gpu runs everything")
 def test_without_a_gpu_everything_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:
-    assert table.main() == 0
+    assert table.main([]) == 0
     first, *lines = capsys.readouterr().out.splitlines()
     assert first == "torch sees no GPU: everything is left out"
     files = [line.split() for line in lines if line.startswith(("tests/", "benchmarks/"))]
@@ -41,6 +43,14 @@ def test_without_a_gpu_everything_is_left_out(capsys: pytest.CaptureFixture[str]
     names = [*tests, "benchmarks/gpu/engine.py", "benchmarks/gpu/weights.py"]
     assert files == [[name, "0", "0", "0"] for name in names]
     assert lines.count("    left out: torch sees no GPU") == len(names)
+
+
+def test_everything_for_a_gpu_has_a_rehearsal_and_needs_neither_ray_nor_sglang_to_begin_with() -> None:
+    """Imported in a new process, in which neither can be imported."""
+    assert all((table.ROOT / "tests" / "unit" / name).is_file() for name in table.REHEARSALS)
+    modules = [".".join(file.relative_to(table.ROOT).with_suffix("").parts) for file in table.test_files() + table.benchmarks()]
+    program = f"import importlib, sys; sys.modules.update(ray=None, sglang=None); [importlib.import_module(name) for name in {modules}]"
+    subprocess.run([sys.executable, "-c", program], cwd=table.ROOT, check=True)
 
 
 def test_tests_that_end_in_every_way(tmp_path: Path) -> None:
