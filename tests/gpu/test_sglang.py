@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -13,9 +14,11 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config
 from megarl.config.schema import Device, DType, ModelConfig, RolloutConfig, SGLangConfig, SGLangMode
 from megarl.rollout.interface import RolloutEngineSpec, Sample, SamplingParameters
 from megarl.rollout.lifecycle import EngineStateError
-from megarl.rollout.sglang.engine import SGLangEngine
 from megarl.weights.checksum import checksum
 from tests.unit.rollout.models import push
+
+if TYPE_CHECKING:
+    from megarl.rollout.sglang.engine import SGLangEngine
 
 PROMPTS = [[5, 6, 14, 8], [9], [20, 21, 22, 23, 24, 25, 26, 27, 28]]
 NEEDED = ("sglang", "sgl_kernel", "torch_memory_saver")
@@ -44,6 +47,8 @@ def cuda_model(seed: int) -> PreTrainedModel:
 def engine(device: torch.device, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SGLangEngine]:
     if missing := [name for name in NEEDED if find_spec(name) is None]:
         pytest.skip(f"SGLang on a GPU needs {', '.join(NEEDED)}: not installed are {', '.join(missing)}")
+    from megarl.rollout.sglang.engine import SGLangEngine
+
     folder = tmp_path_factory.mktemp("model")
     model = cuda_model(0)
     model.config.save_pretrained(folder)
