@@ -12,32 +12,30 @@ The peer is `Qwen2ForCausalLM` at its best: its inputs are on the device before 
 and its attention of packed rows is flash attention: of the package flash_attn where that is installed, else torch's own `varlen_attn` (on a
 CPU `sdpa`). Beside `full` it recomputes all layers too (its gradient checkpointing), beside `selective` none, for want of such a mode.
 
-MFU: the floating-point operations that the model needs, a causal attention being half of a full one and what is computed again not counted,
-over what the GPU could do by its data sheet (dense bfloat16).
+MFU: the operations that the model needs (megarl/config/flops.py; of the pass that only scores a third) by those that the GPU could do.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
-import inspect
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.varlen import varlen_attn
-from transformers import AttentionInterface, AutoModelForCausalLM, Qwen2Config
-from transformers.utils import is_flash_attn_2_available
+from transformers import Qwen2Config
 
+from benchmarks.hugging_face_peer import HuggingFace, Step, flash_attention, pack, prompt_tokens
 from megarl.batch.metrics import Metric
-from megarl.config.architecture import read_architecture
+from megarl.config.architecture import Architecture, read_architecture
+from megarl.config.flops import training_flops
 from megarl.config.layers import has_transformer_engine
 from megarl.config.schema import Device, DType, EngineConfig, Layers, OptimConfig, ParallelConfig, Recomputation, Recompute
 from megarl.data.packing import plan_micro_batches
@@ -50,10 +48,7 @@ if TYPE_CHECKING:
     from megarl.engine.groups import ParallelGroups
 
 LENGTH_SIGMA = 0.6  # of log(length)
-PROMPT_SHARE = 4  # of each row a quarter is prompt
-SAME_LOSS = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
-# Dense bfloat16 by NVIDIA's data sheets, FLOP/s; the first that stands in the device's name.
-PEAK = {"B200": 2.25e15, "H200": 0.989e15, "H100": 0.989e15, "A100": 0.312e15}
+SAME_LOSS = {DType.float32: 1e-4, DType.bfloat16: 2e-2}
 
 
 class Shape(NamedTuple):
@@ -82,15 +77,16 @@ SHAPES = {
 }
 
 
-Step = Callable[[], float]  # works through a batch; returns the loss
-
-
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     device: torch.device
-    dtype: torch.dtype
+    dtype: DType  # bfloat16 or float32
     tokens: int  # of a batch
     repeats: int
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return getattr(torch, self.dtype.value)
 
 
 def draw_lengths(tokens: int, longest: int, seed: int = 0) -> list[int]:
@@ -106,10 +102,6 @@ def draw_lengths(tokens: int, longest: int, seed: int = 0) -> list[int]:
     return lengths
 
 
-def prompt_tokens(length: int) -> int:
-    return max(1, length // PROMPT_SHARE)
-
-
 def make_batch(lengths: Sequence[int], vocab_size: int) -> dict[str, Tensor]:
     """As the engine takes it: (B, P + R), padded left of the prompts and right of the responses."""
     total = torch.tensor(lengths)
@@ -121,137 +113,12 @@ def make_batch(lengths: Sequence[int], vocab_size: int) -> dict[str, Tensor]:
     return {"input_ids": torch.where(mask, ids, 0), "attention_mask": mask.long(), "response_mask": mask[:, width:]}
 
 
-def forward_flops(shape: Shape, lengths: Sequence[int]) -> int:
-    """Floating-point operations of products of matrices, two for a multiplication and an addition; a head's are those of response tokens.
-    Forward + backward has three times as many."""
-    hidden = shape.hidden_size  # of all heads of queries together, too
-    groups = hidden // shape.num_attention_heads * shape.num_key_value_heads
-    weights = hidden * (2 * hidden + 2 * groups + 3 * shape.intermediate_size)
-    pairs = sum(length * (length + 1) // 2 for length in lengths)
-    responses = sum(length - prompt_tokens(length) for length in lengths)
-    layer = 2 * sum(lengths) * weights + 4 * pairs * hidden
-    return shape.num_hidden_layers * layer + 2 * responses * hidden * shape.vocab_size
-
-
-def peak_flops(device_name: str, dtype: torch.dtype) -> float | None:
-    """None where it is not known."""
-    return next((peak for name, peak in PEAK.items() if name in device_name and dtype == torch.bfloat16), None)
-
-
-class Packed(NamedTuple):
-    """One micro-batch as Hugging Face takes it. ids, positions: (1, T). predictors: (N,) places in T whose logits predict targets (N,)."""
-
-    ids: Tensor
-    positions: Tensor
-    predictors: Tensor
-    targets: Tensor
-    boundaries: Tensor  # (rows + 1,) int32
-    longest: int
-
-
-def pack(batch: Mapping[str, Tensor], rows: Sequence[int], device: torch.device) -> Packed:
-    real = [batch["input_ids"][row][batch["attention_mask"][row].bool()] for row in rows]
-    lengths = torch.tensor([len(row) for row in real])
-    starts = lengths.cumsum(0) - lengths
-    predictors = torch.cat(
-        [torch.arange(prompt_tokens(len(row)) - 1, len(row) - 1) + start for row, start in zip(real, starts.tolist(), strict=True)]
-    )
-    ids = torch.cat(real)
-    return Packed(
-        ids=ids[None].to(device),
-        positions=torch.cat([torch.arange(len(row)) for row in real])[None].to(device),
-        predictors=predictors.to(device),
-        targets=ids[predictors + 1].to(device),
-        boundaries=F.pad(lengths.cumsum(0), (1, 0)).to(device, torch.int32),
-        longest=int(lengths.max()),
-    )
-
-
-def attend(
-    module: torch.nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    *,
-    scaling: float,
-    cu_seq_lens_q: Tensor,
-    max_length_q: int,
-    **unused: Any,
-) -> tuple[Tensor, None]:
-    """torch's `varlen_attn` as an attention of transformers: (1, heads, T, D), (1, groups, T, D) x 2 -> (1, T, heads, D)."""
-    rows = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]
-    heads = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
-    causal = (-1, 0)
-    mixed = varlen_attn(*rows, cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q, scale=scaling, window_size=causal, **heads)
-    return mixed[None], None
-
-
-AttentionInterface.register("torch_varlen", attend)
-
-
-def peer_attention(device: torch.device, dtype: torch.dtype) -> str:
-    """By transformers' name."""
-    if device.type == "cpu" or dtype == torch.float32:
-        return "sdpa"
-    return "flash_attention_2" if is_flash_attn_2_available() else "torch_varlen"
-
-
-class HuggingFace:
-    def __init__(self, shape: Shape, settings: Settings, attention: str) -> None:
-        torch.manual_seed(0)
-        with settings.device:
-            self.model = AutoModelForCausalLM.from_config(shape.config(), dtype=settings.dtype, attn_implementation=attention)
-
-    def log_probs(self, packed: Packed) -> Tensor:
-        """(N,) float32."""
-        logits = self.model(
-            packed.ids,
-            position_ids=packed.positions,
-            use_cache=False,
-            logits_to_keep=packed.predictors,
-            cu_seq_lens_q=packed.boundaries,
-            cu_seq_lens_k=packed.boundaries,
-            max_length_q=packed.longest,
-            max_length_k=packed.longest,
-        ).logits[0]
-        return -F.cross_entropy(logits.float(), packed.targets, reduction="none")
-
-    def trains(self, micro_batches: Sequence[Packed], recomputes: bool) -> Step:
-        num_responses = sum(len(packed.targets) for packed in micro_batches)
-
-        def step() -> float:
-            self.model.train()
-            if recomputes:
-                self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-            else:
-                self.model.gradient_checkpointing_disable()
-            total = torch.zeros((), device=self.model.device)
-            try:
-                for packed in micro_batches:
-                    loss = -self.log_probs(packed).sum() / num_responses
-                    loss.backward()
-                    total += loss.detach()
-            finally:
-                self.model.zero_grad(set_to_none=True)
-            return float(total)
-
-        return step
-
-    def scores(self, micro_batches: Sequence[Packed]) -> Step:
-        def step() -> float:
-            self.model.eval()
-            with torch.no_grad():
-                return -float(torch.cat([self.log_probs(packed) for packed in micro_batches]).mean())
-
-        return step
-
-
 def build_engine(
-    peer: HuggingFace, settings: Settings, groups: ParallelGroups, layers: Layers, recompute: Recompute, trained: bool = True
+    folder: Path, peer: HuggingFace, settings: Settings, groups: ParallelGroups, layers: Layers, recompute: Recompute | None
 ) -> MegatronEngine:
-    """With the peer's weights. Of the optimizer there is only what a forward and backward pass asks of it: its state would be twelve bytes
-    for each parameter, with which the largest shape would not be on one GPU beside the peer."""
+    """Of the folder's config.json, with the peer's weights; recompute None: one that only scores. Of the optimizer there is only what a
+    forward and backward pass asks of it: its state would be twelve bytes for each parameter, with which the largest shape would not be on
+    one GPU beside the peer."""
     from megarl.engine.engine import MegatronEngine
     from megarl.weights.plan import Part
     from megarl.weights.shards import Shards, held_boxes
@@ -279,21 +146,19 @@ def build_engine(
         def _build_optimizer(self, optim: OptimConfig, dtype: torch.dtype) -> Any:
             return Gradients(self._chunks)
 
-    with tempfile.TemporaryDirectory() as folder:
-        peer.model.config.save_pretrained(folder)
-        spec = ModelSpec(
-            path=folder,
-            architecture=read_architecture(folder),
-            head="lm",
-            dtype=DType(str(settings.dtype).removeprefix("torch.")),
-            parallel=groups.parallel,
-            engine=EngineConfig(layers=layers),
-            device=Device(settings.device.type),
-            seed=0,
-            optim=OptimConfig() if trained else None,
-            recomputation=Recomputation(how=recompute),
-        )
-        return MeasuredEngine(spec, groups)
+    spec = ModelSpec(
+        path=str(folder),
+        architecture=read_architecture(str(folder)),
+        head="lm",
+        dtype=settings.dtype,
+        parallel=groups.parallel,
+        engine=EngineConfig(layers=layers),
+        device=Device(settings.device.type),
+        seed=0,
+        optim=OptimConfig() if recompute else None,
+        recomputation=Recomputation(how=recompute or Recompute.none),
+    )
+    return MeasuredEngine(spec, groups)
 
 
 class Result(NamedTuple):
@@ -302,8 +167,8 @@ class Result(NamedTuple):
     name: str
     ours: float | None
     peer: float | None
-    flops_per_token: float
-    peak: float | None
+    tflop_per_token: float
+    peak: float | None  # TFLOP/s
 
     def __str__(self) -> str:
         ratio = f"{self.ours / self.peer:5.2f}" if self.ours and self.peer else "    -"
@@ -312,7 +177,7 @@ class Result(NamedTuple):
     def _speed(self, speed: float | None) -> str:
         if speed is None:
             return f"{'out of memory':>25}"
-        mfu = f"MFU {100 * speed * self.flops_per_token / self.peak:4.1f} %" if self.peak else ""
+        mfu = f"MFU {100 * speed * self.tflop_per_token / self.peak:4.1f} %" if self.peak else ""
         return f"{speed:9,.0f} tokens/s {mfu}"
 
 
@@ -344,13 +209,14 @@ def compare(name: str, ours: Step, peer: Step, settings: Settings) -> tuple[floa
 class Work:
     """What both sides have to do of one shape: the same batch, cut in the same way."""
 
-    def __init__(self, shape: Shape, settings: Settings) -> None:
+    def __init__(self, shape: Shape, architecture: Architecture, settings: Settings) -> None:
         lengths = draw_lengths(settings.tokens, shape.longest)
         plan = plan_micro_batches(lengths, 1, max_tokens=shape.micro_batch).ranks[0]
         self.batch = make_batch(lengths, shape.vocab_size)
         self.micro_batches = [list(each.rows) for each in plan.micro_batches]
         self.packed = [pack(self.batch, rows, settings.device) for rows in self.micro_batches]
-        self.flops_per_token = forward_flops(shape, lengths) / settings.tokens
+        rows = [(prompt_tokens(length), length - prompt_tokens(length)) for length in lengths]
+        self.tflop_per_token = training_flops(architecture, rows) / settings.tokens / 1e12  # of forward + backward
         self._num_responses = float(self.batch["response_mask"].sum())
 
     def trains(self, engine: MegatronEngine) -> Step:
@@ -364,27 +230,24 @@ class Work:
         return value, {"loss": Metric.sum(value)}
 
 
-def contests(name: str, settings: Settings, groups: ParallelGroups) -> Iterator[Result]:
-    """Of one shape: every kind of layers that is there, each recomputation, and the pass that only scores."""
-    shape, on_cuda = SHAPES[name], settings.device.type == "cuda"
-    work, peer = Work(shape, settings), HuggingFace(shape, settings, peer_attention(settings.device, settings.dtype))
-    peak = peak_flops(torch.cuda.get_device_name(settings.device), settings.dtype) if on_cuda else None
-
-    def result(what: str, ours: Step, theirs: Step, passes: int) -> Result:
-        seconds = compare(what, ours, theirs, settings)
-        speeds = (settings.tokens / each if each else None for each in seconds)
-        return Result(what, *speeds, flops_per_token=passes * work.flops_per_token, peak=peak)
-
-    for layers in kinds_of_layers(on_cuda, settings.dtype):
-        for recompute in Recompute:
-            what = f"{name} {layers.value}, recompute {recompute.value}"
-            engine = build_engine(peer, settings, groups, layers, recompute)
-            yield result(what, work.trains(engine), peer.trains(work.packed, recompute is Recompute.full), passes=3)
-            del engine
-            free(settings.device)
-        engine = build_engine(peer, settings, groups, layers, Recompute.none, trained=False)
-        yield result(f"{name} {layers.value}, log-probs", work.scores(engine), peer.scores(work.packed), passes=1)
-        del engine
+def contests(shape: Shape, folder: Path, settings: Settings, groups: ParallelGroups) -> Iterator[Result]:
+    """Every kind of layers that is there, each recomputation, and the pass that only scores. folder: empty."""
+    attention = flash_attention(settings.device, settings.torch_dtype)
+    peer = HuggingFace(shape.config(), settings.device, settings.torch_dtype, attention)
+    peer.model.config.save_pretrained(folder)
+    work = Work(shape, read_architecture(str(folder)), settings)
+    peak = platform.current().peak_tflops(settings.dtype)
+    for layers, recompute in product(kinds_of_layers(settings), [*Recompute, None]):
+        engine = build_engine(folder, peer, settings, groups, layers, recompute)
+        if recompute:
+            what, tflop = f"{layers.value}, recompute {recompute.value}", work.tflop_per_token
+            sides = work.trains(engine), peer.trains(work.packed, recompute is Recompute.full)
+        else:
+            what, tflop = f"{layers.value}, log-probs", work.tflop_per_token / 3
+            sides = work.scores(engine), peer.scores(work.packed)
+        seconds = compare(what, *sides, settings)
+        yield Result(what, *(settings.tokens / each if each else None for each in seconds), tflop_per_token=tflop, peak=peak)
+        del engine, sides
         free(settings.device)
 
 
@@ -394,13 +257,15 @@ def results(names: Sequence[str], settings: Settings) -> Iterator[Result]:
 
     groups = engine_groups.initialize(ParallelConfig(), seed=0)
     for name in names:
-        yield from contests(name, settings, groups)
+        with tempfile.TemporaryDirectory() as folder:
+            for result in contests(SHAPES[name], Path(folder), settings, groups):
+                yield result._replace(name=f"{name} {result.name}")
         free(settings.device)
 
 
-def kinds_of_layers(on_cuda: bool, dtype: torch.dtype) -> list[Layers]:
+def kinds_of_layers(settings: Settings) -> list[Layers]:
     """Those that can be had here for packed rows."""
-    has_both = on_cuda and dtype != torch.float32 and has_transformer_engine()
+    has_both = settings.device.type == "cuda" and settings.dtype is DType.bfloat16 and has_transformer_engine()
     return [Layers.transformer_engine, Layers.local] if has_both else [Layers.local]
 
 
@@ -423,7 +288,7 @@ def parse(options: Sequence[str] | None) -> tuple[list[str], Settings]:
     device = torch.device("cuda", 0) if on_cuda else torch.device("cpu")
     settings = Settings(
         device=device,
-        dtype=getattr(torch, given.dtype or ("bfloat16" if on_cuda else "float32")),
+        dtype=DType(given.dtype or ("bfloat16" if on_cuda else "float32")),
         tokens=given.tokens or (16_384 if on_cuda else 256),
         repeats=given.repeats,
     )
@@ -440,10 +305,10 @@ def main(options: Sequence[str] | None = None) -> int:
         print("torch sees no GPU: with --device cpu there is a rehearsal")
         return 1
     active = platform.activate(Device(settings.device.type))
-    attention = peer_attention(settings.device, settings.dtype)
-    print(f"{torch.cuda.get_device_name(0) if on_cuda else 'a CPU'}, torch {torch.__version__}, {settings.dtype}")
+    attention = flash_attention(settings.device, settings.torch_dtype)
+    print(f"{torch.cuda.get_device_name(0) if on_cuda else 'a CPU'}, torch {torch.__version__}, {settings.dtype.value}")
     print(f"{settings.tokens:,} tokens a batch; the peer's attention is {attention}")
-    if Layers.transformer_engine not in kinds_of_layers(on_cuda, settings.dtype):
+    if Layers.transformer_engine not in kinds_of_layers(settings):
         print("left out: layers of Transformer Engine, which are for bfloat16 on CUDA where it is installed")
     print(f"\n{'comparison':<38} ratio   tokens of forward + backward, or of the forward pass, per second", flush=True)
     with tempfile.TemporaryDirectory() as store:
