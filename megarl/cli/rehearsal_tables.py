@@ -17,7 +17,7 @@ def memory_table(record: RankRecord, predicted: PredictedMemory, device_gb: floa
     title = f"Rank {record.rank} ({place}): {record.num_parameters:,} parameters"
     table = _table(title, "phase", "held GiB", "peak GiB", "plan's peak", "collectives", "waits", "TFLOP")
     for phase in record.phases:
-        planned = predicted.peaks.get(phase.name.removesuffix(" again"), predicted.held if phase.name == "build" else None)
+        planned = predicted.peaks.get(phase.name)
         table.add_row(
             phase.name,
             f"{phase.held / 2**30:,.2f}",

@@ -68,7 +68,7 @@ def run(
             records.append(record)
             bar.advance({})
     records.sort(key=lambda record: record.rank)
-    predicted = {record.rank: predicted_memory(config, role, architectures, record.rank) for record in records}
+    predicted = {record.rank: predicted_memory(config, role, architectures[role.name], record.rank) for record in records}
     mistakes = _mistakes(records)
     for record in records if ranks != "all" else _fullest(records):
         console.print(memory_table(record, predicted[record.rank], config.placement.device_memory_gb, num_micro_batches))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from megarl.config.architecture import Architecture
 from megarl.config.roles import ModelRole, model_roles
@@ -77,6 +78,44 @@ def max_conversation_tokens(model: RewardModelConfig, architecture: Architecture
     """That the reward model reads: `max_length`, and no more than it has positions, and a micro-batch room."""
     limits = (model.max_length, architecture.max_position_embeddings, model.micro_batch.max_tokens)
     return min(limit for limit in limits if limit is not None)
+
+
+class Row(NamedTuple):
+    """Tokens."""
+
+    prompt: int
+    response: int
+
+
+def rows_of_replica(config: PPOConfig | SFTConfig, role: ModelRole, *, trains: bool) -> int:
+    """Of the fullest replica: of a mini-batch where the role trains, else of the step."""
+    rows = samples_per_step(config)
+    if trains:
+        rows //= updates_per_pass(config)
+    return -(-rows // role.parallel.data_parallel_size)
+
+
+def fullest_micro_batch(config: PPOConfig | SFTConfig, role: ModelRole, architecture: Architecture, *, trains: bool) -> list[Row]:
+    """The longest rows, and one shorter row in what `max_tokens` leaves: as many as a micro-batch may hold, and no more than there are."""
+    longest = _longest_row(config, role, architecture)
+    most = rows_of_replica(config, role, trains=trains)
+    if role.micro_batch.max_tokens is None:
+        return [longest] * min(role.micro_batch.sequences or 1, most)
+    num_longest, rest = divmod(role.micro_batch.max_tokens, sum(longest))
+    rows = [longest] * num_longest
+    if rest > 1:
+        response = min(longest.response, rest - 1)
+        rows.append(Row(rest - response, response))
+    return rows[:most]
+
+
+def _longest_row(config: PPOConfig | SFTConfig, role: ModelRole, architecture: Architecture) -> Row:
+    tokens = role_tokens(config, role, architecture)
+    if isinstance(config, SFTConfig):
+        return Row(1, tokens - 1)
+    if not role.reads_policy_tokens:
+        return Row(tokens - 1, 1)  # a reward model's score is read at the last token
+    return Row(config.data.max_prompt_length, config.data.max_response_length)
 
 
 def derive(config: PPOConfig | SFTConfig, architectures: Mapping[str, Architecture]) -> RunArithmetic:

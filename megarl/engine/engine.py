@@ -240,13 +240,15 @@ class MegatronEngine:
             )
             for rows in micro_batches
         ]
-        iterators = [iter(made) for _ in self._chunks]
+        iterators = [_taken(list(made)) for _ in self._chunks]
+        num_micro_batches = len(made)
+        del made
         single = len(self._chunks) == 1
         return get_forward_backward_func()(
             forward_step_func=partial(self._forward_step, loss=loss, extras=extras),
             data_iterator=iterators[0] if single else iterators,
             model=self._chunks[0] if single else self._chunks,
-            num_microbatches=len(made),
+            num_microbatches=num_micro_batches,
             seq_length=1,  # stages tell each other the real shapes (variable_seq_lengths)
             micro_batch_size=1,
             forward_only=loss is None,
@@ -286,6 +288,12 @@ class MegatronEngine:
             extras=extras,
         )
         return {key: micro_batch.scatter(values) for key, values in scores._asdict().items() if values is not None}
+
+
+def _taken(micro_batches: list[MicroBatch]) -> Iterator[MicroBatch]:
+    """One after the other. None is kept for those after it: with each go the angles that its layers made."""
+    while micro_batches:
+        yield micro_batches.pop(0)
 
 
 def overlaps(parallel: ParallelConfig, on_cuda: bool) -> bool:

@@ -23,6 +23,8 @@ from megarl.engine.cpu_adaptations import InertStream, MegatronEvidence, no_comp
 CUDA = torch.device("cuda", 0)
 
 _RNG = "tensor_parallel.random"
+_NORM = "aten::_fused_rms_norm"
+_KERNELS = torch.library.Library("aten", "IMPL", "CUDA")  # what is registered lives as long as this
 EVIDENCE = (
     MegatronEvidence(_RNG, "_get_cuda_rng_state", "torch.cuda.random.get_rng_state", "reads the GPU's random state"),
     MegatronEvidence(_RNG, "_set_cuda_rng_state", "_lazy_call", "sets the GPU's random state"),
@@ -158,6 +160,13 @@ def _adapt_attention() -> None:
     F.scaled_dot_product_attention = attention
 
 
+def _adapt_norm() -> None:
+    """A build for CPUs only has no kernel for a norm on CUDA. Without one torch takes the norm apart before gradients are thought of, and
+    keeps float32 copies that the kernel does not make. This one is only known to be there: no fake tensor comes to it."""
+    if not torch._C._dispatch_has_kernel_for_dispatch_key(_NORM, "CUDA"):
+        _KERNELS.impl(_NORM, lambda *arguments: NotImplemented)
+
+
 def _gather_from_oneself(gathered: list[Any], mine: Any, group: Any = None) -> None:
     """What the other ranks would say is taken to be what this one says. Each tells how long it is before, which is of the same size
     everywhere, and is called for whoever watches the calls; what it says is not."""
@@ -198,4 +207,5 @@ def install(on_wait: Callable[[], None]) -> None:
             importlib.import_module(module)
     _adapt_tensors()
     _adapt_attention()
+    _adapt_norm()
     _adapt_megatron()

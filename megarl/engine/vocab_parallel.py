@@ -11,7 +11,6 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 
 from megarl.engine.cpu_kernels import product
@@ -81,7 +80,7 @@ class _Scores(torch.autograd.Function):
             None if gradient is None else gradient / vocabulary.temperature for gradient in (grad_log_probs, grad_entropy)
         )
         grad_hidden = torch.empty_like(hidden)
-        grad_rows: Tensor | None = None
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32)
         starts = range(0, hidden.shape[0], vocabulary.chunk_tokens)
         for start in reversed(starts):
             part = slice(start, start + vocabulary.chunk_tokens)
@@ -94,11 +93,9 @@ class _Scores(torch.autograd.Function):
                 None if grad_entropy is None else grad_entropy[part],
             ).to(hidden.dtype)
             grad_hidden[part] = product(gradient, weight[: vocabulary.size].t())
-            grad_part = product(gradient.t(), hidden[part].t()).float()
-            grad_rows = grad_part if grad_rows is None else grad_rows.add_(grad_part)
-        if grad_rows is None:
-            return grad_hidden, torch.zeros_like(weight), None, None
-        return grad_hidden, F.pad(grad_rows, (0, 0, 0, weight.shape[0] - vocabulary.size)).to(weight.dtype), None, None
+            # Added up as it is, the part is never in memory in float32, nor beside the one before it.
+            grad_weight[: vocabulary.size].add_(product(gradient.t(), hidden[part].t()))
+        return grad_hidden, grad_weight.to(weight.dtype), None, None
 
 
 def _score(logits: Tensor, targets: Tensor, vocabulary: _Vocabulary) -> Tensor:

@@ -1,9 +1,9 @@
 """Memory of each device in each phase of a step, before anything starts: from layouts, lengths and who is in memory then. Pure.
 
 Parameters, gradients and optimizer state are counted to the element, as Megatron allocates them (its buffers are padded by less than a
-hundredth). Activations and logits are estimates from above: micro-batches as full as allowed, attention that keeps no (S, S) matrix. An
-engine has the share of its device that it is given (mem_fraction_static); without one, room for rows as long as allowed. Buckets are as
-configured. What the device itself needs (a CUDA context, NCCL, fragments) is left out.
+hundredth). What models need while they work is counted in activations.py, for micro-batches as full as allowed, of the rows that there
+are. An engine has the share of its device that it is given (mem_fraction_static); without one, room for rows as long as allowed. Buckets
+are as configured. What the device itself needs (a CUDA context, NCCL, fragments) is left out.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from math import ceil
 from megarl.config.architecture import Architecture
 from megarl.config.derive import max_row_tokens, num_parameters, padded_vocab_size, samples_per_step
 from megarl.config.roles import ModelRole, model_roles
-from megarl.config.schema import Device, DType, OverBudget, ParallelConfig, PPOConfig, Recompute, SFTConfig, Transport
+from megarl.config.schema import Device, DType, OverBudget, ParallelConfig, PPOConfig, SFTConfig, Transport
+from megarl.placement.activations import working_memory
 from megarl.placement.dataflow import ENGINE, GRADIENTS, OPTIMIZER, PARAMETERS, Item, Phase
 from megarl.placement.offload_plan import OffloadPlan
 from megarl.placement.placement_plan import PlacementPlan
@@ -26,7 +27,7 @@ _FLOAT32 = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Usage:
-    """Bytes."""
+    """Bytes. activations: all that a model needs while it works, beside its state, and what stays of that when it does not."""
 
     parameters: int = 0
     gradients: int = 0
@@ -147,11 +148,8 @@ class _Sizes:
         self._weight_bytes = weight_bytes(config.model.dtype)
 
     def stage(self, role: str, rank: int) -> int:
-        """The pipeline stage of a rank: Megatron counts tensor-parallel ranks fastest, then replicas, then stages. 0 for an engine."""
-        if role not in self._roles:
-            return 0
-        parallel = self._roles[role].parallel
-        return rank // (parallel.tensor_parallel_size * parallel.data_parallel_size)
+        """The pipeline stage of a rank; 0 for an engine."""
+        return stage_of(self._roles[role].parallel, rank) if role in self._roles else 0
 
     def usage(self, role: str, stage: int, phase: Phase, held: frozenset[Item]) -> Usage:
         works = role in phase.roles
@@ -160,9 +158,11 @@ class _Sizes:
         model = self._roles[role]
         state = model_state(model, self._architectures[role], self._config.model.dtype, stage)
         parts = {part: getattr(state, part) for part in (PARAMETERS, GRADIENTS, OPTIMIZER) if Item(role, part) in held}
-        trains = Item(role, GRADIENTS) in phase.needs
-        scores = works and not trains and phase.name != "update_weights"
-        activations = self._activations(model, stage, trains) if trains or scores else 0
+        work = working_memory(self._config, model, self._architectures[role], stage, state.gradients)
+        if Item(role, GRADIENTS) in phase.needs:
+            activations = max(work.train, work.step)
+        else:
+            activations = work.score if works and phase.name != "update_weights" else work.stays
         buckets = min(self._buckets[role], state.parameters) if works and phase.name == "update_weights" else 0
         return Usage(**parts, activations=activations, buckets=buckets)
 
@@ -189,31 +189,6 @@ class _Sizes:
             buckets=min(self._buckets["rollout"], weights) if receives else 0,
         )
 
-    def _activations(self, model: ModelRole, stage: int, trains: bool) -> int:
-        """Of one micro-batch through a stage; in training of all micro-batches under way in the pipeline."""
-        config, architecture, parallel = self._config, self._architectures[model.name], model.parallel
-        tokens = model.micro_batch.max_tokens or (model.micro_batch.sequences or 1) * max_row_tokens(config)
-        layer = _layer_elements(architecture, parallel) * self._weight_bytes
-        hidden = architecture.hidden_size * self._weight_bytes
-        is_last = stage == parallel.pipeline_parallel_size - 1
-        top = 6 * hidden if is_last else 2 * hidden  # the last norm in float32 and bfloat16, and what the head reads
-        head = 0 if model.with_value_head or not is_last else self._head(architecture, parallel, tokens, trains)
-        if not trains:
-            return tokens * (layer + top) + head
-        # On the way back: gradients of gate and up, and of a layer's input and output.
-        gradients = 2 * architecture.intermediate_size // parallel.tensor_parallel_size * self._weight_bytes + 2 * hidden
-        again = _share_computed_again(model, architecture)
-        handed_on = hidden // (parallel.tensor_parallel_size if parallel.sequence_parallel else 1)
-        kept = architecture.num_hidden_layers * (again * handed_on + (1 - again) * layer) * _share_under_way(parallel, stage)
-        return int(tokens * (kept + (layer if again else 0) + gradients + top)) + head
-
-    def _head(self, architecture: Architecture, parallel: ParallelConfig, tokens: int, trains: bool) -> int:
-        """Logits of a chunk of tokens, three times. In training the gradient of this rank's rows of the output layer, which is summed in
-        float32: the sum (4 bytes), a chunk's part of it in both types (6)."""
-        rows = padded_vocab_size(architecture.vocab_size, parallel.tensor_parallel_size) // parallel.tensor_parallel_size
-        logits = 3 * min(tokens, self._config.engine.log_prob_chunk_tokens) * rows * _FLOAT32
-        return logits + (10 * rows * architecture.hidden_size if trains else 0)
-
 
 def _buckets(config: PPOConfig, plan: PlacementPlan) -> dict[str, int]:
     """Bytes that a push takes on each side. `device`: slots of two buckets, which are the trainer's, and two messages of half a bucket to
@@ -226,36 +201,9 @@ def _buckets(config: PPOConfig, plan: PlacementPlan) -> dict[str, int]:
     }
 
 
-def _share_computed_again(model: ModelRole, architecture: Architecture) -> float:
-    """Of a model's layers, those of which only the input is kept. What `selective` saves is not counted on."""
-    how, _, num_layers = model.recomputation
-    if how is not Recompute.full:
-        return 0.0
-    parallel = model.parallel
-    of_stage = architecture.num_hidden_layers / (parallel.pipeline_parallel_size * (parallel.virtual_pipeline_parallel_size or 1))
-    return min(1.0, (num_layers or of_stage) / of_stage)
-
-
-def _share_under_way(parallel: ParallelConfig, stage: int) -> float:
-    """Of a model's layers, those whose activations a stage keeps at the same time: 1F1B has a micro-batch under way in this stage and in
-    each after it; interleaved stages begin more of them (Narayanan et al. 2021, section 2.2)."""
-    stages, virtual = parallel.pipeline_parallel_size, parallel.virtual_pipeline_parallel_size or 1
-    chunks = stages - stage if virtual == 1 else 2 * (stages - stage - 1) + (virtual - 1) * stages + 1
-    return chunks / (stages * virtual)
-
-
-def _layer_elements(architecture: Architecture, parallel: ParallelConfig) -> int:
-    """What the backward pass of a layer needs, for each token, in elements of the weights' type.
-
-    Two norms keep their input in float32 (2 H each), normalised, and scaled (H each); with sequence parallelism only the last is whole.
-    Attention: queries four times, keys and values in the product of all three and once more each half; with a norm of queries and keys,
-    three times more. MLP: gate and up, the activation, up once more, their product. tests/unit/engine/test_memory_plan.py measures it.
-    """
-    cut = parallel.tensor_parallel_size
-    query, key_value = (heads * architecture.head_dim for heads in (architecture.num_attention_heads, architecture.num_key_value_heads))
-    whole = 2 * architecture.hidden_size + 6 * architecture.hidden_size // (cut if parallel.sequence_parallel else 1)
-    attention = 4 * query + 3 * key_value + 3 * (query + key_value) * architecture.qk_norm
-    return whole + (attention + 5 * architecture.intermediate_size) // cut
+def stage_of(parallel: ParallelConfig, rank: int) -> int:
+    """The pipeline stage of a rank: Megatron counts tensor-parallel ranks fastest, then replicas, then stages."""
+    return rank // (parallel.tensor_parallel_size * parallel.data_parallel_size)
 
 
 def weight_bytes(dtype: DType) -> int:

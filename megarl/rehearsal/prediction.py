@@ -8,31 +8,25 @@ from typing import NamedTuple
 from megarl.config.architecture import Architecture
 from megarl.config.roles import ModelRole
 from megarl.config.schema import PPOConfig, SFTConfig
-from megarl.placement.dataflow import GRADIENTS, Item
-from megarl.placement.memory import model_state, plan_memory
-from megarl.placement.offload_plan import OffloadPlan
-from megarl.placement.plan import plan_placement
+from megarl.placement.activations import working_memory
+from megarl.placement.memory import model_state, stage_of
 
 
 class PredictedMemory(NamedTuple):
-    """Bytes. held: state of the model. peaks: by the rehearsal's phase, with activations; those of which the plan says something."""
+    """Bytes. held: state of the model. stays: on the device when the state has left. peaks: by the rehearsal's phase. While it is built, a
+    model that trains has its parameters twice, before the optimizer has its state."""
 
     held: int
+    stays: int
     peaks: Mapping[str, int]
 
 
-def predicted_memory(
-    config: PPOConfig | SFTConfig, role: ModelRole, architectures: Mapping[str, Architecture], rank: int
-) -> PredictedMemory:
-    plan = plan_placement(config)
-    process = plan.group_of(role.name).processes[rank]
-    place = process.node, *process.devices[:1]
-    device = next(each for each in plan_memory(config, plan, architectures) if (each.node, each.device) == place)
-    stage = rank // (role.parallel.tensor_parallel_size * role.parallel.data_parallel_size)
-    held = model_state(role, architectures[role.name], config.model.dtype, stage).total
-    peaks = {}
-    for phase in OffloadPlan(plan).phases:
-        activations = device.phases[phase.name][role.name].activations if phase.name in device.phases else 0
-        if role.name in phase.roles and activations:
-            peaks["train" if Item(role.name, GRADIENTS) in phase.needs else "score"] = held + activations
-    return PredictedMemory(held, peaks)
+def predicted_memory(config: PPOConfig | SFTConfig, role: ModelRole, architecture: Architecture, rank: int) -> PredictedMemory:
+    stage = stage_of(role.parallel, rank)
+    state = model_state(role, architecture, config.model.dtype, stage)
+    held = state.total
+    work = working_memory(config, role, architecture, stage, state.gradients)
+    built = 0 if role.optim is None else max(0, state.parameters - state.optimizer)
+    passes = {"score": work.score, "train": work.train, "train again": work.train, "step": work.step}
+    beside = {"build": built, **passes, "offload": work.stays, "restore": work.stays}
+    return PredictedMemory(held, work.stays, {phase: held + size for phase, size in beside.items()})

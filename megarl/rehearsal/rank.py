@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megarl.config.architecture import Architecture
+from megarl.config.derive import fullest_micro_batch
 from megarl.config.roles import ModelRole, model_roles, needs_sum_pi_squared
 from megarl.config.schema import Device, PPOConfig, SFTConfig
 from megarl.config.validate import read_architectures
@@ -27,7 +28,7 @@ from megarl.rehearsal.device import FakeDevice
 from megarl.rehearsal.ledger import Ledger, place_of
 from megarl.rehearsal.push import push_weights
 from megarl.rehearsal.record import PhaseRecord, RankRecord, RankRequest, RehearsalError
-from megarl.rehearsal.rows import RehearsedBatch, make_rows, rows_of_micro_batch, with_loss
+from megarl.rehearsal.rows import RehearsedBatch, make_rows, with_loss
 from megarl.weights.load import check_parameters
 from megarl.weights.shard_layout import shard_shapes
 
@@ -93,12 +94,12 @@ class _Rehearsal:
         self._device = FakeDevice(ledger)
 
     def phases(self) -> Iterator[PhaseRecord]:
-        batch = self._batch()
         with self._device, _world(self._request.rank, self._role.parallel.world_size):
-            yield from self._run(batch)
+            yield from self._run()
 
-    def _batch(self) -> RehearsedBatch:
-        rows = rows_of_micro_batch(self._config, self._role, self._architecture)
+    def _batch(self, trains: bool) -> RehearsedBatch:
+        """Of the next pass: what stages are told of its shape is from now on that of its micro-batches."""
+        rows = fullest_micro_batch(self._config, self._role, self._architecture, trains=trains)
         batch = make_rows(rows, self._request.num_micro_batches)
         parallel = self._role.parallel
         packing = self._config.engine.packing
@@ -107,7 +108,7 @@ class _Rehearsal:
         self._device.received_integers = (-(-length // cut), 1 if packing else len(rows), self._architecture.hidden_size)
         return batch
 
-    def _run(self, batch: RehearsedBatch) -> Iterator[PhaseRecord]:
+    def _run(self) -> Iterator[PhaseRecord]:
         from megarl.engine import groups
         from megarl.engine.engine import MegatronEngine
 
@@ -122,18 +123,19 @@ class _Rehearsal:
         self.num_parameters = sum(parameter.numel() for parameter in engine.parameters().values())
         yield end("build")
         push = partial(push_weights, engine, self._request.push, self._ledger, self._request.rank) if self._request.push else None
-        yield from run_phases(engine, self._config, self._role, batch, end, push)
+        yield from run_phases(engine, self._config, self._role, self._batch, end, push)
 
 
 def run_phases(
     engine: MegatronEngine,
     config: PPOConfig | SFTConfig,
     role: ModelRole,
-    batch: RehearsedBatch,
+    batch_of: Callable[[bool], RehearsedBatch],
     end: Callable[[str], PhaseRecord],
     push: Callable[[], None] | None = None,
 ) -> Iterator[PhaseRecord]:
     """What an engine that is built does in a step of a run, and `end` of each phase. On any device: tests compare fake with real ones.
+    `batch_of`: the batch of a pass, by whether it trains.
 
     Trains again where gradients are reduced beside the computation: in its first pass Megatron learns when they are ready, and reduces at
     the end.
@@ -143,10 +145,12 @@ def run_phases(
     extras: set[Extra] = {"entropy"}
     if isinstance(config, PPOConfig) and needs_sum_pi_squared(config.algorithm) and role.name == "actor":
         extras.add("sum_pi_squared")
+    batch = batch_of(False)
     engine.forward(batch.tensors, batch.micro_batches, extras)
     yield end("score")
     parts: tuple[StatePart, ...] = (StatePart.parameters,)
     if engine.spec.optim is not None:
+        batch = batch_of(True)
         rows, loss = with_loss(config, role, batch.tensors)
         engine.forward_backward(rows, batch.micro_batches, loss, loss.extras)
         yield end("train")

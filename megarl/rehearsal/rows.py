@@ -1,4 +1,4 @@
-"""The batch of a rehearsal: micro-batches as full as the configuration allows, of rows as long as allowed, and the loss of the role."""
+"""The batch of a rehearsal, of micro-batches that are alike, and the loss of the role."""
 
 from __future__ import annotations
 
@@ -10,19 +10,11 @@ from torch import Tensor
 
 from megarl.algorithms.losses import ActorLoss, CriticLoss, MiniBatchCounts, SFTLoss
 from megarl.algorithms.policy_losses import POLICY_LOSSES
-from megarl.config.architecture import Architecture
-from megarl.config.derive import role_tokens, samples_per_step, updates_per_pass
+from megarl.config.derive import Row, updates_per_pass
 from megarl.config.roles import ModelRole
 from megarl.config.schema import KLWhere, PPOConfig, SFTConfig
 
 Loss = ActorLoss | CriticLoss | SFTLoss
-
-
-class Row(NamedTuple):
-    """Tokens."""
-
-    prompt: int
-    response: int
 
 
 class RehearsedBatch(NamedTuple):
@@ -31,31 +23,6 @@ class RehearsedBatch(NamedTuple):
     tensors: Mapping[str, Tensor]
     micro_batches: list[list[int]]
     tokens: int
-
-
-def rows_of_micro_batch(config: PPOConfig | SFTConfig, role: ModelRole, architecture: Architecture) -> list[Row]:
-    """The fullest micro-batch: the longest rows, and one shorter row in what `max_tokens` leaves. No more rows than a replica has."""
-    longest = _longest_row(config, role, architecture)
-    rows_of_replica = -(-samples_per_step(config) // role.parallel.data_parallel_size)
-    if role.optim is not None:
-        rows_of_replica = -(-rows_of_replica // updates_per_pass(config))
-    if role.micro_batch.max_tokens is None:
-        return [longest] * min(role.micro_batch.sequences or 1, rows_of_replica)
-    num_longest, rest = divmod(role.micro_batch.max_tokens, sum(longest))
-    rows = [longest] * num_longest
-    if rest > 1:
-        response = min(longest.response, rest - 1)
-        rows.append(Row(rest - response, response))
-    return rows[:rows_of_replica]
-
-
-def _longest_row(config: PPOConfig | SFTConfig, role: ModelRole, architecture: Architecture) -> Row:
-    tokens = role_tokens(config, role, architecture)
-    if isinstance(config, SFTConfig):
-        return Row(1, tokens - 1)
-    if not role.reads_policy_tokens:
-        return Row(tokens - 1, 1)  # a reward model's score is read at the last token
-    return Row(config.data.max_prompt_length, config.data.max_response_length)
 
 
 def make_rows(rows: list[Row], num_micro_batches: int) -> RehearsedBatch:

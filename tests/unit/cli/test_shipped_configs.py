@@ -137,7 +137,7 @@ def test_a_device_that_is_a_little_too_small_is_refused(run: str, capsys: pytest
     config = load(run)
     takes_turns = RUNS[run].strategy == "hybrid"
     phases = [(usages, device.total(phase)) for device in memory_of(config) for phase, usages in device.phases.items()]
-    most = max(total for usages, total in phases if not takes_turns or usages.get("actor", Usage()).total) / 2**30
+    most = max(total for usages, total in phases if not takes_turns or usages.get("actor", Usage()).parameters) / 2**30
     share = 0.5 * most if takes_turns else config.rollout.sglang.server_args["mem_fraction_static"] * 72
     arguments = [f"placement.device_memory_gb={most - 0.25}", f"rollout.sglang.server_args.mem_fraction_static={share / (most - 0.25)}"]
     assert main(["check", path_of(run), *arguments]) == 2

@@ -49,6 +49,7 @@ def run_on_cpu(config: PPOConfig, num_micro_batches: int) -> list[PhaseRecord]:
     """In a rank of gloo: the actor, on the batch of its rehearsal; of what is recorded only the calls are of use."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
+    from megarl.config.derive import fullest_micro_batch
     from megarl.config.roles import model_roles
     from megarl.config.schema import Device
     from megarl.config.validate import read_architectures
@@ -57,7 +58,7 @@ def run_on_cpu(config: PPOConfig, num_micro_batches: int) -> list[PhaseRecord]:
     from megarl.rehearsal import ledger as ledgers
     from megarl.rehearsal.collectives import collective_of
     from megarl.rehearsal.rank import run_phases
-    from megarl.rehearsal.rows import make_rows, rows_of_micro_batch
+    from megarl.rehearsal.rows import RehearsedBatch, make_rows
 
     platform.activate(Device.cpu)
     from megarl.engine import groups
@@ -74,9 +75,12 @@ def run_on_cpu(config: PPOConfig, num_micro_batches: int) -> list[PhaseRecord]:
 
     role = next(role for role in model_roles(config) if role.name == "actor")
     architecture = read_architectures(config)[0]["actor"]
-    batch = make_rows(rows_of_micro_batch(config, role, architecture), num_micro_batches)
+
+    def batch_of(trains: bool) -> RehearsedBatch:
+        return make_rows(fullest_micro_batch(config, role, architecture, trains=trains), num_micro_batches)
+
     with Watched():
         spec = spec_of(config, role, architecture, Device.cpu)
         engine = MegatronEngine(spec, groups.initialize(spec.parallel, spec.seed))
         build = ledger.end_phase("build")
-        return [build, *run_phases(engine, config, role, batch, ledger.end_phase)]
+        return [build, *run_phases(engine, config, role, batch_of, ledger.end_phase)]

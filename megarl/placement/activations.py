@@ -1,0 +1,270 @@
+"""Memory that a model needs while it works, beside its state: counted by what is kept for the way back, and by what is beside that at the
+moments that need the most. Pure.
+
+On CUDA it is counted from above and near: docs/memory.md has what rehearsals measured. Transformer Engine's layers, which no rehearsal
+can run, keep the same tensors as the local ones, and perhaps the values of attention once more, which is in the count. On a CPU, where
+norms and activations are made of more operations, the count is coarser.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import NamedTuple
+
+from megarl.config.architecture import Architecture
+from megarl.config.derive import fullest_micro_batch, padded_vocab_size, rows_of_replica
+from megarl.config.roles import ModelRole, needs_sum_pi_squared
+from megarl.config.schema import Device, DType, ParallelConfig, PPOConfig, Recompute, RecomputeModule, SFTConfig
+
+_FLOAT32 = 4
+# Of each token of a pass, all of whose micro-batches are on the device when it begins: id, position and three places of 8 bytes, a mask,
+# and five numbers of 4 bytes that the loss reads or that come out.
+_BATCH_BYTES = 64
+
+
+class WorkingMemory(NamedTuple):
+    """Bytes beside the state: at most while it scores, trains (0 where it is frozen) and steps, and what stays when that is over."""
+
+    score: int
+    train: int
+    step: int
+    stays: int
+
+
+class _Kernels(Enum):
+    """What attention, norms and activations are made of."""
+
+    flash = "flash"  # of CUDA, for 16 bits
+    plain = "plain"  # of CUDA, for float32: attention is a product of matrices
+    cpu = "cpu"
+
+
+class _Widths(NamedTuple):
+    """Elements of one token on one rank. whole: a hidden state; part: that where sequence parallelism cuts it; query, key (and as much for
+    values), gate (and as much for up) of attention and MLP; squares: its row of each head's product of queries and keys, where attention
+    makes it."""
+
+    whole: int
+    part: int
+    query: int
+    key: int
+    gate: int
+    squares: int
+
+
+def working_memory(config: PPOConfig | SFTConfig, role: ModelRole, architecture: Architecture, stage: int, gradients: int) -> WorkingMemory:
+    """Of a rank of a pipeline stage. gradients: bytes of them."""
+    work = _Work(config, role, architecture, stage)
+    trains = role.optim is not None
+    stays = work.stays(trains)
+    # On CUDA Adam takes the square roots of all its second moments, float32 as gradients are, at a time.
+    roots = 0 if work.kernels is _Kernels.cpu else -(-gradients // role.parallel.data_parallel_size)
+    return WorkingMemory(
+        score=stays + work.score(),
+        train=stays + work.train() if trains else 0,
+        step=stays + roots if trains else 0,
+        stays=stays,
+    )
+
+
+class _Work:
+    """Of one rank. Sizes are in bytes but where they are said to be elements of a token."""
+
+    def __init__(self, config: PPOConfig | SFTConfig, role: ModelRole, architecture: Architecture, stage: int) -> None:
+        self._config = config
+        self._role = role
+        self._architecture = architecture
+        self._parallel = parallel = role.parallel
+        self._element = 4 if config.model.dtype is DType.float32 else 2
+        self.kernels = _kernels(config)
+        self._is_first, self._is_last = stage == 0, stage == parallel.pipeline_parallel_size - 1
+        self._stage = stage
+        cut = parallel.tensor_parallel_size
+        self._vocabulary = padded_vocab_size(architecture.vocab_size, cut) // cut  # this rank's rows
+        self._layers = architecture.num_hidden_layers // (parallel.pipeline_parallel_size * (parallel.virtual_pipeline_parallel_size or 1))
+        how, modules, num_layers = role.recomputation
+        self._layers_again = min(num_layers or self._layers, self._layers) if how is Recompute.full else 0
+        self._modules_again = modules if how is Recompute.selective else ()
+        self._longest = max(map(sum, self._rows(trains=False)))
+        self._widths = _widths(architecture, parallel, self._longest if self.kernels is _Kernels.plain else 0)
+
+    def _rows(self, trains: bool) -> list[tuple[int, int]]:
+        return [*fullest_micro_batch(self._config, self._role, self._architecture, trains=trains)]
+
+    def _tokens(self, trains: bool) -> int:
+        rows = self._rows(trains)
+        tokens = sum(map(sum, rows)) if self._config.engine.packing else len(rows) * max(map(sum, rows))
+        cut = self._parallel.tensor_parallel_size
+        return -(-tokens // cut) * cut
+
+    def _batch(self, trains: bool) -> int:
+        """Of all rows of a pass at their longest."""
+        rows = rows_of_replica(self._config, self._role, trains=trains)
+        return rows * max(map(sum, self._rows(trains))) * _BATCH_BYTES
+
+    def stays(self, trains: bool) -> int:
+        """Megatron's buffer for tokens that sequence parallelism gathers where weights train, what a (virtual) stage received last: a
+        micro-batch, and the gradient that it gave back; and its angles of the longest row."""
+        tokens = max(self._tokens(trains), self._tokens(trains=False))
+        gathered = self._widths.whole * self._parallel.sequence_parallel * trains
+        chunks = self._parallel.virtual_pipeline_parallel_size or 1
+        received = self._widths.part * (1 + trains) * (chunks - self._is_first)
+        angles = chunks * self._longest * self._architecture.head_dim * _FLOAT32
+        return tokens * (gathered + received) * self._element + angles
+
+    def score(self) -> int:
+        tokens, width = self._tokens(trains=False), self._widths
+        if self.kernels is _Kernels.cpu:
+            top = 6 * width.whole if self._is_last else 2 * width.whole
+            layer = tokens * (self._kept_of_layer + top)
+        else:
+            # Hidden states of a layer, from its input on; beside them gate and up, the activation and their product, or the last and what
+            # comes of it, or where weights are frozen what was gathered for them; or the embedding's output as it is and turned.
+            inside = max(
+                4 * width.gate,
+                width.whole + (2 if self._parallel.sequence_parallel and self._role.optim is None else 1) * width.gate,
+                2 * width.whole * self._is_first,
+                2 * width.query + 2 * width.squares,
+            )
+            layer = tokens * (6 * width.part + inside)
+        head = 0
+        if self._is_last:
+            head = tokens * 2 * width.whole * self._element + (0 if self._role.with_value_head else self._scores(tokens))
+        moments = [layer * self._element, tokens * width.part * self._element + head]
+        return self._most(moments) + self._batch(trains=False)
+
+    def _scores(self, tokens: int) -> int:
+        """A chunk's logits, what they are above the greatest, and the exponentials of that, which may be squared."""
+        squares = isinstance(self._config, PPOConfig) and self._role.name == "actor" and needs_sum_pi_squared(self._config.algorithm)
+        return self._chunk(tokens) * (3 + squares) * _FLOAT32
+
+    def _chunk(self, tokens: int) -> int:
+        """Logits."""
+        return min(tokens, self._config.engine.log_prob_chunk_tokens) * self._vocabulary
+
+    def train(self) -> int:
+        tokens = self._tokens(trains=True)
+        kept = tokens * self._kept() * self._element
+        moments = [self._way_back_of_layer(tokens)]
+        if self._is_last:
+            moments.append(self._way_back_of_head(tokens))
+        if self._is_first and self.kernels is not _Kernels.cpu:
+            moments.append(self._way_back_of_embedding(tokens))
+        return kept + self._most(moments) + self._batch(trains=True)
+
+    def _most(self, moments: list[int]) -> int:
+        """On a CPU their sum, from above: its allocator gives back later."""
+        return sum(moments) if self.kernels is _Kernels.cpu else max(moments)
+
+    @property
+    def _kept_of_layer(self) -> int:
+        """Elements of a token: what the way back of a layer needs."""
+        return self._kept_of_norms + self._kept_of_attention + self._kept_of_mlp
+
+    @property
+    def _kept_of_norms(self) -> int:
+        """Inputs and outputs of both. On a CPU inputs are in float32, and outputs before and after they are scaled."""
+        if self.kernels is _Kernels.cpu:
+            return 6 * self._widths.part + 2 * self._widths.whole
+        return 4 * self._widths.part
+
+    @property
+    def _kept_of_attention(self) -> int:
+        width, has_norm = self._widths, self._architecture.qk_norm
+        again = RecomputeModule.core_attn in self._modules_again
+        if self.kernels is _Kernels.cpu:
+            return 4 * width.query + 3 * width.key + 3 * (width.query + width.key) * has_norm
+        if self.kernels is _Kernels.plain and not again:
+            # Queries, and for each of them its keys and values, laid out for the products; their weights; what is attended.
+            return 4 * width.query + width.squares + (width.query + 2 * width.key) * has_norm
+        # The product of all three; queries and keys turned by their angles; values; what is attended, which without packing is laid out
+        # once more, and a float32 number of each head.
+        head_numbers = 2 * width.query // self._architecture.head_dim
+        normalised = width.query * has_norm  # which several groups of heads on a rank lay out anew
+        return 3 * width.query + 4 * width.key + head_numbers + normalised + width.query * (not self._config.engine.packing)
+
+    @property
+    def _kept_of_mlp(self) -> int:
+        """Gate and up, their product; where the activation is a step of its own, its result and up once more."""
+        return 5 * self._widths.gate if self.kernels is _Kernels.cpu else 3 * self._widths.gate
+
+    @property
+    def _mlp_is_computed_again(self) -> bool:
+        return RecomputeModule.mlp in self._modules_again
+
+    def _kept(self) -> int:
+        """Elements of a token: of all layers of all micro-batches that are under way, of those computed again only their input; and their
+        output, which the last norm or the next stage reads."""
+        layer = self._kept_of_layer - self._kept_of_mlp * self._mlp_is_computed_again
+        chunk = self._layers_again * self._widths.part + (self._layers - self._layers_again) * layer
+        if self.kernels is _Kernels.cpu:
+            chunk += 6 * self._widths.whole if self._is_last else 2 * self._widths.whole
+        else:
+            chunk += self._widths.part
+        return chunk * _chunks_under_way(self._parallel, self._stage)
+
+    def _way_back_of_layer(self, tokens: int) -> int:
+        """Of the last layer, when all others are still kept."""
+        width = self._widths
+        all_again = self._layers_again == self._layers
+        again = self._kept_of_layer if all_again else self._kept_of_mlp if self._mlp_is_computed_again else 0
+        if all_again or again:
+            again += width.part  # its output
+        gradients = (1 + (not self._is_last)) * width.part  # of its output, and what the next stage sends
+        if self.kernels is _Kernels.cpu:
+            return tokens * (again + gradients + 2 * width.gate + 2 * width.whole) * self._element
+        first, second = 2 * width.gate * width.whole, width.gate * width.whole  # elements of the MLP's two matrices
+        # In the activation, the product's gradient in the place of the product, that of gate and up, and two steps towards it; in the
+        # second matrix its output's gradient whole, in the first its input's, and the matrix's own; in attention by products, theirs.
+        inside = max(
+            tokens * 4 * width.gate,
+            tokens * (width.whole + width.gate) + second,
+            tokens * (width.whole + width.part - width.gate) + first,
+            tokens * (3 * width.squares + 2 * width.query - 3 * width.gate),
+        )
+        # A tied embedding has its gradient from the head until it has its own.
+        tied = self._architecture.tie_word_embeddings and self._is_first and self._is_last and not self._role.with_value_head
+        return (tokens * (again + gradients) + inside + tied * self._vocabulary * width.whole) * self._element
+
+    def _way_back_of_head(self, tokens: int) -> int:
+        """Hidden states that were scored, and their gradient; of a critic that of all, whole. Of a language model the output layer's
+        gradient, added up in float32; of a chunk its logits, those kept of the last, and the gradient before; and either a part of the
+        layer's gradient, or the logarithms and probabilities of which the next gradient is made."""
+        hidden = tokens * self._widths.whole * self._element
+        if self._role.with_value_head:
+            return 3 * hidden
+        rows, chunk = self._vocabulary * self._widths.whole, self._chunk(tokens)
+        logits = 1 + (tokens > self._config.engine.log_prob_chunk_tokens)
+        inside = chunk * logits * _FLOAT32 + max(rows * self._element, chunk * 2 * _FLOAT32)
+        received = tokens * self._widths.part * self._element
+        return 2 * hidden + received + rows * _FLOAT32 + chunk * self._element + inside
+
+    def _way_back_of_embedding(self, tokens: int) -> int:
+        return (tokens * 2 * self._widths.whole + self._vocabulary * self._widths.whole) * self._element
+
+
+def _kernels(config: PPOConfig | SFTConfig) -> _Kernels:
+    """`device: auto` is taken for a GPU."""
+    if config.device is Device.cpu:
+        return _Kernels.cpu
+    return _Kernels.plain if config.model.dtype is DType.float32 else _Kernels.flash
+
+
+def _widths(architecture: Architecture, parallel: ParallelConfig, row: int) -> _Widths:
+    cut = parallel.tensor_parallel_size
+    heads = architecture.num_attention_heads // cut
+    return _Widths(
+        whole=architecture.hidden_size,
+        part=architecture.hidden_size // (cut if parallel.sequence_parallel else 1),
+        query=heads * architecture.head_dim,
+        key=architecture.num_key_value_heads * architecture.head_dim // cut,
+        gate=architecture.intermediate_size // cut,
+        squares=heads * row,
+    )
+
+
+def _chunks_under_way(parallel: ParallelConfig, stage: int) -> int:
+    """Micro-batches, each in one virtual stage, whose activations a stage keeps at the same time: 1F1B has one under way in this stage and
+    in each after it; interleaved stages begin more of them (Narayanan et al. 2021, section 2.2)."""
+    stages, virtual = parallel.pipeline_parallel_size, parallel.virtual_pipeline_parallel_size or 1
+    return stages - stage if virtual == 1 else 2 * (stages - stage - 1) + (virtual - 1) * stages + 1

@@ -1,0 +1,50 @@
+"""The plan of memory beside rehearsals of every run of configs/, in each role, stage and mode of recomputation: docs/memory.md.
+
+MEGARL_WRITE_PAGES=1 python -m pytest tests/soak/test_rehearsed_memory.py    # writes it anew
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from itertools import groupby
+from pathlib import Path
+
+from tests.failure_pages import WRITE
+from tests.unit.rehearsal.memory_cases import CONFIGS, Compared, cases_of, problems_of, rehearse_cases
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "memory.md"
+_TABLES = re.compile(r"(?<=<!-- tables: made by tests/soak/test_rehearsed_memory.py -->\n).*", re.DOTALL)
+_PHASES = ("score", "train", "step")
+
+
+def test_the_plan_is_near_and_never_below() -> None:
+    runs = sorted(file.stem for file in CONFIGS.glob("*.yaml"))
+    assert len(runs) == 8
+    compared = rehearse_cases(case for run in runs for case in cases_of(run))
+    assert problems_of(compared) == []
+    text = DOCUMENT.read_text(encoding="utf-8")
+    made = _TABLES.sub("", text) + "\n" + "\n".join(_table(run, list(of)) for run, of in groupby(compared, key=lambda each: each.case.run))
+    if os.environ.get(WRITE):
+        DOCUMENT.write_text(made, encoding="utf-8")
+    assert made == text or os.environ.get(WRITE), f"{DOCUMENT} has other numbers; if these are right, write them with {WRITE}=1:\n{made}"
+
+
+def _table(run: str, compared: list[Compared]) -> str:
+    unit, size = ("MiB", 2**20) if run.startswith("quickstart") else ("GiB", 2**30)
+    lines = [
+        f"### {run}",
+        "",
+        f"| role | stage | recompute | state, {unit} | {' | '.join(f'{phase}, {unit}' for phase in _PHASES)} |",
+        f"|---|---|---|{'---|' * (1 + len(_PHASES))}",
+    ]
+    for case, record, plan in compared:
+        phases = {phase.name: phase for phase in record.phases}
+        cells = [_cell(phases["build"].held, plan.held, size)]
+        cells += [_cell(phases[name].peak, plan.peaks[name], size) if name in phases else "" for name in _PHASES]
+        lines.append(f"| {case.role} | {record.pipeline_rank} | {case.mode} | {' | '.join(cells)} |")
+    return "\n".join([*lines, ""])
+
+
+def _cell(measured: int, planned: int, size: int) -> str:
+    return f"{measured / size:,.2f} / {planned / size:,.2f}"

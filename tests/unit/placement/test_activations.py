@@ -1,0 +1,104 @@
+"""What a model needs while it works, by hand. rehearsal/test_memory.py and engine/test_memory_plan.py measure it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from megarl.config.roles import model_roles
+from megarl.config.schema import Device, DType, ModelConfig, ParallelConfig, PPOConfig, Recompute, RecomputeModule
+from megarl.placement.activations import WorkingMemory, working_memory
+from megarl.placement.memory import model_state
+from tests.unit.placement.test_memory import QWEN_7B, PlacementStrategy, config
+
+TOKENS, HIDDEN = 4096, 3584  # of a micro-batch, which is two rows of 2,048
+QUERY, KEY, GATE, ROWS = 28 * 128 // 4, 4 * 128 // 4, 18944 // 4, 152064 // 4  # with four tensor-parallel ranks
+# Inputs and outputs of the norms; the product of queries, keys and values, the first two turned, values once more, what is attended and a
+# float32 number of each of seven heads; gate, up and their product.
+LAYER = 4 * HIDDEN + 3 * QUERY + 4 * KEY + 2 * 7 + 3 * GATE
+BATCH = 128 * 2048 * 64  # of all rows of the step
+ANGLES = 2048 * 128 * 4
+
+
+def of_actor(run: PPOConfig) -> WorkingMemory:
+    role = model_roles(run)[0]
+    return working_memory(run, role, QWEN_7B, 0, model_state(role, QWEN_7B, run.model.dtype, 0).gradients)
+
+
+def with_recompute(how: Recompute, **settings: object) -> PPOConfig:
+    run = config(PlacementStrategy.stand_alone)
+    return replace(run, actor=replace(run.actor, recompute=how, **settings))  # type: ignore[arg-type]
+
+
+def test_recompute_keeps_one_hidden_state_per_layer_and_token() -> None:
+    """The head is the fullest moment: scored hidden states and their gradient and that of all, the output layer's gradient in float32, of
+    1,024 tokens two chunks of logits, a gradient of 2 bytes, logarithms and probabilities."""
+    head = TOKENS * 3 * HIDDEN * 2 + ROWS * HIDDEN * 4 + 1024 * ROWS * (2 * 4 + 2 + 2 * 4)
+    none, full = (of_actor(with_recompute(how)).train for how in (Recompute.none, Recompute.full))
+    assert none == TOKENS * (28 * LAYER + HIDDEN) * 2 + head + BATCH + ANGLES
+    assert full == TOKENS * (28 * HIDDEN + HIDDEN) * 2 + head + BATCH + ANGLES
+    half = of_actor(with_recompute(Recompute.full, recompute_num_layers=14)).train
+    assert half - full == TOKENS * 14 * (LAYER - HIDDEN) * 2
+
+
+@pytest.mark.parametrize(("module", "saved"), [(RecomputeModule.core_attn, 0), (RecomputeModule.mlp, 28 * 3 * GATE)])
+def test_selective_recomputation_saves_what_its_modules_keep(module: RecomputeModule, saved: int) -> None:
+    """Attention by a kernel keeps nothing inside itself."""
+    none, selective = (of_actor(with_recompute(how, recompute_modules=[module])).train for how in (Recompute.none, Recompute.selective))
+    assert none - selective == TOKENS * saved * 2
+
+
+def test_attention_of_float32_keeps_a_number_for_each_pair_of_tokens() -> None:
+    """Of seven heads, 2,048 before each token; and queries, expanded keys, values and what is attended."""
+    run = with_recompute(Recompute.none)
+    run = replace(run, model=ModelConfig(path="policy", dtype=DType.float32))
+    again = replace(run, actor=replace(run.actor, recompute=Recompute.selective))
+    kept = 28 * (4 * QUERY + 7 * 2048 - (3 * QUERY + 4 * KEY + 2 * 7))
+    assert of_actor(run).train - of_actor(again).train >= TOKENS * kept * 4 - 3 * TOKENS * 7 * 2048 * 4
+
+
+def test_a_cpu_keeps_more() -> None:
+    """Norms in float32, and the activation of the MLP by itself."""
+    run = with_recompute(Recompute.none)
+    assert of_actor(replace(run, device=Device.cpu)).train > of_actor(run).train + TOKENS * 28 * 2 * GATE * 2
+
+
+def test_sequence_parallelism_cuts_what_layers_hand_on() -> None:
+    """Of the inputs of 28 layers, the output of the last and the gradient of all, three quarters are elsewhere; the buffer in which ranks
+    gather the tokens stays."""
+    run = with_recompute(Recompute.full)
+    cut = replace(run, actor=replace(run.actor, parallel=replace(run.actor.parallel, sequence_parallel=True)))
+    whole, parts = of_actor(run), of_actor(cut)
+    assert parts.stays - whole.stays == TOKENS * HIDDEN * 2
+    assert whole.train - parts.train == TOKENS * 2 * (30 * HIDDEN * 3 // 4 - HIDDEN)
+
+
+def test_a_step_takes_the_roots_of_all_second_moments() -> None:
+    run = with_recompute(Recompute.full)
+    replicas = replace(run, actor=replace(run.actor, parallel=replace(run.actor.parallel, data_parallel_size=2)))
+    count = model_state(model_roles(run)[0], QWEN_7B, DType.bfloat16, 0).gradients // 4
+    assert of_actor(run).step == 4 * count + ANGLES
+    assert of_actor(replicas).step == 2 * count + ANGLES
+    assert of_actor(replace(run, device=Device.cpu)).step == ANGLES
+
+
+@pytest.mark.parametrize(
+    ("virtual", "kept", "received"),
+    [
+        (None, {0: 4 * (7 + 1), 3: 7 + 1}, {0: 0, 3: 2}),  # micro-batches of 7 layers and their output
+        (7, {0: (2 * 3 + 6 * 4 + 1) * 2, 3: (6 * 4 + 1) * 2}, {0: 2 * 6, 3: 2 * 7}),  # and of one
+    ],
+)
+def test_a_stage_keeps_the_micro_batches_under_way(virtual: int | None, kept: dict[int, int], received: dict[int, int]) -> None:
+    """A layer is computed again: its output, the gradient of that, in the first stage that which the next sends, and four times gate."""
+    run = config(PlacementStrategy.stand_alone)
+    parallel = ParallelConfig(pipeline_parallel_size=4, virtual_pipeline_parallel_size=virtual)
+    run = replace(run, critic=replace(run.critic, parallel=parallel, recompute=Recompute.full))
+    critic = next(role for role in model_roles(run) if role.name == "critic")
+    layer = 4 * HIDDEN + 3 * 28 * 128 + 4 * 4 * 128 + 2 * 28 + 3 * 18944
+    for stage in (0, 3):
+        work = working_memory(run, critic, QWEN_7B, stage, 0)
+        assert work.stays == TOKENS * received[stage] * HIDDEN * 2 + (virtual or 1) * ANGLES
+        moment = layer + (3 if stage == 0 else 2) * HIDDEN + 4 * 18944
+        assert work.train - work.stays == TOKENS * (kept[stage] * HIDDEN + moment) * 2 + BATCH

@@ -1,0 +1,128 @@
+"""Rehearsals whose memory is compared with the plan's: of shipped runs, their roles, how these recompute, and each kind of stage."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+from megarl.config.load import load_config
+from megarl.config.published import with_published_models
+from megarl.config.roles import ModelRole, model_roles
+from megarl.config.schema import ParallelConfig, PPOConfig, SFTConfig
+from megarl.config.validate import read_architectures
+from megarl.rehearsal.prediction import PredictedMemory, predicted_memory
+from megarl.rehearsal.processes import rehearse_ranks
+from megarl.rehearsal.ranks import distinct_ranks
+from megarl.rehearsal.record import RankRecord, RankRequest
+
+CONFIGS = Path(__file__).parents[3] / "configs"
+FROZEN = "-"  # recomputes nothing
+HELD, PEAK = 0.05, 0.10  # how far the plan may be above what is measured
+_COUNTED = 1e-4  # of a peak: numbers and flags that are no state, padding of Megatron's buffers
+
+
+def recompute_modes(role: ModelRole) -> dict[str, list[str]]:
+    """Overrides by name. `full, half`: of the first half of each stage's layers."""
+    if role.optim is None:
+        return {FROZEN: []}
+    key = f"{role.name}.recompute"
+    return {
+        "none": [f"{key}=none"],
+        "core_attn": [f"{key}=selective"],
+        "mlp": [f"{key}=selective", f"{key}_modules=[mlp]"],
+        "full, half": [f"{key}=full", f"{key}_num_layers={{half}}"],
+        "full": [f"{key}=full"],
+    }
+
+
+class Case(NamedTuple):
+    run: str
+    role: str
+    mode: str
+    config: PPOConfig | SFTConfig
+    rank: int
+
+
+class Compared(NamedTuple):
+    case: Case
+    record: RankRecord
+    plan: PredictedMemory
+
+
+def cases_of(run: str) -> Iterator[Case]:
+    """Of a file of `configs/`, on a device that has memory enough for all modes."""
+    for role in model_roles(_load(run, [])):
+        for mode, overrides in recompute_modes(role).items():
+            config = _load(run, overrides)
+            for rank in distinct_ranks(role.parallel):
+                yield Case(run, role.name, mode, config, rank)
+
+
+def _load(run: str, overrides: list[str]) -> PPOConfig | SFTConfig:
+    schema = SFTConfig if run.endswith("_sft") else PPOConfig
+    path = str(CONFIGS / f"{run}.yaml")
+    size = ["placement.device_memory_gb=null", "device=cuda"]
+    known, _ = with_published_models(load_config(schema, path, size), path)
+    name = overrides[0].partition(".")[0] if overrides else "actor"
+    architecture, parallel = read_architectures(known)[0][name], role_of(known, name).parallel
+    half = max(1, architecture.num_hidden_layers // _pieces(parallel) // 2)
+    config = load_config(schema, path, [*size, *(override.format(half=half) for override in overrides)])
+    return with_published_models(config, path)[0]
+
+
+def _pieces(parallel: ParallelConfig) -> int:
+    return parallel.pipeline_parallel_size * (parallel.virtual_pipeline_parallel_size or 1)
+
+
+def role_of(config: PPOConfig | SFTConfig, name: str) -> ModelRole:
+    return next(role for role in model_roles(config) if role.name == name)
+
+
+def rehearse_cases(cases: Iterable[Case], num_processes: int = 2) -> list[Compared]:
+    """In the order of the cases."""
+    asked = list(cases)
+    shares = [asked[number::num_processes] for number in range(num_processes)]
+    with ThreadPoolExecutor(num_processes) as threads:
+        rehearsed = list(threads.map(lambda share: list(rehearse_ranks(map(_request, share), 1)), shares))
+    records = {id(case): record for share, found in zip(shares, rehearsed, strict=True) for case, record in zip(share, found, strict=True)}
+    return [Compared(case, records[id(case)], _predicted(case)) for case in asked]
+
+
+def _request(case: Case) -> RankRequest:
+    stages = role_of(case.config, case.role).parallel.pipeline_parallel_size
+    return RankRequest(case.config, case.role, case.rank, max(2, stages))
+
+
+def _predicted(case: Case) -> PredictedMemory:
+    architecture = read_architectures(case.config)[0][case.role]
+    return predicted_memory(case.config, role_of(case.config, case.role), architecture, case.rank)
+
+
+def problems_of(compared: Iterable[Compared]) -> list[str]:
+    """What is beyond its bounds, with the case."""
+    return [
+        f"{case.run}, {case.role}, {case.mode}, rank {case.rank}, {problem}"
+        for case, record, plan in compared
+        for problem in beyond_bounds(record, plan)
+    ]
+
+
+def beyond_bounds(record: RankRecord, plan: PredictedMemory) -> list[str]:
+    """What of the plan is below what was measured, or too far above it."""
+    if record.error is not None:
+        return [record.error]
+    held = {"build": plan.held, "offload": plan.stays, "restore": plan.held + plan.stays}
+    problems = []
+    for phase in record.phases:
+        if phase.name not in plan.peaks:  # a push, whose buffers are the plan's own
+            continue
+        sizes = [("peak", phase.peak, plan.peaks[phase.name], PEAK)]
+        if phase.name in held:
+            sizes.append(("held", phase.held, held[phase.name], HELD))
+        for name, measured, planned, above in sizes:
+            # What is left of a small model when its state has gone is less than a page.
+            if not measured * (1 - _COUNTED) - 4096 <= planned <= measured * (1 + above) + 4096:
+                problems.append(f"{phase.name}: {name} is {measured:,} bytes, in the plan {planned:,} ({planned / measured:.3f})")
+    return problems
