@@ -138,11 +138,13 @@ def _item_section(hint: Any) -> type | None:
 def _accepts(section: type, values: Mapping[str, Any]) -> bool:
     """OmegaConf's own conversion decides: '1e-5' is a float, 3 is a float, 'grpo' is the enum's member, 3.5 is no integer.
 
-    Except that it would also take 5 for true, and true for 1.0 or for the text "True".
+    Except that it would also take 5 for true, true for 1.0 or for the text "True", and a mapping for a text in a list.
     """
     hints = _hints(section)
     for name, value in values.items():
         if hints[name] in (bool, int, float, str) and value != MISSING and isinstance(value, bool) != (hints[name] is bool):
+            return False
+        if isinstance(value, list) and not _item_section(hints[name]) and any(isinstance(item, Mapping | list) for item in value):
             return False
     try:
         OmegaConf.merge(_without_sections(section), dict(values))

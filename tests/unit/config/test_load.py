@@ -164,6 +164,7 @@ def test_overrides_that_are_none(minimal: str) -> None:
             "reward.functions={path: x}",
             "reward.functions: is {'path': 'x'}, but must be a list of sections with the keys path, name, weight",
         ),
+        ("data.val_files=[{}]", "data.val_files: is [{}], but must be a list, each item a text"),
         ("checkpoint.dir=None", "checkpoint.dir: is the text 'None'; write null for nothing"),
         (
             "data.val_files=[a, " + "b" * 256 + "]",
