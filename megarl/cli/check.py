@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import yaml
@@ -25,7 +25,7 @@ from megarl.config.derive import (
 from megarl.config.layers import describe_layers
 from megarl.config.load import plain_values
 from megarl.config.roles import REWARD_MODEL, ModelRole, model_roles
-from megarl.config.schema import OverlongConversation, PPOConfig, SFTConfig
+from megarl.config.schema import Device, DType, OverlongConversation, PPOConfig, SFTConfig
 from megarl.config.validate import read_architectures
 from megarl.doctor.checked_config import load_checked_anywhere
 from megarl.placement.plan import PlacementPlan, plan_placement
@@ -59,8 +59,8 @@ def print_run(config: PPOConfig | SFTConfig, console: Console) -> None:
         console.print(_reward(config, architectures))
     print_placement(config, plan, architectures, console)
     console.print(_checkpoints(config, architectures))
-    _warn_of_full_disk(config, architectures, console)
-    _warn_of_long_warmup(config, console)
+    for warning in (*_of_a_full_disk(config, architectures), *_of_a_long_warmup(config), *_of_bfloat16(config)):
+        console.print(f"warning: {warning}", style="yellow", soft_wrap=True, highlight=False)
 
 
 def _table(title: str, *columns: str) -> Table:
@@ -176,28 +176,27 @@ def _checkpoints(config: PPOConfig | SFTConfig, architectures: Mapping[str, Arch
     return table
 
 
-def _warn_of_full_disk(config: PPOConfig | SFTConfig, architectures: Mapping[str, Architecture], console: Console) -> None:
+def _of_a_full_disk(config: PPOConfig | SFTConfig, architectures: Mapping[str, Architecture]) -> Iterator[str]:
     needed, path = most_checkpoints(config) * checkpoint_bytes(config, architectures), checkpoint_path(config)
     if needed > (free := _free_bytes(path)):
-        console.print(
-            f"warning: the checkpoints in {path} will need {_gib(needed)}, but {_gib(free)} are free: lower checkpoint.keep, "
-            "raise checkpoint.every_steps, or give a checkpoint.dir on a larger disk",
-            style="yellow",
-            soft_wrap=True,
-            highlight=False,
+        yield (
+            f"the checkpoints in {path} will need {_gib(needed)}, but {_gib(free)} are free: lower checkpoint.keep, raise "
+            "checkpoint.every_steps, or give a checkpoint.dir on a larger disk"
         )
 
 
-def _warn_of_long_warmup(config: PPOConfig | SFTConfig, console: Console) -> None:
+def _of_a_long_warmup(config: PPOConfig | SFTConfig) -> Iterator[str]:
     for role in model_roles(config):
         if role.optim is not None and role.optim.warmup_steps >= (total := optimizer_steps(config, role)):
-            console.print(
-                f"warning: the {role.name} warms up for {role.optim.warmup_steps:,} optimizer steps, but the run makes {total:,}: its "
-                f"learning rate never gets to {role.optim.lr:g}",
-                style="yellow",
-                soft_wrap=True,
-                highlight=False,
+            yield (
+                f"the {role.name} warms up for {role.optim.warmup_steps:,} optimizer steps, but the run makes {total:,}: its learning "
+                f"rate never gets to {role.optim.lr:g}"
             )
+
+
+def _of_bfloat16(config: PPOConfig | SFTConfig) -> Iterator[str]:
+    if config.device is Device.cpu and config.model.dtype is DType.bfloat16:
+        yield "device is cpu, where most processors compute bfloat16 many times as slowly as float32: use model.dtype=float32"
 
 
 def _free_bytes(path: Path) -> int:

@@ -17,7 +17,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from megarl.config.errors import ConfigError
-from megarl.config.schema import MISSING
+from megarl.config.schema import MISSING, PPOConfig, SFTConfig
 from megarl.config.schema.keys import leaves
 from megarl.config.sources import Layer, read_layers
 from megarl.config.verl_names import VerlProblem, verl_problems
@@ -51,7 +51,17 @@ def load_config(schema: type[Config], path: str, overrides: Sequence[str] = ()) 
                 return typing.cast(Config, config)
     except (OmegaConfBaseException, ValueError) as error:  # of a value that refers to another: ${...}
         problems.append(" ".join(str(error).split()))
+    if schema is PPOConfig and not overrides and _fits(SFTConfig, path):
+        problems = ["is for `megarl sft`: start it with that; check, plan, rehearse and doctor read it with --sft"]
     raise ConfigError(path, problems)
+
+
+def _fits(schema: type, path: str) -> bool:
+    try:
+        load_config(schema, path)
+    except ConfigError:
+        return False
+    return True
 
 
 def _unusable_texts(config: Any) -> Iterator[str]:

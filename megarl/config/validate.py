@@ -98,8 +98,11 @@ def absent_files(config: RunConfig) -> Violations:
     if isinstance(config, PPOConfig):
         files += [(f"reward.functions[{index}].path", function.path) for index, function in enumerate(config.reward.functions)]
     for key, path in files:
-        if not Path(path).is_file():
-            yield Violation((key,), f"there is no file {path!r} (the current directory is {Path.cwd()})")
+        if Path(path).is_dir():
+            yield Violation((key,), f"{path!r} is a folder; name the files in it, each by itself")
+        elif not Path(path).is_file():
+            pattern = "; patterns are not spread out, so name each file" if set(path) & set("*?[") else ""
+            yield Violation((key,), f"there is no file {path!r} (the current directory is {Path.cwd()}){pattern}")
 
 
 def _train_files(config: RunConfig) -> Violations:

@@ -206,7 +206,7 @@ def check_fits(pools: Sequence[RayResourcePool]) -> None:
     """Raises InsufficientResourcesError when the nodes that are alive could not hold the pools even if they were empty."""
     nodes = living_nodes()
     if not fits(node_demands(pools), nodes):
-        raise InsufficientResourcesError(explain(pools, nodes, "more than the cluster has"))
+        raise InsufficientResourcesError(explain(pools, nodes, "more than the cluster has", _remedy(pools, nodes)))
 
 
 def fits(demands: Sequence[Mapping[str, float]], nodes: Sequence[NodeResources]) -> bool:
@@ -298,17 +298,24 @@ def free_nodes() -> list[NodeResources]:
     return [node._replace(resources=free.get(node.identity, {_CPU: 0.0})) for node in living_nodes()]
 
 
-def explain(pools: Sequence[RayResourcePool], nodes: Sequence[NodeResources], problem: str) -> str:
+_SMALLER = "Add nodes or devices, or give the roles smaller parallel sizes or a shared pool."
+
+
+def _remedy(pools: Sequence[RayResourcePool], whole_nodes: Sequence[NodeResources]) -> str:
+    wants_gpus = any(_GPU in pool.resources_per_process() for pool in pools)
+    if wants_gpus and not any(node.resources.get(_GPU) for node in whole_nodes):
+        return "No node has a GPU: join a cluster whose nodes have some, or run on CPUs with device=cpu."
+    return _SMALLER
+
+
+def explain(pools: Sequence[RayResourcePool], nodes: Sequence[NodeResources], problem: str, remedy: str = _SMALLER) -> str:
     requested = [
         f"  pool {pool.name!r}: {_amounts(_demand(pool, count))} on {_where(pool, index)}"
         for pool in pools
         for index, count in enumerate(pool.process_on_nodes)
     ]
     available = [f"  node {node.node}: {_amounts(node.resources)}" for node in nodes]
-    return "\n".join(
-        [f"the pools ask for what is {problem}. Requested:", *requested, "Available:", *available]
-        + ["Add nodes or devices, or give the roles smaller parallel sizes or a shared pool."]
-    )
+    return "\n".join([f"the pools ask for what is {problem}. Requested:", *requested, "Available:", *available, remedy])
 
 
 def _where(pool: RayResourcePool, index: int) -> str:

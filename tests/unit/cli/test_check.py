@@ -138,7 +138,7 @@ def test_sft_files_are_checked_with_the_switch(tmp_path: Path, capsys: pytest.Ca
     assert main(["check", "--sft", path, "trainer.total_steps=7"]) == 0
     assert "7 steps x 8" in capsys.readouterr().out
     assert main(["check", path]) == 2
-    assert "data.max_length: unknown key" in capsys.readouterr().err
+    assert "is for `megarl sft`: start it with that; check, plan, rehearse and doctor read it with --sft" in capsys.readouterr().err
 
 
 BROKEN = [
@@ -242,3 +242,20 @@ def test_the_shipped_configurations_are_good(tmp_path: Path, monkeypatch: pytest
     assert main(["check", "configs/quickstart.yaml", model, reward, *data]) == 0
     assert main(["check", "--sft", "configs/quickstart_sft.yaml", model, *data]) == 0
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["model.dtype=bfloat16", "device=cpu"], "warning: device is cpu, where most processors compute bfloat16 many times as slowly"),
+        (
+            ["actor.optim.warmup_steps=60"],
+            "warning: the actor warms up for 60 optimizer steps, but the run makes 36: its learning rate never",
+        ),
+    ],
+)
+def test_what_is_allowed_but_seldom_meant_is_said(ppo: str, overrides: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", ppo, *overrides]) == 0
+    assert said in capsys.readouterr().out
+    assert main(["check", ppo]) == 0
+    assert "warning: " not in capsys.readouterr().out

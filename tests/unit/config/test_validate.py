@@ -141,6 +141,8 @@ def test_a_good_configuration_has_none(ppo: str) -> None:
         (["reward.functions=[{path: nowhere.py}]"], "reward.functions[0].path: there is no file 'nowhere.py'"),
         (["data.train_files=[]"], "data.train_files: is empty; name at least one parquet file"),
         (["data.val_files=[nowhere.parquet]"], "data.val_files: there is no file 'nowhere.parquet'"),
+        (["data.val_files=[megarl]"], "data.val_files: 'megarl' is a folder; name the files in it, each by itself"),
+        (["data.val_files=['*.parquet']"], "patterns are not spread out, so name each file"),
         (["trainer.validate_every_steps=5"], "trainer.validate_every_steps, data.val_files: validation every 5 steps needs val_files"),
         (["tracking.loggers=[console,swanlab]"], "tracking.loggers: 'swanlab' needs a package that is not installed: pip install swanlab"),
         (["critic.model.path=nowhere"], "critic.model.path: nowhere/config.json: there is no folder 'nowhere'"),
