@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import re
 import sys
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 from megarl import __version__
 from megarl.cli.convert import add_commands
@@ -17,12 +19,18 @@ from megarl.cli.run_context import RunContext, RunFailedError
 from megarl.config.errors import ConfigError
 from megarl.config.schema import PPOConfig, SFTConfig
 
+_OVERRIDE = re.compile(r"[A-Za-z_+~][\w.\[\]]*=")
+# Commands that take overrides, with those of their options that a value follows.
+_TAKE_OVERRIDES: dict[str, tuple[str, ...]] = dict.fromkeys(("train", "sft", "check", "doctor", "score"), ()) | {
+    "plan": ("--output",),
+    "rehearse": ("--role", "--ranks", "--json"),
+}
 GOOD, FAILED, USER_ERROR, INTERRUPTED = 0, 1, 2, 130
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; returns the exit status, except for argparse's own exits (2 for a wrong command line)."""
-    parsed = _parser().parse_args(arguments)
+    parsed = _parser().parse_args(_in_argparses_order(sys.argv[1:] if arguments is None else arguments))
     try:
         return parsed.start(parsed)
     except KeyboardInterrupt:
@@ -32,6 +40,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _end(failed.error, parsed.command, failed.context)
     except Exception as error:  # noqa: BLE001  (the boundary of the process)
         return _end(error, parsed.command, None)
+
+
+def _in_argparses_order(arguments: Sequence[str]) -> list[str]:
+    """Options first, then what has a place, then overrides: argparse takes what has no name in one run only, and people put it anywhere."""
+    if not arguments or arguments[0] not in _TAKE_OVERRIDES:
+        return list(arguments)
+    options: list[str] = []
+    others: list[str] = []
+    overrides: list[str] = []
+    for before, each in pairwise(arguments):
+        kind = (
+            options if each.startswith("-") or before in _TAKE_OVERRIDES[arguments[0]] else overrides if _OVERRIDE.match(each) else others
+        )
+        kind.append(each)
+    return [arguments[0], *options, *others, *overrides]
 
 
 def _end(error: Exception, command: str, context: RunContext | None) -> int:

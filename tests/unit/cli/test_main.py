@@ -16,7 +16,7 @@ from megarl.algorithms.scores import refuse_unusable
 from megarl.cli.main import main
 from megarl.cli.run_context import run_context_of
 from megarl.config.errors import ConfigError
-from megarl.config.schema import PPOConfig
+from megarl.config.schema import PPOConfig, SFTConfig
 from megarl.controller.errors import PhaseTimeoutError
 from megarl.trainers.monitor import Position
 
@@ -39,6 +39,17 @@ def test_runs_get_the_file_and_the_overrides(name: str, command: Callable[[str, 
     command(name, lambda path, overrides: calls.append((path, overrides)) or 0)
     assert main([name, "x.yaml", "a.b=1", "algorithm=grpo"]) == 0
     assert calls == [("x.yaml", ["a.b=1", "algorithm=grpo"])]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["b=2", "a.c=1", "x.yaml", "--sft", "--role", "critic"], ["x.yaml", "--role", "critic", "b=2", "--sft", "a.c=1"]],
+)
+def test_overrides_may_stand_anywhere(arguments: list[str], command: Callable[[str, Callable[..., int]], None]) -> None:
+    calls = []
+    command("rehearse", lambda *given: calls.append(given) or 0)
+    assert main(["rehearse", *arguments, "--json", "out=1.json"]) == 0
+    assert calls == [("x.yaml", ["b=2", "a.c=1"], SFTConfig, "critic", "distinct", "out=1.json")]
 
 
 def test_plot_gets_the_folder_and_its_status_is_ours(command: Callable[[str, Callable[..., int]], None]) -> None:
