@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from megarl.batch.data_proto import DataProto
 from megarl.cli.failure_report import last_page
@@ -111,10 +112,14 @@ def test_devices_that_are_not_there(ray_cluster: None) -> None:
 @pytest.fixture
 def sft(tmp_path: Path) -> Path:
     save_inputs(tmp_path)
+    weights = load_file(file := tmp_path / "policy" / "model.safetensors")
+    # So large that the products of queries and keys are beyond float32.
+    grown = {name: weight * 1e24 if name.endswith(("q_proj.weight", "k_proj.weight")) else weight for name, weight in weights.items()}
+    save_file(grown, file, {"format": "pt"})
     config = SFTConfig(
         model=ModelConfig(path=str(tmp_path / "policy"), dtype=DType.float32),
         data=SFTDataConfig(train_files=[str(tmp_path / "sft.parquet")], max_length=16),
-        actor=ActorConfig(optim=OptimConfig(lr=1e30)),
+        actor=ActorConfig(optim=OptimConfig(lr=1.0)),
         trainer=SFTTrainerConfig(total_steps=3, samples_per_step=8, output_dir=str(tmp_path / "run")),
         device=Device.cpu,
     )
