@@ -186,7 +186,8 @@ def compare(name: str, ours: Step, peer: Step, settings: Settings) -> tuple[floa
 
     Raises ValueError where the losses differ: then they did not do the same work.
     """
-    steps, losses = [ours, peer], [torch.nan, torch.nan]
+    steps = [ours, peer]
+    losses: list[float | None] = [None, None]
     seconds: list[list[float]] = [[], []]
     for repeat in range(settings.repeats + 1):
         for side, step in enumerate(steps):
@@ -200,8 +201,10 @@ def compare(name: str, ours: Step, peer: Step, settings: Settings) -> tuple[floa
                 torch.cuda.empty_cache()
                 continue
             seconds[side].append(stopwatch.seconds())
-    if abs(losses[0] - losses[1]) > SAME_LOSS[settings.dtype]:  # not so where one of them is not known
-        raise ValueError(f"{name}: the contestants disagree on the loss: {losses[0]} and {losses[1]}")
+    our_loss, peers_loss = losses
+    known = our_loss is not None and peers_loss is not None
+    if known and not abs(our_loss - peers_loss) <= SAME_LOSS[settings.dtype]:  # also where one is not a number
+        raise ValueError(f"{name}: the contestants disagree on the loss: {our_loss} and {peers_loss}")
     fastest = [min(times[1:], default=None) for times in seconds]
     return fastest[0], fastest[1]
 

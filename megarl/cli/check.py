@@ -28,6 +28,7 @@ from megarl.config.roles import REWARD_MODEL, ModelRole, model_roles
 from megarl.config.schema import Device, DType, OverlongConversation, PPOConfig, SFTConfig
 from megarl.config.validate import read_architectures
 from megarl.doctor.checked_config import load_checked_anywhere
+from megarl.machine.files import existing_folder
 from megarl.placement.plan import PlacementPlan, plan_placement
 
 _FILE_WIDTH = 140  # columns of the tables where nobody's window limits them: a path must not be folded in a log
@@ -60,7 +61,7 @@ def print_run(config: PPOConfig | SFTConfig, console: Console) -> None:
     print_placement(config, plan, architectures, console)
     console.print(_checkpoints(config, architectures))
     for warning in (*_of_a_full_disk(config, architectures), *_of_a_long_warmup(config), *_of_bfloat16(config)):
-        console.print(f"warning: {warning}", style="yellow", soft_wrap=True, highlight=False)
+        console.print(f"warning: {warning}", style="yellow", soft_wrap=True, highlight=False, markup=False)
 
 
 def _table(title: str, *columns: str) -> Table:
@@ -201,8 +202,7 @@ def _of_bfloat16(config: PPOConfig | SFTConfig) -> Iterator[str]:
 
 def _free_bytes(path: Path) -> int:
     """On the disk that will hold `path`, which need not exist."""
-    existing = next(parent for parent in (path.absolute(), *path.absolute().parents) if parent.exists())
-    return shutil.disk_usage(existing).free
+    return shutil.disk_usage(existing_folder(path)).free
 
 
 def _gib(nbytes: int) -> str:

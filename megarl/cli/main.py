@@ -50,9 +50,8 @@ def _in_argparses_order(arguments: Sequence[str]) -> list[str]:
     others: list[str] = []
     overrides: list[str] = []
     for before, each in pairwise(arguments):
-        kind = (
-            options if each.startswith("-") or before in _TAKE_OVERRIDES[arguments[0]] else overrides if _OVERRIDE.match(each) else others
-        )
+        is_option = each.startswith("-") or before in _TAKE_OVERRIDES[arguments[0]]
+        kind = options if is_option else overrides if _OVERRIDE.match(each) else others
         kind.append(each)
     return [arguments[0], *options, *others, *overrides]
 
@@ -97,7 +96,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     rehearse.add_argument("--json", metavar="FILE", help="write everything to a file, each collective and wait with its line")
     summary = "examine this machine, the cluster and what a run reads: each line ok, a warning or an error with the remedy"
-    doctor = commands.add_parser("doctor", help=summary, description=summary)
+    doctor = commands.add_parser("doctor", help=summary, description=summary, allow_abbrev=False)
     doctor.add_argument("config", metavar="CONFIG", nargs="?", help="the run to examine them for; without it the machine alone is examined")
     doctor.add_argument("overrides", metavar="key=value", nargs="*", help="as for `megarl train`")
     doctor.add_argument("--sft", action="store_true", help="the file is for `megarl sft`")
@@ -106,7 +105,7 @@ def _parser() -> argparse.ArgumentParser:
     plot = commands.add_parser("plot", help="draw a run's curves to a PNG")
     plot.add_argument("run_dir", metavar="RUN_DIR", help="the run's trainer.output_dir")
     plot.set_defaults(start=lambda parsed: _run("plot")(parsed.run_dir))
-    score = commands.add_parser("score", help="run the reward functions of a configuration on a file of responses")
+    score = commands.add_parser("score", help="run the reward functions of a configuration on a file of responses", allow_abbrev=False)
     score.add_argument("config", metavar="CONFIG", help="a YAML file with reward.functions")
     score.add_argument(
         "rows", metavar="ROWS", help=".parquet or .jsonl with response, data_source and ground truth, as a run's generations.jsonl"
@@ -123,7 +122,7 @@ def _add_run(
     commands: argparse._SubParsersAction[argparse.ArgumentParser], name: str, summary: str, start: Callable[[argparse.Namespace], int]
 ) -> argparse.ArgumentParser:
     """A subcommand that reads a configuration."""
-    command = commands.add_parser(name, help=summary, description=summary)
+    command = commands.add_parser(name, help=summary, description=summary, allow_abbrev=False)
     command.add_argument("config", metavar="CONFIG", help="a YAML file, such as configs/quickstart.yaml")
     command.add_argument("overrides", metavar="key=value", nargs="*", help="such as trainer.total_steps=10 or algorithm=grpo")
     command.set_defaults(start=start)

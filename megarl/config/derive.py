@@ -89,10 +89,12 @@ class Row(NamedTuple):
 
 def rows_of_replica(config: PPOConfig | SFTConfig, role: ModelRole, *, trains: bool) -> int:
     """Of the fullest replica: of a mini-batch where the role trains, else of the step."""
-    rows = samples_per_step(config)
-    if trains:
-        rows //= updates_per_pass(config)
-    return -(-rows // role.parallel.data_parallel_size)
+    return -(-_rows_of_pass(config, trains=trains) // role.parallel.data_parallel_size)
+
+
+def _rows_of_pass(config: PPOConfig | SFTConfig, *, trains: bool) -> int:
+    """Of all replicas together."""
+    return samples_per_step(config) // (updates_per_pass(config) if trains else 1)
 
 
 def fullest_micro_batch(config: PPOConfig | SFTConfig, role: ModelRole, architecture: Architecture, *, trains: bool) -> list[Row]:
@@ -134,11 +136,10 @@ def derive(config: PPOConfig | SFTConfig, architectures: Mapping[str, Architectu
 
 
 def _role(config: PPOConfig | SFTConfig, role: ModelRole, architecture: Architecture) -> RoleArithmetic:
-    rows = samples_per_step(config)
-    if role.optim is not None:
-        rows //= updates_per_pass(config)
+    trains = role.optim is not None
+    rows = _rows_of_pass(config, trains=trains)
     replicas = role.parallel.data_parallel_size
-    fullest = -(-rows // replicas)
+    fullest = rows_of_replica(config, role, trains=trains)
     virtual = role.parallel.virtual_pipeline_parallel_size is not None
     return RoleArithmetic(
         role=role.name,

@@ -6,6 +6,7 @@ import difflib
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field, fields, is_dataclass, make_dataclass
 from enum import Enum
 from functools import cache
@@ -166,7 +167,8 @@ def _accepts(section: type, values: Mapping[str, Any]) -> bool:
 @cache
 def _without_sections(section: Any) -> Any:
     """What OmegaConf knows of a section's own values. With the sections in it, every question would copy all of them."""
-    own = [(entry.name, _hints(section)[entry.name], entry) for entry in fields(section) if not is_dataclass(_hints(section)[entry.name])]
+    hints = _hints(section)
+    own = [(entry.name, hints[entry.name], copy(entry)) for entry in fields(section) if not is_dataclass(hints[entry.name])]
     return OmegaConf.structured(make_dataclass(section.__name__, own, kw_only=True))
 
 

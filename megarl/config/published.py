@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +21,7 @@ def with_published_models(config: RunConfig, config_path: str) -> tuple[RunConfi
     folders = [Path(config_path).parent / _MODELS, Path(_CONFIGS_DIR) / _MODELS]
     said: dict[str, str] = {}
     for role in model_roles(config):
-        if role.path_key in said or Path(role.path).exists():
+        if role.path_key in said or os.path.exists(role.path):
             continue
         published = _published(Path(role.path), folders)
         if published is not None:

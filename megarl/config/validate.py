@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import tempfile
 from collections.abc import Callable
 from math import lcm
@@ -29,6 +30,7 @@ from megarl.config.schema import (
 )
 from megarl.config.schema.keys import leaves
 from megarl.config.violation import Violation, Violations
+from megarl.machine.files import existing_folder
 
 RunConfig = PPOConfig | SFTConfig
 # tracking's, each with the package that it needs; kept here too because tracking imports torch. A service's module has its logger's name.
@@ -98,9 +100,9 @@ def absent_files(config: RunConfig) -> Violations:
     if isinstance(config, PPOConfig):
         files += [(f"reward.functions[{index}].path", function.path) for index, function in enumerate(config.reward.functions)]
     for key, path in files:
-        if Path(path).is_dir():
+        if os.path.isdir(path):
             yield Violation((key,), f"{path!r} is a folder; name the files in it, each by itself")
-        elif not Path(path).is_file():
+        elif not os.path.isfile(path):  # False also of what this user may not look at, of which Path's own raises
             pattern = "; patterns are not spread out, so name each file" if set(path) & set("*?[") else ""
             yield Violation((key,), f"there is no file {path!r} (the current directory is {Path.cwd()}){pattern}")
 
@@ -155,12 +157,11 @@ def _folders(config: RunConfig) -> Violations:
         if folder is None:
             continue
         path = Path(folder).absolute()
-        nearest = next(parent for parent in (path, *path.parents) if parent.exists())
         if path == Path(path.anchor):
             yield Violation((key,), f"is {folder!r}, the root of the file system; give a folder of the run's own")
             continue
         try:
-            tempfile.TemporaryDirectory(dir=nearest).cleanup()
+            tempfile.TemporaryDirectory(dir=(nearest := existing_folder(path))).cleanup()
         except OSError as error:
             yield Violation((key,), f"{folder!r} cannot be written: {nearest}: {error.strerror}; give a folder that can be")
 

@@ -18,7 +18,8 @@ from megarl.controller.resource_pool import RayResourcePool, ResourcePoolManager
 from megarl.doctor.check_result import CheckResult, Status, doubtful, good, wrong
 from megarl.doctor.examined_run import ExaminedRun
 from megarl.doctor.machine import judge_open_files, judge_shared_memory
-from megarl.doctor.storage import MARK, existing_folder
+from megarl.doctor.storage import MARK
+from megarl.machine.files import existing_folder
 
 RAY, NODES, RESOURCES, CLOCKS = "ray", "nodes", "resources", "clocks"
 _ANSWER_S = 60.0  # a worker's first start on a node

@@ -13,6 +13,7 @@ from pathlib import Path
 from megarl.config.derive import checkpoint_bytes, checkpoint_path, most_checkpoints
 from megarl.doctor.check_result import CheckResult, doubtful, good, size, wrong
 from megarl.doctor.examined_run import ExaminedRun
+from megarl.machine.files import existing_folder
 
 CHECK = "checkpoints"
 MARK = ".megarl-doctor-"  # what names of our files begin with, which are gone at the end
@@ -50,11 +51,6 @@ def probe(path: Path, sample_bytes: int = _SAMPLE_BYTES) -> Disk:
     except OSError as error:
         return Disk(folder=str(folder), kind=kind, total=usage.total, free=usage.free, error=error.strerror or str(error))
     return Disk(folder=str(folder), kind=kind, total=usage.total, free=usage.free, speed=speed, renames=renames)
-
-
-def existing_folder(path: Path) -> Path:
-    """The nearest above `path` that there is."""
-    return next(parent for parent in (path.absolute(), *path.absolute().parents) if parent.exists())
 
 
 def _write(file: Path, nbytes: int) -> float:

@@ -6,6 +6,7 @@ tensors, to a loss that the caller gives it.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -240,7 +241,7 @@ class MegatronEngine:
             )
             for rows in micro_batches
         ]
-        iterators = [_taken(list(made)) for _ in self._chunks]
+        iterators = [_taken(deque(made)) for _ in self._chunks]
         num_micro_batches = len(made)
         del made
         single = len(self._chunks) == 1
@@ -290,10 +291,10 @@ class MegatronEngine:
         return {key: micro_batch.scatter(values) for key, values in scores._asdict().items() if values is not None}
 
 
-def _taken(micro_batches: list[MicroBatch]) -> Iterator[MicroBatch]:
+def _taken(micro_batches: deque[MicroBatch]) -> Iterator[MicroBatch]:
     """One after the other. None is kept for those after it: with each go the angles that its layers made."""
     while micro_batches:
-        yield micro_batches.pop(0)
+        yield micro_batches.popleft()
 
 
 def overlaps(parallel: ParallelConfig, on_cuda: bool) -> bool:

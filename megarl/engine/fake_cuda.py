@@ -168,8 +168,8 @@ def _adapt_norm() -> None:
 
 
 def _gather_from_oneself(gathered: list[Any], mine: Any, group: Any = None) -> None:
-    """What the other ranks would say is taken to be what this one says. Each tells how long it is before, which is of the same size
-    everywhere, and is called for whoever watches the calls; what it says is not."""
+    """The objects of the other ranks are taken to be like this one's. Of torch's two calls, the lengths of the pickles and then their
+    bytes, the first is made, so that a rehearsal has it in the sequence; how long the second would be no rank can know alone."""
     length = torch.zeros(1, dtype=torch.int64, device=CUDA)
     dist.all_gather([torch.empty_like(length) for _ in gathered], length, group=group)
     gathered[:] = [mine] * len(gathered)

@@ -14,6 +14,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 
+def existing_folder(path: Path) -> Path:
+    """`path`, or the nearest above it that there is, as far as this user may look."""
+    return next(each for each in (path.absolute(), *path.absolute().parents) if os.path.exists(each))
+
+
 def write_whole(path: Path, content: bytes | str) -> None:
     """Replaces `path` at once; a kill at any moment leaves the old content or the new. For one writer at a time.
 

@@ -58,5 +58,6 @@ def push_weights(engine: MegatronEngine, push: RankPush, ledger: Ledger, rank: i
     buffers = torch.empty(2, side.largest, dtype=dtype, device=shards.device)
     slots = torch.empty(push.slot_bytes, dtype=torch.uint8, device=shards.device)
     lane = Lane(_Wire(ledger, rank, spec.parallel.world_size), side)
-    assert Rounds([lane], side.num_rounds, buffers, regions).run(), "nobody is waited for"
+    is_done = Rounds([lane], side.num_rounds, buffers, regions).run()
+    assert is_done, "nobody is waited for"
     del slots

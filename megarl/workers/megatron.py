@@ -59,10 +59,11 @@ def megatron_mesh(parallel: ParallelConfig) -> Mesh:
 
 def speed_metrics(spec: ModelSpec, part: DataProto, seconds: float, name: str, peak_tflops: float | None) -> dict[str, Metric]:
     """Of an update that took a replica so long: `perf/tflops/<name>`, what its rows need (training_flops) for each second of each of its
-    devices, and `perf/mfu/<name>`, as a share of what these can do, where that is known or given."""
+    devices, and `perf/mfu/<name>`, as a share of what these can do, where that is known or given. Rows without a token that the loss reads
+    are not counted: they fill a micro-batch, or a correction has left them out."""
     mask, scored = part.tensors["attention_mask"], part.tensors["response_mask"]
     lengths, responses = mask.sum(1).tolist(), mask[:, -scored.shape[1] :].sum(1).tolist()
-    counts = scored.any(1).tolist()  # not a row that only fills a micro-batch
+    counts = scored.any(1).tolist()
     rows = [(length - response, response) for length, response, is_counted in zip(lengths, responses, counts, strict=True) if is_counted]
     tflop = training_flops(spec.architecture, rows, with_value_head=spec.head == "value") / 1e12
     device_s = seconds * spec.parallel.tensor_parallel_size * spec.parallel.pipeline_parallel_size

@@ -105,6 +105,8 @@ def test_contestants_take_turns_and_must_do_the_same_work() -> None:
     assert peer is not None
     with pytest.raises(ValueError, match="unlike: the contestants disagree on the loss: 1.0 and 1.1"):
         engine.compare("unlike", contestant("ours", 1.0), contestant("peer", 1.1), settings)
+    with pytest.raises(ValueError, match="broken: the contestants disagree on the loss: nan and 1.0"):
+        engine.compare("broken", contestant("ours", float("nan")), contestant("peer", 1.0), settings)
 
 
 def test_one_that_does_not_fit_ends_nothing() -> None:

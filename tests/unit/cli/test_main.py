@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import math
 import sys
 from collections.abc import Callable
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 from megarl.algorithms.scores import refuse_unusable
-from megarl.cli.main import main
+from megarl.cli.main import _TAKE_OVERRIDES, _parser, main
 from megarl.cli.run_context import run_context_of
 from megarl.config.errors import ConfigError
 from megarl.config.schema import PPOConfig, SFTConfig
@@ -50,6 +51,16 @@ def test_overrides_may_stand_anywhere(arguments: list[str], command: Callable[[s
     command("rehearse", lambda *given: calls.append(given) or 0)
     assert main(["rehearse", *arguments, "--json", "out=1.json"]) == 0
     assert calls == [("x.yaml", ["b=2", "a.c=1"], SFTConfig, "critic", "distinct", "out=1.json")]
+
+
+def test_the_options_that_a_value_follows_are_known() -> None:
+    """By argparse's own account."""
+    (commands,) = (action for action in _parser()._actions if isinstance(action, argparse._SubParsersAction))
+    for name, command in commands.choices.items():
+        with_value = {text for action in command._actions if action.nargs != 0 for text in action.option_strings}
+        takes_overrides = any(action.dest == "overrides" for action in command._actions)
+        assert (name in _TAKE_OVERRIDES) == takes_overrides, name
+        assert not takes_overrides or set(_TAKE_OVERRIDES[name]) == with_value, name
 
 
 def test_plot_gets_the_folder_and_its_status_is_ours(command: Callable[[str, Callable[..., int]], None]) -> None:
