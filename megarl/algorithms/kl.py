@@ -13,6 +13,7 @@ from megarl.config.schema import KLConfig, KLControllerKind, KLEstimator
 
 # exp() of a log-ratio is cut here: e^20 is far outside what training survives, and the cut keeps float32 finite.
 LOG_RATIO_LIMIT = 20.0
+K3_LIMIT = 10.0  # nats; what verl, slime and OpenRLHF cut the estimate at
 
 
 def k1(log_probs: Tensor, ref_log_prob: Tensor) -> Tensor:
@@ -31,6 +32,11 @@ def k2(log_probs: Tensor, ref_log_prob: Tensor) -> Tensor:
 
 
 def k3(log_probs: Tensor, ref_log_prob: Tensor) -> Tensor:
+    """min(q/p - 1 - log(q/p), 10): a token above the limit counts as 10 and has no gradient, so that one cannot rule a batch."""
+    return k3_unclamped(log_probs, ref_log_prob).clamp(max=K3_LIMIT)
+
+
+def k3_unclamped(log_probs: Tensor, ref_log_prob: Tensor) -> Tensor:
     """q/p - 1 - log(q/p): unbiased, never negative."""
     log_ratio = (ref_log_prob - log_probs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     return torch.expm1(log_ratio) - log_ratio
@@ -55,6 +61,7 @@ KL_ESTIMATORS: dict[KLEstimator, Callable[[Tensor, Tensor], Tensor]] = {
     KLEstimator.abs_k1: abs_k1,
     KLEstimator.k2: k2,
     KLEstimator.k3: k3,
+    KLEstimator.k3_unclamped: k3_unclamped,
     KLEstimator.k1_straight_through: straight_through(k1),
     KLEstimator.abs_k1_straight_through: straight_through(abs_k1),
     KLEstimator.k3_straight_through: straight_through(k3),

@@ -24,7 +24,7 @@ from megarl.algorithms.masked import aggregate, denominator, masked
 from megarl.algorithms.policy_losses import POLICY_LOSSES, PolicyInputs, TokenLosses
 from megarl.algorithms.policy_losses.covariance import SELECTED_TOKENS
 from megarl.batch.metrics import Metric
-from megarl.config.schema import Aggregation, AlgorithmConfig, KLWhere, ValueLossConfig
+from megarl.config.schema import Aggregation, AlgorithmConfig, KLWhere, PolicyLossConfig, ValueLossConfig
 
 
 class LossShare(NamedTuple):
@@ -52,8 +52,10 @@ class MiniBatchCounts:
     def __add__(self, other: MiniBatchCounts) -> MiniBatchCounts:
         return MiniBatchCounts(num_tokens=self.num_tokens + other.num_tokens, num_sequences=self.num_sequences + other.num_sequences)
 
-    def denominator(self, kind: Aggregation) -> float:
-        return self.num_tokens if kind == Aggregation.token_mean else self.num_sequences
+    def aggregate(self, per_token: Tensor, mask: Tensor, config: PolicyLossConfig | ValueLossConfig) -> Tensor:
+        """The share of these rows (b, R) in the mini-batch's loss, a scalar."""
+        count = self.num_tokens if config.aggregation == Aggregation.token_mean else self.num_sequences
+        return aggregate(per_token, mask, config.aggregation, count, config.norm_tokens)
 
     def token_mean(self, per_token: Tensor, mask: Tensor) -> Metric:
         """These rows' share of the mini-batch's mean over tokens."""
@@ -123,13 +125,12 @@ class ActorLoss:
         return metrics
 
     def _aggregate(self, per_token: Tensor, mask: Tensor) -> Tensor:
-        config = self.algorithm.policy_loss
-        return aggregate(per_token, mask, config.aggregation, self.counts.denominator(config.aggregation), config.norm_tokens)
+        return self.counts.aggregate(per_token, mask, self.algorithm.policy_loss)
 
 
 @dataclass(frozen=True, kw_only=True)
 class CriticLoss:
-    """Clipped value loss, a mean over tokens.
+    """Clipped value loss, aggregated as configured.
 
     Reads outputs `values`; rows `values` (of before the update), `returns`, `response_mask`.
     Metrics. `critic/vf_loss`: the loss. `critic/vf_clipfrac`: share of tokens whose clipped term is the larger.
@@ -144,7 +145,7 @@ class CriticLoss:
     def __call__(self, outputs: Mapping[str, Tensor], rows: Mapping[str, Tensor]) -> LossShare:
         mask = rows["response_mask"]
         value = clipped_value_loss(outputs["values"], rows["values"], rows["returns"], mask, self.value_loss.clip)
-        loss = aggregate(value.loss, mask, Aggregation.token_mean, self.counts.num_tokens)
+        loss = self.counts.aggregate(value.loss, mask, self.value_loss)
         metrics = {
             "critic/vf_loss": Metric.sum(loss),
             "critic/vf_clipfrac": self.counts.token_mean(value.clipped.to(loss.dtype), mask),

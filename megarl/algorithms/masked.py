@@ -105,7 +105,7 @@ def aggregate(per_token: Tensor, mask: Tensor, kind: Aggregation, denominator: f
     if kind == Aggregation.sequence_mean_token_sum_norm:
         if norm_tokens is None:
             raise ValueError(
-                "algorithm.policy_loss.norm_tokens is null, but aggregation=sequence_mean_token_sum_norm divides by it; "
+                "norm_tokens is null, but aggregation=sequence_mean_token_sum_norm divides by it; "
                 "set it to data.max_response_length, and keep it when that changes"
             )
         per_token = per_token / norm_tokens

@@ -85,7 +85,7 @@ class DataProto:
         return {} if self.batch is None else cast(dict[str, torch.Tensor], dict(self.batch.items()))
 
     def __len__(self) -> int:
-        """B; 0 for a batch of meta information only."""
+        """B, also where its columns have been taken out; 0 for a batch made of meta information only."""
         if self.batch is not None:
             return self.batch.batch_size[0]
         return next((len(rows) for rows in self.non_tensor_batch.values()), 0)
@@ -194,9 +194,10 @@ class DataProto:
         batch_keys, non_tensor_batch_keys, meta_info_keys = list(batch_keys), list(non_tensor_batch_keys), list(meta_info_keys)
         popped = self.select(batch_keys, non_tensor_batch_keys, meta_info_keys)
         tensors = {key: value for key, value in self.tensors.items() if key not in batch_keys}
-        self.batch = TensorDict(tensors, batch_size=[len(self)]) if tensors else None
+        num_rows = len(self)
         for key in non_tensor_batch_keys:
             del self.non_tensor_batch[key]
+        self.batch = _table(tensors, self.non_tensor_batch, num_rows)
         for key in meta_info_keys:
             del self.meta_info[key]
         return popped
@@ -214,20 +215,24 @@ class DataProto:
             if new in kept or new in self.non_tensor_batch:
                 raise ValueError(f"rename: {old!r} cannot become {new!r}, which exists")
             kept[new] = moved[old]
-        self.batch = TensorDict(kept, batch_size=[len(self)]) if kept else None
+        self.batch = _table(kept, self.non_tensor_batch, len(self))
         return self
 
     def union(self, *others: DataProto | DataProtoFuture) -> DataProto:
-        """The columns of all; futures are waited for together. Raises ValueError when a key has two values or the rows differ in number."""
+        """A new batch with the columns of all; futures are waited for together.
+
+        Raises ValueError when a key has two values or the rows differ in number.
+        """
         batches = [self, *_arrived(others)]
         with_rows = [batch for batch in batches if batch.batch is not None or batch.non_tensor_batch]
         if len({len(batch) for batch in with_rows}) > 1:
             raise ValueError(f"union: the batches have {[len(batch) for batch in with_rows]} rows; they must have the same number")
-        return DataProto.from_dict(
+        joined = DataProto.from_dict(
             merge_equal([batch.tensors for batch in batches], "union: tensor"),
             merge_equal([batch.non_tensor_batch for batch in batches], "union: array"),
             merge_equal([batch.meta_info for batch in batches], "union: meta_info"),
         )
+        return joined._with_rows(len(with_rows[0]) if with_rows else 0)
 
     def to(self, device: torch.device | str) -> DataProto:
         """Moves the tensors, in place."""
@@ -239,12 +244,14 @@ class DataProto:
     def to_bytes(self) -> bytes:
         """Safetensors and JSON with a checksum. Raises SerializationError (a ValueError) that names a value of another kind."""
         tensors = self.tensors
-        return encode(BatchContents(tensors, {key: rows.tolist() for key, rows in self.non_tensor_batch.items()}, self.meta_info))
+        arrays = {key: rows.tolist() for key, rows in self.non_tensor_batch.items()}
+        return encode(BatchContents(tensors, arrays, self.meta_info, len(self)))
 
     @classmethod
     def from_bytes(cls, data: bytes, source: str = "bytes") -> DataProto:
         """Never runs code from the bytes. Raises SerializationError for bytes that are not a whole batch."""
-        return cls.from_dict(*decode(data, source))
+        contents = decode(data, source)
+        return cls.from_dict(contents.tensors, contents.non_tensors, contents.meta_info)._with_rows(contents.num_rows)
 
     def save_to_disk(self, path: str | os.PathLike[str]) -> None:
         """Writes beside `path` and renames, so that a reader finds a whole file or none."""
@@ -260,9 +267,18 @@ class DataProto:
         arrays = {key: tensor_to_array(value) for key, value in self.tensors.items()}
         return _rebuild, (arrays, len(self), self.non_tensor_batch, self.meta_info)
 
+    def _with_rows(self, num_rows: int) -> DataProto:
+        """Where no column is left that says how many there are."""
+        return self if self.tensors or self.non_tensor_batch else DataProto._of({}, {}, self.meta_info, num_rows)
+
     @classmethod
     def _of(cls, tensors: dict[str, torch.Tensor], arrays: dict[str, np.ndarray], meta_info: dict[str, Any], num_rows: int) -> DataProto:
-        return cls(TensorDict(tensors, batch_size=[num_rows]) if tensors else None, arrays, meta_info)
+        return cls(_table(tensors, arrays, num_rows), arrays, meta_info)
+
+
+def _table(tensors: dict[str, torch.Tensor], arrays: Mapping[str, np.ndarray], num_rows: int) -> TensorDict | None:
+    """Without a column it says how many rows there are; None where an array says it, or there are none."""
+    return TensorDict(tensors, batch_size=[num_rows]) if tensors or (num_rows and not arrays) else None
 
 
 def _arrived(others: Sequence[DataProto | DataProtoFuture]) -> list[DataProto]:

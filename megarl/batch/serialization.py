@@ -16,7 +16,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 
-MAGIC = b"megarl-batch-1\n\0"
+MAGIC = b"megarl-batch-2\n\0"
 _DOCUMENT = "document"
 _TENSOR_PREFIX = "tensor/"
 _TAG = "__megarl__"  # the one key that marks a JSON object as something JSON has no word for
@@ -30,6 +30,7 @@ class BatchContents(NamedTuple):
     tensors: dict[str, torch.Tensor]
     non_tensors: dict[str, list[Any]]
     meta_info: dict[str, Any]
+    num_rows: int
 
 
 def encode(contents: BatchContents) -> bytes:
@@ -37,6 +38,7 @@ def encode(contents: BatchContents) -> bytes:
     document = {
         "non_tensors": {key: [_to_json(row, f"non_tensor_batch[{key!r}]") for row in rows] for key, rows in contents.non_tensors.items()},
         "meta_info": _to_json(contents.meta_info, "meta_info"),
+        "num_rows": contents.num_rows,
     }
     text = bytearray(json.dumps(document).encode())
     body = save(
@@ -63,9 +65,16 @@ def decode(data: bytes, source: str = "bytes") -> BatchContents:
             tensors={name.removeprefix(_TENSOR_PREFIX): tensor for name, tensor in tensors.items()},
             non_tensors={key: [_from_json(row) for row in rows] for key, rows in document["non_tensors"].items()},
             meta_info=_from_json(document["meta_info"]),
+            num_rows=_row_count(document["num_rows"]),
         )
     except (SafetensorError, KeyError, ValueError, TypeError, AttributeError) as error:  # someone else's bytes with a good checksum
         raise SerializationError(f"{source} does not hold a DataProto: {error}") from error
+
+
+def _row_count(value: Any) -> int:
+    if type(value) is not int or value < 0:
+        raise ValueError(f"num_rows is {value!r}")
+    return value
 
 
 def _unshared(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

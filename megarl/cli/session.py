@@ -20,6 +20,7 @@ from megarl.config.compare import differences
 from megarl.config.load import dump_config, plain_values
 from megarl.config.schema import RESUME_AUTO, PPOConfig, SFTConfig
 from megarl.machine.files import write_whole
+from megarl.placement.plan import plan_placement
 from megarl.roles.weight_sync import PUSHED_FOLDERS
 from megarl.tracking.loggers import METRICS_FILE, Tracker
 from megarl.tracking.progress import ProgressBar
@@ -113,7 +114,8 @@ def open_monitor(session: Session, config: PPOConfig | SFTConfig, title: str, gr
         config=plain_values(config),
         resumed_after=resume.step if resume is not None and resume.is_own else None,
     )
-    return Monitor(groups, Tracker(names, run), Timeline(session.output_dir), progress, session.position)
+    num_devices = plan_placement(config).num_devices
+    return Monitor(groups, Tracker(names, run), Timeline(session.output_dir), progress, num_devices, session.position)
 
 
 def write_summary(output_dir: Path, summary: Mapping[str, Any]) -> None:

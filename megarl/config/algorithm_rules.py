@@ -16,7 +16,7 @@ from megarl.config.schema import (
 from megarl.config.violation import Violation, Violations
 
 _ESTIMATOR, _KIND, _WHERE = "algorithm.advantage.estimator", "algorithm.policy_loss.kind", "algorithm.kl.where"
-_AGGREGATION, _NORM_TOKENS = "algorithm.policy_loss.aggregation", "algorithm.policy_loss.norm_tokens"
+_AGGREGATION = "algorithm.policy_loss.aggregation"
 _CORRECTION, _DYNAMIC = "algorithm.rollout_correction", "algorithm.dynamic_sampling"
 
 _STRAIGHT_THROUGH = (KLEstimator.k1_straight_through, KLEstimator.abs_k1_straight_through, KLEstimator.k3_straight_through)
@@ -87,24 +87,30 @@ def policy_loss(config: PPOConfig) -> Violations:
             f"is {loss.clip_dual:g}, but {loss.kind.name} has no dual clip; "
             f"use null, or one of {', '.join(kind.name for kind in PolicyLossKind if kind.needs.dual_clip)}",
         )
-    with_norm = loss.aggregation is Aggregation.sequence_mean_token_sum_norm
-    if with_norm and loss.norm_tokens is None:
-        yield Violation(
-            (_NORM_TOKENS, _AGGREGATION),
-            f"{loss.aggregation.name} divides by the constant norm_tokens, which is null; "
-            f"use data.max_response_length, {config.data.max_response_length}",
-        )
-    if not with_norm and loss.norm_tokens is not None:
-        yield Violation(
-            (_NORM_TOKENS, _AGGREGATION),
-            f"is {loss.norm_tokens}, but {loss.aggregation.name} divides by no constant; use null, or sequence_mean_token_sum_norm",
-        )
     covariance = loss.covariance
     if covariance.low >= covariance.high:
         yield Violation(
             ("algorithm.policy_loss.covariance.low", "algorithm.policy_loss.covariance.high"),
             f"no covariance is above {covariance.low:g} and below {covariance.high:g}; use a low below high",
         )
+
+
+def aggregations(config: PPOConfig) -> Violations:
+    """Of the policy loss and of the value loss."""
+    for section, loss in (("policy_loss", config.algorithm.policy_loss), ("value_loss", config.algorithm.value_loss)):
+        keys = (f"algorithm.{section}.norm_tokens", f"algorithm.{section}.aggregation")
+        with_norm = loss.aggregation is Aggregation.sequence_mean_token_sum_norm
+        if with_norm and loss.norm_tokens is None:
+            yield Violation(
+                keys,
+                f"{loss.aggregation.name} divides by the constant norm_tokens, which is null; "
+                f"use data.max_response_length, {config.data.max_response_length}",
+            )
+        if not with_norm and loss.norm_tokens is not None:
+            yield Violation(
+                keys,
+                f"is {loss.norm_tokens}, but {loss.aggregation.name} divides by no constant; use null, or sequence_mean_token_sum_norm",
+            )
 
 
 def kl(config: PPOConfig) -> Violations:
@@ -182,6 +188,7 @@ RULES: tuple[tuple[tuple[str, ...], Callable[[PPOConfig], Violations]], ...] = (
     (("rollout.n",), estimator),
     (("trainer.critic_warmup_steps", "trainer.total_steps"), critic),
     (("trainer.updates_per_step", "trainer.epochs_per_batch"), policy_loss),
+    (("data.max_response_length",), aggregations),
     ((), kl),
     ((f"{_CORRECTION}.low", f"{_CORRECTION}.high"), rollout_correction),
     ((f"{_DYNAMIC}.max_generations",), dynamic_sampling),

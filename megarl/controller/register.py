@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from inspect import isasyncgenfunction, iscoroutinefunction
 from types import MethodType
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, Literal, ParamSpec, Self, TypeVar, overload
 
@@ -82,9 +83,17 @@ def register(
     dispatch_mode: Literal[Dispatch.ALL_TO_ALL, Dispatch.DATA_PARALLEL], blocking: bool = True
 ) -> Callable[[Callable[Concatenate[Any, P], R]], RemoteMethod[P, R, ..., Any]]: ...
 def register(dispatch_mode: Dispatch = Dispatch.ONE_TO_ALL, blocking: bool = True) -> Any:
-    """Marks a worker's method for `group.call`, and binds it on the group by name. `blocking` False: the call returns a future at once."""
+    """Marks a worker's method for `group.call`, and binds it on the group by name. `blocking` False: the call returns a future at once.
+
+    Raises ValueError for an `async def`: all ranks of a group run a call together, one call after the other.
+    """
 
     def mark(method: Callable[..., Any]) -> RemoteMethod[..., Any, ..., Any]:
+        if iscoroutinefunction(method) or isasyncgenfunction(method):
+            raise ValueError(
+                f"{method.__qualname__} is `async def`, but ranks run their calls one after the other, and nothing would await it; "
+                "make it a plain `def`, with asyncio.run around what it awaits (blocking=False frees the driver meanwhile)"
+            )
         return RemoteMethod(method, dispatch_mode, blocking)
 
     return mark

@@ -39,7 +39,7 @@ class Watched(Protocol):
 class Monitor:
     """Collects what the workers report about their calls. `timing_s/<phase>` runs from the first rank's start to the last one's
     end within the step, so phases that overlap add up to more than `timing_s/step`. `perf/throughput` is the step's tokens per
-    second of training: validation does not count."""
+    second of training, validation left out, and `perf/throughput_per_device` that by all devices of the run."""
 
     def __init__(
         self,
@@ -47,6 +47,7 @@ class Monitor:
         tracker: Tracker,
         timeline: Timeline,
         progress: ProgressBar,
+        num_devices: int,
         position: Position | None = None,
     ) -> None:
         self._position = position or Position()
@@ -54,6 +55,7 @@ class Monitor:
         self._tracker = tracker
         self._timeline = timeline
         self._progress = progress
+        self._num_devices = num_devices
         self._metrics: dict[str, float] = {}
         self._spans: list[Span] = []
         self._testing_spans: list[Span] = []
@@ -120,7 +122,8 @@ class Monitor:
         self._metrics |= timings
         if "num_tokens" in self._metrics:
             training_s = timings["timing_s/step"] - timings.get("timing_s/testing", 0.0)
-            self._metrics["perf/throughput"] = self._metrics["num_tokens"] / training_s
+            throughput = self._metrics["num_tokens"] / training_s
+            self._metrics |= {"perf/throughput": throughput, "perf/throughput_per_device": throughput / self._num_devices}
         self._tracker.log(self._metrics, step)
         if step % _TIMELINE_EVERY_STEPS == 0:
             self._timeline.write()

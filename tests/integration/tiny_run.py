@@ -252,7 +252,8 @@ def _ended(groups: list[RoleGroup]) -> Iterator[None]:
 def _monitor(config: PPOConfig | SFTConfig, groups: list[RoleGroup]) -> Monitor:
     output_dir = Path(config.trainer.output_dir)
     progress = ProgressBar("test", config.trainer.total_steps, Console())
-    return Monitor(groups, Tracker(config.tracking.loggers, TrackedRun(output_dir=output_dir)), Timeline(output_dir), progress)
+    tracker = Tracker(config.tracking.loggers, TrackedRun(output_dir=output_dir))
+    return Monitor(groups, tracker, Timeline(output_dir), progress, num_devices=plan_placement(config).num_devices)
 
 
 def _checkpoints(config: PPOConfig | SFTConfig, models: SavedModels, monitor: Monitor) -> Checkpointer:

@@ -20,7 +20,8 @@ class KLEstimator(str, Enum):
     k1 = "k1"  # log p - log q: unbiased
     abs_k1 = "abs_k1"  # its absolute value
     k2 = "k2"  # half its square
-    k3 = "k3"  # q/p - 1 - log(q/p): unbiased, never negative
+    k3 = "k3"  # q/p - 1 - log(q/p), at most 10: never negative; a token above it has no gradient
+    k3_unclamped = "k3_unclamped"  # without the limit: unbiased
     # The value of the estimator with the gradient of k2, which is that of the divergence: for the loss.
     k1_straight_through = "k1_straight_through"
     abs_k1_straight_through = "abs_k1_straight_through"  # likewise
@@ -102,6 +103,8 @@ class PolicyLossConfig:
 @dataclass(frozen=True, kw_only=True)
 class ValueLossConfig:
     clip: float | None = ranged(0.2, above=0)  # how far a value may move from that before the update; null: as far as it likes
+    aggregation: Aggregation = Aggregation.token_mean  # as of the policy loss
+    norm_tokens: int | None = ranged(None, at_least=1)  # as of the policy loss
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,6 +25,7 @@ def test_estimators_by_hand():
         KLEstimator.abs_k1: math.log(2),
         KLEstimator.k2: math.log(2) ** 2 / 2,
         KLEstimator.k3: k3,
+        KLEstimator.k3_unclamped: k3,
         KLEstimator.k1_straight_through: math.log(2),
         KLEstimator.abs_k1_straight_through: math.log(2),
         KLEstimator.k3_straight_through: k3,
@@ -39,12 +40,20 @@ def test_k1_and_k3_are_unbiased():
     policy = torch.tensor([0.7, 0.2, 0.1], dtype=torch.float64)
     reference = torch.tensor([0.3, 0.3, 0.4], dtype=torch.float64)
     exact = float((policy * (policy / reference).log()).sum())
-    for kind in (KLEstimator.k1, KLEstimator.k3):
+    for kind in (KLEstimator.k1, KLEstimator.k3, KLEstimator.k3_unclamped):
         assert float((policy * KL_ESTIMATORS[kind](policy.log(), reference.log())).sum()) == pytest.approx(exact, rel=1e-12)
 
 
-def test_k3_stays_finite_for_a_collapsed_token():
-    assert torch.isfinite(KL_ESTIMATORS[KLEstimator.k3](torch.tensor([-500.0]), torch.tensor([0.0]))).all()
+def test_k3_is_cut_at_ten_and_has_no_gradient_beyond():
+    """e^2.5 - 3.5 = 8.68 is below the limit, e^2.6 - 3.6 = 9.86 too, e^2.7 - 3.7 = 11.2 is not."""
+    log_probs = torch.tensor([-2.5, -2.6, -2.7, -500.0], requires_grad=True)
+    cut = KL_ESTIMATORS[KLEstimator.k3](log_probs, torch.zeros(4))
+    cut.sum().backward()
+    torch.testing.assert_close(cut.detach(), torch.tensor([math.exp(2.5) - 3.5, math.exp(2.6) - 3.6, 10.0, 10.0]))
+    torch.testing.assert_close(log_probs.grad, torch.tensor([1 - math.exp(2.5), 1 - math.exp(2.6), 0.0, 0.0]))
+    plain = KL_ESTIMATORS[KLEstimator.k3_unclamped](log_probs.detach(), torch.zeros(4))
+    assert float(plain[2]) == pytest.approx(math.exp(2.7) - 3.7, rel=1e-5)
+    assert torch.isfinite(plain).all()
 
 
 @pytest.mark.parametrize("kind", list(KLEstimator))

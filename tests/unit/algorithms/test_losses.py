@@ -107,6 +107,29 @@ def test_critic_loss_by_hand():
     assert values_of(metrics) == pytest.approx(expected)
 
 
+@pytest.mark.parametrize("aggregation", list(Aggregation))
+def test_the_value_loss_is_aggregated_as_the_policy_loss_is(aggregation):
+    """Rows of 3, 1 and 0 tokens, in two micro-batches."""
+    mask = torch.tensor([[True, True, True], [False, True, False], [False, False, False]])
+    new, rows = torch.tensor([[1.0, 2.0, 3.0], [9.0, 4.0, 9.0], [9.0] * 3]), {"values": torch.zeros(3, 3), "returns": torch.zeros(3, 3)}
+    per_token = 0.5 * new.square()  # 0.5, 2, 4.5 and 8
+    expected = {
+        Aggregation.token_mean: 15 / 4,
+        Aggregation.sequence_mean_token_sum: (7 + 8) / 2,
+        Aggregation.sequence_mean_token_mean: (7 / 3 + 8) / 2,
+        Aggregation.sequence_mean_token_sum_norm: (7 / 4 + 8 / 4) / 2,
+    }
+    assert per_token[mask].sum() == 15
+    norm = 4 if aggregation is Aggregation.sequence_mean_token_sum_norm else None
+    config = ValueLossConfig(clip=None, aggregation=aggregation, norm_tokens=norm)
+    loss_function = CriticLoss(value_loss=config, counts=MiniBatchCounts.of(mask))
+    shares = [
+        loss_function({"values": new[part]}, {"response_mask": mask[part]} | {key: value[part] for key, value in rows.items()})[0]
+        for part in (slice(0, 1), slice(1, 3))
+    ]
+    assert float(sum(shares)) == pytest.approx(expected[aggregation])
+
+
 def test_sft_loss_by_hand():
     mask = torch.tensor([[True, True], [True, False]])
     loss, metrics = SFTLoss(counts=MiniBatchCounts.of(mask))(

@@ -1,6 +1,8 @@
 """DataProto: rows, columns, meta information. Expected values are written out by hand."""
 
 import copy
+import pickle
+import re
 
 import numpy as np
 import pytest
@@ -65,6 +67,20 @@ def test_a_batch_of_meta_information_only_is_empty() -> None:
     assert len(DataProto.from_dict(non_tensors={"uid": ["x", "y"]})) == 2
 
 
+def test_a_batch_without_columns_keeps_its_rows() -> None:
+    emptied = make_batch().select([], [])
+    popped = make_batch(step=1)
+    popped.pop(["ids", "score"])
+    assert (len(popped), popped.batch) == (4, None)  # the arrays say it
+    popped.pop([], ["uid", "turns"])
+    for batch in (emptied, popped, pickle.loads(pickle.dumps(emptied)), DataProto.from_bytes(emptied.to_bytes())):
+        assert (len(batch), batch.tensors, batch.non_tensor_batch) == (4, {}, {})
+    assert (len(emptied[1:3]), len(emptied.repeat(2)), [len(part) for part in emptied.chunk(2)]) == (2, 8, [2, 2])
+    assert (len(DataProto.concat([emptied, emptied])), len(emptied.union(popped)), len(emptied.union(make_batch()))) == (8, 4, 4)
+    with pytest.raises(ValueError, match=re.escape("the batches have [4, 3] rows")):
+        emptied.union(make_batch(3))
+
+
 @pytest.mark.parametrize(
     ("index", "expected"),
     [
@@ -111,7 +127,7 @@ def test_select_pop_and_rename() -> None:
     assert batch.rename("score", "reward").tensors["reward"].tolist() == [0, 0.5, 1, 1.5]
     assert popped.rename("ids", "score") is popped
     assert len(popped.pop(["score"], ["turns"])) == 4
-    assert popped.batch is None
+    assert (len(popped), popped.tensors) == (4, {})
     assert len(popped) == 0
 
 

@@ -87,6 +87,7 @@ def test_bytes_that_are_not_a_batch_are_refused_and_never_unpickled() -> None:
         pickle.dumps({"a": 1}),
         save({"a": torch.zeros(1)}),
         save({"document": torch.frombuffer(bytearray(b"[1]"), dtype=torch.uint8)}),
+        save({"document": torch.frombuffer(bytearray(b'{"non_tensors": {}, "meta_info": {}, "num_rows": -1}'), dtype=torch.uint8)}),
         save(
             {
                 "document": torch.frombuffer(

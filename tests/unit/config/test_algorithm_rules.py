@@ -68,6 +68,10 @@ REFUSED = [
         "divides by the constant norm_tokens, which is null; use data.max_response_length, 8",
     ),
     (("policy_loss.norm_tokens=8",), "is 8, but token_mean divides by no constant; use null, or sequence_mean_token_sum_norm"),
+    (
+        ("value_loss.aggregation=sequence_mean_token_sum_norm",),
+        "algorithm.value_loss.norm_tokens, algorithm.value_loss.aggregation: sequence_mean_token_sum_norm divides by the constant",
+    ),
     (("policy_loss.covariance.low=5",), "no covariance is above 5 and below 5; use a low below high"),
     ((f"{CORRECTION}.low=3",), "no weight is in [3, 2]; use low <= high"),
     ((f"{CORRECTION}.rejection.low=1",), "every response would be rejected: none is in [1, 0.01]; use low <= high"),

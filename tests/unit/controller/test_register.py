@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import mypy.api
@@ -129,6 +130,16 @@ class Doubler(Counter):
 def test_of_a_worker_it_is_an_ordinary_method() -> None:
     assert Doubler(3).double() == 6
     assert Doubler(3).add.__doc__ == "Adds."
+
+
+def test_an_async_method_is_refused_where_it_is_registered() -> None:
+    async def update(self: object) -> None: ...
+    async def stream(self: object) -> AsyncIterator[int]:
+        yield 1
+
+    for method in (update, stream):
+        with pytest.raises(ValueError, match=rf"{method.__name__} is `async def`.*make it a plain `def`"):
+            register(Dispatch.RANK_ZERO)(method)
 
 
 def test_a_class_knows_its_remote_methods_and_those_of_its_bases() -> None:

@@ -99,7 +99,8 @@ def group() -> Group:
 def monitor(group: Group, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Monitor]:
     monkeypatch.setattr(monitor_module, "time", Clock())
     progress = ProgressBar("test", 2, Console(file=io.StringIO()))
-    with Monitor([group], Tracker(["jsonl"], TrackedRun(output_dir=tmp_path)), Timeline(tmp_path), progress) as made:  # type: ignore[list-item]
+    tracker = Tracker(["jsonl"], TrackedRun(output_dir=tmp_path))
+    with Monitor([group], tracker, Timeline(tmp_path), progress, num_devices=4) as made:  # type: ignore[list-item]
         yield made
 
 
@@ -133,6 +134,7 @@ def test_validation_is_timed_apart_from_training(monitor: Monitor, group: Group,
         "timing_s/testing": 1.0,
         "timing_s/step": 5.0,
         "perf/throughput": 10.0,
+        "perf/throughput_per_device": 2.5,
     }
     assert monitor.validations == [(0, 0.5), (1, 0.5)]
 
