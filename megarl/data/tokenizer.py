@@ -49,6 +49,16 @@ def render_chat(tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str,
         raise ValueError(f"the chat template refuses messages of the roles {roles}: {error}") from error
 
 
+def token_texts(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> dict[int, str]:
+    """What each token writes by itself, a space before a word included; a part of a character is the replacement character."""
+    texts = {}
+    for number, token in zip(ids, tokenizer.convert_ids_to_tokens(list(ids)), strict=True):
+        text = str(tokenizer.decode([number], skip_special_tokens=False))
+        has_space = isinstance(token, str) and token.startswith("\u2581")  # SentencePiece's, which decoding takes from the first word
+        texts[number] = f" {text}" if has_space and not text.startswith(" ") else text
+    return texts
+
+
 def decode_rows(tokenizer: PreTrainedTokenizerBase, ids: Tensor, mask: Tensor) -> list[str]:
     """The texts of the tokens of `ids` (B, R) at which `mask` (B, R) holds, without special ones."""
     return [str(tokenizer.decode(row[kept], skip_special_tokens=True)) for row, kept in zip(ids, mask, strict=True)]

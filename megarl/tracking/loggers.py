@@ -13,6 +13,7 @@ from torch.utils.tensorboard import SummaryWriter
 from megarl.config.schema import LoggerKind
 from megarl.config.validate import logger_problem
 from megarl.tracking.background import BackgroundLogger
+from megarl.tracking.samples import SAMPLES_FOLDER, SampleTable, SampleWriter
 from megarl.tracking.tracked_run import TrackedRun
 
 METRICS_FILE = "metrics.jsonl"
@@ -125,6 +126,7 @@ class Tracker:
             raise ValueError(f"tracking.loggers: {'; '.join(problems)}")
         run.output_dir.mkdir(parents=True, exist_ok=True)
         self._output_dir = run.output_dir
+        self._samples = SampleWriter(run.output_dir)
         self._loggers: dict[str, Logger] = {}
         self._failed: set[str] = set()
         for kind in kinds:
@@ -144,12 +146,18 @@ class Tracker:
             file.flush()
             os.fsync(file.fileno())
 
+    def log_samples(self, step: int, make: Callable[[], SampleTable], max_bytes: int) -> None:
+        """Writes the step's file of `samples/` in the background; see SampleWriter."""
+        self._guarded(SAMPLES_FOLDER, lambda: self._samples.write(step, make, max_bytes))
+
     def flush(self) -> None:
         """What was logged survives the end of the process, however it ends."""
+        self._guarded(SAMPLES_FOLDER, self._samples.flush)
         for name, logger in self._loggers.items():
             self._guarded(name, logger.flush)
 
     def close(self, failed: bool = False) -> None:
+        self._guarded(SAMPLES_FOLDER, self._samples.close)
         for name, logger in self._loggers.items():
             self._guarded(name, lambda logger=logger: logger.close(failed))  # type: ignore[misc]
 
@@ -158,5 +166,5 @@ class Tracker:
             action()
         except Exception as error:  # noqa: BLE001  (the boundary to other people's services: training goes on without them)
             if name not in self._failed:
-                _log.warning("tracking.loggers: %s failed and is skipped from now on where it fails: %r", name, error)
+                _log.warning("tracking: %s failed and is skipped from now on where it fails: %r", name, error)
             self._failed.add(name)

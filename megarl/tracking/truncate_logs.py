@@ -11,6 +11,7 @@ from pathlib import Path
 
 from megarl.machine.files import write_whole
 from megarl.tracking.loggers import GENERATIONS_FILE, METRICS_FILE, TENSORBOARD_FOLDER
+from megarl.tracking.samples import remove_samples
 from megarl.tracking.tracked_run import RUN_IDS
 
 _EVENT_FILES = "events.out.tfevents.*"
@@ -24,6 +25,7 @@ def cut_after(output_dir: Path, step: int) -> None:
             kept = b"".join(_lines_until(content, step))
             if kept != content:
                 write_whole(path, kept)
+    remove_samples(output_dir, after=step)
 
 
 def clear(output_dir: Path) -> None:
@@ -32,6 +34,7 @@ def clear(output_dir: Path) -> None:
         (output_dir / name).unlink(missing_ok=True)
     for path in (*(output_dir / TENSORBOARD_FOLDER).glob(_EVENT_FILES), *output_dir.glob(RUN_IDS)):
         path.unlink()
+    remove_samples(output_dir, after=-1)
 
 
 def _lines_until(content: bytes, step: int) -> Iterator[bytes]:

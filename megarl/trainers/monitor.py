@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -13,6 +13,7 @@ from typing import Protocol
 from megarl.placement.dataflow import STEP
 from megarl.tracking.loggers import Tracker
 from megarl.tracking.progress import ProgressBar
+from megarl.tracking.samples import SampleTable
 from megarl.tracking.timeline import Span, Timeline
 from megarl.trainers.evaluation import ValidationResult
 
@@ -113,6 +114,10 @@ class Monitor:
         if step == 0:  # before the first step: logged by itself
             self._finish(0)
             self._metrics = {}
+
+    def record_samples(self, step: int, make: Callable[[], SampleTable], max_bytes: int) -> None:
+        """See Tracker.log_samples."""
+        self._tracker.log_samples(step, make, max_bytes)
 
     def _finish(self, step: int) -> None:
         spans, testing_spans = self._spans + self._drain(), self._testing_spans

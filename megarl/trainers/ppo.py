@@ -21,6 +21,7 @@ from megarl.trainers.advantages import AdvantageStep, Metrics, correct_rollout
 from megarl.trainers.checkpoint import Checkpointer
 from megarl.trainers.evaluation import Evaluation
 from megarl.trainers.monitor import Monitor
+from megarl.trainers.samples import SampleRows
 from megarl.trainers.sampling import make_sampling
 
 
@@ -42,6 +43,7 @@ class PPOTrainer:
         self.evaluation = evaluation
         self.monitor = monitor
         self.checkpoints = checkpoints
+        self._rows = SampleRows(config)
         self._sample = make_sampling(config, roles.rollout, roles.reward, prompts)
         self._advantages = AdvantageStep(
             config.algorithm,
@@ -97,6 +99,7 @@ class PPOTrainer:
             with phase("update_weights"):  # as soon as the actor's update is done
                 weights.push()
         results = gather(*updates)
+        self._keep_samples(batch, step)
 
         parts = (of_samples, of_advantages, *results, self._batch_metrics(batch), roles.drain_metrics())
         return {name: value for part in parts for name, value in part.items()}
@@ -106,6 +109,11 @@ class PPOTrainer:
         batch, of_correction = correct_rollout(batch, self.config.algorithm.rollout_correction)
         batch, of_advantages = self._advantages(batch)
         return batch, of_correction | of_advantages
+
+    def _keep_samples(self, batch: DataProto, step: int) -> None:
+        """After the updates: nothing changes the batch while its rows are written in the background."""
+        if self._rows.is_due(step):
+            self.monitor.record_samples(step, lambda: self._rows.table(batch, step), self._rows.max_bytes)
 
     def _batch_metrics(self, batch: DataProto) -> Metrics:
         """Those of data_metrics and group_metrics; `actor/entropy`: of the policy that wrote the samples, in nats, a mean over the

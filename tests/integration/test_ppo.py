@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import signal
 from dataclasses import replace
 from pathlib import Path
@@ -34,6 +35,7 @@ from megarl.placement.plan import plan_placement
 from megarl.roles.models import Critic
 from megarl.roles.start import PPORoles
 from megarl.roles.weights import RolloutWeights
+from megarl.tracking.samples import read_samples, sample_files
 from megarl.trainers.monitor import PHASES
 from tests.integration.tiny_run import Finished, run_ppo, save_inputs, tiny_config
 
@@ -231,6 +233,37 @@ def test_generations_are_written(finished: Finished) -> None:
     assert rows[0].keys() == {"step", "uid", "data_source", "response", "ground_truth", "extra_info", "score"}
     assert [row["extra_info"] for row in rows] == [{"index": 32 + int(row["uid"])} for row in rows]  # the held-out numbers
     assert [row["response"] for row in rows[:3]] == [row["response"] for row in rows[3:6]]  # greedy, with the same weights
+
+
+def test_samples_are_kept_as_the_loss_saw_them(finished: Finished) -> None:
+    assert list(sample_files(finished.output_dir)) == [1, STEPS]
+    for step, path in sample_files(finished.output_dir).items():
+        rows, tokens, parts = read_samples(path)
+        metrics = finished.metrics[step]
+        assert len(rows) == SAMPLES
+        assert parts == ["compute_score"]
+        for row in rows.to_pylist():
+            assert re.sub("<[a-z]+>", "", "".join(tokens[number] for number in row["response_ids"])) == row["response"]
+            assert row["prompt"].startswith("<user>")
+            assert row["prompt"].endswith("=<model>")
+            lists = ("response_ids", "advantages", "log_probs", "rollout_log_probs")
+            assert {len(row[name]) for name in lists} == {row["response_length"]}
+            assert len(row["prompt_ids"]) == row["prompt_length"]
+            assert row["score"] == row["response"].count(row["ground_truth"]) / 4 == row["score_parts"][0]
+            assert row["advantage"] == pytest.approx(sum(row["advantages"]) / row["response_length"], abs=1e-6)
+            assert row["finish_reason"] == ("stop" if row["response_ids"][-1] == 1 else "length")
+        columns = rows.to_pydict()
+        assert [columns["uid"].count(uid) for uid in dict.fromkeys(columns["uid"])] == [4] * 4
+        assert set(columns["weight_version"]) == {max(1, step - WARMUP_STEPS)}
+        gaps = [
+            abs(own - engine)
+            for of_row in zip(columns["log_probs"], columns["rollout_log_probs"], strict=True)
+            for own, engine in zip(*of_row, strict=True)
+        ]
+        assert max(gaps) == pytest.approx(metrics["training/rollout_log_probs_diff_max"], rel=1e-4)
+        assert sum(columns["score"]) / SAMPLES == pytest.approx(metrics["critic/score/mean"])
+        assert sum(columns["response_length"]) / SAMPLES == metrics["response_length/mean"]
+        assert max(map(max, columns["advantages"])) == pytest.approx(metrics["critic/advantages/max"])
 
 
 def test_the_policy_is_saved_for_transformers(finished: Finished, inputs: Path) -> None:

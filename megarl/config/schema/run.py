@@ -73,3 +73,5 @@ class TrackingConfig:
     project: str = "megarl"  # of the run in wandb and swanlab; the experiment in mlflow
     run_name: str | None = None  # there; None: the name of `trainer.output_dir`
     log_generations: int = ranged(8, at_least=0)  # samples written per validation
+    samples_every_steps: int = ranged(10, at_least=0)  # steps whose samples are kept in `samples/`, beside the first and the last; 0: none
+    samples_max_gb: float = ranged(4.0, above=0)  # 2**30 bytes; beyond it, files of steps in between go, and what is left spans the run

@@ -82,7 +82,7 @@ def test_a_failing_logger_warns_once_and_the_others_go_on(tmp_path, monkeypatch,
         tracker.close()
     assert [line["step"] for line in _lines(tmp_path / "metrics.jsonl")] == [1, 2]
     assert len(caplog.records) == 1
-    assert "tracking.loggers: tensorboard failed" in caplog.text
+    assert "tracking: tensorboard failed" in caplog.text
     assert "no route to host" in caplog.text
 
 

@@ -121,7 +121,7 @@ def test_services_that_never_answer_hold_up_neither_training_nor_the_end(tmp_pat
     assert closing_s < 2 * 1.0 + 5
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 100
     for name in ("wandb", "mlflow"):
-        assert ended.stderr.count(f"tracking.loggers: {name} failed") == 1
+        assert ended.stderr.count(f"tracking: {name} failed") == 1
 
 
 class Blocked:

@@ -1,0 +1,148 @@
+"""`samples/step_<number>.parquet`: what a step has trained on, a row for each sample, to be read token by token.
+
+A file is whole or not there, and is written while training goes on. The folder keeps below a bound: files go where the others lie closest
+together, so that what is left still spans the run.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from megarl.machine.files import write_whole
+
+SAMPLES_FOLDER = "samples"
+_PREFIX, _SUFFIX = "step_", ".parquet"
+_TOKENS, _PARTS = b"megarl.tokens", b"megarl.score_parts"  # in the metadata of a file's schema
+
+# Lists have a value for each token: those of the prompt in `prompt_ids`, those of the response in the others.
+SCHEMA = pa.schema(
+    {
+        "step": pa.int64(),
+        "uid": pa.string(),
+        "data_source": pa.string(),
+        "prompt": pa.string(),
+        "prompt_ids": pa.list_(pa.int32()),
+        "response": pa.string(),
+        "response_ids": pa.list_(pa.int32()),
+        "ground_truth": pa.string(),
+        "score": pa.float64(),
+        "score_parts": pa.list_(pa.float32()),
+        "advantage": pa.float32(),
+        "advantages": pa.list_(pa.float32()),
+        "log_probs": pa.list_(pa.float32()),
+        "rollout_log_probs": pa.list_(pa.float32()),
+        "weight_version": pa.int64(),
+        "prompt_length": pa.int32(),
+        "response_length": pa.int32(),
+        "finish_reason": pa.string(),
+    }
+)
+
+
+class SamplesFileError(ValueError):
+    """A file of samples cannot be read; the message names it."""
+
+
+class SampleTable(NamedTuple):
+    """rows: of SCHEMA. tokens: the text of each token id in them. score_parts: the names of that column's values."""
+
+    rows: pa.Table
+    tokens: Mapping[int, str]
+    score_parts: Sequence[str]
+
+
+class SampleWriter:
+    """Writes in a thread of its own, one file at a time: a step waits only where the file before is not written yet."""
+
+    def __init__(self, output_dir: Path) -> None:
+        self._folder = output_dir / SAMPLES_FOLDER
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="samples")
+        self._writing: Future[None] | None = None
+
+    def write(self, step: int, make: Callable[[], SampleTable], max_bytes: int) -> None:
+        """make: is called in the thread. max_bytes: of all files, unless one alone is larger. Raises what the write before it met."""
+        self.flush()
+        self._writing = self._thread.submit(self._write, step, make, max_bytes)
+
+    def flush(self) -> None:
+        """All files are on the disk. Raises OSError where the last one could not be written, and whatever else `make` met."""
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.result()
+
+    def close(self) -> None:
+        self._thread.shutdown()
+        self.flush()
+
+    def _write(self, step: int, make: Callable[[], SampleTable], max_bytes: int) -> None:
+        self._folder.mkdir(exist_ok=True)
+        write_whole(self._folder / f"{_PREFIX}{step:08d}{_SUFFIX}", _encoded(make()))
+        _thin(self._folder, max_bytes)
+
+
+def _encoded(table: SampleTable) -> bytes:
+    metadata = {_TOKENS: json.dumps(dict(table.tokens), ensure_ascii=False), _PARTS: json.dumps(list(table.score_parts))}
+    sink = pa.BufferOutputStream()
+    pq.write_table(table.rows.replace_schema_metadata(metadata), sink, compression="zstd")
+    return sink.getvalue().to_pybytes()
+
+
+def sample_files(output_dir: Path) -> dict[int, Path]:
+    """The run's files by their step, in rising order; those with another name are left out."""
+    found = {}
+    for path in (output_dir / SAMPLES_FOLDER).glob(f"{_PREFIX}*{_SUFFIX}"):
+        number = path.name.removeprefix(_PREFIX).removesuffix(_SUFFIX)
+        if number.isdecimal():
+            found[int(number)] = path
+    return dict(sorted(found.items()))
+
+
+def read_samples(path: Path) -> SampleTable:
+    """Raises SamplesFileError for a file that is damaged, or whose columns are others."""
+    try:
+        table = pq.read_table(path)
+        metadata = table.schema.metadata or {}
+        tokens, parts = json.loads(metadata[_TOKENS]), json.loads(metadata[_PARTS])
+        rows = table.select(SCHEMA.names).cast(SCHEMA)
+        return SampleTable(rows, {int(number): str(text) for number, text in tokens.items()}, [str(name) for name in parts])
+    except (OSError, pa.ArrowException, ValueError, KeyError, AttributeError, TypeError) as error:
+        problem = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise SamplesFileError(f"{path}: cannot be read as a step's samples ({problem}); it is damaged or no such file") from error
+
+
+def remove_samples(output_dir: Path, after: int) -> None:
+    """Of all steps behind `after`."""
+    for step, path in sample_files(output_dir).items():
+        if step > after:
+            path.unlink()
+
+
+def _thin(folder: Path, max_bytes: int) -> None:
+    """The first and the newest file stay longest."""
+    files = sample_files(folder.parent)
+    sizes = {step: path.stat().st_size for step, path in files.items()}
+    while len(sizes) > 1 and sum(sizes.values()) > max_bytes:
+        gone = _most_crowded(list(sizes))
+        files[gone].unlink()
+        del sizes[gone]
+
+
+def _most_crowded(steps: Sequence[int]) -> int:
+    """The step whose neighbours are closest together, the earliest of several; of two steps the first."""
+    inner = range(1, len(steps) - 1)
+    return steps[min(inner, key=lambda index: steps[index + 1] - steps[index - 1])] if inner else steps[0]
+
+
+def list_column(lengths: Sequence[int], values: Any, kind: pa.DataType) -> pa.Array:
+    """values: of all rows one behind the other, `lengths` of them each; an array or a sequence."""
+    offsets = [0]
+    for length in lengths:
+        offsets.append(offsets[-1] + length)
+    return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), pa.array(values, kind))
