@@ -128,7 +128,6 @@ def test_select_pop_and_rename() -> None:
     assert popped.rename("ids", "score") is popped
     assert len(popped.pop(["score"], ["turns"])) == 4
     assert (len(popped), popped.tensors) == (4, {})
-    assert len(popped) == 0
 
 
 def test_missing_and_taken_names_are_refused_and_change_nothing() -> None:
