@@ -21,8 +21,9 @@ from torch import Tensor
 
 from megarl.algorithms.kl import kl_per_token
 from megarl.algorithms.masked import aggregate, denominator, masked
-from megarl.algorithms.policy_losses import POLICY_LOSSES, PolicyInputs, TokenLosses
+from megarl.algorithms.policy_losses import PolicyInputs, TokenLosses
 from megarl.algorithms.policy_losses.covariance import SELECTED_TOKENS
+from megarl.algorithms.user_functions import policy_loss_of
 from megarl.batch.metrics import Metric
 from megarl.config.schema import Aggregation, AlgorithmConfig, KLWhere, PolicyLossConfig, ValueLossConfig
 
@@ -95,7 +96,7 @@ class ActorLoss:
         inputs = PolicyInputs.of(
             outputs["log_probs"], rows.get("old_log_probs"), rows["advantages"], mask, selected=rows.get(SELECTED_TOKENS)
         )
-        policy = POLICY_LOSSES[self.algorithm.policy_loss.kind].per_token(inputs, self.algorithm.policy_loss)
+        policy = policy_loss_of(self.algorithm.policy_loss).per_token(inputs, self.algorithm.policy_loss)
         per_token = policy.loss
         if "rollout_weights" in rows:
             per_token = per_token * masked(rows["rollout_weights"], mask)

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from rich.table import Table
 
+from megarl.algorithms.user_functions import try_functions
 from megarl.cli.processes import refuse_launched_ranks
 from megarl.cli.resumption import is_complete, load_checkpoint, open_checkpoints, say_stopped
 from megarl.cli.run_context import RunContext, run_context_of
@@ -40,6 +41,7 @@ def _run(config: PPOConfig, context: RunContext) -> int:
     resume = find_resume(config)
     if is_complete(config, resume):
         return 0
+    try_functions(config.algorithm)
     models = {role.name: read_architecture(role.path, config.model.trust_remote_code) for role in model_roles(config)}
     tokenizer = load_tokenizer(config.model.path, config.model.trust_remote_code)
     rules = TokenRules(

@@ -113,6 +113,20 @@ def aggregations(config: PPOConfig) -> Violations:
             )
 
 
+def functions(config: PPOConfig) -> Violations:
+    for key, reference in function_references(config):
+        path, colon, name = reference.rpartition(":")
+        if not (colon and path.endswith(".py") and name.isidentifier()):
+            yield Violation((key,), f"{reference!r} names no function of a file; write it as FILE.py:NAME, such as my_functions.py:my_loss")
+
+
+def function_references(config: PPOConfig) -> list[tuple[str, str]]:
+    """Key and FILE.py:NAME of the functions that take the place of megarl's."""
+    algorithm = config.algorithm
+    named = {"algorithm.advantage.function": algorithm.advantage.function, "algorithm.policy_loss.function": algorithm.policy_loss.function}
+    return [(key, reference) for key, reference in named.items() if reference is not None]
+
+
 def kl(config: PPOConfig) -> Violations:
     section = config.algorithm.kl
     if section.controller.kind is KLControllerKind.adaptive and section.where is not KLWhere.reward:
@@ -189,6 +203,7 @@ RULES: tuple[tuple[tuple[str, ...], Callable[[PPOConfig], Violations]], ...] = (
     (("trainer.critic_warmup_steps", "trainer.total_steps"), critic),
     (("trainer.updates_per_step", "trainer.epochs_per_batch"), policy_loss),
     (("data.max_response_length",), aggregations),
+    ((), functions),
     ((), kl),
     ((f"{_CORRECTION}.low", f"{_CORRECTION}.high"), rollout_correction),
     ((f"{_DYNAMIC}.max_generations",), dynamic_sampling),

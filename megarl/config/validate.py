@@ -99,6 +99,7 @@ def absent_files(config: RunConfig) -> Violations:
     files = [(f"data.{kind}_files", path) for kind in ("train", "val") for path in getattr(config.data, f"{kind}_files")]
     if isinstance(config, PPOConfig):
         files += [(f"reward.functions[{index}].path", function.path) for index, function in enumerate(config.reward.functions)]
+        files += [(key, reference.rpartition(":")[0]) for key, reference in algorithm_rules.function_references(config)]
     for key, path in files:
         if os.path.isdir(path):
             yield Violation((key,), f"{path!r} is a folder; name the files in it, each by itself")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megarl.algorithms.losses import ActorLoss, CriticLoss, MiniBatchCounts, SFTLoss
-from megarl.algorithms.policy_losses import POLICY_LOSSES
+from megarl.algorithms.user_functions import policy_loss_of
 from megarl.config.derive import Row, updates_per_pass
 from megarl.config.roles import ModelRole
 from megarl.config.schema import KLWhere, PPOConfig, SFTConfig
@@ -51,7 +51,7 @@ def with_loss(config: PPOConfig | SFTConfig, role: ModelRole, tensors: Mapping[s
         rows["old_log_probs"] = zeros
     if algorithm.kl.where is KLWhere.loss:
         rows["ref_log_prob"] = zeros
-    prepare: Callable[..., Mapping[str, Tensor]] | None = POLICY_LOSSES[algorithm.policy_loss.kind].prepare
+    prepare: Callable[..., Mapping[str, Tensor]] | None = policy_loss_of(algorithm.policy_loss).prepare
     if prepare is not None:
         rows |= prepare({**rows, "old_log_probs": zeros}, mask, algorithm.policy_loss, config.trainer.seed)
     return rows, ActorLoss(algorithm=algorithm, counts=counts)

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megarl.config.schema import RewardFunctionConfig
-from megarl.rewards.functions import RewardFunction, RewardFunctionError, last_line, load_reward_function
+from megarl.machine.user_functions import last_line
+from megarl.rewards.functions import RewardFunction, RewardFunctionError, load_reward_function
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 

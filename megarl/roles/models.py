@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from megarl.algorithms.losses import ActorLoss, CriticLoss, MiniBatchCounts, SFTLoss
-from megarl.algorithms.policy_losses import POLICY_LOSSES
+from megarl.algorithms.user_functions import policy_loss_of
 from megarl.batch.data_proto import DataProto
 from megarl.batch.metrics import Metric, merge_metrics, over_updates, values_of
 from megarl.config.roles import needs_sum_pi_squared
@@ -308,7 +308,7 @@ def actor_rows(mini_batch: DataProto, algorithm: AlgorithmConfig, *, one_update:
     rows = {key: tensors[key] for key in keys}
     if LOSS_MASK in tensors:
         rows["response_mask"] = tensors[LOSS_MASK]
-    prepare = POLICY_LOSSES[algorithm.policy_loss.kind].prepare
+    prepare = policy_loss_of(algorithm.policy_loss).prepare
     if prepare is not None:  # it reads the stored old log-probs, whether or not the loss does
         rows |= prepare(tensors, rows["response_mask"], algorithm.policy_loss, seed)
     named = mini_batch.non_tensor_batch

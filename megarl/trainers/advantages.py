@@ -7,10 +7,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from megarl.algorithms.advantages import ADVANTAGE_ESTIMATORS, AdvantageInputs
+from megarl.algorithms.advantages import AdvantageInputs
 from megarl.algorithms.kl import KL_CONTROLLERS, apply_kl_penalty, kl_per_token, sequence_mean_kl
 from megarl.algorithms.rollout_correction import correct
 from megarl.algorithms.scores import penalise_overlong
+from megarl.algorithms.user_functions import estimator_of
 from megarl.batch.data_proto import DataProto
 from megarl.config.schema import AlgorithmConfig, KLWhere, RejectionEstimator, RolloutCorrectionConfig
 from megarl.roles.models import LOSS_MASK
@@ -48,7 +49,7 @@ class AdvantageStep:
             old_log_probs=tensors.get("old_log_probs"),
             sum_pi_squared=tensors.get("sum_pi_squared"),
         )
-        estimate = ADVANTAGE_ESTIMATORS[self._algorithm.advantage.estimator](inputs, self._algorithm.advantage)
+        estimate = estimator_of(self._algorithm.advantage)(inputs, self._algorithm.advantage)
         added = {"token_level_rewards": rewards, "advantages": estimate.advantages, "returns": estimate.returns}
         return batch.union(DataProto.from_dict(added)), metrics
 

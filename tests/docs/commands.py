@@ -54,6 +54,7 @@ _STAGES = "tests/docs/test_commands.py::test_quickstart_stages"
 _MATH = "tests/unit/examples/test_math.py::test_gsm8k_becomes_the_data_of_a_run"
 _SCORE = "tests/unit/cli/test_score.py::test_training_data_are_scored_by_their_ground_truth"
 _EXAMPLES = "tests/integration/test_examples.py"
+_OWN_ESTIMATOR = "algorithm.advantage.function=examples/custom_maths.py:best_of_group"
 _RESUMED = "trainer.total_steps=40 trainer.output_dir=outputs/resumed"
 _70B_ON_192 = "actor.parallel.data_parallel_size=4 actor.parallel.virtual_pipeline_parallel_size=2 placement.num_nodes=24 --ranks 0"
 _LINT_AND_TESTS = ("ruff check", "ruff format --check", "mypy", "python -m pytest")
@@ -79,7 +80,7 @@ COMMANDS: dict[str, Executed | InTest | Make | ByHand] = {
     "megarl train configs/quickstart.yaml data.max_prompt_length=6 trainer.output_dir=outputs/mine": Executed(status=2),
     "megarl train configs/quickstart.yaml algorithm=grpo trainer.output_dir=outputs/grpo": InTest(
         f"{_EXAMPLES}::test_data_estimator_and_reward_of_ones_own_train",
-        ("examples.custom_estimator",),  # it starts this command
+        ('"train", str(folder / "ppo.yaml"), "algorithm=grpo"',),
     ),
     "megarl rehearse configs/quickstart.yaml device=cuda --ranks all --json outputs/rehearsal.json": Executed(),
     f"megarl rehearse configs/llama3_70b_ppo.yaml {_70B_ON_192}": InTest(
@@ -111,8 +112,8 @@ COMMANDS: dict[str, Executed | InTest | Make | ByHand] = {
     f"megarl score configs/quickstart.yaml outputs/quickstart/generations.jsonl {_MY_REWARD}": InTest(
         f"{_EXAMPLES}::test_data_estimator_and_reward_of_ones_own_train", ("score", "examples/custom_reward.py")
     ),
-    "python -m examples.custom_estimator configs/quickstart.yaml trainer.total_steps=5 trainer.output_dir=outputs/mine": InTest(
-        f"{_EXAMPLES}::test_data_estimator_and_reward_of_ones_own_train", ("examples.custom_estimator",)
+    f"megarl train configs/quickstart.yaml algorithm=grpo {_OWN_ESTIMATOR} trainer.total_steps=5 trainer.output_dir=outputs/mine": InTest(
+        f"{_EXAMPLES}::test_data_estimator_and_reward_of_ones_own_train", (_OWN_ESTIMATOR,)
     ),
     "python -m examples.custom_data examples/questions.csv outputs/questions": InTest(
         f"{_EXAMPLES}::test_data_estimator_and_reward_of_ones_own_train", ("examples.custom_data", "examples/questions.csv")

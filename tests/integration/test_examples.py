@@ -14,7 +14,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from examples.custom_estimator import best_of_group, compare
+from examples.custom_maths import best_of_group, compare, unclipped
 from megarl.cli.main import main
 from megarl.config.load import dump_config
 from megarl.config.schema import (
@@ -88,12 +88,15 @@ def test_data_estimator_and_reward_of_ones_own_train(folder: Path, call: Callabl
 
     train = f"data.train_files=[{folder}/questions/train.parquet]"
     held_out = f"data.val_files=[{folder}/questions/validation.parquet]"
-    run("examples.custom_estimator", str(folder / "ppo.yaml"), train, held_out, MY_REWARD)
+    estimator = "algorithm.advantage.function=examples/custom_maths.py:best_of_group"
+    loss = "algorithm.policy_loss.function=examples/custom_maths.py:unclipped"
+    run("megarl", "train", str(folder / "ppo.yaml"), "algorithm=grpo", estimator, loss, train, held_out, MY_REWARD)
     (metrics,) = (json.loads(line) for line in (folder / "ppo" / "metrics.jsonl").read_text().splitlines())
     shares = [metrics[f"critic/advantages/{name}"] * SAMPLES_PER_PROMPT for name in ("min", "max")]
     assert shares == [round(share) for share in shares]  # GRPO's are divided by a standard deviation
     assert -SAMPLES_PER_PROMPT < shares[0] < 0 < shares[1] < SAMPLES_PER_PROMPT
     assert set(metrics) >= {"val/questions/score/mean"}
+    assert metrics["actor/pg_clipfrac"] == 0.0
 
     capsys.readouterr()
     assert main(["score", str(folder / "ppo.yaml"), str(folder / "ppo" / "generations.jsonl"), MY_REWARD]) == 0
@@ -109,12 +112,12 @@ def test_a_reward_function_for_every_kind_of_answer() -> None:
     assert scores == [1.0, 0.1, 0.0, 0.0]
 
 
-def test_the_estimator_is_the_one_of_the_manual() -> None:
+def test_the_functions_are_those_of_the_manual(call: Callable[..., str]) -> None:
     assert compare([0.0, 0.5, 1.0, 1.0])["best_of_group"] == [-0.5, -0.5, 0.5, 0.5]
-    assert "best_of_group" in run("examples.custom_estimator")
-    source = (ROOT / "examples" / "custom_estimator.py").read_text()
-    function = source[source.index(f"def {best_of_group.__name__}") :].partition("\n\n\n")[0]
-    assert function in (ROOT / "docs" / "algorithms.md").read_text()
+    assert "best_of_group" in call("examples.custom_maths")
+    source, page = ((ROOT / file).read_text() for file in ("examples/custom_maths.py", "docs/algorithms.md"))
+    for function in (best_of_group, unclipped):
+        assert source[source.index(f"def {function.__name__}") :].partition("\n\n\n")[0] in page
 
 
 def test_a_killed_run_goes_on_and_its_policy_answers(folder: Path, call: Callable[..., str]) -> None:

@@ -1,0 +1,87 @@
+"""Functions that a user writes: one is loaded from its file, and a mistake in it is an error before the run starts."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import inspect
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+
+class UserFunctionError(ValueError):
+    """A function cannot be used; the message names the file, the function and what to change."""
+
+
+@dataclass(frozen=True)
+class Expected:
+    """what: begins the errors. key: of the configuration, where its name is set. example: its `def` line. keywords: that it is called
+    with; positional: how many values before them. error: what is raised."""
+
+    what: str
+    key: str
+    example: str
+    keywords: tuple[str, ...] = ()
+    positional: int = 0
+    error: type[UserFunctionError] = UserFunctionError
+
+
+def load_function(path: str, name: str, expected: Expected) -> Callable[..., Any]:
+    """The function `name` of the Python file `path`, which is run once.
+
+    Raises `expected.error` for a file that is absent or cannot be run, and for a name that is absent, is not a plain function (a
+    coroutine, for instance) or does not take what it is called with.
+    """
+    what, error = expected.what, expected.error
+    if not Path(path).is_file():
+        raise error(f"{what} file {path!r}: there is no such file (looked in {Path(path).absolute().parent})")
+    module = _run_file(path, expected)
+    if not hasattr(module, name):
+        functions = [key for key, value in vars(module).items() if inspect.isfunction(value)]
+        raise error(f"{what} {name!r} is not in {path!r}, which defines {functions}; set {expected.key}")
+    function: Callable[..., Any] = getattr(module, name)
+    if not callable(function) or inspect.iscoroutinefunction(function):
+        kind = "a coroutine function" if callable(function) else f"a {type(function).__name__}"
+        raise error(f"{what} {name!r} in {path!r} is {kind}, expected a plain function: {expected.example}")
+    signature = inspect.signature(function)
+    try:
+        signature.bind(*[None] * expected.positional, **dict.fromkeys(expected.keywords))
+    except TypeError as problem:
+        given = f"the keywords {', '.join(expected.keywords)}" if expected.keywords else f"{expected.positional} values"
+        raise error(
+            f"{what} {name}{signature} in {path!r} cannot be called with {given} ({problem}); write it as {expected.example}"
+        ) from problem
+    return function
+
+
+def _run_file(path: str, expected: Expected) -> ModuleType:
+    module_name = "megarl_user_" + hashlib.sha256(str(Path(path).absolute()).encode()).hexdigest()[:16]
+    spec = importlib.util.spec_from_file_location(module_name, path)
+    if spec is None or spec.loader is None:
+        raise expected.error(f"{expected.what} file {path!r} is not a Python file; its name must end in .py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module_name] = module  # dataclasses and pickle look their module up there
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as problem:  # noqa: BLE001  (the user's code may raise anything)
+        del sys.modules[module_name]
+        raise expected.error(f"{expected.what} file {path!r} cannot be run: {last_line(problem)}") from problem
+    return module
+
+
+def last_line(error: BaseException) -> str:
+    """The last line of the traceback, with the place that raised: `ZeroDivisionError: division by zero (reward.py:12)`."""
+    line = traceback.format_exception_only(error)[-1].strip()
+    frames = traceback.extract_tb(error.__traceback__)
+    if isinstance(error, SyntaxError) and error.filename is not None:
+        place = f"{Path(error.filename).name}:{error.lineno}"
+    elif frames:
+        place = f"{Path(frames[-1].filename).name}:{frames[-1].lineno}"
+    else:
+        return line
+    return f"{line} ({place})"
