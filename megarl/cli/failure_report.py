@@ -9,14 +9,14 @@ from typing import NamedTuple
 
 from megarl.checkpoints.run_folder import LATEST_FILE
 from megarl.cli.remedies import Cause, remedy_for
-from megarl.cli.run_context import FAILURE_FILE, RunContext
+from megarl.cli.run_context import RunContext
 from megarl.config.derive import checkpoint_path
 from megarl.config.errors import RunError
 from megarl.controller.errors import PhaseTimeoutError, WorkerError
 from megarl.machine.files import write_whole
-from megarl.tracking.loggers import GENERATIONS_FILE, METRICS_FILE
+from megarl.tracking.run_files import CONFIG_FILE, FAILURE_FILE, GENERATIONS_FILE, METRICS_FILE
+from megarl.tracking.samples import SAMPLES_FOLDER
 from megarl.tracking.timeline import TIMELINE_FILE
-from megarl.trainers.checkpoint import CONFIG_FILE
 from megarl.trainers.monitor import PHASES, Position
 
 _NUM_LINES = 30
@@ -25,7 +25,7 @@ _NUM_ADVICE_LINES = 9
 _NUM_CHARACTERS = 400  # of one line of a message
 _WIDTH = 78
 _LABEL = 8
-_FILES = (CONFIG_FILE, METRICS_FILE, GENERATIONS_FILE, TIMELINE_FILE)
+_FILES = (CONFIG_FILE, METRICS_FILE, GENERATIONS_FILE, SAMPLES_FOLDER, TIMELINE_FILE)
 
 
 def print_failure(error: Exception, command: str, context: RunContext | None) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from megarl.tracking.plot import MetricsFileError, plot_run
+from megarl.tracking.metrics_file import MetricsFileError
+from megarl.tracking.plot import plot_run
 
 
 def run(run_dir: str) -> int:

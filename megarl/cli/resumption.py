@@ -8,11 +8,12 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from megarl.cli.session import SUMMARY_FILE, Session
+from megarl.cli.session import Session
 from megarl.cli.termination import TERMINATED
 from megarl.config.errors import CheckpointError
 from megarl.config.schema import PPOConfig, SFTConfig
 from megarl.roles.saved_models import SavedModels
+from megarl.tracking.run_files import SUMMARY_FILE
 from megarl.tracking.truncate_logs import cut_after
 from megarl.trainers.checkpoint import Checkpointer
 from megarl.trainers.monitor import Monitor

@@ -13,8 +13,6 @@ from megarl.config.schema import PPOConfig, SFTConfig
 if TYPE_CHECKING:
     from megarl.trainers.monitor import Position
 
-FAILURE_FILE = "failure.txt"  # in `trainer.output_dir`
-
 
 @dataclass
 class RunContext:

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from megarl.cli.check import print_run
 from megarl.cli.processes import RayProcesses, ray_processes
-from megarl.cli.run_context import FAILURE_FILE, RunContext
+from megarl.cli.run_context import RunContext
 from megarl.cli.termination import Termination
 from megarl.config.compare import differences
 from megarl.config.load import dump_config, plain_values
@@ -22,16 +22,14 @@ from megarl.config.schema import RESUME_AUTO, PPOConfig, SFTConfig
 from megarl.machine.files import write_whole
 from megarl.placement.plan import plan_placement
 from megarl.roles.weight_sync import PUSHED_FOLDERS
-from megarl.tracking.loggers import METRICS_FILE, Tracker
+from megarl.tracking.loggers import Tracker
 from megarl.tracking.progress import ProgressBar
+from megarl.tracking.run_files import CONFIG_FILE, FAILURE_FILE, METRICS_FILE, SUMMARY_FILE
 from megarl.tracking.timeline import Timeline
 from megarl.tracking.tracked_run import TrackedRun
 from megarl.tracking.truncate_logs import clear
-from megarl.trainers.checkpoint import CONFIG_FILE
 from megarl.trainers.monitor import Monitor, Position, Watched
 from megarl.trainers.resume import Resume, checkpoint_folder
-
-SUMMARY_FILE = "summary.json"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -39,8 +39,8 @@ class Difference(NamedTuple):
 
 def differences(saved: Path, config: PPOConfig | SFTConfig) -> list[Difference]:
     """By dotted key, sorted; lists count as one value. `saved`: a resolved `config.yaml`. Raises OSError, yaml.YAMLError."""
-    before = dict(_flat(yaml.safe_load(saved.read_text(encoding="utf-8")) or {}))
-    now = dict(_flat(plain_values(config)))
+    before = dict(flat(yaml.safe_load(saved.read_text(encoding="utf-8")) or {}))
+    now = dict(flat(plain_values(config)))
     return [
         Difference(key, before.get(key, ABSENT), now.get(key, ABSENT))
         for key in sorted(before.keys() | now.keys())
@@ -48,9 +48,10 @@ def differences(saved: Path, config: PPOConfig | SFTConfig) -> list[Difference]:
     ]
 
 
-def _flat(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def flat(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The values of sections in sections by their dotted keys; an empty section is a value."""
     for name, value in values.items():
         if isinstance(value, dict) and value:
-            yield from _flat(value, f"{prefix}{name}.")
+            yield from flat(value, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", value

@@ -13,11 +13,10 @@ from torch.utils.tensorboard import SummaryWriter
 from megarl.config.schema import LoggerKind
 from megarl.config.validate import logger_problem
 from megarl.tracking.background import BackgroundLogger
+from megarl.tracking.run_files import GENERATIONS_FILE, METRICS_FILE
 from megarl.tracking.samples import SAMPLES_FOLDER, SampleTable, SampleWriter
 from megarl.tracking.tracked_run import TrackedRun
 
-METRICS_FILE = "metrics.jsonl"
-GENERATIONS_FILE = "generations.jsonl"
 TENSORBOARD_FOLDER = "tensorboard"
 
 _log = logging.getLogger(__name__)

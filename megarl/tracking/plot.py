@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
 
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from megarl.tracking.loggers import METRICS_FILE
+from megarl.tracking.metrics_file import MetricsFileError, Points, Series, read_metrics
+from megarl.tracking.run_files import METRICS_FILE
 
 CURVES_FILE = "curves.png"
 _NUM_COLUMNS = 3
@@ -22,18 +21,6 @@ _PANEL_INCHES = (4.6, 3.0)
 _COLORS = ("#1f6fb4", "#d1603d", "#3b8f5a", "#8a5ba6", "#b8860b", "#4f9da6", "#c2477f", "#6b6b6b")
 _SMOOTHED_FROM = 30  # points from which a moving average is drawn over the raw curve
 _TESTING = "timing_s/testing"
-
-
-class MetricsFileError(ValueError):
-    """A run's metrics cannot be read; the message names the file and, where there is one, the line."""
-
-
-class Points(NamedTuple):
-    steps: list[int]
-    values: list[float]
-
-
-Series = Mapping[str, Points]  # metric -> its finite points, by rising step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,47 +64,6 @@ _PANELS = (
         unit="TFLOP/s of a device",
     ),
 )
-
-
-def read_metrics(path: Path) -> dict[str, Points]:
-    """Every metric of a `metrics.jsonl`; a step that was logged twice (a resumed run) counts by its later line.
-
-    NaN and infinite values are left out. A last line without its line break is one that a killed run did not finish, and is skipped.
-    Raises MetricsFileError for a file that is absent, without a step, or damaged.
-    """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError as error:
-        raise MetricsFileError(
-            f"{path}: there is no such file; give a run's folder (trainer.output_dir) whose tracking.loggers include 'jsonl'"
-        ) from error
-    except (OSError, UnicodeDecodeError) as error:
-        raise MetricsFileError(f"{path}: cannot be read as text: {error}") from error
-    lines = text.split("\n")
-    by_step: dict[int, dict[str, float]] = {}
-    for number, line in enumerate(lines[:-1], start=1):  # what follows the last line break is unfinished, or nothing
-        step, metrics = _parse(path, number, line)
-        by_step.setdefault(step, {}).update(metrics)
-    if not by_step:
-        raise MetricsFileError(f"{path}: holds no complete step yet; try again when the run's first step has ended")
-    series: dict[str, Points] = {}
-    for step, metrics in sorted(by_step.items()):
-        for name, value in metrics.items():
-            points = series.setdefault(name, Points([], []))
-            points.steps.append(step)
-            points.values.append(value)
-    return series
-
-
-def _parse(path: Path, number: int, line: str) -> tuple[int, dict[str, float]]:
-    try:
-        record = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise MetricsFileError(f"{path}, line {number}: not JSON ({error}); mend or delete that line") from error
-    if not isinstance(record, dict) or not isinstance(record.get("step"), int):
-        raise MetricsFileError(f"{path}, line {number}: expected an object with an integer 'step', found {line[:60]!r}")
-    numbers = {name: float(value) for name, value in record.items() if name != "step" and isinstance(value, int | float)}
-    return record["step"], {name: value for name, value in numbers.items() if math.isfinite(value)}
 
 
 def plot_run(run_dir: Path) -> Path:

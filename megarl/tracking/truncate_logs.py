@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megarl.machine.files import write_whole
-from megarl.tracking.loggers import GENERATIONS_FILE, METRICS_FILE, TENSORBOARD_FOLDER
+from megarl.tracking.loggers import TENSORBOARD_FOLDER
+from megarl.tracking.run_files import GENERATIONS_FILE, METRICS_FILE
 from megarl.tracking.samples import remove_samples
 from megarl.tracking.tracked_run import RUN_IDS
 

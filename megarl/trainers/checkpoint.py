@@ -27,8 +27,9 @@ from megarl.config.errors import CheckpointError, RunError
 from megarl.config.load import dump_config
 from megarl.config.schema import PPOConfig, SFTConfig
 from megarl.machine.files import write_whole
+from megarl.tracking.run_files import CONFIG_FILE
 
-CONFIG_FILE, STATE_FILE = "config.yaml", "trainer.json"
+STATE_FILE = "trainer.json"
 _LOOK_AGAIN_S = 0.05
 
 State = dict[str, Any]

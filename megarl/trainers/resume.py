@@ -19,7 +19,8 @@ from megarl.config.errors import CheckpointError, ConfigError
 from megarl.config.roles import model_roles
 from megarl.config.schema import RESUME_AUTO, RESUME_DISABLE, PPOConfig, SFTConfig
 from megarl.config.validate import read_architectures
-from megarl.trainers.checkpoint import CONFIG_FILE, STATE_FILE
+from megarl.tracking.run_files import CONFIG_FILE
+from megarl.trainers.checkpoint import STATE_FILE
 
 RunConfig = PPOConfig | SFTConfig
 

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from megarl.batch.data_proto import DataProto
 from megarl.cli.failure_report import last_page
 from megarl.cli.main import main
-from megarl.cli.run_context import FAILURE_FILE, RunContext
+from megarl.cli.run_context import RunContext
 from megarl.config.load import dump_config
 from megarl.config.schema import (
     ActorConfig,
@@ -37,6 +37,7 @@ from megarl.controller.group import RayWorkerGroup
 from megarl.controller.register import register
 from megarl.controller.resource_pool import InsufficientResourcesError, RayResourcePool
 from megarl.controller.worker import RayClassWithInitArgs, Worker
+from megarl.tracking.run_files import FAILURE_FILE
 from tests import warm
 from tests.failure_pages import check_documented, documented_pages, last_page_of
 from tests.integration.tiny_run import save_inputs

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from megarl.cli import plot as command
-from megarl.tracking.plot import MetricsFileError, Points, _moving_average, _panels_with_data, plot_run, read_metrics
+from megarl.tracking.metrics_file import MetricsFileError, Points, read_metrics
+from megarl.tracking.plot import _moving_average, _panels_with_data, plot_run
 
 
 def _write(folder, *lines):
