@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 from rich.table import Table
 
@@ -21,11 +22,10 @@ from megarl.data.tokenizer import load_tokenizer
 from megarl.doctor.checked_config import load_checked
 from megarl.roles.rollout import TokenRules
 from megarl.roles.saved_models import ppo_models
-from megarl.roles.start import PPORoles, start_ppo
+from megarl.roles.start import start_ppo
 from megarl.trainers.evaluation import Evaluation
-from megarl.trainers.monitor import Monitor
 from megarl.trainers.ppo import PPOTrainer
-from megarl.trainers.resume import find_resume
+from megarl.trainers.resume import Resume, find_resume
 from megarl.workers.reward_model import Reading, conversation_encoder
 
 
@@ -34,13 +34,21 @@ def run(config_path: str, overrides: Sequence[str]) -> int:
     refuse_launched_ranks("train")
     config = load_checked(PPOConfig, config_path, overrides)
     with run_context_of(config) as context:
-        return _run(config, context)
+        resume = find_resume(config)
+        if is_complete(config, resume):
+            return 0
+        with open_ppo(config, context, resume) as (session, ppo):
+            with ppo.monitor:
+                ppo.fit()
+            if ppo.checkpoints.stopped_after is not None:
+                return say_stopped(session, ppo.checkpoints)
+            _finish(config, session, ppo)
+    return 0
 
 
-def _run(config: PPOConfig, context: RunContext) -> int:
-    resume = find_resume(config)
-    if is_complete(config, resume):
-        return 0
+@contextmanager
+def open_ppo(config: PPOConfig, context: RunContext, resume: Resume | None) -> Iterator[tuple[Session, PPOTrainer]]:
+    """The roles of a run and its trainer, in the state of `resume`; they end with the block."""
     try_functions(config.algorithm)
     models = {role.name: read_architecture(role.path, config.model.trust_remote_code) for role in model_roles(config)}
     tokenizer = load_tokenizer(config.model.path, config.model.trust_remote_code)
@@ -68,16 +76,12 @@ def _run(config: PPOConfig, context: RunContext) -> int:
         roles = start_ppo(config, models, rules, session.processes.device, session.processes.pools)
         saved = ppo_models(config, roles)
         load_checkpoint(session, config, saved, resume)
-        with open_monitor(session, config, "PPO", roles.groups, resume) as monitor:
-            checkpoints = open_checkpoints(session, config, saved, monitor, resume)
-            ppo = PPOTrainer(config, roles, loader, evaluation, monitor, checkpoints)
-            if resume is not None:
-                ppo.load_state_dict(resume.state)
-            ppo.fit()
-        if checkpoints.stopped_after is not None:
-            return say_stopped(session, checkpoints)
-        _finish(config, session, roles, monitor, checkpoints.seconds)
-    return 0
+        monitor = open_monitor(session, config, "PPO", roles.groups, resume)
+        checkpoints = open_checkpoints(session, config, saved, monitor, resume)
+        ppo = PPOTrainer(config, roles, loader, evaluation, monitor, checkpoints)
+        if resume is not None:
+            ppo.load_state_dict(resume.state)
+        yield session, ppo
 
 
 def _check_chats(config: PPOConfig, architecture: Architecture, data_sets: Mapping[str, PromptDataset]) -> None:
@@ -88,13 +92,13 @@ def _check_chats(config: PPOConfig, architecture: Architecture, data_sets: Mappi
         check_chats(encoder, (data_set[index] for index in range(len(data_set))))
 
 
-def _finish(config: PPOConfig, session: Session, roles: PPORoles, monitor: Monitor, seconds: float) -> None:
+def _finish(config: PPOConfig, session: Session, ppo: PPOTrainer) -> None:
     trainer = config.trainer
     folder = session.output_dir / "huggingface"
     if config.checkpoint.save_hf:
-        roles.actor.save_hf(folder, config.model.path)
+        ppo.roles.actor.save_hf(folder, config.model.path)
     samples = trainer.total_steps * trainer.prompts_per_step * config.rollout.n
-    scores = dict(monitor.validations)
+    scores, seconds = dict(ppo.monitor.validations), ppo.checkpoints.seconds
     summary = {
         "validation": {"before": scores.get(0), "after": scores.get(trainer.total_steps)},
         "steps": trainer.total_steps,

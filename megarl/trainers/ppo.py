@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -52,7 +52,13 @@ class PPOTrainer:
         )
 
     def fit(self) -> None:
-        """Trains up to `trainer.total_steps`; validates before, every so often, and at the end."""
+        """Trains up to `trainer.total_steps`."""
+        for step in self.steps():
+            self.monitor.record(self.train_step(next(self.prompts), step))
+
+    def steps(self) -> Iterator[int]:
+        """The numbers of the steps that are left; what is between two of them is the step. The first weights are pushed before; behind a
+        step comes what is due: validation, which is also made before the first and behind the last, a checkpoint, and its line."""
         trainer = self.config.trainer
         self.roles.weights.push()
         self.roles.drain_metrics()  # of the first push, which has waited for processes to start
@@ -60,7 +66,7 @@ class PPOTrainer:
             self._validate(0)
         for step in self.checkpoints.steps():
             with self.monitor.step(step):
-                self.monitor.record(self.train_step(next(self.prompts), step))
+                yield step
                 if step == trainer.total_steps or (trainer.validate_every_steps and step % trainer.validate_every_steps == 0):
                     self._validate(step)
                 self.checkpoints.save(step, self.state_dict)
@@ -92,28 +98,29 @@ class PPOTrainer:
         batch, scores, of_samples = self._sample(prompts, step)  # rollout.generate, and reward.score of what it gives
         batch = batch.union(*scores, actor.log_probs(batch), reference.log_probs(batch), critic.values(batch))
         with phase("adv"):
-            batch, of_advantages = self._add_advantages(batch)
+            batch, of_advantages = self.add_advantages(batch)
         updates = [critic.update(batch, step)]
         if step > self.config.trainer.critic_warmup_steps:
             updates.append(actor.update(batch, step))
             with phase("update_weights"):  # as soon as the actor's update is done
                 weights.push()
         results = gather(*updates)
-        self._keep_samples(batch, step)
 
-        parts = (of_samples, of_advantages, *results, self._batch_metrics(batch), roles.drain_metrics())
+        parts = (of_samples, of_advantages, *results, self.record_batch(batch, step), roles.drain_metrics())
         return {name: value for part in parts for name, value in part.items()}
 
-    def _add_advantages(self, batch: DataProto) -> tuple[DataProto, Metrics]:
+    def add_advantages(self, batch: DataProto) -> tuple[DataProto, Metrics]:
         """See correct_rollout and AdvantageStep."""
         batch, of_correction = correct_rollout(batch, self.config.algorithm.rollout_correction)
         batch, of_advantages = self._advantages(batch)
         return batch, of_correction | of_advantages
 
-    def _keep_samples(self, batch: DataProto, step: int) -> None:
-        """After the updates: nothing changes the batch while its rows are written in the background."""
+    def record_batch(self, batch: DataProto, step: int) -> Metrics:
+        """What a step shows of its samples, which are kept where that is due. After the updates: nothing may change the batch while its
+        rows are written in the background."""
         if self._rows.is_due(step):
             self.monitor.record_samples(step, lambda: self._rows.table(batch, step), self._rows.max_bytes)
+        return self._batch_metrics(batch)
 
     def _batch_metrics(self, batch: DataProto) -> Metrics:
         """Those of data_metrics and group_metrics; `actor/entropy`: of the policy that wrote the samples, in nats, a mean over the
