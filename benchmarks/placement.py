@@ -133,7 +133,7 @@ def started(config: PPOConfig):  # type: ignore[no-untyped-def]
         rules = TokenRules(pad_token_id=0, stop_token_ids=(), max_response_length=config.data.max_response_length)
         models = dict.fromkeys(("actor", "reference", "critic"), architecture)
         roles = start_ppo(config, models, rules, Device.cpu, pools)
-        data = PromptDataset(config.data.train_files, tokenizer, config.data.max_prompt_length, config.data.overlong)
+        data = PromptDataset(config.data.train_files, tokenizer, config.data)
         yield roles, next(BatchLoader(data, config.trainer.prompts_per_step, shuffle=False, seed=0))
     finally:
         shutdown()

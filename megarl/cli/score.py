@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 from megarl.config.load import load_config
 from megarl.config.schema import PPOConfig
-from megarl.data.tables import DataError, DataRow, read_rows, typed_value
+from megarl.data.tables import DataRow, read_rows, typed_value
 from megarl.rewards.scorer import RewardScorer, ScoreReport, ScoreRequest
 
 GOOD, FAILED = 0, 1
 _NUM_SHOWN = 5
 _NUM_CHARACTERS = 60
-_REQUIRED, _OPTIONAL = ("data_source",), ("uid", "response", "reward_model", "ground_truth", "extra_info")
+_COLUMNS = ("data_source", "uid", "response", "reward_model", "ground_truth", "extra_info")
 
 
 def run(config_path: str, overrides: Sequence[str], rows_path: str, of_ground_truth: bool) -> int:
@@ -25,7 +23,7 @@ def run(config_path: str, overrides: Sequence[str], rows_path: str, of_ground_tr
     Raises ConfigError, DataError for rows that have no response, and RewardFunctionError for functions that cannot be loaded.
     """
     reward = load_config(PPOConfig, config_path, overrides).reward
-    requests = [_request(row, of_ground_truth) for row in _rows(rows_path)]
+    requests = [_request(row, of_ground_truth) for row in read_rows([rows_path], (), _COLUMNS)]
     with RewardScorer(reward.functions, reward.time_limit_s, 1.0, reward.num_processes) as scorer:
         report = scorer.score(requests)
     _print(requests, report)
@@ -34,23 +32,6 @@ def run(config_path: str, overrides: Sequence[str], rows_path: str, of_ground_tr
     failed = f"{len(report.errors)} of {len(requests)} rows failed"
     print(f"{failed}, more than reward.max_error_rate={reward.max_error_rate:g} allows: a run would end")
     return FAILED
-
-
-def _rows(path: str) -> Iterator[DataRow]:
-    if not path.endswith(".jsonl"):
-        yield from read_rows([path], _REQUIRED, _OPTIONAL)
-        return
-    if not Path(path).is_file():
-        raise DataError(f"{path}: there is no such file; give a .parquet or a .jsonl, such as a run's generations.jsonl")
-    with Path(path).open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines):
-            try:
-                values = json.loads(line)
-            except ValueError as error:
-                raise DataError(f"{path}, line {number + 1}: is not JSON ({error})") from error
-            if not isinstance(values, dict):
-                raise DataError(f"{path}, line {number + 1}: is {type(values).__name__}, expected an object such as {{'response': '5'}}")
-            yield DataRow(path, number, values)
 
 
 def _request(row: DataRow, of_ground_truth: bool) -> ScoreRequest:

@@ -10,7 +10,7 @@ from megarl.cli.run_context import RunContext, run_context_of
 from megarl.cli.session import open_monitor, open_session, report_filtered, write_summary
 from megarl.config.architecture import read_architecture
 from megarl.config.schema import SFTConfig
-from megarl.data.loader import BatchLoader
+from megarl.data.loader import BatchLoader, parts_of
 from megarl.data.sft import SFTDataset
 from megarl.data.tokenizer import load_tokenizer
 from megarl.doctor.checked_config import load_checked
@@ -35,9 +35,10 @@ def _run(config: SFTConfig, context: RunContext) -> int:
     architecture = read_architecture(config.model.path, config.model.trust_remote_code)
     tokenizer = load_tokenizer(config.model.path, config.model.trust_remote_code)
     data, trainer = config.data, config.trainer
-    train = SFTDataset(data.train_files, tokenizer, data.max_length, data.overlong)
-    loader = BatchLoader(train, trainer.samples_per_step, shuffle=data.shuffle, seed=data.seed)
-    held_out = SFTDataset(data.val_files, tokenizer, data.max_length, data.overlong) if data.val_files else None
+    train = SFTDataset(data.train_files, tokenizer, data)
+    parts = parts_of(data.train_files, data.train_weights, train.row_files)
+    loader = BatchLoader(train, trainer.samples_per_step, shuffle=data.shuffle, seed=data.seed, parts=parts)
+    held_out = SFTDataset(data.val_files, tokenizer, data) if data.val_files else None
 
     if resume is not None:
         loader.load_state_dict(resume.state["data"])  # other data are refused before a process is started

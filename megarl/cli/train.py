@@ -16,7 +16,7 @@ from megarl.config.architecture import Architecture, read_architecture
 from megarl.config.roles import REWARD_MODEL, model_roles
 from megarl.config.schema import PPOConfig
 from megarl.data.conversations import check_chats
-from megarl.data.loader import BatchLoader
+from megarl.data.loader import BatchLoader, parts_of
 from megarl.data.prompts import PromptDataset
 from megarl.data.tokenizer import load_tokenizer
 from megarl.doctor.checked_config import load_checked
@@ -58,11 +58,12 @@ def open_ppo(config: PPOConfig, context: RunContext, resume: Resume | None) -> I
         max_response_length=config.data.max_response_length,
     )
     data, trainer = config.data, config.trainer
-    train = PromptDataset(data.train_files, tokenizer, data.max_prompt_length, data.overlong)
-    loader = BatchLoader(train, trainer.prompts_per_step, shuffle=data.shuffle, seed=data.seed)
+    train = PromptDataset(data.train_files, tokenizer, data)
+    parts = parts_of(data.train_files, data.train_weights, train.row_files)
+    loader = BatchLoader(train, trainer.prompts_per_step, shuffle=data.shuffle, seed=data.seed, parts=parts)
     data_sets, evaluation = {"data.train_files": train}, None
     if data.val_files:
-        held_out = PromptDataset(data.val_files, tokenizer, data.max_prompt_length, data.overlong)
+        held_out = PromptDataset(data.val_files, tokenizer, data)
         data_sets["data.val_files"] = held_out
         evaluation = Evaluation(held_out, config.rollout.validation, trainer.prompts_per_step, config.tracking.log_generations)
 

@@ -8,11 +8,13 @@ this module has never heard of, because a model that is silently wrong costs mor
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from megarl.config.errors import ConfigError
+from megarl.config.json_file import read_json_object
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,6 +121,8 @@ _ROPE_FIELDS = {
 _DEFAULT_ROPE_THETA = 10000.0  # transformers', for all three families
 
 _REQUIRED: Any = object()
+_LARGEST = 1e15  # of any number in a config.json
+_LARGEST_EPS = 0.01  # beside a mean square of about 1; models have 1e-5 or 1e-6
 
 
 @dataclass
@@ -133,15 +137,17 @@ class _Reader:
         self.seen.add(name)
         return self.fields.get(name)
 
-    def number(self, name: str, kind: type[int] | type[float], default: Any = _REQUIRED) -> Any:
-        """A positive int or float, or `default` where the JSON has none or null."""
+    def number(self, name: str, kind: type[int] | type[float], default: Any = _REQUIRED, at_most: float = _LARGEST) -> Any:
+        """A positive int or float of at most `at_most`, or `default` where the JSON has none or null."""
         value = self.take(name)
         if value is None and default is not _REQUIRED:
             return default
         if value is None:
             self.problems.append(f"field {name!r} is missing")
-        elif isinstance(value, bool) or not isinstance(value, int | kind) or value <= 0:
+        elif isinstance(value, bool) or not isinstance(value, int | kind) or not 0 < value < math.inf:  # a NaN is in no range
             self.problems.append(f"field {name!r} is {value!r}, but must be a positive {'integer' if kind is int else 'number'}")
+        elif value > at_most:
+            self.problems.append(f"field {name!r} is {value!r}, which no model has; it must be at most {at_most:g}")
         else:
             return kind(value)
         return kind(1)  # any value: the problem is reported before an Architecture is made
@@ -182,12 +188,9 @@ def _read_json(file: Path) -> dict[str, Any]:
         reason = "the folder has no such file" if file.parent.is_dir() else f"there is no folder {str(file.parent)!r}"
         raise ConfigError(str(file), [f"{reason}; a model is a local Hugging Face folder (config.json, safetensors, tokenizer)"])
     try:
-        fields = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:  # JSONDecodeError and UnicodeDecodeError
-        raise ConfigError(str(file), [f"is not JSON: {error}"]) from error
-    if not isinstance(fields, dict):
-        raise ConfigError(str(file), [f"must hold a JSON object, not {type(fields).__name__}"])
-    return fields
+        return read_json_object(file)
+    except (OSError, ValueError) as error:
+        raise ConfigError(str(file), [str(error)]) from error
 
 
 def _read_family(reader: _Reader, model_type: str, family: _Family) -> Architecture:
@@ -218,7 +221,7 @@ def _read_family(reader: _Reader, model_type: str, family: _Family) -> Architect
         head_dim=head_dim,
         vocab_size=reader.number("vocab_size", int),
         max_position_embeddings=max_position_embeddings,
-        rms_norm_eps=reader.number("rms_norm_eps", float),
+        rms_norm_eps=reader.number("rms_norm_eps", float, at_most=_LARGEST_EPS),
         rope_theta=rope_theta,
         rope_scaling=rope_scaling,
         tie_word_embeddings=reader.flag("tie_word_embeddings"),

@@ -67,12 +67,15 @@ def _fits(schema: type, path: str) -> bool:
 
 def _unusable_texts(config: Any) -> Iterator[str]:
     """Texts that nothing can be called, so that a file cannot even be looked for; and another language's word for null."""
-    for key, value, _ in leaves(config):
+    for key, value, _, is_prose in leaves(config):
         for text in value if isinstance(value, list) else [value]:
             if not isinstance(text, str) or isinstance(text, Enum):
                 continue
             if text == "None":
                 yield f"{key}: is the text 'None'; write null for nothing"
+            elif is_prose:
+                if any("\ud800" <= character <= "\udfff" for character in text):
+                    yield f"{key}: has half of a character (a lone surrogate), which no tokenizer can read; remove it"
             elif not text.isprintable() or len(text) > _LONGEST_TEXT or any(len(part.encode()) > _LONGEST_NAME for part in text.split("/")):
                 shown = f"{text[:40]!r}..." if len(text) > 40 else repr(text)
                 yield f"{key}: is {shown}, which has characters that cannot be printed, or is longer than the name of a file can be"

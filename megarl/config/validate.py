@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import tempfile
 from collections.abc import Callable
 from math import lcm
 from pathlib import Path
 
-from megarl.config import algorithm_rules, reward_rules, rollout_rules
+from megarl.config import algorithm_rules, data_rules, reward_rules, rollout_rules
 from megarl.config.architecture import Architecture, read_architecture
 from megarl.config.derive import max_row_tokens, samples_per_step, updates_per_pass
 from megarl.config.errors import ConfigError
@@ -44,7 +43,13 @@ def validate(config: RunConfig, with_files: bool = True) -> list[Violation]:
     """
     violations = list(_ranges(config))
     broken = {key for violation in violations for key in violation.keys}
-    for rule in (_optim, _train_files, _layers, *((absent_files, _weights, _tracking, _folders, _checkpoint) if with_files else ())):
+    for rule in (
+        _optim,
+        data_rules.train_files,
+        data_rules.columns,
+        _layers,
+        *((absent_files, _weights, _tracking, _folders, _checkpoint) if with_files else ()),
+    ):
         violations += rule(config)
     if isinstance(config, PPOConfig):
         for needed, ppo_rule in _PPO_RULES:
@@ -78,7 +83,7 @@ def read_architectures(config: RunConfig) -> tuple[dict[str, Architecture], list
 
 
 def _ranges(config: RunConfig) -> Violations:
-    for key, value, allowed in leaves(config):
+    for key, value, allowed, _ in leaves(config):
         if isinstance(value, int | float) and value not in allowed:
             yield Violation((key,), allowed.explain(value))
 
@@ -96,21 +101,17 @@ def _optim(config: RunConfig) -> Violations:
 
 def absent_files(config: RunConfig) -> Violations:
     """Files of data and of reward functions that are not on this machine."""
-    files = [(f"data.{kind}_files", path) for kind in ("train", "val") for path in getattr(config.data, f"{kind}_files")]
+    for kind in ("train", "val"):
+        for path in getattr(config.data, f"{kind}_files"):
+            if problem := data_rules.unusable(path):
+                yield Violation((f"data.{kind}_files",), problem)
+    programs: list[tuple[str, str]] = []
     if isinstance(config, PPOConfig):
-        files += [(f"reward.functions[{index}].path", function.path) for index, function in enumerate(config.reward.functions)]
-        files += [(key, reference.rpartition(":")[0]) for key, reference in algorithm_rules.function_references(config)]
-    for key, path in files:
-        if os.path.isdir(path):
-            yield Violation((key,), f"{path!r} is a folder; name the files in it, each by itself")
-        elif not os.path.isfile(path):  # False also of what this user may not look at, of which Path's own raises
-            pattern = "; patterns are not spread out, so name each file" if set(path) & set("*?[") else ""
-            yield Violation((key,), f"there is no file {path!r} (the current directory is {Path.cwd()}){pattern}")
-
-
-def _train_files(config: RunConfig) -> Violations:
-    if not config.data.train_files:
-        yield Violation(("data.train_files",), "is empty; name at least one parquet file")
+        programs += [(f"reward.functions[{index}].path", function.path) for index, function in enumerate(config.reward.functions)]
+        programs += [(key, reference.rpartition(":")[0]) for key, reference in algorithm_rules.function_references(config)]
+    for key, path in programs:
+        if problem := data_rules.no_file(path):
+            yield Violation((key,), problem)
 
 
 def _weights(config: RunConfig) -> Violations:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from itertools import accumulate
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from megarl.batch.data_proto import DataProto
+from megarl.data.files import DataError
 
 
 class RowSource(Protocol):
@@ -21,27 +23,56 @@ class RowSource(Protocol):
     def batch(self, indices: Sequence[int], uids: Sequence[str]) -> DataProto: ...
 
 
+class Part(NamedTuple):
+    """Rows of a data set that follow each other, and their share of what is served, relative to the other parts'."""
+
+    num_rows: int
+    weight: float
+
+
+def parts_of(files: Sequence[str], weights: Sequence[float], row_files: Sequence[str]) -> list[Part]:
+    """A part for each file; without weights, none. `row_files`: the file of each row of a data set, in order.
+
+    Raises DataError for a file of which no row is left.
+    """
+    if not weights:
+        return []
+    parts = [Part(row_files.count(file), weight) for file, weight in zip(files, weights, strict=True)]
+    if empty := [file for file, part in zip(files, parts, strict=True) if part.num_rows == 0]:
+        raise DataError(
+            f"{empty[0]}: no row is left of it, so it can have no share; leave it out of data.train_files and data.train_weights"
+        )
+    return parts
+
+
 class BatchLoader:
     """Serves `batch_size` rows at a time, for ever. Each epoch serves every row once; a batch may run across the end of an epoch,
     so no row is dropped and all batches are full.
 
-    The order of an epoch is a function of seed and epoch alone, so the whole state is the number of rows served. The uid of a
-    row is `epoch-row`: a row that comes twice in one batch (a small data set) counts as two prompts.
+    With `parts` each of them has epochs of its own, and the next row is one of the part that is furthest behind its share, so any
+    stretch of rows is as near to the shares as whole rows can be.
+
+    The order of an epoch is a function of seed and epoch alone, and the order of parts one of the weights, so the whole state is the
+    number of rows served of each part. The uid of a row is `epoch-row`: a row that comes twice in one batch (a small data set) counts as
+    two prompts.
     """
 
-    def __init__(self, dataset: RowSource, batch_size: int, *, shuffle: bool, seed: int) -> None:
+    def __init__(self, dataset: RowSource, batch_size: int, *, shuffle: bool, seed: int, parts: Sequence[Part] = ()) -> None:
         if batch_size < 1:
             raise ValueError(f"batch_size={batch_size} must be at least 1")
         self._dataset = dataset
         self._batch_size = batch_size
         self._shuffle = shuffle
         self._seed = seed
-        self._num_served = 0
+        self._parts = list(parts) or [Part(len(dataset), 1.0)]
+        self._starts = [0, *accumulate(part.num_rows for part in self._parts)]
+        self._num_served = [0] * len(self._parts)
+        self._orders: dict[int, tuple[int, list[int]]] = {}  # of each part: its epoch, and that epoch's order
 
     @property
     def epoch(self) -> int:
-        """Whole passes that were served."""
-        return self._num_served // len(self._dataset)
+        """Whole passes over all rows that were served."""
+        return min(served // part.num_rows for served, part in zip(self._num_served, self._parts, strict=True))
 
     def __iter__(self) -> Iterator[DataProto]:
         return self
@@ -51,40 +82,55 @@ class BatchLoader:
 
     def take(self, num_wanted: int) -> DataProto:
         """The next `num_wanted` rows, which a step may need beside its batch."""
-        num_rows = len(self._dataset)
         indices: list[int] = []
         uids: list[str] = []
-        while len(indices) < num_wanted:
-            epoch, start = divmod(self._num_served + len(indices), num_rows)
-            part = self._order(epoch)[start : start + num_wanted - len(indices)]
-            indices += part
-            uids += [f"{epoch}-{index}" for index in part]
-        self._num_served += num_wanted
+        for _ in range(num_wanted):
+            number = self._furthest_behind()
+            epoch, place = divmod(self._num_served[number], self._parts[number].num_rows)
+            index = self._starts[number] + self._order(number, epoch)[place]
+            indices.append(index)
+            uids.append(f"{epoch}-{index}")
+            self._num_served[number] += 1
         return self._dataset.batch(indices, uids)
 
-    def _order(self, epoch: int) -> list[int]:
-        if not self._shuffle:
-            return list(range(len(self._dataset)))
-        return np.random.default_rng([self._seed, epoch]).permutation(len(self._dataset)).tolist()
+    def _furthest_behind(self) -> int:
+        """The part whose next row is due first, where the rows of weight w are due at (1/2)/w, (3/2)/w, ... The first of equals."""
+        due = [(served + 0.5) / part.weight for served, part in zip(self._num_served, self._parts, strict=True)]
+        return due.index(min(due))
+
+    def _order(self, number: int, epoch: int) -> list[int]:
+        """Of the rows of a part, which are numbered from 0."""
+        if self._orders.get(number, (None,))[0] != epoch:
+            num_rows = self._parts[number].num_rows
+            chance = np.random.default_rng([self._seed, epoch, number])
+            order = chance.permutation(num_rows) if self._shuffle else np.arange(num_rows)
+            self._orders[number] = epoch, order.tolist()
+        return self._orders[number][1]
 
     def state_dict(self) -> dict[str, Any]:
-        return {"num_served": self._num_served, **self._identity()}
+        return {"num_served": list(self._num_served), **self._identity()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues with the row after the last one served; the batch size may be another.
 
-        Raises ValueError where the rows, the seed or `shuffle` differ: the order would not be the one that was begun.
+        Raises ValueError where the rows, the weights, the seed or `shuffle` differ: the order would not be the one that was begun.
         """
         for name, now in self._identity().items():
             if state[name] != now:
                 raise ValueError(
                     f"cannot resume the data: the checkpoint was written with {name}={state[name]}, this run has {now}; "
-                    "use the same data files, data.seed and data.shuffle, or start without resuming"
+                    "use the same data files, data.train_weights, data.seed and data.shuffle, or start without resuming"
                 )
-        self._num_served = state["num_served"]
+        self._num_served = list(state["num_served"])
 
     def _identity(self) -> dict[str, Any]:
-        return {"num_rows": len(self._dataset), "rows": self._dataset.fingerprint, "shuffle": self._shuffle, "seed": self._seed}
+        return {
+            "num_rows": len(self._dataset),
+            "rows": self._dataset.fingerprint,
+            "parts": [list(part) for part in self._parts],
+            "shuffle": self._shuffle,
+            "seed": self._seed,
+        }
 
 
 def one_pass(dataset: RowSource, batch_size: int) -> Iterator[DataProto]:

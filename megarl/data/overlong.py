@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from typing import NamedTuple, TypeVar
 
 from megarl.config.schema import Overlong
-from megarl.data.tables import DataError, DataRow
+from megarl.data.files import DataError
+from megarl.data.tables import DataRow
 
 logger = logging.getLogger(__name__)
 Item = TypeVar("Item")

@@ -1,22 +1,23 @@
-"""The prompts of a run: parquet rows as verl users have them, rendered to token ids once, at the start."""
+"""The prompts of a run: rows with the columns that users of verl have, or others, rendered to token ids once, at the start."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from megarl.batch.data_proto import DataProto
-from megarl.config.schema import Overlong
+from megarl.config.schema import DataConfig, PromptColumnsConfig
+from megarl.data.files import DataError
 from megarl.data.fingerprint import Fingerprint
 from megarl.data.overlong import Measured, keep_within
 from megarl.data.padding import pad_left
-from megarl.data.tables import DataError, DataRow, chat_messages, read_rows, typed_value
-from megarl.data.tokenizer import render_chat
+from megarl.data.tables import DataRow, chat_messages, read_rows, typed_value
+from megarl.data.tokenizer import render_whole
 
-REQUIRED, OPTIONAL = ("prompt", "data_source", "reward_model"), ("extra_info",)  # columns
 GROUND_TRUTH_EXAMPLE = "{'style': 'rule', 'ground_truth': '5'}"
 
 
@@ -30,21 +31,24 @@ class Prompt:
 
 
 class PromptDataset:
-    """Columns: `prompt` (chat messages), `data_source` (str), `reward_model` ({style, ground_truth}), and `extra_info` (a dict),
-    which may be absent. The chat is rendered by the tokenizer's template, opened for the assistant's answer.
+    """The rows of `files`, read as `data` says: `prompt` (chat messages, or a text), `data_source` (str), `reward_model`
+    ({style, ground_truth}), and `extra_info` (a dict), which may be absent, each in the column that `data.columns` names. The chat is
+    rendered by the tokenizer's template, opened for the assistant's answer.
 
     `num_filtered` counts the rows left out as too long. Raises DataError for a row that cannot be used.
     """
 
-    def __init__(self, files: Sequence[str], tokenizer: PreTrainedTokenizerBase, max_prompt_length: int, overlong: Overlong) -> None:
+    def __init__(self, files: Sequence[str], tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> None:
         self._pad_id = tokenizer.pad_token_id
-        self._width = max_prompt_length
+        self._width = data.max_prompt_length
         prompts, measured = [], []
-        for row in read_rows(files, required=REQUIRED, optional=OPTIONAL):
-            prompt = read_prompt(row, tokenizer)
+        for row in read_prompt_rows(files, data.columns):
+            prompt = read_prompt(row, tokenizer, data)
             prompts.append(prompt)
             measured.append(Measured.of(row, len(prompt.token_ids)))
-        self._prompts = keep_within(prompts, measured, max_prompt_length, "data.max_prompt_length", overlong)
+        kept = keep_within(range(len(prompts)), measured, data.max_prompt_length, "data.max_prompt_length", data.overlong)
+        self._prompts = [prompts[index] for index in kept]
+        self.row_files = [measured[index].file for index in kept]
         self.num_filtered = len(prompts) - len(self._prompts)
         fingerprint = Fingerprint()
         for prompt in self._prompts:
@@ -74,23 +78,37 @@ class PromptDataset:
         )
 
 
-def read_prompt(row: DataRow, tokenizer: PreTrainedTokenizerBase) -> Prompt:
-    """Of a row with the columns of PromptDataset. Raises DataError for one that cannot be used."""
-    messages = chat_messages(row, "prompt")
-    reward_model = typed_value(row, "reward_model", dict, GROUND_TRUTH_EXAMPLE)
-    if "ground_truth" not in reward_model:
-        raise row.error("reward_model", f"it has no 'ground_truth', only {sorted(reward_model)}; expected {GROUND_TRUTH_EXAMPLE}")
-    extra_info = {} if row.values.get("extra_info") is None else typed_value(row, "extra_info", dict, "{'index': 0}")
+def read_prompt_rows(files: Sequence[str], columns: PromptColumnsConfig) -> Iterator[DataRow]:
+    """With the columns of PromptDataset. Raises DataError, see `read_rows`."""
+    answers = columns.reward_model if columns.ground_truth is None else columns.ground_truth
+    required = [name for name in (columns.prompt, columns.data_source, answers) if name is not None]
+    optional = [columns.extra_info]
+    if columns.extra_info != PromptColumnsConfig().extra_info:  # who names a column has one
+        required, optional = [*required, *optional], []
+    hint = "; data.columns says which columns are read, such as data.columns.ground_truth=answer, and data_source=null for none"
+    return read_rows(files, required, optional, hint)
+
+
+def read_prompt(row: DataRow, tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> Prompt:
+    """Of a row of `read_prompt_rows`. Raises DataError for one that cannot be used."""
+    columns = data.columns
+    messages = chat_messages(row, columns.prompt, data.system_prompt)
+    if messages[-1]["role"] == "assistant":
+        problem = "the last message is the assistant's, and the answer to it would be a second one"
+        raise row.error(columns.prompt, f"{problem}; end the prompt with what is to be answered")
+    if columns.ground_truth is None:
+        reward_model = typed_value(row, columns.reward_model, dict, GROUND_TRUTH_EXAMPLE)
+        if "ground_truth" not in reward_model:
+            problem = f"it has no 'ground_truth', only {sorted(reward_model)}; expected {GROUND_TRUTH_EXAMPLE}"
+            raise row.error(columns.reward_model, problem)
+    else:
+        reward_model = {"style": "rule", "ground_truth": row.values[columns.ground_truth]}
+    extra_info = {} if row.values.get(columns.extra_info) is None else typed_value(row, columns.extra_info, dict, "{'index': 0}")
+    source = Path(row.file).stem if columns.data_source is None else typed_value(row, columns.data_source, str, "'openai/gsm8k'")
     try:
-        token_ids = render_chat(tokenizer, messages, for_generation=True)
+        token_ids = render_whole(tokenizer, messages, data.lossy, for_generation=True)
     except ValueError as error:
-        raise row.error("prompt", str(error)) from error
+        raise row.error(columns.prompt, str(error)) from error
     if not token_ids:
         raise DataError(f"{row.file}, row {row.number}: the chat template renders the prompt to no token at all")
-    return Prompt(
-        token_ids=tuple(token_ids),
-        messages=messages,
-        data_source=typed_value(row, "data_source", str, "'openai/gsm8k'"),
-        reward_model=reward_model,
-        extra_info=extra_info,
-    )
+    return Prompt(token_ids=tuple(token_ids), messages=messages, data_source=source, reward_model=reward_model, extra_info=extra_info)

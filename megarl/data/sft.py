@@ -5,20 +5,18 @@ The keys are those of RL batches, so an engine sees one format: the loss is on `
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
 from megarl.batch.data_proto import DataProto
-from megarl.config.schema import Overlong
+from megarl.config.schema import ChatColumnsConfig, SFTDataConfig
 from megarl.data.fingerprint import Fingerprint
 from megarl.data.overlong import Measured, keep_within
 from megarl.data.padding import join, pad_left, pad_right
-from megarl.data.tables import DataRow, chat_messages, read_rows
-from megarl.data.tokenizer import render_chat
-
-REQUIRED = ("messages",)  # columns
+from megarl.data.tables import DataRow, chat_messages, read_rows, typed_value
+from megarl.data.tokenizer import render_chat, render_whole
 
 
 class Example(NamedTuple):
@@ -27,19 +25,22 @@ class Example(NamedTuple):
 
 
 class SFTDataset:
-    """Column `messages`: a chat whose last message is the assistant's. `max_length` bounds prompt and response together.
+    """The chats of `files`, read as `data` says: the last message is the assistant's, and what is trained. `max_length` bounds prompt
+    and response together.
 
     `num_filtered` counts the rows left out as too long. Raises DataError for a row that cannot be used.
     """
 
-    def __init__(self, files: Sequence[str], tokenizer: PreTrainedTokenizerBase, max_length: int, overlong: Overlong) -> None:
+    def __init__(self, files: Sequence[str], tokenizer: PreTrainedTokenizerBase, data: SFTDataConfig) -> None:
         self._pad_id = tokenizer.pad_token_id
         examples, measured = [], []
-        for row in read_rows(files, required=REQUIRED):
-            example = read_example(row, tokenizer)
+        for row in read_chat_rows(files, data.columns):
+            example = read_example(row, tokenizer, data)
             examples.append(example)
             measured.append(Measured.of(row, len(example.prompt_ids) + len(example.response_ids)))
-        self._examples = keep_within(examples, measured, max_length, "data.max_length", overlong)
+        kept = keep_within(range(len(examples)), measured, data.max_length, "data.max_length", data.overlong)
+        self._examples = [examples[index] for index in kept]
+        self.row_files = [measured[index].file for index in kept]
         self.num_filtered = len(examples) - len(self._examples)
         fingerprint = Fingerprint()
         for example in self._examples:
@@ -62,22 +63,39 @@ class SFTDataset:
         return DataProto.from_dict(tensors=tensors, non_tensors={"uid": list(uids)})
 
 
-def read_example(row: DataRow, tokenizer: PreTrainedTokenizerBase) -> Example:
-    messages = chat_messages(row, "messages")
+def read_chat_rows(files: Sequence[str], columns: ChatColumnsConfig) -> Iterator[DataRow]:
+    """With the columns of SFTDataset. Raises DataError, see `read_rows`."""
+    two = [name for name in (columns.prompt, columns.answer) if name is not None]
+    hint = "; data.columns says which columns are read, such as {prompt: question, answer: answer}"
+    return read_rows(files, two or [columns.messages], hint=hint)
+
+
+def _chat(row: DataRow, data: SFTDataConfig) -> tuple[str, list[dict[str, Any]]]:
+    """The column that messages about it name, and the chat with its answer."""
+    columns = data.columns
+    if columns.prompt is None or columns.answer is None:
+        return columns.messages, chat_messages(row, columns.messages, data.system_prompt)
+    answer = {"role": "assistant", "content": typed_value(row, columns.answer, str, "'The sum is 5.'")}
+    return columns.prompt, [*chat_messages(row, columns.prompt, data.system_prompt), answer]
+
+
+def read_example(row: DataRow, tokenizer: PreTrainedTokenizerBase, data: SFTDataConfig) -> Example:
+    """Of a row of `read_chat_rows`. Raises DataError for one that cannot be used."""
+    column, messages = _chat(row, data)
     if len(messages) < 2 or messages[-1]["role"] != "assistant":
         roles = [message["role"] for message in messages]
-        raise row.error("messages", f"the roles are {roles}; a row needs a prompt and, as its last message, the assistant's answer")
+        raise row.error(column, f"the roles are {roles}; a row needs a prompt and, as its last message, the assistant's answer")
     try:
         prompt_ids = render_chat(tokenizer, messages[:-1], for_generation=True)
-        full_ids = render_chat(tokenizer, messages, for_generation=False)
+        full_ids = render_whole(tokenizer, messages, data.lossy, for_generation=False)
     except ValueError as error:
-        raise row.error("messages", str(error)) from error
+        raise row.error(column, str(error)) from error
     if full_ids[: len(prompt_ids)] != prompt_ids:
-        raise row.error("messages", _not_a_prefix(tokenizer, prompt_ids, full_ids))
+        raise row.error(column, _not_a_prefix(tokenizer, prompt_ids, full_ids))
     answer_ids = full_ids[len(prompt_ids) :]
     if tokenizer.eos_token_id not in answer_ids:
         raise row.error(
-            "messages",
+            column,
             f"the rendered answer {tokenizer.decode(answer_ids)[-60:]!r} does not hold the end token {tokenizer.eos_token!r}, so the model "
             "would not learn to stop; set the tokenizer's eos_token to what its chat template ends an answer with",
         )

@@ -1,20 +1,14 @@
-"""Reading data sets: rows of parquet files, with errors that say which file, row and column is wrong and what to do."""
+"""Rows of data sets with the columns that somebody needs, and errors that say which file, row and column is wrong and what to do."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
-import pyarrow
-import pyarrow.parquet
+from megarl.data.files import DataError, open_file
 
 ROLES = ("system", "user", "assistant", "tool")
-
-
-class DataError(ValueError):
-    """A data file cannot be used as it is; the message names the file and, where there is one, the row and column."""
 
 
 class DataRow(NamedTuple):
@@ -26,46 +20,47 @@ class DataRow(NamedTuple):
         return DataError(f"{self.file}, row {self.number}, column {column!r}: {problem}")
 
 
-def read_rows(files: Sequence[str], required: Sequence[str], optional: Sequence[str] = ()) -> Iterator[DataRow]:
+def read_rows(files: Sequence[str], required: Sequence[str], optional: Sequence[str] = (), hint: str = "") -> Iterator[DataRow]:
     """Rows of all files in their order, with the named columns; an optional column that is absent is left out.
 
-    Raises DataError for a file that is absent, not parquet, without rows, or without a required column.
+    Raises DataError for a file that is absent, of no known format, damaged, without rows, or without a required column, and for a row
+    of JSON lines without one. `hint`: what else can be done about a column that is missing.
     """
     if not files:
-        raise DataError("no data file is given; set data.train_files to a list of parquet files")
+        raise DataError("no data file is given; set data.train_files to a list of files")
     for file in files:
-        parquet = _open(file)
-        columns = parquet.schema_arrow.names
-        for name in required:
-            if name not in columns:
-                near = difflib.get_close_matches(name, columns, n=1)
-                hint = f"rename {near[0]!r}" if near else "add it"
-                raise DataError(f"{file}: column {name!r} is missing; the file has {columns}. Each row needs {list(required)}: {hint}")
-        if parquet.metadata.num_rows == 0:
+        opened = open_file(file, (*required, *optional))
+        _refuse_absent(file, required, opened.columns, hint)
+        number = -1
+        for number, values in enumerate(opened.rows):
+            row = DataRow(file, number, values)
+            if absent := [name for name in required if name not in values]:
+                raise row.error(absent[0], f"is missing; the row has {list(values)}")
+            yield row
+        if number < 0:
             raise DataError(f"{file}: the file has no rows; leave it out of the list or write it again")
-        number = 0
-        for batch in parquet.iter_batches(columns=[name for name in (*required, *optional) if name in columns]):
-            for values in batch.to_pylist():
-                yield DataRow(file, number, values)
-                number += 1
 
 
-def _open(file: str) -> pyarrow.parquet.ParquetFile:
-    if not Path(file).is_file():
-        raise DataError(f"{file}: there is no such file (looked in {Path(file).absolute().parent}); give the path of a parquet file")
-    try:
-        return pyarrow.parquet.ParquetFile(file)
-    except pyarrow.ArrowInvalid as error:
-        raise DataError(f"{file}: not a parquet file ({error}); convert it, for example with pandas.DataFrame.to_parquet") from error
+def _refuse_absent(file: str, required: Sequence[str], columns: Sequence[str], hint: str) -> None:
+    for name in required:
+        if columns and name not in columns:
+            near = difflib.get_close_matches(name, columns, n=1)
+            said = f"rename {near[0]!r}" if near else "add it"
+            raise DataError(
+                f"{file}: column {name!r} is missing; the file has {list(columns)}. Each row needs {list(required)}: {said}{hint}"
+            )
 
 
-def chat_messages(row: DataRow, column: str) -> list[dict[str, Any]]:
-    """The row's messages, each a dict with `role` and `content` as strings. Fields that are null, as parquet fills them where
-    only other messages have them, are dropped. Raises DataError for anything else."""
+def chat_messages(row: DataRow, column: str, system_prompt: str | None = None) -> list[dict[str, Any]]:
+    """The row's messages, each a dict with `role` and `content` as strings. A text is one message of the user. `system_prompt` comes
+    before a chat that begins with none of its own. Fields that are null, as parquet fills them where only other messages have them, are
+    dropped. Raises DataError for anything else."""
     example = "[{'role': 'user', 'content': 'What is 2 + 3?'}]"
     messages = row.values[column]
+    if isinstance(messages, str):
+        messages = [{"role": "user", "content": messages}]
     if not isinstance(messages, list):
-        raise row.error(column, f"found {_show(messages)}, expected a list of chat messages such as {example}")
+        raise row.error(column, f"found {_show(messages)}, expected a text or a list of chat messages such as {example}")
     if not messages:
         raise row.error(column, f"the list of messages is empty, expected at least one, such as {example}")
     for index, message in enumerate(messages):
@@ -73,7 +68,21 @@ def chat_messages(row: DataRow, column: str) -> list[dict[str, Any]]:
             raise row.error(column, f"message {index} is {_show(message)}, expected role and content as strings, such as {example}")
         if message.get("role") not in ROLES:
             raise row.error(column, f"message {index} has role {message.get('role')!r}, expected one of {list(ROLES)}")
+        if not _is_unicode(message["content"]):
+            raise row.error(column, f"message {index} has half of a character (a lone surrogate), which no tokenizer can read; remove it")
+    if not any(message["content"].strip() for message in messages):
+        raise row.error(column, "all of its messages are empty; give the model something to answer")
+    if system_prompt is not None and messages[0]["role"] != "system":
+        messages = [{"role": "system", "content": system_prompt}, *messages]
     return [{key: value for key, value in message.items() if value is not None} for message in messages]
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def typed_value(row: DataRow, column: str, kind: type, example: str) -> Any:

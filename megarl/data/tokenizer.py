@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import unicodedata
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -9,44 +10,141 @@ from typing import TYPE_CHECKING, Any
 from jinja2 import TemplateError
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from megarl.config.json_file import read_json_object
+from megarl.config.schema import LossyText
+from megarl.data.files import one_line
+
 if TYPE_CHECKING:
     from torch import Tensor
+
+_JSON_FILES = ("tokenizer_config.json", "tokenizer.json", "special_tokens_map.json", "added_tokens.json")
 
 
 def load_tokenizer(path: str, trust_remote_code: bool = False, key: str = "model.path") -> PreTrainedTokenizerBase:
     """The tokenizer in a local folder, with an end token, a chat template and a pad token. `key`: what names the folder, for messages.
 
     Without a pad token the end token takes its place: every mask is explicit here, so the padding's id has no meaning.
-    Raises ValueError for a folder without a tokenizer, an end token or a chat template.
+    Raises ValueError for a folder without a tokenizer, an end token or a chat template, for a tokenizer without a vocabulary, and for
+    one with tokens that the model in the folder does not have.
     """
     if not Path(path).is_dir():
         raise ValueError(f"{key}={path!r} is not a folder; download the model first, for example with `hf download NAME --local-dir DIR`")
+    for name in _JSON_FILES:
+        try:
+            if (Path(path) / name).is_file():
+                read_json_object(Path(path) / name)
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{key}={path!r}: the folder's tokenizer cannot be loaded; copy its {name} again: it {error}") from error
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code, local_files_only=True)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{key}={path!r}: the folder's tokenizer cannot be loaded; copy the tokenizer's files into it: {error}") from error
+    except Exception as error:  # noqa: BLE001  (the libraries have no kind of their own for a file that they cannot use)
+        reason = f"{one_line(error)} ({type(error).__name__})"
+        raise ValueError(
+            f"{key}={path!r}: the folder's tokenizer cannot be loaded; copy the tokenizer's files into it: {reason}"
+        ) from error
     if tokenizer.eos_token_id is None:
         raise ValueError(f"{key}={path!r}: the tokenizer has no end token; set eos_token in tokenizer_config.json")
-    if tokenizer.chat_template is None:
+    if not isinstance(tokenizer.chat_template, str):
+        found = "no chat template" if tokenizer.chat_template is None else f"{type(tokenizer.chat_template).__name__} as its chat template"
         raise ValueError(
-            f"{key}={path!r}: the tokenizer has no chat template, so chats cannot be rendered; "
+            f"{key}={path!r}: the tokenizer has {found}, so chats cannot be rendered; "
             "put chat_template.jinja (an instruct model of the family has one) into the folder"
         )
+    _refuse_foreign(tokenizer, Path(path), key)
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
 
 
+def _refuse_foreign(tokenizer: PreTrainedTokenizerBase, folder: Path, key: str) -> None:
+    """A model may embed more tokens than its tokenizer writes, because sizes are rounded up; the other way round it is another's."""
+    name_of = {index: token for token, index in tokenizer.get_vocab().items()}
+    if not name_of.keys() - tokenizer.added_tokens_decoder.keys():
+        raise ValueError(
+            f"{key}={str(folder)!r}: the tokenizer has no vocabulary, only {len(name_of)} special tokens, so all texts would be the same "
+            "to the model; copy tokenizer.json into the folder: it is missing, as after a download that was broken off"
+        )
+    if not (folder / "config.json").is_file():
+        return
+    try:
+        size = read_json_object(folder / "config.json").get("vocab_size")
+    except ValueError as error:
+        raise ValueError(f"{folder / 'config.json'} {error}") from error
+    if isinstance(size, int) and max(name_of) >= size:
+        beyond = sorted(index for index in name_of if index >= size)
+        special = [name for name in ("eos_token", "pad_token") if getattr(tokenizer, f"{name}_id") in beyond]
+        raise ValueError(
+            f"{key}={str(folder)!r}: the tokenizer has {len(beyond)} tokens that the model lacks, whose vocab_size is {size}: "
+            f"{name_of[beyond[0]]!r} is {beyond[0]}{f', and it is the {special[0]}' if special else ''}; "
+            "put the tokenizer into the folder that the model was trained with"
+        )
+
+
 def render_chat(tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, Any]], *, for_generation: bool) -> list[int]:
     """Token ids of a chat by the tokenizer's template; `for_generation` appends what opens the assistant's answer.
 
-    Raises ValueError where the template refuses the messages (roles in an order it does not allow, for instance).
+    Raises ValueError where the template refuses the messages (roles in an order it does not allow, for instance), or fails.
     """
+    return _encode(tokenizer, _rendered(tokenizer, messages, for_generation))
+
+
+def render_whole(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, Any]], lossy: LossyText, *, for_generation: bool
+) -> list[int]:
+    """As `render_chat`. Raises ValueError too where the tokens do not hold the text, unless `lossy` allows it."""
+    text = _rendered(tokenizer, messages, for_generation)
+    token_ids = _encode(tokenizer, text)
+    if lossy is LossyText.refuse and (problem := lost_text(tokenizer, text, token_ids)):
+        raise ValueError(problem)
+    return token_ids
+
+
+def _rendered(tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, Any]], for_generation: bool) -> str:
     try:
-        return tokenizer.apply_chat_template(list(messages), add_generation_prompt=for_generation, tokenize=True, return_dict=False)
+        text = tokenizer.apply_chat_template(list(messages), add_generation_prompt=for_generation, tokenize=False)
     except TemplateError as error:
         roles = [message["role"] for message in messages]
-        raise ValueError(f"the chat template refuses messages of the roles {roles}: {error}") from error
+        raise ValueError(f"the chat template refuses messages of the roles {roles}: {one_line(error)}") from error
+    except (TypeError, ArithmeticError, LookupError, AttributeError, ValueError, RecursionError) as error:  # a template is a program
+        roles = [message["role"] for message in messages]
+        reason = f"{type(error).__name__}: {one_line(error)}"
+        raise ValueError(f"the chat template fails for messages of the roles {roles} ({reason}); mend chat_template.jinja") from error
+    assert isinstance(text, str)
+    return text
+
+
+def _encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """A template writes the special tokens itself."""
+    token_ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
+    return token_ids
+
+
+def lost_text(tokenizer: PreTrainedTokenizerBase, text: str, token_ids: Sequence[int]) -> str | None:
+    """What of `text` its tokens do not hold, in words: decoded, they are another text.
+
+    Blanks, upper and lower case, and what the tokenizer's own normalizer makes of the text, are not counted: tokenizers that put blanks
+    between words, or write no capitals, do so for every text that their model has seen.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    normalizer = None if backend is None else backend.normalizer
+    read = _letters(tokenizer.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+    if read in {_letters(text), *([] if normalizer is None else [_letters(normalizer.normalize_str(text))])}:
+        return None
+    gone = sorted(set(_letters(text)) - set(read))
+    what = f"it cannot write {', '.join(map(repr, gone[:8]))}" if gone else "some of its characters are lost"
+    return (
+        f"the tokenizer loses text: {what}, and the model would read {_short(read)} for {_short(' '.join(text.split()))}; use a model "
+        "whose tokenizer knows such text, or other rows (data.lossy=allow takes them as they are)"
+    )
+
+
+def _letters(text: str) -> str:
+    """Without blanks, of which U+2581 is SentencePiece's."""
+    return "".join(unicodedata.normalize("NFC", text).casefold().replace("\u2581", "").split())
+
+
+def _short(text: str) -> str:
+    return repr(text if len(text) <= 60 else f"{text[:57]}...")
 
 
 def token_texts(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> dict[int, str]:

@@ -9,14 +9,13 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 
-from pyarrow import parquet
 from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedTokenizerBase
 
 from megarl.config.roles import ModelRole, model_roles
 from megarl.config.schema import Overlong, PPOConfig, RewardFunctionConfig, SFTConfig
 from megarl.data import prompts, sft
-from megarl.data.tables import DataError, read_rows
+from megarl.data.files import DataError, open_file
 from megarl.data.tokenizer import load_tokenizer
 from megarl.doctor.check_result import CheckResult, doubtful, good, size, wrong
 from megarl.doctor.examined_run import ExaminedRun
@@ -119,8 +118,8 @@ def data(subject: ExaminedRun, tokenizer: PreTrainedTokenizerBase) -> Iterator[C
     for file in dict.fromkeys([*config.data.train_files, *config.data.val_files]):
         try:
             rendered = list(islice(_rendered(config, file, tokenizer), _ROWS))
-            rows = parquet.ParquetFile(file).metadata.num_rows
-        except (DataError, OSError) as error:
+            rows = open_file(file, ()).num_rows
+        except DataError as error:
             example = "as in docs/rewards.md" if isinstance(config, PPOConfig) else "each a chat that ends with the assistant's answer"
             yield wrong(DATA, str(error), f"write the file again with the columns that are named, {example}", file=file)
             continue
@@ -130,18 +129,18 @@ def data(subject: ExaminedRun, tokenizer: PreTrainedTokenizerBase) -> Iterator[C
 def _rendered(config: PPOConfig | SFTConfig, file: str, tokenizer: PreTrainedTokenizerBase) -> Iterator[Sequence[int]]:
     """Token ids of each row: of the prompt, in SFT of the whole chat."""
     if isinstance(config, PPOConfig):
-        for row in read_rows([file], prompts.REQUIRED, prompts.OPTIONAL):
-            yield prompts.read_prompt(row, tokenizer).token_ids
+        for row in prompts.read_prompt_rows([file], config.data.columns):
+            yield prompts.read_prompt(row, tokenizer, config.data).token_ids
     else:
-        for row in read_rows([file], sft.REQUIRED):
-            example = sft.read_example(row, tokenizer)
+        for row in sft.read_chat_rows([file], config.data.columns):
+            example = sft.read_example(row, tokenizer, config.data)
             yield [*example.prompt_ids, *example.response_ids]
 
 
 def judge_rows(
-    config: PPOConfig | SFTConfig, file: str, rows: int, rendered: Sequence[Sequence[int]], vocabulary: int | None
+    config: PPOConfig | SFTConfig, file: str, rows: int | None, rendered: Sequence[Sequence[int]], vocabulary: int | None
 ) -> CheckResult:
-    """`rows`: of the file. `rendered`: token ids of the first. `vocabulary`: tokens that the model embeds."""
+    """`rows`: of the file, None where unknown. `rendered`: token ids of the first. `vocabulary`: tokens that the model embeds."""
     key = "data.max_prompt_length" if isinstance(config, PPOConfig) else "data.max_length"
     limit = config.data.max_prompt_length if isinstance(config, PPOConfig) else config.data.max_length
     longest, longer = max(map(len, rendered)), sum(len(ids) > limit for ids in rendered)
@@ -155,7 +154,8 @@ def judge_rows(
         if config.data.overlong is Overlong.refuse:
             return wrong(DATA, message, f"set {key}={longest} or more, or data.overlong=filter to leave them out", **facts)
         return doubtful(DATA, f"{message}; they will be left out", f"set {key}={longest} to keep them", **facts)
-    return good(DATA, f"{file}: {rows:,} rows; the first {len(rendered)} have at most {longest} tokens", **facts)
+    of_all = "" if rows is None else f"{rows:,} rows; "
+    return good(DATA, f"{file}: {of_all}the first {len(rendered)} have at most {longest} tokens", **facts)
 
 
 def rewards(subject: ExaminedRun) -> Iterator[CheckResult]:

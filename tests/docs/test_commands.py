@@ -16,7 +16,7 @@ from examples.quickstart.prepare import make_tokenizer
 from megarl.cli.main import main
 from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
-from megarl.config.schema import Overlong, PPOConfig, SFTConfig
+from megarl.config.schema import DataConfig, LossyText, PPOConfig, SFTConfig
 from megarl.data.prompts import PromptDataset
 from tests.docs.clone import Clone, Ended
 from tests.docs.commands import COMMANDS, MARKS, QUICKSTART, ByHand, Executed, InTest, Make
@@ -110,7 +110,7 @@ def test_the_data_that_the_page_makes_are_data_of_a_run(tmp_path: Path, monkeypa
     script = next(block for block in BLOCKS if block.page.name == "data.md" and block.language == "python")
     monkeypatch.chdir(tmp_path)
     exec(script.text, {"__name__": "__main__"})
-    prompts = PromptDataset([str(tmp_path / "my_prompts.parquet")], make_tokenizer(), max_prompt_length=64, overlong=Overlong.refuse)
+    prompts = PromptDataset([str(tmp_path / "my_prompts.parquet")], make_tokenizer(), DataConfig(lossy=LossyText.allow))
     assert [prompts[99].messages[0]["content"], prompts[99].reward_model["ground_truth"]] == ["What is 99 + 1?", "100"]
 
 

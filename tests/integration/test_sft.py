@@ -16,7 +16,6 @@ from megarl.config.schema import (
     MicroBatchConfig,
     ModelConfig,
     OptimConfig,
-    Overlong,
     ParallelConfig,
     SFTConfig,
     SFTDataConfig,
@@ -58,7 +57,7 @@ def finished(ray_cluster: None, config: SFTConfig) -> Finished:
 
 
 def dataset(config: SFTConfig, files: list[str]) -> SFTDataset:
-    return SFTDataset(files, load_tokenizer(config.model.path), MAX_LENGTH, Overlong.refuse)
+    return SFTDataset(files, load_tokenizer(config.model.path), SFTDataConfig(max_length=MAX_LENGTH))
 
 
 def answer_losses(folder: str | Path, batch: DataProto) -> list[float]:

@@ -194,9 +194,7 @@ def run_ppo(config: PPOConfig, look: Callable[[int, PPORoles], None] = lambda st
     """Trains as `megarl train` does, on the Ray that is there; `look` sees the roles before each step."""
     path, data, trainer = config.model.path, config.data, config.trainer
     tokenizer = load_tokenizer(path)
-    train, held_out = (
-        PromptDataset(files, tokenizer, data.max_prompt_length, data.overlong) for files in (data.train_files, data.val_files)
-    )
+    train, held_out = (PromptDataset(files, tokenizer, data) for files in (data.train_files, data.val_files))
     rules = TokenRules(
         pad_token_id=tokenizer.pad_token_id, stop_token_ids=(tokenizer.eos_token_id,), max_response_length=data.max_response_length
     )
@@ -215,7 +213,7 @@ def run_sft(config: SFTConfig, data: dict[str, Any] | None = None) -> Finished:
     """As `run_ppo`, for `megarl sft`; `data`: where the loader begins, as its `state_dict` says."""
     path, files = config.model.path, (config.data.train_files, config.data.val_files)
     tokenizer = load_tokenizer(path)
-    train, held_out = (SFTDataset(each, tokenizer, config.data.max_length, config.data.overlong) for each in files)
+    train, held_out = (SFTDataset(each, tokenizer, config.data) for each in files)
     with _pools(config) as pools:
         actor = start_sft(config, read_architecture(path), Device.cpu, pools)
         loader = BatchLoader(train, config.trainer.samples_per_step, shuffle=config.data.shuffle, seed=config.data.seed)

@@ -35,7 +35,7 @@ from megarl.config.schema.algorithm import (
     SAPOConfig,
     ValueLossConfig,
 )
-from megarl.config.schema.data import DataConfig, Overlong, SFTDataConfig
+from megarl.config.schema.data import ChatColumnsConfig, DataConfig, LossyText, Overlong, PromptColumnsConfig, SFTDataConfig
 from megarl.config.schema.keys import MISSING
 from megarl.config.schema.models import (
     ActorConfig,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
-from megarl.config.schema.keys import MISSING, ranged
+from megarl.config.schema.keys import MISSING, prose, ranged
 
 
 class Overlong(str, Enum):
@@ -13,26 +13,61 @@ class Overlong(str, Enum):
     filter = "filter"  # left out and counted
 
 
+class LossyText(str, Enum):
+    """What happens to prompts and chats that the tokenizer cannot write: decoded again, their tokens are another text."""
+
+    refuse = "refuse"  # the run does not start, and says what is lost
+    allow = "allow"  # the model reads what is left of them
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptColumnsConfig:
+    """The columns of the files, where they are called otherwise."""
+
+    prompt: str = "prompt"  # a chat up to the answer, or a text: a message of the user
+    data_source: str | None = "data_source"  # names the kind of task; null: the file's name, without its ending
+    ground_truth: str | None = None  # what the right answer is; null: it is in the mapping reward_model
+    reward_model: str = "reward_model"  # a mapping with ground_truth; not read where ground_truth has a column of its own
+    extra_info: str = "extra_info"  # a mapping for reward functions; may be absent
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatColumnsConfig:
+    """The columns of the files, where they are called otherwise, or where prompt and answer stand in two."""
+
+    messages: str = "messages"  # a chat that ends with the assistant's answer; not read where prompt and answer are given
+    prompt: str | None = None  # a chat up to the answer, or a text: a message of the user
+    answer: str | None = None  # the text of the assistant's answer
+
+
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    # parquet files of prompts
+    # files of prompts: .parquet, .jsonl, .csv, or a folder that `datasets` has saved
     train_files: list[str] = MISSING  # type: ignore[assignment]
+    train_weights: list[float] = field(default_factory=list)  # one for each of train_files: its share of the rows; empty: each row once
     val_files: list[str] = field(default_factory=list)  # held-out prompts, for validation
+    columns: PromptColumnsConfig = field(default_factory=PromptColumnsConfig)
+    system_prompt: str | None = prose(None)  # comes before chats that have none
     max_prompt_length: int = ranged(1024, at_least=1)  # tokens, the chat template's included
     max_response_length: int = ranged(1024, at_least=1)  # tokens
     overlong: Overlong = Overlong.refuse  # what happens to prompts of more tokens than that
+    lossy: LossyText = LossyText.refuse  # what happens to prompts that lose text on their way to tokens
     shuffle: bool = True  # a new order in each epoch
     seed: int = ranged(0, at_least=0)  # of that order
 
 
 @dataclass(frozen=True, kw_only=True)
 class SFTDataConfig:
-    """Parquet rows with `messages`: a chat that ends with the assistant's answer, the only part that is trained."""
+    """Rows with `messages`: a chat that ends with the assistant's answer, the only part that is trained."""
 
-    # parquet files of chats
+    # files of chats: .parquet, .jsonl, .csv, or a folder that `datasets` has saved
     train_files: list[str] = MISSING  # type: ignore[assignment]
+    train_weights: list[float] = field(default_factory=list)  # one for each of train_files: its share of the rows; empty: each row once
     val_files: list[str] = field(default_factory=list)  # held-out chats, whose loss is logged
+    columns: ChatColumnsConfig = field(default_factory=ChatColumnsConfig)
+    system_prompt: str | None = prose(None)  # comes before chats that have none
     max_length: int = ranged(2048, at_least=1)  # tokens of a whole chat
     overlong: Overlong = Overlong.refuse  # what happens to chats of more tokens than that
+    lossy: LossyText = LossyText.refuse  # what happens to chats that lose text on their way to tokens
     shuffle: bool = True  # a new order in each epoch
     seed: int = ranged(0, at_least=0)  # of that order

@@ -44,17 +44,23 @@ def ranged(default: Value, **ends: float) -> Value:
     return field(default=default, metadata={Range: Range(**ends)})
 
 
+def prose(default: Value) -> Value:
+    """The default of a key whose text is read by a model: it may be long and have line breaks, as no name may."""
+    return field(default=default, metadata={prose: True})
+
+
 def range_of(key: Field[Any]) -> Range:
     """Of a key without one: all finite numbers."""
     return key.metadata.get(Range, Range())
 
 
 class Leaf(NamedTuple):
-    """A value of a configuration. key: dotted, and with the number of an element in a list of sections."""
+    """A value of a configuration. key: dotted, and with the number of an element in a list of sections. is_prose: see `prose`."""
 
     key: str
     value: Any
     range: Range
+    is_prose: bool = False
 
 
 def leaves(section: Any, prefix: str = "") -> Iterator[Leaf]:
@@ -64,7 +70,7 @@ def leaves(section: Any, prefix: str = "") -> Iterator[Leaf]:
         if is_dataclass(value):
             yield from leaves(value, f"{key}.")
             continue
-        yield Leaf(key, value, range_of(entry))
+        yield Leaf(key, value, range_of(entry), prose in entry.metadata)
         for number, element in enumerate(value if isinstance(value, list) else ()):
             if is_dataclass(element):
                 yield from leaves(element, f"{key}[{number}].")

@@ -66,7 +66,7 @@ def test_where_the_model_is_here_its_data_must_be_too(run: str) -> None:
 
 
 def test_everything_else_is_checked_as_ever(run: str) -> None:
-    with pytest.raises(ConfigError, match="is empty; name at least one parquet file"):
+    with pytest.raises(ConfigError, match="is empty; name at least one file"):
         load_checked_anywhere(PPOConfig, run, ["model.path=models/Tiny", "data.train_files=[]"])
     with pytest.raises(ConfigError, match="num_key_value_heads 2 of .*Tiny does not divide by tensor_parallel_size 4"):
         load_checked_anywhere(PPOConfig, run, ["model.path=models/Tiny", "actor.parallel.tensor_parallel_size=4"])

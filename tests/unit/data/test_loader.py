@@ -1,3 +1,4 @@
+import json
 from collections import Counter
 
 import numpy as np
@@ -6,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.batch.data_proto import DataProto
-from megarl.data.loader import BatchLoader, one_pass
+from megarl.data.files import DataError
+from megarl.data.loader import BatchLoader, Part, one_pass, parts_of
 
 
 class Numbers:
@@ -55,7 +57,7 @@ def test_further_rows_are_the_next_ones_and_count_as_served():
     loader, other = (BatchLoader(Numbers(10), 4, shuffle=True, seed=1) for _ in range(2))
     in_turn = rows(next(loader)) + rows(loader.take(3)) + rows(next(loader))
     assert in_turn == sum(take(other, 3), [])[:11]
-    assert loader.state_dict()["num_served"] == 11
+    assert loader.state_dict()["num_served"] == [11]
 
 
 def test_uids_are_unique_even_when_a_row_comes_twice_in_a_batch():
@@ -103,3 +105,43 @@ def test_resuming_with_as_many_other_rows_is_refused():
 
 def test_one_pass_serves_all_rows_in_order_with_a_smaller_last_batch():
     assert [rows(batch) for batch in one_pass(Numbers(5), 2)] == [[0, 1], [2, 3], [4]]
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    sizes=st.lists(st.integers(1, 9), min_size=1, max_size=4),
+    weights=st.lists(st.sampled_from([0.1, 0.5, 1.0, 3.0]), min_size=4, max_size=4),
+    before=st.integers(0, 9),
+)
+def test_a_mix_keeps_its_shares_and_is_resumed_exactly(sizes, weights, before):
+    parts = [Part(size, weight) for size, weight in zip(sizes, weights, strict=False)]
+
+    def loader(batch_size=5):
+        return BatchLoader(Numbers(sum(sizes)), batch_size, shuffle=True, seed=1, parts=parts)
+
+    whole, first, second = loader(), loader(), loader()
+    expected = take(whole, before + 5)
+    take(first, before)
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    assert take(second, 5) == expected[before:]
+    served = sum(expected, [])
+    start, total = 0, sum(part.weight for part in parts)
+    for part in parts:
+        own = [row for row in served if start <= row < start + part.num_rows]
+        assert abs(len(own) - len(served) * part.weight / total) <= 1
+        epochs = [own[at : at + part.num_rows] for at in range(0, len(own) - part.num_rows + 1, part.num_rows)]
+        assert all(sorted(epoch) == list(range(start, start + part.num_rows)) for epoch in epochs)
+        start += part.num_rows
+
+
+def test_the_order_of_a_mix_by_hand_and_its_refusals():
+    parts = parts_of(["a", "b"], [3, 1], ["a"] * 2 + ["b"] * 3)
+    mix = BatchLoader(Numbers(5), 8, shuffle=False, seed=0, parts=parts)
+    assert rows(next(mix)) == [0, 1, 2, 0, 1, 0, 3, 1]
+    assert next(mix).non_tensor_batch["uid"].tolist()[:3] == ["3-0", "3-1", "0-4"]
+    with pytest.raises(ValueError, match="cannot resume the data.*parts=.*data.train_weights"):
+        BatchLoader(Numbers(5), 8, shuffle=False, seed=0, parts=parts_of(["a", "b"], [1, 1], ["a"] * 2 + ["b"] * 3)).load_state_dict(
+            mix.state_dict()
+        )
+    with pytest.raises(DataError, match="b: no row is left of it"):
+        parts_of(["a", "b"], [1, 1], ["a"])

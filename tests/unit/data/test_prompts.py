@@ -2,16 +2,16 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from megarl.config.schema import Overlong
+from megarl.config.schema import DataConfig, Overlong
+from megarl.data.files import DataError
 from megarl.data.prompts import PromptDataset
-from megarl.data.tables import DataError
 from tests.unit.data.chats import prompt_row, user, write
 
 FRAME = len("<user\n>\n<assistant\n")  # tokens that the template adds, a special token counting as one
 
 
-def dataset(files, tokenizer, max_prompt_length=40, overlong=Overlong.refuse):
-    return PromptDataset(files, tokenizer, max_prompt_length, overlong)
+def dataset(files, tokenizer, max_prompt_length=40, overlong=Overlong.refuse, **changes):
+    return PromptDataset(files, tokenizer, DataConfig(max_prompt_length=max_prompt_length, overlong=overlong, **changes))
 
 
 def test_rows_of_all_files_are_rendered_in_order(tmp_path, tokenizer):
@@ -69,8 +69,18 @@ def test_overlong_prompts_are_filtered_and_counted_and_never_cut(tmp_path, token
     ("row", "message"),
     [
         (
-            prompt_row() | {"prompt": "2 + 3"},
-            r"row 0, column 'prompt': found str '2 \+ 3', expected a list of chat messages such as \[\{'role'",
+            prompt_row() | {"prompt": 5},
+            r"row 0, column 'prompt': found int 5, expected a text or a list of chat messages such as \[\{'role'",
+        ),
+        (prompt_row() | {"prompt": " "}, "row 0, column 'prompt': all of its messages are empty"),
+        (prompt_row() | {"prompt": []}, "row 0, column 'prompt': the list of messages is empty"),
+        (
+            prompt_row() | {"prompt": [*user("a"), {"role": "assistant", "content": "b"}]},
+            "row 0, column 'prompt': the last message is the assistant's.*end the prompt with what is to be answered",
+        ),
+        (
+            prompt_row("How many?"),
+            r"row 0, column 'prompt': the tokenizer loses text: it cannot write .*data.lossy=allow",
         ),
         (
             prompt_row() | {"prompt": [{"role": "user", "content": 5}]},

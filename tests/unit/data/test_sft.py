@@ -1,9 +1,9 @@
 import pytest
 import torch
 
-from megarl.config.schema import Overlong
+from megarl.config.schema import Overlong, SFTDataConfig
+from megarl.data.files import DataError
 from megarl.data.sft import SFTDataset
-from megarl.data.tables import DataError
 from tests.unit.data.chats import TEMPLATE, character_tokenizer, user, write
 
 
@@ -11,8 +11,9 @@ def chat(question, answer):
     return {"messages": user(question) + [{"role": "assistant", "content": answer}]}
 
 
-def dataset(tmp_path, rows, tokenizer, max_length=60, overlong=Overlong.refuse):
-    return SFTDataset([write(tmp_path / "chats.parquet", rows)], tokenizer, max_length, overlong)
+def dataset(tmp_path, rows, tokenizer, max_length=60, overlong=Overlong.refuse, **changes):
+    data = SFTDataConfig(max_length=max_length, overlong=overlong, **changes)
+    return SFTDataset([write(tmp_path / "chats.parquet", rows)], tokenizer, data)
 
 
 def test_only_the_answer_and_its_end_token_are_trained(tmp_path, tokenizer):

@@ -13,7 +13,7 @@ import pytest
 from examples.math.prepare import convert_gsm8k
 from examples.math.reward import compute_score
 from examples.quickstart.prepare import make_tokenizer
-from megarl.config.schema import Overlong
+from megarl.config.schema import DataConfig, LossyText
 from megarl.data.prompts import PromptDataset
 
 REPOSITORY = Path(__file__).parents[3]
@@ -54,7 +54,7 @@ def test_gsm8k_becomes_the_data_of_a_run(tmp_path: Path) -> None:
     assert [row["reward_model"]["ground_truth"] for row in rows] == ["4", "1200", "4", "1200"]
     assert rows[2]["extra_info"] == {"split": "train", "index": 2}
     assert rows[0]["prompt"][0]["content"].startswith("How many, 0? Think step by step")
-    assert len(PromptDataset([str(tmp_path / "data" / "test.parquet")], make_tokenizer(), 1024, Overlong.refuse)) == 2
+    assert len(PromptDataset([str(tmp_path / "data" / "test.parquet")], make_tokenizer(), DataConfig(lossy=LossyText.allow))) == 2
 
 
 def test_an_answer_without_its_last_line_is_an_error(tmp_path: Path) -> None:
@@ -81,4 +81,4 @@ def test_every_problem_is_kept_once(tmp_path: Path) -> None:
     assert "train.parquet: 3 rows" in ended.stdout
     made = pyarrow.parquet.read_table(tmp_path / "train.parquet").to_pylist()
     assert made == [{name: value for name, value in row.items() if name != "ability"} for row in rows[:3]]
-    assert len(PromptDataset([str(tmp_path / "train.parquet")], make_tokenizer(), 1024, Overlong.refuse)) == 3
+    assert len(PromptDataset([str(tmp_path / "train.parquet")], make_tokenizer(), DataConfig(lossy=LossyText.allow))) == 3

@@ -13,7 +13,7 @@ import pytest
 from examples.quickstart import prepare as preparation
 from examples.quickstart.prepare import make_tokenizer, prepare
 from examples.quickstart.reward import compute_score
-from megarl.config.schema import Overlong
+from megarl.config.schema import DataConfig, SFTDataConfig
 from megarl.data.prompts import PromptDataset
 from megarl.data.sft import SFTDataset
 from megarl.data.tokenizer import load_tokenizer, render_chat
@@ -75,10 +75,10 @@ def test_a_prompt_is_a_token_per_character_and_an_answer_ends(made):
 def test_the_data_sets_of_a_run_read_the_files(made):
     tokenizer = load_tokenizer(str(made.model))
     for path in (made.train, made.validation):
-        prompts = PromptDataset([str(path)], tokenizer, LONGEST_PROMPT, Overlong.refuse)
+        prompts = PromptDataset([str(path)], tokenizer, DataConfig(max_prompt_length=LONGEST_PROMPT))
         assert len(prompts) == len(_problems(path))
     # The demonstrations of `sft_train` are made alike, and rendering three per problem would take this test long.
-    examples = SFTDataset([str(made.sft_validation)], tokenizer, LONGEST_PROMPT + 4, Overlong.refuse)
+    examples = SFTDataset([str(made.sft_validation)], tokenizer, SFTDataConfig(max_length=LONGEST_PROMPT + 4))
     assert {examples[index].response_ids[-1] for index in range(len(examples))} == {tokenizer.eos_token_id}
 
 

@@ -93,7 +93,7 @@ def test_prompts_without_signal_are_replaced() -> None:
     samples = sampling(next(loader), step=5)
     assert prompts_of(samples.batch) == [1, 1, 2, 2, 4, 4, 8, 8]
     assert [(number, step, generation) for number, _, step, generation in rollout.asked] == [(4, 5, 0), (4, 5, 1), (4, 5, 2)]
-    assert loader.state_dict()["num_served"] == 12  # a resumed run goes on behind all that was drawn
+    assert loader.state_dict()["num_served"] == [12]  # a resumed run goes on behind all that was drawn
     assert samples.scores == []
     assert samples.metrics == pytest.approx(
         {
@@ -132,7 +132,7 @@ def test_a_spent_budget_ends_the_run() -> None:
     with pytest.raises(RunError, match=r"step 2: only 1 of 12 prompts .* and 4 are needed; the mean score is 0\.958.*max_generations=3 "):
         sampling(next(loader), step=2)
     assert len(rollout.asked) == 3
-    assert loader.state_dict()["num_served"] == 12
+    assert loader.state_dict()["num_served"] == [12]
     nothing, loader, _ = dynamic(mixed=[], max_generations=2)
     with pytest.raises(RunError, match=r"only 0 of 8 prompts"):
         nothing(next(loader), step=2)

@@ -1,0 +1,199 @@
+"""Data files of every format as columns and rows: parquet, JSON lines, CSV, and a folder that `datasets` saved to disk.
+
+A file's format is what its name ends in. What is damaged is said in one line, with the file and, as far as it is known, the row.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pyarrow
+import pyarrow.parquet
+
+from megarl.config.data_rules import FORMATS, SAVED_TO_DISK, SPLITS
+
+Row = dict[str, Any]
+# What pyarrow raises for damaged files: a bad page is an OSError, a bad footer or batch one of Arrow's, bad text a UnicodeError.
+_DAMAGED = (pyarrow.ArrowException, OSError, UnicodeError)
+
+
+class DataError(ValueError):
+    """A data file cannot be used as it is; the message names the file and, where there is one, the row and column."""
+
+
+class OpenFile(NamedTuple):
+    """`columns`: of JSON lines, those of the first row. `rows`: each with those of the wanted columns that it has. `num_rows`: None where
+    only reading all of them would tell."""
+
+    columns: list[str]
+    rows: Iterator[Row]
+    num_rows: int | None = None
+
+
+def open_file(path: str, wanted: Sequence[str]) -> OpenFile:
+    """The rows of a data file, or of a folder that `datasets` saved, of which the columns `wanted` are read.
+
+    Raises DataError for a path that is absent or of no known format, and, also while rows are taken, for what is damaged.
+    """
+    if Path(path).is_dir():
+        return _open_saved_to_disk(Path(path), wanted)
+    if not Path(path).is_file():
+        raise DataError(f"{path}: there is no such file (looked in {Path(path).absolute().parent}); give the path of a data file")
+    match Path(path).suffix.lower():
+        case ".parquet":
+            return _open_parquet(path, wanted)
+        case ".jsonl" | ".json":
+            return _with_first(_json_lines(path))
+        case ".csv":
+            return _open_csv(path)
+    raise DataError(f"{path}: is no data file; its name must end in {', '.join(FORMATS)}")
+
+
+def _with_first(rows: Iterator[Row]) -> OpenFile:
+    """The columns are those of the first row."""
+    first = next(rows, None)
+    if first is None:
+        return OpenFile([], iter(()), 0)
+
+    def all_rows() -> Iterator[Row]:
+        yield first
+        yield from rows
+
+    return OpenFile(list(first), all_rows())
+
+
+def _open_parquet(path: str, wanted: Sequence[str]) -> OpenFile:
+    try:
+        parquet = pyarrow.parquet.ParquetFile(path)
+        columns = parquet.schema_arrow.names
+    except _DAMAGED as error:
+        remedy = "convert it, for example with pandas.DataFrame.to_parquet"
+        raise DataError(f"{path}: not a parquet file ({one_line(error)}); {remedy}") from error
+    batches = parquet.iter_batches(columns=[name for name in wanted if name in columns])
+    return OpenFile(columns, _rows_of(path, batches), parquet.metadata.num_rows)
+
+
+def _rows_of(path: str, batches: Iterator[pyarrow.RecordBatch]) -> Iterator[Row]:
+    number = 0
+    while True:
+        try:
+            batch = next(batches, None)
+            rows = None if batch is None else batch.to_pylist()
+        except _DAMAGED as error:
+            problem = f"{path}, row {number} or after it: the file is damaged ({one_line(error)})"
+            raise DataError(f"{problem}; write or download it again") from error
+        if rows is None:
+            return
+        yield from rows
+        number += len(rows)
+
+
+def _json_lines(path: str) -> Iterator[Row]:
+    """Lines of blanks are left out."""
+    with Path(path).open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if line.isspace():
+                continue
+            try:
+                values = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
+            except (ValueError, RecursionError) as error:  # a RecursionError where it is too deep
+                raise DataError(f"{path}, line {number}: is not JSON ({one_line(error)}){_of_whole_document(line)}") from error
+            if not isinstance(values, dict):
+                raise DataError(
+                    f"{path}, line {number}: is {type(values).__name__}, expected an object such as {{'prompt': '2 + 3 = ?'}}; "
+                    "each line is one row"
+                )
+            yield values
+
+
+def _of_whole_document(line: bytes) -> str:
+    is_whole = line.strip() in (b"[", b"{", b"[{")
+    return "; the file is one JSON document over many lines, so write it with one row a line" if is_whole else ""
+
+
+def _open_csv(path: str) -> OpenFile:
+    rows = _csv_records(path)
+    columns = next(rows, None)
+    if columns is None:
+        return OpenFile([], iter(()), 0)
+    for name in columns:
+        if not name or columns.count(name) > 1:
+            problem = f"the name {name!r} stands there {columns.count(name)} times" if name else "a column has no name"
+            raise DataError(f"{path}, line 1: {problem}; the first line of a CSV file names its columns: {columns}")
+    return OpenFile(columns, _csv_rows(path, columns, rows))
+
+
+def _csv_rows(path: str, columns: Sequence[str], records: Iterator[list[str]]) -> Iterator[Row]:
+    number = 0
+    for values in records:
+        if not values:  # a line with nothing in it
+            continue
+        if len(values) != len(columns):
+            problem = f"has {len(values)} values, and the file has {len(columns)} columns {list(columns)}"
+            raise DataError(f"{path}, row {number}: {problem}; put a text with commas or line breaks into double quotes")
+        yield dict(zip(columns, values, strict=True))
+        number += 1
+
+
+def _csv_records(path: str) -> Iterator[list[str]]:
+    with Path(path).open(encoding="utf-8-sig", newline="") as file:
+        reader = csv.reader(file, strict=True)
+        try:
+            yield from reader
+        except (csv.Error, UnicodeError) as error:
+            raise DataError(f"{path}, line {reader.line_num + 1} or near it: is not CSV in UTF-8 ({one_line(error)})") from error
+
+
+def _open_saved_to_disk(folder: Path, wanted: Sequence[str]) -> OpenFile:
+    """Of `datasets.Dataset.save_to_disk`: `state.json` names Arrow files in the folder, which are streams of batches."""
+    if (folder / SPLITS).is_file():
+        splits = _read_object(folder / SPLITS).get("splits")
+        raise DataError(f"{folder}: holds the splits {splits}; name the folder of one of them, such as {str(folder / 'train')!r}")
+    if not (folder / SAVED_TO_DISK).is_file():
+        raise DataError(f"{folder}: is a folder without {SAVED_TO_DISK}, so `datasets` has not saved it; name the files in it")
+    entries = _read_object(folder / SAVED_TO_DISK).get("_data_files")
+    names = [entry.get("filename") for entry in entries if isinstance(entry, dict)] if isinstance(entries, list) else []
+    files = [folder / name for name in names if isinstance(name, str) and Path(name).name == name]
+    if not files or len(files) != len(names):
+        problem = f"_data_files is {entries!r}, but must name the files of this folder"
+        raise DataError(f"{folder / SAVED_TO_DISK}: {problem}; save the data set again")
+    schema, _ = _open_stream(files[0])
+    columns = schema.names
+    kept = [name for name in wanted if name in columns]
+    batches = (batch for file in files for batch in _stream_batches(file, kept))
+    return OpenFile(columns, (row for batch in batches for row in batch))
+
+
+def _open_stream(file: Path) -> tuple[pyarrow.Schema, pyarrow.RecordBatchReader]:
+    try:
+        reader = pyarrow.ipc.open_stream(pyarrow.memory_map(str(file)))
+    except _DAMAGED as error:
+        raise DataError(f"{file}: is no Arrow file as `datasets` writes them ({one_line(error)}); save the data set again") from error
+    return reader.schema, reader
+
+
+def _stream_batches(file: Path, columns: Sequence[str]) -> Iterator[Iterator[Row]]:
+    schema, reader = _open_stream(file)
+    if missing := [name for name in columns if name not in schema.names]:
+        raise DataError(f"{file}: column {missing[0]!r} is missing, which other files of the data set have; save the data set again")
+    yield _rows_of(str(file), (batch.select(list(columns)) for batch in reader))
+
+
+def _read_object(file: Path) -> Row:
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise DataError(f"{file}: is not JSON ({one_line(error)}); save the data set again") from error
+    if not isinstance(values, dict):
+        raise DataError(f"{file}: is {type(values).__name__}, expected an object; save the data set again")
+    return values
+
+
+def one_line(error: BaseException) -> str:
+    """Of a library's message, at most 200 characters of it."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= 200 else f"{text[:197]}..."
