@@ -25,7 +25,7 @@ class DataError(ValueError):
     """A data file cannot be used as it is; the message names the file and, where there is one, the row and column."""
 
 
-class OpenFile(NamedTuple):
+class OpenTable(NamedTuple):
     """`columns`: of JSON lines, those of the first row. `rows`: each with those of the wanted columns that it has. `num_rows`: None where
     only reading all of them would tell."""
 
@@ -34,7 +34,7 @@ class OpenFile(NamedTuple):
     num_rows: int | None = None
 
 
-def open_file(path: str, wanted: Sequence[str]) -> OpenFile:
+def open_file(path: str, wanted: Sequence[str]) -> OpenTable:
     """The rows of a data file, or of a folder that `datasets` saved, of which the columns `wanted` are read.
 
     Raises DataError for a path that is absent or of no known format, and, also while rows are taken, for what is damaged.
@@ -53,20 +53,20 @@ def open_file(path: str, wanted: Sequence[str]) -> OpenFile:
     raise DataError(f"{path}: is no data file; its name must end in {', '.join(FORMATS)}")
 
 
-def _with_first(rows: Iterator[Row]) -> OpenFile:
+def _with_first(rows: Iterator[Row]) -> OpenTable:
     """The columns are those of the first row."""
     first = next(rows, None)
     if first is None:
-        return OpenFile([], iter(()), 0)
+        return OpenTable([], iter(()), 0)
 
     def all_rows() -> Iterator[Row]:
         yield first
         yield from rows
 
-    return OpenFile(list(first), all_rows())
+    return OpenTable(list(first), all_rows())
 
 
-def _open_parquet(path: str, wanted: Sequence[str]) -> OpenFile:
+def _open_parquet(path: str, wanted: Sequence[str]) -> OpenTable:
     try:
         parquet = pyarrow.parquet.ParquetFile(path)
         columns = parquet.schema_arrow.names
@@ -74,7 +74,7 @@ def _open_parquet(path: str, wanted: Sequence[str]) -> OpenFile:
         remedy = "convert it, for example with pandas.DataFrame.to_parquet"
         raise DataError(f"{path}: not a parquet file ({one_line(error)}); {remedy}") from error
     batches = parquet.iter_batches(columns=[name for name in wanted if name in columns])
-    return OpenFile(columns, _rows_of(path, batches), parquet.metadata.num_rows)
+    return OpenTable(columns, _rows_of(path, batches), parquet.metadata.num_rows)
 
 
 def _rows_of(path: str, batches: Iterator[pyarrow.RecordBatch]) -> Iterator[Row]:
@@ -115,16 +115,16 @@ def _of_whole_document(line: bytes) -> str:
     return "; the file is one JSON document over many lines, so write it with one row a line" if is_whole else ""
 
 
-def _open_csv(path: str) -> OpenFile:
+def _open_csv(path: str) -> OpenTable:
     rows = _csv_records(path)
     columns = next(rows, None)
     if columns is None:
-        return OpenFile([], iter(()), 0)
+        return OpenTable([], iter(()), 0)
     for name in columns:
         if not name or columns.count(name) > 1:
             problem = f"the name {name!r} stands there {columns.count(name)} times" if name else "a column has no name"
             raise DataError(f"{path}, line 1: {problem}; the first line of a CSV file names its columns: {columns}")
-    return OpenFile(columns, _csv_rows(path, columns, rows))
+    return OpenTable(columns, _csv_rows(path, columns, rows))
 
 
 def _csv_rows(path: str, columns: Sequence[str], records: Iterator[list[str]]) -> Iterator[Row]:
@@ -148,7 +148,7 @@ def _csv_records(path: str) -> Iterator[list[str]]:
             raise DataError(f"{path}, line {reader.line_num + 1} or near it: is not CSV in UTF-8 ({one_line(error)})") from error
 
 
-def _open_saved_to_disk(folder: Path, wanted: Sequence[str]) -> OpenFile:
+def _open_saved_to_disk(folder: Path, wanted: Sequence[str]) -> OpenTable:
     """Of `datasets.Dataset.save_to_disk`: `state.json` names Arrow files in the folder, which are streams of batches."""
     if (folder / SPLITS).is_file():
         splits = _read_object(folder / SPLITS).get("splits")
@@ -165,7 +165,7 @@ def _open_saved_to_disk(folder: Path, wanted: Sequence[str]) -> OpenFile:
     columns = schema.names
     kept = [name for name in wanted if name in columns]
     batches = (batch for file in files for batch in _stream_batches(file, kept))
-    return OpenFile(columns, (row for batch in batches for row in batch))
+    return OpenTable(columns, (row for batch in batches for row in batch))
 
 
 def _open_stream(file: Path) -> tuple[pyarrow.Schema, pyarrow.RecordBatchReader]:

@@ -23,21 +23,21 @@ class RowSource(Protocol):
     def batch(self, indices: Sequence[int], uids: Sequence[str]) -> DataProto: ...
 
 
-class Part(NamedTuple):
+class Share(NamedTuple):
     """Rows of a data set that follow each other, and their share of what is served, relative to the other parts'."""
 
     num_rows: int
     weight: float
 
 
-def parts_of(files: Sequence[str], weights: Sequence[float], row_files: Sequence[str]) -> list[Part]:
+def parts_of(files: Sequence[str], weights: Sequence[float], row_files: Sequence[str]) -> list[Share]:
     """A part for each file; without weights, none. `row_files`: the file of each row of a data set, in order.
 
     Raises DataError for a file of which no row is left.
     """
     if not weights:
         return []
-    parts = [Part(row_files.count(file), weight) for file, weight in zip(files, weights, strict=True)]
+    parts = [Share(row_files.count(file), weight) for file, weight in zip(files, weights, strict=True)]
     if empty := [file for file, part in zip(files, parts, strict=True) if part.num_rows == 0]:
         raise DataError(
             f"{empty[0]}: no row is left of it, so it can have no share; leave it out of data.train_files and data.train_weights"
@@ -57,14 +57,14 @@ class BatchLoader:
     two prompts.
     """
 
-    def __init__(self, dataset: RowSource, batch_size: int, *, shuffle: bool, seed: int, parts: Sequence[Part] = ()) -> None:
+    def __init__(self, dataset: RowSource, batch_size: int, *, shuffle: bool, seed: int, parts: Sequence[Share] = ()) -> None:
         if batch_size < 1:
             raise ValueError(f"batch_size={batch_size} must be at least 1")
         self._dataset = dataset
         self._batch_size = batch_size
         self._shuffle = shuffle
         self._seed = seed
-        self._parts = list(parts) or [Part(len(dataset), 1.0)]
+        self._parts = list(parts) or [Share(len(dataset), 1.0)]
         self._starts = [0, *accumulate(part.num_rows for part in self._parts)]
         self._num_served = [0] * len(self._parts)
         self._orders: dict[int, tuple[int, list[int]]] = {}  # of each part: its epoch, and that epoch's order
