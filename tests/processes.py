@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Sequence
 
@@ -14,6 +15,25 @@ def gone_within(processes: Sequence[psutil.Process], limit_s: float) -> list[str
     while (alive := [process for process in processes if _lives(process)]) and time.monotonic() < deadline:
         time.sleep(0.1)
     return [_describe(process) for process in alive]
+
+
+def reached_by_strangers(processes: Sequence[psutil.Process]) -> list[str]:
+    """Where one of them listens and is not for this machine alone: its address says so, or one of the network's reaches it."""
+    ports, found = set(), []
+    for process in processes:
+        for one in process.net_connections("tcp"):
+            if one.status == psutil.CONN_LISTEN:
+                ports.add(one.laddr.port)
+                if not one.laddr.ip.removeprefix("::ffff:").startswith("127.") and one.laddr.ip != "::1":
+                    found.append(f"{_describe(process)} listens at {one.laddr.ip}:{one.laddr.port}")
+    assert ports, "nobody listens, so that nothing was proved"
+    outer = [entry.address for entries in psutil.net_if_addrs().values() for entry in entries if entry.family == socket.AF_INET]
+    for address in (each for each in outer if not each.startswith("127.")):
+        for port in ports:
+            with socket.socket() as stranger:
+                if stranger.connect_ex((address, port)) == 0:
+                    found.append(f"{address}:{port} answers")
+    return found
 
 
 def _lives(process: psutil.Process) -> bool:

@@ -31,7 +31,7 @@ from megarl.controller.messages import (
     Rendezvous,
     qualified_name,
 )
-from megarl.machine.ports import hold_port
+from megarl.machine.ports import hold_port, own_address
 from megarl.machine.reaper import OWNER, start_reaper
 
 # What gloo, NCCL and c10d say on the ranks whose peer has gone.
@@ -58,7 +58,7 @@ class WorkerHost:
 
     def rendezvous(self) -> Rendezvous:
         """An address of this process's node that no one else takes."""
-        self._held_port = hold_port("")
+        self._held_port = hold_port(own_address(self._location.node))
         return Rendezvous(self._location.node, self._held_port.getsockname()[1])
 
     def construct(

@@ -12,6 +12,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from megarl.engine.rendezvous import open_store
+
 ELEMENTS = 2**18  # 1 MiB of float32
 
 
@@ -19,7 +21,9 @@ def main(backend: str, rank: int, ranks: int, address: str, port: int, limit_s: 
     if backend == "nccl":
         torch.cuda.set_device(rank)
     device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
-    dist.init_process_group(backend, init_method=f"tcp://{address}:{port}", rank=rank, world_size=ranks, timeout=timedelta(seconds=limit_s))
+    limit = timedelta(seconds=limit_s)
+    store = open_store(address, port, rank, ranks, limit)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=limit)
     for _ in range(2):  # the first connects
         begin = time.monotonic()
         values = torch.full((ELEMENTS,), float(rank + 1), device=device)

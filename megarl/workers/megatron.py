@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Collection, Mapping
 from datetime import timedelta
@@ -18,6 +19,7 @@ from megarl.controller.dispatch import Dispatch, Mesh, MeshCoordinate
 from megarl.controller.register import register
 from megarl.engine import platform
 from megarl.engine.offload import StatePart
+from megarl.engine.rendezvous import open_store
 from megarl.engine.spec import ModelSpec
 from megarl.weights.shards import Shards
 from megarl.workers.weight_export import WeightExport
@@ -85,7 +87,9 @@ def _process_groups(spec: ModelSpec) -> ParallelGroups:
         # With its device NCCL makes the communicator at once, of all ranks: later it would wait for ranks that have nothing to send.
         device = active.device if active.is_cuda else None
         limit = timedelta(seconds=spec.collective_limit_s)
-        dist.init_process_group(active.distributed_backend, init_method="env://", device_id=device, timeout=limit)
+        rank, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        store = open_store(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), rank, num_ranks, limit)
+        dist.init_process_group(active.distributed_backend, store=store, rank=rank, world_size=num_ranks, device_id=device, timeout=limit)
         _groups = groups.initialize(spec.parallel, spec.seed, spec.collective_limit_s)
     if _groups.parallel != spec.parallel:
         raise ValueError(

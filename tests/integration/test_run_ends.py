@@ -24,7 +24,7 @@ from megarl.config.schema import (
 from tests.command import Command
 from tests.failure_pages import check_documented, last_page_of
 from tests.integration.tiny_run import save_inputs, tiny_config, tiny_sft_config
-from tests.processes import gone_within
+from tests.processes import gone_within, reached_by_strangers
 
 LIMIT_S = 30.0
 SLOW_REWARD = """
@@ -85,6 +85,7 @@ def test_a_killed_worker_ends_the_run_and_is_named(start: Callable[..., Run], fo
     run.wait_for(lambda: run.steps() >= 1)
     victim, other = run.processes("ray::WorkerHost")
     everything = run.processes()
+    assert reached_by_strangers(everything) == []  # Ray's daemons, torch's store, gloo's sockets
     victim.kill()
     assert run.status(LIMIT_S) == 1
     assert gone_within(everything, LIMIT_S) == []
@@ -125,6 +126,7 @@ def test_a_killed_reward_function_is_an_error_of_its_sample_and_ends_the_run(sta
     run = start(ppo_config(folder))
     run.wait_for((folder / "scoring").exists)
     everything = run.processes()
+    assert reached_by_strangers(everything) == []  # the groups that carry weights as well
     for process in run.processes("multiprocessing.spawn import spawn_main"):
         process.kill()
     assert run.status(LIMIT_S) == 1

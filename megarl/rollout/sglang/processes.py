@@ -6,12 +6,12 @@ import importlib
 import logging
 import os
 import signal
-import socket
 import traceback
 from typing import Any
 
 import psutil
 
+from megarl.machine.ports import listen
 from megarl.rollout.sglang import last_words
 
 
@@ -60,7 +60,7 @@ def _stay_on_this_machine() -> None:
 
     def make(host_name: str, port: int, world_size: int | None = None, is_master: bool = False, **options: Any) -> Any:
         if is_master:
-            options["master_listen_fd"] = socket.create_server((host_name, port)).detach()
+            options["master_listen_fd"] = listen(host_name, port).detach()
         return open_store(host_name, port, world_size, is_master, **options)
 
     rendezvous.TCPStore = make  # type: ignore[attr-defined]
