@@ -1,6 +1,7 @@
 """The folder of a run's checkpoints: whole ones, `latest`, and what is being written or removed, which no reader takes for one.
 
 latest                     step_00000020
+best.json                  which one is the best by a metric of validation, where the run keeps one
 step_00000010/  step_00000020/
 .step_00000030.partial/    being written
 .step_00000000.removed/    being removed
@@ -15,7 +16,7 @@ import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import xxhash
 
@@ -23,10 +24,19 @@ from megarl.config.errors import CheckpointError
 from megarl.machine.files import sync_folder, sync_tree, write_whole
 
 LATEST_FILE = "latest"
+BEST_FILE = "best.json"
 DESCRIPTION_FILE = "checkpoint.json"
 FORMAT = 1
 _STEP = re.compile(r"step_(\d{8,})")
-_LEFTOVER = re.compile(r"\.step_\d{8,}\.(partial|removed)|\.latest\.partial")
+_LEFTOVER = re.compile(r"\.step_\d{8,}\.(partial|removed)|\.(latest|best\.json)\.partial")
+
+
+class BestCheckpoint(NamedTuple):
+    """step: of the checkpoint. value: of `metric`, of the validation after that step."""
+
+    step: int
+    metric: str
+    value: float
 
 
 class CheckpointFolder:
@@ -48,7 +58,7 @@ class CheckpointFolder:
         pointer, whole = self.path / LATEST_FILE, self.whole()
         if not pointer.is_file():  # killed between the first checkpoint's last two renames
             return whole[-1] if whole else None
-        name = pointer.read_text(encoding="utf-8").strip()
+        name = pointer.read_bytes().decode(errors="backslashreplace").strip()
         if not _STEP.fullmatch(name) or self.path / name not in whole:
             others = ", ".join(path.name for path in whole) or "none"
             raise CheckpointError(
@@ -108,15 +118,24 @@ class CheckpointFolder:
     def point_at(self, checkpoint: Path) -> None:
         write_whole(self.path / LATEST_FILE, checkpoint.name + "\n")
 
-    def remove_old(self, keep: int) -> None:
-        """All but `latest` and the `keep` - 1 newest before it; 0 keeps every one. Those of later steps are of a future given up."""
+    def point_at_best(self, best: BestCheckpoint | None) -> None:
+        """`best.json`, with the folder's name; it is removed where there is no best one, or not here."""
+        path = self.path / BEST_FILE
+        if best is None or self.path / step_name(best.step) not in self.whole():
+            path.unlink(missing_ok=True)
+        else:
+            write_whole(path, json.dumps({"checkpoint": step_name(best.step), **best._asdict()}, indent=2) + "\n")
+
+    def remove_old(self, keep: int, best: BestCheckpoint | None = None) -> None:
+        """All but `latest`, the `keep` - 1 newest before it, and the best; `keep` 0 keeps every one. Those of later steps are of a
+        future given up."""
         latest = self.latest()
         assert latest is not None, "there is nothing to keep"
         whole = self.whole()
         position = whole.index(latest)
         stay = whole[: position + 1] if keep == 0 else whole[max(0, position + 1 - keep) : position + 1]
         for path in whole:
-            if path not in stay:
+            if path not in stay and (best is None or path.name != step_name(best.step)):
                 self.remove(path)
 
     def remove(self, checkpoint: Path) -> None:
@@ -146,7 +165,8 @@ def step_name(step: int) -> str:
 
 
 def read_description(checkpoint: Path) -> dict[str, Any]:
-    """`checkpoint.json`. Raises CheckpointError where it is not there, or not what this version writes."""
+    """`checkpoint.json`, with `step`, `roles` and `files` (see `seal`). Raises CheckpointError where it is not there, or not what this
+    version writes."""
     path = checkpoint / DESCRIPTION_FILE
     try:
         description = json.loads(path.read_text(encoding="utf-8"))
@@ -157,15 +177,45 @@ def read_description(checkpoint: Path) -> dict[str, Any]:
     if not isinstance(description, dict) or description.get("format") != FORMAT:
         found = description.get("format") if isinstance(description, dict) else description
         raise CheckpointError(f"{path}: has format {found!r}, but this version reads {FORMAT}; use the version that wrote it")
+    if problem := _problem(description):
+        raise CheckpointError(f"{path}: {problem}; the checkpoint is damaged")
     return description
 
 
+def _problem(description: dict[str, Any]) -> str | None:
+    """What is missing in a description, or of another kind than `seal` writes."""
+    step, roles, files = (description.get(key) for key in ("step", "roles", "files"))
+    if type(step) is not int:
+        return f"step is {step!r}, not a whole number"
+    if not isinstance(roles, list) or not roles or not all(_is_name(role) for role in roles):
+        return f"roles is {roles!r}, not a list of folders' names"
+    if not isinstance(files, dict):
+        return f"files is {files!r}, not a mapping of files"
+    for name, expected in files.items():
+        if not all(_is_name(part) for part in name.split("/")):
+            return f"files names {name!r}, which is not in the checkpoint's folder"
+        if not isinstance(expected, dict) or type(expected.get("nbytes")) is not int or not isinstance(expected.get("checksum"), str):
+            return f"files has {expected!r} for {name!r}, not its nbytes and checksum"
+    return None
+
+
+def _is_name(part: object) -> bool:
+    """Of a file or folder, in the folder that it is looked for in."""
+    return isinstance(part, str) and part not in ("", ".", "..") and "/" not in part and "\0" not in part
+
+
 def check_files(checkpoint: Path) -> dict[str, Any]:
-    """The description of a checkpoint whose files outside the roles' folders are as they were written.
+    """The description of a checkpoint whose files outside the roles' folders are as they were written, and which is of the step that
+    its folder names.
 
     Raises CheckpointError that names the first that is not.
     """
     description = read_description(checkpoint)
+    if (named := _STEP.fullmatch(checkpoint.name)) and int(named[1]) != description["step"]:
+        raise CheckpointError(
+            f"{checkpoint / DESCRIPTION_FILE}: is of step {description['step']}, and its folder of step {int(named[1])}: one was put into "
+            "the place of the other; give the folder its own name back, or use another checkpoint"
+        )
     for name, expected in description["files"].items():
         path = checkpoint / name
         if not path.is_file():

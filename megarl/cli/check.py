@@ -166,15 +166,31 @@ def _checkpoints(config: PPOConfig | SFTConfig, architectures: Mapping[str, Arch
     checkpoint = config.checkpoint
     table = _table("Checkpoints", "quantity", "value", "from")
     table.add_row("in", str(checkpoint_path(config)), "checkpoint.dir" if checkpoint.dir else "trainer.output_dir")
-    when = f"every {checkpoint.every_steps:,} steps and at the end" if checkpoint.every_steps else "only when SIGTERM ends the run"
-    table.add_row("saved", when, "checkpoint.every_steps")
-    table.add_row("kept", f"the {checkpoint.keep:,} newest" if checkpoint.keep else "all", "checkpoint.keep")
+    table.add_row("saved", *_when_saved(config))
+    best, kept = checkpoint.keep_best.metric, f"the {checkpoint.keep:,} newest" if checkpoint.keep else "all"
+    table.add_row("kept", kept + (f", and the best by {best}" if best and checkpoint.keep else ""), "checkpoint.keep")
     parts = "weights, masters, moments" + (", the policy for Hugging Face" if checkpoint.save_hf else "")
     table.add_row("size of one", _gib(checkpoint_bytes(config, architectures)), parts)
     most = most_checkpoints(config)
     table.add_row("most at a time", _gib(most * checkpoint_bytes(config, architectures)), f"{most:,} checkpoints")
     table.add_row("free on the disk", _gib(_free_bytes(checkpoint_path(config))), "now")
     return table
+
+
+def _when_saved(config: PPOConfig | SFTConfig) -> tuple[str, str]:
+    """In words, and by which keys."""
+    checkpoint = config.checkpoint
+    moments = [
+        (bool(checkpoint.every_steps), f"every {checkpoint.every_steps:,} steps", "every_steps"),
+        (bool(checkpoint.every_minutes), f"every {checkpoint.every_minutes:g} minutes", "every_minutes"),
+        (checkpoint.keep_best.metric is not None, "after the best validation", "keep_best"),
+        (checkpoint.at_end, "at the end", "at_end"),
+    ]
+    words, keys = [words for there, words, _ in moments if there], [f"checkpoint.{key}" for there, _, key in moments if there]
+    if not words:
+        return "only when SIGTERM ends the run", "checkpoint.at_end"
+    *first, last = words
+    return f"{', '.join(first)} and {last}" if first else last, keys[0]
 
 
 def _of_a_full_disk(config: PPOConfig | SFTConfig, architectures: Mapping[str, Architecture]) -> Iterator[str]:

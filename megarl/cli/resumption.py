@@ -3,31 +3,73 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from megarl.cli.session import Session
+from megarl.cli.session import Session, of_another_run, read_summary
 from megarl.cli.termination import TERMINATED
-from megarl.config.errors import CheckpointError
+from megarl.config.errors import CheckpointError, ConfigError
 from megarl.config.schema import PPOConfig, SFTConfig
 from megarl.roles.saved_models import SavedModels
 from megarl.tracking.run_files import SUMMARY_FILE
 from megarl.tracking.truncate_logs import cut_after
-from megarl.trainers.checkpoint import Checkpointer
+from megarl.trainers.best_so_far import ends_early
+from megarl.trainers.checkpoint import Checkpointer, best_checkpoint
 from megarl.trainers.monitor import Monitor
 from megarl.trainers.resume import Resume, checkpoint_folder, older_ones
 
 
 def is_complete(config: PPOConfig | SFTConfig, resume: Resume | None) -> bool:
-    """Nothing is left to do, and it says so."""
-    if resume is None or not resume.is_own or resume.step < config.trainer.total_steps:
-        return False
-    summary = Path(config.trainer.output_dir) / SUMMARY_FILE
-    if summary.exists():
-        print(f"the run is complete: {summary} is of step {resume.step}. Raise trainer.total_steps to train on")
-    return summary.exists()
+    """Nothing is left to do, and it says so, with what to change to train on.
+
+    Raises ValueError where a run came to its end without a checkpoint, and is asked for more steps.
+    """
+    output_dir, steps = Path(config.trainer.output_dir), config.trainer.total_steps
+    summary = read_summary(output_dir)
+    if summary is None:
+        return False  # also of a run that was killed between its last step and its end: it still writes the trained model
+    if resume is not None and resume.is_own:
+        why = ends_early(config.trainer.early_stop, resume.state)
+        if resume.step < steps and why is None:
+            return False
+        print(f"the run in {output_dir} is complete: {resume.checkpoint} is of step {resume.step}. {_to_train_on(config, why)}")
+        return True
+    if of_another_run(output_dir, config):
+        return False  # which the folder's check refuses
+    weights = f"start from its weights: model.path={output_dir / 'huggingface'}" if config.checkpoint.save_hf else "start anew"
+    further = f"It has no checkpoint (checkpoint.at_end was false); to train further, {weights}, with another trainer.output_dir"
+    if summary["steps"] < steps and "stopped_early" not in summary:
+        raise ValueError(f"the run in {output_dir} ended after its step {summary['steps']}, and {steps} are wanted. {further}")
+    print(f"the run in {output_dir} is complete: it ended after step {summary['steps']}. {further}")
+    return True
+
+
+def _to_train_on(config: PPOConfig | SFTConfig, why_it_ended_early: str | None) -> str:
+    if why_it_ended_early is None:
+        return f"To train further, raise trainer.total_steps (now {config.trainer.total_steps})"
+    return (
+        f"It ended early: {why_it_ended_early}. To train further, raise trainer.early_stop.patience "
+        f"(now {config.trainer.early_stop.patience}), or set trainer.early_stop.metric=null"
+    )
+
+
+def check_compared_metrics(config: PPOConfig, possible: Sequence[str]) -> None:
+    """Raises ConfigError where `checkpoint.keep_best` or `trainer.early_stop` compare what no validation of these data measures."""
+    compared = {
+        "checkpoint.keep_best.metric": config.checkpoint.keep_best.metric,
+        "trainer.early_stop.metric": config.trainer.early_stop.metric,
+    }
+    problems = [
+        f"{key}: no validation of this run measures {metric!r}; there are {', '.join(possible)}"
+        for key, metric in compared.items()
+        if metric is not None and metric not in possible
+    ]
+    if problems:
+        raise ConfigError("data.val_files", problems)
 
 
 def load_checkpoint(session: Session, config: PPOConfig | SFTConfig, models: SavedModels, resume: Resume | None) -> None:
@@ -41,7 +83,9 @@ def load_checkpoint(session: Session, config: PPOConfig | SFTConfig, models: Sav
     except CheckpointError as error:
         raise CheckpointError(f"{error}. {older_ones(resume.checkpoint)}") from error
     if resume.is_own:
-        checkpoint_folder(config).point_at(resume.checkpoint)  # what is after it is given up
+        folder = checkpoint_folder(config)
+        folder.point_at(resume.checkpoint)  # what is after it is given up
+        folder.point_at_best(best_checkpoint(config, resume.state))
         cut_after(session.output_dir, resume.step)
         (session.output_dir / SUMMARY_FILE).unlink(missing_ok=True)
     seconds = time.monotonic() - start_s
@@ -56,11 +100,24 @@ def open_checkpoints(
         checkpoint_folder(config),
         models,
         monitor,
-        first_step=1 if resume is None else resume.step + 1,
-        seconds_before=0.0 if resume is None else resume.state["seconds"],
+        resumed=None if resume is None else resume.state,
         is_told_to_end=lambda: session.termination.requested,
         say=lambda text: session.console.print(text, soft_wrap=True, highlight=False),
     )
+
+
+def say_ended(session: Session, checkpoints: Checkpointer) -> dict[str, Any]:
+    """That it ended early, and which checkpoint is the best, where it is so; the same for the summary."""
+    told: dict[str, Any] = {}
+    if why := checkpoints.stopped_early:
+        told["stopped_early"] = why
+        session.console.print(f"ended early, after step {checkpoints.last_step}: {why}", soft_wrap=True, highlight=False)
+    if best := checkpoints.best:
+        told["best"] = best._asdict()
+        session.console.print(
+            f"the best {best.metric} is {best.value:.6g}, of the checkpoint of step {best.step}", soft_wrap=True, highlight=False
+        )
+    return told
 
 
 def say_stopped(session: Session, checkpoints: Checkpointer) -> int:

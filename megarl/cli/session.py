@@ -10,15 +10,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+import yaml
 from rich.console import Console
 
 from megarl.cli.check import print_run
 from megarl.cli.processes import RayProcesses, ray_processes
 from megarl.cli.run_context import RunContext
 from megarl.cli.termination import Termination
-from megarl.config.compare import differences
+from megarl.config.compare import other_run
 from megarl.config.load import dump_config, plain_values
-from megarl.config.schema import RESUME_AUTO, PPOConfig, SFTConfig
+from megarl.config.schema import PPOConfig, SFTConfig
 from megarl.machine.files import write_whole
 from megarl.placement.plan import plan_placement
 from megarl.roles.weight_sync import PUSHED_FOLDERS
@@ -62,27 +63,50 @@ def open_session(context: RunContext, resume: Resume | None) -> Iterator[Session
 
 
 def _claim(output_dir: Path, config: PPOConfig | SFTConfig, resume: Resume | None, console: Console) -> None:
-    """The folder is new, or is this run's own. What a run has left that ended before its first checkpoint is cleared: it starts over."""
+    """The folder is new, or is this run's own. What a run has left that saved nothing before it ended is cleared: it starts over."""
     output_dir.mkdir(parents=True, exist_ok=True)
     for folder in output_dir.glob(PUSHED_FOLDERS):  # of a process that was killed while it sent weights through the disk
         shutil.rmtree(folder)
-    if not (output_dir / METRICS_FILE).exists() or (resume is not None and resume.is_own):
+    metrics = output_dir / METRICS_FILE
+    if not metrics.exists() or (resume is not None and resume.is_own):
         return
-    if resume is not None or not _ended_early(output_dir, config):
+    num_steps = metrics.read_bytes().count(b"\n")
+    if num_steps and (why := of_another_run(output_dir, config)):
         raise ValueError(
-            f"trainer.output_dir={str(output_dir)!r} holds the metrics of another run; remove the folder or give a new one, "
+            f"trainer.output_dir={str(output_dir)!r} holds the metrics of another run ({why}); remove the folder or give a new one, "
             "so that two runs are not mixed"
         )
-    console.print(f"the run in {output_dir} ended before its first checkpoint: starting over", style="yellow", soft_wrap=True)
+    console.print(
+        f"the run in {output_dir} ended before its first checkpoint, after {num_steps} logged steps: starting over",
+        style="yellow",
+        soft_wrap=True,
+        highlight=False,
+    )
     clear(output_dir)
 
 
-def _ended_early(output_dir: Path, config: PPOConfig | SFTConfig) -> bool:
-    """It would have saved, and it is the run that the configuration describes."""
+def of_another_run(output_dir: Path, config: PPOConfig | SFTConfig) -> str | None:
+    """Why what is in the folder is not of the run that the configuration describes."""
     saved = output_dir / CONFIG_FILE
-    if config.checkpoint.resume != RESUME_AUTO or config.checkpoint.every_steps == 0 or not saved.is_file():
-        return False
-    return not (output_dir / SUMMARY_FILE).exists() and not any(change.is_fixed for change in differences(saved, config))
+    try:
+        changes = other_run(saved, config)
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        return f"{CONFIG_FILE}: {error}"
+    return "; ".join(f"{change.key} was {change.before!r}, is {change.now!r}" for change in changes)
+
+
+def read_summary(output_dir: Path) -> dict[str, Any] | None:
+    """What `write_summary` wrote; None where no run has come to its end here. Raises ValueError where that is damaged."""
+    path = output_dir / SUMMARY_FILE
+    try:
+        summary = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        raise ValueError(f"{path}: is not JSON ({error}); remove it") from error
+    if not isinstance(summary, dict) or not isinstance(summary.get("steps"), int):
+        raise ValueError(f"{path}: has no number of steps; remove it")
+    return summary
 
 
 class Filtered(Protocol):

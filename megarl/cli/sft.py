@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megarl.cli.processes import refuse_launched_ranks
-from megarl.cli.resumption import is_complete, load_checkpoint, open_checkpoints, say_stopped
+from megarl.cli.resumption import is_complete, load_checkpoint, open_checkpoints, say_ended, say_stopped
 from megarl.cli.run_context import RunContext, run_context_of
 from megarl.cli.session import open_monitor, open_session, report_filtered, write_summary
 from megarl.config.architecture import read_architecture
@@ -60,9 +60,7 @@ def _run(config: SFTConfig, context: RunContext) -> int:
             folder = session.output_dir / "huggingface"
             actor.save_hf(folder, config.model.path)
             session.console.print(f"the trained model is in {folder}")
-        seconds = round(checkpoints.seconds, 1)
-        write_summary(
-            session.output_dir,
-            {"steps": trainer.total_steps, "seconds": seconds, "samples": trainer.total_steps * trainer.samples_per_step},
-        )
+        steps, seconds = checkpoints.last_step, round(checkpoints.seconds, 1)
+        told = say_ended(session, checkpoints)
+        write_summary(session.output_dir, {"steps": steps, "seconds": seconds, "samples": steps * trainer.samples_per_step, **told})
     return 0

@@ -9,7 +9,7 @@ from rich.table import Table
 
 from megarl.algorithms.user_functions import try_functions
 from megarl.cli.processes import refuse_launched_ranks
-from megarl.cli.resumption import is_complete, load_checkpoint, open_checkpoints, say_stopped
+from megarl.cli.resumption import check_compared_metrics, is_complete, load_checkpoint, open_checkpoints, say_ended, say_stopped
 from megarl.cli.run_context import RunContext, run_context_of
 from megarl.cli.session import Session, open_monitor, open_session, report_filtered, write_summary
 from megarl.config.architecture import Architecture, read_architecture
@@ -23,7 +23,7 @@ from megarl.doctor.checked_config import load_checked
 from megarl.roles.rollout import TokenRules
 from megarl.roles.saved_models import ppo_models
 from megarl.roles.start import start_ppo
-from megarl.trainers.evaluation import Evaluation
+from megarl.trainers.evaluation import Evaluation, possible_metrics
 from megarl.trainers.ppo import PPOTrainer
 from megarl.trainers.resume import Resume, find_resume
 from megarl.workers.reward_model import Reading, conversation_encoder
@@ -65,6 +65,8 @@ def open_ppo(config: PPOConfig, context: RunContext, resume: Resume | None) -> I
     if data.val_files:
         held_out = PromptDataset(data.val_files, tokenizer, data)
         data_sets["data.val_files"] = held_out
+        sources = (held_out[row].data_source for row in range(len(held_out)))
+        check_compared_metrics(config, possible_metrics(sources, config.rollout.validation.n))
         evaluation = Evaluation(held_out, config.rollout.validation, trainer.prompts_per_step, config.tracking.log_generations)
 
     if REWARD_MODEL in models:
@@ -94,24 +96,25 @@ def _check_chats(config: PPOConfig, architecture: Architecture, data_sets: Mappi
 
 
 def _finish(config: PPOConfig, session: Session, ppo: PPOTrainer) -> None:
-    trainer = config.trainer
+    steps, seconds = ppo.checkpoints.last_step, ppo.checkpoints.seconds
     folder = session.output_dir / "huggingface"
     if config.checkpoint.save_hf:
         ppo.roles.actor.save_hf(folder, config.model.path)
-    samples = trainer.total_steps * trainer.prompts_per_step * config.rollout.n
-    scores, seconds = dict(ppo.monitor.validations), ppo.checkpoints.seconds
+    samples = steps * config.trainer.prompts_per_step * config.rollout.n
+    scores = dict(ppo.monitor.validations)
     summary = {
-        "validation": {"before": scores.get(0), "after": scores.get(trainer.total_steps)},
-        "steps": trainer.total_steps,
+        "validation": {"before": scores.get(0), "after": scores.get(steps)},
+        "steps": steps,
         "seconds": round(seconds, 1),
         "samples": samples,
+        **say_ended(session, ppo.checkpoints),
     }
     write_summary(session.output_dir, summary)
     table = Table(title="PPO run", show_header=False)
-    table.add_row("steps", str(trainer.total_steps))
+    table.add_row("steps", str(steps))
     table.add_row("samples", f"{samples:,}")
     table.add_row("seconds", f"{seconds:.0f}")
-    for name, step in (("before", 0), ("after", trainer.total_steps)):
+    for name, step in (("before", 0), ("after", steps)):
         if step in scores:
             table.add_row(f"validation score {name}", f"{scores[step]:.3f}")
     if config.checkpoint.save_hf:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from megarl.config.load import plain_values
-from megarl.config.schema import PPOConfig, SFTConfig
+from megarl.config.schema import RESUME_AUTO, RESUME_DISABLE, PPOConfig, SFTConfig
 
 ABSENT = "(no such key)"
 
@@ -23,8 +23,10 @@ FIXED = {
     "trainer.samples_per_step": "which data a step has",
     "algorithm.advantage.estimator": "which models are trained",
 }
+# Beside those, and all of `algorithm`: with another one it is not the same run that starts over.
+_OF_THE_RUN = ("model.path", "data.train_files", *FIXED)
 # What says where and when a run saves and resumes is no part of what it computes.
-_IGNORED = ("checkpoint.resume",)
+_RESUME = "checkpoint.resume"
 
 
 class Difference(NamedTuple):
@@ -38,13 +40,33 @@ class Difference(NamedTuple):
 
 
 def differences(saved: Path, config: PPOConfig | SFTConfig) -> list[Difference]:
-    """By dotted key, sorted; lists count as one value. `saved`: a resolved `config.yaml`. Raises OSError, yaml.YAMLError."""
-    before = dict(flat(yaml.safe_load(saved.read_text(encoding="utf-8")) or {}))
-    now = dict(flat(plain_values(config)))
+    """By dotted key, sorted; lists count as one value. `saved`: a resolved `config.yaml`.
+
+    Raises OSError, yaml.YAMLError, and ValueError where it is no mapping of keys.
+    """
+    return [each for each in _all_differences(saved, config) if each.key != _RESUME]
+
+
+def other_run(saved: Path, config: PPOConfig | SFTConfig) -> list[Difference]:
+    """What makes `config` another run than that of `saved`; nothing where it is the same, from its beginning. As `differences`."""
+    return [
+        each
+        for each in _all_differences(saved, config)
+        if each.key in _OF_THE_RUN
+        or each.key.startswith("algorithm.")
+        or (each.key == _RESUME and not {each.before, each.now} <= {RESUME_AUTO, RESUME_DISABLE})
+    ]
+
+
+def _all_differences(saved: Path, config: PPOConfig | SFTConfig) -> list[Difference]:
+    values = yaml.safe_load(saved.read_text(encoding="utf-8"))
+    if not isinstance(values, dict):
+        raise ValueError(f"it is {'empty' if values is None else f'a {type(values).__name__}'}, not a mapping of keys")
+    before, now = dict(flat(values)), dict(flat(plain_values(config)))
     return [
         Difference(key, before.get(key, ABSENT), now.get(key, ABSENT))
-        for key in sorted(before.keys() | now.keys())
-        if key not in _IGNORED and before.get(key, ABSENT) != now.get(key, ABSENT)
+        for key in sorted(before.keys() | now.keys(), key=str)
+        if before.get(key, ABSENT) != now.get(key, ABSENT)
     ]
 
 

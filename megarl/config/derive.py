@@ -203,9 +203,14 @@ def checkpoint_bytes(config: PPOConfig | SFTConfig, architectures: Mapping[str, 
 
 def most_checkpoints(config: PPOConfig | SFTConfig) -> int:
     """On the disk at one time: those that are kept, and one that is written before an old one goes."""
-    every, keep = config.checkpoint.every_steps, config.checkpoint.keep
-    made = -(-config.trainer.total_steps // every) if every else 0
-    return made if keep == 0 else min(made, keep + 1)
+    checkpoint, steps = config.checkpoint, config.trainer.total_steps
+    keeps_best = checkpoint.keep_best.metric is not None
+    made = steps // checkpoint.every_steps if checkpoint.every_steps else 0
+    if checkpoint.every_minutes or keeps_best:
+        made = steps  # nobody knows which of them
+    elif checkpoint.at_end and not (checkpoint.every_steps and steps % checkpoint.every_steps == 0):
+        made += 1
+    return made if checkpoint.keep == 0 else min(made, checkpoint.keep + 1 + keeps_best)
 
 
 def _micro_batches(rows: int, limit: MicroBatchConfig, row_tokens: int, multiple_of: int) -> tuple[int, int]:

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import importlib.util
-import tempfile
 from collections.abc import Callable
 from math import lcm
 from pathlib import Path
 
-from megarl.config import algorithm_rules, data_rules, reward_rules, rollout_rules
+from megarl.config import algorithm_rules, checkpoint_rules, data_rules, reward_rules, rollout_rules
 from megarl.config.architecture import Architecture, read_architecture
 from megarl.config.derive import max_row_tokens, samples_per_step, updates_per_pass
 from megarl.config.errors import ConfigError
 from megarl.config.nearest import either, nearest_divisors, nearest_multiples
 from megarl.config.roles import REWARD_MODEL, ModelRole, model_roles, needs_reference
 from megarl.config.schema import (
-    RESUME_AUTO,
-    RESUME_DISABLE,
     Device,
     DType,
     Layers,
@@ -29,7 +26,6 @@ from megarl.config.schema import (
 )
 from megarl.config.schema.keys import leaves
 from megarl.config.violation import Violation, Violations
-from megarl.machine.files import existing_folder
 
 RunConfig = PPOConfig | SFTConfig
 # tracking's, each with the package that it needs; kept here too because tracking imports torch. A service's module has its logger's name.
@@ -48,7 +44,8 @@ def validate(config: RunConfig, with_files: bool = True) -> list[Violation]:
         data_rules.train_files,
         data_rules.columns,
         _layers,
-        *((absent_files, _weights, _tracking, _folders, _checkpoint) if with_files else ()),
+        checkpoint_rules.validation_metrics,
+        *(_OF_FILES if with_files else ()),
     ):
         violations += rule(config)
     if isinstance(config, PPOConfig):
@@ -153,27 +150,6 @@ def _tracking(config: RunConfig) -> Violations:
         )
 
 
-def _folders(config: RunConfig) -> Violations:
-    """Those that a run writes to: a folder is made in the nearest one that there is, and removed."""
-    for key, folder in (("trainer.output_dir", config.trainer.output_dir), ("checkpoint.dir", config.checkpoint.dir)):
-        if folder is None:
-            continue
-        path = Path(folder).absolute()
-        if path == Path(path.anchor):
-            yield Violation((key,), f"is {folder!r}, the root of the file system; give a folder of the run's own")
-            continue
-        try:
-            tempfile.TemporaryDirectory(dir=(nearest := existing_folder(path))).cleanup()
-        except OSError as error:
-            yield Violation((key,), f"{folder!r} cannot be written: {nearest}: {error.strerror}; give a folder that can be")
-
-
-def _checkpoint(config: RunConfig) -> Violations:
-    resume = config.checkpoint.resume
-    if resume not in (RESUME_AUTO, RESUME_DISABLE) and not Path(resume).is_dir():
-        yield Violation(("checkpoint.resume",), f"there is no folder {resume!r}; give auto, disable, or the path of a checkpoint")
-
-
 def _mini_batches(config: PPOConfig) -> Violations:
     samples, updates = samples_per_step(config), config.trainer.updates_per_step
     if samples % updates:
@@ -187,6 +163,7 @@ def _mini_batches(config: PPOConfig) -> Violations:
         )
 
 
+_OF_FILES = (absent_files, _weights, _tracking, checkpoint_rules.folders, checkpoint_rules.resumed_folder)
 _ENGINE_KEYS = ("rollout.num_replicas", "rollout.tensor_parallel_size")
 
 

@@ -1,7 +1,7 @@
 """The life of a run's checkpoints: begun after a step, written while training goes on, committed when all of it is on the disk.
 
     models copy their state -> files are written -> models complete their folders -> trainer.json, config.yaml, checkpoint.json,
-    all to the disk -> rename -> `latest` -> old ones are removed
+    all to the disk -> rename -> `latest` -> `best.json` -> old ones are removed
 
 The first arrow is all that a step waits for. Only after a step's metrics are in their files can its checkpoint become the latest:
 so a run that goes on from it has every line up to that step, and cuts those that follow.
@@ -22,15 +22,15 @@ from typing import Any, Protocol
 
 from megarl import __version__
 from megarl.checkpoints.role_folder import HUGGING_FACE_FOLDER
-from megarl.checkpoints.run_folder import CheckpointFolder
+from megarl.checkpoints.run_folder import BestCheckpoint, CheckpointFolder
 from megarl.config.errors import CheckpointError, RunError
 from megarl.config.load import dump_config
 from megarl.config.schema import PPOConfig, SFTConfig
 from megarl.machine.files import write_whole
 from megarl.tracking.run_files import CONFIG_FILE
+from megarl.trainers.best_so_far import BestSoFar, patience_is_over
 
 STATE_FILE = "trainer.json"
-_LOOK_AGAIN_S = 0.05
 
 State = dict[str, Any]
 
@@ -65,12 +65,16 @@ class _Save:
     step: int
     folder: Path
     started_s: float
+    best: BestCheckpoint | None
     blocked_s: float = 0.0
     sealing: Future[int] | None = None
 
 
 class Checkpointer:
-    """Saves after the steps that the configuration names, after the last one, and after the one in which the run is told to end."""
+    """Saves after the steps that the configuration names, after the last one, and after the one in which the run is told to end.
+
+    It also says which steps there are: a run whose validations get no better makes no more of them (trainer.early_stop).
+    """
 
     def __init__(
         self,
@@ -79,14 +83,24 @@ class Checkpointer:
         models: Models,
         monitor: RunFiles,
         *,
-        first_step: int = 1,
-        seconds_before: float = 0.0,
+        resumed: State | None = None,
         is_told_to_end: Callable[[], bool] = lambda: False,
         say: Callable[[str], None] = print,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """resumed: what `trainer.json` of the checkpoint holds that the run goes on from. clock: in seconds, from any moment on; it
+        must not follow the clock of the day, which may be set."""
         self._config, self._folder, self._models, self._monitor = config, folder, models, monitor
-        self._first_step, self._is_told_to_end, self._say = first_step, is_told_to_end, say
-        self._started_s = time.monotonic() - seconds_before
+        self._is_told_to_end, self._say, self._clock = is_told_to_end, say, clock
+        resumed = resumed or {"step": 0, "seconds": 0.0}
+        self._first_step, self._started_s = resumed["step"] + 1, clock() - resumed["seconds"]
+        self._saved_s = clock()
+        self.last_step: int = resumed["step"]  # that was made
+        self._best = BestSoFar.of(config.checkpoint.keep_best)
+        self._early_stop = BestSoFar.of(config.trainer.early_stop)
+        for each, name in ((self._best, "best"), (self._early_stop, "early_stop")):
+            if each is not None:
+                each.load_state_dict(resumed.get(name))
         self._under_way: _Save | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self.stopped_after: int | None = None  # the step after which the run was told to end
@@ -99,18 +113,36 @@ class Checkpointer:
     @property
     def seconds(self) -> float:
         """That the run has taken, over all its processes, what they lost apart."""
-        return time.monotonic() - self._started_s
+        return self._clock() - self._started_s
+
+    @property
+    def stopped_early(self) -> str | None:
+        """Why the run makes no more steps, though it has not come to its last; None where it does."""
+        return None if self._early_stop is None else patience_is_over(self._config.trainer.early_stop, self._early_stop)
+
+    @property
+    def best(self) -> BestCheckpoint | None:
+        """The best that has been saved, or is being saved."""
+        return _as_checkpoint(self._best)
 
     def steps(self) -> Iterator[int]:
         """The numbers of the steps that are still to be made. What was begun is committed between them, and awaited at the end."""
         for step in range(self._first_step, self._config.trainer.total_steps + 1):
             if self._is_told_to_end() and step == self._first_step:
                 self.stopped_after = step - 1
-            if self.stopped_after is not None:
+            if self.stopped_after is not None or self.stopped_early:
                 break
             yield step
+            self.last_step = step
             self._go_on(wait=not self._config.checkpoint.asynchronous)
         self._go_on(wait=True)
+
+    def validated(self, step: int, metrics: Mapping[str, float]) -> None:
+        """What the validation after `step` has measured; called within the step, before it is saved."""
+        if self._best is not None:
+            self._best.see(step, metrics)
+        if self._early_stop is not None:
+            self._early_stop.see(step, metrics)
 
     def save(self, step: int, state: Callable[[], State]) -> None:
         """Called at the end of every step, within it; saves after some. `state`: of the trainer, as JSON can hold it.
@@ -126,21 +158,35 @@ class Checkpointer:
             self._begin(step, state())
 
     def _is_due(self, step: int) -> bool:
-        every = self._config.checkpoint.every_steps
-        return every > 0 and (step % every == 0 or step == self._config.trainer.total_steps)
+        checkpoint = self._config.checkpoint
+        is_last = step == self._config.trainer.total_steps or self.stopped_early is not None
+        minutes = (self._clock() - self._saved_s) / 60
+        return (
+            (checkpoint.at_end and is_last)
+            or (checkpoint.every_steps > 0 and step % checkpoint.every_steps == 0)
+            or 0 < checkpoint.every_minutes <= minutes
+            or (self._best is not None and self._best.step == step)
+        )
 
     def _begin(self, step: int, state: State) -> None:
-        save = _Save(step, self._folder.path, time.monotonic())
+        save = _Save(step, self._folder.path, self._clock(), self.best)
+        self._saved_s = save.started_s
+        of_run = {
+            "step": step,
+            "seconds": self.seconds,
+            "best": None if self._best is None else self._best.state_dict(),
+            "early_stop": None if self._early_stop is None else self._early_stop.state_dict(),
+        }
         with self._or_nothing(save):
             save.folder = self._folder.begin(step)
             self._models.begin_save(save.folder)
             if self._config.checkpoint.save_hf:
                 self._models.save_policy(save.folder / HUGGING_FACE_FOLDER)
             dump_config(self._config, save.folder / CONFIG_FILE)
-            write_whole(save.folder / STATE_FILE, json.dumps({"step": step, "seconds": self.seconds, **state}, indent=2) + "\n")
+            write_whole(save.folder / STATE_FILE, json.dumps(of_run | state, indent=2) + "\n")
             if not self._config.checkpoint.asynchronous:
                 self._models.finish_save(save.folder, step)
-        save.blocked_s = time.monotonic() - save.started_s
+        save.blocked_s = self._clock() - save.started_s
         self._under_way = save
 
     def _go_on(self, wait: bool) -> None:
@@ -155,22 +201,23 @@ class Checkpointer:
                 if self._config.checkpoint.asynchronous:
                     self._models.finish_save(save.folder, save.step)
                 self._monitor.flush()
-                save.sealing = self._thread.submit(self._commit, save.step)
+                save.sealing = self._thread.submit(self._commit, save)
             if not (wait or save.sealing.done()):
                 return
             nbytes = save.sealing.result()
         self._under_way = None
-        background_s = time.monotonic() - save.started_s - save.blocked_s
+        background_s = self._clock() - save.started_s - save.blocked_s
         self._say(
             f"checkpoint of step {save.step}: {nbytes / 2**20:,.1f} MiB in {self._folder.path}, "
             f"training waited {save.blocked_s:.2f} s, written in {background_s:.2f} s more"
         )
 
-    def _commit(self, step: int) -> int:
+    def _commit(self, save: _Save) -> int:
         """In a thread of its own: making sure that bytes are on a disk can take long."""
-        nbytes = self._folder.seal(step, {"roles": self._models.names, "versions": versions()})
-        self._folder.commit(step)
-        self._folder.remove_old(self._config.checkpoint.keep)
+        nbytes = self._folder.seal(save.step, {"roles": self._models.names, "versions": versions()})
+        self._folder.commit(save.step)
+        self._folder.point_at_best(save.best)
+        self._folder.remove_old(self._config.checkpoint.keep, save.best)
         return nbytes
 
     @contextmanager
@@ -181,13 +228,25 @@ class Checkpointer:
         except (RunError, OSError) as error:
             self._under_way = None
             self._folder.abandon(save.step)
-            if isinstance(error, OSError):
-                place = error.filename or self._folder.path
+            if isinstance(error, OSError) and not isinstance(error, RunError):  # a rank that hangs is a TimeoutError as well
+                place = error.filename2 or error.filename or self._folder.path  # of a copy, the second is where it was to go
                 raise CheckpointError(
                     f"{place}: the checkpoint of step {save.step} cannot be written ({error.strerror or error}); "
                     "make room, or give another checkpoint.dir"
                 ) from error
             raise
+
+
+def best_checkpoint(config: PPOConfig | SFTConfig, state: Mapping[str, Any]) -> BestCheckpoint | None:
+    """The one that a run keeps whose checkpoint has this state; None where it keeps none."""
+    best = BestSoFar.of(config.checkpoint.keep_best)
+    if best is not None:
+        best.load_state_dict(state.get("best"))
+    return _as_checkpoint(best)
+
+
+def _as_checkpoint(best: BestSoFar | None) -> BestCheckpoint | None:
+    return None if best is None or best.step is None else BestCheckpoint(best.step, best.metric, best.value)
 
 
 def versions() -> Mapping[str, str]:

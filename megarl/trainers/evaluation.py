@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -45,6 +45,13 @@ def sampling_metrics(prompts: Sequence[_Prompt]) -> dict[str, float]:
         metrics[f"{'pass' if is_right_or_wrong else 'best'}@{k}"] = float(np.mean([best_at_k(prompt.scores, k) for prompt in prompts]))
         metrics[f"maj@{k}"] = float(np.mean([majority_at_k(prompt.answers, prompt.scores, k) for prompt in prompts]))
     return metrics
+
+
+def possible_metrics(sources: Iterable[str], num_samples: int) -> list[str]:
+    """What a validation with so many samples of each prompt may measure. Whether `pass@k` or `best@k` is for the scores to say."""
+    ks = [2**power for power in range(1, num_samples.bit_length())]
+    names = ["score/mean", *(f"{what}@{k}" for k in ks for what in ("pass", "best", "maj"))]
+    return [f"{part}/{name}" for part in ("val", *(f"val/{source}" for source in sorted(set(sources)))) for name in names]
 
 
 class Evaluation:

@@ -68,7 +68,7 @@ class PPOTrainer:
             with self.monitor.step(step):
                 yield step
                 if step == trainer.total_steps or (trainer.validate_every_steps and step % trainer.validate_every_steps == 0):
-                    self._validate(step)
+                    self.checkpoints.validated(step, self._validate(step))
                 self.checkpoints.save(step, self.state_dict)
 
     def state_dict(self) -> dict[str, Any]:
@@ -139,8 +139,11 @@ class PPOTrainer:
         metrics["num_tokens"] = float(valid_token_count(batch))
         return metrics
 
-    def _validate(self, step: int) -> None:
-        if self.evaluation:
-            with self.monitor.testing():
-                result = self.evaluation.run(self.roles.rollout, self.roles.reward)
-            self.monitor.record_validation(result, step)
+    def _validate(self, step: int) -> Metrics:
+        """Those of the validation; none where there are no held-out prompts."""
+        if self.evaluation is None:
+            return {}
+        with self.monitor.testing():
+            result = self.evaluation.run(self.roles.rollout, self.roles.reward)
+        self.monitor.record_validation(result, step)
+        return result.metrics

@@ -88,7 +88,7 @@ def _read(checkpoint: Path, folder: CheckpointFolder, config: RunConfig) -> Resu
     try:
         description = check_files(checkpoint)
         _check_steps(checkpoint, description)
-        state = _state(checkpoint)
+        state = _state(checkpoint, description["step"])
         changes = _changes(checkpoint, config)
     except CheckpointError as error:
         raise CheckpointError(f"{error}. {older_ones(checkpoint)}") from error
@@ -119,20 +119,30 @@ def _check_steps(checkpoint: Path, description: dict[str, Any]) -> None:
             )
 
 
-def _state(checkpoint: Path) -> dict[str, Any]:
+def _state(checkpoint: Path, step: int) -> dict[str, Any]:
+    """`trainer.json` of the checkpoint of `step`."""
     path = checkpoint / STATE_FILE
     try:
         state = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path}: cannot be read ({error}); the checkpoint is damaged") from error
+    if not isinstance(state, dict) or (absent := [key for key in ("step", "trainer", "seconds", "data") if key not in state]):
+        what = f"has no {' and no '.join(absent)}" if isinstance(state, dict) else f"is a {type(state).__name__}, not a mapping"
+        raise CheckpointError(f"{path}: {what}; the checkpoint is damaged")
+    if state["step"] != step:
+        raise CheckpointError(
+            f"{path}: is of step {state['step']}, and the checkpoint that it lies in is of step {step}: put the right file back, or use "
+            "another checkpoint"
+        )
     return state
 
 
 def _changes(checkpoint: Path, config: RunConfig) -> list[Difference]:
     try:
         return differences(checkpoint / CONFIG_FILE, config)
-    except (OSError, yaml.YAMLError) as error:
-        raise CheckpointError(f"{checkpoint / CONFIG_FILE}: cannot be read ({error}); the checkpoint is damaged") from error
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        reason = " ".join(str(error).split())
+        raise CheckpointError(f"{checkpoint / CONFIG_FILE}: cannot be read ({reason}); the checkpoint is damaged") from error
 
 
 def _role_problems(checkpoint: Path, saved: Sequence[str], config: RunConfig) -> list[str]:

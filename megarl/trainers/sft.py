@@ -49,15 +49,18 @@ class SFTTrainer:
                 metrics = self.actor.update_sft(batch).get()
                 self.monitor.record({**metrics, "num_tokens": float(valid_token_count(batch))})
                 if step == trainer.total_steps or (trainer.validate_every_steps and step % trainer.validate_every_steps == 0):
-                    self._validate(step)
+                    self.checkpoints.validated(step, self._validate())
                 self.checkpoints.save(step, self.state_dict)
 
-    def _validate(self, step: int) -> None:
+    def _validate(self) -> Mapping[str, float]:
+        """Its metrics; none where there are no held-out rows."""
         if self.validation is None:
-            return
+            return {}
         parts = []
         with self.monitor.testing():
             for batch in one_pass(self.validation, self.config.trainer.samples_per_step):
                 log_probs = self.actor.log_probs(batch).get().tensors["old_log_probs"]
                 parts.append({"val/loss": Metric.mean(-log_probs, batch.tensors["response_mask"])})
-        self.monitor.record(values_of(merge_metrics(parts)))
+        metrics = values_of(merge_metrics(parts))
+        self.monitor.record(metrics)
+        return metrics

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from megarl.cli.main import main
-from megarl.config.schema import CheckpointConfig, DType, ModelConfig, SFTConfig
+from megarl.config.schema import CheckpointConfig, DType, EarlyStopConfig, MetricMode, ModelConfig, SFTConfig
 from tests.failure_pages import check_documented, last_page_of
-from tests.integration.tiny_run import run_sft, save_inputs
+from tests.integration.tiny_run import run_sft, save_inputs, tiny_sft_config
 from tests.processes import gone_within
 from tests.soak.save_kills import LOOK_S, Outcome, Run, assert_same, assert_whole, kill_in_save, ppo_config, sft_config
 
@@ -64,7 +64,9 @@ def test_sft_killed_in_a_save_and_told_to_end_goes_on_as_if_nothing_had_been(str
 
     assert_same(run.finish(), straight)
     assert f"after step {step}" in run.log.read_text()
-    assert len(run.checkpoints.whole()) == 2  # old ones from before are removed as well
+    best = json.loads(straight.best)["step"]
+    newest = {SFT_STEPS - 1, SFT_STEPS}
+    assert [int(path.name[5:]) for path in run.checkpoints.whole()] == sorted({best, *newest})  # old ones from before are removed as well
 
 
 def test_a_cold_start_from_the_weights_is_another_run(ray_cluster: None, straight: Outcome, straight_run: Run, tmp_path: Path) -> None:
@@ -101,7 +103,36 @@ def test_a_flipped_bit_is_named_with_its_tensor_and_what_is_whole_is_listed(stra
 
 def test_a_complete_run_says_so_and_starts_nothing(straight: Outcome, straight_run: Run, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["sft", str(straight_run.folder / "run.yaml")]) == 0
-    assert "the run is complete" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert (
+        f"is complete: {straight_run.checkpoints.latest()} is of step {SFT_STEPS}. To train further, raise trainer.total_steps (now 16)"
+        in out
+    )
+
+
+def test_a_run_that_gets_no_better_ends_saved_says_so_and_can_be_trained_on(
+    inputs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With the defaults of `checkpoint`: the end alone is saved."""
+    stop = EarlyStopConfig(metric="val/loss", mode=MetricMode.min, patience=1, min_delta=100)
+    trainer = {"total_steps": 9, "validate_every_steps": 1, "early_stop": stop}
+    run = Run(tiny_sft_config(inputs, inputs / "run", checkpoint=CheckpointConfig(), trainer=trainer), tmp_path)
+    command = run.start()
+    assert command.status() == 0, command.said()
+    why = "none of the last 1 validations of val/loss was better than "
+    assert f"ended early, after step 2: {why}" in command.said()
+    assert [path.name for path in run.checkpoints.whole()] == ["step_00000002"]
+    summary = json.loads((run.output_dir / "summary.json").read_text())
+    assert summary["steps"] == 2
+    assert summary["stopped_early"].startswith(why)
+
+    for more in ([], ["trainer.total_steps=12"]):
+        assert main(["sft", str(run.folder / "run.yaml"), *more]) == 0
+        assert "It ended early: none of the last 1 validations" in capsys.readouterr().out
+    command = run.start("trainer.early_stop.metric=null", "trainer.total_steps=3")
+    assert command.status() == 0, command.said()
+    assert [json.loads(line)["step"] for line in (run.output_dir / "metrics.jsonl").read_text().splitlines()] == [1, 2, 3]
+    assert json.loads((run.output_dir / "summary.json").read_text()).keys() == {"steps", "seconds", "samples"}
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 from megarl.batch.data_proto import DataProto
 from megarl.config.schema import (
     ActorConfig,
+    CheckpointConfig,
     Device,
     DType,
     MicroBatchConfig,
@@ -43,6 +44,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> SFTConfig:
         actor=ActorConfig(
             parallel=ParallelConfig(data_parallel_size=2), micro_batch=MicroBatchConfig(max_tokens=32), optim=OptimConfig(lr=1e-2)
         ),
+        checkpoint=CheckpointConfig(at_end=False),
         trainer=SFTTrainerConfig(
             total_steps=STEPS, samples_per_step=SAMPLES, validate_every_steps=5, output_dir=str(tmp_path_factory.mktemp("sft"))
         ),

@@ -21,6 +21,7 @@ from megarl.config.architecture import read_architecture
 from megarl.config.roles import model_roles
 from megarl.config.schema import (
     ActorConfig,
+    CheckpointConfig,
     CriticConfig,
     DataConfig,
     Device,
@@ -138,6 +139,7 @@ def tiny_config(inputs: Path, output_dir: Path, **changes: Any) -> PPOConfig:
         reference=ReferenceConfig(micro_batch=micro_batch),
         reward=RewardConfig(functions=[RewardFunctionConfig(path=str(inputs / "reward.py"))], num_processes=1),
         rollout=RolloutConfig(n=4, validation=SamplingConfig(temperature=0)),
+        checkpoint=CheckpointConfig(at_end=False),  # most tests do not look at it
         trainer=TrainerConfig(prompts_per_step=4, output_dir=str(output_dir)),
         tracking=TrackingConfig(loggers=["jsonl"]),
         device=Device.cpu,
@@ -151,6 +153,7 @@ def tiny_sft_config(inputs: Path, output_dir: Path, **changes: Any) -> SFTConfig
         model=ModelConfig(path=str(inputs / "policy"), dtype=DType.float32),
         data=SFTDataConfig(train_files=[str(inputs / "sft.parquet")], val_files=[str(inputs / "sft_validation.parquet")], max_length=16),
         actor=ActorConfig(micro_batch=MicroBatchConfig(max_tokens=32), optim=OptimConfig(lr=1e-2)),
+        checkpoint=CheckpointConfig(at_end=False),
         trainer=SFTTrainerConfig(samples_per_step=7, output_dir=str(output_dir)),
         tracking=TrackingConfig(loggers=["jsonl"]),
         device=Device.cpu,

@@ -26,16 +26,18 @@ from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megarl.checkpoints.role_folder import check_folder
-from megarl.checkpoints.run_folder import CheckpointFolder, check_files
+from megarl.checkpoints.run_folder import BEST_FILE, CheckpointFolder, check_files
 from megarl.config.load import dump_config
 from megarl.config.schema import (
     AlgorithmConfig,
     CheckpointConfig,
     Decay,
     DType,
+    KeepBestConfig,
     KLConfig,
     KLControllerConfig,
     KLControllerKind,
+    MetricMode,
     MicroBatchConfig,
     OptimConfig,
     ParallelConfig,
@@ -62,7 +64,7 @@ def sft_config(inputs: Path, dtype: DType, total_steps: int, every_steps: int) -
         inputs / "run",
         model={"dtype": dtype},
         actor={"micro_batch": _MICRO_BATCH, "optim": OptimConfig(lr=1e-2, warmup_steps=3, decay=Decay.cosine)},
-        checkpoint=CheckpointConfig(every_steps=every_steps),
+        checkpoint=CheckpointConfig(every_steps=every_steps, keep_best=KeepBestConfig(metric="val/loss", mode=MetricMode.min)),
         trainer={"total_steps": total_steps, "validate_every_steps": 3},
         tracking=_LOGGED,
     )
@@ -83,7 +85,7 @@ def ppo_config(inputs: Path, dtype: DType, total_steps: int, every_steps: int) -
         critic={"optim": OptimConfig(lr=1e-2, decay=Decay.cosine)},
         reward={"time_limit_s": 60},
         rollout={"n": 2, "validation": SamplingConfig()},
-        checkpoint=CheckpointConfig(every_steps=every_steps),
+        checkpoint=CheckpointConfig(every_steps=every_steps, keep_best=KeepBestConfig(metric="val/score/mean")),
         trainer={
             "total_steps": total_steps,
             "prompts_per_step": 6,
@@ -148,11 +150,13 @@ class Run:
             weights={name: tensor.contiguous().view(torch.uint8).numpy().tobytes() for name, tensor in policy.items()},
             states=states,
             latest=latest.name,
+            best=(self.checkpoints.path / BEST_FILE).read_text(),
         )
 
 
 class Outcome(NamedTuple):
-    """What a run leaves. states: by role and tensor (weights, moments, masters) its chunks with their checksums."""
+    """What a run leaves. best: what `best.json` holds. states: by role and tensor (weights, moments, masters) its chunks with their
+    checksums."""
 
     metrics: list[dict[str, Any]]
     curves: dict[str, list[tuple[int, float]]]
@@ -160,6 +164,7 @@ class Outcome(NamedTuple):
     weights: dict[str, bytes]
     states: dict[str, dict[str, Any]]
     latest: str
+    best: str
 
 
 def assert_same(one: Outcome, other: Outcome) -> None:
@@ -170,6 +175,7 @@ def assert_same(one: Outcome, other: Outcome) -> None:
     assert one.weights == other.weights
     assert one.states == other.states
     assert one.latest == other.latest
+    assert one.best == other.best
 
 
 def _untimed(line: dict[str, Any]) -> dict[str, Any]:
@@ -212,8 +218,10 @@ def assert_whole(run: Run, had_one: bool) -> bool:
     latest = run.checkpoints.latest()
     assert latest is not None or not had_one
     if latest is not None:
-        for role in check_files(latest)["roles"]:
-            check_folder(latest / role)
+        best = run.checkpoints.path / BEST_FILE
+        for checkpoint in {latest, best.parent / json.loads(best.read_text())["checkpoint"] if best.exists() else latest}:
+            for role in check_files(checkpoint)["roles"]:
+                check_folder(checkpoint / role)
     return latest is not None
 
 

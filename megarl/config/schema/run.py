@@ -17,6 +17,13 @@ class Device(str, Enum):
     cuda = "cuda"  # NCCL, one GPU for each process
 
 
+class MetricMode(str, Enum):
+    """Which of two values of a metric is the better one."""
+
+    max = "max"  # the larger
+    min = "min"  # the smaller
+
+
 class Layers(str, Enum):
     auto = "auto"  # transformer_engine on CUDA where it is installed, for bfloat16; else local
     transformer_engine = "transformer_engine"  # the fused layers of NVIDIA's package; CUDA only
@@ -31,12 +38,33 @@ class EngineConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class KeepBestConfig:
+    """The checkpoint of the best validation is kept beside the newest ones."""
+
+    metric: str | None = None  # of validation, as val/score/mean, or val/loss of `megarl sft`; None: no best one is kept
+    mode: MetricMode = MetricMode.max  # which value is the better one
+
+
+@dataclass(frozen=True, kw_only=True)
+class EarlyStopConfig:
+    """A run whose validations get no better ends, as if it had come to its last step."""
+
+    metric: str | None = None  # of validation, as val/score/mean, or val/loss of `megarl sft`; None: the run makes all its steps
+    mode: MetricMode = MetricMode.max  # which value is the better one
+    patience: int = ranged(5, at_least=1)  # so many validations in a row without a better value end the run
+    min_delta: float = ranged(0.0, at_least=0)  # a value is better than the best one before by more than this
+
+
+@dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
     """When a run's whole state is saved, where, and what a run that starts does with what is there."""
 
     dir: str | None = None  # None: `checkpoints` in `trainer.output_dir`
-    every_steps: int = ranged(0, at_least=0)  # and after the last step; 0: only where SIGTERM ends the run
-    keep: int = ranged(2, at_least=0)  # complete checkpoints; 0: all
+    every_steps: int = ranged(0, at_least=0)  # 0: not by the number of the step
+    every_minutes: float = ranged(0.0, at_least=0)  # after the step in which so much time has passed since the last one; 0: not by time
+    at_end: bool = True  # after the last step, so that the run can be trained on; SIGTERM saves in any case
+    keep: int = ranged(2, at_least=0)  # the newest complete checkpoints; 0: all
+    keep_best: KeepBestConfig = field(default_factory=KeepBestConfig)
     save_hf: bool = True  # the policy as a Hugging Face folder, in each checkpoint and at the end in `output_dir/huggingface`
     asynchronous: bool = True  # files are written while training goes on
     resume: str = RESUME_AUTO  # auto: from the latest checkpoint, where there is one; disable; or the path of one
@@ -51,6 +79,7 @@ class TrainerConfig:
     critic_warmup_steps: int = ranged(0, at_least=0)  # first steps, in which only the critic learns
     validate_every_steps: int = ranged(0, at_least=0)  # 0: only where `validate_before` and the end ask for it
     validate_before: bool = True  # validate before the first step
+    early_stop: EarlyStopConfig = field(default_factory=EarlyStopConfig)
     phase_time_limit_s: float = ranged(1800.0, at_least=1)  # a phase that takes longer ends the run, with every rank's stack
     seed: int = ranged(0, at_least=0)  # of sampled tokens, mini-batches and new weights
     output_dir: str = "outputs/run"  # metrics, timeline, checkpoints, the trained model
@@ -61,6 +90,7 @@ class SFTTrainerConfig:
     total_steps: int = ranged(100, at_least=1)  # optimizer steps
     samples_per_step: int = ranged(256, at_least=1)  # chats of one optimizer step
     validate_every_steps: int = ranged(0, at_least=0)  # 0: only at the end
+    early_stop: EarlyStopConfig = field(default_factory=EarlyStopConfig)
     phase_time_limit_s: float = ranged(1800.0, at_least=1)  # a phase that takes longer ends the run, with every rank's stack
     seed: int = ranged(0, at_least=0)  # of new weights
     output_dir: str = "outputs/sft"  # metrics, timeline, checkpoints, the trained model

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from megarl.checkpoints.run_folder import CheckpointFolder, check_files
+from megarl.checkpoints.run_folder import BestCheckpoint, CheckpointFolder, check_files
 from megarl.config.errors import CheckpointError
 
 
@@ -129,6 +130,28 @@ def test_a_latest_that_is_gone_is_an_error_that_lists_the_others(folder: Checkpo
     (folder.path / "latest").write_text("../../etc")
     with pytest.raises(CheckpointError, match="names '../../etc'"):
         folder.latest()
+    (folder.path / "latest").write_bytes(b"\xff\xfe")
+    with pytest.raises(CheckpointError, match=r"latest: names .*xff.*whole ones: step_00000002"):
+        folder.latest()
+
+
+def test_the_best_is_named_where_it_is_there_and_stays(folder: CheckpointFolder) -> None:
+    best = BestCheckpoint(2, "val/loss", 0.5)
+    folder.point_at_best(best)
+    assert names(folder) == []
+    for step in (2, 4, 6):
+        add(folder, step)
+        folder.point_at_best(best)
+        folder.remove_old(1, best)
+    assert names(folder) == ["best.json", "latest", "step_00000002", "step_00000006"]
+    folder.point_at_best(None)
+    folder.remove_old(1)
+    assert names(folder) == ["latest", "step_00000006"]
+
+
+def described(checkpoint: Path, **changes: Any) -> None:
+    path = checkpoint / "checkpoint.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
 @pytest.mark.parametrize(
@@ -140,6 +163,13 @@ def test_a_latest_that_is_gone_is_an_error_that_lists_the_others(folder: Checkpo
         (lambda path: (path / "actor" / "weights").unlink() or (path / "actor").rmdir(), "actor: is missing"),
         (lambda path: (path / "checkpoint.json").write_text("{"), "checkpoint.json: is not JSON"),
         (lambda path: (path / "checkpoint.json").write_text(json.dumps({"format": 2})), "checkpoint.json: has format 2, .* reads 1"),
+        (lambda path: described(path, step="2"), "checkpoint.json: step is '2', not a whole number; the checkpoint is damaged"),
+        (lambda path: described(path, roles=None), "checkpoint.json: roles is None, not a list"),
+        (lambda path: described(path, roles=["../actor"]), r"checkpoint.json: roles is \['../actor'\], not a list of folders' names"),
+        (lambda path: described(path, files=[]), r"checkpoint.json: files is \[\], not a mapping"),
+        (lambda path: described(path, files={"../x": {}}), "checkpoint.json: files names '../x', which is not in the checkpoint"),
+        (lambda path: described(path, files={"x": {"nbytes": 1}}), "checkpoint.json: files has .* for 'x', not its nbytes and checksum"),
+        (lambda path: described(path, step=4), "is of step 4, and its folder of step 2: one was put into the place of the other"),
     ],
 )
 def test_damage_is_named(folder: CheckpointFolder, damage, said: str) -> None:

@@ -95,6 +95,17 @@ def test_the_disk_that_checkpoints_take_is_counted(ppo: str, capsys: pytest.Capt
     assert "warning" not in capsys.readouterr().out
 
 
+def test_what_saves_and_what_is_kept_is_said(ppo: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    held_out = Path(ppo).parent / "held_out.parquet"
+    held_out.touch()
+    best = [f"data.val_files=[{held_out}]", "trainer.validate_every_steps=2", "checkpoint.keep_best.metric=val/score/mean"]
+    assert main(["check", ppo, *best, "checkpoint.every_minutes=30"]) == 0
+    rows = [" ".join(line.replace("│", " ").split()) for line in capsys.readouterr().out.splitlines()]
+    assert "saved every 30 minutes, after the best validation and at the end checkpoint.every_minutes" in rows
+    assert "kept the 2 newest, and the best by val/score/mean checkpoint.keep" in rows
+
+
 def test_options_that_sglang_does_not_know_are_refused_with_all_else_that_is_wrong(ppo: str) -> None:
     overrides = [
         "rollout.engine=sglang",

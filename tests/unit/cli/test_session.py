@@ -5,14 +5,28 @@ from __future__ import annotations
 import io
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
 
-from megarl.cli.session import _claim
-from megarl.config.load import dump_config
-from megarl.config.schema import CheckpointConfig, ModelConfig, SFTConfig, SFTDataConfig, SFTTrainerConfig
+from megarl.cli.resumption import is_complete
+from megarl.cli.session import _claim, of_another_run, write_summary
+from megarl.config.load import dump_config, load_config
+from megarl.config.schema import (
+    ActorConfig,
+    CheckpointConfig,
+    EarlyStopConfig,
+    MetricMode,
+    ModelConfig,
+    PPOConfig,
+    Recompute,
+    SFTConfig,
+    SFTDataConfig,
+    SFTTrainerConfig,
+)
 from megarl.trainers.resume import Resume
+from tests.unit.config.folders import ppo_values, write_yaml
 
 
 @pytest.fixture
@@ -40,8 +54,8 @@ def claim(config: SFTConfig, resume: Resume | None = None) -> str:
     return written.getvalue()
 
 
-def resumed(is_own: bool) -> Resume:
-    return Resume(checkpoint=Path("step_00000005"), step=5, state={}, differences=[], is_own=is_own)
+def resumed(is_own: bool, **state: Any) -> Resume:
+    return Resume(checkpoint=Path("step_00000005"), step=5, state=state, differences=[], is_own=is_own)
 
 
 def test_a_new_folder_is_made(config: SFTConfig) -> None:
@@ -50,9 +64,17 @@ def test_a_new_folder_is_made(config: SFTConfig) -> None:
 
 
 def test_a_run_that_died_before_its_first_checkpoint_starts_over(config: SFTConfig) -> None:
+    disabled = replace(config, checkpoint=CheckpointConfig(resume="disable"))
+    for changed in (config, disabled, replace(config, actor=ActorConfig(recompute=Recompute.full))):
+        output_dir = left_by(config)
+        assert "before its first checkpoint, after 1 logged steps: starting over" in claim(changed)
+        assert sorted(path.name for path in output_dir.iterdir()) == ["config.yaml"]
+
+
+def test_a_run_that_died_before_its_first_step_gives_way_to_any(config: SFTConfig) -> None:
     output_dir = left_by(config)
-    assert "starting over" in claim(config)
-    assert sorted(path.name for path in output_dir.iterdir()) == ["config.yaml"]
+    (output_dir / "metrics.jsonl").write_text("")
+    assert "starting over" in claim(replace(config, model=ModelConfig(path="other")))
 
 
 def test_weights_that_were_on_their_way_through_the_disk_are_removed(config: SFTConfig) -> None:
@@ -70,18 +92,75 @@ def test_a_run_that_goes_on_keeps_its_metrics(config: SFTConfig) -> None:
 
 def test_folders_of_other_runs_are_refused_and_left_alone(config: SFTConfig) -> None:
     others = {
-        "it saves nothing": replace(config, checkpoint=CheckpointConfig()),
-        "it is told not to resume": replace(config, checkpoint=CheckpointConfig(every_steps=5, resume="disable")),
-        "its data are in another order": replace(config, data=SFTDataConfig(train_files=["train.parquet"], seed=3)),
+        "data.seed was 0, is 3": replace(config, data=SFTDataConfig(train_files=["train.parquet"], seed=3)),
+        "model.path was 'model', is 'other'": replace(config, model=ModelConfig(path="other")),
+        "data.train_files was ['train.parquet'], is ['more.parquet']": replace(config, data=SFTDataConfig(train_files=["more.parquet"])),
+        "checkpoint.resume was 'auto', is 'step_00000003'": replace(config, checkpoint=CheckpointConfig(resume="step_00000003")),
     }
     output_dir = left_by(config)
     for why, other in others.items():
-        with pytest.raises(ValueError, match="holds the metrics of another run"):
-            claim(other)
+        with pytest.raises(ValueError, match="holds the metrics of another run") as caught:
+            claim(other, resumed(is_own=False) if "resume" in why else None)
+        assert f"({why})" in str(caught.value)
         assert (output_dir / "metrics.jsonl").exists(), why
+    for content in ("", "- 1", "a: ["):
+        (output_dir / "config.yaml").write_text(content)
+        with pytest.raises(ValueError, match=r"another run \(config.yaml: "):
+            claim(config)
+
+
+def test_another_algorithm_is_another_run(tmp_path: Path) -> None:
+    values = ppo_values(tmp_path)
+    values["trainer"]["output_dir"] = str(tmp_path / "run")
+    config = load_config(PPOConfig, write_yaml(tmp_path / "run.yaml", values))
+    dump_config(config, tmp_path / "run" / "config.yaml")
+    other = replace(config, algorithm=replace(config.algorithm, entropy_coefficient=0.5))
+    assert of_another_run(tmp_path / "run", other) == "algorithm.entropy_coefficient was 0.0, is 0.5"
+    assert of_another_run(tmp_path / "run", config) == ""
+
+
+def test_a_run_without_a_checkpoint_is_complete_or_cannot_be_trained_on(config: SFTConfig, capsys: pytest.CaptureFixture[str]) -> None:
+    output_dir = left_by(config)
+    assert not is_complete(config, None)
+    write_summary(output_dir, {"steps": 100})
+    assert is_complete(config, None)
+    out = capsys.readouterr().out
+    assert out.startswith(
+        f"the run in {output_dir} is complete: it ended after step 100. It has no checkpoint (checkpoint.at_end was false)"
+    )
+    assert f"model.path={output_dir}/huggingface, with another trainer.output_dir" in out
+    more = replace(config, trainer=replace(config.trainer, total_steps=200))
+    with pytest.raises(ValueError, match="ended after its step 100, and 200 are wanted. It has no checkpoint") as caught:
+        is_complete(more, None)
+    assert "\n" not in str(caught.value)
+    write_summary(output_dir, {"steps": 100, "stopped_early": "none of the last 5 ..."})
+    assert is_complete(more, None)
+    other = replace(more, model=ModelConfig(path="other"))
+    assert not is_complete(other, None)
     with pytest.raises(ValueError, match="another run"):
-        claim(config, resumed(is_own=False))
-    (output_dir / "summary.json").touch()  # it was complete
-    with pytest.raises(ValueError, match="another run"):
-        claim(config)
-    assert (output_dir / "metrics.jsonl").exists()
+        claim(other)
+
+
+def test_a_run_with_a_checkpoint_of_its_last_step_is_complete(config: SFTConfig, capsys: pytest.CaptureFixture[str]) -> None:
+    early_stop = EarlyStopConfig(metric="val/loss", mode=MetricMode.min, patience=2)
+    early = replace(config, trainer=replace(config.trainer, early_stop=early_stop))
+    stopped = {"early_stop": {"metric": "val/loss", "mode": "min", "step": 3, "value": 0.5, "num_since": 2}}
+    write_summary(left_by(config), {"steps": 5})
+    assert not is_complete(config, resumed(is_own=True))
+    assert not is_complete(config, resumed(is_own=True, **stopped))  # this command does not stop early
+    assert is_complete(early, resumed(is_own=True, **stopped))
+    out = capsys.readouterr().out
+    assert (
+        "step_00000005 is of step 5. It ended early: none of the last 2 validations of val/loss was better than 0.5 after step 3. " in out
+    )
+    assert "raise trainer.early_stop.patience (now 2), or set trainer.early_stop.metric=null" in out
+    assert is_complete(replace(config, trainer=replace(config.trainer, total_steps=5)), resumed(is_own=True))
+    assert "To train further, raise trainer.total_steps (now 5)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("content", "said"), [("{", "is not JSON"), ("[]", "has no number of steps"), ("{}", "has no number of steps")])
+def test_a_damaged_summary_is_one_line(config: SFTConfig, content: str, said: str) -> None:
+    (left_by(config) / "summary.json").write_text(content)
+    with pytest.raises(ValueError, match=f"summary.json: {said}.*; remove it") as caught:
+        is_complete(config, None)
+    assert "\n" not in str(caught.value)

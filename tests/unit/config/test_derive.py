@@ -19,10 +19,20 @@ from transformers import (
 )
 
 from megarl.config.architecture import read_architecture
-from megarl.config.derive import RoleArithmetic, RunArithmetic, derive, num_parameters, padded_vocab_size, state_bytes
+from megarl.config.derive import RoleArithmetic, RunArithmetic, derive, most_checkpoints, num_parameters, padded_vocab_size, state_bytes
 from megarl.config.load import load_config
 from megarl.config.roles import ModelRole
-from megarl.config.schema import DType, MicroBatchConfig, OptimConfig, ParallelConfig, PPOConfig, SFTConfig
+from megarl.config.schema import (
+    CheckpointConfig,
+    DType,
+    KeepBestConfig,
+    MicroBatchConfig,
+    OptimConfig,
+    ParallelConfig,
+    PPOConfig,
+    SFTConfig,
+    TrainerConfig,
+)
 from megarl.config.validate import read_architectures
 from megarl.data.packing import plan_micro_batches
 from tests.unit.config.folders import ppo_values, sft_values, write_yaml
@@ -129,3 +139,20 @@ def test_padded_vocab_size() -> None:
     assert padded_vocab_size(199, 2, divisor=1) == 200
     assert padded_vocab_size(199, 2) == 256
     assert padded_vocab_size(256, 2) == 256
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "most"),
+    [
+        (CheckpointConfig(), 1),
+        (CheckpointConfig(at_end=False), 0),
+        (CheckpointConfig(every_steps=5), 2),  # after 5 and 10
+        (CheckpointConfig(every_steps=4, keep=0), 3),  # after 4, 8 and 10
+        (CheckpointConfig(every_steps=4, at_end=False, keep=0), 2),
+        (CheckpointConfig(every_steps=1), 3),  # two are kept, one is written
+        (CheckpointConfig(every_minutes=5, keep=0), 10),
+        (CheckpointConfig(keep_best=KeepBestConfig(metric="val/score/mean"), keep=1), 3),  # the best and the newest, one is written
+    ],
+)
+def test_how_many_checkpoints_ten_steps_have_on_the_disk(checkpoint: CheckpointConfig, most: int) -> None:
+    assert most_checkpoints(PPOConfig(checkpoint=checkpoint, trainer=TrainerConfig(total_steps=10))) == most

@@ -9,9 +9,18 @@ from typing import Any
 
 import pytest
 
+from megarl.config.checkpoint_rules import validation_metrics
 from megarl.config.load import load_config
 from megarl.config.nearest import nearest_divisors, nearest_multiples
-from megarl.config.schema import PPOConfig, SFTConfig
+from megarl.config.schema import (
+    CheckpointConfig,
+    EarlyStopConfig,
+    KeepBestConfig,
+    PPOConfig,
+    SFTConfig,
+    SFTTrainerConfig,
+    TrainerConfig,
+)
 from megarl.config.schema.keys import Range, leaves
 from megarl.config.validate import validate
 from tests.unit.config.folders import model_folder, ppo_values, sft_values, write_yaml
@@ -179,12 +188,31 @@ def test_a_good_configuration_has_none(ppo: str) -> None:
         (["trainer.output_dir=/dev/null"], "trainer.output_dir: '/dev/null' cannot be written: /dev/null: Not a directory; give a folder"),
         (["trainer.output_dir=/proc/x"], "trainer.output_dir: '/proc/x' cannot be written: /proc: "),
         (["checkpoint.dir=/proc/1"], "checkpoint.dir: '/proc/1' cannot be written: /proc/1: "),
+        (["trainer.early_stop.patience=0"], "trainer.early_stop.patience: is 0, but must be at least 1"),
+        (
+            ["trainer.early_stop.metric=val/score/mean"],
+            "trainer.validate_every_steps, trainer.early_stop.metric: trainer.early_stop compares validations, but validate_every_steps is",
+        ),
     ],
 )
 def test_one_mistake_is_one_violation(ppo: str, overrides: list[str], said: str) -> None:
     found = violations(ppo, *overrides)
     assert len(found) == 1, found
     assert said.format(model=Path(ppo).parent / "model") in found[0]
+
+
+def test_what_is_compared_must_be_a_metric_of_validation() -> None:
+    early_stop, best = EarlyStopConfig(metric="score"), KeepBestConfig(metric="val/score/mean")
+    trainer, of_ppo = TrainerConfig(early_stop=early_stop, validate_every_steps=2), CheckpointConfig(keep_best=best)
+    (found,) = validation_metrics(PPOConfig(trainer=trainer, checkpoint=of_ppo))
+    assert str(found) == "trainer.early_stop.metric: is 'score', but must be a metric of validation, as val/score/mean, or null"
+    loss = KeepBestConfig(metric="val/loss")
+    for keep_best, said in (
+        (best, "checkpoint.keep_best.metric: is 'val/score/mean', but `megarl sft` measures val/loss alone; use that, or null"),
+        (loss, "checkpoint.keep_best.mode: is max, but the smaller val/loss is the better one; use min"),
+    ):
+        sft = SFTConfig(trainer=SFTTrainerConfig(validate_every_steps=2), checkpoint=CheckpointConfig(keep_best=keep_best))
+        assert [str(each) for each in validation_metrics(sft)] == [said]
 
 
 def test_all_are_listed_at_once(ppo: str) -> None:

@@ -4,17 +4,30 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megarl.checkpoints.run_folder import CheckpointFolder, check_files
-from megarl.config.errors import CheckpointError
-from megarl.config.schema import CheckpointConfig, ModelConfig, SFTConfig, SFTDataConfig, SFTTrainerConfig
-from megarl.trainers.checkpoint import Checkpointer
+from megarl.checkpoints.run_folder import BestCheckpoint, CheckpointFolder, check_files
+from megarl.config.errors import CheckpointError, RunError
+from megarl.config.schema import (
+    CheckpointConfig,
+    EarlyStopConfig,
+    KeepBestConfig,
+    MetricMode,
+    ModelConfig,
+    SFTConfig,
+    SFTDataConfig,
+    SFTTrainerConfig,
+)
+from megarl.controller.errors import PhaseTimeoutError
+from megarl.trainers.best_so_far import ends_early
+from megarl.trainers.checkpoint import Checkpointer, best_checkpoint
 
 
 class FakeModels:
@@ -60,30 +73,44 @@ class FakeMonitor:
 
 
 class Case:
-    def __init__(self, folder: Path, total_steps: int = 5, first_step: int = 1, **checkpoint: Any) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        total_steps: int = 5,
+        resumed: dict[str, Any] | None = None,
+        early_stop: EarlyStopConfig | None = None,
+        **checkpoint: Any,
+    ) -> None:
         config = SFTConfig(
             model=ModelConfig(path="model"),
             data=SFTDataConfig(train_files=["train.parquet"]),
             checkpoint=CheckpointConfig(**checkpoint),
-            trainer=SFTTrainerConfig(total_steps=total_steps),
+            trainer=SFTTrainerConfig(total_steps=total_steps, early_stop=early_stop or EarlyStopConfig()),
         )
+        self.config = config
         self.folder, self.models, self.monitor = CheckpointFolder(folder / "checkpoints"), FakeModels(), FakeMonitor()
         self.said: list[str] = []
+        self.losses: dict[int, float] = {}  # of the steps after which there is a validation
+        self.clock_s = 0.0
         self.is_told_to_end = False
         self.checkpoints = Checkpointer(
             config,
             self.folder,
             self.models,
             self.monitor,
-            first_step=first_step,
+            resumed=resumed,
             is_told_to_end=lambda: self.is_told_to_end,
             say=self.said.append,
+            clock=lambda: self.clock_s,
         )
+        self.models.written = True
 
     def train(self) -> Iterator[int]:
         """As the trainers' loops do it; yields within each step, before it may be saved."""
         for step in self.checkpoints.steps():
             yield step
+            if step in self.losses:
+                self.checkpoints.validated(step, {"val/loss": self.losses[step]})
             self.checkpoints.save(step, lambda: {"position": 10 * step})  # noqa: B023  (called at once)
 
     @property
@@ -93,14 +120,12 @@ class Case:
 
 def test_saves_every_so_often_and_at_the_end(tmp_path: Path) -> None:
     case = Case(tmp_path, every_steps=2, keep=0)
-    case.models.written = True
     assert list(case.train()) == [1, 2, 3, 4, 5]
     assert case.saved == [2, 4, 5]
     path = case.folder.latest()
     assert path is not None
     state = json.loads((path / "trainer.json").read_text())
-    assert state.pop("seconds") >= 0
-    assert state == {"step": 5, "position": 50}
+    assert state == {"step": 5, "seconds": 0.0, "best": None, "early_stop": None, "position": 50}
     description = check_files(path)
     assert description["roles"] == ["actor"]
     assert description["versions"].keys() >= {"megarl", "torch", "megatron-core", "python"}
@@ -110,14 +135,99 @@ def test_saves_every_so_often_and_at_the_end(tmp_path: Path) -> None:
     assert case.said[0].startswith("checkpoint of step 2: ")
 
 
-def test_without_a_period_nothing_is_saved(tmp_path: Path) -> None:
+def test_by_default_the_end_alone_is_saved(tmp_path: Path) -> None:
     case = Case(tmp_path)
     assert list(case.train()) == [1, 2, 3, 4, 5]
-    assert case.models.calls == []
+    assert case.saved == [5]
+    none = Case(tmp_path / "none", every_steps=2, at_end=False, keep=0)
+    assert list(none.train()) == [1, 2, 3, 4, 5]
+    assert none.saved == [2, 4]
+
+
+def test_saves_when_minutes_have_passed_since_the_last_one(tmp_path: Path) -> None:
+    case = Case(tmp_path, total_steps=7, every_minutes=10, every_steps=4, at_end=False, keep=0)
+    for step in case.train():
+        case.clock_s += {1: 599, 2: 1, 4: 300, 5: 300, 6: 300}.get(step, 0)
+    assert case.saved == [2, 4, 6]  # after 600 s; by its number; 600 s after that
+
+
+def test_the_best_stays_beside_the_newest_and_is_known_after_resuming(tmp_path: Path) -> None:
+    best = KeepBestConfig(metric="val/loss", mode=MetricMode.min)
+    case = Case(tmp_path, total_steps=6, every_steps=1, keep=1, keep_best=best)
+    case.losses = {1: 0.5, 2: 0.25, 3: math.nan, 4: 0.25, 6: 0.5}
+    training = case.train()
+    assert [next(training) for _ in range(5)] == [1, 2, 3, 4, 5]
+    training.close()  # killed; step 4 is written
+    pointer = case.folder.path / "best.json"
+    assert json.loads(pointer.read_text()) == {"checkpoint": "step_00000002", "step": 2, "metric": "val/loss", "value": 0.25}
+    case.checkpoints._go_on(wait=True)
+    assert case.saved == [2, 4]
+    state = json.loads((case.folder.path / "step_00000004" / "trainer.json").read_text())
+    assert best_checkpoint(case.config, state) == BestCheckpoint(2, "val/loss", 0.25)
+    resumed = Case(tmp_path, total_steps=7, every_steps=1, keep=1, keep_best=best, resumed=state)
+    resumed.losses = {6: 0.3, 7: 0.2}
+    assert list(resumed.train()) == [5, 6, 7]
+    assert resumed.saved == [7]  # the best itself
+    assert json.loads(pointer.read_text())["step"] == 7
+
+
+def test_the_best_is_saved_whatever_the_period(tmp_path: Path) -> None:
+    case = Case(tmp_path, keep_best=KeepBestConfig(metric="val/loss", mode=MetricMode.min), at_end=False)
+    case.losses = {2: 0.5, 3: 0.6, 4: 0.4}
+    assert list(case.train()) == [1, 2, 3, 4, 5]
+    assert case.saved == [2, 4]
+    assert case.checkpoints.best == BestCheckpoint(4, "val/loss", 0.4)
+
+
+EARLY_STOP = EarlyStopConfig(metric="val/loss", mode=MetricMode.min, patience=2, min_delta=0.1)
+LOSSES = {1: 1.0, 2: 0.8, 3: 0.75, 4: 0.71, 5: 0.0}  # 3 and 4 are not better by more than 0.1
+
+
+def test_a_run_that_gets_no_better_ends_saved_and_goes_on_with_more_patience(tmp_path: Path) -> None:
+    case = Case(tmp_path, early_stop=EARLY_STOP)
+    case.losses = LOSSES
+    assert list(case.train()) == [1, 2, 3, 4]
+    assert (case.saved, case.checkpoints.last_step) == ([4], 4)
+    why = "none of the last 2 validations of val/loss was better than 0.8 after step 2"
+    assert case.checkpoints.stopped_early == why
+    state = json.loads((case.folder.path / "step_00000004" / "trainer.json").read_text())
+    assert ends_early(EARLY_STOP, state) == why
+    assert ends_early(replace(EARLY_STOP, patience=3), state) is None
+    assert list(Case(tmp_path, total_steps=9, early_stop=EARLY_STOP, resumed=state).train()) == []
+    longer = Case(tmp_path, early_stop=replace(EARLY_STOP, patience=3), resumed=state)
+    longer.losses = LOSSES
+    assert list(longer.train()) == [5]
+    assert longer.checkpoints.stopped_early is None
+
+
+def test_patience_goes_on_where_a_resumed_run_was(tmp_path: Path) -> None:
+    state = {"step": 3, "seconds": 7.0, "early_stop": {"metric": "val/loss", "mode": "min", "step": 2, "value": 0.8, "num_since": 1}}
+    case = Case(tmp_path, early_stop=EARLY_STOP, resumed=state)
+    case.losses = LOSSES
+    assert list(case.train()) == [4]
+    assert case.checkpoints.seconds == 7.0
+    other = Case(tmp_path, early_stop=replace(EARLY_STOP, mode=MetricMode.max), resumed=state)  # of which the values say nothing
+    other.losses = LOSSES
+    assert list(other.train()) == [4, 5]
+
+
+def test_a_metric_that_was_not_measured_is_named(tmp_path: Path) -> None:
+    case = Case(tmp_path, early_stop=replace(EARLY_STOP, metric="val/score"))
+    case.losses = LOSSES
+    with pytest.raises(RunError, match="step 1 has no metric 'val/score'; it has val/loss"):
+        list(case.train())
+
+
+def test_a_validation_that_is_no_number_is_no_better_one(tmp_path: Path) -> None:
+    case = Case(tmp_path, early_stop=EARLY_STOP)
+    case.losses = {1: math.nan, 2: math.nan}
+    assert list(case.train()) == [1, 2]
+    assert case.checkpoints.stopped_early == "none of the last 2 validations of val/loss was a number"
 
 
 def test_training_goes_on_while_files_are_written_and_one_save_waits_for_the_other(tmp_path: Path) -> None:
     case = Case(tmp_path, total_steps=6, every_steps=2, save_hf=False)
+    case.models.written = False
     training = case.train()
     assert [next(training) for _ in range(4)] == [1, 2, 3, 4]
     assert (case.saved, case.models.calls) == ([], ["begin .step_00000002.partial"])
@@ -142,7 +252,7 @@ def test_a_step_is_committed_only_when_its_metrics_are_in_their_files(tmp_path: 
 
 
 def test_being_told_to_end_saves_the_step_and_ends(tmp_path: Path) -> None:
-    case = Case(tmp_path)  # a run that would save nothing
+    case = Case(tmp_path, at_end=False)  # a run that would save nothing
     steps = []
     for step in case.train():
         steps.append(step)
@@ -152,14 +262,14 @@ def test_being_told_to_end_saves_the_step_and_ends(tmp_path: Path) -> None:
 
 
 def test_being_told_before_the_first_step_ends_at_once(tmp_path: Path) -> None:
-    case = Case(tmp_path, first_step=3, every_steps=1)
+    case = Case(tmp_path, resumed={"step": 2, "seconds": 1.0}, every_steps=1)
     case.is_told_to_end = True
     assert list(case.train()) == []
     assert (case.saved, case.checkpoints.stopped_after) == ([], 2)
 
 
 def test_being_told_after_a_step_was_saved_makes_one_more(tmp_path: Path) -> None:
-    case = Case(tmp_path)
+    case = Case(tmp_path, at_end=False)
     steps = []
     for step in case.checkpoints.steps():
         steps.append(step)
@@ -174,6 +284,10 @@ def test_being_told_after_a_step_was_saved_makes_one_more(tmp_path: Path) -> Non
     [
         (CheckpointError("__0_0.distcp: No space left on device"), "__0_0.distcp: No space left"),
         (OSError(errno.ENOSPC, "No space left on device", "manifest.json"), "manifest.json: the checkpoint of step 3 cannot be written"),
+        (
+            OSError(errno.ENOSPC, "No space left on device", "model/config.json", None, "full/config.json"),
+            "full/config.json: the checkpoint of step 3 cannot be written",
+        ),
     ],
 )
 def test_a_save_that_fails_leaves_nothing_half_written_and_the_one_before(tmp_path: Path, failure: Exception, said: str) -> None:
@@ -187,6 +301,16 @@ def test_a_save_that_fails_leaves_nothing_half_written_and_the_one_before(tmp_pa
     assert case.saved == [1, 2]
     assert list(case.folder.path.glob(".step*")) == []
     assert case.folder.latest() == case.folder.path / "step_00000002"
+
+
+def test_a_rank_that_hangs_in_a_save_is_called_that(tmp_path: Path) -> None:
+    case = Case(tmp_path, every_steps=1, asynchronous=False)
+    training = case.train()
+    next(training)
+    case.models.failure = PhaseTimeoutError("actor", "finish_save", 90.0, [])
+    with pytest.raises(PhaseTimeoutError, match="actor.finish_save took longer than phase_time_limit_s=90"):
+        next(training)
+    assert list(case.folder.path.iterdir()) == []
 
 
 def test_a_folder_that_cannot_be_made_is_a_checkpoint_error(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from megarl.checkpoints.role_folder import Description, Layout, item_checksums, write_manifest
-from megarl.checkpoints.run_folder import CheckpointFolder
+from megarl.checkpoints.run_folder import CheckpointFolder, file_checksum
 from megarl.checkpoints.torch_dist import TORCH_DIST
 from megarl.config.errors import CheckpointError, ConfigError
 from megarl.config.load import dump_config, load_config
@@ -34,6 +34,9 @@ MANIFEST: dict[str, Any] = {
 }
 
 
+NOTHING: dict[str, Any] = {}
+
+
 @pytest.fixture
 def config(tmp_path: Path) -> PPOConfig:
     values = ppo_values(tmp_path)
@@ -41,13 +44,13 @@ def config(tmp_path: Path) -> PPOConfig:
     return load_config(PPOConfig, write_yaml(tmp_path / "run.yaml", values))
 
 
-def save(config: PPOConfig, step: int, folder: CheckpointFolder | None = None, *, trainer: str = "ppo", **architecture: Any) -> Path:
+def save(config: PPOConfig, step: int, folder: CheckpointFolder | None = None, *, state: Any = NOTHING, **architecture: Any) -> Path:
     folder = folder or checkpoint_folder(config)
     partial = folder.begin(step)
     for role in ("actor", "critic"):
         model_folder(partial / role / "huggingface", **architecture)
         (partial / role / "manifest.json").write_text(json.dumps({**MANIFEST, "step": step}))
-    (partial / "trainer.json").write_text(json.dumps({"step": step, "trainer": trainer}))
+    (partial / "trainer.json").write_text(json.dumps({"step": step, "trainer": "ppo", "seconds": 1.0, "data": {}} | state))
     dump_config(config, partial / "config.yaml")
     folder.seal(step, {"roles": ["actor", "critic"], "versions": {}})
     return folder.commit(step)
@@ -139,9 +142,41 @@ def test_every_reason_against_it_is_listed_at_once(config: PPOConfig) -> None:
 
 
 def test_another_trainers_checkpoint_is_refused(config: PPOConfig) -> None:
-    save(config, 4, trainer="sft")
+    save(config, 4, state={"trainer": "sft"})
     with pytest.raises(ConfigError, match="written by sft, this is ppo"):
         find_resume(config)
+
+
+def test_a_state_of_another_step_is_refused(config: PPOConfig) -> None:
+    path = save(config, 4, state={"step": 2})
+    with pytest.raises(CheckpointError, match=f"{path / 'trainer.json'}: is of step 2, and the checkpoint that it lies in is of step 4"):
+        find_resume(config)
+
+
+def resealed(path: Path, name: str, content: str) -> None:
+    """With a file that is as its checksum says, and not as any run writes it."""
+    (path / name).write_text(content)
+    description = json.loads((path / "checkpoint.json").read_text())
+    description["files"][name] = {"nbytes": len(content), "checksum": file_checksum(path / name)}
+    (path / "checkpoint.json").write_text(json.dumps(description))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("trainer.json", "[]", "is a list, not a mapping"),
+        ("trainer.json", '{"trainer": "ppo", "data": {}, "seconds": 1}', "has no step"),
+        ("trainer.json", '{"step": 4, "data": {}}', "has no trainer and no seconds"),
+        ("config.yaml", "- 1", r"cannot be read \(it is a list, not a mapping of keys\)"),
+        ("config.yaml", "", r"cannot be read \(it is empty, not a mapping of keys\)"),
+        ("config.yaml", "a: [", r"cannot be read \("),
+    ],
+)
+def test_a_file_that_no_run_writes_is_one_line(config: PPOConfig, name: str, content: str, said: str) -> None:
+    resealed(path := save(config, 4), name, content)
+    with pytest.raises(CheckpointError, match=f"{path / name}: {said}") as caught:
+        find_resume(config)
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,54 @@
+"""Rules of what a run saves, where, and which validation decides on it."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+from megarl.config.schema import RESUME_AUTO, RESUME_DISABLE, MetricMode, PPOConfig, SFTConfig
+from megarl.config.violation import Violation, Violations
+from megarl.machine.files import existing_folder
+
+RunConfig = PPOConfig | SFTConfig
+SFT_METRIC = "val/loss"  # the only one that `megarl sft` measures
+
+
+def folders(config: RunConfig) -> Violations:
+    """Those that a run writes to: a folder is made in the nearest one that there is, and removed."""
+    for key, folder in (("trainer.output_dir", config.trainer.output_dir), ("checkpoint.dir", config.checkpoint.dir)):
+        if folder is None:
+            continue
+        path = Path(folder).absolute()
+        if path == Path(path.anchor):
+            yield Violation((key,), f"is {folder!r}, the root of the file system; give a folder of the run's own")
+            continue
+        try:
+            tempfile.TemporaryDirectory(dir=(nearest := existing_folder(path))).cleanup()
+        except OSError as error:
+            yield Violation((key,), f"{folder!r} cannot be written: {nearest}: {error.strerror}; give a folder that can be")
+
+
+def resumed_folder(config: RunConfig) -> Violations:
+    resume = config.checkpoint.resume
+    if resume not in (RESUME_AUTO, RESUME_DISABLE) and not Path(resume).is_dir():
+        yield Violation(("checkpoint.resume",), f"there is no folder {resume!r}; give auto, disable, or the path of a checkpoint")
+
+
+def validation_metrics(config: RunConfig) -> Violations:
+    """What `checkpoint.keep_best` and `trainer.early_stop` compare is measured during the run."""
+    for key, section in (("checkpoint.keep_best", config.checkpoint.keep_best), ("trainer.early_stop", config.trainer.early_stop)):
+        metric = section.metric
+        if metric is None:
+            continue
+        if isinstance(config, SFTConfig):
+            if metric != SFT_METRIC:
+                yield Violation((f"{key}.metric",), f"is {metric!r}, but `megarl sft` measures {SFT_METRIC} alone; use that, or null")
+            elif section.mode is MetricMode.max:
+                yield Violation((f"{key}.mode",), f"is max, but the smaller {SFT_METRIC} is the better one; use min")
+        elif not metric.startswith("val/"):
+            yield Violation((f"{key}.metric",), f"is {metric!r}, but must be a metric of validation, as val/score/mean, or null")
+        if config.trainer.validate_every_steps == 0:
+            yield Violation(
+                ("trainer.validate_every_steps", f"{key}.metric"),
+                f"{key} compares validations, but validate_every_steps is 0; use 1 or more, or set {key}.metric to null",
+            )

@@ -1,0 +1,74 @@
+"""The best value of a validation's metric, which decides what checkpoint is kept and when a run ends early. Survives resuming."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megarl.config.errors import RunError
+from megarl.config.schema import EarlyStopConfig, KeepBestConfig, MetricMode
+
+
+@dataclass
+class BestSoFar:
+    """step: after which the best validation was, None before there is one; value: its metric's; num_since: validations after it."""
+
+    metric: str
+    mode: MetricMode
+    min_delta: float = 0.0
+    step: int | None = None
+    value: float = math.nan
+    num_since: int = 0
+
+    @classmethod
+    def of(cls, config: KeepBestConfig | EarlyStopConfig) -> BestSoFar | None:
+        """None where the configuration names no metric."""
+        if config.metric is None:
+            return None
+        return cls(config.metric, config.mode, config.min_delta if isinstance(config, EarlyStopConfig) else 0.0)
+
+    def see(self, step: int, metrics: Mapping[str, float]) -> bool:
+        """Of the validation after `step`: is it the best? Equal values are not better, and nan is never.
+
+        Raises RunError where the metric is not among them.
+        """
+        if self.metric not in metrics:
+            raise RunError(f"the validation after step {step} has no metric {self.metric!r}; it has {', '.join(sorted(metrics))}")
+        value = metrics[self.metric]
+        gain = value - self.value if self.mode is MetricMode.max else self.value - value
+        is_best = gain > self.min_delta or (self.step is None and not math.isnan(value))
+        if is_best:
+            self.step, self.value, self.num_since = step, value, 0
+        else:
+            self.num_since += 1
+        return is_best
+
+    def state_dict(self) -> dict[str, Any]:
+        """As JSON can hold it."""
+        value = None if self.step is None else self.value
+        return {"metric": self.metric, "mode": self.mode.value, "step": self.step, "value": value, "num_since": self.num_since}
+
+    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
+        """Of another metric or mode nothing is taken: its values say nothing about this one's."""
+        if state is not None and (state["metric"], state["mode"]) == (self.metric, self.mode.value):
+            self.step, self.num_since = state["step"], state["num_since"]
+            self.value = math.nan if state["value"] is None else state["value"]
+
+
+def ends_early(config: EarlyStopConfig, state: Mapping[str, Any]) -> str | None:
+    """Why a run whose checkpoint has this state makes no more steps; None where it does."""
+    best = BestSoFar.of(config)
+    if best is None:
+        return None
+    best.load_state_dict(state.get("early_stop"))
+    return patience_is_over(config, best)
+
+
+def patience_is_over(config: EarlyStopConfig, best: BestSoFar) -> str | None:
+    """In words, where it is."""
+    if best.num_since < config.patience:
+        return None
+    than = "was a number" if best.step is None else f"was better than {best.value:.6g} after step {best.step}"
+    return f"none of the last {best.num_since} validations of {best.metric} {than}"
