@@ -23,11 +23,11 @@ $(READY): requirements/cpu.txt requirements/sglang.txt requirements/dev.txt setu
 # make quickstart ENGINE=sglang; overrides go to the PPO run: make quickstart ARGS="trainer.total_steps=10 trainer.seed=1"
 ENGINE ?= hf
 quickstart: $(READY)
-	$(BIN)/python -m examples.quickstart.run rollout.engine=$(ENGINE) $(ARGS)
+	$(BIN)/python -m megarl quickstart rollout.engine=$(ENGINE) $(ARGS)
 
-# make algorithms ARGS="grpo dapo"; all of configs/algorithm where none is named
+# make algorithms ARGS="grpo dapo"; all of megarl/configs/algorithm where none is named
 algorithms: $(READY)
-	$(BIN)/python -m examples.quickstart.algorithms $(ARGS)
+	$(BIN)/python -m megarl.recipes.quickstart.algorithms $(ARGS)
 
 # docs/troubleshooting.md: the failures are made anew, and what is printed is written into it
 troubleshooting: $(READY)

@@ -22,6 +22,7 @@ setup(
     python_requires=VERSIONS["PYTHON"],
     packages=find_packages(include=["megarl", "megarl.*"]),
     package_data={
+        "megarl": ["configs/**/*.yaml", "configs/**/*.json"],
         "megarl.config": ["verl_names.yaml"],
         "megarl.rehearsal": ["guard.cpp"],
         "megarl.rollout.sglang": ["stand_ins/**/*.py"],  # folders on the path of SGLang's processes, no packages of ours

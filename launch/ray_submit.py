@@ -1,7 +1,7 @@
 """Submits a run to a Ray cluster that is there, and stays with it: the log, and in the end the job's exit status.
 
     python launch/ray_submit.py --address http://HEAD:8265 configs/quickstart.yaml trainer.total_steps=10
-    python launch/ray_submit.py --sft --address http://HEAD:8265 configs/quickstart_sft.yaml
+    python launch/ray_submit.py --address http://HEAD:8265 configs/quickstart_sft.yaml
 
 The configuration is checked here first, and the job gets the very configuration that was checked, with the code that checked it.
 Data, models and the output folder stay where they are, so they must be on a disk that all nodes see under the same name.
@@ -23,7 +23,7 @@ from job_files import RUN_FILE, pack
 from ray.job_submission import JobInfo, JobStatus, JobSubmissionClient
 
 from megarl.config.errors import ConfigError
-from megarl.config.schema import PPOConfig, SFTConfig
+from megarl.config.load import schema_of
 from megarl.controller.environment import users_settings
 from megarl.doctor.checked_config import load_checked
 
@@ -42,12 +42,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parsed = _parser().parse_args(arguments)
     logging.getLogger("ray").setLevel(logging.WARNING)  # of its uploads and connections
     try:
-        config = load_checked(SFTConfig if parsed.sft else PPOConfig, parsed.config, parsed.overrides)
+        config = load_checked(schema_of(parsed.config, parsed.overrides), parsed.config, parsed.overrides)
         client = _connect(parsed.address)
         with tempfile.TemporaryDirectory(prefix="megarl-job-") as folder:
             package = pack(config, Path(folder), Path.cwd())
             print(f"{parsed.config}: good; sending {package.num_files} files, {package.nbytes / 2**20:.1f} MiB", flush=True)
-            job = Job(client, "sft" if parsed.sft else "train", folder)
+            job = Job(client, folder)
     except (ConfigError, SubmissionError) as error:
         print(f"ray_submit: {error}", file=sys.stderr)
         return USER_ERROR
@@ -56,9 +56,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="ray_submit.py", description="Submits `megarl train` or `megarl sft` to a Ray cluster.")
+    parser = argparse.ArgumentParser(prog="ray_submit.py", description="Submits `megarl train` to a Ray cluster.")
     parser.add_argument("--address", default=os.environ.get("RAY_API_SERVER_ADDRESS"), help="of the job server: http://HEAD:8265")
-    parser.add_argument("--sft", action="store_true", help="the file is for `megarl sft`")
     parser.add_argument("config", metavar="CONFIG", help="a YAML file, as for `megarl train`")
     parser.add_argument("overrides", metavar="key=value", nargs="*", help="as for `megarl train`")
     return parser
@@ -80,13 +79,13 @@ def _connect(address: str | None) -> JobSubmissionClient:
 class Job:
     """Submitted when it is made. `folder`: its files."""
 
-    def __init__(self, client: JobSubmissionClient, command: str, folder: str) -> None:
+    def __init__(self, client: JobSubmissionClient, folder: str) -> None:
         self._client = client
         self._shown = 0  # characters of the log
         environment = {"COLUMNS": LOG_COLUMNS, **users_settings(), "RAY_JOB_STOP_WAIT_TIME_S": str(STOP_LIMIT_S)}
         try:
             self.name = client.submit_job(
-                entrypoint=f"exec python -m megarl {command} {RUN_FILE}", runtime_env={"working_dir": folder, "env_vars": environment}
+                entrypoint=f"exec python -m megarl train {RUN_FILE}", runtime_env={"working_dir": folder, "env_vars": environment}
             )
         except RuntimeError as error:
             raise SubmissionError(f"the cluster has refused the job: {str(error).strip()}") from error

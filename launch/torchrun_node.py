@@ -24,6 +24,7 @@ from torch.distributed import DistError, PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from megarl.config.errors import ConfigError
+from megarl.config.load import schema_of
 from megarl.config.schema import PPOConfig, SFTConfig
 from megarl.doctor.checked_config import load_checked
 from megarl.machine.reaper import OWNER, end_processes_of, start_reaper
@@ -139,7 +140,7 @@ def drive(meeting: Meeting, parsed: argparse.Namespace) -> int:
     try:
         status = _drive(meeting, parsed)
     except ConfigError as error:
-        print(f"megarl {_command(parsed)}: {error}", file=sys.stderr)
+        print(f"megarl train: {error}", file=sys.stderr)
         status = USER_ERROR
     finally:
         meeting.say(_STATUS, status)
@@ -150,7 +151,7 @@ def drive(meeting: Meeting, parsed: argparse.Namespace) -> int:
 
 
 def _drive(meeting: Meeting, parsed: argparse.Namespace) -> int:
-    config: PPOConfig | SFTConfig = load_checked(SFTConfig if parsed.sft else PPOConfig, parsed.config, parsed.overrides)
+    config: PPOConfig | SFTConfig = load_checked(schema_of(parsed.config, parsed.overrides), parsed.config, parsed.overrides)
     num_cpus = logical_cpus(plan_placement(config).num_cpus)
     names = [meeting.first_of(f"{_NODE} {rank}") for rank in meeting.members]
     # As the others know it: its own name may well be loopback to itself.
@@ -166,7 +167,7 @@ def _drive(meeting: Meeting, parsed: argparse.Namespace) -> int:
                 raise LaunchError(f"node {rank} has left: {meeting.what(f'{_LEFT} {rank}')}")
         meeting.forget(_HEAD)  # it has the key
         _say(f"{meeting.num_nodes} nodes are up, Ray is at {node.gcs_address}")
-        command = [sys.executable, "-m", "megarl", _command(parsed), parsed.config, *parsed.overrides]
+        command = [sys.executable, "-m", "megarl", "train", parsed.config, *parsed.overrides]
         return Driver(command, {**environment, "RAY_ADDRESS": node.gcs_address}).watch(Silence(meeting))
     finally:
         node.stop()
@@ -215,17 +216,12 @@ def _of_children() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if not name.startswith(_OF_TORCHRUN)}
 
 
-def _command(parsed: argparse.Namespace) -> str:
-    return "sft" if parsed.sft else "train"
-
-
 def _say(text: str) -> None:
     print(f"torchrun.sh: {text}", file=sys.stderr, flush=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="torchrun.sh", description="Runs `megarl train` or `megarl sft` on the nodes of a torchrun.")
-    parser.add_argument("--sft", action="store_true", help="the file is for `megarl sft`")
+    parser = argparse.ArgumentParser(prog="torchrun.sh", description="Runs `megarl train` on the nodes of a torchrun.")
     parser.add_argument("config", metavar="CONFIG", help="a YAML file, as for `megarl train`, seen by node 0")
     parser.add_argument("overrides", metavar="key=value", nargs="*", help="as for `megarl train`")
     parsed = parser.parse_args(arguments)

@@ -22,7 +22,7 @@ LAYERS = (
     ("workers", "rehearsal"),
     ("roles",),
     ("trainers",),
-    ("doctor",),
+    ("doctor", "recipes"),
     ("cli",),
 )
 LAYER_OF = {package: number for number, packages in enumerate(LAYERS) for package in packages}

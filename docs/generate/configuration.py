@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from dataclasses import MISSING as NO_DEFAULT
 from dataclasses import Field, fields, is_dataclass
 from enum import Enum
-from pathlib import Path
 from typing import Any
 
 import yaml
@@ -16,15 +15,23 @@ from docs.generate.comments import explanation
 from megarl.config import schema
 from megarl.config.load import expected
 from megarl.config.schema.keys import Range, range_of
+from megarl.config.shipped import CONFIGS_DIR
 
-_PRESETS = Path("configs/algorithm")
+_PRESETS = CONFIGS_DIR / "algorithm"
 _INTRODUCTION = """# Configuration reference
 
 Made from `megarl/config/schema` by `make reference`; the comments there are what you read here.
 
-A configuration is a YAML file. `base: other.yaml` inherits another, a path relative to the file. `algorithm: grpo` takes a
+A configuration is a YAML file, which says its `kind`. `base: other.yaml` inherits another. `algorithm: grpo` takes a
 [preset](#presets); `algorithm: {base: grpo, kl: {coefficient: 0.01}}` takes one and changes it. On the command line `key.sub=value`
-overrides one value, and wins. An unknown key is refused, and so is a value that is not of its type or range, or that makes no sense beside
+overrides one value, and wins.
+
+What a run reads (models, data, reward files, `base`) is relative to the file that names it, wherever the command is typed; what an override
+names, and what a run writes (`trainer.output_dir`, `checkpoint.dir`), to the current folder. A preset of your own is a file `algorithm/NAME.yaml` beside
+yours. The files that ship with megarl are `configs/NAME.yaml` in every folder, for commands and for `base`; the models and data that they name are
+looked for in the current folder.
+
+An unknown key is refused, and so is a value that is not of its type or range, or that makes no sense beside
 another; `megarl check` lists all of that at once.
 """
 
@@ -108,7 +115,7 @@ def cell(text: str) -> str:
 
 def _presets() -> Iterator[str]:
     yield "## Presets\n"
-    yield "`algorithm=NAME`, the files of `configs/algorithm`. [Algorithms](algorithms.md) says what each is for.\n"
+    yield "`algorithm=NAME`, the files of `megarl/configs/algorithm`. [Algorithms](algorithms.md) says what each is for.\n"
     for file in sorted(_PRESETS.glob("*.yaml")):
         text = file.read_text(encoding="utf-8")
         comments = [line.removeprefix("#").strip() for line in text.splitlines() if line.startswith("#")]

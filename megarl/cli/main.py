@@ -17,11 +17,12 @@ from megarl import __version__
 from megarl.cli.convert import add_commands
 from megarl.cli.run_context import RunContext, RunFailedError
 from megarl.config.errors import ConfigError
+from megarl.config.load import schema_of
 from megarl.config.schema import PPOConfig, SFTConfig
 
 _OVERRIDE = re.compile(r"[A-Za-z_+~][\w.\[\]]*=")
 # Commands that take overrides, with those of their options that a value follows.
-_TAKE_OVERRIDES: dict[str, tuple[str, ...]] = dict.fromkeys(("train", "sft", "check", "doctor", "score"), ()) | {
+_TAKE_OVERRIDES: dict[str, tuple[str, ...]] = dict.fromkeys(("train", "sft", "check", "doctor", "score", "quickstart"), ()) | {
     "plan": ("--output",),
     "rehearse": ("--role", "--ranks", "--json"),
 }
@@ -79,17 +80,19 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="megarl", description="Reinforcement learning of large language models on Megatron-Core and Ray.")
     parser.add_argument("--version", action="version", version=f"megarl {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    _add_run(commands, "train", "train with reinforcement learning", lambda parsed: _run("train")(parsed.config, parsed.overrides))
+    _add_run(
+        commands,
+        "train",
+        "train: reinforcement learning, or what the file's `kind` says",
+        lambda parsed: _run("train")(parsed.config, parsed.overrides),
+    )
     _add_run(commands, "sft", "fine-tune on demonstrations", lambda parsed: _run("sft")(parsed.config, parsed.overrides))
-    check = _add_run(commands, "check", "find every error in a configuration, and print what the run would do", _start_check)
-    check.add_argument("--sft", action="store_true", help="the file is for `megarl sft`")
+    _add_run(commands, "check", "find every error in a configuration, and print what the run would do", _start_check)
     plan = _add_run(commands, "plan", "print, and draw, where each role would run and what each device would hold", _start_plan)
-    plan.add_argument("--sft", action="store_true", help="the file is for `megarl sft`")
     plan.add_argument("--output", metavar="FILE", help="draw it to a .svg or .png")
     rehearse = _add_run(
         commands, "rehearse", "run a role's engine rank by rank on GPUs that are not there: memory, collectives, waits", _start_rehearse
     )
-    rehearse.add_argument("--sft", action="store_true", help="the file is for `megarl sft`")
     rehearse.add_argument("--role", metavar="ROLE", default="actor", help="actor, reference, critic or reward_model; without it the actor")
     rehearse.add_argument(
         "--ranks", metavar="RANKS", default="distinct", help="distinct (one of the first, a middle and the last stage), all, or 0,8"
@@ -99,7 +102,6 @@ def _parser() -> argparse.ArgumentParser:
     doctor = commands.add_parser("doctor", help=summary, description=summary, allow_abbrev=False)
     doctor.add_argument("config", metavar="CONFIG", nargs="?", help="the run to examine them for; without it the machine alone is examined")
     doctor.add_argument("overrides", metavar="key=value", nargs="*", help="as for `megarl train`")
-    doctor.add_argument("--sft", action="store_true", help="the file is for `megarl sft`")
     doctor.add_argument("--json", action="store_true", help="print one JSON document")
     doctor.set_defaults(start=_start_doctor)
     plot = commands.add_parser("plot", help="draw a run's curves to a PNG")
@@ -113,6 +115,9 @@ def _parser() -> argparse.ArgumentParser:
     score.add_argument("overrides", metavar="key=value", nargs="*", help="such as reward.time_limit_s=2")
     score.add_argument("--ground-truth", action="store_true", help="score each row's ground truth in the place of a response")
     score.set_defaults(start=lambda parsed: _run("score")(parsed.config, parsed.overrides, parsed.rows, parsed.ground_truth))
+    quickstart = commands.add_parser("quickstart", help="make a tiny model and its data, and train it: minutes on two cores")
+    quickstart.add_argument("overrides", metavar="key=value", nargs="*", help="of configs/quickstart.yaml, such as trainer.total_steps=10")
+    quickstart.set_defaults(start=lambda parsed: _run("run", "megarl.recipes.quickstart")(parsed.overrides))
     convert = commands.add_parser("convert", help="convert, inspect and compare checkpoints, between Hugging Face and Megatron")
     add_commands(convert)
     return parser
@@ -123,7 +128,7 @@ def _add_run(
 ) -> argparse.ArgumentParser:
     """A subcommand that reads a configuration."""
     command = commands.add_parser(name, help=summary, description=summary, allow_abbrev=False)
-    command.add_argument("config", metavar="CONFIG", help="a YAML file, such as configs/quickstart.yaml")
+    command.add_argument("config", metavar="CONFIG", help="a YAML file; configs/quickstart.yaml and its like ship with megarl")
     command.add_argument("overrides", metavar="key=value", nargs="*", help="such as trainer.total_steps=10 or algorithm=grpo")
     command.set_defaults(start=start)
     return command
@@ -134,17 +139,20 @@ def _run(command: str, package: str = "megarl.cli") -> Callable[..., int]:
 
 
 def _start_plan(parsed: argparse.Namespace) -> int:
-    return _run("plan")(parsed.config, parsed.overrides, SFTConfig if parsed.sft else PPOConfig, parsed.output)
+    return _run("plan")(parsed.config, parsed.overrides, _schema(parsed), parsed.output)
 
 
 def _start_rehearse(parsed: argparse.Namespace) -> int:
-    schema = SFTConfig if parsed.sft else PPOConfig
-    return _run("rehearse")(parsed.config, parsed.overrides, schema, parsed.role, parsed.ranks, parsed.json)
+    return _run("rehearse")(parsed.config, parsed.overrides, _schema(parsed), parsed.role, parsed.ranks, parsed.json)
 
 
 def _start_check(parsed: argparse.Namespace) -> int:
-    return _run("check")(parsed.config, parsed.overrides, SFTConfig if parsed.sft else PPOConfig)
+    return _run("check")(parsed.config, parsed.overrides, _schema(parsed))
 
 
 def _start_doctor(parsed: argparse.Namespace) -> int:
-    return _run("command", "megarl.doctor")(parsed.config, parsed.overrides, SFTConfig if parsed.sft else PPOConfig, parsed.json)
+    return _run("command", "megarl.doctor")(parsed.config, parsed.overrides, parsed.json)
+
+
+def _schema(parsed: argparse.Namespace) -> type[PPOConfig] | type[SFTConfig]:
+    return schema_of(parsed.config, parsed.overrides)

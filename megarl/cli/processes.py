@@ -23,11 +23,10 @@ def refuse_launched_ranks(command: str, environment: Mapping[str, str] = os.envi
     """Raises ValueError where torchrun, or a launcher of its kind, has started this process: each of them would be a driver."""
     if "TORCHELASTIC_RUN_ID" not in environment and int(environment.get("WORLD_SIZE", "1")) == 1:
         return
-    sft = " --sft" if command == "sft" else ""
     raise ValueError(
         f"this process was started by torchrun, or by a launcher of its kind, as one of {environment.get('WORLD_SIZE', '1')} "
         f"(WORLD_SIZE), but `megarl {command}` starts its own processes. On one machine run `megarl {command}` as it is; on several, "
-        f"torchrun --nproc-per-node 1 --no-python launch/torchrun.sh{sft} CONFIG key=value ... on each (docs/launch.md)"
+        f"torchrun --nproc-per-node 1 --no-python launch/torchrun.sh CONFIG key=value ... on each (docs/launch.md)"
     )
 
 

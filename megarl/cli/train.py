@@ -1,4 +1,4 @@
-"""`megarl train`: puts a PPO run together from its configuration, runs it, and writes what it gives."""
+"""`megarl train`: puts a run of reinforcement learning together from its configuration, runs it, and writes what it gives."""
 
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ from contextlib import contextmanager
 from rich.table import Table
 
 from megarl.algorithms.user_functions import try_functions
+from megarl.cli import sft
 from megarl.cli.processes import refuse_launched_ranks
 from megarl.cli.resumption import check_compared_metrics, is_complete, load_checkpoint, open_checkpoints, say_ended, say_stopped
 from megarl.cli.run_context import RunContext, run_context_of
 from megarl.cli.session import Session, open_monitor, open_session, report_filtered, write_summary
 from megarl.config.architecture import Architecture, read_architecture
+from megarl.config.load import schema_of
 from megarl.config.roles import REWARD_MODEL, model_roles
-from megarl.config.schema import PPOConfig
+from megarl.config.schema import PPOConfig, SFTConfig
 from megarl.data.conversations import check_chats
 from megarl.data.loader import BatchLoader, parts_of
 from megarl.data.prompts import PromptDataset
@@ -30,8 +32,11 @@ from megarl.workers.reward_model import Reading, conversation_encoder
 
 
 def run(config_path: str, overrides: Sequence[str]) -> int:
-    """Trains; 0 at the end, 143 where SIGTERM ended it. What can be known to be wrong raises ValueError before a process is started."""
+    """Trains, by reinforcement learning or, where the file is of that kind, on demonstrations; 0 at the end, 143 where SIGTERM ended it.
+    What can be known to be wrong raises ValueError before a process is started."""
     refuse_launched_ranks("train")
+    if schema_of(config_path, overrides) is SFTConfig:
+        return sft.run(config_path, overrides)
     config = load_checked(PPOConfig, config_path, overrides)
     with run_context_of(config) as context:
         resume = find_resume(config)

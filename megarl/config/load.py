@@ -5,11 +5,11 @@ from __future__ import annotations
 import difflib
 import types
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, field, fields, is_dataclass, make_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass, make_dataclass, replace
 from enum import Enum
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -18,25 +18,47 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from megarl.config.errors import ConfigError
-from megarl.config.schema import MISSING, PPOConfig, SFTConfig
-from megarl.config.schema.keys import leaves
-from megarl.config.sources import Layer, read_layers
+from megarl.config.schema import MISSING, PPOConfig, RunKind, SFTConfig
+from megarl.config.schema.keys import InputKind, leaves
+from megarl.config.sources import Layer, is_hub_name, read_layers
 from megarl.config.verl_names import VerlProblem, verl_problems
 from megarl.machine.files import write_whole
 
 Config = typing.TypeVar("Config")
+_KIND = "kind"
+_SCHEMAS: dict[Any, type[PPOConfig] | type[SFTConfig]] = {RunKind.ppo: PPOConfig, RunKind.sft: SFTConfig}
 _LONGEST_NAME, _LONGEST_TEXT = 255, 4000  # bytes of a name in Linux's file systems; characters, below what a path may have
 
 
 def load_config(schema: type[Config], path: str, overrides: Sequence[str] = ()) -> Config:
     """The configuration in the YAML file `path` with `key.sub=value` overrides, as a frozen instance of `schema`.
 
-    Paths inside it stay as they are written: relative to the current directory, as on any command line.
-    Raises ConfigError with every unknown key (and the nearest known one), wrong value and missing value, and its source.
+    What a file names that a run reads (models, data, code) is relative to that file; what overrides name, and the folders that a run
+    writes, to the current one.
+    Raises ConfigError with every unknown key (and the nearest known one), wrong value and missing value, and its source; and for a run of
+    another kind.
     """
+    return _fit(schema, path, read_layers(path, overrides))
+
+
+def schema_of(path: str, overrides: Sequence[str] = ()) -> type[PPOConfig] | type[SFTConfig]:
+    """Of the run that a file describes, by its `kind`. Raises ConfigError for what cannot be read."""
+    return _SCHEMAS.get(_kind_of(read_layers(path, overrides)), PPOConfig)
+
+
+def _kind_of(layers: Sequence[Layer]) -> Any:
+    """As it is written; None where it is not."""
+    return next((layer.values[_KIND] for layer in reversed(layers) if _KIND in layer.values), None)
+
+
+def _fit(schema: type[Config], path: str, layers: Sequence[Layer]) -> Config:
+    kind = _kind_of(layers)
+    if (meant := _SCHEMAS.get(kind, schema)) is not schema:
+        starts = {PPOConfig: "`megarl train` starts it", SFTConfig: "it cannot be read as one of reinforcement learning"}[meant]
+        raise ConfigError(path, [f"{_KIND}: is {kind}: {starts}"])
     review = _Review(schema)
     given: Any = OmegaConf.create()
-    for layer in read_layers(path, overrides):
+    for layer in layers:
         for section in layer.replaces:
             given.pop(section, None)
         given = OmegaConf.merge(given, review.fitting(schema, layer.values, "", layer))
@@ -52,14 +74,14 @@ def load_config(schema: type[Config], path: str, overrides: Sequence[str] = ()) 
                 return typing.cast(Config, config)
     except (OmegaConfBaseException, ValueError) as error:  # of a value that refers to another: ${...}
         problems.append(" ".join(str(error).split()))
-    if schema is PPOConfig and not overrides and _fits(SFTConfig, path):
-        problems = ["is for `megarl sft`: start it with that; check, plan, rehearse and doctor read it with --sft"]
+    if schema is PPOConfig and kind is None and _fits(SFTConfig, path, layers):
+        problems = [f"is of supervised fine-tuning, but does not say so: write `{_KIND}: sft` into it, or {_KIND}=sft on the command line"]
     raise ConfigError(path, problems)
 
 
-def _fits(schema: type, path: str) -> bool:
+def _fits(schema: type, path: str, layers: Sequence[Layer]) -> bool:
     try:
-        load_config(schema, path)
+        _fit(schema, path, layers)
     except ConfigError:
         return False
     return True
@@ -82,14 +104,43 @@ def _unusable_texts(config: Any) -> Iterator[str]:
 
 
 def plain_values(config: Any) -> dict[str, Any]:
-    """The resolved configuration as the YAML of `dump_config` has it: dicts, lists and plain values."""
-    return typing.cast(dict[str, Any], yaml.safe_load(OmegaConf.to_yaml(OmegaConf.structured(config))))
+    """The resolved configuration as the YAML of `dump_config` has it: dicts, lists and plain values. What a run reads has its whole path,
+    so that it is found from any folder."""
+    return typing.cast(dict[str, Any], yaml.safe_load(_as_yaml(config)))
+
+
+def _as_yaml(config: Any) -> str:
+    return OmegaConf.to_yaml(OmegaConf.structured(_with_whole_paths(config)))
+
+
+def _with_whole_paths(section: Any) -> Any:
+    changes: dict[str, Any] = {}
+    for entry in fields(section):
+        value = getattr(section, entry.name)
+        if is_dataclass(value):
+            changes[entry.name] = _with_whole_paths(value)
+        elif isinstance(value, list) and _item_section(_hints(type(section))[entry.name]):
+            changes[entry.name] = [_with_whole_paths(item) for item in value]
+        elif InputKind in entry.metadata:
+            changes[entry.name] = _each_text(value, _whole_path)
+    return replace(section, **changes)
+
+
+def _whole_path(path: str) -> str:
+    return path if path in ("", MISSING) or is_hub_name(path) else str(Path(path).absolute())
+
+
+def _each_text(value: Any, change: Callable[[str], str]) -> Any:
+    """Of a text, or of a list of them."""
+    if isinstance(value, list):
+        return [_each_text(item, change) for item in value]
+    return change(value) if isinstance(value, str) else value
 
 
 def dump_config(config: Any, path: Path) -> None:
-    """Writes the resolved configuration as YAML that `load_config` reads back to an equal value; all of it or nothing."""
+    """Writes the resolved configuration as YAML that `load_config` reads back to an equal value, in any folder; all of it or nothing."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, OmegaConf.to_yaml(OmegaConf.structured(config)))
+    write_whole(path, _as_yaml(config))
 
 
 @dataclass
@@ -120,9 +171,10 @@ class _Review:
                 plain[name] = value
         # Almost always all of them fit, and asking once is much quicker than asking for each.
         all_fit = not plain or _accepts(section, plain)
+        inputs = {entry.name: entry.metadata[InputKind] for entry in fields(section) if InputKind in entry.metadata}
         for name, value in plain.items():
             if all_fit or _accepts(section, {name: value}):
-                good[name] = value
+                good[name] = _each_text(value, partial(layer.place_of, inputs[name])) if name in inputs else value
             else:
                 self._refuse(f"{prefix}{name}", f"{prefix}{name}: is {value!r}, but must be {expected(hints[name])}", layer)
         return good

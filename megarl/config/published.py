@@ -10,15 +10,16 @@ from typing import Any, TypeVar
 
 from megarl.config.roles import model_roles
 from megarl.config.schema import PPOConfig, SFTConfig
+from megarl.config.shipped import CONFIGS_DIR, shown
 
 RunConfig = TypeVar("RunConfig", bound=PPOConfig | SFTConfig)
-_CONFIGS_DIR, _MODELS = "configs", "models"
+_MODELS = "models"
 
 
 def with_published_models(config: RunConfig, config_path: str) -> tuple[RunConfig, list[str]]:
     """The configuration with a folder that holds no more than the published `config.json` in the place of each model's that is not here,
     and a line about each of these. A path that does not end with the name of a published model stays as it is."""
-    folders = [Path(config_path).parent / _MODELS, Path(_CONFIGS_DIR) / _MODELS]
+    folders = [Path(config_path).parent / _MODELS, CONFIGS_DIR / _MODELS]
     said: dict[str, str] = {}
     for role in model_roles(config):
         if role.path_key in said or os.path.exists(role.path):
@@ -26,7 +27,9 @@ def with_published_models(config: RunConfig, config_path: str) -> tuple[RunConfi
         published = _published(Path(role.path), folders)
         if published is not None:
             config = _changed(config, role.path_key.split("."), str(published))
-            said[role.path_key] = f"{role.path_key}: there is no {role.path} on this machine; read is the published {published}/config.json"
+            said[role.path_key] = (
+                f"{role.path_key}: there is no {role.path} on this machine; read is the published {shown(published)}/config.json"
+            )
     return config, list(said.values())
 
 

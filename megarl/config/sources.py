@@ -1,12 +1,14 @@
 """Where a configuration comes from: a file, the files that it inherits from, a group's file, the command line. Reads, does not judge.
 
 `base: other.yaml` inherits another file (its path is relative to the file that names it). A section may be a group of
-files: `algorithm: ppo` is the file `algorithm/ppo.yaml`, `algorithm: {base: ppo, kl: {...}}` the same with changes.
+files: `algorithm: ppo` is the file `algorithm/ppo.yaml`, `algorithm: {base: ppo, kl: {...}}` the same with changes. It is looked for
+beside the file that names it, then among those that ship with megarl; a file that ships is `configs/NAME.yaml` in any folder.
 """
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,21 +18,43 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from megarl.config.errors import ConfigError
+from megarl.config.schema.keys import MISSING, InputKind
+from megarl.config.shipped import CONFIGS_DIR, find_config, is_shipped, shown
 
 BASE = "base"
 GROUPS = ("algorithm",)  # sections of which `configs/<section>/` holds ready-made files
 COMMAND_LINE = "command line"
-_CONFIGS_DIR = "configs"
+_HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")  # as `Qwen/Qwen3-0.6B`
+_ENDINGS = (".parquet", ".json", ".jsonl", ".csv", ".arrow")  # of files
 # What reading a text as YAML can raise; a RecursionError where it is too deep.
 _UNREADABLE = (yaml.YAMLError, OmegaConfBaseException, UnicodeError, RecursionError)
 
 
 class Layer(NamedTuple):
-    """Values from one source; a later layer wins. `replaces`: sections that start afresh, because a group's file was chosen."""
+    """Values from one source; a later layer wins. `replaces`: sections that start afresh, because a group's file was chosen. `file`: the
+    one that they stand in, None for the command line."""
 
     source: str
     values: dict[str, Any]
     replaces: tuple[str, ...] = ()
+    file: Path | None = None
+
+    def place_of(self, kind: InputKind, path: str) -> str:
+        """Where an input lies that this layer names `path`: relative to the file that names it, and to the current folder on the command
+        line. A file that ships names code beside it, but models and data of whoever uses it, in the current folder."""
+        if self.file is None or path in ("", MISSING) or path.startswith("${"):  # of another key, which is a place already
+            return path
+        if kind is InputKind.data and is_shipped(self.file):
+            return path
+        joined = self.file.parent / path
+        if kind is InputKind.data and is_hub_name(path) and not os.path.exists(joined):
+            return path
+        return str(joined.resolve() if ".." in joined.parts else joined)
+
+
+def is_hub_name(path: str) -> bool:
+    """It has the form of a name on the Hugging Face hub, and there is nothing of that name in the current folder."""
+    return bool(_HUB_NAME.fullmatch(path)) and not path.endswith(_ENDINGS) and not os.path.exists(path)
 
 
 def read_layers(path: str, overrides: Sequence[str]) -> list[Layer]:
@@ -38,7 +62,7 @@ def read_layers(path: str, overrides: Sequence[str]) -> list[Layer]:
 
     Raises ConfigError for a file or override that cannot be read, and for a cycle of `base`.
     """
-    file = Path(path)
+    file = find_config(Path(path), path)
     layers = _file_layers(file, ())
     chosen = {}
     for section in GROUPS:
@@ -56,17 +80,18 @@ def _file_layers(file: Path, chain: tuple[Path, ...]) -> list[Layer]:
     resolved = file.resolve()
     if resolved in chain:
         names = " -> ".join(str(link) for link in (*chain[chain.index(resolved) :], resolved))
-        raise ConfigError(str(file), [f"{BASE!r} goes in a circle: {names}"])
+        raise ConfigError(shown(file), [f"{BASE!r} goes in a circle: {names}"])
     values = _read_yaml(file)
     layers = []
     if BASE in values:
         base = values.pop(BASE)
         if not isinstance(base, str):
-            raise ConfigError(str(file), [f"{BASE!r} is {base!r}, but must be the path of a file, relative to this one"])
-        if not os.path.isfile(file.parent / base):  # False also of what no file can be called
-            raise ConfigError(str(file), [f"{BASE!r} is {base!r}: there is no file {str(file.parent / base)!r}"])
-        layers = _file_layers(file.parent / base, (*chain, resolved))
-    return [*layers, *_group_layers(values, str(file), file.parent), Layer(str(file), values)]
+            raise ConfigError(shown(file), [f"{BASE!r} is {base!r}, but must be the path of a file, relative to this one"])
+        inherited = find_config(file.parent / base, base)
+        if not os.path.isfile(inherited):  # False also of what no file can be called
+            raise ConfigError(shown(file), [f"{BASE!r} is {base!r}: there is no file {str(inherited)!r}"])
+        layers = _file_layers(inherited, (*chain, resolved))
+    return [*layers, *_group_layers(values, shown(file), file.parent), Layer(shown(file), values, file=file)]
 
 
 def _group_layers(values: dict[str, Any], source: str, near: Path) -> list[Layer]:
@@ -81,18 +106,18 @@ def _group_layers(values: dict[str, Any], source: str, near: Path) -> list[Layer
         else:
             continue
         inherited = _file_layers(_group_file(section, name, source, near), ())
-        layers.append(Layer(inherited[0].source, {section: inherited[0].values}, replaces=(section,)))
-        layers += [Layer(layer.source, {section: layer.values}) for layer in inherited[1:]]
+        for number, layer in enumerate(inherited):
+            layers.append(layer._replace(values={section: layer.values}, replaces=(section,) if number == 0 else ()))
     return layers
 
 
 def _group_file(section: str, name: object, source: str, near: Path) -> Path:
-    folders = list(dict.fromkeys([near / section, Path(_CONFIGS_DIR) / section]))
+    folders = list(dict.fromkeys([near / section, CONFIGS_DIR / section]))
     for folder in folders:
         if (folder / f"{name}.yaml").is_file():
             return folder / f"{name}.yaml"
     there = sorted({file.stem for folder in folders for file in folder.glob("*.yaml")})
-    looked = ", ".join(str(folder) for folder in folders)
+    looked = ", ".join(shown(folder) for folder in folders)
     raise ConfigError(source, [f"{section}={name}: there is no such file; there are {', '.join(there) or 'none'} (looked in {looked})"])
 
 
@@ -100,14 +125,14 @@ def _read_yaml(file: Path) -> dict[str, Any]:
     try:
         loaded = OmegaConf.load(file)
     except FileNotFoundError as error:
-        raise ConfigError(str(file), [f"there is no such file (the current directory is {Path.cwd()})"]) from error
+        raise ConfigError(shown(file), [f"there is no such file (the current directory is {Path.cwd()})"]) from error
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(str(file), [f"cannot be read: {error}"]) from error
+        raise ConfigError(shown(file), [f"cannot be read: {error}"]) from error
     except _UNREADABLE as error:
-        raise ConfigError(str(file), [f"is not YAML: {_one_line(error)}"]) from error
+        raise ConfigError(shown(file), [f"is not YAML: {_one_line(error)}"]) from error
     values = OmegaConf.to_container(loaded) if isinstance(loaded, DictConfig) else None
     if not isinstance(values, dict):
-        raise ConfigError(str(file), ["must hold a mapping of sections (model:, data:, ...)"])
+        raise ConfigError(shown(file), ["must hold a mapping of sections (model:, data:, ...)"])
     return {str(key): value for key, value in values.items()}
 
 

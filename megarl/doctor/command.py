@@ -13,12 +13,9 @@ from rich.console import Console
 from rich.table import Table
 
 from megarl import __version__
-from megarl.config.schema import PPOConfig, SFTConfig
 from megarl.doctor import devices, software
 from megarl.doctor.check_result import CheckResult, Status, as_json, worst, wrong
 from megarl.doctor.examined_run import ExaminedRun, read_subject
-
-Schema = type[PPOConfig] | type[SFTConfig]
 
 GOOD, USER_ERROR = 0, 2
 _WIDTH = 140  # where nobody's window limits it
@@ -54,11 +51,11 @@ CHECKS = (
 )
 
 
-def run(config_path: str | None, overrides: Sequence[str], schema: Schema = PPOConfig, as_document: bool = False) -> int:
+def run(config_path: str | None, overrides: Sequence[str], as_document: bool = False) -> int:
     """Prints what was found, as a table or as one JSON document; 0 where nothing is an error, 2 where something is."""
     begin = time.monotonic()
     console = Console(stderr=as_document, width=None if Console().is_terminal else _WIDTH)
-    results = examine(config_path, overrides, schema, console)
+    results = examine(config_path, overrides, console)
     seconds = time.monotonic() - begin
     if as_document:
         print(json.dumps(document(config_path, results, seconds), indent=2))
@@ -68,10 +65,10 @@ def run(config_path: str | None, overrides: Sequence[str], schema: Schema = PPOC
     return USER_ERROR if worst(results) is Status.error else GOOD
 
 
-def examine(config_path: str | None, overrides: Sequence[str], schema: Schema, console: Console) -> list[CheckResult]:
+def examine(config_path: str | None, overrides: Sequence[str], console: Console) -> list[CheckResult]:
     """Every check, one after the other."""
     gpus = devices.probe()
-    subject, results = read_subject(config_path, overrides, schema, len(gpus.gpus), os.environ.get("RAY_ADDRESS"))
+    subject, results = read_subject(config_path, overrides, len(gpus.gpus), os.environ.get("RAY_ADDRESS"))
     results += [*software.check(subject), *devices.check(subject, gpus)]
     for check in (each for each in CHECKS if subject.config is not None or not each.of_run):
         with console.status(f"examining {check.title}"):

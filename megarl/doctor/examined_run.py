@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megarl.config.architecture import Architecture
 from megarl.config.errors import ConfigError
-from megarl.config.load import load_config
+from megarl.config.load import load_config, schema_of
 from megarl.config.roles import model_roles
 from megarl.config.schema import Device, PPOConfig, SFTConfig
 from megarl.config.validate import read_architectures
@@ -51,18 +51,18 @@ class ExaminedRun:
 
 
 def read_subject(
-    path: str | None, overrides: Sequence[str], schema: type[PPOConfig] | type[SFTConfig], num_gpus: int, ray_address: str | None
+    path: str | None, overrides: Sequence[str], num_gpus: int, ray_address: str | None
 ) -> tuple[ExaminedRun, list[CheckResult]]:
     """The run in the file `path`, and what is wrong with it. What cannot be read is left out, so that the rest is examined."""
     if path is None:
         return ExaminedRun(num_gpus=num_gpus, ray_address=ray_address), []
     try:
-        config = load_checked(schema, path, overrides)
+        config: PPOConfig | SFTConfig = load_checked(schema_of(path, overrides), path, overrides)
         results = [good(CONFIGURATION, f"{path} is good")]
     except ConfigError as error:
         results = list(_problems(error))
         try:
-            config = load_config(schema, path, overrides)
+            config = load_config(schema_of(path, overrides), path, overrides)
         except ConfigError:
             return ExaminedRun(num_gpus=num_gpus, ray_address=ray_address), results
     try:

@@ -51,7 +51,7 @@ _SIZES = "--tensor-parallel-size 2 --pipeline-parallel-size 2"
 _OF_VERL = "data.train_batch_size=256 actor_rollout_ref.actor.optim.lr=1e-6 trainer.total_epochs=15"
 _MY_REWARD = "'reward.functions=[{path: examples/custom_reward.py}]'"
 _STAGES = "tests/docs/test_commands.py::test_quickstart_stages"
-_MATH = "tests/unit/examples/test_math.py::test_gsm8k_becomes_the_data_of_a_run"
+_MATH = "tests/unit/recipes/test_math.py::test_gsm8k_becomes_the_data_of_a_run"
 _SCORE = "tests/unit/cli/test_score.py::test_training_data_are_scored_by_their_ground_truth"
 _EXAMPLES = "tests/integration/test_examples.py"
 _OWN_ESTIMATOR = "algorithm.advantage.function=examples/custom_maths.py:best_of_group"
@@ -62,9 +62,9 @@ _LINT_AND_TESTS = ("ruff check", "ruff format --check", "mypy", "python -m pytes
 COMMANDS: dict[str, Executed | InTest | Make | ByHand] = {
     QUICKSTART: Executed(f'ARGS="{SHORT} checkpoint.every_steps=1"'),
     'make quickstart ARGS="trainer.total_steps=20 trainer.seed=1"': Make(
-        ("examples.quickstart.run rollout.engine=hf trainer.total_steps=20 trainer.seed=1",)
+        ("megarl quickstart rollout.engine=hf trainer.total_steps=20 trainer.seed=1",)
     ),
-    "make quickstart ENGINE=sglang": Make(("examples.quickstart.run rollout.engine=sglang",)),
+    "make quickstart ENGINE=sglang": Make(("megarl quickstart rollout.engine=sglang",)),
     "make setup": Make(_INSTALLS, sets_up=True),
     "make setup PYTHON=python3.11": Make(("python3.11 -m venv .venv", *_INSTALLS), sets_up=True),
     "make test": Make(_LINT_AND_TESTS),
@@ -104,8 +104,8 @@ COMMANDS: dict[str, Executed | InTest | Make | ByHand] = {
     "megarl convert inspect CKPT_OR_HF_DIR": InTest("tests/unit/cli/test_convert.py::test_what_is_in_a_folder", ("inspect",)),
     "megarl convert verify A B": InTest(_CONVERT, ("verify",)),
     "megarl train configs/quickstart.yaml": InTest(_STAGES, ("-m megarl train configs/",)),
-    "python -m examples.quickstart.prepare": InTest(_STAGES, ("-m examples.quickstart.prepare",)),
-    "python -m examples.math.prepare": InTest(_MATH, ("examples.math.prepare",)),
+    "python -m megarl.recipes.quickstart.prepare": InTest(_STAGES, ("-m megarl.recipes.quickstart.prepare",)),
+    "python -m megarl.recipes.math.prepare": InTest(_MATH, ("megarl.recipes.math.prepare",)),
     "megarl doctor CONFIG": InTest(_DOCTOR, ("doctor",)),
     "megarl score CONFIG ROWS": InTest(_SCORE, ("score",)),
     "megarl score CONFIG ROWS.parquet": InTest(_SCORE, ("score", ".parquet")),

@@ -141,7 +141,6 @@ print("command", main(["hello", "you"]))
 
 
 def test_what_the_page_shows_works(with_additions: Path) -> None:
-    shutil.copytree(ROOT / "configs", with_additions / "configs")
     used = subprocess.run(
         [sys.executable, "-c", _USE], cwd=with_additions, env={"PYTHONPATH": str(with_additions)}, capture_output=True, text=True
     )

@@ -34,4 +34,4 @@ def test_its_command_is_the_quickstarts(clone: Clone) -> None:
     printed = clone.type(f"{QUICKSTART} --dry-run").printed
     assert found == f"{clone.folder}/.venv/bin/python"
     assert printed.split() == [".venv/bin/python", *arguments, "rollout.engine=hf"]
-    assert load_config(PPOConfig, str(ROOT / "configs" / "quickstart.yaml")).rollout.engine.value == "hf"
+    assert load_config(PPOConfig, str(ROOT / "megarl" / "configs" / "quickstart.yaml")).rollout.engine.value == "hf"

@@ -46,7 +46,7 @@ LAYOUTS = {
 }
 STEPS, PROMPTS, SAMPLES_PER_PROMPT, UPDATES_PER_STEP = 3, 4, 4, 2
 RESPONSE_LENGTH = 8
-_CONFIGS = Path(__file__).parents[2] / "configs"
+_CONFIGS = Path(__file__).parents[2] / "megarl" / "configs"
 # What a clock says, and no computation.
 _TIMED = re.compile(r"(timing_s|perf|memory|resharding)/.*|rollout/replica_\d+/tokens_per_s")
 

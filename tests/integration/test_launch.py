@@ -45,12 +45,8 @@ def cluster(env: dict[str, str]) -> Iterator[str]:
 
 
 def submit(address: str, env: dict[str, str], config: Path, *arguments: str) -> Command:
-    script = ["launch/ray_submit.py", "--address", address, *_kind(config), str(config)]
+    script = ["launch/ray_submit.py", "--address", address, str(config)]
     return Command([*script, *arguments], config.with_name("submit.log"), env)
-
-
-def _kind(config: Path) -> list[str]:
-    return ["--sft"] if config.name == "sft.yaml" else []
 
 
 def test_a_submitted_run_trains_and_its_status_is_the_commands(cluster: str, env: dict[str, str], tmp_path: Path) -> None:
@@ -95,7 +91,7 @@ def test_ctrl_c_stops_the_job(cluster: str, env: dict[str, str], tmp_path: Path)
 def launch_nodes(config: Path, *arguments: str, num_nodes: int = 2) -> list[Command]:
     """All on this machine."""
     meeting = ["--master-addr", "127.0.0.1", "--master-port", str(free_port())]
-    script = ["--no-python", "launch/torchrun.sh", *_kind(config), str(config), *arguments]
+    script = ["--no-python", "launch/torchrun.sh", str(config), *arguments]
     return [
         Command(
             [*TORCHRUN, "--nnodes", str(num_nodes), "--node-rank", str(rank), "--nproc-per-node", "1", *meeting, *script],

@@ -73,6 +73,7 @@ from megarl.config.schema.run import (
     KeepBestConfig,
     Layers,
     MetricMode,
+    RunKind,
     SFTTrainerConfig,
     TrackingConfig,
     TrainerConfig,
@@ -81,8 +82,9 @@ from megarl.config.schema.run import (
 
 @dataclass(frozen=True, kw_only=True)
 class PPOConfig:
-    """Everything of one RL run; a file in `configs/` is one of these."""
+    """Everything of one RL run."""
 
+    kind: RunKind = RunKind.ppo  # what the run is, so that every command knows which keys its file may have
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
@@ -104,6 +106,7 @@ class PPOConfig:
 class SFTConfig:
     """Everything of one supervised run. `actor` is the trained model."""
 
+    kind: RunKind = RunKind.sft  # must be given, but for `megarl sft`
     model: ModelConfig = field(default_factory=ModelConfig)
     data: SFTDataConfig = field(default_factory=SFTDataConfig)
     actor: ActorConfig = field(default_factory=ActorConfig)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
-from megarl.config.schema.keys import MISSING, prose, ranged
+from megarl.config.schema.keys import MISSING, InputKind, names, prose, ranged
 
 
 class Overlong(str, Enum):
@@ -43,9 +43,9 @@ class ChatColumnsConfig:
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
     # files of prompts: .parquet, .jsonl, .csv, or a folder that `datasets` has saved
-    train_files: list[str] = MISSING  # type: ignore[assignment]
+    train_files: list[str] = field(default=MISSING, metadata=names(InputKind.data))  # type: ignore[arg-type]
     train_weights: list[float] = field(default_factory=list)  # one for each of train_files: its share of the rows; empty: each row once
-    val_files: list[str] = field(default_factory=list)  # held-out prompts, for validation
+    val_files: list[str] = field(default_factory=list, metadata=names(InputKind.data))  # held-out prompts, for validation
     columns: PromptColumnsConfig = field(default_factory=PromptColumnsConfig)
     system_prompt: str | None = prose(None)  # comes before chats that have none
     max_prompt_length: int = ranged(1024, at_least=1)  # tokens, the chat template's included
@@ -61,9 +61,9 @@ class SFTDataConfig:
     """Rows with `messages`: a chat that ends with the assistant's answer, the only part that is trained."""
 
     # files of chats: .parquet, .jsonl, .csv, or a folder that `datasets` has saved
-    train_files: list[str] = MISSING  # type: ignore[assignment]
+    train_files: list[str] = field(default=MISSING, metadata=names(InputKind.data))  # type: ignore[arg-type]
     train_weights: list[float] = field(default_factory=list)  # one for each of train_files: its share of the rows; empty: each row once
-    val_files: list[str] = field(default_factory=list)  # held-out chats, whose loss is logged
+    val_files: list[str] = field(default_factory=list, metadata=names(InputKind.data))  # held-out chats, whose loss is logged
     columns: ChatColumnsConfig = field(default_factory=ChatColumnsConfig)
     system_prompt: str | None = prose(None)  # comes before chats that have none
     max_length: int = ranged(2048, at_least=1)  # tokens of a whole chat

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import Field, field, fields, is_dataclass
+from enum import Enum
 from typing import Any, NamedTuple, TypeVar
 
 MISSING = "???"  # OmegaConf's own mark of a value that the user must give
@@ -52,6 +53,18 @@ def prose(default: Value) -> Value:
 def range_of(key: Field[Any]) -> Range:
     """Of a key without one: all finite numbers."""
     return key.metadata.get(Range, Range())
+
+
+class InputKind(Enum):
+    """What a key names that a run reads, so that its place is known: see `Layer.place_of`."""
+
+    data = "data"  # a model's folder, rows: of whoever runs it; or a name on the Hugging Face hub
+    code = "code"  # a file of Python: goes with the configuration
+
+
+def names(kind: InputKind) -> dict[Any, InputKind]:
+    """The metadata of a key that names what a run reads, one or a list of them."""
+    return {InputKind: kind}
 
 
 class Leaf(NamedTuple):

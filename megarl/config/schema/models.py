@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
-from megarl.config.schema.keys import MISSING, ranged
+from megarl.config.schema.keys import MISSING, InputKind, names, ranged
 
 
 class DType(str, Enum):
@@ -46,7 +46,7 @@ class Decay(str, Enum):
 class ModelConfig:
     """The policy: a Hugging Face folder (`config.json`, safetensors, tokenizer)."""
 
-    path: str = MISSING  # of the folder
+    path: str = field(default=MISSING, metadata=names(InputKind.data))  # of the folder
     trust_remote_code: bool = False  # run the Python files in the folder: only where you trust who made it
     dtype: DType = DType.bfloat16  # of weights and activations, in trainer and engine
 
@@ -102,7 +102,7 @@ class ActorConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class CriticModelConfig:
-    path: str | None = None  # None: initialised from the policy's folder
+    path: str | None = field(default=None, metadata=names(InputKind.data))  # None: initialised from the policy's folder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,5 +124,5 @@ class CriticConfig:
 class ReferenceConfig:
     """The frozen policy. It shares the actor's processes and layout."""
 
-    path: str | None = None  # None: the policy's folder
+    path: str | None = field(default=None, metadata=names(InputKind.data))  # None: the policy's folder
     micro_batch: MicroBatchConfig = field(default_factory=lambda: MicroBatchConfig(max_tokens=16384))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
-from megarl.config.schema.keys import MISSING, ranged
+from megarl.config.schema.keys import MISSING, InputKind, names, ranged
 from megarl.config.schema.models import MicroBatchConfig, ParallelConfig
 
 
@@ -20,7 +20,7 @@ class OverlongConversation(str, Enum):
 class RewardFunctionConfig:
     """A Python function `(data_source, solution_str, ground_truth, extra_info) -> float` in a file."""
 
-    path: str = MISSING  # of the file
+    path: str = field(default=MISSING, metadata=names(InputKind.code))  # of the file
     name: str = "compute_score"  # of the function in it
     weight: float = 1.0  # what its score is multiplied by
 
@@ -30,7 +30,7 @@ class RewardModelConfig:
     """A frozen model with a sequence-classification head of one number, of any family, tokenizer and layout: it reads the conversation
     by its own chat template. A sample's score is the functions' sum plus `weight` times the model's."""
 
-    path: str | None = None  # None: functions alone
+    path: str | None = field(default=None, metadata=names(InputKind.data))  # None: functions alone
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     micro_batch: MicroBatchConfig = field(default_factory=lambda: MicroBatchConfig(max_tokens=16384))
     weight: float = 1.0  # what its score is multiplied by

@@ -11,6 +11,11 @@ from megarl.config.schema.keys import ranged
 RESUME_AUTO, RESUME_DISABLE = "auto", "disable"  # what `checkpoint.resume` is beside the path of a checkpoint
 
 
+class RunKind(str, Enum):
+    ppo = "ppo"  # reinforcement learning, by any algorithm: `megarl train`
+    sft = "sft"  # supervised fine-tuning: `megarl train` or `megarl sft`
+
+
 class Device(str, Enum):
     auto = "auto"  # cuda where the cluster has GPUs
     cpu = "cpu"  # gloo

@@ -144,12 +144,20 @@ def test_engines_on_the_devices_of_the_actor(ppo: str, capsys: pytest.CaptureFix
     assert "good (9 processes, 6 devices)" in out
 
 
-def test_sft_files_are_checked_with_the_switch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = write_yaml(tmp_path / "sft.yaml", sft_values(tmp_path))
-    assert main(["check", "--sft", path, "trainer.total_steps=7"]) == 0
+def test_a_file_says_its_kind(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write_yaml(tmp_path / "sft.yaml", values := sft_values(tmp_path))
+    assert main(["check", path, "kind=sft", "trainer.total_steps=7"]) == 0
     assert "7 steps x 8" in capsys.readouterr().out
-    assert main(["check", path]) == 2
-    assert "is for `megarl sft`: start it with that; check, plan, rehearse and doctor read it with --sft" in capsys.readouterr().err
+    assert main(["check", path, "trainer.total_steps=7"]) == 2
+    assert "write `kind: sft` into it, or kind=sft on the command line" in capsys.readouterr().err
+    write_yaml(tmp_path / "sft.yaml", {"kind": "sft"} | values)
+    assert main(["check", path]) == 0
+    assert main(["score", path, "rows.jsonl"]) == 2
+    assert "kind: is sft: it cannot be read as one of reinforcement learning" in capsys.readouterr().err
+    assert main(["check", path, "kind=grpo"]) == 2
+    assert "kind: is 'grpo', but must be one of ppo, sft" in capsys.readouterr().err
+    assert main(["sft", path, "kind=ppo"]) == 2
+    assert "kind: is ppo: `megarl train` starts it" in capsys.readouterr().err
 
 
 BROKEN = [
@@ -246,12 +254,12 @@ def test_the_shipped_configurations_are_good(tmp_path: Path, monkeypatch: pytest
     data = [f"data.{kind}_files={stand_ins['data']['train_files']}" for kind in ("train", "val")]
     model = f"model.path={stand_ins['model']['path']}"
     reward = f"reward.functions=[{{path: {tmp_path}/reward.py}}]"
-    algorithms = [file.stem for file in (ROOT / "configs" / "algorithm").glob("*.yaml")]
+    algorithms = [file.stem for file in (ROOT / "megarl" / "configs" / "algorithm").glob("*.yaml")]
     assert {"ppo", "grpo", "dr_grpo", "dapo", "rloo", "reinforce_pp", "remax", "gspo", "cispo"} <= set(algorithms)
     for algorithm in algorithms:
         assert main(["check", "configs/quickstart.yaml", f"algorithm={algorithm}", model, reward, *data]) == 0, algorithm
     assert main(["check", "configs/quickstart.yaml", model, reward, *data]) == 0
-    assert main(["check", "--sft", "configs/quickstart_sft.yaml", model, *data]) == 0
+    assert main(["check", "configs/quickstart_sft.yaml", model, *data]) == 0
     assert capsys.readouterr().err == ""
 
 

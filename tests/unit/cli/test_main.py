@@ -44,9 +44,13 @@ def test_runs_get_the_file_and_the_overrides(name: str, command: Callable[[str, 
 
 @pytest.mark.parametrize(
     "arguments",
-    [["b=2", "a.c=1", "x.yaml", "--sft", "--role", "critic"], ["x.yaml", "--role", "critic", "b=2", "--sft", "a.c=1"]],
+    [["b=2", "a.c=1", "x.yaml", "--role", "critic"], ["x.yaml", "--role", "critic", "b=2", "a.c=1"]],
 )
-def test_overrides_may_stand_anywhere(arguments: list[str], command: Callable[[str, Callable[..., int]], None]) -> None:
+def test_overrides_may_stand_anywhere(
+    arguments: list[str], command: Callable[[str, Callable[..., int]], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("x.yaml").write_text("kind: sft")
     calls = []
     command("rehearse", lambda *given: calls.append(given) or 0)
     assert main(["rehearse", *arguments, "--json", "out=1.json"]) == 0

@@ -11,6 +11,7 @@ from megarl.cli.main import main
 from megarl.config.architecture import read_architecture
 from megarl.config.derive import num_parameters
 from megarl.config.schema import PPOConfig, Transport
+from megarl.config.shipped import CONFIGS_DIR
 from megarl.config.validate import read_architectures
 from megarl.doctor.checked_config import load_checked_anywhere
 from megarl.placement.memory import DeviceMemory, Usage, plan_memory
@@ -76,11 +77,11 @@ def peaks_gib(config: PPOConfig) -> dict[str, float]:
 
 
 def test_the_published_models_have_the_parameters_of_their_cards() -> None:
-    assert {model: num_parameters(read_architecture(f"configs/models/{model}")) for model in NUM_PARAMETERS} == NUM_PARAMETERS
+    assert {model: num_parameters(read_architecture(str(CONFIGS_DIR / "models" / model))) for model in NUM_PARAMETERS} == NUM_PARAMETERS
 
 
 def test_every_configuration_is_tested_here_or_with_the_quickstart() -> None:
-    files = {file.stem for file in (ROOT / "configs").glob("*.yaml")}
+    files = {file.stem for file in CONFIGS_DIR.glob("*.yaml")}
     assert files == {*RUNS, "quickstart", "quickstart_sft"}
 
 
@@ -90,7 +91,7 @@ def test_neither_model_nor_data_need_to_be_here(
     command: str, run: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert main([command, str(ROOT / path_of(run)), *(["--sft"] if run == "quickstart_sft" else [])]) == 0
+    assert main([command, path_of(run)]) == 0
     out, err = capsys.readouterr()
     assert err == ""
     assert "not here: model.path: there is no " in out
@@ -127,7 +128,7 @@ def test_weights_do_not_go_through_files(run: str) -> None:
 def test_the_head_of_a_file_says_the_memory_that_it_takes(run: str) -> None:
     peaks = peaks_gib(load(run))
     said = ", ".join(f"{pool} {peak:.1f}" for pool, peak in peaks.items())
-    assert f"# Memory, GiB of the fullest device: {said}.\n" in (ROOT / path_of(run)).read_text()
+    assert f"# Memory, GiB of the fullest device: {said}.\n" in (CONFIGS_DIR.parent / path_of(run)).read_text()
 
 
 @pytest.mark.parametrize("run", RUNS)
@@ -191,6 +192,6 @@ def test_longer_responses_are_refused_where_an_engine_has_no_room(capsys: pytest
 def test_the_page_of_runs_has_a_row_for_each() -> None:
     rows = [line.strip("|").split("|") for line in (ROOT / "docs" / "runs.md").read_text().splitlines() if line.startswith("| `")]
     said = {name.strip(" `").removesuffix(".yaml"): [cell.strip() for cell in cells] for name, *cells in rows}
-    heads = {run: (ROOT / path_of(run)).read_text() for run in RUNS}
+    heads = {run: (CONFIGS_DIR.parent / path_of(run)).read_text() for run in RUNS}
     memory = {run: head.partition("# Memory, GiB of the fullest device: ")[2].partition(".\n")[0] for run, head in heads.items()}
     assert said == {run: [str(cluster.nodes), cluster.strategy, memory[run]] for run, cluster in RUNS.items()}

@@ -18,7 +18,7 @@ from megarl.config.load import load_config, plain_values
 from megarl.config.schema import PPOConfig, SFTConfig
 
 ROOT = Path(__file__).parents[3]
-RUNS = sorted((ROOT / "configs").glob("*.yaml"))
+RUNS = sorted((ROOT / "megarl" / "configs").glob("*.yaml"))
 LIMIT_S = 5.0
 
 _DEEP: Any = "x"
@@ -66,7 +66,7 @@ def mutation(seed: int, folder: Path) -> list[str]:
     """What follows `megarl check`: a file in `folder`, and overrides."""
     chance = random.Random(seed)
     run = chance.choice(RUNS)
-    schema, sft = (SFTConfig, ["--sft"]) if "sft" in run.stem else (PPOConfig, [])
+    schema = SFTConfig if "sft" in run.stem else PPOConfig
     values = deepcopy(_in_full(schema, run)) if chance.random() < 0.5 else _in_few_words(run)
     overrides: list[str] = []
     for _ in range(chance.choice((1, 1, 1, 2, 4))):
@@ -92,7 +92,7 @@ def mutation(seed: int, folder: Path) -> list[str]:
         text = _damaged(text, chance)
     file = folder / "run.yaml"
     file.write_bytes(text.encode("utf-8", "surrogatepass"))
-    return [str(file), *sft, *overrides]
+    return [str(file), *overrides]
 
 
 @cache

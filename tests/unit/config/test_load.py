@@ -86,15 +86,76 @@ def test_choosing_a_group_starts_its_section_afresh(groups: Path) -> None:
     assert (config.algorithm.kl.estimator.name, config.algorithm.entropy_coefficient) == ("k1", 0.0)
 
 
-def test_a_group_is_found_in_the_current_configs_folder(tmp_path: Path, groups: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (groups / "algorithm").rename(tmp_path / "configs_algorithm")
-    write_yaml(tmp_path / "configs" / "algorithm" / "mine.yaml", {"entropy_coefficient": 0.3})
+def test_a_group_that_ships_is_found_from_any_folder_and_one_of_ones_own_comes_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
-    path = write_yaml(tmp_path / "elsewhere" / "run.yaml", MINIMAL | {"algorithm": "mine"})
+    path = write_yaml(tmp_path / "elsewhere" / "run.yaml", MINIMAL | {"algorithm": "grpo"})
+    assert load_config(PPOConfig, path).algorithm.advantage.estimator is AdvantageEstimator.grpo
+    write_yaml(tmp_path / "elsewhere" / "algorithm" / "grpo.yaml", {"entropy_coefficient": 0.3})
     assert load_config(PPOConfig, path).algorithm.entropy_coefficient == 0.3
-    assert problems_of(path, "algorithm=ppo") == (
-        f"algorithm=ppo: there is no such file; there are mine (looked in {tmp_path}/elsewhere/algorithm, configs/algorithm)",
+    (problem,) = problems_of(path, "algorithm=pppo")
+    assert problem.startswith("algorithm=pppo: there is no such file; there are cispo, dapo, ")
+    assert problem.endswith(f"(looked in {tmp_path}/elsewhere/algorithm, configs/algorithm)")
+
+
+def test_a_file_that_ships_has_one_name_in_every_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its models and data are in the current folder, its code is beside it; a file of that name that is there comes first."""
+    monkeypatch.chdir(tmp_path)
+    config = load_config(PPOConfig, "configs/quickstart.yaml")
+    assert config.model.path == "outputs/quickstart/sft/huggingface"
+    assert config.data.val_files == ["outputs/quickstart/data/validation.parquet"]
+    assert Path(config.reward.functions[0].path).is_file()
+    inheriting = write_yaml(
+        tmp_path / "mine" / "run.yaml", {"base": "configs/quickstart.yaml", "data": {"val_files": ["held_out.parquet"]}}
     )
+    config = load_config(PPOConfig, inheriting)
+    assert config.data.train_files == ["outputs/quickstart/data/train.parquet"]
+    assert config.data.val_files == [f"{tmp_path}/mine/held_out.parquet"]
+    assert problems_of("configs/quickstart.yaml", "trainer.total_step=1", "data={n: 1}")[1].endswith("[command line]")
+    write_yaml(tmp_path / "configs" / "quickstart.yaml", MINIMAL | {"trainer": {"seed": 9}})
+    assert load_config(PPOConfig, "configs/quickstart.yaml").trainer.seed == 9
+    assert "there is no such file" in problems_of("configs/nothing.yaml")[0]
+
+
+def test_what_a_file_names_is_relative_to_it_and_what_an_override_names_to_the_current_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "bases" / "models" / "m").mkdir(parents=True)
+    values = MINIMAL | {
+        "reference": {"path": "/models/r"},
+        "critic": {"model": {"path": "${model.path}"}},
+        "reward": {"functions": [{"path": "rewards/own.py"}], "model": {"path": "../judge"}},
+        "trainer": {"output_dir": "runs/1"},
+    }
+    write_yaml(tmp_path / "bases" / "all.yaml", values)
+    run = write_yaml(tmp_path / "mine" / "run.yaml", {"base": "../bases/all.yaml", "data": {"val_files": ["v.parquet"]}})
+    config = load_config(PPOConfig, "mine/run.yaml", ["data.train_files=[b.parquet]"])
+    assert [Path(path) for path in (config.model.path, config.critic.model.path)] == [tmp_path / "bases/models/m"] * 2
+    assert config.reference.path == "/models/r"
+    assert Path(config.reward.functions[0].path) == tmp_path / "bases/rewards/own.py"
+    assert Path(config.reward.model.path or "") == tmp_path / "judge"
+    assert (config.data.train_files, config.data.val_files) == (["b.parquet"], ["mine/v.parquet"])
+    assert config.trainer.output_dir == "runs/1"
+    dump_config(config, tmp_path / "runs" / "1" / "config.yaml")
+    monkeypatch.chdir(tmp_path / "bases")
+    again = load_config(PPOConfig, "../runs/1/config.yaml")
+    assert again.data.train_files == [f"{tmp_path}/b.parquet"]
+    assert again.data.val_files == [f"{tmp_path}/mine/v.parquet"]
+    assert Path(run).is_file()
+
+
+def test_a_name_of_the_hub_stays_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless there is something of that name beside the file."""
+    monkeypatch.chdir(tmp_path)
+    run = write_yaml(tmp_path / "mine" / "run.yaml", {"model": {"path": "maker/model"}, "data": {"train_files": ["data/rows.parquet"]}})
+    config = load_config(PPOConfig, run)
+    assert (config.model.path, config.data.train_files) == ("maker/model", [f"{tmp_path}/mine/data/rows.parquet"])
+    dump_config(config, tmp_path / "config.yaml")
+    assert load_config(PPOConfig, "config.yaml").model.path == "maker/model"
+    (tmp_path / "mine" / "maker" / "model").mkdir(parents=True)
+    assert load_config(PPOConfig, run).model.path == f"{tmp_path}/mine/maker/model"
 
 
 def test_every_problem_is_listed_with_its_source(tmp_path: Path) -> None:
@@ -132,7 +193,7 @@ def test_every_problem_is_listed_with_its_source(tmp_path: Path) -> None:
 def test_ppo_keys_are_unknown_to_sft(minimal: str) -> None:
     length, rollout = problems_of(minimal, "data.max_prompt_length=3", "rollout.n=4", schema=SFTConfig)
     assert length == "data.max_prompt_length: unknown key; did you mean data.max_length? [command line]"
-    assert rollout.startswith("rollout: unknown key; known here: model, data, actor, placement, ")
+    assert rollout.startswith("rollout: unknown key; known here: kind, model, data, actor, placement, ")
 
 
 @pytest.mark.parametrize(
@@ -187,6 +248,6 @@ def test_a_file_that_is_too_deep_is_an_error(tmp_path: Path) -> None:
 
 
 def test_dump_is_read_back_equal(tmp_path: Path, minimal: str) -> None:
-    config = load_config(PPOConfig, minimal, ["reward.functions=[{path: r.py}]", "actor.optim.lr=3e-7", "tracking.run_name=x"])
+    config = load_config(PPOConfig, minimal, ["reward.functions=[{path: /r.py}]", "actor.optim.lr=3e-7", "tracking.run_name=1e3"])
     dump_config(config, tmp_path / "deep" / "config.yaml")
     assert load_config(PPOConfig, str(tmp_path / "deep" / "config.yaml")) == config

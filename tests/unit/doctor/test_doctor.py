@@ -396,11 +396,11 @@ def test_rows_that_are_too_long_or_have_tokens_that_the_model_lacks() -> None:
 def test_what_is_wrong_with_a_configuration_is_found_and_the_rest_is_still_examined(tmp_path: Path) -> None:
     values = ppo_values(tmp_path)
     values["trainer"]["updates_per_step"] = 5
-    subject, (fault,) = read_subject(write_yaml(tmp_path / "run.yaml", values), [], PPOConfig, 0, None)
+    subject, (fault,) = read_subject(write_yaml(tmp_path / "run.yaml", values), [], 0, None)
     assert fault.status is Status.error
     assert "do not divide into updates_per_step 5 mini-batches" in fault.message
     assert subject.plan is not None
-    subject, (fault,) = read_subject(str(tmp_path / "run.yaml"), ["trainer.nnodes=2"], PPOConfig, 0, None)
+    subject, (fault,) = read_subject(str(tmp_path / "run.yaml"), ["trainer.nnodes=2"], 0, None)
     assert "here it is placement.num_nodes" in fault.message
     assert subject.config is None
 

@@ -60,7 +60,7 @@ def test_what_git_does_not_ignore_is_taken_and_paths_hold_elsewhere(here: Path, 
     assert found.model.path == str(here / "model")
     assert found.data.train_files == [str(here / "train.parquet"), "/data/more.parquet"]
     assert found.trainer.output_dir == str(here / "outputs/run")
-    assert [function.path for function in found.reward.functions] == ["rewards/count.py", str(outside)]
+    assert [function.path for function in found.reward.functions] == [str(job / "rewards/count.py"), str(job / outside)]
     assert found.checkpoint.resume == "auto"
 
 

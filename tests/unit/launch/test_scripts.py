@@ -131,7 +131,7 @@ def test_the_ray_job_has_only_fields_that_there_are(job: dict[str, Any]) -> None
 def test_the_ray_job_has_the_nodes_and_devices_of_its_config(job: dict[str, Any]) -> None:
     program, command, path, *overrides = job["spec"]["entrypoint"].split()
     assert (program, command) == ("megarl", "train")
-    placement = load_config(PPOConfig, str(ROOT / path), overrides).placement
+    placement = load_config(PPOConfig, path, overrides).placement
     (workers,) = job["spec"]["rayClusterSpec"]["workerGroupSpecs"]
     gpus = workers["template"]["spec"]["containers"][0]["resources"]["limits"]["nvidia.com/gpu"]
     assert (workers["replicas"], int(gpus)) == (placement.num_nodes, placement.devices_per_node)

@@ -46,7 +46,7 @@ class CountingGroup:
 
 @pytest.mark.parametrize("transport", [Transport.device, Transport.group])
 def test_a_push_is_one_call_to_each_rank(transport: Transport, tmp_path: Path) -> None:
-    model = read_architecture(str(Path(__file__).parents[3] / "configs/models/Meta-Llama-3-70B-Instruct"))
+    model = read_architecture(str(Path(__file__).parents[3] / "megarl/configs/models/Meta-Llama-3-70B-Instruct"))
     needed = engine_boxes(model, ENGINE_SIZE)
     trainers, replicas = CountingGroup(TRAINERS), [CountingGroup(ParallelConfig(), needed) for _ in range(NUM_REPLICAS)]
     source: Any = WeightSource(

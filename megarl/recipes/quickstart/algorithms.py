@@ -1,8 +1,8 @@
 """Runs the quickstart with every algorithm in configs/algorithm, one after the other, and prints what each has learnt.
 
     make algorithms                                       # or, in the virtual environment:
-    python -m examples.quickstart.algorithms grpo dapo    # these alone
-    python -m examples.quickstart.algorithms --table      # only the table, of the runs that are there
+    python -m megarl.recipes.quickstart.algorithms grpo dapo    # these alone
+    python -m megarl.recipes.quickstart.algorithms --table      # only the table, of the runs that are there
 
 Each run is `megarl train configs/quickstart.yaml algorithm=NAME` from the same start, which the quickstart's warm-up makes if it is
 not there. Its files are in outputs/algorithms/NAME; one that is complete is not made again.
@@ -18,10 +18,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from examples.quickstart.run import OUTPUT_DIR as START_DIR
+from megarl.config.shipped import CONFIGS_DIR
+from megarl.recipes.quickstart.run import OUTPUT_DIR as START_DIR
 
 OUTPUT_DIR = Path("outputs/algorithms")
-ALGORITHMS = tuple(sorted(file.stem for file in Path("configs/algorithm").glob("*.yaml")))
+ALGORITHMS = tuple(sorted(file.stem for file in (CONFIGS_DIR / "algorithm").glob("*.yaml")))
 SUMMARY = "summary.json"
 
 
@@ -41,7 +42,7 @@ def stages(names: Sequence[str]) -> list[list[str]]:
     megarl = [sys.executable, "-m", "megarl"]
     commands = []
     if not (START_DIR / "sft" / "huggingface").is_dir():
-        commands.append([sys.executable, "-m", "examples.quickstart.prepare", "--output-dir", str(START_DIR), "--seed", "0"])
+        commands.append([sys.executable, "-m", "megarl.recipes.quickstart.prepare", "--output-dir", str(START_DIR), "--seed", "0"])
         commands.append([*megarl, "sft", "configs/quickstart_sft.yaml"])
     for name in names:
         if not (OUTPUT_DIR / name / SUMMARY).is_file():

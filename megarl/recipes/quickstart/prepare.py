@@ -1,6 +1,6 @@
 """Makes what the quickstart trains on: a tiny Qwen2 model with random weights, its tokenizer, and sums from reasoning-gym.
 
-    python -m examples.quickstart.prepare --output-dir outputs/quickstart --seed 0
+    python -m megarl.recipes.quickstart.prepare --output-dir outputs/quickstart --seed 0
 
 The task is reasoning-gym's `basic_arithmetic`: sums of two numbers from 1 to 100 ("48 + 61"); its own verifier scores the
 answers. The demonstrations for supervised fine-tuning come from three teachers who slip: in half of them the answer is off by one or

@@ -10,11 +10,11 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from examples.math.prepare import convert_gsm8k
-from examples.math.reward import compute_score
-from examples.quickstart.prepare import make_tokenizer
 from megarl.config.schema import DataConfig, LossyText
 from megarl.data.prompts import PromptDataset
+from megarl.recipes.math.prepare import convert_gsm8k
+from megarl.recipes.math.reward import compute_score
+from megarl.recipes.quickstart.prepare import make_tokenizer
 
 REPOSITORY = Path(__file__).parents[3]
 
@@ -48,7 +48,7 @@ def gsm8k(file: Path, *answers: str) -> Path:
 
 def test_gsm8k_becomes_the_data_of_a_run(tmp_path: Path) -> None:
     source = gsm8k(tmp_path / "source.parquet", "Two and two.\n#### 4", "Many.\n#### 1,200")
-    command = [sys.executable, "-m", "examples.math.prepare", "gsm8k", "--train", str(source), str(source), "--test", str(source)]
+    command = [sys.executable, "-m", "megarl.recipes.math.prepare", "gsm8k", "--train", str(source), str(source), "--test", str(source)]
     subprocess.run([*command, "--output-dir", str(tmp_path / "data")], cwd=REPOSITORY, check=True, capture_output=True)
     rows = pyarrow.parquet.read_table(tmp_path / "data" / "train.parquet").to_pylist()
     assert [row["reward_model"]["ground_truth"] for row in rows] == ["4", "1200", "4", "1200"]
@@ -76,7 +76,7 @@ def test_every_problem_is_kept_once(tmp_path: Path) -> None:
         for number in range(7)
     ]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "source.parquet")
-    command = [sys.executable, "-m", "examples.math.prepare", "dapo-math", "--files", str(tmp_path / "source.parquet")]
+    command = [sys.executable, "-m", "megarl.recipes.math.prepare", "dapo-math", "--files", str(tmp_path / "source.parquet")]
     ended = subprocess.run([*command, "--output-dir", str(tmp_path)], cwd=REPOSITORY, check=True, capture_output=True, text=True)
     assert "train.parquet: 3 rows" in ended.stdout
     made = pyarrow.parquet.read_table(tmp_path / "train.parquet").to_pylist()

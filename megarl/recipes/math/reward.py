@@ -1,7 +1,7 @@
 """A mathematical answer is right or wrong, as Math-Verify judges: the last \\boxed{} or, failing that, the last number or formula.
 
     reward:
-      functions: [{path: examples/math/reward.py}]
+      functions: [{path: reward.py}]
 
 Needs `pip install math-verify` (in requirements/cuda.txt). Its own clock uses signals of the main thread and would hide a time-out as a
 wrong answer; here megarl ends the process after `reward.time_limit_s`, so it is switched off.

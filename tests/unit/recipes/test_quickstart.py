@@ -10,13 +10,13 @@ from pathlib import Path
 import pyarrow.parquet
 import pytest
 
-from examples.quickstart import prepare as preparation
-from examples.quickstart.prepare import make_tokenizer, prepare
-from examples.quickstart.reward import compute_score
 from megarl.config.schema import DataConfig, SFTDataConfig
 from megarl.data.prompts import PromptDataset
 from megarl.data.sft import SFTDataset
 from megarl.data.tokenizer import load_tokenizer, render_chat
+from megarl.recipes.quickstart import prepare as preparation
+from megarl.recipes.quickstart.prepare import make_tokenizer, prepare
+from megarl.recipes.quickstart.reward import compute_score
 
 REPOSITORY = Path(__file__).parents[3]
 LONGEST_PROMPT = 9  # <user>100+100<assistant>; an answer has at most three digits and its end
@@ -91,5 +91,5 @@ def test_only_the_verifiers_full_score_is_rewarded(answer, score):
 
 
 def test_the_reward_file_loads_no_torch():
-    script = "import sys, examples.quickstart.reward; sys.exit('torch' in sys.modules)"
+    script = "import sys, megarl.recipes.quickstart.reward; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], cwd=REPOSITORY, check=False).returncode == 0
