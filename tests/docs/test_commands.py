@@ -65,7 +65,7 @@ def test_commands_that_are_named_exist(capsys: pytest.CaptureFixture[str]) -> No
     with pytest.raises(SystemExit, match="0"):
         main(["--help"])
     helped = capsys.readouterr().out
-    known = {f"make {target}" for target in targets} | {f"megarl {name}" for name in re.findall(r"^    ([a-z]+) ", helped, re.MULTILINE)}
+    known = {f"make {target}" for target in targets} | {f"megarl {name}" for name in re.findall(r"^    ([a-z]+)\b", helped, re.MULTILINE)}
     named = {" ".join(command.text.split()[:2]) for command in INLINE if command.text.startswith(("make ", "megarl "))}
     assert len(named) > 10
     assert named <= known

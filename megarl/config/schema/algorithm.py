@@ -7,7 +7,7 @@ from enum import Enum
 
 from megarl.config.kinds.advantage_estimators import AdvantageEstimator
 from megarl.config.kinds.policy_losses import Aggregation, PolicyLossKind
-from megarl.config.schema.keys import ranged
+from megarl.config.schema.keys import InputKind, names, ranged
 
 
 class KLWhere(str, Enum):
@@ -62,7 +62,9 @@ class RejectionLevel(str, Enum):
 @dataclass(frozen=True, kw_only=True)
 class AdvantageConfig:
     estimator: AdvantageEstimator = AdvantageEstimator.gae  # how good a token was, from rewards; see the page on algorithms
-    function: str | None = None  # FILE.py:NAME of your own, in the place of the estimator's; it gets what the estimator gets
+    function: str | None = field(
+        default=None, metadata=names(InputKind.code)
+    )  # FILE.py:NAME of your own, in the place of the estimator's; it gets what the estimator gets
     gamma: float = ranged(1.0, at_least=0, at_most=1)  # discount of later rewards: gae, reinforce_plus_plus
     lam: float = ranged(1.0, at_least=0, at_most=1)  # gae: 1 trusts the rewards, 0 the critic
     normalize_by_std: bool = True  # grpo, grpo_pass_k: divide by the group's deviation; false is Dr. GRPO (Liu et al. 2025)
@@ -89,7 +91,9 @@ class CovarianceConfig:
 @dataclass(frozen=True, kw_only=True)
 class PolicyLossConfig:
     kind: PolicyLossKind = PolicyLossKind.ppo_clip  # the loss of one token; see the page on algorithms
-    function: str | None = None  # FILE.py:NAME of your own, in the place of the kind's; it gets what the kind gets
+    function: str | None = field(
+        default=None, metadata=names(InputKind.code)
+    )  # FILE.py:NAME of your own, in the place of the kind's; it gets what the kind gets
     # The ratio is kept in [1 - clip_low, 1 + clip_high]. gmpo: its logarithm in [-clip_low, clip_high]. dppo_*: limits of the divergence
     # for tokens that became less and more likely. sapo, gpg and kl_cov have no bounds.
     clip_low: float = ranged(0.2, above=0, below=1)
