@@ -75,7 +75,11 @@ def save_policy(folder: Path, seed: int = 0) -> None:
     vocabulary = Tokenizer(models.WordLevel({symbol: index for index, symbol in enumerate(SYMBOLS)}, unk_token="<pad>"))
     vocabulary.pre_tokenizer = pre_tokenizers.Split(Regex("<[a-z]+>|."), "isolated")
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=vocabulary, pad_token="<pad>", eos_token="<end>", additional_special_tokens=["<user>", "<model>"]
+        tokenizer_object=vocabulary,
+        pad_token="<pad>",
+        unk_token="<pad>",
+        eos_token="<end>",
+        additional_special_tokens=["<user>", "<model>"],
     )
     tokenizer.chat_template = CHAT_TEMPLATE
     tokenizer.save_pretrained(folder)
