@@ -20,7 +20,7 @@ from omegaconf.errors import OmegaConfBaseException
 from megarl.config.errors import ConfigError
 from megarl.config.schema import MISSING, PPOConfig, RunKind, SFTConfig
 from megarl.config.schema.keys import InputKind, leaves
-from megarl.config.sources import Layer, is_hub_name, read_layers
+from megarl.config.sources import Layer, is_hub_name, read_layers, source_name
 from megarl.config.verl_names import VerlProblem, verl_problems
 from megarl.machine.files import write_whole
 
@@ -30,15 +30,16 @@ _SCHEMAS: dict[Any, type[PPOConfig] | type[SFTConfig]] = {RunKind.ppo: PPOConfig
 _LONGEST_NAME, _LONGEST_TEXT = 255, 4000  # bytes of a name in Linux's file systems; characters, below what a path may have
 
 
-def load_config(schema: type[Config], path: str, overrides: Sequence[str] = ()) -> Config:
-    """The configuration in the YAML file `path` with `key.sub=value` overrides, as a frozen instance of `schema`.
+def load_config(schema: type[Config], source: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> Config:
+    """The configuration in the YAML file `source`, or in a mapping that could stand in one, with `key.sub=value` overrides, as a frozen
+    instance of `schema`.
 
     What a file names that a run reads (models, data, code) is relative to that file; what overrides name, and the folders that a run
     writes, to the current one.
     Raises ConfigError with every unknown key (and the nearest known one), wrong value and missing value, and its source; and for a run of
     another kind.
     """
-    return _fit(schema, path, read_layers(path, overrides))
+    return _fit(schema, source_name(source), read_layers(source, overrides))
 
 
 def schema_of(path: str, overrides: Sequence[str] = ()) -> type[PPOConfig] | type[SFTConfig]:

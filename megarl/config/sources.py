@@ -7,6 +7,7 @@ beside the file that names it, then among those that ship with megarl; a file th
 
 from __future__ import annotations
 
+import copy
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -24,6 +25,7 @@ from megarl.config.shipped import CONFIGS_DIR, find_config, is_shipped, shown
 BASE = "base"
 GROUPS = ("algorithm",)  # sections of which `configs/<section>/` holds ready-made files
 COMMAND_LINE = "command line"
+GIVEN = "given values"
 _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")  # as `Qwen/Qwen3-0.6B`
 _ENDINGS = (".parquet", ".json", ".jsonl", ".csv", ".arrow")  # of files
 # What reading a text as YAML can raise; a RecursionError where it is too deep.
@@ -57,23 +59,36 @@ def is_hub_name(path: str) -> bool:
     return bool(_HUB_NAME.fullmatch(path)) and not path.endswith(_ENDINGS) and not os.path.exists(path)
 
 
-def read_layers(path: str, overrides: Sequence[str]) -> list[Layer]:
+def read_layers(source: str | Path | Mapping[str, Any], overrides: Sequence[str]) -> list[Layer]:
     """All layers of a run, the least important first. Group choices on the command line come before its other overrides.
 
-    Raises ConfigError for a file or override that cannot be read, and for a cycle of `base`.
+    source: a file, or what would stand in one. Raises ConfigError for a file or override that cannot be read, and for a cycle of `base`.
     """
-    file = find_config(Path(path), path)
-    layers = _file_layers(file, ())
+    if isinstance(source, Mapping):
+        near, layers = Path(), _given_layers(source)
+    else:
+        file = find_config(Path(source), str(source))
+        near, layers = file.parent, _file_layers(file, ())
     chosen = {}
     for section in GROUPS:
         prefix = f"{section}="
         if names := [override.removeprefix(prefix) for override in overrides if override.startswith(prefix)]:
             chosen[section] = names[-1]
-    layers += _group_layers({name: {BASE: group} for name, group in chosen.items()}, COMMAND_LINE, file.parent)
+    layers += _group_layers({name: {BASE: group} for name, group in chosen.items()}, COMMAND_LINE, near)
     others = [override for override in overrides if not override.startswith(tuple(f"{section}=" for section in GROUPS))]
     if others:
         layers.append(Layer(COMMAND_LINE, _parse_overrides(others)))
     return layers
+
+
+def source_name(source: str | Path | Mapping[str, Any]) -> str:
+    """As errors call it."""
+    return GIVEN if isinstance(source, Mapping) else str(source)
+
+
+def _given_layers(values: Mapping[str, Any]) -> list[Layer]:
+    own = copy.deepcopy(dict(values))  # the choice of a group's file is taken out
+    return [*_group_layers(own, GIVEN, Path()), Layer(GIVEN, own)]
 
 
 def _file_layers(file: Path, chain: tuple[Path, ...]) -> list[Layer]:

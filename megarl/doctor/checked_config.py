@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TypeVar
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
 
 from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
 from megarl.config.published import with_published_models
 from megarl.config.schema import PPOConfig, RolloutConfig, RolloutEngineKind, SFTConfig
+from megarl.config.sources import source_name
 from megarl.config.validate import absent_files, read_architectures, validate
 from megarl.config.violation import Violation
 from megarl.placement.memory import budget_problems, plan_memory, refuses
@@ -23,9 +25,9 @@ _PLACEMENT_KEYS = (
 )
 
 
-def load_checked(schema: type[RunConfig], path: str, overrides: Sequence[str] = ()) -> RunConfig:
+def load_checked(schema: type[RunConfig], source: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> RunConfig:
     """`load_config`, and every check that needs no process. Raises ConfigError that lists all that is wrong."""
-    return _checked(load_config(schema, path, overrides), path, with_files=True)
+    return _checked(load_config(schema, source, overrides), source_name(source), with_files=True)
 
 
 def load_checked_anywhere(schema: type[RunConfig], path: str, overrides: Sequence[str] = ()) -> tuple[RunConfig, list[str]]:

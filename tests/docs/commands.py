@@ -55,6 +55,7 @@ _MATH = "tests/unit/recipes/test_math.py::test_gsm8k_becomes_the_data_of_a_run"
 _SCORE = "tests/unit/cli/test_score.py::test_training_data_are_scored_by_their_ground_truth"
 _EXAMPLES = "tests/integration/test_examples.py"
 _OWN_ESTIMATOR = "algorithm.advantage.function=examples/custom_maths.py:best_of_group"
+_TRAIN_ROWS = "outputs/quickstart/data/train.parquet"
 _RESUMED = "trainer.total_steps=40 trainer.output_dir=outputs/resumed"
 _70B_ON_192 = "actor.parallel.data_parallel_size=4 actor.parallel.virtual_pipeline_parallel_size=2 placement.num_nodes=24 --ranks 0"
 _LINT_AND_TESTS = ("ruff check", "ruff format --check", "mypy", "python -m pytest")
@@ -114,6 +115,9 @@ COMMANDS: dict[str, Executed | InTest | Make | ByHand] = {
     ),
     f"megarl train configs/quickstart.yaml algorithm=grpo {_OWN_ESTIMATOR} trainer.total_steps=5 trainer.output_dir=outputs/mine": InTest(
         f"{_EXAMPLES}::test_data_estimator_and_reward_of_ones_own_train", (_OWN_ESTIMATOR,)
+    ),
+    f"python -m examples.own_loop outputs/quickstart/sft/huggingface {_TRAIN_ROWS} outputs/own_loop": InTest(
+        f"{_EXAMPLES}::test_a_loop_of_ones_own_learns_and_goes_on", ("examples.own_loop",)
     ),
     "python -m examples.custom_data examples/questions.csv outputs/questions": InTest(
         f"{_EXAMPLES}::test_data_estimator_and_reward_of_ones_own_train", ("examples.custom_data", "examples/questions.csv")

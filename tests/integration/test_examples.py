@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import csv
 import json
 import re
@@ -118,6 +119,34 @@ def test_the_functions_are_those_of_the_manual(call: Callable[..., str]) -> None
     source, page = ((ROOT / file).read_text() for file in ("examples/custom_maths.py", "docs/algorithms.md"))
     for function in (best_of_group, unclipped):
         assert source[source.index(f"def {function.__name__}") :].partition("\n\n\n")[0] in page
+
+
+def test_a_loop_of_ones_own_learns_and_goes_on(folder: Path) -> None:
+    """It is thirty lines, of public names of one module."""
+    source = (ROOT / "examples" / "own_loop.py").read_text()
+    (loop,) = (node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef) and node.name == "main")
+    assert loop.end_lineno is not None
+    assert loop.end_lineno - loop.lineno < 30
+    names = [node.attr for node in ast.walk(loop) if isinstance(node, ast.Attribute)]
+    assert not [name for name in names if name.startswith("_")]
+    imports = re.findall(r"(?m)^ *(?:from|import) megarl.*", source)
+    assert [line.partition("  #")[0].strip() for line in imports] == ["from megarl import api"]
+
+    def scores(steps: int) -> list[float]:
+        reward = f"reward.functions=[{{path: {folder}/reward.py}}]"
+        arguments = (str(folder / "policy"), str(folder / "train.parquet"), str(folder / "own_loop"))
+        said = run("examples.own_loop", *arguments, "device=cpu", reward, "actor.optim.lr=1e-2", f"trainer.total_steps={steps}")
+        return json.loads(said.partition("score by step: ")[2])
+
+    before, after = scores(10), scores(16)
+    assert (len(before), len(after)) == (10, 6)
+    assert sum(before[:3]) / 3 < 0.2
+    assert sum(after[3:]) / 3 > 0.4
+    lines = [json.loads(line) for line in (folder / "own_loop" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(1, 17))
+    assert [round(line["critic/score/mean"], 2) for line in lines] == before + after
+    assert {"actor/kl_loss", "actor/grad_norm", "timing_s/update_actor", "perf/throughput"} <= lines[0].keys()
+    assert (folder / "own_loop" / "huggingface" / "model.safetensors").is_file()
 
 
 def test_a_killed_run_goes_on_and_its_policy_answers(folder: Path, call: Callable[..., str]) -> None:

@@ -44,6 +44,16 @@ def test_defaults_file_and_overrides_in_this_order(minimal: str) -> None:
         config.trainer.seed = 4  # type: ignore[misc]
 
 
+def test_what_would_stand_in_a_file_can_be_given_as_it_is() -> None:
+    given = {**MINIMAL, "algorithm": {"base": "grpo", "entropy_coefficient": 0.5}}
+    config = load_config(PPOConfig, given, ["trainer.seed=3"])
+    assert (config.model.path, config.algorithm.advantage.estimator, config.trainer.seed) == ("models/m", AdvantageEstimator.grpo, 3)
+    assert config.algorithm.entropy_coefficient == 0.5
+    assert given["algorithm"] == {"base": "grpo", "entropy_coefficient": 0.5}
+    with pytest.raises(ConfigError, match=r"given values.*\n.*trainer.sed: unknown key; did you mean trainer.seed\? \[given values\]"):
+        load_config(PPOConfig, {**MINIMAL, "trainer": {"sed": 3}})
+
+
 def test_null_and_lists_of_sections_on_the_command_line(minimal: str) -> None:
     config = load_config(
         PPOConfig,
