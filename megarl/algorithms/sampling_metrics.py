@@ -5,7 +5,33 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Sequence
 from fractions import Fraction
-from math import comb
+from math import comb, sqrt
+from statistics import fmean, variance
+from typing import NamedTuple
+
+
+class Estimate(NamedTuple):
+    """standard_error: of `value`, were other prompts drawn from where these come from; None for a single prompt."""
+
+    value: float
+    standard_error: float | None
+
+
+def mean_over_prompts(values: Sequence[float]) -> Estimate:
+    """The mean of one value for each prompt, such as the mean score of its samples; s / sqrt(P), s their deviation with P - 1.
+
+    Samples of a prompt are alike, so that an error over samples would be too small (Miller 2024, arXiv 2411.00640).
+    Raises ValueError without a value.
+    """
+    if not values:
+        raise ValueError("a mean over prompts needs at least one prompt")
+    return Estimate(fmean(values), sqrt(variance(values) / len(values)) if len(values) > 1 else None)
+
+
+def mean_difference(values: Sequence[float], others: Sequence[float]) -> Estimate:
+    """Of two models on the same prompts, in the same order: the mean of `values` less `others`, and its error, in which what makes a
+    prompt hard for both is gone. Raises ValueError for other numbers of prompts."""
+    return mean_over_prompts([value - other for value, other in zip(values, others, strict=True)])
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:

@@ -25,6 +25,7 @@ _OVERRIDE = re.compile(r"[A-Za-z_+~][\w.\[\]]*=")
 _TAKE_OVERRIDES: dict[str, tuple[str, ...]] = dict.fromkeys(("train", "sft", "check", "doctor", "score", "quickstart"), ()) | {
     "plan": ("--output",),
     "rehearse": ("--role", "--ranks", "--json"),
+    "eval": ("--config", "--data", "--reward", "--n", "--temperature", "--max-tokens", "--step", "--against", "--output"),
 }
 GOOD, FAILED, USER_ERROR, INTERRUPTED = 0, 1, 2, 130
 
@@ -104,6 +105,7 @@ def _parser() -> argparse.ArgumentParser:
     doctor.add_argument("overrides", metavar="key=value", nargs="*", help="as for `megarl train`")
     doctor.add_argument("--json", action="store_true", help="print one JSON document")
     doctor.set_defaults(start=_start_doctor)
+    _add_eval(commands)
     plot = commands.add_parser("plot", help="draw a run's curves to a PNG")
     plot.add_argument("run_dir", metavar="RUN_DIR", help="the run's trainer.output_dir")
     plot.set_defaults(start=lambda parsed: _run("plot")(parsed.run_dir))
@@ -132,6 +134,28 @@ def _add_run(
     command.add_argument("overrides", metavar="key=value", nargs="*", help="such as trainer.total_steps=10 or algorithm=grpo")
     command.set_defaults(start=start)
     return command
+
+
+def _add_eval(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    summary = "sample a model on a data file and score it: mean and pass@k with their errors, every sample kept"
+    parser = commands.add_parser("eval", help=summary, description=summary, allow_abbrev=False)
+    _add_model(parser)
+    parser.add_argument("overrides", metavar="key=value", nargs="*", help="such as rollout.engine=sglang or data.max_prompt_length=512")
+    parser.add_argument("--config", metavar="FILE", help="a run's configuration; without it that of the run that made the model, if any")
+    parser.add_argument("--data", metavar="FILE", action="append", help="of prompts, as for training; without it data.val_files")
+    parser.add_argument("--reward", metavar="FILE.py:NAME", help="a reward function in the place of the configuration's")
+    parser.add_argument("--n", metavar="N", type=int, help="samples per prompt: rollout.validation.n")
+    parser.add_argument("--temperature", metavar="T", type=float, help="0 is greedy: rollout.validation.temperature")
+    parser.add_argument("--max-tokens", metavar="N", type=int, help="of a response: data.max_response_length")
+    parser.add_argument("--against", metavar="DIR", help="the folder of another evaluation of the same prompts, to compare with")
+    parser.add_argument("--output", metavar="DIR", help="for the results; without it a new folder below the run's, or below outputs")
+    parser.add_argument("--json", action="store_true", help="print the results as one JSON document")
+    parser.set_defaults(start=lambda parsed: _run("eval")(parsed))
+
+
+def _add_model(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL", help="a Hugging Face folder, a run's trainer.output_dir, or a checkpoint of one")
+    parser.add_argument("--step", metavar="STEP", default="latest", help="of a run's checkpoints: latest, or a number")
 
 
 def _run(command: str, package: str = "megarl.cli") -> Callable[..., int]:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from rich.table import Table
+from transformers import PreTrainedTokenizerBase
 
 from megarl.algorithms.user_functions import try_functions
 from megarl.cli import sft
@@ -57,11 +58,7 @@ def open_ppo(config: PPOConfig, context: RunContext, resume: Resume | None) -> I
     try_functions(config.algorithm)
     models = {role.name: read_architecture(role.path, config.model.trust_remote_code) for role in model_roles(config)}
     tokenizer = load_tokenizer(config.model.path, config.model.trust_remote_code)
-    rules = TokenRules(
-        pad_token_id=tokenizer.pad_token_id,
-        stop_token_ids=(tokenizer.eos_token_id,),
-        max_response_length=config.data.max_response_length,
-    )
+    rules = token_rules(config, tokenizer)
     data, trainer = config.data, config.trainer
     train = PromptDataset(data.train_files, tokenizer, data)
     parts = parts_of(data.train_files, data.train_weights, train.row_files)
@@ -75,7 +72,7 @@ def open_ppo(config: PPOConfig, context: RunContext, resume: Resume | None) -> I
         evaluation = Evaluation(held_out, config.rollout.validation, trainer.prompts_per_step, config.tracking.log_generations)
 
     if REWARD_MODEL in models:
-        _check_chats(config, models[REWARD_MODEL], data_sets)
+        check_reward_chats(config, models[REWARD_MODEL], data_sets)
     if resume is not None:
         loader.load_state_dict(resume.state["data"])  # other data are refused before a process is started
 
@@ -92,7 +89,15 @@ def open_ppo(config: PPOConfig, context: RunContext, resume: Resume | None) -> I
         yield session, ppo
 
 
-def _check_chats(config: PPOConfig, architecture: Architecture, data_sets: Mapping[str, PromptDataset]) -> None:
+def token_rules(config: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> TokenRules:
+    return TokenRules(
+        pad_token_id=tokenizer.pad_token_id,
+        stop_token_ids=(tokenizer.eos_token_id,),
+        max_response_length=config.data.max_response_length,
+    )
+
+
+def check_reward_chats(config: PPOConfig, architecture: Architecture, data_sets: Mapping[str, PromptDataset]) -> None:
     """Raises ConversationError for prompts that the reward model could not read."""
     assert config.reward.model.path is not None
     encoder = conversation_encoder(config.reward.model.path, architecture.vocab_size, Reading.of(config, architecture))

@@ -30,16 +30,19 @@ _SCHEMAS: dict[Any, type[PPOConfig] | type[SFTConfig]] = {RunKind.ppo: PPOConfig
 _LONGEST_NAME, _LONGEST_TEXT = 255, 4000  # bytes of a name in Linux's file systems; characters, below what a path may have
 
 
-def load_config(schema: type[Config], source: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> Config:
+def load_config(
+    schema: type[Config], source: str | Path | Mapping[str, Any], overrides: Sequence[str] = (), options: Layer | None = None
+) -> Config:
     """The configuration in the YAML file `source`, or in a mapping that could stand in one, with `key.sub=value` overrides, as a frozen
-    instance of `schema`.
+    instance of `schema`. options: what a command's options say, which wins over all.
+
 
     What a file names that a run reads (models, data, code) is relative to that file; what overrides name, and the folders that a run
     writes, to the current one.
     Raises ConfigError with every unknown key (and the nearest known one), wrong value and missing value, and its source; and for a run of
     another kind.
     """
-    return _fit(schema, source_name(source), read_layers(source, overrides))
+    return _fit(schema, source_name(source), [*read_layers(source, overrides), *([] if options is None else [options])])
 
 
 def schema_of(path: str, overrides: Sequence[str] = ()) -> type[PPOConfig] | type[SFTConfig]:

@@ -27,7 +27,7 @@ _PLACEMENT_KEYS = (
 
 def load_checked(schema: type[RunConfig], source: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> RunConfig:
     """`load_config`, and every check that needs no process. Raises ConfigError that lists all that is wrong."""
-    return _checked(load_config(schema, source, overrides), source_name(source), with_files=True)
+    return checked(load_config(schema, source, overrides), source_name(source), with_files=True)
 
 
 def load_checked_anywhere(schema: type[RunConfig], path: str, overrides: Sequence[str] = ()) -> tuple[RunConfig, list[str]]:
@@ -35,11 +35,12 @@ def load_checked_anywhere(schema: type[RunConfig], path: str, overrides: Sequenc
     elsewhere too. The second value: what is not here, a line each; empty where the models are."""
     given: RunConfig = load_config(schema, path, overrides)
     config, absent = with_published_models(given, path)
-    _checked(config, path, with_files=not absent)
+    checked(config, path, with_files=not absent)
     return config, [*absent, *map(str, absent_files(config))]
 
 
-def _checked(config: RunConfig, path: str, with_files: bool) -> RunConfig:
+def checked(config: RunConfig, path: str, with_files: bool) -> RunConfig:
+    """The configuration, of the file `path`, with every check that needs no process; with_files: as for `validate`. Raises ConfigError."""
     violations = validate(config, with_files)
     problems = [str(violation) for violation in violations]
     if not any(_is_about_placement(violation) for violation in violations):

@@ -18,6 +18,7 @@ from megarl.placement.offload_plan import OffloadPlan
 from megarl.placement.plan import GroupPlan, PlacementPlan, plan_placement
 from megarl.placement.transport import choose_transport
 from megarl.roles.checks import FirstRatioGate, LogProbGate
+from megarl.roles.folder_weights import FolderWeights
 from megarl.roles.models import Actor, Critic, Reference, UpdatePlan
 from megarl.roles.offload_schedule import OffloadSchedule
 from megarl.roles.replicas import ReplicaPlace, Replicas
@@ -59,6 +60,12 @@ class PPORoles:
     def drain_metrics(self) -> dict[str, float]:
         """What the roles have to say about themselves since the last time: memory, the push of weights, replicas."""
         return self.schedule.metrics() | self.weights.drain_metrics() | self.rollout.drain_metrics()
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationRoles:
+    rollout: Rollout
+    reward: Reward
 
 
 _WORKERS: dict[str, type[MegatronWorker]] = {
@@ -228,6 +235,29 @@ def _rollout_limits(config: PPOConfig) -> RolloutLimits:
         max_concurrency=rollout.max_concurrency,
         answer_limit_s=rollout.health_limit_s + _ANSWER_GRACE_S if rollout.engine.needs.answers_meanwhile else limit_s,
         sample_limit_s=limit_s,
+    )
+
+
+def start_evaluation(
+    config: PPOConfig,
+    models: Mapping[str, Architecture],
+    weights: FolderWeights,
+    rules: TokenRules,
+    device: Device,
+    pools: ResourcePoolManager,
+) -> EvaluationRoles:
+    """Starts what samples and scores, of a run whose engines share no device with others, and nothing that trains; `models`: as for
+    `start_ppo`. The engines have their weights when it returns. Raises what RolloutWeights.push raises."""
+    plan = plan_placement(config)
+    starter, schedule = _Starter(config, device, pools, OffloadPlan(plan)), OffloadSchedule()
+    workers = {role: worker for role, worker in _workers(config, models, starter).items() if role in ("reward", REWARD_MODEL)}
+    groups = starter.groups(plan, workers)
+    replicas = _start_replicas(config, device, replica_places(plan, device, pools), takes_turns=False)
+    rollout_weights = RolloutWeights(weights, replicas, schedule)
+    rollout_weights.push()
+    return EvaluationRoles(
+        rollout=Rollout(replicas, rollout_weights, rules, _rollout_limits(config), config.trainer.seed),
+        reward=_reward(config, groups, schedule),
     )
 
 

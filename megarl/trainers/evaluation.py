@@ -1,12 +1,10 @@
-"""Validation: samples for every held-out prompt, scored by the reward functions of the run."""
+"""Samples for every prompt of a data set, scored by the reward functions of a run: validation while it trains, and `megarl eval`."""
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from statistics import fmean
 from typing import Any, NamedTuple
-
-import numpy as np
 
 from megarl.algorithms.sampling_metrics import best_at_k, majority_at_k
 from megarl.config.schema import SamplingConfig
@@ -19,32 +17,54 @@ from megarl.roles.rollout import Rollout
 _STEP = 0
 
 
+class ScoredSample(NamedTuple):
+    """uid: the row of its prompt in the data set, the same for all samples of it. answer: what the score is about, where a reward
+    function says so, else the response. num_tokens: of the response. finish_reason: stop, or length where it was cut."""
+
+    uid: str
+    data_source: str
+    messages: list[dict[str, Any]]
+    response: str
+    ground_truth: Any
+    extra_info: dict[str, Any]
+    score: float
+    answer: str
+    num_tokens: int
+    finish_reason: str
+
+
 class ValidationResult(NamedTuple):
-    """`metrics`: `val/<data_source>/score/mean`, and over all sources `val/score/mean`; those of `sampling_metrics` likewise.
+    """`metrics`: `val/<data_source>/score/mean`, and over all sources `val/score/mean`; those of `prompt_values` likewise.
     `generations`: the first rows, to be read."""
 
     metrics: dict[str, float]
     generations: list[dict[str, Any]]
 
 
-class _Prompt(NamedTuple):
-    """The samples of one prompt."""
+def prompt_values(samples: Sequence[ScoredSample]) -> dict[str, list[float]]:
+    """Of each prompt, in their order: the mean score of its samples (`score/mean`), and what k of them achieve, k = 2, 4, ... up to n,
+    estimated from all n without bias. `pass@k`: one of the k is right, where every score is 0 or 1; `best@k`: the best score, elsewhere.
+    `maj@k`: the score of the answer that most of the k give."""
+    by_prompt: dict[str, list[ScoredSample]] = {}
+    for sample in samples:
+        by_prompt.setdefault(sample.uid, []).append(sample)
+    prompts = list(by_prompt.values())
+    scores = [[sample.score for sample in prompt] for prompt in prompts]
+    best = "pass" if all(score in (0.0, 1.0) for prompt in scores for score in prompt) else "best"
+    values = {"score/mean": [fmean(prompt) for prompt in scores]}
+    for k in (2**power for power in range(1, min(map(len, prompts)).bit_length())):
+        values[f"{best}@{k}"] = [best_at_k(prompt, k) for prompt in scores]
+        answers = ([sample.answer for sample in prompt] for prompt in prompts)
+        values[f"maj@{k}"] = [majority_at_k(given, of_it, k) for given, of_it in zip(answers, scores, strict=True)]
+    return values
 
-    scores: list[float]
-    answers: list[str]
 
-
-def sampling_metrics(prompts: Sequence[_Prompt]) -> dict[str, float]:
-    """What k samples of a prompt achieve, k = 2, 4, ... up to n, estimated from all n without bias and averaged over prompts; nothing
-    for n = 1. `pass@k`: one of the k is right, where every score is 0 or 1; `best@k`: the best score, elsewhere. `maj@k`: the score of
-    the answer that most of the k give."""
-    num_samples = min(len(prompt.scores) for prompt in prompts)
-    is_right_or_wrong = all(score in (0.0, 1.0) for prompt in prompts for score in prompt.scores)
-    metrics = {}
-    for k in (2**power for power in range(1, num_samples.bit_length())):
-        metrics[f"{'pass' if is_right_or_wrong else 'best'}@{k}"] = float(np.mean([best_at_k(prompt.scores, k) for prompt in prompts]))
-        metrics[f"maj@{k}"] = float(np.mean([majority_at_k(prompt.answers, prompt.scores, k) for prompt in prompts]))
-    return metrics
+def by_data_source(samples: Sequence[ScoredSample]) -> dict[str, list[ScoredSample]]:
+    """Sources in alphabetical order."""
+    return {
+        source: [sample for sample in samples if sample.data_source == source]
+        for source in sorted({sample.data_source for sample in samples})
+    }
 
 
 def possible_metrics(sources: Iterable[str], num_samples: int) -> list[str]:
@@ -55,42 +75,46 @@ def possible_metrics(sources: Iterable[str], num_samples: int) -> list[str]:
 
 
 class Evaluation:
-    def __init__(self, dataset: PromptDataset, sampling: SamplingConfig, batch_size: int, num_generations: int) -> None:
+    def __init__(self, dataset: PromptDataset, sampling: SamplingConfig, batch_size: int, num_generations: int = 0) -> None:
+        """num_generations: of the samples, those that `run` gives back."""
         self._dataset = dataset
         self._sampling = sampling
         self._batch_size = batch_size
         self._num_generations = num_generations
 
-    def run(self, rollout: Rollout, reward: Reward) -> ValidationResult:
-        """Scores `sampling.n` samples of each prompt; a mean is over all samples of its source, so over prompts as well."""
-        by_source: dict[str, dict[str, _Prompt]] = defaultdict(dict)
-        generations: list[dict[str, Any]] = []
+    def samples(self, rollout: Rollout, reward: Reward) -> Iterator[list[ScoredSample]]:
+        """`sampling.n` of each prompt, a batch of prompts at a time."""
         for prompts in one_pass(self._dataset, self._batch_size):
             batch = rollout.generate(prompts, self._sampling, _STEP)
-            arrays = batch.union(reward.score(batch)).non_tensor_batch
-            columns = (arrays[name] for name in ("data_source", "uid", "score", "answer"))
-            for source, uid, score, answer in zip(*columns, strict=True):
-                prompt = by_source[source].setdefault(uid, _Prompt([], []))
-                prompt.scores.append(float(score))
-                prompt.answers.append(answer)
-            for row in range(min(len(batch), self._num_generations - len(generations))):
-                generations.append(
-                    {
-                        "uid": arrays["uid"][row],
-                        "data_source": arrays["data_source"][row],
-                        "response": arrays["response_text"][row],
-                        "ground_truth": arrays["reward_model"][row]["ground_truth"],
-                        "extra_info": arrays["extra_info"][row],
-                        "score": float(arrays["score"][row]),
-                    }
+            batch = batch.union(reward.score(batch))
+            arrays, lengths = batch.non_tensor_batch, batch.tensors["response_mask"].sum(1).tolist()
+            yield [
+                ScoredSample(
+                    uid=arrays["uid"][row],
+                    data_source=arrays["data_source"][row],
+                    messages=arrays["messages"][row],
+                    response=arrays["response_text"][row],
+                    ground_truth=arrays["reward_model"][row]["ground_truth"],
+                    extra_info=arrays["extra_info"][row],
+                    score=float(arrays["score"][row]),
+                    answer=arrays["answer"][row],
+                    num_tokens=lengths[row],
+                    finish_reason=arrays["finish_reason"][row],
                 )
-        return ValidationResult(_metrics(by_source), generations)
+                for row in range(len(batch))
+            ]
+
+    def run(self, rollout: Rollout, reward: Reward) -> ValidationResult:
+        """Scores the samples of all prompts; a mean is over the prompts of its source, so over their samples as well."""
+        samples = [sample for batch in self.samples(rollout, reward) for sample in batch]
+        return ValidationResult(_metrics(samples), [_to_be_read(sample) for sample in samples[: self._num_generations]])
 
 
-def _metrics(by_source: Mapping[str, Mapping[str, _Prompt]]) -> dict[str, float]:
-    metrics = {}
-    parts = {f"val/{source}": list(prompts.values()) for source, prompts in sorted(by_source.items())}
-    for name, prompts in {**parts, "val": [prompt for part in parts.values() for prompt in part]}.items():
-        metrics[f"{name}/score/mean"] = float(np.mean([score for prompt in prompts for score in prompt.scores]))
-        metrics |= {f"{name}/{metric}": value for metric, value in sampling_metrics(prompts).items()}
-    return metrics
+def _to_be_read(sample: ScoredSample) -> dict[str, Any]:
+    return {name: getattr(sample, name) for name in ("uid", "data_source", "response", "ground_truth", "extra_info", "score")}
+
+
+def _metrics(samples: Sequence[ScoredSample]) -> dict[str, float]:
+    parts: dict[str, Sequence[ScoredSample]] = {f"val/{source}": part for source, part in by_data_source(samples).items()}
+    parts["val"] = samples
+    return {f"{name}/{metric}": fmean(values) for name, part in parts.items() for metric, values in prompt_values(part).items()}

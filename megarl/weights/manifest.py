@@ -18,7 +18,7 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 _COMPARED_ROWS = 4096  # of the two matrices that a tied model may have stored, held in memory at a time
 
-_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+TORCH_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,8 +120,8 @@ def check_index(index: CheckpointIndex, manifest: Manifest, is_ignored: Callable
             faults.append(f"{name} is missing" + _remedy_for_missing(name))
         elif stored.shape != meta.shape:
             faults.append(f"{name} in {stored.file.name} has shape {stored.shape}, config.json makes it {meta.shape}")
-        elif stored.dtype not in _DTYPES:
-            faults.append(f"{name} in {stored.file.name} is stored as {stored.dtype}, not one of {', '.join(_DTYPES)}")
+        elif stored.dtype not in TORCH_DTYPES:
+            faults.append(f"{name} in {stored.file.name} is stored as {stored.dtype}, not one of {', '.join(TORCH_DTYPES)}")
     for name, stored in index.tensors.items():
         if name not in manifest and not is_ignored(name):
             faults.append(f"{name} in {stored.file.name} is not a tensor of this architecture")

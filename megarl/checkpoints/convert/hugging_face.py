@@ -20,6 +20,7 @@ from megarl.weights.boxes import Rectangle, contiguous_blocks
 from megarl.weights.export import DEFAULT_FILE_BYTES, FilePlan, plan_files, write_index
 from megarl.weights.hf_folder import copy_companions, has_bias
 from megarl.weights.manifest import (
+    TORCH_DTYPES,
     check_index,
     check_tied_head,
     check_value_bias,
@@ -32,7 +33,6 @@ from megarl.weights.receipt import ChunkMeta, TensorMeta
 from megarl.weights.safetensors_file import SafetensorsFile
 from megarl.weights.shard_layout import ShardLayout
 
-_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _JOB_BYTES = 64 * 2**20  # of a tensor, written by one thread
 
 
@@ -52,7 +52,7 @@ def open_hugging_face(folder: Path, trust_remote_code: bool = False) -> ModelSou
     for weight in weights_of(architecture, head):
         for hf in weight.tensors:
             stored = index.tensors[hf.name]
-            dtypes[hf.name] = _DTYPES[stored.dtype]
+            dtypes[hf.name] = TORCH_DTYPES[stored.dtype]
             opened = partial(mapped, stored.file, starts[stored.file][hf.name], hf.view, dtypes[hf.name])
             pieces[hf.name] = [StoredPiece(place=Rectangle.whole(hf.view), open=opened)]
     return ModelSource(

@@ -10,7 +10,7 @@ import torch
 
 from megarl.batch.data_proto import DataProto
 from megarl.config.schema import SamplingConfig
-from megarl.trainers.evaluation import Evaluation, _Prompt, sampling_metrics
+from megarl.trainers.evaluation import Evaluation, ScoredSample, prompt_values
 
 SOURCES = ["sums", "sums", "words", "sums", "words"]
 
@@ -26,6 +26,7 @@ class Rows:
             {"prompts": torch.tensor(list(indices))[:, None]},
             {
                 "uid": list(uids),
+                "messages": [[{"role": "user", "content": f"question {index}"}] for index in indices],
                 "data_source": [SOURCES[index] for index in indices],
                 "reward_model": [{"ground_truth": f"truth {index}"} for index in indices],
                 "extra_info": [{"index": index} for index in indices],
@@ -39,7 +40,9 @@ class FakeRollout:
 
     def generate(self, prompts: DataProto, sampling: SamplingConfig, step: int) -> DataProto:
         self.asked.append((len(prompts), sampling, step))
-        return prompts.repeat(sampling.n)
+        batch = prompts.repeat(sampling.n)
+        written = {"response_mask": torch.ones(len(batch), 3, dtype=torch.bool)}
+        return batch.union(DataProto.from_dict(written, {"finish_reason": ["stop"] * len(batch)}))
 
 
 class FakeReward:
@@ -92,12 +95,43 @@ def test_the_first_rows_are_kept_to_be_read() -> None:
     }
 
 
+def sample(uid: str, score: float, answer: str) -> ScoredSample:
+    return ScoredSample(uid, "sums", [], answer, "", {}, score, answer, 1, "stop")
+
+
 def test_what_k_of_four_samples_achieve() -> None:
     """Right are 2 of 4: of the 6 pairs one has none right. Answers 7 7 8 9: the pair of sevens wins itself, every other pair by lot.
 
     maj@2: the pair (7, 7) scores 1; (7, 8) and (7, 9), two each, 1/2; (8, 9) scores 0: (1 + 4 / 2) / 6. maj@4: 7.
     """
-    prompts = [_Prompt([1.0, 1.0, 0.0, 0.0], ["7", "7", "8", "9"]), _Prompt([0.0] * 4, ["1"] * 4)]
-    assert sampling_metrics(prompts) == pytest.approx({"pass@2": 5 / 12, "maj@2": 1 / 4, "pass@4": 1 / 2, "maj@4": 1 / 2})
-    assert sampling_metrics([_Prompt([1.0], ["7"])]) == {}
-    assert sampling_metrics([_Prompt([0.5, 0.0, 1.0], ["a", "b", "c"])]) == pytest.approx({"best@2": (0.5 + 1 + 1) / 3, "maj@2": 0.5})
+    right, wrong = [1.0, 1.0, 0.0, 0.0], [0.0] * 4
+    samples = [
+        *(sample("0", *given) for given in zip(right, "7789", strict=True)),
+        *(sample("1", *given) for given in zip(wrong, "1111", strict=True)),
+    ]
+    assert prompt_values(samples) == {
+        "score/mean": [0.5, 0],
+        "pass@2": pytest.approx([5 / 6, 0]),
+        "maj@2": pytest.approx([1 / 2, 0]),
+        "pass@4": [1, 0],
+        "maj@4": [1, 0],
+    }
+    assert prompt_values([sample("0", 1.0, "7")]) == {"score/mean": [1]}
+    partial = [sample("0", *given) for given in zip([0.5, 0.0, 1.0], "abc", strict=True)]
+    assert prompt_values(partial)["best@2"] == pytest.approx([(0.5 + 1 + 1) / 3])
+
+
+def test_each_sample_has_what_is_kept_of_it() -> None:
+    (first, _), *_ = Evaluation(Rows(), SamplingConfig(n=1), batch_size=2).samples(FakeRollout(), FakeReward())  # type: ignore[arg-type]
+    assert first == ScoredSample(
+        uid="0",
+        data_source="sums",
+        messages=[{"role": "user", "content": "question 0"}],
+        response="text 0",
+        ground_truth="truth 0",
+        extra_info={"index": 0},
+        score=0,
+        answer="text 0",
+        num_tokens=3,
+        finish_reason="stop",
+    )

@@ -1,0 +1,148 @@
+"""`megarl eval MODEL`: samples a model on a data file and scores them, as a run's validation does, without a trainer."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from megarl.algorithms.sampling_metrics import Estimate
+from megarl.cli.evaluation_config import evaluation_config
+from megarl.cli.evaluation_tables import PassProgress, print_result
+from megarl.cli.named_model import NamedModel, find_model, hugging_face_folder
+from megarl.cli.processes import ray_processes, refuse_launched_ranks
+from megarl.cli.run_context import run_context_of
+from megarl.cli.train import check_reward_chats, token_rules
+from megarl.config.architecture import read_architecture
+from megarl.config.errors import ConfigError
+from megarl.config.load import dump_config
+from megarl.config.roles import REWARD_MODEL, model_roles
+from megarl.config.schema import PPOConfig
+from megarl.data.prompts import PromptDataset
+from megarl.data.tokenizer import load_tokenizer
+from megarl.machine.files import write_whole
+from megarl.roles.folder_weights import FolderWeights
+from megarl.roles.start import EvaluationRoles, start_evaluation
+from megarl.trainers.checkpoint import CONFIG_FILE
+from megarl.trainers.evaluation import Evaluation, ScoredSample
+from megarl.trainers.evaluation_results import (
+    SAMPLES_FILE,
+    SourceResult,
+    check_same_prompts,
+    compare,
+    read_samples,
+    results_of,
+    sample_lines,
+)
+
+RESULTS_FILE = "results.json"
+
+
+def run(parsed: argparse.Namespace) -> int:
+    """Prints a table, or JSON, and writes `results.json`, `samples.jsonl` and `config.yaml`; 0. What can be known to be wrong raises
+    ValueError before a process is started."""
+    refuse_launched_ranks("eval")
+    model = find_model(Path(parsed.model), parsed.step)
+    config = evaluation_config(model, parsed)
+    tokenizer = load_tokenizer(config.model.path, config.model.trust_remote_code)
+    data = PromptDataset(config.data.val_files, tokenizer, config.data.max_prompt_length, config.data.overlong)
+    architectures = {role.name: read_architecture(role.path, config.model.trust_remote_code) for role in model_roles(config)}
+    if REWARD_MODEL in architectures:
+        check_reward_chats(config, architectures[REWARD_MODEL], {"data": data})
+    others = _others(parsed.against, data)
+    output = Path(config.trainer.output_dir)
+    _claim(output)
+    console, start_s = Console(stderr=True), time.monotonic()
+    what = f"{len(data):,} prompts x {config.rollout.validation.n} samples of {model.source.folder}"
+    console.print(f"{what}, by the engine {config.rollout.engine.name}", highlight=False, soft_wrap=True)
+    dtype = getattr(torch, config.model.dtype.value)
+    with (
+        run_context_of(config) as context,
+        hugging_face_folder(model, dtype, output) as (folder, manifest),
+        ray_processes(context, Console(quiet=True)) as processes,
+    ):
+        rules, weights = token_rules(config, tokenizer), FolderWeights(folder, manifest)
+        roles = start_evaluation(config, architectures, weights, rules, processes.device, processes.pools)
+        samples = _samples(config, data, roles, console)
+    results = results_of(samples)
+    differences = None if others is None else compare(samples, others)
+    write_whole(output / SAMPLES_FILE, sample_lines(samples))
+    dump_config(config, output / CONFIG_FILE)
+    report = _report(model, config, parsed.against, results, differences, time.monotonic() - start_s)
+    write_whole(output / RESULTS_FILE, json.dumps(report, indent=2) + "\n")  # the last: with it the folder is whole
+    if parsed.json:
+        print(json.dumps(report, indent=2))
+    else:
+        _print(output, results, differences)
+    return 0
+
+
+def _claim(output: Path) -> None:
+    """Raises ConfigError where results lie there, or none can be written."""
+    if (output / RESULTS_FILE).exists():
+        raise ConfigError("--output", [f"{output} holds the results of another evaluation; give another folder, or remove it"])
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryDirectory(dir=output).cleanup()
+    except OSError as error:
+        raise ConfigError("--output", [f"{output} cannot be written ({error.strerror}); give a folder that can be"]) from error
+
+
+def _others(against: str | None, data: PromptDataset) -> list[ScoredSample] | None:
+    """The samples of another evaluation, of the same prompts."""
+    if against is None:
+        return None
+    file = Path(against) / SAMPLES_FILE
+    others = read_samples(file)
+    check_same_prompts(file, others, {str(row): (data[row].data_source, data[row].messages) for row in range(len(data))})
+    return others
+
+
+def _samples(config: PPOConfig, data: PromptDataset, roles: EvaluationRoles, console: Console) -> list[ScoredSample]:
+    evaluation = Evaluation(data, config.rollout.validation, config.trainer.prompts_per_step)
+    samples: list[ScoredSample] = []
+    with PassProgress(len(data), console) as progress:
+        for batch in evaluation.samples(roles.rollout, roles.reward):
+            samples += batch
+            progress.advance(len(batch) // config.rollout.validation.n, fmean(sample.score for sample in samples))
+    return samples
+
+
+def _report(
+    model: NamedModel,
+    config: PPOConfig,
+    against: str | None,
+    results: Mapping[str, SourceResult],
+    differences: Mapping[str, Mapping[str, Estimate]] | None,
+    seconds: float,
+) -> dict[str, Any]:
+    report = {
+        "model": str(model.source.folder),
+        "step": model.source.step,
+        "data": config.data.val_files,
+        "sampling": {**asdict(config.rollout.validation), "max_tokens": config.data.max_response_length, "seed": config.trainer.seed},
+        "seconds": round(seconds, 1),
+        "results": {source: result.as_json() for source, result in results.items()},
+    }
+    if differences is not None:
+        report["against"] = against
+        report["differences"] = {
+            source: {name: estimate._asdict() for name, estimate in of_source.items()} for source, of_source in differences.items()
+        }
+    return report
+
+
+def _print(output: Path, results: Mapping[str, SourceResult], differences: Mapping[str, Mapping[str, Estimate]] | None) -> None:
+    console = Console()
+    for source, result in results.items():
+        print_result(source, result, None if differences is None else differences[source], console)
+    console.print(f"{output}: {RESULTS_FILE}, {SAMPLES_FILE}", soft_wrap=True, highlight=False)

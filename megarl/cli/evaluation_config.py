@@ -1,0 +1,115 @@
+"""The configuration of `megarl eval`: that of a run, but for what trains; with the command's options."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from megarl.cli.named_model import NamedModel
+from megarl.config.errors import ConfigError
+from megarl.config.load import load_config
+from megarl.config.schema import (
+    ActorConfig,
+    AdvantageConfig,
+    AdvantageEstimator,
+    AlgorithmConfig,
+    CheckpointConfig,
+    CriticConfig,
+    KLConfig,
+    KLWhere,
+    MicroBatchConfig,
+    ParallelConfig,
+    PlacementConfig,
+    PlacementStrategy,
+    PPOConfig,
+    ReferenceConfig,
+    SFTConfig,
+    TrainerConfig,
+)
+from megarl.config.sources import Layer
+from megarl.config.validate import absent_files
+from megarl.doctor.checked_config import checked
+
+_EVALUATIONS = "evaluations"  # in a run's folder, and in `outputs`
+
+
+def evaluation_config(model: NamedModel, options: argparse.Namespace) -> PPOConfig:
+    """Of the run that made the model, of the file that is given, or the defaults; what trains is replaced by what needs nothing.
+
+    Raises ConfigError that lists all that is wrong.
+    """
+    path, overrides = options.config, options.overrides
+    if path is None and isinstance(model.run, PPOConfig):
+        path = str(model.run_file)
+    elif isinstance(model.run, SFTConfig):
+        overrides = [f"model.dtype={model.run.model.dtype.value}", *overrides]
+    config = load_config(PPOConfig, path, overrides, Layer("options", _values(model, options)))
+    source = path or "megarl eval"
+    if not config.data.val_files:
+        raise ConfigError(source, ["data.val_files: is empty; name what to evaluate on, as --data FILE"])
+    config = _without_training(config, str(_output(model, config, options)))
+    if absent := [str(problem) for problem in absent_files(config)]:
+        raise ConfigError(source, absent)
+    return checked(config, source, with_files=False)
+
+
+def _values(model: NamedModel, options: argparse.Namespace) -> dict[str, Any]:
+    """What options say, by the configuration's keys."""
+    given = {
+        "data": {"train_files": [], "val_files": options.data, "max_response_length": options.max_tokens},
+        "rollout": {"validation": {"n": options.n, "temperature": options.temperature}},
+        "model": {"path": str(model.source.companions)},
+    }
+    if options.reward is not None:
+        path, _, name = options.reward.rpartition(":")
+        given["reward"] = {"functions": [{"path": path, "name": name} if path else {"path": name}]}
+    return _said(given)
+
+
+def _said(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Without what is None."""
+    kept = {key: _said(value) if isinstance(value, dict) else value for key, value in values.items()}
+    return {key: value for key, value in kept.items() if value is not None}
+
+
+def _without_training(config: PPOConfig, output: str) -> PPOConfig:
+    """The engines have all devices to themselves: as `hybrid` has them, with an actor that is never started."""
+    rollout, placement, trainer = config.rollout, config.placement, config.trainer
+    num_devices = rollout.num_replicas * rollout.tensor_parallel_size
+    return replace(
+        config,
+        data=replace(config.data, train_files=config.data.val_files),
+        algorithm=AlgorithmConfig(
+            advantage=AdvantageConfig(estimator=AdvantageEstimator.reinforce_plus_plus), kl=KLConfig(where=KLWhere.none)
+        ),
+        actor=ActorConfig(
+            parallel=ParallelConfig(data_parallel_size=num_devices), micro_batch=MicroBatchConfig(sequences=1, max_tokens=None)
+        ),
+        rollout=replace(rollout, n=num_devices, temperature=1.0, top_p=1.0, top_k=-1),
+        placement=PlacementConfig(
+            strategy=PlacementStrategy.hybrid, num_nodes=placement.num_nodes, devices_per_node=placement.devices_per_node
+        ),
+        critic=CriticConfig(),
+        reference=ReferenceConfig(),
+        checkpoint=CheckpointConfig(),
+        trainer=TrainerConfig(
+            prompts_per_step=trainer.prompts_per_step,
+            phase_time_limit_s=trainer.phase_time_limit_s,
+            seed=trainer.seed,
+            output_dir=output,
+        ),
+    )
+
+
+def _output(model: NamedModel, config: PPOConfig, options: argparse.Namespace) -> Path:
+    """Where the results go: in the run's folder, named by step and data; for a model of no run, below the current folder."""
+    if options.output is not None:
+        return Path(options.output)
+    data = "-".join(Path(file).stem for file in config.data.val_files)
+    if model.run_dir is None:
+        return Path("outputs") / _EVALUATIONS / f"{model.source.folder.name}-{data}"
+    step = "model" if model.source.step is None else f"step-{model.source.step}"
+    return model.run_dir / _EVALUATIONS / f"{step}-{data}"

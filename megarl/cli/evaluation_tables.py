@@ -1,0 +1,70 @@
+"""What a person sees of an evaluation: how far it is, and its results."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from megarl.algorithms.sampling_metrics import Estimate
+from megarl.trainers.evaluation_results import SourceResult
+
+
+class PassProgress:
+    """One pass over the prompts: a bar on a terminal, in a log a line for each batch, both with the time left."""
+
+    def __init__(self, num_prompts: int, console: Console) -> None:
+        self._num_prompts, self._console = num_prompts, console
+        columns = (
+            TextColumn("[bold]prompts"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[score]}"),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+        )
+        self._bar = Progress(*columns, console=console, disable=not console.is_terminal)
+        self._task = self._bar.add_task("", total=num_prompts, score="")
+        self._num_done = 0
+
+    def __enter__(self) -> PassProgress:
+        self._bar.start()
+        self._start_s = time.monotonic()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._bar.stop()
+
+    def advance(self, num_prompts: int, mean_score: float) -> None:
+        """num_prompts: that are new; mean_score: of all samples so far."""
+        self._num_done += num_prompts
+        self._bar.update(self._task, advance=num_prompts, score=f"score {mean_score:.3g}")
+        if not self._console.is_terminal:
+            left_s = (time.monotonic() - self._start_s) / self._num_done * (self._num_prompts - self._num_done)
+            done = f"{self._num_done:,} of {self._num_prompts:,} prompts"
+            self._console.print(f"{done}, score {mean_score:.3g}, {left_s:.0f} s left", highlight=False, soft_wrap=True)
+
+
+def print_result(source: str, result: SourceResult, differences: Mapping[str, Estimate] | None, console: Console) -> None:
+    """differences: to what the evaluation is compared with."""
+    counted = f"{result.num_prompts:,} prompts, {result.num_samples:,} samples of {result.mean_tokens:.1f} tokens on average"
+    console.print(f"{source}: {counted}, {result.truncated:.1%} of them cut", highlight=False, soft_wrap=True)
+    table = Table()
+    for column in ("metric", "value", "standard error", *([] if differences is None else ["difference", "its standard error"])):
+        table.add_column(column, justify="left" if column == "metric" else "right")
+    for name, estimate in result.metrics.items():
+        cells = [f"{estimate.value:.4f}", _error(estimate)]
+        if differences is not None:
+            difference = differences.get(name)
+            cells += ["-", "-"] if difference is None else [f"{difference.value:+.4f}", _error(difference)]
+        table.add_row(name, *cells)
+    console.print(table)
+
+
+def _error(estimate: Estimate) -> str:
+    return "-" if estimate.standard_error is None else f"{estimate.standard_error:.4f}"

@@ -1,0 +1,124 @@
+"""The policy that a command names: a Hugging Face folder, a run's folder, a checkpoint of it, or a folder of Megatron's own programs."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from megarl.checkpoints.convert.hugging_face import write_hugging_face
+from megarl.checkpoints.convert.open import open_model
+from megarl.checkpoints.convert.source import ModelSource
+from megarl.checkpoints.run_folder import DESCRIPTION_FILE, CheckpointFolder, step_name
+from megarl.config.errors import CheckpointError, ConfigError
+from megarl.config.load import load_config
+from megarl.config.schema import PPOConfig, SFTConfig
+from megarl.trainers.checkpoint import CONFIG_FILE
+from megarl.weights.manifest import TORCH_DTYPES, manifest_of, read_checkpoint_index
+from megarl.weights.receipt import Manifest, TensorMeta
+
+LATEST = "latest"
+_CHECKPOINTS, _HUGGING_FACE = "checkpoints", "huggingface"  # in a run's folder
+
+
+@dataclass(frozen=True, kw_only=True)
+class NamedModel:
+    """run: the configuration of the run that made it, in the file `run_file`, and `run_dir` its folder; None for a model of no run."""
+
+    source: ModelSource
+    run: PPOConfig | SFTConfig | None = None
+    run_file: Path | None = None
+    run_dir: Path | None = None
+
+
+def find_model(path: Path, step: str = LATEST) -> NamedModel:
+    """step: `latest`, or the number of a step, of a folder of checkpoints or of a run's.
+
+    Raises ValueError for a folder that holds no language model, is damaged, or has no such step.
+    """
+    try:
+        folder, run_file = _model_folder(path, step)
+        run = None if run_file is None else _run_config(run_file)
+        source = open_model(folder)
+    except CheckpointError as error:  # here nothing has run yet: it is one line
+        raise ValueError(str(error)) from error
+    if source.head != "lm":
+        raise ValueError(f"{source.folder}: is a critic or a reward model, whose head gives numbers; give a model that writes text")
+    return NamedModel(
+        source=source, run=run, run_file=run_file, run_dir=path if (path / CONFIG_FILE).is_file() and path != folder else None
+    )
+
+
+def _model_folder(path: Path, step: str) -> tuple[Path, Path | None]:
+    """The folder of one model, and the file of its run's configuration."""
+    if not path.is_dir():
+        raise CheckpointError(f"{path}: {'is a file, not the folder of a model' if path.exists() else 'there is no such folder'}")
+    if (path / DESCRIPTION_FILE).is_file():
+        _refuse_step(path, step, "is a checkpoint of one step")
+        return path, path / CONFIG_FILE
+    if (path / CONFIG_FILE).is_file():
+        return _of_run(path, step)
+    if CheckpointFolder(path).whole():
+        chosen = _of_step(CheckpointFolder(path), step)
+        return chosen, chosen / CONFIG_FILE
+    _refuse_step(path, step, "is no folder of a run")
+    return path, None
+
+
+def _of_run(path: Path, step: str) -> tuple[Path, Path]:
+    elsewhere = _run_config(path / CONFIG_FILE).checkpoint.dir
+    checkpoints = CheckpointFolder(path / _CHECKPOINTS if elsewhere is None else Path(elsewhere))
+    if checkpoints.whole():
+        chosen = _of_step(checkpoints, step)
+        return chosen, chosen / CONFIG_FILE
+    if step == LATEST and (path / _HUGGING_FACE).is_dir():  # a run that saved nothing but the trained model
+        return path / _HUGGING_FACE, path / CONFIG_FILE
+    raise CheckpointError(f"{path}: is the folder of a run that has no checkpoint in {checkpoints.path}, and no trained model yet")
+
+
+def _of_step(checkpoints: CheckpointFolder, step: str) -> Path:
+    if step == LATEST:
+        latest = checkpoints.latest()
+        assert latest is not None, "there are whole ones"
+        return latest
+    whole = {path.name: path for path in checkpoints.whole()}
+    if not step.isdecimal() or (name := step_name(int(step))) not in whole:
+        raise CheckpointError(f"{checkpoints.path}: has no step {step!r}; give --step {LATEST}, or the number of one of {', '.join(whole)}")
+    return whole[name]
+
+
+def _refuse_step(path: Path, step: str, why: str) -> None:
+    if step != LATEST:
+        raise CheckpointError(f"{path}: {why}, so --step {step} means nothing here; leave it out")
+
+
+def _run_config(file: Path) -> PPOConfig | SFTConfig:
+    """Raises ConfigError, of the schema of reinforcement learning, for a file of neither."""
+    try:
+        return load_config(PPOConfig, str(file))
+    except ConfigError as error:
+        try:
+            return load_config(SFTConfig, str(file))
+        except ConfigError:
+            raise error from None
+
+
+@contextmanager
+def hugging_face_folder(model: NamedModel, dtype: torch.dtype, scratch: Path | None = None) -> Iterator[tuple[Path, Manifest]]:
+    """A folder from which engines load the model, with what is in its files: its own, where it has every tensor once and nothing else;
+    else one that is made below `scratch`, in `dtype`, and is gone after the block. Raises CheckpointError where it cannot be made."""
+    source = model.source
+    expected = manifest_of(source.architecture, dtype)
+    if source.kind == "Hugging Face":
+        stored = read_checkpoint_index(source.folder).tensors
+        if stored.keys() == expected.keys() and {each.file for each in stored.values()} == set(source.folder.glob("*.safetensors")):
+            yield source.folder, {name: TensorMeta(each.shape, TORCH_DTYPES[each.dtype]) for name, each in stored.items()}
+            return
+    with tempfile.TemporaryDirectory(prefix=".model-", dir=scratch) as temporary:
+        folder = Path(temporary) / "model"
+        write_hugging_face(source, folder, dtype)
+        yield folder, expected

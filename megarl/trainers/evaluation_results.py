@@ -1,0 +1,89 @@
+"""What an evaluation found: each metric with its standard error, by data source; beside another model's on the same prompts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from megarl.algorithms.sampling_metrics import Estimate, mean_difference, mean_over_prompts
+from megarl.config.errors import ConfigError
+from megarl.trainers.evaluation import ScoredSample, by_data_source, prompt_values
+
+ALL = "all"  # the sources together
+SAMPLES_FILE = "samples.jsonl"
+
+
+class SourceResult(NamedTuple):
+    """Of the prompts of one data source. metrics: those of `prompt_values`; truncated: the share of samples that were cut."""
+
+    num_prompts: int
+    num_samples: int
+    metrics: dict[str, Estimate]
+    mean_tokens: float
+    truncated: float
+
+    def as_json(self) -> dict[str, Any]:
+        return {**self._asdict(), "metrics": {name: estimate._asdict() for name, estimate in self.metrics.items()}}
+
+
+def results_of(samples: Sequence[ScoredSample]) -> dict[str, SourceResult]:
+    """By data source; where there are several, `all` is last."""
+    parts = by_data_source(samples)
+    if len(parts) > 1:
+        parts[ALL] = list(samples)
+    return {source: _of_source(part) for source, part in parts.items()}
+
+
+def _of_source(samples: Sequence[ScoredSample]) -> SourceResult:
+    return SourceResult(
+        num_prompts=len({sample.uid for sample in samples}),
+        num_samples=len(samples),
+        metrics={name: mean_over_prompts(values) for name, values in prompt_values(samples).items()},
+        mean_tokens=sum(sample.num_tokens for sample in samples) / len(samples),
+        truncated=sum(sample.finish_reason == "length" for sample in samples) / len(samples),
+    )
+
+
+def compare(samples: Sequence[ScoredSample], others: Sequence[ScoredSample]) -> dict[str, dict[str, Estimate]]:
+    """By data source, of the metrics that both have: `samples` less `others`, of the same prompts in the same order."""
+    found: dict[str, dict[str, Estimate]] = {}
+    parts, of_others = by_data_source(samples), by_data_source(others)
+    if len(parts) > 1:
+        parts[ALL], of_others[ALL] = list(samples), list(others)
+    for source, part in parts.items():
+        values, other_values = prompt_values(part), prompt_values(of_others[source])
+        found[source] = {name: mean_difference(values[name], other_values[name]) for name in values if name in other_values}
+    return found
+
+
+def check_same_prompts(name: Path, others: Sequence[ScoredSample], prompts: Mapping[str, tuple[str, list[dict[str, Any]]]]) -> None:
+    """prompts: uid -> data source and messages, of the data set at hand. Raises ConfigError where those of the file `name` are others."""
+    theirs = {sample.uid: (sample.data_source, sample.messages) for sample in others}
+    if theirs != dict(prompts):
+        raise ConfigError(
+            str(name), [f"has samples of {len(theirs)} prompts, which are not the {len(prompts)} that are evaluated; use the same data"]
+        )
+
+
+def sample_lines(samples: Sequence[ScoredSample]) -> str:
+    """A JSON object for each sample, in a line; what JSON does not know is written as Python shows it."""
+    return "".join(json.dumps(sample._asdict(), ensure_ascii=False, default=repr) + "\n" for sample in samples)
+
+
+def read_samples(path: Path) -> list[ScoredSample]:
+    """What `sample_lines` gave. Raises ConfigError for a file that is absent or has other lines."""
+    samples = []
+    try:
+        with path.open(encoding="utf-8") as lines:
+            for number, line in enumerate(lines, 1):
+                try:
+                    samples.append(ScoredSample(**json.loads(line)))
+                except (ValueError, TypeError) as error:
+                    raise ConfigError(str(path), [f"line {number} is not a sample of `megarl eval` ({error})"]) from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(str(path), [f"cannot be read ({error}); give the folder that `megarl eval --output` wrote"]) from error
+    if not samples:
+        raise ConfigError(str(path), ["has no samples"])
+    return samples
