@@ -54,7 +54,7 @@ def run(parsed: argparse.Namespace) -> int:
     model = find_model(Path(parsed.model), parsed.step)
     config = evaluation_config(model, parsed)
     tokenizer = load_tokenizer(config.model.path, config.model.trust_remote_code)
-    data = PromptDataset(config.data.val_files, tokenizer, config.data.max_prompt_length, config.data.overlong)
+    data = PromptDataset(config.data.val_files, tokenizer, config.data)
     architectures = {role.name: read_architecture(role.path, config.model.trust_remote_code) for role in model_roles(config)}
     if REWARD_MODEL in architectures:
         check_reward_chats(config, architectures[REWARD_MODEL], {"data": data})

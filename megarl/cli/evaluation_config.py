@@ -81,7 +81,7 @@ def _without_training(config: PPOConfig, output: str) -> PPOConfig:
     num_devices = rollout.num_replicas * rollout.tensor_parallel_size
     return replace(
         config,
-        data=replace(config.data, train_files=config.data.val_files),
+        data=replace(config.data, train_files=config.data.val_files, train_weights=[]),
         algorithm=AlgorithmConfig(
             advantage=AdvantageConfig(estimator=AdvantageEstimator.reinforce_plus_plus), kl=KLConfig(where=KLWhere.none)
         ),

@@ -44,6 +44,7 @@ class ByHand(NamedTuple):
 SHORT = "trainer.total_steps=1 trainer.prompts_per_step=16 rollout.n=4 trainer.validate_before=false"
 QUICKSTART = "make quickstart"  # the others find its model, its data and its run
 _CONVERT = "tests/unit/cli/test_convert.py::test_there_and_back_and_compared"
+_EVAL = "tests/integration/test_eval.py"
 _DOCTOR = "tests/integration/test_doctor.py::test_the_quickstart_is_good_on_this_machine"
 _LAUNCH = "tests/integration/test_launch.py"
 _INSTALLS = ("-r requirements/cpu.txt -r requirements/dev.txt", "--no-deps -r requirements/sglang.txt")
@@ -89,6 +90,11 @@ COMMANDS: dict[str, Executed | InTest | Make | ByHand] = {
         ("pipeline_parallel_size=4, virtual_pipeline_parallel_size=2, data_parallel_size=4",),
     ),
     "megarl plot outputs/quickstart": Executed(),
+    "megarl eval outputs/quickstart": InTest(f"{_EVAL}::test_a_checkpoint_has_the_score_that_validation_found", ("eval",)),
+    "megarl eval HF_DIR --data test.parquet --reward reward.py:compute_score --n 8 --temperature 0.7 --max-tokens 512": InTest(
+        f"{_EVAL}::test_a_model_of_no_run_is_sampled_alike",
+        ("--data", "--reward", ":compute_score", "--n", "--temperature", "--max-tokens"),
+    ),
     "megarl doctor configs/quickstart.yaml": InTest(_DOCTOR, ("configs/quickstart.yaml",)),
     "megarl doctor configs/quickstart.yaml --json > doctor.json": InTest(_DOCTOR, ("configs/quickstart.yaml", "--json")),
     "megarl sft configs/quickstart_sft.yaml": InTest(_STAGES, ("megarl sft configs",)),

@@ -206,7 +206,7 @@ def run_ppo(config: PPOConfig, look: Callable[[int, PPORoles], None] = lambda st
         pad_token_id=tokenizer.pad_token_id, stop_token_ids=(tokenizer.eos_token_id,), max_response_length=data.max_response_length
     )
     evaluation = Evaluation(held_out, config.rollout.validation, trainer.prompts_per_step, config.tracking.log_generations)
-    with _pools(config) as pools:
+    with placed_pools(config) as pools:
         models = {role.name: read_architecture(role.path) for role in model_roles(config)}
         roles = start_ppo(config, models, rules, Device.cpu, pools)
         loader = WatchedLoader(train, trainer.prompts_per_step, lambda step: look(step, roles))
@@ -221,7 +221,7 @@ def run_sft(config: SFTConfig, data: dict[str, Any] | None = None) -> Finished:
     path, files = config.model.path, (config.data.train_files, config.data.val_files)
     tokenizer = load_tokenizer(path)
     train, held_out = (SFTDataset(each, tokenizer, config.data) for each in files)
-    with _pools(config) as pools:
+    with placed_pools(config) as pools:
         actor = start_sft(config, read_architecture(path), Device.cpu, pools)
         loader = BatchLoader(train, config.trainer.samples_per_step, shuffle=config.data.shuffle, seed=config.data.seed)
         if data is not None:
@@ -233,7 +233,7 @@ def run_sft(config: SFTConfig, data: dict[str, Any] | None = None) -> Finished:
 
 
 @contextmanager
-def _pools(config: PPOConfig | SFTConfig) -> Iterator[ResourcePoolManager]:
+def placed_pools(config: PPOConfig | SFTConfig) -> Iterator[ResourcePoolManager]:
     plan = plan_placement(config)
     pools = ResourcePoolManager(
         plan.process_on_nodes, plan.role_pools, use_gpu=False, max_colocate_counts=plan.colocate_counts, nodes=plan.nodes

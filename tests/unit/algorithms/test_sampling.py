@@ -11,7 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.algorithms.groups import group_metrics, rows_with_signal
-from megarl.algorithms.sampling_metrics import best_at_k, majority_at_k, pass_at_k
+from megarl.algorithms.sampling_metrics import (
+    Estimate,
+    best_at_k,
+    majority_at_k,
+    mean_difference,
+    mean_over_prompts,
+    pass_at_k,
+)
 from megarl.algorithms.scores import overlong_penalty, penalise_overlong
 from megarl.config.schema import OverlongConfig
 
@@ -119,3 +126,13 @@ def test_a_k_that_the_samples_do_not_allow_is_refused(k):
     for call in (lambda: pass_at_k(4, 1, k), lambda: best_at_k([0.0] * 4, k), lambda: majority_at_k("abcd", [0.0] * 4, k)):
         with pytest.raises(ValueError, match=f"k is {k}, but must be between 1 and the 4 samples"):
             call()
+
+
+def test_errors_over_prompts_by_hand():
+    """1, 2, 3, 6: mean 3, squared deviations 4 + 1 + 0 + 9 = 14, so 14 / 3 / 4 under the root; less 1, 1, 3, 3: 0, 1, 0, 3."""
+    assert mean_over_prompts([1, 2, 3, 6]) == (3, pytest.approx((14 / 12) ** 0.5))
+    assert mean_difference([1, 2, 3, 6], [1, 1, 3, 3]) == (1, pytest.approx((6 / 12) ** 0.5))
+    assert mean_difference([5, 7], [1, 3]) == (4, 0)  # however much prompts differ
+    assert mean_over_prompts([2]) == Estimate(2, None)
+    with pytest.raises(ValueError, match="at least one prompt"):
+        mean_over_prompts([])

@@ -1,0 +1,164 @@
+"""`megarl eval` of a run's checkpoints and models: what it finds is what the run's own validation found."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from megarl.algorithms.sampling_metrics import mean_over_prompts
+from megarl.cli import eval as evaluation
+from megarl.cli.main import main
+from megarl.cli.processes import RayProcesses
+from megarl.cli.run_context import RunContext
+from megarl.config.load import dump_config
+from megarl.config.schema import (
+    AdvantageConfig,
+    AdvantageEstimator,
+    AlgorithmConfig,
+    Device,
+    KLConfig,
+    KLWhere,
+    RewardConfig,
+    RewardFunctionConfig,
+    SamplingConfig,
+)
+from tests.integration.tiny_run import Finished, placed_pools, run_ppo, save_inputs, tiny_config
+
+pytestmark = pytest.mark.usefixtures("ray_cluster")
+
+# Responses of any kind differ in it, so that no score is as another by chance.
+REWARD = """
+import zlib
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    return zlib.crc32((ground_truth + solution_str).encode()) % 1000 / 1000
+"""
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    save_inputs(folder := tmp_path_factory.mktemp("inputs"))
+    (folder / "hash.py").write_text(REWARD)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def finished(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    """Without a critic or a reference; two samples of a prompt in validation, whose last batch is smaller than the others."""
+    config = tiny_config(
+        inputs,
+        tmp_path_factory.mktemp("run"),
+        algorithm=AlgorithmConfig(advantage=AdvantageConfig(estimator=AdvantageEstimator.grpo), kl=KLConfig(where=KLWhere.none)),
+        reward=RewardConfig(functions=[RewardFunctionConfig(path=str(inputs / "hash.py"))], num_processes=1),
+        rollout={"validation": SamplingConfig(n=2, temperature=0.8)},
+        trainer={"total_steps": 2, "prompts_per_step": 3, "validate_every_steps": 1},
+        checkpoint={"every_steps": 1},
+    )
+    dump_config(config, Path(config.trainer.output_dir) / "config.yaml")  # as the command does
+    return run_ppo(config)
+
+
+@pytest.fixture(autouse=True)
+def on_the_ray_that_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the place of starting and ending one for each command."""
+
+    @contextmanager
+    def ray_processes(context: RunContext, console: Console) -> Iterator[RayProcesses]:
+        with placed_pools(context.config) as pools:
+            yield RayProcesses(device=Device.cpu, pools=pools)
+
+    monkeypatch.setattr(evaluation, "ray_processes", ray_processes)
+
+
+def values(output: Path) -> dict[str, float]:
+    """As a run's metrics name them."""
+    report = json.loads((output / "results.json").read_text())
+    return {f"val/count/{name}": estimate["value"] for name, estimate in report["results"]["count"]["metrics"].items()}
+
+
+def of_count(line: dict[str, Any]) -> dict[str, float]:
+    return {name: value for name, value in line.items() if name.startswith("val/count/")}
+
+
+def test_a_checkpoint_has_the_score_that_validation_found(finished: Finished, capsys: pytest.CaptureFixture[str]) -> None:
+    """The last one, and with a table for people the one before it, compared with the last."""
+    run_dir = finished.output_dir
+    assert main(["eval", str(run_dir), "--json"]) == 0
+    last, report = run_dir / "evaluations" / "step-2-validation", json.loads(capsys.readouterr().out)
+    assert report == json.loads((last / "results.json").read_text())
+    assert report["step"] == 2
+
+    assert main(["eval", str(run_dir), "--step", "1", "--against", str(last)]) == 0
+    said, first = capsys.readouterr(), run_dir / "evaluations" / "step-1-validation"
+    assert [values(output) for output in (first, last)] == [of_count(line) for line in finished.metrics[1:]]
+    assert values(first) != values(last)
+    of_mean = json.loads((first / "results.json").read_text())["differences"]["count"]["score/mean"]
+    assert of_mean["value"] == pytest.approx(values(first)["val/count/score/mean"] - values(last)["val/count/score/mean"])
+    assert f"{of_mean['value']:+.4f}" in said.out
+    assert "count: 8 prompts, 16 samples of" in said.out
+    assert "6 of 8 prompts, score" in said.err
+    assert not list(run_dir.rglob(".model-*"))  # what was converted is gone
+
+
+def test_a_model_of_no_run_is_sampled_alike(finished: Finished, inputs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The trained model as Hugging Face has it, with what the run's configuration says as options. Its samples are kept."""
+    output = tmp_path / "results"
+    options = ["--n", "2", "--temperature", "0.8", "--max-tokens", "8", "--output", str(output)]
+    data = ["--data", str(inputs / "validation.parquet"), "--reward", f"{inputs / 'hash.py'}:compute_score"]
+    overrides = ["model.dtype=float32", "device=cpu", "trainer.prompts_per_step=3", "data.max_prompt_length=8"]
+    assert main(["eval", str(finished.policy), *data, *options, *overrides]) == 0
+    assert values(output) == of_count(finished.metrics[2])
+    samples = [json.loads(line) for line in (output / "samples.jsonl").read_text().splitlines()]
+    assert [sample["uid"] for sample in samples] == [str(row) for row in range(8) for _ in range(2)]
+    means = [(first["score"] + second["score"]) / 2 for first, second in zip(samples[::2], samples[1::2], strict=True)]
+    report = json.loads((output / "results.json").read_text())
+    assert report["results"]["count"]["metrics"]["score/mean"] == mean_over_prompts(means)._asdict()
+
+    capsys.readouterr()
+    assert main(["score", str(finished.output_dir / "config.yaml"), str(output / "samples.jsonl")]) == 0  # which reads them
+    assert f"mean {values(output)['val/count/score/mean']:.4g}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["{run}", "--step", "7"], "has no step '7'; give --step latest, or the number of one of step_00000001, step_00000002"),
+        (["{policy}"], "data.val_files: is empty; name what to evaluate on, as --data FILE"),
+        (["{policy}", "--step", "1"], "is no folder of a run, so --step 1 means nothing here"),
+        (["{run}/nowhere"], "there is no such folder"),
+        (["{inputs}"], "which is no model"),
+        (["{run}", "--data", "{inputs}/nowhere.parquet"], "there is no file"),
+        (["{policy}", "--data", "{inputs}/validation.parquet"], "reward.functions, reward.model.path"),
+        (["{run}", "--n", "0"], "rollout.validation.n: is 0"),
+        (["{run}", "--n", "2", "--temperature", "0"], "2 greedy samples of a prompt are all the same"),
+        (["{run}", "--max-tokens", "100"], "are more than max_position_embeddings 64"),
+        (["{run}", "--against", "{inputs}"], "cannot be read"),
+        (["{run}", "--output", "{inputs}/reward.py"], "cannot be written"),
+    ],
+)
+def test_mistakes_are_one_line_before_anything_starts(
+    finished: Finished,
+    inputs: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    message: str,
+) -> None:
+    monkeypatch.delattr(evaluation, "start_evaluation")
+    places = {"run": finished.output_dir, "policy": finished.policy, "inputs": inputs}
+    assert main(["eval", *(argument.format(**places) for argument in arguments)]) == 2
+    said = capsys.readouterr().err
+    assert message in said
+    assert "Traceback" not in said
+
+
+def test_results_are_never_mixed(finished: Finished, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "results.json").write_text("{}")
+    assert main(["eval", str(finished.output_dir), "--output", str(tmp_path)]) == 2
+    assert "holds the results of another evaluation" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["results.json"]
