@@ -126,6 +126,20 @@ class CheckpointFolder:
         else:
             write_whole(path, json.dumps({"checkpoint": step_name(best.step), **best._asdict()}, indent=2) + "\n")
 
+    def best(self) -> Path | None:
+        """The checkpoint that `best.json` names; None where there is no such file. Raises CheckpointError for one that names none."""
+        pointer = self.path / BEST_FILE
+        if not pointer.is_file():
+            return None
+        try:
+            name = json.loads(pointer.read_text(encoding="utf-8"))["checkpoint"]
+        except (OSError, ValueError, LookupError, TypeError) as error:
+            raise CheckpointError(f"{pointer}: does not name a checkpoint ({error}); the file is damaged") from error
+        whole = {path.name: path for path in self.whole()}
+        if name not in whole:
+            raise CheckpointError(f"{pointer}: names {name!r}, which is not a whole checkpoint in {self.path}")
+        return whole[name]
+
     def remove_old(self, keep: int, best: BestCheckpoint | None = None) -> None:
         """All but `latest`, the `keep` - 1 newest before it, and the best; `keep` 0 keeps every one. Those of later steps are of a
         future given up."""

@@ -155,7 +155,7 @@ def _add_eval(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
 
 def _add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="a Hugging Face folder, a run's trainer.output_dir, or a checkpoint of one")
-    parser.add_argument("--step", metavar="STEP", default="latest", help="of a run's checkpoints: latest, or a number")
+    parser.add_argument("--step", metavar="STEP", default="latest", help="of a run's checkpoints: latest, best, or a number")
 
 
 def _run(command: str, package: str = "megarl.cli") -> Callable[..., int]:

@@ -21,7 +21,7 @@ from megarl.trainers.checkpoint import CONFIG_FILE
 from megarl.weights.manifest import TORCH_DTYPES, manifest_of, read_checkpoint_index
 from megarl.weights.receipt import Manifest, TensorMeta
 
-LATEST = "latest"
+LATEST, BEST = "latest", "best"
 _CHECKPOINTS, _HUGGING_FACE = "checkpoints", "huggingface"  # in a run's folder
 
 
@@ -36,7 +36,7 @@ class NamedModel:
 
 
 def find_model(path: Path, step: str = LATEST) -> NamedModel:
-    """step: `latest`, or the number of a step, of a folder of checkpoints or of a run's.
+    """step: `latest`, `best` (`checkpoint.keep_best`) or the number of a step, of a folder of checkpoints or of a run's.
 
     Raises ValueError for a folder that holds no language model, is damaged, or has no such step.
     """
@@ -85,9 +85,14 @@ def _of_step(checkpoints: CheckpointFolder, step: str) -> Path:
         latest = checkpoints.latest()
         assert latest is not None, "there are whole ones"
         return latest
+    if step == BEST and (best := checkpoints.best()) is not None:
+        return best
     whole = {path.name: path for path in checkpoints.whole()}
     if not step.isdecimal() or (name := step_name(int(step))) not in whole:
-        raise CheckpointError(f"{checkpoints.path}: has no step {step!r}; give --step {LATEST}, or the number of one of {', '.join(whole)}")
+        kept = "" if step != BEST else ", as the run kept no best one (checkpoint.keep_best)"
+        raise CheckpointError(
+            f"{checkpoints.path}: has no step {step!r}{kept}; give --step {LATEST}, or the number of one of {', '.join(whole)}"
+        )
     return whole[name]
 
 

@@ -14,6 +14,7 @@ from rich.console import Console
 from megarl.algorithms.sampling_metrics import mean_over_prompts
 from megarl.cli import eval as evaluation
 from megarl.cli.main import main
+from megarl.cli.named_model import find_model
 from megarl.cli.processes import RayProcesses
 from megarl.cli.run_context import RunContext
 from megarl.config.load import dump_config
@@ -22,6 +23,7 @@ from megarl.config.schema import (
     AdvantageEstimator,
     AlgorithmConfig,
     Device,
+    KeepBestConfig,
     KLConfig,
     KLWhere,
     RewardConfig,
@@ -57,7 +59,7 @@ def finished(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Finished
         reward=RewardConfig(functions=[RewardFunctionConfig(path=str(inputs / "hash.py"))], num_processes=1),
         rollout={"validation": SamplingConfig(n=2, temperature=0.8)},
         trainer={"total_steps": 2, "prompts_per_step": 3, "validate_every_steps": 1},
-        checkpoint={"every_steps": 1},
+        checkpoint={"every_steps": 1, "keep_best": KeepBestConfig(metric="val/score/mean")},
     )
     dump_config(config, Path(config.trainer.output_dir) / "config.yaml")  # as the command does
     return run_ppo(config)
@@ -103,6 +105,9 @@ def test_a_checkpoint_has_the_score_that_validation_found(finished: Finished, ca
     assert "count: 8 prompts, 16 samples of" in said.out
     assert "6 of 8 prompts, score" in said.err
     assert not list(run_dir.rglob(".model-*"))  # what was converted is gone
+    better = max((1, 2), key=lambda step: finished.metrics[step]["val/score/mean"])
+    best = find_model(run_dir, "best")
+    assert (best.source.step, best.run_dir) == (better, run_dir)
 
 
 def test_a_model_of_no_run_is_sampled_alike(finished: Finished, inputs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
