@@ -28,8 +28,8 @@ overrides one value, and wins.
 
 What a run reads (models, data, reward files, `base`) is relative to the file that names it, wherever the command is typed; what an
 override names, and what a run writes (`trainer.output_dir`, `checkpoint.dir`), to the current folder. A preset of your own is a file
-`algorithm/NAME.yaml` beside yours. The files that ship with megarl are `configs/NAME.yaml` in every folder, for commands and for `base`; the
-models and data that they name are looked for in the current folder.
+`algorithm/NAME.yaml` beside yours. The files that ship with megarl are `configs/NAME.yaml` in every folder, for commands and for `base`;
+the models and data that they name are looked for in the current folder.
 
 An unknown key is refused, and so is a value that is not of its type or range, or that makes no sense beside
 another; `megarl check` lists all of that at once.

@@ -24,3 +24,9 @@ class RunError(RuntimeError):
 
 class CheckpointError(RunError):
     """A checkpoint cannot be written or read. One line: what is wrong, in which file, with which tensor, and what to do."""
+
+
+def one_line(error: BaseException) -> str:
+    """Of a library's message, at most 200 characters of it."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= 200 else f"{text[:197]}..."

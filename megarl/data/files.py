@@ -15,6 +15,7 @@ import pyarrow
 import pyarrow.parquet
 
 from megarl.config.data_rules import FORMATS, SAVED_TO_DISK, SPLITS
+from megarl.config.errors import one_line
 
 Row = dict[str, Any]
 # What pyarrow raises for damaged files: a bad page is an OSError, a bad footer or batch one of Arrow's, bad text a UnicodeError.
@@ -191,9 +192,3 @@ def _read_object(file: Path) -> Row:
     if not isinstance(values, dict):
         raise DataError(f"{file}: is {type(values).__name__}, expected an object; save the data set again")
     return values
-
-
-def one_line(error: BaseException) -> str:
-    """Of a library's message, at most 200 characters of it."""
-    text = " ".join(str(error).split()) or type(error).__name__
-    return text if len(text) <= 200 else f"{text[:197]}..."

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 from jinja2 import TemplateError
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from megarl.config.errors import one_line
 from megarl.config.json_file import read_json_object
 from megarl.config.schema import LossyText
-from megarl.data.files import one_line
 
 if TYPE_CHECKING:
     from torch import Tensor
