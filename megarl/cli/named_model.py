@@ -14,8 +14,8 @@ from megarl.checkpoints.convert.hugging_face import write_hugging_face
 from megarl.checkpoints.convert.open import open_model
 from megarl.checkpoints.convert.source import ModelSource
 from megarl.checkpoints.run_folder import DESCRIPTION_FILE, CheckpointFolder, step_name
-from megarl.config.errors import CheckpointError, ConfigError
-from megarl.config.load import load_config
+from megarl.config.errors import CheckpointError
+from megarl.config.load import load_config, schema_of
 from megarl.config.schema import PPOConfig, SFTConfig
 from megarl.trainers.checkpoint import CONFIG_FILE
 from megarl.weights.manifest import TORCH_DTYPES, manifest_of, read_checkpoint_index
@@ -102,14 +102,7 @@ def _refuse_step(path: Path, step: str, why: str) -> None:
 
 
 def _run_config(file: Path) -> PPOConfig | SFTConfig:
-    """Raises ConfigError, of the schema of reinforcement learning, for a file of neither."""
-    try:
-        return load_config(PPOConfig, str(file))
-    except ConfigError as error:
-        try:
-            return load_config(SFTConfig, str(file))
-        except ConfigError:
-            raise error from None
+    return load_config(schema_of(str(file)), str(file))
 
 
 @contextmanager
