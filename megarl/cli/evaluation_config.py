@@ -43,11 +43,11 @@ def evaluation_config(model: NamedModel, options: argparse.Namespace) -> PPOConf
     """
     path, overrides = options.config, options.overrides
     if path is None and isinstance(model.run, PPOConfig):
-        path = str(model.run_file)
+        path = model.run_file
     elif isinstance(model.run, SFTConfig):
         overrides = [f"model.dtype={model.run.model.dtype.value}", *overrides]
-    config = load_config(PPOConfig, path, overrides, Layer("options", _values(model, options)))
-    source = path or "megarl eval"
+    config = load_config(PPOConfig, path or {}, overrides, Layer("options", _values(model, options)))
+    source = str(path or "megarl eval")
     if not config.data.val_files:
         raise ConfigError(source, ["data.val_files: is empty; name what to evaluate on, as --data FILE"])
     config = _without_training(config, str(_output(model, config, options)))

@@ -36,7 +36,6 @@ def load_config(
     """The configuration in the YAML file `source`, or in a mapping that could stand in one, with `key.sub=value` overrides, as a frozen
     instance of `schema`. options: what a command's options say, which wins over all.
 
-
     What a file names that a run reads (models, data, code) is relative to that file; what overrides name, and the folders that a run
     writes, to the current one.
     Raises ConfigError with every unknown key (and the nearest known one), wrong value and missing value, and its source; and for a run of
