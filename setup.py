@@ -25,6 +25,7 @@ setup(
         "megarl": ["configs/**/*.yaml", "configs/**/*.json"],
         "megarl.config": ["verl_names.yaml"],
         "megarl.rehearsal": ["guard.cpp"],
+        "megarl.tracking.report": ["*.js", "*.css"],
         "megarl.rollout.sglang": ["stand_ins/**/*.py"],  # folders on the path of SGLang's processes, no packages of ours
     },
     install_requires=_ranges("REQUIRED"),
@@ -34,7 +35,7 @@ setup(
         "wandb": ["wandb>=0.30"],
         "mlflow": ["mlflow-skinny>=3"],
         "swanlab": ["swanlab>=0.10"],
-        "dev": ["pytest", "hypothesis", "ruff", "mypy", "sphinx", "myst-parser", "furo"],
+        "dev": ["pytest", "hypothesis", "ruff", "mypy", "sphinx", "myst-parser", "furo", "selenium"],
     },
     entry_points={"console_scripts": ["megarl=megarl.cli.main:main"]},
 )

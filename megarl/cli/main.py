@@ -109,6 +109,12 @@ def _parser() -> argparse.ArgumentParser:
     plot = commands.add_parser("plot", help="draw a run's curves to a PNG")
     plot.add_argument("run_dir", metavar="RUN_DIR", help="the run's trainer.output_dir")
     plot.set_defaults(start=lambda parsed: _run("plot")(parsed.run_dir))
+    report = commands.add_parser("report", help="write a page of one or several runs: curves, samples, timeline, configuration, failures")
+    report.add_argument("run_dirs", metavar="RUN_DIR", nargs="+", help="runs' trainer.output_dir; several are laid over each other")
+    report.add_argument("--output", metavar="FILE", help="without it, report.html in the first folder")
+    report.add_argument("--live", action="store_true", help="serve it on this machine and follow the runs, until Ctrl-C")
+    report.add_argument("--port", metavar="PORT", type=int, default=0, help="for --live; without it, any that is free")
+    report.set_defaults(start=lambda parsed: _run("report")(parsed.run_dirs, parsed.output, parsed.live, parsed.port))
     score = commands.add_parser("score", help="run the reward functions of a configuration on a file of responses", allow_abbrev=False)
     score.add_argument("config", metavar="CONFIG", help="a YAML file with reward.functions")
     score.add_argument(

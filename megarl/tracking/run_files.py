@@ -5,3 +5,4 @@ GENERATIONS_FILE = "generations.jsonl"
 CONFIG_FILE = "config.yaml"  # resolved
 SUMMARY_FILE = "summary.json"  # of a run that has ended well
 FAILURE_FILE = "failure.txt"  # of one that has not
+REPORT_FILE = "report.html"

@@ -62,7 +62,7 @@ class SampleWriter:
     """Writes in a thread of its own, one file at a time: a step waits only where the file before is not written yet."""
 
     def __init__(self, output_dir: Path) -> None:
-        self._folder = output_dir / SAMPLES_FOLDER
+        self._output_dir = output_dir
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="samples")
         self._writing: Future[None] | None = None
 
@@ -82,9 +82,10 @@ class SampleWriter:
         self.flush()
 
     def _write(self, step: int, make: Callable[[], SampleTable], max_bytes: int) -> None:
-        self._folder.mkdir(exist_ok=True)
-        write_whole(self._folder / f"{_PREFIX}{step:08d}{_SUFFIX}", _encoded(make()))
-        _thin(self._folder, max_bytes)
+        path = sample_path(self._output_dir, step)
+        path.parent.mkdir(exist_ok=True)
+        write_whole(path, _encoded(make()))
+        _thin(self._output_dir, max_bytes)
 
 
 def _encoded(table: SampleTable) -> bytes:
@@ -92,6 +93,10 @@ def _encoded(table: SampleTable) -> bytes:
     sink = pa.BufferOutputStream()
     pq.write_table(table.rows.replace_schema_metadata(metadata), sink, compression="zstd")
     return sink.getvalue().to_pybytes()
+
+
+def sample_path(output_dir: Path, step: int) -> Path:
+    return output_dir / SAMPLES_FOLDER / f"{_PREFIX}{step:08d}{_SUFFIX}"
 
 
 def sample_files(output_dir: Path) -> dict[int, Path]:
@@ -124,9 +129,9 @@ def remove_samples(output_dir: Path, after: int) -> None:
             path.unlink()
 
 
-def _thin(folder: Path, max_bytes: int) -> None:
+def _thin(output_dir: Path, max_bytes: int) -> None:
     """The first and the newest file stay longest."""
-    files = sample_files(folder.parent)
+    files = sample_files(output_dir)
     sizes = {step: path.stat().st_size for step, path in files.items()}
     while len(sizes) > 1 and sum(sizes.values()) > max_bytes:
         gone = _most_crowded(list(sizes))

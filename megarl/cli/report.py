@@ -1,0 +1,69 @@
+"""`megarl report RUN_DIR [RUN_DIR ...]`: a page of runs, written to a file, or served while they go on."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megarl.cli.placement_tables import parts_table
+from megarl.config.errors import ConfigError
+from megarl.config.load import load_config, schema_of
+from megarl.config.validate import read_architectures, validate
+from megarl.placement.memory import plan_memory
+from megarl.placement.plan import plan_placement
+from megarl.tracking.report.live import LiveReport
+from megarl.tracking.report.page import write_page
+from megarl.tracking.report.run_folder import RunFolder, RunFolderError, open_runs
+from megarl.tracking.run_files import REPORT_FILE
+
+
+def run(run_dirs: Sequence[str], output: str | None, is_live: bool, port: int) -> int:
+    """Writes one HTML file that needs nothing else, `report.html` in the first folder where `output` is None; or serves the page on
+    this machine until Ctrl-C. Returns the exit status: 0, or 2 with one line of error for what the user can mend."""
+    try:
+        runs = list(open_runs([Path(each) for each in run_dirs], planned_memory))
+        if is_live:
+            _serve(runs, port)
+        else:
+            _write(runs, Path(run_dirs[0]) / REPORT_FILE if output is None else Path(output))
+    except RunFolderError as error:
+        print(f"megarl report: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def planned_memory(config_path: Path) -> dict[str, list[Any]] | None:
+    """Of each role in the fullest device of each pool, as `megarl check` shows it: `columns` and `rows`. None where the configuration is of
+    another version, or the models that it names are not here."""
+    try:
+        config = load_config(schema_of(str(config_path)), config_path)
+        architectures, absent = read_architectures(config)
+        if absent or validate(config, with_files=False):
+            return None
+        table = parts_table(plan_memory(config, plan_placement(config), architectures))
+    except ConfigError:
+        return None
+    rows = zip(*(column.cells for column in table.columns), strict=True)
+    return {"columns": [str(column.header) for column in table.columns], "rows": [list(map(str, row)) for row in rows]}
+
+
+def _write(runs: Sequence[RunFolder], path: Path) -> None:
+    try:
+        nbytes = write_page(runs, path)
+    except OSError as error:
+        raise RunFolderError(f"{path}: cannot be written ({error.strerror or error}); give another file by --output FILE") from error
+    print(f"report written to {path} ({nbytes / 2**20:.1f} MiB); open it in a browser")
+
+
+def _serve(runs: Sequence[RunFolder], port: int) -> None:
+    try:
+        report = LiveReport(runs, port)
+    except (OSError, OverflowError) as error:
+        raise RunFolderError(f"--port {port}: nothing can listen there ({error}); give another, or 0 for any that is free") from error
+    print(f"following {', '.join(run.name for run in runs)} at {report.url} (this machine only; Ctrl-C ends it)", flush=True)
+    try:
+        report.serve()
+    except KeyboardInterrupt:
+        print("ended")

@@ -1,0 +1,94 @@
+// The page: its head, its tabs, and the look at what is new where it follows runs.
+"use strict";
+
+const TABS = {
+  summary: ["Summary", summaryTab],
+  curves: ["Curves", curvesTab],
+  samples: ["Samples", samplesTab],
+  timeline: ["Timeline", timelineTab],
+  memory: ["Memory", memoryTab],
+  configuration: ["Configuration", configurationTab],
+  failures: ["Failures", failuresTab],
+};
+const ASK_EVERY_MS = 2000;
+
+const app = {
+  signal: null, // ends what a tab listens to when another is shown
+  turn: 0,
+
+  start() {
+    report.start();
+    this.status = h("span", { id: "status", className: "muted" }, report.isLive ? "live" : "");
+    this.links = Object.entries(TABS).map(([name, [title]]) => h("a", { href: `#${name}`, data: { tab: name } }, title));
+    this.body = h("div", { id: "tab" });
+    const theme = h("button", { className: "quiet", id: "theme", title: "Light or dark" }, "◐");
+    theme.addEventListener("click", () => {
+      const isDark = cssColor("is-dark") === "1";
+      document.documentElement.dataset.theme = isDark ? "light" : "dark";
+      this.recolor();
+    });
+    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.recolor());
+    const head = h("header", {}, h("h1", {}, "megarl ", h("span", { className: "muted" }, "report")), h("div", { className: "runs" }, report.runs.map((run) => this.chip(run))), this.status, theme);
+    document.getElementById("app").append(head, h("nav", {}, this.links), this.body);
+    addEventListener("hashchange", () => this.show());
+    this.show();
+    if (report.isLive) setTimeout(() => this.ask(), ASK_EVERY_MS);
+  },
+
+  recolor() {
+    Canvas.redrawAll();
+    if (this.tab === "timeline") this.show();
+  },
+
+  chip(run) {
+    const chip = h("button", { className: "run-chip", "aria-pressed": "true", title: "Shown, or not" }, dotOf(run), ` ${run.name}`);
+    chip.addEventListener("click", () => {
+      if (run.isShown && report.shown.length === 1) return;
+      run.isShown = !run.isShown;
+      chip.setAttribute("aria-pressed", String(run.isShown));
+      this.show();
+    });
+    return chip;
+  },
+
+  // The tab is built beside the old one, and takes its place when it is complete, so that nothing jumps.
+  async show() {
+    const name = location.hash.slice(1), turn = ++this.turn;
+    this.tab = name in TABS ? name : "summary";
+    for (const link of this.links) link.classList.toggle("chosen", link.dataset.tab === this.tab);
+    const abort = new AbortController(), body = h("div", { id: "tab", data: { tab: this.tab } });
+    const before = this.abort;
+    this.signal = abort.signal;
+    await TABS[this.tab][1].render(body);
+    if (turn !== this.turn) return abort.abort();
+    before?.abort();
+    this.abort = abort;
+    tooltip.hide();
+    const table = ["#sample-table"].map((name) => [name, this.body.querySelector(name)?.scrollTop]);
+    this.body.replaceWith(body);
+    this.body = body;
+    for (const [name, top] of table) if (top) body.querySelector(name)?.scrollTo({ top });
+    body.dataset.ready = "true";
+  },
+
+  async ask() {
+    try {
+      const isOther = await report.ask();
+      this.status.textContent = `live, ${new Date().toLocaleTimeString()}`;
+      this.status.classList.remove("problem");
+      if (isOther && !this.body.contains(document.activeElement?.closest?.("input, select") ?? null)) await this.show();
+      else if (isOther) this.isBehind = true;
+      if (this.isBehind && !document.activeElement?.closest?.("input, select")) {
+        this.isBehind = false;
+        await this.show();
+      }
+    } catch (error) {
+      if (!(error instanceof TypeError)) throw error; // fetch's, when nobody answers
+      this.status.textContent = "the server has ended";
+      this.status.classList.add("problem");
+    }
+    setTimeout(() => this.ask(), ASK_EVERY_MS);
+  },
+};
+
+app.start();

@@ -1,0 +1,87 @@
+"""A server on this machine's own address that follows runs: the page asks it what has changed. Who has no key gets nothing."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import threading
+from collections.abc import Sequence
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+from megarl.tracking.report.page import compressed_part, manifest, page
+from megarl.tracking.report.run_folder import RunFolder
+
+_HOST = "127.0.0.1"
+_HTML, _JSON, _BYTES, _TEXT = "text/html; charset=utf-8", "application/json", "application/octet-stream", "text/plain; charset=utf-8"
+
+
+class LiveReport:
+    """Listens from its construction on; `url` has the key. Raises OSError where the port is not free; 0 takes any that is."""
+
+    def __init__(self, runs: Sequence[RunFolder], port: int = 0) -> None:
+        self._runs = runs
+        self._key = secrets.token_urlsafe(16)
+        self._known: dict[tuple[int, str], tuple[str, bytes]] = {}  # run and part -> version and content
+        self._lock = threading.Lock()
+        report = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:  # noqa: N802  (the name that http.server calls)
+                status, kind, content = report.answer(self.path, self.headers.get("Host", ""))
+                self.send_response(status)
+                for name, value in (("Content-Type", kind), ("Content-Length", str(len(content))), ("Cache-Control", "no-store")):
+                    self.send_header(name, value)
+                self.send_header("X-Content-Type-Options", "nosniff")
+                self.end_headers()
+                self.wfile.write(content)
+
+            def log_message(self, format: str, *arguments: Any) -> None:
+                pass
+
+        self._server = ThreadingHTTPServer((_HOST, port), Handler)
+        self._server.daemon_threads = True
+
+    @property
+    def url(self) -> str:
+        return f"http://{self._address}/{self._key}/"
+
+    @property
+    def _address(self) -> str:
+        return f"{_HOST}:{self._server.server_port}"
+
+    def serve(self) -> None:
+        """Until `close`, called in another thread, or an exception such as Ctrl-C's."""
+        try:
+            self._server.serve_forever()
+        finally:
+            self._server.server_close()
+
+    def close(self) -> None:
+        self._server.shutdown()
+
+    def answer(self, path: str, host: str) -> tuple[HTTPStatus, str, bytes]:
+        """Status, type, content. `host`: a name of this machine that others have made point here is none that the page was opened by."""
+        _, key, *rest = (*path.split("/"), "")
+        if host != self._address or not secrets.compare_digest(key.encode(), self._key.encode()):
+            return HTTPStatus.FORBIDDEN, _TEXT, b"the address has no key, or another one: use the one that megarl report has printed\n"
+        match rest[:-1]:
+            case [""]:
+                return HTTPStatus.OK, _HTML, page(self._runs, is_live=True)
+            case ["manifest"]:
+                return HTTPStatus.OK, _JSON, json.dumps(manifest(self._runs)).encode()
+            case ["part", number, *name] if number.isdecimal() and int(number) < len(self._runs):
+                return self._part(int(number), "/".join(name))
+        return HTTPStatus.NOT_FOUND, _TEXT, b"there is no such part\n"
+
+    def _part(self, number: int, name: str) -> tuple[HTTPStatus, str, bytes]:
+        run = self._runs[number]
+        version = run.versions().get(name)
+        if version is None:
+            return HTTPStatus.NOT_FOUND, _TEXT, b"there is no such part\n"
+        with self._lock:
+            known = self._known.get((number, name))
+            if known is None or known[0] != version:
+                known = self._known[number, name] = (version, compressed_part(run, name))
+        return HTTPStatus.OK, _BYTES, known[1]

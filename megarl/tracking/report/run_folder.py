@@ -1,0 +1,158 @@
+"""What a page shows of a run's folder, in parts that are read when they are asked for: a live run writes on, a damaged file is one line."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megarl.config.compare import flat
+from megarl.config.load import plain_values
+from megarl.config.schema import PPOConfig, SFTConfig
+from megarl.tracking.metrics_file import MetricsFileError, read_metrics
+from megarl.tracking.report.sample_part import finite, sample_part
+from megarl.tracking.report.timeline_part import timeline_part
+from megarl.tracking.run_files import CONFIG_FILE, FAILURE_FILE, GENERATIONS_FILE, METRICS_FILE, SUMMARY_FILE
+from megarl.tracking.samples import sample_files, sample_path
+from megarl.tracking.timeline import TIMELINE_FILE
+
+_MAX_TOKENS = 1_000_000  # of all samples of a run that are in a page
+_MAX_GENERATIONS = 2_000  # the newest
+_ABOUT, _METRICS, _TIMELINE, _GENERATIONS, _SAMPLES = "about", "metrics", "timeline", "generations", "samples/"
+_DAMAGE = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, yaml.YAMLError)
+
+
+class RunFolderError(ValueError):
+    """It is no run's folder."""
+
+
+class RunFolder:
+    """Raises RunFolderError for a folder in which a run has written nothing."""
+
+    def __init__(self, path: Path, name: str, plan: Callable[[Path], Any]) -> None:
+        """plan: of a `config.yaml`, the memory that was planned; None where that cannot be known."""
+        self.path, self.name, self._plan = path, name, plan
+        if not path.is_dir():
+            raise RunFolderError(f"{path}: there is no such folder; give a run's trainer.output_dir")
+        if not any((path / each).exists() for each in (CONFIG_FILE, METRICS_FILE, FAILURE_FILE)):
+            raise RunFolderError(f"{path}: no run has written here (no {METRICS_FILE}, no {CONFIG_FILE}); give a run's trainer.output_dir")
+
+    def versions(self) -> dict[str, str]:
+        """The parts that there are, each with what is another when the part is."""
+        about = ",".join(_version(self.path / name) for name in (CONFIG_FILE, SUMMARY_FILE, FAILURE_FILE))
+        files = {_METRICS: METRICS_FILE, _TIMELINE: TIMELINE_FILE, _GENERATIONS: GENERATIONS_FILE}
+        found = {part: _version(self.path / name) for part, name in files.items() if (self.path / name).is_file()}
+        samples = sample_files(self.path)
+        share = self._share(len(samples))
+        found |= {f"{_SAMPLES}{step}": f"{_version(path)},{share}" for step, path in samples.items()}
+        return {_ABOUT: about, **found}
+
+    def part(self, name: str) -> bytes:
+        """Raises KeyError for a part that there is not. JSON, or what sample_part says; with `problem`, a line, where files are damaged."""
+        if name.startswith(_SAMPLES):
+            step = int(name.removeprefix(_SAMPLES))
+            return sample_part(sample_path(self.path, step), step, self._share(len(sample_files(self.path))))
+        readers: dict[str, Callable[[], Any]] = {
+            _ABOUT: self._about,
+            _METRICS: self._metrics,
+            _TIMELINE: lambda: timeline_part(self.path / TIMELINE_FILE),
+            _GENERATIONS: self._generations,
+        }
+        return json.dumps(finite(readers[name]()), separators=(",", ":")).encode()
+
+    def _share(self, num_files: int) -> int:
+        """Tokens of each file; a power of two, so that it is seldom another while a run writes more files."""
+        return 1 << ((_MAX_TOKENS // max(1, num_files)).bit_length() - 1)
+
+    def _about(self) -> dict[str, Any]:
+        problems: list[str] = []
+
+        def read(name: str, parse: Callable[[str], Any]) -> Any:
+            try:
+                return parse((self.path / name).read_text(encoding="utf-8"))
+            except FileNotFoundError:
+                return None
+            except _DAMAGE as error:
+                problems.append(f"{self.path / name}: cannot be read ({_line(error)})")
+                return None
+
+        config = read(CONFIG_FILE, _flat_config) or {}
+        defaults = _defaults(PPOConfig if any(key.startswith("algorithm.") for key in config) else SFTConfig)
+        return {
+            "path": str(self.path),
+            "config": config,
+            "defaults": {key: defaults[key] for key in config if key in defaults and defaults[key] != config[key]},
+            "summary": read(SUMMARY_FILE, json.loads),
+            "plan": self._plan(self.path / CONFIG_FILE) if config else None,
+            "failure": read(FAILURE_FILE, str),
+            "problems": problems,
+        }
+
+    def _metrics(self) -> dict[str, Any]:
+        """steps -> for each metric its values, null where a step has none."""
+        try:
+            series = read_metrics(self.path / METRICS_FILE)
+        except MetricsFileError as error:
+            return {"steps": [], "values": {}, "problem": str(error)}
+        steps = sorted({step for points in series.values() for step in points.steps})
+        place_of = {step: place for place, step in enumerate(steps)}
+        values: dict[str, list[float | None]] = {}
+        for name, points in sorted(series.items()):
+            values[name] = [None] * len(steps)
+            for step, value in zip(points.steps, points.values, strict=True):
+                values[name][place_of[step]] = value
+        return {"steps": steps, "values": values}
+
+    def _generations(self) -> dict[str, Any]:
+        path = self.path / GENERATIONS_FILE
+        rows: list[dict[str, Any]] = []
+        try:
+            for line in path.read_text(encoding="utf-8").split("\n")[:-1][-_MAX_GENERATIONS:]:
+                row = json.loads(line)
+                shown = {name: str(row[name]) for name in ("uid", "data_source", "response", "ground_truth")}
+                rows.append({"step": int(row["step"]), "score": float(row["score"]), **shown})
+        except _DAMAGE as error:
+            return {"rows": rows, "problem": f"{path}: cannot be read as samples of validations, a line each ({_line(error)})"}
+        return {"rows": rows}
+
+
+def _version(path: Path) -> str:
+    try:
+        status = path.stat()
+    except OSError:
+        return "-"
+    return f"{status.st_mtime_ns}.{status.st_size}"
+
+
+def _flat_config(text: str) -> dict[str, str]:
+    return {key: _text(value) for key, value in flat(yaml.safe_load(text))}
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+
+
+@cache
+def _defaults(schema: type[PPOConfig] | type[SFTConfig]) -> dict[str, str]:
+    return {key: _text(value) for key, value in flat(plain_values(schema()))}
+
+
+def _line(error: BaseException) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)
+
+
+def open_runs(paths: list[Path], plan: Callable[[Path], Any] = lambda path: None) -> Iterator[RunFolder]:
+    """Named by their folders, with as much of the path as tells them apart. Raises RunFolderError."""
+    whole = [path.resolve() for path in paths]
+    if twice := next((path for path in whole if whole.count(path) > 1), None):
+        raise RunFolderError(f"{twice}: is given twice; give each run once")
+    for path, resolved in zip(paths, whole, strict=True):
+        others = [other for other in whole if other != resolved]
+        count = next(
+            count for count in range(1, len(resolved.parts) + 1) if all(o.parts[-count:] != resolved.parts[-count:] for o in others)
+        )
+        yield RunFolder(path, "/".join(resolved.parts[-count:]), plan)

@@ -1,0 +1,102 @@
+"""A step's samples as the page reads them: a header of JSON, then numbers of all tokens in a few bytes each.
+
+    4 bytes: length of the header, little-endian | header | token numbers | log-probs | gaps | advantages
+
+Numbers of tokens are places in the header's list of texts, of two bytes each, or four where `wide`; the others are 16-bit floats, a NaN
+where there is none. All are one sample's behind the other's.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from megarl.tracking.samples import SamplesFileError, SampleTable, read_samples
+
+# Columns of the file that the header has as they are, under their names.
+_SHOWN = ("uid", "data_source", "response", "ground_truth", "score", "score_parts", "advantage", "weight_version")
+_SHOWN += ("prompt_length", "response_length", "finish_reason")
+_WIDE_FROM = 2**16
+
+
+def sample_part(path: Path, step: int, max_tokens: int) -> bytes:
+    """The first prompts of the file with all their samples, as many as are of `max_tokens` tokens or fewer, and one in any case. Of a file
+    that cannot be read the header says so."""
+    try:
+        table = read_samples(path)
+    except SamplesFileError as error:
+        return _joined({"step": step, "problem": str(error)}, [])
+    rows = _whole_prompts(table.rows, max_tokens)
+    header, arrays = _packed(rows, table)
+    return _joined({"step": step, "of": len(table.rows), **header}, arrays)
+
+
+def _whole_prompts(rows: pa.Table, max_tokens: int) -> pa.Table:
+    left, end, num_rows = max_tokens, 0, len(rows)
+    uids, lengths, prompts = (rows[name].to_pylist() for name in ("uid", "response_length", "prompt_length"))
+    while end < num_rows:
+        start, left = end, left - prompts[end]
+        while end < num_rows and uids[end] == uids[start]:
+            left -= lengths[end]
+            end += 1
+        if left < 0 and start > 0:
+            return rows.slice(0, start)
+    return rows
+
+
+def _packed(rows: pa.Table, table: SampleTable) -> tuple[dict[str, Any], list[np.ndarray]]:
+    ids = _flat(rows, "response_ids")
+    unique, places = np.unique(ids, return_inverse=True)
+    is_wide = len(unique) >= _WIDE_FROM
+    rollout, advantages = _flat(rows, "rollout_log_probs"), _flat(rows, "advantages")
+    own = rollout if rows["log_probs"].null_count else _flat(rows, "log_probs")
+    gaps = np.full_like(own, np.nan) if rows["log_probs"].null_count else own - rollout
+    prompts = list(dict.fromkeys(rows["prompt"].to_pylist()))
+    place_of = {prompt: number for number, prompt in enumerate(prompts)}
+    header = {
+        "parts": list(table.score_parts),
+        "tokens": [table.tokens.get(number, "") for number in unique.tolist()],
+        "ids": unique.tolist(),
+        "wide": is_wide,
+        "prompts": prompts,
+        "prompt": [place_of[prompt] for prompt in rows["prompt"].to_pylist()],
+        "max_gap": _most_of_each(np.abs(gaps), rows["response_length"].to_pylist()),
+        **{name: rows[name].to_pylist() for name in _SHOWN},
+    }
+    halves = [np.clip(values, -65504, 65504).astype("<f2") for values in (own, gaps, advantages)]
+    return header, [places.astype("<u4" if is_wide else "<u2"), *halves]
+
+
+def _flat(rows: pa.Table, name: str) -> np.ndarray:
+    return rows[name].combine_chunks().flatten().to_numpy(zero_copy_only=False)
+
+
+def _most_of_each(values: np.ndarray, lengths: list[int]) -> list[float | None]:
+    found, start = [], 0
+    for length in lengths:
+        most = float(values[start : start + length].max()) if length else math.nan
+        found.append(None if math.isnan(most) else float(f"{most:.4g}"))
+        start += length
+    return found
+
+
+def _joined(header: dict[str, Any], arrays: Iterable[np.ndarray]) -> bytes:
+    text = json.dumps(finite(header), separators=(",", ":")).encode()
+    return b"".join([len(text).to_bytes(4, "little"), text, *(array.tobytes() for array in arrays)])
+
+
+def finite(value: Any) -> Any:
+    """For JSON, which has neither NaN nor infinity: null in their place. Floats keep six digits."""
+    if isinstance(value, float):
+        return float(f"{value:.6g}") if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {str(key): finite(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [finite(each) for each in value]
+    return value

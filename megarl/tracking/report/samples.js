@@ -1,0 +1,231 @@
+// The tab of samples: a table to filter and sort, and one sample read token by token.
+"use strict";
+
+const PAGE_ROWS = 100;
+const ORDERS = {
+  step: ["newest step first", (a, b) => b.step - a.step],
+  best: ["highest score first", (a, b) => b.score - a.score],
+  worst: ["lowest score first", (a, b) => a.score - b.score],
+  advantage: ["largest advantage first", (a, b) => Math.abs(b.advantage ?? 0) - Math.abs(a.advantage ?? 0)],
+  gap: ["largest log-prob gap first", (a, b) => (b.maxGap ?? -1) - (a.maxGap ?? -1)],
+  long: ["longest first", (a, b) => (b.response_length ?? 0) - (a.response_length ?? 0)],
+  short: ["shortest first", (a, b) => (a.response_length ?? 0) - (b.response_length ?? 0)],
+};
+const COLORINGS = { probability: "probability", advantage: "advantage", gap: "log-prob gap", none: "nothing" };
+
+async function allSamples(run) {
+  const parts = await Promise.all(run.sampleSteps.map((step) => run.part(`samples/${step}`)));
+  const heldOut = await run.part("generations");
+  const rows = parts.flatMap((part) => part?.rows ?? []);
+  for (const row of heldOut?.rows ?? []) rows.push({ ...row, isHeldOut: true, source: row.data_source, prompt: "" });
+  for (const row of rows) row.run = run;
+  const present = parts.filter(Boolean);
+  const problems = [...present, heldOut].map((part) => part?.problem).filter(Boolean);
+  const [kept, all] = [present.reduce((sum, part) => sum + part.rows.length, 0), present.reduce((sum, part) => sum + (part.of ?? 0), 0)];
+  return { rows, problems, kept, all };
+}
+
+const samplesTab = {
+  filter: { run: "all", step: "all", kind: "training", least: "", most: "", finish: "all", text: "", order: "step" },
+  coloring: "probability",
+  page: 0,
+  chosen: null, // what tells the sample: a live report reads it again
+
+  keyOf: (row) => [row.run.number, row.step, row.uid, row.response, row.isHeldOut].join("\u0000"),
+
+  async render(root) {
+    const found = await Promise.all(report.shown.map(allSamples));
+    this.rows = found.flatMap(({ rows }) => rows);
+    if (!this.rows.some((row) => !row.isHeldOut) && this.rows.length) this.filter.kind = "held-out";
+    for (const problem of found.flatMap(({ problems }) => problems)) root.append(h("p", { className: "problem" }, problem));
+    if (!this.rows.length) {
+      root.append(h("p", { className: "muted" }, "No samples were kept: tracking.samples_every_steps says of which steps they are."));
+      return;
+    }
+    const [kept, all] = ["kept", "all"].map((name) => found.reduce((sum, each) => sum + each[name], 0));
+    this.table = h("div", { className: "scroll", id: "sample-table" });
+    this.pager = h("div", { className: "pager" });
+    this.detail = h("section", { className: "card detail", id: "sample" });
+    root.append(
+      this.toolbar(),
+      ...(kept < all ? [h("p", { className: "muted" }, `The first ${kept.toLocaleString()} of ${all.toLocaleString()} samples in the files are in this page.`)] : []),
+      h("div", { className: "split" }, h("div", {}, this.pager, this.table), this.detail),
+    );
+    this.fill();
+  },
+
+  toolbar() {
+    const isHeldOut = this.filter.kind === "held-out";
+    const steps = [...new Set(this.rows.filter((row) => Boolean(row.isHeldOut) === isHeldOut).map((row) => row.step))].sort((a, b) => a - b);
+    if (this.filter.step !== "all" && !steps.includes(Number(this.filter.step))) this.filter.step = "all";
+    const finishes = [...new Set(this.rows.map((row) => row.finish).filter(Boolean))].sort();
+    const set = (name) => (value) => {
+      this.filter[name] = value;
+      this.page = 0;
+      this.fill();
+    };
+    const field = (label, control) => h("label", {}, `${label} `, control);
+    const number = (name, label) => input("number", { value: this.filter[name], step: "any", className: "short", id: `score-${name}`, "aria-label": label }, set(name));
+    const parts = [
+      input("search", { placeholder: "Find text", value: this.filter.text, id: "sample-text", "aria-label": "Text" }, set("text")),
+      field("of", select([["training", "training"], ["held-out", "held-out prompts"]], this.filter.kind, (value) => {
+        this.filter.kind = value;
+        app.show(); // its steps are others
+      }, "Kind of samples")),
+      field("step", select([["all", "all"], ...steps.map((step) => [String(step), String(step)])], this.filter.step, set("step"), "Step")),
+      h("label", {}, "score ", number("least", "Least score"), " to ", number("most", "Most score")),
+      field("ended by", select([["all", "any"], ...finishes.map((each) => [each, each])], this.filter.finish, set("finish"), "Finish reason")),
+      field("order", select(Object.entries(ORDERS).map(([key, [text]]) => [key, text]), this.filter.order, set("order"), "Order")),
+    ];
+    if (report.shown.length > 1) {
+      const options = [["all", "all"], ...report.shown.map((run) => [String(run.number), run.name])];
+      if (!options.some(([key]) => key === this.filter.run)) this.filter.run = "all";
+      parts.unshift(field("run", select(options, this.filter.run, set("run"), "Run")));
+    } else this.filter.run = "all";
+    return h("div", { className: "toolbar" }, parts);
+  },
+
+  get found() {
+    const { run, step, kind, least, most, finish, text, order } = this.filter, needle = text.toLowerCase();
+    const wanted = this.rows.filter((row) =>
+      Boolean(row.isHeldOut) === (kind === "held-out")
+      && (run === "all" || row.run.number === Number(run))
+      && (step === "all" || row.step === Number(step))
+      && (least === "" || row.score >= Number(least))
+      && (most === "" || row.score <= Number(most))
+      && (finish === "all" || row.finish === finish)
+      && (!needle || [row.prompt, row.response, row.ground_truth].some((each) => each.toLowerCase().includes(needle))));
+    return wanted.sort(ORDERS[order][1]);
+  },
+
+  fill() {
+    const found = this.found, first = Math.min(this.page * PAGE_ROWS, Math.max(0, found.length - 1)), shown = found.slice(first, first + PAGE_ROWS);
+    const turn = (change, text, isOff) => {
+      const button = h("button", { className: "quiet", disabled: isOff, "aria-label": text === "‹" ? "Before" : "Next" }, text);
+      button.addEventListener("click", () => {
+        this.page += change;
+        this.fill();
+      });
+      return button;
+    };
+    const range = found.length ? `${(first + 1).toLocaleString()}–${(first + shown.length).toLocaleString()} of ${found.length.toLocaleString()}` : "none";
+    this.pager.replaceChildren(h("span", { id: "num-found" }, range), turn(-1, "‹", first === 0), turn(1, "›", first + PAGE_ROWS >= found.length));
+    const severalRuns = report.shown.length > 1, isHeldOut = this.filter.kind === "held-out";
+    const head = [...(severalRuns ? [""] : []), "step", "uid", "score", ...(isHeldOut ? [] : ["adv.", "tokens"]), isHeldOut ? "truth" : "prompt", "response"];
+    const body = h("tbody", {}, shown.map((row) => this.line(row, severalRuns, isHeldOut)));
+    this.table.replaceChildren(h("table", {}, h("thead", {}, h("tr", {}, head.map((text) => h("th", {}, text)))), body));
+    const chosen = shown.find((row) => this.keyOf(row) === this.chosen) || shown[0];
+    if (chosen) this.choose(chosen);
+    else this.detail.replaceChildren(h("p", { className: "muted" }, "No sample is like this."));
+  },
+
+  line(row, severalRuns, isHeldOut) {
+    const number = (value, digits = 3) => h("td", { className: "number" }, formatted(value, digits));
+    const short = (text) => h("td", { className: "text" }, text.length > 160 ? `${text.slice(0, 160)} …` : text);
+    const line = h("tr", { tabIndex: 0, data: { uid: row.uid, step: row.step } },
+      severalRuns ? h("td", {}, h("i", { className: "dot", style: { background: row.run.color }, title: row.run.name })) : null,
+      number(row.step), h("td", { className: "uid" }, row.uid), number(row.score),
+      isHeldOut ? null : [number(row.advantage), number(row.response_length)],
+      short(isHeldOut ? row.ground_truth : row.prompt), short(row.response));
+    line.addEventListener("click", () => this.choose(row));
+    line.addEventListener("keydown", (event) => {
+      const next = { Enter: line, ArrowDown: line.nextElementSibling, ArrowUp: line.previousElementSibling }[event.key];
+      if (!next) return;
+      event.preventDefault();
+      next.focus();
+      next.click();
+    });
+    row.line = line;
+    return line;
+  },
+
+  choose(row) {
+    this.chosen = this.keyOf(row);
+    for (const line of this.table.querySelectorAll("tr.chosen")) line.classList.remove("chosen");
+    row.line.classList.add("chosen");
+    const facts = [["step", row.step], ["uid", row.uid], ["source", row.source], ["score", formatted(row.score)]];
+    if (!row.isHeldOut) {
+      const { parts } = row.tokens.header;
+      if (parts.length > 1) row.score_parts.forEach((value, index) => facts.push([parts[index], formatted(value)]));
+      facts.push(["advantage", formatted(row.advantage)], ["largest gap", formatted(row.maxGap, 3)], ["weights", `version ${row.weight_version}`]);
+      facts.push(["tokens", `${row.prompt_length} + ${row.response_length}`], ["ended by", row.finish]);
+    }
+    if (report.shown.length > 1) facts.unshift(["run", row.run.name]);
+    const siblings = row.isHeldOut ? [] : this.rows.filter((each) => each.run === row.run && each.step === row.step && each.uid === row.uid && !each.isHeldOut);
+    this.detail.replaceChildren(
+      h("dl", { className: "facts" }, facts.map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, String(value))))),
+      ...(siblings.length > 1 ? [this.group(row, siblings)] : []),
+      ...(row.prompt ? [h("h3", {}, "Prompt"), h("pre", { className: "text" }, row.prompt)] : []),
+      h("h3", {}, "Response"),
+      ...(row.isHeldOut ? [h("pre", { className: "text", id: "response" }, row.response)] : this.response(row)),
+      h("h3", {}, "Ground truth"),
+      h("pre", { className: "text" }, row.ground_truth),
+    );
+  },
+
+  group(row, siblings) {
+    const chips = siblings.map((each) => {
+      const chip = h("button", { className: each === row ? "chip chosen" : "chip", title: each.response.slice(0, 300) }, formatted(each.score, 3));
+      chip.addEventListener("click", () => {
+        if (!each.line?.isConnected) this.line(each, report.shown.length > 1, false);
+        this.choose(each);
+      });
+      return chip;
+    });
+    return h("p", { className: "siblings" }, h("span", { className: "muted" }, "scores of this prompt's samples "), chips);
+  },
+
+  response(row) {
+    const text = h("div", { className: "tokens", id: "response" }), legend = h("span", { className: "legend" });
+    const paint = () => {
+      const scale = this.scale(row);
+      [...text.children].forEach((token, index) => (token.style.background = scale.color(index)));
+      legend.replaceChildren(...scale.legend);
+    };
+    const { header, places } = row.tokens;
+    places.forEach((place, index) => {
+      const written = header.tokens[place];
+      text.append(h("span", { tabIndex: -1, data: { index } }, written.replaceAll("\n", "⏎\n") || "∅"));
+    });
+    text.addEventListener("pointermove", (event) => {
+      const token = event.target.closest("[data-index]");
+      if (token) this.explain(row, Number(token.dataset.index), event);
+      else tooltip.hide();
+    });
+    text.addEventListener("pointerleave", () => tooltip.hide());
+    const choice = select(Object.entries(COLORINGS), this.coloring, (value) => {
+      this.coloring = value;
+      paint();
+    }, "Colour of tokens");
+    choice.id = "coloring";
+    paint();
+    return [h("div", { className: "toolbar" }, h("label", {}, "colour: ", choice), legend), text];
+  },
+
+  explain(row, index, event) {
+    const { header, places, logProbs, gaps, advantages } = row.tokens, own = logProbs[index], gap = gaps[index];
+    const line = (name, ...value) => h("div", {}, h("span", { className: "muted" }, `${name} `), ...value);
+    const ofLog = (value) => [h("b", {}, formatted(Math.exp(value), 3)), ` (log ${formatted(value, 3)})`];
+    const lines = Number.isNaN(gap)
+      ? [line("probability, by the engine", ...ofLog(own))]
+      : [line("probability, trainer", ...ofLog(own)), line("probability, engine", ...ofLog(own - gap)), line("log-prob gap", formatted(gap, 3))];
+    tooltip.show(event.clientX, event.clientY,
+      h("div", {}, h("code", {}, JSON.stringify(header.tokens[places[index]])), h("span", { className: "muted" }, ` id ${header.ids[places[index]]}, token ${index + 1} of ${places.length}`)),
+      ...lines, line("advantage", formatted(advantages[index], 3)));
+  },
+
+  // What colours tokens, and its legend. Two signs have two colours that also eyes without red or green tell apart.
+  scale(row) {
+    const { logProbs, gaps, advantages } = row.tokens, strong = 0.75;
+    const swatch = (color, text) => [h("i", { className: "swatch", style: { background: color } }), ` ${text} `];
+    if (this.coloring === "none") return { color: () => "", legend: [] };
+    if (this.coloring === "probability") {
+      const color = (probability) => `rgba(224, 112, 42, ${(strong * (1 - probability)).toFixed(3)})`;
+      return { color: (index) => color(Math.exp(logProbs[index])), legend: [1, 0.5, 0].flatMap((each) => swatch(color(each), String(each))) };
+    }
+    const values = this.coloring === "gap" ? gaps : advantages, most = values.reduce((largest, value) => Math.max(largest, Math.abs(value) || 0), 0);
+    const color = (value) => `rgba(${value < 0 ? "224, 112, 42" : "47, 126, 216"}, ${(strong * Math.min(1, Math.abs(value) / (most || 1)) || 0).toFixed(3)})`;
+    if (!most) return { color: () => "", legend: [this.coloring === "gap" && Number.isNaN(gaps[0]) ? "the trainer computed no log-probs" : "0 everywhere"] };
+    return { color: (index) => color(values[index]), legend: [-most, 0, most].flatMap((each) => swatch(color(each), formatted(each, 2))) };
+  },
+};

@@ -1,0 +1,41 @@
+"""`timeline.json` as the page reads it: columns in place of a mapping for each span."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+_MAX_SPANS = 60_000  # the newest
+_UNIT_US = 100.0  # starts and durations are whole numbers of this
+
+
+def timeline_part(path: Path) -> dict[str, Any]:
+    """rows: of the drawing, sorted by pool. Of each span, in the order of their starts: `row`, `name` (a place in `names`), `step`, and in
+    units of 0.1 ms `length` and `gap`, from the start of the span before."""
+    try:
+        return _columns(json.loads(path.read_text(encoding="utf-8"))["traceEvents"])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        problem = next(iter(str(error).splitlines()), type(error).__name__)
+        return {"rows": [], "names": [], "row": [], "problem": f"{path}: cannot be read ({problem})"}
+
+
+def _columns(events: list[dict[str, Any]]) -> dict[str, Any]:
+    pools = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+    threads = {(event["pid"], event["tid"]): event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    order = sorted(threads, key=lambda place: (pools[place[0]], threads[place]))
+    row_of = {place: number for number, place in enumerate(order)}
+    spans = sorted((event for event in events if event["ph"] == "X"), key=lambda event: event["ts"])[-_MAX_SPANS:]
+    names = sorted({span["name"] for span in spans})
+    name_of = {name: number for number, name in enumerate(names)}
+    starts = [round(span["ts"] / _UNIT_US) for span in spans]
+    return {
+        "rows": [{"pool": pools[place[0]], "label": threads[place]} for place in order],
+        "names": names,
+        "row": [row_of[span["pid"], span["tid"]] for span in spans],
+        "name": [name_of[span["name"]] for span in spans],
+        "step": [int(span["args"]["step"]) for span in spans],
+        "gap": [start - before for before, start in pairwise([*starts[:1], *starts])],
+        "length": [round(span["dur"] / _UNIT_US) for span in spans],
+    }

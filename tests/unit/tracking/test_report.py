@@ -1,0 +1,206 @@
+"""The page of `megarl report` without a browser: its size, what is in its parts, damaged files, who may ask the live server."""
+
+from __future__ import annotations
+
+import gzip
+import http.client
+import json
+import shutil
+import threading
+from collections.abc import Iterator
+from http import HTTPStatus
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import numpy as np
+import pytest
+
+from benchmarks.report import LARGEST_MB, make_run
+from megarl.cli.main import main
+from megarl.tracking.report.live import LiveReport
+from megarl.tracking.report.run_folder import RunFolder, open_runs
+from megarl.tracking.samples import read_samples, sample_path
+
+STEPS, SAMPLES, TOKENS, FILES = 20, 64, 6, 4
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    make_run(folder := tmp_path_factory.mktemp("runs") / "made", STEPS, SAMPLES, TOKENS, FILES)
+    return folder
+
+
+@pytest.fixture
+def run_dir(made: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(made, tmp_path / "run"))
+
+
+def opened(path: Path) -> RunFolder:
+    (run,) = open_runs([path])
+    return run
+
+
+def problems(path: Path) -> list[str]:
+    """Of all parts."""
+    run, found = opened(path), []
+    for name in run.versions():
+        content = run.part(name)
+        size = int.from_bytes(content[:4], "little")
+        part = json.loads(content[4 : 4 + size] if name.startswith("samples/") else content)
+        found += [*part.get("problems", []), *([part["problem"]] if "problem" in part else [])]
+    return found
+
+
+def test_a_page_of_a_long_run_is_small(tmp_path: Path) -> None:
+    make_run(tmp_path / "run", 500, 5000, 128)
+    assert main(["report", str(tmp_path / "run")]) == 0
+    assert (tmp_path / "run" / "report.html").stat().st_size < LARGEST_MB * 1e6
+
+
+def test_of_more_samples_than_a_page_takes_the_first_prompts_are_whole(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megarl.tracking.report.run_folder._MAX_TOKENS", FILES * 64)  # of a file 96 tokens and 16 of prompts
+    content = opened(run_dir).part("samples/20")
+    header = json.loads(content[4 : 4 + int.from_bytes(content[:4], "little")])
+    assert (len(header["uid"]), header["of"]) == (8, SAMPLES // FILES)
+    assert len(set(header["uid"])) == 1
+
+
+def test_tokens_and_numbers_are_those_of_the_file(run_dir: Path) -> None:
+    rows = read_samples(sample_path(run_dir, STEPS)).rows
+    content = opened(run_dir).part(f"samples/{STEPS}")
+    end = 4 + int.from_bytes(content[:4], "little")
+    header = json.loads(content[4:end])
+    total = SAMPLES // FILES * TOKENS
+    places = np.frombuffer(content, "<u2", total, end)
+    own, gaps, advantages = np.frombuffer(content, "<f2", 3 * total, end + 2 * total).reshape(3, total)
+    texts = [header["tokens"][place] for place in places]
+    assert "".join(texts) == "".join(header["response"]) == "".join(rows["response"].to_pylist())
+    expected = {name: np.concatenate(rows[name].to_pylist()) for name in ("response_ids", "log_probs", "rollout_log_probs", "advantages")}
+    assert [header["ids"][place] for place in places] == expected["response_ids"].tolist()
+    np.testing.assert_allclose(own, expected["log_probs"], rtol=1e-3)
+    np.testing.assert_allclose(gaps, expected["log_probs"] - expected["rollout_log_probs"], rtol=2e-3, atol=1e-6)
+    np.testing.assert_allclose(advantages, expected["advantages"], rtol=1e-3)
+    largest = np.abs(expected["log_probs"] - expected["rollout_log_probs"]).reshape(-1, TOKENS).max(1)
+    np.testing.assert_allclose(header["max_gap"], largest, rtol=1e-3)
+
+
+def test_a_whole_run_has_no_problem_and_what_is_absent_is_left_out(run_dir: Path) -> None:
+    assert problems(run_dir) == []
+    for name in ("timeline.json", "generations.jsonl", "summary.json", "config.yaml"):
+        (run_dir / name).unlink()
+    shutil.rmtree(run_dir / "samples")
+    assert list(opened(run_dir).versions()) == ["about", "metrics"]
+    assert problems(run_dir) == []
+    assert main(["report", str(run_dir)]) == 0
+
+
+DAMAGE = {
+    "metrics.jsonl": [b"no json\n", b"\xff\xfe\n", b"[1]\n", b""],
+    "timeline.json": [b"", b"[]", b'{"traceEvents": [{"name": "x"}]}', b"[" * 100_000],
+    "generations.jsonl": [b"no json\n", b"[]\n", b'{"step": 1}\n'],
+    "summary.json": [b"{", b"\xff"],
+    "config.yaml": [b"a: [", b"- 1\n", b"\xff"],
+    "samples/step_00000020.parquet": [b"", b"no parquet"],
+}
+
+
+@pytest.mark.parametrize(("name", "content"), [(name, content) for name, all_of in DAMAGE.items() for content in all_of])
+def test_a_damaged_file_is_one_line(name: str, content: bytes, run_dir: Path) -> None:
+    (run_dir / name).write_bytes(content)
+    (problem,) = problems(run_dir)
+    assert problem.startswith(f"{run_dir / name}")
+    assert len(problem.splitlines()) == 1
+
+
+def test_a_run_of_damaged_files_has_a_page(run_dir: Path) -> None:
+    for name, contents in DAMAGE.items():
+        (run_dir / name).write_bytes(contents[0])
+    assert len(problems(run_dir)) == len(DAMAGE)
+    assert main(["report", str(run_dir)]) == 0
+
+
+def test_what_a_killed_run_left_is_shown(run_dir: Path) -> None:
+    (run_dir / "summary.json").unlink()
+    with (run_dir / "metrics.jsonl").open("a") as lines:
+        lines.write('{"step": 21, "critic/sc')
+    assert problems(run_dir) == []
+    assert json.loads(opened(run_dir).part("metrics"))["steps"][-1] == STEPS
+
+
+def test_runs_are_named_by_what_tells_them_apart(made: Path, tmp_path: Path) -> None:
+    paths = [shutil.copytree(made, tmp_path / name) for name in ("a/ppo", "b/ppo", "b/grpo")]
+    assert [run.name for run in open_runs(paths)] == ["a/ppo", "b/ppo", "grpo"]
+
+
+def test_what_is_no_run_is_refused_in_a_line(made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "empty").mkdir()
+    cases = {
+        (str(tmp_path / "absent"),): f"{tmp_path / 'absent'}: there is no such folder; give a run's trainer.output_dir",
+        (str(tmp_path / "empty"),): f"{tmp_path / 'empty'}: no run has written here (no metrics.jsonl, no config.yaml); give",
+        (str(made), str(made)): f"{made}: is given twice; give each run once",
+        (str(made), "--output", str(tmp_path / "absent" / "page.html")): "cannot be written (No such file or directory); give another file",
+        (str(made), "--live", "--port", "99999"): "--port 99999: nothing can listen there",
+    }
+    for arguments, message in cases.items():
+        assert main(["report", *arguments]) == 2
+        error = capsys.readouterr().err
+        assert message in error
+        assert len(error.splitlines()) == 1
+
+
+@pytest.fixture
+def live(run_dir: Path) -> Iterator[LiveReport]:
+    report = LiveReport([opened(run_dir)])
+    thread = threading.Thread(target=report.serve)
+    thread.start()
+    yield report
+    report.close()
+    thread.join()
+
+
+def ask(report: LiveReport, path: str, host: str | None = None) -> tuple[int, bytes]:
+    address = urlsplit(report.url)
+    connection = http.client.HTTPConnection(address.hostname or "", address.port or 0)
+    connection.request("GET", path, headers={} if host is None else {"Host": host})
+    answer = connection.getresponse()
+    content = answer.read()
+    connection.close()
+    return answer.status, content
+
+
+def test_the_live_server_gives_nothing_without_the_key(live: LiveReport) -> None:
+    address = urlsplit(live.url)
+    assert address.hostname == "127.0.0.1"
+    assert ask(live, address.path)[0] == HTTPStatus.OK
+    for path in (
+        "/",
+        "/manifest",
+        "/part/0/about",
+        f"{address.path[:-2]}/",
+    ):
+        status, content = ask(live, path)
+        assert (status, len(content.splitlines())) == (HTTPStatus.FORBIDDEN, 1), path
+    assert ask(live, address.path, host=f"elsewhere.example:{address.port}")[0] == HTTPStatus.FORBIDDEN
+
+
+def test_the_live_server_gives_parts_and_nothing_else(live: LiveReport, run_dir: Path) -> None:
+    path = urlsplit(live.url).path
+    about = json.loads(gzip.decompress(ask(live, f"{path}part/0/about")[1]))
+    assert about["summary"]["steps"] == STEPS
+    for name in (
+        "part/0/samples/3",
+        "part/1/about",
+        "part/-1/about",
+        "part/0/../about",
+        "part/0/config.yaml",
+        "part/0/samples/../../x",
+        "x",
+    ):
+        assert ask(live, path + name)[0] == HTTPStatus.NOT_FOUND, name
+    before = json.loads(ask(live, f"{path}manifest")[1])
+    with (run_dir / "metrics.jsonl").open("a") as lines:
+        lines.write(json.dumps({"step": STEPS + 1, "actor/entropy": 0.5}) + "\n")
+    after = json.loads(ask(live, f"{path}manifest")[1])
+    changed = {name for name, version in after["runs"][0]["parts"].items() if before["runs"][0]["parts"][name] != version}
+    assert changed == {"metrics"}
+    assert json.loads(gzip.decompress(ask(live, f"{path}part/0/metrics")[1]))["steps"][-1] == STEPS + 1
