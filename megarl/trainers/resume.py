@@ -15,7 +15,7 @@ from megarl.checkpoints.run_folder import DESCRIPTION_FILE, LATEST_FILE, Checkpo
 from megarl.config.architecture import read_architecture
 from megarl.config.compare import FIXED, Difference, differences
 from megarl.config.derive import checkpoint_path
-from megarl.config.errors import CheckpointError, ConfigError
+from megarl.config.errors import CheckpointError, ConfigError, one_line
 from megarl.config.roles import model_roles
 from megarl.config.schema import RESUME_AUTO, RESUME_DISABLE, PPOConfig, SFTConfig
 from megarl.config.validate import read_architectures
@@ -141,8 +141,7 @@ def _changes(checkpoint: Path, config: RunConfig) -> list[Difference]:
     try:
         return differences(checkpoint / CONFIG_FILE, config)
     except (OSError, ValueError, yaml.YAMLError) as error:
-        reason = " ".join(str(error).split())
-        raise CheckpointError(f"{checkpoint / CONFIG_FILE}: cannot be read ({reason}); the checkpoint is damaged") from error
+        raise CheckpointError(f"{checkpoint / CONFIG_FILE}: cannot be read ({one_line(error)}); the checkpoint is damaged") from error
 
 
 def _role_problems(checkpoint: Path, saved: Sequence[str], config: RunConfig) -> list[str]:
