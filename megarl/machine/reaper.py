@@ -5,11 +5,16 @@ and when the driver is killed its daemons die before they could tidy up. So ever
 process that sleeps on its pidfd until it ends, however it ends. What belongs to it is known by an environment variable,
 which children inherit through any number of generations, and for a worker also by its process group. Some processes
 overwrite their environment with their title (Ray's agents do): those can be named.
+
+Named semaphores of multiprocessing stay in /dev/shm when their maker and the process that tracks them are killed. The owner's have a
+prefix of their own, by which they are removed.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import multiprocessing
 import os
 import select
 import signal
@@ -26,6 +31,7 @@ def start_reaper(owner: str, whole_group: bool, named: Sequence[int] = ()) -> No
     """Watches over this process. `whole_group`: all of its process group belongs to it, if it is the leader (Ray sees to that).
     `named`: processes that belong to it whatever they look like."""
     group = os.getpid() if whole_group and os.getpgid(0) == os.getpid() else 0
+    multiprocessing.current_process()._config["semprefix"] = f"/{_semaphores(owner)}"  # type: ignore[attr-defined]  # there is no other way
     environment = {key: value for key, value in os.environ.items() if key != OWNER}
     arguments = [str(number) for number in (os.getpid(), group, *named)]
     command = [sys.executable, "-I", "-S", __file__, owner, *arguments]
@@ -87,6 +93,11 @@ def end_processes_of(owner: str, group: int = 0, limit_s: float = 10.0) -> list[
     return left
 
 
+def _semaphores(owner: str) -> str:
+    """What the names of its semaphores begin with, which the system puts `sem.` before."""
+    return f"mp-{hashlib.sha256(owner.encode()).hexdigest()[:16]}"
+
+
 def _is_zombie(pid: str) -> bool:
     return _status(pid)[0] == "Z"
 
@@ -104,6 +115,8 @@ def _watch(owner: str, pid: int, group: int, *named: int) -> None:
         poll.poll()
     end_held(held)
     end_processes_of(owner, group)
+    for path in Path("/dev/shm").glob(f"sem.{_semaphores(owner)}-*"):
+        path.unlink(missing_ok=True)
 
 
 if __name__ == "__main__":

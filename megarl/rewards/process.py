@@ -8,12 +8,14 @@ import multiprocessing
 import os
 import signal
 import sys
+import uuid
 from collections.abc import Sequence
 from numbers import Real
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from megarl.config.schema import RewardFunctionConfig
+from megarl.machine.reaper import OWNER, start_reaper
 from megarl.machine.user_functions import last_line
 from megarl.rewards.functions import RewardFunction, RewardFunctionError, load_reward_function
 
@@ -63,6 +65,11 @@ def start(configs: Sequence[RewardFunctionConfig]) -> None:
     """The pool's initializer. It never raises: the pool would start processes again and again. See `load_error`."""
     global _load_error
     _die_with_parent()
+    # What a function has started ends with this process, also where a sample that took too long is why it ends: it is known by a mark,
+    # and by the process's own group.
+    os.setpgid(0, 0)
+    os.environ[OWNER] = owner = f"{os.environ.get(OWNER, '')}reward.{uuid.uuid4().hex}/"
+    start_reaper(owner, whole_group=True)
     # The pool's own handler is Python code, which never runs while a function hangs in C (a regular expression, say).
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     try:

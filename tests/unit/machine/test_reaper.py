@@ -4,7 +4,9 @@ import os
 import signal
 import subprocess
 import sys
+import time
 import uuid
+from pathlib import Path
 
 import psutil
 
@@ -35,6 +37,33 @@ def test_children_end_with_a_killed_owner() -> None:
         os.kill(owner.pid, signal.SIGKILL)
         owner.wait()
         assert gone_within([child], limit_s=10) == []
+
+
+SEMAPHORE_SCRIPT = """
+import multiprocessing, sys, time
+from megarl.machine.reaper import start_reaper
+start_reaper(sys.argv[1], whole_group=False)
+lock = multiprocessing.get_context("spawn").Lock()
+from multiprocessing.resource_tracker import _resource_tracker
+print(_resource_tracker._pid, lock._semlock.name, flush=True)
+time.sleep(600)
+"""
+
+
+def test_semaphores_go_with_a_killed_owner_whose_tracker_is_killed_too() -> None:
+    """Ray kills the children of a worker that ends, of which the tracker is one."""
+    owner = subprocess.Popen([sys.executable, "-c", SEMAPHORE_SCRIPT, uuid.uuid4().hex], stdout=subprocess.PIPE, text=True)
+    assert owner.stdout is not None
+    tracker, name = owner.stdout.readline().split()
+    file = Path(f"/dev/shm/sem.{name.removeprefix('/')}")
+    assert file.exists()
+    os.kill(int(tracker), signal.SIGKILL)
+    owner.kill()
+    owner.wait()
+    end_s = time.monotonic() + 10
+    while file.exists() and time.monotonic() < end_s:
+        time.sleep(0.05)
+    assert not file.exists()
 
 
 def test_only_the_owners_processes_are_found() -> None:

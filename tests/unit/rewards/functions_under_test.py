@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import subprocess
 import sys
 import time
 
@@ -22,6 +23,12 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
         case "die":
             os.kill(os.getpid(), signal.SIGKILL)
         case "sleep":
+            time.sleep(1000)
+        case "sleep with children":
+            for number in range(2):  # one in this process's group, one in a session of its own
+                child = subprocess.Popen(["sleep", "1000"], start_new_session=bool(number))
+                with open(extra_info["pids"], "a") as file:
+                    file.write(f"{child.pid}\n")
             time.sleep(1000)
         case "hang in C":
             return re.match(r"(a+)+b", "a" * 64)

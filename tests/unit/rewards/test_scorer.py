@@ -78,6 +78,16 @@ def test_each_failure_is_reported_for_its_sample_and_the_others_are_scored(score
     assert "raised SystemExit: 3" in messages[7]
 
 
+def test_what_a_sample_that_takes_too_long_has_started_ends_with_it(scorer, tmp_path):
+    file = tmp_path / "pids"
+    slow = requests("sleep with children")[0]._replace(extra_info={"pids": str(file)})
+    report = scorer.score([slow, *requests("right")])
+    assert [error.kind for error in report.errors] == ["time_limit"]
+    pids = [int(line) for line in file.read_text().split()]
+    assert len(pids) == 2
+    assert wait_until(lambda: not any(is_running(pid) for pid in pids))
+
+
 def test_the_run_stops_above_the_error_rate_and_shows_the_first_failures():
     with RewardScorer([COMPUTE_SCORE], time_limit_s=5.0, max_error_rate=0.25, num_processes=1) as scorer:
         assert len(scorer.score(requests("raise", "right", "right", "right")).errors) == 1
