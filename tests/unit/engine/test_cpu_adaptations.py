@@ -109,3 +109,19 @@ def test_clipping_does_the_originals_arithmetic(rank_pool: RankPool) -> None:
     """Gradients times max_norm / (total_norm + 1e-6), where that is below one."""
     assert rank_pool.run(clip, world_size=1, max_norm=1.0, total_norm=5.0)[0] == pytest.approx([0.6, 0.8], rel=1e-5)
     assert rank_pool.run(clip, world_size=1, max_norm=6.0, total_norm=5.0)[0] == [3.0, 4.0]
+
+
+def has_wandb() -> bool:
+    from megarl.config.schema import Device
+    from megarl.engine import platform
+
+    platform.activate(Device.cpu)
+    import megatron.core  # noqa: F401
+
+    return "wandb" in sys.modules
+
+
+def test_megatron_does_not_bring_wandb(rank_pool: RankPool) -> None:
+    """It makes folders in TMPDIR, which stay when a worker process is killed."""
+    assert importlib.util.find_spec("wandb") is not None
+    assert rank_pool.run(has_wandb, world_size=1) == [False]
