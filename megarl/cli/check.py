@@ -1,4 +1,4 @@
-"""`megarl check CONFIG`: finds everything that is wrong before anything starts, and prints what the run would do. Imports no torch."""
+"""`megarl check CONFIG`: finds everything that is wrong before anything starts, and prints what the run would do."""
 
 from __future__ import annotations
 
@@ -27,18 +27,24 @@ from megarl.config.load import plain_values
 from megarl.config.roles import REWARD_MODEL, ModelRole, model_roles
 from megarl.config.schema import Device, DType, OverlongConversation, PPOConfig, SFTConfig
 from megarl.config.validate import read_architectures
-from megarl.doctor.checked_config import load_checked_anywhere
+from megarl.doctor.checked_config import load_checked_anywhere, load_examined_anywhere
 from megarl.machine.files import existing_folder
 from megarl.placement.plan import PlacementPlan, plan_placement
 
 _FILE_WIDTH = 140  # columns of the tables where nobody's window limits them: a path must not be folded in a log
 
 
-def run(config_path: str, overrides: Sequence[str], schema: type[PPOConfig] | type[SFTConfig] = PPOConfig) -> int:
-    """Prints models, arithmetic and placement of a good configuration; 0. Raises ConfigError for any other."""
-    config, absent = load_checked_anywhere(schema, config_path, overrides)
+def run(config_path: str, overrides: Sequence[str], schema: type[PPOConfig] | type[SFTConfig] = PPOConfig, fast: bool = False) -> int:
+    """Prints models, arithmetic and placement of a good configuration; 0. Raises ConfigError for any other. fast: of the files that a run
+    reads only `config.json`s are looked into."""
+    if fast:
+        (config, absent), warnings = load_checked_anywhere(schema, config_path, overrides), list[str]()
+    else:
+        config, absent, warnings = load_examined_anywhere(schema, config_path, overrides)
     console = Console()
     print_run(config, console)
+    for warning in warnings:
+        console.print(f"warning: {warning}", style="yellow", soft_wrap=True, highlight=False, markup=False)
     plan = plan_placement(config)
     print_absent(absent, console)
     good = "good, but for what is not here" if absent else "good"

@@ -88,7 +88,8 @@ def _parser() -> argparse.ArgumentParser:
         lambda parsed: _run("train")(parsed.config, parsed.overrides),
     )
     _add_run(commands, "sft", "fine-tune on demonstrations", lambda parsed: _run("sft")(parsed.config, parsed.overrides))
-    _add_run(commands, "check", "find every error in a configuration, and print what the run would do", _start_check)
+    check = _add_run(commands, "check", "find every error in a configuration, and print what the run would do", _start_check)
+    check.add_argument("--fast", action="store_true", help="in a second: without tokenizers, data, weights and reward functions")
     plan = _add_run(commands, "plan", "print, and draw, where each role would run and what each device would hold", _start_plan)
     plan.add_argument("--output", metavar="FILE", help="draw it to a .svg or .png")
     rehearse = _add_run(
@@ -177,7 +178,7 @@ def _start_rehearse(parsed: argparse.Namespace) -> int:
 
 
 def _start_check(parsed: argparse.Namespace) -> int:
-    return _run("check")(parsed.config, parsed.overrides, _schema(parsed))
+    return _run("check")(parsed.config, parsed.overrides, _schema(parsed), parsed.fast)
 
 
 def _start_doctor(parsed: argparse.Namespace) -> int:

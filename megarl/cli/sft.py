@@ -13,7 +13,7 @@ from megarl.config.schema import SFTConfig
 from megarl.data.loader import BatchLoader, parts_of
 from megarl.data.sft import SFTDataset
 from megarl.data.tokenizer import load_tokenizer
-from megarl.doctor.checked_config import load_checked
+from megarl.doctor.checked_config import load_for_run
 from megarl.roles.saved_models import sft_models
 from megarl.roles.start import start_sft
 from megarl.trainers.resume import find_resume
@@ -23,7 +23,7 @@ from megarl.trainers.sft import SFTTrainer
 def run(config_path: str, overrides: Sequence[str]) -> int:
     """Trains; 0 at the end, 143 where SIGTERM ended it. What can be known to be wrong raises ValueError before a process is started."""
     refuse_launched_ranks("sft")
-    config = load_checked(SFTConfig, config_path, overrides)
+    config = load_for_run(SFTConfig, config_path, overrides)
     with run_context_of(config) as context:
         return _run(config, context)
 

@@ -22,7 +22,7 @@ from megarl.data.conversations import check_chats
 from megarl.data.loader import BatchLoader, parts_of
 from megarl.data.prompts import PromptDataset
 from megarl.data.tokenizer import load_tokenizer
-from megarl.doctor.checked_config import load_checked
+from megarl.doctor.checked_config import load_for_run
 from megarl.roles.rollout import TokenRules
 from megarl.roles.saved_models import ppo_models
 from megarl.roles.start import start_ppo
@@ -38,7 +38,7 @@ def run(config_path: str, overrides: Sequence[str]) -> int:
     refuse_launched_ranks("train")
     if schema_of(config_path, overrides) is SFTConfig:
         return sft.run(config_path, overrides)
-    config = load_checked(PPOConfig, config_path, overrides)
+    config = load_for_run(PPOConfig, config_path, overrides)
     with run_context_of(config) as context:
         resume = find_resume(config)
         if is_complete(config, resume):

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
+DATA = "data"  # the check of a run's data files
+
 
 class Status(str, Enum):
     ok = "ok"
@@ -16,16 +18,21 @@ class Status(str, Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class CheckResult:
-    """`facts`: the numbers behind `message`, as JSON can hold them."""
+    """`facts`: the numbers behind `message`, as JSON can hold them. `is_whole`: the message says what to do already."""
 
     check: str
     status: Status
     message: str
     remedy: str | None = None
     facts: Mapping[str, Any] = field(default_factory=dict)
+    is_whole: bool = False
 
     def __post_init__(self) -> None:
         assert (self.remedy is None) == (self.status is Status.ok), "what is not good has a remedy, and what is good has none"
+
+    def __str__(self) -> str:
+        """One line, with what to do."""
+        return self.message if self.is_whole or self.remedy is None else f"{self.message}; {self.remedy}"
 
 
 def good(check: str, message: str, **facts: Any) -> CheckResult:
@@ -38,6 +45,12 @@ def doubtful(check: str, message: str, remedy: str, **facts: Any) -> CheckResult
 
 def wrong(check: str, message: str, remedy: str, **facts: Any) -> CheckResult:
     return CheckResult(check=check, status=Status.error, message=message, remedy=remedy, facts=facts)
+
+
+def refused(check: str, key: str, error: Exception, remedy: str, **facts: Any) -> CheckResult:
+    """`error`: what a run would end with; it says what to do. `key`: of the configuration, unless the message names it. remedy: shorter."""
+    message = str(error) if str(error).startswith(key) else f"{key}: {error}"
+    return CheckResult(check=check, status=Status.error, message=message, remedy=remedy, facts=facts, is_whole=True)
 
 
 def worst(results: Sequence[CheckResult]) -> Status:

@@ -9,10 +9,12 @@ from typing import Any, TypeVar
 from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
 from megarl.config.published import with_published_models
+from megarl.config.roles import model_roles
 from megarl.config.schema import PPOConfig, RolloutConfig, RolloutEngineKind, SFTConfig
 from megarl.config.sources import source_name
 from megarl.config.validate import absent_files, read_architectures, validate
 from megarl.config.violation import Violation
+from megarl.doctor.check_result import DATA, CheckResult, Status
 from megarl.placement.memory import budget_problems, plan_memory, refuses
 from megarl.placement.plan import plan_placement
 from megarl.placement.transport import choose_transport
@@ -26,22 +28,66 @@ _PLACEMENT_KEYS = (
 
 
 def load_checked(schema: type[RunConfig], source: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> RunConfig:
-    """`load_config`, and every check that needs no process. Raises ConfigError that lists all that is wrong."""
+    """`load_config`, and every check that reads no more of a run's files than its models' `config.json`. Raises ConfigError that lists all
+    that is wrong."""
     return checked(load_config(schema, source, overrides), source_name(source), with_files=True)
+
+
+def load_for_run(schema: type[RunConfig], path: str, overrides: Sequence[str] = ()) -> RunConfig:
+    """As `load_checked`, with the model folders, tokenizers and reward functions, which runs a first sample. Of the data, which a run
+    reads in full, only the first row is needed here."""
+    config = load_config(schema, path, overrides)
+    violations = validate(config)
+    found = [each for each in _inputs(config, violations, 1) if each.status is Status.error and each.check != DATA]
+    _refuse(path, [*_problems(config, violations), *map(str, found)])
+    return config
 
 
 def load_checked_anywhere(schema: type[RunConfig], path: str, overrides: Sequence[str] = ()) -> tuple[RunConfig, list[str]]:
     """As `load_checked`, but on a machine without the run's models: those that are published are known, and files that a run reads may be
     elsewhere too. The second value: what is not here, a line each; empty where the models are."""
-    given: RunConfig = load_config(schema, path, overrides)
-    config, absent = with_published_models(given, path)
+    config, absent = with_published_models(load_config(schema, path, overrides), path)
     checked(config, path, with_files=not absent)
     return config, [*absent, *map(str, absent_files(config))]
 
 
+def load_examined_anywhere(schema: type[RunConfig], path: str, overrides: Sequence[str] = ()) -> tuple[RunConfig, list[str], list[str]]:
+    """As `load_checked_anywhere`, with all that a run reads, where it is here: model folders, tokenizers, the first rows of the data,
+    reward functions. The third value: warnings, a line each, of what will run but is seldom meant."""
+    config, absent = with_published_models(load_config(schema, path, overrides), path)
+    if absent:
+        return *load_checked_anywhere(schema, path, overrides), []
+    violations = validate(config)
+    found = _inputs(config, violations, None)
+    _refuse(path, [*_problems(config, violations), *(str(each) for each in found if each.status is Status.error)])
+    return config, [], [str(each) for each in found if each.status is Status.warning]
+
+
 def checked(config: RunConfig, path: str, with_files: bool) -> RunConfig:
     """The configuration, of the file `path`, with every check that needs no process; with_files: as for `validate`. Raises ConfigError."""
-    violations = validate(config, with_files)
+    _refuse(path, _problems(config, validate(config, with_files)))
+    return config
+
+
+def _refuse(path: str, problems: Sequence[str]) -> None:
+    if problems:
+        raise ConfigError(path, problems)
+
+
+def _inputs(config: PPOConfig | SFTConfig, violations: Sequence[Violation], num_rows: int | None) -> list[CheckResult]:
+    """What is said of the files that a run reads, without those that `violations` are about. num_rows: see `findings`."""
+    # Here, because tokenizers and headers of weights take torch, and seconds; nobody else shall wait for it.
+    from megarl.doctor.inputs import ROWS, findings
+
+    skipped = {key for violation in violations for key in violation.keys}
+    architectures, _ = read_architectures(config)
+    known = {
+        role.name: architectures[role.name] for role in model_roles(config) if role.path_key not in skipped and role.name in architectures
+    }
+    return list(findings(config, known, skipped, ROWS if num_rows is None else num_rows))
+
+
+def _problems(config: PPOConfig | SFTConfig, violations: Sequence[Violation]) -> list[str]:
     problems = [str(violation) for violation in violations]
     if not any(_is_about_placement(violation) for violation in violations):
         try:
@@ -54,9 +100,7 @@ def checked(config: RunConfig, path: str, with_files: bool) -> RunConfig:
             problems += error.problems
     if isinstance(config, PPOConfig):
         problems += _server_args_problems(config.rollout)
-    if problems:
-        raise ConfigError(path, problems)
-    return config
+    return problems
 
 
 def _server_args_problems(rollout: RolloutConfig) -> list[str]:

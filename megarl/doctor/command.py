@@ -43,9 +43,7 @@ CHECKS = (
     Check("ports", "network", "ports"),
     Check("layers", "software", "layers", of_run=True),
     Check("checkpoints", "storage", of_run=True),
-    Check("models", "inputs", "models", of_run=True),
-    Check("tokenizers and data", "inputs", "tokenizers", of_run=True),
-    Check("reward functions", "inputs", "rewards", of_run=True),
+    Check("models, tokenizers, data and rewards", "inputs", of_run=True),
     Check("ranks", "network", "loopback"),
     Check("ray", "ray_cluster"),
 )

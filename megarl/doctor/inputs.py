@@ -1,180 +1,171 @@
-"""What a run reads: model folders, tokenizers and chat templates, data files, reward functions."""
+"""What a run reads: model folders, tokenizers and chat templates, data files, reward functions. Read as the run reads them."""
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 
-from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedTokenizerBase
 
-from megarl.config.roles import ModelRole, model_roles
-from megarl.config.schema import Overlong, PPOConfig, RewardFunctionConfig, SFTConfig
-from megarl.data import prompts, sft
+from megarl.config.architecture import Architecture
+from megarl.config.derive import max_row_tokens
+from megarl.config.roles import REWARD_MODEL, ModelRole, model_roles
+from megarl.config.schema import Overlong, PPOConfig, RewardConfig, SFTConfig
 from megarl.data.files import DataError, open_file
+from megarl.data.prompts import Prompt, read_prompt, read_prompt_rows
+from megarl.data.sft import read_chat_rows, read_example
 from megarl.data.tokenizer import load_tokenizer
-from megarl.doctor.check_result import CheckResult, doubtful, good, size, wrong
+from megarl.doctor.check_result import DATA, CheckResult, doubtful, good, refused, size, wrong
 from megarl.doctor.examined_run import ExaminedRun
+from megarl.rewards.functions import RewardFunctionError
+from megarl.rewards.scorer import RewardError, RewardScorer, ScoreRequest
+from megarl.rollout.interface import end_token_ids
+from megarl.weights.load import check_headers
+from megarl.weights.receipt import WeightTransferError
 
-MODELS, TOKENIZERS, DATA, REWARDS = "models", "tokenizers", "data", "reward functions"
-_INDEX = "model.safetensors.index.json"
-_LFS = b"version https://git-lfs"
-_ROWS = 256  # of each file that are rendered
-_REWARD_LIMIT_S = 30
-_LOAD_REWARD = "import sys; from megarl.rewards.functions import load_reward_function; load_reward_function(*sys.argv[1:])"
-
-
-def models(subject: ExaminedRun) -> Iterator[CheckResult]:
-    if subject.config is None:
-        return
-    for role in {role.path: role for role in reversed(model_roles(subject.config))}.values():
-        yield from judge_model(Path(role.path), role.path_key)
+Config = PPOConfig | SFTConfig
+MODELS, TOKENIZERS, REWARDS = "models", "tokenizers", "reward functions"
+ROWS = 256  # of each file that are rendered
+_REWARD_LIMIT_S = 30.0  # for the imports of a reward file
 
 
-def judge_model(folder: Path, key: str) -> Iterator[CheckResult]:
-    """The weights are all there: each file whole, each tensor of the index in its file. Headers are read, weights are not."""
-    again = f"download it again (hf download NAME --local-dir {folder}), or set {key} to another folder"
-    if not folder.is_dir():
-        yield wrong(MODELS, f"there is no folder {folder}", f"make or download the model, or set {key} to its folder", folder=str(folder))
-        return
-    try:
-        index = json.loads((folder / _INDEX).read_text())["weight_map"] if (folder / _INDEX).exists() else None
-    except (OSError, ValueError, KeyError) as error:
-        yield wrong(MODELS, f"{folder / _INDEX} cannot be read: {error}", again, folder=str(folder))
-        return
-    files = sorted(set(index.values())) if index is not None else sorted(file.name for file in folder.glob("*.safetensors"))
-    faults, tensors, total = [], 0, 0
-    for name in files:
-        try:
-            names = _tensor_names(folder / name)
-        except (OSError, SafetensorError) as error:
-            faults.append(wrong(MODELS, f"{folder / name}: {_why(folder / name, error)}", again, folder=str(folder), file=name))
+def check(subject: ExaminedRun) -> Iterator[CheckResult]:
+    if subject.config is not None:
+        yield from findings(subject.config, subject.architectures)
+
+
+def findings(
+    config: Config, architectures: Mapping[str, Architecture], skipped: Collection[str] = (), num_rows: int = ROWS
+) -> Iterator[CheckResult]:
+    """Of all that a run reads. `architectures`: of the models that can be read, by role; the others are left out. `skipped`: keys of what
+    is known to be wrong. num_rows: of each file that are rendered."""
+    for role in _distinct_models(config, architectures):
+        yield judge_model(Path(role.path), role.path_key, architectures[role.name], role)
+    prompt = None
+    for role in model_roles(config):
+        if role.name not in architectures or role.name not in ("actor", REWARD_MODEL):
             continue
-        tensors, total = tensors + len(names), total + (folder / name).stat().st_size
-        lacking = sorted(tensor for tensor, file in (index or {}).items() if file == name and tensor not in names)
-        if lacking:
-            message = f"{folder / name} lacks {len(lacking)} tensors that the index has in it, such as {lacking[0]}"
-            faults.append(wrong(MODELS, message, again, folder=str(folder), file=name, lacking=lacking[:10]))
-    if not files:
-        faults.append(wrong(MODELS, f"{folder} holds no *.safetensors", again, folder=str(folder)))
-    yield from faults
-    if not faults:
-        count = "1 file" if len(files) == 1 else f"{len(files)} files"
-        message = f"{folder}: {tensors:,} tensors in {count}, {size(total)}"
-        yield good(MODELS, message, folder=str(folder), files=len(files), bytes=total)
-
-
-def _tensor_names(file: Path) -> set[str]:
-    """Raises SafetensorError for a file that is shorter than its header says."""
-    with file.open("rb"):  # what the library says of a file that it may not read does not name the reason
-        pass
-    with safe_open(file, framework="numpy") as opened:
-        return set(opened.keys())
-
-
-def _why(file: Path, error: Exception) -> str:
-    if isinstance(error, OSError):
-        return error.strerror or str(error)
-    if file.read_bytes()[: len(_LFS)] == _LFS:
-        return "is a pointer of Git LFS and not the weights; run `git lfs pull`"
-    return f"is cut off or damaged, {file.stat().st_size:,} bytes ({error})"
-
-
-def tokenizers(subject: ExaminedRun) -> Iterator[CheckResult]:
-    if subject.config is None:
-        return
-    trust = subject.config.model.trust_remote_code
-    readers = [role for role in model_roles(subject.config) if role.name == "actor" or not role.reads_policy_tokens]
-    for role in readers:
         try:
-            tokenizer = load_tokenizer(role.path, trust, role.path_key)
+            tokenizer = load_tokenizer(role.path, config.model.trust_remote_code, role.path_key)
+            yield judge_tokenizer(role, tokenizer)
         except ValueError as error:
             remedy = "copy tokenizer.json, tokenizer_config.json and chat_template.jinja of the model into its folder"
-            yield wrong(TOKENIZERS, str(error), remedy, folder=role.path)
+            yield refused(TOKENIZERS, role.path_key, error, remedy, folder=role.path)
             continue
-        yield judge_tokenizer(role, tokenizer, subject)
         if role.name == "actor":
-            yield from data(subject, tokenizer)
+            found, prompt = data(config, tokenizer, skipped, num_rows)
+            yield from found
+    if isinstance(config, PPOConfig) and config.reward.functions and not any(key.startswith("reward.functions") for key in skipped):
+        yield judge_rewards(config.reward, prompt)
 
 
-def judge_tokenizer(role: ModelRole, tokenizer: PreTrainedTokenizerBase, subject: ExaminedRun) -> CheckResult:
-    """Of a tokenizer that loads and has a chat template."""
+def _distinct_models(config: Config, architectures: Mapping[str, Architecture]) -> list[ModelRole]:
+    """The reference has mostly the actor's folder. A critic in it needs no other tensors."""
+    roles = [role for role in model_roles(config) if role.name in architectures]
+    return list({role.path: role for role in reversed(roles)}.values())[::-1]
+
+
+def judge_model(folder: Path, key: str, architecture: Architecture, role: ModelRole) -> CheckResult:
+    """The weights are all there: each file whole, each tensor of the index in its file, with the shapes of config.json. Headers are read,
+    weights are not."""
+    again = f"download it again (hf download NAME --local-dir {folder}), or set {key} to another folder"
+    try:
+        index = check_headers(folder, architecture, "value" if role.with_value_head else "lm", trains=role.optim is not None)
+    except WeightTransferError as error:
+        return wrong(MODELS, f"{key}: {error}", again, folder=str(folder))
+    files = {tensor.file for tensor in index.tensors.values()}
+    total = sum(file.stat().st_size for file in files)
+    count = "1 file" if len(files) == 1 else f"{len(files)} files"
+    return good(MODELS, f"{folder}: {len(index.tensors):,} tensors in {count}, {size(total)}", files=len(files), bytes=total)
+
+
+def judge_tokenizer(role: ModelRole, tokenizer: PreTrainedTokenizerBase) -> CheckResult:
+    """Of a tokenizer that loads and has a chat template. Raises ValueError for a generation_config.json that cannot be read."""
     facts = {"folder": role.path, "tokens": len(tokenizer), "end_token": tokenizer.eos_token}
-    if role.name in subject.architectures and len(tokenizer) > (vocabulary := subject.architectures[role.name].vocab_size):
-        message = f"{role.path}: the tokenizer has {len(tokenizer):,} tokens, and the model embeds {vocabulary:,}"
-        return doubtful(TOKENIZERS, message, "use the tokenizer that the model was published with, or never write the others", **facts)
+    others = sorted(end_token_ids(role.path) - {tokenizer.eos_token_id})
+    if role.reads_policy_tokens and others and tokenizer.eos_token_id not in end_token_ids(role.path):
+        named = ", ".join(f"{tokenizer.decode([index])!r} ({index})" for index in others)
+        message = (
+            f"{role.path}: the tokenizer ends with {tokenizer.eos_token!r} ({tokenizer.eos_token_id}), and the model's "
+            f"generation_config.json or config.json with {named}: each of them ends a sample"
+        )
+        remedy = "set eos_token in tokenizer_config.json to the one with which the chat template ends an answer"
+        return doubtful(TOKENIZERS, message, remedy, **facts)
     return good(TOKENIZERS, f"{role.path}: {len(tokenizer):,} tokens, ends with {tokenizer.eos_token!r}, has a chat template", **facts)
 
 
-def data(subject: ExaminedRun, tokenizer: PreTrainedTokenizerBase) -> Iterator[CheckResult]:
-    """The first rows of each file, read and rendered as the run does."""
-    config = subject.config
-    assert config is not None
-    vocabulary = subject.architectures["actor"].vocab_size if "actor" in subject.architectures else None
-    for file in dict.fromkeys([*config.data.train_files, *config.data.val_files]):
-        try:
-            rendered = list(islice(_rendered(config, file, tokenizer), _ROWS))
-            rows = open_file(file, ()).num_rows
-        except DataError as error:
-            example = "as in docs/rewards.md" if isinstance(config, PPOConfig) else "each a chat that ends with the assistant's answer"
-            yield wrong(DATA, str(error), f"write the file again with the columns that are named, {example}", file=file)
+def data(
+    config: Config, tokenizer: PreTrainedTokenizerBase, skipped: Collection[str], num_rows: int
+) -> tuple[list[CheckResult], Prompt | None]:
+    """The first rows of each file, read and rendered as the run does; and the first prompt of all."""
+    results, first = [], None
+    for key in ("data.train_files", "data.val_files"):
+        if key in skipped:
             continue
-        yield judge_rows(config, file, rows, rendered, vocabulary)
+        for file in dict.fromkeys(config.data.train_files if key == "data.train_files" else config.data.val_files):
+            try:
+                prompts, lengths = _rendered(config, file, tokenizer, num_rows)
+            except DataError as error:
+                example = "as in docs/rewards.md" if isinstance(config, PPOConfig) else "each a chat that ends with the assistant's answer"
+                remedy = f"write the file again with the columns that are named, {example}"
+                results.append(refused(DATA, key, error, remedy, file=file))
+                continue
+            first = next(iter(prompts), first) if first is None else first
+            results.append(judge_rows(config, key, file, open_file(file, ()).num_rows, lengths))
+    return results, first
 
 
-def _rendered(config: PPOConfig | SFTConfig, file: str, tokenizer: PreTrainedTokenizerBase) -> Iterator[Sequence[int]]:
-    """Token ids of each row: of the prompt, in SFT of the whole chat."""
+def _rendered(config: Config, file: str, tokenizer: PreTrainedTokenizerBase, num_rows: int) -> tuple[list[Prompt], list[int]]:
+    """The first prompts, and tokens of each row: of the prompt, in SFT of the whole chat."""
     if isinstance(config, PPOConfig):
-        for row in prompts.read_prompt_rows([file], config.data.columns):
-            yield prompts.read_prompt(row, tokenizer, config.data).token_ids
-    else:
-        for row in sft.read_chat_rows([file], config.data.columns):
-            example = sft.read_example(row, tokenizer, config.data)
-            yield [*example.prompt_ids, *example.response_ids]
+        rows = islice(read_prompt_rows([file], config.data.columns), num_rows)
+        prompts = [read_prompt(row, tokenizer, config.data) for row in rows]
+        return prompts, [len(prompt.token_ids) for prompt in prompts]
+    examples = (read_example(row, tokenizer, config.data) for row in islice(read_chat_rows([file], config.data.columns), num_rows))
+    return [], [len(example.prompt_ids) + len(example.response_ids) for example in examples]
 
 
-def judge_rows(
-    config: PPOConfig | SFTConfig, file: str, rows: int | None, rendered: Sequence[Sequence[int]], vocabulary: int | None
-) -> CheckResult:
-    """`rows`: of the file, None where unknown. `rendered`: token ids of the first. `vocabulary`: tokens that the model embeds."""
-    key = "data.max_prompt_length" if isinstance(config, PPOConfig) else "data.max_length"
-    limit = config.data.max_prompt_length if isinstance(config, PPOConfig) else config.data.max_length
-    longest, longer = max(map(len, rendered)), sum(len(ids) > limit for ids in rendered)
-    facts = {"file": file, "rows": rows, "rows_read": len(rendered), "longest": longest, "longer": longer}
-    highest = max(max(ids) for ids in rendered)
-    if vocabulary is not None and highest >= vocabulary:
-        message = f"{file}: a row has the token {highest}, and the model embeds {vocabulary:,}"
-        return wrong(DATA, message, "use the tokenizer that the model was published with", **facts)
+def judge_rows(config: Config, key: str, file: str, rows: int | None, lengths: Sequence[int]) -> CheckResult:
+    """`rows`: of the file, None where unknown. `lengths`: tokens of the first."""
+    limit_key = "data.max_prompt_length" if isinstance(config, PPOConfig) else "data.max_length"
+    limit = config.data.max_prompt_length if isinstance(config, PPOConfig) else max_row_tokens(config)
+    longest, longer = max(lengths), sum(length > limit for length in lengths)
+    facts = {"file": file, "rows": rows, "rows_read": len(lengths), "longest": longest, "longer": longer}
     if longer:
-        message = f"{file}: {longer} of the first {len(rendered)} rows have more than {key}={limit} tokens, at most {longest}"
+        message = f"{key}: {file}: {longer} of the first {len(lengths)} rows have more than {limit_key}={limit} tokens, at most {longest}"
         if config.data.overlong is Overlong.refuse:
-            return wrong(DATA, message, f"set {key}={longest} or more, or data.overlong=filter to leave them out", **facts)
-        return doubtful(DATA, f"{message}; they will be left out", f"set {key}={longest} to keep them", **facts)
+            return wrong(DATA, message, f"set {limit_key}={longest} or more, or data.overlong=filter to leave them out", **facts)
+        return doubtful(DATA, f"{message}; they will be left out", f"set {limit_key}={longest} to keep them", **facts)
     of_all = "" if rows is None else f"{rows:,} rows; "
-    return good(DATA, f"{file}: {of_all}the first {len(rendered)} have at most {longest} tokens", **facts)
+    return good(DATA, f"{file}: {of_all}the first {len(lengths)} have at most {longest} tokens", **facts)
 
 
-def rewards(subject: ExaminedRun) -> Iterator[CheckResult]:
-    if isinstance(subject.config, PPOConfig):
-        for function in subject.config.reward.functions:
-            yield judge_reward(function)
-
-
-def judge_reward(function: RewardFunctionConfig, limit_s: float = _REWARD_LIMIT_S) -> CheckResult:
-    """Loads it in a process of its own: the file is a user's, and may do anything."""
-    name = f"{function.name} in {function.path}"
-    command = [sys.executable, "-c", _LOAD_REWARD, function.path, function.name]
-    remedy = f"mend {function.path}; python {function.path} shows the whole error"
+def judge_rewards(reward: RewardConfig, prompt: Prompt | None, limit_s: float = _REWARD_LIMIT_S) -> CheckResult:
+    """Loads the functions in a process of their own, for the files are a user's and may do anything, and has them score an answer that
+    is the ground truth of `prompt`. Without a prompt they are only loaded."""
+    files = ", ".join(dict.fromkeys(function.path for function in reward.functions))
+    remedy = f"mend {files}; `megarl score` runs it on a file of responses"
+    sample = None if prompt is None else _answered_right(prompt)
     try:
-        ended = subprocess.run(command, capture_output=True, text=True, timeout=limit_s, check=False, stdin=subprocess.DEVNULL)
-    except subprocess.TimeoutExpired:
-        slow = f"do nothing slow when {function.path} is imported"
-        return wrong(REWARDS, f"{name} is not loaded after {limit_s:g} s", slow, file=function.path)
-    if ended.returncode:
-        said = (ended.stderr.strip() or "it ended the process").splitlines()[-1]
-        return wrong(REWARDS, said.removeprefix("megarl.rewards.functions.RewardFunctionError: "), remedy, file=function.path)
-    return good(REWARDS, f"{name} loads and takes the four arguments", file=function.path)
+        with RewardScorer(reward.functions, reward.time_limit_s, 1.0, 1, limit_s) as scorer:
+            report = None if sample is None else scorer.score([sample])
+    except (RewardFunctionError, RewardError) as error:
+        return refused(REWARDS, "reward.functions", error, remedy, files=files)
+    names = ", ".join(f"{function.name} in {function.path}" for function in reward.functions)
+    if sample is None or report is None:
+        return good(REWARDS, f"{names} loads and takes the four arguments", files=files)
+    if not report.errors:
+        given = f"{report.scores[0]:g} for {sample.solution_str[:40]!r}, the first row's ground truth"
+        return good(REWARDS, f"{names} loads, and gives {given}", files=files)
+    problem = f"reward.functions: for {sample.solution_str[:40]!r}, the first row's ground truth, {report.errors[0].message}"
+    if reward.max_error_rate == 0:
+        return wrong(REWARDS, problem, remedy, files=files)
+    return doubtful(REWARDS, problem, f"{remedy}; at most reward.max_error_rate={reward.max_error_rate:g} may fail", files=files)
+
+
+def _answered_right(prompt: Prompt) -> ScoreRequest:
+    truth = prompt.reward_model["ground_truth"]
+    return ScoreRequest(
+        uid="first", data_source=prompt.data_source, solution_str=str(truth), ground_truth=truth, extra_info=dict(prompt.extra_info)
+    )

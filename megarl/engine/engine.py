@@ -28,9 +28,9 @@ from megarl.engine.optimizer import Optimizer, StepStatistics
 from megarl.engine.platform import to_device
 from megarl.engine.spec import ModelSpec
 from megarl.engine.vocab_parallel import Extra, token_scores
-from megarl.weights.load import ValueHead, load_into_shards
+from megarl.weights.load import load_into_shards, value_head_of
 from megarl.weights.manifest import read_checkpoint_index
-from megarl.weights.name_mapping import OUTPUT_LAYER, VALUE_HEAD_TENSOR
+from megarl.weights.name_mapping import OUTPUT_LAYER
 from megarl.weights.shard_layout import layouts_of
 
 MicroBatches = Sequence[Sequence[int]]  # row numbers of this replica's batch
@@ -116,14 +116,10 @@ class MegatronEngine:
         return TrainingState(self._models, self._optimizer, self._state, self.groups, self.spec.architecture.vocab_size)
 
     def _load(self, folder: str) -> None:
-        """A critic made from a language model has no head in its folder: it starts at V = 0 everywhere. A frozen one would stay there:
-        it must have a head."""
-        made_up = self.spec.head == "value" and self.spec.optim is not None
-        stored = not made_up or VALUE_HEAD_TENSOR in read_checkpoint_index(folder).tensors
+        value_head = value_head_of(read_checkpoint_index(folder), self.spec.head, trains=self.spec.optim is not None)
         parameters = self.parameters()
-        if not stored and OUTPUT_LAYER in parameters:
+        if value_head == "initial" and OUTPUT_LAYER in parameters:
             parameters[OUTPUT_LAYER].zero_()
-        value_head: ValueHead = "stored" if stored else "initial"
         load_into_shards(folder, self.spec.architecture, self.layout, parameters, head=self.spec.head, value_head=value_head)
 
     def _data_parallel(self, models: Sequence[ModelChunk]) -> list[DistributedDataParallel]:

@@ -57,16 +57,25 @@ class RewardScorer:
     """A pool of `num_processes` that score samples; a sample may take `time_limit_s` seconds for all functions together.
 
     The clock of a sample starts when its process takes it up. The processes are spawned, not forked, so the owner may have threads
-    and a GPU; none outlives the owner, however it ends. Raises RewardFunctionError at once for functions that cannot be loaded.
+    and a GPU; none outlives the owner, however it ends. Raises RewardFunctionError at once for functions that cannot be loaded, or
+    are not within `start_time_limit_s`.
     """
 
-    def __init__(self, functions: Sequence[RewardFunctionConfig], time_limit_s: float, max_error_rate: float, num_processes: int) -> None:
+    def __init__(
+        self,
+        functions: Sequence[RewardFunctionConfig],
+        time_limit_s: float,
+        max_error_rate: float,
+        num_processes: int,
+        start_time_limit_s: float = START_TIME_LIMIT_S,
+    ) -> None:
         if not functions:
             raise RewardFunctionError("reward.functions is empty; give at least one {path, name}")
         self._functions = list(functions)
         self._time_limit_s = time_limit_s
         self._max_error_rate = max_error_rate
         self._num_processes = num_processes
+        self._start_time_limit_s = start_time_limit_s
         # The kernel ends a process with the *thread* that started it (PR_SET_PDEATHSIG), so the pool is started in a thread that
         # lives as long as the scorer; later processes are started by the pool's own thread.
         self._starter = ThreadPoolExecutor(max_workers=1, thread_name_prefix="reward_pool_starter")
@@ -114,9 +123,9 @@ class RewardScorer:
         context = multiprocessing.get_context("spawn")
         pool = ProcessPool(max_workers=self._num_processes, initializer=process.start, initargs=[self._functions], context=context)
         loading = pool.schedule(process.load_error)
-        if not wait([loading], timeout=START_TIME_LIMIT_S).done:
+        if not wait([loading], timeout=self._start_time_limit_s).done:
             files = ", ".join(function.path for function in self._functions)
-            problem = f"running reward function file(s) {files} takes more than {START_TIME_LIMIT_S:g} s; move slow work out of them"
+            problem = f"running reward function file(s) {files} takes more than {self._start_time_limit_s:g} s; move slow work out of them"
         else:
             problem = loading.result()
         if problem is not None:

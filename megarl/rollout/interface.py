@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -11,6 +10,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
+from megarl.config.json_file import read_json_object
 from megarl.config.schema import Device, ModelConfig, RolloutConfig
 from megarl.weights.plan import Boxes
 from megarl.weights.receipt import Manifest
@@ -231,9 +231,16 @@ def check_request(request: GenerationRequest, vocab_size: int, max_length: int) 
 
 
 def end_token_ids(folder: str | Path) -> frozenset[int]:
-    """generation_config.json decides where it is there: chat models end turns with another token than documents; else config.json."""
+    """generation_config.json decides where it is there: chat models end turns with another token than documents; else config.json.
+
+    Raises ValueError for a file that cannot be read, OSError.
+    """
     decides = next(file for name in ("generation_config.json", "config.json") if (file := Path(folder) / name).is_file())
-    found = json.loads(decides.read_text()).get("eos_token_id")
-    if found is None:
-        return frozenset()
-    return frozenset([found] if isinstance(found, int) else found)
+    try:
+        found = read_json_object(decides).get("eos_token_id")
+    except ValueError as error:
+        raise ValueError(f"{decides}: {error}") from error
+    ids = [] if found is None else found if isinstance(found, list) else [found]
+    if not all(isinstance(index, int) and index >= 0 for index in ids):
+        raise ValueError(f"{decides}: eos_token_id is {found!r}, but must be a token's number or a list of such")
+    return frozenset(ids)

@@ -46,7 +46,8 @@ def load_into_shards(
     `parameters` are not exactly those of the layout.
     """
     index = read_checkpoint_index(folder)
-    _check_folder(index, architecture, head, value_head)
+    _check_names(index, architecture, head, value_head)
+    _check_values(index, architecture, head, value_head)
     check_parameters(parameters, shard_shapes(architecture, layout, head))
     with _Reader(index) as reader, torch.no_grad():
         for weight in held_weights(architecture, layout, head):
@@ -55,7 +56,24 @@ def load_into_shards(
             _fill(parameters[weight.megatron_name], weight, layout, reader)
 
 
-def _check_folder(index: CheckpointIndex, architecture: Architecture, head: Head, value_head: ValueHead) -> None:
+def value_head_of(index: CheckpointIndex, head: Head, trains: bool) -> ValueHead:
+    """A critic made from a language model has no head in its folder: it starts at V = 0 everywhere. A frozen one would stay there: it must
+    have a head."""
+    made_up = head == "value" and trains
+    return "stored" if not made_up or VALUE_HEAD_TENSOR in index.tensors else "initial"
+
+
+def check_headers(folder: str | Path, architecture: Architecture, head: Head, trains: bool) -> CheckpointIndex:
+    """What the headers of a folder's files say of its tensors, which is what `load_into_shards` needs. Reads no values.
+
+    Raises WeightTransferError that names file and tensor where folder and architecture disagree, and for damaged files.
+    """
+    index = read_checkpoint_index(folder)
+    _check_names(index, architecture, head, value_head_of(index, head, trains))
+    return index
+
+
+def _check_names(index: CheckpointIndex, architecture: Architecture, head: Head, value_head: ValueHead) -> None:
     manifest = dict(manifest_of(architecture, torch.float32, head))
     skips_head = head == "value" and value_head == "initial"
     if skips_head:
@@ -65,9 +83,12 @@ def _check_folder(index: CheckpointIndex, architecture: Architecture, head: Head
         manifest,
         lambda name: is_harmless_extra(name, architecture, head) or (skips_head and name == VALUE_HEAD_TENSOR),
     )
+
+
+def _check_values(index: CheckpointIndex, architecture: Architecture, head: Head, value_head: ValueHead) -> None:
     if head == "lm" and architecture.tie_word_embeddings:
         check_tied_head(index)
-    if head == "value" and not skips_head:
+    if head == "value" and value_head == "stored":
         check_value_bias(index)
 
 

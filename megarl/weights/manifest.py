@@ -11,11 +11,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from megarl.config.architecture import Architecture
+from megarl.config.json_file import read_json_object
 from megarl.weights.name_mapping import EMBEDDING_TENSOR, LM_HEAD_TENSOR, VALUE_BIAS_TENSOR, VALUE_HEAD_TENSOR, Head, weights_of
 from megarl.weights.receipt import Manifest, TensorMeta, WeightTransferError
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+_LFS = b"version https://git-lfs"
 _COMPARED_ROWS = 4096  # of the two matrices that a tied model may have stored, held in memory at a time
 
 TORCH_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -65,10 +67,15 @@ def read_checkpoint_index(folder: str | Path) -> CheckpointIndex:
 
 def _read_sharded(folder: Path, index_path: Path) -> dict[str, TensorInFile]:
     try:
-        file_of: dict[str, str] = json.loads(index_path.read_text())["weight_map"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise WeightTransferError(f"{index_path}: not a safetensors index with a weight_map: {error!r}") from error
+        file_of = read_json_object(index_path).get("weight_map")
+    except (OSError, ValueError) as error:
+        raise WeightTransferError(f"{index_path}: not a safetensors index with a weight_map: {error}") from error
+    if not isinstance(file_of, dict):
+        raise WeightTransferError(f"{index_path}: not a safetensors index with a weight_map: that is {file_of!r}")
     tensors: dict[str, TensorInFile] = {}
+    for name, file in file_of.items():
+        if not isinstance(file, str) or Path(file).name != file:
+            raise WeightTransferError(f"{index_path}: places {name} in {file!r}, but only a file of this folder can be named")
     for name, file in file_of.items():
         if not (folder / file).is_file():
             raise WeightTransferError(f"{folder / file}: file is missing; it holds {name}")
@@ -84,14 +91,18 @@ def _read_sharded(folder: Path, index_path: Path) -> dict[str, TensorInFile]:
 
 
 def _read_header(path: Path) -> dict[str, TensorInFile]:
-    if not path.is_file():
-        raise WeightTransferError(f"{path}: file is missing")
     try:
+        with path.open("rb") as opened:  # what the library says of a file that it may not read does not name the reason
+            if opened.read(len(_LFS)) == _LFS:
+                raise WeightTransferError(f"{path}: is a pointer of Git LFS and not the weights; run `git lfs pull`")
         with safe_open(path, framework="pt") as file:
             slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118  (not a dict)
             return {name: TensorInFile(file=path, shape=tuple(s.get_shape()), dtype=s.get_dtype()) for name, s in slices.items()}
+    except OSError as error:
+        raise WeightTransferError(f"{path}: cannot be read: {error.strerror or error}") from error
     except SafetensorError as error:
-        raise WeightTransferError(f"{path}: truncated or not a safetensors file: {error}{_cut_off(path)}") from error
+        size = f"{path.stat().st_size:,} bytes"
+        raise WeightTransferError(f"{path}: truncated or not a safetensors file, {size}: {error}{_cut_off(path)}") from error
 
 
 def _cut_off(path: Path) -> str:
@@ -102,7 +113,7 @@ def _cut_off(path: Path) -> str:
     try:
         ends = {name: 8 + length + entry["data_offsets"][1] for name, entry in json.loads(encoded).items() if name != "__metadata__"}
         lost = [name for name, end in ends.items() if end > path.stat().st_size]
-    except (ValueError, TypeError, KeyError, AttributeError):  # the header itself is damaged
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):  # the header itself is damaged
         return ""
     first = min(lost, key=lambda name: ends[name], default=None)
     return "" if first is None else f"; {first} is not all there ({len(lost)} of {len(ends)} tensors are not)"

@@ -125,7 +125,7 @@ FAULTS = {
     "too many threads": ("threads", "warning", "OMP_NUM_THREADS=64 in 5 processes", "OMP_NUM_THREADS=1"),
     "a port that is taken": ("ports", "error", "torchrun's rendezvous (MASTER_PORT), but is in use by", "choose another port"),
     "a full disk": ("checkpoints", "error", "cannot be written: No space left on device", "checkpoint.dir"),
-    "a model that is cut off": ("models", "error", "is cut off or damaged", "download it again"),
+    "a model that is cut off": ("models", "error", "truncated or not a safetensors file", "download it again"),
     "a column that is missing": ("data", "error", "column 'reward_model' is missing", "write the file again"),
     "a reward file that is no Python": ("reward functions", "error", "SyntaxError", "mend "),
     "an interface that is not there": ("ranks", "error", "GLOO_SOCKET_IFNAME=bond7", "lo"),

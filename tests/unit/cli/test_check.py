@@ -32,7 +32,7 @@ def test_a_good_file_prints_models_arithmetic_and_places(
     ppo: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "160")
-    assert main(["check", ppo]) == 0
+    assert main(["check", "--fast", ppo]) == 0
     out = capsys.readouterr().out
     rows = [" ".join(line.replace("│", " ").split()) for line in out.splitlines()]
     assert "samples 48 12 prompts x 4" in rows
@@ -63,7 +63,7 @@ def test_a_reward_model_is_shown_with_its_place_and_its_limit(
     model_folder(judge, architectures=["Qwen2ForSequenceClassification"], num_labels=1)
     (judge / "chat_template.jinja").write_text("{{ messages }}")
     sizes = "reward.model.parallel.data_parallel_size=2"
-    assert main(["check", ppo, f"reward.model.path={judge}", sizes, "reward.model.micro_batch.max_tokens=40"]) == 0
+    assert main(["check", "--fast", ppo, f"reward.model.path={judge}", sizes, "reward.model.micro_batch.max_tokens=40"]) == 0
     rows = [" ".join(line.replace("│", " ").split()) for line in capsys.readouterr().out.splitlines()]
     assert any(row.startswith(f"reward_model {judge} (qwen2)") for row in rows)
     assert "reward_model 2 2 48 24 2 to 24 - -" in rows
@@ -77,7 +77,7 @@ def test_a_reward_model_is_shown_with_its_place_and_its_limit(
 def test_the_disk_that_checkpoints_take_is_counted(ppo: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """The model: 101 x 48 embeddings, output layer or a value head, and four layers; 12 float32 bytes each beside the bfloat16 weights."""
     monkeypatch.setenv("COLUMNS", "200")
-    assert main(["check", ppo, "checkpoint.every_steps=3", "checkpoint.dir=/large/disk"]) == 0
+    assert main(["check", "--fast", ppo, "checkpoint.every_steps=3", "checkpoint.dir=/large/disk"]) == 0
     out = capsys.readouterr().out
     rows = [" ".join(line.replace("│", " ").split()) for line in out.splitlines()]
     layer = 2 * 48 * 48 + 2 * 48 * 24 + (48 + 2 * 24) + 3 * 48 * 96 + 2 * 48
@@ -89,9 +89,9 @@ def test_the_disk_that_checkpoints_take_is_counted(ppo: str, capsys: pytest.Capt
     assert f"most at a time {3 * size:.2f} MiB 3 checkpoints" in rows
     assert "warning" not in out
     monkeypatch.setattr("megarl.cli.check._free_bytes", lambda path: int(2.9 * size * 2**20))
-    assert main(["check", ppo, "checkpoint.every_steps=3"]) == 0
+    assert main(["check", "--fast", ppo, "checkpoint.every_steps=3"]) == 0
     assert "lower checkpoint.keep" in capsys.readouterr().out
-    assert main(["check", ppo, "checkpoint.every_steps=5"]) == 0  # two in ten steps
+    assert main(["check", "--fast", ppo, "checkpoint.every_steps=5"]) == 0  # two in ten steps
     assert "warning" not in capsys.readouterr().out
 
 
@@ -100,7 +100,7 @@ def test_what_saves_and_what_is_kept_is_said(ppo: str, capsys: pytest.CaptureFix
     held_out = Path(ppo).parent / "held_out.parquet"
     held_out.touch()
     best = [f"data.val_files=[{held_out}]", "trainer.validate_every_steps=2", "checkpoint.keep_best.metric=val/score/mean"]
-    assert main(["check", ppo, *best, "checkpoint.every_minutes=30"]) == 0
+    assert main(["check", "--fast", ppo, *best, "checkpoint.every_minutes=30"]) == 0
     rows = [" ".join(line.replace("│", " ").split()) for line in capsys.readouterr().out.splitlines()]
     assert "saved every 30 minutes, after the best validation and at the end checkpoint.every_minutes" in rows
     assert "kept the 2 newest, and the best by val/score/mean checkpoint.keep" in rows
@@ -131,7 +131,7 @@ def test_options_that_sglang_does_not_know_are_refused_with_all_else_that_is_wro
 def test_engines_on_the_devices_of_the_actor(ppo: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "160")
     overrides = ["placement.strategy=hybrid", "rollout.engine=sglang", "rollout.num_replicas=2", "rollout.tensor_parallel_size=2"]
-    assert main(["check", ppo, *overrides]) == 0
+    assert main(["check", "--fast", ppo, *overrides]) == 0
     out = capsys.readouterr().out
     rows = [" ".join(line.replace("│", " ").split()) for line in out.splitlines()]
     assert "engine sglang rollout.engine" in rows
@@ -146,15 +146,15 @@ def test_engines_on_the_devices_of_the_actor(ppo: str, capsys: pytest.CaptureFix
 
 def test_a_file_says_its_kind(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = write_yaml(tmp_path / "sft.yaml", values := sft_values(tmp_path))
-    assert main(["check", path, "kind=sft", "trainer.total_steps=7"]) == 0
+    assert main(["check", "--fast", path, "kind=sft", "trainer.total_steps=7"]) == 0
     assert "7 steps x 8" in capsys.readouterr().out
-    assert main(["check", path, "trainer.total_steps=7"]) == 2
+    assert main(["check", "--fast", path, "trainer.total_steps=7"]) == 2
     assert "write `kind: sft` into it, or kind=sft on the command line" in capsys.readouterr().err
     write_yaml(tmp_path / "sft.yaml", {"kind": "sft"} | values)
-    assert main(["check", path]) == 0
+    assert main(["check", "--fast", path]) == 0
     assert main(["score", path, "rows.jsonl"]) == 2
     assert "kind: is sft: it cannot be read as one of reinforcement learning" in capsys.readouterr().err
-    assert main(["check", path, "kind=grpo"]) == 2
+    assert main(["check", "--fast", path, "kind=grpo"]) == 2
     assert "kind: is 'grpo', but must be one of ppo, sft" in capsys.readouterr().err
     assert main(["sft", path, "kind=ppo"]) == 2
     assert "kind: is ppo: `megarl train` starts it" in capsys.readouterr().err
@@ -183,7 +183,7 @@ BROKEN = [
 @pytest.mark.parametrize(("override", "said"), BROKEN)
 def test_a_broken_configuration_is_one_clear_error(ppo: str, override: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
     overrides = [override, "actor.micro_batch.max_tokens=128"] if "max_response_length" in override else [override]
-    assert main(["check", ppo, *overrides]) == 2
+    assert main(["check", "--fast", ppo, *overrides]) == 2
     out, err = capsys.readouterr()
     assert said in err
     assert "1 problem" in err
@@ -193,18 +193,18 @@ def test_a_broken_configuration_is_one_clear_error(ppo: str, override: str, said
 
 
 def test_a_missing_value_names_its_key(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["check", write_yaml(tmp_path / "run.yaml", {"data": {"train_files": ["x"]}})]) == 2
+    assert main(["check", "--fast", write_yaml(tmp_path / "run.yaml", {"data": {"train_files": ["x"]}})]) == 2
     assert "model.path: is missing; give it in the file or as model.path=..." in capsys.readouterr().err
 
 
 def test_a_way_for_the_weights_that_does_not_exist(ppo: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["check", ppo, "resharding.transport=device"]) == 2
+    assert main(["check", "--fast", ppo, "resharding.transport=device"]) == 2
     assert "resharding.transport, placement.strategy: is device, but in the placement 'split_collocate'" in capsys.readouterr().err
 
 
 def test_weights_through_files_are_said_to_be(ppo: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")
-    assert main(["check", ppo, "resharding.transport=folder", "trainer.output_dir=outputs/far"]) == 0
+    assert main(["check", "--fast", ppo, "resharding.transport=folder", "trainer.output_dir=outputs/far"]) == 0
     rows = [" ".join(line.replace("│", " ").split()) for line in capsys.readouterr().out.splitlines()]
     assert "weights by folder resharding.transport=folder" in rows
     assert "through files in outputs/far trainer.output_dir, which all nodes must see" in rows
@@ -223,7 +223,7 @@ def test_schema_rules_and_placement_are_listed_together(ppo: str) -> None:
 
 @pytest.mark.parametrize("override", ["trainer.updates_per_step=5", "actor.optm.lr=1", "model.path=nowhere"])
 def test_the_command_ends_with_status_2_and_a_message(ppo: str, override: str) -> None:
-    ended = as_command("check", ppo, override)
+    ended = as_command("check", "--fast", ppo, override)
     assert ended.returncode == 2
     assert ended.stdout == ""
     assert "Traceback" not in ended.stderr
@@ -232,7 +232,9 @@ def test_the_command_ends_with_status_2_and_a_message(ppo: str, override: str) -
 
 def test_check_imports_no_torch(ppo: str) -> None:
     program = "import sys; from megarl.cli.main import main; status = main(sys.argv[1:]); print(sorted(sys.modules)); sys.exit(status)"
-    ended = subprocess.run([sys.executable, "-c", program, "check", ppo], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+    ended = subprocess.run(
+        [sys.executable, "-c", program, "check", "--fast", ppo], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
+    )
     modules = ended.stdout.splitlines()[-1]
     assert "'megarl.placement.plan'" in modules
     for heavy in ("torch", "ray", "transformers", "numpy", "pyarrow", "megatron"):
@@ -241,7 +243,7 @@ def test_check_imports_no_torch(ppo: str) -> None:
 
 def test_check_is_quick(ppo: str) -> None:
     before = os.times()
-    assert as_command("check", ppo).returncode == 0
+    assert as_command("check", "--fast", ppo).returncode == 0
     after = os.times()
     # CPU time of the child, which a loaded machine does not change; the promise is 2 s.
     assert (after.children_user + after.children_system) - (before.children_user + before.children_system) < 2.0
@@ -257,9 +259,9 @@ def test_the_shipped_configurations_are_good(tmp_path: Path, monkeypatch: pytest
     algorithms = [file.stem for file in (ROOT / "megarl" / "configs" / "algorithm").glob("*.yaml")]
     assert {"ppo", "grpo", "dr_grpo", "dapo", "rloo", "reinforce_pp", "remax", "gspo", "cispo"} <= set(algorithms)
     for algorithm in algorithms:
-        assert main(["check", "configs/quickstart.yaml", f"algorithm={algorithm}", model, reward, *data]) == 0, algorithm
-    assert main(["check", "configs/quickstart.yaml", model, reward, *data]) == 0
-    assert main(["check", "configs/quickstart_sft.yaml", model, *data]) == 0
+        assert main(["check", "--fast", "configs/quickstart.yaml", f"algorithm={algorithm}", model, reward, *data]) == 0, algorithm
+    assert main(["check", "--fast", "configs/quickstart.yaml", model, reward, *data]) == 0
+    assert main(["check", "--fast", "configs/quickstart_sft.yaml", model, *data]) == 0
     assert capsys.readouterr().err == ""
 
 
@@ -274,7 +276,7 @@ def test_the_shipped_configurations_are_good(tmp_path: Path, monkeypatch: pytest
     ],
 )
 def test_what_is_allowed_but_seldom_meant_is_said(ppo: str, overrides: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["check", ppo, *overrides]) == 0
+    assert main(["check", "--fast", ppo, *overrides]) == 0
     assert said in capsys.readouterr().out
-    assert main(["check", ppo]) == 0
+    assert main(["check", "--fast", ppo]) == 0
     assert "warning: " not in capsys.readouterr().out

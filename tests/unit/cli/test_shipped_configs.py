@@ -100,7 +100,7 @@ def test_neither_model_nor_data_need_to_be_here(
 
 @pytest.mark.parametrize("run", RUNS)
 def test_check_finds_nothing_wrong_and_every_device_within_its_budget(run: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["check", path_of(run)]) == 0
+    assert main(["check", "--fast", path_of(run)]) == 0
     out, err = capsys.readouterr()
     assert err == ""
     config = load(run)
@@ -141,7 +141,7 @@ def test_a_device_that_is_a_little_too_small_is_refused(run: str, capsys: pytest
     most = max(total for usages, total in phases if not takes_turns or usages.get("actor", Usage()).parameters) / 2**30
     share = 0.5 * most if takes_turns else config.rollout.sglang.server_args["mem_fraction_static"] * 72
     arguments = [f"placement.device_memory_gb={most - 0.25}", f"rollout.sglang.server_args.mem_fraction_static={share / (most - 0.25)}"]
-    assert main(["check", path_of(run), *arguments]) == 2
+    assert main(["check", "--fast", path_of(run), *arguments]) == 2
     assert f"GiB ({'actor' if takes_turns else 'rollout'} " in (err := capsys.readouterr().err)
     assert f"placement.device_memory_gb: in {'update_actor' if takes_turns else 'update_weights'}, device " in err
 
@@ -185,7 +185,7 @@ def test_longer_responses_are_refused_where_an_engine_has_no_room(capsys: pytest
         "actor.micro_batch.max_tokens=131072",
         "rollout.sglang.server_args.mem_fraction_static=0.2",
     ]
-    assert main(["check", path_of(run), *longer]) == 2
+    assert main(["check", "--fast", path_of(run), *longer]) == 2
     assert "one row of 131,072 tokens 8.00" in capsys.readouterr().err
 
 

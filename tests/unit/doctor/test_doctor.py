@@ -14,25 +14,32 @@ import torch
 from rich.console import Console
 from safetensors.torch import save_file
 
+from megarl.config.architecture import read_architecture
+from megarl.config.roles import model_roles
 from megarl.config.schema import (
     CriticConfig,
     DataConfig,
+    ModelConfig,
     ParallelConfig,
     PlacementConfig,
     PlacementStrategy,
     PPOConfig,
+    RewardConfig,
     RewardFunctionConfig,
+    SFTConfig,
 )
 from megarl.config.versions import SGLANG
 from megarl.controller.inspection import ClusterReport, Limits, NodeReport, Software, here, inspect_cluster
 from megarl.controller.resource_pool import NodeResources, ResourcePoolManager
+from megarl.data.prompts import Prompt
 from megarl.doctor import devices, inputs, machine, network, software, storage
 from megarl.doctor import ray_cluster as ray_checks
 from megarl.doctor.check_result import CheckResult, Status, doubtful, good, worst, wrong
 from megarl.doctor.command import table
 from megarl.doctor.examined_run import ExaminedRun, read_subject
 from megarl.placement.plan import plan_placement
-from tests.unit.config.folders import ppo_values, write_yaml
+from megarl.weights.manifest import manifest_of
+from tests.unit.config.folders import model_folder, ppo_values, write_yaml
 from tests.unit.placement.test_memory import EVERY_ROLE, SIZE, config
 
 GIB = 2**30
@@ -325,69 +332,83 @@ def test_another_nodes_limits_and_files_are_its_own() -> None:
 
 @pytest.fixture
 def shards(tmp_path: Path) -> Path:
-    save_file({"a": torch.zeros(64)}, tmp_path / "one.safetensors")
-    save_file({"b": torch.zeros(64)}, tmp_path / "two.safetensors")
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "one.safetensors", "b": "two.safetensors"}}))
-    return tmp_path
+    """A model whose tensors lie in two files."""
+    folder = model_folder(tmp_path / "model", num_hidden_layers=1)
+    (folder / "model.safetensors").unlink()
+    tensors = {name: torch.zeros(meta.shape) for name, meta in manifest_of(read_architecture(str(folder)), torch.float32).items()}
+    files = {name: f"{'one' if number % 2 else 'two'}.safetensors" for number, name in enumerate(tensors)}
+    for file in set(files.values()):
+        save_file({name: tensor for name, tensor in tensors.items() if files[name] == file}, folder / file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+    return folder
+
+
+def judged(folder: Path) -> CheckResult:
+    (role,) = model_roles(SFTConfig(model=ModelConfig(path=str(folder))))
+    return inputs.judge_model(folder, "model.path", read_architecture(str(folder)), role)
 
 
 def test_a_whole_model(shards: Path) -> None:
-    found = only(inputs.judge_model(shards, "model.path"))
+    found = judged(shards)
     assert (found.status, found.facts["files"]) == (Status.ok, 2)
 
 
-def test_a_shard_cut_off_absent_a_pointer_or_with_another_tensor(shards: Path) -> None:
+def test_a_shard_cut_off_absent_a_pointer_or_of_another_shape(shards: Path) -> None:
     second = shards / "two.safetensors"
     whole = second.read_bytes()
     second.write_bytes(whole[:-8])
-    assert "is cut off or damaged" in only(inputs.judge_model(shards, "model.path")).message
+    assert "two.safetensors: truncated or not a safetensors file, " in judged(shards).message
     second.write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
-    assert "git lfs pull" in only(inputs.judge_model(shards, "model.path")).message
+    assert "git lfs pull" in judged(shards).message
     save_file({"c": torch.zeros(64)}, second)
-    assert "lacks 1 tensors that the index has in it, such as b" in only(inputs.judge_model(shards, "model.path")).message
+    assert "two.safetensors: holds 'c', which model.safetensors.index.json places in None" in judged(shards).message
+    second.write_bytes(whole)
+    fields = json.loads((shards / "config.json").read_text()) | {"vocab_size": 102}
+    (shards / "config.json").write_text(json.dumps(fields))
+    assert "has shape (101, 48), config.json makes it (102, 48)" in judged(shards).message
     second.unlink()
-    fault = only(inputs.judge_model(shards, "model.path"))
-    assert "No such file" in fault.message
-    assert "download it again" in (fault.remedy or "")
+    assert "two.safetensors: file is missing" in judged(shards).message
+    assert "download it again" in (judged(shards).remedy or "")
+
+
+@pytest.mark.parametrize("place", ["../outside.safetensors", "/outside.safetensors", 3, None])
+def test_an_index_that_names_no_file_of_its_folder(shards: Path, place: object) -> None:
+    (shards / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"model.norm.weight": place}}))
+    assert f"places model.norm.weight in {place!r}, but only a file of this folder can be named" in judged(shards).message
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
 def test_a_model_that_may_not_be_read(shards: Path) -> None:
     (shards / "one.safetensors").chmod(0)
-    assert "Permission denied" in only(inputs.judge_model(shards, "model.path")).message
+    assert "Permission denied" in judged(shards).message
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("def compute_score(data_source, solution_str, ground_truth, extra_info)\n    return 0\n", "SyntaxError"),
-        ("def compute_score(answer):\n    return 0\n", "cannot be called with the keywords"),
-        ("import a_module_that_is_not_there\n", "ModuleNotFoundError"),
-    ],
-)
-def test_a_reward_file_that_does_not_load(tmp_path: Path, text: str, said: str) -> None:
-    file = tmp_path / "reward.py"
-    file.write_text(text)
-    fault = inputs.judge_reward(RewardFunctionConfig(path=str(file)))
-    assert fault.status is Status.error
-    assert said in fault.message
+PROMPT = Prompt(token_ids=(1,), messages=[], data_source="sums", reward_model={"ground_truth": "5"}, extra_info={})
 
 
 def test_a_reward_file_that_never_ends_loading(tmp_path: Path) -> None:
-    file = tmp_path / "reward.py"
-    file.write_text("import time\ntime.sleep(1000)\n")
-    assert "is not loaded after 1 s" in inputs.judge_reward(RewardFunctionConfig(path=str(file)), limit_s=1.0).message
+    (tmp_path / "reward.py").write_text("import time\ntime.sleep(1000)\n")
+    found = inputs.judge_rewards(RewardConfig(functions=[RewardFunctionConfig(path=str(tmp_path / "reward.py"))]), None, limit_s=1.0)
+    assert "takes more than 1 s; move slow work out of them" in found.message
 
 
-def test_rows_that_are_too_long_or_have_tokens_that_the_model_lacks() -> None:
+def test_a_reward_function_that_may_fail_is_warned_of(tmp_path: Path) -> None:
+    (tmp_path / "reward.py").write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info):\n    return 1 / (int(ground_truth) - 5)\n"
+    )
+    functions = [RewardFunctionConfig(path=str(tmp_path / "reward.py"))]
+    found = inputs.judge_rewards(RewardConfig(functions=functions), PROMPT)
+    assert found.status is Status.error
+    assert "for '5', the first row's ground truth, compute_score raised ZeroDivisionError: division by zero (reward.py:2)" in found.message
+    assert inputs.judge_rewards(RewardConfig(functions=functions, max_error_rate=0.5), PROMPT).status is Status.warning
+
+
+def test_rows_that_are_too_long() -> None:
     config = PPOConfig(data=DataConfig(train_files=["a.parquet"], max_prompt_length=4))
-    rows = [[1, 2], [1, 2, 3, 4, 9]]
-    assert inputs.judge_rows(config, "a.parquet", 7, rows[:1], vocabulary=3).status is Status.ok
-    long = inputs.judge_rows(config, "a.parquet", 7, rows, vocabulary=10)
+    assert inputs.judge_rows(config, "data.train_files", "a.parquet", 7, [2]).status is Status.ok
+    long = inputs.judge_rows(config, "data.train_files", "a.parquet", 7, [2, 5])
     assert (long.status, long.facts["longer"]) == (Status.error, 1)
     assert "data.overlong=filter" in (long.remedy or "")
-    foreign = inputs.judge_rows(config, "a.parquet", 7, rows, vocabulary=9)
-    assert (foreign.status, foreign.message) == (Status.error, "a.parquet: a row has the token 9, and the model embeds 9")
 
 
 # The whole
