@@ -27,7 +27,7 @@ from megarl.config.load import plain_values
 from megarl.config.roles import REWARD_MODEL, ModelRole, model_roles
 from megarl.config.schema import Device, DType, OverlongConversation, PPOConfig, SFTConfig
 from megarl.config.validate import read_architectures
-from megarl.doctor.checked_config import load_checked_anywhere, load_examined_anywhere
+from megarl.doctor.checked_config import load_checked_anywhere
 from megarl.machine.files import existing_folder
 from megarl.placement.plan import PlacementPlan, plan_placement
 
@@ -40,6 +40,8 @@ def run(config_path: str, overrides: Sequence[str], schema: type[PPOConfig] | ty
     if fast:
         (config, absent), warnings = load_checked_anywhere(schema, config_path, overrides), list[str]()
     else:
+        from megarl.doctor.examined_config import load_examined_anywhere  # which imports torch
+
         config, absent, warnings = load_examined_anywhere(schema, config_path, overrides)
     console = Console()
     print_run(config, console)

@@ -13,7 +13,7 @@ from megarl.config.schema import SFTConfig
 from megarl.data.loader import BatchLoader, parts_of
 from megarl.data.sft import SFTDataset
 from megarl.data.tokenizer import load_tokenizer
-from megarl.doctor.checked_config import load_for_run
+from megarl.doctor.examined_config import load_for_run
 from megarl.roles.saved_models import sft_models
 from megarl.roles.start import start_sft
 from megarl.trainers.resume import find_resume

@@ -22,7 +22,7 @@ from megarl.data.conversations import check_chats
 from megarl.data.loader import BatchLoader, parts_of
 from megarl.data.prompts import PromptDataset
 from megarl.data.tokenizer import load_tokenizer
-from megarl.doctor.checked_config import load_for_run
+from megarl.doctor.examined_config import load_for_run
 from megarl.roles.rollout import TokenRules
 from megarl.roles.saved_models import ppo_models
 from megarl.roles.start import start_ppo

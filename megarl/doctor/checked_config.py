@@ -9,12 +9,10 @@ from typing import Any, TypeVar
 from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
 from megarl.config.published import with_published_models
-from megarl.config.roles import model_roles
 from megarl.config.schema import PPOConfig, RolloutConfig, RolloutEngineKind, SFTConfig
 from megarl.config.sources import source_name
 from megarl.config.validate import absent_files, read_architectures, validate
 from megarl.config.violation import Violation
-from megarl.doctor.check_result import DATA, CheckResult, Status
 from megarl.placement.memory import budget_problems, plan_memory, refuses
 from megarl.placement.plan import plan_placement
 from megarl.placement.transport import choose_transport
@@ -33,16 +31,6 @@ def load_checked(schema: type[RunConfig], source: str | Path | Mapping[str, Any]
     return checked(load_config(schema, source, overrides), source_name(source), with_files=True)
 
 
-def load_for_run(schema: type[RunConfig], path: str, overrides: Sequence[str] = ()) -> RunConfig:
-    """As `load_checked`, with the model folders, tokenizers and reward functions, which runs a first sample. Of the data, which a run
-    reads in full, only the first row is needed here."""
-    config = load_config(schema, path, overrides)
-    violations = validate(config)
-    found = [each for each in _inputs(config, violations, 1) if each.status is Status.error and each.check != DATA]
-    _refuse(path, [*_problems(config, violations), *map(str, found)])
-    return config
-
-
 def load_checked_anywhere(schema: type[RunConfig], path: str, overrides: Sequence[str] = ()) -> tuple[RunConfig, list[str]]:
     """As `load_checked`, but on a machine without the run's models: those that are published are known, and files that a run reads may be
     elsewhere too. The second value: what is not here, a line each; empty where the models are."""
@@ -51,43 +39,20 @@ def load_checked_anywhere(schema: type[RunConfig], path: str, overrides: Sequenc
     return config, [*absent, *map(str, absent_files(config))]
 
 
-def load_examined_anywhere(schema: type[RunConfig], path: str, overrides: Sequence[str] = ()) -> tuple[RunConfig, list[str], list[str]]:
-    """As `load_checked_anywhere`, with all that a run reads, where it is here: model folders, tokenizers, the first rows of the data,
-    reward functions. The third value: warnings, a line each, of what will run but is seldom meant."""
-    config, absent = with_published_models(load_config(schema, path, overrides), path)
-    if absent:
-        return *load_checked_anywhere(schema, path, overrides), []
-    violations = validate(config)
-    found = _inputs(config, violations, None)
-    _refuse(path, [*_problems(config, violations), *(str(each) for each in found if each.status is Status.error)])
-    return config, [], [str(each) for each in found if each.status is Status.warning]
-
-
 def checked(config: RunConfig, path: str, with_files: bool) -> RunConfig:
     """The configuration, of the file `path`, with every check that needs no process; with_files: as for `validate`. Raises ConfigError."""
-    _refuse(path, _problems(config, validate(config, with_files)))
+    refuse(path, problems_of(config, validate(config, with_files)))
     return config
 
 
-def _refuse(path: str, problems: Sequence[str]) -> None:
+def refuse(path: str, problems: Sequence[str]) -> None:
+    """Raises ConfigError where there are any."""
     if problems:
         raise ConfigError(path, problems)
 
 
-def _inputs(config: PPOConfig | SFTConfig, violations: Sequence[Violation], num_rows: int | None) -> list[CheckResult]:
-    """What is said of the files that a run reads, without those that `violations` are about. num_rows: see `findings`."""
-    # Here, because tokenizers and headers of weights take torch, and seconds; nobody else shall wait for it.
-    from megarl.doctor.inputs import ROWS, findings
-
-    skipped = {key for violation in violations for key in violation.keys}
-    architectures, _ = read_architectures(config)
-    known = {
-        role.name: architectures[role.name] for role in model_roles(config) if role.path_key not in skipped and role.name in architectures
-    }
-    return list(findings(config, known, skipped, ROWS if num_rows is None else num_rows))
-
-
-def _problems(config: PPOConfig | SFTConfig, violations: Sequence[Violation]) -> list[str]:
+def problems_of(config: PPOConfig | SFTConfig, violations: Sequence[Violation]) -> list[str]:
+    """The violations, a line each, and what is wrong with the placement and with the arguments for an engine's own library."""
     problems = [str(violation) for violation in violations]
     if not any(_is_about_placement(violation) for violation in violations):
         try:

@@ -1,0 +1,47 @@
+"""A configuration with all that a run reads: models, tokenizers, data and reward functions. Imports torch, and takes seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megarl.config.load import load_config
+from megarl.config.published import with_published_models
+from megarl.config.roles import model_roles
+from megarl.config.schema import PPOConfig, SFTConfig
+from megarl.config.validate import read_architectures, validate
+from megarl.config.violation import Violation
+from megarl.doctor.check_result import DATA, CheckResult, Status
+from megarl.doctor.checked_config import RunConfig, load_checked_anywhere, problems_of, refuse
+from megarl.doctor.inputs import ROWS, findings
+
+
+def load_for_run(schema: type[RunConfig], path: str, overrides: Sequence[str] = ()) -> RunConfig:
+    """As `load_checked`, with the model folders, tokenizers and reward functions, which runs a first sample. Of the data, which a run
+    reads in full, only the first row is needed here."""
+    config = load_config(schema, path, overrides)
+    violations = validate(config)
+    found = [each for each in _inputs(config, violations, 1) if each.status is Status.error and each.check != DATA]
+    refuse(path, [*problems_of(config, violations), *map(str, found)])
+    return config
+
+
+def load_examined_anywhere(schema: type[RunConfig], path: str, overrides: Sequence[str] = ()) -> tuple[RunConfig, list[str], list[str]]:
+    """As `load_checked_anywhere`, with all that a run reads, where it is here: model folders, tokenizers, the first rows of the data,
+    reward functions. The third value: warnings, a line each, of what will run but is seldom meant."""
+    config, absent = with_published_models(load_config(schema, path, overrides), path)
+    if absent:
+        return *load_checked_anywhere(schema, path, overrides), []
+    violations = validate(config)
+    found = _inputs(config, violations, None)
+    refuse(path, [*problems_of(config, violations), *(str(each) for each in found if each.status is Status.error)])
+    return config, [], [str(each) for each in found if each.status is Status.warning]
+
+
+def _inputs(config: PPOConfig | SFTConfig, violations: Sequence[Violation], num_rows: int | None) -> list[CheckResult]:
+    """What is said of the files that a run reads, without those that `violations` are about. num_rows: see `findings`."""
+    skipped = {key for violation in violations for key in violation.keys}
+    architectures, _ = read_architectures(config)
+    known = {
+        role.name: architectures[role.name] for role in model_roles(config) if role.path_key not in skipped and role.name in architectures
+    }
+    return list(findings(config, known, skipped, ROWS if num_rows is None else num_rows))
