@@ -107,6 +107,7 @@ def _parser() -> argparse.ArgumentParser:
     doctor.add_argument("--json", action="store_true", help="print one JSON document")
     doctor.set_defaults(start=_start_doctor)
     _add_eval(commands)
+    _add_generate(commands)
     plot = commands.add_parser("plot", help="draw a run's curves to a PNG")
     plot.add_argument("run_dir", metavar="RUN_DIR", help="the run's trainer.output_dir")
     plot.set_defaults(start=lambda parsed: _run("plot")(parsed.run_dir))
@@ -158,6 +159,24 @@ def _add_eval(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     parser.add_argument("--output", metavar="DIR", help="for the results; without it a new folder below the run's, or below outputs")
     parser.add_argument("--json", action="store_true", help="print the results as one JSON document")
     parser.set_defaults(start=lambda parsed: _run("eval")(parsed))
+
+
+def _add_generate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    summary = "write on from prompts, or chat, with a model folder or a run's checkpoint"
+    parser = commands.add_parser("generate", help=summary, description=summary, allow_abbrev=False)
+    _add_model(parser)
+    parser.add_argument("prompts", metavar="PROMPT", nargs="*", help="without one the standard input; on a terminal, a chat")
+    parser.add_argument("--lines", action="store_true", help="each line of the standard input is a prompt")
+    parser.add_argument("--system", metavar="TEXT", help="comes before the prompts; without it what the model's chat template says")
+    parser.add_argument("--n", metavar="N", type=int, default=1, help="samples of each prompt")
+    parser.add_argument("--temperature", metavar="T", type=float, default=0.0, help="0, greedy, where it is left out")
+    parser.add_argument("--top-p", metavar="P", type=float, default=1.0, help="draw from the most likely tokens with so much probability")
+    parser.add_argument("--max-tokens", metavar="N", type=int, help="of an answer; without it 256, or as many as the model has room for")
+    parser.add_argument("--stop", metavar="TEXT", action="append", default=[], help="ends an answer, and is left out; may be repeated")
+    parser.add_argument("--seed", metavar="N", type=int, default=0, help="of the draws")
+    parser.add_argument("--log-probs", action="store_true", help="also each token with its log-prob")
+    parser.add_argument("--json", action="store_true", help="print a JSON object for each answer, in a line")
+    parser.set_defaults(start=lambda parsed: _run("generate")(parsed))
 
 
 def _add_model(parser: argparse.ArgumentParser) -> None:

@@ -44,6 +44,7 @@ class ByHand(NamedTuple):
 SHORT = "trainer.total_steps=1 trainer.prompts_per_step=16 rollout.n=4 trainer.validate_before=false"
 QUICKSTART = "make quickstart"  # the others find its model, its data and its run
 _CONVERT = "tests/unit/cli/test_convert.py::test_there_and_back_and_compared"
+_GENERATE = "tests/unit/cli/test_generate.py"
 _EVAL = "tests/integration/test_eval.py"
 _DOCTOR = "tests/integration/test_doctor.py::test_the_quickstart_is_good_on_this_machine"
 _LAUNCH = "tests/integration/test_launch.py"
@@ -90,6 +91,12 @@ COMMANDS: dict[str, Executed | InTest | Make | ByHand] = {
         ("pipeline_parallel_size=4, virtual_pipeline_parallel_size=2, data_parallel_size=4",),
     ),
     "megarl plot outputs/quickstart": Executed(),
+    'megarl generate outputs/quickstart "12 + 30"': Executed(),
+    'echo "12 + 30" | megarl generate outputs/quickstart': InTest(f"{_GENERATE}::test_prompts_of_the_input", ("sys.stdin",)),
+    'megarl generate HF_DIR "Name a colour." "Name a river." --system "One word." --n 4 --temperature 0.7 --json': InTest(
+        f"{_GENERATE}::test_samples_with_their_log_probs", ("--n", "--temperature", "--system", "--json")
+    ),
+    "megarl generate HF_DIR": InTest(f"{_GENERATE}::test_a_chat_goes_on", ("isatty",)),
     "megarl eval outputs/quickstart": InTest(f"{_EVAL}::test_a_checkpoint_has_the_score_that_validation_found", ("eval",)),
     "megarl eval HF_DIR --data test.parquet --reward reward.py:compute_score --n 8 --temperature 0.7 --max-tokens 512": InTest(
         f"{_EVAL}::test_a_model_of_no_run_is_sampled_alike",

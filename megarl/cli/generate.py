@@ -1,0 +1,170 @@
+"""`megarl generate MODEL`: writes on from prompts of the command line, of the standard input, or of a chat; without Ray."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from megarl.cli.named_model import NamedModel, find_model, hugging_face_folder
+from megarl.config.schema import Device, DType, LossyText, ModelConfig, RolloutConfig
+from megarl.data.tokenizer import load_tokenizer, render_whole
+from megarl.rollout.hf.engine import HFEngine
+from megarl.rollout.interface import RolloutEngineSpec, SamplingParameters, check_request, plan_requests
+
+_Messages = list[dict[str, Any]]
+_MAX_TOKENS = 256  # of an answer, where nobody says it and the model has room
+
+
+def run(parsed: argparse.Namespace) -> int:
+    """Prints what the model writes; 0. Raises ValueError for a model, prompts or options that cannot be, before weights are loaded."""
+    is_chat = not parsed.prompts and sys.stdin.isatty()
+    if is_chat and (parsed.n > 1 or parsed.json):
+        raise ValueError("a chat has one answer at a time, as text; for --n and --json give prompts")
+    if parsed.n > 1 and parsed.temperature == 0:
+        raise ValueError(f"--n is {parsed.n}, but greedy samples of a prompt are all the same; give --temperature 1, or another above 0")
+    chats = [] if is_chat else [_opened(parsed.system, prompt) for prompt in parsed.prompts or _read_input(parsed.lines)]
+    writer = Writer(find_model(Path(parsed.model), parsed.step), parsed)
+    prompts = [writer.render(chat) for chat in chats]
+    writer.load()
+    if is_chat:
+        _chat(writer, parsed)
+    else:
+        _print(chats, writer.write(prompts), parsed)
+    return 0
+
+
+def _opened(system: str | None, prompt: str) -> _Messages:
+    return [*([] if system is None else [{"role": "system", "content": system}]), {"role": "user", "content": prompt}]
+
+
+def _read_input(by_lines: bool) -> list[str]:
+    """Raises ValueError where nothing is in it."""
+    text = sys.stdin.read()
+    prompts = [line for line in text.splitlines() if line.strip()] if by_lines else [text.rstrip("\n")]
+    if not any(prompt.strip() for prompt in prompts):
+        raise ValueError("no prompt is given, and the standard input is empty; write `megarl generate MODEL 'a prompt'`")
+    return prompts
+
+
+class Continuation(NamedTuple):
+    """text: without special tokens, and without a stop text and what is behind it. token_ids, log_probs and pieces (the text of each
+    token): of all that were written, until a stop text was complete. finish_reason: stop, or length where it was cut."""
+
+    text: str
+    token_ids: list[int]
+    log_probs: list[float]
+    pieces: list[str]
+    finish_reason: str
+
+
+class Writer:
+    """A model in this process: in float32 on a CPU, in bfloat16 on a GPU. Raises ValueError for options that cannot be."""
+
+    def __init__(self, model: NamedModel, parsed: argparse.Namespace) -> None:
+        self._model = model
+        self._tokenizer = load_tokenizer(str(model.source.companions), key="MODEL")
+        self._stop_texts: Sequence[str] = parsed.stop
+        self._is_limit_given = parsed.max_tokens is not None
+        self._sampling = SamplingParameters(
+            n=parsed.n,
+            temperature=parsed.temperature,
+            top_p=parsed.top_p,
+            max_new_tokens=_MAX_TOKENS if parsed.max_tokens is None else parsed.max_tokens,
+            stop_token_ids=(self._tokenizer.eos_token_id,),
+            seed=parsed.seed,
+        )
+
+    def render(self, chat: _Messages) -> list[int]:
+        """Token ids of the chat, opened for the answer. Raises ValueError where the model has no room for them, or the template for it."""
+        ids = render_whole(self._tokenizer, chat, LossyText.refuse, for_generation=True)
+        architecture = self._model.source.architecture
+        (request, *_) = plan_requests([ids], self._fitting([ids]))
+        check_request(request, architecture.vocab_size, architecture.max_position_embeddings)
+        return ids
+
+    def _fitting(self, prompts: Sequence[list[int]]) -> SamplingParameters:
+        room = self._model.source.architecture.max_position_embeddings - max(map(len, prompts))
+        return self._sampling if self._is_limit_given or room >= _MAX_TOKENS else replace(self._sampling, max_new_tokens=max(1, room))
+
+    def load(self) -> None:
+        """Says on the standard error what it is."""
+        start_s = time.monotonic()
+        device, dtype = (Device.cuda, DType.bfloat16) if torch.cuda.is_available() else (Device.cpu, DType.float32)
+        config = ModelConfig(path=str(self._model.source.companions), dtype=dtype)
+        self._engine = HFEngine(RolloutEngineSpec(model=config, rollout=RolloutConfig(), device=device))
+        with hugging_face_folder(self._model, getattr(torch, dtype.value)) as (folder, manifest):
+            self._engine.begin_weight_update(manifest)
+            self._engine.load_folder(folder)
+            self._engine.end_weight_update(1)
+        seconds = time.monotonic() - start_s
+        print(f"{self._model.source.folder}: {dtype.value} on {device.value}, loaded in {seconds:.1f} s", file=sys.stderr)
+
+    def write(self, prompts: Sequence[list[int]]) -> list[Continuation]:
+        """`n` of each prompt, side by side."""
+        return [
+            self._until_stop(sample.token_ids, sample.log_probs, sample.finish_reason)
+            for sample in self._engine.generate(prompts, self._fitting(prompts))
+        ]
+
+    def _until_stop(self, token_ids: list[int], log_probs: list[float], finish_reason: str) -> Continuation:
+        text = self._text(token_ids)
+        starts = [start for stop in self._stop_texts if (start := text.find(stop)) >= 0]
+        if starts:
+            finish_reason = "stop"
+            length = next(
+                length for length in range(len(token_ids) + 1) if any(stop in self._text(token_ids[:length]) for stop in self._stop_texts)
+            )
+            token_ids, log_probs, text = token_ids[:length], log_probs[:length], text[: min(starts)]
+        pieces = [str(self._tokenizer.decode([token_id])) for token_id in token_ids]
+        return Continuation(text, token_ids, log_probs, pieces, finish_reason)
+
+    def _text(self, token_ids: list[int]) -> str:
+        return str(self._tokenizer.decode(token_ids, skip_special_tokens=True))
+
+
+def _print(chats: Sequence[_Messages], written: Sequence[Continuation], parsed: argparse.Namespace) -> None:
+    for index, continuation in enumerate(written):
+        chat, sample = chats[index // parsed.n], index % parsed.n
+        if parsed.json:
+            tokens = {"token_ids": continuation.token_ids, "log_probs": continuation.log_probs} if parsed.log_probs else {}
+            values = {"messages": chat, "sample": sample, "text": continuation.text, "finish_reason": continuation.finish_reason}
+            print(json.dumps({**values, **tokens}, ensure_ascii=False))
+            continue
+        if len(written) > 1:
+            print(f"--- {chat[-1]['content']}" + (f" [{sample + 1} of {parsed.n}]" if parsed.n > 1 else ""))
+        _print_text(continuation, parsed.log_probs)
+
+
+def _print_text(continuation: Continuation, with_log_probs: bool) -> None:
+    print(continuation.text, flush=True)
+    for log_prob, piece in zip(continuation.log_probs, continuation.pieces, strict=True) if with_log_probs else ():
+        print(f"{log_prob:10.4f}  {piece!r}")
+
+
+def _chat(writer: Writer, parsed: argparse.Namespace) -> None:
+    """Until the end of the input."""
+    import readline  # noqa: F401, PLC0415  (makes `input` edit lines and remember them)
+
+    print("an empty line begins a new chat, Ctrl-D ends", file=sys.stderr)
+    chat: _Messages = []
+    while True:
+        try:
+            line = input("> ")
+        except EOFError:
+            print()
+            return
+        if not line.strip():
+            chat = []
+            continue
+        chat = [*chat, {"role": "user", "content": line}] if chat else _opened(parsed.system, line)
+        (answer,) = writer.write([writer.render(chat)])
+        _print_text(answer, parsed.log_probs)
+        chat.append({"role": "assistant", "content": answer.text})
