@@ -84,11 +84,11 @@ class CheckpointFolder:
             ) from error
 
     def begin(self, step: int) -> Path:
-        """An empty folder to write the checkpoint of `step` into."""
+        """An empty folder to write the checkpoint of `step` into. Raises OSError, also where the folder that `prepare` made is gone."""
         partial = self._partial(step)
         if partial.exists():
             shutil.rmtree(partial)
-        partial.mkdir(parents=True)
+        partial.mkdir()
         return partial
 
     def seal(self, step: int, description: dict[str, Any]) -> int:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import sys
 import threading
-import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
 from megarl.controller.messages import Location, PhaseSpan, RankActivity
+from megarl.machine.clock import Began
 
 
 class Activity:
@@ -19,7 +19,7 @@ class Activity:
 
     def __init__(self) -> None:
         self._method: str | None = None
-        self._started_s = 0.0
+        self._began = Began()
         self._thread = 0
         self._phases: list[str] = []
         self._spans: list[PhaseSpan] = []
@@ -27,22 +27,22 @@ class Activity:
     @contextmanager
     def call(self, method: str) -> Iterator[None]:
         self._spans, self._phases = [], []
-        self._thread, self._started_s, self._method = threading.get_ident(), time.time(), method
+        self._thread, self._began, self._method = threading.get_ident(), Began(), method
         try:
             yield
         finally:
-            self._spans.insert(0, PhaseSpan(method, self._started_s, time.time()))
+            self._spans.insert(0, PhaseSpan(method, self._began.start_s, self._began.now_s()))
             self._method = None
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        started_s = time.time()
+        began = Began()
         self._phases.append(name)
         try:
             yield
         finally:
             self._phases.pop()
-            self._spans.append(PhaseSpan(name, started_s, time.time()))
+            self._spans.append(PhaseSpan(name, began.start_s, began.now_s()))
 
     def spans(self) -> tuple[PhaseSpan, ...]:
         """Of the last call: the whole of it first, then its phases in the order in which they ended."""
@@ -53,7 +53,7 @@ class Activity:
         method, phases = self._method, list(self._phases)
         if method is None:
             return RankActivity(location, None, None, 0.0, "")
-        return RankActivity(location, method, " > ".join(phases) or None, time.time() - self._started_s, self._stack())
+        return RankActivity(location, method, " > ".join(phases) or None, self._began.seconds(), self._stack())
 
     def _stack(self) -> str:
         frame = sys._current_frames().get(self._thread)

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from torch.utils.tensorboard import SummaryWriter
 
+from megarl.config.errors import RunError
 from megarl.config.schema import LoggerKind
 from megarl.config.validate import logger_problem
 from megarl.tracking.background import BackgroundLogger
@@ -132,11 +133,14 @@ class Tracker:
             self._guarded(kind.value, lambda kind=kind: self._loggers.update({kind.value: LOGGERS[kind](run)}))  # type: ignore[misc]
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Raises RunError where the run's folder is no longer there: what is written would go nowhere."""
+        self._check_folder()
         for name, logger in self._loggers.items():
             self._guarded(name, lambda logger=logger: logger.log(metrics, step))  # type: ignore[misc]
 
     def log_generations(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Appends to `generations.jsonl`: {"step": ..., **row} per row; services get a table."""
+        """Appends to `generations.jsonl`: {"step": ..., **row} per row; services get a table. Raises RunError as `log` does."""
+        self._check_folder()
         for name, logger in self._loggers.items():
             if rows and isinstance(logger, BackgroundLogger):
                 self._guarded(name, lambda logger=logger: logger.log_generations(step, rows))  # type: ignore[misc]
@@ -144,6 +148,13 @@ class Tracker:
             file.writelines(json.dumps({"step": step, **row}, ensure_ascii=False, default=str) + "\n" for row in rows)
             file.flush()
             os.fsync(file.fileno())
+
+    def _check_folder(self) -> None:
+        if not self._output_dir.is_dir():
+            raise RunError(
+                f"{self._output_dir}: the run's folder was removed, or taken by something else, while it went on; what it had logged and "
+                "saved there is gone with it. Start the run again, or put the folder back first to go on from its latest checkpoint"
+            )
 
     def log_samples(self, step: int, make: Callable[[], SampleTable], max_bytes: int) -> None:
         """Writes the step's file of `samples/` in the background; see SampleWriter."""

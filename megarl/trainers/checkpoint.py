@@ -230,9 +230,10 @@ class Checkpointer:
             self._folder.abandon(save.step)
             if isinstance(error, OSError) and not isinstance(error, RunError):  # a rank that hangs is a TimeoutError as well
                 place = error.filename2 or error.filename or self._folder.path  # of a copy, the second is where it was to go
+                gone = isinstance(error, (FileNotFoundError, NotADirectoryError))
+                remedy = "put back the folder that was removed meanwhile" if gone else "make room, or give another checkpoint.dir"
                 raise CheckpointError(
-                    f"{place}: the checkpoint of step {save.step} cannot be written ({error.strerror or error}); "
-                    "make room, or give another checkpoint.dir"
+                    f"{place}: the checkpoint of step {save.step} cannot be written ({error.strerror or error}); {remedy}"
                 ) from error
             raise
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Protocol
 
+from megarl.machine.clock import Began
 from megarl.placement.dataflow import STEP
 from megarl.tracking.loggers import Tracker
 from megarl.tracking.progress import ProgressBar
@@ -68,7 +68,8 @@ class Monitor:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._progress.__exit__(kind, error, trace)
-        self._timeline.write()
+        with suppress(OSError) if kind is not None else nullcontext():  # what ended the run is to be told, not what follows from it
+            self._timeline.write()
         self._tracker.close(failed=kind is not None)
 
     @contextmanager
@@ -85,11 +86,11 @@ class Monitor:
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """A phase of the driver's own, or one that the workers' calls do not name."""
-        start_s = time.time()
+        began = Began()
         self._position.phases.append(name)
         yield
         self._position.phases.pop()
-        self._spans.append(Span(_DRIVER, _DRIVER, 0, name, start_s, time.time()))
+        self._spans.append(Span(_DRIVER, _DRIVER, 0, name, began.start_s, began.now_s()))
 
     @contextmanager
     def testing(self) -> Iterator[None]:

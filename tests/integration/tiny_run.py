@@ -262,7 +262,9 @@ def _monitor(config: PPOConfig | SFTConfig, groups: list[RoleGroup]) -> Monitor:
 
 
 def _checkpoints(config: PPOConfig | SFTConfig, models: SavedModels, monitor: Monitor) -> Checkpointer:
-    return Checkpointer(config, checkpoint_folder(config), models, monitor)
+    folder = checkpoint_folder(config)
+    folder.prepare()
+    return Checkpointer(config, folder, models, monitor)
 
 
 def _finished(config: PPOConfig | SFTConfig) -> Finished:

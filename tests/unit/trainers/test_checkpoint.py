@@ -89,6 +89,7 @@ class Case:
         )
         self.config = config
         self.folder, self.models, self.monitor = CheckpointFolder(folder / "checkpoints"), FakeModels(), FakeMonitor()
+        self.folder.prepare()
         self.said: list[str] = []
         self.losses: dict[int, float] = {}  # of the steps after which there is a validation
         self.clock_s = 0.0
@@ -313,7 +314,18 @@ def test_a_rank_that_hangs_in_a_save_is_called_that(tmp_path: Path) -> None:
     assert list(case.folder.path.iterdir()) == []
 
 
-def test_a_folder_that_cannot_be_made_is_a_checkpoint_error(tmp_path: Path) -> None:
+def test_a_folder_that_is_gone_is_not_made_again(tmp_path: Path) -> None:
+    case = Case(tmp_path, every_steps=1)
+    (tmp_path / "checkpoints").rmdir()
+    with pytest.raises(CheckpointError, match="step 1 cannot be written .No such file or directory.; put back the folder that was removed"):
+        list(case.train())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_became_a_file_is_left_alone(tmp_path: Path) -> None:
+    case = Case(tmp_path, every_steps=1)
+    (tmp_path / "checkpoints").rmdir()
     (tmp_path / "checkpoints").touch()
-    with pytest.raises(CheckpointError, match="checkpoint of step 1 cannot be written.*give another checkpoint.dir"):
-        list(Case(tmp_path, every_steps=1).train())
+    with pytest.raises(CheckpointError, match="checkpoint of step 1 cannot be written .Not a directory"):
+        list(case.train())
+    assert list(tmp_path.iterdir()) == [tmp_path / "checkpoints"]

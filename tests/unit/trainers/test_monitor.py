@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,13 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from megarl.config.errors import RunError
 from megarl.controller.register import registered_methods
+from megarl.machine import clock as clock_module
 from megarl.tracking.loggers import Tracker
 from megarl.tracking.progress import ProgressBar
 from megarl.tracking.timeline import Span, Timeline
 from megarl.tracking.tracked_run import TrackedRun
-from megarl.trainers import monitor as monitor_module
 from megarl.trainers.evaluation import ValidationResult
 from megarl.trainers.monitor import PHASES, Monitor, phase_timings
 from megarl.workers.models import ActorWorker, CriticWorker, PolicyWorker
@@ -80,14 +82,19 @@ class Group:
 
 
 class Clock:
-    """Every look at it is a second later."""
+    """Every look at the steady one is a second later. set_s: by which the clock of the day is set at every look at it."""
 
     def __init__(self) -> None:
         self.now_s = 100.0
+        self.set_s = self._set_by_s = 0.0
 
-    def time(self) -> float:
+    def monotonic(self) -> float:
         self.now_s += 1.0
         return self.now_s
+
+    def time(self) -> float:
+        self._set_by_s += self.set_s
+        return self.now_s + self._set_by_s
 
 
 @pytest.fixture
@@ -96,8 +103,13 @@ def group() -> Group:
 
 
 @pytest.fixture
-def monitor(group: Group, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Monitor]:
-    monkeypatch.setattr(monitor_module, "time", Clock())
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    monkeypatch.setattr(clock_module, "time", made := Clock())
+    return made
+
+
+@pytest.fixture
+def monitor(group: Group, tmp_path: Path, clock: Clock) -> Iterator[Monitor]:
     progress = ProgressBar("test", 2, Console(file=io.StringIO()))
     tracker = Tracker(["jsonl"], TrackedRun(output_dir=tmp_path))
     with Monitor([group], tracker, Timeline(tmp_path), progress, num_devices=4) as made:  # type: ignore[list-item]
@@ -156,3 +168,25 @@ def test_a_step_that_fails_is_not_logged(monitor: Monitor, tmp_path: Path) -> No
     with monitor.step(3):
         pass
     assert [sorted(line) for line in logged(tmp_path)] == [["a", "step", "timing_s/step"], ["step", "timing_s/step"]]
+
+
+@pytest.mark.parametrize("set_s", [0.0, -3600.0, 3600.0])
+def test_a_clock_that_is_set_changes_no_timing(monitor: Monitor, clock: Clock, tmp_path: Path, set_s: float) -> None:
+    clock.set_s = set_s
+    with monitor.step(1):
+        with monitor.phase("adv"):
+            pass
+        monitor.record({"num_tokens": 60.0})
+    (line,) = logged(tmp_path)
+    assert (line["timing_s/step"], line["timing_s/adv"], line["perf/throughput"]) == (3.0, 1.0, 20.0)
+
+
+def test_a_run_whose_folder_was_removed_ends_and_does_not_make_it_anew(group: Group, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    tracker = Tracker(["jsonl"], TrackedRun(output_dir=folder))
+    progress = ProgressBar("test", 2, Console(file=io.StringIO()))
+    monitor = Monitor([group], tracker, Timeline(folder), progress, num_devices=1)  # type: ignore[list-item]
+    said = f"{folder}: the run's folder was removed, or taken by something else, while it went on"
+    with pytest.raises(RunError, match=said), monitor, monitor.step(1):
+        shutil.rmtree(folder)
+    assert list(tmp_path.iterdir()) == []

@@ -46,6 +46,7 @@ def config(tmp_path: Path) -> PPOConfig:
 
 def save(config: PPOConfig, step: int, folder: CheckpointFolder | None = None, *, state: Any = NOTHING, **architecture: Any) -> Path:
     folder = folder or checkpoint_folder(config)
+    folder.prepare()
     partial = folder.begin(step)
     for role in ("actor", "critic"):
         model_folder(partial / role / "huggingface", **architecture)
