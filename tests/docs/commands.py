@@ -97,6 +97,15 @@ COMMANDS: dict[str, Executed | InTest | Make | ByHand] = {
         f"{_GENERATE}::test_samples_with_their_log_probs", ("--n", "--temperature", "--system", "--json")
     ),
     "megarl generate HF_DIR": InTest(f"{_GENERATE}::test_a_chat_goes_on", ("isatty",)),
+    "megarl report outputs/quickstart": Executed(),
+    "megarl report outputs/quickstart outputs/grpo --output outputs/report.html": Executed(
+        given=(("outputs/grpo", "outputs/quickstart/sft"),)  # another run that is there
+    ),
+    "megarl report outputs/quickstart --live": InTest(
+        "tests/unit/tracking/test_report.py::test_a_page_is_served_until_ctrl_c", ("report", "--live")
+    ),
+    "python -m benchmarks.report": ByHand(),
+    "python -m docs.generate.screenshots outputs/quickstart outputs/grpo": ByHand(),
     "megarl eval outputs/quickstart": InTest(f"{_EVAL}::test_a_checkpoint_has_the_score_that_validation_found", ("eval",)),
     "megarl eval HF_DIR --data test.parquet --reward reward.py:compute_score --n 8 --temperature 0.7 --max-tokens 512": InTest(
         f"{_EVAL}::test_a_model_of_no_run_is_sampled_alike",

@@ -137,7 +137,8 @@ def _problems(kind: type, file: Path) -> list[str]:
 def test_quickstart_stages(quickstart: Ended, clone: Clone) -> None:
     """Each stage is printed as the command that it is, and leaves what the page says."""
     assert quickstart.status == 0, quickstart.printed
-    for stage in ("-m megarl.recipes.quickstart.prepare", "-m megarl sft configs/", "-m megarl train configs/", "-m megarl plot outputs/"):
+    made = ("-m megarl.recipes.quickstart.prepare", "-m megarl sft configs/", "-m megarl train configs/")
+    for stage in (*made, "-m megarl plot outputs/", "-m megarl report outputs/"):
         assert f"$ python {stage}" in quickstart.printed
     page = next(page for page in PAGES if page.name == "quickstart.md").read_text()
     left = [name for row in re.findall(r"^\| (`.+) \|.*\|$", page, re.MULTILINE) for name in re.findall(r"`([^`]+)`", row)]

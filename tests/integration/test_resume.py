@@ -190,3 +190,4 @@ def test_ppo_whose_driver_is_killed_in_a_save_leaves_no_process_and_goes_on_as_i
     outcome = run.finish()
     assert_same(outcome, Run(config, tmp_path / "straight").finish())
     assert {"actor", "critic"} == outcome.states.keys()
+    assert list(outcome.samples) == list(range(1, PPO_STEPS + 1))

@@ -53,6 +53,7 @@ from megarl.roles.saved_models import SavedModels, ppo_models, sft_models
 from megarl.roles.start import PPORoles, start_ppo, start_sft
 from megarl.tracking.loggers import Tracker
 from megarl.tracking.progress import ProgressBar
+from megarl.tracking.samples import read_samples, sample_files
 from megarl.tracking.timeline import Timeline
 from megarl.tracking.tracked_run import TrackedRun
 from megarl.trainers.checkpoint import Checkpointer
@@ -213,7 +214,18 @@ def run_ppo(config: PPOConfig, look: Callable[[int, PPORoles], None] = lambda st
         with _ended(roles.groups), _monitor(config, roles.groups) as monitor:
             PPOTrainer(config, roles, loader, evaluation, monitor, _checkpoints(config, ppo_models(config, roles), monitor)).fit()
             roles.actor.save_hf(Path(trainer.output_dir) / "huggingface", path)
+    _check_samples(config)
     return _finished(config)
+
+
+def _check_samples(config: PPOConfig) -> None:
+    """What fails while they are written in the background is a warning only."""
+    files = sample_files(Path(config.trainer.output_dir))
+    assert 1 in files
+    for path in files.values():
+        rows = read_samples(path).rows
+        assert len(rows) == config.trainer.prompts_per_step * config.rollout.n
+        assert rows["log_probs"].null_count == (len(rows) if config.algorithm.rollout_correction.bypass else 0)
 
 
 def run_sft(config: SFTConfig, data: dict[str, Any] | None = None) -> Finished:

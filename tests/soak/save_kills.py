@@ -48,6 +48,7 @@ from megarl.config.schema import (
     SFTConfig,
     TrackingConfig,
 )
+from megarl.tracking.samples import sample_files
 from tests.command import Command
 from tests.integration.tiny_run import save_inputs, tiny_config, tiny_sft_config
 
@@ -55,7 +56,7 @@ LOOK_S = 0.002  # a save takes some tenths of a second
 # What a clock says, and no computation.
 _TIMED = re.compile(r"(timing_s|perf|memory|resharding)/.*|rollout/replica_\d+/tokens_per_s")
 _MICRO_BATCH = MicroBatchConfig(max_tokens=64)
-_LOGGED = TrackingConfig(loggers=["console", "jsonl", "tensorboard"], log_generations=3)
+_LOGGED = TrackingConfig(loggers=["console", "jsonl", "tensorboard"], log_generations=3, samples_every_steps=1)
 
 
 def sft_config(inputs: Path, dtype: DType, total_steps: int, every_steps: int) -> SFTConfig:
@@ -147,6 +148,7 @@ class Run:
             metrics=[_untimed(json.loads(line)) for line in (self.output_dir / "metrics.jsonl").read_text().splitlines()],
             curves=_curves(self.output_dir / "tensorboard"),
             generations=generations.read_text() if generations.exists() else "",
+            samples={step: path.read_bytes() for step, path in sample_files(self.output_dir).items()},
             weights={name: tensor.contiguous().view(torch.uint8).numpy().tobytes() for name, tensor in policy.items()},
             states=states,
             latest=latest.name,
@@ -161,6 +163,7 @@ class Outcome(NamedTuple):
     metrics: list[dict[str, Any]]
     curves: dict[str, list[tuple[int, float]]]
     generations: str
+    samples: dict[int, bytes]
     weights: dict[str, bytes]
     states: dict[str, dict[str, Any]]
     latest: str
@@ -172,6 +175,7 @@ def assert_same(one: Outcome, other: Outcome) -> None:
         assert mine == theirs
     assert one.curves == other.curves
     assert one.generations == other.generations
+    assert one.samples == other.samples
     assert one.weights == other.weights
     assert one.states == other.states
     assert one.latest == other.latest

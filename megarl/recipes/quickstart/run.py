@@ -32,6 +32,7 @@ def run(overrides: Sequence[str]) -> int:
         [*megarl, "sft", "configs/quickstart_sft.yaml", *seeds],
         [*megarl, "train", "configs/quickstart.yaml", *seeds, *overrides],
         [*megarl, "plot", str(OUTPUT_DIR)],
+        [*megarl, "report", str(OUTPUT_DIR)],
     )
     for stage in stages:
         print("$ " + shlex.join(["python", *stage[1:]]), flush=True)

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import http.client
 import json
+import os
+import re
 import shutil
+import signal
 import threading
+import time
+import urllib.request
 from collections.abc import Iterator
 from http import HTTPStatus
 from pathlib import Path
@@ -146,6 +152,25 @@ def test_what_is_no_run_is_refused_in_a_line(made: Path, tmp_path: Path, capsys:
         error = capsys.readouterr().err
         assert message in error
         assert len(error.splitlines()) == 1
+
+
+def test_a_page_is_served_until_ctrl_c(run_dir: Path, tmp_path: Path) -> None:
+    told, pages = tmp_path / "told", []
+
+    def look() -> None:
+        while not (url := re.search(r"http://\S+/", told.read_text())):
+            time.sleep(0.01)
+        with urllib.request.urlopen(url[0]) as answer:
+            pages.append(answer.read())
+        os.kill(os.getpid(), signal.SIGINT)
+
+    with told.open("w", buffering=1) as file, contextlib.redirect_stdout(file):
+        reader = threading.Thread(target=look)
+        reader.start()
+        assert main(["report", str(run_dir), "--live"]) == 0
+    reader.join()
+    assert b'"live": true' in pages[0]
+    assert told.read_text().endswith("\nended\n")
 
 
 @pytest.fixture
