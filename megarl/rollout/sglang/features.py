@@ -64,10 +64,3 @@ def field_names(record: type) -> list[str]:
     if dataclasses.is_dataclass(record):
         return [field.name for field in dataclasses.fields(record)]
     return list(record.__struct_fields__)  # type: ignore[attr-defined]
-
-
-def server_arg_names() -> list[str]:
-    """Imports SGLang."""
-    from sglang.srt.server_args import ServerArgs
-
-    return field_names(ServerArgs)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import json
-import subprocess
-import sys
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from difflib import get_close_matches
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +52,6 @@ _OWN = {
 }
 _SPARE_TOKENS = 8  # SGLang keeps a few of the context, and of the cache, for itself
 _CPU_CACHE_TOKENS = 65536  # or enough for max_concurrency sequences, whichever is less
-_PROBE_LIMIT_S = 120
 
 
 def build_server_args(spec: RolloutEngineSpec) -> dict[str, Any]:
@@ -122,10 +121,7 @@ def refuse_own_server_args(names: Iterable[str]) -> None:
 
 
 def refuse_unknown_server_args(names: Collection[str]) -> None:
-    """Raises ConfigError for names that SGLang's ServerArgs do not have, or that megarl sets itself.
-
-    SGLang is imported in a process of its own, for a few seconds, and only where there are names.
-    """
+    """Raises ConfigError for names that SGLang's ServerArgs do not have, or that megarl sets itself."""
     refuse_own_server_args(names)
     if not names:
         return
@@ -133,7 +129,7 @@ def refuse_unknown_server_args(names: Collection[str]) -> None:
     problems = []
     for name in names:
         if name not in known:
-            close = get_close_matches(name, known, n=3)
+            close = get_close_matches(name, sorted(known), n=3) or [each for each in sorted(known) if each.startswith(name[:5])][:3]
             hint = f"did you mean {' or '.join(close)}?" if close else "see its ServerArgs for what there is"
             problems.append(f"rollout.sglang.server_args.{name} is no option of the installed SGLang; {hint}")
     if problems:
@@ -141,16 +137,18 @@ def refuse_unknown_server_args(names: Collection[str]) -> None:
 
 
 @cache
-def _known_server_args() -> list[str]:
-    """As on a CPU: the names are the same on all devices, and a run for GPUs is checked on machines without one."""
-    program = (
-        "import json\n"
-        "from megarl.rollout.sglang import environment\n"
-        'environment.prepare("cpu")\n'
-        "from megarl.rollout.sglang import features\n"
-        "print(json.dumps(features.server_arg_names()))\n"
-    )
-    probe = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=_PROBE_LIMIT_S, check=False)
-    if probe.returncode:
-        raise ConfigError("rollout.engine", [f"SGLang cannot be imported: {probe.stderr.strip().splitlines()[-1]}"])
-    return json.loads(probe.stdout.splitlines()[-1])
+def _known_server_args() -> frozenset[str]:
+    """As the installed SGLang declares them, read from its source: importing it takes longer than all else that is checked."""
+    spec = find_spec("sglang")
+    if spec is None or spec.origin is None:
+        raise ConfigError("rollout.engine", ["SGLang is not installed; install it as the page on installation says"])
+    runtime = Path(spec.origin).parent / "srt"
+    declared = {runtime / "server_args.py": "ServerArgs"} | dict.fromkeys((runtime / "arg_groups" / "fields").glob("*.py"))
+    return frozenset(name for file, of_class in declared.items() for name in _declared_fields(file, of_class))
+
+
+def _declared_fields(file: Path, of_class: str | None) -> Iterator[str]:
+    """Of the classes in a file, or of one: older versions have all in one class, newer ones in several files."""
+    for node in ast.parse(file.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.ClassDef) and of_class in (None, node.name):
+            yield from (entry.target.id for entry in node.body if isinstance(entry, ast.AnnAssign) and isinstance(entry.target, ast.Name))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,14 @@ import pytest
 from megarl.config.errors import ConfigError
 from megarl.config.schema import Device, DType, ModelConfig, RolloutConfig, RolloutEngineKind, SamplingConfig, SGLangConfig
 from megarl.rollout.interface import RolloutEngineSpec
-from megarl.rollout.sglang.server_args import build_server_args, context_length, refuse_unknown_server_args, vocab_size
+from megarl.rollout.sglang.server_args import (
+    _known_server_args,
+    build_server_args,
+    context_length,
+    refuse_unknown_server_args,
+    vocab_size,
+)
+from tests import warm
 
 
 def spec(folder: Path, device: Device = Device.cpu, release_memory: bool = False, **rollout: Any) -> RolloutEngineSpec:
@@ -73,3 +81,15 @@ def test_unknown_arguments_are_refused_with_what_was_meant() -> None:
     with pytest.raises(ConfigError, match="did you mean schedule_policy") as error:
         refuse_unknown_server_args({"schedule_polisy": "lpm", "qqqqqqqq": 1, "chunked_prefill_size": 64})
     assert len(error.value.problems) == 2
+    with pytest.raises(ConfigError, match="mem_frac is no option of the installed SGLang; did you mean .*mem_fraction_static"):
+        refuse_unknown_server_args({"mem_frac": 0.5})
+
+
+def test_the_arguments_that_are_read_from_its_source_are_those_of_sglang(warm_processes: None) -> None:
+    program = (
+        "import json\nfrom megarl.rollout.sglang import environment\nenvironment.prepare('cpu')\n"
+        "from sglang.srt.server_args import ServerArgs\nfrom megarl.rollout.sglang.features import field_names\n"
+        "print(json.dumps(field_names(ServerArgs)))\n"
+    )
+    ended = subprocess.run([*warm.PYTHON, "--sglang", "-c", program], capture_output=True, text=True, check=True)
+    assert _known_server_args() == set(json.loads(ended.stdout.splitlines()[-1]))
