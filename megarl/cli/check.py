@@ -25,7 +25,7 @@ from megarl.config.derive import (
 from megarl.config.layers import describe_layers
 from megarl.config.load import plain_values
 from megarl.config.roles import REWARD_MODEL, ModelRole, model_roles
-from megarl.config.schema import Device, DType, OverlongConversation, PPOConfig, SFTConfig
+from megarl.config.schema import Device, DType, OverlongConversation, PPOConfig, RolloutEngineKind, SFTConfig
 from megarl.config.validate import read_architectures
 from megarl.doctor.checked_config import load_checked_anywhere
 from megarl.machine.files import existing_folder
@@ -68,7 +68,12 @@ def print_run(config: PPOConfig | SFTConfig, console: Console) -> None:
         console.print(_reward(config, architectures))
     print_placement(config, plan, architectures, console)
     console.print(_checkpoints(config, architectures))
-    for warning in (*_of_a_full_disk(config, architectures), *_of_a_long_warmup(config), *_of_bfloat16(config)):
+    for warning in (
+        *_of_a_full_disk(config, architectures),
+        *_of_a_long_warmup(config),
+        *_of_bfloat16(config),
+        *_of_another_engine(config),
+    ):
         console.print(f"warning: {warning}", style="yellow", soft_wrap=True, highlight=False, markup=False)
 
 
@@ -217,6 +222,15 @@ def _of_a_long_warmup(config: PPOConfig | SFTConfig) -> Iterator[str]:
                 f"the {role.name} warms up for {role.optim.warmup_steps:,} optimizer steps, but the run makes {total:,}: its learning "
                 f"rate never gets to {role.optim.lr:g}"
             )
+
+
+def _of_another_engine(config: PPOConfig | SFTConfig) -> Iterator[str]:
+    if not isinstance(config, PPOConfig):
+        return
+    for engine in RolloutEngineKind:
+        settings = config.rollout.settings_of(engine)
+        if engine is not config.rollout.engine and settings is not None and settings.server_args:
+            yield f"rollout.{engine.needs.section}.server_args do nothing with rollout.engine={config.rollout.engine.value}"
 
 
 def _of_bfloat16(config: PPOConfig | SFTConfig) -> Iterator[str]:

@@ -10,7 +10,7 @@ from megarl.cli.run_context import RunContext, run_context_of
 from megarl.cli.session import open_monitor, open_session, report_filtered, write_summary
 from megarl.config.architecture import read_architecture
 from megarl.config.schema import SFTConfig
-from megarl.data.loader import BatchLoader, parts_of
+from megarl.data.loader import train_loader
 from megarl.data.sft import SFTDataset
 from megarl.data.tokenizer import load_tokenizer
 from megarl.doctor.examined_config import load_for_run
@@ -36,8 +36,7 @@ def _run(config: SFTConfig, context: RunContext) -> int:
     tokenizer = load_tokenizer(config.model.path, config.model.trust_remote_code)
     data, trainer = config.data, config.trainer
     train = SFTDataset(data.train_files, tokenizer, data)
-    parts = parts_of(data.train_files, data.train_weights, train.row_files)
-    loader = BatchLoader(train, trainer.samples_per_step, shuffle=data.shuffle, seed=data.seed, parts=parts)
+    loader = train_loader(train, data, trainer.samples_per_step, "trainer.samples_per_step")
     held_out = SFTDataset(data.val_files, tokenizer, data) if data.val_files else None
 
     if resume is not None:

@@ -19,7 +19,7 @@ from megarl.config.load import schema_of
 from megarl.config.roles import REWARD_MODEL, model_roles
 from megarl.config.schema import PPOConfig, SFTConfig
 from megarl.data.conversations import check_chats
-from megarl.data.loader import BatchLoader, parts_of
+from megarl.data.loader import train_loader
 from megarl.data.prompts import PromptDataset
 from megarl.data.tokenizer import load_tokenizer
 from megarl.doctor.examined_config import load_for_run
@@ -61,8 +61,7 @@ def open_ppo(config: PPOConfig, context: RunContext, resume: Resume | None) -> I
     rules = token_rules(config, tokenizer)
     data, trainer = config.data, config.trainer
     train = PromptDataset(data.train_files, tokenizer, data)
-    parts = parts_of(data.train_files, data.train_weights, train.row_files)
-    loader = BatchLoader(train, trainer.prompts_per_step, shuffle=data.shuffle, seed=data.seed, parts=parts)
+    loader = train_loader(train, data, trainer.prompts_per_step, "trainer.prompts_per_step")
     data_sets, evaluation = {"data.train_files": train}, None
     if data.val_files:
         held_out = PromptDataset(data.val_files, tokenizer, data)

@@ -18,6 +18,9 @@ def folders(config: RunConfig) -> Violations:
     for key, folder in (("trainer.output_dir", config.trainer.output_dir), ("checkpoint.dir", config.checkpoint.dir)):
         if folder is None:
             continue
+        if not folder.strip():
+            yield Violation((key,), f"is {folder!r}, which names no folder; give one of the run's own")
+            continue
         path = Path(folder).absolute()
         if path == Path(path.anchor):
             yield Violation((key,), f"is {folder!r}, the root of the file system; give a folder of the run's own")
@@ -30,7 +33,7 @@ def folders(config: RunConfig) -> Violations:
 
 def resumed_folder(config: RunConfig) -> Violations:
     resume = config.checkpoint.resume
-    if resume not in (RESUME_AUTO, RESUME_DISABLE) and not Path(resume).is_dir():
+    if resume not in (RESUME_AUTO, RESUME_DISABLE) and not (resume.strip() and Path(resume).is_dir()):
         yield Violation(("checkpoint.resume",), f"there is no folder {resume!r}; give auto, disable, or the path of a checkpoint")
 
 

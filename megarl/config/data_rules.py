@@ -59,3 +59,10 @@ def columns(config: PPOConfig | SFTConfig) -> Violations:
             ("data.columns.prompt", "data.columns.answer"),
             f"{given} is given alone; give the columns of both, or neither, where each row has the whole chat in data.columns.messages",
         )
+
+
+def too_few_rows(rows_per_step: int, num_rows: int, key: str) -> str | None:
+    """Why the rows are too few for a step, which would hold some of them twice. `key`: that of rows_per_step."""
+    if rows_per_step <= num_rows:
+        return None
+    return f"{key}={rows_per_step} is more than the {num_rows} rows of data.train_files; use {num_rows} or less, or more rows"

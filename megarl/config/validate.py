@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
-from math import lcm
+from math import gcd, lcm
 from pathlib import Path
 
 from megarl.config import algorithm_rules, checkpoint_rules, data_rules, reward_rules, rollout_rules
@@ -254,14 +254,13 @@ def _recomputation(role: ModelRole) -> Violations:
 
 def _fits_layout(role: ModelRole, architecture: Architecture) -> Violations:
     parallel, tensor = role.parallel, role.parallel.tensor_parallel_size
-    for field in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
-        size = getattr(architecture, field)
-        if size % tensor:
-            yield Violation(
-                (f"{role.parallel_key}.tensor_parallel_size",),
-                f"{field} {size} of {role.path} does not divide by tensor_parallel_size {tensor}; "
-                f"use {either(nearest_divisors(size, tensor))}",
-            )
+    sizes = {field: getattr(architecture, field) for field in ("num_attention_heads", "num_key_value_heads", "intermediate_size")}
+    if left := [f"{field} {size}" for field, size in sizes.items() if size % tensor]:
+        yield Violation(
+            (f"{role.parallel_key}.tensor_parallel_size",),
+            f"{' and '.join(left)} of {role.path} {'does' if len(left) == 1 else 'do'} not divide by tensor_parallel_size {tensor}; "
+            f"use {either(nearest_divisors(gcd(*sizes.values()), tensor))}",
+        )
     stages = parallel.pipeline_parallel_size * (parallel.virtual_pipeline_parallel_size or 1)
     layers = architecture.num_hidden_layers
     if layers % stages:

@@ -9,6 +9,8 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from megarl.batch.data_proto import DataProto
+from megarl.config import data_rules
+from megarl.config.schema import DataConfig, SFTDataConfig
 from megarl.data.files import DataError
 
 
@@ -21,6 +23,13 @@ class RowSource(Protocol):
     def __len__(self) -> int: ...
 
     def batch(self, indices: Sequence[int], uids: Sequence[str]) -> DataProto: ...
+
+
+class TrainingRows(RowSource, Protocol):
+    """Also says of which file each row is."""
+
+    @property
+    def row_files(self) -> Sequence[str]: ...
 
 
 class Share(NamedTuple):
@@ -39,9 +48,7 @@ def parts_of(files: Sequence[str], weights: Sequence[float], row_files: Sequence
         return []
     parts = [Share(row_files.count(file), weight) for file, weight in zip(files, weights, strict=True)]
     if empty := [file for file, part in zip(files, parts, strict=True) if part.num_rows == 0]:
-        raise DataError(
-            f"{empty[0]}: no row is left of it, so it can have no share; leave it out of data.train_files and data.train_weights"
-        )
+        raise DataError(f"{empty[0]}: no row is left of it, so it can have no share; leave it out of data.train_files and its weight")
     return parts
 
 
@@ -131,6 +138,17 @@ class BatchLoader:
             "shuffle": self._shuffle,
             "seed": self._seed,
         }
+
+
+def train_loader(dataset: TrainingRows, data: DataConfig | SFTDataConfig, rows_per_step: int, key: str) -> BatchLoader:
+    """Of a run's training data. `key`: that of rows_per_step.
+
+    Raises DataError for steps of more rows than there are, and as `parts_of`.
+    """
+    if problem := data_rules.too_few_rows(rows_per_step, len(dataset), key):
+        raise DataError(problem)
+    parts = parts_of(data.train_files, data.train_weights, dataset.row_files)
+    return BatchLoader(dataset, rows_per_step, shuffle=data.shuffle, seed=data.seed, parts=parts)
 
 
 def one_pass(dataset: RowSource, batch_size: int) -> Iterator[DataProto]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jinja2 import TemplateError
+from jinja2 import TemplateError, TemplateSyntaxError
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from megarl.config.errors import one_line
@@ -44,13 +44,14 @@ def load_tokenizer(path: str, trust_remote_code: bool = False, key: str = "model
         ) from error
     if tokenizer.eos_token_id is None:
         raise ValueError(f"{key}={path!r}: the tokenizer has no end token; set eos_token in tokenizer_config.json")
-    if not isinstance(tokenizer.chat_template, str):
+    if not isinstance(tokenizer.chat_template, str | dict):  # a dict: of several templates by name
         found = "no chat template" if tokenizer.chat_template is None else f"{type(tokenizer.chat_template).__name__} as its chat template"
         raise ValueError(
             f"{key}={path!r}: the tokenizer has {found}, so chats cannot be rendered; "
             "put chat_template.jinja (an instruct model of the family has one) into the folder"
         )
     _refuse_foreign(tokenizer, Path(path), key)
+    _try_template(tokenizer, f"{key}={path!r}")
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
@@ -58,12 +59,13 @@ def load_tokenizer(path: str, trust_remote_code: bool = False, key: str = "model
 
 def _refuse_foreign(tokenizer: PreTrainedTokenizerBase, folder: Path, key: str) -> None:
     """A model may embed more tokens than its tokenizer writes, because sizes are rounded up; the other way round it is another's."""
-    name_of = {index: token for token, index in tokenizer.get_vocab().items()}
-    if not name_of.keys() - tokenizer.added_tokens_decoder.keys():
+    files = sorted(tokenizer.vocab_files_names.values())
+    if not any((folder / name).is_file() for name in files):
         raise ValueError(
-            f"{key}={str(folder)!r}: the tokenizer has no vocabulary, only {len(name_of)} special tokens, so all texts would be the same "
-            "to the model; copy tokenizer.json into the folder: it is missing, as after a download that was broken off"
+            f"{key}={str(folder)!r}: the folder holds no vocabulary ({' or '.join(files)}), so all texts would be the same to the model; "
+            "copy tokenizer.json into it: it is missing, as after a download that was broken off"
         )
+    name_of = {index: token for token, index in tokenizer.get_vocab().items()}
     if not (folder / "config.json").is_file():
         return
     try:
@@ -78,6 +80,20 @@ def _refuse_foreign(tokenizer: PreTrainedTokenizerBase, folder: Path, key: str) 
             f"{name_of[beyond[0]]!r} is {beyond[0]}{f', and it is the {special[0]}' if special else ''}; "
             "put the tokenizer into the folder that the model was trained with"
         )
+
+
+class TemplateFailureError(ValueError):
+    """A chat template cannot be run; the message says why, and to mend it."""
+
+
+def _try_template(tokenizer: PreTrainedTokenizerBase, folder: str) -> None:
+    """What fails for the plainest chat is no fault of the data; a template may refuse it, and take others."""
+    try:
+        _rendered(tokenizer, [{"role": "user", "content": "1"}], for_generation=True)
+    except TemplateFailureError as error:
+        raise ValueError(f"{folder}: {error}") from error
+    except ValueError:
+        return
 
 
 def render_chat(tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, Any]], *, for_generation: bool) -> list[int]:
@@ -102,13 +118,18 @@ def render_whole(
 def _rendered(tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, Any]], for_generation: bool) -> str:
     try:
         text = tokenizer.apply_chat_template(list(messages), add_generation_prompt=for_generation, tokenize=False)
+    except TemplateSyntaxError as error:
+        raise TemplateFailureError(
+            f"the chat template is none ({one_line(error)}, line {error.lineno}); mend chat_template.jinja"
+        ) from error
     except TemplateError as error:
         roles = [message["role"] for message in messages]
         raise ValueError(f"the chat template refuses messages of the roles {roles}: {one_line(error)}") from error
     except (TypeError, ArithmeticError, LookupError, AttributeError, ValueError, RecursionError) as error:  # a template is a program
         roles = [message["role"] for message in messages]
         reason = f"{type(error).__name__}: {one_line(error)}"
-        raise ValueError(f"the chat template fails for messages of the roles {roles} ({reason}); mend chat_template.jinja") from error
+        message = f"the chat template fails for messages of the roles {roles} ({reason}); mend chat_template.jinja"
+        raise TemplateFailureError(message) from error
     assert isinstance(text, str)
     return text
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Sequence
 
 from megarl.config.load import load_config
 from megarl.config.published import with_published_models
 from megarl.config.roles import model_roles
-from megarl.config.schema import PPOConfig, SFTConfig
+from megarl.config.schema import Device, PPOConfig, SFTConfig
 from megarl.config.validate import read_architectures, validate
 from megarl.config.violation import Violation
+from megarl.doctor import devices
 from megarl.doctor.check_result import DATA, CheckResult, Status
 from megarl.doctor.checked_config import RunConfig, load_checked_anywhere, problems_of, refuse
 from megarl.doctor.inputs import ROWS, findings
@@ -21,7 +23,7 @@ def load_for_run(schema: type[RunConfig], path: str, overrides: Sequence[str] = 
     config = load_config(schema, path, overrides)
     violations = validate(config)
     found = [each for each in _inputs(config, violations, 1) if each.status is Status.error and each.check != DATA]
-    refuse(path, [*problems_of(config, violations), *map(str, found)])
+    refuse(path, [*problems_of(config, violations), *absent_gpus(config), *map(str, found)])
     return config
 
 
@@ -34,7 +36,13 @@ def load_examined_anywhere(schema: type[RunConfig], path: str, overrides: Sequen
     violations = validate(config)
     found = _inputs(config, violations, None)
     refuse(path, [*problems_of(config, violations), *(str(each) for each in found if each.status is Status.error)])
-    return config, [], [str(each) for each in found if each.status is Status.warning]
+    return config, [], [*absent_gpus(config), *(str(each) for each in found if each.status is Status.warning)]
+
+
+def absent_gpus(config: PPOConfig | SFTConfig) -> Iterator[str]:
+    """A run on this machine alone, for GPUs that it does not have."""
+    if config.device is Device.cuda and not os.environ.get("RAY_ADDRESS") and not devices.probe().gpus:
+        yield "device: is cuda, and this machine has no GPU; use device=cpu, or join a cluster that has some (RAY_ADDRESS=HOST:PORT)"
 
 
 def _inputs(config: PPOConfig | SFTConfig, violations: Sequence[Violation], num_rows: int | None) -> list[CheckResult]:

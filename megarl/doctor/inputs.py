@@ -9,6 +9,7 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from megarl.config.architecture import Architecture
+from megarl.config.data_rules import too_few_rows
 from megarl.config.derive import max_row_tokens
 from megarl.config.roles import REWARD_MODEL, ModelRole, model_roles
 from megarl.config.schema import Overlong, PPOConfig, RewardConfig, SFTConfig
@@ -99,7 +100,8 @@ def data(
     config: Config, tokenizer: PreTrainedTokenizerBase, skipped: Collection[str], num_rows: int
 ) -> tuple[list[CheckResult], Prompt | None]:
     """The first rows of each file, read and rendered as the run does; and the first prompt of all."""
-    results, first = [], None
+    results: list[CheckResult] = []
+    first, counts = None, list[int | None]()
     for key in ("data.train_files", "data.val_files"):
         if key in skipped:
             continue
@@ -112,8 +114,21 @@ def data(
                 results.append(refused(DATA, key, error, remedy, file=file))
                 continue
             first = next(iter(prompts), first) if first is None else first
-            results.append(judge_rows(config, key, file, open_file(file, ()).num_rows, lengths))
+            rows = open_file(file, ()).num_rows if len(lengths) == num_rows else len(lengths)
+            counts += [rows] if key == "data.train_files" else []
+            results.append(judge_rows(config, key, file, rows, lengths))
+    if "data.train_files" not in skipped and len(counts) == len(set(config.data.train_files)):
+        results += judge_count(config, counts)
     return results, first
+
+
+def judge_count(config: Config, counts: Sequence[int | None]) -> Iterator[CheckResult]:
+    """Rows of the training files, as far as they are known."""
+    key = "trainer.prompts_per_step" if isinstance(config, PPOConfig) else "trainer.samples_per_step"
+    known = [count for count in counts if count is not None]
+    wanted = config.trainer.prompts_per_step if isinstance(config, PPOConfig) else config.trainer.samples_per_step
+    if len(known) == len(counts) and (problem := too_few_rows(wanted, sum(known), key)):
+        yield refused(DATA, key, ValueError(problem), f"lower {key}, or give more rows")
 
 
 def _rendered(config: Config, file: str, tokenizer: PreTrainedTokenizerBase, num_rows: int) -> tuple[list[Prompt], list[int]]:

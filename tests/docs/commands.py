@@ -74,6 +74,7 @@ COMMANDS: dict[str, Executed | InTest | Make | ByHand] = {
     "make test ARGS=tests/unit/data": Make((*_LINT_AND_TESTS, "pytest -n 2 --no-loadscope-reorder tests/unit/data")),
     "make docs": InTest("tests/docs/test_site.py::test_every_page_is_in_the_site", ("--fail-on-warning",)),
     "megarl check configs/quickstart.yaml": Executed(),
+    "megarl check configs/quickstart.yaml --fast": Executed(),
     "megarl check configs/quickstart.yaml actor.optm.lr=1e-3": Executed(status=2),
     "megarl check configs/quickstart.yaml trainer.updates_per_step=3 rollout.top_p=0.9": Executed(status=2),
     f"megarl check configs/quickstart.yaml {_OF_VERL}": Executed(status=2),
