@@ -134,6 +134,7 @@ def open_monitor(session: Session, config: PPOConfig | SFTConfig, title: str, gr
         project=config.tracking.project,
         name=config.tracking.run_name or session.output_dir.resolve().name,
         config=plain_values(config),
+        total_steps=config.trainer.total_steps,
         resumed_after=resume.step if resume is not None and resume.is_own else None,
     )
     num_devices = plan_placement(config).num_devices

@@ -34,15 +34,21 @@ class Logger(Protocol):
 
 
 class ConsoleLogger:
-    """One line a step of what people look at first; all of it is in the files."""
+    """One line a step of what people look at first, and how long the run will take yet if its steps stay as they were; all of it is in the
+    files."""
 
     SHOWN = ("critic/score/mean", "val/score/mean", "sft/loss", "val/loss", "actor/reward_kl_penalty", "actor/entropy", "perf/throughput")
 
     def __init__(self, run: TrackedRun, write: Callable[[str], None] = print) -> None:
-        self._write = write
+        self._write, self._total_steps = write, run.total_steps
+        self._seconds: list[float] = []  # of the steps up to now
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         shown = [f"{name} {metrics[name]:.4g}" for name in self.SHOWN if name in metrics]
+        if "timing_s/step" in metrics:
+            self._seconds.append(metrics["timing_s/step"])
+        if self._seconds and self._total_steps is not None and step < self._total_steps:
+            shown.append(f"{_duration(sum(self._seconds) / len(self._seconds) * (self._total_steps - step))} left")
         self._write(f"step {step}  " + "  ".join(shown))
 
     def flush(self) -> None:
@@ -50,6 +56,12 @@ class ConsoleLogger:
 
     def close(self, failed: bool) -> None:
         pass
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 90 * 60 else f"{seconds / 3600:.1f} h"
 
 
 class JsonlLogger:

@@ -16,6 +16,7 @@ RUN_IDS = ".*.run_id"  # in `trainer.output_dir`
 class TrackedRun:
     """config: to be shown beside the metrics; plain values by section. It holds no key of any service: those are in the environment.
 
+    total_steps: after which it ends, where that is known.
     resumed_after: the step after which this process goes on with the run; what an earlier one logged for later steps is given up.
     """
 
@@ -23,6 +24,7 @@ class TrackedRun:
     project: str = "megarl"
     name: str = "run"
     config: Mapping[str, Any] = field(default_factory=dict)
+    total_steps: int | None = None
     resumed_after: int | None = None
 
     def run_id(self, service: str) -> str | None:

@@ -105,8 +105,10 @@ def wait(chromium: Chrome, condition: Callable[[], Any]) -> Any:
 def pixels(chromium: Chrome, canvas: WebElement) -> set[tuple[int, int, int]]:
     """The opaque colours in a canvas, once it is drawn."""
     script = """
-        const canvas = arguments[0], found = new Set();
-        const data = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data;
+        const canvas = document.createElement("canvas"), found = new Set(), context = canvas.getContext("2d", {willReadFrequently: true});
+        [canvas.width, canvas.height] = [arguments[0].width, arguments[0].height];
+        context.drawImage(arguments[0], 0, 0);
+        const data = context.getImageData(0, 0, canvas.width, canvas.height).data;
         for (let at = 0; at < data.length; at += 4)
             if (data[at + 3] === 255) found.add((data[at] << 16) | (data[at + 1] << 8) | data[at + 2]);
         return [...found];

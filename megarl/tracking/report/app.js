@@ -15,6 +15,7 @@ const ASK_EVERY_MS = 2000;
 const app = {
   signal: null, // ends what a tab listens to when another is shown
   turn: 0,
+  isBehind: false, // something is new that is not shown yet
 
   start() {
     report.start();
@@ -64,21 +65,32 @@ const app = {
     before?.abort();
     this.abort = abort;
     tooltip.hide();
-    const table = ["#sample-table"].map((name) => [name, this.body.querySelector(name)?.scrollTop]);
+    const focused = document.activeElement?.id, typed = document.activeElement?.value;
+    const scrolled = ["#sample-table", "#sample"].map((name) => [name, this.body.querySelector(name)?.scrollTop]);
     this.body.replaceWith(body);
     this.body = body;
-    for (const [name, top] of table) if (top) body.querySelector(name)?.scrollTo({ top });
+    Canvas.forgetRemoved();
+    for (const [name, top] of scrolled) if (top) body.querySelector(name)?.scrollTo({ top });
+    this.focus(focused && body.querySelector(`input[id="${focused}"]`), typed);
     body.dataset.ready = "true";
+  },
+
+  // Who types in a field goes on in the new one.
+  focus(field, typed) {
+    if (!field) return;
+    field.focus();
+    if (field.type === "search") field.setSelectionRange(field.value.length, field.value.length);
+    if (field.value === typed || typed === undefined) return;
+    field.value = typed;
+    field.dispatchEvent(new Event("input"));
   },
 
   async ask() {
     try {
-      const isOther = await report.ask();
+      this.isBehind = (await report.ask()) || this.isBehind;
       this.status.textContent = `live, ${new Date().toLocaleTimeString()}`;
       this.status.classList.remove("problem");
-      if (isOther && !this.body.contains(document.activeElement?.closest?.("input, select") ?? null)) await this.show();
-      else if (isOther) this.isBehind = true;
-      if (this.isBehind && !document.activeElement?.closest?.("input, select")) {
+      if (this.isBehind && document.activeElement?.tagName !== "SELECT") {
         this.isBehind = false;
         await this.show();
       }

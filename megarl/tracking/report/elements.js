@@ -77,13 +77,17 @@ class Canvas {
     this.element = h("canvas", { style: { height: `${height}px` } });
     this.draw = draw;
     this.height = height;
-    this.isVisible = false;
+    this.isVisible = this.wasInPage = false;
     Canvas.all.add(this);
-    new ResizeObserver(() => this.redraw()).observe(this.element);
-    new IntersectionObserver(([entry]) => {
-      this.isVisible = entry.isIntersecting;
-      this.redraw();
-    }).observe(this.element);
+    this.observers = [
+      new ResizeObserver(() => this.redraw()),
+      new IntersectionObserver((entries) => {
+        this.isVisible = entries[entries.length - 1].isIntersecting;
+        this.wasInPage ||= this.element.isConnected;
+        this.redraw();
+      }),
+    ];
+    for (const observer of this.observers) observer.observe(this.element);
   }
 
   redraw() {
@@ -109,9 +113,14 @@ class Canvas {
   }
 
   static redrawAll() {
+    for (const canvas of Canvas.all) canvas.redraw();
+  }
+
+  static forgetRemoved() {
     for (const canvas of Canvas.all) {
-      if (canvas.element.isConnected) canvas.redraw();
-      else if (canvas.isVisible) Canvas.all.delete(canvas);
+      if (!canvas.wasInPage || canvas.element.isConnected) continue;
+      for (const observer of canvas.observers) observer.disconnect();
+      Canvas.all.delete(canvas);
     }
   }
 }
@@ -121,7 +130,10 @@ const cssColor = (name) => getComputedStyle(document.documentElement).getPropert
 
 function select(options, value, onChange, label) {
   const element = h("select", { "aria-label": label }, options.map(([key, text]) => h("option", { value: key, selected: key === value }, text)));
-  element.addEventListener("change", () => onChange(element.value));
+  element.addEventListener("change", () => {
+    element.blur(); // a live page waits while one chooses
+    onChange(element.value);
+  });
   return element;
 }
 

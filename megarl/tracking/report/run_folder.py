@@ -20,7 +20,7 @@ from megarl.tracking.run_files import CONFIG_FILE, FAILURE_FILE, GENERATIONS_FIL
 from megarl.tracking.samples import sample_files, sample_path
 from megarl.tracking.timeline import TIMELINE_FILE
 
-_MAX_TOKENS = 1_000_000  # of all samples of a run that are in a page
+_MAX_TOKENS = 1_000_000  # of all samples that are in a page
 _MAX_GENERATIONS = 2_000  # the newest
 _ABOUT, _METRICS, _TIMELINE, _GENERATIONS, _SAMPLES = "about", "metrics", "timeline", "generations", "samples/"
 _DAMAGE = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, yaml.YAMLError)
@@ -33,9 +33,9 @@ class RunFolderError(ValueError):
 class RunFolder:
     """Raises RunFolderError for a folder in which a run has written nothing."""
 
-    def __init__(self, path: Path, name: str, plan: Callable[[Path], Any]) -> None:
-        """plan: of a `config.yaml`, the memory that was planned; None where that cannot be known."""
-        self.path, self.name, self._plan = path, name, plan
+    def __init__(self, path: Path, name: str, plan: Callable[[Path], Any], max_tokens: int = _MAX_TOKENS) -> None:
+        """plan: of a `config.yaml`, the memory that was planned; None where that cannot be known. max_tokens: of its samples."""
+        self.path, self.name, self._plan, self._max_tokens = path, name, plan, max_tokens
         if not path.is_dir():
             raise RunFolderError(f"{path}: there is no such folder; give a run's trainer.output_dir")
         if not any((path / each).exists() for each in (CONFIG_FILE, METRICS_FILE, FAILURE_FILE)):
@@ -66,7 +66,7 @@ class RunFolder:
 
     def _share(self, num_files: int) -> int:
         """Tokens of each file; a power of two, so that it is seldom another while a run writes more files."""
-        return 1 << ((_MAX_TOKENS // max(1, num_files)).bit_length() - 1)
+        return 1 << (max(1, self._max_tokens // max(1, num_files)).bit_length() - 1)
 
     def _about(self) -> dict[str, Any]:
         problems: list[str] = []
@@ -155,4 +155,4 @@ def open_runs(paths: list[Path], plan: Callable[[Path], Any] = lambda path: None
         count = next(
             count for count in range(1, len(resolved.parts) + 1) if all(o.parts[-count:] != resolved.parts[-count:] for o in others)
         )
-        yield RunFolder(path, "/".join(resolved.parts[-count:]), plan)
+        yield RunFolder(path, "/".join(resolved.parts[-count:]), plan, _MAX_TOKENS // len(paths))

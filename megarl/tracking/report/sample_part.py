@@ -26,27 +26,26 @@ _WIDE_FROM = 2**16
 
 
 def sample_part(path: Path, step: int, max_tokens: int) -> bytes:
-    """The first prompts of the file with all their samples, as many as are of `max_tokens` tokens or fewer, and one in any case. Of a file
-    that cannot be read the header says so."""
+    """The first prompts of the file with all their samples, as many as `max_tokens` tokens are enough for; where they are not enough for
+    the first one's, some of its samples, and one in any case. Of a file that cannot be read the header says so."""
     try:
         table = read_samples(path)
     except SamplesFileError as error:
         return _joined({"step": step, "problem": str(error)}, [])
-    rows = _whole_prompts(table.rows, max_tokens)
+    rows = _fitting(table.rows, max_tokens)
     header, arrays = _packed(rows, table)
     return _joined({"step": step, "of": len(table.rows), **header}, arrays)
 
 
-def _whole_prompts(rows: pa.Table, max_tokens: int) -> pa.Table:
-    left, end, num_rows = max_tokens, 0, len(rows)
+def _fitting(rows: pa.Table, max_tokens: int) -> pa.Table:
+    left, whole = max_tokens, 0
     uids, lengths, prompts = (rows[name].to_pylist() for name in ("uid", "response_length", "prompt_length"))
-    while end < num_rows:
-        start, left = end, left - prompts[end]
-        while end < num_rows and uids[end] == uids[start]:
-            left -= lengths[end]
-            end += 1
-        if left < 0 and start > 0:
-            return rows.slice(0, start)
+    for row, uid in enumerate(uids):
+        if row == 0 or uid != uids[row - 1]:
+            whole, left = row, left - prompts[row]
+        left -= lengths[row]
+        if left < 0:
+            return rows.slice(0, whole or max(1, row))
     return rows
 
 

@@ -88,7 +88,7 @@ const configurationTab = {
     };
     root.append(
       h("div", { className: "toolbar" },
-        input("search", { placeholder: "Filter keys", value: this.search, "aria-label": "Filter keys" }, (value) => {
+        input("search", { placeholder: "Filter keys", id: "key-filter", value: this.search, "aria-label": "Filter keys" }, (value) => {
           this.search = value;
           fill();
         }),

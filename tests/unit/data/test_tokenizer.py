@@ -1,6 +1,8 @@
 import pytest
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
 
-from megarl.data.tokenizer import load_tokenizer, render_chat
+from megarl.data.tokenizer import load_tokenizer, render_chat, token_texts
 from tests.unit.data.chats import character_tokenizer, user
 
 
@@ -37,3 +39,14 @@ def test_missing_parts_are_named(tmp_path):
 def test_a_template_that_refuses_says_why(tokenizer):
     with pytest.raises(ValueError, match=r"refuses messages of the roles \['tool'\]: no tools here"):
         render_chat(tokenizer, [{"role": "tool", "content": "x"}], for_generation=True)
+
+
+def test_a_token_by_itself_keeps_its_space():
+    """SentencePiece's mark for a space goes where the first word is decoded; half of a character is no text."""
+    vocabulary = [("<unk>", 0.0), ("\u2581two", -1.0), ("words", -1.0), ("\u2581", -2.0), ("<0xC3>", -3.0)]
+    backend = Tokenizer(models.Unigram(vocabulary, unk_id=0, byte_fallback=True))
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    loaded = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>")
+    assert token_texts(loaded, [1, 2, 3, 4]) == {1: " two", 2: "words", 3: " ", 4: "\ufffd"}

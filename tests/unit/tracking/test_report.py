@@ -25,6 +25,7 @@ from benchmarks.report import LARGEST_MB, make_run
 from megarl.cli.main import main
 from megarl.tracking.report.live import LiveReport
 from megarl.tracking.report.run_folder import RunFolder, open_runs
+from megarl.tracking.report.sample_part import sample_part
 from megarl.tracking.samples import read_samples, sample_path
 
 STEPS, SAMPLES, TOKENS, FILES = 20, 64, 6, 4
@@ -63,12 +64,14 @@ def test_a_page_of_a_long_run_is_small(tmp_path: Path) -> None:
     assert (tmp_path / "run" / "report.html").stat().st_size < LARGEST_MB * 1e6
 
 
-def test_of_more_samples_than_a_page_takes_the_first_prompts_are_whole(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megarl.tracking.report.run_folder._MAX_TOKENS", FILES * 64)  # of a file 96 tokens and 16 of prompts
-    content = opened(run_dir).part("samples/20")
+@pytest.mark.parametrize(
+    ("max_tokens", "num_shown"), [(1, 1), (3 * TOKENS + 1, 3), (8 * TOKENS + 1, 8), (15 * TOKENS + 2, 8), (16 * TOKENS + 2, 16)]
+)
+def test_of_more_samples_than_a_page_takes_the_first_prompts_are_whole(run_dir: Path, max_tokens: int, num_shown: int) -> None:
+    """A file has two prompts of a token with eight samples each."""
+    content = sample_part(sample_path(run_dir, STEPS), STEPS, max_tokens)
     header = json.loads(content[4 : 4 + int.from_bytes(content[:4], "little")])
-    assert (len(header["uid"]), header["of"]) == (8, SAMPLES // FILES)
-    assert len(set(header["uid"])) == 1
+    assert (len(header["uid"]), header["of"]) == (num_shown, SAMPLES // FILES)
 
 
 def test_tokens_and_numbers_are_those_of_the_file(run_dir: Path) -> None:
