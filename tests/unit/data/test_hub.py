@@ -1,0 +1,118 @@
+"""Models and data sets by their names on a hub: one that answers over HTTP on this machine, and none."""
+
+import json
+import threading
+from collections.abc import Iterator
+from hashlib import sha1
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+from huggingface_hub import constants
+
+from megarl.config.errors import ConfigError
+from megarl.config.schema import ModelConfig, SFTConfig, SFTDataConfig
+from megarl.data.hub import with_hub_inputs
+
+SHA = "a" * 40
+FILES = {
+    "models/maker/tiny": {"config.json": b"{}", "model.safetensors": b"weights", "README.md": b"#"},
+    "datasets/maker/one": {"data/train.jsonl": b'{"prompt": "1"}\n'},
+    "datasets/maker/many": {"a.jsonl": b"{}\n", "b.parquet": b"PAR1"},
+}
+
+
+class Hub(BaseHTTPRequestHandler):
+    """What the hub's library asks for: a revision, its tree, files."""
+
+    asked: list[str] = []
+
+    def do_GET(self) -> None:
+        path = self.path.split("?")[0].removeprefix("/")
+        if path.startswith("api/"):
+            repository = "/".join(path.split("/")[1:4])
+            if repository not in FILES:
+                self.send_error(404)
+            elif "/tree/" in path:
+                entries = FILES[repository].items()
+                self.answer(
+                    json.dumps([{"type": "file", "path": name, "size": len(data), "oid": oid(data)} for name, data in entries]).encode()
+                )
+            else:
+                self.answer(json.dumps({"id": "/".join(repository.split("/")[1:]), "sha": SHA, "siblings": []}).encode())
+            return
+        repository, _, name = path.partition(f"/resolve/{SHA}/")
+        self.asked.append(name)
+        self.answer(FILES[repository if repository.startswith("datasets/") else f"models/{repository}"][name])
+
+    do_HEAD = do_GET  # noqa: N815  (the server's name for it)
+
+    def answer(self, content: bytes) -> None:
+        self.send_response(200)
+        for name, value in (("Content-Length", str(len(content))), ("ETag", f'"{oid(content)}"'), ("X-Repo-Commit", SHA)):
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(content)
+
+    def log_message(self, *arguments: object) -> None:
+        pass
+
+
+def oid(content: bytes) -> str:
+    return sha1(content).hexdigest()
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Its address; the cache is empty, and the current folder too."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    Hub.asked.clear()
+    with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        address = f"http://127.0.0.1:{server.server_port}"
+        monkeypatch.setattr(constants, "ENDPOINT", address)
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", address + "/{repo_id}/resolve/{revision}/{filename}")
+        yield address
+        server.shutdown()
+
+
+def config(model: str = "model", *files: str) -> SFTConfig:
+    return SFTConfig(model=ModelConfig(path=model), data=SFTDataConfig(train_files=list(files)))
+
+
+def test_a_model_is_fetched_once_and_its_weights_for_a_run_alone(hub: str) -> None:
+    checked, said = with_hub_inputs(config("maker/tiny"), "run.yaml", large=False)
+    assert Hub.asked.count("model.safetensors") == 0
+    assert said == ["model.path: maker/tiny is on the hub; `megarl train` fetches its weights"]
+    assert (Path(checked.model.path) / "config.json").read_bytes() == b"{}"
+    run, said = with_hub_inputs(config("maker/tiny"), "run.yaml", large=True)
+    assert (Path(run.model.path) / "model.safetensors").read_bytes() == b"weights"
+    assert not (Path(run.model.path) / "README.md").exists()
+    num_asked = len(Hub.asked)
+    assert with_hub_inputs(config("maker/tiny"), "run.yaml", large=False) == (run, [])
+    assert len(Hub.asked) == num_asked
+
+
+def test_the_only_file_of_a_data_set_is_taken_and_several_must_be_named(hub: str) -> None:
+    mixed = config("model", "own.parquet", "maker/one")
+    unfetched = (mixed, ["data.train_files: maker/one is on the hub; `megarl train` fetches it"])
+    assert with_hub_inputs(mixed, "run.yaml", large=False) == unfetched
+    found, _ = with_hub_inputs(mixed, "run.yaml", large=True)
+    assert found.data.train_files[0] == "own.parquet"
+    assert Path(found.data.train_files[1]).read_text() == '{"prompt": "1"}\n'
+    with pytest.raises(ConfigError, match="has 2 files of data, of which those to read must be named: .*a.jsonl, .*b.parq"):
+        with_hub_inputs(config("model", "maker/many"), "run.yaml", large=True)
+
+
+def test_what_no_hub_gives_is_one_line_with_how_to_download_it(hub: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="model.path: there is no 'maker/absent' here, and no hub gives it"):
+        with_hub_inputs(config("maker/absent"), "run.yaml", large=True)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(ConfigError, match=r"\(hf download maker/tiny --local-dir DIR\), and set model.path to DIR") as caught:
+        with_hub_inputs(config("maker/tiny"), "run.yaml", large=True)
+    assert len(str(caught.value).splitlines()) == 2
+    with pytest.raises(ConfigError, match=r"--repo-type dataset maker/one --local-dir DIR\), and set data.train_files to the files in DIR"):
+        with_hub_inputs(config("model", "maker/one"), "run.yaml", large=True)
