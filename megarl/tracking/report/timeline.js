@@ -139,10 +139,6 @@ class TimelineView {
       context.textAlign = "left";
       context.fillText(label, 4, top + ROW_HEIGHT / 2, LABEL_WIDTH - 12);
     });
-    context.save();
-    context.beginPath();
-    context.rect(LABEL_WIDTH, 0, width - LABEL_WIDTH, this.canvas.height);
-    context.clip();
     context.fillStyle = cssColor("muted");
     context.strokeStyle = cssColor("grid");
     context.textAlign = "center";
@@ -154,6 +150,10 @@ class TimelineView {
       context.lineTo(x(tick), this.canvas.height);
       context.stroke();
     }
+    context.save();
+    context.beginPath();
+    context.rect(LABEL_WIDTH, 0, width - LABEL_WIDTH, this.canvas.height);
+    context.clip();
     const longestFirst = this.order ||= row.map((_, index) => index).sort((a, b) => this.lengths[b] - this.lengths[a]);
     for (const index of longestFirst) {
       const left = x(this.starts[index]), size = Math.max(1, this.lengths[index] * scale);
