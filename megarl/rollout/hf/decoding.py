@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 
+from megarl.rollout.hf.attention import KVCache
 from megarl.rollout.interface import SamplingParameters
 
 
@@ -49,7 +50,7 @@ def decode(
     stopped = torch.zeros(batch_size, dtype=torch.bool, device=model.device)
     keys = row_keys(seeds, model.device)
 
-    cache = DynamicCache()
+    cache = KVCache()
     logits, mask = _prefill(model, prompts, cache)
     prompt_length = mask.shape[1]
     rows = _Rows(
@@ -73,7 +74,7 @@ def decode(
     return Decoded(sampled_ids[:, : step + 1], log_probs[:, : step + 1], lengths, stopped)
 
 
-def _prefill(model: PreTrainedModel, prompts: list[list[int]], cache: DynamicCache) -> tuple[torch.Tensor, torch.Tensor]:
+def _prefill(model: PreTrainedModel, prompts: list[list[int]], cache: KVCache) -> tuple[torch.Tensor, torch.Tensor]:
     """Fills the cache; logits (B, V) of each prompt's last token, and the mask (B, P) bool of the left-padded prompts."""
     distinct = {prompt: index for index, prompt in enumerate(dict.fromkeys(map(tuple, prompts)))}
     token_ids, mask = _left_pad([list(prompt) for prompt in distinct], model.device)
@@ -83,25 +84,26 @@ def _prefill(model: PreTrainedModel, prompts: list[list[int]], cache: DynamicCac
     if len(distinct) == len(prompts):
         return logits, mask
     owners = torch.tensor([distinct[tuple(prompt)] for prompt in prompts], device=model.device)
-    cache.batch_select_indices(owners)
+    cache.select(owners)
     return logits[owners], mask[owners]
 
 
-def _step(model: PreTrainedModel, token_ids: torch.Tensor, rows: _Rows, length: int, cache: DynamicCache) -> torch.Tensor:
+def _step(model: PreTrainedModel, token_ids: torch.Tensor, rows: _Rows, length: int, cache: KVCache) -> torch.Tensor:
     """Logits (A, V) after one more token of each row; token_ids: (A,)."""
-    # A mask of four dimensions is taken as it is: transformers would build the same one anew at every step.
+    # A mask of four dimensions is taken as it is: transformers would build the same one anew at every step. What is added to the scores
+    # is made once, not in every layer.
     mask = rows.mask[:, None, None, :length]
     output = model(input_ids=token_ids[:, None], attention_mask=mask, position_ids=rows.positions[:, None], past_key_values=cache)
     return output.logits[:, -1]
 
 
-def _drop_ended(rows: _Rows, stopped: torch.Tensor, cache: DynamicCache) -> _Rows:
+def _drop_ended(rows: _Rows, stopped: torch.Tensor, cache: KVCache) -> _Rows:
     """Copying the cache costs about what a step does, so it is done when it halves the steps to come."""
     alive = (~stopped[rows.indices]).nonzero().squeeze(-1)
     if 2 * len(alive) > len(rows.indices):
         return rows
     if len(alive):
-        cache.batch_select_indices(alive)
+        cache.select(alive)
     return _Rows(rows.indices[alive], rows.positions[alive], rows.mask[alive])
 
 

@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.initialization import no_init_weights
 
 from megarl.config.schema import Device
+from megarl.rollout.hf.attention import GROUPED
 from megarl.rollout.hf.decoding import decode
 from megarl.rollout.interface import (
     FinishedRequest,
@@ -44,7 +45,7 @@ class HFEngine(RolloutEngine):
         config = AutoConfig.from_pretrained(path, trust_remote_code=trusted)
         with no_init_weights():
             dtype = getattr(torch, spec.model.dtype.value)
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa", trust_remote_code=trusted)
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=GROUPED, trust_remote_code=trusted)
         model.tie_weights()  # a part of the initialisation that was skipped
         # With its number, by which NCCL finds the communicator of a device.
         self._device = torch.device("cuda", torch.cuda.current_device()) if spec.device is Device.cuda else torch.device("cpu")
