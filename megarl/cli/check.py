@@ -23,14 +23,15 @@ from megarl.config.derive import (
     optimizer_steps,
 )
 from megarl.config.layers import describe_layers
-from megarl.config.load import plain_values
+from megarl.config.load import is_on_cuda, plain_values
 from megarl.config.roles import REWARD_MODEL, ModelRole, model_roles
-from megarl.config.schema import Device, DType, OverlongConversation, PPOConfig, RolloutEngineKind, SFTConfig
+from megarl.config.schema import DType, OverlongConversation, PPOConfig, RolloutEngineKind, SFTConfig
 from megarl.config.validate import read_architectures
 from megarl.doctor.checked_config import load_checked_anywhere
 from megarl.machine.files import existing_folder
 from megarl.placement.plan import PlacementPlan, plan_placement
 
+BFLOAT16_ON_A_CPU = "most processors compute bfloat16 many times as slowly as float32: on a CPU use model.dtype=float32, or leave it out"
 _FILE_WIDTH = 140  # columns of the tables where nobody's window limits them: a path must not be folded in a log
 
 
@@ -234,8 +235,8 @@ def _of_another_engine(config: PPOConfig | SFTConfig) -> Iterator[str]:
 
 
 def _of_bfloat16(config: PPOConfig | SFTConfig) -> Iterator[str]:
-    if config.device is Device.cpu and config.model.dtype is DType.bfloat16:
-        yield "device is cpu, where most processors compute bfloat16 many times as slowly as float32: use model.dtype=float32"
+    if config.model.dtype is DType.bfloat16 and not is_on_cuda(config.device):
+        yield BFLOAT16_ON_A_CPU
 
 
 def _free_bytes(path: Path) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,13 +19,15 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from megarl.config.errors import ConfigError
-from megarl.config.schema import MISSING, PPOConfig, RunKind, SFTConfig
+from megarl.config.schema import MISSING, Device, DType, PPOConfig, RunKind, SFTConfig
 from megarl.config.schema.keys import InputKind, leaves
 from megarl.config.sources import Layer, is_hub_name, read_layers, source_name
 from megarl.config.verl_names import VerlProblem, verl_problems
 from megarl.machine.files import write_whole
+from megarl.machine.gpus import has_gpu
 
 Config = typing.TypeVar("Config")
+RunConfig = typing.TypeVar("RunConfig", bound=PPOConfig | SFTConfig)
 _KIND = "kind"
 _SCHEMAS: dict[Any, type[PPOConfig] | type[SFTConfig]] = {RunKind.ppo: PPOConfig, RunKind.sft: SFTConfig}
 _LONGEST_NAME, _LONGEST_TEXT = 255, 4000  # bytes of a name in Linux's file systems; characters, below what a path may have
@@ -37,11 +40,23 @@ def load_config(
     instance of `schema`. options: what a command's options say, which wins over all.
 
     What a file names that a run reads (models, data, code) is relative to that file; what overrides name, and the folders that a run
-    writes, to the current one.
+    writes, to the current one. `model.dtype: auto` becomes what it is on the device.
     Raises ConfigError with every unknown key (and the nearest known one), wrong value and missing value, and its source; and for a run of
     another kind.
     """
     return _fit(schema, source_name(source), [*read_layers(source, overrides), *([] if options is None else [options])])
+
+
+def with_dtype(config: RunConfig, is_on_cuda: bool) -> RunConfig:
+    """The configuration with the `model.dtype` that `auto` is on the device."""
+    if config.model.dtype is not DType.auto:
+        return config
+    return replace(config, model=replace(config.model, dtype=DType.bfloat16 if is_on_cuda else DType.float32))
+
+
+def is_on_cuda(device: Device) -> bool:
+    """As far as it can be known before a run starts: a cluster that is joined by its address is taken for one with GPUs."""
+    return device is Device.cuda or (device is Device.auto and (has_gpu() or "RAY_ADDRESS" in os.environ))
 
 
 def schema_of(path: str, overrides: Sequence[str] = ()) -> type[PPOConfig] | type[SFTConfig]:
@@ -74,7 +89,8 @@ def _fit(schema: type[Config], path: str, layers: Sequence[Layer]) -> Config:
             config = OmegaConf.to_object(merged)
             problems += _unusable_texts(config)
             if not problems:
-                return typing.cast(Config, config)
+                run = typing.cast(PPOConfig | SFTConfig, config)
+                return typing.cast(Config, with_dtype(run, is_on_cuda(run.device)))
     except (OmegaConfBaseException, ValueError) as error:  # of a value that refers to another: ${...}
         problems.append(" ".join(str(error).split()))
     if schema is PPOConfig and kind is None and _fits(SFTConfig, path, layers):

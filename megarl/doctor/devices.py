@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import os
 import re
-import runpy
 import shutil
 import subprocess
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
-from pathlib import Path
 
 from megarl.config.schema import Device
 from megarl.doctor.check_result import CheckResult, doubtful, good, size, wrong
 from megarl.doctor.examined_run import ExaminedRun
+from megarl.machine.gpus import torch_cuda
 from megarl.placement.memory import plan_memory
 
 CHECK = "gpus"
@@ -46,7 +44,7 @@ class Gpus:
 
 
 def probe() -> Gpus:
-    found = Gpus(torch_cuda=_torch_cuda())
+    found = Gpus(torch_cuda=torch_cuda())
     program = shutil.which("nvidia-smi")
     if program is None:
         return found
@@ -88,14 +86,6 @@ def visible(found: Gpus, setting: str | None) -> Gpus:
     if all(name.isdigit() for name in names):
         return replace(found, gpus=tuple(gpu for gpu in found.gpus if str(gpu.index) in names))
     return replace(found, gpus=found.gpus[: len(names)])
-
-
-def _torch_cuda() -> str | None:
-    """Without importing torch, which takes seconds."""
-    spec = find_spec("torch")
-    if spec is None or spec.origin is None:
-        return None
-    return runpy.run_path(str(Path(spec.origin).parent / "version.py")).get("cuda")
 
 
 def judge(found: Gpus, *, needed: int, wanted: bool, peak: int = 0) -> Iterator[CheckResult]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from megarl.config.architecture import Architecture
+from megarl.config.load import with_dtype
 from megarl.config.roles import REWARD_MODEL, ModelRole, model_roles
 from megarl.config.schema import Device, PPOConfig, SFTConfig
 from megarl.controller.group import RayWorkerGroup, RoleGroup
@@ -133,6 +134,7 @@ def start_ppo(
     Returns before the workers have loaded their weights; the first call to each waits for it. Models that share devices with others
     have loaded theirs, and made room.
     """
+    config = with_dtype(config, device is Device.cuda)  # of one that no file has given
     plan = plan_placement(config)
     turns = OffloadPlan(plan)
     starter = _Starter(config, device, pools, turns)
@@ -262,6 +264,7 @@ def start_evaluation(
 
 
 def start_sft(config: SFTConfig, architecture: Architecture, device: Device, pools: ResourcePoolManager) -> Actor:
+    config = with_dtype(config, device is Device.cuda)
     plan = plan_placement(config)
     starter = _Starter(config, device, pools, OffloadPlan(plan))
     (role,) = model_roles(config)

@@ -10,6 +10,7 @@ from megarl.config.schema.keys import MISSING, InputKind, names, ranged
 
 
 class DType(str, Enum):
+    auto = "auto"  # bfloat16 on CUDA; float32 on a CPU, where most processors compute bfloat16 many times as slowly
     float32 = "float32"  # four bytes
     bfloat16 = "bfloat16"  # two bytes; the optimizer keeps float32 copies
 
@@ -48,7 +49,7 @@ class ModelConfig:
 
     path: str = field(default=MISSING, metadata=names(InputKind.data))  # of the folder
     trust_remote_code: bool = False  # run the Python files in the folder: only where you trust who made it
-    dtype: DType = DType.bfloat16  # of weights and activations, in trainer and engine
+    dtype: DType = DType.auto  # of weights and activations, in trainer and engine
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -36,7 +36,7 @@ def ppo_values(folder: Path) -> dict[str, Any]:
     for name in ("train.parquet", "reward.py"):
         (folder / name).touch()
     return {
-        "model": {"path": str(model_folder(folder / "model"))},
+        "model": {"path": str(model_folder(folder / "model")), "dtype": "bfloat16"},
         "data": {"train_files": [str(folder / "train.parquet")], "max_prompt_length": 16, "max_response_length": 8},
         "actor": {"parallel": {"tensor_parallel_size": 2, "data_parallel_size": 2}, "micro_batch": {"max_tokens": 64}},
         "critic": {"parallel": {"pipeline_parallel_size": 2}, "micro_batch": {"sequences": 3, "max_tokens": None}},

@@ -54,6 +54,23 @@ def test_what_would_stand_in_a_file_can_be_given_as_it_is() -> None:
         load_config(PPOConfig, {**MINIMAL, "trainer": {"sed": 3}})
 
 
+def test_auto_is_the_dtype_of_the_device(minimal: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+
+    def dtype(*overrides: str) -> DType:
+        return load_config(PPOConfig, minimal, overrides).model.dtype
+
+    assert (dtype("device=cpu"), dtype("device=cuda")) == (DType.float32, DType.bfloat16)
+    assert dtype("device=cpu", "model.dtype=bfloat16") is DType.bfloat16
+    monkeypatch.setattr("megarl.config.load.has_gpu", lambda: False)
+    assert dtype() is DType.float32
+    monkeypatch.setenv("RAY_ADDRESS", "auto")  # of a cluster that nobody has asked yet
+    assert dtype() is DType.bfloat16
+    monkeypatch.delenv("RAY_ADDRESS")
+    monkeypatch.setattr("megarl.config.load.has_gpu", lambda: True)
+    assert dtype() is DType.bfloat16
+
+
 def test_null_and_lists_of_sections_on_the_command_line(minimal: str) -> None:
     config = load_config(
         PPOConfig,
