@@ -24,6 +24,7 @@ setup(
     package_data={
         "megarl": ["configs/**/*.yaml", "configs/**/*.json"],
         "megarl.config": ["verl_names.yaml"],
+        "megarl.recipes.starter": ["*.yaml"],
         "megarl.rehearsal": ["guard.cpp"],
         "megarl.tracking.report": ["*.js", "*.css"],
         "megarl.rollout.sglang": ["stand_ins/**/*.py"],  # folders on the path of SGLang's processes, no packages of ours

@@ -36,9 +36,9 @@ def _add_to_megatron(commands: Commands[argparse.ArgumentParser]) -> None:
     command = _command(commands, "hf-to-megatron", "write Megatron's distributed checkpoint, in any layout", _run("hf_to_megatron"))
     command.add_argument("--input", required=True, metavar="HF_DIR", type=Path)
     _add_output(command, "DIR")
-    command.add_argument("--tensor-parallel-size", type=_size, default=1, metavar="N")
-    command.add_argument("--pipeline-parallel-size", type=_size, default=1, metavar="N")
-    command.add_argument("--virtual-pipeline-parallel-size", type=_size, metavar="N", help="stages of each pipeline rank")
+    command.add_argument("--tensor-parallel-size", type=positive, default=1, metavar="N")
+    command.add_argument("--pipeline-parallel-size", type=positive, default=1, metavar="N")
+    command.add_argument("--virtual-pipeline-parallel-size", type=positive, metavar="N", help="stages of each pipeline rank")
     _add_source_options(command)
 
 
@@ -72,7 +72,7 @@ def _add_source_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("--trust-remote-code", action="store_true", help=code)
 
 
-def _size(text: str) -> int:
+def positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} must be a whole number from 1 on")
     return int(text)

@@ -12,13 +12,14 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from itertools import pairwise
+from pathlib import Path
 
 from megarl import __version__
-from megarl.cli.convert import add_commands
+from megarl.cli.convert import add_commands, positive
 from megarl.cli.run_context import RunContext, RunFailedError
 from megarl.config.errors import ConfigError
 from megarl.config.load import schema_of
-from megarl.config.schema import PPOConfig, SFTConfig
+from megarl.config.schema import Device, PPOConfig, RunKind, SFTConfig
 
 _OVERRIDE = re.compile(r"[A-Za-z_+~][\w.\[\]]*=")
 # Commands that take overrides, with those of their options that a value follows.
@@ -81,13 +82,13 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="megarl", description="Reinforcement learning of large language models on Megatron-Core and Ray.")
     parser.add_argument("--version", action="version", version=f"megarl {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    _add_run(
-        commands,
-        "train",
-        "train: reinforcement learning, or what the file's `kind` says",
-        lambda parsed: _run("train")(parsed.config, parsed.overrides),
+    summary = "train: by reinforcement learning, or as the file's `kind` says"
+    train = _add_run(commands, "train", summary, lambda parsed: _run("train")(parsed.config, parsed.overrides, parsed.verbose))
+    sft = _add_run(
+        commands, "sft", "fine-tune on demonstrations", lambda parsed: _run("sft")(parsed.config, parsed.overrides, parsed.verbose)
     )
-    _add_run(commands, "sft", "fine-tune on demonstrations", lambda parsed: _run("sft")(parsed.config, parsed.overrides))
+    for command in (train, sft):
+        command.add_argument("--verbose", action="store_true", help="print all that is known before the run starts, as `megarl check` does")
     check = _add_run(commands, "check", "find every error in a configuration, and print what the run would do", _start_check)
     check.add_argument("--fast", action="store_true", help="in a second: without tokenizers, data, weights and reward functions")
     plan = _add_run(commands, "plan", "print, and draw, where each role would run and what each device would hold", _start_plan)
@@ -128,9 +129,50 @@ def _parser() -> argparse.ArgumentParser:
     quickstart = commands.add_parser("quickstart", help="make a tiny model and its data, and train it: minutes on two cores")
     quickstart.add_argument("overrides", metavar="key=value", nargs="*", help="of configs/quickstart.yaml, such as trainer.total_steps=10")
     quickstart.set_defaults(start=lambda parsed: _run("run", "megarl.recipes.quickstart")(parsed.overrides))
+    _add_init(commands)
     convert = commands.add_parser("convert", help="convert, inspect and compare checkpoints, between Hugging Face and Megatron")
     add_commands(convert)
     return parser
+
+
+def _add_init(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    summary = "write what a run of your own begins with: configuration, reward, data script"
+    init = commands.add_parser("init", help=summary, description=f"{summary}; what is not given is asked, on a terminal")
+    init.add_argument("folder", metavar="FOLDER", nargs="?", default=".", help="where to; the current one where none is given")
+    init.add_argument("--model", metavar="DIR", help="the Hugging Face folder of the model to train")
+    init.add_argument("--data", metavar="FILE", help="questions and answers: .jsonl, .csv or .parquet; without it, sums are made")
+    init.add_argument("--kind", choices=[kind.value for kind in RunKind], help="ppo: reinforcement learning (the default); or sft")
+    init.add_argument("--algorithm", metavar="NAME", help="of reinforcement learning: a preset, such as grpo (the default) or ppo")
+    init.add_argument("--device", choices=[device.value for device in Device], help="auto: GPUs where there are any (the default)")
+    init.add_argument("--devices", metavar="N", type=positive, help="GPUs, or processes on a CPU: 1 where not given")
+    init.set_defaults(start=_start_init)
+
+
+def _start_init(parsed: argparse.Namespace) -> int:
+    module = importlib.import_module("megarl.cli.init")
+    asks = sys.stdin.isatty()
+
+    def wish(name: str, question: str, default: str | None, choices: tuple[str, ...] = ()) -> str:
+        given = getattr(parsed, name)
+        if given is None and asks:
+            return str(module.ask(question, default, choices))
+        if given is None and default is None:
+            raise ValueError(f"--{name} is missing: {question}")
+        return str(default if given is None else given)
+
+    model = wish("model", "the Hugging Face folder of the model to train", None)
+    data = wish("data", "a file of questions and answers (nothing: sums are made)", "")
+    kind = RunKind(wish("kind", "what to do", RunKind.ppo.value, tuple(each.value for each in RunKind)))
+    wishes = module.Wishes(
+        folder=Path(parsed.folder),
+        model=model,
+        data=data or None,
+        kind=kind,
+        algorithm=wish("algorithm", "by which algorithm", "grpo") if kind is RunKind.ppo else "",
+        device=Device(wish("device", "on which devices", Device.auto.value, tuple(each.value for each in Device))),
+        num_devices=positive(wish("devices", "how many of them", "1")),
+    )
+    return int(module.run(wishes))
 
 
 def _add_run(

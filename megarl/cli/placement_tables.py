@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from rich.console import Console
 from rich.table import Table
 
+from megarl.cli.tables import print_line, table, table_of_numbers
 from megarl.config.architecture import Architecture
 from megarl.config.derive import num_parameters
 from megarl.config.schema import Device, PPOConfig, SFTConfig, Transport
@@ -35,30 +36,30 @@ def print_placement(
         console.print(push_table(config, plan, architectures["actor"]))
     if not refuses(config):
         for problem in budget_problems(config, memory):
-            console.print(f"warning: {problem}", style="yellow", soft_wrap=True, highlight=False)
+            print_line(console, f"warning: {problem}", style="yellow")
 
 
 def print_absent(lines: Sequence[str], console: Console) -> None:
     """What of the run is not on this machine, and so is not looked at."""
     for line in lines:
-        console.print(f"not here: {line}", style="yellow", soft_wrap=True, highlight=False, markup=False)
+        print_line(console, f"not here: {line}", style="yellow")
 
 
 def placement_table(plan: PlacementPlan) -> Table:
     size = f"{plan.num_nodes} x {plan.devices_per_node} devices"
-    table = _table(f"Placement: {plan.strategy.value} on {size}", "pool", "process", "roles", "node", "device")
+    drawn = table(f"Placement: {plan.strategy.value} on {size}", "pool", "process", "roles", "node", "device", wraps="roles")
     for group in plan.groups:
         roles = " + ".join(group.roles)
         if len(group.processes) > _MOST_ROWS:
             last = group.processes[-1]
             ranks, nodes = f"{group.name} 0 to {last.rank}", f"{group.processes[0].node} to {last.node}"
-            table.add_row(group.pool, ranks, roles, nodes, f"{len(group.devices):,} in order")
+            drawn.add_row(group.pool, ranks, roles, nodes, f"{len(group.devices):,} in order")
             continue
         for process in group.processes:
             device = ", ".join(map(str, process.devices)) or "cpu"
-            table.add_row(process.pool, f"{process.group} {process.rank}", roles, str(process.node), device)
-    table.caption = _turns(plan)
-    return table
+            drawn.add_row(process.pool, f"{process.group} {process.rank}", roles, str(process.node), device)
+    drawn.caption = _turns(plan)
+    return drawn
 
 
 def _turns(plan: PlacementPlan) -> str:
@@ -77,50 +78,51 @@ def memory_table(memory: Sequence[DeviceMemory]) -> Table:
     """Of the fullest device of each pool, GiB in each phase."""
     fullest = _fullest(memory)
     phases = list(memory[0].phases)
-    table = _table("Memory of the fullest device of each pool, GiB", "phase", *(pool for pool in fullest))
-    for phase in phases:
-        table.add_row(phase, *(_gib(device.total(phase)) for device in fullest.values()))
-    table.caption = "activations and KV cache are estimates from above; a CUDA context comes on top"
-    return table
+    columns = {pool: [_gib(device.total(phase)) for phase in phases] for pool, device in fullest.items()}
+    drawn = table_of_numbers("Memory of the fullest device of each pool, GiB", columns, phases)
+    drawn.caption = "activations and KV cache are estimates from above; a CUDA context comes on top"
+    return drawn
 
 
 def parts_table(memory: Sequence[DeviceMemory]) -> Table:
     """Each role's part of those devices, each of its kinds of memory in the phase where it is most."""
     kinds = ("parameters", "gradients", "optimizer", "activations", "kv_cache", "buckets")
-    table = _table("Memory of each role there, GiB at most", "pool", "role", *(kind.replace("_", " ") for kind in kinds))
     is_pinned = any(device.pinned[role] for device in memory for role in device.pinned)
-    if is_pinned:
-        table.add_column("on host")
-        table.caption = "on host: pinned memory of the node, kept for what leaves the device"
+    columns: dict[str, list[str]] = {}
     for pool, device in _fullest(memory).items():
         for role in next(iter(device.phases.values())):
             usages: list[Usage] = [phase[role] for phase in device.phases.values()]
             most = [max(getattr(usage, kind) for usage in usages) for kind in kinds]
-            table.add_row(pool, role, *map(_gib, [*most, device.pinned[role]] if is_pinned else most))
-    return table
+            name = f"{pool}: {role}" if role in columns else role
+            columns[name] = list(map(_gib, [*most, device.pinned[role]] if is_pinned else most))
+    rows = [kind.replace("_", " ") for kind in kinds] + (["on host"] if is_pinned else [])
+    drawn = table_of_numbers("Memory of each role there, GiB at most", columns, rows)
+    if is_pinned:
+        drawn.caption = "on host: pinned memory of the node, kept for what leaves the device"
+    return drawn
 
 
 def push_table(config: PPOConfig, plan: PlacementPlan, policy: Architecture) -> Table:
     """The way of the weights after an update, and what it takes of a rank."""
     resharding, transport = config.resharding, choose_transport(config, plan)
-    table = _table("A push of weights", "quantity", "value", "from")
-    table.add_row("weights by", transport.value, f"resharding.transport={resharding.transport.value}")
+    drawn = table("A push of weights", "quantity", "value", "from")
+    drawn.add_row("weights by", transport.value, f"resharding.transport={resharding.transport.value}")
     if (forecast := forecast_weights(config, plan, policy)) is None:
         size = num_parameters(policy) * weight_bytes(config.model.dtype)
-        table.add_row("through files in", config.trainer.output_dir, "trainer.output_dir, which all nodes must see")
-        table.add_row("written, and read by each engine", _range([size]), "model.dtype")
+        drawn.add_row("through", "files", "in trainer.output_dir, which all nodes must see")
+        drawn.add_row("written, and read by each engine", _range([size]), "model.dtype")
     else:
         about = "about " if config.rollout.tensor_parallel_size > policy.num_key_value_heads else ""
-        table.add_row("an engine rank gets", about + _range(forecast.received), f"{len(forecast.received):,} ranks, only what they keep")
-        table.add_row("a trainer rank gives", about + _range(forecast.sent), f"{len(forecast.sent):,} ranks")
+        drawn.add_row("an engine rank gets", about + _range(forecast.received), f"{len(forecast.received):,} ranks, only what they keep")
+        drawn.add_row("a trainer rank gives", about + _range(forecast.sent), f"{len(forecast.sent):,} ranks")
         if transport is Transport.device:
             away = about + _range(forecast.sent_away)
-            table.add_row("of that to other devices", away, "what the trainer rank beside an engine rank does not have")
+            drawn.add_row("of that to other devices", away, "what the trainer rank beside an engine rank does not have")
         smaller = ", on a CPU less" if transport is Transport.device and config.device is Device.auto else ""
-        rounds = f"{forecast.plan.num_rounds:,}, of at most {_range([forecast.message_bytes])} a rank"
-        table.add_row("rounds", rounds, f"resharding.bucket_mb={resharding.bucket_mb:g}{smaller}")
-    table.add_row("weights compared", resharding.verify.value, "resharding.verify")
-    return table
+        largest = f"of at most {_range([forecast.message_bytes])} a rank: resharding.bucket_mb={resharding.bucket_mb:g}{smaller}"
+        drawn.add_row("rounds", f"{forecast.plan.num_rounds:,}", largest)
+    drawn.add_row("weights compared", resharding.verify.value, "resharding.verify")
+    return drawn
 
 
 def _range(sizes: Sequence[int]) -> str:
@@ -141,10 +143,3 @@ def _fullest(memory: Sequence[DeviceMemory]) -> dict[str, DeviceMemory]:
 def _gib(nbytes: int) -> str:
     size = nbytes / 2**30
     return "-" if nbytes == 0 else f"{size:,.2f}" if size >= 0.01 else f"{size:.2g}"
-
-
-def _table(title: str, *columns: str) -> Table:
-    table = Table(title=title, title_justify="left", caption_justify="left")
-    for column in columns:
-        table.add_column(column, overflow="fold")
-    return table

@@ -9,14 +9,19 @@ from dataclasses import dataclass
 
 import torch
 from rich.console import Console
-from rich.table import Table
 
 from megarl.cli.run_context import RunContext
-from megarl.config.schema import Device
+from megarl.cli.run_tables import BFLOAT16_ON_A_CPU
+from megarl.cli.tables import print_line
+from megarl.config.load import is_on_cuda
+from megarl.config.schema import Device, DType
 from megarl.controller.cluster import log_folder, node_addresses, num_cluster_gpus, shutdown, start_ray
 from megarl.controller.environment import Where, describe
 from megarl.controller.resource_pool import ResourcePoolManager
+from megarl.machine.files import write_whole
 from megarl.placement.plan import plan_placement
+
+ENVIRONMENT_FILE = "environment.txt"  # in `trainer.output_dir`
 
 
 def refuse_launched_ranks(command: str, environment: Mapping[str, str] = os.environ) -> None:
@@ -51,17 +56,20 @@ def ray_processes(context: RunContext, console: Console) -> Iterator[RayProcesse
         if device is Device.auto:
             device = Device.cuda if num_cluster_gpus() else Device.cpu
         pools = ResourcePoolManager.of_plan(plan, device is Device.cuda)
-        _print_environment(device, given, console)
+        environment = _environment(device, given)
+        if context.output_dir is not None:
+            write_whole(context.output_dir / ENVIRONMENT_FILE, environment)
+        if context.verbose:
+            print_line(console, environment)
+        if device is Device.cpu and config.model.dtype is DType.bfloat16 and is_on_cuda(config.device):  # which nobody knew before
+            print_line(console, f"warning: {BFLOAT16_ON_A_CPU}", style="yellow")
         pools.create_resource_pool()
         yield RayProcesses(device=device, pools=pools)
     finally:
         shutdown()
 
 
-def _print_environment(device: Device, given: Mapping[str, str], console: Console) -> None:
-    table = Table(title="Environment of the processes", title_justify="left")
-    for column in ("variable", "value", "set by"):
-        table.add_column(column, overflow="fold")
-    for row in describe(device is Device.cuda, list(Where), given):
-        table.add_row(*row)
-    console.print(table)
+def _environment(device: Device, given: Mapping[str, str]) -> str:
+    """The variables of the processes, a line each."""
+    rows = describe(device is Device.cuda, list(Where), given)
+    return "".join(f"{name}={value}  # {source}\n" for name, value, source in rows)

@@ -24,6 +24,7 @@ class RunContext:
     log_folder: str = ""
     nodes: Sequence[str] = ()
     position: Position | None = None
+    verbose: bool = False  # prints every table when it starts
 
     @property
     def is_under_way(self) -> bool:
@@ -40,9 +41,9 @@ class RunFailedError(Exception):
 
 
 @contextmanager
-def run_context_of(config: PPOConfig | SFTConfig) -> Iterator[RunContext]:
+def run_context_of(config: PPOConfig | SFTConfig, verbose: bool = False) -> Iterator[RunContext]:
     """Raises RunFailedError from whatever fails inside."""
-    context = RunContext(config)
+    context = RunContext(config, verbose=verbose)
     try:
         yield context
     except Exception as error:

@@ -13,9 +13,11 @@ from typing import Any, Protocol
 import yaml
 from rich.console import Console
 
-from megarl.cli.check import print_run
 from megarl.cli.processes import RayProcesses, ray_processes
 from megarl.cli.run_context import RunContext
+from megarl.cli.run_summary import PLAN_FILE, print_summary, title_of, write_plan
+from megarl.cli.run_tables import print_run
+from megarl.cli.tables import print_line
 from megarl.cli.termination import Termination
 from megarl.config.compare import other_run
 from megarl.config.load import dump_config, plain_values
@@ -57,7 +59,12 @@ def open_session(context: RunContext, resume: Resume | None) -> Iterator[Session
     context.output_dir, context.position = output_dir, position
     checkpoint_folder(config).prepare()
     dump_config(config, output_dir / CONFIG_FILE)
-    print_run(config, console)
+    write_plan(config, output_dir)
+    if context.verbose:
+        print_run(config, console)
+    else:
+        print_summary(config, console)
+        print_line(console, f"all tables: {output_dir / PLAN_FILE}, or --verbose", style="dim")
     with ray_processes(context, console) as started, Termination(lambda text: console.print(text, soft_wrap=True)) as termination:
         yield Session(output_dir=output_dir, processes=started, console=console, termination=termination, position=position)
 
@@ -125,8 +132,8 @@ def report_filtered(console: Console, data_sets: Mapping[str, Filtered]) -> None
             )
 
 
-def open_monitor(session: Session, config: PPOConfig | SFTConfig, title: str, groups: Sequence[Watched], resume: Resume | None) -> Monitor:
-    progress = ProgressBar(title, config.trainer.total_steps, session.console, done=0 if resume is None else resume.step)
+def open_monitor(session: Session, config: PPOConfig | SFTConfig, groups: Sequence[Watched], resume: Resume | None) -> Monitor:
+    progress = ProgressBar(title_of(config), config.trainer.total_steps, session.console, done=0 if resume is None else resume.step)
     # Where the bar is live, it says what the console's lines would.
     names = [name for name in config.tracking.loggers if name != "console" or not session.console.is_terminal]
     run = TrackedRun(

@@ -20,11 +20,11 @@ from megarl.trainers.resume import find_resume
 from megarl.trainers.sft import SFTTrainer
 
 
-def run(config_path: str, overrides: Sequence[str]) -> int:
+def run(config_path: str, overrides: Sequence[str], verbose: bool = False) -> int:
     """Trains; 0 at the end, 143 where SIGTERM ended it. What can be known to be wrong raises ValueError before a process is started."""
     refuse_launched_ranks("sft")
     config = load_for_run(SFTConfig, config_path, overrides)
-    with run_context_of(config) as context:
+    with run_context_of(config, verbose) as context:
         return _run(config, context)
 
 
@@ -47,7 +47,7 @@ def _run(config: SFTConfig, context: RunContext) -> int:
         actor = start_sft(config, architecture, session.processes.device, session.processes.pools)
         saved = sft_models(config, actor)
         load_checkpoint(session, config, saved, resume)
-        with open_monitor(session, config, "SFT", [actor.group], resume) as monitor:
+        with open_monitor(session, config, [actor.group], resume) as monitor:
             checkpoints = open_checkpoints(session, config, saved, monitor, resume)
             sft = SFTTrainer(config, actor, loader, held_out, monitor, checkpoints)
             if resume is not None:

@@ -13,6 +13,7 @@ from megarl.cli import sft
 from megarl.cli.processes import refuse_launched_ranks
 from megarl.cli.resumption import check_compared_metrics, is_complete, load_checkpoint, open_checkpoints, say_ended, say_stopped
 from megarl.cli.run_context import RunContext, run_context_of
+from megarl.cli.run_summary import title_of
 from megarl.cli.session import Session, open_monitor, open_session, report_filtered, write_summary
 from megarl.config.architecture import Architecture, read_architecture
 from megarl.config.load import schema_of
@@ -32,14 +33,14 @@ from megarl.trainers.resume import Resume, find_resume
 from megarl.workers.reward_model import Reading, conversation_encoder
 
 
-def run(config_path: str, overrides: Sequence[str]) -> int:
+def run(config_path: str, overrides: Sequence[str], verbose: bool = False) -> int:
     """Trains, by reinforcement learning or, where the file is of that kind, on demonstrations; 0 at the end, 143 where SIGTERM ended it.
     What can be known to be wrong raises ValueError before a process is started."""
     refuse_launched_ranks("train")
     if schema_of(config_path, overrides) is SFTConfig:
-        return sft.run(config_path, overrides)
+        return sft.run(config_path, overrides, verbose)
     config = load_for_run(PPOConfig, config_path, overrides)
-    with run_context_of(config) as context:
+    with run_context_of(config, verbose) as context:
         resume = find_resume(config)
         if is_complete(config, resume):
             return 0
@@ -80,7 +81,7 @@ def open_ppo(config: PPOConfig, context: RunContext, resume: Resume | None) -> I
         roles = start_ppo(config, models, rules, session.processes.device, session.processes.pools)
         saved = ppo_models(config, roles)
         load_checkpoint(session, config, saved, resume)
-        monitor = open_monitor(session, config, "PPO", roles.groups, resume)
+        monitor = open_monitor(session, config, roles.groups, resume)
         checkpoints = open_checkpoints(session, config, saved, monitor, resume)
         ppo = PPOTrainer(config, roles, loader, evaluation, monitor, checkpoints)
         if resume is not None:
@@ -119,7 +120,7 @@ def _finish(config: PPOConfig, session: Session, ppo: PPOTrainer) -> None:
         **say_ended(session, ppo.checkpoints),
     }
     write_summary(session.output_dir, summary)
-    table = Table(title="PPO run", show_header=False)
+    table = Table(title=f"{title_of(config)} run", show_header=False)
     table.add_row("steps", str(steps))
     table.add_row("samples", f"{samples:,}")
     table.add_row("seconds", f"{seconds:.0f}")

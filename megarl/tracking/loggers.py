@@ -37,7 +37,10 @@ class ConsoleLogger:
     """One line a step of what people look at first, and how long the run will take yet if its steps stay as they were; all of it is in the
     files."""
 
-    SHOWN = ("critic/score/mean", "val/score/mean", "sft/loss", "val/loss", "actor/reward_kl_penalty", "actor/entropy", "perf/throughput")
+    SHOWN = (
+        *("critic/score/mean", "val/score/mean", "sft/loss", "val/loss"),
+        *("actor/reward_kl_penalty", "actor/kl_loss", "actor/entropy", "perf/throughput"),
+    )
 
     def __init__(self, run: TrackedRun, write: Callable[[str], None] = print) -> None:
         self._write, self._total_steps = write, run.total_steps

@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on: a bar with step, reward, KL, tokens per second and time left."""
+"""What a person sees while a run goes on: a bar with step, reward, KL where it is, tokens per second and time left."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 # Metric -> its short name on the bar; those that a run does not have are left out.
 SHOWN = {
     "critic/score/mean": "reward",
-    "actor/reward_kl_penalty": "KL",
+    "actor/reward_kl_penalty": "KL in the reward",
+    "actor/kl_loss": "KL in the loss",
     "sft/loss": "loss",
     "perf/throughput": "tokens/s",
 }

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import io
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from megarl.cli.main import main
+from megarl.cli.run_summary import print_summary, title_of, write_plan
 from megarl.config.errors import ConfigError
+from megarl.config.load import load_config
 from megarl.config.schema import PPOConfig
 from megarl.doctor.checked_config import load_checked
 from tests.unit.config.folders import model_folder, ppo_values, sft_values, write_yaml
@@ -37,9 +42,15 @@ def test_a_good_file_prints_models_arithmetic_and_places(
     rows = [" ".join(line.replace("│", " ").split()) for line in out.splitlines()]
     assert "samples 48 12 prompts x 4" in rows
     assert "mini-batches 3 x 16 rows 48 samples" in rows
-    assert "actor 4 2 16 8 1 to 4 6 36" in rows
-    assert "reference 4 2 48 24 1 - -" in rows
-    assert "critic 2 1 16 16 6 6 60" in rows
+    assert [row for row in rows if row.startswith(("ranks", "replicas ", "rows per", "micro", "updates"))][:7] == [
+        "ranks 4 4 2",
+        "replicas 2 2 1",
+        "rows per pass 16 48 16",
+        "rows per replica 8 24 16",
+        "micro-batches 1 to 4 1 6",
+        "updates per step 6 - 6",
+        "updates 36 - 60",
+    ]
     assert "actor actor 3 actor + reference 0 3" in rows
     assert "critic reward 0 reward 0 cpu" in rows
     assert "engine hf rollout.engine" in rows
@@ -49,9 +60,39 @@ def test_a_good_file_prints_models_arithmetic_and_places(
     size = 2 * (2 * 101 * 48 + 4 * layer + 48) / 2**20
     assert f"an engine rank gets {size:.2f} MiB 1 ranks, only what they keep" in rows
     assert any(row.startswith("a trainer rank gives 0.") and row.endswith(" MiB 4 ranks") for row in rows)
-    assert "rounds 1, of at most 512.00 MiB a rank resharding.bucket_mb=512" in rows
+    assert "rounds 1 of at most 512.00 MiB a rank: resharding.bucket_mb=512" in rows
     assert "weights compared first resharding.verify" in rows
     assert "good (8 processes, 7 devices)" in out
+
+
+def test_at_80_columns_no_word_or_number_is_broken(ppo: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is longer than the window is a line of its own, a path among it; and a table's lines have what a wide window's have."""
+    words = {}
+    for columns in ("80", "300"):
+        monkeypatch.setenv("COLUMNS", columns)
+        assert main(["check", "--fast", ppo, "placement.strategy=hybrid", "rollout.engine=sglang"]) == 0
+        words[columns] = sorted(re.findall(r"[^\s\u2500]+", capsys.readouterr().out))
+    assert words["80"] == words["300"]
+
+
+def test_what_a_run_says_when_it_starts_is_a_dozen_lines(ppo: str, tmp_path: Path) -> None:
+    config = load_checked(PPOConfig, ppo, ["algorithm=grpo", "trainer.critic_warmup_steps=0"])
+    print_summary(config, console := Console(file=io.StringIO(), width=80))
+    said = console.file.getvalue()
+    assert said.startswith("GRPO: 10 steps of 12 prompts x 4 = 48 rows of at most 24 tokens, mini-batches: 3\n")
+    assert "\nKL: in the loss, k3 x 0.001\n" in said
+    assert len(said.splitlines()) < 12
+    write_plan(config, tmp_path)
+    assert "Work of each role" in (tmp_path / "plan.txt").read_text()
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "title"),
+    [("ppo", "PPO"), ("grpo", "GRPO"), ("dapo", "DAPO"), ("dr_grpo", "Dr. GRPO"), ("gspo", "GSPO"), ("cispo", "CISPO"), ("rloo", "RLOO")]
+    + [("remax", "ReMax"), ("reinforce_pp", "REINFORCE++")],
+)
+def test_a_run_has_the_name_of_its_algorithm(algorithm: str, title: str) -> None:
+    assert title_of(load_config(PPOConfig, "configs/quickstart.yaml", [f"algorithm={algorithm}"])) == title
 
 
 def test_a_reward_model_is_shown_with_its_place_and_its_limit(
@@ -65,13 +106,14 @@ def test_a_reward_model_is_shown_with_its_place_and_its_limit(
     sizes = "reward.model.parallel.data_parallel_size=2"
     assert main(["check", "--fast", ppo, f"reward.model.path={judge}", sizes, "reward.model.micro_batch.max_tokens=40"]) == 0
     rows = [" ".join(line.replace("│", " ").split()) for line in capsys.readouterr().out.splitlines()]
-    assert any(row.startswith(f"reward_model {judge} (qwen2)") for row in rows)
-    assert "reward_model 2 2 48 24 2 to 24 - -" in rows
+    assert f"reward_model: {judge} (qwen2, bfloat16)" in rows
+    assert [row.split()[-1] for row in rows if row.startswith(("ranks", "rows per pass "))] == ["2", "48"]
+    assert "micro-batches 1 to 4 1 6 2 to 24" in rows
     assert [row for row in rows if row.startswith("critic reward_model") and " 0 " in row] == [
         f"critic reward_model {rank} reward_model 0 {4 + rank}" for rank in (0, 1)
     ]
-    assert f"{judge} 1 conversations of at most 40 tokens of its own, longer ones are refused" in rows
-    assert f"compute_score in {Path(ppo).parent / 'reward.py'} 1 2 processes, 10 s a sample" in rows
+    assert f"reward: 1 x {judge}; conversations of at most 40 tokens of its own, longer ones are refused" in rows
+    assert f"reward: 1 x compute_score in {Path(ppo).parent / 'reward.py'}; 2 processes, 10 s a sample" in rows
 
 
 def test_the_disk_that_checkpoints_take_is_counted(ppo: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,16 +125,16 @@ def test_the_disk_that_checkpoints_take_is_counted(ppo: str, capsys: pytest.Capt
     layer = 2 * 48 * 48 + 2 * 48 * 24 + (48 + 2 * 24) + 3 * 48 * 96 + 2 * 48
     actor, critic = (101 * 48 + 4 * layer + 48 + output for output in (101 * 48, 48))
     size = (14 * (actor + critic) + 2 * actor) / 2**20
-    assert "in /large/disk checkpoint.dir" in rows
+    assert "checkpoints in /large/disk" in rows
     assert "saved every 3 steps and at the end checkpoint.every_steps" in rows
     assert f"size of one {size:.2f} MiB weights, masters, moments, the policy for Hugging Face" in rows
     assert f"most at a time {3 * size:.2f} MiB 3 checkpoints" in rows
-    assert "warning" not in out
-    monkeypatch.setattr("megarl.cli.check._free_bytes", lambda path: int(2.9 * size * 2**20))
+    assert "lower checkpoint.keep" not in out
+    monkeypatch.setattr("megarl.cli.run_tables._free_bytes", lambda path: int(2.9 * size * 2**20))
     assert main(["check", "--fast", ppo, "checkpoint.every_steps=3"]) == 0
     assert "lower checkpoint.keep" in capsys.readouterr().out
     assert main(["check", "--fast", ppo, "checkpoint.every_steps=5"]) == 0  # two in ten steps
-    assert "warning" not in capsys.readouterr().out
+    assert "lower checkpoint.keep" not in capsys.readouterr().out
 
 
 def test_what_saves_and_what_is_kept_is_said(ppo: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,11 +177,11 @@ def test_engines_on_the_devices_of_the_actor(ppo: str, capsys: pytest.CaptureFix
     out = capsys.readouterr().out
     rows = [" ".join(line.replace("│", " ").split()) for line in out.splitlines()]
     assert "engine sglang rollout.engine" in rows
-    assert "its settings {deterministic: false, mode: engine, server_args: {}} rollout.sglang" in rows
+    assert "rollout.sglang: {deterministic: false, mode: engine, server_args: {}}" in rows
     assert "replicas 2 x 2 devices devices shared with actor, reference" in rows
     assert "weights by device resharding.transport=auto" in rows
     assert any(row.startswith("of that to other devices 0.") for row in rows)
-    assert "rounds 1, of at most 256.00 MiB a rank resharding.bucket_mb=512, on a CPU less" in rows
+    assert "rounds 1 of at most 256.00 MiB a rank: resharding.bucket_mb=512, on a CPU less" in rows
     assert "actor rollout 1 rollout 0 2, 3" in rows
     assert "good (9 processes, 6 devices)" in out
 

@@ -37,9 +37,9 @@ def command(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, Callable[..., int
 @pytest.mark.parametrize("name", ["train", "sft"])
 def test_runs_get_the_file_and_the_overrides(name: str, command: Callable[[str, Callable[..., int]], None]) -> None:
     calls = []
-    command(name, lambda path, overrides: calls.append((path, overrides)) or 0)
-    assert main([name, "x.yaml", "a.b=1", "algorithm=grpo"]) == 0
-    assert calls == [("x.yaml", ["a.b=1", "algorithm=grpo"])]
+    command(name, lambda *given: calls.append(given) or 0)
+    assert main([name, "x.yaml", "a.b=1", "--verbose", "algorithm=grpo"]) == 0
+    assert calls == [("x.yaml", ["a.b=1", "algorithm=grpo"], True)]
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_plot_gets_the_folder_and_its_status_is_ours(command: Callable[[str, Cal
 
 
 def _fail(error: BaseException) -> Callable[..., int]:
-    def run(path: str, overrides: list[str]) -> int:
+    def run(path: str, overrides: list[str], verbose: bool = False) -> int:
         raise error
 
     return run

@@ -93,7 +93,7 @@ def test_a_run_that_goes_on_keeps_its_metrics(config: SFTConfig) -> None:
 def test_folders_of_other_runs_are_refused_and_left_alone(config: SFTConfig) -> None:
     others = {
         "data.seed was 0, is 3": replace(config, data=SFTDataConfig(train_files=["train.parquet"], seed=3)),
-        "model.path was 'model', is 'other'": replace(config, model=ModelConfig(path="other")),
+        f"model.path was '{Path.cwd() / 'model'}', is '{Path.cwd() / 'other'}'": replace(config, model=ModelConfig(path="other")),
         "data.train_files was ['train.parquet'], is ['more.parquet']": replace(config, data=SFTDataConfig(train_files=["more.parquet"])),
         "checkpoint.resume was 'auto', is 'step_00000003'": replace(config, checkpoint=CheckpointConfig(resume="step_00000003")),
     }

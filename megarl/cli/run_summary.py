@@ -1,0 +1,82 @@
+"""What a run says when it starts, in a dozen lines; the tables of it are in a file of its folder."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+from rich.console import Console
+
+from megarl.cli.run_tables import print_models, print_reward, print_run, warnings_of, when_saved
+from megarl.cli.tables import print_line
+from megarl.config.derive import checkpoint_path, derive
+from megarl.config.schema import AdvantageEstimator, AlgorithmConfig, KLWhere, PolicyLossKind, PPOConfig, SFTConfig
+from megarl.config.validate import read_architectures
+from megarl.machine.files import write_whole
+from megarl.placement.memory import plan_memory
+from megarl.placement.plan import plan_placement
+from megarl.placement.transport import choose_transport
+
+PLAN_FILE = "plan.txt"  # in `trainer.output_dir`
+_WIDTH = 100  # of its tables, columns
+_NAMES = {
+    AdvantageEstimator.gae: "PPO",
+    AdvantageEstimator.reinforce_plus_plus: "REINFORCE++",
+    AdvantageEstimator.reinforce_plus_plus_baseline: "REINFORCE++ with a baseline",
+    AdvantageEstimator.remax: "ReMax",
+    AdvantageEstimator.grpo_pass_k: "GRPO for pass@k",
+    AdvantageEstimator.optimal_token_baseline: "optimal token baseline",
+}
+
+
+def title_of(config: PPOConfig | SFTConfig) -> str:
+    """What people call the algorithm: by its loss where that has a name of its own, else by its estimator."""
+    return "SFT" if isinstance(config, SFTConfig) else _name(config.algorithm)
+
+
+def _name(algorithm: AlgorithmConfig) -> str:
+    estimator, loss = algorithm.advantage.estimator, algorithm.policy_loss.kind
+    if loss is not PolicyLossKind.ppo_clip:
+        return loss.value.upper().replace("_", "-")
+    if estimator is AdvantageEstimator.grpo and algorithm.dynamic_sampling.enabled:
+        return "DAPO"
+    if estimator is AdvantageEstimator.grpo and not algorithm.advantage.normalize_by_std:
+        return "Dr. GRPO"
+    return _NAMES.get(estimator, estimator.value.upper())
+
+
+def print_summary(config: PPOConfig | SFTConfig, console: Console) -> None:
+    architectures, _ = read_architectures(config)
+    arithmetic, plan = derive(config, architectures), plan_placement(config)
+    fullest = max(plan_memory(config, plan, architectures), key=lambda device: device.peak)
+    prompts = f"{arithmetic.prompts_per_step:,} prompts x {arithmetic.samples_per_prompt} = " if isinstance(config, PPOConfig) else ""
+    rows = f"{arithmetic.samples_per_step:,} rows of at most {arithmetic.max_row_tokens:,} tokens"
+    print_line(
+        console,
+        f"{title_of(config)}: {arithmetic.total_steps:,} steps of {prompts}{rows}, mini-batches: {arithmetic.mini_batches_per_step:,}",
+    )
+    print_models(config, architectures, console)
+    if isinstance(config, PPOConfig):
+        print_line(console, f"KL: {_kl(config)}")
+        print_reward(config, architectures, console)
+        engines = f"{config.rollout.num_replicas} x {config.rollout.tensor_parallel_size} devices"
+        print_line(console, f"rollout: {config.rollout.engine.value} on {engines}, weights by {choose_transport(config, plan).value}")
+    place = f"{plan.strategy.value}, {plan.num_processes} processes on {plan.num_nodes} x {plan.devices_per_node} devices"
+    print_line(console, f"placement: {place}; the fullest device, of pool {fullest.pool}, holds {fullest.peak / 2**30:.2f} GiB by the plan")
+    print_line(console, f"checkpoints: {when_saved(config)[0]}, in {checkpoint_path(config)}")
+    for warning in warnings_of(config, architectures):
+        print_line(console, f"warning: {warning}", style="yellow")
+
+
+def _kl(config: PPOConfig) -> str:
+    kl = config.algorithm.kl
+    if kl.where is KLWhere.none:
+        return "none"
+    return f"in the {kl.where.value}, {kl.estimator.value} x {kl.coefficient:g}"
+
+
+def write_plan(config: PPOConfig | SFTConfig, folder: Path) -> None:
+    """All tables of `megarl check`, as `plan.txt`."""
+    text = io.StringIO()
+    print_run(config, Console(file=text, width=_WIDTH))
+    write_whole(folder / PLAN_FILE, "\n".join(line.rstrip() for line in text.getvalue().splitlines()) + "\n")

@@ -1,0 +1,227 @@
+"""What a run will do, as tables: models, arithmetic, placement, memory, rewards, checkpoints; and what may be meant otherwise. Imports no
+torch."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import yaml
+from rich.console import Console
+from rich.table import Table
+
+from megarl.cli.placement_tables import print_placement
+from megarl.cli.tables import print_line, table, table_of_numbers
+from megarl.config.architecture import Architecture
+from megarl.config.derive import (
+    RoleArithmetic,
+    RunArithmetic,
+    checkpoint_bytes,
+    checkpoint_path,
+    derive,
+    max_conversation_tokens,
+    most_checkpoints,
+    optimizer_steps,
+)
+from megarl.config.layers import describe_layers
+from megarl.config.load import is_on_cuda, plain_values
+from megarl.config.roles import REWARD_MODEL, ModelRole, model_roles
+from megarl.config.schema import DType, OverlongConversation, PPOConfig, RolloutEngineKind, SFTConfig
+from megarl.config.shipped import shown
+from megarl.config.validate import read_architectures
+from megarl.machine.files import existing_folder
+from megarl.placement.plan import PlacementPlan, plan_placement
+
+BFLOAT16_ON_A_CPU = "most processors compute bfloat16 many times as slowly as float32: on a CPU use model.dtype=float32, or leave it out"
+
+
+def print_run(config: PPOConfig | SFTConfig, console: Console) -> None:
+    """Everything that a run will do, as tables."""
+    architectures, _ = read_architectures(config)
+    arithmetic = derive(config, architectures)
+    print_models(config, architectures, console)
+    console.print(_models(model_roles(config), architectures, arithmetic))
+    print_line(console, f"layers: {describe_layers(config)}")
+    console.print(_arithmetic(arithmetic))
+    console.print(_per_role(arithmetic))
+    plan = plan_placement(config)
+    if isinstance(config, PPOConfig):
+        _print_rollout(config, plan, console)
+        print_reward(config, architectures, console)
+    print_placement(config, plan, architectures, console)
+    _print_checkpoints(config, architectures, console)
+    for warning in warnings_of(config, architectures):
+        print_line(console, f"warning: {warning}", style="yellow")
+
+
+def warnings_of(config: PPOConfig | SFTConfig, architectures: Mapping[str, Architecture]) -> Iterator[str]:
+    yield from _of_a_full_disk(config, architectures)
+    yield from _of_a_long_warmup(config)
+    yield from _of_bfloat16(config)
+    yield from _of_another_engine(config)
+
+
+def print_models(config: PPOConfig | SFTConfig, architectures: Mapping[str, Architecture], console: Console) -> None:
+    """A line for each folder, with the roles that begin with it."""
+    roles: dict[str, list[str]] = {}
+    for role in model_roles(config):
+        roles.setdefault(role.path, []).append(role.name)
+    for path, names in roles.items():
+        print_line(console, f"{', '.join(names)}: {shown(Path(path))} ({architectures[names[0]].model_type}, {config.model.dtype.value})")
+
+
+def _models(roles: Sequence[ModelRole], architectures: Mapping[str, Architecture], arithmetic: RunArithmetic) -> Table:
+    columns = {}
+    for role, row in zip(roles, arithmetic.roles, strict=True):
+        architecture, parallel = architectures[role.name], role.parallel
+        columns[role.name] = (
+            f"{row.num_parameters:,}",
+            str(architecture.num_hidden_layers),
+            str(architecture.hidden_size),
+            f"{architecture.num_attention_heads} ({architecture.num_key_value_heads})",
+            f"{parallel.tensor_parallel_size} x {parallel.pipeline_parallel_size} x {parallel.data_parallel_size}",
+            str(parallel.virtual_pipeline_parallel_size or "-"),
+            f"{row.state_bytes_per_rank / 2**20:,.1f} MiB",
+        )
+    rows = ("parameters", "layers", "hidden", "heads (key-value)", "TP x PP x DP", "virtual stages", "state per rank")
+    drawn = table_of_numbers("Models", columns, rows)
+    drawn.caption = "state: weights, gradients and optimizer state; activations come on top"
+    return drawn
+
+
+def _arithmetic(arithmetic: RunArithmetic) -> Table:
+    drawn = table("One step", "quantity", "value", "from")
+    samples = f"{arithmetic.prompts_per_step:,} prompts x {arithmetic.samples_per_prompt}"
+    drawn.add_row("samples", f"{arithmetic.samples_per_step:,}", samples)
+    mini_batch = arithmetic.samples_per_step // arithmetic.mini_batches_per_step
+    drawn.add_row("mini-batches", f"{arithmetic.mini_batches_per_step:,} x {mini_batch:,} rows", f"{arithmetic.samples_per_step:,} samples")
+    drawn.add_row("longest row", f"{arithmetic.max_row_tokens:,} tokens", "data")
+    total = f"{arithmetic.total_steps:,} steps x {arithmetic.samples_per_step:,}"
+    drawn.add_row("samples of the run", f"{arithmetic.samples_total:,}", total)
+    return drawn
+
+
+def _per_role(arithmetic: RunArithmetic) -> Table:
+    rows = ("ranks", "replicas", "rows per pass", "rows per replica", "micro-batches", "updates per step", "updates")
+    drawn = table_of_numbers("Work of each role", {role.role: _work_of(role) for role in arithmetic.roles}, rows)
+    drawn.caption = "rows per pass: of a mini-batch where the role trains; micro-batches: per replica and pass"
+    return drawn
+
+
+def _work_of(role: RoleArithmetic) -> tuple[str, ...]:
+    trains = role.optimizer_steps_total > 0
+    return (
+        str(role.num_ranks),
+        str(role.num_replicas),
+        f"{role.mini_batch_rows:,}",
+        _between(role.rows_per_replica),
+        _between(role.micro_batches),
+        f"{role.optimizer_steps_per_step:,}" if trains else "-",
+        f"{role.optimizer_steps_total:,}" if trains else "-",
+    )
+
+
+def _between(bounds: tuple[int, int]) -> str:
+    least, most = bounds
+    return f"{least:,}" if least == most else f"{least:,} to {most:,}"
+
+
+def _print_rollout(config: PPOConfig, plan: PlacementPlan, console: Console) -> None:
+    rollout = config.rollout
+    drawn = table("Rollout", "quantity", "value", "from")
+    drawn.add_row("engine", rollout.engine.value, "rollout.engine")
+    replicas = f"{rollout.num_replicas} x {rollout.tensor_parallel_size} devices"
+    drawn.add_row("replicas", replicas, _whose_devices(plan))
+    drawn.add_row("sequences at a time", f"{rollout.num_replicas * rollout.max_concurrency:,}", f"{rollout.max_concurrency:,} per replica")
+    console.print(drawn)
+    if (settings := rollout.settings_of(rollout.engine)) is not None:
+        shown = yaml.safe_dump(plain_values(settings), default_flow_style=True, width=1000).strip()
+        print_line(console, f"rollout.{rollout.engine.needs.section}: {shown}")
+
+
+def print_reward(config: PPOConfig, architectures: Mapping[str, Architecture], console: Console) -> None:
+    processes = f"{config.reward.num_processes} processes, {config.reward.time_limit_s:g} s a sample"
+    for function in config.reward.functions:
+        print_line(console, f"reward: {function.weight:g} x {function.name} in {function.path}; {processes}")
+    if (model := config.reward.model).path is not None:
+        longer = "longer ones are refused" if model.overlong is OverlongConversation.refuse else "longer ones lose their oldest"
+        limit = max_conversation_tokens(model, architectures[REWARD_MODEL])
+        print_line(console, f"reward: {model.weight:g} x {model.path}; conversations of at most {limit:,} tokens of its own, {longer}")
+
+
+def _whose_devices(plan: PlacementPlan) -> str:
+    sharing = plan.on_same_devices("rollout")
+    return f"devices shared with {', '.join(sharing)}" if sharing else "devices of their own"
+
+
+def _print_checkpoints(config: PPOConfig | SFTConfig, architectures: Mapping[str, Architecture], console: Console) -> None:
+    checkpoint = config.checkpoint
+    drawn = table("Checkpoints", "quantity", "value", "from")
+    drawn.add_row("saved", *when_saved(config))
+    best, kept = checkpoint.keep_best.metric, f"the {checkpoint.keep:,} newest" if checkpoint.keep else "all"
+    drawn.add_row("kept", kept + (f", and the best by {best}" if best and checkpoint.keep else ""), "checkpoint.keep")
+    parts = "weights, masters, moments" + (", the policy for Hugging Face" if checkpoint.save_hf else "")
+    drawn.add_row("size of one", _gib(checkpoint_bytes(config, architectures)), parts)
+    most = most_checkpoints(config)
+    drawn.add_row("most at a time", _gib(most * checkpoint_bytes(config, architectures)), f"{most:,} checkpoints")
+    drawn.add_row("free on the disk", _gib(_free_bytes(checkpoint_path(config))), "now")
+    console.print(drawn)
+    print_line(console, f"checkpoints in {checkpoint_path(config)}")
+
+
+def when_saved(config: PPOConfig | SFTConfig) -> tuple[str, str]:
+    """In words, and by which keys."""
+    checkpoint = config.checkpoint
+    moments = [
+        (bool(checkpoint.every_steps), f"every {checkpoint.every_steps:,} steps", "every_steps"),
+        (bool(checkpoint.every_minutes), f"every {checkpoint.every_minutes:g} minutes", "every_minutes"),
+        (checkpoint.keep_best.metric is not None, "after the best validation", "keep_best"),
+        (checkpoint.at_end, "at the end", "at_end"),
+    ]
+    words, keys = [words for there, words, _ in moments if there], [f"checkpoint.{key}" for there, _, key in moments if there]
+    if not words:
+        return "only when SIGTERM ends the run", "checkpoint.at_end"
+    *first, last = words
+    return f"{', '.join(first)} and {last}" if first else last, keys[0]
+
+
+def _of_a_full_disk(config: PPOConfig | SFTConfig, architectures: Mapping[str, Architecture]) -> Iterator[str]:
+    needed, path = most_checkpoints(config) * checkpoint_bytes(config, architectures), checkpoint_path(config)
+    if needed > (free := _free_bytes(path)):
+        yield (
+            f"the checkpoints in {path} will need {_gib(needed)}, but {_gib(free)} are free: lower checkpoint.keep, raise "
+            "checkpoint.every_steps, or give a checkpoint.dir on a larger disk"
+        )
+
+
+def _of_a_long_warmup(config: PPOConfig | SFTConfig) -> Iterator[str]:
+    for role in model_roles(config):
+        if role.optim is not None and role.optim.warmup_steps >= (total := optimizer_steps(config, role)):
+            yield (
+                f"the {role.name} warms up for {role.optim.warmup_steps:,} optimizer steps, but the run makes {total:,}: its learning "
+                f"rate never gets to {role.optim.lr:g}"
+            )
+
+
+def _of_another_engine(config: PPOConfig | SFTConfig) -> Iterator[str]:
+    if not isinstance(config, PPOConfig):
+        return
+    for engine in RolloutEngineKind:
+        settings = config.rollout.settings_of(engine)
+        if engine is not config.rollout.engine and settings is not None and settings.server_args:
+            yield f"rollout.{engine.needs.section}.server_args do nothing with rollout.engine={config.rollout.engine.value}"
+
+
+def _of_bfloat16(config: PPOConfig | SFTConfig) -> Iterator[str]:
+    if config.model.dtype is DType.bfloat16 and not is_on_cuda(config.device):
+        yield BFLOAT16_ON_A_CPU
+
+
+def _free_bytes(path: Path) -> int:
+    """On the disk that will hold `path`, which need not exist."""
+    return shutil.disk_usage(existing_folder(path)).free
+
+
+def _gib(nbytes: int) -> str:
+    return f"{nbytes / 2**30:,.2f} GiB" if nbytes >= 2**30 else f"{nbytes / 2**20:,.2f} MiB"
