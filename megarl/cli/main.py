@@ -22,6 +22,7 @@ from megarl.config.load import schema_of
 from megarl.config.schema import Device, PPOConfig, RunKind, SFTConfig
 
 _OVERRIDE = re.compile(r"[A-Za-z_+~][\w.\[\]]*=")
+_OVERRIDE_AS_OPTION = re.compile(r"--(?=\w+\.[\w.\[\]]+(=|$)|(kind|algorithm|device)=)")  # as other programs take them
 # Commands that take overrides, with those of their options that a value follows.
 _TAKE_OVERRIDES: dict[str, tuple[str, ...]] = dict.fromkeys(("train", "sft", "check", "doctor", "score", "quickstart"), ()) | {
     "plan": ("--output",),
@@ -46,9 +47,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _in_argparses_order(arguments: Sequence[str]) -> list[str]:
-    """Options first, then what has a place, then overrides: argparse takes what has no name in one run only, and people put it anywhere."""
+    """Options first, then what has a place, then overrides: argparse takes what has no name in one run only, and people put it anywhere.
+    `--key.sub=value` and `--key.sub value` are overrides as well."""
     if not arguments or arguments[0] not in _TAKE_OVERRIDES:
         return list(arguments)
+    arguments = _with_plain_overrides(arguments)
     options: list[str] = []
     others: list[str] = []
     overrides: list[str] = []
@@ -57,6 +60,22 @@ def _in_argparses_order(arguments: Sequence[str]) -> list[str]:
         kind = options if is_option else overrides if _OVERRIDE.match(each) else others
         kind.append(each)
     return [arguments[0], *options, *others, *overrides]
+
+
+def _with_plain_overrides(arguments: Sequence[str]) -> list[str]:
+    plain: list[str] = []
+    waiting: str | None = None  # a key that was written as an option without "=": its value comes next
+    for each in arguments:
+        if waiting is not None:
+            plain.append(f"{waiting}={each}")
+            waiting = None
+        elif (match := _OVERRIDE_AS_OPTION.match(each)) is None:
+            plain.append(each)
+        elif "=" in each:
+            plain.append(each[match.end() :])
+        else:
+            waiting = each[match.end() :]
+    return [*plain, waiting] if waiting is not None else plain
 
 
 def _end(error: Exception, command: str, context: RunContext | None) -> int:

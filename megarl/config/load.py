@@ -22,6 +22,7 @@ from megarl.config.errors import ConfigError
 from megarl.config.schema import MISSING, Device, DType, PPOConfig, RunKind, SFTConfig
 from megarl.config.schema.keys import InputKind, leaves
 from megarl.config.sources import Layer, is_hub_name, read_layers, source_name
+from megarl.config.trl_names import trl_problem
 from megarl.config.verl_names import VerlProblem, verl_problems
 from megarl.machine.files import write_whole
 from megarl.machine.gpus import has_gpu
@@ -29,6 +30,7 @@ from megarl.machine.gpus import has_gpu
 Config = typing.TypeVar("Config")
 RunConfig = typing.TypeVar("RunConfig", bound=PPOConfig | SFTConfig)
 _KIND = "kind"
+_SIGNS = ("+", "~")  # of Hydra: to add a key, to take one away
 _SCHEMAS: dict[Any, type[PPOConfig] | type[SFTConfig]] = {RunKind.ppo: PPOConfig, RunKind.sft: SFTConfig}
 _LONGEST_NAME, _LONGEST_TEXT = 255, 4000  # bytes of a name in Linux's file systems; characters, below what a path may have
 
@@ -199,14 +201,29 @@ class _Review:
         return good
 
     def _refuse_unknown(self, key: str, value: Any, problem: str, layer: Layer) -> None:
-        """Those of verl's names have their own here, which are then not said to be missing."""
-        from_verl = verl_problems(key, value, set(schema_keys(self.schema)))
-        for each in from_verl or [VerlProblem(problem)]:
+        """Those of verl's and TRL's names have their own here, which are then not said to be missing."""
+        known = set(schema_keys(self.schema))
+        elsewhere = verl_problems(key, value, known)
+        if not elsewhere and (of_trl := trl_problem(key, known)) is not None:
+            elsewhere = [of_trl]
+        if not elsewhere and key.startswith(_SIGNS):
+            elsewhere = [VerlProblem(text, name) for name, text in _without_sign(key, value) if name in known]
+        for each in elsewhere or [VerlProblem(problem)]:
             self._refuse(each.ours or key, each.message, layer)
 
     def _refuse(self, key: str, problem: str, layer: Layer) -> None:
         self.refused.add(key)
         self.problems.append(f"{problem} [{layer.source}]")
+
+
+def _without_sign(key: str, value: Any) -> Iterator[tuple[str, str]]:
+    """The keys in what was written with one of Hydra's signs, and what to say of each."""
+    if isinstance(value, Mapping) and value:
+        for name, below in value.items():
+            yield from _without_sign(f"{key}.{name}", below)
+    else:
+        name = key.lstrip("".join(_SIGNS))
+        yield name, f"{key}: write {name}=..., without a sign before it: every key is there already, and null unsets one that may be unset"
 
 
 def _hints(section: Any) -> dict[str, Any]:

@@ -43,12 +43,12 @@ def test_what_it_writes_passes_check_from_any_folder(
         config = load_config(PPOConfig, "run.yaml")
         assert config.algorithm.advantage.estimator is (AdvantageEstimator.gae if "ppo" in wishes else AdvantageEstimator.grpo)
         assert config.rollout.num_replicas == config.actor.parallel.data_parallel_size == (2 if "--devices" in wishes else 1)
-    before = {file: file.read_bytes() for file in mine.iterdir()}
+    before = {file: file.read_bytes() for file in mine.iterdir() if file.is_file()}
     capsys.readouterr()
     assert main(["init", ".", "--model", str(policy), *wishes]) == 2
     assert "run.yaml" in (refused := capsys.readouterr().err)
     assert "nothing is written over" in refused
-    assert {file: file.read_bytes() for file in mine.iterdir()} == before
+    assert {file: file.read_bytes() for file in mine.iterdir() if file.is_file()} == before
 
 
 def test_data_of_ones_own_are_named_with_their_columns(policy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -57,6 +57,14 @@ def test_overrides_may_stand_anywhere(
     assert calls == [("x.yaml", ["b=2", "a.c=1"], SFTConfig, "critic", "distinct", "out=1.json")]
 
 
+@pytest.mark.parametrize("arguments", [["--b.c=2", "--device=cpu", "x.yaml"], ["x.yaml", "--b.c", "2", "--device=cpu"]])
+def test_overrides_may_be_written_as_options(arguments: list[str], command: Callable[[str, Callable[..., int]], None]) -> None:
+    calls = []
+    command("train", lambda *given: calls.append(given) or 0)
+    assert main(["train", *arguments, "--verbose"]) == 0
+    assert calls == [("x.yaml", ["b.c=2", "device=cpu"], True)]
+
+
 def test_the_options_that_a_value_follows_are_known() -> None:
     """By argparse's own account."""
     (commands,) = (action for action in _parser()._actions if isinstance(action, argparse._SubParsersAction))
@@ -91,10 +99,10 @@ def test_a_value_error_of_megarl_is_the_users_and_one_of_a_library_is_not(
 ) -> None:
     from megarl.controller.resource_pool import RayResourcePool
 
-    command("train", lambda path, overrides: RayResourcePool([]))  # type: ignore[arg-type, return-value]
+    command("train", lambda *given: RayResourcePool([]))  # type: ignore[arg-type, return-value]
     assert main(["train", "x.yaml"]) == 2
     assert "Traceback" not in capsys.readouterr().err
-    command("train", lambda path, overrides: int("many"))
+    command("train", lambda *given: int("many"))
     assert main(["train", "x.yaml"]) == 1
     err = capsys.readouterr().err
     assert "invalid literal for int()" in err
@@ -141,7 +149,7 @@ def test_what_the_user_can_mend_in_the_middle_of_a_run_gets_the_page_too(
 ) -> None:
     """As a reward that is NaN: its sample, the step, and where to look."""
 
-    def run(path: str, overrides: list[str]) -> int:
+    def run(path: str, overrides: list[str], verbose: bool) -> int:
         with run_context_of(PPOConfig()) as context:
             context.output_dir, context.position = tmp_path, Position(step=3, phases=["step", "adv"])
             refuse_unusable("the sum of token_level_rewards", torch.tensor([0.0, math.nan]), np.array(["0-1", "0-2"], dtype=object))

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megarl.config import verl_names
+from megarl.config import trl_names, verl_names
 from megarl.config.errors import ConfigError
 from megarl.config.load import load_config, schema_keys
 from megarl.config.schema import PPOConfig, SFTConfig
@@ -117,3 +117,24 @@ def test_a_run_of_another_kind_is_not_sent_to_keys_that_it_lacks(tmp_path: Path)
 def test_a_misspelt_key_of_ours_is_still_answered_with_the_nearest(tmp_path: Path) -> None:
     (found,) = problems(PPOConfig, tmp_path, "model: {path: here}\ndata: {train_files: [a.parquet]}\n", "trainer.total_step=4")
     assert "did you mean trainer.total_steps?" in found
+
+
+def test_names_of_trl_are_answered(tmp_path: Path) -> None:
+    """Each is a key here, of one kind of run or the other, or has none; and a right key is never called another's."""
+    known = {kind: set(schema_keys(kind)) for kind in (PPOConfig, SFTConfig)}
+    for name, entry in trl_names._NAMES.items():
+        ours = entry.partition("; ")[0]
+        assert ours == "none" or any(ours in keys for keys in known.values()), name
+        assert not any(name in keys for keys in known.values()), name
+    text = "model: {path: m}\ndata: {train_files: [a.parquet]}\nnum_generations: 4\nbeta: 0.1\nuse_peft: true"
+    assert [problem.partition(" [")[0] for problem in problems(PPOConfig, tmp_path, text)] == [
+        "num_generations: is TRL's name; here it is rollout.n (responses to a prompt)",
+        "beta: is TRL's name; here it is algorithm.kl.coefficient (with algorithm.kl.where=loss)",
+        "use_peft: is TRL's name, and has no counterpart here: all weights are trained",
+    ]
+
+
+def test_signs_of_hydra_before_keys_of_ours_are_answered(tmp_path: Path) -> None:
+    text = "model: {path: m}\ndata: {train_files: [a.parquet]}"
+    (problem,) = problems(PPOConfig, tmp_path, text, "+trainer.total_steps=1")
+    assert problem.startswith("+trainer.total_steps: write trainer.total_steps=..., without a sign before it")
