@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -34,7 +35,10 @@ GOOD, FAILED, USER_ERROR, INTERRUPTED = 0, 1, 2, 130
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; returns the exit status, except for argparse's own exits (2 for a wrong command line)."""
-    parsed = _parser().parse_args(_in_argparses_order(sys.argv[1:] if arguments is None else arguments))
+    parser = _parser()
+    if "_ARGCOMPLETE" in os.environ:  # a shell asks what may come next
+        importlib.import_module("megarl.cli.completion").answer(parser)
+    parsed = parser.parse_args(_in_argparses_order(sys.argv[1:] if arguments is None else arguments))
     try:
         return parsed.start(parsed)
     except KeyboardInterrupt:
@@ -149,6 +153,9 @@ def _parser() -> argparse.ArgumentParser:
     quickstart.add_argument("overrides", metavar="key=value", nargs="*", help="of configs/quickstart.yaml, such as trainer.total_steps=10")
     quickstart.set_defaults(start=lambda parsed: _run("run", "megarl.recipes.quickstart")(parsed.overrides))
     _add_init(commands)
+    completion = commands.add_parser("completion", help="print what makes a shell complete commands, files and keys")
+    completion.add_argument("shell", choices=("bash", "zsh", "fish"), help='as in: eval "$(megarl completion bash)"')
+    completion.set_defaults(start=lambda parsed: _run("completion")(parsed.shell))
     convert = commands.add_parser("convert", help="convert, inspect and compare checkpoints, between Hugging Face and Megatron")
     add_commands(convert)
     return parser

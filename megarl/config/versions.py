@@ -25,6 +25,7 @@ REQUIRED = {
     "xxhash": ">=3.4",
     "tensorboard": "",
     "matplotlib": "",
+    "argcomplete": ">=3.5",
 }
 
 # Rollouts with `rollout.engine=sglang`; layers for CUDA, used where they are installed.

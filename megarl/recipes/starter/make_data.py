@@ -20,7 +20,7 @@ def rows() -> list[dict[str, str]]:
     pairs = [(left, right) for left in range(1, 100) for right in range(1, 100)]
     random.Random(0).shuffle(pairs)
     chosen = pairs[: NUM_TRAIN + NUM_VALIDATION]
-    return [{"question": f"{left} + {right} =", "answer": str(left + right)} for left, right in chosen]
+    return [{"question": f"{left} + {right}", "answer": str(left + right)} for left, right in chosen]
 
 
 def main() -> None:

@@ -91,12 +91,11 @@ def test_a_run_that_goes_on_keeps_its_metrics(config: SFTConfig) -> None:
 
 
 def test_folders_of_other_runs_are_refused_and_left_alone(config: SFTConfig) -> None:
+    files = f"data.train_files was {[str(Path.cwd() / 'train.parquet')]}, is {[str(Path.cwd() / 'more.parquet')]}"
     others = {
         "data.seed was 0, is 3": replace(config, data=SFTDataConfig(train_files=["train.parquet"], seed=3)),
         f"model.path was '{Path.cwd() / 'model'}', is '{Path.cwd() / 'other'}'": replace(config, model=ModelConfig(path="other")),
-        f"data.train_files was {[str(Path.cwd() / 'train.parquet')]}, is {[str(Path.cwd() / 'more.parquet')]}": replace(
-            config, data=SFTDataConfig(train_files=["more.parquet"])
-        ),
+        files: replace(config, data=SFTDataConfig(train_files=["more.parquet"])),
         "checkpoint.resume was 'auto', is 'step_00000003'": replace(config, checkpoint=CheckpointConfig(resume="step_00000003")),
     }
     output_dir = left_by(config)

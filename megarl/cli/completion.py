@@ -1,0 +1,48 @@
+"""`megarl completion SHELL`: what makes a shell complete commands, options, files and the keys of overrides; and the completing itself."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Iterator
+
+import argcomplete
+
+from megarl.config.errors import ConfigError
+from megarl.config.load import schema_keys, schema_of
+from megarl.config.schema import PPOConfig
+from megarl.config.shipped import CONFIGS_DIR, shown
+
+GOOD = 0
+
+
+def run(shell: str) -> int:
+    """Prints the shell's code."""
+    print(argcomplete.shellcode(["megarl"], shell=shell))
+    return GOOD
+
+
+def answer(parser: argparse.ArgumentParser) -> None:
+    """Tells the shell what may come next, and ends the process."""
+    (commands,) = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
+    completers = {"config": _configs, "overrides": _keys}
+    for command in commands.choices.values():
+        for action in command._actions:
+            if action.dest in completers and not action.option_strings:
+                action.completer = completers[action.dest]  # type: ignore[attr-defined]  # argcomplete's own place for it
+    argcomplete.autocomplete(parser)
+
+
+def _configs(prefix: str, **_: object) -> Iterator[str]:
+    yield from argcomplete.FilesCompleter(("yaml", "yml"))(prefix)
+    yield from (shown(file) for file in sorted(CONFIGS_DIR.glob("*.yaml")))
+
+
+def _keys(parsed_args: argparse.Namespace, **_: object) -> Iterator[str]:
+    """Of the kind of run that the file describes, as far as it can be read."""
+    try:
+        schema = schema_of(parsed_args.config) if parsed_args.config and os.path.exists(parsed_args.config) else PPOConfig
+    except ConfigError:
+        schema = PPOConfig
+    keys = list(schema_keys(schema))
+    yield from (f"{key}=" for key in keys if not any(other.startswith(f"{key}.") for other in keys))
