@@ -31,6 +31,20 @@ _TAKE_OVERRIDES: dict[str, tuple[str, ...]] = dict.fromkeys(("train", "sft", "ch
     "eval": ("--config", "--data", "--reward", "--n", "--temperature", "--max-tokens", "--step", "--against", "--output"),
 }
 GOOD, FAILED, USER_ERROR, INTERRUPTED = 0, 1, 2, 130
+_AS_WRITTEN = argparse.RawDescriptionHelpFormatter
+_EXAMPLES = """examples:
+  megarl quickstart                                        a tiny model learns sums, in minutes on two cores
+  megarl init my_run --model MODEL_DIR --data rows.jsonl   what a run of your own begins with
+  megarl check my_run/run.yaml                             every error at once
+  megarl train my_run/run.yaml                             and again, to go on after a crash
+"""
+_EXAMPLES_OF_RUNS = """examples:
+  megarl {name} run.yaml
+  megarl {name} run.yaml trainer.total_steps=10 algorithm=grpo
+  megarl {name} configs/quickstart.yaml 'reward.functions=[{{path: reward.py}}]'
+
+Every key is on the page docs/configuration.md; a misspelt one is answered with the nearest.
+"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -102,7 +116,8 @@ def _raised_by_megarl(error: ValueError) -> bool:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="megarl", description="Reinforcement learning of large language models on Megatron-Core and Ray.")
+    description = "Reinforcement learning of large language models on Megatron-Core and Ray."
+    parser = argparse.ArgumentParser(prog="megarl", description=description, epilog=_EXAMPLES, formatter_class=_AS_WRITTEN)
     parser.add_argument("--version", action="version", version=f"megarl {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     summary = "train: by reinforcement learning, or as the file's `kind` says"
@@ -205,7 +220,8 @@ def _add_run(
     commands: argparse._SubParsersAction[argparse.ArgumentParser], name: str, summary: str, start: Callable[[argparse.Namespace], int]
 ) -> argparse.ArgumentParser:
     """A subcommand that reads a configuration."""
-    command = commands.add_parser(name, help=summary, description=summary, allow_abbrev=False)
+    epilog = _EXAMPLES_OF_RUNS.format(name=name)
+    command = commands.add_parser(name, help=summary, description=summary, epilog=epilog, formatter_class=_AS_WRITTEN, allow_abbrev=False)
     command.add_argument("config", metavar="CONFIG", help="a YAML file; configs/quickstart.yaml and its like ship with megarl")
     command.add_argument("overrides", metavar="key=value", nargs="*", help="such as trainer.total_steps=10 or algorithm=grpo")
     command.set_defaults(start=start)

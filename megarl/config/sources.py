@@ -51,7 +51,10 @@ class Layer(NamedTuple):
         joined = self.file.parent / path
         if kind is InputKind.data and is_hub_name(path) and not os.path.exists(joined):
             return path
-        return str(joined.resolve() if ".." in joined.parts else joined)
+        if ".." not in joined.parts:
+            return str(joined)
+        resolved, here = joined.resolve(), Path.cwd().resolve()
+        return str(resolved.relative_to(here) if resolved.is_relative_to(here) else resolved)
 
 
 def is_hub_name(path: str) -> bool:

@@ -55,6 +55,7 @@ _MY_REWARD = "'reward.functions=[{path: examples/custom_reward.py}]'"
 _STAGES = "tests/docs/test_commands.py::test_quickstart_stages"
 _MATH = "tests/unit/recipes/test_math.py::test_gsm8k_becomes_the_data_of_a_run"
 _SCORE = "tests/unit/cli/test_score.py::test_training_data_are_scored_by_their_ground_truth"
+_INIT = "tests/unit/cli/test_init.py::test_what_it_writes_passes_check_from_any_folder"
 _EXAMPLES = "tests/integration/test_examples.py"
 _OWN_ESTIMATOR = "algorithm.advantage.function=examples/custom_maths.py:best_of_group"
 _TRAIN_ROWS = "outputs/quickstart/data/train.parquet"
@@ -92,6 +93,14 @@ COMMANDS: dict[str, Executed | InTest | Make | ByHand] = {
         ("pipeline_parallel_size=4, virtual_pipeline_parallel_size=2, data_parallel_size=4",),
     ),
     "megarl plot outputs/quickstart": Executed(),
+    "megarl init my_run": InTest("tests/unit/cli/test_init.py::test_a_terminal_is_asked_and_others_are_told", ('main(["init"',)),
+    "megarl init outputs/mine --model outputs/quickstart/sft/huggingface --device cpu": Executed(),
+    "python outputs/mine/reward.py": InTest(_INIT, ('"reward.py"',)),
+    "megarl check outputs/mine/run.yaml": Executed(),
+    "megarl train outputs/mine/run.yaml trainer.total_steps=5": InTest(
+        f"{_EXAMPLES}::test_what_init_writes_trains", ('"init"', "trainer.total_steps=")
+    ),
+    'eval "$(megarl completion bash)"': InTest("tests/unit/cli/test_completion.py::test_each_shell_has_its_code", ('"completion"', "bash")),
     'megarl generate outputs/quickstart "12 + 30"': Executed(),
     'echo "12 + 30" | megarl generate outputs/quickstart': InTest(f"{_GENERATE}::test_prompts_of_the_input", ("sys.stdin",)),
     'megarl generate HF_DIR "Name a colour." "Name a river." --system "One word." --n 4 --temperature 0.7 --json': InTest(

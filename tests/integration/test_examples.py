@@ -149,6 +149,22 @@ def test_a_loop_of_ones_own_learns_and_goes_on(folder: Path) -> None:
     assert (folder / "own_loop" / "huggingface" / "model.safetensors").is_file()
 
 
+def test_what_init_writes_trains(folder: Path, tmp_path: Path) -> None:
+    """And says so in few lines, with the algorithm's name, KL where it is, and the time left."""
+    mine = tmp_path / "mine"
+    run("megarl", "init", str(mine), "--model", str(folder / "policy"), "--device", "cpu")
+    smaller = ["trainer.total_steps=2", "trainer.prompts_per_step=4", "rollout.n=2", "data.max_response_length=8"]
+    without = ["trainer.validate_before=false", "trainer.validate_every_steps=0", "data.val_files=[]", "checkpoint.at_end=false"]
+    said = run("megarl", "train", str(mine / "run.yaml"), *smaller, *without, f"trainer.output_dir={tmp_path / 'run'}")
+    lines = said.splitlines()
+    (first,) = [number for number, line in enumerate(lines) if line.startswith("step 1/2  left 0:")]
+    assert first <= 40
+    assert "actor/kl_loss" in lines[first]
+    assert "KL: in the loss, k3 x 0.001" in lines
+    assert any("GRPO run" in line for line in lines[first:])
+    assert "OMP_NUM_THREADS=" in (tmp_path / "run" / "environment.txt").read_text()
+
+
 def test_a_killed_run_goes_on_and_its_policy_answers(folder: Path, call: Callable[..., str]) -> None:
     said = run("examples.resume", "sft", str(folder / "sft.yaml"))
     killed = re.search(r"killed; the newest checkpoint is step_(\d+)", said)
