@@ -29,7 +29,7 @@ def answer(parser: argparse.ArgumentParser) -> None:
     for command in commands.choices.values():
         for action in command._actions:
             if action.dest in completers and not action.option_strings:
-                action.completer = completers[action.dest]  # type: ignore[attr-defined]  # argcomplete's own place for it
+                action.completer = completers[action.dest]
     argcomplete.autocomplete(parser)
 
 
