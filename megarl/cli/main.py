@@ -159,7 +159,7 @@ def _parser() -> argparse.ArgumentParser:
     score = commands.add_parser("score", help="run the reward functions of a configuration on a file of responses", allow_abbrev=False)
     score.add_argument("config", metavar="CONFIG", help="a YAML file with reward.functions")
     score.add_argument(
-        "rows", metavar="ROWS", help=".parquet or .jsonl with response, data_source and ground truth, as a run's generations.jsonl"
+        "rows", metavar="ROWS", help=".parquet, .jsonl or .csv with response, data_source and ground truth, as a run's generations.jsonl"
     )
     score.add_argument("overrides", metavar="key=value", nargs="*", help="such as reward.time_limit_s=2")
     score.add_argument("--ground-truth", action="store_true", help="score each row's ground truth in the place of a response")

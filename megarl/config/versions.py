@@ -12,6 +12,7 @@ REQUIRED = {
     "transformers": ">=5.12,<6",
     "safetensors": "",
     "jinja2": "",
+    "huggingface-hub": ">=1",
     "ray": ">=2.60,<3",
     "tensordict": ">=0.15",
     "numpy": "",
