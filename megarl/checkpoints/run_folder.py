@@ -71,17 +71,21 @@ class CheckpointFolder:
         """Makes the folder, and removes what a run that was killed has left half written or half removed. Raises CheckpointError."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            for path, _ in self._named(_LEFTOVER):
-                if path.is_dir():
-                    shutil.rmtree(path)
-                else:
-                    path.unlink()
+            self.remove_leftovers()
             write_whole(self.path / ".writable", "")
             (self.path / ".writable").unlink()
         except OSError as error:
             raise CheckpointError(
                 f"{self.path}: no checkpoint can be written here ({error.strerror or error}); give another checkpoint.dir"
             ) from error
+
+    def remove_leftovers(self) -> None:
+        """What is half written or half removed, while nobody writes. Raises OSError."""
+        for path, _ in self._named(_LEFTOVER):
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
 
     def begin(self, step: int) -> Path:
         """An empty folder to write the checkpoint of `step` into. Raises OSError, also where the folder that `prepare` made is gone."""

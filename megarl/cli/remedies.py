@@ -171,6 +171,13 @@ def _port(cause: Cause, config: RunConfig | None) -> list[str]:
     ]
 
 
+def _unwritten(cause: Cause, config: RunConfig | None) -> list[str]:
+    return [
+        "nothing of it is left half written: mend the folder, and the same command goes on from the latest checkpoint that is there",
+        f"or save elsewhere: {_now(config, 'checkpoint.dir', 'trainer.output_dir')}",
+    ]
+
+
 def _checkpoint(cause: Cause, config: RunConfig | None) -> list[str]:
     lines = ["what is wrong, and which older ones are whole, is said above; none of them is taken by itself"]
     if config is not None:
@@ -215,6 +222,14 @@ def _engine(cause: Cause, config: RunConfig | None) -> list[str]:
     return lines
 
 
+def _ray_ended(cause: Cause, config: RunConfig | None) -> list[str]:
+    return [
+        "its last words are in gcs_server.out, raylet.out and raylet.err of Ray's logs (below)",
+        "whoever killed it may have left no word. Was it the kernel, for memory? `dmesg -T | grep -i 'killed process'`; if so:",
+        *(f"  {line}" for line in _host_memory(cause, config)[1:]),
+    ]
+
+
 def _resources(cause: Cause, config: RunConfig | None) -> list[str]:
     strategy = _now(config, "placement.strategy", "placement.num_nodes", "placement.devices_per_node")
     return [
@@ -247,10 +262,12 @@ REMEDIES: tuple[Remedy, ...] = (
     Remedy(_says(_HOST_MEMORY), _host_memory),
     Remedy(_says(r"No space left on device|Disk quota exceeded|OutOfDiskError"), _disk),
     Remedy(_says(r"Address already in use|EADDRINUSE"), _port),
+    Remedy(_says(r"the checkpoint of step \d+ cannot be written"), _unwritten),
     Remedy(_is("CheckpointError"), _checkpoint),
     Remedy(_is("RewardError", "RewardFunctionError"), _reward),
     Remedy(_is("TrainingDivergedError"), _diverged),
     Remedy(_is("PhaseTimeoutError"), _slow),
+    Remedy(_is("RayEndedError"), _ray_ended),
     Remedy(_is("RestartLimitError", "EngineDeadError"), _engine),
     Remedy(_says(_NO_RESOURCES), _resources),
     Remedy(_says(r"node timed out during startup"), _node_start),

@@ -95,7 +95,7 @@ def load_checkpoint(session: Session, config: PPOConfig | SFTConfig, models: Sav
 def open_checkpoints(
     session: Session, config: PPOConfig | SFTConfig, models: SavedModels, monitor: Monitor, resume: Resume | None
 ) -> Checkpointer:
-    return Checkpointer(
+    checkpoints = Checkpointer(
         config,
         checkpoint_folder(config),
         models,
@@ -104,6 +104,8 @@ def open_checkpoints(
         is_told_to_end=lambda: session.termination.requested,
         say=lambda text: session.console.print(text, soft_wrap=True, highlight=False),
     )
+    session.at_last.callback(checkpoints.close)
+    return checkpoints
 
 
 def say_ended(session: Session, checkpoints: Checkpointer) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -42,6 +42,7 @@ class Session:
     console: Console
     termination: Termination
     position: Position
+    at_last: ExitStack  # closed when the processes have ended
 
 
 @contextmanager
@@ -65,8 +66,14 @@ def open_session(context: RunContext, resume: Resume | None) -> Iterator[Session
     else:
         print_summary(config, console)
         print_line(console, f"all tables: {output_dir / PLAN_FILE}, or --verbose", style="dim")
-    with ray_processes(context, console) as started, Termination(lambda text: console.print(text, soft_wrap=True)) as termination:
-        yield Session(output_dir=output_dir, processes=started, console=console, termination=termination, position=position)
+    with (
+        ExitStack() as at_last,
+        ray_processes(context, console) as started,
+        Termination(lambda text: console.print(text, soft_wrap=True)) as termination,
+    ):
+        yield Session(
+            output_dir=output_dir, processes=started, console=console, termination=termination, position=position, at_last=at_last
+        )
 
 
 def _claim(output_dir: Path, config: PPOConfig | SFTConfig, resume: Resume | None, console: Console) -> None:

@@ -15,7 +15,16 @@ import ray
 from ray._private import ray_constants
 
 from megarl.controller.environment import daemon_settings
-from megarl.machine.reaper import OWNER, descendants, end_held, end_processes_of, hold, start_reaper
+from megarl.machine.reaper import (
+    OWNER,
+    descendants,
+    end_held,
+    end_processes_of,
+    has_ended,
+    hold,
+    name_of,
+    start_reaper,
+)
 
 _ANSWER_S = 10.0
 OBJECT_STORE_MB = 512
@@ -26,6 +35,7 @@ _RAY = "/ray"  # added to the driver's mark on all that runs under Ray
 
 _owner: str | None = None
 _daemons: list[int] = []  # descriptors of the processes that ray.init started here
+_needed: dict[str, int] = {}  # of those without which no other goes on, by their names
 
 
 def start_ray(*, num_cpus: int, num_gpus: int = 0, object_store_mb: float = OBJECT_STORE_MB) -> None:
@@ -63,6 +73,14 @@ def start_ray(*, num_cpus: int, num_gpus: int = 0, object_store_mb: float = OBJE
     daemons = [pid for pid in descendants(os.getpid()) if pid not in before]
     start_reaper(process_owner(), whole_group=False, named=daemons)
     _daemons.extend(hold(daemons))
+    for pid in daemons:
+        if (name := name_of(pid)) in ("gcs_server", "raylet"):
+            _needed.update((name, descriptor) for descriptor in hold([pid]))
+
+
+def ended_daemon() -> str | None:
+    """Which of Ray's own processes, of those that this one has started and that none goes on without, has ended."""
+    return next((name for name, descriptor in _needed.items() if has_ended(descriptor)), None)
 
 
 def _check_answers(address: str) -> None:
@@ -124,8 +142,9 @@ def shutdown() -> list[int]:
     Returns the pids of those that could not be ended, normally none. May be called twice.
     """
     ray.shutdown()
-    end_held(_daemons)
+    end_held([*_daemons, *_needed.values()])
     _daemons.clear()
+    _needed.clear()
     return end_processes_of(process_owner() + _RAY)
 
 

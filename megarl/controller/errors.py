@@ -64,6 +64,13 @@ class RankReport(NamedTuple):
         return f"{head}: in {self.activity.method}{phase} for {self.activity.running_s:.0f} s"
 
 
+class RayEndedError(RunError):
+    """`daemon`, a process of Ray's own on the driver's node, has ended: what runs under it does not go on."""
+
+    def __init__(self, daemon: str) -> None:
+        super().__init__(f"Ray's {daemon} has ended (killed, out of memory, or crashed), and all processes of the run end with it")
+
+
 class PhaseTimeoutError(RunError, TimeoutError):
     """A call outlived its group's limit; the group has been ended. `rank`: where it ran longest; `reports` tell what each was doing."""
 

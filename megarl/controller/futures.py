@@ -15,8 +15,9 @@ import ray
 from ray.exceptions import OutOfMemoryError, RayActorError, RayError
 
 from megarl.batch.future import DataProtoFuture
+from megarl.controller.cluster import ended_daemon
 from megarl.controller.dispatch import Collect, collect
-from megarl.controller.errors import PhaseTimeoutError, RankFailure, RankReport, first_failure
+from megarl.controller.errors import PhaseTimeoutError, RankFailure, RankReport, RayEndedError, first_failure
 from megarl.controller.messages import CallFailure, CallRecord, FailureKind, Location, OnRecord, RankActivity, Rows
 
 GRACE_S = 2.0  # after the first failure is seen, for an earlier one of another rank that is still on its way
@@ -92,6 +93,8 @@ class Call:
             kind, summary = FailureKind.death, f"Ray's memory monitor ended the process: its node is running out of memory{memory}"
         elif isinstance(error, RayActorError):  # may be about the process that should have made an argument
             rank = self.processes.rank_of(error.actor_id, self.rank)
+            if daemon := ended_daemon():
+                raise RayEndedError(daemon) from error
             kind, summary = FailureKind.death, "the process ended (killed, out of memory, or crashed)"
         else:
             kind, summary = FailureKind.exception, f"{type(error).__name__}: {str(error).strip().splitlines()[-1]}"
@@ -169,13 +172,16 @@ def wait_for_any(futures: Sequence[RemoteFuture[Any]], timeout: float) -> list[R
 
 
 def wait_for_calls(calls: Sequence[Call], timeout: float | None = None) -> None:
-    """Returns when all have succeeded. Raises WorkerError, PhaseTimeoutError (the group is killed), or TimeoutError after `timeout` s."""
+    """Returns when all have succeeded. Raises WorkerError, PhaseTimeoutError (the group is killed), RayEndedError, or TimeoutError after
+    `timeout` s."""
     give_up_s = None if timeout is None else time.monotonic() + timeout
     construction = [call for processes in dict.fromkeys(call.processes for call in calls) for call in processes.construction]
     everything = list(dict.fromkeys([*construction, *calls]))  # what fails or hangs in a constructor is the cause of ours
     if failures := [call.failure for call in everything if call.failure is not None]:
         raise first_failure(failures)
     pending = {call.record_reference: call for call in everything if not call.ended}
+    if pending and (daemon := ended_daemon()):
+        raise RayEndedError(daemon)  # Ray itself says so after a minute, or not at all
     look_s = dict.fromkeys((call.processes for call in pending.values()), 0.0)
     next_look_s = 0.0
     while pending:
@@ -191,7 +197,7 @@ def wait_for_calls(calls: Sequence[Call], timeout: float | None = None) -> None:
 
 
 def wait_for_one(calls: Sequence[Call], timeout: float) -> None:
-    """Waits until one more of them has ended, at most `timeout` s; it raises nothing."""
+    """Waits until one more of them has ended, at most `timeout` s; it raises nothing but RayEndedError."""
     pending = {call.record_reference: call for call in calls if not call.ended}
     if pending:
         _collect_ended(pending, timeout)

@@ -60,6 +60,21 @@ def hold(pids: Iterable[int]) -> list[int]:
     return descriptors
 
 
+def has_ended(descriptor: int) -> bool:
+    """The process that is held by it."""
+    poll = select.poll()
+    poll.register(descriptor, select.POLLIN)
+    return bool(poll.poll(0))
+
+
+def name_of(pid: int) -> str:
+    """As the kernel calls its program, at most 15 characters; empty where it has ended."""
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    except OSError:
+        return ""
+
+
 def end_held(descriptors: Iterable[int]) -> None:
     """Kills them and closes the descriptors."""
     for descriptor in descriptors:

@@ -15,7 +15,7 @@ import platform
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -156,6 +156,13 @@ class Checkpointer:
         with self._monitor.phase("save_checkpoint"):
             self._go_on(wait=True)  # one at a time
             self._begin(step, state())
+
+    def close(self) -> None:
+        """At the end of the run, however it ended, when its ranks have gone: what was being sealed becomes a checkpoint, and nothing half
+        written stays."""
+        self._thread.shutdown()
+        with suppress(OSError):  # the next run tries again, and says what it meets
+            self._folder.remove_leftovers()
 
     def _is_due(self, step: int) -> bool:
         checkpoint = self._config.checkpoint

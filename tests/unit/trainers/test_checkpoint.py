@@ -314,6 +314,17 @@ def test_a_rank_that_hangs_in_a_save_is_called_that(tmp_path: Path) -> None:
     assert list(case.folder.path.iterdir()) == []
 
 
+def test_what_is_half_written_goes_with_the_run_and_what_is_written_stays(tmp_path: Path) -> None:
+    case = Case(tmp_path, every_steps=1)
+    training = case.train()
+    assert [next(training) for _ in range(3)] == [1, 2, 3]
+    case.models.written = False
+    next(training)  # the save of step 2 has ended, that of step 3 is under way
+    case.checkpoints.close()  # something has ended the run
+    assert case.saved == [1, 2]
+    assert list(case.folder.path.glob(".*")) == []
+
+
 def test_a_folder_that_is_gone_is_not_made_again(tmp_path: Path) -> None:
     case = Case(tmp_path, every_steps=1)
     (tmp_path / "checkpoints").rmdir()
