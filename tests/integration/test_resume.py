@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import random
 import signal
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import pytest
 
 from megarl.cli.main import main
 from megarl.config.schema import CheckpointConfig, DType, EarlyStopConfig, MetricMode, ModelConfig, SFTConfig
+from tests.command import Command
 from tests.failure_pages import check_documented, last_page_of
 from tests.integration.tiny_run import run_sft, save_inputs, tiny_sft_config
 from tests.processes import gone_within
@@ -24,7 +26,8 @@ pytestmark = pytest.mark.usefixtures("warm_processes")
 
 SFT_STEPS, PPO_STEPS = 16, 4
 LONGEST_SAVE_S = 0.3
-END_LIMIT_S = 30.0
+END_LIMIT_S = 60.0
+CLOCK_SET = Path(__file__).with_name("driver_with_a_set_clock.py")
 
 
 @pytest.fixture(scope="module")
@@ -191,3 +194,50 @@ def test_ppo_whose_driver_is_killed_in_a_save_leaves_no_process_and_goes_on_as_i
     assert_same(outcome, Run(config, tmp_path / "straight").finish())
     assert {"actor", "critic"} == outcome.states.keys()
     assert list(outcome.samples) == list(range(1, PPO_STEPS + 1))
+
+
+class Faulty(Run):
+    """Started, disturbed once its next step is saved, and looked at when it has ended."""
+
+    def disturb(self, act: Callable[[Command], object], clock_is_set: bool = False) -> str:
+        """Its last page. Nothing is left but whole checkpoints."""
+        before = self.last_step()
+        program = [str(CLOCK_SET)] if clock_is_set else ["-m", "megarl"]
+        command = Command([*program, "sft", str(self.folder / "run.yaml")], self.log)
+        command.wait_for(lambda: self.last_step() > before, LOOK_S)
+        everything = command.processes()
+        act(command)
+        assert command.status(END_LIMIT_S) == 1, command.said()
+        assert gone_within(everything, END_LIMIT_S) == []
+        if self.checkpoints.path.is_dir():
+            assert_whole(self, had_one=True)
+            assert list(self.checkpoints.path.glob(".*")) == []
+        return last_page_of(command.said())
+
+    def last_step(self) -> int:
+        latest = self.checkpoints.latest()
+        return int(latest.name[5:]) if latest else 0
+
+
+def kill(name: str) -> Callable[[Command], object]:
+    def act(command: Command) -> None:
+        (daemon,) = [process for process in command.processes() if process.name() == name]
+        daemon.kill()
+
+    return act
+
+
+def test_a_run_that_meets_one_fault_after_another_ends_as_an_undisturbed_one(straight: Outcome, inputs: Path, tmp_path: Path) -> None:
+    """Ray's daemons die under a clock that is set, and the output folder goes away and comes back."""
+    run, away = Faulty(sft_config(inputs, DType.float32, SFT_STEPS, every_steps=1), tmp_path), tmp_path / "away"
+    page = run.disturb(kill("raylet"), clock_is_set=True)
+    assert "what    RayEndedError: Ray's raylet has ended (killed, out of memory, or crashed), and all processes of the run" in page
+    assert "checkpoints; the same command goes on from the latest" in page
+    page = run.disturb(kill("gcs_server"))
+    assert "what    RayEndedError: Ray's gcs_server has ended" in page
+    assert "raylet.err of Ray's logs (below)" in page
+    page = run.disturb(lambda command: run.output_dir.rename(away))
+    assert "(No such file or directory); put back the folder" in page or "the run's folder was removed" in page
+    assert not run.output_dir.exists()
+    away.rename(run.output_dir)
+    assert_same(run.finish(), straight)

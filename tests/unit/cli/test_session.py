@@ -102,7 +102,7 @@ def test_folders_of_other_runs_are_refused_and_left_alone(config: SFTConfig) -> 
     for why, other in others.items():
         with pytest.raises(ValueError, match="holds the metrics of another run") as caught:
             claim(other, resumed(is_own=False) if "resume" in why else None)
-        assert f"({why})" in str(caught.value)
+        assert f"({why}" in str(caught.value)
         assert (output_dir / "metrics.jsonl").exists(), why
     for content in ("", "- 1", "a: ["):
         (output_dir / "config.yaml").write_text(content)
