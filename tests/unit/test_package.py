@@ -1,19 +1,40 @@
-"""What setup.py puts into a wheel."""
+"""What setup.py puts into a wheel, and that it is enough in a folder that has nothing."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 
-def test_a_wheel_has_every_file_of_the_package(tmp_path: Path) -> None:
-    """Data files and the stand-ins of SGLang's processes too."""
-    subprocess.run([sys.executable, "setup.py", "-q", "build_py", "--build-lib", str(tmp_path)], cwd=ROOT, check=True, capture_output=True)
-    assert files(tmp_path) == files(ROOT)
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("built")
+    subprocess.run([sys.executable, "setup.py", "-q", "build_py", "--build-lib", str(folder)], cwd=ROOT, check=True, capture_output=True)
+    return folder
+
+
+def test_a_wheel_has_every_file_of_the_package(built: Path) -> None:
+    """Data files, what ships to be run, and the stand-ins of SGLang's processes too."""
+    assert files(built) == files(ROOT)
 
 
 def files(folder: Path) -> set[Path]:
     return {path.relative_to(folder) for path in (folder / "megarl").rglob("*") if path.is_file() and "__pycache__" not in path.parts}
+
+
+def test_in_an_empty_folder_what_ships_is_found(built: Path, tmp_path: Path) -> None:
+    """By the package as it is built, with nothing of the repository: a run that ships, by a preset that ships, with its own reward."""
+    script = "import sys, megarl, megarl.cli.main as cli; print(megarl.__file__); sys.exit(cli.main(sys.argv[1:]))"
+    environment = {**os.environ, "PYTHONPATH": str(built), "COLUMNS": "200"}
+    command = [sys.executable, "-c", script, "check", "--fast", "configs/quickstart.yaml", "algorithm=grpo"]
+    checked = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert (checked.returncode, checked.stderr) == (0, "")
+    assert checked.stdout.startswith(str(built))
+    assert f"reward: 1 x compute_score in {built.resolve() / 'megarl/recipes/quickstart/reward.py'}" in checked.stdout
+    assert "good, but for what is not here" in checked.stdout
