@@ -159,10 +159,9 @@ def test_what_a_file_names_is_relative_to_it_and_what_an_override_names_to_the_c
     write_yaml(tmp_path / "bases" / "all.yaml", values)
     run = write_yaml(tmp_path / "mine" / "run.yaml", {"base": "../bases/all.yaml", "data": {"val_files": ["v.parquet"]}})
     config = load_config(PPOConfig, "mine/run.yaml", ["data.train_files=[b.parquet]"])
-    assert [Path(path) for path in (config.model.path, config.critic.model.path)] == [tmp_path / "bases/models/m"] * 2
+    assert [Path(path) for path in (config.model.path, config.critic.model.path)] == [Path("bases/models/m")] * 2
     assert config.reference.path == "/models/r"
-    assert Path(config.reward.functions[0].path) == tmp_path / "bases/rewards/own.py"
-    assert Path(config.reward.model.path or "") == tmp_path / "judge"
+    assert (config.reward.functions[0].path, config.reward.model.path) == ("bases/rewards/own.py", "judge")
     assert (config.data.train_files, config.data.val_files) == (["b.parquet"], ["mine/v.parquet"])
     assert config.trainer.output_dir == "runs/1"
     dump_config(config, tmp_path / "runs" / "1" / "config.yaml")
