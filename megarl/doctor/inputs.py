@@ -29,6 +29,7 @@ Config = PPOConfig | SFTConfig
 MODELS, TOKENIZERS, REWARDS = "models", "tokenizers", "reward functions"
 ROWS = 256  # of each file that are rendered
 _REWARD_LIMIT_S = 30.0  # for the imports of a reward file
+_SAMPLE_LIMIT_S = 5.0  # for the first sample; a run may give it more
 
 
 def check(subject: ExaminedRun) -> Iterator[CheckResult]:
@@ -163,7 +164,7 @@ def judge_rewards(reward: RewardConfig, prompt: Prompt | None, limit_s: float = 
     remedy = f"mend {files}; `megarl score` runs it on a file of responses"
     sample = None if prompt is None else _answered_right(prompt)
     try:
-        with RewardScorer(reward.functions, reward.time_limit_s, 1.0, 1, limit_s) as scorer:
+        with RewardScorer(reward.functions, min(reward.time_limit_s, _SAMPLE_LIMIT_S), 1.0, 1, limit_s) as scorer:
             report = None if sample is None else scorer.score([sample])
     except (RewardFunctionError, RewardError) as error:
         return refused(REWARDS, "reward.functions", error, remedy, files=files)
@@ -173,6 +174,9 @@ def judge_rewards(reward: RewardConfig, prompt: Prompt | None, limit_s: float = 
     if not report.errors:
         given = f"{report.scores[0]:g} for {sample.solution_str[:40]!r}, the first row's ground truth"
         return good(REWARDS, f"{names} loads, and gives {given}", files=files)
+    if report.errors[0].kind == "time_limit" and reward.time_limit_s > _SAMPLE_LIMIT_S:
+        slow = f"reward.functions: the first row's ground truth has no score after {_SAMPLE_LIMIT_S:g} s"
+        return doubtful(REWARDS, slow, f"see whether it gets one in reward.time_limit_s={reward.time_limit_s:g} s: {remedy}", files=files)
     problem = f"reward.functions: for {sample.solution_str[:40]!r}, the first row's ground truth, {report.errors[0].message}"
     if reward.max_error_rate == 0:
         return wrong(REWARDS, problem, remedy, files=files)

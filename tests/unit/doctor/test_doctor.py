@@ -403,6 +403,15 @@ def test_a_reward_function_that_may_fail_is_warned_of(tmp_path: Path) -> None:
     assert inputs.judge_rewards(RewardConfig(functions=functions, max_error_rate=0.5), PROMPT).status is Status.warning
 
 
+def test_a_reward_function_that_a_run_gives_more_time_is_warned_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inputs, "_SAMPLE_LIMIT_S", 0.2)
+    (tmp_path / "reward.py").write_text(
+        "import time\ndef compute_score(data_source, solution_str, ground_truth, extra_info):\n    time.sleep(1000)\n"
+    )
+    found = inputs.judge_rewards(RewardConfig(functions=[RewardFunctionConfig(path=str(tmp_path / "reward.py"))]), PROMPT)
+    assert (found.status, "has no score after 0.2 s" in found.message) == (Status.warning, True)
+
+
 def test_rows_that_are_too_long() -> None:
     config = PPOConfig(data=DataConfig(train_files=["a.parquet"], max_prompt_length=4))
     assert inputs.judge_rows(config, "data.train_files", "a.parquet", 7, [2]).status is Status.ok
