@@ -84,9 +84,7 @@ def _nothing_known(folder: Path) -> CheckpointError:
 
 
 def _role_folder(step: Path, role: str | None) -> Path:
-    roles = read_description(step).get("roles")
-    if not isinstance(roles, list) or not roles or not all(isinstance(name, str) for name in roles):
-        raise CheckpointError(f"{step / DESCRIPTION_FILE}: damaged: its roles are {roles!r}")
+    roles: list[str] = read_description(step)["roles"]
     chosen = role or (roles[0] if len(roles) == 1 else DEFAULT_ROLE)
     if chosen not in roles:
         raise CheckpointError(f"{step}: has no role {chosen!r}; choose one of {', '.join(roles)}")
