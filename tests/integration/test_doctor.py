@@ -38,6 +38,7 @@ def quickstart(inputs: Path, output: Path) -> list[str]:
         f"data.train_files=[{inputs / 'train.parquet'}]",
         f"data.val_files=[{inputs / 'validation.parquet'}]",
         f"reward.functions=[{{path: {inputs / 'reward.py'}}}]",
+        "trainer.prompts_per_step=32",  # as many as there are rows
         f"trainer.output_dir={output}",
     ]
 
