@@ -18,6 +18,7 @@ from pathlib import Path
 from megarl import __version__
 from megarl.cli.convert import add_commands, positive
 from megarl.cli.run_context import RunContext, RunFailedError
+from megarl.cli.termination import INTERRUPTED
 from megarl.config.errors import ConfigError
 from megarl.config.load import schema_of
 from megarl.config.schema import Device, PPOConfig, RunKind, SFTConfig
@@ -30,7 +31,7 @@ _TAKE_OVERRIDES: dict[str, tuple[str, ...]] = dict.fromkeys(("train", "sft", "ch
     "rehearse": ("--role", "--ranks", "--json"),
     "eval": ("--config", "--data", "--reward", "--n", "--temperature", "--max-tokens", "--step", "--against", "--output"),
 }
-GOOD, FAILED, USER_ERROR, INTERRUPTED = 0, 1, 2, 130
+GOOD, FAILED, USER_ERROR = 0, 1, 2
 _AS_WRITTEN = argparse.RawDescriptionHelpFormatter
 _EXAMPLES = """examples:
   megarl quickstart                                        a tiny model learns sums, in minutes on two cores

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -99,10 +100,12 @@ def test_a_killed_worker_ends_the_run_and_is_named(start: Callable[..., Run], fo
     assert f"-{other.pid}.err" not in page
 
 
-def test_ctrl_c_ends_cleanly(start: Callable[..., Run], folder: Path) -> None:
+def test_ctrl_c_ends_cleanly_also_when_it_is_pressed_again(start: Callable[..., Run], folder: Path) -> None:
     run = start(sft_config(folder))
     run.wait_for(lambda: run.steps() >= 1)
     everything = run.processes()
+    run.interrupt()
+    time.sleep(0.1)  # it is ending
     run.interrupt()
     assert run.status(LIMIT_S) == 130
     assert gone_within(everything, LIMIT_S) == []

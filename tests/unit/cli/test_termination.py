@@ -1,4 +1,4 @@
-"""SIGTERM asks once, and ends at once the second time; whoever listened before listens again afterwards."""
+"""SIGTERM asks once, and ends at once the second time; Ctrl-C the third time; whoever listened before listens again afterwards."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from megarl.cli.termination import TERMINATED, Termination
+from megarl.cli.termination import INTERRUPTED, TERMINATED, Interruption, Termination
 
 
 def test_the_first_signal_is_a_request_and_the_second_an_end() -> None:
@@ -22,3 +22,29 @@ def test_the_first_signal_is_a_request_and_the_second_an_end() -> None:
             os.kill(os.getpid(), signal.SIGTERM)
         assert caught.value.code == TERMINATED == 143
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_ctrl_c_interrupts_once_and_does_not_break_into_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    statuses: list[int] = []
+    monkeypatch.setattr(os, "_exit", statuses.append)
+    monkeypatch.setattr(signal, "default_int_handler", before := signal.getsignal(signal.SIGINT))
+    with Interruption(said.append):
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+        assert said == ["Ctrl-C again: the run is being ended; once more leaves its processes to end by themselves"]
+        assert statuses == []
+        os.kill(os.getpid(), signal.SIGINT)
+        assert statuses == [INTERRUPTED] == [130]
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_ctrl_c_that_is_ignored_stays_so() -> None:
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with Interruption(pytest.fail):
+            os.kill(os.getpid(), signal.SIGINT)
+            assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
