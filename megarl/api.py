@@ -30,7 +30,7 @@ from megarl.cli.train import open_ppo
 from megarl.config.schema import PPOConfig
 from megarl.data.loader import BatchLoader
 from megarl.data.tokenizer import decode_rows, load_tokenizer
-from megarl.doctor.checked_config import load_checked
+from megarl.doctor.examined_config import load_for_run
 from megarl.roles.models import ABSENT, Absent, Actor, Critic, Reference
 from megarl.roles.reward import Reward
 from megarl.roles.rollout import Rollout
@@ -50,7 +50,7 @@ def start(config: str | Path | Mapping[str, Any], *overrides: str) -> Iterator[R
     A run whose folder has a checkpoint continues from it, as the command does. Raises ConfigError, before a process is started, with
     everything that is wrong; ValueError for data, models and functions that cannot be used; RunError for what fails while it runs.
     """
-    checked = load_checked(PPOConfig, config, overrides)
+    checked = load_for_run(PPOConfig, config, overrides)
     with open_ppo(checked, RunContext(checked), find_resume(checked)) as (session, trainer):
         yield Run(session, trainer)
 

@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from rich.table import Table
 from transformers import PreTrainedTokenizerBase
 
-from megarl.algorithms.user_functions import try_functions
 from megarl.cli import sft
 from megarl.cli.processes import refuse_launched_ranks
 from megarl.cli.resumption import check_compared_metrics, is_complete, load_checkpoint, open_checkpoints, say_ended, say_stopped
@@ -56,7 +55,6 @@ def run(config_path: str, overrides: Sequence[str], verbose: bool = False) -> in
 @contextmanager
 def open_ppo(config: PPOConfig, context: RunContext, resume: Resume | None) -> Iterator[tuple[Session, PPOTrainer]]:
     """The roles of a run and its trainer, in the state of `resume`; they end with the block."""
-    try_functions(config.algorithm)
     models = {role.name: read_architecture(role.path, config.model.trust_remote_code) for role in model_roles(config)}
     tokenizer = load_tokenizer(config.model.path, config.model.trust_remote_code)
     rules = token_rules(config, tokenizer)

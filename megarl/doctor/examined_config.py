@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 from megarl.config.load import load_config
 from megarl.config.published import with_published_models
 from megarl.config.roles import model_roles
 from megarl.config.schema import Device, PPOConfig, SFTConfig
+from megarl.config.sources import source_name
 from megarl.config.validate import absent_files, read_architectures, validate
 from megarl.config.violation import Violation
 from megarl.data.hub import with_hub_inputs
@@ -18,10 +21,11 @@ from megarl.doctor.checked_config import RunConfig, checked, load_checked_anywhe
 from megarl.doctor.inputs import ROWS, findings
 
 
-def load_for_run(schema: type[RunConfig], path: str, overrides: Sequence[str] = ()) -> RunConfig:
+def load_for_run(schema: type[RunConfig], source: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> RunConfig:
     """As `load_checked`, with the model folders, tokenizers and reward functions, which runs a first sample. Of the data, which a run
     reads in full, only the first row is needed here."""
-    config, _ = with_hub_inputs(load_config(schema, path, overrides), path, large=True)
+    path = source_name(source)
+    config, _ = with_hub_inputs(load_config(schema, source, overrides), path, large=True)
     violations = validate(config)
     found = [each for each in _inputs(config, violations, 1) if each.status is Status.error and each.check != DATA]
     refuse(path, [*problems_of(config, violations), *absent_gpus(config), *map(str, found)])

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 
+from pebble import ProcessExpired, ProcessPool
 from transformers import PreTrainedTokenizerBase
 
+from megarl.algorithms.user_functions import try_functions
 from megarl.config.architecture import Architecture
 from megarl.config.data_rules import too_few_rows
 from megarl.config.derive import max_row_tokens
 from megarl.config.roles import REWARD_MODEL, ModelRole, model_roles
-from megarl.config.schema import Overlong, PPOConfig, RewardConfig, SFTConfig
+from megarl.config.schema import AlgorithmConfig, Overlong, PPOConfig, RewardConfig, SFTConfig
 from megarl.data.files import DataError, open_file
 from megarl.data.prompts import Prompt, read_prompt, read_prompt_rows
 from megarl.data.sft import read_chat_rows, read_example
 from megarl.data.tokenizer import load_tokenizer
 from megarl.doctor.check_result import DATA, CheckResult, doubtful, good, refused, size, wrong
 from megarl.doctor.examined_run import ExaminedRun
+from megarl.machine.user_functions import UserFunctionError
 from megarl.rewards.functions import RewardFunctionError
 from megarl.rewards.scorer import RewardError, RewardScorer, ScoreRequest
 from megarl.rollout.interface import end_token_ids
@@ -26,9 +30,9 @@ from megarl.weights.load import check_headers
 from megarl.weights.receipt import WeightTransferError
 
 Config = PPOConfig | SFTConfig
-MODELS, TOKENIZERS, REWARDS = "models", "tokenizers", "reward functions"
+MODELS, TOKENIZERS, REWARDS, FUNCTIONS = "models", "tokenizers", "reward functions", "functions of the algorithm"
 ROWS = 256  # of each file that are rendered
-_REWARD_LIMIT_S = 30.0  # for the imports of a reward file
+_REWARD_LIMIT_S = 30.0  # for the imports of a file
 _SAMPLE_LIMIT_S = 5.0  # for the first sample; a run may give it more
 
 
@@ -60,6 +64,8 @@ def findings(
             yield from found
     if isinstance(config, PPOConfig) and config.reward.functions and not any(key.startswith("reward.functions") for key in skipped):
         yield judge_rewards(config.reward, prompt)
+    if isinstance(config, PPOConfig) and not any(key.endswith(".function") for key in skipped):
+        yield from judge_functions(config.algorithm)
 
 
 def _distinct_models(config: Config, architectures: Mapping[str, Architecture]) -> list[ModelRole]:
@@ -181,6 +187,28 @@ def judge_rewards(reward: RewardConfig, prompt: Prompt | None, limit_s: float = 
     if reward.max_error_rate == 0:
         return wrong(REWARDS, problem, remedy, files=files)
     return doubtful(REWARDS, problem, f"{remedy}; at most reward.max_error_rate={reward.max_error_rate:g} may fail", files=files)
+
+
+def judge_functions(algorithm: AlgorithmConfig, limit_s: float = _REWARD_LIMIT_S) -> Iterator[CheckResult]:
+    """An estimator and a policy loss of the user's own, on two samples (try_functions), in a process that can be ended."""
+    references = [reference for reference in (algorithm.advantage.function, algorithm.policy_loss.function) if reference is not None]
+    if not references:
+        return
+    names, remedy = (
+        " and ".join(references),
+        "mend the file, or leave the key out; docs/algorithms.md says what such a function gets and gives",
+    )
+    with ProcessPool(1, context=multiprocessing.get_context("spawn")) as pool:
+        tried = pool.schedule(try_functions, args=[algorithm], timeout=limit_s)
+        try:
+            tried.result()
+        except UserFunctionError as error:
+            yield refused(FUNCTIONS, "algorithm", error, remedy, names=names)
+        except (ProcessExpired, TimeoutError) as error:
+            ended = f"no end after {limit_s:g} s" if isinstance(error, TimeoutError) else "the process ended"
+            yield wrong(FUNCTIONS, f"algorithm: {names}: {ended}, on two samples", remedy, names=names)
+        else:
+            yield good(FUNCTIONS, f"{names} loads, and gives values for two samples", names=names)
 
 
 def _answered_right(prompt: Prompt) -> ScoreRequest:

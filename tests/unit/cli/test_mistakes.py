@@ -209,6 +209,11 @@ MISTAKES: dict[str, Mistake] = {
     "a reward that is no Python": Mistake("SyntaxError", prepare=text("reward.py", "def compute_score(:\n")),
     "a reward that lacks a package": Mistake("ModuleNotFoundError", prepare=text("reward.py", "import a_module_that_is_not_there\n")),
     "a reward that is a coroutine": Mistake("is a coroutine function", prepare=text("reward.py", f"async {REWARD}")),
+    "a loss that is misspelt": Mistake(
+        "policy loss 'my_los' is not in",
+        ("algorithm.policy_loss.function=own.py:my_los",),
+        prepare=text("own.py", "def my_loss(a, b): ...\n"),
+    ),
     "a reward of another name": Mistake("set reward.functions' name", prepare=text("reward.py", REWARD.replace("compute", "my"))),
     "a reward that gives nothing": Mistake("the NoneType None as its score", prepare=reward("return None")),
     "a reward that raises": Mistake("compute_score raised KeyError", prepare=reward("return extra_info['weight']")),

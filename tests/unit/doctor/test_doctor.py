@@ -17,12 +17,14 @@ from safetensors.torch import save_file
 from megarl.config.architecture import read_architecture
 from megarl.config.roles import model_roles
 from megarl.config.schema import (
+    AlgorithmConfig,
     CriticConfig,
     DataConfig,
     ModelConfig,
     ParallelConfig,
     PlacementConfig,
     PlacementStrategy,
+    PolicyLossConfig,
     PPOConfig,
     RewardConfig,
     RewardFunctionConfig,
@@ -390,6 +392,15 @@ def test_a_reward_file_that_never_ends_loading(tmp_path: Path) -> None:
     (tmp_path / "reward.py").write_text("import time\ntime.sleep(1000)\n")
     found = inputs.judge_rewards(RewardConfig(functions=[RewardFunctionConfig(path=str(tmp_path / "reward.py"))]), None, limit_s=1.0)
     assert "takes more than 1 s; move slow work out of them" in found.message
+
+
+def test_a_loss_that_does_not_end_is_ended(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text("while True: ...\n")
+    loss = PolicyLossConfig(function=f"{tmp_path}/own.py:my_loss")
+    (found,) = inputs.judge_functions(AlgorithmConfig(policy_loss=loss), limit_s=1.0)
+    assert (found.check, found.status) == (inputs.FUNCTIONS, Status.error)
+    assert f"{tmp_path}/own.py:my_loss: no end after 1 s, on two samples" in found.message
+    assert list(inputs.judge_functions(AlgorithmConfig())) == []
 
 
 def test_a_reward_function_that_may_fail_is_warned_of(tmp_path: Path) -> None:
