@@ -18,6 +18,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megarl.config.architecture import Architecture
 from megarl.config.derive import fullest_micro_batch
+from megarl.config.load import with_dtype
 from megarl.config.roles import ModelRole, model_roles, needs_sum_pi_squared
 from megarl.config.schema import Device, PPOConfig, SFTConfig
 from megarl.config.validate import read_architectures
@@ -56,7 +57,7 @@ def prepare() -> None:
 def rehearse(request: RankRequest) -> RankRecord:
     """All phases, or those up to the one that fails."""
     global _ledger
-    config = request.config
+    config = with_dtype(request.config, is_on_cuda=True)
     role = next(role for role in model_roles(config) if role.name == request.role)
     architecture = read_architectures(config)[0][role.name]
     limit_gb = config.placement.device_memory_gb

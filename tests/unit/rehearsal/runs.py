@@ -10,6 +10,7 @@ from megarl.config.schema import (
     ActorConfig,
     DataConfig,
     Device,
+    DType,
     MicroBatchConfig,
     ModelConfig,
     ParallelConfig,
@@ -63,7 +64,7 @@ def ppo(
     device_gb: float | None = None,
 ) -> PPOConfig:
     return PPOConfig(
-        model=ModelConfig(path=model),
+        model=ModelConfig(path=model, dtype=DType.bfloat16),
         data=DataConfig(max_prompt_length=prompt, max_response_length=response),
         actor=ActorConfig(parallel=parallel, micro_batch=MicroBatchConfig(max_tokens=max_tokens), recompute=recompute),
         placement=PlacementConfig(device_memory_gb=device_gb),
