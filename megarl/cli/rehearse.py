@@ -44,7 +44,10 @@ def run(
 ) -> int:
     """0, or 2 where the engine would fail or hang. Raises ConfigError for a bad configuration, and ValueError for a role or a rank that
     there is not, for layers that need a GPU, and where the guard of the devices cannot be compiled."""
-    config, absent = with_published_models(load_config(schema, config_path, overrides), config_path)
+    given = load_config(schema, config_path, overrides)
+    if given.device is Device.auto:  # what that means is another matter here than on the machines of the run, also for model.dtype
+        given = load_config(schema, config_path, [*overrides, "device=cuda"])
+    config, absent = with_published_models(given, config_path)
     if violations := validate(config, with_files=False):
         raise ConfigError(config_path, [str(violation) for violation in violations])
     if config.device is Device.cpu:

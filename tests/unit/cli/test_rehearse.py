@@ -39,6 +39,7 @@ def lines(out: str) -> list[str]:
 
 def test_all_ranks_are_rehearsed_and_compared(run: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     written = tmp_path / "out.json"
+    run["device"] = "auto"  # which is no GPU here
     assert main(["rehearse", write(tmp_path, run), "--ranks", "all", "--json", str(written)]) == 0
     out = capsys.readouterr().out
     rows = lines(out)
