@@ -120,8 +120,14 @@ class BatchLoader:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues with the row after the last one served; the batch size may be another.
 
-        Raises ValueError where the rows, the weights, the seed or `shuffle` differ: the order would not be the one that was begun.
+        Raises ValueError where the rows, the weights, the seed or `shuffle` differ: the order would not be the one that was begun; also
+        where the state lacks one of them.
         """
+        if missing := sorted({"num_served", *self._identity()} - state.keys()):
+            raise ValueError(
+                f"cannot resume the data: the checkpoint does not say {', '.join(missing)}; it is damaged or of another version, so start "
+                "without resuming, or with the version that wrote it"
+            )
         for name, now in self._identity().items():
             if state[name] != now:
                 raise ValueError(

@@ -103,6 +103,14 @@ def test_resuming_with_as_many_other_rows_is_refused():
         BatchLoader(Numbers(8, "letters"), 2, shuffle=True, seed=0).load_state_dict(state)
 
 
+def test_a_state_of_another_version_is_refused() -> None:
+    loader = BatchLoader(Numbers(8), 2, shuffle=True, seed=0)
+    state = loader.state_dict()
+    del state["parts"]
+    with pytest.raises(ValueError, match="the checkpoint does not say parts; it is damaged or of another version"):
+        loader.load_state_dict(state)
+
+
 def test_one_pass_serves_all_rows_in_order_with_a_smaller_last_batch():
     assert [rows(batch) for batch in one_pass(Numbers(5), 2)] == [[0, 1], [2, 3], [4]]
 
