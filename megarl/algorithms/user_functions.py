@@ -37,7 +37,7 @@ def estimator_of(config: AdvantageConfig) -> Estimator:
     """Raises UserFunctionError for a function that cannot be loaded."""
     if config.function is None:
         return ADVANTAGE_ESTIMATORS[config.estimator]
-    function = _load(config.function, _ESTIMATOR)
+    function = _load(config.function, _ESTIMATOR)  # anew: between two runs of a process the file may have changed
 
     def estimate(inputs: AdvantageInputs, config: AdvantageConfig) -> Advantages:
         given: Advantages = function(inputs, config)
@@ -52,7 +52,7 @@ def policy_loss_of(config: PolicyLossConfig) -> PolicyLoss:
     kind = POLICY_LOSSES[config.kind]
     if config.function is None:
         return kind
-    function = _load(config.function, _LOSS)
+    function = _load_once(config.function, _LOSS)
 
     def per_token(inputs: PolicyInputs, config: PolicyLossConfig) -> TokenLosses:
         given: TokenLosses = function(inputs, config)
@@ -95,10 +95,12 @@ def _try(reference: str, call: Callable[[], Any]) -> Any:
         raise UserFunctionError(f"{reference} fails for two samples of 3 and 1 tokens: {last_line(error)}") from error
 
 
-@cache
 def _load(reference: str, expected: Expected) -> Callable[..., Any]:
     path, _, name = reference.rpartition(":")
     return load_function(path, name, expected)
+
+
+_load_once = cache(_load)  # of every micro-batch, in a rank's process: it is the run's own, and the file may change meanwhile
 
 
 def _refuse_others(given: Any, expected: type, mask: Tensor, must: str) -> None:

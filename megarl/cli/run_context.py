@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megarl.cli.termination import Interruption
 from megarl.config.schema import PPOConfig, SFTConfig
 
 if TYPE_CHECKING:
@@ -42,9 +43,10 @@ class RunFailedError(Exception):
 
 @contextmanager
 def run_context_of(config: PPOConfig | SFTConfig, verbose: bool = False) -> Iterator[RunContext]:
-    """Raises RunFailedError from whatever fails inside."""
+    """Raises RunFailedError from whatever fails inside. How Ctrl-C ends the run: see Interruption."""
     context = RunContext(config, verbose=verbose)
     try:
-        yield context
+        with Interruption(print):
+            yield context
     except Exception as error:
         raise RunFailedError(error, context) from error

@@ -18,7 +18,7 @@ from megarl.cli.run_context import RunContext
 from megarl.cli.run_summary import PLAN_FILE, print_summary, title_of, write_plan
 from megarl.cli.run_tables import print_run
 from megarl.cli.tables import print_line
-from megarl.cli.termination import Interruption, Termination
+from megarl.cli.termination import Termination
 from megarl.config.compare import other_run
 from megarl.config.load import dump_config, plain_values
 from megarl.config.schema import PPOConfig, SFTConfig
@@ -67,10 +67,11 @@ def open_session(context: RunContext, resume: Resume | None) -> Iterator[Session
         print_summary(config, console)
         print_line(console, f"all tables: {output_dir / PLAN_FILE}, or --verbose", style="dim")
 
-    def say(text: str) -> None:
-        console.print(text, soft_wrap=True)
-
-    with Interruption(say), ExitStack() as at_last, ray_processes(context, console) as started, Termination(say) as termination:
+    with (
+        ExitStack() as at_last,
+        ray_processes(context, console) as started,
+        Termination(lambda text: console.print(text, soft_wrap=True)) as termination,
+    ):
         yield Session(
             output_dir=output_dir, processes=started, console=console, termination=termination, position=position, at_last=at_last
         )

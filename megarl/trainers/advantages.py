@@ -26,6 +26,7 @@ class AdvantageStep:
     def __init__(self, algorithm: AlgorithmConfig, *, max_response_length: int, score_weights: Sequence[float] = (1.0,)) -> None:
         """score_weights: of the reward functions, for estimators that take their scores apart."""
         self._algorithm = algorithm
+        self._estimate = estimator_of(algorithm.advantage)
         self._max_response_length = max_response_length
         self._score_weights = torch.tensor(score_weights)
         self.kl_controller = KL_CONTROLLERS[algorithm.kl.controller.kind](algorithm.kl)
@@ -49,7 +50,7 @@ class AdvantageStep:
             old_log_probs=tensors.get("old_log_probs"),
             sum_pi_squared=tensors.get("sum_pi_squared"),
         )
-        estimate = estimator_of(self._algorithm.advantage)(inputs, self._algorithm.advantage)
+        estimate = self._estimate(inputs, self._algorithm.advantage)
         added = {"token_level_rewards": rewards, "advantages": estimate.advantages, "returns": estimate.returns}
         return batch.union(DataProto.from_dict(added)), metrics
 

@@ -63,6 +63,15 @@ def test_an_estimator_gets_what_the_named_one_gets_and_masked_slots_are_0(file: 
     assert returns.tolist() == [[1.0, 0.0], [2.0, 3.0]]
 
 
+def test_an_estimator_is_read_anew_for_the_next_run(file: str) -> None:
+    mask = torch.ones(1, 1, dtype=torch.bool)
+    inputs = AdvantageInputs(token_level_rewards=torch.zeros(1, 1), response_mask=mask, uid=["a"], values=torch.zeros(1, 1))  # type: ignore[arg-type]
+    config = AdvantageConfig(estimator=AdvantageEstimator.gae, function=f"{file}:ones")
+    before = estimator_of(config)
+    Path(file).write_text(GOOD.replace("inputs.response_mask, 1.0", "inputs.response_mask, 25.0"))
+    assert [float(estimate(inputs, config).advantages) for estimate in (before, estimator_of(config))] == [1.0, 25.0]
+
+
 def test_a_loss_takes_the_kinds_place_in_the_actors_loss(file: str) -> None:
     """With clip_cov its tokens are chosen over the whole mini-batch, as for clip_cov itself."""
     policy = PolicyLossConfig(kind=PolicyLossKind.clip_cov, function=f"{file}:of_selected", clip_high=0.5)
