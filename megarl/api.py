@@ -123,4 +123,5 @@ class Run:
 
     def save_hf(self, folder: str | Path) -> None:
         """Writes the policy as a Hugging Face folder."""
+        Path(folder).absolute().parent.mkdir(parents=True, exist_ok=True)
         self.actor.save_hf(Path(folder), self.config.model.path)

@@ -160,7 +160,6 @@ def _each_text(value: Any, change: Callable[[str], str]) -> Any:
 
 def dump_config(config: Any, path: Path) -> None:
     """Writes the resolved configuration as YAML that `load_config` reads back to an equal value, in any folder; all of it or nothing."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, _as_yaml(config))
 
 

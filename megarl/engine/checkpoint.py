@@ -105,9 +105,9 @@ def begin_save(engine: MegatronEngine, folder: Path) -> PendingSave:
     """Copies the state of now to the host, wherever it is, and starts to write it into `folder`, which is made, or empty.
 
     Called by all ranks of the model. Training may go on when it returns. Raises CheckpointError, on all ranks, where the folder cannot
-    be made.
+    be made, also where the one that it is to be in has gone: a run's folder that was moved away must not come to be a second time.
     """
-    _on_all_ranks(lambda: folder.mkdir(parents=True, exist_ok=True) if dist.get_rank() == 0 else None, folder)
+    _on_all_ranks(lambda: folder.mkdir(exist_ok=True) if dist.get_rank() == 0 else None, folder)
     state = engine.training_state()
     common = _common_state(state) if dist.get_rank() == 0 else {}
     return PendingSave(folder, BackgroundWriter(folder / f"__{dist.get_rank()}_0.distcp", list(_host_items(state))), common)

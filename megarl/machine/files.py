@@ -62,10 +62,10 @@ def whole_folder(folder: Path) -> Iterator[Path]:
     """Gives an empty folder beside `folder`; when the block ends without an error it is on the disk and takes the name, and what had
     the name is removed. Otherwise it is removed, and `folder` is as it was.
 
-    Raises FileExistsError where another process is writing the same folder, OSError.
+    Raises FileExistsError where another process is writing the same folder, FileNotFoundError where what it is to be in is not there,
+    OSError.
     """
     folder = folder.absolute()
-    folder.parent.mkdir(parents=True, exist_ok=True)
     clear_leftovers(folder)
     with tempfile.TemporaryDirectory(prefix=_prefix(folder), dir=folder.parent) as scratch, _locked(Path(scratch)):
         partial, old = Path(scratch) / "new", Path(scratch) / "old"

@@ -235,12 +235,15 @@ class Checkpointer:
         except (RunError, OSError) as error:
             self._under_way = None
             self._folder.abandon(save.step)
-            if isinstance(error, OSError) and not isinstance(error, RunError):  # a rank that hangs is a TimeoutError as well
-                place = error.filename2 or error.filename or self._folder.path  # of a copy, the second is where it was to go
-                gone = isinstance(error, (FileNotFoundError, NotADirectoryError))
+            is_file_error = isinstance(error, OSError) and not isinstance(error, RunError)  # a rank that hangs is a TimeoutError as well
+            gone = isinstance(error, (CheckpointError, OSError)) and not self._folder.path.is_dir()
+            if is_file_error or gone:
+                # of a copy, the second file is where it was to go
+                place = error.filename2 or error.filename if isinstance(error, OSError) else None
+                why = (error.strerror if isinstance(error, OSError) else None) or error
                 remedy = "put back the folder that was removed meanwhile" if gone else "make room, or give another checkpoint.dir"
                 raise CheckpointError(
-                    f"{place}: the checkpoint of step {save.step} cannot be written ({error.strerror or error}); {remedy}"
+                    f"{place or self._folder.path}: the checkpoint of step {save.step} cannot be written ({why}); {remedy}"
                 ) from error
             raise
 

@@ -113,6 +113,7 @@ def new_folder(folder: Path, nbytes: int) -> Iterator[Path]:
     try:
         check_new(folder)
         _check_space(folder, nbytes)
+        folder.parent.mkdir(parents=True, exist_ok=True)
         with whole_folder(folder) as partial:
             yield partial
     except OSError as error:

@@ -164,6 +164,7 @@ def test_what_a_file_names_is_relative_to_it_and_what_an_override_names_to_the_c
     assert (config.reward.functions[0].path, config.reward.model.path) == ("bases/rewards/own.py", "judge")
     assert (config.data.train_files, config.data.val_files) == (["b.parquet"], ["mine/v.parquet"])
     assert config.trainer.output_dir == "runs/1"
+    (tmp_path / "runs" / "1").mkdir(parents=True)
     dump_config(config, tmp_path / "runs" / "1" / "config.yaml")
     monkeypatch.chdir(tmp_path / "bases")
     again = load_config(PPOConfig, "../runs/1/config.yaml")
@@ -275,5 +276,5 @@ def test_a_file_that_is_too_deep_is_an_error(tmp_path: Path) -> None:
 
 def test_dump_is_read_back_equal(tmp_path: Path, minimal: str) -> None:
     config = load_config(PPOConfig, minimal, ["reward.functions=[{path: /r.py}]", "actor.optim.lr=3e-7", "tracking.run_name=1e3"])
-    dump_config(config, tmp_path / "deep" / "config.yaml")
-    assert load_config(PPOConfig, str(tmp_path / "deep" / "config.yaml")) == config
+    dump_config(config, tmp_path / "config.yaml")
+    assert load_config(PPOConfig, str(tmp_path / "config.yaml")) == config

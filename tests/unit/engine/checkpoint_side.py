@@ -238,7 +238,8 @@ def refused_load(settings: Settings, folder: Path) -> str:
 
 
 def failing_saves(settings: Settings, folder: Path) -> list[str]:
-    """In a rank: what is said of saves into folders with a full disk in the place of one file, and into none; then one that is good."""
+    """In a rank: what is said of saves into folders with a full disk in the place of one file, into none, and into one in a folder that
+    is gone; then one that is good."""
     engine = open_engine(settings)
     train(engine, 1)
     full = {"items": "__1_0.distcp", "index": "..metadata.partial"}
@@ -249,7 +250,7 @@ def failing_saves(settings: Settings, folder: Path) -> list[str]:
         (folder / "file").touch()
     dist.barrier()
     before = kept_state(engine)
-    lines = [failure_of(lambda name=name: save_whole(engine, settings, folder / name)) for name in (*full, "file")]  # type: ignore[misc]
+    lines = [failure_of(lambda name=name: save_whole(engine, settings, folder / name)) for name in (*full, "file", "gone/actor")]  # type: ignore[misc]
     assert same([before], [kept_state(engine)])
     save_whole(engine, settings, folder / "good")
     return lines

@@ -254,7 +254,7 @@ def test_a_checkpoint_of_something_else(rank_pool: RankPool, folders: dict[str, 
 
 
 def test_a_save_that_fails(rank_pool: RankPool, folders: dict[str, str], tmp_path: Path) -> None:
-    """A full disk (/dev/full), on one rank of two or at the very end, and a folder that cannot be made."""
+    """A full disk (/dev/full), on one rank of two or at the very end, and folders that cannot be made."""
     settings = Settings(LAYOUTS["DP2"], folders["qwen2"])
     ranks = rank_pool.run(failing_saves, world_size=2, settings=settings, folder=tmp_path)
     assert ranks[0] == ranks[1]
@@ -262,4 +262,5 @@ def test_a_save_that_fails(rank_pool: RankPool, folders: dict[str, str], tmp_pat
         f"{tmp_path}/items/__1_0.distcp: cannot be written: No space left on device",
         f"{tmp_path}/index: No space left on device",
         f"{tmp_path}/file: File exists",
+        f"{tmp_path}/gone/actor: No such file or directory",
     ]

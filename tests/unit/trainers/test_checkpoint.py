@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import math
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -331,6 +332,23 @@ def test_a_folder_that_is_gone_is_not_made_again(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="step 1 cannot be written .No such file or directory.; put back the folder that was removed"):
         list(case.train())
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_goes_away_under_the_ranks_is_asked_for(tmp_path: Path) -> None:
+    """A rank does not make it again, and says what it could not open."""
+    case = Case(tmp_path, every_steps=1, asynchronous=False)
+    training = case.train()
+    next(training)
+    case.models.failure = CheckpointError("step_00000001/actor: No such file or directory")
+    finish, folder = case.models.finish_save, case.folder.path
+
+    def remove_and_finish(*arguments: Any) -> None:
+        shutil.rmtree(folder)
+        finish(*arguments)
+
+    case.models.finish_save = remove_and_finish  # type: ignore[method-assign]
+    with pytest.raises(CheckpointError, match="written .step_00000001/actor: No such file or directory.; put back the folder that was"):
+        next(training)
 
 
 def test_a_folder_that_became_a_file_is_left_alone(tmp_path: Path) -> None:

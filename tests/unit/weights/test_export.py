@@ -52,7 +52,7 @@ def source(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize(("max_file_bytes", "num_files"), [(5 * 10**9, 1), (40_000, 3)])
 def test_transformers_loads_the_folder_and_gives_the_same_logits(tmp_path, source, max_file_bytes: int, num_files: int) -> None:
-    target = tmp_path / "runs" / "export"
+    target = tmp_path / "export"
     export(source, target, max_file_bytes)
 
     files = list(target.glob("*.safetensors"))
