@@ -52,7 +52,8 @@ def source(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize(("max_file_bytes", "num_files"), [(5 * 10**9, 1), (40_000, 3)])
 def test_transformers_loads_the_folder_and_gives_the_same_logits(tmp_path, source, max_file_bytes: int, num_files: int) -> None:
-    target = tmp_path / "export"
+    target = tmp_path / "runs" / "export"
+    target.parent.mkdir()
     export(source, target, max_file_bytes)
 
     files = list(target.glob("*.safetensors"))
@@ -72,7 +73,8 @@ def test_transformers_loads_the_folder_and_gives_the_same_logits(tmp_path, sourc
 
 
 def test_a_full_disk_leaves_what_was_there(tmp_path, source) -> None:
-    target = tmp_path / "export"
+    target = tmp_path / "runs" / "export"
+    target.parent.mkdir()
     export(source, target)
     before = (target / "model.safetensors").read_bytes()
     with small_files_only(100_000), pytest.raises(OSError, match=r"too large: .*/model\.safetensors"):
@@ -102,7 +104,8 @@ def test_a_file_is_complete_and_exact_or_an_error(tmp_path) -> None:
 
 
 def test_a_complete_export_replaces_the_former(tmp_path, source) -> None:
-    target = tmp_path / "export"
+    target = tmp_path / "runs" / "export"
+    target.parent.mkdir()
     export(source, target, max_file_bytes=40_000)
     export(source, target)
     assert [path.name for path in target.glob("*.safetensors*")] == ["model.safetensors"]
