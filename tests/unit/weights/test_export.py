@@ -106,6 +106,7 @@ def test_a_file_is_complete_and_exact_or_an_error(tmp_path) -> None:
 def test_a_complete_export_replaces_the_former(tmp_path, source) -> None:
     target = tmp_path / "runs" / "export"
     target.parent.mkdir()
+    target.parent.mkdir()
     export(source, target, max_file_bytes=40_000)
     export(source, target)
     assert [path.name for path in target.glob("*.safetensors*")] == ["model.safetensors"]
