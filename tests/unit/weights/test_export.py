@@ -73,8 +73,7 @@ def test_transformers_loads_the_folder_and_gives_the_same_logits(tmp_path, sourc
 
 
 def test_a_full_disk_leaves_what_was_there(tmp_path, source) -> None:
-    target = tmp_path / "runs" / "export"
-    target.parent.mkdir()
+    target = tmp_path / "export"
     export(source, target)
     before = (target / "model.safetensors").read_bytes()
     with small_files_only(100_000), pytest.raises(OSError, match=r"too large: .*/model\.safetensors"):
@@ -104,9 +103,7 @@ def test_a_file_is_complete_and_exact_or_an_error(tmp_path) -> None:
 
 
 def test_a_complete_export_replaces_the_former(tmp_path, source) -> None:
-    target = tmp_path / "runs" / "export"
-    target.parent.mkdir()
-    target.parent.mkdir()
+    target = tmp_path / "export"
     export(source, target, max_file_bytes=40_000)
     export(source, target)
     assert [path.name for path in target.glob("*.safetensors*")] == ["model.safetensors"]
