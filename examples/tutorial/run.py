@@ -1,4 +1,4 @@
-"""`make tutorial`: a real model, its data, its score before and after GRPO, and the curves. About 20 minutes on two cores.
+"""`make tutorial`: a real model, its data, its score before and after GRPO, and the curves. 10 to 20 minutes on two cores.
 
 Arguments are overrides of examples/tutorial/smollm2.yaml. Each stage is a command of its own, printed before it runs; what is there of an
 earlier start is not made again, and a run that was ended goes on.
