@@ -1,11 +1,11 @@
-"""DataProto, the batch that travels between the driver and the workers: tensors, object arrays and meta information."""
+"""DataProto, the batch that travels between the driver and the workers: tensors, rows of tokens, object arrays and meta information."""
 
 from __future__ import annotations
 
 import copy
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -13,14 +13,24 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
-from megarl.batch.arrays import TensorArray, array_to_private_tensor, merge_equal, object_array, row_index, tensor_to_array
+from megarl.batch.arrays import (
+    TensorArray,
+    array_to_private_tensor,
+    array_to_tensor,
+    merge_equal,
+    object_array,
+    row_index,
+    tensor_to_array,
+)
 from megarl.batch.future import DataProtoFuture
+from megarl.batch.padded_view import PaddedView
+from megarl.batch.ragged import Column, RaggedTensor
 from megarl.batch.serialization import BatchContents, decode, encode
 from megarl.machine.files import write_whole
 
 
 class DataProtoItem(NamedTuple):
-    """One row: tensors without their leading dimension."""
+    """One row: tensors without their leading dimension, rows of tokens without padding."""
 
     batch: dict[str, torch.Tensor]
     non_tensor_batch: dict[str, Any]
@@ -29,15 +39,20 @@ class DataProtoItem(NamedTuple):
 
 @dataclass(eq=False)
 class DataProto:
-    """B rows. `batch`: tensors (B, ...); `non_tensor_batch`: object arrays (B,); `meta_info`: facts about the whole batch.
+    """B rows. `batch`: tensors (B, ...); `ragged`: rows of tokens, without padding; `non_tensor_batch`: object arrays (B,); `meta_info`:
+    facts about the whole batch.
+
+    `tensors` gives both kinds of tensors by key, rows of tokens padded to (B, R); `columns` gives them as they are kept.
 
     Operations return a new DataProto that may share memory with the old one, except `pop`, `rename`, `reorder` and `to`,
-    which change the batch in place (and return what was popped, or the batch). What a process receives is its own copy.
+    which change the batch in place (and return what was popped, or the batch). What a process receives is its own copy, but for the
+    values of rows of tokens, which nobody writes.
     """
 
     batch: TensorDict | None = None
     non_tensor_batch: dict[str, np.ndarray] = field(default_factory=dict)
     meta_info: dict[str, Any] = field(default_factory=dict)
+    ragged: dict[str, RaggedTensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.check_consistency()
@@ -47,7 +62,7 @@ class DataProto:
     @classmethod
     def from_dict(
         cls,
-        tensors: Mapping[str, torch.Tensor] | None = None,
+        tensors: Mapping[str, Column] | None = None,
         non_tensors: Mapping[str, np.ndarray | Sequence[Any]] | None = None,
         meta_info: Mapping[str, Any] | None = None,
     ) -> DataProto:
@@ -62,7 +77,7 @@ class DataProto:
     @classmethod
     def from_single_dict(cls, data: Mapping[str, Any], meta_info: Mapping[str, Any] | None = None) -> DataProto:
         """Sorts the values: tensors to the tensors, numpy arrays and lists to the arrays."""
-        tensors = {key: value for key, value in data.items() if isinstance(value, torch.Tensor)}
+        tensors = {key: value for key, value in data.items() if isinstance(value, (torch.Tensor, RaggedTensor))}
         others = {key: value for key, value in data.items() if key not in tensors}
         for key, value in others.items():
             if not isinstance(value, (np.ndarray, list)):
@@ -71,27 +86,36 @@ class DataProto:
 
     def check_consistency(self) -> None:
         """Raises ValueError that names the key and both lengths when a tensor or array has another number of rows than the first."""
-        tensors = self.tensors
         for key, rows in self.non_tensor_batch.items():
             if not isinstance(rows, np.ndarray) or rows.dtype != object or rows.ndim != 1:
                 raise ValueError(
                     f"DataProto: non_tensor_batch[{key!r}] must be a one-dimensional object array; from_dict makes one of a list"
                 )
-        _check_rows({**_leading_sizes(tensors), **{key: len(rows) for key, rows in self.non_tensor_batch.items()}})
+        _check_rows({**_leading_sizes(self.columns), **{key: len(rows) for key, rows in self.non_tensor_batch.items()}})
 
     @property
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """The tensors of `batch` by name, in a new dict; empty where there are none."""
+    def _dense(self) -> dict[str, torch.Tensor]:
         return {} if self.batch is None else cast(dict[str, torch.Tensor], dict(self.batch.items()))
+
+    @property
+    def columns(self) -> dict[str, Column]:
+        """Tensors and rows of tokens by name, as they are kept, in a new dict; empty where there are none."""
+        return {**self._dense, **self.ragged}
+
+    @property
+    def tensors(self) -> PaddedView:
+        """All tensors by name, rows of tokens padded: see PaddedView."""
+        return PaddedView(self.columns)
 
     def __len__(self) -> int:
         """B, also where its columns have been taken out; 0 for a batch made of meta information only."""
         if self.batch is not None:
             return self.batch.batch_size[0]
-        return next((len(rows) for rows in self.non_tensor_batch.values()), 0)
+        lengths = [*map(len, self.ragged.values()), *map(len, self.non_tensor_batch.values())]
+        return lengths[0] if lengths else 0
 
     def __repr__(self) -> str:
-        tensors = {key: f"{tuple(value.shape)} {value.dtype}" for key, value in self.tensors.items()}
+        tensors = {key: f"{tuple(value.shape)} {value.dtype}" for key, value in self.columns.items()}
         return f"DataProto(rows={len(self)}, tensors={tensors}, arrays={sorted(self.non_tensor_batch)}, meta_info={sorted(self.meta_info)})"
 
     # ---- rows
@@ -100,20 +124,26 @@ class DataProto:
         """An int gives a DataProtoItem; a slice, and a list, array or tensor of ints or of B bools, a DataProto."""
         if isinstance(index, (int, np.integer)):
             row = int(row_index([int(index)], len(self))[0])
-            tensors = {key: value[row] for key, value in self.tensors.items()}
+            ragged = {key: next(value.select(slice(row, row + 1)).each()) for key, value in self.ragged.items()}
+            tensors = {**{key: value[row] for key, value in self._dense.items()}, **ragged}
             return DataProtoItem(tensors, {key: rows[row] for key, rows in self.non_tensor_batch.items()}, self.meta_info)
         if isinstance(index, slice):
             return self._rows(range(*index.indices(len(self))) if (index.step or 1) < 0 else index)
         return self.select_idxs(index)
 
     def select_idxs(self, index: Sequence[int] | Sequence[bool] | np.ndarray | torch.Tensor) -> DataProto:
-        """Rows by number (repeats allowed, negative counts from the end) or by a mask of B bools. Copies."""
+        """Rows by number (repeats allowed, negative counts from the end) or by a mask of B bools. Copies, but for rows of tokens."""
         return self._rows(row_index(index, len(self)))
 
     def _rows(self, index: slice | range | np.ndarray) -> DataProto:
         rows = index if isinstance(index, slice) else np.asarray(index, dtype=np.int64)
-        batch = None if self.batch is None else self.batch[rows if isinstance(rows, slice) else torch.from_numpy(rows)]
-        return DataProto(batch, {key: array[rows] for key, array in self.non_tensor_batch.items()}, dict(self.meta_info))
+        places = rows if isinstance(rows, slice) else torch.from_numpy(rows)
+        return DataProto(
+            None if self.batch is None else self.batch[places],
+            {key: array[rows] for key, array in self.non_tensor_batch.items()},
+            dict(self.meta_info),
+            {key: column.select(places) for key, column in self.ragged.items()},
+        )
 
     def reorder(self, indices: Sequence[int] | np.ndarray | torch.Tensor) -> DataProto:
         """In place: row i becomes the old row indices[i]. Raises ValueError unless `indices` is a permutation of the rows."""
@@ -121,7 +151,7 @@ class DataProto:
         if not np.array_equal(np.sort(order), np.arange(len(self))):
             raise ValueError(f"reorder: the indices are not a permutation of {len(self)} rows; select_idxs picks rows freely")
         ordered = self._rows(order)
-        self.batch, self.non_tensor_batch = ordered.batch, ordered.non_tensor_batch
+        self.batch, self.non_tensor_batch, self.ragged = ordered.batch, ordered.non_tensor_batch, ordered.ragged
         return self
 
     def repeat(self, times: int, interleave: bool = True) -> DataProto:
@@ -152,8 +182,8 @@ class DataProto:
         first = parts[0]
         for number, part in enumerate(parts[1:], start=1):
             _check_same_columns(first, part, number)
-        columns = [part.tensors for part in parts]
-        tensors = {key: torch.cat([column[key] for column in columns]) for key in columns[0]}
+        columns = [part.columns for part in parts]
+        tensors = {key: _concat([column[key] for column in columns]) for key in columns[0]}
         arrays = {key: np.concatenate([part.non_tensor_batch[key] for part in parts]) for key in first.non_tensor_batch}
         return DataProto._of(tensors, arrays, merge_equal([part.meta_info for part in parts], "concat: meta_info"), sum(map(len, parts)))
 
@@ -178,9 +208,8 @@ class DataProto:
         deepcopy: bool = False,
     ) -> DataProto:
         """The named columns; None means all of that kind. Raises ValueError for a key that is not there."""
-        tensors = self.tensors
         chosen = DataProto._of(
-            _pick(tensors, batch_keys, "tensor"),
+            _pick(self.columns, batch_keys, "tensor"),
             _pick(self.non_tensor_batch, non_tensor_batch_keys, "array"),
             _pick(self.meta_info, meta_info_keys, "meta_info"),
             len(self),
@@ -193,11 +222,11 @@ class DataProto:
         """Takes the named columns out of this batch and returns them. Raises ValueError, and changes nothing, for a missing key."""
         batch_keys, non_tensor_batch_keys, meta_info_keys = list(batch_keys), list(non_tensor_batch_keys), list(meta_info_keys)
         popped = self.select(batch_keys, non_tensor_batch_keys, meta_info_keys)
-        tensors = {key: value for key, value in self.tensors.items() if key not in batch_keys}
+        columns = {key: value for key, value in self.columns.items() if key not in batch_keys}
         num_rows = len(self)
         for key in non_tensor_batch_keys:
             del self.non_tensor_batch[key]
-        self.batch = _table(tensors, self.non_tensor_batch, num_rows)
+        self._keep(columns, num_rows)
         for key in meta_info_keys:
             del self.meta_info[key]
         return popped
@@ -208,15 +237,19 @@ class DataProto:
         new_keys = [new_keys] if isinstance(new_keys, str) else list(new_keys)
         if len(old_keys) != len(new_keys):
             raise ValueError(f"rename: {len(old_keys)} old names and {len(new_keys)} new ones")
-        tensors = self.tensors
-        moved = _pick(tensors, old_keys, "tensor")
-        kept = {key: value for key, value in tensors.items() if key not in moved}
+        columns = self.columns
+        moved = _pick(columns, old_keys, "tensor")
+        kept = {key: value for key, value in columns.items() if key not in moved}
         for old, new in zip(old_keys, new_keys, strict=True):
             if new in kept or new in self.non_tensor_batch:
                 raise ValueError(f"rename: {old!r} cannot become {new!r}, which exists")
             kept[new] = moved[old]
-        self.batch = _table(kept, self.non_tensor_batch, len(self))
+        self._keep(kept, len(self))
         return self
+
+    def _keep(self, columns: dict[str, Column], num_rows: int) -> None:
+        kept = self._of(columns, self.non_tensor_batch, self.meta_info, num_rows)
+        self.batch, self.ragged = kept.batch, kept.ragged
 
     def union(self, *others: DataProto | DataProtoFuture) -> DataProto:
         """A new batch with the columns of all; futures are waited for together.
@@ -224,11 +257,11 @@ class DataProto:
         Raises ValueError when a key has two values or the rows differ in number.
         """
         batches = [self, *_arrived(others)]
-        with_rows = [batch for batch in batches if batch.batch is not None or batch.non_tensor_batch]
+        with_rows = [batch for batch in batches if batch.batch is not None or batch.ragged or batch.non_tensor_batch]
         if len({len(batch) for batch in with_rows}) > 1:
             raise ValueError(f"union: the batches have {[len(batch) for batch in with_rows]} rows; they must have the same number")
         joined = DataProto.from_dict(
-            merge_equal([batch.tensors for batch in batches], "union: tensor"),
+            merge_equal([batch.columns for batch in batches], "union: tensor"),
             merge_equal([batch.non_tensor_batch for batch in batches], "union: array"),
             merge_equal([batch.meta_info for batch in batches], "union: meta_info"),
         )
@@ -237,21 +270,21 @@ class DataProto:
     def to(self, device: torch.device | str) -> DataProto:
         """Moves the tensors, in place."""
         self.batch = None if self.batch is None else self.batch.to(device)
+        self.ragged = {key: column.to(device) for key, column in self.ragged.items()}
         return self
 
     # ---- between processes and machines
 
     def to_bytes(self) -> bytes:
         """Safetensors and JSON with a checksum. Raises SerializationError (a ValueError) that names a value of another kind."""
-        tensors = self.tensors
         arrays = {key: rows.tolist() for key, rows in self.non_tensor_batch.items()}
-        return encode(BatchContents(tensors, arrays, self.meta_info, len(self)))
+        return encode(BatchContents(self.columns, arrays, self.meta_info, len(self)))
 
     @classmethod
     def from_bytes(cls, data: bytes, source: str = "bytes") -> DataProto:
         """Never runs code from the bytes. Raises SerializationError for bytes that are not a whole batch."""
         contents = decode(data, source)
-        return cls.from_dict(contents.tensors, contents.non_tensors, contents.meta_info)._with_rows(contents.num_rows)
+        return cls.from_dict(contents.columns, contents.non_tensors, contents.meta_info)._with_rows(contents.num_rows)
 
     def save_to_disk(self, path: str | os.PathLike[str]) -> None:
         """Writes beside `path` and renames, so that a reader finds a whole file or none."""
@@ -263,22 +296,30 @@ class DataProto:
         return cls.from_bytes(Path(path).read_bytes(), str(path))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Tensors leave as numpy arrays: pickle protocol 5, and so Ray, moves those without a copy. They arrive on the host."""
-        arrays = {key: tensor_to_array(value) for key, value in self.tensors.items()}
-        return _rebuild, (arrays, len(self), self.non_tensor_batch, self.meta_info)
+        """Tensors leave as numpy arrays: pickle protocol 5, and so Ray, moves those without a copy. They arrive on the host. Rows of tokens
+        leave with the values that they need, those that rows share once."""
+        tensors = {key: tensor_to_array(value) for key, value in self._dense.items()}
+        packed = {key: column.packed() for key, column in self.ragged.items()}
+        ragged = {key: (tensor_to_array(column.values), replace(column, values=torch.empty(0))) for key, column in packed.items()}
+        return _rebuild, (tensors, ragged, len(self), self.non_tensor_batch, self.meta_info)
 
     def _with_rows(self, num_rows: int) -> DataProto:
         """Where no column is left that says how many there are."""
-        return self if self.tensors or self.non_tensor_batch else DataProto._of({}, {}, self.meta_info, num_rows)
+        return self if self.columns or self.non_tensor_batch else DataProto._of({}, {}, self.meta_info, num_rows)
 
     @classmethod
-    def _of(cls, tensors: dict[str, torch.Tensor], arrays: dict[str, np.ndarray], meta_info: dict[str, Any], num_rows: int) -> DataProto:
-        return cls(_table(tensors, arrays, num_rows), arrays, meta_info)
+    def _of(cls, columns: Mapping[str, Column], arrays: dict[str, np.ndarray], meta_info: dict[str, Any], num_rows: int) -> DataProto:
+        """Without a column an empty table says how many rows there are; it is None where another column says it, or there are none."""
+        tensors = {key: value for key, value in columns.items() if isinstance(value, torch.Tensor)}
+        ragged = {key: value for key, value in columns.items() if isinstance(value, RaggedTensor)}
+        is_needed = tensors or (num_rows and not arrays and not ragged)
+        return cls(TensorDict(tensors, batch_size=[num_rows]) if is_needed else None, arrays, meta_info, ragged)
 
 
-def _table(tensors: dict[str, torch.Tensor], arrays: Mapping[str, np.ndarray], num_rows: int) -> TensorDict | None:
-    """Without a column it says how many rows there are; None where an array says it, or there are none."""
-    return TensorDict(tensors, batch_size=[num_rows]) if tensors or (num_rows and not arrays) else None
+def _concat(columns: Sequence[Column]) -> Column:
+    """Of one kind, see _check_same_columns."""
+    ragged = [column for column in columns if isinstance(column, RaggedTensor)]
+    return RaggedTensor.concat(ragged) if ragged else torch.cat([column for column in columns if isinstance(column, torch.Tensor)])
 
 
 def _arrived(others: Sequence[DataProto | DataProtoFuture]) -> list[DataProto]:
@@ -292,17 +333,22 @@ def _arrived(others: Sequence[DataProto | DataProtoFuture]) -> list[DataProto]:
 
 
 def _rebuild(
-    arrays: dict[str, TensorArray], num_rows: int, non_tensor_batch: dict[str, np.ndarray], meta_info: dict[str, Any]
+    arrays: dict[str, TensorArray],
+    ragged: dict[str, tuple[TensorArray, RaggedTensor]],
+    num_rows: int,
+    non_tensor_batch: dict[str, np.ndarray],
+    meta_info: dict[str, Any],
 ) -> DataProto:
-    tensors = {key: array_to_private_tensor(packed) for key, packed in arrays.items()}
-    return DataProto._of(tensors, non_tensor_batch, meta_info, num_rows)
+    columns: dict[str, Column] = {key: array_to_private_tensor(packed) for key, packed in arrays.items()}
+    columns |= {key: replace(column, values=array_to_tensor(packed)) for key, (packed, column) in ragged.items()}
+    return DataProto._of(columns, non_tensor_batch, meta_info, num_rows)
 
 
-def _leading_sizes(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
-    for key, tensor in tensors.items():
-        if tensor.ndim == 0:
+def _leading_sizes(columns: Mapping[str, Column]) -> dict[str, int]:
+    for key, column in columns.items():
+        if isinstance(column, torch.Tensor) and column.ndim == 0:
             raise ValueError(f"DataProto: tensor {key!r} is a scalar and has no rows; a fact about the whole batch belongs in meta_info")
-    return {key: len(tensor) for key, tensor in tensors.items()}
+    return {key: len(column) for key, column in columns.items()}
 
 
 def _check_rows(lengths: dict[str, int]) -> int:
@@ -327,12 +373,17 @@ def _pick(mapping: Mapping[str, Any], keys: Iterable[str] | None, kind: str) -> 
 
 
 def _check_same_columns(first: DataProto, part: DataProto, number: int) -> None:
-    expected, found = first.tensors, part.tensors
+    expected, found = first.columns, part.columns
     if odd := (expected.keys() ^ found.keys()) | (first.non_tensor_batch.keys() ^ part.non_tensor_batch.keys()):
         raise ValueError(f"concat: part 0 and part {number} do not both have {sorted(odd)}")
-    for key, tensor in expected.items():
-        if tensor.shape[1:] != found[key].shape[1:] or tensor.dtype != found[key].dtype:
+    for key, column in expected.items():
+        if _kind(column) != _kind(found[key]):
             raise ValueError(
-                f"concat: {key!r} has rows of {tuple(tensor.shape[1:])} {tensor.dtype} in part 0 "
-                f"and of {tuple(found[key].shape[1:])} {found[key].dtype} in part {number}; pad them to one shape first"
+                f"concat: {key!r} has {_kind(column)} in part 0 and {_kind(found[key])} in part {number}; bring them to one shape first"
             )
+
+
+def _kind(column: Column) -> str:
+    if isinstance(column, torch.Tensor):
+        return f"rows of {tuple(column.shape[1:])} {column.dtype}"
+    return f"rows of tokens {column.dtype}, padded with {column.padding} to the {'left' if column.on_left else 'right'}"

@@ -1,14 +1,15 @@
 """A batch as bytes that are safe to load: safetensors for tensors, JSON for the rest, a checksum over all. Never pickle.
 
 Layout: MAGIC, CRC32 of the body (4 bytes, little endian), body. The body is one safetensors document whose tensor
-`document` holds the JSON as UTF-8 bytes (safetensors limits its own header to 100 MB, too little for raw texts).
+`document` holds the JSON as UTF-8 bytes (safetensors limits its own header to 100 MB, too little for raw texts). Rows of tokens
+are three tensors, `values/KEY`, `starts/KEY` and `lengths/KEY`; how they are padded is in the JSON.
 """
 
 from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,9 +17,12 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 
-MAGIC = b"megarl-batch-2\n\0"
+from megarl.batch.ragged import Column, RaggedTensor
+
+MAGIC = b"megarl-batch-3\n\0"
 _DOCUMENT = "document"
 _TENSOR_PREFIX = "tensor/"
+_RAGGED_PARTS = ("values", "starts", "lengths")
 _TAG = "__megarl__"  # the one key that marks a JSON object as something JSON has no word for
 
 
@@ -27,7 +31,7 @@ class SerializationError(ValueError):
 
 
 class BatchContents(NamedTuple):
-    tensors: dict[str, torch.Tensor]
+    columns: dict[str, Column]
     non_tensors: dict[str, list[Any]]
     meta_info: dict[str, Any]
     num_rows: int
@@ -35,18 +39,17 @@ class BatchContents(NamedTuple):
 
 def encode(contents: BatchContents) -> bytes:
     """Raises SerializationError for a value that is neither JSON nor numpy nor a tuple, nor nested of these."""
+    ragged = {key: column.packed() for key, column in contents.columns.items() if isinstance(column, RaggedTensor)}
+    tensors = {_TENSOR_PREFIX + key: column for key, column in contents.columns.items() if isinstance(column, torch.Tensor)}
+    tensors |= {f"{part}/{key}": getattr(column, part) for key, column in ragged.items() for part in _RAGGED_PARTS}
     document = {
+        "ragged": {key: {"padding": column.padding, "on_left": column.on_left} for key, column in ragged.items()},
         "non_tensors": {key: [_to_json(row, f"non_tensor_batch[{key!r}]") for row in rows] for key, rows in contents.non_tensors.items()},
         "meta_info": _to_json(contents.meta_info, "meta_info"),
         "num_rows": contents.num_rows,
     }
     text = bytearray(json.dumps(document).encode())
-    body = save(
-        {
-            _DOCUMENT: torch.frombuffer(text, dtype=torch.uint8),
-            **{_TENSOR_PREFIX + key: tensor for key, tensor in _unshared(contents.tensors).items()},
-        }
-    )
+    body = save({_DOCUMENT: torch.frombuffer(text, dtype=torch.uint8), **_unshared(tensors)})
     return MAGIC + zlib.crc32(body).to_bytes(4, "little") + body
 
 
@@ -61,14 +64,26 @@ def decode(data: bytes, source: str = "bytes") -> BatchContents:
     try:
         tensors = load(body)
         document = json.loads(bytes(tensors.pop(_DOCUMENT).numpy()))
+        ragged = {key: _ragged([tensors.pop(f"{part}/{key}") for part in _RAGGED_PARTS], how) for key, how in document["ragged"].items()}
         return BatchContents(
-            tensors={name.removeprefix(_TENSOR_PREFIX): tensor for name, tensor in tensors.items()},
+            columns={**{name.removeprefix(_TENSOR_PREFIX): tensor for name, tensor in tensors.items()}, **ragged},
             non_tensors={key: [_from_json(row) for row in rows] for key, rows in document["non_tensors"].items()},
             meta_info=_from_json(document["meta_info"]),
             num_rows=_row_count(document["num_rows"]),
         )
     except (SafetensorError, KeyError, ValueError, TypeError, AttributeError) as error:  # someone else's bytes with a good checksum
         raise SerializationError(f"{source} does not hold a DataProto: {error}") from error
+
+
+def _ragged(parts: Sequence[torch.Tensor], how: Mapping[str, Any]) -> RaggedTensor:
+    values, starts, lengths = parts
+    if starts.dtype != torch.int64 or lengths.dtype != torch.int64 or starts.shape != lengths.shape or values.ndim != 1 or starts.ndim != 1:
+        raise ValueError("rows of tokens whose places are no numbers")
+    if len(starts) and not (int(starts.min()) >= 0 <= int(lengths.min()) and int((starts + lengths).max()) <= len(values)):
+        raise ValueError(f"rows of tokens that lie outside of their {len(values)} values")
+    if type(how["padding"]) is not int or type(how["on_left"]) is not bool:
+        raise ValueError(f"rows of tokens padded with {how['padding']!r}")
+    return RaggedTensor(values, starts, lengths, padding=how["padding"], on_left=how["on_left"])
 
 
 def _row_count(value: Any) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -54,7 +54,7 @@ class AdvantageStep:
         added = {"token_level_rewards": rewards, "advantages": estimate.advantages, "returns": estimate.returns}
         return batch.union(DataProto.from_dict(added)), metrics
 
-    def _rewards(self, tensors: dict[str, Tensor], num_rows: int) -> tuple[Tensor, Metrics]:
+    def _rewards(self, tensors: Mapping[str, Tensor], num_rows: int) -> tuple[Tensor, Metrics]:
         mask = tensors["response_mask"]
         metrics: Metrics = {}
         rewards = torch.where(mask, tensors["token_level_scores"], 0.0)

@@ -125,7 +125,7 @@ class PPOTrainer:
     def _batch_metrics(self, batch: DataProto) -> Metrics:
         """Those of data_metrics and group_metrics; `actor/entropy`: of the policy that wrote the samples, in nats, a mean over the
         response tokens, where the actor has scored them; `critic/baseline/mean`: of the greedy responses' scores, over samples."""
-        tensors, arrays = batch.tensors, batch.non_tensor_batch
+        tensors, arrays = dict(batch.tensors), batch.non_tensor_batch
         if self.config.algorithm.rollout_correction.bypass:
             del tensors["old_log_probs"]  # they are the engine's, so that comparing both would say nothing
         metrics = data_metrics(tensors, self.config.data.max_response_length)

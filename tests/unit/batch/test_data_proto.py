@@ -198,7 +198,7 @@ def test_concat_refuses_what_does_not_match() -> None:
     with pytest.raises(ValueError, match=r"part 0 and part 1 do not both have \['turns'\]"):
         DataProto.concat([batch, batch.select(non_tensor_batch_keys=["uid"])])
     wide = batch.select(["score"]).union(DataProto.from_dict({"ids": torch.zeros(4, 3, dtype=torch.int64)}))
-    with pytest.raises(ValueError, match=r"'ids' has rows of \(2,\) torch.int64 in part 0 and of \(3,\)"):
+    with pytest.raises(ValueError, match=r"'ids' has rows of \(2,\) torch.int64 in part 0 and rows of \(3,\)"):
         DataProto.concat([batch, wide])
     with pytest.raises(ValueError, match="'temperature' has two different values"):
         DataProto.concat([batch, DataProto(batch.batch, batch.non_tensor_batch, {"temperature": 0.7})])

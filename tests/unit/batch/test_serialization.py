@@ -81,20 +81,23 @@ def _signed(body: bytes) -> bytes:
     return MAGIC + zlib.crc32(body).to_bytes(4, "little") + body
 
 
+def _document(**changes: object) -> torch.Tensor:
+    whole = {"ragged": {}, "non_tensors": {}, "meta_info": {}, "num_rows": 2, **changes}
+    return torch.frombuffer(bytearray(json.dumps(whole).encode()), dtype=torch.uint8)
+
+
+def _places(starts: list[int], lengths: list[int]) -> dict[str, torch.Tensor]:
+    """Of rows of three values."""
+    return {"values/x": torch.zeros(3), "starts/x": torch.tensor(starts), "lengths/x": torch.tensor(lengths)}
+
+
 def test_bytes_that_are_not_a_batch_are_refused_and_never_unpickled() -> None:
     for body in (
         b"junk",
         pickle.dumps({"a": 1}),
         save({"a": torch.zeros(1)}),
         save({"document": torch.frombuffer(bytearray(b"[1]"), dtype=torch.uint8)}),
-        save({"document": torch.frombuffer(bytearray(b'{"non_tensors": {}, "meta_info": {}, "num_rows": -1}'), dtype=torch.uint8)}),
-        save(
-            {
-                "document": torch.frombuffer(
-                    bytearray(json.dumps({"non_tensors": {}, "meta_info": {"__megarl__": "evil", "value": 1}}).encode()), dtype=torch.uint8
-                )
-            }
-        ),
+        save({"document": _document(meta_info={"__megarl__": "evil", "value": 1})}),
     ):
         with pytest.raises(SerializationError, match="does not hold a DataProto"):
             DataProto.from_bytes(_signed(body))

@@ -1,0 +1,189 @@
+"""Rows of tokens without padding: one buffer of values, and for each row where it begins in it and how long it is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from megarl.batch.arrays import same
+
+_CACHED_ELEMENTS = 1 << 17  # of a block: what is in between of several operations on it stays in a core's cache
+
+
+@dataclass(frozen=True, eq=False)
+class RaggedTensor:
+    """B rows of so many values each. Picking, repeating and reordering rows gives another view of the same values; rows may share them.
+
+    In place of a tensor (B, R) it has its `shape`, where R is the longest row, its `dtype`, and blocks of its rows by `x[rows]`. Values
+    that came from another process are memory that others read too: only a column made by `empty` may be written, by `x[rows] = block`.
+    """
+
+    values: Tensor  # (N,)
+    starts: Tensor  # (B,) int64, on the host: the row's first value
+    lengths: Tensor  # (B,) int64, on the host
+    padding: int = 0  # what padded views have beside a row's values
+    on_left: bool = False  # where they have it
+
+    # ---- construction
+
+    @classmethod
+    def of_rows(
+        cls, rows: Sequence[Sequence[int] | np.ndarray], dtype: torch.dtype, padding: int = 0, on_left: bool = False
+    ) -> RaggedTensor:
+        """From the values of each row."""
+        arrays = [torch.as_tensor(np.asarray(row)) for row in rows]
+        values = torch.cat([array.to(dtype) for array in arrays]) if arrays else torch.empty(0, dtype=dtype)
+        return cls._packed(values, torch.tensor([len(array) for array in arrays], dtype=torch.int64), padding, on_left)
+
+    @classmethod
+    def from_padded(cls, x: Tensor, lengths: Tensor, padding: int = 0, on_left: bool = False) -> RaggedTensor:
+        """From x (B, R), the first `lengths` (B,) values of each row, or the last. Raises ValueError where a row has not so many."""
+        lengths = lengths.to("cpu", torch.int64)
+        if x.ndim != 2 or len(x) != len(lengths) or (len(x) and int(lengths.max()) > x.shape[1]):
+            longest = int(lengths.max()) if len(lengths) else 0
+            raise ValueError(f"a tensor of shape {tuple(x.shape)} does not hold {len(lengths)} rows of up to {longest} tokens")
+        column = torch.arange(x.shape[1], device=x.device)
+        ends = lengths.to(x.device)[:, None]
+        mask = column >= x.shape[1] - ends if on_left else column < ends
+        return cls._packed(x[mask], lengths, padding, on_left)
+
+    @classmethod
+    def constant(cls, value: float, lengths: Tensor, dtype: torch.dtype) -> RaggedTensor:
+        """The same value everywhere: all rows share the values of the longest."""
+        longest = int(lengths.max()) if len(lengths) else 0
+        return cls(torch.full((longest,), value, dtype=dtype), torch.zeros_like(lengths), lengths)
+
+    @classmethod
+    def empty(cls, like: RaggedTensor, dtype: torch.dtype) -> RaggedTensor:
+        """Rows of the same lengths, to be written."""
+        values = torch.empty(int(like.lengths.sum()), dtype=dtype, device=like.device)
+        return cls._packed(values, like.lengths)
+
+    @classmethod
+    def _packed(cls, values: Tensor, lengths: Tensor, padding: int = 0, on_left: bool = False) -> RaggedTensor:
+        return cls(values, lengths.cumsum(0) - lengths, lengths, padding, on_left)
+
+    # ---- what it is
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(B, R), as it would be padded."""
+        return len(self), int(self.lengths.max()) if len(self) else 0
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.values.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.values.device
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.lengths.sum())
+
+    def __eq__(self, other: object) -> bool:
+        """Equal in rows, dtype and how it is padded; NaN equals NaN."""
+        if not isinstance(other, RaggedTensor):
+            return False
+        alike = (self.padding, self.on_left, self.dtype) == (other.padding, other.on_left, other.dtype)
+        return alike and torch.equal(self.lengths, other.lengths) and same(self.flat(), other.flat())
+
+    def __repr__(self) -> str:
+        return f"{self.num_tokens} {self.dtype} in {len(self)} rows of up to {self.shape[1]}"
+
+    # ---- its rows
+
+    def each(self) -> Iterator[Tensor]:
+        """The values of one row after the other, which share memory with it."""
+        for start, length in zip(self.starts.tolist(), self.lengths.tolist(), strict=True):
+            yield self.values[start : start + length]
+
+    def select(self, rows: slice | Tensor) -> RaggedTensor:
+        """Those rows, which share memory with it."""
+        return replace(self, starts=self.starts[rows], lengths=self.lengths[rows])
+
+    def flat(self) -> Tensor:
+        """(num_tokens,): the values of all rows in their order; a copy unless they stand so."""
+        if self._is_packed():
+            first = int(self.starts[0]) if len(self) else 0
+            return self.values[first : first + self.num_tokens]
+        return torch.cat(list(self.each()))
+
+    def _is_packed(self) -> bool:
+        return bool((self.starts[1:] == (self.starts + self.lengths)[:-1]).all())
+
+    def packed(self) -> RaggedTensor:
+        """The same rows over the values that they need and no others; what rows share they go on sharing."""
+        starts = self.starts.numpy()
+        order = np.argsort(starts, kind="stable")
+        begins = starts[order]
+        ends = np.maximum.accumulate(begins + self.lengths.numpy()[order])
+        is_first = np.ones(len(begins), dtype=bool)  # of the rows that lie within each other or side by side
+        is_first[1:] = begins[1:] > ends[:-1]
+        run_begins, run_ends = begins[is_first], ends[np.append(np.flatnonzero(is_first)[1:] - 1, len(ends) - 1)] if len(ends) else ends
+        runs = [self.values[begin:end] for begin, end in zip(run_begins.tolist(), run_ends.tolist(), strict=True)]
+        shifts = run_begins - (np.cumsum(run_ends - run_begins) - (run_ends - run_begins))
+        moved = np.empty_like(starts)
+        moved[order] = begins - shifts[np.cumsum(is_first) - 1]
+        values = runs[0] if len(runs) == 1 else torch.cat(runs) if runs else self.values[:0]
+        return replace(self, values=values, starts=torch.from_numpy(moved))
+
+    @staticmethod
+    def concat(parts: Sequence[RaggedTensor]) -> RaggedTensor:
+        """The rows of all parts in order, of columns that are padded alike."""
+        packed = [part.packed() for part in parts]
+        offsets = np.cumsum([0, *(len(part.values) for part in packed)]).tolist()
+        return replace(
+            packed[0],
+            values=torch.cat([part.values for part in packed]),
+            starts=torch.cat([part.starts + offset for part, offset in zip(packed, offsets, strict=False)]),
+            lengths=torch.cat([part.lengths for part in packed]),
+        )
+
+    def to(self, device: torch.device | str) -> RaggedTensor:
+        return replace(self, values=self.values.to(device))
+
+    # ---- blocks
+
+    def blocks(self) -> Iterator[slice]:
+        """All rows in order, so many at a time that a chain of operations on a padded block of them runs at the speed of the cache."""
+        start = widest = 0
+        for row, length in enumerate(self.lengths.tolist()):
+            if row > start and max(widest, length) * (row + 1 - start) > _CACHED_ELEMENTS:
+                yield slice(start, row)
+                start, widest = row, 0
+            widest = max(widest, length)
+        if start < len(self):
+            yield slice(start, len(self))
+
+    def __getitem__(self, rows: slice | Tensor) -> Tensor:
+        """(b, r): a copy of those rows, padded to the longest of them."""
+        return self.select(rows).padded()
+
+    def __setitem__(self, rows: slice | Tensor, block: Tensor) -> None:
+        """Writes them from such a block."""
+        for target, source in zip(self.select(rows).each(), block, strict=True):
+            target.copy_(source[: len(target)])
+
+    def padded(self, width: int | None = None) -> Tensor:
+        """(B, R): a copy, padded to the longest row or to `width`."""
+        block = self.values.new_full((0, 0), self.padding)
+        if len(self):
+            side = "left" if self.on_left else "right"
+            block = pad_sequence(list(self.each()), batch_first=True, padding_value=self.padding, padding_side=side)
+        missing = 0 if width is None else width - block.shape[1]
+        if missing == 0:
+            return block
+        return torch.nn.functional.pad(block, (missing, 0) if self.on_left else (0, missing), value=self.padding)
+
+
+Column = Tensor | RaggedTensor  # (B, ...)

@@ -1,0 +1,151 @@
+"""Rows of tokens against the padded tensors that they stand for, with NaN where nobody may look."""
+
+from __future__ import annotations
+
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from megarl.batch.arrays import same
+from megarl.batch.data_proto import DataProto
+from megarl.batch.ragged import RaggedTensor
+
+LENGTHS = st.lists(st.integers(0, 6), min_size=1, max_size=7)
+NAN = float("nan")
+
+
+def padded_rows(lengths: list[int], width: int = 6, beyond: float = 0.0, on_left: bool = False) -> Tensor:
+    """(B, width): row b has the values 10 b + 1, 10 b + 2, ..."""
+    rows = torch.full((len(lengths), width), beyond)
+    for row, length in enumerate(lengths):
+        rows[row, width - length if on_left else 0 :][:length] = 10.0 * row + torch.arange(1.0, length + 1)
+    return rows
+
+
+def ragged_rows(lengths: list[int], on_left: bool = False) -> RaggedTensor:
+    return RaggedTensor.from_padded(padded_rows(lengths, beyond=NAN, on_left=on_left), torch.tensor(lengths), on_left=on_left)
+
+
+@settings(max_examples=60, deadline=None)
+@given(lengths=LENGTHS, on_left=st.booleans(), seed=st.integers(0, 99))
+def test_every_operation_is_that_of_padded_tensors(lengths: list[int], on_left: bool, seed: int) -> None:
+    expected, found = padded_rows(lengths, on_left=on_left), ragged_rows(lengths, on_left)
+    assert found.shape == (len(lengths), max(lengths))
+    assert torch.equal(found.padded(6), expected)
+    generator = torch.Generator().manual_seed(seed)
+    picked = torch.randint(0, len(lengths), (5,), generator=generator)
+    part = slice(seed % len(lengths), None)
+    for rows in (picked, part):
+        view = found.select(rows)
+        assert torch.equal(view.padded(6), expected[rows])
+        assert torch.equal(view.packed().padded(6), expected[rows])
+        assert len(view.packed().values) == sum({row: lengths[row] for row in torch.arange(len(lengths))[rows].tolist()}.values())
+        assert view.flat().tolist() == [value for row in view.each() for value in row.tolist()]
+    joined = RaggedTensor.concat([found.select(picked), found.select(part)])
+    assert torch.equal(joined.padded(6), torch.cat([expected[picked], expected[part]]))
+    assert joined.select(torch.arange(5)) == found.select(picked)
+
+
+@settings(max_examples=30, deadline=None)
+@given(lengths=LENGTHS)
+def test_blocks_are_all_rows_in_order_and_can_be_written(lengths: list[int]) -> None:
+    rows = ragged_rows(lengths)
+    written = RaggedTensor.empty(rows, torch.float64)
+    for block in rows.blocks():
+        written[block] = rows[block].double() * 2
+    assert torch.equal(written.padded(6), padded_rows(lengths).double() * 2)
+
+
+def test_blocks_fit_the_cache() -> None:
+    column = RaggedTensor.constant(1.0, torch.tensor([100_000, 100_000, 10, 10, 200_000, 5]), torch.float32)
+    assert [(rows.start, rows.stop) for rows in column.blocks()] == [(0, 1), (1, 2), (2, 4), (4, 5), (5, 6)]
+
+
+def test_what_rows_share_is_sent_once() -> None:
+    """Samples of a prompt share its tokens, and a value that stands everywhere is there once."""
+    prompts = RaggedTensor.of_rows([[1, 2, 3], [4, 5]], torch.int32, padding=9, on_left=True)
+    batch = DataProto.from_dict(
+        {"prompts": prompts, "ones": RaggedTensor.constant(1, torch.tensor([2, 4]), torch.int32)}, {"uid": ["a", "b"]}
+    ).repeat(3)
+    buffers: list[pickle.PickleBuffer] = []
+    stream = pickle.dumps(batch[1:], protocol=5, buffer_callback=buffers.append)
+    arrived = pickle.loads(stream, buffers=[bytes(buffer.raw()) for buffer in buffers])
+    assert same(arrived.columns, batch[1:].columns)
+    assert [len(arrived.ragged[key].values) for key in ("prompts", "ones")] == [5, 4]
+    assert arrived.tensors["prompts"].tolist() == [[1, 2, 3]] * 2 + [[9, 4, 5]] * 3
+    assert arrived.non_tensor_batch["uid"].tolist() == list("aabbb")
+
+
+def tokens() -> DataProto:
+    return DataProto.from_dict(
+        {
+            "prompts": RaggedTensor.of_rows([[7], [8, 9]], torch.int32, padding=3, on_left=True),
+            "responses": RaggedTensor.of_rows([[5, 6], [4]], torch.int32, padding=3),
+            "values": RaggedTensor.from_padded(torch.tensor([[0.5, 1.5], [2.5, NAN]]), torch.tensor([2, 1])),
+            "score": torch.tensor([1.0, 2.0]),
+        },
+        {"uid": ["a", "b"]},
+        {"step": 1},
+    )
+
+
+def test_a_batch_works_on_rows_of_tokens_as_on_others(tmp_path) -> None:
+    batch = tokens()
+    assert same(DataProto.from_bytes(batch.to_bytes()).columns, batch.columns)
+    assert same(DataProto.concat(batch.chunk(2)).columns, batch.columns)
+    batch.repeat(2).save_to_disk(tmp_path / "batch")
+    assert same(DataProto.load_from_disk(tmp_path / "batch").columns, batch.repeat(2).columns)
+    assert batch[1].batch["responses"].tolist() == [4]
+    assert batch.select(["values"], []).union(batch.select(["score"])).columns.keys() == {"values", "score"}
+    assert len(batch.select(["values"], [])) == 2
+    assert same(batch.union(tokens()).columns, batch.columns)
+    with pytest.raises(ValueError, match="tensor 'responses' has two different values"):
+        batch.union(DataProto.from_dict({"responses": batch.ragged["responses"].select(torch.tensor([1, 0]))}))
+    with pytest.raises(ValueError, match="'values' has 2 rows where 'a' has 3"):
+        DataProto.from_dict({"a": torch.zeros(3), "values": batch.ragged["values"]})
+    with pytest.raises(ValueError, match=r"'values' has rows of tokens torch.float32, .* in part 0 and rows of \(2,\)"):
+        DataProto.concat([batch.select(["values"]), DataProto.from_dict({"values": torch.zeros(2, 2)}, batch.non_tensor_batch)])
+    assert batch.reorder([1, 0]).tensors["values"].tolist() == [[2.5, 0.0], [0.5, 1.5]]
+    assert batch.rename("values", "returns").pop(["returns", "score"]).columns.keys() == {"returns", "score"}
+    assert batch.columns.keys() == {"prompts", "responses"}
+
+
+def test_padded_views_have_the_documented_shapes_and_dtypes() -> None:
+    tensors = tokens().tensors
+    expected = {
+        "prompts": [[3, 7], [8, 9]],
+        "responses": [[5, 6], [4, 3]],
+        "prompt_attention_mask": [[0, 1], [1, 1]],
+        "input_ids": [[3, 7, 5, 6], [8, 9, 4, 3]],
+        "attention_mask": [[0, 1, 1, 1], [1, 1, 1, 0]],
+        "position_ids": [[0, 0, 1, 2], [0, 1, 2, 2]],
+    }
+    assert {key: tensors[key].tolist() for key in expected} == expected
+    assert {tensors[key].dtype for key in expected} == {torch.int64}
+    assert tensors["values"].tolist() == [[0.5, 1.5], [2.5, 0.0]]
+    assert tensors.keys() == {"prompts", "responses", "values", "score"}
+    with pytest.raises(KeyError):
+        tensors["log_probs"]
+
+
+def test_what_is_padded_cannot_be_written_in_vain() -> None:
+    with pytest.raises(RuntimeError, match="Inplace update to inference tensor"):
+        tokens().tensors["values"][0, 0] = 1.0
+    tokens().tensors["score"][0] = 1.0  # a column of its own
+
+
+@pytest.mark.parametrize(("shape", "lengths"), [((2, 3), [1, 4]), ((2, 3), [1]), ((2, 3, 1), [1, 1])])
+def test_a_tensor_that_cannot_hold_the_rows_is_refused(shape: tuple[int, ...], lengths: list[int]) -> None:
+    with pytest.raises(ValueError, match=r"a tensor of shape \(2, 3.*\) does not hold"):
+        RaggedTensor.from_padded(torch.zeros(shape), torch.tensor(lengths))
+
+
+def test_rows_come_from_lists_and_arrays() -> None:
+    made = RaggedTensor.of_rows([[1, 2], np.array([3], dtype=np.int64), []], torch.int32)
+    assert (made.padded().tolist(), made.dtype) == ([[1, 2], [3, 0], [0, 0]], torch.int32)
+    assert RaggedTensor.of_rows([], torch.int32).padded().shape == (0, 0)
