@@ -13,11 +13,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import torch
 
-from megarl.rollout.interface import EngineDeadError, FinishedRequest, GenerationRequest, RolloutEngine, Sample, check_request
+from megarl.rollout.interface import EngineDeadError, FinishedRequest, GenerationRequest, RolloutEngine, Sample, VersionSpan, check_request
 from megarl.rollout.lifecycle import EngineLifecycle, LifecycleState
 from megarl.weights.checksum import checksum
 from megarl.weights.plan import Boxes, whole_boxes
@@ -72,6 +73,12 @@ class FakeSpec:
 def recorded_calls(folder: Path) -> list[dict[str, Any]]:
     """`pid`, `method` and `detail` of all calls of all engines, in order."""
     return [json.loads(line) for line in (folder / "calls.jsonl").read_text().splitlines()]
+
+
+def plain_sample(token_ids: list[int], log_probs: list[float], reason: Literal["stop", "length"], version: int) -> Sample:
+    """A sample that one version of the weights wrote."""
+    spans = (VersionSpan(version, len(token_ids)),)
+    return Sample(np.array(token_ids, dtype=np.int32), np.array(log_probs, dtype=np.float32), reason, spans)
 
 
 def random_weights(manifest: Manifest, seed: int) -> dict[str, torch.Tensor]:
@@ -163,8 +170,8 @@ class FakeEngine(RolloutEngine):
             tokens.append(token)
             log_probs.append(-(next(numbers) % 1000) / 256)
             if token in stops:
-                return Sample(tokens, log_probs, "stop", (version,))
-        return Sample(tokens, log_probs, "length", (version,))
+                return plain_sample(tokens, log_probs, "stop", version)
+        return plain_sample(tokens, log_probs, "length", version)
 
     def abort(self) -> None:
         self._record("abort")
@@ -263,6 +270,7 @@ def _numbers(text: str) -> Iterator[int]:
 
 def _falsified(finished: list[FinishedRequest], lie: What) -> list[FinishedRequest]:
     first, sample = finished[0], finished[0].sample
+    count = 100 * len(sample.token_ids)
     if lie is What.lie_doubled:
         return [first, *finished]
     if lie is What.lie_lost:
@@ -270,8 +278,10 @@ def _falsified(finished: list[FinishedRequest], lie: What) -> list[FinishedReque
     if lie is What.lie_unknown:
         return [first._replace(request_id=10**9), *finished[1:]]
     changed = {
-        What.lie_version: sample._replace(weight_versions=(7, *sample.weight_versions)),
-        What.lie_too_long: sample._replace(token_ids=sample.token_ids * 100, log_probs=sample.log_probs * 100),
+        What.lie_version: sample._replace(spans=(VersionSpan(sample.spans[0].version - 1, 1), *sample.spans)),
+        What.lie_too_long: sample._replace(
+            token_ids=np.tile(sample.token_ids, 100), log_probs=np.tile(sample.log_probs, 100), spans=(sample.spans[0]._replace(end=count),)
+        ),
         What.lie_log_probs: sample._replace(log_probs=sample.log_probs[1:]),
     }
     return [first._replace(sample=changed[lie]), *finished[1:]] if lie in changed else finished

@@ -55,6 +55,26 @@ def data_metrics(batch: Mapping[str, Tensor], max_response_length: int) -> dict[
     return metrics
 
 
+def age_metrics(batch: Mapping[str, Tensor], version: int) -> dict[str, float]:
+    """How many weight versions before `version`, the one that is trained, each token of `response_mask` was drawn.
+
+    - `rollout/age/{mean,max}`: of version - `token_versions` (B, R), over valid tokens.
+    - `training/rollout_log_probs_diff_mean/{current,older}`: as in data_metrics, over the tokens of age 0 and the others; where there are
+      older ones, and the trainer's own log-probs.
+    """
+    mask = batch["response_mask"]
+    ages = (version - batch["token_versions"])[mask]
+    if not len(ages):
+        return {}
+    metrics = {"rollout/age/mean": float(ages.double().mean()), "rollout/age/max": float(ages.max())}
+    if "old_log_probs" in batch and (ages > 0).any():
+        difference = (batch["rollout_log_probs"] - batch["old_log_probs"])[mask].abs()
+        for name, of_age in (("current", ages == 0), ("older", ages > 0)):
+            if of_age.any():
+                metrics[f"training/rollout_log_probs_diff_mean/{name}"] = float(difference[of_age].mean())
+    return metrics
+
+
 def reward_model_metrics(batch: Mapping[str, Tensor]) -> dict[str, float]:
     """Nothing for a batch without `reward_model_scores`. All (B,), before weights:
 

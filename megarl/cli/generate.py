@@ -110,7 +110,7 @@ class Writer:
     def write(self, prompts: Sequence[list[int]]) -> list[Continuation]:
         """`n` of each prompt, side by side."""
         return [
-            self._until_stop(sample.token_ids, sample.log_probs, sample.finish_reason)
+            self._until_stop(sample.token_ids.tolist(), sample.log_probs.tolist(), sample.finish_reason)
             for sample in self._engine.generate(prompts, self._fitting(prompts))
         ]
 

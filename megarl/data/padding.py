@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import DTypeLike
 from torch import Tensor
 
 
@@ -18,18 +20,25 @@ class Padded(NamedTuple):
     mask: Tensor  # int64, 1 where there is a token
 
 
-def pad_left(rows: Sequence[Sequence[int]], width: int, pad_id: int) -> Padded:
+def pad_left(rows: Sequence[Sequence[int] | np.ndarray], width: int, pad_id: int) -> Padded:
     """(B, width); each row ends at the right edge."""
     padded = pad_right([row[::-1] for row in rows], width, pad_id)
     return Padded(padded.ids.flip(1), padded.mask.flip(1))
 
 
-def pad_right(rows: Sequence[Sequence[int]], width: int, pad_id: int) -> Padded:
+def pad_right(rows: Sequence[Sequence[int] | np.ndarray], width: int, pad_id: int) -> Padded:
     """(B, width); each row begins at the left edge."""
     assert all(len(row) <= width for row in rows)
-    ids = torch.tensor([[*row, *[pad_id] * (width - len(row))] for row in rows], dtype=torch.int64).reshape(len(rows), width)
     lengths = torch.tensor([len(row) for row in rows], dtype=torch.int64)
-    return Padded(ids, (torch.arange(width)[None, :] < lengths[:, None]).long())
+    mask = torch.arange(width)[None, :] < lengths[:, None]
+    ids = torch.full((len(rows), width), pad_id)
+    ids[mask] = flat(rows, np.int64)
+    return Padded(ids, mask.long())
+
+
+def flat(rows: Sequence[Sequence[float] | np.ndarray], dtype: DTypeLike) -> Tensor:
+    """What all rows hold, one behind the other."""
+    return torch.from_numpy(np.concatenate([np.empty(0, dtype), *(np.asarray(row, dtype) for row in rows)]))
 
 
 def position_ids(attention_mask: Tensor) -> Tensor:

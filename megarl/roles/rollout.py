@@ -17,7 +17,7 @@ from megarl.config.schema import SamplingConfig
 from megarl.controller.errors import PhaseTimeoutError, WorkerError
 from megarl.controller.futures import WorkerFuture, wait_for_any
 from megarl.controller.group import RoleGroup
-from megarl.data.padding import Padded, join, pad_right
+from megarl.data.padding import Padded, flat, join, pad_right
 from megarl.roles.replicas import Replicas, is_dead
 from megarl.roles.weights import RolloutWeights
 from megarl.rollout.dispatch import RequestQueue
@@ -70,8 +70,9 @@ class Rollout:
 
     def generate(self, prompts: DataProto, sampling: SamplingConfig, step: int, generation: int = 0) -> DataProto:
         """B = prompts x n rows, the samples of a prompt side by side: the prompts' arrays, the model's inputs (`prompts`,
-        `responses`, `input_ids`, `attention_mask`, `position_ids`), `response_mask` and `rollout_log_probs` (B, R), and the arrays
-        `weight_version` (the oldest that wrote a sample) and `finish_reason` (B,).
+        `responses`, `input_ids`, `attention_mask`, `position_ids`), `response_mask`, `rollout_log_probs` and `token_versions` (B, R; int32,
+        the weights that drew a token, -1 where the model wrote none), and the arrays `weight_version` (the oldest that wrote a sample)
+        and `finish_reason` (B,). The meta information has `weight_version`: of the weights that were sent last.
 
         R is the longest response. The same prompts, weights, seed, step and generation (a step may have several) give the same
         samples, however many replicas there are.
@@ -90,7 +91,7 @@ class Rollout:
                     f"at hand are version {version}"
                 )
             samples[finished.request_id] = finished.sample
-        return self._assemble(prompts.repeat(sampling.n), [samples[request.request_id] for request in requests])
+        return self._assemble(prompts.repeat(sampling.n), [samples[request.request_id] for request in requests], version)
 
     def stream(self, requests: Sequence[GenerationRequest]) -> Iterator[FinishedRequest]:
         """The samples as they finish. Those that are not asked for to the end are given up. Raises as `generate`."""
@@ -125,24 +126,27 @@ class Rollout:
             self._num_resent += run.num_resent
             self._num_tokens = [total + new for total, new in zip(self._num_tokens, run.num_tokens, strict=True)]
 
-    def _assemble(self, prompts: DataProto, samples: Sequence[Sample]) -> DataProto:
+    def _assemble(self, prompts: DataProto, samples: Sequence[Sample], version: int) -> DataProto:
         assert len(samples) == len(prompts)
         width = max(len(sample.token_ids) for sample in samples)
         responses = pad_right([sample.token_ids for sample in samples], width, self._rules.pad_token_id)
-        log_probs = torch.zeros(len(samples), width)
-        log_probs[responses.mask.bool()] = torch.tensor([value for sample in samples for value in sample.log_probs])
+        written = responses.mask.bool()
+        log_probs, versions = torch.zeros(written.shape), torch.full(written.shape, -1, dtype=torch.int32)
+        log_probs[written] = flat([sample.log_probs for sample in samples], np.float32)
+        versions[written] = flat([sample.token_versions for sample in samples], np.int32)
         masks = prompts.tensors["prompt_attention_mask"]
         tensors = {
             **join(Padded(prompts.tensors["prompts"], masks), responses),
             "prompt_attention_mask": masks,
-            "response_mask": responses.mask.bool(),
+            "response_mask": written,
             "rollout_log_probs": log_probs,
+            "token_versions": versions,
         }
         arrays: dict[str, list] = {
             "weight_version": [min(sample.weight_versions) for sample in samples],
             "finish_reason": [sample.finish_reason for sample in samples],
         }
-        return DataProto.from_dict(tensors, {**prompts.non_tensor_batch, **arrays}, prompts.meta_info)
+        return DataProto.from_dict(tensors, {**prompts.non_tensor_batch, **arrays}, {**prompts.meta_info, "weight_version": version})
 
     # ---- what the run shows
 
@@ -292,7 +296,8 @@ def check_sample(replica: int, request: GenerationRequest, sample: Sample) -> No
         faults.append(f"{len(sample.log_probs)} log-probs for {count} tokens")
     if sample.finish_reason not in ("stop", "length"):
         faults.append(f"finish reason {sample.finish_reason!r}")
-    if not sample.weight_versions:
-        faults.append("no weight version")
+    ends = [0, *(span.end for span in sample.spans)]
+    if ends[-1] != count or ends != sorted(set(ends)) or list(sample.weight_versions) != sorted(set(sample.weight_versions)):
+        faults.append(f"weight versions {[tuple(span) for span in sample.spans]} (version, end) for {count} tokens")
     if faults:
         raise EngineFaultError(f"rollout replica {replica} gave a sample that cannot be right: {', '.join(faults)}")

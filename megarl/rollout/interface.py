@@ -75,19 +75,37 @@ class GenerationRequest(NamedTuple):
     sampling: SamplingParameters
 
 
-class Sample(NamedTuple):
-    """One continuation. `token_ids` are what the model wrote, the end token included where it wrote one.
+class VersionSpan(NamedTuple):
+    """The tokens of a sample from the end of the span before, or its beginning, up to `end` were drawn by the weights of `version`."""
 
-    log_probs: one per token, THE contract of every engine (docs/logprobs.md): log_softmax(logits / temperature) of the token over
-    the whole vocabulary, before top-k and top-p; with temperature 0, log_softmax(logits). Float32.
+    version: int
+    end: int
+
+
+class Sample(NamedTuple):
+    """One continuation. `token_ids` (N,) int32 are what the model wrote, the end token included where it wrote one.
+
+    log_probs: (N,) float32, THE contract of every engine (docs/logprobs.md): log_softmax(logits / temperature) of the token over the
+    whole vocabulary, before top-k and top-p; with temperature 0, log_softmax(logits).
     finish_reason: "stop" where the last token ended it, "length" where max_new_tokens did.
-    weight_versions: of the weights that wrote it, in order; more than one where weights were updated in the middle.
+    spans: which weights drew which tokens, in order; the last ends at N. More than one where weights were updated in the middle.
     """
 
-    token_ids: list[int]
-    log_probs: list[float]
+    token_ids: np.ndarray
+    log_probs: np.ndarray
     finish_reason: Literal["stop", "length"]
-    weight_versions: tuple[int, ...]
+    spans: tuple[VersionSpan, ...]
+
+    @property
+    def weight_versions(self) -> tuple[int, ...]:
+        """Of the weights that wrote it, in order."""
+        return tuple(span.version for span in self.spans)
+
+    @property
+    def token_versions(self) -> np.ndarray:
+        """(N,) int32: of the weights that drew each token."""
+        lengths = np.diff([span.end for span in self.spans], prepend=0)
+        return np.repeat(np.array(self.weight_versions, dtype=np.int32), lengths)
 
 
 class FinishedRequest(NamedTuple):

@@ -9,7 +9,7 @@ import torch
 
 from megarl.algorithms.groups import group_metrics
 from megarl.algorithms.masked import masked_mean
-from megarl.algorithms.metrics import data_metrics, reward_model_metrics
+from megarl.algorithms.metrics import age_metrics, data_metrics, reward_model_metrics
 from megarl.batch.data_proto import DataProto
 from megarl.config.schema import KLControllerKind, PPOConfig
 from megarl.controller.futures import gather
@@ -123,12 +123,13 @@ class PPOTrainer:
         return self._batch_metrics(batch)
 
     def _batch_metrics(self, batch: DataProto) -> Metrics:
-        """Those of data_metrics and group_metrics; `actor/entropy`: of the policy that wrote the samples, in nats, a mean over the
-        response tokens, where the actor has scored them; `critic/baseline/mean`: of the greedy responses' scores, over samples."""
+        """Those of data_metrics, age_metrics and group_metrics; `actor/entropy`: of the policy that wrote the samples, in nats, a mean over
+        the response tokens, where the actor has scored them; `critic/baseline/mean`: of the greedy responses' scores, over samples."""
         tensors, arrays = dict(batch.tensors), batch.non_tensor_batch
         if self.config.algorithm.rollout_correction.bypass:
             del tensors["old_log_probs"]  # they are the engine's, so that comparing both would say nothing
         metrics = data_metrics(tensors, self.config.data.max_response_length)
+        metrics |= age_metrics(tensors, batch.meta_info["weight_version"])
         metrics |= group_metrics(torch.tensor([float(score) for score in arrays["score"]]), arrays["uid"])
         if "entropys" in tensors:
             metrics["actor/entropy"] = float(masked_mean(tensors["entropys"], tensors["response_mask"]))

@@ -65,8 +65,8 @@ def mean_gap(model: PreTrainedModel, samples: list[Sample], temperature: float) 
     gaps = []
     for prompt, sample in zip(PROMPTS, samples, strict=True):
         with torch.no_grad():
-            logits = model(torch.tensor([prompt + sample.token_ids], device="cuda")).logits[0, len(prompt) - 1 : -1].float().cpu()
-        expected = (logits / temperature).log_softmax(-1).gather(1, torch.tensor(sample.token_ids)[:, None])[:, 0]
+            logits = model(torch.tensor([prompt + sample.token_ids.tolist()], device="cuda")).logits[0, len(prompt) - 1 : -1].float().cpu()
+        expected = (logits / temperature).log_softmax(-1).gather(1, torch.tensor(sample.token_ids.tolist())[:, None])[:, 0]
         gaps.append((expected - torch.tensor(sample.log_probs)).abs())
     return float(torch.cat(gaps).mean())
 

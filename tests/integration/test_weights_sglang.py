@@ -105,7 +105,9 @@ def check_that_it_is_survived(replicas: Replicas, weights: dict[str, torch.Tenso
     metrics = rollout.drain_metrics()
     assert metrics["rollout/num_restarts"] == 1
     assert 1 <= metrics["rollout/num_resent"] <= 8
-    assert {key: sample.token_ids for key, sample in found.items()} == {key: sample.token_ids for key, sample in expected.items()}
+    assert {key: sample.token_ids.tolist() for key, sample in found.items()} == {
+        key: sample.token_ids.tolist() for key, sample in expected.items()
+    }
     assert rollout.replicas[0].checksums() == {name: checksum(tensor) for name, tensor in weights.items()}
     rollout.send(weights, later)
     assert {sample.weight_versions for _, sample in rollout.stream(requests[:3])} == {(later,)}

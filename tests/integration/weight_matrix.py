@@ -195,8 +195,8 @@ def log_prob_gap(model: PreTrainedModel, samples: list[Sample], temperature: flo
     gaps = []
     for prompt, sample in zip(PROMPTS, samples, strict=True):
         with torch.no_grad():
-            logits = model(torch.tensor([prompt + sample.token_ids])).logits[0, len(prompt) - 1 : -1]
-        expected = (logits / temperature).log_softmax(-1).gather(1, torch.tensor(sample.token_ids)[:, None])[:, 0]
+            logits = model(torch.tensor([prompt + sample.token_ids.tolist()])).logits[0, len(prompt) - 1 : -1]
+        expected = (logits / temperature).log_softmax(-1).gather(1, torch.tensor(sample.token_ids.tolist())[:, None])[:, 0]
         gaps.append(float((expected - torch.tensor(sample.log_probs)).abs().max()))
     return max(gaps)
 
@@ -215,14 +215,14 @@ def push_twice(
                 with pytest.raises(WorkerError, match="no complete weights"):
                     generate(replica, GREEDY)
             else:
-                assert [sample.token_ids for sample in generate(replica, GREEDY)] != trained.greedy
+                assert [sample.token_ids.tolist() for sample in generate(replica, GREEDY)] != trained.greedy
         trainers.load(trained.folder)
         report, lost = sync.push(replicas.all, version)
         assert lost == {}
         assert replicas.accept(replicas.all, version) == {}
         for replica in replicas.groups:
             greedy, cool = generate(replica, GREEDY), generate(replica, COOL)
-            assert [sample.token_ids for sample in greedy] == trained.greedy
+            assert [sample.token_ids.tolist() for sample in greedy] == trained.greedy
             assert log_prob_gap(trained.model, greedy, 1.0) < TOLERANCE
             assert log_prob_gap(trained.model, cool, COOL.temperature) < TOLERANCE
             assert {sample.weight_versions for sample in greedy + cool} == {(version,)}

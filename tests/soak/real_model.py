@@ -131,7 +131,7 @@ def sglang_greedy(folder: Path) -> list[list[int]]:
         samples = engine.generate(prompts(folder), SamplingParameters(max_new_tokens=NUM_TOKENS, seed=0, temperature=0))
     finally:
         engine.close()
-    return [sample.token_ids for sample in samples]
+    return [sample.token_ids.tolist() for sample in samples]
 
 
 @contextmanager

@@ -21,6 +21,7 @@ from megarl.rollout.interface import (
     RolloutEngineSpec,
     Sample,
     SamplingParameters,
+    VersionSpan,
     check_request,
     end_token_ids,
 )
@@ -85,8 +86,18 @@ class HFEngine(RolloutEngine):
         seeds = [request.sampling.seed for request in batch]
         decoded = decode(self._model, [request.prompt for request in batch], sampling, stop_token_ids, seeds)
         return [
-            FinishedRequest(request.request_id, Sample(ids[:length], log_probs[:length], "stop" if stopped else "length", (version,)))
-            for request, ids, log_probs, length, stopped in zip(batch, *(tensor.tolist() for tensor in decoded), strict=True)
+            FinishedRequest(
+                request.request_id,
+                Sample(ids[:length], log_probs[:length], "stop" if stopped else "length", (VersionSpan(version, length),)),
+            )
+            for request, ids, log_probs, length, stopped in zip(
+                batch,
+                decoded.token_ids.int().cpu().numpy(),
+                decoded.log_probs.cpu().numpy(),
+                decoded.lengths.tolist(),
+                decoded.stopped.tolist(),
+                strict=True,
+            )
         ]
 
     def _next_batch(self) -> list[GenerationRequest]:

@@ -111,7 +111,7 @@ class SGLangEngine(RolloutEngine):
         outcome: FinishedRequest | BaseException
         try:
             answer = await self._backend.generate(generation_payload(request, self._end_token_ids))
-            outcome = FinishedRequest(request.request_id, read_sample(answer, request.sampling, submitted, self._last_version))
+            outcome = FinishedRequest(request.request_id, read_sample(answer, request.sampling, submitted))
         except Exception as error:  # noqa: BLE001  the boundary of the loop's thread: `collect` raises it
             outcome = error
         self._finished.put((ticket, outcome))

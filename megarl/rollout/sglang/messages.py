@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any, Literal
 
-from megarl.rollout.interface import GenerationRequest, Sample, SamplingParameters
+import numpy as np
+
+from megarl.rollout.interface import GenerationRequest, Sample, SamplingParameters, VersionSpan
 
 
 def generation_payload(request: GenerationRequest, end_token_ids: Collection[int]) -> dict[str, Any]:
@@ -29,8 +31,8 @@ def generation_payload(request: GenerationRequest, end_token_ids: Collection[int
     }
 
 
-def read_sample(answer: dict[str, Any], sampling: SamplingParameters, submitted: int, finished: int) -> Sample:
-    """submitted, finished: versions of the weights when the request was submitted, and when its answer came.
+def read_sample(answer: dict[str, Any], sampling: SamplingParameters, submitted: int) -> Sample:
+    """submitted: version of the weights when the request was submitted.
 
     Raises RuntimeError where the request was ended by something else than a token or its length.
     """
@@ -42,7 +44,8 @@ def read_sample(answer: dict[str, Any], sampling: SamplingParameters, submitted:
         raise RuntimeError(f"SGLang ended a request after {len(tokens)} of {sampling.max_new_tokens} tokens: {reason}")
     ended: Literal["stop", "length"] = reason["type"]
     if "weight_versions" in meta:  # newer versions of SGLang say which weights wrote which tokens
-        versions = tuple(int(span["version"]) for span in meta["weight_versions"])
-    else:
-        versions = (submitted,) if finished == submitted else (submitted, finished)
-    return Sample([token for _, token, *_ in tokens], [log_prob for log_prob, *_ in tokens], ended, versions)
+        spans = tuple(VersionSpan(int(span["version"]), int(span["end"])) for span in meta["weight_versions"])
+    else:  # the oldest that can have written any of it
+        spans = (VersionSpan(submitted, len(tokens)),)
+    token_ids = np.array([token for _, token, *_ in tokens], dtype=np.int32)
+    return Sample(token_ids, np.array([log_prob for log_prob, *_ in tokens], dtype=np.float32), ended, spans)

@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from megarl.algorithms.metrics import data_metrics
+from megarl.algorithms.metrics import age_metrics, data_metrics
 from megarl.algorithms.scores import place_scores
 
 NAN = float("nan")
@@ -68,6 +68,21 @@ def test_data_metrics_by_hand():
     }
     assert data_metrics(batch, max_response_length=3) == pytest.approx(expected, rel=1e-5)
     assert data_metrics(batch, max_response_length=4)["response_length/clip_ratio"] == 0.0
+
+
+def test_ages_by_hand():
+    batch = {
+        "response_mask": torch.tensor([[1, 1, 1], [1, 0, 0]]).bool(),
+        "token_versions": torch.tensor([[3, 4, 5], [5, -1, -1]], dtype=torch.int32),
+        "rollout_log_probs": torch.tensor([[-1.0, -2.0, -3.0], [-4.0, NAN, NAN]]),
+        "old_log_probs": torch.tensor([[-1.5, -2.25, -3.125], [-4.0, NAN, NAN]]),
+    }
+    ages = {"rollout/age/mean": 0.75, "rollout/age/max": 2.0}
+    gaps = {"current": (0.125 + 0) / 2, "older": (0.5 + 0.25) / 2}
+    assert age_metrics(batch, 5) == ages | {f"training/rollout_log_probs_diff_mean/{name}": gap for name, gap in gaps.items()}
+    del batch["old_log_probs"]
+    assert age_metrics(batch, 5) == ages
+    assert set(age_metrics(batch | {"token_versions": torch.full((2, 3), 5)}, 5).values()) == {0.0}
 
 
 def test_only_what_the_batch_has_is_reported():

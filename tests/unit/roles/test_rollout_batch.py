@@ -8,8 +8,9 @@ from megarl.batch.data_proto import DataProto
 from megarl.config.schema import SamplingConfig
 from megarl.controller.register import RemoteMethod
 from megarl.roles.rollout import Rollout, RolloutLimits, TokenRules
-from megarl.rollout.interface import FinishedRequest, GenerationRequest, Sample
+from megarl.rollout.interface import FinishedRequest, GenerationRequest, Sample, VersionSpan
 from megarl.workers.rollout_worker import RolloutWorker
+from tests.fake_engine import plain_sample
 
 PAD, END = 0, 1
 RULES = TokenRules(pad_token_id=PAD, stop_token_ids=(END,), max_response_length=6)
@@ -24,19 +25,19 @@ def prompts() -> DataProto:
 
 
 def sample(ids: list[int], log_probs: list[float]) -> Sample:
-    return Sample(ids, log_probs, "stop", (3,))
+    return plain_sample(ids, log_probs, "stop", 3)
 
 
 SAMPLES = [
     sample([5, 6, 4, END], [-0.1, -0.2, -0.3, -0.4]),
     sample([END], [-0.5]),
     sample([5, PAD, END], [-0.6, -0.7, -0.8]),  # it wrote the padding's id
-    Sample([6, 6], [-0.9, -1.0], "length", (4, 5)),
+    plain_sample([6, 6], [-0.9, -1.0], "length", 5)._replace(spans=(VersionSpan(4, 1), VersionSpan(5, 2))),
 ]
 
 
 def test_samples_become_a_batch() -> None:
-    batch = rollout(1)._assemble(prompts().repeat(2), SAMPLES)  # type: ignore[arg-type]
+    batch = rollout(1)._assemble(prompts().repeat(2), SAMPLES, version=5)  # type: ignore[arg-type]
     expected = {
         "prompts": [[0, 0, 7], [0, 0, 7], [8, 9, 0], [8, 9, 0]],
         "prompt_attention_mask": [[0, 0, 1], [0, 0, 1], [1, 1, 1], [1, 1, 1]],
@@ -52,7 +53,10 @@ def test_samples_become_a_batch() -> None:
     assert torch.equal(tensors["response_mask"], mask)
     log_probs = [[-0.1, -0.2, -0.3, -0.4], [-0.5, 0, 0, 0], [-0.6, -0.7, -0.8, 0], [-0.9, -1.0, 0, 0]]
     assert torch.equal(tensors["rollout_log_probs"], torch.tensor(log_probs))
-    assert tensors.keys() == {*expected, "response_mask", "rollout_log_probs"}
+    assert tensors["token_versions"].tolist() == [[3, 3, 3, 3], [3, -1, -1, -1], [3, 3, 3, -1], [4, 5, -1, -1]]
+    assert tensors["token_versions"].dtype == torch.int32
+    assert tensors.keys() == {*expected, "response_mask", "rollout_log_probs", "token_versions"}
+    assert batch.meta_info == {"weight_version": 5}
     assert batch.non_tensor_batch["uid"].tolist() == ["a", "a", "b", "b"]
     assert batch.non_tensor_batch["data_source"].tolist() == ["one", "one", "two", "two"]
     assert batch.non_tensor_batch["weight_version"].tolist() == [3, 3, 3, 4]  # the oldest

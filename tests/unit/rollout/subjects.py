@@ -68,4 +68,4 @@ def greedy(max_new_tokens: int = 6) -> SamplingParameters:
 
 
 def tokens(samples: Sequence[Sample]) -> list[list[int]]:
-    return [sample.token_ids for sample in samples]
+    return [sample.token_ids.tolist() for sample in samples]

@@ -102,7 +102,7 @@ def test_samples_are_prompt_major_and_follow_the_seed(ready: Subject) -> None:
     assert tokens(ready.engine.generate(PROMPTS, sampling)) == tokens(samples)
     assert tokens(ready.engine.generate(PROMPTS, SamplingParameters(max_new_tokens=5, seed=8, n=3))) != tokens(samples)
     assert len({tuple(ids) for ids in tokens(samples)[:3]}) > 1
-    singles = [ready.engine.generate([prompt], greedy(5))[0].token_ids for prompt in PROMPTS]
+    singles = [ready.engine.generate([prompt], greedy(5))[0].token_ids.tolist() for prompt in PROMPTS]
     twice = ready.engine.generate(PROMPTS, SamplingParameters(max_new_tokens=5, seed=7, n=2, temperature=0))
     assert tokens(twice) == [ids for ids in singles for _ in range(2)]
 
@@ -113,18 +113,18 @@ def test_a_sample_does_not_depend_on_what_is_written_beside_it(ready: Subject) -
     backwards = collected(ready.engine, requests[::-1])
     alone = {request.request_id: collected(ready.engine, [request])[request.request_id] for request in requests}
     for request_id, sample in together.items():
-        assert backwards[request_id].token_ids == sample.token_ids == alone[request_id].token_ids
+        assert backwards[request_id].token_ids.tolist() == sample.token_ids.tolist() == alone[request_id].token_ids.tolist()
 
 
 def test_stop_tokens_end_a_sample_and_length_does(ready: Subject) -> None:
     free = ready.engine.generate(PROMPTS, SamplingParameters(max_new_tokens=12, seed=0, temperature=0, ignore_eos=True))
     assert {(len(sample.token_ids), sample.finish_reason) for sample in free} == {(12, "length")}
-    stops = {free[0].token_ids[2], free[1].token_ids[0], free[3].token_ids[5]}
+    stops = {free[0].token_ids.tolist()[2], free[1].token_ids.tolist()[0], free[3].token_ids.tolist()[5]}
     sampling = SamplingParameters(max_new_tokens=12, seed=0, temperature=0, stop_token_ids=tuple(stops))
     reasons = set()
     for sample, whole in zip(ready.engine.generate(PROMPTS, sampling), free, strict=True):
-        end = next((place for place, token in enumerate(whole.token_ids) if token in {*stops, END_TOKEN}), None)
-        assert sample.token_ids == (whole.token_ids if end is None else whole.token_ids[: end + 1])
+        end = next((place for place, token in enumerate(whole.token_ids.tolist()) if token in {*stops, END_TOKEN}), None)
+        assert sample.token_ids.tolist() == (whole.token_ids.tolist() if end is None else whole.token_ids.tolist()[: end + 1])
         assert sample.finish_reason == ("length" if end is None else "stop")
         assert len(sample.log_probs) == len(sample.token_ids)
         reasons.add(sample.finish_reason)
@@ -139,7 +139,7 @@ def test_the_minimum_length(ready: Subject) -> None:
         return
     samples = ready.engine.generate(PROMPTS, sampling)
     assert min(len(sample.token_ids) for sample in samples) > 3
-    assert not {token for sample in samples for token in sample.token_ids[:3]} & {*range(2, 30), END_TOKEN}
+    assert not {token for sample in samples for token in sample.token_ids.tolist()[:3]} & {*range(2, 30), END_TOKEN}
 
 
 @pytest.mark.parametrize("temperature", [0.6, 1.0, 0.0])
@@ -149,7 +149,7 @@ def test_log_probs_are_those_of_the_whole_distribution(ready: Subject, temperatu
     model = ready.model(0)
     sampling = SamplingParameters(max_new_tokens=9, seed=1, temperature=temperature, top_p=0.8, top_k=20)
     for prompt, sample in zip(PROMPTS, ready.engine.generate(PROMPTS, sampling), strict=True):
-        expected = reference_log_probs(model, prompt, sample.token_ids, temperature)
+        expected = reference_log_probs(model, prompt, sample.token_ids.tolist(), temperature)
         assert torch.allclose(torch.tensor(sample.log_probs), expected, atol=1e-4)
 
 

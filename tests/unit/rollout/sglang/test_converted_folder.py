@@ -40,4 +40,4 @@ def test_sglang_writes_what_transformers_does(sglang_server: SGLangEngine, tmp_p
         for _ in range(GREEDY.max_new_tokens):
             with torch.no_grad():
                 tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
-        assert sample.token_ids == tokens[len(prompt) :]
+        assert sample.token_ids.tolist() == tokens[len(prompt) :]

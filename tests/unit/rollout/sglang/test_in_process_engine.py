@@ -61,7 +61,9 @@ def test_asleep_it_gives_the_memory_of_its_weights_back(sglang_in_process: Remot
     sglang_in_process.wake()
     push(model, sglang_in_process)
     sglang_in_process.wake_cache()
-    assert [sample.token_ids for sample in sglang_in_process.generate(PROMPTS, sampling)] == [sample.token_ids for sample in before]
+    assert [sample.token_ids.tolist() for sample in sglang_in_process.generate(PROMPTS, sampling)] == [
+        sample.token_ids.tolist() for sample in before
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +84,7 @@ def test_min_new_tokens_keeps_end_tokens_away(mortal: RemoteEngine) -> None:
     assert min(len(sample.token_ids) for sample in samples) > 10
     assert {sample.finish_reason for sample in samples} == {"stop", "length"}
     for sample in samples:
-        assert not {END_TOKEN, 11} & set(sample.token_ids[:-1])
+        assert not {END_TOKEN, 11} & set(sample.token_ids.tolist()[:-1])
 
 
 def test_a_killed_scheduler_is_found_at_once(mortal: RemoteEngine) -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
-from megarl.rollout.interface import GenerationRequest, Sample, SamplingParameters
+from megarl.rollout.interface import GenerationRequest, SamplingParameters
 from megarl.rollout.sglang.messages import generation_payload, read_sample
 
 SAMPLING = SamplingParameters(max_new_tokens=3, seed=5, temperature=0.5, stop_token_ids=(9, 2))
@@ -32,18 +33,21 @@ def test_with_ignore_eos_nothing_stops() -> None:
 
 
 def test_an_answer_becomes_a_sample() -> None:
-    assert read_sample(answer({"type": "length", "length": 3}), SAMPLING, 4, 4) == Sample([10, 11, 12], [0.0, -0.5, -1.0], "length", (4,))
-    assert read_sample(answer({"type": "stop", "matched": 11}, count=2), SAMPLING, 4, 4).finish_reason == "stop"
+    sample = read_sample(answer({"type": "length", "length": 3}), SAMPLING, 4)
+    assert (sample.token_ids.tolist(), sample.log_probs.tolist()) == ([10, 11, 12], [0.0, -0.5, -1.0])
+    assert (sample.token_ids.dtype, sample.log_probs.dtype, sample.finish_reason) == (np.int32, np.float32, "length")
+    assert read_sample(answer({"type": "stop", "matched": 11}, count=2), SAMPLING, 4).finish_reason == "stop"
 
 
 def test_weight_versions_by_token_or_by_request() -> None:
     length = {"type": "length", "length": 3}
     spans = [{"version": "3", "start": 0, "end": 1}, {"version": "4", "start": 1, "end": 3}]
-    assert read_sample(answer(length, weight_versions=spans), SAMPLING, 3, 4).weight_versions == (3, 4)
-    assert read_sample(answer(length), SAMPLING, 2, 4).weight_versions == (2, 4)  # older versions of SGLang
+    sample = read_sample(answer(length, weight_versions=spans), SAMPLING, 3)
+    assert (sample.spans, sample.weight_versions, sample.token_versions.tolist()) == (((3, 1), (4, 3)), (3, 4), [3, 4, 4])
+    assert read_sample(answer(length), SAMPLING, 2).spans == ((2, 3),)  # older versions of SGLang
 
 
 @pytest.mark.parametrize(("reason", "count"), [({"type": "abort", "message": "gone"}, 2), ({"type": "length", "length": 2}, 2)])
 def test_a_sample_that_was_cut_off_is_an_error(reason: dict[str, Any], count: int) -> None:
     with pytest.raises(RuntimeError, match="after 2 of 3 tokens"):
-        read_sample(answer(reason, count), SAMPLING, 4, 4)
+        read_sample(answer(reason, count), SAMPLING, 4)
