@@ -37,6 +37,7 @@ from megarl.roles.start import EvaluationRoles, start_evaluation
 from megarl.trainers.checkpoint import CONFIG_FILE
 from megarl.trainers.evaluation import Evaluation, ScoredSample
 from megarl.trainers.evaluation_results import (
+    PARTIAL_FILE,
     SAMPLES_FILE,
     SourceResult,
     check_same_prompts,
@@ -76,10 +77,11 @@ def run(parsed: argparse.Namespace) -> int:
     ):
         rules, weights = token_rules(config, tokenizer), FolderWeights(folder, manifest)
         roles = start_evaluation(config, architectures, weights, rules, processes.device, processes.pools)
-        samples = _samples(config, data, roles, console)
+        samples = _samples(config, data, roles, output / PARTIAL_FILE, console)
     results = results_of(samples)
     differences = None if others is None else compare(samples, others)
     write_whole(output / SAMPLES_FILE, sample_lines(samples))
+    (output / PARTIAL_FILE).unlink()
     dump_config(config, output / CONFIG_FILE)
     report = _report(model, config, parsed.against, results, differences, time.monotonic() - start_s)
     write_whole(output / RESULTS_FILE, json.dumps(report, indent=2) + "\n")  # the last: with it the folder is whole
@@ -94,6 +96,9 @@ def _claim(output: Path) -> None:
     """Raises ConfigError where results lie there, or none can be written."""
     if (output / RESULTS_FILE).exists():
         raise ConfigError("--output", [f"{output} holds the results of another evaluation; give another folder, or remove it"])
+    if (partial := output / PARTIAL_FILE).exists():
+        what = f"{partial} has the samples of an evaluation that did not end, which `megarl score` reads"
+        raise ConfigError("--output", [f"{what}; give another folder, or remove the file"])
     try:
         output.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryDirectory(dir=output).cleanup()
@@ -111,12 +116,15 @@ def _others(against: str | None, data: PromptDataset) -> list[ScoredSample] | No
     return others
 
 
-def _samples(config: PPOConfig, data: PromptDataset, roles: EvaluationRoles, console: Console) -> list[ScoredSample]:
+def _samples(config: PPOConfig, data: PromptDataset, roles: EvaluationRoles, partial: Path, console: Console) -> list[ScoredSample]:
+    """They are in `partial` as soon as they are there: an evaluation of hours that is killed leaves what it has."""
     evaluation = Evaluation(data, config.rollout.validation, config.trainer.prompts_per_step)
     samples: list[ScoredSample] = []
     with PassProgress(len(data), console) as progress:
         for batch in evaluation.samples(roles.rollout, roles.reward):
             samples += batch
+            with partial.open("a", encoding="utf-8") as file:
+                file.write(sample_lines(batch))
             progress.advance(len(batch) // config.rollout.validation.n, fmean(sample.score for sample in samples))
     return samples
 

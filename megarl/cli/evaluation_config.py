@@ -31,6 +31,7 @@ from megarl.config.schema import (
 )
 from megarl.config.sources import Layer
 from megarl.config.validate import absent_files
+from megarl.data.hub import with_hub_inputs
 from megarl.doctor.checked_config import checked
 
 _EVALUATIONS = "evaluations"  # in a run's folder, and in `outputs`
@@ -50,7 +51,8 @@ def evaluation_config(model: NamedModel, options: argparse.Namespace) -> PPOConf
     source = str(path or "megarl eval")
     if not config.data.val_files:
         raise ConfigError(source, ["data.val_files: is empty; name what to evaluate on, as --data FILE"])
-    config = _without_training(config, str(_output(model, config, options)))
+    output = _output(model, config, options)  # by the names of the data as they are given
+    config, _ = with_hub_inputs(_without_training(config, str(output)), source, large=True)
     if absent := [str(problem) for problem in absent_files(config)]:
         raise ConfigError(source, absent)
     return checked(config, source, with_files=False)

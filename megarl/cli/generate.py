@@ -99,7 +99,8 @@ class Writer:
         start_s = time.monotonic()
         device, dtype = (Device.cuda, DType.bfloat16) if torch.cuda.is_available() else (Device.cpu, DType.float32)
         config = ModelConfig(path=str(self._model.source.companions), dtype=dtype)
-        self._engine = HFEngine(RolloutEngineSpec(model=config, rollout=RolloutConfig(), device=device))
+        is_ended = self._has_stop_text if self._stop_texts else None
+        self._engine = HFEngine(RolloutEngineSpec(model=config, rollout=RolloutConfig(), device=device), is_ended)
         with hugging_face_folder(self._model, getattr(torch, dtype.value)) as (folder, manifest):
             self._engine.begin_weight_update(manifest)
             self._engine.load_folder(folder)
@@ -109,22 +110,18 @@ class Writer:
 
     def write(self, prompts: Sequence[list[int]]) -> list[Continuation]:
         """`n` of each prompt, side by side."""
-        return [
-            self._until_stop(sample.token_ids.tolist(), sample.log_probs.tolist(), sample.finish_reason)
-            for sample in self._engine.generate(prompts, self._fitting(prompts))
-        ]
+        continuations = []
+        for sample in self._engine.generate(prompts, self._fitting(prompts)):
+            token_ids = sample.token_ids.tolist()
+            text = self._text(token_ids)
+            end = min((start for stop in self._stop_texts if (start := text.find(stop)) >= 0), default=len(text))
+            pieces = [str(self._tokenizer.decode([token_id])) for token_id in token_ids]
+            continuations.append(Continuation(text[:end], token_ids, sample.log_probs.tolist(), pieces, sample.finish_reason))
+        return continuations
 
-    def _until_stop(self, token_ids: list[int], log_probs: list[float], finish_reason: str) -> Continuation:
+    def _has_stop_text(self, token_ids: list[int]) -> bool:
         text = self._text(token_ids)
-        starts = [start for stop in self._stop_texts if (start := text.find(stop)) >= 0]
-        if starts:
-            finish_reason = "stop"
-            length = next(
-                length for length in range(len(token_ids) + 1) if any(stop in self._text(token_ids[:length]) for stop in self._stop_texts)
-            )
-            token_ids, log_probs, text = token_ids[:length], log_probs[:length], text[: min(starts)]
-        pieces = [str(self._tokenizer.decode([token_id])) for token_id in token_ids]
-        return Continuation(text, token_ids, log_probs, pieces, finish_reason)
+        return any(stop in text for stop in self._stop_texts)
 
     def _text(self, token_ids: list[int]) -> str:
         return str(self._tokenizer.decode(token_ids, skip_special_tokens=True))

@@ -265,7 +265,7 @@ def _add_generate(commands: argparse._SubParsersAction[argparse.ArgumentParser])
 
 
 def _add_model(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL", help="a Hugging Face folder, a run's trainer.output_dir, or a checkpoint of one")
+    parser.add_argument("model", metavar="MODEL", help="a Hugging Face folder or name, a run's trainer.output_dir, or a checkpoint of one")
     parser.add_argument("--step", metavar="STEP", default="latest", help="of a run's checkpoints: latest, best, or a number")
 
 

@@ -17,6 +17,8 @@ from megarl.checkpoints.run_folder import DESCRIPTION_FILE, CheckpointFolder, st
 from megarl.config.errors import CheckpointError
 from megarl.config.load import load_config, schema_of
 from megarl.config.schema import PPOConfig, SFTConfig
+from megarl.config.sources import is_hub_name
+from megarl.data.hub import model_folder
 from megarl.trainers.checkpoint import CONFIG_FILE
 from megarl.weights.manifest import TORCH_DTYPES, manifest_of, read_checkpoint_index
 from megarl.weights.receipt import Manifest, TensorMeta
@@ -38,8 +40,10 @@ class NamedModel:
 def find_model(path: Path, step: str = LATEST) -> NamedModel:
     """step: `latest`, `best` (`checkpoint.keep_best`) or the number of a step, of a folder of checkpoints or of a run's.
 
-    Raises ValueError for a folder that holds no language model, is damaged, or has no such step.
+    A name on the hub is fetched. Raises ValueError for a folder that holds no language model, is damaged, or has no such step.
     """
+    if is_hub_name(str(path)):
+        path = model_folder(str(path), "MODEL", large=True)
     try:
         folder, run_file = _model_folder(path, step)
         run = None if run_file is None else _run_config(run_file)

@@ -18,10 +18,10 @@ from megarl.cli.rehearsal_tables import collectives_table, memory_table, waits_t
 from megarl.config.architecture import Architecture
 from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
-from megarl.config.published import with_published_models
 from megarl.config.roles import ModelRole, model_roles
 from megarl.config.schema import Device, DType, Layers, ParallelConfig, PPOConfig, SFTConfig
 from megarl.config.validate import read_architectures, validate
+from megarl.doctor.checked_config import find_inputs
 from megarl.placement.plan import plan_placement
 from megarl.rehearsal.prediction import PredictedMemory, predicted_memory
 from megarl.rehearsal.processes import rehearse_ranks
@@ -47,7 +47,7 @@ def run(
     given = load_config(schema, config_path, overrides)
     if given.device is Device.auto:  # what that means is another matter here than on the machines of the run, also for model.dtype
         given = load_config(schema, config_path, [*overrides, "device=cuda"])
-    config, absent = with_published_models(given, config_path)
+    config, absent = find_inputs(given, config_path)
     if violations := validate(config, with_files=False):
         raise ConfigError(config_path, [str(violation) for violation in violations])
     if config.device is Device.cpu:

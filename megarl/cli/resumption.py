@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from megarl.cli.session import Session, of_another_run, read_summary
+from megarl.cli.tables import print_line
 from megarl.cli.termination import TERMINATED
 from megarl.config.errors import CheckpointError, ConfigError
 from megarl.config.schema import PPOConfig, SFTConfig
@@ -131,11 +131,5 @@ def say_stopped(session: Session, checkpoints: Checkpointer) -> int:
 
 
 def _print_differences(console: Console, resume: Resume) -> None:
-    if not resume.differences:
-        return
-    table = Table(title=f"Different from when {resume.checkpoint.name} was written", title_justify="left")
-    for column in ("key", "then", "now"):
-        table.add_column(column, overflow="fold")
     for change in resume.differences:
-        table.add_row(change.key, str(change.before), str(change.now))
-    console.print(table)
+        print_line(console, f"other than when {resume.checkpoint.name} was written: {change.key}={change.now} (was {change.before})")

@@ -31,7 +31,7 @@ Config = typing.TypeVar("Config")
 RunConfig = typing.TypeVar("RunConfig", bound=PPOConfig | SFTConfig)
 _KIND = "kind"
 _SIGNS = ("+", "~")  # of Hydra: to add a key, to take one away
-_SCHEMAS: dict[Any, type[PPOConfig] | type[SFTConfig]] = {RunKind.ppo: PPOConfig, RunKind.sft: SFTConfig}
+_SCHEMAS: dict[str | None, type[PPOConfig] | type[SFTConfig]] = {RunKind.ppo: PPOConfig, RunKind.sft: SFTConfig}
 _LONGEST_NAME, _LONGEST_TEXT = 255, 4000  # bytes of a name in Linux's file systems; characters, below what a path may have
 
 
@@ -66,9 +66,10 @@ def schema_of(path: str, overrides: Sequence[str] = ()) -> type[PPOConfig] | typ
     return _SCHEMAS.get(_kind_of(read_layers(path, overrides)), PPOConfig)
 
 
-def _kind_of(layers: Sequence[Layer]) -> Any:
-    """As it is written; None where it is not."""
-    return next((layer.values[_KIND] for layer in reversed(layers) if _KIND in layer.values), None)
+def _kind_of(layers: Sequence[Layer]) -> str | None:
+    """As it is written; None where it is not, or is no text, which its type refuses."""
+    kind = next((layer.values[_KIND] for layer in reversed(layers) if _KIND in layer.values), None)
+    return kind if isinstance(kind, str) else None
 
 
 def _fit(schema: type[Config], path: str, layers: Sequence[Layer]) -> Config:

@@ -45,6 +45,12 @@ def with_hub_inputs(config: RunConfig, path: str, large: bool) -> tuple[RunConfi
     return config, list(dict.fromkeys(said))
 
 
+def model_folder(name: str, key: str, large: bool) -> Path:
+    """Of the model that `key`, of a command, names; large: with its weights. Raises ConfigError as `with_hub_inputs`."""
+    folder, _ = _model(name, key, name, large)
+    return folder
+
+
 def _model(path: str, key: str, name: str, large: bool) -> tuple[Path, bool]:
     """Its folder, and whether the weights are there."""
     wanted = [*_COMPANIONS, _WEIGHTS]

@@ -85,7 +85,8 @@ def read_prompt_rows(files: Sequence[str], columns: PromptColumnsConfig) -> Iter
     optional = [columns.extra_info]
     if columns.extra_info != PromptColumnsConfig().extra_info:  # who names a column has one
         required, optional = [*required, *optional], []
-    hint = "; data.columns says which columns are read, such as data.columns.ground_truth=answer, and data_source=null for none"
+    example = "data.columns.prompt=question data.columns.ground_truth=answer data.columns.data_source=null"
+    hint = f"; data.columns says which columns are read, such as {example}"
     return read_rows(files, required, optional, hint)
 
 

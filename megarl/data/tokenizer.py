@@ -54,6 +54,8 @@ def load_tokenizer(path: str, trust_remote_code: bool = False, key: str = "model
     _try_template(tokenizer, f"{key}={path!r}")
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
+    if tokenizer.is_fast and type(tokenizer.backend_tokenizer.model).__name__ == "BPE":
+        tokenizer.clean_up_tokenization_spaces = False  # which decoding leaves out for these in any case, with a warning in every process
     return tokenizer
 
 

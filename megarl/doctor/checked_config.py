@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from typing import TypeVar
 
 from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
 from megarl.config.published import with_published_models
+from megarl.config.roles import model_roles
 from megarl.config.schema import PPOConfig, RolloutConfig, RolloutEngineKind, SFTConfig
-from megarl.config.sources import source_name
+from megarl.config.sources import is_hub_name
 from megarl.config.validate import absent_files, read_architectures, validate
 from megarl.config.violation import Violation
 from megarl.placement.memory import budget_problems, plan_memory, refuses
@@ -25,18 +25,36 @@ _PLACEMENT_KEYS = (
 )
 
 
-def load_checked(schema: type[RunConfig], source: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> RunConfig:
-    """`load_config`, and every check that reads no more of a run's files than its models' `config.json`. Raises ConfigError that lists all
-    that is wrong."""
-    return checked(load_config(schema, source, overrides), source_name(source), with_files=True)
-
-
 def load_checked_anywhere(schema: type[RunConfig], path: str, overrides: Sequence[str] = ()) -> tuple[RunConfig, list[str]]:
-    """As `load_checked`, but on a machine without the run's models: those that are published are known, and files that a run reads may be
-    elsewhere too. The second value: what is not here, a line each; empty where the models are."""
-    config, absent = with_published_models(load_config(schema, path, overrides), path)
+    """`load_config`, and every check that reads no more of a run's files than its models' `config.json`; also on a machine without the
+    run's models: those that are published, or on a hub, are known, and files that a run reads may be elsewhere too. The second value:
+    what is not here, a line each; empty where the models are. Raises ConfigError that lists all that is wrong."""
+    return checked_anywhere(*find_inputs(load_config(schema, path, overrides), path), path)
+
+
+def find_inputs(config: RunConfig, path: str) -> tuple[RunConfig, list[str]]:
+    """The configuration, of the file `path`, with a folder for each model that is not here but published, or on a hub. The second value:
+    a line about each of them, and about data on a hub, that a run would fetch. Raises ConfigError where a hub does not answer."""
+    config, absent = with_published_models(config, path)
+    config, on_hub = find_on_hub(config, path)
+    return config, [*absent, *on_hub]
+
+
+def find_on_hub(config: RunConfig, path: str) -> tuple[RunConfig, list[str]]:
+    """As `find_inputs`, of what is on a hub alone."""
+    if not any(map(is_hub_name, (*(role.path for role in model_roles(config)), *config.data.train_files, *config.data.val_files))):
+        return config, []
+    # Here, because the hub's library takes half a second; nobody else shall wait for it.
+    from megarl.data.hub import with_hub_inputs
+
+    return with_hub_inputs(config, path, large=False)
+
+
+def checked_anywhere(config: RunConfig, absent: Sequence[str], path: str) -> tuple[RunConfig, list[str]]:
+    """What `find_inputs` gave, checked as far as that can be; and all that is not here, a line each."""
     checked(config, path, with_files=not absent)
-    return config, [*absent, *map(str, absent_files(config))]
+    said = {line.partition(":")[0] for line in absent}
+    return config, [*absent, *(str(each) for each in absent_files(config) if each.keys[0] not in said)]
 
 
 def checked(config: RunConfig, path: str, with_files: bool) -> RunConfig:

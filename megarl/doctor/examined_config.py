@@ -8,22 +8,21 @@ from pathlib import Path
 from typing import Any
 
 from megarl.config.load import load_config
-from megarl.config.published import with_published_models
 from megarl.config.roles import model_roles
 from megarl.config.schema import Device, PPOConfig, SFTConfig
 from megarl.config.sources import source_name
-from megarl.config.validate import absent_files, read_architectures, validate
+from megarl.config.validate import read_architectures, validate
 from megarl.config.violation import Violation
 from megarl.data.hub import with_hub_inputs
 from megarl.doctor import devices
 from megarl.doctor.check_result import DATA, CheckResult, Status
-from megarl.doctor.checked_config import RunConfig, checked, load_checked_anywhere, problems_of, refuse
+from megarl.doctor.checked_config import RunConfig, checked_anywhere, find_inputs, problems_of, refuse
 from megarl.doctor.inputs import ROWS, findings
 
 
 def load_for_run(schema: type[RunConfig], source: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> RunConfig:
-    """As `load_checked`, with the model folders, tokenizers and reward functions, which runs a first sample. Of the data, which a run
-    reads in full, only the first row is needed here."""
+    """`load_config`, and every check with the model folders, tokenizers and reward functions, which runs a first sample. Of the data,
+    which a run reads in full, only the first row is needed here. What is on a hub is fetched."""
     path = source_name(source)
     config, _ = with_hub_inputs(load_config(schema, source, overrides), path, large=True)
     violations = validate(config)
@@ -35,14 +34,9 @@ def load_for_run(schema: type[RunConfig], source: str | Path | Mapping[str, Any]
 def load_examined_anywhere(schema: type[RunConfig], path: str, overrides: Sequence[str] = ()) -> tuple[RunConfig, list[str], list[str]]:
     """As `load_checked_anywhere`, with all that a run reads, where it is here: model folders, tokenizers, the first rows of the data,
     reward functions. The third value: warnings, a line each, of what will run but is seldom meant."""
-    config, absent = with_published_models(load_config(schema, path, overrides), path)
+    config, absent = find_inputs(load_config(schema, path, overrides), path)
     if absent:
-        return *load_checked_anywhere(schema, path, overrides), []
-    config, absent = with_hub_inputs(config, path, large=False)
-    if absent:
-        checked(config, path, with_files=False)
-        said = {line.partition(":")[0] for line in absent}
-        return config, [*absent, *(str(each) for each in absent_files(config) if each.keys[0] not in said)], []
+        return *checked_anywhere(config, absent, path), []
     violations = validate(config)
     found = _inputs(config, violations, None)
     refuse(path, [*problems_of(config, violations), *(str(each) for each in found if each.status is Status.error)])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -12,8 +12,8 @@ from megarl.config.load import load_config, schema_of
 from megarl.config.roles import model_roles
 from megarl.config.schema import Device, PPOConfig, SFTConfig
 from megarl.config.validate import read_architectures
-from megarl.doctor.check_result import CheckResult, good, wrong
-from megarl.doctor.checked_config import load_checked
+from megarl.doctor.check_result import CheckResult, doubtful, good, wrong
+from megarl.doctor.checked_config import checked, find_on_hub
 from megarl.placement.plan import PlacementPlan, plan_placement
 
 CONFIGURATION = "configuration"
@@ -22,7 +22,8 @@ CONFIGURATION = "configuration"
 @dataclass(frozen=True, kw_only=True)
 class ExaminedRun:
     """Without a configuration only the machine is examined. `architectures`: of the models that can be read, by role. `num_gpus`: of
-    this machine, as its driver says. `ray_address`: of the cluster that the run would join, None for one of its own."""
+    this machine, as its driver says. `ray_address`: of the cluster that the run would join, None for one of its own. `unfetched`: keys of
+    what is on a hub and not here yet."""
 
     config: PPOConfig | SFTConfig | None = None
     plan: PlacementPlan | None = None
@@ -30,6 +31,7 @@ class ExaminedRun:
     num_gpus: int = 0
     ray_address: str | None = None
     shared_memory: Path = Path("/dev/shm")
+    unfetched: Collection[str] = ()
 
     @property
     def use_gpu(self) -> bool:
@@ -56,9 +58,13 @@ def read_subject(
     """The run in the file `path`, and what is wrong with it. What cannot be read is left out, so that the rest is examined."""
     if path is None:
         return ExaminedRun(num_gpus=num_gpus, ray_address=ray_address), []
+    on_hub: list[str] = []
     try:
-        config: PPOConfig | SFTConfig = load_checked(schema_of(path, overrides), path, overrides)
+        config: PPOConfig | SFTConfig
+        config, on_hub = find_on_hub(load_config(schema_of(path, overrides), path, overrides), path)
+        checked(config, path, with_files=not on_hub)
         results = [good(CONFIGURATION, f"{path} is good")]
+        results += [doubtful(CONFIGURATION, line, "`hf download` fetches it now") for line in on_hub]
     except ConfigError as error:
         results = list(_problems(error))
         try:
@@ -67,10 +73,17 @@ def read_subject(
             return ExaminedRun(num_gpus=num_gpus, ray_address=ray_address), results
     try:
         plan = plan_placement(config)
-    except ConfigError:  # which load_checked has said
+    except ConfigError:  # which `checked` has said
         plan = None
     architectures, _ = read_architectures(config)
-    return ExaminedRun(config=config, plan=plan, architectures=architectures, num_gpus=num_gpus, ray_address=ray_address), results
+    return ExaminedRun(
+        config=config,
+        plan=plan,
+        architectures=architectures,
+        num_gpus=num_gpus,
+        ray_address=ray_address,
+        unfetched=[line.partition(":")[0] for line in on_hub],
+    ), results
 
 
 def _problems(error: ConfigError) -> Iterator[CheckResult]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
@@ -22,6 +21,7 @@ from megarl.data.sft import read_chat_rows, read_example
 from megarl.data.tokenizer import load_tokenizer
 from megarl.doctor.check_result import DATA, CheckResult, doubtful, good, refused, size, wrong
 from megarl.doctor.examined_run import ExaminedRun
+from megarl.machine.spawn import FreshContext
 from megarl.machine.user_functions import UserFunctionError
 from megarl.rewards.functions import RewardFunctionError
 from megarl.rewards.scorer import RewardError, RewardScorer, ScoreRequest
@@ -38,15 +38,15 @@ _SAMPLE_LIMIT_S = 5.0  # for the first sample; a run may give it more
 
 def check(subject: ExaminedRun) -> Iterator[CheckResult]:
     if subject.config is not None:
-        yield from findings(subject.config, subject.architectures)
+        yield from findings(subject.config, subject.architectures, subject.unfetched)
 
 
 def findings(
     config: Config, architectures: Mapping[str, Architecture], skipped: Collection[str] = (), num_rows: int = ROWS
 ) -> Iterator[CheckResult]:
     """Of all that a run reads. `architectures`: of the models that can be read, by role; the others are left out. `skipped`: keys of what
-    is known to be wrong. num_rows: of each file that are rendered."""
-    for role in _distinct_models(config, architectures):
+    is known to be wrong, or absent. num_rows: of each file that are rendered."""
+    for role in (each for each in _distinct_models(config, architectures) if each.path_key not in skipped):
         yield judge_model(Path(role.path), role.path_key, architectures[role.name], role)
     prompt = None
     for role in model_roles(config):
@@ -198,7 +198,7 @@ def judge_functions(algorithm: AlgorithmConfig, limit_s: float = _REWARD_LIMIT_S
         " and ".join(references),
         "mend the file, or leave the key out; docs/algorithms.md says what such a function gets and gives",
     )
-    with ProcessPool(1, context=multiprocessing.get_context("spawn")) as pool:
+    with ProcessPool(1, context=FreshContext()) as pool:
         tried = pool.schedule(try_functions, args=[algorithm], timeout=limit_s)
         try:
             tried.result()

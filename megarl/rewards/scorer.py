@@ -6,7 +6,6 @@ never becomes a silent 0, and it never stops the other samples.
 
 from __future__ import annotations
 
-import multiprocessing
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
@@ -17,6 +16,7 @@ from typing import Literal, NamedTuple
 from pebble import ProcessExpired, ProcessPool
 
 from megarl.config.schema import RewardFunctionConfig
+from megarl.machine.spawn import FreshContext
 from megarl.rewards import process
 from megarl.rewards.functions import RewardFunctionError
 from megarl.rewards.process import Outcome, ScoreRequest
@@ -56,8 +56,8 @@ class RewardError(RuntimeError):
 class RewardScorer:
     """A pool of `num_processes` that score samples; a sample may take `time_limit_s` seconds for all functions together.
 
-    The clock of a sample starts when its process takes it up. The processes are spawned, not forked, so the owner may have threads
-    and a GPU; none outlives the owner, however it ends. Raises RewardFunctionError at once for functions that cannot be loaded, or
+    The clock of a sample starts when its process takes it up. The processes are fresh, so the owner may have threads and a GPU;
+    none outlives the owner, however it ends. Raises RewardFunctionError at once for functions that cannot be loaded, or
     are not within `start_time_limit_s`.
     """
 
@@ -120,8 +120,7 @@ class RewardScorer:
 
     def _start(self) -> ProcessPool:
         """Starts the processes, and waits until one of them has loaded the functions."""
-        context = multiprocessing.get_context("spawn")
-        pool = ProcessPool(max_workers=self._num_processes, initializer=process.start, initargs=[self._functions], context=context)
+        pool = ProcessPool(max_workers=self._num_processes, initializer=process.start, initargs=[self._functions], context=FreshContext())
         loading = pool.schedule(process.load_error)
         if not wait([loading], timeout=self._start_time_limit_s).done:
             files = ", ".join(function.path for function in self._functions)

@@ -47,7 +47,8 @@ class ConsoleLogger:
         self._seconds: list[float] = []  # of the steps up to now
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        shown = [f"{name} {metrics[name]:.4g}" for name in self.SHOWN if name in metrics]
+        left_out = {"actor/reward_kl_penalty"} if "actor/kl_loss" in metrics else set()  # there is no such penalty
+        shown = [f"{name} {metrics[name]:.4g}" for name in self.SHOWN if name in metrics and name not in left_out]
         if "timing_s/step" in metrics:
             self._seconds.append(metrics["timing_s/step"])
         if self._seconds and self._total_steps is not None and step < self._total_steps:

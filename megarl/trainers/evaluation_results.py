@@ -13,6 +13,7 @@ from megarl.trainers.evaluation import ScoredSample, by_data_source, prompt_valu
 
 ALL = "all"  # the sources together
 SAMPLES_FILE = "samples.jsonl"
+PARTIAL_FILE = "samples.partial.jsonl"  # while there are more to come
 
 
 class SourceResult(NamedTuple):

@@ -13,6 +13,7 @@ from rich.console import Console
 
 from megarl.algorithms.sampling_metrics import mean_over_prompts
 from megarl.cli import eval as evaluation
+from megarl.cli.evaluation_tables import PassProgress
 from megarl.cli.main import main
 from megarl.cli.named_model import find_model
 from megarl.cli.processes import RayProcesses
@@ -111,14 +112,26 @@ def test_a_checkpoint_has_the_score_that_validation_found(finished: Finished, ca
     assert (best.source.step, best.run_dir) == (better, run_dir)
 
 
-def test_a_model_of_no_run_is_sampled_alike(finished: Finished, inputs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The trained model as Hugging Face has it, with what the run's configuration says as options. Its samples are kept."""
-    output = tmp_path / "results"
+def test_a_model_of_no_run_is_sampled_alike(
+    finished: Finished, inputs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trained model as Hugging Face has it, with what the run's configuration says as options. Its samples are kept, also before all
+    are there."""
+    output, kept = tmp_path / "results", []
+    advance = PassProgress.advance
+
+    def look(progress: PassProgress, num_prompts: int, score: float) -> None:
+        kept.append(len((output / "samples.partial.jsonl").read_text().splitlines()))
+        advance(progress, num_prompts, score)
+
+    monkeypatch.setattr(PassProgress, "advance", look)
     options = ["--n", "2", "--temperature", "0.8", "--max-tokens", "8", "--output", str(output)]
     data = ["--data", str(inputs / "validation.parquet"), "--reward", f"{inputs / 'hash.py'}:compute_score"]
     overrides = ["model.dtype=float32", "device=cpu", "trainer.prompts_per_step=3", "data.max_prompt_length=8"]
     assert main(["eval", str(finished.policy), *data, *options, *overrides]) == 0
     assert values(output) == of_count(finished.metrics[2])
+    assert kept == [6, 12, 16]
+    assert {path.name for path in output.iterdir()} == {"samples.jsonl", "results.json", "config.yaml"}
     samples = [json.loads(line) for line in (output / "samples.jsonl").read_text().splitlines()]
     assert [sample["uid"] for sample in samples] == [str(row) for row in range(8) for _ in range(2)]
     means = [(first["score"] + second["score"]) / 2 for first, second in zip(samples[::2], samples[1::2], strict=True)]
@@ -169,3 +182,6 @@ def test_results_are_never_mixed(finished: Finished, tmp_path: Path, capsys: pyt
     assert main(["eval", str(finished.output_dir), "--output", str(tmp_path)]) == 2
     assert "holds the results of another evaluation" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["results.json"]
+    (tmp_path / "results.json").rename(tmp_path / "samples.partial.jsonl")
+    assert main(["eval", str(finished.output_dir), "--output", str(tmp_path)]) == 2
+    assert "has the samples of an evaluation that did not end" in capsys.readouterr().err

@@ -6,7 +6,7 @@ and keeps all steps' logits to return log-probs; this loop keeps one step's.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -38,8 +38,10 @@ def decode(
     sampling: SamplingParameters,
     stop_token_ids: torch.Tensor,
     seeds: Sequence[int],
+    is_ended: Callable[[list[int]], bool] | None = None,
 ) -> Decoded:
-    """One sample of each prompt, equal prompts being prefilled once; `seeds`, one per prompt, stand for the seed of `sampling`.
+    """One sample of each prompt, equal prompts being prefilled once; `seeds`, one per prompt, stand for the seed of `sampling`. Where
+    `is_ended` is true of a sample's tokens, it stops there as at a stop token.
 
     Rows that have ended leave the batch as soon as they are half of it.
     """
@@ -65,7 +67,11 @@ def decode(
         forbidden = stop_token_ids[: 0 if step >= sampling.min_new_tokens else None]
         sampled = sample_tokens(logits, sampling, keys[rows.indices], step, forbidden)
         sampled_ids[rows.indices, step], log_probs[rows.indices, step] = sampled
-        ends = torch.isin(sampled.token_ids, stop_token_ids) & ~stopped[rows.indices]
+        ends = torch.isin(sampled.token_ids, stop_token_ids)
+        if is_ended is not None:
+            written = sampled_ids[rows.indices, : step + 1].tolist()
+            ends |= torch.tensor([is_ended(token_ids) for token_ids in written], device=model.device)
+        ends &= ~stopped[rows.indices]
         lengths[rows.indices[ends]] = step + 1
         stopped[rows.indices[ends]] = True
         rows = _drop_ended(rows, stopped, cache)

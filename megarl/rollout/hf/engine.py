@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from operator import attrgetter
 from pathlib import Path
@@ -38,10 +38,11 @@ _kind = attrgetter(*(field.name for field in fields(SamplingParameters) if field
 class HFEngine(RolloutEngine):
     """Starts without weights, from the folder's config.json: they come by an update, so they are always the trainer's.
 
-    Requests wait until `collect`, which decodes one batch of them to its end.
+    Requests wait until `collect`, which decodes one batch of them to its end. is_ended: of a sample's tokens, ends it beside the model's
+    end tokens.
     """
 
-    def __init__(self, spec: RolloutEngineSpec) -> None:
+    def __init__(self, spec: RolloutEngineSpec, is_ended: Callable[[list[int]], bool] | None = None) -> None:
         path, trusted = spec.model.path, spec.model.trust_remote_code
         config = AutoConfig.from_pretrained(path, trust_remote_code=trusted)
         with no_init_weights():
@@ -55,6 +56,7 @@ class HFEngine(RolloutEngine):
         self._max_length: int = config.max_position_embeddings
         self._vocab_size: int = config.vocab_size
         self._end_token_ids = end_token_ids(path)
+        self._is_ended = is_ended
         self._lifecycle = EngineLifecycle()
         self._parameters = dict(self._model.named_parameters())  # a tied output layer is not in it twice
         self._shapes = {name: tuple(parameter.shape) for name, parameter in self._parameters.items()}
@@ -84,7 +86,7 @@ class HFEngine(RolloutEngine):
         stops = () if sampling.ignore_eos else {*sampling.stop_token_ids, *self._end_token_ids}
         stop_token_ids = torch.tensor(sorted(stops), dtype=torch.int64, device=self._device)
         seeds = [request.sampling.seed for request in batch]
-        decoded = decode(self._model, [request.prompt for request in batch], sampling, stop_token_ids, seeds)
+        decoded = decode(self._model, [request.prompt for request in batch], sampling, stop_token_ids, seeds, self._is_ended)
         return [
             FinishedRequest(
                 request.request_id,

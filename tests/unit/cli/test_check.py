@@ -17,7 +17,7 @@ from megarl.cli.run_summary import print_summary, title_of, write_plan
 from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
 from megarl.config.schema import PPOConfig
-from megarl.doctor.checked_config import load_checked
+from megarl.doctor.checked_config import load_checked_anywhere
 from tests.unit.config.folders import model_folder, ppo_values, sft_values, write_yaml
 
 ROOT = Path(__file__).parents[3]
@@ -76,7 +76,7 @@ def test_at_80_columns_no_word_or_number_is_broken(ppo: str, capsys: pytest.Capt
 
 
 def test_what_a_run_says_when_it_starts_is_a_dozen_lines(ppo: str, tmp_path: Path) -> None:
-    config = load_checked(PPOConfig, ppo, ["algorithm=grpo", "trainer.critic_warmup_steps=0"])
+    config, _ = load_checked_anywhere(PPOConfig, ppo, ["algorithm=grpo", "trainer.critic_warmup_steps=0"])
     print_summary(config, console := Console(file=io.StringIO(), width=80))
     said = console.file.getvalue()
     assert said.startswith("GRPO: 10 steps of 12 prompts x 4 = 48 rows of at most 24 tokens, mini-batches: 3\n")
@@ -155,19 +155,19 @@ def test_options_that_sglang_does_not_know_are_refused_with_all_else_that_is_wro
         "trainer.updates_per_step=5",
     ]
     with pytest.raises(ConfigError) as caught:
-        load_checked(PPOConfig, ppo, overrides)
+        load_checked_anywhere(PPOConfig, ppo, overrides)
     own = [problem for problem in caught.value.problems if "server_args.tp_size" in problem]
     assert own
     assert "rollout.tensor_parallel_size" in own[0]
     assert any("trainer.updates_per_step" in problem for problem in caught.value.problems)
     with pytest.raises(ConfigError) as caught:
-        load_checked(
+        load_checked_anywhere(
             PPOConfig, ppo, ["rollout.engine=sglang", "rollout.sglang.server_args={mem_fraction_statik: 0.5, chunked_prefill_size: 64}"]
         )
     assert len(caught.value.problems) == 1
     assert "mem_fraction_statik is no option" in caught.value.problems[0]
     assert "did you mean mem_fraction_static" in caught.value.problems[0]
-    load_checked(PPOConfig, ppo, ["rollout.engine=sglang", "rollout.sglang.server_args={chunked_prefill_size: 64}"])
+    load_checked_anywhere(PPOConfig, ppo, ["rollout.engine=sglang", "rollout.sglang.server_args={chunked_prefill_size: 64}"])
 
 
 def test_engines_on_the_devices_of_the_actor(ppo: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -258,9 +258,9 @@ def test_weights_through_files_are_said_to_be(ppo: str, capsys: pytest.CaptureFi
 
 def test_schema_rules_and_placement_are_listed_together(ppo: str) -> None:
     with pytest.raises(ConfigError, match="3 problems"):
-        load_checked(PPOConfig, ppo, ["rollout.top_k=5", "tracking.loggers=[swanlab]", "placement.devices_per_node=2"])
+        load_checked_anywhere(PPOConfig, ppo, ["rollout.top_k=5", "tracking.loggers=[swanlab]", "placement.devices_per_node=2"])
     with pytest.raises(ConfigError, match="1 problem\n"):  # no placement can be counted with this
-        load_checked(PPOConfig, ppo, ["placement.num_nodes=0"])
+        load_checked_anywhere(PPOConfig, ppo, ["placement.num_nodes=0"])
 
 
 @pytest.mark.parametrize("override", ["trainer.updates_per_step=5", "actor.optm.lr=1", "model.path=nowhere"])

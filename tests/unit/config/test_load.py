@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megarl.config.errors import ConfigError
-from megarl.config.load import dump_config, load_config
+from megarl.config.load import dump_config, load_config, schema_of
 from megarl.config.schema import AdvantageEstimator, DType, KLWhere, PPOConfig, RewardFunctionConfig, SFTConfig
 from tests.unit.config.folders import write_yaml
 
@@ -215,6 +215,13 @@ def test_every_problem_is_listed_with_its_source(tmp_path: Path) -> None:
         "reward.functions[0].path: is missing; give it in the file or as reward.functions[0].path=...",
     ]
     assert sorted(problems_of(path, "trainer.total_step=4", "device=tpu", "tracking.loggers=[console,papyrus]")) == sorted(expected)
+
+
+@pytest.mark.parametrize("kind", ["[ppo]", "{ppo: 1}", "3", "null"])
+def test_a_kind_that_is_no_text_is_refused(minimal: str, kind: str) -> None:
+    assert schema_of(minimal, [f"kind={kind}"]) is PPOConfig
+    (problem,) = problems_of(minimal, f"kind={kind}")
+    assert problem.endswith("but must be one of ppo, sft [command line]")
 
 
 def test_ppo_keys_are_unknown_to_sft(minimal: str) -> None:

@@ -6,13 +6,14 @@ import json
 from pathlib import Path
 
 import pytest
+from huggingface_hub import constants
 
 from megarl.config.architecture import read_architecture
 from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
 from megarl.config.published import with_published_models
 from megarl.config.schema import PPOConfig
-from megarl.doctor.checked_config import load_checked, load_checked_anywhere
+from megarl.doctor.checked_config import checked, load_checked_anywhere
 from tests.unit.config.folders import ARCHITECTURE, model_folder, ppo_values, write_yaml
 
 
@@ -55,8 +56,10 @@ def test_each_role_has_its_own(run: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", ["models/tiny", "models/tuned", "models/maker", "Tiny/x"])
-def test_a_name_that_is_none_of_theirs_is_refused(path: str, run: str) -> None:
-    with pytest.raises(ConfigError, match=f"there is no folder '{path}'"):
+def test_a_name_that_is_none_of_theirs_is_refused(path: str, run: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It might be one of a hub's, of which none is asked here."""
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(ConfigError, match=f"there is no '{path}' here, and no hub gives it"):
         load_checked_anywhere(PPOConfig, run, [f"model.path={path}"])
 
 
@@ -74,4 +77,4 @@ def test_everything_else_is_checked_as_ever(run: str) -> None:
 
 def test_a_run_wants_the_model(run: str) -> None:
     with pytest.raises(ConfigError, match="there is no folder 'models/Tiny'"):
-        load_checked(PPOConfig, run, ["model.path=models/Tiny"])
+        checked(load_config(PPOConfig, run, ["model.path=models/Tiny"]), run, with_files=True)

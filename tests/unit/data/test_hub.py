@@ -10,9 +10,15 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants
 
+from megarl.cli.main import main
 from megarl.config.errors import ConfigError
 from megarl.config.schema import ModelConfig, SFTConfig, SFTDataConfig
 from megarl.data.hub import with_hub_inputs
+from megarl.doctor.check_result import Status
+from megarl.doctor.examined_run import read_subject
+from megarl.doctor.inputs import MODELS, TOKENIZERS, check
+from tests.integration.tiny_run import save_policy
+from tests.unit.config.folders import ppo_values, write_yaml
 
 SHA = "a" * 40
 FILES = {
@@ -79,6 +85,15 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         server.shutdown()
 
 
+@pytest.fixture
+def run(hub: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Of a model on the hub, with data that are here."""
+    save_policy(tmp_path / "policy")
+    policy = {file.name: file.read_bytes() for file in (tmp_path / "policy").iterdir()}
+    monkeypatch.setitem(FILES, "models/maker/policy", policy)
+    return write_yaml(tmp_path / "run.yaml", ppo_values(tmp_path) | {"model": {"path": "maker/policy"}})
+
+
 def config(model: str = "model", *files: str) -> SFTConfig:
     return SFTConfig(model=ModelConfig(path=model), data=SFTDataConfig(train_files=list(files)))
 
@@ -116,3 +131,26 @@ def test_what_no_hub_gives_is_one_line_with_how_to_download_it(hub: str, monkeyp
     assert len(str(caught.value).splitlines()) == 2
     with pytest.raises(ConfigError, match=r"--repo-type dataset maker/one --local-dir DIR\), and set data.train_files to the files in DIR"):
         with_hub_inputs(config("model", "maker/one"), "run.yaml", large=True)
+
+
+def test_commands_know_its_models_and_data(run: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Those that need no weights say what a run would fetch; the others fetch it."""
+    about_weights = "model.path: maker/policy is on the hub; `megarl train` fetches its weights"
+    for command in (["check", "--fast"], ["check"], ["plan"]):
+        assert main([*command, run]) == 0
+        assert about_weights in capsys.readouterr().out
+    assert main(["check", "--fast", run, "data.train_files=[maker/one]"]) == 0
+    assert "data.train_files: maker/one is on the hub; `megarl train` fetches it" in capsys.readouterr().out
+    subject, (good, warning) = read_subject(run, [], 0, None)
+    assert (good.status, warning.status, warning.message) == (Status.ok, Status.warning, about_weights)
+    assert subject.all_models_known
+    assert "model.safetensors" not in Hub.asked
+    assert [found.status for found in check(subject) if found.check in (MODELS, TOKENIZERS)] == [Status.ok]  # the tokenizer's
+
+    assert main(["generate", "maker/policy", "1+1=", "--max-tokens", "4"]) == 0
+    assert "model.safetensors" in Hub.asked
+    sizes = ["--max-tokens", "8", "data.max_prompt_length=8"]
+    assert main(["eval", "maker/policy", "--data", "maker/one", "--reward", "reward.py:compute_score", *sizes]) == 2
+    assert "data/train.jsonl: column 'data_source' is missing" in capsys.readouterr().err
+    assert main(["generate", "maker/absent", "1"]) == 2
+    assert "MODEL: there is no 'maker/absent' here, and no hub gives it" in capsys.readouterr().err

@@ -140,12 +140,11 @@ OWNER = """
 import threading
 from megarl.config.schema import RewardFunctionConfig
 from megarl.rewards.scorer import RewardScorer, ScoreRequest
-if __name__ == "__main__":
-    scorer = RewardScorer([RewardFunctionConfig(path={file!r})], 1000.0, 1.0, 2)
-    request = ScoreRequest(uid="u", data_source="s", solution_str="process", ground_truth="", extra_info={{}})
-    print(*(int(score) for score in scorer.score([request] * 20).scores), flush=True)
-    scorer.score([request._replace(solution_str=text) for text in ("hang in C", "sleep")])
-"""
+scorer = RewardScorer([RewardFunctionConfig(path={file!r})], 1000.0, 1.0, 2)
+request = ScoreRequest(uid="u", data_source="s", solution_str="process", ground_truth="", extra_info={{}})
+print(*(int(score) for score in scorer.score([request] * 20).scores), flush=True)
+scorer.score([request._replace(solution_str=text) for text in ("hang in C", "sleep")])
+"""  # without `if __name__ == "__main__":`, which a script needs for processes that begin with it
 
 
 def test_nothing_is_left_when_the_owner_is_killed(tmp_path):

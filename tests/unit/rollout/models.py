@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -60,9 +61,15 @@ def push(model: PreTrainedModel, engine: RolloutEngine, version: int = 1) -> Non
     plain_trainer.push(engine, weights_of(model), version, message_numel=5_000)
 
 
-def engine_for(model: PreTrainedModel, folder: Path, max_concurrency: int = 64, dtype: torch.dtype = torch.float32) -> HFEngine:
+def engine_for(
+    model: PreTrainedModel,
+    folder: Path,
+    max_concurrency: int = 64,
+    dtype: torch.dtype = torch.float32,
+    is_ended: Callable[[list[int]], bool] | None = None,
+) -> HFEngine:
     """An engine without weights, from a folder that holds none either."""
     model.config.save_pretrained(folder)
     model.generation_config.save_pretrained(folder)
     policy = ModelConfig(path=str(folder), dtype=DType(str(dtype).removeprefix("torch.")))
-    return HFEngine(RolloutEngineSpec(model=policy, rollout=RolloutConfig(max_concurrency=max_concurrency), device=Device.cpu))
+    return HFEngine(RolloutEngineSpec(model=policy, rollout=RolloutConfig(max_concurrency=max_concurrency), device=Device.cpu), is_ended)

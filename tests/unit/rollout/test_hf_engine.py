@@ -1,10 +1,13 @@
 from collections.abc import Sequence
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
 from transformers import PreTrainedModel
 
+from megarl.rollout.hf import decoding
+from megarl.rollout.hf.decoding import sample_tokens
 from megarl.rollout.hf.engine import HFEngine
 from megarl.rollout.interface import FinishedRequest, GenerationRequest, SamplingParameters, plan_requests
 from megarl.rollout.lifecycle import EngineStateError
@@ -92,6 +95,20 @@ def test_stop_tokens_end_a_sample_and_are_its_last_token(model: PreTrainedModel,
         assert sample.token_ids.tolist() == (ids if end is None else ids[: end + 1])
         assert sample.finish_reason == ("length" if end is None else "stop")
         assert len(sample.log_probs) == len(sample.token_ids)
+
+
+def test_a_caller_ends_samples_by_their_tokens(model: PreTrainedModel, tmp_path: Path) -> None:
+    """And nothing more is computed for them."""
+    free = [greedy_reference(model, prompt, 12) for prompt in PROMPTS]
+    engine = engine_for(model, tmp_path, is_ended=lambda token_ids: token_ids in (free[0][:2], free[1][:4]) or len(token_ids) == 5)
+    push(model, engine)
+    lengths: list[int] = []
+    with patch.object(decoding, "sample_tokens", lambda logits, *rest: lengths.append(len(logits)) or sample_tokens(logits, *rest)):
+        samples = engine.generate(PROMPTS, greedy(12))
+    assert [(sample.token_ids.tolist(), sample.finish_reason) for sample in samples] == [
+        (ids[:length], "stop") for ids, length in zip(free, (2, 4, 5, 5, 5), strict=True)
+    ]
+    assert len(lengths) == 5
 
 
 def test_the_models_own_end_token(tmp_path: Path) -> None:

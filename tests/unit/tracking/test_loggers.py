@@ -51,7 +51,8 @@ def test_console_line_shows_the_main_metrics_that_exist(tmp_path):
     written = []
     logger = ConsoleLogger(TrackedRun(output_dir=tmp_path), written.append)
     logger.log({"critic/score/mean": 0.51234, "timing_s/gen": 2.0, "perf/throughput": 1500.0}, 7)
-    assert written == ["step 7  critic/score/mean 0.5123  perf/throughput 1500"]
+    logger.log({"actor/reward_kl_penalty": 0.5, "actor/kl_loss": 0.25}, 8)  # it is measured, and no penalty
+    assert written == ["step 7  critic/score/mean 0.5123  perf/throughput 1500", "step 8  actor/kl_loss 0.25"]
 
 
 def test_console_line_says_how_long_the_rest_takes(tmp_path):
