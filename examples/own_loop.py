@@ -33,7 +33,7 @@ def main(model: str, data: str, output_dir: str, *overrides: str) -> list[float]
     with api.start(config, *overrides) as run:
         for step in run.steps():
             batch = run.generate(next(run.prompts), step)
-            batch = batch.union(run.reward.score(batch), run.actor.log_probs(batch), run.reference.log_probs(batch))
+            batch = batch.union(run.reward.score(batch), run.actor.old_log_probs(batch, step), run.reference.log_probs(batch))
             batch = run.add_advantages(batch)
             run.log(run.actor.update(batch, step).get())
             run.push_weights()

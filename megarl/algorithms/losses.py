@@ -23,9 +23,10 @@ from megarl.algorithms.kl import kl_per_token
 from megarl.algorithms.masked import aggregate, denominator, masked
 from megarl.algorithms.policy_losses import PolicyInputs, TokenLosses
 from megarl.algorithms.policy_losses.covariance import SELECTED_TOKENS
+from megarl.algorithms.rollout_correction import correction_weights
 from megarl.algorithms.user_functions import policy_loss_of
 from megarl.batch.metrics import Metric
-from megarl.config.schema import Aggregation, AlgorithmConfig, KLWhere, PolicyLossConfig, ValueLossConfig
+from megarl.config.schema import Aggregation, AlgorithmConfig, PolicyLossConfig, ValueLossConfig
 
 
 class LossShare(NamedTuple):
@@ -69,7 +70,8 @@ class ActorLoss:
 
     Reads outputs `log_probs` and, where there is one, `entropy`; rows `advantages`, `response_mask`, `ref_log_prob` for the KL term,
     and where they are there `old_log_probs` (without it the old log-probs are those of now: one update per batch, every ratio
-    exactly 1), `rollout_weights` (factors of the per-token policy loss), and what `PolicyLoss.prepare` of the kind has added.
+    exactly 1), `rollout_weights` (factors of the per-token policy loss) or `rollout_log_probs` (from which, and the log-probs of now, such
+    factors are made), and what `PolicyLoss.prepare` of the kind has added. `with_entropy`: for the metric, where the loss has no bonus.
 
     Metrics. `actor/pg_loss`: the policy loss, aggregated as configured. `actor/pg_clipfrac`: share of tokens at which the loss's
     own limit is in force (`TokenLosses.bounded`). `actor/pg_clipfrac_dual`: share of tokens that the dual clip bounds.
@@ -81,11 +83,12 @@ class ActorLoss:
     name: ClassVar[str] = "actor"
     algorithm: AlgorithmConfig
     counts: MiniBatchCounts
+    with_entropy: bool = False
 
     @property
     def extras(self) -> tuple[Literal["entropy"], ...]:
-        """The entropy, with its gradient, where the loss and not only a metric wants it."""
-        return ("entropy",) if self._needs_entropy else ()
+        """The entropy, which has a gradient where the loss and not only a metric wants it."""
+        return ("entropy",) if self._needs_entropy or self.with_entropy else ()
 
     @property
     def _needs_entropy(self) -> bool:
@@ -100,13 +103,16 @@ class ActorLoss:
         per_token = policy.loss
         if "rollout_weights" in rows:
             per_token = per_token * masked(rows["rollout_weights"], mask)
+        elif "rollout_log_probs" in rows:
+            correction = self.algorithm.rollout_correction
+            per_token = per_token * correction_weights(inputs.old_log_probs, rows["rollout_log_probs"], mask, correction)
         loss = self._aggregate(per_token, mask)
         metrics = {"actor/pg_loss": Metric.sum(loss)} | self._policy_metrics(inputs, policy)
         if "entropy" in outputs:
             metrics["actor/entropy"] = self.counts.token_mean(outputs["entropy"], mask)
         if self._needs_entropy:
             loss = loss - self.algorithm.entropy_coefficient * self._aggregate(outputs["entropy"], mask)
-        if self.algorithm.kl.where == KLWhere.loss:
+        if self.algorithm.kl.in_loss:
             kl = kl_per_token(outputs["log_probs"], rows["ref_log_prob"], mask, self.algorithm.kl.estimator)
             kl_loss = self._aggregate(kl, mask)
             metrics["actor/kl_loss"] = Metric.sum(kl_loss)

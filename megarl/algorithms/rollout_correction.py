@@ -53,15 +53,22 @@ def correct(old_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor, conf
     metrics = diagnostics(old_log_probs, rollout_log_probs, mask)
     weights = None
     if config.level is not CorrectionLevel.none:
-        raw = _at_level(log_ratio, mask, config.level).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
-        weights, weight_metrics = _limited(raw, mask, config)
-        metrics |= weight_metrics
+        raw = _ratios(log_ratio, mask, config.level)
+        limited = _limited(raw, config)
+        weights = masked(limited.expand_as(mask), mask)
+        metrics |= _weight_metrics(raw, limited, mask, config.kind)
     if config.rejection.estimator is not RejectionEstimator.none:
         keep = _accepted(log_ratio, mask, config.rejection)
         rows = mask.any(dim=1)
         metrics["rollout_correction/fraction_rejected"] = _share(~keep, rows)
         mask = mask & keep[:, None]
     return Correction(weights, mask, metrics)
+
+
+def correction_weights(old_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor, config: RolloutCorrectionConfig) -> Tensor:
+    """The weights (b, R) of `correct` alone, at any level but none: a row's need no other row. Raises what `correct` raises."""
+    raw = _ratios(_log_ratio(old_log_probs, rollout_log_probs, mask), mask, config.level)
+    return masked(_limited(raw, config).expand_as(mask), mask)
 
 
 def diagnostics(old_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> dict[str, float]:
@@ -109,21 +116,28 @@ def _at_level(log_ratio: Tensor, mask: Tensor, level: CorrectionLevel) -> Tensor
     return total if level is CorrectionLevel.sequence else total / mask.sum(dim=1, keepdim=True).clamp(min=1)
 
 
-def _limited(raw: Tensor, mask: Tensor, config: RolloutCorrectionConfig) -> tuple[Tensor, dict[str, float]]:
-    """Weights (B, R) from ratios (B, R) or (B, 1), and their metrics."""
+def _ratios(log_ratio: Tensor, mask: Tensor, level: CorrectionLevel) -> Tensor:
+    """pi / mu, (B, R) for tokens, (B, 1) for responses."""
+    return _at_level(log_ratio, mask, level).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+
+
+def _limited(raw: Tensor, config: RolloutCorrectionConfig) -> Tensor:
     if config.kind is CorrectionKind.truncate:
-        limited, name = raw.clamp(max=config.high), "fraction_truncated"
-    else:
-        limited, name = torch.where((raw >= config.low) & (raw <= config.high), raw, 0.0), "fraction_masked"
+        return raw.clamp(max=config.high)
+    return torch.where((raw >= config.low) & (raw <= config.high), raw, 0.0)
+
+
+def _weight_metrics(raw: Tensor, limited: Tensor, mask: Tensor, kind: CorrectionKind) -> dict[str, float]:
+    """Of ratios and weights (B, R) or (B, 1)."""
+    name = "fraction_truncated" if kind is CorrectionKind.truncate else "fraction_masked"
     units = mask if raw.shape == mask.shape else mask.any(dim=1, keepdim=True)
     counted = masked(limited, units).double()
     num_units, squares = units.sum().clamp(min=1), counted.square().sum()
-    metrics = {
+    return {
         "rollout_correction/weight_mean": float(counted.sum() / num_units),
         "rollout_correction/effective_sample_size": float(counted.sum().square() / (num_units * squares)) if squares > 0 else 0.0,
         f"rollout_correction/{name}": _share(limited != raw, units),
     }
-    return masked(limited.expand_as(mask), mask), metrics
 
 
 def _accepted(log_ratio: Tensor, mask: Tensor, config: RejectionConfig) -> Tensor:

@@ -66,16 +66,17 @@ def try_functions(config: AlgorithmConfig) -> None:
     """Calls those that are configured with two samples of one prompt. Raises UserFunctionError for what would fail in a run."""
     mask = torch.tensor([[True, True, True], [True, False, False]])
     zeros = torch.zeros(mask.shape)
+    needs = config.advantage.estimator.needs
     if config.advantage.function is not None:
         inputs = AdvantageInputs(
             token_level_rewards=torch.tensor([[0.0, 0.0, 1.0], [0.0, 0.0, 0.0]]),
             response_mask=mask,
             uid=np.array(["prompt", "prompt"], dtype=object),
-            values=zeros,
-            baseline_scores=zeros[:, 0],
+            values=zeros if needs.critic else None,
+            baseline_scores=zeros[:, 0] if needs.greedy_baseline else None,
             score_parts=zeros[:, :2],
-            old_log_probs=zeros,
-            sum_pi_squared=zeros,
+            old_log_probs=zeros if needs.old_log_probs else None,
+            sum_pi_squared=zeros if needs.sum_pi_squared else None,
         )
         _try(config.advantage.function, lambda: estimator_of(config.advantage)(inputs, config.advantage))
     if config.policy_loss.function is not None:

@@ -251,6 +251,12 @@ class DataProto:
         kept = self._of(columns, self.non_tensor_batch, self.meta_info, num_rows)
         self.batch, self.ragged = kept.batch, kept.ragged
 
+    def take_in(self, other: DataProto) -> None:
+        """Adds the columns of `other`, of the same rows, in place. Raises what `union` raises."""
+        joined = self.union(other)
+        self.batch, self.ragged = joined.batch, joined.ragged
+        self.non_tensor_batch, self.meta_info = joined.non_tensor_batch, joined.meta_info
+
     def union(self, *others: DataProto | DataProtoFuture) -> DataProto:
         """A new batch with the columns of all; futures are waited for together.
 

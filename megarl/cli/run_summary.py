@@ -10,7 +10,7 @@ from rich.console import Console
 from megarl.cli.run_tables import print_models, print_reward, print_run, warnings_of, when_saved
 from megarl.cli.tables import print_line
 from megarl.config.derive import checkpoint_path, derive
-from megarl.config.schema import AdvantageEstimator, AlgorithmConfig, KLWhere, PolicyLossKind, PPOConfig, SFTConfig
+from megarl.config.schema import AdvantageEstimator, AlgorithmConfig, PolicyLossKind, PPOConfig, SFTConfig
 from megarl.config.validate import read_architectures
 from megarl.machine.files import write_whole
 from megarl.placement.memory import plan_memory
@@ -70,7 +70,7 @@ def print_summary(config: PPOConfig | SFTConfig, console: Console) -> None:
 
 def _kl(config: PPOConfig) -> str:
     kl = config.algorithm.kl
-    if kl.where is KLWhere.none:
+    if not (kl.in_reward or kl.in_loss):
         return "none"
     return f"in the {kl.where.value}, {kl.estimator.value} x {kl.coefficient:g}"
 

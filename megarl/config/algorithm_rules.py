@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from megarl.config.roles import needs_critic, needs_reward_model, needs_sum_pi_squared
+from megarl.config.roles import needs_critic, needs_reward_model
 from megarl.config.schema import (
     Aggregation,
     KLControllerKind,
@@ -45,7 +45,7 @@ def estimator(config: PPOConfig) -> Violations:
                 f"{kind.name} takes several scores apart, but one reward function (or model) is all there is; name another, or use grpo",
             )
         unread = f"{kind.name} reads the scores and not the rewards, so a penalty there has no effect"
-        if config.algorithm.kl.where is KLWhere.reward:
+        if config.algorithm.kl.in_reward:
             yield Violation((_WHERE, _ESTIMATOR), f"{unread}; use where=loss")
         if config.algorithm.overlong.buffer_share:
             yield Violation(("algorithm.overlong.buffer_share", _ESTIMATOR), f"{unread}; use 0, and a reward function for the length")
@@ -165,13 +165,13 @@ def rollout_correction(config: PPOConfig) -> Violations:
             "in bypass the old log-probs are the rollout engine's, so that the policy loss's own ratio is the weight and nothing is left "
             "to correct; use level=none and rejection.estimator=none, or bypass=false",
         )
-    if config.algorithm.kl.where is KLWhere.reward:
+    if config.algorithm.kl.in_reward:
         yield Violation(
             (bypass, _WHERE),
             "the penalty in the reward needs the trainer's log-probs of the samples, which bypass does not compute; "
             "use where=loss, or bypass=false",
         )
-    if needs_sum_pi_squared(config.algorithm):
+    if config.algorithm.advantage.estimator.needs.old_log_probs:
         yield Violation(
             (bypass, _ESTIMATOR),
             f"{config.algorithm.advantage.estimator.name} needs the trainer's probabilities of the samples, which bypass does not compute; "

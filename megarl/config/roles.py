@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 from megarl.config.schema import (
     AlgorithmConfig,
-    KLWhere,
     MicroBatchConfig,
     OptimConfig,
     ParallelConfig,
     PPOConfig,
     Recomputation,
+    RejectionEstimator,
     SFTConfig,
 )
 
@@ -42,7 +42,7 @@ class ModelRole:
 
 
 def needs_reference(config: PPOConfig) -> bool:
-    return config.algorithm.kl.where is not KLWhere.none
+    return config.algorithm.kl.in_reward or config.algorithm.kl.in_loss
 
 
 def needs_critic(config: PPOConfig) -> bool:
@@ -52,6 +52,18 @@ def needs_critic(config: PPOConfig) -> bool:
 def needs_sum_pi_squared(algorithm: AlgorithmConfig) -> bool:
     """Whether scoring gives the sum of the squared probabilities at each token."""
     return algorithm.advantage.estimator.needs.sum_pi_squared
+
+
+def scores_in_update(algorithm: AlgorithmConfig, *, one_update: bool) -> bool:
+    """Whether the trainer's log-probs of the samples are those of the update's own pass: a step has no other update, and nothing reads them
+    before it."""
+    is_read = (
+        algorithm.kl.in_reward
+        or algorithm.rollout_correction.rejection.estimator is not RejectionEstimator.none  # it changes what the loss is divided by
+        or algorithm.advantage.estimator.needs.old_log_probs
+        or algorithm.policy_loss.kind.needs.whole_mini_batch
+    )
+    return one_update and not (is_read or algorithm.rollout_correction.bypass)
 
 
 def needs_reward_model(config: PPOConfig) -> bool:

@@ -183,12 +183,14 @@ class MegatronEngine:
         self._state.require("score", StatePart.parameters)
         with torch.no_grad():
             results = self._run(batch, micro_batches, None, extras)
-        if not self.groups.holds_last_stage:
-            return None
+        return self.in_order_of_rows(results, micro_batches) if self.groups.holds_last_stage else None
+
+    def in_order_of_rows(self, outputs: Sequence[Outputs], micro_batches: MicroBatches) -> dict[str, Tensor]:
+        """(B, R) of all rows, from (b, R) of each micro-batch."""
         rows = [row for micro_batch in micro_batches for row in micro_batch]
-        assert sorted(rows) == list(range(batch["response_mask"].shape[0])), "every row must be in one micro-batch"
+        assert sorted(rows) == list(range(len(rows))), "every row must be in one micro-batch"
         order = to_device(torch.tensor(rows), self._device)
-        joined = {key: torch.cat([result[key] for result in results]) for key in results[0]}
+        joined = {key: torch.cat([output[key] for output in outputs]) for key in outputs[0]}
         return {key: torch.empty_like(value).index_copy_(0, order, value) for key, value in joined.items()}
 
     def forward_backward(

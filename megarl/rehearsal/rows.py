@@ -10,9 +10,9 @@ from torch import Tensor
 
 from megarl.algorithms.losses import ActorLoss, CriticLoss, MiniBatchCounts, SFTLoss
 from megarl.algorithms.user_functions import policy_loss_of
-from megarl.config.derive import Row, updates_per_pass
-from megarl.config.roles import ModelRole
-from megarl.config.schema import KLWhere, PPOConfig, SFTConfig
+from megarl.config.derive import Row
+from megarl.config.roles import ModelRole, scores_in_update
+from megarl.config.schema import PPOConfig, SFTConfig
 
 Loss = ActorLoss | CriticLoss | SFTLoss
 
@@ -47,11 +47,12 @@ def with_loss(config: PPOConfig | SFTConfig, role: ModelRole, tensors: Mapping[s
         return {**tensors, "values": zeros, "returns": zeros}, CriticLoss(value_loss=config.algorithm.value_loss, counts=counts)
     algorithm = config.algorithm
     rows = {**tensors, "advantages": zeros}
-    if updates_per_pass(config) * config.trainer.epochs_per_batch > 1 or algorithm.rollout_correction.bypass:
+    if not config.trainer.one_update or algorithm.rollout_correction.bypass:
         rows["old_log_probs"] = zeros
-    if algorithm.kl.where is KLWhere.loss:
+    if algorithm.kl.in_loss:
         rows["ref_log_prob"] = zeros
     prepare: Callable[..., Mapping[str, Tensor]] | None = policy_loss_of(algorithm.policy_loss).prepare
     if prepare is not None:
         rows |= prepare({**rows, "old_log_probs": zeros}, mask, algorithm.policy_loss, config.trainer.seed)
-    return rows, ActorLoss(algorithm=algorithm, counts=counts)
+    with_entropy = scores_in_update(algorithm, one_update=config.trainer.one_update)
+    return rows, ActorLoss(algorithm=algorithm, counts=counts, with_entropy=with_entropy)

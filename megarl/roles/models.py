@@ -15,8 +15,8 @@ from megarl.algorithms.losses import ActorLoss, CriticLoss, MiniBatchCounts, SFT
 from megarl.algorithms.user_functions import policy_loss_of
 from megarl.batch.data_proto import DataProto
 from megarl.batch.metrics import Metric, merge_metrics, over_updates, values_of
-from megarl.config.roles import needs_sum_pi_squared
-from megarl.config.schema import AlgorithmConfig, KLWhere, MicroBatchConfig, ParallelConfig, ValueLossConfig
+from megarl.config.roles import needs_sum_pi_squared, scores_in_update
+from megarl.config.schema import AlgorithmConfig, CorrectionLevel, MicroBatchConfig, ParallelConfig, ValueLossConfig
 from megarl.controller.futures import DerivedFuture, WorkerFuture
 from megarl.controller.group import RoleGroup
 from megarl.controller.register import RemoteMethod
@@ -24,7 +24,7 @@ from megarl.data.packing import BatchPlan, plan_micro_batches
 from megarl.roles.checks import FirstRatioGate, LogProbGate
 from megarl.roles.offload_schedule import OffloadSchedule
 from megarl.roles.weight_source import WeightSource
-from megarl.workers.megatron import MICRO_BATCHES, Loss
+from megarl.workers.megatron import MICRO_BATCHES, Loss, ScoredUpdate
 from megarl.workers.models import ActorWorker, CriticWorker, PolicyWorker
 
 if TYPE_CHECKING:
@@ -43,6 +43,7 @@ class UpdatePlan:
     updates_per_step: int
     epochs_per_batch: int
     seed: int
+    critic_warmup_steps: int = 0  # in which the actor has none
 
     @property
     def is_one(self) -> bool:
@@ -236,14 +237,28 @@ class Actor(MegatronRole):
         if came_in:
             self._schedule.take_out_actor()
 
-    def log_probs(self, batch: DataProto) -> DerivedFuture:
-        """`old_log_probs`, `entropys` (B, R), and `sum_pi_squared` where the advantages are made of it. Raises LogProbMismatchError.
+    def old_log_probs(self, batch: DataProto, step: int) -> DerivedFuture:
+        """What `log_probs` gives, where it is read before the update of the step. Raises LogProbMismatchError.
 
-        Nothing in bypass, where the rollout engine's log-probs take their place, once those of a batch were compared.
+        Nothing in bypass, where the rollout engine's log-probs take their place, nor where the update itself scores the batch
+        (config/roles.py); then the first batch alone is scored, to be compared, and no number of the run comes of that.
         """
-        check = self._check_log_probs
-        if check is not None and check.passed and self._algorithm is not None and self._algorithm.rollout_correction.bypass:
+        algorithm, check = self._algorithm, self._check_log_probs
+        assert algorithm is not None
+        by_update = self._scores_in_update and step > self._updates.critic_warmup_steps
+        if not (by_update or algorithm.rollout_correction.bypass):
+            return self.log_probs(batch)
+        if check is None or check.passed:
             return ABSENT.log_probs(batch)
+        return DerivedFuture([self.log_probs(batch)], lambda results: DataProto())
+
+    @property
+    def _scores_in_update(self) -> bool:
+        return self._algorithm is not None and scores_in_update(self._algorithm, one_update=self._updates.is_one)
+
+    def log_probs(self, batch: DataProto) -> DerivedFuture:
+        """`old_log_probs`, `entropys` (B, R), and `sum_pi_squared` where the advantages are made of it. Raises LogProbMismatchError."""
+        check = self._check_log_probs
         squares = self._algorithm is not None and needs_sum_pi_squared(self._algorithm)
         extras: tuple[Extra, ...] = ("entropy", "sum_pi_squared") if squares else ("entropy",)
         future = self._score(batch, "old_log_prob", lambda parts: self.group.call(ActorWorker.log_probs, parts, extras), _OF_ACTOR)
@@ -257,9 +272,15 @@ class Actor(MegatronRole):
         return DerivedFuture([future], checked)
 
     def update(self, batch: DataProto, step: int) -> DerivedFuture:
-        """Trains on `advantages` and what else the algorithm asks for (actor_rows); the metrics of ActorLoss."""
+        """Trains on `advantages` and what else the algorithm asks for (actor_rows); the metrics of ActorLoss.
+
+        A batch without `old_log_probs`, where nothing reads them before (config/roles.py), is scored in the update's own pass: the batch
+        has them, and `entropys`, when the future has been got. Raises ValueError for one that should have them.
+        """
         algorithm = self._algorithm
         assert algorithm is not None
+        if "old_log_probs" not in batch.tensors:
+            return self._update_scored(batch, step, algorithm)
         one_update = self._updates.is_one
         mini_batches = [
             actor_rows(mini_batch, algorithm, one_update=one_update, seed=self._updates.seed_of(step, number))
@@ -273,6 +294,27 @@ class Actor(MegatronRole):
             lambda counts: ActorLoss(algorithm=algorithm, counts=counts),
             self._check_first_ratio if ratios_are_stored else None,
         )
+
+    def _update_scored(self, batch: DataProto, step: int, algorithm: AlgorithmConfig) -> DerivedFuture:
+        if not self._scores_in_update:
+            raise ValueError(
+                "the batch to update the actor with has no old_log_probs, which this algorithm reads before the update, or several updates "
+                "of a step compare themselves with: batch = batch.union(actor.old_log_probs(batch, step))"
+            )
+        rows = actor_rows(batch, algorithm, one_update=True, seed=self._updates.seed_of(step, 0))
+        moves = self._schedule.before("update_actor")
+        plan, parts = self._split(rows, rows.tensors)
+        loss = ActorLoss(algorithm=algorithm, counts=MiniBatchCounts.of(rows.tensors["response_mask"]), with_entropy=True)
+
+        def finish(results: list[Any]) -> dict[str, float]:
+            replicas: list[ScoredUpdate] = results[0]
+            scores = DataProto.concat([replica.scores for replica in replicas]).select_idxs(plan.restore_order())
+            batch.take_in(scores.rename(list(_OF_ACTOR), list(_OF_ACTOR.values())))
+            return over_updates([merge_metrics([replica.metrics for replica in replicas])])
+
+        future = DerivedFuture([self.group.call(ActorWorker.update_scored, parts, loss), *moves], finish)
+        self._schedule.runs("update_actor", future)
+        return future
 
     def update_sft(self, batch: DataProto) -> DerivedFuture:
         """One optimizer step on the likelihood of all rows; `sft/loss`, `sft/grad_norm`, `sft/lr`."""
@@ -301,10 +343,12 @@ def actor_rows(mini_batch: DataProto, algorithm: AlgorithmConfig, *, one_update:
     keys = [*MODEL_KEYS, "advantages"]
     if not one_update or algorithm.rollout_correction.bypass:
         keys.append("old_log_probs")
-    if algorithm.kl.where is KLWhere.loss:
+    if algorithm.kl.in_loss:
         keys.append("ref_log_prob")
     if "rollout_weights" in tensors:
         keys.append("rollout_weights")
+    elif algorithm.rollout_correction.level is not CorrectionLevel.none:
+        keys.append("rollout_log_probs")  # the weights are made of them in the pass that scores
     rows = {key: tensors[key] for key in keys}
     if LOSS_MASK in tensors:
         rows["response_mask"] = tensors[LOSS_MASK]

@@ -139,7 +139,10 @@ def start_ppo(
     turns = OffloadPlan(plan)
     starter = _Starter(config, device, pools, turns)
     updates = UpdatePlan(
-        updates_per_step=config.trainer.updates_per_step, epochs_per_batch=config.trainer.epochs_per_batch, seed=config.trainer.seed
+        updates_per_step=config.trainer.updates_per_step,
+        epochs_per_batch=config.trainer.epochs_per_batch,
+        seed=config.trainer.seed,
+        critic_warmup_steps=config.trainer.critic_warmup_steps,
     )
     groups = starter.groups(plan, _workers(config, models, starter))
     replicas = _start_replicas(config, device, replica_places(plan, device, pools), turns.engines_move)

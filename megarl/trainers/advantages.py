@@ -13,7 +13,7 @@ from megarl.algorithms.rollout_correction import correct
 from megarl.algorithms.scores import penalise_overlong
 from megarl.algorithms.user_functions import estimator_of
 from megarl.batch.data_proto import DataProto
-from megarl.config.schema import AlgorithmConfig, KLWhere, RejectionEstimator, RolloutCorrectionConfig
+from megarl.config.schema import AlgorithmConfig, RejectionEstimator, RolloutCorrectionConfig
 from megarl.roles.models import LOSS_MASK
 
 Metrics = dict[str, float]
@@ -34,8 +34,7 @@ class AdvantageStep:
     def __call__(self, batch: DataProto) -> tuple[DataProto, Metrics]:
         """Adds `token_level_rewards`, `advantages`, `returns` (B, R). Raises ValueError for rewards that are NaN or infinite.
 
-        Metrics: those of `penalise_overlong` where there is such a penalty; `actor/reward_kl_penalty`, the mean KL per token over rows
-        (sequence_mean_kl), and its coefficient before the update, where there is a reference.
+        Metrics: those of `penalise_overlong` where there is such a penalty, and of `kl_metrics`.
         """
         tensors = batch.tensors
         rewards, metrics = self._rewards(tensors, len(batch))
@@ -47,7 +46,7 @@ class AdvantageStep:
             baseline_scores=tensors.get("baseline_scores"),
             score_parts=tensors.get("score_parts"),
             score_weights=self._score_weights,
-            old_log_probs=tensors.get("old_log_probs"),
+            old_log_probs=tensors.get("old_log_probs") if self._algorithm.advantage.estimator.needs.old_log_probs else None,
             sum_pi_squared=tensors.get("sum_pi_squared"),
         )
         estimate = self._estimate(inputs, self._algorithm.advantage)
@@ -60,27 +59,36 @@ class AdvantageStep:
         rewards = torch.where(mask, tensors["token_level_scores"], 0.0)
         if self._algorithm.overlong.buffer_share:
             rewards, metrics = penalise_overlong(rewards, mask, self._max_response_length, self._algorithm.overlong)
-        if "ref_log_prob" in tensors:
-            config, beta = self._algorithm.kl, self.kl_controller.coefficient
-            old, reference = tensors["old_log_probs"], tensors["ref_log_prob"]
-            kl = sequence_mean_kl(kl_per_token(old, reference, mask, config.estimator), mask)
-            metrics |= {"actor/reward_kl_penalty": kl, "actor/reward_kl_penalty_coeff": beta}
-            if config.where is KLWhere.reward:
-                rewards = apply_kl_penalty(rewards, old, reference, mask, beta, config.estimator)
-                self.kl_controller.update(kl, num_rows)
+        metrics |= self.kl_metrics(tensors)
+        if (config := self._algorithm.kl).in_reward:
+            beta = self.kl_controller.coefficient
+            rewards = apply_kl_penalty(rewards, tensors["old_log_probs"], tensors["ref_log_prob"], mask, beta, config.estimator)
+            self.kl_controller.update(metrics["actor/reward_kl_penalty"], num_rows)
         return rewards, metrics
+
+    def kl_metrics(self, tensors: Mapping[str, Tensor]) -> Metrics:
+        """`actor/reward_kl_penalty`, the mean KL per token over rows (sequence_mean_kl), and its coefficient of now, where a batch has both
+        policies' log-probs."""
+        if not {"old_log_probs", "ref_log_prob"} <= tensors.keys():
+            return {}
+        mask, estimator = tensors["response_mask"], self._algorithm.kl.estimator
+        kl = sequence_mean_kl(kl_per_token(tensors["old_log_probs"], tensors["ref_log_prob"], mask, estimator), mask)
+        return {"actor/reward_kl_penalty": kl, "actor/reward_kl_penalty_coeff": self.kl_controller.coefficient}
 
 
 def correct_rollout(batch: DataProto, config: RolloutCorrectionConfig) -> tuple[DataProto, Metrics]:
     """Adds `rollout_weights` (B, R) where they are asked for, and `loss_mask` (B, R) where responses are rejected.
 
     In bypass the rollout engine's log-probs become the old ones, and there is nothing to correct: the ratio of the policy loss is the
-    importance weight. Metrics: see `correct`. Advantages are of all responses, also of those that the loss then leaves out.
+    importance weight. Where the update scores the batch there is nothing to be done before it. Metrics: see `correct`. Advantages are of
+    all responses, also of those that the loss then leaves out.
     """
     tensors = batch.tensors
     if config.bypass:
         others = batch.select([key for key in tensors if key != "old_log_probs"])
         return others.union(DataProto.from_dict({"old_log_probs": tensors["rollout_log_probs"]})), {}
+    if "old_log_probs" not in tensors:
+        return batch, {}
     correction = correct(tensors["old_log_probs"], tensors["rollout_log_probs"], tensors["response_mask"], config)
     added = {} if correction.weights is None else {"rollout_weights": correction.weights}
     if config.rejection.estimator is not RejectionEstimator.none:

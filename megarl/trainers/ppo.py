@@ -10,7 +10,9 @@ import torch
 from megarl.algorithms.groups import group_metrics
 from megarl.algorithms.masked import masked_mean
 from megarl.algorithms.metrics import age_metrics, data_metrics, reward_model_metrics
+from megarl.algorithms.rollout_correction import correct
 from megarl.batch.data_proto import DataProto
+from megarl.config.roles import scores_in_update
 from megarl.config.schema import KLControllerKind, PPOConfig
 from megarl.controller.futures import gather
 from megarl.data.loader import BatchLoader
@@ -96,7 +98,7 @@ class PPOTrainer:
         actor, reference, critic = roles.actor, roles.reference or ABSENT, roles.critic or ABSENT
 
         batch, scores, of_samples = self._sample(prompts, step)  # rollout.generate, and reward.score of what it gives
-        batch = batch.union(*scores, actor.log_probs(batch), reference.log_probs(batch), critic.values(batch))
+        batch = batch.union(*scores, actor.old_log_probs(batch, step), reference.log_probs(batch), critic.values(batch))
         with phase("adv"):
             batch, of_advantages = self.add_advantages(batch)
         updates = [critic.update(batch, step)]
@@ -110,7 +112,8 @@ class PPOTrainer:
         return {name: value for part in parts for name, value in part.items()}
 
     def add_advantages(self, batch: DataProto) -> tuple[DataProto, Metrics]:
-        """See correct_rollout and AdvantageStep."""
+        """See correct_rollout and AdvantageStep. What they show of the actor's log-probs is shown by `record_batch` where the update makes
+        these."""
         batch, of_correction = correct_rollout(batch, self.config.algorithm.rollout_correction)
         batch, of_advantages = self._advantages(batch)
         return batch, of_correction | of_advantages
@@ -137,6 +140,10 @@ class PPOTrainer:
             metrics["critic/baseline/mean"] = float(tensors["baseline_scores"].mean())
         metrics["reward/error_rate"] = batch.meta_info["reward/error_rate"]
         metrics |= reward_model_metrics(batch.tensors)
+        if "old_log_probs" in tensors and scores_in_update(self.config.algorithm, one_update=self.config.trainer.one_update):
+            old, engine, mask = (tensors[key] for key in ("old_log_probs", "rollout_log_probs", "response_mask"))
+            metrics |= correct(old, engine, mask, self.config.algorithm.rollout_correction).metrics
+            metrics |= self._advantages.kl_metrics(tensors)
         metrics["num_tokens"] = float(valid_token_count(batch))
         return metrics
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch.distributed as dist
 
@@ -49,6 +49,24 @@ class Loss(Protocol):
     def extras(self) -> Collection[Extra]: ...
 
     def __call__(self, outputs: Mapping[str, Tensor], rows: Mapping[str, Tensor]) -> tuple[Tensor, Mapping[str, Metric]]: ...
+
+
+class ScoredUpdate(NamedTuple):
+    """Of a replica's rows. scores: as `_forward` gives them, of the weights before the update."""
+
+    metrics: dict[str, Metric]
+    scores: DataProto
+
+
+class _Named(NamedTuple):
+    """A loss of the name and extras of another."""
+
+    name: str
+    extras: Collection[Extra]
+    call: Callable[[Mapping[str, Tensor], Mapping[str, Tensor]], tuple[Tensor, Mapping[str, Metric]]]
+
+    def __call__(self, outputs: Mapping[str, Tensor], rows: Mapping[str, Tensor]) -> tuple[Tensor, Mapping[str, Metric]]:
+        return self.call(outputs, rows)
 
 
 def megatron_mesh(parallel: ParallelConfig) -> Mesh:
@@ -134,6 +152,18 @@ class MegatronWorker(WeightExport):
         step = self._engine.step()  # it reads the gradient's norm, so that the device has come as far
         speed = speed_metrics(self._spec, part, time.monotonic() - begin_s, loss.name, platform.current().peak_tflops(self._spec.dtype))
         return {**metrics, f"{loss.name}/grad_norm": Metric.same(step.grad_norm), f"{loss.name}/lr": Metric.same(step.lr), **speed}
+
+    def _train_scored(self, part: DataProto, loss: Loss) -> ScoredUpdate:
+        """As `_train`; also what the model made of the rows on the way, before the step. Without rows where `_forward` gives none."""
+        outputs: list[Mapping[str, Tensor]] = []
+
+        def kept(of_model: Mapping[str, Tensor], rows: Mapping[str, Tensor]) -> tuple[Tensor, Mapping[str, Metric]]:
+            outputs.append({key: value.detach() for key, value in of_model.items()})
+            return loss(of_model, rows)
+
+        metrics = self._train(part, _Named(loss.name, loss.extras, kept))
+        scores = self._engine.in_order_of_rows(outputs, part.meta_info[MICRO_BATCHES]) if outputs else {}
+        return ScoredUpdate(metrics, DataProto.from_dict({key: value.cpu() for key, value in scores.items()}))
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def offload_state(self, parts: tuple[StatePart, ...]) -> int:

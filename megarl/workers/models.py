@@ -9,7 +9,7 @@ from megarl.batch.data_proto import DataProto
 from megarl.batch.metrics import Metric
 from megarl.controller.dispatch import Dispatch
 from megarl.controller.register import register
-from megarl.workers.megatron import Loss, MegatronWorker
+from megarl.workers.megatron import Loss, MegatronWorker, ScoredUpdate
 
 if TYPE_CHECKING:
     from megarl.engine.vocab_parallel import Extra
@@ -32,6 +32,11 @@ class ActorWorker(PolicyWorker):
     def update(self, part: DataProto, loss: Loss) -> dict[str, Metric]:
         """One optimizer step on a mini-batch, of which this replica has a part; see `_train`."""
         return self._train(part, loss)
+
+    @register(dispatch_mode=Dispatch.MEGATRON_MESH, blocking=False)
+    def update_scored(self, part: DataProto, loss: Loss) -> ScoredUpdate:
+        """As `update`, in whose pass the rows are also scored: `log_probs`, and the extras of the loss."""
+        return self._train_scored(part, loss)
 
 
 class CriticWorker(MegatronWorker):

@@ -22,6 +22,7 @@ from megarl.config.schema import (
     AdvantageConfig,
     AdvantageEstimator,
     AlgorithmConfig,
+    CorrectionLevel,
     KLConfig,
     KLControllerConfig,
     KLControllerKind,
@@ -29,6 +30,7 @@ from megarl.config.schema import (
     KLWhere,
     ParallelConfig,
     PPOConfig,
+    RolloutCorrectionConfig,
 )
 from megarl.controller.futures import DerivedFuture, has_ended
 from megarl.placement.plan import plan_placement
@@ -301,11 +303,21 @@ def test_grpo_runs_without_critic_and_reference(inputs: Path, tmp_path: Path) ->
 
 
 def test_the_kl_can_stand_in_the_loss(inputs: Path, tmp_path: Path) -> None:
+    """With one update per batch: it scores the samples in its own pass, and the metrics are those of a pass before it."""
     kl = KLConfig(where=KLWhere.loss, estimator=KLEstimator.k3, coefficient=0.1)
-    algorithm = AlgorithmConfig(advantage=AdvantageConfig(estimator=AdvantageEstimator.grpo), kl=kl)
+    correction = RolloutCorrectionConfig(level=CorrectionLevel.token)
+    algorithm = AlgorithmConfig(advantage=AdvantageConfig(estimator=AdvantageEstimator.grpo), kl=kl, rollout_correction=correction)
     finished = run_ppo(config(inputs, tmp_path, algorithm, updates_per_step=1, total_steps=3, validate_before=False))
     losses = [line["actor/kl_loss"] for line in finished.metrics]
     assert losses[0] == pytest.approx(0, abs=1e-6)  # the actor is still the reference
     assert min(losses[1:]) > 1e-3
     for line in finished.metrics:
         assert line["critic/rewards/mean"] == line["critic/score/mean"]  # and not in the reward
+        assert ("timing_s/old_log_prob" in line) == (line["step"] == 1)  # for the gate
+        assert line["actor/approx_kl"] == 0
+        assert (
+            abs(line["actor/reward_kl_penalty"] - line["actor/kl_loss"]) < 0.2 * abs(line["actor/kl_loss"]) + 1e-6
+        )  # over rows, and over tokens
+        assert 0 < line["training/rollout_log_probs_diff_max"] < 1e-4
+        assert line["rollout_correction/weight_mean"] == pytest.approx(1, abs=1e-4)
+        assert line["actor/entropy"] > 0.5

@@ -15,7 +15,8 @@ class EstimatorNeeds:
     critic: bool = False  # `values`
     greedy_baseline: bool = False  # `baseline_scores`: a greedy response to each prompt, generated and scored besides
     score_parts: bool = False  # `score_parts`: each reward function's score, in place of the rewards and of the penalties in them
-    sum_pi_squared: bool = False  # `sum_pi_squared` and `old_log_probs`: the trainer's probabilities of the samples
+    old_log_probs: bool = False  # `old_log_probs`: the trainer's, of the samples, which are scored before the update for it
+    sum_pi_squared: bool = False  # `sum_pi_squared`: of the trainer's probabilities; they come with `old_log_probs`
 
 
 class AdvantageEstimator(Kind):
@@ -33,4 +34,4 @@ class AdvantageEstimator(Kind):
     remax = "remax", EstimatorNeeds(compares_samples=False, greedy_baseline=True)  # the score of a greedy response
     gdpo = "gdpo", EstimatorNeeds(compares_samples=True, score_parts=True)  # each reward function by itself, then added
     # a baseline for each token, by the gradient's squared norm
-    optimal_token_baseline = "optimal_token_baseline", EstimatorNeeds(compares_samples=True, sum_pi_squared=True)
+    optimal_token_baseline = "optimal_token_baseline", EstimatorNeeds(compares_samples=True, old_log_probs=True, sum_pi_squared=True)

@@ -22,6 +22,7 @@ class PolicyLossNeeds:
     aggregation: Aggregation | None  # the only one under which it is the loss of its paper; None: any
     ratio: bool = True  # it weighs by new / old probability; without, it is right for the very policy that sampled: one update per batch
     dual_clip: bool = False  # it reads `clip_dual`
+    whole_mini_batch: bool = False  # `old_log_probs` of a whole mini-batch, before it is cut: they are computed before the update
 
 
 _OF_RESPONSES = Aggregation.sequence_mean_token_mean
@@ -36,7 +37,8 @@ class PolicyLossKind(Kind):
     cispo = "cispo", PolicyLossNeeds(aggregation=None)  # the weight is clipped, not the token
     sapo = "sapo", PolicyLossNeeds(aggregation=_OF_RESPONSES)  # a soft limit instead of a clip
     gpg = "gpg", PolicyLossNeeds(aggregation=None, ratio=False)  # the log-prob, no ratio
-    clip_cov = "clip_cov", PolicyLossNeeds(aggregation=None, dual_clip=True)  # ppo_clip without some tokens of high covariance
-    kl_cov = "kl_cov", PolicyLossNeeds(aggregation=None)  # a KL penalty on the tokens of highest covariance
+    # ppo_clip without some tokens of high covariance
+    clip_cov = "clip_cov", PolicyLossNeeds(aggregation=None, dual_clip=True, whole_mini_batch=True)
+    kl_cov = "kl_cov", PolicyLossNeeds(aggregation=None, whole_mini_batch=True)  # a KL penalty on the tokens of highest covariance
     dppo_tv = "dppo_tv", PolicyLossNeeds(aggregation=None, dual_clip=True)  # no update beyond a total variation
     dppo_kl = "dppo_kl", PolicyLossNeeds(aggregation=None, dual_clip=True)  # no update beyond a KL divergence

@@ -124,8 +124,16 @@ class KLControllerConfig:
 class KLConfig:
     where: KLWhere = KLWhere.reward  # what the divergence from the reference is charged to
     estimator: KLEstimator = KLEstimator.k1  # how the divergence is estimated from a drawn token
-    coefficient: float = ranged(0.001, at_least=0)  # its weight
+    coefficient: float = ranged(0.001, at_least=0)  # its weight; with 0 there is no reference, as with `where: none`
     controller: KLControllerConfig = field(default_factory=KLControllerConfig)
+
+    @property
+    def in_reward(self) -> bool:
+        return self.where is KLWhere.reward and self.coefficient != 0
+
+    @property
+    def in_loss(self) -> bool:
+        return self.where is KLWhere.loss and self.coefficient != 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -89,6 +89,11 @@ class TrainerConfig:
     seed: int = ranged(0, at_least=0)  # of sampled tokens, mini-batches and new weights
     output_dir: str = "outputs/run"  # metrics, timeline, checkpoints, the trained model
 
+    @property
+    def one_update(self) -> bool:
+        """A step makes a single optimizer step."""
+        return self.updates_per_step * self.epochs_per_batch == 1
+
 
 @dataclass(frozen=True, kw_only=True)
 class SFTTrainerConfig:

@@ -22,7 +22,8 @@ INPUTS_OF = {
     "critic": ("values",),
     "greedy_baseline": ("baseline_scores",),
     "score_parts": ("score_parts",),
-    "sum_pi_squared": ("old_log_probs", "sum_pi_squared"),
+    "old_log_probs": ("old_log_probs",),
+    "sum_pi_squared": ("sum_pi_squared",),
 }  # of each need that is not of the samples
 FRACTIONS = st.sampled_from([0.0, 0.5, 0.9, 0.99, 1.0])
 

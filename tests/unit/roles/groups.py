@@ -59,7 +59,7 @@ class Folders(NamedTuple):
 
 class Models(NamedTuple):
     actor: Actor
-    cool_actor: Actor  # samples and trains at temperature COOL
+    cool_actor: Actor  # samples and trains at temperature COOL, with one update per batch
     reference: Reference
     critic: Critic
     syncs: list[WeightSync]  # of the actors; one at a time has the engines
@@ -109,10 +109,11 @@ def started_models(folders: Folders, parallel: ParallelConfig) -> Iterator[Model
         "critic": RayClassWithInitArgs(CriticWorker, model_spec(folders.critic, parallel, head="value")),
     }
     updates = UpdatePlan(updates_per_step=1, epochs_per_batch=2, seed=0)
+    one_update = UpdatePlan(updates_per_step=1, epochs_per_batch=1, seed=0)
     with started("models", parallel.world_size, workers) as groups:
         syncs = []
 
-        def actor(name: str) -> Actor:
+        def actor(name: str, updates: UpdatePlan) -> Actor:
             source = weight_source(groups[name], folders, parallel, BUCKET_BYTES)
             transport = Transport.device if parallel.world_size > 1 else Transport.group  # of the engines there are two
             sync = sync_of(source, transport, folders.policy.parent, folders.policy, num_replicas=2, verify=Verify.first)
@@ -120,8 +121,8 @@ def started_models(folders: Folders, parallel: ParallelConfig) -> Iterator[Model
             return Actor(groups[name], parallel, ONE_ROW, source, updates, algorithm=ALGORITHM)
 
         yield Models(
-            actor=actor("actor"),
-            cool_actor=actor("cool_actor"),
+            actor=actor("actor", updates),
+            cool_actor=actor("cool_actor", one_update),
             reference=Reference(groups["reference"], parallel, ONE_ROW),
             critic=Critic(groups["critic"], parallel, ONE_ROW, updates, ValueLossConfig()),
             syncs=syncs,

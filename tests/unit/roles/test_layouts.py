@@ -79,6 +79,16 @@ class Generated(NamedTuple):
     log_prob_gap: dict[float, float]  # temperature -> max |rollout's - trainer's|
 
 
+class OnePass(NamedTuple):
+    """An update of a batch without old log-probs. again: when the future is asked twice. scores, tensors: by a pass before the update, and
+    of the batch after it."""
+
+    metrics: dict[str, float]
+    again: dict[str, float]
+    scores: dict[str, Tensor]
+    tensors: dict[str, Tensor]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Observed:
     """What the models of one layout did, in this order."""
@@ -87,6 +97,7 @@ class Observed:
     single_row: Tensor
     generated: Generated
     metrics: dict[str, float]  # of two updates on the training batch
+    one_pass: OnePass
     folder: Path  # the policy after them
     critic_values: Tensor
     reference_after: Tensor
@@ -137,13 +148,17 @@ def observe(models: Models, rollout: Rollout, folder: Path, source: Path) -> Obs
     generated = generate(models, rollout)
     critic_update = models.critic.update(rows, step=1)
     metrics = {**models.actor.update(rows, step=1).get(), **critic_update.get()}
-    models.cool_actor.update(rows, step=1).get()
+    scored_before = models.cool_actor.log_probs(rows).get().tensors
+    in_one_pass = rows.select([key for key in rows.tensors if key != "old_log_probs"])
+    update = models.cool_actor.update(in_one_pass, step=1)
+    one_pass = OnePass(update.get(), update.get(), scored_before, in_one_pass.tensors)
     models.actor.save_hf(folder, str(source))
     return Observed(
         scores={**scored.tensors, "cool_log_probs": cool},
         single_row=single_row,
         generated=generated,
         metrics=metrics,
+        one_pass=one_pass,
         folder=folder,
         critic_values=models.critic.values(batch).get().tensors["values"],
         reference_after=models.reference.log_probs(batch).get().tensors["ref_log_prob"],
@@ -227,6 +242,23 @@ def test_metrics_add_up_over_replicas(live: Live, single: Observed) -> None:
     } <= single.metrics.keys()
     assert untimed(live.observed.metrics) == pytest.approx(untimed(single.metrics), rel=1e-4, abs=1e-6)
     assert untimed(live.observed.sft_metrics) == pytest.approx(untimed(single.sft_metrics), rel=1e-4, abs=1e-6)
+
+
+def test_an_update_scores_its_batch_in_its_own_pass(live: Live, single: Observed) -> None:
+    metrics, again, scores, tensors = live.observed.one_pass
+    assert metrics == again
+    assert untimed(metrics) == pytest.approx(untimed(single.one_pass.metrics), rel=1e-4, abs=1e-6)
+    assert (metrics["actor/ratio_min"], metrics["actor/ratio_max"], metrics["actor/approx_kl"]) == (1.0, 1.0, 0.0)
+    assert scores.keys() == {"old_log_probs", "entropys"}
+    for key, values in scores.items():
+        assert values.abs().max() > 1
+        assert max_difference(tensors[key], values) < SCORES_TOLERANCE, key
+
+
+def test_several_updates_want_old_log_probs(live: Live) -> None:
+    batch = uneven_batch()
+    with pytest.raises(ValueError, match="has no old_log_probs, which this algorithm reads before the update, or several"):
+        live.models.actor.update(batch, step=1)
 
 
 def untimed(metrics: dict[str, float]) -> dict[str, float]:
