@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from transformers import PreTrainedModel
 
-from megarl.rollout.hf.attention import KVCache
+from megarl.rollout.hf.attention import KVCache, SharedPrompts
 from megarl.rollout.interface import SamplingParameters
 
 
@@ -24,11 +24,12 @@ class Decoded(NamedTuple):
 
 
 class _Rows(NamedTuple):
-    """The rows that are still computed, (A,) of the B; `positions` (A,) of the next token."""
+    """The rows that are still computed, (A,) of the B; `positions` (A,) of the next token; what they have read and written."""
 
     indices: torch.Tensor
     positions: torch.Tensor
-    mask: torch.Tensor  # (A, P + max_new_tokens) bool: False at the padding on the left
+    prompts: SharedPrompts
+    written: KVCache
 
 
 @torch.inference_mode()
@@ -52,17 +53,10 @@ def decode(
     stopped = torch.zeros(batch_size, dtype=torch.bool, device=model.device)
     keys = row_keys(seeds, model.device)
 
-    cache = KVCache()
-    logits, mask = _prefill(model, prompts, cache)
-    prompt_length = mask.shape[1]
-    rows = _Rows(
-        torch.arange(batch_size, device=model.device),
-        mask.sum(dim=-1),
-        torch.cat([mask, mask.new_ones(batch_size, sampling.max_new_tokens)], dim=-1),
-    )
+    logits, rows = _prefill(model, prompts)
     for step in range(sampling.max_new_tokens):
         if step > 0:
-            logits = _step(model, sampled_ids[rows.indices, step - 1], rows, prompt_length + step, cache)
+            logits = _step(model, sampled_ids[rows.indices, step - 1], rows)
             rows = rows._replace(positions=rows.positions + 1)
         forbidden = stop_token_ids[: 0 if step >= sampling.min_new_tokens else None]
         sampled = sample_tokens(logits, sampling, keys[rows.indices], step, forbidden)
@@ -74,43 +68,47 @@ def decode(
         ends &= ~stopped[rows.indices]
         lengths[rows.indices[ends]] = step + 1
         stopped[rows.indices[ends]] = True
-        rows = _drop_ended(rows, stopped, cache)
+        rows = _drop_ended(rows, stopped)
         if not len(rows.indices):
             break
     return Decoded(sampled_ids[:, : step + 1], log_probs[:, : step + 1], lengths, stopped)
 
 
-def _prefill(model: PreTrainedModel, prompts: list[list[int]], cache: KVCache) -> tuple[torch.Tensor, torch.Tensor]:
-    """Fills the cache; logits (B, V) of each prompt's last token, and the mask (B, P) bool of the left-padded prompts."""
+def _prefill(model: PreTrainedModel, prompts: list[list[int]]) -> tuple[torch.Tensor, _Rows]:
+    """Logits (B, V) of each prompt's last token, and the rows, which have written nothing."""
     distinct = {prompt: index for index, prompt in enumerate(dict.fromkeys(map(tuple, prompts)))}
     token_ids, mask = _left_pad([list(prompt) for prompt in distinct], model.device)
     positions = (mask.cumsum(dim=-1) - 1).clamp(min=0)
+    cache = KVCache()
     output = model(input_ids=token_ids, attention_mask=mask.long(), position_ids=positions, past_key_values=cache, logits_to_keep=1)
-    logits = output.logits[:, -1]
-    if len(distinct) == len(prompts):
-        return logits, mask
-    owners = torch.tensor([distinct[tuple(prompt)] for prompt in prompts], device=model.device)
-    cache.select(owners)
-    return logits[owners], mask[owners]
+    owners = [distinct[tuple(prompt)] for prompt in prompts]
+    chosen = torch.tensor(owners, device=model.device)
+    shared = SharedPrompts.of(cache, mask, owners)
+    return output.logits[chosen, -1], _Rows(torch.arange(len(prompts), device=model.device), mask.sum(-1)[chosen], shared, KVCache())
 
 
-def _step(model: PreTrainedModel, token_ids: torch.Tensor, rows: _Rows, length: int, cache: KVCache) -> torch.Tensor:
+def _step(model: PreTrainedModel, token_ids: torch.Tensor, rows: _Rows) -> torch.Tensor:
     """Logits (A, V) after one more token of each row; token_ids: (A,)."""
-    # A mask of four dimensions is taken as it is: transformers would build the same one anew at every step. What is added to the scores
-    # is made once, not in every layer.
-    mask = rows.mask[:, None, None, :length]
-    output = model(input_ids=token_ids[:, None], attention_mask=mask, position_ids=rows.positions[:, None], past_key_values=cache)
+    output = model(
+        input_ids=token_ids[:, None],
+        attention_mask=rows.prompts.bias,  # of four dimensions it is taken as it is: transformers would build another at every step
+        position_ids=rows.positions[:, None],
+        past_key_values=rows.written,
+        prompts=rows.prompts,
+    )
     return output.logits[:, -1]
 
 
-def _drop_ended(rows: _Rows, stopped: torch.Tensor, cache: KVCache) -> _Rows:
-    """Copying the cache costs about what a step does, so it is done when it halves the steps to come."""
+def _drop_ended(rows: _Rows, stopped: torch.Tensor) -> _Rows:
+    """Copying what was written costs about what a step does, so it is done when it halves the steps to come."""
     alive = (~stopped[rows.indices]).nonzero().squeeze(-1)
     if 2 * len(alive) > len(rows.indices):
         return rows
-    if len(alive):
-        cache.select(alive)
-    return _Rows(rows.indices[alive], rows.positions[alive], rows.mask[alive])
+    if not len(alive):
+        return rows._replace(indices=alive)
+    if rows.written.layers:
+        rows.written.select(alive)
+    return _Rows(rows.indices[alive], rows.positions[alive], rows.prompts.select(alive), rows.written)
 
 
 def _left_pad(prompts: list[list[int]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

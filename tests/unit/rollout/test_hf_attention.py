@@ -9,7 +9,7 @@ from torch.nn import Module
 from transformers import DynamicCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from megarl.rollout.hf.attention import KVCache, grouped_attention
+from megarl.rollout.hf.attention import SLOTS, KVCache, SharedPrompts, grouped_attention
 
 
 def states(generator: torch.Generator, rows: int, tokens: int) -> tuple[Tensor, Tensor]:
@@ -49,22 +49,40 @@ class Layer(Module):
 
     def __init__(self, groups: int) -> None:
         super().__init__()
-        self.num_key_value_groups, self.is_causal = groups, True
+        self.num_key_value_groups, self.is_causal, self.layer_idx = groups, True, 0
+
+
+NUM_PROMPTS, WIDTH, WRITTEN, SIZE = 4, 7, 3, 8
+LENGTHS = torch.tensor([7, 2, 5, 1])
 
 
 @pytest.mark.parametrize("groups", [1, 2, 4])
-@pytest.mark.parametrize("num_tokens", [1, 6])
-@pytest.mark.parametrize("padded", [False, True])
-def test_attention_is_that_of_transformers(groups: int, num_tokens: int, padded: bool) -> None:
+@pytest.mark.parametrize("owners", [[0, 0, 1, 1, 2, 2, 3, 3], [3, 0, 2, 2, 2], [1] * (2 * SLOTS + 3) + [0]])
+def test_prompts_that_are_kept_once_give_the_attention_of_transformers(groups: int, owners: list[int]) -> None:
+    """Also after rows have gone, and with them prompts; what stands in the padding is not read."""
     generator = torch.Generator().manual_seed(1)
-    length = 9 if num_tokens == 1 else num_tokens
-    query = torch.randn(3, 4, num_tokens, 8, generator=generator)
-    key, value = torch.randn(2, 3, 4 // groups, length, 8, generator=generator)
-    mask = None
-    if padded:
-        mask = torch.arange(length) >= torch.tensor([0, 2, 4])[:, None]
-        mask = mask[:, None, None] & torch.ones(length, length, dtype=torch.bool).tril()[-num_tokens:]
-        mask |= torch.eye(length, dtype=torch.bool)[-num_tokens:]  # of padding that attends to itself, no result is read
-    got, expected = (attend(Layer(groups), query, key, value, mask, scaling=0.3) for attend in (grouped_attention, sdpa_attention_forward))
-    assert got[0].shape == expected[0].shape == (3, num_tokens, 4, 8)
-    torch.testing.assert_close(got[0], expected[0], rtol=1e-6, atol=1e-6)
+    mask = torch.arange(WIDTH) >= WIDTH - LENGTHS[:, None]
+    of_prompts = torch.randn(2, NUM_PROMPTS, 4 // groups, WIDTH, SIZE, generator=generator)
+    cache = KVCache()
+    cache.update(*of_prompts, 0)
+    prompts = SharedPrompts.of(cache, mask, owners)
+    assert len(prompts.bias) == len({(owner, owners[:row].count(owner) // SLOTS) for row, owner in enumerate(owners)})
+    rows = torch.arange(len(owners))
+    for kept in (rows, torch.tensor([4, 0, 2]), torch.tensor([2, 0])):
+        prompts, rows = (prompts.select(kept), rows[kept]) if len(kept) < len(owners) else (prompts, rows)
+        query = torch.randn(len(rows), 4, 1, SIZE, generator=generator)
+        own = torch.randn(2, len(rows), 4 // groups, WRITTEN, SIZE, generator=generator)
+        got, _ = grouped_attention(Layer(groups), query, *own, prompts.bias, scaling=0.3, prompts=prompts)
+        owner = torch.tensor(owners)[rows]
+        keys, values = torch.cat([of_prompts[:, owner], own], dim=3)
+        real = torch.cat([mask[owner], torch.ones(len(rows), WRITTEN, dtype=torch.bool)], dim=1)[:, None, None]
+        expected, _ = sdpa_attention_forward(Layer(groups), query, keys, values, real, scaling=0.3)
+        assert got.shape == expected.shape == (len(rows), 1, 4, SIZE)
+        torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-6)
+
+
+def test_without_prompts_it_is_transformers_own() -> None:
+    generator = torch.Generator().manual_seed(1)
+    query, key, value = torch.randn(3, 3, 4, 6, SIZE, generator=generator)
+    got, expected = (attend(Layer(1), query, key, value, None, scaling=0.3)[0] for attend in (grouped_attention, sdpa_attention_forward))
+    assert torch.equal(got, expected)
