@@ -194,7 +194,7 @@ class Contest:
         self.num_parameters = sum(parameter.numel() for parameter in self.hugging_face.parameters())
         with tempfile.TemporaryDirectory() as folder:
             self.hugging_face.save_pretrained(folder)
-            self._engines = {packing: _build_engine(folder, packing) for packing in (True, False)}
+            self.engines = {packing: _build_engine(folder, packing) for packing in (True, False)}
 
     def engine_step(self, batch: Mapping[str, Tensor], micro_batches: MicroBatches, packing: bool = True) -> Step:
         num_response_tokens = float(batch["response_mask"].sum())
@@ -203,7 +203,7 @@ class Contest:
             value = -(outputs["log_probs"] * rows["response_mask"]).sum() / num_response_tokens
             return value, {"loss": Metric.sum(value)}
 
-        return lambda: self._engines[packing].forward_backward(batch, micro_batches, loss)["loss"].value
+        return lambda: self.engines[packing].forward_backward(batch, micro_batches, loss)["loss"].value
 
     def hugging_face_step(self, ids: Tensor) -> Step:
         """Every row of `ids` (B, LONGEST) is full."""
