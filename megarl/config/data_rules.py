@@ -9,7 +9,8 @@ from megarl.config.schema import PPOConfig, SFTConfig
 from megarl.config.schema.keys import LARGEST
 from megarl.config.violation import Violation, Violations
 
-FORMATS = (".parquet", ".jsonl", ".json", ".csv")  # .json: of JSON lines too
+JSON_LINES = (".jsonl", ".json")
+FORMATS = (".parquet", *JSON_LINES, ".csv")
 SAVED_TO_DISK, SPLITS = "state.json", "dataset_dict.json"  # in folders of `datasets`: of one split, and of several
 
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import pyarrow
 import pyarrow.parquet
 
-from megarl.config.data_rules import FORMATS, SAVED_TO_DISK, SPLITS
+from megarl.config.data_rules import FORMATS, JSON_LINES, SAVED_TO_DISK, SPLITS
 from megarl.config.errors import one_line
 
 Row = dict[str, Any]
@@ -47,7 +47,7 @@ def open_file(path: str, wanted: Sequence[str]) -> OpenTable:
     match Path(path).suffix.lower():
         case ".parquet":
             return _open_parquet(path, wanted)
-        case ".jsonl" | ".json":
+        case suffix if suffix in JSON_LINES:
             return _with_first(_json_lines(path))
         case ".csv":
             return _open_csv(path)

@@ -1,11 +1,13 @@
-"""Supervised data: chats that end with an assistant's answer, cut into a prompt and the response that is trained.
+"""Supervised data: chats that end with an assistant's answer, cut into a prompt and a response, in which the assistant's words are trained.
 
 The keys are those of RL batches, so an engine sees one format: the loss is on `response_mask`.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
@@ -15,18 +17,26 @@ from megarl.config.schema import ChatColumnsConfig, SFTDataConfig
 from megarl.data.fingerprint import Fingerprint
 from megarl.data.overlong import Measured, keep_within
 from megarl.data.padding import join, pad_left, pad_right
-from megarl.data.tables import DataRow, chat_messages, read_rows, typed_value
-from megarl.data.tokenizer import render_chat, render_whole
+from megarl.data.tables import DataRow, chat_messages, read_rows, tool_schemas, typed_value
+from megarl.data.tokenizer import Tools, encode_rendered, render_whole, rendered_chat
+from megarl.data.tool_columns import names_of
+from megarl.data.turns import TurnTemplate
+
+_log = logging.getLogger(__name__)
 
 
 class Example(NamedTuple):
+    """What an engine trains on of a chat: `is_trained` says which tokens of the response the assistant wrote."""
+
     prompt_ids: list[int]
-    response_ids: list[int]  # the final answer's tokens, its end token included
+    response_ids: list[int]  # from the first answer that is trained to the end token of the last
+    is_trained: list[bool]
+    is_as_rendered: bool  # the template renders the whole chat to the same tokens
 
 
 class SFTDataset:
-    """The chats of `files`, read as `data` says: the last message is the assistant's, and what is trained. `max_length` bounds prompt
-    and response together.
+    """The chats of `files`, read as `data` says: the last message is the assistant's. All that it wrote is trained, but for messages with a
+    `weight` of 0. `max_length` bounds prompt and response together.
 
     `num_filtered` counts the rows left out as too long. Raises DataError for a row that cannot be used.
     """
@@ -42,9 +52,16 @@ class SFTDataset:
         self._examples = [examples[index] for index in kept]
         self.row_files = [measured[index].file for index in kept]
         self.num_filtered = len(examples) - len(self._examples)
+        if others := sum(not example.is_as_rendered for example in self._examples):
+            _log.warning(
+                "%d of %d chats would be rendered otherwise as a whole: the chat template changes earlier answers once something follows "
+                "them. They are trained turn by turn, as a model meets them when it generates",
+                others,
+                len(self._examples),
+            )
         fingerprint = Fingerprint()
         for example in self._examples:
-            fingerprint.add(example.prompt_ids, example.response_ids)
+            fingerprint.add(example.prompt_ids, example.response_ids, values=None if all(example.is_trained) else example.is_trained)
         self.fingerprint = fingerprint.hex()
 
     def __len__(self) -> int:
@@ -55,11 +72,12 @@ class SFTDataset:
 
     def batch(self, indices: Sequence[int], uids: Sequence[str]) -> DataProto:
         """`prompts` (B, P), `responses` (B, R), `input_ids`, `attention_mask`, `position_ids` (B, S), all int64,
-        `response_mask` (B, R) bool; P and R are the longest of the batch. Array `uid`."""
+        `response_mask` (B, R) bool, the tokens that are trained; P and R are the longest of the batch. Array `uid`."""
         rows = [self._examples[index] for index in indices]
         prompts = pad_left([row.prompt_ids for row in rows], max(len(row.prompt_ids) for row in rows), self._pad_id)
         responses = pad_right([row.response_ids for row in rows], max(len(row.response_ids) for row in rows), self._pad_id)
-        tensors = {**join(prompts, responses), "response_mask": responses.mask.bool()}
+        trained = pad_right([row.is_trained for row in rows], responses.ids.shape[1], False)
+        tensors = {**join(prompts, responses), "response_mask": trained.ids.bool()}
         return DataProto.from_dict(tensors=tensors, non_tensors={"uid": list(uids)})
 
 
@@ -67,7 +85,7 @@ def read_chat_rows(files: Sequence[str], columns: ChatColumnsConfig) -> Iterator
     """With the columns of SFTDataset. Raises DataError, see `read_rows`."""
     two = [name for name in (columns.prompt, columns.answer) if name is not None]
     hint = "; data.columns says which columns are read, such as {prompt: question, answer: answer}"
-    return read_rows(files, two or [columns.messages], hint=hint)
+    return read_rows(files, two or [columns.messages], [columns.tools], hint)
 
 
 def _chat(row: DataRow, data: SFTDataConfig) -> tuple[str, list[dict[str, Any]]]:
@@ -82,25 +100,57 @@ def _chat(row: DataRow, data: SFTDataConfig) -> tuple[str, list[dict[str, Any]]]
 def read_example(row: DataRow, tokenizer: PreTrainedTokenizerBase, data: SFTDataConfig) -> Example:
     """Of a row of `read_chat_rows`. Raises DataError for one that cannot be used."""
     column, messages = _chat(row, data)
-    if len(messages) < 2 or messages[-1]["role"] != "assistant":
+    answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+    trained = [index for index in answers if _is_trained(row, column, messages[index])]
+    if not trained or trained[0] == 0 or answers[-1] != len(messages) - 1:
         roles = [message["role"] for message in messages]
-        raise row.error(column, f"the roles are {roles}; a row needs a prompt and, as its last message, the assistant's answer")
-    try:
-        prompt_ids = render_chat(tokenizer, messages[:-1], for_generation=True)
-        full_ids = render_whole(tokenizer, messages, data.lossy, for_generation=False)
-    except ValueError as error:
-        raise row.error(column, str(error)) from error
-    if full_ids[: len(prompt_ids)] != prompt_ids:
-        raise row.error(column, _not_a_prefix(tokenizer, prompt_ids, full_ids))
-    answer_ids = full_ids[len(prompt_ids) :]
-    if tokenizer.eos_token_id not in answer_ids:
         raise row.error(
             column,
+            f"the roles are {roles}; a row needs a prompt and, as its last message, the assistant's answer. An answer that is not to be "
+            "trained has a weight of 0, and not all of them",
+        )
+    tools = tool_schemas(row, data.columns.tools)
+    try:
+        whole_ids = render_whole(tokenizer, messages, data.lossy, for_generation=False, tools=tools)
+        prompt_ids, answer_ids = _answer(tokenizer, messages[: trained[0] + 1], tools)
+        response_ids, is_trained = [*answer_ids], [True] * len(answer_ids)
+        bridges = TurnTemplate(tokenizer, tools)
+        for before, index in pairwise(index for index in answers if trained[0] <= index <= trained[-1]):
+            bridge_ids = bridges.bridge(messages[before + 1 : index])
+            _, answer_ids = _answer(tokenizer, messages[: index + 1], tools)
+            response_ids += bridge_ids + answer_ids
+            is_trained += [False] * len(bridge_ids) + [index in trained] * len(answer_ids)
+    except ValueError as error:
+        raise row.error(column, str(error)) from error
+    whole_ids = whole_ids[: len(prompt_ids) + len(response_ids)]
+    return Example(prompt_ids, response_ids, is_trained, is_as_rendered=whole_ids == prompt_ids + response_ids)
+
+
+def _is_trained(row: DataRow, column: str, message: dict[str, Any]) -> bool:
+    weight = message.get("weight", 1)
+    if weight not in (0, 1):
+        raise row.error(column, f"a message has the weight {weight!r}, expected 1 (trained, as without one) or 0 (not trained)")
+    return bool(weight)
+
+
+def _answer(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], tools: Tools) -> tuple[list[int], list[int]]:
+    """Token ids of the chat opened for its last message, and of that message, its end token included. Raises ValueError."""
+    prompt = rendered_chat(tokenizer, messages[:-1], for_generation=True, tools=tools)
+    chat = rendered_chat(tokenizer, messages, for_generation=False, tools=tools)
+    prompt_ids, chat_ids = encode_rendered(tokenizer, prompt), encode_rendered(tokenizer, chat)
+    unsaid = [name for name in names_of(tools) if name not in prompt]
+    if unsaid := unsaid or [name for name in names_of(messages[-1].get("tool_calls")) if name not in chat[len(prompt) :]]:
+        raise ValueError(f"the chat template leaves out {unsaid[0]!r}: it knows no tools; use the template of a model that calls some")
+    if chat_ids[: len(prompt_ids)] != prompt_ids:
+        raise ValueError(_not_a_prefix(tokenizer, prompt_ids, chat_ids))
+    answer_ids = chat_ids[len(prompt_ids) :]
+    if tokenizer.eos_token_id not in answer_ids:
+        raise ValueError(
             f"the rendered answer {tokenizer.decode(answer_ids)[-60:]!r} does not hold the end token {tokenizer.eos_token!r}, so the model "
-            "would not learn to stop; set the tokenizer's eos_token to what its chat template ends an answer with",
+            "would not learn to stop; set the tokenizer's eos_token to what its chat template ends an answer with"
         )
     last_end = len(answer_ids) - answer_ids[::-1].index(tokenizer.eos_token_id)  # a template may add a line break after it
-    return Example(prompt_ids, answer_ids[:last_end])
+    return prompt_ids, answer_ids[:last_end]
 
 
 def _not_a_prefix(tokenizer: PreTrainedTokenizerBase, prompt_ids: list[int], full_ids: list[int]) -> str:

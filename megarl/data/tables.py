@@ -6,7 +6,9 @@ import difflib
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+from megarl.config.data_rules import JSON_LINES
 from megarl.data.files import DataError, open_file
+from megarl.data.tool_columns import calls_of, holds_null, schemas_of
 
 ROLES = ("system", "user", "assistant", "tool")
 
@@ -52,9 +54,9 @@ def _refuse_absent(file: str, required: Sequence[str], columns: Sequence[str], h
 
 
 def chat_messages(row: DataRow, column: str, system_prompt: str | None = None) -> list[dict[str, Any]]:
-    """The row's messages, each a dict with `role` and `content` as strings. A text is one message of the user. `system_prompt` comes
-    before a chat that begins with none of its own. Fields that are null, as parquet fills them where only other messages have them, are
-    dropped. Raises DataError for anything else."""
+    """The row's messages, each a dict with `role` and `content` as strings; of the assistant also with `tool_calls`, and then `content`
+    may be null. A text is one message of the user. `system_prompt` comes before a chat that begins with none of its own. Fields that
+    are null, as parquet fills them where only other messages have them, are dropped. Raises DataError for anything else."""
     example = "[{'role': 'user', 'content': 'What is 2 + 3?'}]"
     messages = row.values[column]
     if isinstance(messages, str):
@@ -63,6 +65,7 @@ def chat_messages(row: DataRow, column: str, system_prompt: str | None = None) -
         raise row.error(column, f"found {_show(messages)}, expected a text or a list of chat messages such as {example}")
     if not messages:
         raise row.error(column, f"the list of messages is empty, expected at least one, such as {example}")
+    messages = [_with_calls(row, column, index, message) for index, message in enumerate(messages)]
     for index, message in enumerate(messages):
         if not isinstance(message, dict) or not isinstance(message.get("content"), str):
             raise row.error(column, f"message {index} is {_show(message)}, expected role and content as strings, such as {example}")
@@ -70,11 +73,41 @@ def chat_messages(row: DataRow, column: str, system_prompt: str | None = None) -
             raise row.error(column, f"message {index} has role {message.get('role')!r}, expected one of {list(ROLES)}")
         if not _is_unicode(message["content"]):
             raise row.error(column, f"message {index} has half of a character (a lone surrogate), which no tokenizer can read; remove it")
-    if not any(message["content"].strip() for message in messages):
+    if not any(message["content"].strip() or "tool_calls" in message for message in messages):
         raise row.error(column, "all of its messages are empty; give the model something to answer")
     if system_prompt is not None and messages[0]["role"] != "system":
         messages = [{"role": "system", "content": system_prompt}, *messages]
     return [{key: value for key, value in message.items() if value is not None} for message in messages]
+
+
+def _with_calls(row: DataRow, column: str, index: int, message: Any) -> Any:
+    """The message with calls as chat templates take them, and then with content; any other as it is."""
+    if not isinstance(message, dict) or message.get("role") != "assistant" or not message.get("tool_calls"):
+        return message
+    try:
+        calls = calls_of(message["tool_calls"])
+    except ValueError as error:
+        raise row.error(column, f"message {index}: {error}") from error
+    _refuse_filled(row, column, [call["function"]["arguments"] for call in calls], isinstance(message["tool_calls"], str), "arguments")
+    return message | {"tool_calls": calls, "content": message.get("content") or ""}
+
+
+def tool_schemas(row: DataRow, column: str) -> list[dict[str, Any]] | None:
+    """Of the tools that a model may call in this row's chat; None where there are none. Raises DataError."""
+    try:
+        tools = schemas_of(row.values.get(column))
+    except ValueError as error:
+        raise row.error(column, str(error)) from error
+    _refuse_filled(row, column, tools or [], isinstance(row.values.get(column), str), "a schema")
+    return tools
+
+
+def _refuse_filled(row: DataRow, column: str, value: Any, is_text: bool, what: str) -> None:
+    if not is_text and not row.file.endswith(JSON_LINES) and holds_null(value):
+        raise row.error(
+            column,
+            f"{what} of a tool holds null, as this format fills in what other rows have; write it as JSON text, or the rows as JSON lines",
+        )
 
 
 def _is_unicode(text: str) -> bool:

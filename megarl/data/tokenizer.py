@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,7 @@ from megarl.config.schema import LossyText
 if TYPE_CHECKING:
     from torch import Tensor
 
+Tools = Sequence[Mapping[str, Any]] | None
 _JSON_FILES = ("tokenizer_config.json", "tokenizer.json", "special_tokens_map.json", "added_tokens.json")
 
 
@@ -91,35 +92,42 @@ class TemplateFailureError(ValueError):
 def _try_template(tokenizer: PreTrainedTokenizerBase, folder: str) -> None:
     """What fails for the plainest chat is no fault of the data; a template may refuse it, and take others."""
     try:
-        _rendered(tokenizer, [{"role": "user", "content": "1"}], for_generation=True)
+        rendered_chat(tokenizer, [{"role": "user", "content": "1"}], for_generation=True)
     except TemplateFailureError as error:
         raise ValueError(f"{folder}: {error}") from error
     except ValueError:
         return
 
 
-def render_chat(tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, Any]], *, for_generation: bool) -> list[int]:
-    """Token ids of a chat by the tokenizer's template; `for_generation` appends what opens the assistant's answer.
+def render_chat(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, Any]], *, for_generation: bool, tools: Tools = None
+) -> list[int]:
+    """Token ids of a chat by the tokenizer's template; `for_generation` appends what opens the assistant's answer. `tools`: the schemas
+    of those that the model may call.
 
     Raises ValueError where the template refuses the messages (roles in an order it does not allow, for instance), or fails.
     """
-    return _encode(tokenizer, _rendered(tokenizer, messages, for_generation))
+    return encode_rendered(tokenizer, rendered_chat(tokenizer, messages, for_generation=for_generation, tools=tools))
 
 
 def render_whole(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, Any]], lossy: LossyText, *, for_generation: bool
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, Any]], lossy: LossyText, *, for_generation: bool, tools: Tools = None
 ) -> list[int]:
     """As `render_chat`. Raises ValueError too where the tokens do not hold the text, unless `lossy` allows it."""
-    text = _rendered(tokenizer, messages, for_generation)
-    token_ids = _encode(tokenizer, text)
+    text = rendered_chat(tokenizer, messages, for_generation=for_generation, tools=tools)
+    token_ids = encode_rendered(tokenizer, text)
     if lossy is LossyText.refuse and (problem := lost_text(tokenizer, text, token_ids)):
         raise ValueError(problem)
     return token_ids
 
 
-def _rendered(tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, Any]], for_generation: bool) -> str:
+def rendered_chat(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, Any]], *, for_generation: bool, tools: Tools = None
+) -> str:
+    """As `render_chat`, the text."""
+    known = None if tools is None else [dict(tool) for tool in tools]
     try:
-        text = tokenizer.apply_chat_template(list(messages), add_generation_prompt=for_generation, tokenize=False)
+        text = tokenizer.apply_chat_template(list(messages), tools=known, add_generation_prompt=for_generation, tokenize=False)
     except TemplateSyntaxError as error:
         raise TemplateFailureError(
             f"the chat template is none ({one_line(error)}, line {error.lineno}); mend chat_template.jinja"
@@ -136,8 +144,8 @@ def _rendered(tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, A
     return text
 
 
-def _encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """A template writes the special tokens itself."""
+def encode_rendered(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Of a text that a template wrote, which writes the special tokens itself."""
     token_ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
     return token_ids
 

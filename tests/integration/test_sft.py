@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -26,20 +28,25 @@ from megarl.config.schema import (
 from megarl.data.loader import BatchLoader, one_pass
 from megarl.data.sft import SFTDataset
 from megarl.data.tokenizer import load_tokenizer
-from tests.integration.tiny_run import Finished, run_sft, save_inputs
+from tests.integration.tiny_run import SYMBOLS, Finished, run_sft, save_inputs
 
 STEPS = 12
 SAMPLES = 7  # an odd number: the replicas get different shares
-MAX_LENGTH = 16
+MAX_LENGTH = 20
 
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> SFTConfig:
     save_inputs(inputs := tmp_path_factory.mktemp("inputs"))
+    for name, start in (("conversations", 0), ("held_out_conversations", 100)):
+        rows = [{"messages": conversation(start + number)} for number in range(24)]
+        pq.write_table(pa.Table.from_pylist(rows), inputs / f"{name}.parquet")
     return SFTConfig(
         model=ModelConfig(path=str(inputs / "policy"), dtype=DType.float32),
         data=SFTDataConfig(
-            train_files=[str(inputs / "sft.parquet")], val_files=[str(inputs / "sft_validation.parquet")], max_length=MAX_LENGTH
+            train_files=[str(inputs / f"{name}.parquet") for name in ("sft", "conversations")],
+            val_files=[str(inputs / f"{name}.parquet") for name in ("sft_validation", "held_out_conversations")],
+            max_length=MAX_LENGTH,
         ),
         actor=ActorConfig(
             parallel=ParallelConfig(data_parallel_size=2), micro_batch=MicroBatchConfig(max_tokens=32), optim=OptimConfig(lr=1e-2)
@@ -58,21 +65,29 @@ def finished(ray_cluster: None, config: SFTConfig) -> Finished:
     return run_sft(config)
 
 
+def conversation(number: int) -> list[dict[str, str]]:
+    turns = [("user", f"{number}="), ("assistant", f"{number + 1}"), ("user", "="), ("assistant", f"{number % 10}+")]
+    return [{"role": role, "content": content} for role, content in turns]
+
+
 def dataset(config: SFTConfig, files: list[str]) -> SFTDataset:
     return SFTDataset(files, load_tokenizer(config.model.path), SFTDataConfig(max_length=MAX_LENGTH))
 
 
 def answer_losses(folder: str | Path, batch: DataProto) -> list[float]:
-    """Of each answer token, by Hugging Face's own loss with the prompt's labels masked out."""
+    """Of each token of an answer, by Hugging Face's own loss. Labels by hand: of what stands between <model> and <end>, the latter too."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    tensors, losses = batch.tensors, []
-    num_prompt_columns = tensors["prompts"].shape[1]
-    for ids, mask in zip(tensors["input_ids"], tensors["attention_mask"].bool(), strict=True):
-        labels = ids.clone()
-        labels[:num_prompt_columns] = -100
+    opening, end, losses = SYMBOLS.index("<model>"), SYMBOLS.index("<end>"), []
+    for padded, mask in zip(batch.tensors["input_ids"], batch.tensors["attention_mask"].bool(), strict=True):
+        ids, is_answer = padded[mask], False
+        labels = torch.full_like(ids, -100)
+        for place, token in enumerate(ids.tolist()):
+            if is_answer:
+                labels[place] = token
+            is_answer = token == opening or (is_answer and token != end)
         with torch.no_grad():
-            loss = model(ids[mask][None], labels=labels[mask][None]).loss
-        losses += [float(loss)] * int((labels[mask] != -100).sum())
+            loss = model(ids[None], labels=labels[None]).loss
+        losses += [float(loss)] * int((labels != -100).sum())
     return losses
 
 
@@ -83,6 +98,8 @@ def mean(values: list[float]) -> float:
 def test_the_loss_is_hugging_faces_over_answer_tokens(config: SFTConfig, finished: Finished) -> None:
     loader = BatchLoader(dataset(config, config.data.train_files), SAMPLES, shuffle=True, seed=config.data.seed)
     first = next(loader)
+    answers = first.tensors["response_mask"].int()
+    assert (answers.diff(dim=1) == 1).any(), "a chat of two answers is among them"
     assert finished.metrics[0]["sft/loss"] == pytest.approx(mean(answer_losses(config.model.path, first)), rel=1e-5)
     assert finished.metrics[0]["num_tokens"] == int(first.tensors["attention_mask"].sum())
 

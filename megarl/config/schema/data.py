@@ -36,6 +36,7 @@ class ChatColumnsConfig:
     """The columns of the files, where they are called otherwise, or where prompt and answer stand in two."""
 
     messages: str = "messages"  # a chat that ends with the assistant's answer; not read where prompt and answer are given
+    tools: str = "tools"  # the schemas of what the assistant may call, as a list or as JSON text; may be absent
     prompt: str | None = None  # a chat up to the answer, or a text: a message of the user
     answer: str | None = None  # the text of the assistant's answer
 
@@ -58,7 +59,7 @@ class DataConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class SFTDataConfig:
-    """Rows with `messages`: a chat that ends with the assistant's answer, the only part that is trained."""
+    """Rows with `messages`: a chat that ends with the assistant's answer. Its answers are trained, and nothing else of it."""
 
     # files of chats: .parquet, .jsonl, .csv, or a folder that `datasets` has saved
     train_files: list[str] = field(default=MISSING, metadata=names(InputKind.data))  # type: ignore[arg-type]

@@ -12,6 +12,21 @@ TEMPLATE = (
     "{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
 )
 
+# Of a model that is told of tools and calls them, each call with the argument `item`.
+TOOLS_TEMPLATE = (
+    "{% if tools %}<|start|>system\n{% for tool in tools %}{{ tool.function.name }}.{% endfor %}<|end|>\n{% endif %}"
+    "{% for message in messages %}<|start|>{{ message.role }}\n{{ message.content }}"
+    "{% for call in message.tool_calls or [] %}={{ call.function.name }}?{{ call.function.arguments.item }}{% endfor %}<|end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
+)
+# A thinking part ends with +. The last answer gets one where it has none; that of earlier ones is left out.
+THINKING_TEMPLATE = (
+    "{% for message in messages %}<|start|>{{ message.role }}\n"
+    "{% if message.role != 'assistant' %}{{ message.content }}{% elif not loop.last %}{{ message.content.split('+')[-1] }}"
+    "{% else %}{{ '' if '+' in message.content else '+' }}{{ message.content }}{% endif %}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
+)
+
 
 def character_tokenizer(template=TEMPLATE, vocabulary_extra="", **special):
     vocabulary = {token: index for index, token in enumerate(["<|unk|>", *CHARACTERS, *vocabulary_extra])}
@@ -27,6 +42,10 @@ def character_tokenizer(template=TEMPLATE, vocabulary_extra="", **special):
 
 def user(content):
     return [{"role": "user", "content": content}]
+
+
+def assistant(content, **more):
+    return [{"role": "assistant", "content": content} | more]
 
 
 def prompt_row(content="a", **changes):

@@ -1,14 +1,16 @@
+import json
+
 import pytest
 import torch
 
 from megarl.config.schema import Overlong, SFTDataConfig
 from megarl.data.files import DataError
 from megarl.data.sft import SFTDataset
-from tests.unit.data.chats import TEMPLATE, character_tokenizer, user, write
+from tests.unit.data.chats import TEMPLATE, THINKING_TEMPLATE, TOOLS_TEMPLATE, assistant, character_tokenizer, user, write
 
 
 def chat(question, answer):
-    return {"messages": user(question) + [{"role": "assistant", "content": answer}]}
+    return {"messages": user(question) + assistant(answer)}
 
 
 def dataset(tmp_path, rows, tokenizer, max_length=60, overlong=Overlong.refuse, **changes):
@@ -30,11 +32,109 @@ def test_only_the_answer_and_its_end_token_are_trained(tmp_path, tokenizer):
     assert batch["position_ids"][1, num_prompt : num_prompt + 4].tolist() == [num_prompt - 4 + k for k in range(4)]
 
 
-def test_earlier_answers_belong_to_the_prompt(tmp_path, tokenizer):
-    row = {"messages": chat("a", "b")["messages"] + chat("c", "d")["messages"]}
-    example = dataset(tmp_path, [row], tokenizer)[0]
-    assert tokenizer.decode(example.response_ids) == "d<|end|>"
-    assert "b<|end|>" in tokenizer.decode(example.prompt_ids)
+def spelt(tokenizer, example):
+    """The response, with what is trained in square brackets."""
+    text = ""
+    for number, (token, is_trained) in enumerate(zip(example.response_ids, example.is_trained, strict=True)):
+        before = number > 0 and example.is_trained[number - 1]
+        text += "[" * (is_trained and not before) + "]" * (before and not is_trained) + tokenizer.decode([token])
+    return text + "]"
+
+
+TWO_TURNS = user("a") + assistant("b") + user("c") + assistant("d")
+
+
+def test_every_answer_is_trained_and_nothing_between_them(tmp_path, tokenizer):
+    rows = [{"messages": TWO_TURNS}, chat("2", "3")]
+    examples = dataset(tmp_path, rows, tokenizer)
+    assert tokenizer.decode(examples[0].prompt_ids) == "<|start|>user\na<|end|>\n<|start|>assistant\n"
+    assert spelt(tokenizer, examples[0]) == "[b<|end|>]\n<|start|>user\nc<|end|>\n<|start|>assistant\n[d<|end|>]"
+    batch = examples.batch([0, 1], ["0", "1"]).batch
+    masked = [tokenizer.decode(batch["responses"][row][batch["response_mask"][row]]) for row in range(2)]
+    assert masked == ["b<|end|>d<|end|>", "3<|end|>"]
+    lengths = batch["attention_mask"][:, batch["prompts"].shape[1] :].sum(1).tolist()
+    assert lengths == [len(examples[0].response_ids), 2]
+
+
+def test_an_answer_of_weight_zero_is_not_trained(tmp_path, tokenizer):
+    def of(*weights):
+        chats = [user("a") + assistant("b", weight=weight) for weight in weights]
+        return dataset(tmp_path, [{"messages": sum(chats, [])}], tokenizer, 100)[0]
+
+    first = of(0, 1)
+    assert tokenizer.decode(first.prompt_ids).count("b<|end|>") == 1
+    assert spelt(tokenizer, first) == "[b<|end|>]"
+    assert spelt(tokenizer, of(1, 0, 1)).count("[b<|end|>]") == 2
+    assert spelt(tokenizer, of(1, 0, 1)).count("b<|end|>") == 3
+    assert spelt(tokenizer, of(1, None, 0)).count("b<|end|>") == 2  # nothing behind the last that is trained
+    with pytest.raises(DataError, match="a weight of 0, and not all of them"):
+        of(0, 0)
+    with pytest.raises(DataError, match=r"has the weight 0.5, expected 1 .trained, as without one. or 0"):
+        of(0.5)
+
+
+def test_turns_are_trained_as_they_were_written_whatever_the_template_makes_of_them_later(tmp_path, caplog):
+    """One that leaves out earlier thinking: the ids are prompt, answer, bridge, answer, and it is said how many chats that is."""
+    thinking = character_tokenizer(THINKING_TEMPLATE)
+    rows = [{"messages": user("a") + assistant("t+b") + user("c") + assistant("d")}, {"messages": TWO_TURNS}, chat("2", "3")]
+    examples = dataset(tmp_path, rows, thinking)
+    assert spelt(thinking, examples[0]) == "[t+b<|end|>]\n<|start|>user\nc<|end|>\n<|start|>assistant\n[+d<|end|>]"
+    assert [example.is_as_rendered for example in examples] == [False, False, True]
+    assert "2 of 3 chats would be rendered otherwise as a whole" in caplog.text
+
+
+def price_chat(arguments, **more):
+    call = {"type": "function", "function": {"name": "price", "arguments": arguments}}
+    asked = user("a") + assistant(None, tool_calls=[call])
+    return {"messages": asked + [{"role": "tool", "content": "42"}] + assistant("42"), **more}
+
+
+PRICE = {"type": "function", "function": {"name": "price", "parameters": {"type": "object"}}}
+
+
+@pytest.mark.parametrize("arguments", [{"item": "xy"}, '{"item": "xy"}'])
+@pytest.mark.parametrize("tools", [[PRICE], json.dumps([PRICE])])
+def test_calls_are_trained_and_what_the_tools_say_is_not(tmp_path, arguments, tools):
+    tokenizer = character_tokenizer(TOOLS_TEMPLATE)
+    rows = [price_chat(arguments, tools=tools), {"messages": TWO_TURNS, "tools": None}]
+    examples = dataset(tmp_path, rows, tokenizer, 100)
+    assert tokenizer.decode(examples[0].prompt_ids).startswith("<|start|>system\nprice.<|end|>\n<|start|>user\na")
+    assert spelt(tokenizer, examples[0]) == "[=price?xy<|end|>]\n<|start|>tool\n42<|end|>\n<|start|>assistant\n[42<|end|>]"
+    assert examples[0].is_as_rendered
+    assert tokenizer.decode(examples[1].prompt_ids).startswith("<|start|>user\na")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "tools", "said"),
+    [
+        ("xy", [PRICE], "message 1: found the text str 'xy', which is not JSON"),
+        ("[1]", [PRICE], "message 1: a call of 'price' has the arguments list .1., expected an object, or its JSON text"),
+        (
+            {"item": None, "of": "x"},
+            [PRICE],
+            "arguments of a tool holds null, as this format fills in what other rows have",
+        ),
+        ({"item": "xy"}, [{"function": {"title": "price"}}], "column 'tools': found the tool dict .*, expected one such as {'type'"),
+        ({"item": "xy"}, '{"price": 1}', "column 'tools': found dict {'price': 1}, expected a list of tools such as"),
+    ],
+)
+def test_tools_and_calls_of_another_form_are_refused(tmp_path, arguments, tools, said):
+    with pytest.raises(DataError, match=f"row 0, .*{said}"):
+        dataset(tmp_path, [price_chat(arguments, tools=tools)], character_tokenizer(TOOLS_TEMPLATE))
+
+
+@pytest.mark.parametrize("more", [{"tools": [PRICE]}, {}])
+def test_a_template_that_knows_no_tools_is_refused(tmp_path, more):
+    silent = character_tokenizer(TEMPLATE.replace("message.role == 'tool'", "false"))
+    with pytest.raises(DataError, match="row 0, column 'messages': the chat template leaves out 'price': it knows no tools"):
+        dataset(tmp_path, [price_chat({"item": "xy"}, **more)], silent)
+
+
+def test_a_template_that_does_not_close_an_earlier_answer_is_refused(tmp_path):
+    """As those do that write a blank in front of the end token."""
+    blank = character_tokenizer(TEMPLATE.replace("{{ message.content }}", "{{ message.content }}{{ '' if loop.last else ' ' }}"))
+    with pytest.raises(DataError, match=r"does not write an earlier answer followed at once by the end token .*; it writes ' <|end|>"):
+        dataset(tmp_path, [{"messages": TWO_TURNS}], blank)
 
 
 def test_overlong_chats(tmp_path, tokenizer):

@@ -1,0 +1,77 @@
+"""Tools in the columns of data sets: the schemas that a model is told of, and the calls in its messages, as chat templates take them.
+
+The form is OpenAI's: {"type": "function", "function": {"name", "description", "parameters"}}, and in a message of the assistant
+"tool_calls": [{"type": "function", "function": {"name", "arguments"}}], with arguments as an object or as its JSON text.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+_TOOL = "{'type': 'function', 'function': {'name': 'price', 'parameters': {...}}}"
+_CALL = "{'type': 'function', 'function': {'name': 'price', 'arguments': {'item': 'ab'}}}"
+
+
+def schemas_of(value: Any) -> list[dict[str, Any]] | None:
+    """Of a value of the tools' column, a list or JSON text; None for none (in CSV an empty text). Raises ValueError."""
+    tools = None if value == "" else _parsed(value)
+    if tools is None or tools == []:
+        return None
+    if not isinstance(tools, list):
+        raise ValueError(f"found {_short(tools)}, expected a list of tools such as {_TOOL}, or its JSON text")
+    for tool in tools:
+        if not _has_name(tool):
+            raise ValueError(f"found the tool {_short(tool)}, expected one such as {_TOOL}")
+    return tools
+
+
+def calls_of(value: Any) -> list[dict[str, Any]]:
+    """Of a message's `tool_calls`, each with its arguments as an object. Raises ValueError."""
+    calls = _parsed(value)
+    if not isinstance(calls, list) or not calls:
+        raise ValueError(f"tool_calls is {_short(calls)}, expected a list of calls such as {_CALL}")
+    return [_call(call) for call in calls]
+
+
+def names_of(tools_or_calls: list[dict[str, Any]] | None) -> list[str]:
+    return [each["function"]["name"] for each in tools_or_calls or []]
+
+
+def _call(call: Any) -> dict[str, Any]:
+    if not _has_name(call):
+        raise ValueError(f"tool_calls holds {_short(call)}, expected a call such as {_CALL}")
+    arguments = _parsed(call["function"].get("arguments", {}))
+    if not isinstance(arguments, dict):
+        raise ValueError(
+            f"a call of {call['function']['name']!r} has the arguments {_short(arguments)}, expected an object, or its JSON text"
+        )
+    known = {key: each for key, each in call.items() if each is not None}
+    return known | {"function": call["function"] | {"arguments": arguments}}
+
+
+def _has_name(value: Any) -> bool:
+    function = value.get("function") if isinstance(value, Mapping) else None
+    return isinstance(function, Mapping) and isinstance(function.get("name"), str)
+
+
+def _parsed(value: Any) -> Any:
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except ValueError as error:
+        raise ValueError(f"found the text {_short(value)}, which is not JSON ({error})") from error
+
+
+def holds_null(value: Any) -> bool:
+    """Anywhere in it. Column formats fill a field with null where only other rows have it, and a model would be told of that null."""
+    if isinstance(value, Mapping):
+        return any(map(holds_null, value.values()))
+    return any(map(holds_null, value)) if isinstance(value, list) else value is None
+
+
+def _short(value: Any) -> str:
+    text = f"{type(value).__name__} {value!r}"
+    return text if len(text) <= 80 else text[:77] + "..."
