@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 
 import ray
-from ray._private import ray_constants
+from ray._private import node, ray_constants
 
 from megarl.controller.environment import daemon_settings
 from megarl.machine.reaper import (
@@ -60,7 +60,7 @@ def start_ray(*, num_cpus: int, num_gpus: int = 0, object_store_mb: float = OBJE
     for name, value in daemon_settings().items():
         os.environ.setdefault(name, value)
     before = set(descendants(os.getpid()))
-    with _loopback_only(), _without_job_server(), _marked_as_ray():
+    with _loopback_only(), _few_daemons(), _without_job_server(), _marked_as_ray():
         ray.init(
             address="local",  # without it, one that happens to run on this machine would be joined
             num_cpus=num_cpus,
@@ -109,6 +109,27 @@ def _loopback_only() -> Iterator[None]:
     finally:
         del os.environ[ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR]
         ray_constants.ENABLE_RAY_CLUSTER = True
+
+
+class _SmallNode(node.Node):
+    """It does without two daemons of Ray's that a cluster of one machine, for one run, has no use for: each takes half a second of a core
+    to start, and the run ends a second later for them."""
+
+    def start_monitor(self) -> None:
+        """No node comes or goes."""
+
+    def start_log_monitor(self) -> None:
+        """It sends what workers print to the driver, which reads their files itself where it needs them."""
+
+
+@contextmanager
+def _few_daemons() -> Iterator[None]:
+    full = node.Node
+    node.Node = _SmallNode  # type: ignore[misc]
+    try:
+        yield
+    finally:
+        node.Node = full  # type: ignore[misc]
 
 
 @contextmanager
