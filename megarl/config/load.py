@@ -85,7 +85,7 @@ def _fit(schema: type[Config], path: str, layers: Sequence[Layer]) -> Config:
         given = OmegaConf.merge(given, review.fitting(schema, layer.values, "", layer))
     problems = list(review.problems)
     try:
-        merged = OmegaConf.merge(OmegaConf.structured(schema), given)
+        merged = OmegaConf.merge(_structured(typing.cast(type, schema)), given)
         missing = [key for key in sorted(OmegaConf.missing_keys(merged)) if key not in review.refused]
         problems += [f"{key}: is missing; give it in the file or as {key}=..." for key in missing]
         if not problems:
@@ -141,7 +141,7 @@ def _with_whole_paths(section: Any) -> Any:
         value = getattr(section, entry.name)
         if is_dataclass(value):
             changes[entry.name] = _with_whole_paths(value)
-        elif isinstance(value, list) and _item_section(_hints(type(section))[entry.name]):
+        elif isinstance(value, list) and _item_section(_hints(typing.cast(type, type(section)))[entry.name]):
             changes[entry.name] = [_with_whole_paths(item) for item in value]
         elif InputKind in entry.metadata:
             changes[entry.name] = _each_text(value, _whole_path)
@@ -226,7 +226,8 @@ def _without_sign(key: str, value: Any) -> Iterator[tuple[str, str]]:
         yield name, f"{key}: write {name}=..., without a sign before it: every key is there already, and null unsets one that may be unset"
 
 
-def _hints(section: Any) -> dict[str, Any]:
+@cache
+def _hints(section: Any) -> Mapping[str, Any]:
     hints = typing.get_type_hints(section)
     return {entry.name: hints[entry.name] for entry in fields(section)}
 
@@ -263,6 +264,12 @@ def _without_sections(section: Any) -> Any:
     return OmegaConf.structured(make_dataclass(section.__name__, own, kw_only=True))
 
 
+@cache
+def _structured(schema: Any) -> Any:
+    """Not to be changed: what is merged with it is another."""
+    return OmegaConf.structured(schema)
+
+
 def expected(hint: Any) -> str:
     words = {int: "an integer", float: "a number", bool: "true or false", str: "a text"}
     if hint in words:
@@ -270,10 +277,9 @@ def expected(hint: Any) -> str:
     if isinstance(hint, type) and issubclass(hint, Enum):
         return "one of " + ", ".join(member.name for member in hint)
     if typing.get_origin(hint) is list:
-        item = typing.get_args(hint)[0]
-        return (
-            f"a list of sections with the keys {', '.join(_hints(item))}" if is_dataclass(item) else f"a list, each item {expected(item)}"
-        )
+        if section := _item_section(hint):
+            return f"a list of sections with the keys {', '.join(_hints(section))}"
+        return f"a list, each item {expected(typing.get_args(hint)[0])}"
     if typing.get_origin(hint) is dict:
         return f"a mapping from names, as {{name: ...}}, each value {expected(typing.get_args(hint)[1])}"
     if hint is typing.Any:
