@@ -17,19 +17,18 @@ import shlex
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from tests.warm.client import ADDRESS, SGLANG, TRAINING
+from tests.warm.client import ADDRESS, DAEMON, SGLANG, TRAINING
 
 CLIENT = Path(__file__).with_name("client.py")
 _SITE = Path(__file__).with_name("site")
 PYTHON = [sys.executable, "-I", "-S", str(CLIENT)]  # as `python`: a module, a script or a text of a program, and its arguments
-_CONSTANTS = "ray._private.ray_constants"
 _ENVIRONMENT_BYTES = 2**16  # /proc shows a process's environment as long as that with which its program was started
 
 
@@ -52,7 +51,7 @@ def server() -> Iterator[None]:
             os.environ[ADDRESS] = folder
             os.environ["PYTHONPATH"] = os.pathsep.join([str(_SITE), *filter(None, [os.environ.get("PYTHONPATH")])])
             subprocess.run([*PYTHON, "-c", ""], check=True)  # fails here and now if that does not work, which many would wait for
-            warm_ray_workers()
+            warm_ray_processes()
             yield
         finally:
             os.environ.pop(ADDRESS, None)
@@ -88,17 +87,26 @@ def behind_path(client: int) -> Path:
     return Path(os.environ[ADDRESS], f"behind-{client}")
 
 
-def warm_ray_workers() -> None:
-    """The nodes of Ray that this process starts have warm workers. Ray has no setting for the script in which they start."""
-    constants = sys.modules.get(_CONSTANTS)
-    if constants is None:
-        sys.meta_path.insert(0, _WhenImported())
-    else:
-        _change(constants)
+def warm_ray_processes() -> None:
+    """The nodes of Ray that this process starts have warm workers and daemons. Ray has no setting for how they are started."""
+    for name in _CHANGES.keys() & sys.modules.keys():
+        _change(sys.modules[name])
+    sys.meta_path.insert(0, _WhenImported(_CHANGES.keys() - sys.modules.keys()))
 
 
-def _change(constants: ModuleType) -> None:
-    constants.SETUP_WORKER_FILENAME = str(CLIENT)  # type: ignore[attr-defined]
+# What differs in modules of Ray: the script in which workers start, and the beginning of a daemon's command.
+_CHANGES: Mapping[str, Mapping[str, Any]] = {
+    "ray._private.ray_constants": {"SETUP_WORKER_FILENAME": str(CLIENT)},
+    "ray._private.services": {
+        "_build_python_executable_command_memory_profileable": lambda component, session_dir, unbuffered=True: [*PYTHON, f"--{DAEMON}"]
+    },
+}
+
+
+def _change(module: ModuleType) -> None:
+    for name, value in _CHANGES[module.__name__].items():
+        assert hasattr(module, name)
+        setattr(module, name, value)
 
 
 @contextlib.contextmanager
@@ -116,12 +124,15 @@ def spawned() -> Iterator[None]:
 
 
 class _WhenImported(MetaPathFinder):
-    """Finds the module of Ray that is to be changed, once."""
+    """Finds the modules of Ray that are to be changed, each once."""
+
+    def __init__(self, names: Set[str]) -> None:
+        self._names = set(names)
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        if name != _CONSTANTS:
+        if name not in self._names:
             return None
-        sys.meta_path.remove(self)
+        self._names.remove(name)
         spec = PathFinder.find_spec(name, path)
         assert spec is not None
         spec.loader = _ThenChanged(spec.loader)

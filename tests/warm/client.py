@@ -1,7 +1,8 @@
 """Stands in for `python`: the process that runs the program is forked from the server of warm processes, and this one ends as it does.
 
 It gets this one's arguments, environment, folder, open files, and signals. Ray's nodes start workers in this script as well, in place of
-Ray's setup_worker.py. Where there is no server, or for options that it does not know, Python itself starts. Standard library only.
+Ray's setup_worker.py, and daemons. Where there is no server, or for options that it does not know, Python itself starts. Standard
+library only.
 """
 
 from __future__ import annotations
@@ -17,32 +18,32 @@ from pathlib import Path
 from typing import NoReturn
 
 ADDRESS = "WARM_PROCESSES"  # environment variable: the folder of the servers' sockets
-TRAINING, SGLANG = "training", "sglang"  # kinds of processes, and names of sockets
+TRAINING, SGLANG, DAEMON = "training", "sglang", "daemon"  # kinds of processes, and names of sockets; the last is of Ray's own
 MAX_MESSAGE_BYTES = 2**18
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _WITHOUT_MEANING = ("-B", "-W")  # options, of compiling and of warnings
 _TRACKER = "multiprocessing.resource_tracker"  # imports nothing, and is needed by what ends after the server
 _RAY_WORKER = "default_worker.py"
+# What Ray's daemons read when it is imported, as it is in a cluster that megarl starts on this machine.
+RAY_ENVIRONMENT = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_AUTH_MODE": "token"}
 _RAY_CONTEXT, _RAY_LANGUAGE = "--serialized-runtime-env-context=", "--language="  # what setup_worker.py takes for itself
 
 
 def main(arguments: list[str]) -> None:
-    kind = TRAINING
-    if arguments[0] == f"--{SGLANG}":
-        kind = SGLANG
-        del arguments[0]
+    kind = arguments.pop(0)[2:] if arguments[0] in (f"--{SGLANG}", f"--{DAEMON}") else TRAINING
     of_ray = arguments[0].endswith(_RAY_WORKER)
-    cold = [sys.executable, *([str(Path(arguments[0]).with_name("setup_worker.py"))] if of_ray else []), *arguments]
+    before = [str(Path(arguments[0]).with_name("setup_worker.py"))] if of_ray else ["-u"] if kind == DAEMON else []
+    cold = [sys.executable, *before, *arguments]
     program = [argument for argument in arguments if not argument.startswith((_RAY_CONTEXT, _RAY_LANGUAGE))] if of_ray else arguments
     while (option := program[0]).startswith(_WITHOUT_MEANING):
         del program[: 2 if option == "-W" else 1]
-    if not _can_be_warm(program) or (of_ray and not _takes_context(arguments)):
+    if not _can_be_warm(program, kind) or (of_ray and not _takes_context(arguments)):
         os.execv(cold[0], cold)
     end_as(run(program, kind))
 
 
-def _can_be_warm(program: list[str]) -> bool:
-    if ADDRESS not in os.environ:
+def _can_be_warm(program: list[str], kind: str) -> bool:
+    if ADDRESS not in os.environ or (kind == DAEMON and not RAY_ENVIRONMENT.items() <= os.environ.items()):
         return False
     if program[0] == "-c":
         return _TRACKER not in program[1]

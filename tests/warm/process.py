@@ -18,8 +18,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import NoReturn
 
-from tests.warm import behind_path, launcher, warm_ray_workers
-from tests.warm.client import SGLANG, TRAINING, end_as
+from tests.warm import behind_path, launcher, warm_ray_processes
+from tests.warm.client import DAEMON, SGLANG, end_as
 
 _PR_SET_PDEATHSIG = 1
 
@@ -48,11 +48,13 @@ def become(request: Request, files: list[int], kind: str) -> None:
     os.chdir(request.folder)
     # The objects are the server's, and write to the client's files.
     sys.stdout.reconfigure(line_buffering=os.isatty(1), write_through="PYTHONUNBUFFERED" in request.environment)
-    if kind == TRAINING:  # what it spawns, such as processes that score, imports little, and is known by its process id
-        sys.meta_path.insert(0, _SGLangComes())
-    else:
+    if kind == DAEMON:
+        return
+    warm_ray_processes()
+    if kind == SGLANG:
         multiprocessing.set_executable(launcher(kind))
-    warm_ray_workers()
+    else:  # what it spawns, such as processes that score, imports little, and is known by its process id
+        sys.meta_path.insert(0, _SGLangComes())
 
 
 def _take_files(files: list[int], numbers: list[int]) -> None:

@@ -8,6 +8,7 @@ import contextlib
 import gc
 import importlib
 import json
+import logging
 import os
 import selectors
 import signal
@@ -20,7 +21,7 @@ from typing import NoReturn
 import torch  # noqa: F401  (the memory of all kinds)
 
 from megarl.config.schema import Device
-from tests.warm.client import MAX_MESSAGE_BYTES, SGLANG, TRAINING
+from tests.warm.client import DAEMON, MAX_MESSAGE_BYTES, RAY_ENVIRONMENT, SGLANG, TRAINING
 from tests.warm.process import Request, become, run
 
 _MAX_FILES = 253  # the kernel's limit for one message
@@ -31,6 +32,9 @@ def _import_for_training() -> None:
 
     platform.activate(Device.cpu)  # before Megatron is imported
     for name in (
+        "jsonschema",  # and requests: of what Ray imports, the most
+        "requests",
+        "megarl.config.load",
         "megarl.engine.checkpoint",
         "megarl.rollout.hf.engine",
         "megarl.workers.models",
@@ -63,7 +67,21 @@ def _import_for_sglang() -> None:
         importlib.import_module(name)
 
 
-KINDS: Mapping[str, Callable[[], None]] = {TRAINING: _import_for_training, SGLANG: _import_for_sglang}
+def _import_for_a_daemon() -> None:
+    # Ray reads it now; the last is what a raylet gives its agents, so that they end when it does.
+    os.environ.update({**RAY_ENVIRONMENT, "RAY_enable_pipe_based_agent_to_parent_health_check": "1"})
+    from ray import _raylet
+    from ray.dashboard import utils
+
+    _raylet.getproctitle()  # as setproctitle's above
+    logging.disable(logging.INFO)
+    utils.get_all_modules(utils.DashboardAgentModule)
+    logging.disable(logging.NOTSET)
+    for name in ("ray.dashboard.agent", "ray.dashboard.dashboard", "ray._private.runtime_env.agent.runtime_env_agent"):
+        importlib.import_module(name)
+
+
+KINDS: Mapping[str, Callable[[], None]] = {TRAINING: _import_for_training, SGLANG: _import_for_sglang, DAEMON: _import_for_a_daemon}
 
 
 def main(folder: Path) -> None:
@@ -111,7 +129,7 @@ class Server:
             self._selector.register(source, selectors.EVENT_READ)
         self._clients: dict[int, socket.socket | None] = {}  # by the process that was forked; None: it has gone
         # Ray reads the environment of a worker when it is imported; a thread would be missing in what is forked.
-        assert "ray" not in sys.modules
+        assert kind == DAEMON or "ray" not in sys.modules
         assert len(os.listdir("/proc/self/task")) == 1
         gc.collect()
         gc.freeze()  # what is here is not looked at again, so that its memory stays shared
