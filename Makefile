@@ -4,7 +4,6 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-export OMP_NUM_THREADS ?= 1
 # Every process of a run imports the package; where this is set, as images of containers do, each would compile it anew.
 unexport PYTHONDONTWRITEBYTECODE
 export TOKENIZERS_PARALLELISM ?= false

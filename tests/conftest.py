@@ -1,5 +1,6 @@
 """Session-wide fixtures: what takes long to start is started once, and what must be new for a test starts warm."""
 
+import os
 import signal
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -13,6 +14,9 @@ from tests import warm
 from tests.ranks import RankPool
 
 pytest_plugins = ["tests.where_time_goes"]
+
+# Two files of tests run at a time. What a run does without it is asked of single processes.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # A shell's background job is started with Ctrl-C ignored, and so would be all that the tests start: those that send it would fail.
 signal.signal(signal.SIGINT, signal.default_int_handler)

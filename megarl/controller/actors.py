@@ -40,6 +40,7 @@ class ActorSet:
         environment: Mapping[str, str],
         phase_time_limit_s: float,
         on_record: OnRecord,
+        at_work: Mapping[str, Mapping[str, int]],
     ) -> None:
         self.pool_name, self._use_gpu = resource_pool.name, resource_pool.use_gpu
         self.title = "+".join(roles)
@@ -61,7 +62,7 @@ class ActorSet:
         ]
         self._rank_of = {handle._actor_id.hex(): rank for rank, handle in enumerate(self._handles)}
         workers = cloudpickle.dumps({role: (spec.cls, spec.args, spec.kwargs) for role, spec in roles.items()})
-        self.construction = self._construct(ray.put(workers), [bundle.local_rank for bundle in bundles], environment, on_record)
+        self.construction = self._construct(ray.put(workers), [bundle.local_rank for bundle in bundles], environment, on_record, at_work)
 
     def _construct(
         self,
@@ -69,6 +70,7 @@ class ActorSet:
         local_ranks: Sequence[int],
         environment: Mapping[str, str],
         on_record: OnRecord,
+        at_work: Mapping[str, Mapping[str, int]],
     ) -> tuple[Call, ...]:
         meeting = self._handles[0].rendezvous.remote()  # goes from rank 0 to the others; nobody waits here
         group = next(_group_numbers)
@@ -77,7 +79,7 @@ class ActorSet:
             identity = RankIdentity(rank, len(self._handles), local_ranks[rank])
             owner = worker_owner(group, rank)
             result, record = handle.construct.options(num_returns=2).remote(
-                workers, identity, meeting, dict(environment), self._use_gpu, owner
+                workers, identity, meeting, dict(environment), self._use_gpu, owner, at_work
             )
             calls.append(Call(self, self.title, rank, CONSTRUCTION, result, record, on_record))
         return tuple(calls)

@@ -68,7 +68,13 @@ SETTINGS: Mapping[str, Setting] = MappingProxyType(
             "the interface that has the node's address in the cluster; gloo would take what the host's name resolves to",
         ),
         "OMP_NUM_THREADS": Setting(
-            "1", Where.cpu_workers, "as many threads as cores, in each of several processes, stand in each other's way"
+            "1",
+            Where.cpu_workers,
+            "as many threads as cores, in each of several processes, stand in each other's way: a phase gives each process that computes "
+            "in it an equal part of the cores; what you set is the number in all",
+        ),
+        "OMP_WAIT_POLICY": Setting(
+            "PASSIVE", Where.cpu_workers, "threads that wait for each other leave the core to others, where more than a run is at work"
         ),
         "LRU_CACHE_CAPACITY": Setting(
             _KERNELS_KEPT,

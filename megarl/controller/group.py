@@ -141,6 +141,8 @@ class RayWorkerGroup(RoleGroup):
 
     `ray_cls_with_init`: one worker class, or several fused (`create_colocated_worker_cls`), whose groups `spawn` gives.
     `environment`: set in the processes before torch is loaded, beside what the user and environment.py set for all.
+    `at_work`: role -> method -> how many processes of a node compute while it runs, which share its cores where there is no GPU and the
+    user has not set OMP_NUM_THREADS. Another method has the threads of the one before it.
     `phase_time_limit_s`: a call that runs longer raises PhaseTimeoutError with every rank's stack, and the group is ended.
     """
 
@@ -152,12 +154,15 @@ class RayWorkerGroup(RoleGroup):
         role: str = "worker",
         phase_time_limit_s: float = 1800.0,
         environment: Mapping[str, str] = NO_ENVIRONMENT,
+        at_work: Mapping[str, Mapping[str, int]] = MappingProxyType({}),
     ) -> None:
         fused = isinstance(ray_cls_with_init, ColocatedWorkerClass)
         self._roles = ray_cls_with_init.roles if isinstance(ray_cls_with_init, ColocatedWorkerClass) else {role: ray_cls_with_init}
         for each, spec in self._roles.items():
             _check(each, spec, resource_pool)
-        actors = ActorSet(resource_pool, self._roles, {**users_settings(), **environment}, phase_time_limit_s, self._record_spans)
+        given = {**users_settings(), **environment}
+        shares = {role: dict(methods) for role, methods in at_work.items()}
+        actors = ActorSet(resource_pool, self._roles, given, phase_time_limit_s, self._record_spans, shares)
         if fused:
             self._actors, self.role, self._spans = actors, "", []
         else:

@@ -31,6 +31,7 @@ from megarl.controller.messages import (
     Rendezvous,
     qualified_name,
 )
+from megarl.machine.cores import usable_cores
 from megarl.machine.ports import hold_port, own_address
 from megarl.machine.reaper import OWNER, start_reaper
 
@@ -57,6 +58,7 @@ class WorkerHost:
         self._held_port: socket.socket | None = None
         # A process that multiprocessing spawns here runs that file first: Ray's, which imports all of Ray.
         vars(sys.modules["__main__"]).pop("__file__", None)
+        self._at_work: Mapping[str, Mapping[str, int]] = {}
 
     def rendezvous(self) -> Rendezvous:
         """An address of this process's node that no one else takes."""
@@ -64,9 +66,19 @@ class WorkerHost:
         return Rendezvous(self._location.node, self._held_port.getsockname()[1])
 
     def construct(
-        self, workers: bytes, identity: RankIdentity, rendezvous: Rendezvous, environment: Mapping[str, str], use_gpu: bool, owner: str
+        self,
+        workers: bytes,
+        identity: RankIdentity,
+        rendezvous: Rendezvous,
+        environment: Mapping[str, str],
+        use_gpu: bool,
+        owner: str,
+        at_work: Mapping[str, Mapping[str, int]],
     ) -> tuple[Any, CallRecord]:
-        """`workers`: pickled {role: (class, arguments, named arguments)}, opened only after the environment is set."""
+        """`workers`: pickled {role: (class, arguments, named arguments)}, opened only after the environment is set. `at_work`: see
+        RayWorkerGroup."""
+        if not use_gpu and "OMP_NUM_THREADS" not in environment:
+            self._at_work = at_work
         launch = {
             "RANK": identity.rank,
             "WORLD_SIZE": identity.world_size,
@@ -90,8 +102,16 @@ class WorkerHost:
 
     def execute(self, role: str, method: str, keep_result: bool, /, *args: Any, **kwargs: Any) -> tuple[Any, CallRecord]:
         """`keep_result` False: another rank's result is the one that counts, so this one's is not stored."""
+        self._take_cores(self._at_work.get(role, {}).get(method))
         result, record = self._record(method, lambda: getattr(self._workers[role], method)(*args, **kwargs))
         return result if keep_result else None, record
+
+    def _take_cores(self, processes: int | None) -> None:
+        """An equal part of the node's for each of so many processes."""
+        if processes is not None:
+            import torch
+
+            torch.set_num_threads(max(1, usable_cores() // processes))
 
     def _record(self, method: str, call: Callable[[], Any]) -> tuple[Any, CallRecord]:
         result, failure = None, None

@@ -7,7 +7,7 @@ import os
 import resource
 import shutil
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,6 +16,8 @@ import psutil
 from megarl.controller.cluster import OBJECT_STORE_MB
 from megarl.doctor.check_result import CheckResult, doubtful, good, size, wrong
 from megarl.doctor.examined_run import ExaminedRun
+from megarl.machine.cores import usable_cores
+from megarl.placement.cores import at_work
 from megarl.placement.memory import plan_memory
 
 _NCCL_BYTES = 64 * 2**20  # of shared memory for each process: the buffers through which GPUs of a node without NVLink speak
@@ -119,15 +121,23 @@ def judge_memory(total: int, available: int, planned: int) -> CheckResult:
 
 
 def threads(subject: ExaminedRun) -> Iterator[CheckResult]:
-    cores = len(os.sched_getaffinity(0))
-    yield judge_threads(os.environ.get("OMP_NUM_THREADS"), cores, subject.processes_here, subject.use_gpu)
+    cores = usable_cores()
+    side_by_side = [] if subject.plan is None else [number for methods in at_work(subject.plan).values() for number in methods.values()]
+    yield judge_threads(os.environ.get("OMP_NUM_THREADS"), cores, subject.processes_here, subject.use_gpu, side_by_side)
 
 
-def judge_threads(setting: str | None, cores: int, processes: int, use_gpu: bool) -> CheckResult:
+def judge_threads(setting: str | None, cores: int, processes: int, use_gpu: bool, side_by_side: Collection[int] = ()) -> CheckResult:
+    """side_by_side: of each phase, how many processes of a node compute in it."""
     facts = {"OMP_NUM_THREADS": setting, "cores": cores, "processes": processes}
     if setting is not None and not setting.isdigit():
         return wrong("threads", f"OMP_NUM_THREADS is {setting!r}, no number", "export OMP_NUM_THREADS=1, or unset it", **facts)
-    each = int(setting) if setting is not None else 1
+    if setting is None and side_by_side and not use_gpu:
+        fewest, most = (max(1, cores // number) for number in (max(side_by_side), min(side_by_side)))
+        message = f"{fewest} to {most} in a process, by how many compute in a phase, on {cores} cores; OMP_NUM_THREADS is not set"
+        return good("threads", message, **facts)
+    if setting is None:
+        return good("threads", f"{cores} cores; OMP_NUM_THREADS is not set", **facts)
+    each = int(setting)
     if not use_gpu and each > 1 and each * processes > cores:
         message = f"OMP_NUM_THREADS={each} in {processes} processes is {each * processes} threads on {cores} cores"
         return doubtful("threads", message, f"export OMP_NUM_THREADS={max(1, cores // processes)}, or unset it", **facts)

@@ -13,6 +13,7 @@ from megarl.controller.group import NO_ENVIRONMENT, RayWorkerGroup, RoleGroup
 from megarl.controller.messages import FailureKind, qualified_name
 from megarl.controller.register import RemoteMethod
 from megarl.controller.worker import RayClassWithInitArgs
+from megarl.placement.cores import NOBODY, AtWork
 from megarl.rollout.interface import EngineDeadError, RolloutEngine
 from megarl.tracking.timeline import Span
 from megarl.workers.rollout_worker import RolloutWorker
@@ -49,10 +50,12 @@ class Replicas:
         *,
         restart_limit: int,
         phase_time_limit_s: float,
+        at_work: AtWork = NOBODY,
     ) -> None:
         self._places = tuple(places)
         self._worker = RayClassWithInitArgs(RolloutWorker, build_engine)
         self._phase_time_limit_s = phase_time_limit_s
+        self._at_work = at_work
         self._restart_limit = restart_limit
         self._spans: list[Span] = []
         self.num_restarts = 0
@@ -65,7 +68,8 @@ class Replicas:
 
     def _start(self, number: int) -> RoleGroup:
         pool, environment = self._places[number]
-        return RayWorkerGroup(pool, self._worker, role="rollout", phase_time_limit_s=self._phase_time_limit_s, environment=environment)
+        limit_s, at_work = self._phase_time_limit_s, self._at_work
+        return RayWorkerGroup(pool, self._worker, role="rollout", phase_time_limit_s=limit_s, environment=environment, at_work=at_work)
 
     # ---- weights
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -15,6 +15,7 @@ from megarl.controller.resource_pool import RayResourcePool, ResourcePoolManager
 from megarl.controller.worker import RayClassWithInitArgs, Worker, create_colocated_worker_cls
 from megarl.engine.offload import StatePart
 from megarl.engine.spec import ModelSpec, spec_of
+from megarl.placement.cores import at_work
 from megarl.placement.offload_plan import OffloadPlan
 from megarl.placement.plan import GroupPlan, PlacementPlan, plan_placement
 from megarl.placement.transport import choose_transport
@@ -100,7 +101,7 @@ class _Starter:
             self._make_room(group.roles[0], groups)
             pool, limit_s = group_pool(plan, self._pools, group), self._config.trainer.phase_time_limit_s
             fused = create_colocated_worker_cls({role: workers[role] for role in group.roles})
-            groups |= RayWorkerGroup(pool, fused, phase_time_limit_s=limit_s).spawn()
+            groups |= RayWorkerGroup(pool, fused, phase_time_limit_s=limit_s, at_work=at_work(plan)).spawn()
         if "rollout" in plan.roles:
             self._make_room("rollout", groups)
         return groups
@@ -145,7 +146,7 @@ def start_ppo(
         critic_warmup_steps=config.trainer.critic_warmup_steps,
     )
     groups = starter.groups(plan, _workers(config, models, starter))
-    replicas = _start_replicas(config, device, replica_places(plan, device, pools), turns.engines_move)
+    replicas = _start_replicas(config, device, plan, pools, turns.engines_move)
     schedule = OffloadSchedule(turns, {role: group for role, group in groups.items() if role != "reward"}, replicas)
     source = starter.weight_source(plan, groups["actor"], models["actor"])
     weights = RolloutWeights(_weight_sync(config, source, plan), replicas, schedule)
@@ -228,10 +229,16 @@ def visible_gpus(pool: RayResourcePool) -> list[str]:
         probes.shutdown()
 
 
-def _start_replicas(config: PPOConfig, device: Device, places: Sequence[ReplicaPlace], takes_turns: bool) -> Replicas:
+def _start_replicas(config: PPOConfig, device: Device, plan: PlacementPlan, pools: ResourcePoolManager, takes_turns: bool) -> Replicas:
     spec = RolloutEngineSpec(model=config.model, rollout=config.rollout, device=device, release_memory=takes_turns)
     limit_s = config.trainer.phase_time_limit_s
-    return Replicas(places, partial(build_engine, spec), restart_limit=config.rollout.restart_limit, phase_time_limit_s=limit_s)
+    return Replicas(
+        replica_places(plan, device, pools),
+        partial(build_engine, spec),
+        restart_limit=config.rollout.restart_limit,
+        phase_time_limit_s=limit_s,
+        at_work=at_work(plan),
+    )
 
 
 def _rollout_limits(config: PPOConfig) -> RolloutLimits:
@@ -257,7 +264,7 @@ def start_evaluation(
     starter, schedule = _Starter(config, device, pools, OffloadPlan(plan)), OffloadSchedule()
     workers = {role: worker for role, worker in _workers(config, models, starter).items() if role in ("reward", REWARD_MODEL)}
     groups = starter.groups(plan, workers)
-    replicas = _start_replicas(config, device, replica_places(plan, device, pools), takes_turns=False)
+    replicas = _start_replicas(config, device, plan, pools, takes_turns=False)
     rollout_weights = RolloutWeights(weights, replicas, schedule)
     rollout_weights.push()
     return EvaluationRoles(

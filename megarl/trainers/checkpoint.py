@@ -26,6 +26,7 @@ from megarl.checkpoints.run_folder import BestCheckpoint, CheckpointFolder
 from megarl.config.errors import CheckpointError, RunError
 from megarl.config.load import dump_config
 from megarl.config.schema import PPOConfig, SFTConfig
+from megarl.machine.cores import threads_setting
 from megarl.machine.files import write_whole
 from megarl.tracking.run_files import CONFIG_FILE
 from megarl.trainers.best_so_far import BestSoFar, patience_is_over
@@ -181,6 +182,7 @@ class Checkpointer:
         of_run = {
             "step": step,
             "seconds": self.seconds,
+            "threads": threads_setting(),
             "best": None if self._best is None else self._best.state_dict(),
             "early_stop": None if self._early_stop is None else self._early_stop.state_dict(),
         }

@@ -17,8 +17,9 @@ from megarl.config.compare import FIXED, Difference, differences
 from megarl.config.derive import checkpoint_path
 from megarl.config.errors import CheckpointError, ConfigError, one_line
 from megarl.config.roles import model_roles
-from megarl.config.schema import RESUME_AUTO, RESUME_DISABLE, PPOConfig, SFTConfig
+from megarl.config.schema import RESUME_AUTO, RESUME_DISABLE, Device, PPOConfig, SFTConfig
 from megarl.config.validate import read_architectures
+from megarl.machine.cores import threads_setting
 from megarl.tracking.run_files import CONFIG_FILE
 from megarl.trainers.checkpoint import STATE_FILE
 
@@ -92,6 +93,8 @@ def _read(checkpoint: Path, folder: CheckpointFolder, config: RunConfig) -> Resu
         changes = _changes(checkpoint, config)
     except CheckpointError as error:
         raise CheckpointError(f"{error}. {older_ones(checkpoint)}") from error
+    if config.device is not Device.cuda and state.get("threads", now := threads_setting()) != now:
+        changes.append(Difference("OMP_NUM_THREADS, or cores: the last bits of a CPU's numbers follow from it", state["threads"], now))
     problems = [
         f"{change.key}: is {change.now!r}, but the checkpoint was written with {change.before!r}, and it decides {FIXED[change.key]}; "
         "use the same value, or start anew in another folder"

@@ -30,6 +30,7 @@ def test_what_nobody_has_set_is_filled_in_and_nothing_else() -> None:
     assert environment == {
         "GLOO_SOCKET_IFNAME": loopback,
         "OMP_NUM_THREADS": "1",
+        "OMP_WAIT_POLICY": "PASSIVE",
         "LRU_CACHE_CAPACITY": "128",
         "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128",
         "TOKENIZERS_PARALLELISM": "false",

@@ -13,6 +13,7 @@ from megarl.controller.group import RayWorkerGroup
 from megarl.controller.messages import FailureKind
 from megarl.controller.resource_pool import RayResourcePool
 from megarl.controller.worker import RayClassWithInitArgs, create_colocated_worker_cls
+from megarl.machine.cores import usable_cores
 from tests.unit.controller.workers import BrokenWorker, ClashingWorker, CollectiveWorker, EchoWorker, LayoutOfThree
 
 
@@ -20,7 +21,7 @@ from tests.unit.controller.workers import BrokenWorker, ClashingWorker, Collecti
 def group(ray_cluster: None) -> Iterator[RayWorkerGroup]:
     pool = RayResourcePool([4], use_gpu=False, name="train")
     spec = RayClassWithInitArgs(EchoWorker, 2, label="tp2")
-    yield (group := RayWorkerGroup(pool, spec, role="actor", environment={"GREETING": "hello"}))
+    yield (group := RayWorkerGroup(pool, spec, role="actor", environment={"GREETING": "hello"}, at_work={"actor": {"about": 1}}))
     group.shutdown()
     pool.release()
 
@@ -49,9 +50,26 @@ def test_the_environment_is_there_before_torch_and_the_constructor(group: RayWor
         (str(r), "4", str(r), r) for r in range(4)
     ]
     assert {(one["threads"], one["OMP_NUM_THREADS"], one["GREETING"], one["label"]) for one in about} == {(1, "1", "hello", "tp2")}
+    assert {one["threads_now"] for one in about} == {1}  # what the user has set is obeyed: here the tests, for the driver
     assert len({(one["MASTER_ADDR"], one["MASTER_PORT"]) for one in about}) == 1
     assert len({one["pid"] for one in about}) == 4
     assert {(one["role"], one["node"]) for one in about} == {("actor", "127.0.0.1")}
+
+
+def test_processes_that_compute_side_by_side_share_the_cores(ray_cluster: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the method, for each role that is in the process."""
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    pool = RayResourcePool([1], use_gpu=False, name="cores")
+    roles = {role: RayClassWithInitArgs(EchoWorker) for role in ("actor", "reference")}
+    at_work = {"actor": {"about": 1}, "reference": {"about": 1000}}
+    group = RayWorkerGroup(pool, create_colocated_worker_cls(roles), at_work=at_work)
+    try:
+        actor, reference = group.spawn().values()
+        seen = [each.call(EchoWorker.about)[0]["threads_now"] for each in (actor, reference, actor)]
+    finally:
+        group.shutdown()
+        pool.release()
+    assert seen == [usable_cores(), 1, usable_cores()]
 
 
 def test_rank_zero_and_all_to_all(group: RayWorkerGroup) -> None:

@@ -38,6 +38,7 @@ class EchoWorker(Worker):
             "rank": self.rank,
             "pid": os.getpid(),
             "label": self.label,
+            "threads_now": torch.get_num_threads(),
             "node": self.node,
         }
 

@@ -165,6 +165,8 @@ def test_memory_of_the_host_for_what_leaves_its_gpus() -> None:
 
 def test_threads_against_cores() -> None:
     assert machine.judge_threads(None, cores=2, processes=5, use_gpu=False).status is Status.ok
+    shared = machine.judge_threads(None, cores=4, processes=5, use_gpu=False, side_by_side=[1, 2, 8])
+    assert (shared.status, shared.message.split(",")[0]) == (Status.ok, "1 to 4 in a process")
     fault = machine.judge_threads("8", cores=16, processes=4, use_gpu=False)
     assert (fault.status, fault.message) == (Status.warning, "OMP_NUM_THREADS=8 in 4 processes is 32 threads on 16 cores")
     assert "OMP_NUM_THREADS=4" in (fault.remedy or "")

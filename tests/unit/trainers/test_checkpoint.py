@@ -27,6 +27,7 @@ from megarl.config.schema import (
     SFTTrainerConfig,
 )
 from megarl.controller.errors import PhaseTimeoutError
+from megarl.machine.cores import threads_setting
 from megarl.trainers.best_so_far import ends_early
 from megarl.trainers.checkpoint import Checkpointer, best_checkpoint
 
@@ -127,7 +128,7 @@ def test_saves_every_so_often_and_at_the_end(tmp_path: Path) -> None:
     path = case.folder.latest()
     assert path is not None
     state = json.loads((path / "trainer.json").read_text())
-    assert state == {"step": 5, "seconds": 0.0, "best": None, "early_stop": None, "position": 50}
+    assert state == {"step": 5, "seconds": 0.0, "threads": threads_setting(), "best": None, "early_stop": None, "position": 50}
     description = check_files(path)
     assert description["roles"] == ["actor"]
     assert description["versions"].keys() >= {"megarl", "torch", "megatron-core", "python"}

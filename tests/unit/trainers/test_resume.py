@@ -18,7 +18,7 @@ from megarl.checkpoints.run_folder import CheckpointFolder, file_checksum
 from megarl.checkpoints.torch_dist import TORCH_DIST
 from megarl.config.errors import CheckpointError, ConfigError
 from megarl.config.load import dump_config, load_config
-from megarl.config.schema import CheckpointConfig, OptimConfig, PPOConfig
+from megarl.config.schema import CheckpointConfig, Device, OptimConfig, PPOConfig
 from megarl.trainers.resume import checkpoint_folder, find_resume
 from tests.unit.config.folders import ARCHITECTURE, model_folder, ppo_values, write_yaml
 
@@ -127,6 +127,20 @@ def test_harmless_changes_are_listed(config: PPOConfig) -> None:
     found = find_resume(replace(config, actor=actor))
     assert found is not None
     assert [(change.key, change.before, change.now) for change in found.differences] == [("actor.optim.lr", 1e-6, 1e-4)]
+
+
+def test_another_number_of_threads_is_listed(config: PPOConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From it the last bits of a CPU's numbers follow."""
+    save(config, 2, state={"threads": "64 cores"})
+    for setting, now in (("3", ["3"]), ("64 cores", [])):
+        monkeypatch.setenv("OMP_NUM_THREADS", setting)
+        found = find_resume(config)
+        assert found is not None
+        assert [change.now for change in found.differences] == now
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    on_gpus = find_resume(replace(config, device=Device.cuda))
+    assert on_gpus is not None
+    assert [change.key for change in on_gpus.differences] == ["device"]
 
 
 def test_every_reason_against_it_is_listed_at_once(config: PPOConfig) -> None:
