@@ -37,7 +37,7 @@ setup(
         "wandb": ["wandb>=0.30"],
         "mlflow": ["mlflow-skinny>=3"],
         "swanlab": ["swanlab>=0.10"],
-        "dev": ["pytest", "hypothesis", "ruff", "mypy", "sphinx", "myst-parser", "furo", "selenium"],
+        "dev": ["pytest", "hypothesis", "ruff", "mypy", "sphinx", "myst-parser", "furo", "sphinx-copybutton", "selenium"],
     },
     entry_points={"console_scripts": ["megarl=megarl.cli.main:main"]},
 )

@@ -4,9 +4,11 @@ from megarl import __version__
 
 project = "megarl"
 version = release = __version__
-extensions = ["myst_parser"]
+extensions = ["myst_parser", "sphinx_copybutton"]
 exclude_patterns = ["generate"]
 nitpicky = True  # a reference to nothing is a warning, and warnings are errors
+
+copybutton_prompt_text = "$ "  # of a console; what it printed is not copied
 
 myst_heading_anchors = 4  # every heading can be linked to, as on a code host
 

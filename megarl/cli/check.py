@@ -8,7 +8,7 @@ from rich.console import Console
 
 from megarl.cli.placement_tables import print_absent
 from megarl.cli.run_tables import print_run
-from megarl.cli.tables import print_line
+from megarl.cli.tables import counted, print_line
 from megarl.config.schema import PPOConfig, SFTConfig
 from megarl.doctor.checked_config import load_checked_anywhere
 from megarl.placement.plan import plan_placement
@@ -30,5 +30,5 @@ def run(config_path: str, overrides: Sequence[str], schema: type[PPOConfig] | ty
     plan = plan_placement(config)
     print_absent(absent, console)
     good = "good, but for what is not here" if absent else "good"
-    print_line(console, f"{config_path}: {good} ({plan.num_processes} processes, {plan.num_devices} devices)")
+    print_line(console, f"{config_path}: {good} ({counted(plan.num_processes, 'process')}, {counted(plan.num_devices, 'device')})")
     return 0

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from rich.console import Console
 from rich.table import Table
 
-from megarl.cli.tables import print_line, table, table_of_numbers
+from megarl.cli.tables import counted, print_line, table, table_of_numbers
 from megarl.config.architecture import Architecture
 from megarl.config.derive import num_parameters
 from megarl.config.schema import Device, PPOConfig, SFTConfig, Transport
@@ -113,8 +113,10 @@ def push_table(config: PPOConfig, plan: PlacementPlan, policy: Architecture) -> 
         drawn.add_row("written, and read by each engine", _range([size]), "model.dtype")
     else:
         about = "about " if config.rollout.tensor_parallel_size > policy.num_key_value_heads else ""
-        drawn.add_row("an engine rank gets", about + _range(forecast.received), f"{len(forecast.received):,} ranks, only what they keep")
-        drawn.add_row("a trainer rank gives", about + _range(forecast.sent), f"{len(forecast.sent):,} ranks")
+        drawn.add_row(
+            "an engine rank gets", about + _range(forecast.received), f"{counted(len(forecast.received), 'rank')}, only what they keep"
+        )
+        drawn.add_row("a trainer rank gives", about + _range(forecast.sent), counted(len(forecast.sent), "rank"))
         if transport is Transport.device:
             away = about + _range(forecast.sent_away)
             drawn.add_row("of that to other devices", away, "what the trainer rank beside an engine rank does not have")

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from megarl.cli.run_context import RunContext
 from megarl.cli.run_tables import BFLOAT16_ON_A_CPU
-from megarl.cli.tables import print_line
+from megarl.cli.tables import counted, print_line
 from megarl.config.load import is_on_cuda
 from megarl.config.schema import Device, DType
 from megarl.controller.cluster import log_folder, node_addresses, num_cluster_gpus, shutdown, start_ray
@@ -48,7 +48,7 @@ def ray_processes(context: RunContext, console: Console) -> Iterator[RayProcesse
     Raises InsufficientResourcesError where the cluster cannot hold the pools.
     """
     config, plan, given = context.config, plan_placement(context.config), dict(os.environ)
-    console.print(f"starting Ray for {plan.num_processes} processes", style="dim")
+    console.print(f"starting Ray for {counted(plan.num_processes, 'process')}", style="dim")
     start_ray(num_cpus=plan.num_cpus, num_gpus=torch.cuda.device_count() if config.device is not Device.cpu else 0)
     try:
         context.log_folder, context.nodes = log_folder(), node_addresses()

@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.console import Console
 
 from megarl.cli.run_tables import print_models, print_reward, print_run, warnings_of, when_saved
-from megarl.cli.tables import print_line
+from megarl.cli.tables import counted, print_line
 from megarl.config.derive import checkpoint_path, derive
 from megarl.config.schema import AdvantageEstimator, AlgorithmConfig, PolicyLossKind, PPOConfig, SFTConfig
 from megarl.config.validate import read_architectures
@@ -61,7 +61,7 @@ def print_summary(config: PPOConfig | SFTConfig, console: Console) -> None:
         print_reward(config, architectures, console)
         engines = f"{config.rollout.num_replicas} x {config.rollout.tensor_parallel_size} devices"
         print_line(console, f"rollout: {config.rollout.engine.value} on {engines}, weights by {choose_transport(config, plan).value}")
-    place = f"{plan.strategy.value}, {plan.num_processes} processes on {plan.num_nodes} x {plan.devices_per_node} devices"
+    place = f"{plan.strategy.value}, {counted(plan.num_processes, 'process')} on {plan.num_nodes} x {plan.devices_per_node} devices"
     print_line(console, f"placement: {place}; the fullest device, of pool {fullest.pool}, holds {fullest.peak / 2**30:.2f} GiB by the plan")
     print_line(console, f"checkpoints: {when_saved(config)[0]}, in {checkpoint_path(config)}")
     for warning in warnings_of(config, architectures):

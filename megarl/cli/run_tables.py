@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megarl.cli.placement_tables import print_placement
-from megarl.cli.tables import print_line, table, table_of_numbers
+from megarl.cli.tables import counted, print_line, table, table_of_numbers
 from megarl.config.architecture import Architecture
 from megarl.config.derive import (
     RoleArithmetic,
@@ -141,7 +141,7 @@ def _print_rollout(config: PPOConfig, plan: PlacementPlan, console: Console) -> 
 
 
 def print_reward(config: PPOConfig, architectures: Mapping[str, Architecture], console: Console) -> None:
-    processes = f"{config.reward.num_processes} processes, {config.reward.time_limit_s:g} s a sample"
+    processes = f"{counted(config.reward.num_processes, 'process')}, {config.reward.time_limit_s:g} s a sample"
     for function in config.reward.functions:
         print_line(console, f"reward: {function.weight:g} x {function.name} in {function.path}; {processes}")
     if (model := config.reward.model).path is not None:
@@ -164,7 +164,7 @@ def _print_checkpoints(config: PPOConfig | SFTConfig, architectures: Mapping[str
     parts = "weights, masters, moments" + (", the policy for Hugging Face" if checkpoint.save_hf else "")
     drawn.add_row("size of one", _gib(checkpoint_bytes(config, architectures)), parts)
     most = most_checkpoints(config)
-    drawn.add_row("most at a time", _gib(most * checkpoint_bytes(config, architectures)), f"{most:,} checkpoints")
+    drawn.add_row("most at a time", _gib(most * checkpoint_bytes(config, architectures)), counted(most, "checkpoint"))
     drawn.add_row("free on the disk", _gib(_free_bytes(checkpoint_path(config))), "now")
     console.print(drawn)
     print_line(console, f"checkpoints in {checkpoint_path(config)}")

@@ -27,6 +27,12 @@ def table_of_numbers(title: str, columns: Mapping[str, Sequence[str]], rows: Seq
     return drawn
 
 
+def counted(number: int, name: str) -> str:
+    """As `1 rank` and `2 ranks`."""
+    plural = f"{name}es" if name.endswith("s") else f"{name}s"
+    return f"{number:,} {name if number == 1 else plural}"
+
+
 def print_line(console: Console, text: str, style: str | None = None) -> None:
     """As it is, also where it is longer than the window."""
     console.print(text, style=style, soft_wrap=True, highlight=False, markup=False)

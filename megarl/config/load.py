@@ -21,7 +21,7 @@ from omegaconf.errors import OmegaConfBaseException
 from megarl.config.errors import ConfigError
 from megarl.config.schema import MISSING, Device, DType, PPOConfig, RunKind, SFTConfig
 from megarl.config.schema.keys import InputKind, leaves
-from megarl.config.sources import Layer, is_hub_name, read_layers, source_name
+from megarl.config.sources import Layer, in_one_line, is_hub_name, read_layers, source_name
 from megarl.config.trl_names import trl_problem
 from megarl.config.verl_names import VerlProblem, verl_problems
 from megarl.machine.files import write_whole
@@ -95,7 +95,8 @@ def _fit(schema: type[Config], path: str, layers: Sequence[Layer]) -> Config:
                 run = typing.cast(PPOConfig | SFTConfig, config)
                 return typing.cast(Config, with_dtype(run, is_on_cuda(run.device)))
     except (OmegaConfBaseException, ValueError) as error:  # of a value that refers to another: ${...}
-        problems.append(" ".join(str(error).split()))
+        key = f"{error.full_key}: " if isinstance(error, OmegaConfBaseException) and error.full_key else ""
+        problems.append(key + in_one_line(error))
     if schema is PPOConfig and kind is None and _fits(SFTConfig, path, layers):
         problems = [f"is of supervised fine-tuning, but does not say so: write `{_KIND}: sft` into it, or {_KIND}=sft on the command line"]
     raise ConfigError(path, problems)

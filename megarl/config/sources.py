@@ -147,15 +147,16 @@ def _read_yaml(file: Path) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(shown(file), [f"cannot be read: {error}"]) from error
     except _UNREADABLE as error:
-        raise ConfigError(shown(file), [f"is not YAML: {_one_line(error)}"]) from error
+        raise ConfigError(shown(file), [f"is not YAML: {in_one_line(error)}"]) from error
     values = OmegaConf.to_container(loaded) if isinstance(loaded, DictConfig) else None
     if not isinstance(values, dict):
         raise ConfigError(shown(file), ["must hold a mapping of sections (model:, data:, ...)"])
     return {str(key): value for key, value in values.items()}
 
 
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())
+def in_one_line(error: Exception) -> str:
+    """Without what OmegaConf says of the value's place, in its own terms."""
+    return " ".join(str(error).partition("\n    full_key: ")[0].split())
 
 
 def _parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
@@ -169,7 +170,7 @@ def _parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
         try:
             values = OmegaConf.merge(values, OmegaConf.from_dotlist([override]))
         except (*_UNREADABLE, TypeError) as error:  # a TypeError for a list and a mapping of one key
-            problems.append(f"{override!r}: {_one_line(error)}")
+            problems.append(f"{override!r}: {in_one_line(error)}")
     if problems:
         raise ConfigError(COMMAND_LINE, problems)
     container = OmegaConf.to_container(values)

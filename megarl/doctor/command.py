@@ -52,7 +52,8 @@ CHECKS = (
 def run(config_path: str | None, overrides: Sequence[str], as_document: bool = False) -> int:
     """Prints what was found, as a table or as one JSON document; 0 where nothing is an error, 2 where something is."""
     begin = time.monotonic()
-    console = Console(stderr=as_document, width=None if Console().is_terminal else _WIDTH)
+    is_limited = Console().is_terminal or "COLUMNS" in os.environ
+    console = Console(stderr=as_document, width=None if is_limited else _WIDTH)
     results = examine(config_path, overrides, console)
     seconds = time.monotonic() - begin
     if as_document:

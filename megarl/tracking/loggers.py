@@ -52,7 +52,8 @@ class ConsoleLogger:
         if "timing_s/step" in metrics:
             self._seconds.append(metrics["timing_s/step"])
         if self._seconds and self._total_steps is not None and step < self._total_steps:
-            shown.append(f"{_duration(sum(self._seconds) / len(self._seconds) * (self._total_steps - step))} left")
+            usual = self._seconds[1:] or self._seconds  # the first makes much ready
+            shown.append(f"{_duration(sum(usual) / len(usual) * (self._total_steps - step))} left")
         self._write(f"step {step}  " + "  ".join(shown))
 
     def flush(self) -> None:

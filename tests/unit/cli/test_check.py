@@ -58,7 +58,7 @@ def test_a_good_file_prints_models_arithmetic_and_places(
     assert "weights by group resharding.transport=auto" in rows
     layer = 2 * 48 * 48 + 2 * 48 * 24 + (48 + 2 * 24) + 3 * 48 * 96 + 2 * 48
     size = 2 * (2 * 101 * 48 + 4 * layer + 48) / 2**20
-    assert f"an engine rank gets {size:.2f} MiB 1 ranks, only what they keep" in rows
+    assert f"an engine rank gets {size:.2f} MiB 1 rank, only what they keep" in rows
     assert any(row.startswith("a trainer rank gives 0.") and row.endswith(" MiB 4 ranks") for row in rows)
     assert "rounds 1 of at most 512.00 MiB a rank: resharding.bucket_mb=512" in rows
     assert "weights compared first resharding.verify" in rows

@@ -248,8 +248,11 @@ def test_overrides_that_are_none(minimal: str) -> None:
 @pytest.mark.parametrize(
     ("override", "said"),
     [
-        ("trainer.output_dir=${nothing}", "Interpolation key 'nothing' not found full_key: trainer.output_dir"),
-        ("trainer.seed=${model.path}", "Value 'models/m' of type 'str' could not be converted to Integer full_key: trainer.seed"),
+        ("trainer.output_dir=${nothing}", "trainer.output_dir: Interpolation key 'nothing' not found"),
+        (
+            "trainer.seed=${model.path}",
+            "trainer.seed: While dereferencing interpolation '${model.path}': Value 'models/m' of type 'str' could not",
+        ),
         ("trainer.output_dir=${oc.env:NOBODY_SET_IT}", "Environment variable 'NOBODY_SET_IT' not found"),
         ("trainer.output_dir=${", "'trainer.output_dir=${': "),
         ("trainer.output_dir=\ud800", "surrogates not allowed"),
@@ -272,6 +275,7 @@ def test_what_a_key_cannot_be_is_one_line(minimal: str, override: str, said: str
     (problem,) = problems_of(minimal, override)
     assert said in problem
     assert "\n" not in problem
+    assert "object_type" not in problem
 
 
 def test_a_file_that_is_too_deep_is_an_error(tmp_path: Path) -> None:

@@ -60,7 +60,7 @@ def test_console_line_says_how_long_the_rest_takes(tmp_path):
     logger = ConsoleLogger(TrackedRun(output_dir=tmp_path, total_steps=100), written.append)
     for step, seconds in ((0, None), (1, 80.0), (2, 40.0), (98, 30.0), (99, 30.0), (100, 30.0)):
         logger.log({"actor/entropy": 1.0} | ({} if seconds is None else {"timing_s/step": seconds}), step)
-    assert [line.partition("entropy 1")[2].strip() for line in written] == ["", "2.2 h left", "1.6 h left", "2 min left", "45 s left", ""]
+    assert [line.partition("entropy 1")[2].strip() for line in written] == ["", "2.2 h left", "65 min left", "70 s left", "33 s left", ""]
 
 
 def test_generations_keep_their_text(tmp_path):
