@@ -9,7 +9,7 @@ import signal
 import subprocess
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -173,9 +173,12 @@ class FakeEngine(RolloutEngine):
                 return plain_sample(tokens, log_probs, "stop", version)
         return plain_sample(tokens, log_probs, "length", version)
 
-    def abort(self) -> None:
-        self._record("abort")
-        self._waiting = []
+    def abort(self, request_ids: Collection[int] | None = None) -> None:
+        self._record("abort", None if request_ids is None else sorted(request_ids))
+        self._waiting = [request for request in self._waiting if request_ids is not None and request.request_id not in request_ids]
+
+    def nudge(self) -> None:
+        self._record("nudge")
 
     # ---- weights
 

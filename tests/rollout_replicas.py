@@ -15,8 +15,9 @@ from megarl.config.schema import Transport, Verify
 from megarl.controller.group import RoleGroup
 from megarl.controller.resource_pool import RayResourcePool
 from megarl.roles.offload_schedule import OffloadSchedule
+from megarl.roles.pump import RolloutLimits
 from megarl.roles.replicas import ReplicaPlace, Replicas, results_of
-from megarl.roles.rollout import Rollout, RolloutLimits, TokenRules
+from megarl.roles.rollout import Rollout, TokenRules
 from megarl.roles.weight_links import is_lost
 from megarl.roles.weight_source import WeightSource
 from megarl.roles.weight_sync import WeightSync

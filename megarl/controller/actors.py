@@ -103,6 +103,11 @@ class ActorSet:
             calls[rank] = Call(self, role, rank, method, result, record, on_record, _uids(plan.parts[part]))
         return WorkerFuture(list(calls.values()), [calls[rank] for rank in route.results], plan.collect)
 
+    def start_beside(self, role: str, method: str) -> None:
+        """A method without arguments on all ranks, whatever calls they are at; nobody hears of its end."""
+        for handle in self._handles:
+            handle.execute_beside.options(concurrency_group=_MONITOR).remote(role, method)
+
     def rank_of(self, actor_id: str | None, otherwise: int) -> int:
         return otherwise if actor_id is None else self._rank_of.get(actor_id, otherwise)
 

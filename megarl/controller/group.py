@@ -77,6 +77,13 @@ class RoleGroup:
         """A worker's method on every rank with the same arguments, whatever its `@register` says; a result of each."""
         return self.execute_all_async(self._name(method), *args, **kwargs)
 
+    def call_beside(self, method: RemoteMethod[[], None, ..., Any]) -> None:
+        """A worker's method, which must be safe in a thread of its own, on every rank at once, beside the call that the rank is at.
+
+        Returns at once, and nobody hears of its end.
+        """
+        self._actors.start_beside(self.role, self._name(method))
+
     def _name(self, method: RemoteMethod[..., Any, ..., Any]) -> str:
         if not issubclass(self._worker_class, method.owner):
             raise ValueError(f"{self._worker_class.__name__}, the worker of role {self.role!r}, has no method {method!r}")

@@ -113,6 +113,11 @@ class WorkerHost:
 
             torch.set_num_threads(max(1, usable_cores() // processes))
 
+    def execute_beside(self, role: str, method: str) -> None:
+        """While `execute` works, from another thread; nothing where the workers are not there yet."""
+        if role in self._workers:
+            getattr(self._workers[role], method)()
+
     def _record(self, method: str, call: Callable[[], Any]) -> tuple[Any, CallRecord]:
         result, failure = None, None
         try:

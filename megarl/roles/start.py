@@ -23,9 +23,10 @@ from megarl.roles.checks import FirstRatioGate, LogProbGate
 from megarl.roles.folder_weights import FolderWeights
 from megarl.roles.models import Actor, Critic, Reference, UpdatePlan
 from megarl.roles.offload_schedule import OffloadSchedule
+from megarl.roles.pump import RolloutLimits
 from megarl.roles.replicas import ReplicaPlace, Replicas
 from megarl.roles.reward import Reward, RewardModel
-from megarl.roles.rollout import Rollout, RolloutLimits, TokenRules
+from megarl.roles.rollout import Rollout, TokenRules
 from megarl.roles.weight_forecast import rank_places
 from megarl.roles.weight_source import WeightSource
 from megarl.roles.weight_sync import WeightSync

@@ -1,17 +1,19 @@
 """Which replica gets which request: pure, so that every order of events can be tried.
 
-Requests wait in the order of their arrival; a replica that can take some gets the next ones, up to a bound on what it has in
-flight, and of several the one with the least in flight comes first. When a replica is lost, what it had in flight goes back to
-the front of the queue. A request ends once: what comes twice, or from a replica that does not have it, is an error.
+Requests wait in the order of their arrival, but for those that go first; a replica gets the next ones up to a bound on what it has in
+flight, and of several that have room the one with the least in flight comes first. When a replica is lost, what it had in flight goes
+back to its place in the queue. A request ends once: what comes twice, or from a replica that does not have it, is an error; what was
+taken back and comes all the same is nothing.
 """
 
 from __future__ import annotations
 
-from collections import deque
+import heapq
 from collections.abc import Collection, Iterable
 from typing import Generic, TypeVar
 
 Request = TypeVar("Request")
+_Place = tuple[bool, int]  # whether it came without precedence, and its number
 
 
 class DispatchError(RuntimeError):
@@ -19,17 +21,16 @@ class DispatchError(RuntimeError):
 
 
 class RequestQueue(Generic[Request]):
-    """`requests`: (id, request) in the order of arrival, ids unique. `num_replicas`: numbered from 0. `max_concurrency`: of each."""
+    """`num_replicas`: numbered from 0. `max_concurrency`: requests that each has in flight."""
 
-    def __init__(self, requests: Iterable[tuple[int, Request]], num_replicas: int, max_concurrency: int) -> None:
-        arrivals = list(requests)
-        self._requests = dict(arrivals)
-        if len(self._requests) != len(arrivals):
-            raise ValueError("the ids of requests must be unique")
-        self._place = {request_id: place for place, (request_id, _) in enumerate(arrivals)}
-        self._waiting = deque(self._requests)
+    def __init__(self, num_replicas: int, max_concurrency: int) -> None:
+        self._requests: dict[int, Request] = {}  # that are not finished
+        self._places: dict[int, _Place] = {}  # of these
+        self._waiting: list[tuple[_Place, int]] = []  # a heap; what was taken back is still in it
         self._in_flight: list[set[int]] = [set() for _ in range(num_replicas)]
+        self._taken_back: list[set[int]] = [set() for _ in range(num_replicas)]  # while the replica had them
         self._max_concurrency = max_concurrency
+        self._last_id = -1
 
     @property
     def num_unfinished(self) -> int:
@@ -39,6 +40,29 @@ class RequestQueue(Generic[Request]):
         """Requests that it has in flight."""
         return len(self._in_flight[replica])
 
+    def add(self, requests: Iterable[tuple[int, Request]], *, first: bool = False) -> None:
+        """(id, request) in the order of arrival; `first`: they go before all others. Raises ValueError for ids that do not rise."""
+        for request_id, request in requests:
+            if request_id <= self._last_id:
+                raise ValueError(f"the ids of requests must rise: {request_id} came after {self._last_id}")
+            self._last_id = request_id
+            self._requests[request_id] = request
+            self._places[request_id] = place = (not first, request_id)
+            heapq.heappush(self._waiting, (place, request_id))
+
+    def take_back(self, request_ids: Collection[int]) -> dict[int, list[int]]:
+        """Nobody waits for these any more; returns what of them replicas have in flight, by replica."""
+        wanted = self._requests.keys() & set(request_ids)
+        for request_id in wanted:
+            self._drop(request_id)
+        given_up: dict[int, list[int]] = {}
+        for replica, in_flight in enumerate(self._in_flight):
+            if begun := in_flight & wanted:
+                in_flight -= begun
+                self._taken_back[replica] |= begun
+                given_up[replica] = sorted(begun)
+        return given_up
+
     def deal(self, ready: Collection[int]) -> dict[int, list[Request]]:
         """Gives waiting requests to the replicas of `ready`, as many as they may have; those that get none are left out."""
         dealt: dict[int, list[Request]] = {}
@@ -46,22 +70,34 @@ class RequestQueue(Generic[Request]):
             replica = min(ready, key=lambda number: (self.load(number), number))
             if self.load(replica) >= self._max_concurrency:
                 break
-            request_id = self._waiting.popleft()
-            self._in_flight[replica].add(request_id)
-            dealt.setdefault(replica, []).append(self._requests[request_id])
+            _, request_id = heapq.heappop(self._waiting)
+            if request_id in self._requests:
+                self._in_flight[replica].add(request_id)
+                dealt.setdefault(replica, []).append(self._requests[request_id])
         return dealt
 
-    def finish(self, replica: int, request_id: int) -> None:
-        """Raises DispatchError for a request that the replica does not have in flight."""
+    def finish(self, replica: int, request_id: int) -> bool:
+        """False where the request was taken back. Raises DispatchError for one that the replica does not have in flight."""
+        if request_id in self._taken_back[replica]:
+            self._taken_back[replica].remove(request_id)
+            return False
         if request_id not in self._in_flight[replica]:
-            known = "was finished before" if request_id in self._place and request_id not in self._requests else "was not given to it"
+            known = (
+                "was finished before" if 0 <= request_id <= self._last_id and request_id not in self._requests else "was not given to it"
+            )
             raise DispatchError(f"replica {replica} finished request {request_id}, which {known}")
         self._in_flight[replica].remove(request_id)
-        del self._requests[request_id]
+        self._drop(request_id)
+        return True
 
     def lose(self, replica: int) -> int:
-        """Puts what the replica has in flight back to the front, in the order of arrival; how many that were."""
-        lost = sorted(self._in_flight[replica], key=self._place.__getitem__)
-        self._in_flight[replica].clear()
-        self._waiting = deque(sorted([*lost, *self._waiting], key=self._place.__getitem__))
+        """Puts what the replica has in flight back to its place in the queue; how many that were."""
+        lost = self._in_flight[replica]
+        for request_id in lost:
+            heapq.heappush(self._waiting, (self._places[request_id], request_id))
+        self._in_flight[replica], self._taken_back[replica] = set(), set()
         return len(lost)
+
+    def _drop(self, request_id: int) -> None:
+        del self._requests[request_id]
+        del self._places[request_id]

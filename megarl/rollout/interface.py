@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -137,8 +137,13 @@ class RolloutEngine(ABC):
         """What has finished since the last time, in the order of finishing; waits at most `wait_s` for the first to finish."""
 
     @abstractmethod
-    def abort(self) -> None:
-        """Forgets all requests in flight."""
+    def abort(self, request_ids: Collection[int] | None = None) -> None:
+        """Forgets these requests, or all, where they are in flight."""
+
+    @abstractmethod
+    def nudge(self) -> None:
+        """Ends the wait of the `collect` that is under way, else that of the next one. Any thread may call it; an engine whose `collect`
+        waits for nothing has nothing to do."""
 
     def generate(self, prompts: Sequence[list[int]], sampling: SamplingParameters) -> list[Sample]:
         """`sampling.n` samples of each prompt, prompt-major: those of prompt i are [i * n, (i + 1) * n). Raises as `submit`."""

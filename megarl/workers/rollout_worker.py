@@ -34,9 +34,14 @@ class RolloutWorker(Worker):
         return self._engine.collect(wait_s)
 
     @register(dispatch_mode=Dispatch.RANK_ZERO, blocking=False)
-    def abort(self) -> None:
-        """Forgets all requests in flight."""
-        self._engine.abort()
+    def abort(self, request_ids: Sequence[int]) -> None:
+        """Forgets those of the requests that are in flight."""
+        self._engine.abort(request_ids)
+
+    @register(dispatch_mode=Dispatch.RANK_ZERO, blocking=False)
+    def nudge(self) -> None:
+        """Called beside `submit_and_poll`, whose wait it ends."""
+        self._engine.nudge()
 
     # ---- weights: see RolloutEngine
 

@@ -20,8 +20,9 @@ from megarl.config.schema import PPOConfig, SamplingConfig
 from megarl.controller.errors import PhaseTimeoutError, WorkerError
 from megarl.controller.group import RoleGroup
 from megarl.data.padding import pad_left
+from megarl.roles.pump import EngineFaultError
 from megarl.roles.replicas import RestartLimitError
-from megarl.roles.rollout import EngineFaultError, Rollout
+from megarl.roles.rollout import Rollout
 from megarl.rollout.dispatch import DispatchError
 from megarl.rollout.interface import GenerationRequest, SamplingParameters
 from megarl.weights.checksum import checksum

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import fields
 from operator import attrgetter
 from pathlib import Path
@@ -113,8 +113,11 @@ class HFEngine(RolloutEngine):
         self._waiting = [request for request in self._waiting if request.request_id not in taken]
         return batch
 
-    def abort(self) -> None:
-        self._waiting = []
+    def abort(self, request_ids: Collection[int] | None = None) -> None:
+        self._waiting = [request for request in self._waiting if request_ids is not None and request.request_id not in request_ids]
+
+    def nudge(self) -> None:
+        """A batch is decoded to its end."""
 
     # ---- weights
 

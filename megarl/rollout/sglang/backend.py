@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Collection
 from typing import Any
 
 from megarl.rollout.sglang.features import Features
@@ -39,8 +40,8 @@ class Backend(ABC):
         """Empties the prefix cache; False where requests are running."""
 
     @abstractmethod
-    async def abort(self) -> None:
-        """Ends all requests."""
+    async def abort(self, names: Collection[str] | None) -> None:
+        """Ends the requests of these names that have arrived; None: all."""
 
     @abstractmethod
     async def is_responsive(self, limit_s: float) -> bool:

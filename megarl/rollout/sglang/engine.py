@@ -6,7 +6,7 @@ import itertools
 import pickle
 import queue
 import time
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Collection, Coroutine, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from math import prod
@@ -46,6 +46,7 @@ _START_LIMIT_S = 600.0  # kernels may be compiled
 _POLL_S = 0.5
 _FLUSH_POLL_S = 0.05
 _ABORT_POLL_S = 0.02
+_NUDGE = -1  # in the place of a ticket
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
@@ -72,7 +73,7 @@ class SGLangEngine(RolloutEngine):
         self._max_length = context_length(spec.model.path)
         self._lifecycle = EngineLifecycle()
         self._loop = LoopThread(self._backend.start)
-        self._finished: queue.SimpleQueue[tuple[int, FinishedRequest | BaseException]] = queue.SimpleQueue()
+        self._finished: queue.SimpleQueue[tuple[int, FinishedRequest | BaseException | None]] = queue.SimpleQueue()
         self._in_flight: dict[int, _InFlight] = {}  # by ticket, which is never used twice
         self._tickets = itertools.count()
         self._session_is_open = self._is_paused = False
@@ -110,7 +111,7 @@ class SGLangEngine(RolloutEngine):
         submitted = self._last_version
         outcome: FinishedRequest | BaseException
         try:
-            answer = await self._backend.generate(generation_payload(request, self._end_token_ids))
+            answer = await self._backend.generate(generation_payload(request, self._end_token_ids, _name(ticket)))
             outcome = FinishedRequest(request.request_id, read_sample(answer, request.sampling, submitted))
         except Exception as error:  # noqa: BLE001  the boundary of the loop's thread: `collect` raises it
             outcome = error
@@ -131,14 +132,21 @@ class SGLangEngine(RolloutEngine):
                 if remaining_s <= 0:
                     break
                 continue
+            if ticket == _NUDGE:
+                deadline_s = 0.0
+                continue
             if self._in_flight.pop(ticket, None) is None:
                 continue  # of a request that was forgotten
             self._last_sign_s = time.monotonic()
             if isinstance(outcome, BaseException):
                 self._raise_if_dead()
                 raise outcome
+            assert outcome is not None
             collected.append(outcome)
         return collected
+
+    def nudge(self) -> None:
+        self._finished.put((_NUDGE, None))
 
     def _check_health(self) -> None:
         """Raises EngineDeadError where a process has ended, or where nothing has been heard of the model for `health_limit_s`."""
@@ -150,18 +158,21 @@ class SGLangEngine(RolloutEngine):
             raise EngineDeadError(f"SGLang has {len(self._in_flight)} requests and has given no sign of life for {limit_s:g} s")
         self._last_sign_s = time.monotonic()
 
-    def abort(self) -> None:
+    def abort(self, request_ids: Collection[int] | None = None) -> None:
         """SGLang gives up what it knows of: a request that is on its way to its server is met by a later call."""
-        futures = [in_flight.future for in_flight in self._in_flight.values()]
-        self._in_flight.clear()
+        tickets = [
+            ticket for ticket, in_flight in self._in_flight.items() if request_ids is None or in_flight.request.request_id in request_ids
+        ]
+        futures = {self._in_flight.pop(ticket).future: _name(ticket) for ticket in tickets}
+        has_others = bool(self._in_flight)
         start_s = time.monotonic()
         while futures:
-            self._wait_for(self._backend.abort(), self._health_limit_s)
+            self._wait_for(self._backend.abort(list(futures.values()) if has_others else None), self._health_limit_s)
             if self._is_paused:  # it does not answer them
                 for future in futures:
                     future.cancel()
                 return
-            futures = list(wait(futures, timeout=_ABORT_POLL_S).not_done)
+            futures = {future: futures[future] for future in wait(futures, timeout=_ABORT_POLL_S).not_done}
             if time.monotonic() - start_s > self._health_limit_s:
                 raise EngineDeadError(f"SGLang has not given up {len(futures)} requests within {self._health_limit_s:g} s")
 
@@ -363,6 +374,11 @@ class SGLangEngine(RolloutEngine):
     def _raise_if_dead(self) -> None:
         if self._lifecycle.state is not LifecycleState.CLOSED and (ended := self._backend.dead_process()) is not None:
             raise EngineDeadError(f"SGLang is gone: {ended}")
+
+
+def _name(ticket: int) -> str:
+    """Of one length: SGLang aborts all requests whose names begin with the one that it is given."""
+    return f"megarl-{ticket:016d}"
 
 
 def _tensors_of(folder: Path) -> Iterator[tuple[ChunkMeta, torch.dtype]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import multiprocessing
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from multiprocessing.process import BaseProcess
 from typing import Any
 
@@ -69,8 +69,11 @@ class InProcessBackend(Backend):
     async def flush_cache(self) -> bool:
         return (await self._manager.flush_cache()).success
 
-    async def abort(self) -> None:
-        self._manager.abort_request(abort_all=True)
+    async def abort(self, names: Collection[str] | None) -> None:
+        if names is None:
+            self._manager.abort_request(abort_all=True)
+        for name in names or ():
+            self._manager.abort_request(rid=name)
 
     async def is_responsive(self, limit_s: float) -> bool:
         return time.time() - self._manager.last_receive_tstamp < limit_s

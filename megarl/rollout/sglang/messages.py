@@ -10,11 +10,12 @@ import numpy as np
 from megarl.rollout.interface import GenerationRequest, Sample, SamplingParameters, VersionSpan
 
 
-def generation_payload(request: GenerationRequest, end_token_ids: Collection[int]) -> dict[str, Any]:
-    """A GenerateReqInput."""
+def generation_payload(request: GenerationRequest, end_token_ids: Collection[int], name: str) -> dict[str, Any]:
+    """A GenerateReqInput, which can be aborted by its name."""
     sampling = request.sampling
     stops = [] if sampling.ignore_eos else sorted({*sampling.stop_token_ids, *end_token_ids})
     return {
+        "rid": name,
         "input_ids": request.prompt,
         "sampling_params": {
             "max_new_tokens": sampling.max_new_tokens,

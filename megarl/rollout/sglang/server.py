@@ -9,7 +9,7 @@ import secrets
 import select
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -98,8 +98,9 @@ class ServerBackend(Backend):
         async with self._post("/flush_cache") as response:
             return response.status == _OK
 
-    async def abort(self) -> None:
-        await self.call("abort_request", {"abort_all": True})
+    async def abort(self, names: Collection[str] | None) -> None:
+        for body in [{"abort_all": True}] if names is None else [{"rid": name} for name in names]:
+            await self.call("abort_request", body)
 
     async def is_responsive(self, limit_s: float) -> bool:
         try:

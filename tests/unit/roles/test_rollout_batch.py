@@ -7,7 +7,8 @@ import torch
 from megarl.batch.data_proto import DataProto
 from megarl.config.schema import SamplingConfig
 from megarl.controller.register import RemoteMethod
-from megarl.roles.rollout import Rollout, RolloutLimits, TokenRules
+from megarl.roles.pump import RolloutLimits
+from megarl.roles.rollout import Rollout, TokenRules
 from megarl.rollout.interface import FinishedRequest, GenerationRequest, Sample, VersionSpan
 from megarl.workers.rollout_worker import RolloutWorker
 from tests.fake_engine import plain_sample
@@ -106,6 +107,9 @@ class StandInWeights:
     version = 3
 
     def bring_in(self) -> None: ...
+
+    def admit(self, number: int) -> bool:
+        raise AssertionError("no replica starts anew")
 
 
 LIMITS = RolloutLimits(max_concurrency=2, answer_limit_s=60, sample_limit_s=60)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -47,8 +47,11 @@ class RemoteEngine(RolloutEngine):
     def collect(self, wait_s: float) -> list[FinishedRequest]:
         return self.ask("collect", wait_s)
 
-    def abort(self) -> None:
-        self.ask("abort")
+    def abort(self, request_ids: Collection[int] | None = None) -> None:
+        self.ask("abort", request_ids)
+
+    def nudge(self) -> None:
+        """Of no use here: the actor does one thing after the other."""
 
     def needed_boxes(self, manifest: Manifest) -> list[Boxes]:
         return self.ask("needed_boxes", manifest)

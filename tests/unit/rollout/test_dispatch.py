@@ -10,7 +10,13 @@ from megarl.rollout.dispatch import DispatchError, RequestQueue
 
 
 def queue(count: int, num_replicas: int, max_concurrency: int) -> RequestQueue[str]:
-    return RequestQueue([(number, f"r{number}") for number in range(count)], num_replicas, max_concurrency)
+    requests: RequestQueue[str] = RequestQueue(num_replicas, max_concurrency)
+    requests.add(named(*range(count)))
+    return requests
+
+
+def named(*numbers: int) -> list[tuple[int, str]]:
+    return [(number, f"r{number}") for number in numbers]
 
 
 def test_requests_are_dealt_in_order_to_the_least_loaded() -> None:
@@ -51,15 +57,32 @@ def test_what_was_not_given_or_came_before_is_an_error() -> None:
     ]:
         with pytest.raises(DispatchError, match=message):
             requests.finish(replica, request_id)
-    with pytest.raises(ValueError, match="unique"):
-        RequestQueue([(1, "a"), (1, "b")], 1, 1)
+    with pytest.raises(ValueError, match="the ids of requests must rise: 1 came after 1"):
+        requests.add(named(1))
+
+
+def test_requests_come_and_are_taken_back_while_others_run() -> None:
+    requests = queue(3, num_replicas=2, max_concurrency=1)
+    assert requests.deal([0, 1]) == {0: ["r0"], 1: ["r1"]}
+    requests.add(named(3))
+    requests.add(named(4, 5), first=True)
+    assert requests.take_back([0, 2, 5, 99]) == {0: [0]}
+    assert (requests.num_unfinished, requests.load(0)) == (3, 0)
+    assert requests.deal([0]) == {0: ["r4"]}
+    assert not requests.finish(0, 0)  # it was on its way
+    assert requests.finish(0, 4)
+    assert requests.lose(1) == 1
+    assert requests.deal([0]) == {0: ["r1"]}  # it came before the other
+    assert requests.deal([1]) == {1: ["r3"]}
 
 
 @given(
     count=st.integers(0, 20),
     num_replicas=st.integers(1, 4),
     max_concurrency=st.integers(1, 5),
-    events=st.lists(st.tuples(st.sampled_from(["deal", "finish", "lose"]), st.integers(0, 3), st.integers(0, 100)), max_size=80),
+    events=st.lists(
+        st.tuples(st.sampled_from(["deal", "finish", "lose", "add", "take_back"]), st.integers(0, 3), st.integers(0, 100)), max_size=80
+    ),
 )
 def test_nothing_is_lost_or_doubled_whatever_happens(
     count: int, num_replicas: int, max_concurrency: int, events: list[tuple[str, int, int]]
@@ -67,6 +90,7 @@ def test_nothing_is_lost_or_doubled_whatever_happens(
     requests = queue(count, num_replicas, max_concurrency)
     held: list[list[int]] = [[] for _ in range(num_replicas)]  # what each replica has, by our own account
     finished: list[int] = []
+    taken_back: set[int] = set()
     waiting = list(range(count))
 
     def deal(ready: list[int]) -> None:
@@ -85,7 +109,18 @@ def test_nothing_is_lost_or_doubled_whatever_happens(
 
     for event, replica, choice in events:
         replica %= num_replicas
-        if event == "deal":
+        if event == "add":
+            requests.add(named(count))
+            waiting.append(count)
+            count += 1
+        elif event == "take_back":
+            given_up = requests.take_back([choice])
+            assert given_up == {holder: [choice] for holder, numbers in enumerate(held) if choice in numbers}
+            for numbers in (waiting, *held):
+                if choice in numbers:
+                    numbers.remove(choice)
+                    taken_back.add(choice)
+        elif event == "deal":
             deal([number for number in range(num_replicas) if choice >> number & 1])
         elif event == "lose":
             assert requests.lose(replica) == len(held[replica])
@@ -102,4 +137,4 @@ def test_nothing_is_lost_or_doubled_whatever_happens(
                 requests.finish(replica, number)
             finished += numbers
             numbers.clear()
-    assert sorted(finished) == list(range(count))
+    assert sorted(finished) == [number for number in range(count) if number not in taken_back]

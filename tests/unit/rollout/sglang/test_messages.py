@@ -19,8 +19,8 @@ def answer(reason: dict[str, Any], count: int = 3, **meta: Any) -> dict[str, Any
 
 
 def test_a_request_says_everything_explicitly() -> None:
-    payload = generation_payload(GenerationRequest(1, [5, 6], SAMPLING), {7})
-    assert payload["input_ids"] == [5, 6]
+    payload = generation_payload(GenerationRequest(1, [5, 6], SAMPLING), {7}, "one")
+    assert (payload["rid"], payload["input_ids"]) == ("one", [5, 6])
     assert payload["return_logprob"]
     sampling = payload["sampling_params"]
     assert sampling["stop_token_ids"] == [2, 7, 9]
@@ -29,7 +29,7 @@ def test_a_request_says_everything_explicitly() -> None:
 
 def test_with_ignore_eos_nothing_stops() -> None:
     sampling = SamplingParameters(max_new_tokens=3, seed=5, stop_token_ids=(9,), ignore_eos=True)
-    assert generation_payload(GenerationRequest(1, [5], sampling), {7})["sampling_params"]["stop_token_ids"] == []
+    assert generation_payload(GenerationRequest(1, [5], sampling), {7}, "one")["sampling_params"]["stop_token_ids"] == []
 
 
 def test_an_answer_becomes_a_sample() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -130,6 +131,18 @@ def test_aborted_requests_are_forgotten(engine: SGLangEngine) -> None:
     assert engine.collect(0.2) == []
     [sample] = engine.generate([[5]], sampling)
     assert len(sample.token_ids) == 50
+
+
+def test_a_nudge_ends_the_wait_for_a_sample(engine: SGLangEngine) -> None:
+    requests = plan_requests([[5]] * 8, SamplingParameters(max_new_tokens=60, seed=0, ignore_eos=True))
+    engine.submit(requests)
+    engine.nudge()
+    start_s = time.monotonic()
+    found = engine.collect(60.0)
+    assert time.monotonic() - start_s < 10.0
+    while len(found) < len(requests):
+        found += engine.collect(60.0)
+    assert engine.collect(60.0) == []
 
 
 def test_an_update_in_the_middle_shows_in_the_versions(changed: SGLangEngine, model: PreTrainedModel) -> None:

@@ -1,0 +1,235 @@
+"""What keeps the replicas at work: it hands requests out, hears what has finished, and replaces those that die or hang."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from megarl.config.errors import RunError
+from megarl.controller.errors import PhaseTimeoutError, WorkerError
+from megarl.controller.futures import RemoteFuture, WorkerFuture, wait_for_any
+from megarl.controller.group import RoleGroup
+from megarl.roles.replicas import Replicas, is_dead
+from megarl.rollout.dispatch import RequestQueue
+from megarl.rollout.interface import FinishedRequest, GenerationRequest, Sample
+from megarl.workers.rollout_worker import RolloutWorker
+
+_WAIT_S = 5.0  # that a replica waits for a sample to finish before it says that it is still there
+
+Deliver = Callable[[int, FinishedRequest], None]  # replica and sample
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutLimits:
+    """max_concurrency: requests that a replica has in flight. answer_limit_s: a replica whose process gives no answer for so long
+    hangs. sample_limit_s: so does one that has requests and finishes none, or that starts for so long."""
+
+    max_concurrency: int
+    answer_limit_s: float
+    sample_limit_s: float
+
+
+class EngineFaultError(RunError):
+    """An engine gave what was not asked for: its samples cannot be trusted."""
+
+
+class _Order(NamedTuple):
+    request: GenerationRequest
+    deliver: Deliver
+
+
+@dataclass
+class _Task:
+    """What a replica is doing: it takes requests and gives samples, or it starts. One at a time."""
+
+    future: WorkerFuture
+    give_up_s: float  # by the monotonic clock
+    is_start: bool
+    is_nudged: bool = False
+
+
+class Pump:
+    """Requests may be added and taken back while others run. It works while `turn` is called, by one thread at a time.
+
+    admit: gives a replica that was started anew its weights; False where it was lost in it and is started once more. clock and wait:
+    as time.monotonic and wait_for_any. `num_tokens`: written by each replica; `num_resent`: requests that a lost replica had;
+    `generating_s`: for which it has waited for replicas.
+    """
+
+    def __init__(
+        self,
+        replicas: Replicas,
+        admit: Callable[[int], bool],
+        limits: RolloutLimits,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        wait: Callable[[Sequence[RemoteFuture[Any]], float], list[RemoteFuture[Any]]] = wait_for_any,
+    ) -> None:
+        self._replicas = replicas
+        self._admit = admit
+        self._limits = limits
+        self._clock, self._wait = clock, wait
+        self._numbers = itertools.count()  # never used twice, so that a late sample is known as such
+        self._orders: dict[int, _Order] = {}
+        self._queue: RequestQueue[GenerationRequest] = RequestQueue(len(replicas), limits.max_concurrency)
+        self._groups: list[RoleGroup | None] = [None] * len(replicas)  # to which the requests in flight were given
+        self._dealt: list[list[GenerationRequest]] = [[] for _ in range(len(replicas))]  # and not yet sent
+        self._tasks: dict[int, _Task] = {}
+        self._last_sample_s = [0.0] * len(replicas)  # or when it was given the first request
+        self.num_tokens = [0] * len(replicas)
+        self.num_resent = 0
+        self.generating_s = 0.0
+
+    @property
+    def num_unfinished(self) -> int:
+        return self._queue.num_unfinished
+
+    def add(self, requests: Sequence[GenerationRequest], deliver: Deliver, *, first: bool = False) -> list[int]:
+        """`deliver` gets each sample, with the request's own id, within some `turn`. first: they go before all others that wait.
+
+        Returns the numbers under which they can be taken back.
+        """
+        numbered = [request._replace(request_id=next(self._numbers)) for request in requests]
+        self._orders |= {new.request_id: _Order(old, deliver) for old, new in zip(requests, numbered, strict=True)}
+        self._queue.add(((request.request_id, request) for request in numbered), first=first)
+        return [request.request_id for request in numbered]
+
+    def take_back(self, numbers: Collection[int]) -> None:
+        """Their samples are wanted no more; those that have come are not meant."""
+        for number in numbers:
+            self._orders.pop(number, None)
+        for replica, given_up in self._queue.take_back(numbers).items():
+            unsent = {request.request_id for request in self._dealt[replica]}
+            self._dealt[replica] = [request for request in self._dealt[replica] if request.request_id not in given_up]
+            if sent := [number for number in given_up if number not in unsent]:
+                self._nudge(replica)
+                self._replicas.groups[replica].call(RolloutWorker.abort, sent)
+
+    def turn(self, wait_s: float = math.inf) -> None:
+        """Hands out what waits, and waits at most `wait_s` for a replica to say something, which is delivered.
+
+        A replica that dies or hangs is started anew; while it starts the others go on. Raises EngineFaultError, DispatchError,
+        RestartLimitError, and the error of a replica that no restart can mend.
+        """
+        self._look_at_starts()
+        self._hand_out()
+        self._hear(wait_s)
+
+    def hold(self) -> None:
+        """No call is under way at a replica when it returns. What they have in flight stays with them, until the next turn."""
+        while self._tasks:
+            for replica, task in self._tasks.items():
+                if not task.is_start:
+                    self._nudge(replica)
+            self._tasks = {replica: task for replica, task in self._tasks.items() if not task.is_start}
+            if self._tasks:
+                self._hear(math.inf)
+
+    # ---- steps of a turn
+
+    def _look_at_starts(self) -> None:
+        """Replicas are also replaced, and get their weights, by who pushes."""
+        for replica, group in enumerate(self._replicas.groups):
+            if group is not self._groups[replica]:
+                self._groups[replica] = group
+                self._lose(replica)
+                self._tasks.pop(replica, None)
+            is_starting, task = replica in self._replicas.starting, self._tasks.get(replica)
+            if is_starting and task is None:
+                give_up_s = self._clock() + self._limits.sample_limit_s
+                self._tasks[replica] = _Task(group.ready, give_up_s, is_start=True)
+            elif task is not None and task.is_start and not is_starting:
+                del self._tasks[replica]
+
+    def _hand_out(self) -> None:
+        """A new call to every replica that has nothing to do and has, or gets, requests; the call that another is at ends for new ones."""
+        now_s = self._clock()
+        at_work = [replica for replica in range(len(self._replicas)) if replica not in self._replicas.starting]
+        for replica in at_work:
+            if not self._queue.load(replica):
+                self._last_sample_s[replica] = now_s
+        for replica, requests in self._queue.deal(at_work).items():
+            self._dealt[replica] += requests
+        for replica in at_work:
+            if replica in self._tasks:
+                if self._dealt[replica]:
+                    self._nudge(replica)
+            elif self._queue.load(replica):
+                future = self._replicas.groups[replica].call(RolloutWorker.submit_and_poll, self._dealt[replica], _WAIT_S)
+                self._dealt[replica] = []
+                give_up_s = min(now_s + self._limits.answer_limit_s, self._last_sample_s[replica] + self._limits.sample_limit_s)
+                self._tasks[replica] = _Task(future, give_up_s, is_start=False)
+
+    def _nudge(self, replica: int) -> None:
+        """Its call ends now, with what has finished."""
+        task = self._tasks.get(replica)
+        if task is not None and not task.is_nudged:
+            task.is_nudged = True
+            self._replicas.groups[replica].call_beside(RolloutWorker.nudge)
+
+    def _hear(self, wait_s: float) -> None:
+        if not self._tasks:
+            return
+        start_s = self._clock()
+        limit_s = min(task.give_up_s for task in self._tasks.values()) - start_s
+        ended = self._wait([task.future for task in self._tasks.values()], max(0.0, min(limit_s, wait_s)))
+        now_s = self._clock()
+        self.generating_s += now_s - start_s
+        for replica, task in list(self._tasks.items()):
+            if task.future in ended or now_s >= task.give_up_s:
+                del self._tasks[replica]
+                for finished in self._outcome(replica, task if task.future in ended else None):
+                    self._deliver(replica, finished)
+
+    def _outcome(self, replica: int, task: _Task | None) -> list[FinishedRequest]:
+        """Samples, or none where the replica has just started or has to start anew. `task`: None where it took too long."""
+        if task is not None and task.is_start:
+            self._admit(replica)
+            return []
+        try:
+            if task is not None:
+                return task.future.get()
+            reports = self._replicas.groups[replica].reports()
+            why = "\n".join(["no answer, or no sample, for too long:", *(report.describe() for report in reports)])
+        except (WorkerError, PhaseTimeoutError) as error:
+            if not is_dead(error):
+                raise
+            why = str(error)
+        self._lose(replica)
+        self._replicas.restart(replica, why)
+        return []
+
+    def _lose(self, replica: int) -> None:
+        self._dealt[replica] = []
+        self.num_resent += self._queue.lose(replica)
+
+    def _deliver(self, replica: int, finished: FinishedRequest) -> None:
+        number, sample = finished
+        if not self._queue.finish(replica, number):
+            return
+        request, deliver = self._orders.pop(number)
+        check_sample(replica, request, sample)
+        self._last_sample_s[replica] = self._clock()
+        self.num_tokens[replica] += len(sample.token_ids)
+        deliver(replica, finished._replace(request_id=request.request_id))
+
+
+def check_sample(replica: int, request: GenerationRequest, sample: Sample) -> None:
+    """Raises EngineFaultError for a sample that cannot be what was asked for."""
+    sampling, count = request.sampling, len(sample.token_ids)
+    faults = []
+    if not 1 <= count <= sampling.max_new_tokens:
+        faults.append(f"{count} tokens where 1 to {sampling.max_new_tokens} were asked for")
+    if len(sample.log_probs) != count:
+        faults.append(f"{len(sample.log_probs)} log-probs for {count} tokens")
+    if sample.finish_reason not in ("stop", "length"):
+        faults.append(f"finish reason {sample.finish_reason!r}")
+    ends = [0, *(span.end for span in sample.spans)]
+    if ends[-1] != count or ends != sorted(set(ends)) or list(sample.weight_versions) != sorted(set(sample.weight_versions)):
+        faults.append(f"weight versions {[tuple(span) for span in sample.spans]} (version, end) for {count} tokens")
+    if faults:
+        raise EngineFaultError(f"rollout replica {replica} gave a sample that cannot be right: {', '.join(faults)}")
