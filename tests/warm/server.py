@@ -32,15 +32,16 @@ def _import_for_training() -> None:
 
     platform.activate(Device.cpu)  # before Megatron is imported
     for name in (
-        "jsonschema",  # and requests: of what Ray imports, the most
-        "requests",
+        *("jsonschema", "pydantic.v1", "requests", "starlette.datastructures"),  # of what Ray imports, the most
         "megarl.config.load",
         "megarl.engine.checkpoint",
+        "megarl.placement.plan",
         "megarl.rollout.hf.engine",
         "megarl.workers.models",
         "megarl.workers.reward",
         "megarl.workers.reward_model",
         "megarl.workers.rollout_worker",
+        "rich.progress",
         "transformers.models.llama.modeling_llama",
         "transformers.models.qwen2.modeling_qwen2",
         "transformers.models.qwen3.modeling_qwen3",
