@@ -56,8 +56,6 @@ class WorkerHost:
         self._workers: dict[str, Any] = {}  # by role
         self._location = Location(_node_address(), os.getpid(), _stderr_path())
         self._held_port: socket.socket | None = None
-        # A process that multiprocessing spawns here runs that file first: Ray's, which imports all of Ray.
-        vars(sys.modules["__main__"]).pop("__file__", None)
         self._at_work: Mapping[str, Mapping[str, int]] = {}
 
     def rendezvous(self) -> Rendezvous:
