@@ -23,9 +23,9 @@ from job_files import RUN_FILE, pack
 from ray.job_submission import JobInfo, JobStatus, JobSubmissionClient
 
 from megarl.config.errors import ConfigError
-from megarl.config.load import schema_of
+from megarl.config.load import load_config, schema_of
 from megarl.controller.environment import users_settings
-from megarl.doctor.checked_config import load_checked
+from megarl.doctor.checked_config import checked
 
 FAILED, USER_ERROR, INTERRUPTED, TERMINATED = 1, 2, 130, 143
 LOG_COLUMNS = "140"  # of the tables in a log, which no window limits
@@ -42,7 +42,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parsed = _parser().parse_args(arguments)
     logging.getLogger("ray").setLevel(logging.WARNING)  # of its uploads and connections
     try:
-        config = load_checked(schema_of(parsed.config, parsed.overrides), parsed.config, parsed.overrides)
+        schema = schema_of(parsed.config, parsed.overrides)
+        config = checked(load_config(schema, parsed.config, parsed.overrides), parsed.config, with_files=True)
         client = _connect(parsed.address)
         with tempfile.TemporaryDirectory(prefix="megarl-job-") as folder:
             package = pack(config, Path(folder), Path.cwd())

@@ -24,9 +24,9 @@ from torch.distributed import DistError, PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from megarl.config.errors import ConfigError
-from megarl.config.load import schema_of
+from megarl.config.load import load_config, schema_of
 from megarl.config.schema import PPOConfig, SFTConfig
-from megarl.doctor.checked_config import load_checked
+from megarl.doctor.checked_config import checked
 from megarl.machine.reaper import OWNER, end_processes_of, start_reaper
 from megarl.placement.plan import plan_placement
 
@@ -151,7 +151,8 @@ def drive(meeting: Meeting, parsed: argparse.Namespace) -> int:
 
 
 def _drive(meeting: Meeting, parsed: argparse.Namespace) -> int:
-    config: PPOConfig | SFTConfig = load_checked(schema_of(parsed.config, parsed.overrides), parsed.config, parsed.overrides)
+    schema = schema_of(parsed.config, parsed.overrides)
+    config: PPOConfig | SFTConfig = checked(load_config(schema, parsed.config, parsed.overrides), parsed.config, with_files=True)
     num_cpus = logical_cpus(plan_placement(config).num_cpus)
     names = [meeting.first_of(f"{_NODE} {rank}") for rank in meeting.members]
     # As the others know it: its own name may well be loopback to itself.
