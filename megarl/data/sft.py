@@ -76,7 +76,7 @@ class SFTDataset:
         rows = [self._examples[index] for index in indices]
         prompts = pad_left([row.prompt_ids for row in rows], max(len(row.prompt_ids) for row in rows), self._pad_id)
         responses = pad_right([row.response_ids for row in rows], max(len(row.response_ids) for row in rows), self._pad_id)
-        trained = pad_right([row.is_trained for row in rows], responses.ids.shape[1], False)
+        trained = pad_right([row.is_trained for row in rows], responses.ids.shape[1], 0)
         tensors = {**join(prompts, responses), "response_mask": trained.ids.bool()}
         return DataProto.from_dict(tensors=tensors, non_tensors={"uid": list(uids)})
 
