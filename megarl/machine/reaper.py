@@ -13,12 +13,9 @@ prefix of their own, by which they are removed.
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import multiprocessing
 import os
 import select
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterable, Sequence
@@ -30,11 +27,16 @@ OWNER = "MEGARL_PROCESS_OWNER"  # a worker's value begins with its driver's
 def start_reaper(owner: str, whole_group: bool, named: Sequence[int] = ()) -> None:
     """Watches over this process. `whole_group`: all of its process group belongs to it, if it is the leader (Ray sees to that).
     `named`: processes that belong to it whatever they look like."""
+    import hashlib  # here: the script, of which each process of a run starts one, begins in half the time without these
+    import multiprocessing
+    import subprocess
+
     group = os.getpid() if whole_group and os.getpgid(0) == os.getpid() else 0
-    multiprocessing.current_process()._config["semprefix"] = f"/{_semaphores(owner)}"  # type: ignore[attr-defined]  # there is no other way
+    semaphores = f"mp-{hashlib.sha256(owner.encode()).hexdigest()[:16]}"  # what their names begin with, which the system puts `sem.` before
+    multiprocessing.current_process()._config["semprefix"] = f"/{semaphores}"  # type: ignore[attr-defined]  # there is no other way
     environment = {key: value for key, value in os.environ.items() if key != OWNER}
     arguments = [str(number) for number in (os.getpid(), group, *named)]
-    command = [sys.executable, "-I", "-S", __file__, owner, *arguments]
+    command = [sys.executable, "-I", "-S", __file__, owner, semaphores, *arguments]
     subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=True)
 
 
@@ -108,11 +110,6 @@ def end_processes_of(owner: str, group: int = 0, limit_s: float = 10.0) -> list[
     return left
 
 
-def _semaphores(owner: str) -> str:
-    """What the names of its semaphores begin with, which the system puts `sem.` before."""
-    return f"mp-{hashlib.sha256(owner.encode()).hexdigest()[:16]}"
-
-
 def _is_zombie(pid: str) -> bool:
     return _status(pid)[0] == "Z"
 
@@ -122,7 +119,7 @@ def _status(pid: str) -> list[str]:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
 
 
-def _watch(owner: str, pid: int, group: int, *named: int) -> None:
+def _watch(owner: str, semaphores: str, pid: int, group: int, *named: int) -> None:
     held = hold(named)
     for descriptor in hold([pid]):  # none when it has ended already
         poll = select.poll()
@@ -130,11 +127,11 @@ def _watch(owner: str, pid: int, group: int, *named: int) -> None:
         poll.poll()
     end_held(held)
     end_processes_of(owner, group)
-    for path in Path("/dev/shm").glob(f"sem.{_semaphores(owner)}-*"):
+    for path in Path("/dev/shm").glob(f"sem.{semaphores}-*"):
         path.unlink(missing_ok=True)
 
 
 if __name__ == "__main__":
     if os.fork() == 0:  # not a child of the watched process: Ray kills the children of a worker that ends
         os.setsid()
-        _watch(sys.argv[1], *(int(number) for number in sys.argv[2:]))
+        _watch(sys.argv[1], sys.argv[2], *(int(number) for number in sys.argv[3:]))
