@@ -1,0 +1,226 @@
+"""How long a whole step of GRPO takes, beside TRL's GRPOTrainer on the same work.
+
+    python -m benchmarks.step              # the best of four micro-batches on each side, then three repeats in turns: an hour on two cores
+    python -m benchmarks.step --quick      # one micro-batch and one repeat of each
+    python -m benchmarks.step --engine sglang
+
+Work: a Qwen2 of 6.4 million parameters in float32, 32 prompts of 50 to 70 tokens, 8 samples of at most 62 tokens each, KL of 0.001 in the
+loss (k3), one update, no gradient checkpointing, the loss `sequence_mean_token_mean`, which TRL calls `grpo`; two threads a process on both
+sides. A contestant is a process of its own that makes one step for warming up, and then those that count.
+
+Printed are seconds of a step on the clock and on the processor, of which the ratio on the processor is what counts on a busy machine, and
+where they go. The target is 1.5, with the hf engine, on the clock. TRL is installed into an environment of its own in a cache folder, on
+top of this one: the same torch and transformers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import venv
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from statistics import mean
+from string import ascii_lowercase
+from typing import Any, NamedTuple
+
+import psutil
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+import yaml
+from rich.console import Console
+from rich.table import Table
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+TRL = "trl==1.16.0"
+PROMPTS, SAMPLES, PROMPT_LETTERS, RESPONSE_TOKENS, VOCABULARY = 32, 8, (48, 68), 62, 1024
+THREADS, STEPS, REPEATS, TARGET = 2, 2, 3, 1.5
+ROWS = (8, 16, 32, 64)  # of TRL's micro-batches
+TOKENS = (1024, 2048, 4096, 8192)  # of megarl's
+_TEMPLATE = "{% for message in messages %}<user>{{ message.content }}{% endfor %}{% if add_generation_prompt %}<model>{% endif %}"
+_REWARD = """
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    return solution_str.count("7") / 62
+"""
+_PHASES = ("gen", "reward", "old_log_prob", "ref", "adv", "update_actor", "update_weights")
+
+
+class Step(NamedTuple):
+    """Seconds of one. parts: of the clock, by what was done."""
+
+    wall: float
+    cpu: float
+    parts: Mapping[str, float]
+
+
+def save_inputs(folder: Path) -> None:
+    """`policy/` and `train.parquet`."""
+    torch.manual_seed(0)
+    words = ["<pad>", "<end>", "<user>", "<model>", *ascii_lowercase]
+    words += [f"<{number}>" for number in range(VOCABULARY - len(words))]  # which only the model writes
+    vocabulary = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="<pad>"))
+    vocabulary.pre_tokenizer = pre_tokenizers.Split(Regex("<[a-z0-9]+>|."), "isolated")
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=vocabulary,
+        pad_token="<pad>",
+        unk_token="<pad>",
+        eos_token="<end>",
+        additional_special_tokens=["<user>", "<model>"],
+    )
+    tokenizer.chat_template = _TEMPLATE
+    tokenizer.save_pretrained(folder / "policy")
+    config = Qwen2Config(
+        vocab_size=VOCABULARY,
+        hidden_size=256,
+        intermediate_size=688,
+        num_hidden_layers=8,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        max_position_embeddings=512,
+        tie_word_embeddings=False,
+        pad_token_id=0,
+        eos_token_id=1,
+        bos_token_id=None,
+    )
+    Qwen2ForCausalLM(config).float().save_pretrained(folder / "policy")
+    generator = torch.Generator().manual_seed(1)
+    rows = []
+    for number in range(PROMPTS * (STEPS + 2)):
+        length = int(torch.randint(*PROMPT_LETTERS, (), generator=generator))
+        content = "".join(ascii_lowercase[letter] for letter in torch.randint(0, 26, (length,), generator=generator).tolist())
+        row = {"prompt": [{"role": "user", "content": content}], "data_source": "words", "extra_info": {"index": number}}
+        rows.append({**row, "reward_model": {"style": "rule", "ground_truth": "7"}})
+    pq.write_table(pa.Table.from_pylist(rows), folder / "train.parquet")
+    (folder / "reward.py").write_text(_REWARD)
+
+
+# ---- megarl
+
+
+def megarl_steps(inputs: Path, max_tokens: int, engine: str) -> list[Step]:
+    micro_batch = {"max_tokens": max_tokens}
+    config: dict[str, Any] = {
+        "kind": "ppo",
+        "algorithm": "grpo",
+        "model": {"path": str(inputs / "policy"), "dtype": "float32"},
+        "data": {"train_files": [str(inputs / "train.parquet")], "max_prompt_length": 80, "max_response_length": RESPONSE_TOKENS},
+        "actor": {"micro_batch": micro_batch, "optim": {"lr": 1e-6}},
+        "reference": {"micro_batch": micro_batch},
+        "rollout": {"n": SAMPLES, "engine": engine, "max_concurrency": PROMPTS * SAMPLES},
+        "reward": {"functions": [{"path": str(inputs / "reward.py")}], "num_processes": 1},
+        "trainer": {"total_steps": STEPS + 1, "prompts_per_step": PROMPTS, "validate_before": False},
+        "checkpoint": {"at_end": False, "save_hf": False},
+        "tracking": {"loggers": ["jsonl"], "samples_every_steps": 0},
+        "device": "cpu",
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        config["trainer"]["output_dir"] = f"{folder}/run"
+        file = Path(folder, "run.yaml")
+        file.write_text(yaml.safe_dump(config))
+        process = subprocess.Popen(
+            [sys.executable, "-m", "megarl", "train", str(file)],
+            stdout=subprocess.DEVNULL,
+            env=os.environ | {"OMP_NUM_THREADS": str(THREADS)},
+        )
+        lines = Path(folder, "run", "metrics.jsonl")
+        cpu_s = _cpu_at_lines(process, lines)
+        if process.returncode:
+            raise RuntimeError(f"megarl train ended with status {process.returncode}")
+        metrics = [json.loads(line) for line in lines.read_text().splitlines()]
+    return [
+        Step(line["timing_s/step"], after - before, {name: line.get(f"timing_s/{name}", 0.0) for name in _PHASES})
+        for line, before, after in zip(metrics[1:], cpu_s, cpu_s[1:], strict=False)
+    ]
+
+
+def _cpu_at_lines(process: subprocess.Popen[bytes], file: Path) -> list[float]:
+    """Processor seconds of the process and all that it started, when each line of the file was there."""
+    used: dict[int, float] = {}
+    at_lines: list[float] = []
+    root = psutil.Process(process.pid)
+    while process.poll() is None:
+        try:
+            for each in (root, *root.children(recursive=True)):
+                times = each.cpu_times()
+                used[each.pid] = times.user + times.system
+        except psutil.NoSuchProcess:
+            continue
+        number = len(file.read_text().splitlines()) if file.exists() else 0
+        at_lines += [sum(used.values())] * (number - len(at_lines))
+        time.sleep(0.1)
+    return at_lines
+
+
+# ---- TRL, in a process of its own environment
+
+
+def trl_python() -> Path:
+    """The interpreter that has TRL beside what this one has; made where it is not there."""
+    folder = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"), "megarl", "benchmarks", TRL.replace("==", "-"))
+    python, ready = folder / "bin" / "python", folder / "ready"
+    if not ready.exists():
+        venv.create(folder, with_pip=True, clear=True)
+        (site,) = folder.glob("lib/python*/site-packages")
+        own = [path for path in sys.path if path.endswith("site-packages")]
+        (site / "beside.pth").write_text("\n".join(own) + "\n")
+        subprocess.run([python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", TRL], check=True)
+        ready.touch()
+    return python
+
+
+def trl_steps(inputs: Path, rows: int) -> list[Step]:
+    environment = os.environ | {"OMP_NUM_THREADS": str(THREADS), "CUDA_VISIBLE_DEVICES": "", "TRL_EXPERIMENTAL_SILENCE": "1"}
+    command = [trl_python(), Path(__file__).with_name("step_of_trl.py"), inputs, str(rows), str(STEPS)]
+    answer = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True).stdout
+    return [Step(*step) for step in json.loads(answer.splitlines()[-1])]
+
+
+# ---- the race
+
+
+def best(sizes: Sequence[int], steps_of: Callable[[int], list[Step]]) -> int:
+    """The size whose steps take the least processor time."""
+    return sizes[0] if len(sizes) == 1 else min(sizes, key=lambda size: min(step.cpu for step in steps_of(size)))
+
+
+def main() -> int:
+    """Returns 1 when the target is missed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--engine", choices=["hf", "sglang"], default="hf")
+    arguments = parser.parse_args()
+    console = Console()
+    with tempfile.TemporaryDirectory() as folder:
+        save_inputs(inputs := Path(folder))
+        sides: dict[str, tuple[Sequence[int], Callable[[int], list[Step]]]] = {
+            "megarl": (TOKENS[2:3] if arguments.quick else TOKENS, lambda size: megarl_steps(inputs, size, arguments.engine)),
+            "TRL": (ROWS[2:3] if arguments.quick else ROWS, lambda size: trl_steps(inputs, size)),
+        }
+        sizes = {name: best(*side) for name, side in sides.items()}
+        steps: dict[str, list[Step]] = {name: [] for name in sides}
+        for _ in range(1 if arguments.quick else REPEATS):
+            for name, (_, steps_of) in sides.items():
+                steps[name] += steps_of(sizes[name])
+    fastest = {name: Step(min(s.wall for s in of), min(s.cpu for s in of), {}) for name, of in steps.items()}
+    table = Table("", "micro-batch", "s a step", "processor s", "where, s on the clock", title=f"{PROMPTS} x {SAMPLES} samples")
+    for name, of in steps.items():
+        parts = ", ".join(f"{part} {mean(step.parts[part] for step in of):.1f}" for part in of[0].parts)
+        table.add_row(name, f"{sizes[name]:,}", f"{fastest[name].wall:.1f}", f"{fastest[name].cpu:.1f}", parts)
+    console.print(table)
+    wall, cpu = fastest["TRL"].wall / fastest["megarl"].wall, fastest["TRL"].cpu / fastest["megarl"].cpu
+    load = os.getloadavg()[0]
+    console.print(
+        f"TRL over megarl with {arguments.engine}: {wall:.2f} on the clock, {cpu:.2f} on the processor, target {TARGET}; load {load:.1f}"
+    )
+    return 0 if wall >= TARGET or arguments.engine != "hf" else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
