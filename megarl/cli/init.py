@@ -14,6 +14,7 @@ from megarl.config.architecture import Architecture, read_architecture
 from megarl.config.load import load_config
 from megarl.config.schema import Device, PPOConfig, RunKind
 from megarl.config.shipped import CONFIGS_DIR
+from megarl.config.sources import is_hub_name
 from megarl.data.files import DataError, open_file
 from megarl.machine.files import write_whole
 
@@ -30,8 +31,8 @@ _PROMPTS, _SAMPLES = 16, 8  # of a step; of a prompt
 
 @dataclass(frozen=True, kw_only=True)
 class Wishes:
-    """What a run is to be. model: a Hugging Face folder. data: a file of questions and answers, None: made ones. algorithm: a preset, for
-    reinforcement learning. num_devices: GPUs, or processes on a CPU, which all models share."""
+    """What a run is to be. model: a Hugging Face folder, or a name on the hub. data: a file of questions and answers, None: made ones.
+    algorithm: a preset, for reinforcement learning. num_devices: GPUs, or processes on a CPU, which all models share."""
 
     folder: Path
     model: str
@@ -52,7 +53,7 @@ class _Data(NamedTuple):
 def run(wishes: Wishes) -> int:
     """Writes the files and says what to type next; 0. Raises ConfigError for a model that cannot be trained or a preset that there is not,
     DataError for a data file that cannot be read, ValueError for one without known columns, and where a file is there already."""
-    model = read_architecture(wishes.model)
+    model = read_architecture(_folder_of(wishes.model))
     made = _Data(_columns(wishes.kind, "question", "answer"), _PROMPTS)
     files = {CONFIG_FILE: _config(wishes, model, made if wishes.data is None else _look_at(wishes.data, wishes.kind))}
     if wishes.kind is RunKind.ppo:
@@ -72,6 +73,15 @@ def run(wishes: Wishes) -> int:
         print(f"  python {wishes.folder / REWARD_FILE}    # the reward's own test")
     print(f"  megarl check {wishes.folder / CONFIG_FILE}\n  megarl train {wishes.folder / CONFIG_FILE}")
     return GOOD
+
+
+def _folder_of(model: str) -> str:
+    """Of a name on a hub, without its weights."""
+    if not is_hub_name(model):
+        return model
+    from megarl.data.hub import model_folder  # whose library takes half a second
+
+    return str(model_folder(model, "--model", large=False))
 
 
 def _look_at(path: str, kind: RunKind) -> _Data:
@@ -132,8 +142,8 @@ def _critic(wishes: Wishes) -> str:
 
 
 def _from(folder: Path, path: str) -> str:
-    """As the configuration names it: relative to its folder, where it was given so."""
-    return path if os.path.isabs(path) else os.path.relpath(path, folder)
+    """As the configuration names it: relative to its folder, where it was given so; a name on a hub as it is."""
+    return path if os.path.isabs(path) or is_hub_name(path) else os.path.relpath(path, folder)
 
 
 def ask(question: str, default: str | None, choices: tuple[str, ...] = ()) -> str:

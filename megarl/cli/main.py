@@ -181,7 +181,7 @@ def _add_init(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     summary = "write what a run of your own begins with: configuration, reward, data script"
     init = commands.add_parser("init", help=summary, description=f"{summary}; what is not given is asked, on a terminal")
     init.add_argument("folder", metavar="FOLDER", nargs="?", default=".", help="where to; the current one where none is given")
-    init.add_argument("--model", metavar="DIR", help="the Hugging Face folder of the model to train")
+    init.add_argument("--model", metavar="DIR", help="the model to train: a Hugging Face folder, or a name on its hub")
     init.add_argument("--data", metavar="FILE", help="questions and answers: .jsonl, .csv or .parquet; without it, sums are made")
     init.add_argument("--kind", choices=[kind.value for kind in RunKind], help="ppo: reinforcement learning (the default); or sft")
     init.add_argument("--algorithm", metavar="NAME", help="of reinforcement learning: a preset, such as grpo (the default) or ppo")
@@ -202,7 +202,7 @@ def _start_init(parsed: argparse.Namespace) -> int:
             raise ValueError(f"--{name} is missing: {question}")
         return str(default if given is None else given)
 
-    model = wish("model", "the Hugging Face folder of the model to train", None)
+    model = wish("model", "the model to train, a Hugging Face folder or a name on its hub", None)
     data = wish("data", "a file of questions and answers (nothing: sums are made)", "")
     kind = RunKind(wish("kind", "what to do", RunKind.ppo.value, tuple(each.value for each in RunKind)))
     wishes = module.Wishes(

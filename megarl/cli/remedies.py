@@ -173,7 +173,7 @@ def _port(cause: Cause, config: RunConfig | None) -> list[str]:
 
 def _unwritten(cause: Cause, config: RunConfig | None) -> list[str]:
     return [
-        "nothing of it is left half written: mend the folder, and the same command goes on from the latest checkpoint that is there",
+        "mend the folder, and the same command goes on from the latest checkpoint that is there: what is half written is never taken",
         f"or save elsewhere: {_now(config, 'checkpoint.dir', 'trainer.output_dir')}",
     ]
 
@@ -262,7 +262,7 @@ REMEDIES: tuple[Remedy, ...] = (
     Remedy(_says(_HOST_MEMORY), _host_memory),
     Remedy(_says(r"No space left on device|Disk quota exceeded|OutOfDiskError"), _disk),
     Remedy(_says(r"Address already in use|EADDRINUSE"), _port),
-    Remedy(_says(r"the checkpoint of step \d+ cannot be written"), _unwritten),
+    Remedy(_says(r"the checkpoint of step \d+ cannot be written|: cannot be written: "), _unwritten),
     Remedy(_is("CheckpointError"), _checkpoint),
     Remedy(_is("RewardError", "RewardFunctionError"), _reward),
     Remedy(_is("TrainingDivergedError"), _diverged),

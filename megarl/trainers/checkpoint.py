@@ -9,6 +9,7 @@ so a run that goes on from it has every line up to that step, and cuts those tha
 
 from __future__ import annotations
 
+import errno
 import importlib.metadata
 import json
 import platform
@@ -243,7 +244,10 @@ class Checkpointer:
                 # of a copy, the second file is where it was to go
                 place = error.filename2 or error.filename if isinstance(error, OSError) else None
                 why = (error.strerror if isinstance(error, OSError) else None) or error
-                remedy = "put back the folder that was removed meanwhile" if gone else "make room, or give another checkpoint.dir"
+                is_full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+                remedy = f"{'make room' if is_full else 'make it writable'}, or give another checkpoint.dir"
+                if gone:
+                    remedy = "put back the folder that was removed meanwhile"
                 raise CheckpointError(
                     f"{place or self._folder.path}: the checkpoint of step {save.step} cannot be written ({why}); {remedy}"
                 ) from error

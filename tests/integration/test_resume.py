@@ -8,7 +8,9 @@ from __future__ import annotations
 import json
 import random
 import signal
-from collections.abc import Callable
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -199,8 +201,8 @@ def test_ppo_whose_driver_is_killed_in_a_save_leaves_no_process_and_goes_on_as_i
 class Faulty(Run):
     """Started, disturbed once its next step is saved, and looked at when it has ended."""
 
-    def disturb(self, act: Callable[[Command], object], clock_is_set: bool = False) -> str:
-        """Its last page. Nothing is left but whole checkpoints."""
+    def disturb(self, act: Callable[[Command], object], clock_is_set: bool = False, is_read_only: bool = False) -> str:
+        """Its last page. Nothing is left but whole checkpoints, and where nothing can be removed what the next run removes."""
         before = self.last_step()
         program = [str(CLOCK_SET)] if clock_is_set else ["-m", "megarl"]
         command = Command([*program, "sft", str(self.folder / "run.yaml")], self.log)
@@ -211,7 +213,7 @@ class Faulty(Run):
         assert gone_within(everything, END_LIMIT_S) == []
         if self.checkpoints.path.is_dir():
             assert_whole(self, had_one=True)
-            assert list(self.checkpoints.path.glob(".*")) == []
+            assert is_read_only or list(self.checkpoints.path.glob(".*")) == []
         return last_page_of(command.said())
 
     def last_step(self) -> int:
@@ -227,8 +229,30 @@ def kill(name: str) -> Callable[[Command], object]:
     return act
 
 
+@contextmanager
+def read_only(folder: Path) -> Iterator[None]:
+    """In the block it is a mount that is: no permission, which root would not need. Of another mount of it, so that it is so at once."""
+    (side := folder.with_name("side")).mkdir()
+    with ExitStack() as mounted:
+        for command in (["--bind", folder, side], ["-o", "remount,bind,ro", side], ["--bind", side, folder]):
+            subprocess.run(["mount", *command], check=True, capture_output=True)
+            if command[0] == "--bind":
+                mounted.callback(subprocess.run, ["umount", "--lazy", command[-1]], check=True)
+        yield
+    side.rmdir()
+
+
+def mounts(folder: Path) -> bool:
+    folder.mkdir()
+    try:
+        with read_only(folder):
+            return True
+    except (OSError, subprocess.CalledProcessError):
+        return False
+
+
 def test_a_run_that_meets_one_fault_after_another_ends_as_an_undisturbed_one(straight: Outcome, inputs: Path, tmp_path: Path) -> None:
-    """Ray's daemons die under a clock that is set, and the output folder goes away and comes back."""
+    """Ray's daemons die under a clock that is set, the output folder goes away and comes back, and its disk becomes read-only."""
     run, away = Faulty(sft_config(inputs, DType.float32, SFT_STEPS, every_steps=1), tmp_path), tmp_path / "away"
     page = run.disturb(kill("raylet"), clock_is_set=True)
     assert "what    RayEndedError: Ray's raylet has ended (killed, out of memory, or crashed), and all processes of the run" in page
@@ -240,4 +264,14 @@ def test_a_run_that_meets_one_fault_after_another_ends_as_an_undisturbed_one(str
     assert "No such file or directory); put back the folder" in page or "the run's folder was removed" in page
     assert not run.output_dir.exists()
     away.rename(run.output_dir)
+    if can_mount := mounts(tmp_path / "probe"):
+        with ExitStack() as made:
+            page = run.disturb(lambda command: made.enter_context(read_only(run.output_dir)), is_read_only=True)
+            assert "cannot be written" in page  # by the driver or by a rank
+            assert "Read-only file system" in page
+            assert "mend the folder, and the same command goes on from the latest checkpoint that is there" in page
+            assert "failure.txt could not be written" in run.log.read_text()
     assert_same(run.finish(), straight)
+    assert list(run.checkpoints.path.glob(".*")) == []
+    if not can_mount:
+        pytest.skip("all was tried but an output folder that becomes read-only: this user, or this container, may not mount")

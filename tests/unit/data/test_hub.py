@@ -152,5 +152,7 @@ def test_commands_know_its_models_and_data(run: str, capsys: pytest.CaptureFixtu
     sizes = ["--max-tokens", "8", "data.max_prompt_length=8"]
     assert main(["eval", "maker/policy", "--data", "maker/one", "--reward", "reward.py:compute_score", *sizes]) == 2
     assert "data/train.jsonl: column 'data_source' is missing" in capsys.readouterr().err
+    assert main(["init", "mine", "--model", "maker/policy", "--device", "cpu"]) == 0
+    assert main(["check", "--fast", "mine/run.yaml"]) == 0
     assert main(["generate", "maker/absent", "1"]) == 2
     assert "MODEL: there is no 'maker/absent' here, and no hub gives it" in capsys.readouterr().err
