@@ -156,7 +156,7 @@ def test_calls_that_wait_in_a_queue_have_the_limit_for_themselves(make_group: Ma
 )
 def test_nothing_outlives_the_driver(mode: str, end_with: signal.Signals | None) -> None:
     driver, processes = start_driver(mode, {})
-    assert mode == "end" or len(processes) >= 10  # Ray's daemons, the worker, its child and grandchild, the driver's child
+    assert mode == "end" or len(processes) >= 9  # five of Ray's, the worker, its child and grandchild, the driver's child
     if end_with is not None:
         driver.send_signal(end_with)
     assert (driver.wait(timeout=120) == 0) == (end_with is None)
