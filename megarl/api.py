@@ -27,6 +27,7 @@ from megarl.batch.data_proto import DataProto
 from megarl.cli.run_context import RunContext
 from megarl.cli.session import Session
 from megarl.cli.train import open_ppo
+from megarl.config.errors import ConfigError
 from megarl.config.schema import PPOConfig
 from megarl.data.loader import BatchLoader
 from megarl.data.tokenizer import decode_rows, load_tokenizer
@@ -51,6 +52,14 @@ def start(config: str | Path | Mapping[str, Any], *overrides: str) -> Iterator[R
     everything that is wrong; ValueError for data, models and functions that cannot be used; RunError for what fails while it runs.
     """
     checked = load_for_run(PPOConfig, config, overrides)
+    if checked.rollout.max_staleness:
+        raise ConfigError(
+            "api.start",
+            [
+                f"rollout.max_staleness: is {checked.rollout.max_staleness}, but a loop of your own asks for a step's samples when it "
+                "needs them; use 0, or `megarl train`"
+            ],
+        )
     with open_ppo(checked, RunContext(checked), find_resume(checked)) as (session, trainer):
         yield Run(session, trainer)
 

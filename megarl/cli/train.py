@@ -83,7 +83,7 @@ def open_ppo(config: PPOConfig, context: RunContext, resume: Resume | None) -> I
         checkpoints = open_checkpoints(session, config, saved, monitor, resume)
         ppo = PPOTrainer(config, roles, loader, evaluation, monitor, checkpoints)
         if resume is not None:
-            ppo.load_state_dict(resume.state)
+            ppo.load_state_dict(resume.state, resume.checkpoint)
         yield session, ppo
 
 

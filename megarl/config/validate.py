@@ -7,7 +7,7 @@ from collections.abc import Callable
 from math import gcd, lcm
 from pathlib import Path
 
-from megarl.config import algorithm_rules, checkpoint_rules, data_rules, reward_rules, rollout_rules
+from megarl.config import algorithm_rules, checkpoint_rules, data_rules, reward_rules, rollout_rules, staleness_rules
 from megarl.config.architecture import Architecture, read_architecture
 from megarl.config.derive import max_row_tokens, samples_per_step, updates_per_pass
 from megarl.config.errors import ConfigError
@@ -181,6 +181,7 @@ _PPO_RULES: tuple[tuple[tuple[str, ...], Callable[[PPOConfig], Violations]], ...
     (("rollout.tensor_parallel_size",), rollout_rules.whole_model),
     ((), rollout_rules.engine_memory),
     ((*_ENGINE_KEYS, *_sizes("actor")), rollout_rules.shared_devices),
+    (("rollout.max_staleness",), staleness_rules.generation_ahead),
     ((), reward_rules.something_scores),
     *algorithm_rules.RULES,
 )

@@ -27,18 +27,20 @@ class LogProbMismatchError(RunError):
 
 
 class LogProbGate:
-    """Looks at the first batch that it is given; later ones are followed by `training/rollout_log_probs_diff_mean`."""
+    """Looks at the first batch that it is given; later ones are followed by `training/rollout_log_probs_diff_mean`. Of tokens that older
+    weights drew than the trainer's it can say nothing, nor of a batch that has no others."""
 
     def __init__(self, max_difference: float) -> None:
         self._max_difference = max_difference
         self.passed = False
 
     def __call__(self, batch: DataProto) -> None:
-        """Raises LogProbMismatchError where the mean of |rollout_log_probs - old_log_probs| over the response tokens exceeds the bound."""
+        """Raises LogProbMismatchError where the mean of |rollout_log_probs - old_log_probs| over the response tokens by the weights of now
+        exceeds the bound."""
         if self.passed:
             return
         tensors = batch.tensors
-        mask = tensors["response_mask"]
+        mask = tensors["response_mask"] & (tensors["token_versions"] == batch.meta_info["weight_version"])
         difference = torch.where(mask, (tensors["rollout_log_probs"] - tensors["old_log_probs"]).abs(), 0.0)
         mean = float(difference.sum() / mask.sum().clamp(min=1))
         if not mean <= self._max_difference:  # a NaN does not pass

@@ -83,10 +83,16 @@ class Pump:
         self.num_tokens = [0] * len(replicas)
         self.num_resent = 0
         self.generating_s = 0.0
+        self.may_admit = True  # else replicas that were started anew wait, as they are
 
     @property
     def num_unfinished(self) -> int:
         return self._queue.num_unfinished
+
+    @property
+    def is_at_work(self) -> bool:
+        """There are requests, and somebody who can work on them."""
+        return self.num_unfinished > 0 and (self.may_admit or len(self._replicas.starting) < len(self._replicas))
 
     def add(self, requests: Sequence[GenerationRequest], deliver: Deliver, *, first: bool = False) -> list[int]:
         """`deliver` gets each sample, with the request's own id, within some `turn`. first: they go before all others that wait.
@@ -139,10 +145,10 @@ class Pump:
                 self._lose(replica)
                 self._tasks.pop(replica, None)
             is_starting, task = replica in self._replicas.starting, self._tasks.get(replica)
-            if is_starting and task is None:
+            if is_starting and self.may_admit and task is None:
                 give_up_s = self._clock() + self._limits.sample_limit_s
                 self._tasks[replica] = _Task(group.ready, give_up_s, is_start=True)
-            elif task is not None and task.is_start and not is_starting:
+            elif task is not None and task.is_start and not (is_starting and self.may_admit):
                 del self._tasks[replica]
 
     def _hand_out(self) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 from megarl.config.errors import RunError
 from megarl.controller.errors import PhaseTimeoutError, WorkerError
@@ -23,6 +24,15 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
+
+
+class Alone(Protocol):
+    def __call__(self, for_weights: bool = False) -> AbstractContextManager[None]: ...
+
+
+def nobody_else(for_weights: bool = False) -> AbstractContextManager[None]:
+    """Of replicas that one thread uses."""
+    return nullcontext()
 
 
 class RestartLimitError(RunError):
@@ -59,6 +69,8 @@ class Replicas:
         self._restart_limit = restart_limit
         self._spans: list[Span] = []
         self.num_restarts = 0
+        # How somebody comes to use them where a thread that generates ahead does (ahead.py); `for_weights`: to give them others.
+        self.alone: Alone = nobody_else
         self.weight_version: int | None = None  # that all replicas have
         self.starting: set[int] = set()  # those that were started anew and have no weights yet
         self.groups = [self._start(number) for number in range(len(self._places))]

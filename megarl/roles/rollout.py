@@ -13,7 +13,7 @@ from megarl.config.schema import SamplingConfig
 from megarl.controller.group import RoleGroup
 from megarl.data.padding import Padded, flat, join, pad_right
 from megarl.roles.pump import EngineFaultError, Pump, RolloutLimits
-from megarl.roles.replicas import Replicas
+from megarl.roles.replicas import Alone, Replicas
 from megarl.roles.weights import RolloutWeights
 from megarl.rollout.interface import FinishedRequest, GenerationRequest, Sample, SamplingParameters, plan_requests
 from megarl.tracking.timeline import Span
@@ -47,13 +47,17 @@ class Rollout:
         self._weights = weights
         self._rules = rules
         self._seed = seed
-        self._pump = Pump(replicas, weights.admit, limits)
+        self.pump = Pump(replicas, weights.admit, limits)
         self._restarts_reported = 0
 
     @property
     def replicas(self) -> Sequence[RoleGroup]:
         """A worker group of one process for each; others once a replica was replaced."""
         return tuple(self._replicas.groups)
+
+    def give_way_by(self, alone: Alone) -> None:
+        """Another thread has the replicas from now on; who wants them asks for them so."""
+        self._replicas.alone = alone
 
     # ---- generation
 
@@ -67,9 +71,7 @@ class Rollout:
         samples, however many replicas there are.
         Raises EngineFaultError, DispatchError and RestartLimitError; ValueError for prompts that no engine can continue.
         """
-        tokens = prompts.tensors
-        ids = [row[mask.bool()].tolist() for row, mask in zip(tokens["prompts"], tokens["prompt_attention_mask"], strict=True)]
-        requests = plan_requests(ids, self._parameters(sampling, step, generation))
+        requests = self.requests(prompts, sampling, step, generation)
         self._weights.bring_in()
         version = self._weights.version
         samples: dict[int, Sample] = {}
@@ -80,7 +82,13 @@ class Rollout:
                     f"at hand are version {version}"
                 )
             samples[finished.request_id] = finished.sample
-        return self._assemble(prompts.repeat(sampling.n), [samples[request.request_id] for request in requests], version)
+        return self.assemble(prompts.repeat(sampling.n), [samples[request.request_id] for request in requests], version)
+
+    def requests(self, prompts: DataProto, sampling: SamplingConfig, step: int, generation: int = 0) -> list[GenerationRequest]:
+        """One for each sample, those of a prompt side by side, with the seeds that `generate` gives them."""
+        tokens = prompts.tensors
+        ids = [row[mask.bool()].tolist() for row, mask in zip(tokens["prompts"], tokens["prompt_attention_mask"], strict=True)]
+        return plan_requests(ids, self._parameters(sampling, step, generation))
 
     def stream(self, requests: Sequence[GenerationRequest]) -> Iterator[FinishedRequest]:
         """The samples as they finish. Those that are not asked for to the end are given up. Raises as `generate`."""
@@ -103,18 +111,20 @@ class Rollout:
     def _finished(self, requests: Sequence[GenerationRequest]) -> Iterator[tuple[int, FinishedRequest]]:
         """Replica and sample, each request once."""
         arrived: list[tuple[int, FinishedRequest]] = []
-        numbers = self._pump.add(requests, lambda replica, finished: arrived.append((replica, finished)))
-        missing = len(numbers)
-        try:
-            while missing:
-                self._pump.turn()
-                missing -= len(arrived)
-                while arrived:
-                    yield arrived.pop(0)
-        finally:
-            self._pump.take_back(numbers)
+        with self._replicas.alone():
+            numbers = self.pump.add(requests, lambda replica, finished: arrived.append((replica, finished)), first=True)
+            missing = len(numbers)
+            try:
+                while missing:
+                    self.pump.turn()
+                    missing -= len(arrived)
+                    while arrived:
+                        yield arrived.pop(0)
+            finally:
+                self.pump.take_back(numbers)
 
-    def _assemble(self, prompts: DataProto, samples: Sequence[Sample], version: int) -> DataProto:
+    def assemble(self, prompts: DataProto, samples: Sequence[Sample], version: int) -> DataProto:
+        """What `generate` returns, of prompts and samples side by side. `version`: of the weights that were sent last."""
         assert len(samples) == len(prompts)
         width = max(len(sample.token_ids) for sample in samples)
         responses = pad_right([sample.token_ids for sample in samples], width, self._rules.pad_token_id)
@@ -141,20 +151,22 @@ class Rollout:
     def drain_metrics(self) -> dict[str, float]:
         """Since the last time: `rollout/num_restarts`, `rollout/num_resent`, and for each replica
         `rollout/replica_<number>/tokens_per_s` while samples were being written."""
-        metrics = {
-            "rollout/num_restarts": float(self._replicas.num_restarts - self._restarts_reported),
-            "rollout/num_resent": float(self._pump.num_resent),
-        }
-        if self._pump.generating_s:
-            for replica, num_tokens in enumerate(self._pump.num_tokens):
-                metrics[f"rollout/replica_{replica}/tokens_per_s"] = num_tokens / self._pump.generating_s
-        self._restarts_reported = self._replicas.num_restarts
-        self._pump.num_resent, self._pump.num_tokens, self._pump.generating_s = 0, [0] * len(self._replicas), 0.0
-        return metrics
+        with self._replicas.alone():
+            metrics = {
+                "rollout/num_restarts": float(self._replicas.num_restarts - self._restarts_reported),
+                "rollout/num_resent": float(self.pump.num_resent),
+            }
+            if self.pump.generating_s:
+                for replica, num_tokens in enumerate(self.pump.num_tokens):
+                    metrics[f"rollout/replica_{replica}/tokens_per_s"] = num_tokens / self.pump.generating_s
+            self._restarts_reported = self._replicas.num_restarts
+            self.pump.num_resent, self.pump.num_tokens, self.pump.generating_s = 0, [0] * len(self._replicas), 0.0
+            return metrics
 
     def drain_spans(self) -> list[Span]:
         """See Replicas.drain_spans."""
-        return self._replicas.drain_spans()
+        with self._replicas.alone():
+            return self._replicas.drain_spans()
 
     def shutdown(self) -> None:
         """Ends the replicas at once."""

@@ -40,14 +40,15 @@ class RolloutWeights:
         the version that it was sent.
         """
         self._schedule.finish("actor")
-        self.version += 0 if again else 1
-        self._schedule.before_push()
-        replicas = self._replicas.all
-        lost = self._replicas.wake(replicas) if self._schedule.engines_move else {}
-        to = {number: replica for number, replica in replicas.items() if number not in lost}
-        self._report, lost_in_push = self._pusher.push(to, self.version)
-        self._schedule.after_push()
-        self._finish(to, lost | lost_in_push)
+        with self._replicas.alone(for_weights=True):
+            self.version += 0 if again else 1
+            self._schedule.before_push()
+            replicas = self._replicas.all
+            lost = self._replicas.wake(replicas) if self._schedule.engines_move else {}
+            to = {number: replica for number, replica in replicas.items() if number not in lost}
+            self._report, lost_in_push = self._pusher.push(to, self.version)
+            self._schedule.after_push()
+            self._finish(to, lost | lost_in_push)
 
     def bring_in(self) -> None:
         """The engines are awake, with the weights that were sent last, when it returns. Raises as `push`."""

@@ -146,8 +146,9 @@ class Checkpointer:
         if self._early_stop is not None:
             self._early_stop.see(step, metrics)
 
-    def save(self, step: int, state: Callable[[], State]) -> None:
-        """Called at the end of every step, within it; saves after some. `state`: of the trainer, as JSON can hold it.
+    def save(self, step: int, state: Callable[[], State], files: Callable[[], Mapping[str, bytes]] = dict) -> None:
+        """Called at the end of every step, within it; saves after some. `state`: of the trainer, as JSON can hold it. `files`: what is
+        kept beside it, by name.
 
         Raises CheckpointError, of this save or of the one before it; then nothing of it is left.
         """
@@ -157,7 +158,7 @@ class Checkpointer:
             return
         with self._monitor.phase("save_checkpoint"):
             self._go_on(wait=True)  # one at a time
-            self._begin(step, state())
+            self._begin(step, state(), files())
 
     def close(self) -> None:
         """At the end of the run, however it ended, when its ranks have gone: what was being sealed becomes a checkpoint, and nothing half
@@ -177,7 +178,7 @@ class Checkpointer:
             or (self._best is not None and self._best.step == step)
         )
 
-    def _begin(self, step: int, state: State) -> None:
+    def _begin(self, step: int, state: State, files: Mapping[str, bytes]) -> None:
         save = _Save(step, self._folder.path, self._clock(), self.best)
         self._saved_s = save.started_s
         of_run = {
@@ -193,6 +194,8 @@ class Checkpointer:
             if self._config.checkpoint.save_hf:
                 self._models.save_policy(save.folder / HUGGING_FACE_FOLDER)
             dump_config(self._config, save.folder / CONFIG_FILE)
+            for name, content in files.items():
+                write_whole(save.folder / name, content)
             write_whole(save.folder / STATE_FILE, json.dumps(of_run | state, indent=2) + "\n")
             if not self._config.checkpoint.asynchronous:
                 self._models.finish_save(save.folder, step)

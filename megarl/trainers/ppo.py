@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,19 +13,25 @@ from megarl.algorithms.masked import masked_mean
 from megarl.algorithms.metrics import age_metrics, data_metrics, reward_model_metrics
 from megarl.algorithms.rollout_correction import correct
 from megarl.batch.data_proto import DataProto
+from megarl.config.errors import CheckpointError
 from megarl.config.roles import scores_in_update
 from megarl.config.schema import KLControllerKind, PPOConfig
 from megarl.controller.futures import gather
 from megarl.data.loader import BatchLoader
+from megarl.roles.ahead import GenerationAhead
+from megarl.roles.finished_groups import from_bytes, to_bytes
 from megarl.roles.models import ABSENT, valid_token_count
 from megarl.roles.reward import score_weights
 from megarl.roles.start import PPORoles
+from megarl.rollout.ledger import AdmissionLedger
 from megarl.trainers.advantages import AdvantageStep, Metrics, correct_rollout
 from megarl.trainers.checkpoint import Checkpointer
 from megarl.trainers.evaluation import Evaluation
 from megarl.trainers.monitor import Monitor
 from megarl.trainers.samples import SampleRows
 from megarl.trainers.sampling import make_sampling
+
+SAMPLES_FILE = "samples_ahead.bin"  # of a checkpoint: the samples that wait to be trained
 
 
 class PPOTrainer:
@@ -41,12 +48,13 @@ class PPOTrainer:
     ) -> None:
         self.config = config
         self.roles = roles
-        self.prompts = prompts
+        self._ahead = generation_ahead(config, roles, prompts) if config.rollout.max_staleness else None
+        self.prompts = self._ahead or prompts
         self.evaluation = evaluation
         self.monitor = monitor
         self.checkpoints = checkpoints
         self._rows = SampleRows(config)
-        self._sample = make_sampling(config, roles.rollout, roles.reward, prompts)
+        self._sample = make_sampling(config, self._ahead or roles.rollout, roles.reward, prompts)
         self._advantages = AdvantageStep(
             config.algorithm,
             max_response_length=config.data.max_response_length,
@@ -55,8 +63,12 @@ class PPOTrainer:
 
     def fit(self) -> None:
         """Trains up to `trainer.total_steps`."""
-        for step in self.steps():
-            self.monitor.record(self.train_step(next(self.prompts), step))
+        try:
+            for step in self.steps():
+                self.monitor.record(self.train_step(next(self.prompts), step))
+        finally:
+            if self._ahead is not None:
+                self._ahead.close()
 
     def steps(self) -> Iterator[int]:
         """The numbers of the steps that are left; what is between two of them is the step. The first weights are pushed before; behind a
@@ -71,7 +83,7 @@ class PPOTrainer:
                 yield step
                 if step == trainer.total_steps or (trainer.validate_every_steps and step % trainer.validate_every_steps == 0):
                     self.checkpoints.validated(step, self._validate(step))
-                self.checkpoints.save(step, self.state_dict)
+                self.checkpoints.save(step, self.state_dict, self._files)
 
     def state_dict(self) -> dict[str, Any]:
         """What the driver knows between two steps, as JSON can hold it; the models' state is theirs."""
@@ -83,14 +95,25 @@ class PPOTrainer:
             "validations": self.monitor.validations,
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Before `fit`. Raises ValueError where the data are others."""
+    def _files(self) -> dict[str, bytes]:
+        """What a checkpoint keeps beside that state."""
+        groups = self._ahead.finished_groups() if self._ahead is not None else []
+        return {SAMPLES_FILE: to_bytes(groups)} if groups else {}
+
+    def load_state_dict(self, state: Mapping[str, Any], folder: Path) -> None:
+        """Before `fit`; `folder`: the checkpoint. Raises ValueError where the data are others, CheckpointError where its samples cannot be
+        read."""
         self.prompts.load_state_dict(state["data"])
         controller = self.config.algorithm.kl.controller.kind
         if controller is not KLControllerKind.fixed and state["kl_controller"]["kind"] == controller.value:
             self._advantages.kl_controller.load_state_dict(state["kl_controller"])  # a fixed one is as the configuration says
         self.roles.weights.resume(state["weight_version"])
         self.monitor.validations = [(step, score) for step, score in state["validations"]]
+        if self._ahead is not None and (folder / SAMPLES_FILE).is_file():
+            try:
+                self._ahead.restore(from_bytes((folder / SAMPLES_FILE).read_bytes()))
+            except (OSError, ValueError) as error:
+                raise CheckpointError(f"{folder / SAMPLES_FILE}: cannot be read ({error}); the checkpoint is damaged") from error
 
     def train_step(self, prompts: DataProto, step: int) -> Metrics:
         """One step of PPO. What the roles are asked for comes when it is needed: they work side by side where their pools differ."""
@@ -109,6 +132,7 @@ class PPOTrainer:
         results = gather(*updates)
 
         parts = (of_samples, of_advantages, *results, self.record_batch(batch, step), roles.drain_metrics())
+        parts += (self._ahead.drain_metrics(),) if self._ahead is not None else ()
         return {name: value for part in parts for name, value in part.items()}
 
     def add_advantages(self, batch: DataProto) -> tuple[DataProto, Metrics]:
@@ -155,3 +179,20 @@ class PPOTrainer:
             result = self.evaluation.run(self.roles.rollout, self.roles.reward)
         self.monitor.record_validation(result, step)
         return result.metrics
+
+
+def generation_ahead(config: PPOConfig, roles: PPORoles, prompts: BatchLoader) -> GenerationAhead:
+    """Of a run whose `rollout.max_staleness` is above 0."""
+    trainer, rollout = config.trainer, config.rollout
+
+    def ledger(next_step: int, version: int) -> AdmissionLedger:
+        return AdmissionLedger(
+            max_staleness=rollout.max_staleness,
+            prompts_per_step=trainer.prompts_per_step,
+            total_steps=trainer.total_steps,
+            next_step=next_step,
+            version=version,
+            step_pushes=lambda step: step > trainer.critic_warmup_steps,
+        )
+
+    return GenerationAhead(roles.rollout, roles.weights, prompts, rollout.training, rollout.on_update, ledger)

@@ -16,7 +16,6 @@ from megarl.controller.futures import DerivedFuture
 from megarl.data.loader import BatchLoader
 from megarl.data.responses import concat_samples
 from megarl.roles.reward import Reward
-from megarl.roles.rollout import Rollout
 
 GREEDY = SamplingConfig(n=1, temperature=0.0)
 _MARGIN = 1.2  # a few prompts for nothing cost less than one more round of generation
@@ -34,7 +33,13 @@ class Sampling(Protocol):
     def __call__(self, prompts: DataProto, step: int) -> Samples: ...
 
 
-def make_sampling(config: PPOConfig, rollout: Rollout, reward: Reward, prompts: BatchLoader) -> Sampling:
+class Generator(Protocol):
+    """See Rollout.generate."""
+
+    def generate(self, prompts: DataProto, sampling: SamplingConfig, step: int, generation: int = 0) -> DataProto: ...
+
+
+def make_sampling(config: PPOConfig, rollout: Generator, reward: Reward, prompts: BatchLoader) -> Sampling:
     """As the algorithm asks for. `prompts`: where further ones come from."""
     algorithm, sampling = config.algorithm, config.rollout.training
     if algorithm.dynamic_sampling.enabled:
@@ -47,7 +52,7 @@ def make_sampling(config: PPOConfig, rollout: Rollout, reward: Reward, prompts: 
 class PlainSampling:
     """n samples of each prompt; they are scored while the loop goes on."""
 
-    def __init__(self, rollout: Rollout, reward: Reward, sampling: SamplingConfig) -> None:
+    def __init__(self, rollout: Generator, reward: Reward, sampling: SamplingConfig) -> None:
         self._rollout, self._reward, self._sampling = rollout, reward, sampling
 
     def __call__(self, prompts: DataProto, step: int) -> Samples:
@@ -79,7 +84,7 @@ class DynamicSampling:
     section 3.2). Those that are drawn for that count as served, so that a resumed run goes on behind them."""
 
     def __init__(
-        self, rollout: Rollout, reward: Reward, prompts: BatchLoader, sampling: SamplingConfig, config: DynamicSamplingConfig
+        self, rollout: Generator, reward: Reward, prompts: BatchLoader, sampling: SamplingConfig, config: DynamicSamplingConfig
     ) -> None:
         self._rollout, self._reward, self._prompts = rollout, reward, prompts
         self._sampling, self._config = sampling, config

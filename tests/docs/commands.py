@@ -129,6 +129,9 @@ COMMANDS: dict[str, Executed | InTest | Make | ByHand] = {
         "tests/unit/tracking/test_report.py::test_a_page_is_served_until_ctrl_c", ("report", "--live")
     ),
     "python -m benchmarks.report": ByHand(),
+    ".venv/bin/python -m benchmarks.async_rollout": InTest(
+        "tests/unit/test_async_rollout.py::test_the_schedule_gains_what_the_page_says", ("benchmarks.async_rollout",)
+    ),
     "python -m docs.generate.screenshots outputs/quickstart outputs/grpo": ByHand(),
     "megarl eval outputs/quickstart": InTest(f"{_EVAL}::test_a_checkpoint_has_the_score_that_validation_found", ("eval",)),
     "megarl eval HF_DIR --data test.parquet --reward reward.py:compute_score --n 8 --temperature 0.7 --max-tokens 512": InTest(

@@ -1,6 +1,6 @@
 """Random kills inside saves: a run whose whole process tree dies while it writes checkpoints ends as one that nobody disturbed.
 
-python -m tests.soak.save_kills --kind sft|ppo|hybrid --dtype float32|bfloat16 --kills 50 --seed 0
+python -m tests.soak.save_kills --kind sft|ppo|hybrid|ahead --dtype float32|bfloat16 --kills 50 --seed 0
 
 Every step is saved. Each time, at a random moment after a save was seen to begin, all processes get SIGKILL. Then the latest checkpoint
 must be there, whole to the last checksum, and the run is started again with the same command. At the end its metrics (timings apart),
@@ -29,21 +29,27 @@ from megarl.checkpoints.role_folder import check_folder
 from megarl.checkpoints.run_folder import BEST_FILE, CheckpointFolder, check_files
 from megarl.config.load import dump_config
 from megarl.config.schema import (
+    AdvantageConfig,
+    AdvantageEstimator,
     AlgorithmConfig,
     CheckpointConfig,
+    CorrectionLevel,
     Decay,
     DType,
     KeepBestConfig,
     KLConfig,
     KLControllerConfig,
     KLControllerKind,
+    KLWhere,
     MetricMode,
     MicroBatchConfig,
+    OnUpdate,
     OptimConfig,
     ParallelConfig,
     PlacementConfig,
     PlacementStrategy,
     PPOConfig,
+    RolloutCorrectionConfig,
     SamplingConfig,
     SFTConfig,
     TrackingConfig,
@@ -104,10 +110,28 @@ def hybrid_config(inputs: Path, dtype: DType, total_steps: int, every_steps: int
     return replace(config, placement=PlacementConfig(strategy=PlacementStrategy.hybrid))
 
 
+def ahead_config(inputs: Path, dtype: DType, total_steps: int, every_steps: int) -> PPOConfig:
+    """Generation runs two steps ahead: checkpoints have samples that wait to be trained."""
+    advantage = AdvantageConfig(estimator=AdvantageEstimator.grpo)
+    correction = RolloutCorrectionConfig(level=CorrectionLevel.token)
+    return tiny_config(
+        inputs,
+        inputs / "run",
+        model={"dtype": dtype},
+        algorithm=AlgorithmConfig(advantage=advantage, kl=KLConfig(where=KLWhere.none), rollout_correction=correction),
+        reward={"time_limit_s": 60},
+        rollout={"n": 2, "validation": SamplingConfig(), "max_staleness": 2, "on_update": OnUpdate.drain},
+        checkpoint=CheckpointConfig(every_steps=every_steps, keep_best=KeepBestConfig(metric="val/score/mean")),
+        trainer={"total_steps": total_steps, "prompts_per_step": 6, "updates_per_step": 2, "validate_every_steps": 3},
+        tracking=_LOGGED,
+    )
+
+
 CONFIGS: dict[str, Callable[[Path, DType, int, int], SFTConfig | PPOConfig]] = {
     "sft": sft_config,
     "ppo": ppo_config,
     "hybrid": hybrid_config,
+    "ahead": ahead_config,
 }
 
 

@@ -55,6 +55,7 @@ from megarl.config.schema.models import (
 from megarl.config.schema.placement import OverBudget, PlacementConfig, PlacementStrategy
 from megarl.config.schema.reward import OverlongConversation, RewardConfig, RewardFunctionConfig, RewardModelConfig
 from megarl.config.schema.rollout import (
+    OnUpdate,
     ReshardingConfig,
     RolloutConfig,
     SamplingConfig,

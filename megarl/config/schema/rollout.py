@@ -15,6 +15,11 @@ class SGLangMode(str, Enum):
     server = "server"  # an HTTP server that the worker starts
 
 
+class OnUpdate(str, Enum):
+    go_on = "go_on"  # go on with the new weights where they were
+    drain = "drain"  # end first, so that each sample is by one version; the trainer waits for them
+
+
 class Transport(str, Enum):
     auto = "auto"  # device where every engine works beside trainers, group where none does
     device = "device"  # through memory that a trainer rank and the engine rank on its device share, on any number of nodes
@@ -54,6 +59,8 @@ class RolloutConfig:
     top_p: float = ranged(1.0, above=0, at_most=1)  # 1 for training: a cut sampler draws from another distribution
     top_k: int = -1  # -1 for training, for the same reason
     max_concurrency: int = ranged(256, at_least=1)  # sequences that one replica generates at the same time
+    max_staleness: int = ranged(0, at_least=0, at_most=64)  # steps that generation may run ahead of training; 0: it waits for new weights
+    on_update: OnUpdate = OnUpdate.go_on  # what samples in flight do when new weights come; they are where max_staleness is above 0
     restart_limit: int = ranged(3, at_least=0)  # replicas that may be started anew in one run
     health_limit_s: float = ranged(120.0, at_least=1)  # an engine that makes no progress for so long is taken for hung
     validation: SamplingConfig = field(default_factory=SamplingConfig)

@@ -25,6 +25,8 @@ from megarl.config.schema.keys import Range, leaves
 from megarl.config.validate import validate
 from tests.unit.config.folders import model_folder, ppo_values, sft_values, write_yaml
 
+_CORRECTED = "algorithm.rollout_correction.level=token"
+
 
 @pytest.fixture
 def ppo(tmp_path: Path) -> str:
@@ -44,6 +46,7 @@ def test_a_good_configuration_has_none(ppo: str) -> None:
     # Four ranks hold the two key-value heads twice.
     assert violations(ppo, "rollout.engine=sglang", "rollout.tensor_parallel_size=4", "rollout.validation.min_new_tokens=8") == []
     assert violations(ppo, "placement.strategy=hybrid", "rollout.num_replicas=4") == []
+    assert violations(ppo, "rollout.max_staleness=2", _CORRECTED) == []
     # Padded rows of float32 have an attention in Transformer Engine, packed ones have none.
     assert violations(ppo, "engine.layers=transformer_engine", "device=cuda", "model.dtype=float32", "engine.packing=false") == []
 
@@ -122,6 +125,27 @@ def test_a_good_configuration_has_none(ppo: str) -> None:
         (["rollout.top_k=50"], "rollout.top_k: is 50: a truncated sampler draws from another distribution"),
         (["rollout.temperature=0"], "rollout.temperature: is 0 (greedy): training needs samples of the policy; use 1.0"),
         (["rollout.validation.top_k=0"], "rollout.validation.top_k: is 0, but must be at least 1, or -1 for all tokens"),
+        (
+            ["rollout.max_staleness=2"],
+            "rollout.max_staleness, algorithm.rollout_correction.level: is 2: samples are then by older weights than those that are "
+            "trained, and nothing corrects for it; use algorithm.rollout_correction.level=token",
+        ),
+        (
+            ["rollout.max_staleness=1", _CORRECTED, "placement.strategy=hybrid"],
+            "rollout.max_staleness, placement.strategy: is 1: the engines generate while the other roles train, but in this placement they "
+            "take turns with the actor on the same devices; use split_collocate or stand_alone, or max_staleness=0",
+        ),
+        (
+            [
+                "rollout.max_staleness=1",
+                _CORRECTED,
+                "algorithm.dynamic_sampling.enabled=true",
+                "algorithm.advantage.estimator=grpo",
+                "trainer.critic_warmup_steps=0",
+            ],
+            "rollout.max_staleness, algorithm.dynamic_sampling.enabled: is 1: dynamic sampling draws prompts in the place of others",
+        ),
+        (["rollout.max_staleness=-1"], "rollout.max_staleness: is -1"),
         (["rollout.tensor_parallel_size=2"], "the engine 'hf' holds a whole model per replica, so tensor_parallel_size 2 must be 1"),
         (
             ["rollout.engine=sglang", "rollout.tensor_parallel_size=8"],

@@ -15,12 +15,14 @@ from megarl.roles.checks import FirstRatioError, FirstRatioGate, LogProbGate, Lo
 NAN = float("nan")
 
 
-def batch(*differences: float) -> DataProto:
-    """Two rows; the last token of the second one is padding, and holds NaN on both sides."""
+def batch(*differences: float, version: int = 4) -> DataProto:
+    """Two rows, drawn by version 4; the last token of the second one is padding, and holds NaN on both sides."""
     old = torch.tensor([[-1.0, -2.0], [-3.0, NAN]])
     rollout = old + torch.tensor([[differences[0], differences[1]], [differences[2], NAN]])
     mask = torch.tensor([[True, True], [True, False]])
-    return DataProto.from_dict({"old_log_probs": old, "rollout_log_probs": rollout, "response_mask": mask})
+    versions = torch.where(mask, 4, -1)
+    tensors = {"old_log_probs": old, "rollout_log_probs": rollout, "response_mask": mask, "token_versions": versions}
+    return DataProto.from_dict(tensors, meta_info={"weight_version": version})
 
 
 def test_the_mean_over_response_tokens_counts() -> None:
@@ -38,6 +40,14 @@ def test_only_the_first_batch_is_looked_at() -> None:
     gate = LogProbGate(0.2)
     gate(batch(0.1, 0.1, 0.1))
     gate(batch(9.0, 9.0, 9.0))
+
+
+def test_tokens_by_older_weights_are_not_compared() -> None:
+    old = batch(9.0, 9.0, 9.0, version=5)
+    LogProbGate(0.2)(old)
+    old.tensors["token_versions"][1, 0] = 5
+    with pytest.raises(LogProbMismatchError, match=r"difference\| 9 over 1 tokens"):
+        LogProbGate(0.2)(old)
 
 
 def test_a_nan_does_not_pass() -> None:

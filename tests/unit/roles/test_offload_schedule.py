@@ -24,6 +24,7 @@ from megarl.placement.dataflow import Item
 from megarl.placement.offload_plan import OffloadPlan
 from megarl.placement.plan import plan_placement
 from megarl.roles.offload_schedule import OffloadSchedule
+from megarl.roles.replicas import nobody_else
 from megarl.roles.weights import RolloutWeights
 
 GRADIENTS, OPTIMIZER, PARAMETERS = StatePart.gradients, StatePart.optimizer, StatePart.parameters
@@ -94,6 +95,7 @@ class FakeReplicas:
     """As roles/replicas.py."""
 
     def __init__(self, log: list[str], count: int = 2) -> None:
+        self.alone = nobody_else
         self.log, self.groups = log, [FakeEngine(f"engine{number}", log) for number in range(count)]
         self.starting: set[int] = set()
 

@@ -2,123 +2,12 @@
 
 from __future__ import annotations
 
-import heapq
-import itertools
-from collections.abc import Callable, Sequence
-from typing import Any
-
 import pytest
 
 from megarl.config.errors import RunError
-from megarl.controller.errors import RankReport
-from megarl.controller.register import RemoteMethod
-from megarl.roles.pump import Pump, RolloutLimits
+from megarl.roles.pump import Pump
 from megarl.rollout.interface import FinishedRequest, GenerationRequest, SamplingParameters
-from megarl.workers.rollout_worker import RolloutWorker
-from tests.fake_engine import plain_sample
-
-LIMITS = RolloutLimits(max_concurrency=2, answer_limit_s=60, sample_limit_s=200)
-START_S = 30.0
-
-
-class Clock:
-    """Goes on only where someone waits."""
-
-    def __init__(self) -> None:
-        self.now_s = 0.0
-        self._events: list[tuple[float, int, Callable[[], None]]] = []
-        self._numbers = itertools.count()
-
-    def at(self, time_s: float, event: Callable[[], None]) -> None:
-        heapq.heappush(self._events, (time_s, next(self._numbers), event))
-
-    def wait(self, futures: Sequence[Any], wait_s: float) -> list[Any]:
-        until_s = self.now_s + wait_s
-        while not any(future.ended for future in futures) and self._events and self._events[0][0] <= until_s:
-            self.now_s, _, event = heapq.heappop(self._events)
-            event()
-        ended = [future for future in futures if future.ended]
-        self.now_s = self.now_s if ended else until_s
-        return ended
-
-
-class Answer:
-    def __init__(self) -> None:
-        self.ended = False
-        self.value: list[FinishedRequest] = []
-
-    def get(self) -> list[FinishedRequest]:
-        return self.value
-
-    def end(self, value: Sequence[FinishedRequest] = ()) -> None:
-        self.ended, self.value = True, [*self.value, *value]
-
-
-class Engine:
-    """Stands in for the group of a replica. The first token of a prompt is how long its sample takes."""
-
-    def __init__(self, clock: Clock, start_s: float = 0.0) -> None:
-        self._clock = clock
-        self.submitted: list[tuple[float, list[int]]] = []  # when, and which prompts
-        self.aborted: list[int] = []
-        self._held: dict[int, float] = {}  # when each is ready
-        self._call: Answer | None = None
-        self.ready = Answer()
-        clock.at(clock.now_s + start_s, self.ready.end)
-
-    def call(self, method: RemoteMethod, *arguments: Any) -> Answer:
-        answer = Answer()
-        if method is RolloutWorker.abort:
-            self.aborted += arguments[0]
-            for number in arguments[0]:
-                del self._held[number]
-            return answer
-        assert method is RolloutWorker.submit_and_poll
-        assert self._call is None or self._call.ended  # one at a time
-        requests, wait_s = arguments
-        if requests:
-            self.submitted.append((self._clock.now_s, [request.prompt[0] for request in requests]))
-        self._held |= {request.request_id: self._clock.now_s + request.prompt[0] for request in requests}
-        self._call = answer
-        first_s = min(self._held.values(), default=float("inf"))
-        self._clock.at(min(max(first_s, self._clock.now_s), self._clock.now_s + wait_s), lambda: self._end(answer))
-        return answer
-
-    def call_beside(self, method: RemoteMethod) -> None:
-        assert method is RolloutWorker.nudge
-        call = self._call
-        assert call is not None
-        self._clock.at(self._clock.now_s + 0.001, lambda: self._end(call))
-
-    def _end(self, answer: Answer) -> None:
-        if not answer.ended:
-            ready = [number for number, at_s in self._held.items() if at_s <= self._clock.now_s]
-            answer.end([FinishedRequest(number, plain_sample([5], [-1.0], "length", 1)) for number in ready])
-            for number in ready:
-                del self._held[number]
-
-    def reports(self) -> list[RankReport]:
-        return []
-
-
-class Engines:
-    """Stands in for Replicas."""
-
-    def __init__(self, clock: Clock, count: int) -> None:
-        self._clock = clock
-        self.groups = [Engine(clock) for _ in range(count)]
-        self.starting: set[int] = set()
-        self.restarted: list[tuple[float, int]] = []
-
-    def __len__(self) -> int:
-        return len(self.groups)
-
-    def restart(self, number: int, why: str) -> None:
-        if len(self.restarted) == 2:
-            raise RunError("too many")
-        self.restarted.append((self._clock.now_s, number))
-        self.groups[number] = Engine(self._clock, START_S)
-        self.starting.add(number)
+from tests.unit.roles.made_up_engines import LIMITS, Clock, Engine, Engines
 
 
 class Scene:
@@ -133,7 +22,7 @@ class Scene:
         return True
 
     def add(self, *lengths: int, first: bool = False) -> list[int]:
-        sampling = SamplingParameters(max_new_tokens=1, seed=0)
+        sampling = SamplingParameters(max_new_tokens=200, seed=0)
         return self.pump.add([GenerationRequest(length, [length], sampling) for length in lengths], self._deliver, first=first)
 
     def _deliver(self, replica: int, finished: FinishedRequest) -> None:

@@ -8,6 +8,7 @@ from megarl.batch.data_proto import DataProto
 from megarl.config.schema import SamplingConfig
 from megarl.controller.register import RemoteMethod
 from megarl.roles.pump import RolloutLimits
+from megarl.roles.replicas import nobody_else
 from megarl.roles.rollout import Rollout, TokenRules
 from megarl.rollout.interface import FinishedRequest, GenerationRequest, Sample, VersionSpan
 from megarl.workers.rollout_worker import RolloutWorker
@@ -38,7 +39,7 @@ SAMPLES = [
 
 
 def test_samples_become_a_batch() -> None:
-    batch = rollout(1)._assemble(prompts().repeat(2), SAMPLES, version=5)  # type: ignore[arg-type]
+    batch = rollout(1).assemble(prompts().repeat(2), SAMPLES, version=5)  # type: ignore[arg-type]
     expected = {
         "prompts": [[0, 0, 7], [0, 0, 7], [8, 9, 0], [8, 9, 0]],
         "prompt_attention_mask": [[0, 0, 1], [0, 0, 1], [1, 1, 1], [1, 1, 1]],
@@ -96,6 +97,7 @@ class StandInReplicas:
         self.groups = [Group() for _ in range(count)]
         self.starting: set[int] = set()
         self.num_restarts = 0
+        self.alone = nobody_else
 
     def __len__(self) -> int:
         return len(self.groups)

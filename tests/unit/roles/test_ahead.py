@@ -1,0 +1,207 @@
+"""Generation ahead of training, over replicas that are made up: order, ages, what is lost, what is stored, and how it ends."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+
+from megarl.batch.data_proto import DataProto
+from megarl.config.errors import RunError
+from megarl.config.schema import OnUpdate, SamplingConfig
+from megarl.data.loader import BatchLoader
+from megarl.roles.ahead import GenerationAhead
+from megarl.roles.finished_groups import FinishedGroup, from_bytes, to_bytes
+from megarl.roles.pump import Pump
+from megarl.roles.rollout import Rollout, TokenRules
+from megarl.rollout.ledger import AdmissionLedger
+from tests.fake_engine import plain_sample
+from tests.unit.roles.made_up_engines import LIMITS, Clock, Engines
+
+SAMPLING = SamplingConfig(n=2)
+NUM_ROWS, PROMPTS = 64, 3
+
+
+class Prompts:
+    """Row i asks for a sample of some tokens."""
+
+    fingerprint = "prompts"
+
+    def __len__(self) -> int:
+        return NUM_ROWS
+
+    def batch(self, indices: Sequence[int], uids: Sequence[str]) -> DataProto:
+        lengths = torch.tensor([[1 + (37 * index) % 101] for index in indices])
+        return DataProto.from_dict({"prompts": lengths, "prompt_attention_mask": torch.ones_like(lengths)}, {"uid": list(uids)})
+
+
+class MadeUpWeights:
+    """Stands in for RolloutWeights."""
+
+    def __init__(self, engines: Engines, clock: Clock) -> None:
+        self._engines, self._clock = engines, clock
+        self.version = 1
+
+    def bring_in(self) -> None: ...
+
+    def admit(self, number: int) -> bool:
+        self._engines.starting.discard(number)
+        return True
+
+    def push(self) -> None:
+        with self._engines.alone(for_weights=True):
+            assert all(engine._call is None or engine._call.ended for engine in self._engines.groups)
+            self.version += 1
+            self._engines.pushes.append((self._clock.now_s, self.version))
+            self._engines.starting.clear()
+
+
+class Scene(NamedTuple):
+    engines: Engines
+    weights: MadeUpWeights
+    ahead: GenerationAhead
+
+
+class Trained(NamedTuple):
+    uids: list[str]
+    versions: np.ndarray  # of all tokens
+    age: int
+
+
+@contextmanager
+def scene(
+    max_staleness: int, total_steps: int, on_update: OnUpdate = OnUpdate.go_on, restart_limit: int = 1000, position: dict | None = None
+) -> Iterator[Scene]:
+    clock = Clock()
+    engines = Engines(clock, 2, restart_limit, tick_s=0.01)
+    weights = MadeUpWeights(engines, clock)
+    rollout = Rollout(engines, weights, TokenRules(pad_token_id=0, stop_token_ids=(), max_response_length=101), LIMITS, 0)  # type: ignore[arg-type]
+    rollout.pump = Pump(engines, weights.admit, LIMITS, clock=lambda: clock.now_s, wait=clock.wait)  # type: ignore[arg-type]
+    loader = BatchLoader(Prompts(), PROMPTS, shuffle=True, seed=0)
+
+    def ledger(next_step: int, version: int) -> AdmissionLedger:
+        return AdmissionLedger(
+            max_staleness=max_staleness,
+            prompts_per_step=PROMPTS,
+            total_steps=total_steps,
+            next_step=next_step,
+            version=version,
+            step_pushes=lambda step: True,
+        )
+
+    ahead = GenerationAhead(rollout, weights, loader, SAMPLING, on_update, ledger)  # type: ignore[arg-type]
+    if position is not None:
+        ahead.load_state_dict(position)
+    try:
+        yield Scene(engines, weights, ahead)
+    finally:
+        ahead.close()
+        assert not ahead._thread.is_alive()
+
+
+def train(one: Scene, steps: Sequence[int], between: Callable[[], None] = lambda: None) -> list[Trained]:
+    trained = []
+    for step in steps:
+        prompts = next(one.ahead)
+        batch = one.ahead.generate(prompts, SAMPLING, step)
+        between()
+        assert batch.non_tensor_batch["uid"].tolist() == [uid for uid in prompts.non_tensor_batch["uid"] for _ in range(SAMPLING.n)]
+        lengths = batch.tensors["response_mask"].sum(1)
+        assert torch.equal(lengths, batch.tensors["prompts"][:, 0])  # each prompt has its own samples
+        versions = batch.tensors["token_versions"][batch.tensors["response_mask"]].numpy()
+        assert batch.meta_info["weight_version"] == one.weights.version
+        trained.append(Trained(prompts.non_tensor_batch["uid"].tolist(), versions, int(one.weights.version - versions.min())))
+        one.weights.push()
+    return trained
+
+
+def in_order(num_steps: int) -> list[list[str]]:
+    loader = BatchLoader(Prompts(), PROMPTS, shuffle=True, seed=0)
+    return [next(loader).non_tensor_batch["uid"].tolist() for _ in range(num_steps)]
+
+
+@pytest.mark.parametrize("max_staleness", [1, 2, 4])
+def test_prompts_are_trained_in_order_and_ages_are_within_the_bound(max_staleness: int) -> None:
+    chance = random.Random(max_staleness)
+    with scene(max_staleness, 12) as one:
+        trained = train(one, range(1, 13), lambda: time.sleep(chance.choice([0, 0, 0.004])))
+    assert [step.uids for step in trained] == in_order(12)
+    assert 1 <= max(step.age for step in trained) <= max_staleness
+    assert all(step.age >= 0 for step in trained)
+    assert any(len(set(step.versions.tolist())) > 1 for step in trained)
+
+
+def test_with_drain_each_sample_is_by_one_version_which_the_schedule_decides() -> None:
+    runs = []
+    for pause in (lambda: None, lambda: time.sleep(0.003)):
+        with scene(2, 8, OnUpdate.drain) as one:
+            runs.append(train(one, range(1, 9), pause))
+    for first, second in zip(*runs, strict=True):
+        assert first.uids == second.uids
+        assert first.versions.tolist() == second.versions.tolist()
+    assert [step.age for step in runs[0]] == [0, 1, 2, 2, 2, 2, 2, 2]
+
+
+def test_replicas_that_are_lost_cost_no_prompt_and_no_age() -> None:
+    chance = random.Random(3)
+    with scene(2, 12) as one:
+
+        def lose() -> None:
+            with one.engines.alone():
+                if chance.random() < 0.6:
+                    one.engines.restart(chance.randrange(2), "killed")
+
+        trained = train(one, range(1, 13), lose)
+        assert len(one.engines.restarted) > 3
+    assert [step.uids for step in trained] == in_order(12)
+    assert max(step.age for step in trained) <= 2
+
+
+def test_what_generation_raises_the_trainer_is_told() -> None:
+    with scene(1, 5, restart_limit=0) as one:
+        train(one, [1])
+        with one.engines.alone():
+            one.engines.groups[0].call = lambda method, *arguments: failing()  # type: ignore[method-assign, assignment]
+        with pytest.raises(RunError, match="no such layer"):
+            train(one, [2, 3, 4])
+
+
+def failing() -> None:
+    raise RunError("no such layer")
+
+
+def test_a_run_that_goes_on_trains_the_same_prompts_and_generates_nothing_twice() -> None:
+    with scene(2, 10, OnUpdate.drain) as one:
+        before = train(one, range(1, 5))
+        position, groups, version = one.ahead.state_dict(), one.ahead.finished_groups(), one.weights.version
+    stored = from_bytes(to_bytes(groups))
+    assert [group.uid for group in groups] == list(stored)
+    with pytest.raises(ValueError, match="is corrupt"):
+        from_bytes(to_bytes(groups)[:-1])
+    assert str(list(stored.values())) == str(groups)
+    with scene(2, 10, OnUpdate.drain, position=position) as other:
+        other.weights.version = version
+        other.engines.pushes[:] = [(0.0, version)]
+        other.ahead.restore(stored)
+        after = train(other, range(5, 11))
+        begun = sum(len(prompts) for engine in other.engines.groups for _, prompts in engine.submitted)
+    assert [step.uids for step in before + after] == in_order(10)
+    assert begun == (6 * PROMPTS - len(stored)) * SAMPLING.n
+    with scene(2, 10, OnUpdate.drain) as one:
+        whole = train(one, range(1, 11))
+    assert [step.versions.tolist() for step in before + after] == [step.versions.tolist() for step in whole]
+
+
+def test_stored_samples_that_are_too_old_now_are_generated_anew() -> None:
+    with scene(1, 6, position=BatchLoader(Prompts(), PROMPTS, shuffle=True, seed=0).state_dict()) as one:
+        one.weights.version = 7
+        one.engines.pushes[:] = [(0.0, 7)]
+        samples = [plain_sample([5, 5], [-1.0, -2.0], "length", 5)] * SAMPLING.n
+        one.ahead.restore({uid: FinishedGroup(uid, 5, samples) for step in in_order(2) for uid in step})
+        assert train(one, [1])[0].versions.min() == 7

@@ -1,0 +1,112 @@
+"""The ledger on random schedules: the bound is kept and reached, nothing sticks, prompts are trained once and in order."""
+
+from __future__ import annotations
+
+import random
+from typing import NamedTuple
+
+import pytest
+
+from megarl.rollout.ledger import AdmissionLedger
+
+
+class Schedule(NamedTuple):
+    max_staleness: int
+    prompts_per_step: int
+    warmup_steps: int
+    total_steps: int
+    first_step: int
+
+
+class Trained(NamedTuple):
+    step: int
+    group: int
+    age: int
+
+
+def run(schedule: Schedule, chance: random.Random) -> list[Trained]:
+    """Admits whatever may be admitted; groups end, steps begin and weights are pushed in any order that can be."""
+    k, num_prompts, warmup, total, first = schedule
+    version = 7
+    ledger = AdmissionLedger(
+        max_staleness=k,
+        prompts_per_step=num_prompts,
+        total_steps=total,
+        next_step=first,
+        version=version,
+        step_pushes=lambda step: step > warmup,
+    )
+    trained: list[Trained] = []
+    unfinished: list[int] = []
+    in_training: int | None = None
+    while ledger.next_step <= total or in_training is not None:
+        while ledger.may_admit(version):
+            unfinished.append(ledger.admit(version))
+        moves = ["finish"] * bool(unfinished) + ["push"] * (in_training is not None)
+        moves += ["take"] * (in_training is None and ledger.is_ready)
+        match chance.choice(moves):  # raises where it is stuck
+            case "finish":
+                ledger.finish(unfinished.pop(chance.randrange(len(unfinished))))
+            case "take":
+                in_training, begun = ledger.next_step, ledger.live
+                trained += [Trained(in_training, group, version - begun[group]) for group in ledger.take(version)]
+            case "push":
+                version += in_training is not None and in_training > warmup
+                in_training = None
+    assert not ledger.live
+    return trained
+
+
+def test_ages_are_within_the_bound_and_every_prompt_is_trained_once_in_order() -> None:
+    chance = random.Random(1)
+    oldest = dict.fromkeys((0, 1, 2, 3, 5), 0)
+    for _ in range(10_000):
+        k = chance.choice(list(oldest))
+        schedule = Schedule(k, chance.randint(1, 4), chance.choice([0, 0, 1, 3]), chance.randint(3, 12), chance.randint(1, 3))
+        trained = run(schedule, chance)
+        steps = range(schedule.first_step, schedule.total_steps + 1)
+        assert [one.step for one in trained] == [step for step in steps for _ in range(schedule.prompts_per_step)]
+        assert [one.group for one in trained] == list(range(len(trained)))
+        assert all(0 <= one.age <= k for one in trained)
+        oldest[k] = max(oldest[k], *(one.age for one in trained))
+    assert oldest == {k: k for k in oldest}
+
+
+def ledger(max_staleness: int, warmup_steps: int = 0) -> AdmissionLedger:
+    return AdmissionLedger(
+        max_staleness=max_staleness,
+        prompts_per_step=2,
+        total_steps=10,
+        next_step=1,
+        version=1,
+        step_pushes=lambda step: step > warmup_steps,
+    )
+
+
+def admit_all(ledger: AdmissionLedger, version: int) -> list[int]:
+    groups = []
+    while ledger.may_admit(version):
+        groups.append(ledger.admit(version))
+    return groups
+
+
+@pytest.mark.parametrize(("max_staleness", "ahead"), [(0, 0), (1, 1), (2, 2)])
+def test_so_many_steps_are_generated_ahead(max_staleness: int, ahead: int) -> None:
+    one = ledger(max_staleness)
+    assert admit_all(one, version=1) == list(range(2 * (1 + ahead)))
+    for group in (1, 0):
+        assert not one.is_ready
+        one.finish(group)
+    assert one.take(version=1) == [0, 1]
+    assert admit_all(one, version=1) == []  # what would be trained by step 2 + ahead is too far from the weights of now
+    assert admit_all(one, version=2) == list(range(2 * (1 + ahead), 2 * (2 + ahead)))
+
+
+def test_while_the_critic_warms_up_weights_do_not_age() -> None:
+    one = ledger(max_staleness=1, warmup_steps=3)
+    assert admit_all(one, version=1) == [0, 1, 2, 3]
+    one.finish(0)
+    one.finish(1)
+    one.take(version=1)
+    assert admit_all(one, version=1) == [4, 5]  # step 3 is trained with version 1 as well
+    assert one.trained_version(5) == 2
