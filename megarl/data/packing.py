@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 # The length at which a layer's causal attention costs as much as its matrices: 2 L^2 H = 24 H^2 L floating-point operations
 # at L = 12 H, taken for H = 2048. It sets how much long rows weigh, not whether a plan is valid.
 BALANCED_LENGTH = 24576
+# Ranks whose work is within this of the mean are even, and so many rows are moved for each to make them so, at most.
+_EVEN, _MOVES_PER_RANK = 1.005, 8
 
 
 def row_cost(lengths: np.ndarray) -> np.ndarray:
@@ -72,34 +75,81 @@ class BatchPlan:
         return positions
 
 
+class Prompt(NamedTuple):
+    """Of a row. number: the same for rows whose prompts are the same. length: tokens."""
+
+    number: int
+    length: int
+
+
+class _Sizes(NamedTuple):
+    """Of each row: its group, which are the rows that share a prompt or the row alone; what it adds to a micro-batch, in tokens or rows and
+    in work; and what its group's prompt adds, once."""
+
+    group: list[int]
+    own: list[int]
+    own_cost: list[float]
+    prompt: list[int]
+    prompt_cost: list[float]
+
+    def weight(self, rows: Sequence[int]) -> int:
+        """Of rows of one group."""
+        return sum(self.own[row] for row in rows) + self.prompt[rows[0]]
+
+    def cost(self, rows: Sequence[int]) -> float:
+        """Of rows of one group."""
+        return sum(self.own_cost[row] for row in rows) + self.prompt_cost[rows[0]]
+
+    def work(self, rows: Sequence[int]) -> float:
+        """Of a micro-batch."""
+        prompts = {self.group[row]: self.prompt_cost[row] for row in rows}
+        return sum(self.own_cost[row] for row in rows) + sum(prompts.values())
+
+
 def plan_micro_batches(
-    lengths: Sequence[int], dp_size: int, *, sequences: int | None = None, max_tokens: int | None = None, multiple_of: int = 1
+    lengths: Sequence[int],
+    dp_size: int,
+    *,
+    sequences: int | None = None,
+    max_tokens: int | None = None,
+    multiple_of: int = 1,
+    prompts: Sequence[Prompt] | None = None,
 ) -> BatchPlan:
     """A plan for rows of `lengths` tokens over `dp_size` ranks; the same arguments give the same plan.
 
     Exactly one limit of a micro-batch is given: `sequences` rows, or `max_tokens` tokens. The number of micro-batches of a rank
-    is a multiple of `multiple_of` (an interleaved pipeline needs a multiple of its stages). The fewest micro-batches that
-    longest-first packing finds are used, and rows are spread over them by cost.
+    is a multiple of `multiple_of` (an interleaved pipeline needs a multiple of its stages). prompts: of each row, where rows of a
+    micro-batch share the tokens of their prompt: such rows stay together as long as ranks have about the same work and micro-batches have
+    room, and are dealt to several of them where they must be.
 
     Raises ValueError for a row that alone is over the token budget, for no rows, and for limits that make no sense.
     """
     row_lengths = np.asarray(lengths, dtype=np.int64)
     _check(row_lengths, dp_size, sequences, max_tokens, multiple_of)
-    num_rows, cost = len(row_lengths), row_cost(row_lengths)
-    order = np.lexsort((np.arange(num_rows), -row_lengths))  # longest first, ties in the order of the batch
-    if sequences is not None:
-        weights, capacity = np.ones(num_rows, dtype=np.int64), sequences
-        packed = [order[start : start + capacity].tolist() for start in range(0, num_rows, capacity)]
-    else:
-        assert max_tokens is not None
-        weights, capacity = row_lengths, max_tokens
-        packed = _first_fit(order, weights, capacity)
-    num_micro_batches = _round_up(_ceil_divide(len(packed), dp_size), multiple_of)
-    hands = _spread(order, weights, capacity, cost, dp_size, num_micro_batches)
-    if hands is None:
-        hands = _deal(_widen(packed, cost, num_micro_batches * dp_size), cost, dp_size, num_micro_batches)
-    filler = MicroBatchRows(rows=(int(order[-1]),), is_filler=True)
-    return BatchPlan(ranks=tuple(_rank_plan(hand, cost, filler) for hand in hands), num_rows=num_rows)
+    sizes = _sizes(row_lengths, prompts, by_tokens=max_tokens is not None)
+    capacity = max_tokens if sequences is None else sequences
+    assert capacity is not None
+    hands = _over_ranks(sizes, dp_size)
+    packed = [_over_micro_batches(hand, sizes, capacity, 1, spread=False) for hand in hands]
+    num_micro_batches = _round_up(max(map(len, packed)), multiple_of)
+    cut = []
+    for hand, tight in zip(hands, packed, strict=True):
+        micro_batches = _over_micro_batches(hand, sizes, capacity, num_micro_batches, spread=True)
+        if len(micro_batches) > num_micro_batches:
+            micro_batches = tight
+        cut.append([*micro_batches, *([] for _ in range(num_micro_batches - len(micro_batches)))])
+    _fill_empty(cut)
+    filler = MicroBatchRows(rows=(int(np.lexsort((-np.arange(len(row_lengths)), row_lengths))[0]),), is_filler=True)
+    return BatchPlan(ranks=tuple(_rank_plan(hand, sizes, filler) for hand in cut), num_rows=len(row_lengths))
+
+
+def _sizes(lengths: np.ndarray, prompts: Sequence[Prompt] | None, *, by_tokens: bool) -> _Sizes:
+    rows = np.arange(len(lengths))
+    group, prompt = (rows, np.zeros_like(lengths)) if prompts is None else np.asarray(prompts, dtype=np.int64).T
+    prompt_cost = row_cost(prompt)
+    own, of_prompt = (lengths - prompt, prompt) if by_tokens else (np.ones_like(lengths), np.zeros_like(lengths))
+    own_cost = row_cost(lengths) - prompt_cost
+    return _Sizes(group.tolist(), own.tolist(), own_cost.tolist(), of_prompt.tolist(), prompt_cost.tolist())
 
 
 def _check(lengths: np.ndarray, dp_size: int, sequences: int | None, max_tokens: int | None, multiple_of: int) -> None:
@@ -130,76 +180,110 @@ def _round_up(value: int, multiple: int) -> int:
     return _ceil_divide(value, multiple) * multiple
 
 
-def _first_fit(order: np.ndarray, weights: np.ndarray, capacity: int) -> list[list[int]]:
-    """First-fit decreasing: bins within `capacity`, at most 11/9 of the fewest possible plus 6/9 (Dosa 2007)."""
-    room = np.full(len(order), capacity, dtype=np.int64)  # as many bins as rows always suffice
-    bins: list[list[int]] = []
-    for row in order.tolist():
-        first = int(np.argmax(room[: len(bins) + 1] >= weights[row]))
-        if first == len(bins):
-            bins.append([])
-        bins[first].append(row)
-        room[first] -= weights[row]
-    return bins
-
-
-def _spread(
-    order: np.ndarray, weights: np.ndarray, capacity: int, cost: np.ndarray, dp_size: int, num_micro_batches: int
-) -> list[list[list[int]]] | None:
-    """Rows of [rank][micro-batch]: longest first, each row to the rank with the least work that has room for it, and there into
-    the micro-batch with the least work (LPT). None where a row at last fits nowhere."""
-    room = np.full((dp_size, num_micro_batches), capacity, dtype=np.int64)
-    load = np.zeros((dp_size, num_micro_batches))
-    hands: list[list[list[int]]] = [[[] for _ in range(num_micro_batches)] for _ in range(dp_size)]
-    for row in order.tolist():
-        has_room = room >= weights[row]
-        if not has_room.any():
-            return None
-        rank = int(np.argmin(np.where(has_room.any(axis=1), load.sum(axis=1), np.inf)))
-        target = int(np.argmin(np.where(has_room[rank], load[rank], np.inf)))
-        hands[rank][target].append(row)
-        room[rank, target] -= weights[row]
-        load[rank, target] += cost[row]
-    _fill_empty(hands)
+def _over_ranks(sizes: _Sizes, dp_size: int) -> list[dict[int, list[int]]]:
+    """Rows of [rank][group]: the costliest group first, to the rank with the least work (LPT). Then the rank with the most gives some rows
+    of a group, and with them its prompt once more, to the one with the least, until that makes the work no more even."""
+    groups: dict[int, list[int]] = {}
+    for row in sorted(range(len(sizes.own)), key=lambda row: -sizes.own_cost[row]):
+        groups.setdefault(sizes.group[row], []).append(row)
+    costs = {group: sizes.cost(rows) for group, rows in groups.items()}
+    load = np.zeros(dp_size)
+    hands: list[dict[int, list[int]]] = [{} for _ in range(dp_size)]
+    for group in sorted(groups, key=lambda group: -costs[group]):
+        rank = int(load.argmin())
+        hands[rank][group] = groups[group]
+        load[rank] += costs[group]
+    for _ in range(_MOVES_PER_RANK * dp_size):
+        giver, taker = int(load.argmax()), int(load.argmin())
+        if load[giver] <= load.mean() * _EVEN:
+            break
+        moves = (_move(rows, sizes, load[giver], load[taker], group in hands[taker]) for group, rows in hands[giver].items())
+        best = min(moves, key=lambda move: max(move.giver, move.taker))
+        if max(best.giver, best.taker) >= load[giver]:
+            break
+        group = sizes.group[best.rows[0]]
+        hands[giver][group] = [row for row in hands[giver][group] if row not in best.rows]
+        if not hands[giver][group]:
+            del hands[giver][group]
+        hands[taker][group] = [*hands[taker].get(group, []), *best.rows]
+        load[giver], load[taker] = best.giver, best.taker
     return hands
 
 
+class _Move(NamedTuple):
+    """Rows of a group that change ranks, and the work of both then."""
+
+    rows: list[int]
+    giver: float
+    taker: float
+
+
+def _move(rows: list[int], sizes: _Sizes, giver: float, taker: float, has_prompt: bool) -> _Move:
+    """As many rows of a group, longest first, as leave the giver no less than the taker has then. Perhaps none."""
+    prompt_cost = sizes.prompt_cost[rows[0]]
+    taker += 0.0 if has_prompt else prompt_cost
+    chosen = []
+    for row in rows:
+        cost = sizes.own_cost[row]
+        if giver - cost >= taker + cost:
+            chosen.append(row)
+            giver, taker = giver - cost, taker + cost
+    return _Move(chosen, giver - prompt_cost * (len(chosen) == len(rows)), taker) if chosen else _Move(chosen, np.inf, np.inf)
+
+
+def _over_micro_batches(
+    hand: dict[int, list[int]], sizes: _Sizes, capacity: int, num_micro_batches: int, *, spread: bool
+) -> list[list[int]]:
+    """Rows of each micro-batch of a rank: the costliest group first, into the one with the least work that has room for it, or without
+    `spread` into the first, so that they are few (first-fit decreasing). Of a group that has no room anywhere as many rows as the emptiest
+    takes, and so on; where that takes none there is one more."""
+    most = sum(map(len, hand.values())) + num_micro_batches  # as many as rows always suffice
+    room, load = np.full(most, capacity, dtype=np.int64), np.zeros(most)
+    micro_batches: list[list[int]] = [[] for _ in range(num_micro_batches)]
+    for group in sorted(hand, key=lambda group: -sizes.cost(hand[group])):
+        left = hand[group]
+        while left:
+            count = len(micro_batches)
+            has_room = room[:count] >= sizes.weight(left)
+            if has_room.any():
+                target = int(np.argmin(np.where(has_room, load[:count], np.inf))) if spread else int(has_room.argmax())
+                taken = left
+            else:
+                target = int(room[:count].argmax())
+                taken = _within(left, sizes, int(room[target]))
+                if not taken:
+                    micro_batches.append([])
+                    continue
+            micro_batches[target] += taken
+            room[target] -= sizes.weight(taken)
+            load[target] += sizes.cost(taken)
+            left = [row for row in left if row not in taken] if taken is not left else []
+    return micro_batches
+
+
+def _within(rows: list[int], sizes: _Sizes, room: int) -> list[int]:
+    """Rows of one group, longest first, that have room with their prompt."""
+    room -= sizes.prompt[rows[0]]
+    taken = []
+    for row in rows:
+        if sizes.own[row] <= room:
+            taken.append(row)
+            room -= sizes.own[row]
+    return taken
+
+
 def _fill_empty(hands: list[list[list[int]]]) -> None:
-    """Moves a short row from a micro-batch of several into each empty one, as far as there are any: cheaper than a filler."""
+    """Moves a row from a micro-batch of several into each empty one, as far as there are any: cheaper than a filler."""
     full = [rows for hand in hands for rows in hand if len(rows) > 1]
     for rows in (rows for hand in hands for rows in hand if not rows):
         if not full:
             return
         giver = max(full, key=len)
-        rows.append(giver.pop())  # the shortest of its micro-batch
+        rows.append(giver.pop())  # of the group that came last, the cheapest, the shortest
         full = [rows for rows in full if len(rows) > 1]
 
 
-def _widen(bins: list[list[int]], cost: np.ndarray, num_bins: int) -> list[list[int]]:
-    """Splits the costliest bins of several rows until there are `num_bins`, or no bin can be split."""
-    bins = [list(rows) for rows in bins]
-    while len(bins) < num_bins:
-        costliest = max((rows for rows in bins if len(rows) > 1), key=lambda rows: float(cost[rows].sum()), default=None)
-        if costliest is None:
-            break
-        bins.append(costliest[1::2])
-        del costliest[1::2]
-    return bins
-
-
-def _deal(bins: list[list[int]], cost: np.ndarray, dp_size: int, num_micro_batches: int) -> list[list[list[int]]]:
-    """Rows of [rank][micro-batch]: costliest bin first, to the rank with the least work that still has a place."""
-    load = np.zeros(dp_size)
-    hands: list[list[list[int]]] = [[] for _ in range(dp_size)]
-    for rows in sorted(bins, key=lambda rows: -float(cost[rows].sum())):
-        has_place = np.array([len(hand) < num_micro_batches for hand in hands])
-        rank = int(np.argmin(np.where(has_place, load, np.inf)))
-        hands[rank].append(rows)
-        load[rank] += cost[rows].sum()
-    return [hand + [[]] * (num_micro_batches - len(hand)) for hand in hands]
-
-
-def _rank_plan(hand: list[list[int]], cost: np.ndarray, filler: MicroBatchRows) -> RankPlan:
+def _rank_plan(hand: list[list[int]], sizes: _Sizes, filler: MicroBatchRows) -> RankPlan:
     """Costliest micro-batch first, so that one too large for the memory fails at once; fillers for the empty ones, last."""
-    by_cost = sorted(hand, key=lambda rows: -float(cost[rows].sum()))
+    by_cost = sorted(hand, key=lambda rows: -sizes.work(rows))
     return RankPlan(micro_batches=tuple(MicroBatchRows(rows=tuple(sorted(rows))) if rows else filler for rows in by_cost))

@@ -234,6 +234,7 @@ class MegatronEngine:
                 batch,
                 rows,
                 packing=self.spec.engine.packing,
+                share_prompts=self.spec.engine.share_prompts,
                 align=parallel.tensor_parallel_size if parallel.sequence_parallel else 1,
                 device=self._device,
             )

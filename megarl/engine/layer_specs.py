@@ -22,7 +22,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megarl.config.layers import LayerChoice, choose_layers
 from megarl.config.schema import DType, Layers
-from megarl.engine.layers import AttentionCore, RMSNorm
+from megarl.engine.layers import AttentionCore, RMSNorm, sharing_prompts
 
 
 def layers_for(asked: Layers, dtype: DType, *, on_cuda: bool) -> LayerChoice:
@@ -42,6 +42,8 @@ def block_spec(config: TransformerConfig, layers: Layers, chunk: int | None) -> 
     """The modules of this rank's layers, those of the virtual pipeline stage `chunk`, and of the norm behind the last."""
     if layers is Layers.transformer_engine:
         layer: ModuleSpec = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
+        attention = layer.submodules.self_attention.submodules
+        attention.core_attention = sharing_prompts(attention.core_attention)
         norm = gpt_layer_specs.TESpecProvider().layer_norm()
     else:
         layer = gpt_layer_specs.get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")

@@ -6,6 +6,9 @@ None of them reads anything from the device: what it needs of the sequences' len
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
+from itertools import accumulate
+from operator import add
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +19,9 @@ from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
 from megarl.engine.platform import to_device
+from megarl.engine.rotary import begin_at
+from megarl.engine.shared_prompts import attend as attend_shared
+from megarl.engine.shared_prompts import shared_prompts
 
 # torch 2.11 takes fewer heads of keys than of queries as they are; later ones want to be told.
 _SAYS_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters
@@ -72,14 +78,19 @@ class PackedRows(PackedSeqParams):
     """Where the sequences of a packed batch begin and end: on the device, as Megatron's layers want it, and on the host, so that none
     has to ask the device for it. lengths: of each sequence; what pads the batch is one more."""
 
-    def __init__(self, lengths: Tensor, device: torch.device) -> None:
-        """lengths: (sequences,) in the host's memory."""
-        self.lengths: list[int] = lengths.tolist()
+    def __init__(self, lengths: Sequence[int], device: torch.device, prompt_of: Sequence[int | None] | None = None) -> None:
+        """prompt_of: for each sequence the number of the one whose tokens stand before its own, or None (see `shared_prompts`)."""
+        self.lengths = list(lengths)
         assert min(self.lengths) > 0, "a packed batch holds no empty sequence"
         self.attention_plan: AttentionPlan | None = None
-        boundaries = to_device(F.pad(lengths.cumsum(0), (1, 0)).to(torch.int32), device)
-        longest = max(self.lengths)
-        super().__init__(qkv_format="thd", cu_seqlens_q=boundaries, cu_seqlens_kv=boundaries, max_seqlen_q=longest, max_seqlen_kv=longest)
+        boundaries = to_device(torch.tensor([0, *accumulate(self.lengths)], dtype=torch.int32), device)
+        longest = furthest = max(self.lengths)
+        self.shared = shared_prompts(self.lengths, prompt_of, device) if prompt_of is not None else None
+        if self.shared is not None:
+            first_positions = [0 if prompt is None else self.lengths[prompt] for prompt in self.shared.prompt_of]
+            begin_at(boundaries, to_device(torch.tensor(first_positions, dtype=torch.int32), device))
+            furthest = max(map(add, first_positions, self.lengths))
+        super().__init__(qkv_format="thd", cu_seqlens_q=boundaries, cu_seqlens_kv=boundaries, max_seqlen_q=longest, max_seqlen_kv=furthest)
 
 
 class AttentionCore(torch.nn.Module):
@@ -113,6 +124,8 @@ class AttentionCore(torch.nn.Module):
             sequence, batch = query.shape[:2]
             mixed = self._attend(*(tensor.permute(1, 2, 0, 3) for tensor in (query, key, value)))
             return mixed.permute(2, 0, 1, 3).reshape(sequence, batch, -1)
+        if packed_seq_params.shared is not None:
+            return attend_shared(query, key, value, packed_seq_params.shared, self.softmax_scale)
         if query.device.type == "cuda" and query.dtype != torch.float32:
             return self._attend_varlen(query, key, value, packed_seq_params)
         return self._attend_packed(query, key, value, attention_plan(packed_seq_params))
@@ -144,6 +157,20 @@ class AttentionCore(torch.nn.Module):
             mixed.append(self._attend(*batch).transpose(1, 2).reshape(-1, heads * dim))
         joined = torch.cat(mixed)
         return joined if plan.scatter is None else joined.index_select(0, plan.scatter)
+
+
+def sharing_prompts(attention: type) -> Any:
+    """Transformer Engine's attention, of which each sequence knows itself only, but for batches that share prompts."""
+
+    class SharingAttention(attention):
+        def forward(
+            self, query: Tensor, key: Tensor, value: Tensor, *arguments: Any, packed_seq_params: PackedRows | None = None, **options: Any
+        ) -> Tensor:
+            if packed_seq_params is not None and packed_seq_params.shared is not None:
+                return attend_shared(query, key, value, packed_seq_params.shared, None)
+            return super().forward(query, key, value, *arguments, packed_seq_params=packed_seq_params, **options)
+
+    return SharingAttention
 
 
 class AttentionPlan(NamedTuple):

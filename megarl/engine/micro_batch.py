@@ -1,6 +1,7 @@
 """Micro-batches: rows of a batch as one packed sequence without padding, or padded on the right.
 
-Either way a sequence starts at its first real token. The logits that predict response token j of a row with p prompt
+Either way a sequence starts at its first real token. Packed rows of one prompt may share its tokens: they stand there once, as a sequence
+that the responses continue, each a sequence of its own (shared_prompts.py). The logits that predict response token j of a row with p prompt
 tokens stand at position p + j - 1; values are read there too, V(s_t) being the value before token t is written.
 """
 
@@ -8,10 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from operator import add
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from megarl.batch.prompts import first_with_prompt
 from megarl.engine.layers import PackedRows
 from megarl.engine.platform import to_device
 
@@ -46,10 +51,56 @@ def _aligned(length: int, multiple: int) -> int:
     return -(-length // multiple) * multiple
 
 
-def make_micro_batch(batch: Mapping[str, Tensor], rows: Sequence[int], *, packing: bool, align: int, device: torch.device) -> MicroBatch:
+class _Layout(NamedTuple):
+    """Where b rows stand in a packed sequence. sources: the places of its tokens among those of the rows one after the other; prompts,
+    responses: (b,) where each row's prompt, which may be another row's too, and its response begin. lengths, prompt_of: see PackedRows."""
+
+    sources: Tensor
+    prompts: Tensor
+    responses: Tensor
+    lengths: list[int]
+    prompt_of: list[int | None]
+
+
+def _lay_out(prompts: Sequence[int], responses: Sequence[int], first_with_prompt: Sequence[int]) -> _Layout:
+    """Each row is a sequence; of rows that have one prompt it is the first, and their responses follow. Arguments: (b,) each, lengths of
+    prompts and responses, and for each row the first row with its prompt."""
+    starts = [0, *accumulate(map(add, prompts, responses))]
+    members: dict[int, list[int]] = {}
+    for row, first in enumerate(first_with_prompt):
+        members.setdefault(first, []).append(row)
+    spans: list[tuple[int, int]] = []  # of sources, one for each sequence
+    prompt_of: list[int | None] = []
+    prompt_places, response_places = [0] * len(prompts), [0] * len(prompts)
+    place = 0
+
+    def put(begin: int, end: int, continues: int | None) -> None:
+        nonlocal place
+        if end > begin:
+            spans.append((begin, end))
+            prompt_of.append(continues)
+            place += end - begin
+
+    for first, rows in members.items():
+        shares, prompt_place, number = len(rows) > 1, place, len(spans)
+        put(starts[first], starts[first] + prompts[first] if shares else starts[first + 1], None)
+        for row in rows:
+            prompt_places[row] = prompt_place
+            response_places[row] = place if shares else prompt_place + prompts[row]
+            if shares:
+                put(starts[row] + prompts[row], starts[row + 1], number)
+    sources = torch.cat([torch.arange(*span) for span in spans])
+    lengths = [end - begin for begin, end in spans]
+    return _Layout(sources, torch.tensor(prompt_places), torch.tensor(response_places), lengths, prompt_of)
+
+
+def make_micro_batch(
+    batch: Mapping[str, Tensor], rows: Sequence[int], *, packing: bool, share_prompts: bool, align: int, device: torch.device
+) -> MicroBatch:
     """Cuts `rows` out of `batch`: `input_ids`, `attention_mask` (B, S) and any (B, R) tensors, of which `response_mask` gives R.
 
     `align`: the number of tokens is made a multiple of it by padding (sequence parallelism cuts along tokens).
+    `share_prompts`: of packed rows with the same prompt its tokens stand there once.
     Raises ValueError when a row has no prompt token, or when its real tokens are not one run around the prompt's end.
     """
     index = torch.as_tensor(rows)
@@ -69,13 +120,21 @@ def make_micro_batch(batch: Mapping[str, Tensor], rows: Sequence[int], *, packin
     response_offset = torch.arange(int(responses.sum())) - (torch.cumsum(responses, 0) - responses)[response_row]
     place_in_row = prompts[response_row] + response_offset - 1
     if packing:
-        total = _aligned(real.numel(), align)
-        padding = total - real.numel()
+        firsts = first_with_prompt(ids, mask, response_length) if share_prompts else range(len(rows))
+        layout = _lay_out(prompts.tolist(), responses.tolist(), firsts)
+        num_tokens = len(layout.sources)
+        padding = _aligned(num_tokens, align) - num_tokens
         # What pads is one more sequence.
-        packed = PackedRows(torch.cat([lengths, lengths.new_tensor([padding])]) if padding else lengths, device)
-        tokens = torch.nn.functional.pad(real, (0, padding))[None]
-        positions = torch.nn.functional.pad(offset, (0, padding))[None]
-        predictors = starts[response_row] + place_in_row
+        packed = (
+            PackedRows([*layout.lengths, padding], device, [*layout.prompt_of, None])
+            if padding
+            else PackedRows(layout.lengths, device, layout.prompt_of)
+        )
+        tokens = torch.nn.functional.pad(real[layout.sources], (0, padding))[None]
+        positions = torch.nn.functional.pad(offset[layout.sources], (0, padding))[None]
+        predictors = torch.where(
+            response_offset == 0, layout.prompts[response_row] + place_in_row, layout.responses[response_row] + response_offset - 1
+        )
     else:
         packed = None
         longest = _aligned(int(lengths.max()), align)

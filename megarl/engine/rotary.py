@@ -6,10 +6,14 @@ time the host waits until the device has done all it was given.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+
+_FIRST_POSITIONS = "megarl_first_positions"  # on boundaries of sequences
 
 
 def install() -> None:
@@ -17,6 +21,18 @@ def install() -> None:
     from megatron.core.models.common.embeddings import rope_utils
 
     rope_utils._apply_rotary_pos_emb_thd = rotary_packed
+    if rope_utils.fused_apply_rotary_pos_emb_thd is not None:  # Transformer Engine's
+        rope_utils.fused_apply_rotary_pos_emb_thd = partial(_fused_or_packed, rope_utils.fused_apply_rotary_pos_emb_thd)
+
+
+def begin_at(cu_seqlens: Tensor, first_positions: Tensor) -> None:
+    """The sequences with those boundaries begin at other positions than 0. first_positions: (sequences,) integers."""
+    setattr(cu_seqlens, _FIRST_POSITIONS, first_positions)
+
+
+def _fused_or_packed(fused: Callable[..., Tensor], t: Tensor, cu_seqlens: Tensor, freqs: Tensor, **ranks: int) -> Tensor:
+    """The fused kernel begins each sequence at 0."""
+    return rotary_packed(t, cu_seqlens, freqs) if hasattr(cu_seqlens, _FIRST_POSITIONS) else fused(t, cu_seqlens, freqs, **ranks)
 
 
 class _Turn(torch.autograd.Function):
@@ -64,8 +80,9 @@ def _angles(cu_seqlens: Tensor, freqs: Tensor, like: Tensor) -> tuple[Tensor, Te
     kept = getattr(cu_seqlens, "megarl_angles", None)
     if kept is None or kept[0] is not freqs:
         num_tokens = like.shape[0]
+        first = cu_seqlens[:-1] - getattr(cu_seqlens, _FIRST_POSITIONS, 0)
         # With the number of tokens told, the device is not asked for the sum of the lengths.
-        starts = torch.repeat_interleave(cu_seqlens[:-1], cu_seqlens.diff(), output_size=num_tokens)
+        starts = torch.repeat_interleave(first, cu_seqlens.diff(), output_size=num_tokens)
         positions = torch.arange(num_tokens, device=like.device) - starts
         angles = freqs[positions, 0, :, : like.shape[-1] // 2]  # Megatron writes them twice, once per half
         kept = (freqs, angles.cos().to(like.dtype), angles.sin().to(like.dtype))

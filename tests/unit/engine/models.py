@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +119,16 @@ def make_batch(num_rows: int = 7, prompt_length: int = 6, response_length: int =
         "attention_mask": mask.long(),
         "response_mask": mask[:, prompt_length:],
     }
+
+
+def with_one_prompt(batch: dict[str, Tensor], *groups: Sequence[int]) -> dict[str, Tensor]:
+    """The rows of a group have the prompt of its first row."""
+    made = {key: value.clone() for key, value in batch.items()}
+    prompt_length = made["input_ids"].shape[1] - made["response_mask"].shape[1]
+    for rows in groups:
+        for key in ("input_ids", "attention_mask"):
+            made[key][list(rows), :prompt_length] = made[key][rows[0], :prompt_length]
+    return made
 
 
 def _at_predictors(batch: dict[str, Tensor], of_row: Callable[[Tensor], Tensor]) -> Tensor:

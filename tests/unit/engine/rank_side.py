@@ -56,6 +56,7 @@ def build(
     *,
     dtype: torch.dtype = torch.float32,
     packing: bool = True,
+    share_prompts: bool = False,
     chunk_tokens: int = 8,
     layers: Layers = Layers.auto,
     **spec: Any,
@@ -68,7 +69,7 @@ def build(
         architecture=read_architecture(folder),
         dtype=DType(str(dtype).removeprefix("torch.")),
         parallel=groups.parallel,
-        engine=EngineConfig(packing=packing, log_prob_chunk_tokens=chunk_tokens, layers=layers),
+        engine=EngineConfig(packing=packing, share_prompts=share_prompts, log_prob_chunk_tokens=chunk_tokens, layers=layers),
         device=Device(platform.current().name),
         **{"head": "lm", "seed": 0, **spec},
     )

@@ -1,4 +1,5 @@
-"""The gradient of a mini-batch does not depend on how it is cut: micro-batches, token budgets, replicas, packing, padding."""
+"""The gradient of a mini-batch does not depend on how it is cut: micro-batches, token budgets, replicas, packing, padding, shared
+prompts."""
 
 from __future__ import annotations
 
@@ -14,13 +15,15 @@ from megarl.config.schema import AlgorithmConfig, KLConfig, KLEstimator, KLWhere
 from megarl.data.packing import BatchPlan, MicroBatchRows, RankPlan, plan_micro_batches
 from tests.ranks import RankPool
 from tests.unit.engine.comparison import assert_same
-from tests.unit.engine.models import load_lm, make_batch, reference_logits, save_critic, save_model, scores_of
+from tests.unit.engine.models import load_lm, make_batch, reference_logits, save_critic, save_model, scores_of, with_one_prompt
 from tests.unit.engine.rank_side import LAYOUTS, Tensors, build, hf_gradients, merge, start, take
 
 FAMILY = "qwen2-tied"
 NUM_ROWS = 9
 TOLERANCE = 1e-5  # of the tensor's norm
 FLOOR = 1e-4  # of the whole gradient's norm
+WAYS = ((True, False), (False, False), (True, True))  # packing, and shared prompts
+PROMPT_GROUPS = ((0, 5, 6, 3), (4, 2, 8))  # rows of one prompt
 LOSS_INPUTS = ("old_log_probs", "advantages", "ref_log_prob", "values", "returns")
 
 
@@ -29,6 +32,7 @@ class Split(NamedTuple):
 
     plan: BatchPlan
     packing: bool = True
+    share_prompts: bool = False
     poisoned: bool = False  # NaN in every masked slot of the loss's inputs, random ids where there is padding
 
 
@@ -58,6 +62,8 @@ def splits_of(parallel: ParallelConfig, lengths: list[int]) -> dict[str, Split]:
         "a budget of 40 tokens": Split(plan(max_tokens=40)),
         "a budget of 40 tokens, padded": Split(plan(max_tokens=40), packing=False),
     }
+    for name in ("two rows each", "all rows", "a budget of 40 tokens"):
+        splits[f"{name}, shared"] = splits[name]._replace(share_prompts=True)
     if dp == 1:
         splits["uneven"] = Split(by_hand((5,), (8, 0, 7, 3, 1, 6, 4, 2)))
         splits["uneven, padded"] = Split(splits["uneven"].plan, packing=False)
@@ -84,9 +90,9 @@ def run_splits(parallel: ParallelConfig, folders: dict[str, str], batch: Tensors
     groups = start(parallel)
     results: dict[str, dict[str, Result]] = {}
     for head, folder in folders.items():
-        engines = {packing: build(groups, folder, head=head, packing=packing, optim=OptimConfig()) for packing in (True, False)}
+        engines = {way: build(groups, folder, head=head, packing=way[0], share_prompts=way[1], optim=OptimConfig()) for way in WAYS}
         for name, split in splits.items():
-            engine = engines[split.packing]
+            engine = engines[split.packing, split.share_prompts]
             mine = split.plan.ranks[groups.data_rank]
             part = take(poison(batch) if split.poisoned else batch, mine.rows)
             for micro_batch, rows in zip(mine.micro_batches, mine.local_micro_batches, strict=True):
@@ -110,7 +116,7 @@ def setting(rank_pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Se
     save_model(FAMILY, folder / "lm")
     save_critic(folder / "lm", folder / "value")
     folders = {head: str(folder / head) for head in ("lm", "value")}
-    batch = make_batch(num_rows=NUM_ROWS)
+    batch = with_one_prompt(make_batch(num_rows=NUM_ROWS), *PROMPT_GROUPS)
     batch["response_mask"][0, 2:4] = False  # what a tool wrote
     with torch.no_grad():
         log_probs = scores_of(reference_logits(load_lm(folder / "lm"), batch), batch)["log_probs"]
@@ -139,7 +145,7 @@ def run(rank_pool: RankPool, setting: Setting, parallel: ParallelConfig, splits:
     }
 
 
-@pytest.mark.parametrize("layout", ["TP1", "DP2", "TP2+SP", "PP2xVPP2"])
+@pytest.mark.parametrize("layout", ["TP1", "DP2", "TP2+SP", "PP2", "PP2xVPP2"])
 def test_gradient_and_metrics_do_not_depend_on_the_split(setting: Setting, layout: str, rank_pool: RankPool) -> None:
     lengths = setting.batch["attention_mask"].sum(1).tolist()
     splits = splits_of(LAYOUTS[layout], lengths)
@@ -155,12 +161,14 @@ def test_gradient_and_metrics_do_not_depend_on_the_split(setting: Setting, layou
 def test_nan_in_masked_slots_changes_nothing(setting: Setting, layout: str, rank_pool: RankPool) -> None:
     plan = by_hand((5, 0), (8, 7, 3, 1), (6, 4, 2))
     splits = {
-        f"{packing} {poisoned}": Split(plan, packing=packing, poisoned=poisoned) for packing in (True, False) for poisoned in (True, False)
+        f"{way} {poisoned}": Split(plan, packing=way[0], share_prompts=way[1], poisoned=poisoned)
+        for way in WAYS
+        for poisoned in (True, False)
     }
     results = run(rank_pool, setting, LAYOUTS[layout], splits)
     for head in setting.folders:
-        for packing in (True, False):
-            clean, poisoned = results[head, f"{packing} False"], results[head, f"{packing} True"]
+        for way in WAYS:
+            clean, poisoned = results[head, f"{way} False"], results[head, f"{way} True"]
             assert clean.metrics == poisoned.metrics
             for name, gradient in clean.gradients.items():
                 assert torch.equal(poisoned.gradients[name], gradient), name

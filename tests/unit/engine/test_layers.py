@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
-from typing import NamedTuple
+from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -45,12 +48,14 @@ def make_heads(tokens: int, num_heads: int) -> Heads:
     return Heads(*(torch.randn(shape, generator=generator) for shape in shapes))
 
 
-def dense_attention(heads: Heads, lengths: list[int], scale: float) -> Attended:
-    """float64, one (T, T) mask over all sequences: a token sees those of its own sequence up to itself."""
+def dense_attention(heads: Heads, lengths: list[int], scale: float, prompt_of: Sequence[int | None] = ()) -> Attended:
+    """float64, one (T, T) mask over all sequences: a token sees those of its own sequence up to itself, and all of the one it continues."""
     query, key, value = (tensor.double().requires_grad_() for tensor in heads[:3])
     sequence = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
     token = torch.arange(len(sequence))
     sees = (sequence[:, None] == sequence) & (token[:, None] >= token)
+    for number, prompt in enumerate(prompt_of):
+        sees |= (sequence[:, None] == number) & (sequence == (-1 if prompt is None else prompt))
     mixed = []
     num_heads = query.shape[1]
     for head in range(num_heads):
@@ -102,7 +107,7 @@ def attend(heads: Heads, lengths: list[int], scale: float, way: str) -> Attended
 
     core = AttentionCore(SimpleNamespace(context_parallel_size=1, attention_dropout=0.0), softmax_scale=scale)
     query, key, value = (tensor.clone().requires_grad_() for tensor in heads[:3])
-    packed = PackedRows(torch.tensor(lengths), torch.device("cpu"))
+    packed = PackedRows(lengths, torch.device("cpu"))
     if way == "packed":
         mixed = core(query, key, value, packed_seq_params=packed)
     elif way == "varlen":
@@ -143,6 +148,95 @@ def test_attention_stays_inside_its_sequence(lengths: list[int], way: str, num_h
         assert max_difference(getattr(got, key), value) < 1e-5, key
 
 
+class SlowVarlenOperators:
+    """The operators of torch's `varlen_attn`, which have no kernel on a CPU, a sequence at a time. Their backward pass makes the weights
+    again from a log-sum-exp that it is given, as flash attention's does, and knows of the forward pass nothing else."""
+
+    def _varlen_attn(self, query: Tensor, key: Tensor, value: Tensor, *bounds: Any, scale: float, enable_gqa: bool) -> Any:
+        assert enable_gqa == (query.shape[1] != key.shape[1])
+        output, log_sum = torch.empty_like(query), torch.empty(query.shape[1], query.shape[0])
+        for queries, _, scores, values in self._sequences(query, key, value, *bounds, scale):
+            output[queries] = (scores.softmax(-1) @ values).transpose(0, 1)
+            log_sum[:, queries] = scores.logsumexp(-1)
+        return output, log_sum, torch.tensor(7)
+
+    def _varlen_attn_backward(
+        self, gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, log_sum: Tensor, *bounds: Any
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        *bounds, state, scale = bounds
+        assert int(state) == 7
+        totals = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+        for queries, keys, scores, values in self._sequences(query, key, value, *bounds, scale):
+            weights, grad = (scores - log_sum[:, queries, None]).exp(), gradient[queries].transpose(0, 1)
+            inner = weights * (grad @ values.transpose(1, 2) - (gradient * output).sum(-1)[queries].t()[..., None]) * scale
+            repeats = query.shape[1] // key.shape[1]
+            totals[0][queries] = (inner @ key[keys].transpose(0, 1).repeat_interleave(repeats, 0)).transpose(0, 1)
+            of_keys = inner.transpose(1, 2) @ query[queries].transpose(0, 1)
+            for total, part in zip(totals[1:], (of_keys, weights.transpose(1, 2) @ grad), strict=True):
+                total[keys] = part.unflatten(0, (-1, repeats)).sum(1).transpose(0, 1)
+        return totals
+
+    @staticmethod
+    def _sequences(
+        query: Tensor, key: Tensor, value: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int, causal: bool, scale: float
+    ) -> Iterator[tuple[slice, slice, Tensor, Tensor]]:
+        """Queries, keys, their scores (heads, q, k) with the causal mask at the lower right, and values (heads, k, D)."""
+        assert (cu_q.dtype, cu_k.dtype, max_q, max_k) == (torch.int32, torch.int32, int(cu_q.diff().max()), int(cu_k.diff().max()))
+        repeats = query.shape[1] // key.shape[1]
+        for (q0, q1), (k0, k1) in zip(pairwise(cu_q.tolist()), pairwise(cu_k.tolist()), strict=True):
+            heads = [tensor.transpose(0, 1).repeat_interleave(repeats, 0) for tensor in (key[k0:k1], value[k0:k1])]
+            scores = query[q0:q1].transpose(0, 1) @ heads[0].transpose(1, 2) * scale
+            if causal:
+                scores = scores.masked_fill(~torch.ones(q1 - q0, k1 - k0, dtype=torch.bool).tril(k1 - k0 - q1 + q0), float("-inf"))
+            yield slice(q0, q1), slice(k0, k1), scores, heads[1]
+
+
+def attend_sharing(heads: Heads, lengths: list[int], prompt_of: list[int | None], scale: float, way: str) -> Attended:
+    """In a rank. varlen, mask: as on CUDA in bfloat16 and in float32, but for the kernel."""
+    from megarl.engine import platform
+
+    platform.activate(Device.cpu)
+    from megarl.engine import shared_prompts
+    from megarl.engine.layers import AttentionCore, PackedRows
+
+    query, key, value = (tensor.clone().requires_grad_() for tensor in heads[:3])
+    packed = PackedRows(lengths, torch.device("cpu"), prompt_of)
+    if way == "cpu":
+        core = AttentionCore(SimpleNamespace(context_parallel_size=1, attention_dropout=0.0), softmax_scale=scale)
+        mixed = core(query, key, value, packed_seq_params=packed)
+        (mixed * heads.weight).sum().backward()
+    elif way == "mask":
+        mixed = shared_prompts._attend_by_mask(query, key, value, packed.shared, scale)
+        (mixed * heads.weight).sum().backward()
+    else:
+        with (
+            mock.patch.object(torch.ops, "torch_attn", SlowVarlenOperators()),
+            mock.patch.object(shared_prompts, "_kernel", return_value=shared_prompts._Varlen),
+        ):
+            mixed = shared_prompts.attend(query, key, value, packed.shared, scale)
+            (mixed * heads.weight).sum().backward()
+    return Attended(mixed.detach(), query.grad, key.grad, value.grad)
+
+
+SHARING: list[tuple[list[int], list[int | None]]] = [
+    ([5, 9, 1, 30, 7, 64, 2, 3, 8, 6], [None, 0, 0, 0, None, None, 5, 5, 5, None]),  # the last is what pads the batch
+    ([1, 1, 1], [None, 0, 0]),
+    ([130, 200], [None, 0]),
+]
+
+
+@pytest.mark.parametrize(("lengths", "prompt_of"), SHARING)
+@pytest.mark.parametrize("way", ["cpu", "mask", "varlen"])
+@pytest.mark.parametrize("num_heads", [HEADS, GROUPS])
+def test_responses_attend_to_the_prompt_they_share(
+    lengths: list[int], prompt_of: list[int | None], way: str, num_heads: int, rank_pool: RankPool
+) -> None:
+    heads, scale = make_heads(sum(lengths), num_heads), 0.3
+    (got,) = rank_pool.run(attend_sharing, world_size=1, heads=heads, lengths=lengths, prompt_of=prompt_of, scale=scale, way=way)
+    for key, value in dense_attention(heads, lengths, scale, prompt_of)._asdict().items():
+        assert max_difference(getattr(got, key), value) < 1e-5, key
+
+
 def plan_on_host(lengths: list[int]) -> int:
     """In a rank: how many layers make the plan of a micro-batch, of three that attend it."""
     from megarl.engine import platform
@@ -150,7 +244,7 @@ def plan_on_host(lengths: list[int]) -> int:
     platform.activate(Device.cpu)
     from megarl.engine.layers import PackedRows, attention_plan
 
-    packed = PackedRows(torch.tensor(lengths), torch.device("cpu"))
+    packed = PackedRows(lengths, torch.device("cpu"))
     packed.cu_seqlens_q = packed.cu_seqlens_q.to("meta")  # which has no numbers to read
     return len({id(attention_plan(packed)) for _ in range(3)})
 

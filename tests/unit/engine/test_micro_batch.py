@@ -24,25 +24,35 @@ BATCH = {
 }
 
 
-def make(batch: dict[str, Tensor], rows: list[int], packing: bool, align: int) -> dict[str, Any]:
+def make(batch: dict[str, Tensor], rows: list[int], packing: bool, share_prompts: bool, align: int) -> dict[str, Any]:
     """In a rank: the micro-batch as plain values."""
     from megarl.engine import platform
 
     platform.activate(Device.cpu)
     from megarl.engine.micro_batch import make_micro_batch
 
-    made = make_micro_batch(batch, rows, packing=packing, align=align, device=torch.device("cpu"))
+    made = make_micro_batch(batch, rows, packing=packing, share_prompts=share_prompts, align=align, device=torch.device("cpu"))
     plain = {key: getattr(made, key).tolist() for key in ("tokens", "positions", "predictors", "targets", "cells")}
     if made.packed is not None:
         plain["boundaries"] = made.packed.cu_seqlens_q.tolist()
-        plain["longest"] = made.packed.max_seqlen_q
+        plain["longest"] = made.packed.max_seqlen_kv
+        plain["prompt_of"] = made.packed.shared and made.packed.shared.prompt_of
     plain["rows"] = {key: value.tolist() for key, value in made.rows.items()}
     plain["scattered"] = made.scatter(torch.arange(1.0, len(made.cells) + 1)).tolist()
     return plain
 
 
-def made(rank_pool: RankPool, *, rows: list[int], packing: bool, align: int = 1, batch: dict[str, Tensor] = BATCH) -> dict[str, Any]:
-    return rank_pool.run(make, world_size=1, batch=batch, rows=rows, packing=packing, align=align)[0]
+def made(
+    rank_pool: RankPool,
+    *,
+    rows: list[int],
+    packing: bool,
+    share_prompts: bool = True,  # of other prompts there is nothing to share
+    align: int = 1,
+    batch: dict[str, Tensor] = BATCH,
+) -> dict[str, Any]:
+    (got,) = rank_pool.run(make, world_size=1, batch=batch, rows=rows, packing=packing, share_prompts=share_prompts, align=align)
+    return got
 
 
 def test_packed(rank_pool: RankPool) -> None:
@@ -68,6 +78,27 @@ def test_packed_rows_in_another_order(rank_pool: RankPool) -> None:
     assert got["targets"] == [4, 7, 8]
     assert got["scattered"] == [[1.0, 0.0, 0.0], [2.0, 3.0, 0.0]]
     assert got["rows"]["advantages"] == BATCH["advantages"][[1, 0]].tolist()
+
+
+def test_rows_of_one_prompt_share_it(rank_pool: RankPool) -> None:
+    """Rows 0 and 2 have the prompt 5 6, which is padded with other tokens, and row 3 has it without a response."""
+    batch = {
+        "input_ids": torch.tensor([[9, 5, 6, 7, 8, 9], [1, 2, 3, 4, 9, 9], [0, 5, 6, 4, 3, 2], [7, 5, 6, 1, 1, 1]]),
+        "attention_mask": torch.tensor([[0, 1, 1, 1, 1, 0], [1, 1, 1, 1, 0, 0], [0, 1, 1, 1, 1, 1], [0, 1, 1, 0, 0, 0]]),
+        "response_mask": torch.tensor([[True, True, False], [True, False, False], [True, True, True], [False] * 3]),
+    }
+    got = made(rank_pool, rows=[0, 1, 2, 3], packing=True, align=7, batch=batch)
+    assert got["tokens"] == [[5, 6, 7, 8, 4, 3, 2, 1, 2, 3, 4, 0, 0, 0]]
+    assert got["positions"] == [[0, 1, 2, 3, 2, 3, 4, 0, 1, 2, 3, 0, 0, 0]]
+    assert got["boundaries"] == [0, 2, 4, 7, 11, 14]
+    assert got["prompt_of"] == [None, 0, 0, None, None]
+    assert got["longest"] == 5  # for angles: the last of row 2
+    assert got["predictors"] == [1, 2, 9, 1, 4, 5]  # the prompt's last token predicts both first ones
+    assert got["targets"] == [7, 8, 4, 4, 3, 2]
+    assert got["cells"] == [0, 1, 3, 6, 7, 8]
+    apart = made(rank_pool, rows=[0, 1, 2, 3], packing=True, share_prompts=False, batch=batch)
+    assert apart["boundaries"] == [0, 4, 8, 13, 15]
+    assert apart["predictors"] == [1, 2, 6, 9, 10, 11]
 
 
 def test_packed_and_aligned(rank_pool: RankPool) -> None:

@@ -1,0 +1,217 @@
+"""Attention where responses follow a prompt that stands in the batch once: each of their tokens sees the prompt, and its own response
+up to itself.
+
+Both are calls of the kernels that there are: one causal over every sequence of the batch, and one of all responses of a prompt over that
+prompt. A kernel also gives the logarithm of the sum of its exponentials (log-sum-exp), by which the two are weighed. From a log-sum-exp
+its backward pass makes the weights of the softmax again: given that of the whole, it gives its part's share of the gradient, so that a
+prompt's keys and values have the sum over all its responses. (Dao 2023, FlashAttention-2; Liu et al. 2023, Ring Attention.)
+
+Shapes: T tokens of the batch, heads of queries, groups of keys and values, D numbers in each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.attention.varlen  # noqa: F401  (registers the operators)
+import torch.nn.functional as F
+from torch import Tensor
+
+from megarl.engine.platform import to_device
+
+
+class Sequences(NamedTuple):
+    """Of one call: tokens of the queries and of the keys of each sequence, and where these begin and end (int32, on the device)."""
+
+    queries: list[int]
+    keys: list[int]
+    query_bounds: Tensor
+    key_bounds: Tensor
+
+
+class SharedPrompts(NamedTuple):
+    """Which sequences of a packed batch continue which, made on the host.
+
+    own: every sequence over itself. over_prompts: of each shared prompt all its responses over it. responses, prompts: (N,) and (M,)
+    the tokens of these, on the device, in that order. prompt_of: for each sequence the one that it continues, or None.
+    """
+
+    own: Sequences
+    over_prompts: Sequences
+    responses: Tensor
+    prompts: Tensor
+    prompt_of: list[int | None]
+
+
+def shared_prompts(lengths: Sequence[int], prompt_of: Sequence[int | None], device: torch.device) -> SharedPrompts | None:
+    """None where no sequence continues another. lengths: of each sequence; those that continue one follow it at once."""
+    followers: dict[int, list[int]] = {}
+    for sequence, prompt in enumerate(prompt_of):
+        if prompt is not None:
+            followers.setdefault(prompt, []).append(sequence)
+    if not followers:
+        return None
+    starts = [0, *accumulate(lengths)]
+
+    def tokens(sequences: Sequence[int]) -> Tensor:
+        return to_device(torch.cat([torch.arange(starts[each], starts[each + 1]) for each in sequences]), device)
+
+    return SharedPrompts(
+        own=_sequences(list(lengths), list(lengths), device),
+        over_prompts=_sequences(
+            [sum(lengths[each] for each in responses) for responses in followers.values()], [lengths[each] for each in followers], device
+        ),
+        responses=tokens([each for responses in followers.values() for each in responses]),
+        prompts=tokens(list(followers)),
+        prompt_of=list(prompt_of),
+    )
+
+
+def _sequences(queries: list[int], keys: list[int], device: torch.device) -> Sequences:
+    query_bounds, key_bounds = (
+        to_device(torch.tensor([0, *accumulate(lengths)], dtype=torch.int32), device) for lengths in (queries, keys)
+    )
+    return Sequences(queries, keys, query_bounds, key_bounds)
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, shared: SharedPrompts, scale: float | None) -> Tensor:
+    """query (T, heads, D), key and value (T, groups, D) -> (T, heads * D)."""
+    if query.device.type == "cuda" and query.dtype == torch.float32:
+        return _attend_by_mask(query, key, value, shared, scale)
+    return _Attention.apply(query, key, value, shared, scale).flatten(1)
+
+
+def _attend_by_mask(query: Tensor, key: Tensor, value: Tensor, shared: SharedPrompts, scale: float | None) -> Tensor:
+    """A sequence at a time, by torch's product of matrices: for float32 on CUDA, which has no other kernel."""
+    queries, keys, values = (tensor.split(shared.own.queries) for tensor in (query, key, value))
+    mixed = []
+    for number, prompt in enumerate(shared.prompt_of):
+        before = [] if prompt is None else [prompt]
+        seen = (torch.cat([parts[each] for each in (*before, number)]) for parts in (keys, values))
+        batch = [tensor.transpose(0, 1)[None] for tensor in (queries[number], *seen)]
+        length, num_keys = batch[0].shape[2], batch[1].shape[2]
+        mask = torch.ones(length, num_keys, dtype=torch.bool, device=query.device).tril(num_keys - length)
+        heads = query.shape[1] != key.shape[1]
+        mixed.append(F.scaled_dot_product_attention(*batch, attn_mask=mask, scale=scale, enable_gqa=heads)[0].transpose(0, 1))
+    return torch.cat(mixed).flatten(1)
+
+
+class _Part(NamedTuple):
+    """Of a call: output (T, heads, D), log-sum-exp (T, heads) float32, and what the kernel wants back on the way back."""
+
+    output: Tensor
+    log_sum: Tensor
+    state: Any
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, shared: SharedPrompts, scale: float | None) -> Tensor:
+        kernel = _kernel(query)
+        output, log_sum, own_state = kernel.forward(query, key, value, shared.own, True, scale)
+        chosen = query.index_select(0, shared.responses)
+        over_prompt = kernel.forward(chosen, *_of_prompts(key, value, shared), shared.over_prompts, False, scale)
+        whole = torch.logaddexp(log_sum_of_responses := log_sum.index_select(0, shared.responses), over_prompt.log_sum)
+        own_share, prompt_share = ((part - whole).exp_()[..., None] for part in (log_sum_of_responses, over_prompt.log_sum))
+        merged = own_share * output.index_select(0, shared.responses) + prompt_share * over_prompt.output
+        output.index_copy_(0, shared.responses, merged.to(output.dtype))
+        log_sum.index_copy_(0, shared.responses, whole)
+        ctx.save_for_backward(query, key, value, output, log_sum)
+        ctx.shared, ctx.scale, ctx.states = shared, scale, (own_state, over_prompt.state)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        query, key, value, output, log_sum = ctx.saved_tensors
+        shared, kernel = ctx.shared, _kernel(query)
+        own_state, prompt_state = ctx.states
+        gradient = gradient.contiguous()
+        gradients = kernel.backward(gradient, query, key, value, _Part(output, log_sum, own_state), shared.own, True, ctx.scale)
+        responses = (tensor.index_select(0, shared.responses) for tensor in (gradient, query, output, log_sum))
+        chosen_gradient, chosen, *whole = responses
+        of_prompts = kernel.backward(
+            chosen_gradient,
+            chosen,
+            *_of_prompts(key, value, shared),
+            _Part(*whole, prompt_state),
+            shared.over_prompts,
+            False,
+            ctx.scale,
+        )
+        for total, share, tokens in zip(gradients, of_prompts, (shared.responses, shared.prompts, shared.prompts), strict=True):
+            total.index_add_(0, tokens, share)
+        return *gradients, None, None
+
+
+def _of_prompts(key: Tensor, value: Tensor, shared: SharedPrompts) -> tuple[Tensor, Tensor]:
+    return key.index_select(0, shared.prompts), value.index_select(0, shared.prompts)
+
+
+class _Varlen:
+    """torch's flash attention of sequences of any length: what `varlen_attn` is made of, whose own backward pass knows one call only."""
+
+    @staticmethod
+    def forward(query: Tensor, key: Tensor, value: Tensor, sequences: Sequences, causal: bool, scale: float | None) -> _Part:
+        output, log_sum, state = torch.ops.torch_attn._varlen_attn(
+            query, key, value, *_bounds(sequences), causal, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
+        )
+        return _Part(output, log_sum.t().contiguous(), state)
+
+    @staticmethod
+    def backward(
+        gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, whole: _Part, sequences: Sequences, causal: bool, scale: float | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        log_sum = whole.log_sum.t().contiguous()
+        return torch.ops.torch_attn._varlen_attn_backward(
+            gradient, query, key, value, whole.output, log_sum, *_bounds(sequences), causal, whole.state, scale
+        )
+
+
+def _bounds(sequences: Sequences) -> tuple[Tensor, Tensor, int, int]:
+    return sequences.query_bounds, sequences.key_bounds, max(sequences.queries), max(sequences.keys)
+
+
+class _OnCPU:
+    """torch's flash attention for CPUs, a sequence at a time."""
+
+    @staticmethod
+    def forward(query: Tensor, key: Tensor, value: Tensor, sequences: Sequences, causal: bool, scale: float | None) -> _Part:
+        output, log_sum = torch.empty_like(query), query.new_empty(query.shape[:2], dtype=torch.float32)
+        parts = (output.split(sequences.queries), log_sum.split(sequences.queries), *_cut(sequences, query, key, value))
+        for mixed, logarithms, *heads in zip(*parts, strict=True):
+            out, sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*map(_batch, heads), 0.0, causal, scale=scale)
+            mixed.copy_(out[0].transpose(0, 1))
+            logarithms.copy_(sums[0].t())
+        return _Part(output, log_sum, None)
+
+    @staticmethod
+    def backward(
+        gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, whole: _Part, sequences: Sequences, causal: bool, scale: float | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        totals = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+        of_queries = (tensor.split(sequences.queries) for tensor in (gradient, whole.output, whole.log_sum))
+        parts = (*of_queries, *_cut(sequences, query, key, value), *_cut(sequences, *totals))
+        for grad, output, log_sum, *rest in zip(*parts, strict=True):
+            heads, targets = map(_batch, rest[:3]), rest[3:]
+            found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                _batch(grad), *heads, _batch(output), log_sum.t()[None], 0.0, causal, scale=scale
+            )
+            for target, part in zip(targets, found, strict=True):
+                target.copy_(part[0].transpose(0, 1))
+        return totals
+
+
+def _kernel(query: Tensor) -> type[_Varlen] | type[_OnCPU]:
+    return _Varlen if query.device.type == "cuda" else _OnCPU
+
+
+def _cut(sequences: Sequences, query: Tensor, key: Tensor, value: Tensor) -> list[tuple[Tensor, ...]]:
+    return [query.split(sequences.queries), key.split(sequences.keys), value.split(sequences.keys)]
+
+
+def _batch(heads: Tensor) -> Tensor:
+    """(S, heads, D) -> (1, heads, S, D)."""
+    return heads.transpose(0, 1)[None]
