@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -81,10 +81,26 @@ def max_conversation_tokens(model: RewardModelConfig, architecture: Architecture
 
 
 class Row(NamedTuple):
-    """Tokens."""
+    """Tokens. prompt_number: the same for rows that share their prompt."""
 
     prompt: int
     response: int
+    prompt_number: int = 0
+
+    @property
+    def tokens(self) -> int:
+        return self.prompt + self.response
+
+
+def micro_batch_tokens(rows: Sequence[Row]) -> int:
+    """Of packed rows; a prompt that rows share counts once."""
+    return sum(row.response for row in rows) + sum({row.prompt_number: row.prompt for row in rows}.values())
+
+
+def rows_of_prompt(config: PPOConfig | SFTConfig, role: ModelRole) -> int:
+    """That share its tokens where they are in one micro-batch."""
+    shares = config.engine.share_prompts and config.engine.packing and role.reads_policy_tokens
+    return config.rollout.n if shares and isinstance(config, PPOConfig) else 1
 
 
 def rows_of_replica(config: PPOConfig | SFTConfig, role: ModelRole, *, trains: bool) -> int:
@@ -98,17 +114,26 @@ def _rows_of_pass(config: PPOConfig | SFTConfig, *, trains: bool) -> int:
 
 
 def fullest_micro_batch(config: PPOConfig | SFTConfig, role: ModelRole, architecture: Architecture, *, trains: bool) -> list[Row]:
-    """The longest rows, and one shorter row in what `max_tokens` leaves: as many as a micro-batch may hold, and no more than there are."""
+    """The longest rows, and one shorter row in what `max_tokens` leaves: as many as a micro-batch may hold, and no more than there are.
+
+    Of a limit of rows no two share a prompt, which is the most; in a limit of tokens as many do as can.
+    """
     longest = _longest_row(config, role, architecture)
     most = rows_of_replica(config, role, trains=trains)
     if role.micro_batch.max_tokens is None:
-        return [longest] * min(role.micro_batch.sequences or 1, most)
-    num_longest, rest = divmod(role.micro_batch.max_tokens, sum(longest))
-    rows = [longest] * num_longest
-    if rest > 1:
-        response = min(longest.response, rest - 1)
-        rows.append(Row(rest - response, response))
-    return rows[:most]
+        return [longest._replace(prompt_number=row) for row in range(min(role.micro_batch.sequences or 1, most))]
+    rows: list[Row] = []
+    left, together = role.micro_batch.max_tokens, rows_of_prompt(config, role)
+    for number in range(most):
+        prompt_number, is_first = number // together, number % together == 0
+        if left < (longest.tokens if is_first else longest.response):
+            if left > is_first:
+                response = min(longest.response, left - is_first)
+                rows.append(Row(left - response if is_first else longest.prompt, response, prompt_number))
+            break
+        rows.append(longest._replace(prompt_number=prompt_number))
+        left -= longest.tokens if is_first else longest.response
+    return rows
 
 
 def _longest_row(config: PPOConfig | SFTConfig, role: ModelRole, architecture: Architecture) -> Row:
@@ -149,7 +174,11 @@ def _role(config: PPOConfig | SFTConfig, role: ModelRole, architecture: Architec
         mini_batch_rows=rows,
         rows_per_replica=(rows // replicas, fullest),
         micro_batches=_micro_batches(
-            fullest, role.micro_batch, role_tokens(config, role, architecture), role.parallel.pipeline_parallel_size if virtual else 1
+            fullest,
+            role.micro_batch,
+            role_tokens(config, role, architecture),
+            role.parallel.pipeline_parallel_size if virtual else 1,
+            rows_of_prompt(config, role),
         ),
         optimizer_steps_per_step=optimizer_steps_per_step(config, role),
         optimizer_steps_total=optimizer_steps(config, role),
@@ -213,14 +242,14 @@ def most_checkpoints(config: PPOConfig | SFTConfig) -> int:
     return made if checkpoint.keep == 0 else min(made, checkpoint.keep + 1 + keeps_best)
 
 
-def _micro_batches(rows: int, limit: MicroBatchConfig, row_tokens: int, multiple_of: int) -> tuple[int, int]:
-    """An interleaved pipeline runs a multiple of its stages (`multiple_of`); the rest are fillers."""
+def _micro_batches(rows: int, limit: MicroBatchConfig, row_tokens: int, multiple_of: int, rows_of_prompt: int) -> tuple[int, int]:
+    """An interleaved pipeline runs a multiple of its stages (`multiple_of`); the rest are fillers. The most: where no prompt is shared."""
     if limit.sequences is not None:
         least = most = -(-rows // limit.sequences)
     else:
         assert limit.max_tokens is not None
-        # A row has a prompt token and a response token at least.
-        least, most = -(-2 * rows // limit.max_tokens), -(-rows // (limit.max_tokens // row_tokens))
+        fewest_tokens = rows + -(-rows // rows_of_prompt)  # a row has a response token at least, and a prompt one token
+        least, most = -(-fewest_tokens // limit.max_tokens), -(-rows // (limit.max_tokens // row_tokens))
     return -(-least // multiple_of) * multiple_of, -(-most // multiple_of) * multiple_of
 
 

@@ -75,7 +75,7 @@ class BatchPlan:
         return positions
 
 
-class Prompt(NamedTuple):
+class RowPrompt(NamedTuple):
     """Of a row. number: the same for rows whose prompts are the same. length: tokens."""
 
     number: int
@@ -113,7 +113,7 @@ def plan_micro_batches(
     sequences: int | None = None,
     max_tokens: int | None = None,
     multiple_of: int = 1,
-    prompts: Sequence[Prompt] | None = None,
+    prompts: Sequence[RowPrompt] | None = None,
 ) -> BatchPlan:
     """A plan for rows of `lengths` tokens over `dp_size` ranks; the same arguments give the same plan.
 
@@ -143,7 +143,7 @@ def plan_micro_batches(
     return BatchPlan(ranks=tuple(_rank_plan(hand, sizes, filler) for hand in cut), num_rows=len(row_lengths))
 
 
-def _sizes(lengths: np.ndarray, prompts: Sequence[Prompt] | None, *, by_tokens: bool) -> _Sizes:
+def _sizes(lengths: np.ndarray, prompts: Sequence[RowPrompt] | None, *, by_tokens: bool) -> _Sizes:
     rows = np.arange(len(lengths))
     group, prompt = (rows, np.zeros_like(lengths)) if prompts is None else np.asarray(prompts, dtype=np.int64).T
     prompt_cost = row_cost(prompt)

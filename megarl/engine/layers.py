@@ -6,7 +6,7 @@ None of them reads anything from the device: what it needs of the sequences' len
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from operator import add
 from typing import Any, NamedTuple
@@ -27,6 +27,9 @@ from megarl.engine.shared_prompts import shared_prompts
 _SAYS_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters
 # What a call of attention costs beside its work, as pairs of tokens: sequences share a padded call where that costs less.
 CALL_COST = 1024
+# torch's kernel for CPUs takes so many keys at a time, and works no less where a mask leaves some of them out: responses to a prompt
+# that they share are one call with it up to here, and two where whole blocks can be left out.
+KEY_BLOCK = 512
 
 
 class RMSNorm(torch.nn.Module):
@@ -124,16 +127,20 @@ class AttentionCore(torch.nn.Module):
             sequence, batch = query.shape[:2]
             mixed = self._attend(*(tensor.permute(1, 2, 0, 3) for tensor in (query, key, value)))
             return mixed.permute(2, 0, 1, 3).reshape(sequence, batch, -1)
-        if packed_seq_params.shared is not None:
+        on_cuda = query.device.type == "cuda"
+        by_mask = query.dtype == torch.float32 if on_cuda else packed_seq_params.max_seqlen_kv <= KEY_BLOCK
+        if packed_seq_params.shared is not None and not by_mask:
             return attend_shared(query, key, value, packed_seq_params.shared, self.softmax_scale)
-        if query.device.type == "cuda" and query.dtype != torch.float32:
+        if on_cuda and query.dtype != torch.float32:
             return self._attend_varlen(query, key, value, packed_seq_params)
         return self._attend_packed(query, key, value, attention_plan(packed_seq_params))
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """(b, heads, S, D), (b, groups, S, D) x 2 -> (b, heads, S, D)."""
+        """(b, heads, S, D), (b, groups, before + S, D) x 2 -> (b, heads, S, D). Every query sees the keys before the first one's own."""
+        before = key.shape[2] - query.shape[2]
+        mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril(before) if before else None
         return F.scaled_dot_product_attention(
-            query, key, value, is_causal=True, scale=self.softmax_scale, enable_gqa=query.shape[1] != key.shape[1]
+            query, key, value, attn_mask=mask, is_causal=not before, scale=self.softmax_scale, enable_gqa=query.shape[1] != key.shape[1]
         )
 
     def _attend_varlen(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedRows) -> Tensor:
@@ -147,16 +154,24 @@ class AttentionCore(torch.nn.Module):
 
     def _attend_packed(self, query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan) -> Tensor:
         tokens, heads, dim = query.shape
-        parts = [tensor.flatten(1) for tensor in (query, key, value)]
-        if plan.gather is not None:
-            parts = [tensor.index_select(0, plan.gather) for tensor in parts]
-        sizes = [count * length for count, length in plan.shapes]
+        queries, keys, values = (tensor.flatten(1) for tensor in (query, key, value))
+        if plan.gather is not None and plan.gather_keys is not None:
+            queries, keys, values = (
+                tensor.index_select(0, at) for tensor, at in ((queries, plan.gather), (keys, plan.gather_keys), (values, plan.gather_keys))
+            )
+        query_shapes = [(call.sequences, call.length) for call in plan.calls]
+        key_shapes = [(call.sequences, call.before + call.length) for call in plan.calls]
         mixed = []
-        for shape, *call in zip(plan.shapes, *(tensor.split(sizes) for tensor in parts), strict=True):
-            batch = (tensor.view(*shape, -1, dim).transpose(1, 2) for tensor in call)
-            mixed.append(self._attend(*batch).transpose(1, 2).reshape(-1, heads * dim))
+        for call in zip(_cut(queries, query_shapes, dim), _cut(keys, key_shapes, dim), _cut(values, key_shapes, dim), strict=True):
+            mixed.append(self._attend(*call).transpose(1, 2).reshape(-1, heads * dim))
         joined = torch.cat(mixed)
         return joined if plan.scatter is None else joined.index_select(0, plan.scatter)
+
+
+def _cut(heads: Tensor, shapes: list[tuple[int, int]], dim: int) -> Iterator[Tensor]:
+    """(N, heads * dim) -> (count, heads, length, dim) for each shape."""
+    for part, shape in zip(heads.split([count * length for count, length in shapes]), shapes, strict=True):
+        yield part.view(*shape, -1, dim).transpose(1, 2)
 
 
 def sharing_prompts(attention: type) -> Any:
@@ -173,15 +188,24 @@ def sharing_prompts(attention: type) -> Any:
     return SharingAttention
 
 
-class AttentionPlan(NamedTuple):
-    """The calls that attend a packed batch of T tokens, each a batch of sequences padded to one length.
+class AttentionCall(NamedTuple):
+    """So many sequences, padded to one length; `before`: tokens of the prompt that each continues."""
 
-    shapes: (sequences, length) of each call. gather: (N,) the tokens of all calls, N - T of them padding; scatter: (T,)
-    where each token stands among them. Both None where that is the order in which the tokens already are.
+    sequences: int
+    length: int
+    before: int
+
+
+class AttentionPlan(NamedTuple):
+    """The calls that attend a packed batch of T tokens.
+
+    gather: (N,) the tokens of all calls, N - T of them padding; gather_keys: those that they see, with the prompts; scatter: (T,) where
+    each token stands among the first. All None where that is the order in which the tokens already are.
     """
 
-    shapes: list[tuple[int, int]]
+    calls: list[AttentionCall]
     gather: Tensor | None
+    gather_keys: Tensor | None
     scatter: Tensor | None
 
 
@@ -196,31 +220,38 @@ def attention_plan(packed: PackedRows) -> AttentionPlan:
     device = packed.cu_seqlens_q.device
     lengths = torch.tensor(packed.lengths)
     starts = lengths.cumsum(0) - lengths
-    shapes, gathered, real = [], [], []
-    for members in _share_calls(packed.lengths):
+    prompt_of = packed.shared.prompt_of if packed.shared is not None else [None] * len(packed.lengths)
+    before = [0 if prompt is None else packed.lengths[prompt] for prompt in prompt_of]
+    calls, gathered, gathered_keys, real = [], [], [], []
+    for members in _share_calls(packed.lengths, before):
         rows = torch.tensor(members)
-        length = max(packed.lengths[member] for member in members)
-        shapes.append((len(members), length))
-        offset, last = torch.arange(length), lengths[rows, None] - 1
-        gathered.append((starts[rows, None] + torch.minimum(offset, last)).flatten())
+        call = AttentionCall(len(members), max(packed.lengths[member] for member in members), before[members[0]])
+        offset, last = torch.arange(call.length), lengths[rows, None] - 1
+        own = starts[rows, None] + torch.minimum(offset, last)
+        prompts = torch.tensor([prompt_of[member] or 0 for member in members])
+        gathered.append(own.flatten())
+        gathered_keys.append(torch.cat([starts[prompts, None] + torch.arange(call.before), own], dim=1).flatten())
         real.append((offset <= last).flatten())
+        calls.append(call)
     gather, is_real = torch.cat(gathered), torch.cat(real)
     tokens = torch.arange(sum(packed.lengths))
-    if torch.equal(gather, tokens):
-        plan = AttentionPlan(shapes, None, None)
+    if torch.equal(gather, tokens) and not any(before):
+        plan = AttentionPlan(calls, None, None, None)
     else:
         scatter = torch.empty_like(tokens)
         scatter[gather[is_real]] = is_real.nonzero()[:, 0]
-        plan = AttentionPlan(shapes, to_device(gather, device), to_device(scatter, device))
+        plan = AttentionPlan(calls, *(to_device(index, device) for index in (gather, torch.cat(gathered_keys), scatter)))
     packed.attention_plan = plan
     return plan
 
 
-def _share_calls(lengths: list[int]) -> list[list[int]]:
-    """Sequences by the call they share: longest first, one joins those before it unless padding it costs more than a call."""
+def _share_calls(lengths: list[int], before: list[int]) -> list[list[int]]:
+    """Sequences by the call they share: longest first, one joins those before it, after prompts as long, unless padding it costs more
+    than a call."""
     calls: list[list[int]] = []
-    for number in sorted(range(len(lengths)), key=lambda number: -lengths[number]):
-        if calls and lengths[calls[-1][0]] ** 2 - lengths[number] ** 2 <= CALL_COST:
+    for number in sorted(range(len(lengths)), key=lambda number: (before[number], -lengths[number])):
+        first = calls[-1][0] if calls else number
+        if calls and before[first] == before[number] and lengths[first] ** 2 - lengths[number] ** 2 <= CALL_COST:
             calls[-1].append(number)
         else:
             calls.append([number])

@@ -120,7 +120,10 @@ def make_micro_batch(
     response_offset = torch.arange(int(responses.sum())) - (torch.cumsum(responses, 0) - responses)[response_row]
     place_in_row = prompts[response_row] + response_offset - 1
     if packing:
-        firsts = first_with_prompt(ids, mask, response_length) if share_prompts else range(len(rows))
+        firsts: Sequence[int] = range(len(rows))
+        if share_prompts:
+            of_rows = zip(real.split(lengths.tolist()), prompts.tolist(), strict=True)
+            firsts = first_with_prompt(tokens[:num_prompt] for tokens, num_prompt in of_rows)
         layout = _lay_out(prompts.tolist(), responses.tolist(), firsts)
         num_tokens = len(layout.sources)
         padding = _aligned(num_tokens, align) - num_tokens

@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.attention.varlen  # noqa: F401  (registers the operators)
-import torch.nn.functional as F
 from torch import Tensor
 
 from megarl.engine.platform import to_device
@@ -32,7 +31,7 @@ class Sequences(NamedTuple):
     key_bounds: Tensor
 
 
-class SharedPrompts(NamedTuple):
+class PromptSharing(NamedTuple):
     """Which sequences of a packed batch continue which, made on the host.
 
     own: every sequence over itself. over_prompts: of each shared prompt all its responses over it. responses, prompts: (N,) and (M,)
@@ -46,7 +45,7 @@ class SharedPrompts(NamedTuple):
     prompt_of: list[int | None]
 
 
-def shared_prompts(lengths: Sequence[int], prompt_of: Sequence[int | None], device: torch.device) -> SharedPrompts | None:
+def shared_prompts(lengths: Sequence[int], prompt_of: Sequence[int | None], device: torch.device) -> PromptSharing | None:
     """None where no sequence continues another. lengths: of each sequence; those that continue one follow it at once."""
     followers: dict[int, list[int]] = {}
     for sequence, prompt in enumerate(prompt_of):
@@ -59,7 +58,7 @@ def shared_prompts(lengths: Sequence[int], prompt_of: Sequence[int | None], devi
     def tokens(sequences: Sequence[int]) -> Tensor:
         return to_device(torch.cat([torch.arange(starts[each], starts[each + 1]) for each in sequences]), device)
 
-    return SharedPrompts(
+    return PromptSharing(
         own=_sequences(list(lengths), list(lengths), device),
         over_prompts=_sequences(
             [sum(lengths[each] for each in responses) for responses in followers.values()], [lengths[each] for each in followers], device
@@ -77,26 +76,9 @@ def _sequences(queries: list[int], keys: list[int], device: torch.device) -> Seq
     return Sequences(queries, keys, query_bounds, key_bounds)
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, shared: SharedPrompts, scale: float | None) -> Tensor:
-    """query (T, heads, D), key and value (T, groups, D) -> (T, heads * D)."""
-    if query.device.type == "cuda" and query.dtype == torch.float32:
-        return _attend_by_mask(query, key, value, shared, scale)
+def attend(query: Tensor, key: Tensor, value: Tensor, shared: PromptSharing, scale: float | None) -> Tensor:
+    """query (T, heads, D), key and value (T, groups, D) -> (T, heads * D). On CUDA of 16 bits only."""
     return _Attention.apply(query, key, value, shared, scale).flatten(1)
-
-
-def _attend_by_mask(query: Tensor, key: Tensor, value: Tensor, shared: SharedPrompts, scale: float | None) -> Tensor:
-    """A sequence at a time, by torch's product of matrices: for float32 on CUDA, which has no other kernel."""
-    queries, keys, values = (tensor.split(shared.own.queries) for tensor in (query, key, value))
-    mixed = []
-    for number, prompt in enumerate(shared.prompt_of):
-        before = [] if prompt is None else [prompt]
-        seen = (torch.cat([parts[each] for each in (*before, number)]) for parts in (keys, values))
-        batch = [tensor.transpose(0, 1)[None] for tensor in (queries[number], *seen)]
-        length, num_keys = batch[0].shape[2], batch[1].shape[2]
-        mask = torch.ones(length, num_keys, dtype=torch.bool, device=query.device).tril(num_keys - length)
-        heads = query.shape[1] != key.shape[1]
-        mixed.append(F.scaled_dot_product_attention(*batch, attn_mask=mask, scale=scale, enable_gqa=heads)[0].transpose(0, 1))
-    return torch.cat(mixed).flatten(1)
 
 
 class _Part(NamedTuple):
@@ -109,16 +91,16 @@ class _Part(NamedTuple):
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, shared: SharedPrompts, scale: float | None) -> Tensor:
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, shared: PromptSharing, scale: float | None) -> Tensor:
         kernel = _kernel(query)
         output, log_sum, own_state = kernel.forward(query, key, value, shared.own, True, scale)
         chosen = query.index_select(0, shared.responses)
         over_prompt = kernel.forward(chosen, *_of_prompts(key, value, shared), shared.over_prompts, False, scale)
-        whole = torch.logaddexp(log_sum_of_responses := log_sum.index_select(0, shared.responses), over_prompt.log_sum)
-        own_share, prompt_share = ((part - whole).exp_()[..., None] for part in (log_sum_of_responses, over_prompt.log_sum))
-        merged = own_share * output.index_select(0, shared.responses) + prompt_share * over_prompt.output
+        own_log_sum = log_sum.index_select(0, shared.responses)
+        share = torch.sigmoid(over_prompt.log_sum - own_log_sum)[..., None]  # of the prompt in the whole
+        merged = output.index_select(0, shared.responses).float().lerp_(over_prompt.output.float(), share)
         output.index_copy_(0, shared.responses, merged.to(output.dtype))
-        log_sum.index_copy_(0, shared.responses, whole)
+        log_sum.index_copy_(0, shared.responses, torch.logaddexp(own_log_sum, over_prompt.log_sum))
         ctx.save_for_backward(query, key, value, output, log_sum)
         ctx.shared, ctx.scale, ctx.states = shared, scale, (own_state, over_prompt.state)
         return output
@@ -146,18 +128,17 @@ class _Attention(torch.autograd.Function):
         return *gradients, None, None
 
 
-def _of_prompts(key: Tensor, value: Tensor, shared: SharedPrompts) -> tuple[Tensor, Tensor]:
+def _of_prompts(key: Tensor, value: Tensor, shared: PromptSharing) -> tuple[Tensor, Tensor]:
     return key.index_select(0, shared.prompts), value.index_select(0, shared.prompts)
 
 
 class _Varlen:
-    """torch's flash attention of sequences of any length: what `varlen_attn` is made of, whose own backward pass knows one call only."""
+    """torch's flash attention of sequences of any length: what `varlen_attn` is made of, whose own backward pass knows one call only.
+    Log-sum-exps are (heads, T) there. Groups of heads share keys with nothing said, and causal is at the lower right."""
 
     @staticmethod
     def forward(query: Tensor, key: Tensor, value: Tensor, sequences: Sequences, causal: bool, scale: float | None) -> _Part:
-        output, log_sum, state = torch.ops.torch_attn._varlen_attn(
-            query, key, value, *_bounds(sequences), causal, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
-        )
+        output, log_sum, state = torch.ops.torch_attn._varlen_attn(query, key, value, *_bounds(sequences), causal, scale=scale)
         return _Part(output, log_sum.t().contiguous(), state)
 
     @staticmethod

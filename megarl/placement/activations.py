@@ -12,7 +12,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from megarl.config.architecture import Architecture
-from megarl.config.derive import fullest_micro_batch, padded_vocab_size, rows_of_replica
+from megarl.config.derive import Row, fullest_micro_batch, micro_batch_tokens, padded_vocab_size, rows_of_prompt, rows_of_replica
 from megarl.config.roles import ModelRole, needs_sum_pi_squared
 from megarl.config.schema import Device, DType, ParallelConfig, PPOConfig, Recompute, RecomputeModule, SFTConfig
 
@@ -85,22 +85,26 @@ class _Work:
         how, modules, num_layers = role.recomputation
         self._layers_again = min(num_layers or self._layers, self._layers) if how is Recompute.full else 0
         self._modules_again = modules if how is Recompute.selective else ()
-        self._longest = max(map(sum, self._rows(trains=False)))
+        self._longest = max(row.tokens for row in self._rows(trains=False))
+        self._shares_prompts = rows_of_prompt(config, role) > 1
+        rows = self._rows(trains=False)
+        # Where attention is a product of matrices every response has its prompt's keys beside its own.
+        self._keys_of_token = -(-sum(row.tokens for row in rows) // micro_batch_tokens(rows)) if self._shares_prompts else 1
         self._widths = _widths(architecture, parallel, self._longest if self.kernels is _Kernels.plain else 0)
 
-    def _rows(self, trains: bool) -> list[tuple[int, int]]:
-        return [*fullest_micro_batch(self._config, self._role, self._architecture, trains=trains)]
+    def _rows(self, trains: bool) -> list[Row]:
+        return fullest_micro_batch(self._config, self._role, self._architecture, trains=trains)
 
     def _tokens(self, trains: bool) -> int:
         rows = self._rows(trains)
-        tokens = sum(map(sum, rows)) if self._config.engine.packing else len(rows) * max(map(sum, rows))
+        tokens = micro_batch_tokens(rows) if self._config.engine.packing else len(rows) * max(row.tokens for row in rows)
         cut = self._parallel.tensor_parallel_size
         return -(-tokens // cut) * cut
 
     def _batch(self, trains: bool) -> int:
         """Of all rows of a pass at their longest."""
         rows = rows_of_replica(self._config, self._role, trains=trains)
-        return rows * max(map(sum, self._rows(trains))) * _BATCH_BYTES
+        return rows * max(row.tokens for row in self._rows(trains)) * _BATCH_BYTES
 
     def stays(self, trains: bool) -> int:
         """Megatron's buffer for tokens that sequence parallelism gathers where weights train, what a (virtual) stage received last: a
@@ -125,6 +129,8 @@ class _Work:
                 width.whole + (2 if self._parallel.sequence_parallel and self._role.optim is None else 1) * width.gate,
                 2 * width.whole * self._is_first,
                 2 * width.query + 2 * width.squares,
+                # Of responses apart from their prompts: queries, what they attended there and the two together, weighed in float32.
+                (9 * width.query + 2 * width.key) * self._shares_prompts,
             )
             layer = tokens * (6 * width.part + inside)
         head = 0
@@ -176,7 +182,7 @@ class _Work:
             return 4 * width.query + 3 * width.key + 3 * (width.query + width.key) * has_norm
         if self.kernels is _Kernels.plain and not again:
             # Queries, and for each of them its keys and values, laid out for the products; their weights; what is attended.
-            return 4 * width.query + width.squares + (width.query + 2 * width.key) * has_norm
+            return (2 + 2 * self._keys_of_token) * width.query + width.squares + (width.query + 2 * width.key) * has_norm
         # The product of all three; queries and keys turned by their angles; values; what is attended, which without packing is laid out
         # once more, and a float32 number of each head.
         head_numbers = 2 * width.query // self._architecture.head_dim
@@ -221,6 +227,7 @@ class _Work:
             tokens * (width.whole + width.gate) + second,
             tokens * (width.whole + width.part - width.gate) + first,
             tokens * (3 * width.squares + 2 * width.query - 3 * width.gate),
+            tokens * (6 * width.query + 6 * width.key - 3 * width.gate) * self._shares_prompts,
         )
         # A tied embedding has its gradient from the head until it has its own.
         tied = self._architecture.tie_word_embeddings and self._is_first and self._is_last and not self._role.with_value_head

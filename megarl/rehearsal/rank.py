@@ -105,7 +105,7 @@ class _Rehearsal:
         parallel = self._role.parallel
         packing = self._config.engine.packing
         cut = parallel.tensor_parallel_size if parallel.sequence_parallel else 1
-        length = batch.tokens if packing else max(map(sum, rows))
+        length = batch.tokens if packing else max(row.tokens for row in rows)
         self._device.received_integers = (-(-length // cut), 1 if packing else len(rows), self._architecture.hidden_size)
         return batch
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megarl.algorithms.losses import ActorLoss, CriticLoss, MiniBatchCounts, SFTLoss
 from megarl.algorithms.user_functions import policy_loss_of
-from megarl.config.derive import Row
+from megarl.config.derive import Row, micro_batch_tokens
 from megarl.config.roles import ModelRole, scores_in_update
 from megarl.config.schema import PPOConfig, SFTConfig
 
@@ -26,14 +26,14 @@ class RehearsedBatch(NamedTuple):
 
 
 def make_rows(rows: list[Row], num_micro_batches: int) -> RehearsedBatch:
-    """Of micro-batches that have those rows each. All ids are 0."""
-    prompt, response = (max(lengths) for lengths in zip(*rows, strict=True))
-    prompts, responses = (torch.tensor(lengths * num_micro_batches)[:, None] for lengths in map(list, zip(*rows, strict=True)))
+    """Of micro-batches that have those rows each. The ids of a row are the number of its prompt."""
+    prompts, responses, ids = (torch.tensor(column * num_micro_batches)[:, None] for column in map(list, zip(*rows, strict=True)))
+    prompt, response = int(prompts.max()), int(responses.max())
     column = torch.arange(prompt + response)
     mask = (column >= prompt - prompts) & (column < prompt + responses)
-    tensors = {"input_ids": torch.zeros_like(mask, dtype=torch.long), "attention_mask": mask.long(), "response_mask": mask[:, prompt:]}
+    tensors = {"input_ids": ids.expand(mask.shape), "attention_mask": mask.long(), "response_mask": mask[:, prompt:]}
     micro_batches = [[number * len(rows) + row for row in range(len(rows))] for number in range(num_micro_batches)]
-    return RehearsedBatch(tensors, micro_batches, sum(map(sum, rows)))
+    return RehearsedBatch(tensors, micro_batches, micro_batch_tokens(rows))
 
 
 def with_loss(config: PPOConfig | SFTConfig, role: ModelRole, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], Loss]:

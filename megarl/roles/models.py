@@ -15,12 +15,13 @@ from megarl.algorithms.losses import ActorLoss, CriticLoss, MiniBatchCounts, SFT
 from megarl.algorithms.user_functions import policy_loss_of
 from megarl.batch.data_proto import DataProto
 from megarl.batch.metrics import Metric, merge_metrics, over_updates, values_of
+from megarl.batch.prompts import first_with_prompt
 from megarl.config.roles import needs_sum_pi_squared, scores_in_update
 from megarl.config.schema import AlgorithmConfig, CorrectionLevel, MicroBatchConfig, ParallelConfig, ValueLossConfig
 from megarl.controller.futures import DerivedFuture, WorkerFuture
 from megarl.controller.group import RoleGroup
 from megarl.controller.register import RemoteMethod
-from megarl.data.packing import BatchPlan, plan_micro_batches
+from megarl.data.packing import BatchPlan, RowPrompt, plan_micro_batches
 from megarl.roles.checks import FirstRatioGate, LogProbGate
 from megarl.roles.offload_schedule import OffloadSchedule
 from megarl.roles.weight_source import WeightSource
@@ -72,9 +73,17 @@ class MegatronRole:
     """A group of workers that hold one model, with its layout and the limit of its micro-batches."""
 
     def __init__(
-        self, group: RoleGroup, parallel: ParallelConfig, micro_batch: MicroBatchConfig, schedule: OffloadSchedule | None = None
+        self,
+        group: RoleGroup,
+        parallel: ParallelConfig,
+        micro_batch: MicroBatchConfig,
+        schedule: OffloadSchedule | None = None,
+        *,
+        share_prompts: bool = False,
     ) -> None:
+        """share_prompts: as the workers' engines do, so that rows of one prompt are dealt together."""
         self.group = group
+        self._share_prompts = share_prompts
         self._schedule = schedule or OffloadSchedule()
         self._parallel = parallel
         self._micro_batch = micro_batch
@@ -89,6 +98,7 @@ class MegatronRole:
             sequences=self._micro_batch.sequences,
             max_tokens=self._micro_batch.max_tokens,
             multiple_of=self._parallel.pipeline_parallel_size if virtual else 1,
+            prompts=_prompts(batch) if self._share_prompts else None,
         )
         model_inputs = batch.select(list(keys), _uid_of(batch))
         parts = []
@@ -150,6 +160,14 @@ class MegatronRole:
         return future
 
 
+def _prompts(batch: DataProto) -> list[RowPrompt]:
+    """Of each row."""
+    ids, mask = batch.tensors["input_ids"], batch.tensors["attention_mask"].bool()
+    prompt_length = ids.shape[1] - batch.tensors["response_mask"].shape[1]
+    prompts = [row[is_real] for row, is_real in zip(ids[:, :prompt_length], mask[:, :prompt_length], strict=True)]
+    return [RowPrompt(first, len(prompt)) for first, prompt in zip(first_with_prompt(prompts), prompts, strict=True)]
+
+
 def _uid_of(batch: DataProto) -> list[str]:
     """The models do not read it: an error names the rows by it."""
     return ["uid"] if "uid" in batch.non_tensor_batch else []
@@ -185,8 +203,10 @@ class Critic(MegatronRole):
         updates: UpdatePlan,
         value_loss: ValueLossConfig,
         schedule: OffloadSchedule | None = None,
+        *,
+        share_prompts: bool = False,
     ) -> None:
-        super().__init__(group, parallel, micro_batch, schedule)
+        super().__init__(group, parallel, micro_batch, schedule, share_prompts=share_prompts)
         self._updates = updates
         self._value_loss = value_loss
 
@@ -220,10 +240,12 @@ class Actor(MegatronRole):
         algorithm: AlgorithmConfig | None = None,
         check_first_ratio: FirstRatioGate | None = None,
         check_log_probs: LogProbGate | None = None,
+        *,
+        share_prompts: bool = False,
     ) -> None:
         """algorithm None: supervised fine-tuning only. check_first_ratio: of the first update, where a step makes several.
         check_log_probs: of the first batch that is scored."""
-        super().__init__(group, parallel, micro_batch, schedule)
+        super().__init__(group, parallel, micro_batch, schedule, share_prompts=share_prompts)
         self._weights = weights
         self._updates = updates
         self._algorithm = algorithm

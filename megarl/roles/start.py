@@ -151,6 +151,7 @@ def start_ppo(
     schedule = OffloadSchedule(turns, {role: group for role, group in groups.items() if role != "reward"}, replicas)
     source = starter.weight_source(plan, groups["actor"], models["actor"])
     weights = RolloutWeights(_weight_sync(config, source, plan), replicas, schedule)
+    shares = config.engine.share_prompts and config.engine.packing
     return PPORoles(
         actor=Actor(
             groups["actor"],
@@ -162,12 +163,23 @@ def start_ppo(
             config.algorithm,
             FirstRatioGate(config.model.dtype),
             LogProbGate(config.resharding.max_log_prob_difference),
+            share_prompts=shares,
         ),
         reference=(
-            Reference(groups["reference"], config.actor.parallel, config.reference.micro_batch, schedule) if "reference" in groups else None
+            Reference(groups["reference"], config.actor.parallel, config.reference.micro_batch, schedule, share_prompts=shares)
+            if "reference" in groups
+            else None
         ),
         critic=(
-            Critic(groups["critic"], config.critic.parallel, config.critic.micro_batch, updates, config.algorithm.value_loss, schedule)
+            Critic(
+                groups["critic"],
+                config.critic.parallel,
+                config.critic.micro_batch,
+                updates,
+                config.algorithm.value_loss,
+                schedule,
+                share_prompts=shares,
+            )
             if "critic" in groups
             else None
         ),

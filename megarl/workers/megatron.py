@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from megarl.batch.data_proto import DataProto
 from megarl.batch.metrics import Metric
+from megarl.batch.prompts import first_with_prompt
 from megarl.config.flops import training_flops
 from megarl.config.schema import ParallelConfig
 from megarl.controller.dispatch import Dispatch, Mesh, MeshCoordinate
@@ -78,19 +79,39 @@ def megatron_mesh(parallel: ParallelConfig) -> Mesh:
 
 
 def speed_metrics(spec: ModelSpec, part: DataProto, seconds: float, name: str, peak_tflops: float | None) -> dict[str, Metric]:
-    """Of an update that took a replica so long: `perf/tflops/<name>`, what its rows need (training_flops) for each second of each of its
-    devices, and `perf/mfu/<name>`, as a share of what these can do, where that is known or given. Rows without a token that the loss reads
-    are not counted: they fill a micro-batch, or a correction has left them out."""
+    """Of an update that took a replica so long, for each second of each of its devices: `perf/tflops/<name>`, what its rows need
+    (training_flops), and `perf/mfu/<name>`, as a share of what these can do, where that is known or given; `perf/tokens_per_s/<name>`.
+    `perf/computed_tokens_per_s/<name>`, and both of the work, are without the prompts that rows of a micro-batch had from another row.
+    Rows without a token that the loss reads are not counted: they fill a micro-batch, or a correction has left them out."""
     mask, scored = part.tensors["attention_mask"], part.tensors["response_mask"]
     lengths, responses = mask.sum(1).tolist(), mask[:, -scored.shape[1] :].sum(1).tolist()
     counts = scored.any(1).tolist()
     rows = [(length - response, response) for length, response, is_counted in zip(lengths, responses, counts, strict=True) if is_counted]
-    tflop = training_flops(spec.architecture, rows, with_value_head=spec.head == "value") / 1e12
+    shared = [(lengths[row] - responses[row], 0) for row in _rows_with_a_shared_prompt(spec, part) if counts[row]]
+    flop = training_flops(spec.architecture, rows, with_value_head=spec.head == "value") - training_flops(spec.architecture, shared)
+    tflop, num_tokens = flop / 1e12, sum(map(sum, rows))
     device_s = seconds * spec.parallel.tensor_parallel_size * spec.parallel.pipeline_parallel_size
-    metrics = {f"perf/tflops/{name}": Metric.ratio(tflop, device_s)}
+    metrics = {
+        f"perf/tflops/{name}": Metric.ratio(tflop, device_s),
+        f"perf/tokens_per_s/{name}": Metric.ratio(num_tokens, device_s),
+        f"perf/computed_tokens_per_s/{name}": Metric.ratio(num_tokens - sum(map(sum, shared)), device_s),
+    }
     if peak := spec.device_peak_tflops or peak_tflops:
         metrics[f"perf/mfu/{name}"] = Metric.ratio(tflop, device_s * peak)
     return metrics
+
+
+def _rows_with_a_shared_prompt(spec: ModelSpec, part: DataProto) -> list[int]:
+    """Those whose prompt stands in their micro-batch for another row already."""
+    if not (spec.engine.share_prompts and spec.engine.packing):
+        return []
+    ids, mask = part.tensors["input_ids"], part.tensors["attention_mask"].bool()
+    prompt_length = ids.shape[1] - part.tensors["response_mask"].shape[1]
+    found = []
+    for rows in part.meta_info[MICRO_BATCHES]:
+        firsts = first_with_prompt(ids[row, :prompt_length][mask[row, :prompt_length]] for row in rows)
+        found += [row for place, row in enumerate(rows) if firsts[place] != place]
+    return found
 
 
 _groups: ParallelGroups | None = None  # roles that are fused in this process share them

@@ -21,7 +21,7 @@ from megarl.config.schema import Device, Layers, OptimConfig, ParallelConfig, Re
 from megarl.engine import platform
 from megarl.engine.offload import StatePart
 from tests.unit.engine.comparison import assert_same, max_difference
-from tests.unit.engine.models import FAMILIES, load_lm, make_batch, reference_logits, save_model, scores_of
+from tests.unit.engine.models import FAMILIES, load_lm, make_batch, reference_logits, save_model, scores_of, with_one_prompt
 from tests.unit.engine.rank_side import Tensors, build, hf_gradients, weighted_sum
 
 KEYS = ("log_probs", "entropy")
@@ -59,8 +59,8 @@ class Compared(NamedTuple):
 
 
 def weighted_batch() -> Tensors:
-    """A weight per token and output, so that no two gradients are the same by symmetry."""
-    batch = make_batch()
+    """A weight per token and output, so that no two gradients are the same by symmetry. Of some micro-batches rows share a prompt."""
+    batch = with_one_prompt(make_batch(), (0, 2), (1, 4))
     generator = torch.Generator().manual_seed(2)
     for key in KEYS:
         batch[f"weight/{key}"] = torch.randn(batch["response_mask"].shape, generator=generator) * batch["response_mask"]
@@ -85,6 +85,7 @@ def run_engine(folder: Path, dtype: torch.dtype, layers: Layers, packing: bool, 
         str(folder),
         dtype=dtype,
         packing=packing,
+        share_prompts=True,
         layers=layers,
         optim=OptimConfig(),
         recomputation=Recomputation(how=recompute),

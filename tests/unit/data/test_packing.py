@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.data.packing import plan_micro_batches, row_cost
+from megarl.data.packing import RowPrompt, plan_micro_batches, row_cost
 
 LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=30)
 LIMITS = st.one_of(st.fixed_dictionaries({"sequences": st.integers(1, 6)}), st.fixed_dictionaries({"max_tokens": st.integers(40, 130)}))
@@ -13,15 +13,39 @@ def real_rows(rank):
     return [row for micro_batch in rank.micro_batches if not micro_batch.is_filler for row in micro_batch.rows]
 
 
-def rank_costs(plan, lengths):
-    cost = row_cost(np.asarray(lengths))
-    return [float(cost[real_rows(rank)].sum()) for rank in plan.ranks]
+def prompts_of(lengths, num_samples):
+    """Of rows so many at a time, as long as the shortest of them."""
+    if num_samples is None:
+        return None
+    groups = [lengths[row // num_samples * num_samples :][:num_samples] for row in range(len(lengths))]
+    return [RowPrompt(row // num_samples, min(group)) for row, group in enumerate(groups)]
+
+
+def computed(rows, lengths, prompts, measure=int):
+    """What rows of one micro-batch add up to, by the `measure` of so many tokens, a prompt that they share counted once."""
+    own = [measure(lengths[row]) - (measure(prompts[row].length) if prompts else 0) for row in rows]
+    return sum(own) + sum(map(measure, dict(prompts[row] for row in rows).values()) if prompts else ())
+
+
+def rank_costs(plan, lengths, prompts=None):
+    def cost(tokens):
+        return float(row_cost(np.asarray(tokens)))
+
+    micro_batches = [[m.rows for m in rank.micro_batches if not m.is_filler] for rank in plan.ranks]
+    return [sum(computed(rows, lengths, prompts, cost) for rows in rank) for rank in micro_batches]
 
 
 @settings(max_examples=300, deadline=None)
-@given(lengths=LENGTHS, dp_size=st.integers(1, 6), limits=LIMITS, multiple_of=st.sampled_from([1, 1, 2, 4]))
-def test_every_plan_is_valid(lengths, dp_size, limits, multiple_of):
-    plan = plan_micro_batches(lengths, dp_size, **limits, multiple_of=multiple_of)
+@given(
+    lengths=LENGTHS,
+    dp_size=st.integers(1, 6),
+    limits=LIMITS,
+    multiple_of=st.sampled_from([1, 1, 2, 4]),
+    num_samples=st.sampled_from([None, 2, 7]),
+)
+def test_every_plan_is_valid(lengths, dp_size, limits, multiple_of, num_samples):
+    prompts = prompts_of(lengths, num_samples)
+    plan = plan_micro_batches(lengths, dp_size, **limits, multiple_of=multiple_of, prompts=prompts)
     assert len(plan.ranks) == dp_size
     assert {len(rank.micro_batches) for rank in plan.ranks} == {plan.num_micro_batches}
     assert plan.num_micro_batches % multiple_of == 0
@@ -30,7 +54,7 @@ def test_every_plan_is_valid(lengths, dp_size, limits, multiple_of):
     for micro_batch in micro_batches:
         assert micro_batch.rows
         assert len(micro_batch.rows) <= limits.get("sequences", len(lengths))
-        assert sum(lengths[row] for row in micro_batch.rows) <= limits.get("max_tokens", sum(lengths))
+        assert computed(micro_batch.rows, lengths, prompts) <= limits.get("max_tokens", sum(lengths))
     if any(micro_batch.is_filler for micro_batch in micro_batches):  # only where there are not enough rows to go round
         assert all(len(micro_batch.rows) == 1 for micro_batch in micro_batches)
 
@@ -55,6 +79,38 @@ def test_by_hand():
     plan = plan_micro_batches([3, 8, 5, 6], 2, sequences=1)
     assert [[m.rows for m in rank.micro_batches] for rank in plan.ranks] == [[(1,), (0,)], [(3,), (2,)]]
     assert plan.restore_order() == [1, 0, 3, 2]
+
+
+def test_samples_of_a_prompt_stay_together():
+    """8 rows of two prompts and 2 alone: by tokens of their own they would be dealt in turns."""
+    lengths, prompts = [12] * 4 + [11] * 4 + [30, 30], [RowPrompt(0, 8)] * 4 + [RowPrompt(4, 8)] * 4 + [RowPrompt(8, 5), RowPrompt(9, 5)]
+    plan = plan_micro_batches(lengths, 2, max_tokens=60, prompts=prompts)
+    assert sorted(m.rows for rank in plan.ranks for m in rank.micro_batches) == [(0, 1, 2, 3, 8), (4, 5, 6, 7, 9)]
+    apart = plan_micro_batches(lengths, 2, max_tokens=60)
+    assert apart.num_micro_batches == 2  # 152 tokens, where shared prompts leave 104
+
+
+def test_a_prompt_is_split_where_work_or_room_wants_it():
+    """One prompt of 10 tokens with 8 responses of 30: half for each rank; and of what a rank has no two fit into 60 tokens with it."""
+    lengths, prompts = [40] * 8, [RowPrompt(0, 10)] * 8
+    plan = plan_micro_batches(lengths, 2, max_tokens=130, prompts=prompts)
+    assert [[len(m.rows) for m in rank.micro_batches] for rank in plan.ranks] == [[4], [4]]
+    plan = plan_micro_batches(lengths, 2, max_tokens=60, prompts=prompts)
+    assert [[len(m.rows) for m in rank.micro_batches] for rank in plan.ranks] == [[1] * 4, [1] * 4]
+
+
+@pytest.mark.parametrize("num_prompts", [256, 32])
+def test_replicas_have_equal_work_although_prompts_are_shared(num_prompts):
+    """Log-normal lengths, 8 samples of a prompt, 8 ranks. Few prompts are computed twice for it."""
+    rng = np.random.default_rng(0)
+    prompt_lengths = np.clip(rng.lognormal(6.2, 0.6, num_prompts), 16, 4096).astype(int).repeat(8)
+    lengths = (prompt_lengths + np.clip(rng.lognormal(7.6, 0.8, num_prompts * 8), 16, 16384).astype(int)).tolist()
+    prompts = [RowPrompt(row // 8, length) for row, length in enumerate(prompt_lengths.tolist())]
+    plan = plan_micro_batches(lengths, 8, max_tokens=32768, prompts=prompts)
+    costs = rank_costs(plan, lengths, prompts)
+    assert max(costs) < 1.01 * np.mean(costs)
+    done = sum(computed(m.rows, lengths, prompts) for rank in plan.ranks for m in rank.micro_batches)
+    assert done < 1.02 * computed(range(len(lengths)), lengths, prompts)
 
 
 def test_fewer_rows_than_ranks_are_filled_up_with_the_shortest_row():

@@ -152,8 +152,7 @@ class SlowVarlenOperators:
     """The operators of torch's `varlen_attn`, which have no kernel on a CPU, a sequence at a time. Their backward pass makes the weights
     again from a log-sum-exp that it is given, as flash attention's does, and knows of the forward pass nothing else."""
 
-    def _varlen_attn(self, query: Tensor, key: Tensor, value: Tensor, *bounds: Any, scale: float, enable_gqa: bool) -> Any:
-        assert enable_gqa == (query.shape[1] != key.shape[1])
+    def _varlen_attn(self, query: Tensor, key: Tensor, value: Tensor, *bounds: Any, scale: float) -> Any:
         output, log_sum = torch.empty_like(query), torch.empty(query.shape[1], query.shape[0])
         for queries, _, scores, values in self._sequences(query, key, value, *bounds, scale):
             output[queries] = (scores.softmax(-1) @ values).transpose(0, 1)
@@ -192,21 +191,22 @@ class SlowVarlenOperators:
 
 
 def attend_sharing(heads: Heads, lengths: list[int], prompt_of: list[int | None], scale: float, way: str) -> Attended:
-    """In a rank. varlen, mask: as on CUDA in bfloat16 and in float32, but for the kernel."""
+    """In a rank. varlen, mask: as on CUDA in bfloat16 and in float32, but for the kernels."""
     from megarl.engine import platform
 
     platform.activate(Device.cpu)
-    from megarl.engine import shared_prompts
-    from megarl.engine.layers import AttentionCore, PackedRows
+    from megarl.engine import layers, shared_prompts
+    from megarl.engine.layers import AttentionCore, PackedRows, attention_plan
 
+    core = AttentionCore(SimpleNamespace(context_parallel_size=1, attention_dropout=0.0), softmax_scale=scale)
     query, key, value = (tensor.clone().requires_grad_() for tensor in heads[:3])
     packed = PackedRows(lengths, torch.device("cpu"), prompt_of)
     if way == "cpu":
-        core = AttentionCore(SimpleNamespace(context_parallel_size=1, attention_dropout=0.0), softmax_scale=scale)
+        packed.max_seqlen_kv = max(packed.max_seqlen_kv, layers.KEY_BLOCK + 1)  # as if one were long
         mixed = core(query, key, value, packed_seq_params=packed)
         (mixed * heads.weight).sum().backward()
     elif way == "mask":
-        mixed = shared_prompts._attend_by_mask(query, key, value, packed.shared, scale)
+        mixed = core._attend_packed(query, key, value, attention_plan(packed))
         (mixed * heads.weight).sum().backward()
     else:
         with (

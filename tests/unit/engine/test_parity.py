@@ -23,6 +23,7 @@ from tests.unit.engine.models import (
     save_critic,
     save_model,
     scores_of,
+    with_one_prompt,
 )
 from tests.unit.engine.rank_side import (
     LAYOUTS,
@@ -54,9 +55,9 @@ class Case(NamedTuple):
 
 
 CASES = {
-    "policy": Case("lm", {}, ("log_probs", "entropy")),
+    "policy": Case("lm", {"share_prompts": True}, ("log_probs", "entropy")),
     "policy at a temperature": Case("lm", {"temperature": TEMPERATURE}, ("log_probs", "entropy")),
-    "critic": Case("critic", {"head": "value"}, ("values",)),
+    "critic": Case("critic", {"head": "value", "share_prompts": True}, ("values",)),
     "critic without a stored head": Case("lm", {"head": "value"}, ("values",)),
 }
 
@@ -70,8 +71,9 @@ class Compared(NamedTuple):
 
 
 def weighted_batch() -> Tensors:
-    """A weight per token and output, so that no two gradients are the same by symmetry."""
-    batch = make_batch()
+    """A weight per token and output, so that no two gradients are the same by symmetry. In every layout rows of one prompt meet in a
+    micro-batch."""
+    batch = with_one_prompt(make_batch(), (0, 4, 2), (1, 5))
     generator = torch.Generator().manual_seed(2)
     for key in ("log_probs", "entropy", "values"):
         batch[f"weight/{key}"] = torch.randn(batch["response_mask"].shape, generator=generator) * batch["response_mask"]

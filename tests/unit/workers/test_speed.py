@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from megarl.config.architecture import read_architecture
 from megarl.config.flops import training_flops
 from megarl.config.schema import Device, DType, EngineConfig, ParallelConfig
 from megarl.engine.spec import ModelSpec
-from megarl.workers.megatron import speed_metrics
+from megarl.workers.megatron import MICRO_BATCHES, speed_metrics
 from tests.unit.config.folders import model_folder
 
 ROWS = [(3, 2), (1, 4), (2, 3)]
@@ -27,7 +28,10 @@ def part_of(rows: list[tuple[int, int]], filler: int | None = None) -> DataProto
     scored = mask[:, PROMPT:].bool()
     if filler is not None:
         scored[filler] = False
-    return DataProto.from_dict({"attention_mask": mask, "response_mask": scored})
+    ids, micro_batches = torch.zeros_like(mask), [[row] for row in range(len(rows))]
+    return DataProto.from_dict(
+        {"input_ids": ids, "attention_mask": mask, "response_mask": scored}, meta_info={MICRO_BATCHES: micro_batches}
+    )
 
 
 @pytest.fixture
@@ -49,9 +53,30 @@ def test_it_is_the_work_of_all_replicas_by_the_time_of_their_devices(spec: Model
     """Two replicas of 2 x 2 devices, one of which worked for 3 s and the other for 5."""
     replicas = [speed_metrics(spec, part_of(ROWS[:2]), 3.0, "actor", 0.5), speed_metrics(spec, part_of(ROWS[2:]), 5.0, "actor", 0.5)]
     tflops = training_flops(spec.architecture, ROWS) / 1e12 / (4 * 3.0 + 4 * 5.0)
-    assert values_of(merge_metrics(replicas)) == pytest.approx({"perf/tflops/actor": tflops, "perf/mfu/actor": tflops / 0.5})
+    tokens = sum(map(sum, ROWS)) / (4 * 3.0 + 4 * 5.0)
+    assert values_of(merge_metrics(replicas)) == pytest.approx(
+        {
+            "perf/tflops/actor": tflops,
+            "perf/mfu/actor": tflops / 0.5,
+            "perf/tokens_per_s/actor": tokens,
+            "perf/computed_tokens_per_s/actor": tokens,
+        }
+    )
+
+
+def test_a_prompt_that_rows_share_is_computed_once(spec: ModelSpec) -> None:
+    """Rows 0 and 1 have one prompt, and are together; row 2 has it too, in another micro-batch."""
+    rows = [(3, 5), (3, 2), (3, 4)]
+    part = part_of(rows)
+    part.meta_info = {MICRO_BATCHES: [[0, 1], [2]]}
+    found = values_of(merge_metrics([speed_metrics(replace(spec, engine=EngineConfig(share_prompts=True)), part, 2.0, "actor", None)]))
+    flops = training_flops(spec.architecture, rows) - training_flops(spec.architecture, [(3, 0)])
+    expected = {"tflops": flops / 1e12, "tokens_per_s": 8 + 5 + 7, "computed_tokens_per_s": 8 + 2 + 7}
+    assert found == pytest.approx({f"perf/{key}/actor": value / 8.0 for key, value in expected.items()})
 
 
 def test_what_fills_a_micro_batch_is_no_work(spec: ModelSpec) -> None:
     found = values_of(merge_metrics([speed_metrics(spec, part_of(ROWS, filler=1), 2.0, "critic", None)]))
-    assert found == pytest.approx({"perf/tflops/critic": training_flops(spec.architecture, [ROWS[0], ROWS[2]]) / 1e12 / 8.0})
+    rows = [ROWS[0], ROWS[2]]
+    assert found["perf/tflops/critic"] == pytest.approx(training_flops(spec.architecture, rows) / 1e12 / 8.0)
+    assert found["perf/tokens_per_s/critic"] == pytest.approx(sum(map(sum, rows)) / 8.0)
