@@ -19,20 +19,20 @@ class Item(NamedTuple):
 
 
 class Phase(NamedTuple):
-    """`name`: as in `timing_s/<name>`. `roles`: who works; none is the driver. `needs`: what must be in memory meanwhile. `call`: the
-    method of the worker that does it, where one does."""
+    """`name`: as in `timing_s/<name>`. `roles`: who works; none is the driver. `needs`: what must be in memory meanwhile. `calls`:
+    the methods of the first role's worker that do it, where some do."""
 
     name: str
     roles: tuple[str, ...]
     reads: frozenset[str]
     writes: frozenset[str]
     needs: frozenset[Item]
-    call: str | None = None
+    calls: tuple[str, ...] = ()
 
 
-def _phase(name: str, roles: Sequence[str], reads: str, writes: str, needs: Mapping[str, Sequence[str]], call: str | None = None) -> Phase:
+def _phase(name: str, roles: Sequence[str], reads: str, writes: str, needs: Mapping[str, Sequence[str]], *calls: str) -> Phase:
     items = frozenset(Item(role, part) for role, parts in needs.items() for part in parts)
-    return Phase(name, tuple(roles), frozenset(reads.split()), frozenset(writes.split()), items, call)
+    return Phase(name, tuple(roles), frozenset(reads.split()), frozenset(writes.split()), items, calls)
 
 
 _TO_SCORE, _TO_TRAIN, _AWAKE = (PARAMETERS,), (PARAMETERS, GRADIENTS, OPTIMIZER), (ENGINE,)
@@ -53,7 +53,15 @@ STEP = (
     _phase("values", ["critic"], "responses critic.weights", "values", {"critic": _TO_SCORE}, "values"),
     _phase("adv", [], "token_level_scores reward_model_scores old_log_probs ref_log_prob values", "advantages returns", {}),
     _phase("update_critic", ["critic"], "responses values returns critic.weights", "critic.weights", {"critic": _TO_TRAIN}, "update"),
-    _phase("update_actor", ["actor"], "responses old_log_probs advantages actor.weights", "actor.weights", {"actor": _TO_TRAIN}, "update"),
+    _phase(
+        "update_actor",
+        ["actor"],
+        "responses old_log_probs advantages actor.weights",
+        "actor.weights",
+        {"actor": _TO_TRAIN},
+        "update",
+        "update_scored",
+    ),
     _phase("update_weights", ["actor", "rollout"], "actor.weights", "rollout.weights", {"actor": _TO_SCORE, "rollout": _AWAKE}),
 )
 

@@ -18,7 +18,7 @@ from megarl.tracking.timeline import Span, Timeline
 from megarl.trainers.evaluation import ValidationResult
 
 # The phase (timing_s/<phase>) that a role's call is part of, by the role and its worker's method.
-PHASES = {(phase.roles[0], phase.call): phase.name for phase in STEP if phase.call is not None}
+PHASES = {(phase.roles[0], call): phase.name for phase in STEP for call in phase.calls}
 _DRIVER = "driver"
 _TIMELINE_EVERY_STEPS = 10
 

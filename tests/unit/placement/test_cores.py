@@ -33,7 +33,7 @@ def test_side_by_side_they_share(strategy: PlacementStrategy, values: int, score
     plan = plan_placement(PPOConfig(actor=TP2, rollout=RolloutConfig(num_replicas=2), placement=PlacementConfig(strategy=strategy)))
     assert at_work(plan) == {
         "rollout": {"submit_and_poll": 2},
-        "actor": {"log_probs": scores, "update": updates[1]},
+        "actor": {"log_probs": scores, "update": updates[1], "update_scored": updates[1]},
         "reference": {"log_probs": scores},
         "critic": {"values": values, "update": updates[0]},
     }

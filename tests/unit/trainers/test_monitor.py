@@ -46,6 +46,14 @@ def test_phases_are_known_by_calls_that_workers_have(role: str, call: str) -> No
     assert call in registered_methods(WORKERS[role])
 
 
+@pytest.mark.parametrize("role", ["reward", "reward_model", "actor", "reference", "critic"])
+def test_what_such_a_worker_computes_is_of_a_phase(role: str) -> None:
+    """Else it would be in no timing, and would compute with the threads of the phase before."""
+    own = vars(WORKERS[role]).keys() & registered_methods(WORKERS[role])
+    assert {(role, call) for call in own} <= PHASES.keys()
+    assert own or role == "reference"
+
+
 def test_a_phase_lasts_from_its_first_start_to_its_last_end() -> None:
     spans = [
         span("rollout", 0, "submit_and_poll", 10.0, 14.0),
