@@ -42,6 +42,7 @@ def config(tmp_path: Path) -> SFTConfig:
 def left_by(config: SFTConfig) -> Path:
     """What a run leaves that was killed early."""
     output_dir = Path(config.trainer.output_dir)
+    output_dir.mkdir()
     dump_config(config, output_dir / "config.yaml")
     (output_dir / "metrics.jsonl").write_text('{"step": 1}\n')
     (output_dir / "generations.jsonl").touch()

@@ -58,6 +58,7 @@ def whole_records(path: Path) -> list[Any]:
 def test_wandb_has_a_run_and_goes_on_in_it(run: TrackedRun, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_API_KEY", SECRET)
+    run.output_dir.mkdir()
     dump_config(PPOConfig(), run.output_dir / "config.yaml")
     log_steps("wandb", run, [1, 2])
     time.sleep(1.1)  # W&B names the folder of a process by the second
