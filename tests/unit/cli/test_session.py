@@ -42,7 +42,7 @@ def config(tmp_path: Path) -> SFTConfig:
 def left_by(config: SFTConfig) -> Path:
     """What a run leaves that was killed early."""
     output_dir = Path(config.trainer.output_dir)
-    output_dir.mkdir()
+    output_dir.mkdir(exist_ok=True)
     dump_config(config, output_dir / "config.yaml")
     (output_dir / "metrics.jsonl").write_text('{"step": 1}\n')
     (output_dir / "generations.jsonl").touch()
@@ -115,6 +115,7 @@ def test_another_algorithm_is_another_run(tmp_path: Path) -> None:
     values = ppo_values(tmp_path)
     values["trainer"]["output_dir"] = str(tmp_path / "run")
     config = load_config(PPOConfig, write_yaml(tmp_path / "run.yaml", values))
+    (tmp_path / "run").mkdir()
     dump_config(config, tmp_path / "run" / "config.yaml")
     other = replace(config, algorithm=replace(config.algorithm, entropy_coefficient=0.5))
     assert of_another_run(tmp_path / "run", other) == "algorithm.entropy_coefficient was 0.0, is 0.5"
