@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.batch.data_proto import DataProto
+from megarl.batch.token_rows import token_rows
 from megarl.cli.run_context import RunContext
 from megarl.cli.session import Session
 from megarl.cli.train import open_ppo
@@ -110,7 +111,8 @@ class Run:
 
     def texts(self, batch: DataProto) -> list[str]:
         """(B,): the responses as text, without special tokens."""
-        return decode_rows(self._tokenizer, batch.tensors["responses"], batch.tensors["response_mask"])
+        rows = token_rows(batch.columns)
+        return decode_rows(self._tokenizer, rows["responses"], rows["response_mask"])
 
     def add_advantages(self, batch: DataProto) -> DataProto:
         """The batch with `token_level_rewards`, `advantages` and `returns` (B, R), as `algorithm` says; their metrics are logged."""

@@ -8,7 +8,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from megarl.algorithms.masked import masked
+from megarl.algorithms.masked import map_tokens, masked, masked_row_sums, row_lengths
+from megarl.batch.ragged import Column
 from megarl.config.schema import KLConfig, KLControllerKind, KLEstimator
 
 # exp() of a log-ratio is cut here: e^20 is far outside what training survives, and the cut keeps float32 finite.
@@ -73,18 +74,27 @@ def kl_per_token(log_probs: Tensor, ref_log_prob: Tensor, mask: Tensor, estimato
     return KL_ESTIMATORS[estimator](masked(log_probs, mask), masked(ref_log_prob, mask))
 
 
-def sequence_mean_kl(kl: Tensor, mask: Tensor) -> float:
+def sequence_mean_kl(kl: Column, mask: Column) -> float:
     """What a controller watches: the mean over each row's valid tokens, then over the rows that have any."""
-    num_tokens = mask.sum(dim=1)
-    row_means = masked(kl, mask).sum(dim=1) / num_tokens.clamp(min=1)
+    num_tokens = row_lengths(mask)
+    row_means = masked_row_sums(kl, mask) / num_tokens.clamp(min=1)
     return float(row_means.sum() / (num_tokens > 0).sum().clamp(min=1))
 
 
+def kl_column(log_probs: Column, ref_log_prob: Column, mask: Column, estimator: KLEstimator) -> Column:
+    """As `kl_per_token`, a block of rows at a time, without a graph."""
+    return map_tokens(lambda new, reference, mask: kl_per_token(new, reference, mask, estimator), log_probs, ref_log_prob, mask)
+
+
 def apply_kl_penalty(
-    token_level_scores: Tensor, old_log_probs: Tensor, ref_log_prob: Tensor, mask: Tensor, beta: float, estimator: KLEstimator
-) -> Tensor:
+    token_level_scores: Column, old_log_probs: Column, ref_log_prob: Column, mask: Column, beta: float, estimator: KLEstimator
+) -> Column:
     """`token_level_rewards` (B, R): scores - beta * KL on valid tokens, 0 elsewhere (Ouyang et al. 2022, eq. 2)."""
-    return masked(token_level_scores, mask) - beta * kl_per_token(old_log_probs, ref_log_prob, mask, estimator)
+
+    def rewards(scores: Tensor, old: Tensor, reference: Tensor, mask: Tensor) -> Tensor:
+        return masked(scores, mask) - beta * kl_per_token(old, reference, mask, estimator)
+
+    return map_tokens(rewards, token_level_scores, old_log_probs, ref_log_prob, mask)
 
 
 class KLController(Protocol):

@@ -26,6 +26,7 @@ from megarl.algorithms.policy_losses.covariance import SELECTED_TOKENS
 from megarl.algorithms.rollout_correction import correction_weights
 from megarl.algorithms.user_functions import policy_loss_of
 from megarl.batch.metrics import Metric
+from megarl.batch.ragged import Column
 from megarl.config.schema import Aggregation, AlgorithmConfig, PolicyLossConfig, ValueLossConfig
 
 
@@ -44,8 +45,8 @@ class MiniBatchCounts:
     num_sequences: float  # rows with a valid token
 
     @classmethod
-    def of(cls, response_mask: Tensor) -> MiniBatchCounts:
-        """response_mask: (B, R) bool, of the whole mini-batch or of the part that will be added to the others."""
+    def of(cls, response_mask: Column) -> MiniBatchCounts:
+        """response_mask: bool, of the whole mini-batch or of the part that will be added to the others."""
         return cls(
             num_tokens=denominator(response_mask, Aggregation.token_mean),
             num_sequences=denominator(response_mask, Aggregation.sequence_mean_token_sum),

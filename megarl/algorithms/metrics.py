@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from math import inf, sqrt
+from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
-from megarl.algorithms.masked import masked
+from megarl.algorithms.masked import leaves_nothing_out, map_tokens, masked_row_sums, row_blocks, row_lengths, tokens_of
+from megarl.batch.ragged import Column, RaggedTensor
+
+_SPREAD_KEYS = ("advantages", "returns", "values")  # without a critic the first two are one
 
 
 def _summary(name: str, x: Tensor) -> dict[str, float]:
@@ -17,8 +23,9 @@ def _summary(name: str, x: Tensor) -> dict[str, float]:
     return {f"{name}/mean": float(x.mean()), f"{name}/max": float(x.max()), f"{name}/min": float(x.min())}
 
 
-def data_metrics(batch: Mapping[str, Tensor], max_response_length: int) -> dict[str, float]:
-    """Metrics of a whole batch of (B, R) tensors by batch key; `response_mask` is needed, each other key adds its metrics.
+def data_metrics(batch: Mapping[str, Column], max_response_length: int) -> dict[str, float]:
+    """Metrics of a whole batch by batch key, all that is (B, R) as tensors or all as rows of tokens; `response_mask` is needed, each other
+    key adds its metrics.
 
     - `critic/score/*` and `critic/rewards/*`: over rows, of the row's sum of `token_level_scores` / `token_level_rewards`.
     - `critic/advantages/*`, `critic/returns/*`, `critic/values/*`: over valid tokens; `std` is the square root of the mean squared
@@ -26,36 +33,77 @@ def data_metrics(batch: Mapping[str, Tensor], max_response_length: int) -> dict[
     - `critic/vf_explained_var`: 1 - Var(returns - values) / Var(returns) over valid tokens (0 where Var(returns) is 0).
     - `response_length/{mean,max,min}`: tokens that the model wrote, over rows; `clip_ratio`: share of rows with
       `max_response_length` tokens or more.
-    - `prompt_length/{mean,max,min}`: True tokens of `prompt_attention_mask` (B, P), over rows.
+    - `prompt_length/{mean,max,min}`: tokens of `prompts`, over rows.
     - `training/rollout_probs_diff_{mean,max}`: over valid tokens, |exp(rollout_log_probs) - exp(old_log_probs)|.
     - `training/rollout_log_probs_diff_{mean,max}`: over valid tokens, |rollout_log_probs - old_log_probs|.
     """
     mask = batch["response_mask"]
-    lengths = mask.sum(dim=1)
+    lengths = row_lengths(mask)
     metrics = _summary("response_length", lengths)
     if lengths.numel() > 0:
         metrics["response_length/clip_ratio"] = float((lengths >= max_response_length).float().mean())
-    if "prompt_attention_mask" in batch:
-        metrics |= _summary("prompt_length", batch["prompt_attention_mask"].sum(dim=1))
+    if isinstance(prompts := batch.get("prompts"), RaggedTensor):
+        metrics |= _summary("prompt_length", prompts.lengths)
     for key, name in (("token_level_scores", "score"), ("token_level_rewards", "rewards")):
         if key in batch:
-            metrics |= _summary(f"critic/{name}", masked(batch[key], mask).sum(dim=1))
-    for name in ("advantages", "returns", "values"):
-        if name in batch:
-            metrics |= _summary(f"critic/{name}", batch[name][mask])
-            if mask.any():
-                metrics[f"critic/{name}/std"] = float(batch[name][mask].std(correction=0))
+            metrics |= _summary(f"critic/{name}", masked_row_sums(batch[key], mask))
+    over_tokens = {id(column): _over_tokens(_only, mask, column) for column in map(batch.get, _SPREAD_KEYS) if column is not None}
+    for name in _SPREAD_KEYS:
+        if name in batch and (tokens := over_tokens[id(batch[name])]).number:
+            metrics |= {f"critic/{name}/mean": tokens.mean, f"critic/{name}/max": tokens.maximum, f"critic/{name}/min": tokens.minimum}
+            metrics[f"critic/{name}/std"] = sqrt(tokens.variance)
     if "values" in batch and "returns" in batch:
-        metrics["critic/vf_explained_var"] = _explained_variance(batch["values"][mask], batch["returns"][mask])
+        errors, returns = _over_tokens(torch.sub, mask, batch["returns"], batch["values"]), over_tokens[id(batch["returns"])]
+        metrics["critic/vf_explained_var"] = 1.0 - errors.variance / returns.variance if returns.variance > 0 else 0.0
     if "rollout_log_probs" in batch and "old_log_probs" in batch:
-        rollout, old = batch["rollout_log_probs"][mask], batch["old_log_probs"][mask]
-        for name, difference in (("probs", (rollout.exp() - old.exp()).abs()), ("log_probs", (rollout - old).abs())):
-            metrics[f"training/rollout_{name}_diff_mean"] = float(difference.mean()) if difference.numel() else 0.0
-            metrics[f"training/rollout_{name}_diff_max"] = float(difference.max()) if difference.numel() else 0.0
+        for name, difference in (("probs", _of_probs), ("log_probs", _of_log_probs)):
+            tokens = _over_tokens(difference, mask, batch["rollout_log_probs"], batch["old_log_probs"])
+            metrics[f"training/rollout_{name}_diff_mean"] = tokens.mean
+            metrics[f"training/rollout_{name}_diff_max"] = tokens.maximum if tokens.number else 0.0
     return metrics
 
 
-def age_metrics(batch: Mapping[str, Tensor], version: int) -> dict[str, float]:
+def _only(x: Tensor) -> Tensor:
+    return x
+
+
+def _of_probs(rollout: Tensor, old: Tensor) -> Tensor:
+    return (rollout.exp() - old.exp()).abs()
+
+
+def _of_log_probs(rollout: Tensor, old: Tensor) -> Tensor:
+    return (rollout - old).abs()
+
+
+class _Tokens(NamedTuple):
+    """Of a value over tokens. variance: the mean squared deviation. Without a token mean and variance are 0."""
+
+    number: int
+    mean: float
+    variance: float
+    maximum: float
+    minimum: float
+
+
+def _over_tokens(value: Callable[..., Tensor], mask: Column, *columns: Column) -> _Tokens:
+    """Of value(*columns), of each token by itself, over the True tokens of the mask, a block of rows at a time; deviations are merged as in
+    Chan et al. 1979."""
+    count, mean, squares, maximum, minimum, all_count = 0, 0.0, 0.0, -inf, inf, leaves_nothing_out(mask)
+    for rows in row_blocks(mask):
+        x = value(*(tokens_of(column, rows) for column in columns))
+        x = x if all_count else x[tokens_of(mask, rows)]
+        if (number := len(x)) == 0:
+            continue
+        block_mean = float(x.mean(dtype=torch.float64))
+        gap, count = block_mean - mean, count + number
+        mean += gap * number / count
+        squares += float((x - block_mean).square().sum(dtype=torch.float64)) + gap * gap * number * (count - number) / count
+        low, high = x.aminmax()
+        maximum, minimum = max(maximum, float(high)), min(minimum, float(low))
+    return _Tokens(count, mean, squares / max(count, 1), maximum, minimum)
+
+
+def age_metrics(batch: Mapping[str, Column], version: int) -> dict[str, float]:
     """How many weight versions before `version`, the one that is trained, each token of `response_mask` was drawn.
 
     - `rollout/age/{mean,max}`: of version - `token_versions` (B, R), over valid tokens.
@@ -63,15 +111,16 @@ def age_metrics(batch: Mapping[str, Tensor], version: int) -> dict[str, float]:
       older ones, and the trainer's own log-probs.
     """
     mask = batch["response_mask"]
-    ages = (version - batch["token_versions"])[mask]
-    if not len(ages):
+    ages = _over_tokens(lambda versions: version - versions, mask, batch["token_versions"])
+    if not ages.number:
         return {}
-    metrics = {"rollout/age/mean": float(ages.double().mean()), "rollout/age/max": float(ages.max())}
-    if "old_log_probs" in batch and (ages > 0).any():
-        difference = (batch["rollout_log_probs"] - batch["old_log_probs"])[mask].abs()
-        for name, of_age in (("current", ages == 0), ("older", ages > 0)):
-            if of_age.any():
-                metrics[f"training/rollout_log_probs_diff_mean/{name}"] = float(difference[of_age].mean())
+    metrics = {"rollout/age/mean": ages.mean, "rollout/age/max": ages.maximum}
+    if "old_log_probs" in batch and ages.maximum > 0:
+        for name, of_age in (("current", torch.eq), ("older", torch.ne)):
+            chosen = map_tokens(lambda mask, versions: mask & of_age(versions, version), mask, batch["token_versions"])  # noqa: B023
+            difference = _over_tokens(_of_log_probs, chosen, batch["rollout_log_probs"], batch["old_log_probs"])
+            if difference.number:
+                metrics[f"training/rollout_log_probs_diff_mean/{name}"] = difference.mean
     return metrics
 
 
@@ -90,10 +139,3 @@ def reward_model_metrics(batch: Mapping[str, Tensor]) -> dict[str, float]:
     for name in ("truncated", "spells_special"):
         metrics[f"reward/model/{name}"] = float(batch[f"reward_model_{name}"].float().mean())
     return metrics
-
-
-def _explained_variance(values: Tensor, returns: Tensor) -> float:
-    if returns.numel() == 0:
-        return 0.0
-    variance = float(returns.var(correction=0))
-    return 1.0 - float((returns - values).var(correction=0)) / variance if variance > 0 else 0.0

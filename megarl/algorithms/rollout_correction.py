@@ -6,13 +6,15 @@ tokens. x_t = old_log_probs - rollout_log_probs = log pi_t - log mu_t; all estim
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from megarl.algorithms.kl import LOG_RATIO_LIMIT
-from megarl.algorithms.masked import masked
+from megarl.algorithms.masked import empty_like, map_tokens, masked, masked_row_sums, row_blocks, row_lengths, rows_of, tokens_of
+from megarl.batch.ragged import Column
 from megarl.config.schema import (
     CorrectionKind,
     CorrectionLevel,
@@ -30,12 +32,12 @@ class Correction(NamedTuple):
     A token of weight 0 still counts in the loss's denominator, as importance sampling wants it; a rejected row does not.
     """
 
-    weights: Tensor | None  # (B, R)
-    mask: Tensor  # (B, R) bool
+    weights: Column | None  # (B, R)
+    mask: Column  # (B, R) bool
     metrics: dict[str, float]
 
 
-def correct(old_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor, config: RolloutCorrectionConfig) -> Correction:
+def correct(old_log_probs: Column, rollout_log_probs: Column, mask: Column, config: RolloutCorrectionConfig) -> Correction:
     """Weights and rejections for (B, R) log-probs of the same tokens by the trainer and by the rollout engine.
 
     Weights: pi/mu of each token (`level` token), its product over the response (sequence: exact, of large variance), or its geometric
@@ -49,29 +51,66 @@ def correct(old_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor, conf
 
     Raises ValueError for a log-prob of a valid token that is NaN or infinite.
     """
-    log_ratio = _log_ratio(old_log_probs, rollout_log_probs, mask)
     metrics = diagnostics(old_log_probs, rollout_log_probs, mask)
-    weights = None
-    if config.level is not CorrectionLevel.none:
-        raw = _ratios(log_ratio, mask, config.level)
-        limited = _limited(raw, config)
-        weights = masked(limited.expand_as(mask), mask)
-        metrics |= _weight_metrics(raw, limited, mask, config.kind)
-    if config.rejection.estimator is not RejectionEstimator.none:
-        keep = _accepted(log_ratio, mask, config.rejection)
-        rows = mask.any(dim=1)
-        metrics["rollout_correction/fraction_rejected"] = _share(~keep, rows)
-        mask = mask & keep[:, None]
-    return Correction(weights, mask, metrics)
+    weights = None if config.level is CorrectionLevel.none else empty_like(mask, old_log_probs.dtype)
+    has_rejection = config.rejection.estimator is not RejectionEstimator.none
+    kept = empty_like(mask, torch.bool) if has_rejection else mask
+    totals, num_rejected, num_rows = _WeightTotals(), 0, 0
+    for rows in row_blocks(mask):
+        valid = mask[rows]
+        log_ratio = _log_ratio(old_log_probs[rows], rollout_log_probs[rows], valid)
+        if weights is not None:
+            raw = _ratios(log_ratio, valid, config.level)
+            limited = _limited(raw, config)
+            weights[rows] = masked(limited.expand_as(valid), valid)
+            totals = totals.with_block(raw, limited, valid)
+        if has_rejection:
+            accepted, has_tokens = _accepted(log_ratio, valid, config.rejection), valid.any(dim=1)
+            kept[rows] = valid & accepted[:, None]
+            num_rejected, num_rows = num_rejected + int((~accepted & has_tokens).sum()), num_rows + int(has_tokens.sum())
+    if weights is not None:
+        metrics |= totals.metrics(config.kind)
+    if has_rejection:
+        metrics["rollout_correction/fraction_rejected"] = num_rejected / max(num_rows, 1)
+    return Correction(weights, kept, metrics)
+
+
+class _WeightTotals(NamedTuple):
+    """Over tokens or responses."""
+
+    number: int = 0
+    weights: float = 0.0
+    squares: float = 0.0
+    changed: int = 0
+
+    def with_block(self, raw: Tensor, limited: Tensor, mask: Tensor) -> _WeightTotals:
+        """Of ratios and weights (b, r) or (b, 1)."""
+        units = mask if raw.shape == mask.shape else mask.any(dim=1, keepdim=True)
+        counted = masked(limited, units).double()
+        return _WeightTotals(
+            self.number + int(units.sum()),
+            self.weights + float(counted.sum()),
+            self.squares + float(counted.square().sum()),
+            self.changed + int(((limited != raw) & units).sum()),
+        )
+
+    def metrics(self, kind: CorrectionKind) -> dict[str, float]:
+        name, count = "fraction_truncated" if kind is CorrectionKind.truncate else "fraction_masked", max(self.number, 1)
+        return {
+            "rollout_correction/weight_mean": self.weights / count,
+            "rollout_correction/effective_sample_size": self.weights**2 / (count * self.squares) if self.squares > 0 else 0.0,
+            f"rollout_correction/{name}": self.changed / count,
+        }
 
 
 def correction_weights(old_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor, config: RolloutCorrectionConfig) -> Tensor:
     """The weights (b, R) of `correct` alone, at any level but none: a row's need no other row. Raises what `correct` raises."""
+    _refuse_unusable(old_log_probs.detach(), rollout_log_probs, mask)
     raw = _ratios(_log_ratio(old_log_probs, rollout_log_probs, mask), mask, config.level)
     return masked(_limited(raw, config).expand_as(mask), mask)
 
 
-def diagnostics(old_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> dict[str, float]:
+def diagnostics(old_log_probs: Column, rollout_log_probs: Column, mask: Column) -> dict[str, float]:
     """How far the two policies are apart, for (B, R) log-probs; nothing for a batch without a valid token.
 
     Over tokens: `rollout_correction/kl_k1`: mean of -x, of KL(mu, pi); `.../kl`: mean of e^x - 1 - x, the same, never negative;
@@ -80,31 +119,48 @@ def diagnostics(old_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) 
 
     Exponents are cut at +-20. Raises ValueError for a log-prob of a valid token that is NaN or infinite.
     """
-    if not mask.any():
+    _refuse_unusable(old_log_probs, rollout_log_probs, mask)
+    sums, count, high, low = torch.zeros(4, dtype=torch.float64), 0, 0.0, math.inf
+    sequences = torch.empty(len(mask))
+    for rows in row_blocks(mask):
+        old, rollout, valid = (rows_of(x, rows) for x in (old_log_probs, rollout_log_probs, mask))
+        log_ratio = map_tokens(_log_ratio, old, rollout, valid)
+        sequences[rows] = masked_row_sums(log_ratio, valid).float()
+        x = tokens_of(log_ratio)[tokens_of(valid)].double()
+        if len(x):
+            less_one = torch.expm1(x)
+            ratio = less_one + 1
+            sums += torch.stack([-x.sum(), (less_one - x).sum(), (x * ratio - less_one).sum(), ratio.square().sum()])
+            count, high, low = count + len(x), max(high, float(ratio.max())), min(low, float(ratio.min()))
+    if count == 0:
         return {}
-    log_ratio = _log_ratio(old_log_probs, rollout_log_probs, mask).double()
-    x, sequence = log_ratio[mask], log_ratio.sum(dim=1)[mask.any(dim=1)].clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-    ratio = x.exp()
+    k1, k3, reverse, square = (sums / count).tolist()
+    has_tokens = row_lengths(mask) > 0
+    sequences = sequences[has_tokens].double().clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     values = {
-        "kl_k1": -x.mean(),
-        "kl": (torch.expm1(x) - x).mean(),
-        "kl_reverse": (x * ratio - torch.expm1(x)).mean(),
-        "chi_square_token": (2 * x).exp().mean() - 1,
-        "chi_square_sequence": (2 * sequence).exp().mean() - 1,
-        "ratio_max": ratio.max(),
-        "ratio_min": ratio.min(),
+        "kl_k1": k1,
+        "kl": k3,
+        "kl_reverse": reverse,
+        "chi_square_token": square - 1,
+        "chi_square_sequence": float((2 * sequences).exp().mean()) - 1,
+        "ratio_max": high,
+        "ratio_min": low,
     }
-    return {f"rollout_correction/{name}": float(value) for name, value in values.items()}
+    return {f"rollout_correction/{name}": value for name, value in values.items()}
+
+
+def _refuse_unusable(old_log_probs: Column, rollout_log_probs: Column, mask: Column) -> None:
+    """A row's sum is finite where all its values are."""
+    sums = masked_row_sums(old_log_probs, mask) - masked_row_sums(rollout_log_probs, mask)
+    if unusable := (~torch.isfinite(sums)).nonzero().flatten().tolist():
+        raise ValueError(
+            f"old_log_probs or rollout_log_probs of rows {unusable[:8]} (of {len(mask)}) are not finite, so the rollout cannot be "
+            "corrected: check that the rollout engine samples from the whole vocabulary (top_p=1, top_k=-1) and reports log-probs"
+        )
 
 
 def _log_ratio(old_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> Tensor:
     log_ratio = masked(old_log_probs.detach(), mask) - masked(rollout_log_probs, mask)
-    rows = (~torch.isfinite(log_ratio)).any(dim=1).nonzero().flatten().tolist()
-    if rows:
-        raise ValueError(
-            f"old_log_probs or rollout_log_probs of rows {rows[:8]} (of {len(mask)}) are not finite, so the rollout cannot be corrected: "
-            "check that the rollout engine samples from the whole vocabulary (top_p=1, top_k=-1) and reports log-probs"
-        )
     return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
 
@@ -127,19 +183,6 @@ def _limited(raw: Tensor, config: RolloutCorrectionConfig) -> Tensor:
     return torch.where((raw >= config.low) & (raw <= config.high), raw, 0.0)
 
 
-def _weight_metrics(raw: Tensor, limited: Tensor, mask: Tensor, kind: CorrectionKind) -> dict[str, float]:
-    """Of ratios and weights (B, R) or (B, 1)."""
-    name = "fraction_truncated" if kind is CorrectionKind.truncate else "fraction_masked"
-    units = mask if raw.shape == mask.shape else mask.any(dim=1, keepdim=True)
-    counted = masked(limited, units).double()
-    num_units, squares = units.sum().clamp(min=1), counted.square().sum()
-    return {
-        "rollout_correction/weight_mean": float(counted.sum() / num_units),
-        "rollout_correction/effective_sample_size": float(counted.sum().square() / (num_units * squares)) if squares > 0 else 0.0,
-        f"rollout_correction/{name}": _share(limited != raw, units),
-    }
-
-
 def _accepted(log_ratio: Tensor, mask: Tensor, config: RejectionConfig) -> Tensor:
     """(B,) bool."""
     estimate = {
@@ -151,7 +194,3 @@ def _accepted(log_ratio: Tensor, mask: Tensor, config: RejectionConfig) -> Tenso
         estimate = estimate / mask.sum(dim=1).clamp(min=1)
     accepted = estimate <= config.high
     return accepted if config.low is None else accepted & (estimate >= config.low)
-
-
-def _share(condition: Tensor, units: Tensor) -> float:
-    return float((condition & units).sum() / units.sum().clamp(min=1))

@@ -3,30 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from megarl.algorithms.masked import empty_like, leaves_nothing_out, map_tokens, row_blocks, row_lengths
+from megarl.batch.ragged import Column, RaggedTensor
 from megarl.config.schema import OverlongConfig
 
 
-def place_scores(scores: Sequence[float] | Tensor, response_mask: Tensor) -> Tensor:
+def place_scores(scores: Sequence[float] | Tensor, response_mask: Column) -> Column:
     """`token_level_scores` (B, R) float32: scores (B,) on the last True token of each row of response_mask (B, R), else 0.
 
     Raises ValueError for a row without a response token, which has no place for its score.
     """
-    empty = (~response_mask.any(dim=1)).nonzero().flatten().tolist()
+    empty = (row_lengths(response_mask) == 0).nonzero().flatten().tolist()
     if empty:
         raise ValueError(
             f"rows {empty[:8]} of {len(response_mask)} have no response token, so their scores have no place; "
             "a response holds at least its end token: check that the rollout returned one for every prompt"
         )
-    positions = torch.arange(response_mask.shape[1], device=response_mask.device)
-    last = torch.where(response_mask, positions, -1).amax(dim=1, keepdim=True)
     column = torch.as_tensor(scores, dtype=torch.float32, device=response_mask.device)[:, None]
-    return torch.zeros(response_mask.shape, dtype=torch.float32, device=response_mask.device).scatter_(1, last, column)
+    if isinstance(response_mask, RaggedTensor) and leaves_nothing_out(response_mask):
+        values = torch.zeros(response_mask.num_tokens, device=response_mask.device)  # of which only what is written takes memory
+        values[response_mask.lengths.cumsum(0) - 1] = column[:, 0]
+        return replace(RaggedTensor.empty(response_mask, torch.float32), values=values)
+    placed = empty_like(response_mask, torch.float32)
+    for rows in row_blocks(response_mask):
+        mask = response_mask[rows]
+        last = torch.where(mask, torch.arange(mask.shape[1], device=mask.device), -1).amax(dim=1, keepdim=True)
+        placed[rows] = torch.zeros(mask.shape, dtype=torch.float32, device=mask.device).scatter_(1, last, column[rows])
+    return placed
 
 
 def refuse_unusable(name: str, per_row: Tensor, uid: np.ndarray) -> None:
@@ -41,7 +51,7 @@ def refuse_unusable(name: str, per_row: Tensor, uid: np.ndarray) -> None:
 
 
 class ShapedScores(NamedTuple):
-    token_level_scores: Tensor  # (B, R)
+    token_level_scores: Column  # (B, R)
     metrics: dict[str, float]
 
 
@@ -58,12 +68,12 @@ def overlong_penalty(lengths: Tensor, max_response_length: int, config: Overlong
     return -config.penalty * (excess / buffer_tokens).clamp(0.0, 1.0)
 
 
-def penalise_overlong(token_level_scores: Tensor, mask: Tensor, max_response_length: int, config: OverlongConfig) -> ShapedScores:
+def penalise_overlong(token_level_scores: Column, mask: Column, max_response_length: int, config: OverlongConfig) -> ShapedScores:
     """The scores (B, R) with the penalty on each row's last token; a response's length counts the tokens that the model wrote.
 
     Metrics: `reward/overlong_penalty`, the mean over rows, 0 or less; `reward/overlong_fraction`, the share of rows with one.
     Raises ValueError for a row without a response token, as `place_scores`.
     """
-    penalty = overlong_penalty(mask.sum(dim=1), max_response_length, config)
+    penalty = overlong_penalty(row_lengths(mask), max_response_length, config)
     metrics = {"reward/overlong_penalty": float(penalty.mean()), "reward/overlong_fraction": float((penalty < 0).float().mean())}
-    return ShapedScores(token_level_scores + place_scores(penalty, mask).to(token_level_scores.dtype), metrics)
+    return ShapedScores(map_tokens(torch.add, token_level_scores, place_scores(penalty, mask)), metrics)

@@ -16,6 +16,7 @@ from torch import Tensor
 from megarl.algorithms.advantages import ADVANTAGE_ESTIMATORS, AdvantageInputs, Advantages, Estimator
 from megarl.algorithms.masked import masked
 from megarl.algorithms.policy_losses import POLICY_LOSSES, PolicyInputs, PolicyLoss, TokenLosses
+from megarl.batch.ragged import RaggedTensor
 from megarl.config.schema import AdvantageConfig, AlgorithmConfig, PolicyLossConfig
 from megarl.machine.user_functions import Expected, UserFunctionError, last_line, load_function
 
@@ -40,9 +41,12 @@ def estimator_of(config: AdvantageConfig) -> Estimator:
     function = _load(config.function, _ESTIMATOR)  # anew: between two runs of a process the file may have changed
 
     def estimate(inputs: AdvantageInputs, config: AdvantageConfig) -> Advantages:
-        given: Advantages = function(inputs, config)
-        _refuse_others(given, Advantages, inputs.response_mask, f"{config.function} must return Advantages(advantages, returns)")
-        return Advantages(*(masked(values, inputs.response_mask) for values in given))
+        padded, mask = inputs.padded(), inputs.response_mask
+        assert isinstance(padded.response_mask, Tensor)
+        given: Advantages = function(padded, config)
+        _refuse_others(given, Advantages, padded.response_mask, f"{config.function} must return Advantages(advantages, returns)")
+        own = (masked(values, padded.response_mask) for values in given if isinstance(values, Tensor))
+        return Advantages(*(RaggedTensor.from_padded(x, mask.lengths) if isinstance(mask, RaggedTensor) else x for x in own))
 
     return estimate
 

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from megarl.batch.ragged import Column, RaggedTensor
+
+
+def padded_rows(columns: Mapping[str, Column], rows: Sequence[int]) -> PaddedView:
+    """Of the rows `rows`, padded to the longest of these."""
+    index = torch.as_tensor(rows)
+    return PaddedView({key: column[index] if isinstance(column, Tensor) else column.select(index) for key, column in columns.items()})
+
+
+_IDS = ("prompts", "responses")
 
 
 class PaddedView(Mapping[str, Tensor]):
@@ -30,7 +39,7 @@ class PaddedView(Mapping[str, Tensor]):
             return column
         with torch.inference_mode():
             if column is not None:
-                return column.padded() if column.dtype.is_floating_point or column.dtype is torch.bool else column.padded().long()
+                return column.padded().long() if key in _IDS else column.padded()
             return self._following(key)
 
     def _following(self, key: str) -> Tensor:

@@ -36,9 +36,10 @@ class RaggedTensor:
         cls, rows: Sequence[Sequence[int] | np.ndarray], dtype: torch.dtype, padding: int = 0, on_left: bool = False
     ) -> RaggedTensor:
         """From the values of each row."""
-        arrays = [torch.as_tensor(np.asarray(row)) for row in rows]
-        values = torch.cat([array.to(dtype) for array in arrays]) if arrays else torch.empty(0, dtype=dtype)
-        return cls._packed(values, torch.tensor([len(array) for array in arrays], dtype=torch.int64), padding, on_left)
+        joined = np.concatenate([np.empty(0, np.bool_), *(np.asarray(row) for row in rows)])
+        return cls._packed(
+            torch.from_numpy(joined).to(dtype), torch.tensor([len(row) for row in rows], dtype=torch.int64), padding, on_left
+        )
 
     @classmethod
     def from_padded(cls, x: Tensor, lengths: Tensor, padding: int = 0, on_left: bool = False) -> RaggedTensor:
@@ -187,3 +188,8 @@ class RaggedTensor:
 
 
 Column = Tensor | RaggedTensor  # (B, ...)
+
+
+def padded(column: Column) -> Tensor:
+    """(B, R)."""
+    return column.padded() if isinstance(column, RaggedTensor) else column

@@ -7,14 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import PreTrainedTokenizerBase
 
 from megarl.batch.data_proto import DataProto
+from megarl.batch.ragged import RaggedTensor
 from megarl.config.schema import DataConfig, PromptColumnsConfig
 from megarl.data.files import DataError
 from megarl.data.fingerprint import Fingerprint
 from megarl.data.overlong import Measured, keep_within
-from megarl.data.padding import pad_left
 from megarl.data.tables import DataRow, chat_messages, read_rows, typed_value
 from megarl.data.tokenizer import render_whole
 
@@ -40,7 +41,6 @@ class PromptDataset:
 
     def __init__(self, files: Sequence[str], tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> None:
         self._pad_id = tokenizer.pad_token_id
-        self._width = data.max_prompt_length
         prompts, measured = [], []
         for row in read_prompt_rows(files, data.columns):
             prompt = read_prompt(row, tokenizer, data)
@@ -62,12 +62,12 @@ class PromptDataset:
         return self._prompts[index]
 
     def batch(self, indices: Sequence[int], uids: Sequence[str]) -> DataProto:
-        """`prompts` and `prompt_attention_mask` (B, P) int64, left-padded to P = max_prompt_length, so that all batches join;
-        arrays `uid`, `messages` (the chat that was rendered), `data_source`, `reward_model`, `extra_info`. Every row owns its dicts."""
+        """`prompts`, rows of tokens, which are padded on the left; arrays `uid`, `messages` (the chat that was rendered), `data_source`,
+        `reward_model`, `extra_info`. Every row owns its dicts."""
         rows = [self._prompts[index] for index in indices]
-        padded = pad_left([row.token_ids for row in rows], self._width, self._pad_id)
+        prompts = RaggedTensor.of_rows([row.token_ids for row in rows], torch.int32, padding=self._pad_id, on_left=True)
         return DataProto.from_dict(
-            tensors={"prompts": padded.ids, "prompt_attention_mask": padded.mask},
+            tensors={"prompts": prompts},
             non_tensors={
                 "uid": list(uids),
                 "messages": [[dict(message) for message in row.messages] for row in rows],

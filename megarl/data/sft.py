@@ -10,13 +10,14 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
+import torch
 from transformers import PreTrainedTokenizerBase
 
 from megarl.batch.data_proto import DataProto
+from megarl.batch.ragged import RaggedTensor
 from megarl.config.schema import ChatColumnsConfig, SFTDataConfig
 from megarl.data.fingerprint import Fingerprint
 from megarl.data.overlong import Measured, keep_within
-from megarl.data.padding import join, pad_left, pad_right
 from megarl.data.tables import DataRow, chat_messages, read_rows, tool_schemas, typed_value
 from megarl.data.tokenizer import Tools, encode_rendered, render_whole, rendered_chat
 from megarl.data.tool_columns import names_of
@@ -71,13 +72,13 @@ class SFTDataset:
         return self._examples[index]
 
     def batch(self, indices: Sequence[int], uids: Sequence[str]) -> DataProto:
-        """`prompts` (B, P), `responses` (B, R), `input_ids`, `attention_mask`, `position_ids` (B, S), all int64,
-        `response_mask` (B, R) bool, the tokens that are trained; P and R are the longest of the batch. Array `uid`."""
+        """`prompts`, `responses` and `response_mask`, True for the tokens that are trained: rows of tokens. Array `uid`."""
         rows = [self._examples[index] for index in indices]
-        prompts = pad_left([row.prompt_ids for row in rows], max(len(row.prompt_ids) for row in rows), self._pad_id)
-        responses = pad_right([row.response_ids for row in rows], max(len(row.response_ids) for row in rows), self._pad_id)
-        trained = pad_right([row.is_trained for row in rows], responses.ids.shape[1], 0)
-        tensors = {**join(prompts, responses), "response_mask": trained.ids.bool()}
+        tensors = {
+            "prompts": RaggedTensor.of_rows([row.prompt_ids for row in rows], torch.int32, padding=self._pad_id, on_left=True),
+            "responses": RaggedTensor.of_rows([row.response_ids for row in rows], torch.int32, padding=self._pad_id),
+            "response_mask": RaggedTensor.of_rows([row.is_trained for row in rows], torch.bool),
+        }
         return DataProto.from_dict(tensors=tensors, non_tensors={"uid": list(uids)})
 
 

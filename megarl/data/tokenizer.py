@@ -15,7 +15,7 @@ from megarl.config.json_file import read_json_object
 from megarl.config.schema import LossyText
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from megarl.batch.ragged import RaggedTensor
 
 Tools = Sequence[Mapping[str, Any]] | None
 _JSON_FILES = ("tokenizer_config.json", "tokenizer.json", "special_tokens_map.json", "added_tokens.json")
@@ -188,6 +188,6 @@ def token_texts(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> dict[
     return texts
 
 
-def decode_rows(tokenizer: PreTrainedTokenizerBase, ids: Tensor, mask: Tensor) -> list[str]:
-    """The texts of the tokens of `ids` (B, R) at which `mask` (B, R) holds, without special ones."""
-    return [str(tokenizer.decode(row[kept], skip_special_tokens=True)) for row, kept in zip(ids, mask, strict=True)]
+def decode_rows(tokenizer: PreTrainedTokenizerBase, ids: RaggedTensor, mask: RaggedTensor) -> list[str]:
+    """The texts of the tokens of `ids` at which `mask`, of the same lengths, holds, without special ones."""
+    return [str(tokenizer.decode(row[kept], skip_special_tokens=True)) for row, kept in zip(ids.each(), mask.each(), strict=True)]

@@ -17,6 +17,8 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from megarl.batch.metrics import Metric, merge_metrics
+from megarl.batch.padded_view import padded_rows
+from megarl.batch.ragged import Column, RaggedTensor
 from megarl.config.schema import OptimConfig, ParallelConfig
 from megarl.engine import platform
 from megarl.engine.groups import ParallelGroups
@@ -33,6 +35,7 @@ from megarl.weights.manifest import read_checkpoint_index
 from megarl.weights.name_mapping import OUTPUT_LAYER
 from megarl.weights.shard_layout import layouts_of
 
+Rows = Mapping[str, Column]
 MicroBatches = Sequence[Sequence[int]]  # row numbers of this replica's batch
 Outputs = Mapping[str, Tensor]  # (b, R) float32: `log_probs` and extras, or `values`; 0 where a row has no response token
 LossFunction = Callable[[Outputs, Mapping[str, Tensor]], tuple[Tensor, Mapping[str, Metric]]]
@@ -173,28 +176,32 @@ class MegatronEngine:
         for model in self._models:
             yield from model.canonical_parameters()
 
-    def forward(
-        self, batch: Mapping[str, Tensor], micro_batches: MicroBatches, extras: Collection[Extra] = ("entropy",)
-    ) -> dict[str, Tensor] | None:
+    def forward(self, batch: Rows, micro_batches: MicroBatches, extras: Collection[Extra] = ("entropy",)) -> dict[str, Column] | None:
         """Scores the rows of `micro_batches` (each row once): (B, R) float32 per output, on the last pipeline stage; else None.
 
-        batch: see `make_micro_batch`; B is this replica's number of rows. extras: outputs of a language model beside `log_probs`.
+        batch: see `make_micro_batch`, or rows of tokens, whose scores are such; B is this replica's number of rows. extras: outputs of a
+        language model beside `log_probs`.
         """
         self._state.require("score", StatePart.parameters)
         with torch.no_grad():
             results = self._run(batch, micro_batches, None, extras)
-        return self.in_order_of_rows(results, micro_batches) if self.groups.holds_last_stage else None
+        return self.in_order_of_rows(results, batch, micro_batches) if self.groups.holds_last_stage else None
 
-    def in_order_of_rows(self, outputs: Sequence[Outputs], micro_batches: MicroBatches) -> dict[str, Tensor]:
-        """(B, R) of all rows, from (b, R) of each micro-batch."""
+    def in_order_of_rows(self, outputs: Sequence[Outputs], batch: Rows, micro_batches: MicroBatches) -> dict[str, Column]:
+        """(B, R) of all rows of the batch, or rows of tokens where it has these, from (b, R) of each micro-batch."""
         rows = [row for micro_batch in micro_batches for row in micro_batch]
-        assert sorted(rows) == list(range(len(rows))), "every row must be in one micro-batch"
-        order = to_device(torch.tensor(rows), self._device)
-        joined = {key: torch.cat([output[key] for output in outputs]) for key in outputs[0]}
-        return {key: torch.empty_like(value).index_copy_(0, order, value) for key, value in joined.items()}
+        assert sorted(rows) == list(range(batch["response_mask"].shape[0])), "every row must be in one micro-batch"
+        places = torch.tensor(rows).argsort()
+        if isinstance(responses := batch.get("responses"), RaggedTensor):
+            lengths = [responses.lengths[torch.as_tensor(rows)] for rows in micro_batches]
+            return {
+                key: RaggedTensor.concat([RaggedTensor.from_padded(*part) for part in zip(values, lengths, strict=True)]).select(places)
+                for key, values in ((key, [output[key] for output in outputs]) for key in outputs[0])
+            }
+        return {key: torch.cat([output[key] for output in outputs])[to_device(places, self._device)] for key in outputs[0]}
 
     def forward_backward(
-        self, batch: Mapping[str, Tensor], micro_batches: MicroBatches, loss: LossFunction, extras: Collection[Extra] = ("entropy",)
+        self, batch: Rows, micro_batches: MicroBatches, loss: LossFunction, extras: Collection[Extra] = ("entropy",)
     ) -> dict[str, Metric]:
         """Gradients of the sum of `loss` over all micro-batches and data-parallel ranks, replacing those there were.
 
@@ -220,9 +227,7 @@ class MegatronEngine:
                 chunk.start_param_sync()
         return statistics
 
-    def _run(
-        self, batch: Mapping[str, Tensor], micro_batches: MicroBatches, loss: LossFunction | None, extras: Collection[Extra]
-    ) -> list[Any]:
+    def _run(self, batch: Rows, micro_batches: MicroBatches, loss: LossFunction | None, extras: Collection[Extra]) -> list[Any]:
         parallel = self.groups.parallel
         if parallel.virtual_pipeline_parallel_size and len(micro_batches) % parallel.pipeline_parallel_size:
             raise ValueError(
@@ -231,8 +236,7 @@ class MegatronEngine:
             )
         made = [
             make_micro_batch(
-                batch,
-                rows,
+                *_of_rows(batch, rows),
                 packing=self.spec.engine.packing,
                 share_prompts=self.spec.engine.share_prompts,
                 align=parallel.tensor_parallel_size if parallel.sequence_parallel else 1,
@@ -288,6 +292,12 @@ class MegatronEngine:
             extras=extras,
         )
         return {key: micro_batch.scatter(values) for key, values in scores._asdict().items() if values is not None}
+
+
+def _of_rows(batch: Rows, rows: Sequence[int]) -> tuple[Mapping[str, Tensor], Sequence[int]]:
+    """Tensors, and which of their rows are meant. Rows of tokens are padded to the longest of them, a micro-batch at a time."""
+    tensors = {key: column for key, column in batch.items() if isinstance(column, Tensor)}
+    return (tensors, rows) if len(tensors) == len(batch) else (padded_rows(batch, rows), range(len(rows)))
 
 
 def _taken(micro_batches: deque[MicroBatch]) -> Iterator[MicroBatch]:

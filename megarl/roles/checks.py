@@ -8,7 +8,10 @@ from typing import NamedTuple
 
 import torch
 
+from megarl.algorithms.masked import map_tokens, masked, masked_mean
 from megarl.batch.data_proto import DataProto
+from megarl.batch.ragged import padded
+from megarl.batch.token_rows import of_one_form
 from megarl.config.errors import RunError
 from megarl.config.schema import DType
 
@@ -39,12 +42,15 @@ class LogProbGate:
         exceeds the bound."""
         if self.passed:
             return
-        tensors = batch.tensors
-        mask = tensors["response_mask"] & (tensors["token_versions"] == batch.meta_info["weight_version"])
-        difference = torch.where(mask, (tensors["rollout_log_probs"] - tensors["old_log_probs"]).abs(), 0.0)
-        mean = float(difference.sum() / mask.sum().clamp(min=1))
+        columns = of_one_form(batch.columns)
+        version = batch.meta_info["weight_version"]
+        mask = map_tokens(lambda mask, versions: mask & (versions == version), columns["response_mask"], columns["token_versions"])
+        difference = map_tokens(
+            lambda rollout, old, mask: masked((rollout - old).abs(), mask), columns["rollout_log_probs"], columns["old_log_probs"], mask
+        )
+        mean = float(masked_mean(difference, mask))
         if not mean <= self._max_difference:  # a NaN does not pass
-            raise LogProbMismatchError(self._explain(difference, mask, mean))
+            raise LogProbMismatchError(self._explain(padded(difference), padded(mask), mean))
         self.passed = True
 
     def _explain(self, difference: torch.Tensor, mask: torch.Tensor, mean: float) -> str:

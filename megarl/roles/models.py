@@ -16,6 +16,8 @@ from megarl.algorithms.user_functions import policy_loss_of
 from megarl.batch.data_proto import DataProto
 from megarl.batch.metrics import Metric, merge_metrics, over_updates, values_of
 from megarl.batch.prompts import first_with_prompt
+from megarl.batch.ragged import RaggedTensor
+from megarl.batch.token_rows import model_keys, token_rows
 from megarl.config.roles import needs_sum_pi_squared, scores_in_update
 from megarl.config.schema import AlgorithmConfig, CorrectionLevel, MicroBatchConfig, ParallelConfig, ValueLossConfig
 from megarl.controller.futures import DerivedFuture, WorkerFuture
@@ -89,8 +91,10 @@ class MegatronRole:
         self._micro_batch = micro_batch
 
     def _split(self, batch: DataProto, keys: Iterable[str]) -> tuple[BatchPlan, list[DataProto]]:
-        """One part per replica with the plan of its micro-batches. Rows that only fill a micro-batch have no response token."""
-        lengths = batch.tensors["attention_mask"].sum(1).tolist()
+        """One part per replica with the plan of its micro-batches: what a model reads, and `keys`, as rows of tokens. Rows that only fill a
+        micro-batch have no response token that a loss reads."""
+        rows = token_rows(batch.columns, keys)
+        lengths = (rows["prompts"].lengths + rows["responses"].lengths).tolist()
         virtual = self._parallel.virtual_pipeline_parallel_size is not None
         plan = plan_micro_batches(
             lengths,
@@ -98,15 +102,15 @@ class MegatronRole:
             sequences=self._micro_batch.sequences,
             max_tokens=self._micro_batch.max_tokens,
             multiple_of=self._parallel.pipeline_parallel_size if virtual else 1,
-            prompts=_prompts(batch) if self._share_prompts else None,
+            prompts=_prompts(rows["prompts"]) if self._share_prompts else None,
         )
-        model_inputs = batch.select(list(keys), _uid_of(batch))
+        model_inputs = DataProto.from_dict(rows, batch.select([], _uid_of(batch)).non_tensor_batch)
         parts = []
         for rank in plan.ranks:
             part = model_inputs.select_idxs(rank.rows)
-            for micro_batch, rows in zip(rank.micro_batches, rank.local_micro_batches, strict=True):
-                if micro_batch.is_filler:
-                    part.tensors["response_mask"][rows.start : rows.stop] = False
+            fillers = [micro_batch.is_filler for micro_batch in rank.micro_batches for _ in micro_batch.rows]
+            if any(fillers):
+                part.ragged["response_mask"] = _without(part.ragged["response_mask"], fillers)
             part.meta_info = {MICRO_BATCHES: [list(rows) for rows in rank.local_micro_batches]}
             parts.append(part)
         return plan, parts
@@ -120,11 +124,10 @@ class MegatronRole:
     ) -> DerivedFuture:
         """`phase`: of placement/dataflow.py. keys: what a score of the workers is called in the batch, where it has another name."""
         moves = self._schedule.before(phase)
-        plan, parts = self._split(batch, MODEL_KEYS)
+        plan, parts = self._split(batch, ())
 
         def restore(results: list[Any]) -> DataProto:
-            scores = DataProto.concat(results[0]).select_idxs(plan.restore_order())
-            return scores.rename(list(keys), list(keys.values()))
+            return _restored(results[0], plan, batch, keys)
 
         future = DerivedFuture([call(parts), *moves], restore)
         self._schedule.runs(phase, future)
@@ -146,8 +149,8 @@ class MegatronRole:
         moves = self._schedule.before(phase)
         futures = []
         for mini_batch in mini_batches:
-            loss = loss_of(MiniBatchCounts.of(mini_batch.tensors["response_mask"]))
-            futures.append(self.group.call(method, self._split(mini_batch, mini_batch.tensors)[1], loss))
+            loss = loss_of(MiniBatchCounts.of(mini_batch.columns["response_mask"]))
+            futures.append(self.group.call(method, self._split(mini_batch, mini_batch.columns)[1], loss))
 
         def metrics(results: list[list[dict[str, Metric]]]) -> dict[str, float]:
             updates = [merge_metrics(replicas) for replicas in results[: len(futures)]]
@@ -160,12 +163,27 @@ class MegatronRole:
         return future
 
 
-def _prompts(batch: DataProto) -> list[RowPrompt]:
+def _prompts(prompts: RaggedTensor) -> list[RowPrompt]:
     """Of each row."""
-    ids, mask = batch.tensors["input_ids"], batch.tensors["attention_mask"].bool()
-    prompt_length = ids.shape[1] - batch.tensors["response_mask"].shape[1]
-    prompts = [row[is_real] for row, is_real in zip(ids[:, :prompt_length], mask[:, :prompt_length], strict=True)]
-    return [RowPrompt(first, len(prompt)) for first, prompt in zip(first_with_prompt(prompts), prompts, strict=True)]
+    lengths = prompts.lengths.tolist()
+    return [RowPrompt(first, length) for first, length in zip(first_with_prompt(prompts.each()), lengths, strict=True)]
+
+
+def _restored(parts: Sequence[DataProto], plan: BatchPlan, batch: DataProto, names: Mapping[str, str]) -> DataProto:
+    """The scores of all replicas in the order of the batch, some under other names; padded where the batch is."""
+    scores = DataProto.concat(parts).select_idxs(plan.restore_order())
+    if not batch.ragged:
+        width = batch.tensors["response_mask"].shape[1]
+        scores = DataProto.from_dict({key: column.padded(width) for key, column in scores.ragged.items()})
+    return scores.rename(list(names), list(names.values()))
+
+
+def _without(mask: RaggedTensor, rows: Sequence[bool]) -> RaggedTensor:
+    """The mask, False in those rows."""
+    return RaggedTensor.of_rows(
+        [np.zeros(len(values), dtype=bool) if is_out else values.numpy() for values, is_out in zip(mask.each(), rows, strict=True)],
+        torch.bool,
+    )
 
 
 def _uid_of(batch: DataProto) -> list[str]:
@@ -190,7 +208,7 @@ ABSENT = Absent()
 
 class Reference(MegatronRole):
     def log_probs(self, batch: DataProto) -> DerivedFuture:
-        """`ref_log_prob` (B, R)."""
+        """`ref_log_prob`, rows of tokens."""
         return self._score(batch, "ref", lambda parts: self.group.call(PolicyWorker.log_probs, parts, ()), _OF_REFERENCE)
 
 
@@ -211,12 +229,12 @@ class Critic(MegatronRole):
         self._value_loss = value_loss
 
     def values(self, batch: DataProto) -> DerivedFuture:
-        """`values` (B, R)."""
+        """`values`, rows of tokens."""
         return self._score(batch, "values", lambda parts: self.group.call(CriticWorker.values, parts))
 
     def update(self, batch: DataProto, step: int) -> DerivedFuture:
         """Trains on `values`, `returns`; the metrics of CriticLoss, `critic/grad_norm` and `critic/lr`."""
-        rows = batch.select([*MODEL_KEYS, "values", "returns"], _uid_of(batch))
+        rows = batch.select([*model_keys(batch.columns), "values", "returns"], _uid_of(batch))
         mini_batches = self._updates.mini_batches(rows, step)
         return self._update(
             mini_batches,
@@ -325,13 +343,12 @@ class Actor(MegatronRole):
             )
         rows = actor_rows(batch, algorithm, one_update=True, seed=self._updates.seed_of(step, 0))
         moves = self._schedule.before("update_actor")
-        plan, parts = self._split(rows, rows.tensors)
-        loss = ActorLoss(algorithm=algorithm, counts=MiniBatchCounts.of(rows.tensors["response_mask"]), with_entropy=True)
+        plan, parts = self._split(rows, rows.columns)
+        loss = ActorLoss(algorithm=algorithm, counts=MiniBatchCounts.of(rows.columns["response_mask"]), with_entropy=True)
 
         def finish(results: list[Any]) -> dict[str, float]:
             replicas: list[ScoredUpdate] = results[0]
-            scores = DataProto.concat([replica.scores for replica in replicas]).select_idxs(plan.restore_order())
-            batch.take_in(scores.rename(list(_OF_ACTOR), list(_OF_ACTOR.values())))
+            batch.take_in(_restored([replica.scores for replica in replicas], plan, batch, _OF_ACTOR))
             return over_updates([merge_metrics([replica.metrics for replica in replicas])])
 
         future = DerivedFuture([self.group.call(ActorWorker.update_scored, parts, loss), *moves], finish)
@@ -340,16 +357,16 @@ class Actor(MegatronRole):
 
     def update_sft(self, batch: DataProto) -> DerivedFuture:
         """One optimizer step on the likelihood of all rows; `sft/loss`, `sft/grad_norm`, `sft/lr`."""
-        rows = batch.select(MODEL_KEYS, _uid_of(batch))
+        rows = batch.select(model_keys(batch.columns), _uid_of(batch))
         return self._update([rows], "update_actor", ActorWorker.update, lambda counts: SFTLoss(counts=counts))
 
 
 def valid_token_count(batch: DataProto) -> int:
     """Prompt and response tokens of all rows, padding left out."""
-    return int(torch.count_nonzero(batch.tensors["attention_mask"]))
+    rows = token_rows(batch.columns)
+    return rows["prompts"].num_tokens + rows["responses"].num_tokens
 
 
-MODEL_KEYS = ("input_ids", "attention_mask", "response_mask")
 LOSS_MASK = "loss_mask"
 
 
@@ -361,21 +378,22 @@ def actor_rows(mini_batch: DataProto, algorithm: AlgorithmConfig, *, one_update:
 
     Where a correction has left tokens out (`loss_mask`), those are what the loss takes for the response.
     """
-    tensors = mini_batch.tensors
-    keys = [*MODEL_KEYS, "advantages"]
+    columns = mini_batch.columns
+    keys = [*model_keys(columns), "advantages"]
     if not one_update or algorithm.rollout_correction.bypass:
         keys.append("old_log_probs")
     if algorithm.kl.in_loss:
         keys.append("ref_log_prob")
-    if "rollout_weights" in tensors:
+    if "rollout_weights" in columns:
         keys.append("rollout_weights")
     elif algorithm.rollout_correction.level is not CorrectionLevel.none:
         keys.append("rollout_log_probs")  # the weights are made of them in the pass that scores
-    rows = {key: tensors[key] for key in keys}
-    if LOSS_MASK in tensors:
-        rows["response_mask"] = tensors[LOSS_MASK]
+    rows = {key: columns[key] for key in keys}
+    if LOSS_MASK in columns:
+        rows["response_mask"] = columns[LOSS_MASK]
     prepare = policy_loss_of(algorithm.policy_loss).prepare
     if prepare is not None:  # it reads the stored old log-probs, whether or not the loss does
-        rows |= prepare(tensors, rows["response_mask"], algorithm.policy_loss, seed)
+        tensors = mini_batch.tensors
+        rows |= prepare(tensors, tensors[LOSS_MASK if LOSS_MASK in tensors else "response_mask"], algorithm.policy_loss, seed)
     named = mini_batch.non_tensor_batch
     return DataProto.from_dict(rows, {"uid": named["uid"]} if "uid" in named else {})  # not for the loss: an error names rows by it

@@ -8,6 +8,7 @@ import torch
 
 from megarl.algorithms.scores import place_scores
 from megarl.batch.data_proto import DataProto
+from megarl.batch.token_rows import token_rows
 from megarl.config.roles import REWARD_MODEL
 from megarl.config.schema import ParallelConfig, RewardConfig
 from megarl.controller.futures import DerivedFuture
@@ -30,24 +31,28 @@ class Reward:
         self.model = model
         self._model_weight = model_weight
 
-    def score(self, batch: DataProto) -> DerivedFuture:
-        """See RewardWorker.score. With a model, the scores are those of the functions plus `model_weight` times the model's, and there are
-        `reward_function_scores` (B,) and what RewardModelWorker.score_conversations gives beside them; the model's are the last of
-        `score_parts`."""
-        needed = batch.select(["responses", "response_mask"], ["uid", "data_source", "reward_model", "extra_info"])
-        functions = self.group.call(RewardWorker.score, needed)
-        if self.model is None:
-            return DerivedFuture([functions], lambda results: results[0])
-        mask = batch.tensors["response_mask"]
-        return DerivedFuture([functions, self.model.score(batch)], lambda results: self._sum(results, mask))
+    def score(self, batch: DataProto, with_texts: bool = False) -> DerivedFuture:
+        """`token_level_scores`, rows of tokens, and what RewardWorker.score gives. With a model, the scores are those of the functions plus
+        `model_weight` times the model's, and there are `reward_function_scores` (B,) and what RewardModelWorker.score_conversations gives
+        beside them; the model's are the last of `score_parts`."""
+        rows = token_rows(batch.columns)
+        named = batch.select([], ["uid", "data_source", "reward_model", "extra_info"])
+        needed = DataProto.from_dict({key: rows[key] for key in ("responses", "response_mask")}, named.non_tensor_batch)
+        functions = self.group.call(RewardWorker.score, needed, with_texts)
+        calls = [functions] if self.model is None else [functions, self.model.score(batch)]
 
-    def _sum(self, results: list[Any], mask: torch.Tensor) -> DataProto:
-        functions, model = results
+        def placed(results: list[Any]) -> DataProto:
+            scores = results[0] if self.model is None else self._sum(*results)
+            of_rows = place_scores(scores.non_tensor_batch["score"].tolist(), rows["response_mask"])
+            return scores.union(DataProto.from_dict({"token_level_scores": of_rows}))
+
+        return DerivedFuture(calls, placed)
+
+    def _sum(self, functions: DataProto, model: DataProto) -> DataProto:
         of_functions = torch.tensor(functions.non_tensor_batch["score"].tolist(), dtype=torch.float32)
         scores = of_functions + self._model_weight * model.tensors["reward_model_scores"]
         return DataProto.from_dict(
             {
-                "token_level_scores": place_scores(scores, mask),
                 "score_parts": torch.cat([functions.tensors["score_parts"], model.tensors["reward_model_scores"][:, None]], dim=1),
                 "reward_function_scores": of_functions,
                 **model.tensors,
@@ -66,14 +71,16 @@ class RewardModel:
         self._schedule = schedule or OffloadSchedule()
 
     def score(self, batch: DataProto) -> DerivedFuture:
-        """See RewardModelWorker.score_conversations; the rows in the order of the batch. Reads `responses`, `response_mask`,
-        `attention_mask` and the arrays `uid`, `messages`."""
+        """See RewardModelWorker.score_conversations; the rows in the order of the batch. Reads `prompts`, `responses`, `response_mask` and
+        the arrays `uid`, `messages`."""
         moves = self._schedule.before(REWARD_MODEL)
         replicas = self._parallel.data_parallel_size
         # One share for each replica, about equal in tokens of the policy: the model's own are not known here.
-        lengths = batch.tensors["attention_mask"].sum(1).tolist()
+        rows = token_rows(batch.columns)
+        lengths = (rows["prompts"].lengths + rows["responses"].lengths).tolist()
         plan = plan_micro_batches(lengths, replicas, sequences=-(-len(batch) // replicas))
-        needed = batch.select(["responses", "response_mask"], ["uid", "messages"], [])
+        named = batch.select([], ["uid", "messages"])
+        needed = DataProto.from_dict({key: rows[key] for key in ("responses", "response_mask")}, named.non_tensor_batch)
         parts = [needed.select_idxs(rank.rows) for rank in plan.ranks]
 
         def restore(results: list[Any]) -> DataProto:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
 from megarl.batch.data_proto import DataProto
+from megarl.batch.ragged import RaggedTensor
 from megarl.config.schema import SamplingConfig
 from megarl.controller.group import RoleGroup
-from megarl.data.padding import Padded, flat, join, pad_right
 from megarl.roles.pump import EngineFaultError, Pump, RolloutLimits
 from megarl.roles.replicas import Alone, Replicas
 from megarl.roles.weights import RolloutWeights
@@ -62,12 +62,12 @@ class Rollout:
     # ---- generation
 
     def generate(self, prompts: DataProto, sampling: SamplingConfig, step: int, generation: int = 0) -> DataProto:
-        """B = prompts x n rows, the samples of a prompt side by side: the prompts' arrays, the model's inputs (`prompts`,
-        `responses`, `input_ids`, `attention_mask`, `position_ids`), `response_mask`, `rollout_log_probs` and `token_versions` (B, R; int32,
-        the weights that drew a token, -1 where the model wrote none), and the arrays `weight_version` (the oldest that wrote a sample)
-        and `finish_reason` (B,). The meta information has `weight_version`: of the weights that were sent last.
+        """B = prompts x n rows, the samples of a prompt side by side: the prompts' columns, and as rows of tokens `responses`,
+        `response_mask`, `rollout_log_probs` and `token_versions` (int32, the weights that drew a token, -1 where the model wrote none), and
+        the arrays `weight_version` (the oldest that wrote a sample) and `finish_reason` (B,). The meta information has `weight_version`:
+        of the weights that were sent last.
 
-        R is the longest response. The same prompts, weights, seed, step and generation (a step may have several) give the same
+        The same prompts, weights, seed, step and generation (a step may have several) give the same
         samples, however many replicas there are.
         Raises EngineFaultError, DispatchError and RestartLimitError; ValueError for prompts that no engine can continue.
         """
@@ -86,8 +86,7 @@ class Rollout:
 
     def requests(self, prompts: DataProto, sampling: SamplingConfig, step: int, generation: int = 0) -> list[GenerationRequest]:
         """One for each sample, those of a prompt side by side, with the seeds that `generate` gives them."""
-        tokens = prompts.tensors
-        ids = [row[mask.bool()].tolist() for row, mask in zip(tokens["prompts"], tokens["prompt_attention_mask"], strict=True)]
+        ids = [row.tolist() for row in prompts.ragged["prompts"].each()]
         return plan_requests(ids, self._parameters(sampling, step, generation))
 
     def stream(self, requests: Sequence[GenerationRequest]) -> Iterator[FinishedRequest]:
@@ -125,26 +124,7 @@ class Rollout:
 
     def assemble(self, prompts: DataProto, samples: Sequence[Sample], version: int) -> DataProto:
         """What `generate` returns, of prompts and samples side by side. `version`: of the weights that were sent last."""
-        assert len(samples) == len(prompts)
-        width = max(len(sample.token_ids) for sample in samples)
-        responses = pad_right([sample.token_ids for sample in samples], width, self._rules.pad_token_id)
-        written = responses.mask.bool()
-        log_probs, versions = torch.zeros(written.shape), torch.full(written.shape, -1, dtype=torch.int32)
-        log_probs[written] = flat([sample.log_probs for sample in samples], np.float32)
-        versions[written] = flat([sample.token_versions for sample in samples], np.int32)
-        masks = prompts.tensors["prompt_attention_mask"]
-        tensors = {
-            **join(Padded(prompts.tensors["prompts"], masks), responses),
-            "prompt_attention_mask": masks,
-            "response_mask": written,
-            "rollout_log_probs": log_probs,
-            "token_versions": versions,
-        }
-        arrays: dict[str, list] = {
-            "weight_version": [min(sample.weight_versions) for sample in samples],
-            "finish_reason": [sample.finish_reason for sample in samples],
-        }
-        return DataProto.from_dict(tensors, {**prompts.non_tensor_batch, **arrays}, {**prompts.meta_info, "weight_version": version})
+        return batch_of_samples(prompts, samples, version, self._rules.pad_token_id)
 
     # ---- what the run shows
 
@@ -171,3 +151,30 @@ class Rollout:
     def shutdown(self) -> None:
         """Ends the replicas at once."""
         self._replicas.shutdown()
+
+
+def batch_of_samples(prompts: DataProto, samples: Sequence[Sample], version: int, pad_token_id: int) -> DataProto:
+    """What Rollout.generate gives; `prompts` has a row for each sample."""
+    assert len(samples) == len(prompts)
+    responses = RaggedTensor.of_rows([sample.token_ids for sample in samples], torch.int32, padding=pad_token_id)
+    tensors = {
+        **prompts.columns,
+        "responses": responses,
+        "response_mask": RaggedTensor.constant(True, responses.lengths, torch.bool),
+        "rollout_log_probs": RaggedTensor.of_rows([sample.log_probs for sample in samples], torch.float32),
+        "token_versions": _token_versions(samples, responses.lengths),
+    }
+    arrays: dict[str, list] = {
+        "weight_version": [min(sample.weight_versions) for sample in samples],
+        "finish_reason": [sample.finish_reason for sample in samples],
+    }
+    return DataProto.from_dict(tensors, {**prompts.non_tensor_batch, **arrays}, {**prompts.meta_info, "weight_version": version})
+
+
+def _token_versions(samples: Sequence[Sample], lengths: torch.Tensor) -> RaggedTensor:
+    versions = {sample.weight_versions for sample in samples}
+    if len(versions) == 1 and len(only := next(iter(versions))) == 1:
+        rows = RaggedTensor.constant(only[0], lengths, torch.int32)
+    else:
+        rows = RaggedTensor.of_rows([sample.token_versions for sample in samples], torch.int32)
+    return replace(rows, padding=-1)

@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import torch
-from torch import Tensor
 
 from megarl.algorithms.advantages import AdvantageInputs
-from megarl.algorithms.kl import KL_CONTROLLERS, apply_kl_penalty, kl_per_token, sequence_mean_kl
+from megarl.algorithms.kl import KL_CONTROLLERS, apply_kl_penalty, kl_column, sequence_mean_kl
+from megarl.algorithms.masked import masked_column
 from megarl.algorithms.rollout_correction import correct
 from megarl.algorithms.scores import penalise_overlong
 from megarl.algorithms.user_functions import estimator_of
 from megarl.batch.data_proto import DataProto
+from megarl.batch.ragged import Column
+from megarl.batch.token_rows import of_one_form
 from megarl.config.schema import AlgorithmConfig, RejectionEstimator, RolloutCorrectionConfig
 from megarl.roles.models import LOSS_MASK
 
@@ -36,15 +38,15 @@ class AdvantageStep:
 
         Metrics: those of `penalise_overlong` where there is such a penalty, and of `kl_metrics`.
         """
-        tensors = batch.tensors
+        tensors = of_one_form(batch.columns)
         rewards, metrics = self._rewards(tensors, len(batch))
         inputs = AdvantageInputs(
             token_level_rewards=rewards,
             response_mask=tensors["response_mask"],
             uid=batch.non_tensor_batch["uid"],
             values=tensors.get("values"),
-            baseline_scores=tensors.get("baseline_scores"),
-            score_parts=tensors.get("score_parts"),
+            baseline_scores=batch.tensors.get("baseline_scores"),
+            score_parts=batch.tensors.get("score_parts"),
             score_weights=self._score_weights,
             old_log_probs=tensors.get("old_log_probs") if self._algorithm.advantage.estimator.needs.old_log_probs else None,
             sum_pi_squared=tensors.get("sum_pi_squared"),
@@ -53,10 +55,10 @@ class AdvantageStep:
         added = {"token_level_rewards": rewards, "advantages": estimate.advantages, "returns": estimate.returns}
         return batch.union(DataProto.from_dict(added)), metrics
 
-    def _rewards(self, tensors: Mapping[str, Tensor], num_rows: int) -> tuple[Tensor, Metrics]:
+    def _rewards(self, tensors: Mapping[str, Column], num_rows: int) -> tuple[Column, Metrics]:
         mask = tensors["response_mask"]
         metrics: Metrics = {}
-        rewards = torch.where(mask, tensors["token_level_scores"], 0.0)
+        rewards = masked_column(tensors["token_level_scores"], mask)
         if self._algorithm.overlong.buffer_share:
             rewards, metrics = penalise_overlong(rewards, mask, self._max_response_length, self._algorithm.overlong)
         metrics |= self.kl_metrics(tensors)
@@ -66,13 +68,13 @@ class AdvantageStep:
             self.kl_controller.update(metrics["actor/reward_kl_penalty"], num_rows)
         return rewards, metrics
 
-    def kl_metrics(self, tensors: Mapping[str, Tensor]) -> Metrics:
+    def kl_metrics(self, tensors: Mapping[str, Column]) -> Metrics:
         """`actor/reward_kl_penalty`, the mean KL per token over rows (sequence_mean_kl), and its coefficient of now, where a batch has both
         policies' log-probs."""
         if not {"old_log_probs", "ref_log_prob"} <= tensors.keys():
             return {}
         mask, estimator = tensors["response_mask"], self._algorithm.kl.estimator
-        kl = sequence_mean_kl(kl_per_token(tensors["old_log_probs"], tensors["ref_log_prob"], mask, estimator), mask)
+        kl = sequence_mean_kl(kl_column(tensors["old_log_probs"], tensors["ref_log_prob"], mask, estimator), mask)
         return {"actor/reward_kl_penalty": kl, "actor/reward_kl_penalty_coeff": self.kl_controller.coefficient}
 
 
@@ -83,7 +85,7 @@ def correct_rollout(batch: DataProto, config: RolloutCorrectionConfig) -> tuple[
     importance weight. Where the update scores the batch there is nothing to be done before it. Metrics: see `correct`. Advantages are of
     all responses, also of those that the loss then leaves out.
     """
-    tensors = batch.tensors
+    tensors = of_one_form(batch.columns)
     if config.bypass:
         others = batch.select([key for key in tensors if key != "old_log_probs"])
         return others.union(DataProto.from_dict({"old_log_probs": tensors["rollout_log_probs"]})), {}

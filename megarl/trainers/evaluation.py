@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from statistics import fmean
 from typing import Any, NamedTuple
 
+from megarl.algorithms.masked import row_lengths
 from megarl.algorithms.sampling_metrics import best_at_k, majority_at_k
 from megarl.config.schema import SamplingConfig
 from megarl.data.loader import one_pass
@@ -86,8 +87,8 @@ class Evaluation:
         """`sampling.n` of each prompt, a batch of prompts at a time."""
         for prompts in one_pass(self._dataset, self._batch_size):
             batch = rollout.generate(prompts, self._sampling, _STEP)
-            batch = batch.union(reward.score(batch))
-            arrays, lengths = batch.non_tensor_batch, batch.tensors["response_mask"].sum(1).tolist()
+            batch = batch.union(reward.score(batch, with_texts=True))
+            arrays, lengths = batch.non_tensor_batch, row_lengths(batch.columns["response_mask"]).tolist()
             yield [
                 ScoredSample(
                     uid=arrays["uid"][row],

@@ -13,6 +13,7 @@ from megarl.algorithms.masked import masked_mean
 from megarl.algorithms.metrics import age_metrics, data_metrics, reward_model_metrics
 from megarl.algorithms.rollout_correction import correct
 from megarl.batch.data_proto import DataProto
+from megarl.batch.token_rows import of_one_form
 from megarl.config.errors import CheckpointError
 from megarl.config.roles import scores_in_update
 from megarl.config.schema import KLControllerKind, PPOConfig
@@ -152,22 +153,22 @@ class PPOTrainer:
     def _batch_metrics(self, batch: DataProto) -> Metrics:
         """Those of data_metrics, age_metrics and group_metrics; `actor/entropy`: of the policy that wrote the samples, in nats, a mean over
         the response tokens, where the actor has scored them; `critic/baseline/mean`: of the greedy responses' scores, over samples."""
-        tensors, arrays = dict(batch.tensors), batch.non_tensor_batch
+        columns, arrays = of_one_form(batch.columns), batch.non_tensor_batch
         if self.config.algorithm.rollout_correction.bypass:
-            del tensors["old_log_probs"]  # they are the engine's, so that comparing both would say nothing
-        metrics = data_metrics(tensors, self.config.data.max_response_length)
-        metrics |= age_metrics(tensors, batch.meta_info["weight_version"])
+            del columns["old_log_probs"]  # they are the engine's, so that comparing both would say nothing
+        metrics = data_metrics(columns, self.config.data.max_response_length)
+        metrics |= age_metrics(columns, batch.meta_info["weight_version"])
         metrics |= group_metrics(torch.tensor([float(score) for score in arrays["score"]]), arrays["uid"])
-        if "entropys" in tensors:
-            metrics["actor/entropy"] = float(masked_mean(tensors["entropys"], tensors["response_mask"]))
-        if "baseline_scores" in tensors:
-            metrics["critic/baseline/mean"] = float(tensors["baseline_scores"].mean())
+        if "entropys" in columns:
+            metrics["actor/entropy"] = float(masked_mean(columns["entropys"], columns["response_mask"]))
+        if "baseline_scores" in columns:
+            metrics["critic/baseline/mean"] = float(batch.tensors["baseline_scores"].mean())
         metrics["reward/error_rate"] = batch.meta_info["reward/error_rate"]
         metrics |= reward_model_metrics(batch.tensors)
-        if "old_log_probs" in tensors and scores_in_update(self.config.algorithm, one_update=self.config.trainer.one_update):
-            old, engine, mask = (tensors[key] for key in ("old_log_probs", "rollout_log_probs", "response_mask"))
+        if "old_log_probs" in columns and scores_in_update(self.config.algorithm, one_update=self.config.trainer.one_update):
+            old, engine, mask = (columns[key] for key in ("old_log_probs", "rollout_log_probs", "response_mask"))
             metrics |= correct(old, engine, mask, self.config.algorithm.rollout_correction).metrics
-            metrics |= self._advantages.kl_metrics(tensors)
+            metrics |= self._advantages.kl_metrics(columns)
         metrics["num_tokens"] = float(valid_token_count(batch))
         return metrics
 

@@ -8,12 +8,13 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import torch
 from transformers import PreTrainedTokenizerBase
 
+from megarl.algorithms.masked import masked_row_sums, row_lengths
 from megarl.batch.data_proto import DataProto
+from megarl.batch.token_rows import token_rows
 from megarl.config.schema import PPOConfig
-from megarl.data.tokenizer import load_tokenizer, token_texts
+from megarl.data.tokenizer import decode_rows, load_tokenizer, token_texts
 from megarl.tracking.samples import SCHEMA, SampleTable, list_column
 
 _REWARD_MODEL = "reward_model"
@@ -44,23 +45,25 @@ class SampleRows:
 
     def table(self, batch: DataProto, step: int) -> SampleTable:
         """`batch`: as the loss sees it, with scores and advantages. `log_probs` is null where the trainer computed none of its own."""
-        tensors, arrays = batch.tensors, batch.non_tensor_batch
-        mask, prompt_mask = tensors["response_mask"].bool(), tensors["prompt_attention_mask"].bool()
-        lengths, prompt_lengths = mask.sum(1).tolist(), prompt_mask.sum(1).tolist()
+        own = ["old_log_probs"] if self._own_log_probs else []
+        rows = token_rows(batch.columns, ["advantages", "rollout_log_probs", *own])
+        arrays, mask = batch.non_tensor_batch, rows["response_mask"]
+        lengths, prompt_lengths = row_lengths(mask).tolist(), rows["prompts"].lengths.tolist()
+        is_real = mask.flat()
 
         def of_tokens(name: str, kind: pa.DataType) -> pa.Array:
-            return list_column(lengths, tensors[name][mask].numpy(), kind)
+            return list_column(lengths, rows[name].flat()[is_real].numpy(), kind)
 
-        advantages = torch.where(mask, tensors["advantages"], 0.0).sum(1) / mask.sum(1).clamp(min=1)
-        parts = tensors["score_parts"]
-        prompt_ids = tensors["prompts"][prompt_mask].numpy()
+        advantages = masked_row_sums(rows["advantages"], mask) / row_lengths(mask).clamp(min=1)
+        parts = batch.tensors["score_parts"]
+        prompt_ids = rows["prompts"].flat().numpy()
         columns: dict[str, Any] = {
             "step": [step] * len(batch),
             "uid": [str(uid) for uid in arrays["uid"]],
             "data_source": arrays["data_source"].tolist(),
             "prompt": self._prompts(prompt_ids, prompt_lengths),
             "prompt_ids": list_column(prompt_lengths, prompt_ids, pa.int32()),
-            "response": arrays["response_text"].tolist(),
+            "response": decode_rows(self._tokenizer, rows["responses"], mask),
             "response_ids": of_tokens("responses", pa.int32()),
             "ground_truth": [_text(model["ground_truth"]) for model in arrays["reward_model"]],
             "score": [float(score) for score in arrays["score"]],
@@ -74,9 +77,9 @@ class SampleRows:
             "response_length": lengths,
             "finish_reason": arrays["finish_reason"].tolist(),
         }
-        rows = pa.table({name: pa.array(column, SCHEMA.field(name).type) for name, column in columns.items()}, SCHEMA)
-        ids = np.unique(tensors["responses"][mask].numpy()).tolist()
-        return SampleTable(rows, token_texts(self._tokenizer, ids), self._parts)
+        table = pa.table({name: pa.array(column, SCHEMA.field(name).type) for name, column in columns.items()}, SCHEMA)
+        ids = np.unique(rows["responses"].flat()[is_real].numpy()).tolist()
+        return SampleTable(table, token_texts(self._tokenizer, ids), self._parts)
 
     def _prompts(self, ids: np.ndarray, lengths: list[int]) -> list[str]:
         """With the template's special tokens; the samples of a prompt stand together, so that each is decoded once."""

@@ -14,7 +14,6 @@ from megarl.config.errors import RunError
 from megarl.config.schema import DynamicSamplingConfig, PPOConfig, SamplingConfig
 from megarl.controller.futures import DerivedFuture
 from megarl.data.loader import BatchLoader
-from megarl.data.responses import concat_samples
 from megarl.roles.reward import Reward
 
 GREEDY = SamplingConfig(n=1, temperature=0.0)
@@ -114,7 +113,7 @@ class DynamicSampling:
                 break
         else:
             raise NoSignalError(self._explain(step, wanted, num_kept, num_prompts, np.concatenate(scores)))
-        batch = concat_samples(kept)[: wanted * self._sampling.n]
+        batch = DataProto.concat(kept)[: wanted * self._sampling.n]
         batch.meta_info["reward/error_rate"] = num_errors / (num_prompts * self._sampling.n)
         metrics = {
             "num_generations": float(len(kept)),

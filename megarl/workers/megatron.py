@@ -83,11 +83,10 @@ def speed_metrics(spec: ModelSpec, part: DataProto, seconds: float, name: str, p
     (training_flops), and `perf/mfu/<name>`, as a share of what these can do, where that is known or given; `perf/tokens_per_s/<name>`.
     `perf/computed_tokens_per_s/<name>`, and both of the work, are without the prompts that rows of a micro-batch had from another row.
     Rows without a token that the loss reads are not counted: they fill a micro-batch, or a correction has left them out."""
-    mask, scored = part.tensors["attention_mask"], part.tensors["response_mask"]
-    lengths, responses = mask.sum(1).tolist(), mask[:, -scored.shape[1] :].sum(1).tolist()
-    counts = scored.any(1).tolist()
-    rows = [(length - response, response) for length, response, is_counted in zip(lengths, responses, counts, strict=True) if is_counted]
-    shared = [(lengths[row] - responses[row], 0) for row in _rows_with_a_shared_prompt(spec, part) if counts[row]]
+    prompts, responses = part.ragged["prompts"].lengths.tolist(), part.ragged["responses"].lengths.tolist()
+    counts = [bool(scored.any()) for scored in part.ragged["response_mask"].each()]
+    rows = [(prompt, response) for prompt, response, is_counted in zip(prompts, responses, counts, strict=True) if is_counted]
+    shared = [(prompts[row], 0) for row in _rows_with_a_shared_prompt(spec, part) if counts[row]]
     flop = training_flops(spec.architecture, rows, with_value_head=spec.head == "value") - training_flops(spec.architecture, shared)
     tflop, num_tokens = flop / 1e12, sum(map(sum, rows))
     device_s = seconds * spec.parallel.tensor_parallel_size * spec.parallel.pipeline_parallel_size
@@ -105,11 +104,9 @@ def _rows_with_a_shared_prompt(spec: ModelSpec, part: DataProto) -> list[int]:
     """Those whose prompt stands in their micro-batch for another row already."""
     if not (spec.engine.share_prompts and spec.engine.packing):
         return []
-    ids, mask = part.tensors["input_ids"], part.tensors["attention_mask"].bool()
-    prompt_length = ids.shape[1] - part.tensors["response_mask"].shape[1]
-    found = []
+    prompts, found = list(part.ragged["prompts"].each()), []
     for rows in part.meta_info[MICRO_BATCHES]:
-        firsts = first_with_prompt(ids[row, :prompt_length][mask[row, :prompt_length]] for row in rows)
+        firsts = first_with_prompt(prompts[row] for row in rows)
         found += [row for place, row in enumerate(rows) if firsts[place] != place]
     return found
 
@@ -162,14 +159,14 @@ class MegatronWorker(WeightExport):
 
     def _forward(self, part: DataProto, extras: Collection[Extra] = ()) -> DataProto:
         """Scores of this replica's rows, as the engine names them; without rows on the ranks that do not hold the last stage."""
-        outputs = self._engine.forward(part.tensors, part.meta_info[MICRO_BATCHES], extras)
-        return DataProto.from_dict({key: value.cpu() for key, value in (outputs or {}).items()})
+        outputs = self._engine.forward(part.columns, part.meta_info[MICRO_BATCHES], extras)
+        return DataProto.from_dict({key: value.to("cpu") for key, value in (outputs or {}).items()})
 
     def _train(self, part: DataProto, loss: Loss) -> dict[str, Metric]:
         """One optimizer step; the loss's metrics over this replica's rows, `<loss.name>/grad_norm`, `<loss.name>/lr`, and the
         update's speed (speed_metrics)."""
         begin_s = time.monotonic()
-        metrics = self._engine.forward_backward(part.tensors, part.meta_info[MICRO_BATCHES], loss, loss.extras)
+        metrics = self._engine.forward_backward(part.columns, part.meta_info[MICRO_BATCHES], loss, loss.extras)
         step = self._engine.step()  # it reads the gradient's norm, so that the device has come as far
         speed = speed_metrics(self._spec, part, time.monotonic() - begin_s, loss.name, platform.current().peak_tflops(self._spec.dtype))
         return {**metrics, f"{loss.name}/grad_norm": Metric.same(step.grad_norm), f"{loss.name}/lr": Metric.same(step.lr), **speed}
@@ -183,8 +180,8 @@ class MegatronWorker(WeightExport):
             return loss(of_model, rows)
 
         metrics = self._train(part, _Named(loss.name, loss.extras, kept))
-        scores = self._engine.in_order_of_rows(outputs, part.meta_info[MICRO_BATCHES]) if outputs else {}
-        return ScoredUpdate(metrics, DataProto.from_dict({key: value.cpu() for key, value in scores.items()}))
+        scores = self._engine.in_order_of_rows(outputs, part.columns, part.meta_info[MICRO_BATCHES]) if outputs else {}
+        return ScoredUpdate(metrics, DataProto.from_dict({key: value.to("cpu") for key, value in scores.items()}))
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def offload_state(self, parts: tuple[StatePart, ...]) -> int:

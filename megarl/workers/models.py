@@ -20,8 +20,8 @@ class PolicyWorker(MegatronWorker):
 
     @register(dispatch_mode=Dispatch.MEGATRON_MESH, blocking=False)
     def log_probs(self, part: DataProto, extras: Collection[Extra]) -> DataProto:
-        """`log_probs`, and the extras that are asked for (`entropy`, `sum_pi_squared`), (b, R) each; reads `input_ids`,
-        `attention_mask`, `response_mask`."""
+        """`log_probs`, and the extras that are asked for (`entropy`, `sum_pi_squared`), (b, R) each; reads `prompts`, `responses`,
+        `response_mask`."""
         return self._forward(part, extras)
 
 

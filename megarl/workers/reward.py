@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from megarl.algorithms.scores import place_scores
 from megarl.batch.data_proto import DataProto
 from megarl.config.schema import RewardConfig
 from megarl.controller.dispatch import Dispatch
@@ -25,14 +24,13 @@ class RewardWorker(Worker):
         )
 
     @register(dispatch_mode=Dispatch.RANK_ZERO, blocking=False)
-    def score(self, batch: DataProto) -> DataProto:
-        """`token_level_scores` (B, R), `score_parts` (B, K) of the K reward functions before their weights, and the arrays
-        `response_text`, `score` and `answer` (what a function took for it, else the whole text).
+    def score(self, batch: DataProto, with_texts: bool = False) -> DataProto:
+        """`score_parts` (B, K) of the K reward functions before their weights, and the array `score`; with texts also the arrays
+        `response_text` and `answer` (what a function took for it, else the whole text).
 
         Raises RewardError above the allowed error rate.
         """
-        mask = batch.tensors["response_mask"]
-        texts = decode_rows(self._tokenizer, batch.tensors["responses"], mask)
+        texts = decode_rows(self._tokenizer, batch.ragged["responses"], batch.ragged["response_mask"])
         arrays = batch.non_tensor_batch
         requests = [
             ScoreRequest(
@@ -43,16 +41,13 @@ class RewardWorker(Worker):
             )
         ]
         report = self._scorer.score(requests) if self._scorer else _no_scores(len(requests))
+        arrays_of_texts = {
+            "response_text": texts,
+            "answer": [text if answer is None else answer for text, answer in zip(texts, report.answers, strict=True)],
+        }
         return DataProto.from_dict(
-            tensors={
-                "token_level_scores": place_scores(report.scores, mask),
-                "score_parts": torch.tensor(report.parts, dtype=torch.float32),
-            },
-            non_tensors={
-                "response_text": texts,
-                "score": list(report.scores),
-                "answer": [text if answer is None else answer for text, answer in zip(texts, report.answers, strict=True)],
-            },
+            tensors={"score_parts": torch.tensor(report.parts, dtype=torch.float32)},
+            non_tensors={"score": list(report.scores), **(arrays_of_texts if with_texts else {})},
             meta_info={"reward/error_rate": len(report.errors) / len(requests)},
         )
 

@@ -84,8 +84,8 @@ class RewardModelWorker(MegatronWorker):
         )
 
     def _conversations(self, part: DataProto) -> list[Conversation]:
-        tensors, arrays = part.tensors, part.non_tensor_batch
-        answers = decode_rows(self._policy_tokenizer, tensors["responses"], tensors["response_mask"])
+        arrays = part.non_tensor_batch
+        answers = decode_rows(self._policy_tokenizer, part.ragged["responses"], part.ragged["response_mask"])
         return [
             self._encoder.encode(str(uid), messages, answer)
             for uid, messages, answer in zip(arrays["uid"], arrays["messages"], answers, strict=True)
@@ -103,4 +103,8 @@ class RewardModelWorker(MegatronWorker):
         )
         (rank,) = plan.ranks
         outputs = self._engine.forward(conversation_batch(conversations, rank.rows), rank.local_micro_batches)
-        return None if outputs is None else outputs["values"][:, 0].cpu()[plan.restore_order()]
+        if outputs is None:
+            return None
+        values = outputs["values"]
+        assert isinstance(values, torch.Tensor)
+        return values[:, 0].cpu()[plan.restore_order()]

@@ -11,15 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from megarl.batch.data_proto import DataProto
+from megarl.batch.ragged import RaggedTensor
 from megarl.cli.failure_report import last_page
 from megarl.cli.run_context import RunContext
 from megarl.config.errors import RunError
 from megarl.config.schema import PPOConfig, SamplingConfig
 from megarl.controller.errors import PhaseTimeoutError, WorkerError
 from megarl.controller.group import RoleGroup
-from megarl.data.padding import pad_left
 from megarl.roles.pump import EngineFaultError
 from megarl.roles.replicas import RestartLimitError
 from megarl.roles.rollout import Rollout
@@ -37,8 +38,8 @@ StartFake = Callable[..., Rollout]
 
 def prompts() -> DataProto:
     rows = [[number + 1] * (1 + number % 5) for number in range(12)]
-    padded = pad_left(rows, 5, pad_id=0)
-    return DataProto.from_dict({"prompts": padded.ids, "prompt_attention_mask": padded.mask}, {"uid": [str(row) for row in range(12)]})
+    prompts = RaggedTensor.of_rows(rows, torch.int32, on_left=True)
+    return DataProto.from_dict({"prompts": prompts}, {"uid": [str(row) for row in range(12)]})
 
 
 @pytest.fixture

@@ -3,41 +3,42 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple, overload
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from megarl.algorithms.groups import Groups
-from megarl.algorithms.masked import masked_row_sums, row_blocks, row_lengths
+from megarl.algorithms.masked import empty_like, leaves_nothing_out, masked, masked_row_sums, row_blocks, row_lengths
 from megarl.algorithms.scores import refuse_unusable
+from megarl.batch.ragged import Column, RaggedTensor
 from megarl.config.schema import AdvantageConfig
 
 
 class Advantages(NamedTuple):
-    advantages: Tensor  # (B, R)
-    returns: Tensor  # (B, R), what the critic learns
+    advantages: Column  # (B, R)
+    returns: Column  # (B, R), what the critic learns
 
 
 @dataclass(frozen=True, kw_only=True)
 class AdvantageInputs:
-    """What an estimator may read; None is what the run does not make.
+    """What an estimator may read; None is what the run does not make. What is (B, R) is so as tensors, as a function of the user gets it,
+    or all of it as rows of tokens.
 
     Raises ValueError where a sample's rewards have no finite sum, with its uid: a NaN or an infinity among them.
     """
 
-    token_level_rewards: Tensor  # (B, R)
-    response_mask: Tensor  # (B, R) bool
+    token_level_rewards: Column  # (B, R)
+    response_mask: Column  # (B, R) bool
     uid: np.ndarray  # (B,); samples of one prompt share it
-    values: Tensor | None = None  # (B, R), the critic's
+    values: Column | None = None  # (B, R), the critic's
     baseline_scores: Tensor | None = None  # (B,): score of the greedy response to the row's prompt
     score_parts: Tensor | None = None  # (B, K): of each reward function, before its weight
     score_weights: Tensor | None = None  # (K,) of the reward functions; None: all 1
-    old_log_probs: Tensor | None = None  # (B, R)
-    sum_pi_squared: Tensor | None = None  # (B, R): at each token, the sum over the vocabulary of the squared probabilities
+    old_log_probs: Column | None = None  # (B, R)
+    sum_pi_squared: Column | None = None  # (B, R): at each token, the sum over the vocabulary of the squared probabilities
 
     def __post_init__(self) -> None:
         refuse_unusable("the sum of token_level_rewards", self.outcomes, self.uid)
@@ -59,14 +60,26 @@ class AdvantageInputs:
 
     def on_every_token(self, per_row: Tensor) -> Advantages:
         """The same advantage (B,) for each valid token of a row, and 0 elsewhere. There is no critic: returns are the advantages."""
-        mask, zero = self.response_mask, torch.zeros((), dtype=per_row.dtype, device=per_row.device)
-        advantages = torch.empty(mask.shape, dtype=per_row.dtype, device=per_row.device)
-        for rows in row_blocks(advantages):
-            torch.where(mask[rows], per_row[rows, None], zero, out=advantages[rows])
+        mask, advantages = self.response_mask, empty_like(self.response_mask, per_row.dtype)
+        if isinstance(advantages, RaggedTensor) and leaves_nothing_out(mask):
+            advantages = replace(advantages, values=per_row.repeat_interleave(advantages.lengths.to(per_row.device)))
+            return Advantages(advantages, advantages)
+        for rows in row_blocks(mask):
+            advantages[rows] = masked(per_row[rows, None], mask[rows])
         return Advantages(advantages, advantages)
 
+    def padded(self) -> AdvantageInputs:
+        """With tensors (B, R) in place of rows of tokens."""
+        columns: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
+        dense: dict[str, Any] = {name: column.padded() for name, column in columns.items() if isinstance(column, RaggedTensor)}
+        return replace(self, **dense)
 
-def needed(value: Tensor | None, estimator: str, name: str, remedy: str) -> Tensor:
+
+@overload
+def needed(value: Tensor | None, estimator: str, name: str, remedy: str) -> Tensor: ...
+@overload
+def needed(value: Column | None, estimator: str, name: str, remedy: str) -> Column: ...
+def needed(value: Column | None, estimator: str, name: str, remedy: str) -> Column:
     """`value`, or a ValueError that says what the estimator misses."""
     if value is None:
         raise ValueError(f"algorithm.advantage.estimator={estimator} needs {name}, and the batch has none; {remedy}")

@@ -2,20 +2,38 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from megarl.algorithms.advantages.inputs import AdvantageInputs, Advantages, Estimator, needed
-from megarl.algorithms.masked import block_rows, from_front, front_slots, masked, row_blocks, to_front, whiten
+from megarl.algorithms.masked import (
+    block_rows,
+    empty_like,
+    from_front,
+    front_slots,
+    map_tokens,
+    masked,
+    row_blocks,
+    to_front,
+    whiten,
+)
 from megarl.algorithms.scores import refuse_unusable
+from megarl.batch.ragged import Column
 from megarl.config.schema import AdvantageConfig, AdvantageEstimator
 
 _BASELINE, _REMEDY = "optimal_token_baseline", "use rloo, whose baseline needs only the scores"
 _CHUNK_TOKENS = 16  # of a row: as many multiplications an element, and a sixteenth of the tokens are left to be added up
 
 
-def gae(token_level_rewards: Tensor, values: Tensor, response_mask: Tensor, gamma: float, lam: float) -> Advantages:
-    """Advantages and returns for (B, R) tensors (Schulman et al. 2016, eq. 16).
+class _Block(NamedTuple):
+    advantages: Tensor  # (b, r)
+    returns: Tensor
+
+
+def gae(token_level_rewards: Column, values: Column, response_mask: Column, gamma: float, lam: float) -> Advantages:
+    """Advantages and returns for (B, R) (Schulman et al. 2016, eq. 16).
 
     delta_t = r_t + gamma V_{t+1} - V_t; A_t = sum_k (gamma lam)^k delta_{t+k}; returns = A + V. The episode ends after the
     last valid token (V = 0 there). A reward in a masked slot is ignored.
@@ -25,7 +43,7 @@ def gae(token_level_rewards: Tensor, values: Tensor, response_mask: Tensor, gamm
 
     What is summed are the returns, R_t = r_t + gamma (1 - lam) V_{t+1} + gamma lam R_{t+1}: the same recursion with one pass less.
     """
-    advantages, returns = torch.empty_like(token_level_rewards), torch.empty_like(token_level_rewards)
+    advantages, returns = (empty_like(token_level_rewards, token_level_rewards.dtype) for _ in range(2))
     for rows in row_blocks(token_level_rewards):
         mask = response_mask[rows]
         slots = front_slots(mask)
@@ -36,8 +54,8 @@ def gae(token_level_rewards: Tensor, values: Tensor, response_mask: Tensor, gamm
         if lam != 1.0:
             steps[:, :-1].add_(next_values[:, 1:], alpha=gamma * (1.0 - lam))
         sums = discounted_suffix_sums(steps, gamma * lam)
-        returns[rows] = sums if slots is None else from_front(sums, slots)
-        torch.sub(returns[rows], kept_values, out=advantages[rows])
+        sums = sums if slots is None else from_front(sums, slots)
+        returns[rows], advantages[rows] = sums, sums - kept_values
     return Advantages(advantages, returns)
 
 
@@ -67,7 +85,8 @@ def remax(inputs: AdvantageInputs, config: AdvantageConfig) -> Advantages:
     baseline = needed(inputs.baseline_scores, "remax", "`baseline_scores` of greedy responses", "use rloo, whose baseline is the others'")
     refuse_unusable("the greedy response's score", baseline, inputs.uid)
     returns = rewards_to_go(inputs.token_level_rewards, inputs.response_mask, gamma=1.0)
-    return Advantages(returns - inputs.on_every_token(baseline.to(returns)).advantages, returns)
+    per_row = inputs.on_every_token(baseline.to(returns.dtype)).advantages
+    return Advantages(map_tokens(torch.sub, returns, per_row), returns)
 
 
 def optimal_token_baseline(inputs: AdvantageInputs, config: AdvantageConfig) -> Advantages:
@@ -81,18 +100,18 @@ def optimal_token_baseline(inputs: AdvantageInputs, config: AdvantageConfig) -> 
     log_probs = needed(inputs.old_log_probs, _BASELINE, "`old_log_probs`", _REMEDY)
     squares = needed(inputs.sum_pi_squared, _BASELINE, "`sum_pi_squared`", _REMEDY)
     rewards, mask = inputs.token_level_rewards, inputs.response_mask
-    advantages, returns = torch.empty_like(rewards), torch.empty_like(rewards)
+    advantages, returns = empty_like(rewards, rewards.dtype), empty_like(rewards, rewards.dtype)
     for rows in inputs.groups.blocks(block_rows(rewards)):
         index = inputs.groups.index[rows]
         block = _of_whole_groups(rewards[rows], mask[rows], log_probs[rows], squares[rows], index - index[0])
-        advantages[rows], returns[rows] = block
+        advantages[rows], returns[rows] = block.advantages, block.returns
     return Advantages(advantages, returns)
 
 
-def _of_whole_groups(rewards: Tensor, mask: Tensor, log_probs: Tensor, squares: Tensor, index: Tensor) -> Advantages:
+def _of_whole_groups(rewards: Tensor, mask: Tensor, log_probs: Tensor, squares: Tensor, index: Tensor) -> _Block:
     """index (b,): the number of a row's group, in rising order from 0; all others (b, R)."""
     slots, num_groups = front_slots(mask), int(index[-1]) + 1
-    returns = rewards_to_go(rewards, mask, gamma=1.0)
+    returns = _rewards_to_go(rewards, mask, gamma=1.0)
     norms = masked(1.0 - 2.0 * log_probs.exp() + squares, mask).clamp(min=0)
     here, returns_here = mask.to(returns.dtype), returns  # here: 1 where a sample has a token t
     if slots is not None:
@@ -107,19 +126,23 @@ def _of_whole_groups(rewards: Tensor, mask: Tensor, log_probs: Tensor, squares: 
     compared = ((over_samples(here) > 1) & (weight > 0))[index]
     baseline = (over_samples(returns_here * gathered) / torch.where(weight > 0, weight, 1.0))[index]
     advantages = torch.where(compared, returns_here - baseline, 0.0) * here
-    return Advantages(advantages if slots is None else from_front(advantages, slots), returns)
+    return _Block(advantages if slots is None else from_front(advantages, slots), returns)
 
 
-def rewards_to_go(token_level_rewards: Tensor, response_mask: Tensor, gamma: float) -> Tensor:
+def rewards_to_go(token_level_rewards: Column, response_mask: Column, gamma: float) -> Column:
     """(B, R): sum_k gamma^k r_{t+k} over the valid tokens from t on; 0 in masked slots."""
-    returns = torch.empty_like(token_level_rewards)
+    returns = empty_like(token_level_rewards, token_level_rewards.dtype)
     for rows in row_blocks(token_level_rewards):
-        mask = response_mask[rows]
-        slots = front_slots(mask)
-        steps = masked(token_level_rewards[rows], mask)
-        sums = discounted_suffix_sums(steps if slots is None else to_front(steps, slots), gamma)
-        returns[rows] = sums if slots is None else from_front(sums, slots)
+        returns[rows] = _rewards_to_go(token_level_rewards[rows], response_mask[rows], gamma)
     return returns
+
+
+def _rewards_to_go(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
+    """Of a block of rows."""
+    slots, steps = front_slots(mask), masked(rewards, mask)
+    if slots is None:
+        return discounted_suffix_sums(steps, gamma)
+    return from_front(discounted_suffix_sums(to_front(steps, slots), gamma), slots)
 
 
 def discounted_suffix_sums(x: Tensor, discount: float) -> Tensor:

@@ -5,6 +5,7 @@ import torch
 
 from megarl.algorithms.metrics import age_metrics, data_metrics
 from megarl.algorithms.scores import place_scores
+from megarl.batch.ragged import RaggedTensor
 
 NAN = float("nan")
 
@@ -25,7 +26,7 @@ def test_data_metrics_by_hand():
     mask = torch.tensor([[1, 1, 1], [1, 0, 0]]).bool()
     batch = {
         "response_mask": mask,
-        "prompt_attention_mask": torch.tensor([[0, 1, 1], [1, 1, 1]]),
+        "prompts": RaggedTensor.of_rows([[5, 6], [7, 8, 9]], torch.int32, on_left=True),
         "token_level_scores": torch.tensor([[0.0, 0.0, 1.0], [-0.5, NAN, NAN]]),
         "token_level_rewards": torch.tensor([[0.1, 0.0, 1.0], [-0.5, NAN, NAN]]),
         "advantages": torch.tensor([[1.0, 2.0, 3.0], [-2.0, NAN, NAN]]),

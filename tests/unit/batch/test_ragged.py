@@ -14,6 +14,7 @@ from torch import Tensor
 from megarl.batch.arrays import same
 from megarl.batch.data_proto import DataProto
 from megarl.batch.ragged import RaggedTensor
+from megarl.batch.token_rows import of_one_form, token_rows
 
 LENGTHS = st.lists(st.integers(0, 6), min_size=1, max_size=7)
 NAN = float("nan")
@@ -149,3 +150,20 @@ def test_rows_come_from_lists_and_arrays() -> None:
     made = RaggedTensor.of_rows([[1, 2], np.array([3], dtype=np.int64), []], torch.int32)
     assert (made.padded().tolist(), made.dtype) == ([[1, 2], [3, 0], [0, 0]], torch.int32)
     assert RaggedTensor.of_rows([], torch.int32).padded().shape == (0, 0)
+
+
+def test_what_a_user_has_padded_is_taken_in() -> None:
+    """A mask and advantages of his own beside rows of tokens; or a batch that is padded altogether."""
+    mask, advantages = torch.tensor([[True, False], [True, False]]), torch.tensor([[1.0, 2.0], [3.0, NAN]])
+    batch = tokens().union(DataProto.from_dict({"response_mask": mask, "advantages": advantages}))
+    expected = {"response_mask": [[True, False], [True]], "advantages": [[1.0, 2.0], [3.0]]}
+    columns = of_one_form(batch.columns)
+    assert columns["score"] is batch.columns["score"]
+    padded = {key: batch.tensors[key] for key in ("input_ids", "attention_mask", "response_mask", "advantages")}
+    for rows in (columns, token_rows(batch.columns, ["advantages"]), token_rows(padded, ["advantages"])):
+        assert {key: [row.tolist() for row in rows[key].each()] for key in expected} == expected
+    assert [row.tolist() for row in token_rows(padded)["prompts"].each()] == [[7], [8, 9]]
+    with pytest.raises(ValueError, match=r"'advantages' is not of the batch's responses: a tensor of shape \(2, 1\) does not hold"):
+        token_rows({**batch.columns, "advantages": advantages[:, :1]}, ["advantages"])
+    with pytest.raises(ValueError, match="row 1 of the batch: attention_mask has 1 prompt and 1 response tokens that are not one run"):
+        token_rows({**padded, "attention_mask": torch.tensor([[0, 1, 1, 1], [1, 0, 1, 0]])})

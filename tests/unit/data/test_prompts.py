@@ -25,10 +25,8 @@ def test_rows_of_all_files_are_rendered_in_order(tmp_path, tokenizer):
     ]
     assert prompts.num_filtered == 0
     batch = prompts.batch([2, 0], ["u", "v"])
-    assert batch.batch["prompts"].shape == batch.batch["prompt_attention_mask"].shape == (2, 40)
-    assert batch.batch["prompt_attention_mask"].sum(dim=1).tolist() == [FRAME + 3, FRAME + 9]
-    assert batch.batch["prompts"][0, -FRAME - 3 :].tolist() == list(prompts[2].token_ids)
-    assert batch.batch["prompts"][0, : -FRAME - 3].unique().tolist() == [tokenizer.pad_token_id]
+    assert batch.ragged["prompts"].lengths.tolist() == [FRAME + 3, FRAME + 9]
+    assert batch.tensors["prompts"][0].tolist() == [tokenizer.pad_token_id] * 6 + list(prompts[2].token_ids)
     assert batch.non_tensor_batch["uid"].tolist() == ["u", "v"]
     assert batch.non_tensor_batch["messages"][1] == user("2 + 3 = ?")
     assert batch.non_tensor_batch["data_source"].tolist() == ["other", "sums"]

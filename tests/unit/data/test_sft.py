@@ -20,7 +20,7 @@ def dataset(tmp_path, rows, tokenizer, max_length=60, overlong=Overlong.refuse, 
 
 def test_only_the_answer_and_its_end_token_are_trained(tmp_path, tokenizer):
     examples = dataset(tmp_path, [chat("2 + 3", "5"), chat("a", "bcd")], tokenizer)
-    batch = examples.batch([0, 1], ["0", "1"]).batch
+    batch = examples.batch([0, 1], ["0", "1"]).tensors
     trained = [tokenizer.decode(batch["responses"][row][batch["response_mask"][row]]) for row in range(2)]
     assert trained == ["5<|end|>", "bcd<|end|>"]  # the line break after the end token is the template's
     whole = [tokenizer.decode(batch["input_ids"][row][batch["attention_mask"][row].bool()]) for row in range(2)]
@@ -49,7 +49,7 @@ def test_every_answer_is_trained_and_nothing_between_them(tmp_path, tokenizer):
     examples = dataset(tmp_path, rows, tokenizer)
     assert tokenizer.decode(examples[0].prompt_ids) == "<|start|>user\na<|end|>\n<|start|>assistant\n"
     assert spelt(tokenizer, examples[0]) == "[b<|end|>]\n<|start|>user\nc<|end|>\n<|start|>assistant\n[d<|end|>]"
-    batch = examples.batch([0, 1], ["0", "1"]).batch
+    batch = examples.batch([0, 1], ["0", "1"]).tensors
     masked = [tokenizer.decode(batch["responses"][row][batch["response_mask"][row]]) for row in range(2)]
     assert masked == ["b<|end|>d<|end|>", "3<|end|>"]
     lengths = batch["attention_mask"][:, batch["prompts"].shape[1] :].sum(1).tolist()

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from megarl.batch.data_proto import DataProto
+from megarl.batch.ragged import RaggedTensor
 from megarl.config.errors import RunError
 from megarl.config.schema import OnUpdate, SamplingConfig
 from megarl.data.loader import BatchLoader
@@ -37,8 +38,8 @@ class Prompts:
         return NUM_ROWS
 
     def batch(self, indices: Sequence[int], uids: Sequence[str]) -> DataProto:
-        lengths = torch.tensor([[1 + (37 * index) % 101] for index in indices])
-        return DataProto.from_dict({"prompts": lengths, "prompt_attention_mask": torch.ones_like(lengths)}, {"uid": list(uids)})
+        prompts = RaggedTensor.of_rows([[1 + (37 * index) % 101] for index in indices], torch.int32, on_left=True)
+        return DataProto.from_dict({"prompts": prompts}, {"uid": list(uids)})
 
 
 class MadeUpWeights:

@@ -15,10 +15,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from megarl.batch.data_proto import DataProto
+from megarl.batch.ragged import RaggedTensor
 from megarl.config.schema import ParallelConfig, SamplingConfig
 from megarl.controller.errors import WorkerError
 from megarl.controller.worker import RayClassWithInitArgs
-from megarl.data.padding import pad_left
 from megarl.roles.models import Actor
 from megarl.roles.rollout import Rollout
 from megarl.roles.weight_sync import WeightSync
@@ -67,10 +67,8 @@ def training_batch() -> DataProto:
 
 
 def prompts() -> DataProto:
-    padded = pad_left(PROMPTS, 5, pad_id=0)
-    return DataProto.from_dict(
-        {"prompts": padded.ids, "prompt_attention_mask": padded.mask}, {"uid": [str(row) for row in range(len(PROMPTS))]}
-    )
+    rows = RaggedTensor.of_rows(PROMPTS, torch.int32, on_left=True)
+    return DataProto.from_dict({"prompts": rows}, {"uid": [str(row) for row in range(len(PROMPTS))]})
 
 
 class Generated(NamedTuple):

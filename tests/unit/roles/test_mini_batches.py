@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import pickle
 from typing import Any
 
 import pytest
@@ -68,18 +68,38 @@ def role(parallel: ParallelConfig, sequences: int, group: Any = None) -> Megatro
 
 
 def test_fillers_have_no_token_to_train_on() -> None:
-    batch = DataProto.from_dict({**make_batch(num_rows=3), "row": torch.arange(3)})
+    batch = DataProto.from_dict(make_batch(num_rows=3), {"uid": list("abc")})
     before = batch.tensors["response_mask"].clone()
-    plan, parts = role(ParallelConfig(data_parallel_size=2), 1)._split(batch, ("input_ids", "attention_mask", "response_mask", "row"))
+    plan, parts = role(ParallelConfig(data_parallel_size=2), 1)._split(batch, ())
     assert [part.meta_info[MICRO_BATCHES] for part in parts] == [[[0], [1]]] * 2
     assert torch.equal(batch.tensors["response_mask"], before)  # the batch itself stays as it is
     joined = DataProto.concat([part.select(meta_info_keys=[]) for part in parts])
-    real = joined.tensors["response_mask"].any(1)
-    assert Counter(joined.tensors["row"][real].tolist()) == Counter(range(3))
-    assert int(real.sum()) == 3  # of four places
-    restored = joined.select_idxs(plan.restore_order()).tensors
-    assert restored["row"].tolist() == [0, 1, 2]
-    assert torch.equal(restored["response_mask"], before)
+    real = joined.tensors["response_mask"].any(1).numpy()
+    assert sorted(joined.non_tensor_batch["uid"][real]) == list("abc")  # of four places
+    restored = joined.select_idxs(plan.restore_order())
+    assert restored.non_tensor_batch["uid"].tolist() == list("abc")
+    assert torch.equal(restored.tensors["response_mask"], before)
+
+
+def test_parts_have_what_the_role_reads_without_padding() -> None:
+    """`score` is not asked for; what lies beyond a row's tokens goes nowhere; a tensor that is not of the responses is refused."""
+    tensors = make_batch(num_rows=5)
+    real = tensors["attention_mask"][:, 6:].bool()
+    advantages = torch.where(real, torch.arange(45.0).view(5, 9), torch.nan)
+    batch = DataProto.from_dict({**tensors, "advantages": advantages, "score": torch.zeros(5)}, {"uid": list("abcde")})
+    plan, parts = role(ParallelConfig(data_parallel_size=2), 2)._split(batch, ("advantages",))
+    for part, rank in zip(parts, plan.ranks, strict=True):
+        assert part.columns.keys() == {"prompts", "responses", "response_mask", "advantages"}
+        arrived = pickle.loads(pickle.dumps(part)).ragged
+        for place, row in enumerate(rank.rows):
+            ids = torch.cat([next(arrived[key].select(slice(place, place + 1)).each()) for key in ("prompts", "responses")])
+            assert torch.equal(ids.long(), tensors["input_ids"][row][tensors["attention_mask"][row].bool()])
+        assert sum(len(column.values) for column in arrived.values()) == sum(
+            int(tensors["attention_mask"][row].sum()) + 2 * int(real[row].sum()) for row in rank.rows
+        )
+        assert torch.equal(arrived["advantages"].flat(), advantages[rank.rows][real[rank.rows]])
+    with pytest.raises(ValueError, match=r"'score' is not of the batch's responses: a tensor of shape \(5,\) does not hold 5 rows"):
+        role(ParallelConfig(), 2)._split(batch, ("score",))
 
 
 def test_virtual_stages_get_a_multiple_of_the_pipeline() -> None:

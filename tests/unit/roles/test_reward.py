@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from megarl.batch.data_proto import DataProto
+from megarl.batch.ragged import RaggedTensor
 from megarl.config.schema import RewardConfig, RewardFunctionConfig
 from megarl.controller.futures import RemoteFuture
 from megarl.controller.register import RemoteMethod
-from megarl.data.padding import pad_right
 from megarl.roles.reward import Reward
 from megarl.workers.reward import RewardWorker
 from tests.integration.tiny_run import SYMBOLS, save_policy
@@ -41,11 +41,16 @@ def token_ids(text: str) -> list[int]:
     return [*ids, SYMBOLS.index("<end>")] if text.endswith("<end>") else ids
 
 
+def of_answers(texts: list[str]) -> dict[str, RaggedTensor]:
+    responses = RaggedTensor.of_rows([token_ids(text) for text in texts], torch.int32, padding=SYMBOLS.index("9"))
+    prompts = RaggedTensor.of_rows([[0]] * len(texts), torch.int32, on_left=True)
+    return {"prompts": prompts, "responses": responses, "response_mask": RaggedTensor.constant(True, responses.lengths, torch.bool)}
+
+
 def test_scores_stand_on_the_last_token_that_was_written(worker: RewardWorker) -> None:
     """12 is right (2 characters + 10); 3+4 is of the second source (3 + 100); one fails and scores 0; 7= has 3 and a bonus of 0.5."""
-    responses = pad_right([token_ids(text) for text in ANSWERS], 5, pad_id=SYMBOLS.index("9"))  # the padding must not be read
     batch = DataProto.from_dict(
-        {"responses": responses.ids, "response_mask": responses.mask.bool()},
+        of_answers(ANSWERS),
         {
             "uid": ["a", "a", "b", "b"],
             "data_source": ["one", "two", "one", "one"],
@@ -53,11 +58,10 @@ def test_scores_stand_on_the_last_token_that_was_written(worker: RewardWorker) -
             "extra_info": [{"bonus": 0}, {"bonus": 0}, {"bonus": 0}, {"bonus": 0.5}],
         },
     )
-    scored = worker.score(batch)
-    assert scored.non_tensor_batch["response_text"].tolist() == ["12", "3+4", "", "7= "]
+    scored = Reward(InThisProcess(worker)).score(batch, with_texts=True).get()  # type: ignore[arg-type]
+    assert scored.non_tensor_batch["response_text"].tolist() == scored.non_tensor_batch["answer"].tolist() == ["12", "3+4", "", "7= "]
     assert scored.non_tensor_batch["score"].tolist() == [12, 103, 0, 3.5]
-    expected = [[0, 0, 12, 0, 0], [0, 0, 0, 103, 0], [0, 0, 0, 0, 0], [0, 0, 3.5, 0, 0]]
-    assert torch.equal(scored.tensors["token_level_scores"], torch.tensor(expected))
+    assert scored.tensors["token_level_scores"].tolist() == [[0, 0, 12, 0], [0, 0, 0, 103], [0, 0, 0, 0], [0, 0, 3.5, 0]]
     assert scored.tensors["score_parts"].tolist() == [[12], [103], [0], [3.5]]  # of the only function
     assert scored.meta_info == {"reward/error_rate": 0.25}
 
@@ -87,15 +91,14 @@ class InThisProcess:
     def __init__(self, worker: RewardWorker) -> None:
         self._worker = worker
 
-    def call(self, method: RemoteMethod, batch: DataProto) -> Scored:
-        return Scored(getattr(self._worker, method.name)(batch))
+    def call(self, method: RemoteMethod, batch: DataProto, with_texts: bool) -> Scored:
+        return Scored(getattr(self._worker, method.name)(batch, with_texts))
 
 
 def two_answers() -> DataProto:
     """12, which is right: 2 characters + 10; and 7, which is 1 character."""
-    responses = pad_right([token_ids("12<end>"), token_ids("7")], 4, pad_id=0)
     return DataProto.from_dict(
-        {"responses": responses.ids, "response_mask": responses.mask.bool()},
+        of_answers(["12<end>", "7"]),
         {"uid": ["a", "b"], "data_source": ["one"] * 2, "reward_model": [{"ground_truth": "12"}] * 2, "extra_info": [{"bonus": 0}] * 2},
     )
 
@@ -104,16 +107,16 @@ def test_functions_and_a_model_are_summed_with_their_weights(worker: RewardWorke
     reward = Reward(InThisProcess(worker), FakeModel(), model_weight=0.5)  # type: ignore[arg-type]
     scored = reward.score(two_answers()).get()
     assert scored.non_tensor_batch["score"].tolist() == [12 + 0.5 * 4, 1 - 0.5 * 2]
-    assert scored.tensors["token_level_scores"].tolist() == [[0, 0, 14, 0], [0, 0, 0, 0]]
+    assert scored.tensors["token_level_scores"].tolist() == [[0, 0, 14], [0, 0, 0]]
     assert scored.tensors["reward_function_scores"].tolist() == [12, 1]
     assert scored.tensors["reward_model_scores"].tolist() == [4, -2]
-    assert scored.non_tensor_batch["response_text"].tolist() == ["12", "7"]
+    assert "response_text" not in scored.non_tensor_batch  # nobody asked for it
     assert scored.meta_info == {"reward/error_rate": 0}
 
 
 def test_a_model_alone(tmp_path: Path) -> None:
     save_policy(tmp_path / "policy")
     worker = RewardWorker(RewardConfig(), str(tmp_path / "policy"), False)
-    scored = Reward(InThisProcess(worker), FakeModel()).score(two_answers()).get()  # type: ignore[arg-type]
+    scored = Reward(InThisProcess(worker), FakeModel()).score(two_answers(), with_texts=True).get()  # type: ignore[arg-type]
     assert scored.non_tensor_batch["score"].tolist() == [4, -2]
     assert scored.non_tensor_batch["response_text"].tolist() == ["12", "7"]

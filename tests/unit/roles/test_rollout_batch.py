@@ -5,11 +5,12 @@ from __future__ import annotations
 import torch
 
 from megarl.batch.data_proto import DataProto
+from megarl.batch.ragged import RaggedTensor
 from megarl.config.schema import SamplingConfig
 from megarl.controller.register import RemoteMethod
 from megarl.roles.pump import RolloutLimits
 from megarl.roles.replicas import nobody_else
-from megarl.roles.rollout import Rollout, TokenRules
+from megarl.roles.rollout import Rollout, TokenRules, batch_of_samples
 from megarl.rollout.interface import FinishedRequest, GenerationRequest, Sample, VersionSpan
 from megarl.workers.rollout_worker import RolloutWorker
 from tests.fake_engine import plain_sample
@@ -21,7 +22,7 @@ RULES = TokenRules(pad_token_id=PAD, stop_token_ids=(END,), max_response_length=
 def prompts() -> DataProto:
     """Prompt 1 ends with the padding's id, a token like any other."""
     return DataProto.from_dict(
-        {"prompts": torch.tensor([[0, 0, 7], [8, 9, 0]]), "prompt_attention_mask": torch.tensor([[0, 0, 1], [1, 1, 1]])},
+        {"prompts": RaggedTensor.of_rows([[7], [8, 9, 0]], torch.int32, padding=PAD, on_left=True)},
         {"uid": ["a", "b"], "data_source": ["one", "two"]},
     )
 
@@ -39,7 +40,7 @@ SAMPLES = [
 
 
 def test_samples_become_a_batch() -> None:
-    batch = rollout(1).assemble(prompts().repeat(2), SAMPLES, version=5)  # type: ignore[arg-type]
+    batch = batch_of_samples(prompts().repeat(2), SAMPLES, version=5, pad_token_id=PAD)
     expected = {
         "prompts": [[0, 0, 7], [0, 0, 7], [8, 9, 0], [8, 9, 0]],
         "prompt_attention_mask": [[0, 0, 1], [0, 0, 1], [1, 1, 1], [1, 1, 1]],
@@ -57,7 +58,8 @@ def test_samples_become_a_batch() -> None:
     assert torch.equal(tensors["rollout_log_probs"], torch.tensor(log_probs))
     assert tensors["token_versions"].tolist() == [[3, 3, 3, 3], [3, -1, -1, -1], [3, 3, 3, -1], [4, 5, -1, -1]]
     assert tensors["token_versions"].dtype == torch.int32
-    assert tensors.keys() == {*expected, "response_mask", "rollout_log_probs", "token_versions"}
+    assert tensors.keys() == {"prompts", "responses", "response_mask", "rollout_log_probs", "token_versions"}
+    assert tensors.keys() == batch.ragged.keys()
     assert batch.meta_info == {"weight_version": 5}
     assert batch.non_tensor_batch["uid"].tolist() == ["a", "a", "b", "b"]
     assert batch.non_tensor_batch["data_source"].tolist() == ["one", "one", "two", "two"]

@@ -48,7 +48,8 @@ class FakeRollout:
 class FakeReward:
     """Sample k of prompt i scores i + k / 2."""
 
-    def score(self, batch: DataProto) -> DataProto:
+    def score(self, batch: DataProto, with_texts: bool) -> DataProto:
+        assert with_texts
         prompts = batch.tensors["prompts"][:, 0].tolist()
         scores = [prompt + 0.5 * (row % 2) for row, prompt in enumerate(prompts)]
         texts = [f"text {prompt}" for prompt in prompts]

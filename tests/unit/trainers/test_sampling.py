@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from megarl.batch.data_proto import DataProto
+from megarl.batch.ragged import RaggedTensor
 from megarl.config.errors import RunError
 from megarl.config.schema import DynamicSamplingConfig, SamplingConfig
 from megarl.controller.futures import RemoteFuture
@@ -20,7 +21,7 @@ SAMPLING = SamplingConfig(n=NUM_SAMPLES, temperature=0.7)
 
 
 class Rows:
-    """Prompt i is the token i + 1, on the right of one padding slot."""
+    """Prompt i is the token i + 1."""
 
     fingerprint = "rows"
 
@@ -31,8 +32,8 @@ class Rows:
         return self._size
 
     def batch(self, indices: Sequence[int], uids: Sequence[str]) -> DataProto:
-        prompts = torch.tensor([[0, index + 1] for index in indices])
-        return DataProto.from_dict({"prompts": prompts, "prompt_attention_mask": (prompts > 0).long()}, {"uid": list(uids)})
+        prompts = RaggedTensor.of_rows([[index + 1] for index in indices], torch.int32, on_left=True)
+        return DataProto.from_dict({"prompts": prompts}, {"uid": list(uids)})
 
 
 class FakeRollout:
@@ -44,16 +45,11 @@ class FakeRollout:
     def generate(self, prompts: DataProto, sampling: SamplingConfig, step: int, generation: int = 0) -> DataProto:
         self.asked.append((len(prompts), sampling, step, generation))
         batch, length = prompts.repeat(sampling.n), generation + 1
-        responses = torch.full((len(batch), length), 7)
-        tensors = batch.tensors
-        attention_mask = torch.cat([tensors["prompt_attention_mask"], torch.ones_like(responses)], dim=1)
+        lengths = torch.full((len(batch),), length)
         made = {
-            "responses": responses,
-            "input_ids": torch.cat([tensors["prompts"], responses], dim=1),
-            "attention_mask": attention_mask,
-            "position_ids": (attention_mask.cumsum(1) - 1).clamp(min=0),
-            "response_mask": responses > 0,
-            "rollout_log_probs": torch.full(responses.shape, -0.5),
+            "responses": RaggedTensor.constant(7, lengths, torch.int32),
+            "response_mask": RaggedTensor.constant(True, lengths, torch.bool),
+            "rollout_log_probs": RaggedTensor.constant(-0.5, lengths, torch.float32),
         }
         return batch.union(DataProto.from_dict(made))
 
@@ -65,12 +61,12 @@ class FakeReward:
         self._mixed = mixed
 
     def score(self, batch: DataProto) -> Any:
-        numbers = (batch.tensors["prompts"][:, 1] - 1).tolist()
+        numbers = (batch.tensors["prompts"][:, -1] - 1).tolist()
         sample = [row % NUM_SAMPLES for row in range(len(batch))]
         scores = [float(k == 0 or number not in self._mixed) for number, k in zip(numbers, sample, strict=True)]
-        mask = batch.tensors["response_mask"]
+        zeros = RaggedTensor.constant(0.0, batch.ragged["response_mask"].lengths, torch.float32)
         return DataProto.from_dict(
-            {"token_level_scores": torch.zeros(mask.shape), "score_parts": torch.tensor(scores)[:, None]},
+            {"token_level_scores": zeros, "score_parts": torch.tensor(scores)[:, None]},
             {"score": scores},
             {"reward/error_rate": 0.25 if len(batch) == 8 else 0.0},
         )
@@ -83,7 +79,7 @@ def dynamic(mixed: Sequence[int], max_generations: int, size: int = 12) -> tuple
 
 
 def prompts_of(batch: DataProto) -> list[int]:
-    return (batch.tensors["prompts"][:, 1] - 1).tolist()
+    return (batch.tensors["prompts"][:, -1] - 1).tolist()
 
 
 def test_prompts_without_signal_are_replaced() -> None:
@@ -112,9 +108,9 @@ def test_samples_of_all_generations_have_one_width() -> None:
     tensors = sampling(next(loader), step=1).batch.tensors
     assert tensors["responses"].tolist() == [[7, 0]] * 6 + [[7, 7]] * 2
     assert tensors["response_mask"].tolist() == [[True, False]] * 6 + [[True, True]] * 2
-    assert tensors["attention_mask"].tolist() == [[0, 1, 1, 0]] * 6 + [[0, 1, 1, 1]] * 2
-    assert tensors["position_ids"].tolist() == [[0, 0, 1, 1]] * 6 + [[0, 0, 1, 2]] * 2
-    assert tensors["input_ids"][:, :3].tolist() == [[0, number, 7] for number in (1, 1, 2, 2, 3, 3, 6, 6)]
+    assert tensors["attention_mask"].tolist() == [[1, 1, 0]] * 6 + [[1, 1, 1]] * 2
+    assert tensors["position_ids"].tolist() == [[0, 1, 1]] * 6 + [[0, 1, 2]] * 2
+    assert tensors["input_ids"][:, :2].tolist() == [[number, 7] for number in (1, 1, 2, 2, 3, 3, 6, 6)]
     assert tensors["token_level_scores"].shape == (8, 2)
     assert tensors["score_parts"].shape == (8, 1)
 

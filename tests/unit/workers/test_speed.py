@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from megarl.batch.data_proto import DataProto
 from megarl.batch.metrics import merge_metrics, values_of
+from megarl.batch.ragged import RaggedTensor
 from megarl.config.architecture import read_architecture
 from megarl.config.flops import training_flops
 from megarl.config.schema import Device, DType, EngineConfig, ParallelConfig
@@ -18,20 +20,14 @@ from megarl.workers.megatron import MICRO_BATCHES, speed_metrics
 from tests.unit.config.folders import model_folder
 
 ROWS = [(3, 2), (1, 4), (2, 3)]
-PROMPT, RESPONSE = 4, 5  # columns
 
 
 def part_of(rows: list[tuple[int, int]], filler: int | None = None) -> DataProto:
-    mask = torch.zeros(len(rows), PROMPT + RESPONSE, dtype=torch.long)
-    for row, (prompt, response) in zip(mask, rows, strict=True):
-        row[PROMPT - prompt : PROMPT + response] = 1
-    scored = mask[:, PROMPT:].bool()
-    if filler is not None:
-        scored[filler] = False
-    ids, micro_batches = torch.zeros_like(mask), [[row] for row in range(len(rows))]
-    return DataProto.from_dict(
-        {"input_ids": ids, "attention_mask": mask, "response_mask": scored}, meta_info={MICRO_BATCHES: micro_batches}
-    )
+    prompts, responses = (RaggedTensor.constant(1, torch.tensor(lengths), torch.int32) for lengths in zip(*rows, strict=True))
+    scored = RaggedTensor.of_rows([np.full(response, row != filler) for row, (_, response) in enumerate(rows)], torch.bool)
+    micro_batches = [[row] for row in range(len(rows))]
+    tensors = {"prompts": prompts, "responses": responses, "response_mask": scored}
+    return DataProto.from_dict(tensors, meta_info={MICRO_BATCHES: micro_batches})
 
 
 @pytest.fixture

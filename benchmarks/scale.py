@@ -1,0 +1,294 @@
+"""What a step of a large batch costs the driver: its processor time, its memory, and the bytes that it sends.
+
+    python -m benchmarks.scale [--parts 64 16 4] [--of grpo ppo]
+
+The batch is a part of 1,024 prompts x 16 samples: prompts of 2,048 tokens, responses of log-normal length, in the mean 8,192 tokens and at
+most 32,768. Every size is a process of its own, in which the training loop makes one step (`PPOTrainer.train_step`, with the real roles,
+advantages and metrics). What works in other processes stands still: samples and the answers of workers are there when they are asked for,
+in shared memory, as those of Ray's object store are; what is sent is serialised as Ray does it and copied there. So what is measured is the
+driver's own work, in processor seconds of one thread, and its own memory (RssAnon) above that of before the step, object store apart.
+
+sent / needed: the bytes of the messages to each role's replicas, over those of what it reads (int32 ids, float32 values, a prompt once for
+each replica that has a sample of it). The whole batch is extrapolated in a straight line from the two largest parts that were measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import mmap
+import pickle
+import subprocess
+import sys
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from megarl.batch.data_proto import DataProto
+from megarl.batch.metrics import Metric
+from megarl.batch.ragged import RaggedTensor
+from megarl.config.load import load_config
+from megarl.config.schema import MicroBatchConfig, ParallelConfig, PPOConfig, SamplingConfig
+from megarl.controller.futures import RemoteFuture
+from megarl.roles.models import Actor, Critic, Reference, UpdatePlan
+from megarl.roles.reward import Reward
+from megarl.roles.rollout import batch_of_samples
+from megarl.roles.start import PPORoles
+from megarl.rollout.interface import Sample, VersionSpan
+from megarl.trainers.ppo import PPOTrainer
+from megarl.workers.megatron import ScoredUpdate
+
+NUM_PROMPTS, NUM_SAMPLES = 1024, 16
+PROMPT_TOKENS, MEAN_TOKENS, MOST_TOKENS, SIGMA = 2048, 8192, 32768, 0.8
+REPLICAS, MICRO_BATCH_TOKENS = 8, PROMPT_TOKENS + MOST_TOKENS
+LARGEST_GB, LONGEST_S, MOST_SENT = {"grpo": 4.0, "ppo": 7.0}, 10.0, 1.1
+_CONFIG = Path(__file__).parents[1] / "megarl" / "configs" / "quickstart.yaml"
+
+
+class ObjectStore:
+    """Shared memory. away_s: processor time that was not the driver's."""
+
+    def __init__(self) -> None:
+        self.away_s = 0.0
+        self.sent: dict[str, int] = defaultdict(int)
+        self.needed: dict[str, int] = defaultdict(int)
+
+    @contextmanager
+    def elsewhere(self) -> Iterator[None]:
+        begin_s = time.process_time()
+        yield
+        self.away_s += time.process_time() - begin_s
+
+    def array(self, count: int, dtype: Any) -> np.ndarray:
+        return np.frombuffer(mmap.mmap(-1, max(1, count * np.dtype(dtype).itemsize)), dtype)[:count]
+
+    def send(self, role: str, part: DataProto) -> DataProto:
+        """As it arrives."""
+        buffers: list[pickle.PickleBuffer] = []
+        stream = pickle.dumps(part, protocol=5, buffer_callback=buffers.append)
+        stored = []
+        for buffer in buffers:
+            target = self.array(len(buffer.raw()), np.uint8)
+            target[:] = np.frombuffer(buffer.raw(), np.uint8)
+            stored.append(target)
+        with self.elsewhere():
+            self.sent[role] += len(stream) + sum(map(len, stored))
+            self.needed[role] += _needed(part)
+            return pickle.loads(stream, buffers=stored)
+
+    def like(self, column: RaggedTensor) -> RaggedTensor:
+        values = torch.from_numpy(self.array(column.num_tokens, np.float32)).fill_(-0.5)
+        return RaggedTensor(values, column.lengths.cumsum(0) - column.lengths, column.lengths)
+
+
+def _needed(part: DataProto) -> int:
+    """Masks follow from the lengths; of a prompt that several samples share the tokens are needed once."""
+    total = 0
+    for key, column in part.ragged.items():
+        if key == "prompts":
+            total += 4 * sum(dict(zip(column.starts.tolist(), column.lengths.tolist(), strict=True)).values())
+        elif key != "response_mask":
+            total += 4 * column.num_tokens
+    return total
+
+
+class Ready(RemoteFuture):
+    """An answer that is there."""
+
+    calls = ()
+
+    def __init__(self, result: Any) -> None:
+        self._result = result
+
+    def get(self, timeout: float | None = None) -> Any:
+        return self._result
+
+
+class Group:
+    """The workers of a role, which need no time."""
+
+    def __init__(self, store: ObjectStore, role: str) -> None:
+        self._store, self._role = store, role
+
+    def call(self, method: Any, parts: Sequence[DataProto] | DataProto, *arguments: Any) -> Ready:
+        if isinstance(parts, DataProto):
+            return self._scored(self._store.send(self._role, parts))
+        return Ready([self._answer(method.name, self._store.send(self._role, part), arguments) for part in parts])
+
+    def _answer(self, method: str, part: DataProto, arguments: Sequence[Any]) -> Any:
+        with self._store.elsewhere():
+            responses = part.ragged["responses"]
+            if method == "values":
+                return DataProto.from_dict({"values": self._store.like(responses)})
+            scores = DataProto.from_dict({"log_probs": self._store.like(responses)})
+            if method == "log_probs":
+                return scores.union(DataProto.from_dict({key: self._store.like(responses) for key in arguments[0]}))
+            metrics = {"loss": Metric.sum(0.0)}
+            entropy = DataProto.from_dict({"entropy": self._store.like(responses)})
+            return ScoredUpdate(metrics, scores.union(entropy)) if method == "update_scored" else metrics
+
+    def _scored(self, batch: DataProto) -> Ready:
+        with self._store.elsewhere():
+            scores = np.random.default_rng(1).integers(0, 2, len(batch)).astype(float)
+            tensors = {"score_parts": torch.from_numpy(scores).float()[:, None]}
+            return Ready(DataProto.from_dict(tensors, {"score": scores.tolist()}, {"reward/error_rate": 0.0}))
+
+
+class Generating:
+    """The rollout, whose samples are there: made into a batch by the real one."""
+
+    def __init__(self, store: ObjectStore, lengths: np.ndarray) -> None:
+        self.samples = []
+        for length in lengths.tolist():
+            ids, log_probs = store.array(length, np.int32), store.array(length, np.float32)
+            ids[:], log_probs[:] = 7, -0.6
+            self.samples.append(Sample(ids, log_probs, "stop", (VersionSpan(1, length),)))
+
+    def generate(self, prompts: DataProto, sampling: SamplingConfig, step: int) -> DataProto:
+        samples, self.samples = self.samples, []
+        return batch_of_samples(prompts.repeat(sampling.n), samples, version=1, pad_token_id=0)
+
+    def drain_metrics(self) -> dict[str, float]:
+        return {}
+
+
+class Weights:
+    def push(self) -> None: ...
+
+    def drain_metrics(self) -> dict[str, float]:
+        return {}
+
+
+class Phases:
+    def phase(self, name: str) -> Any:
+        return nullcontext()
+
+
+def response_lengths(num_rows: int) -> np.ndarray:
+    draws = np.random.default_rng(0).lognormal(np.log(MEAN_TOKENS) - SIGMA**2 / 2, SIGMA, num_rows)
+    return np.clip(draws, 1, MOST_TOKENS).astype(np.int64)
+
+
+def make_prompts(num_prompts: int) -> DataProto:
+    rows = [np.full(PROMPT_TOKENS, 5, np.int32)] * num_prompts
+    arrays: dict[str, list] = {
+        "uid": [str(number) for number in range(num_prompts)],
+        "messages": [[]] * num_prompts,
+        "data_source": ["sums"] * num_prompts,
+        "reward_model": [{"ground_truth": "7"}] * num_prompts,
+        "extra_info": [{}] * num_prompts,
+    }
+    return DataProto.from_dict({"prompts": RaggedTensor.of_rows(rows, torch.int32, on_left=True)}, arrays)
+
+
+def make_trainer(algorithm: str, store: ObjectStore, lengths: np.ndarray) -> PPOTrainer:
+    overrides = [f"algorithm={algorithm}", f"rollout.n={NUM_SAMPLES}", f"data.max_response_length={MOST_TOKENS}"]
+    config = load_config(PPOConfig, str(_CONFIG), [*overrides, "tracking.samples_every_steps=0"])
+    parallel, micro_batch = ParallelConfig(data_parallel_size=REPLICAS), MicroBatchConfig(max_tokens=MICRO_BATCH_TOKENS)
+    updates = UpdatePlan(updates_per_step=1, epochs_per_batch=1, seed=0)
+    roles = PPORoles(
+        actor=Actor(Group(store, "actor"), parallel, micro_batch, None, updates, algorithm=config.algorithm),  # type: ignore[arg-type]
+        reference=Reference(Group(store, "reference"), parallel, micro_batch),  # type: ignore[arg-type]
+        critic=Critic(Group(store, "critic"), parallel, micro_batch, updates, config.algorithm.value_loss)  # type: ignore[arg-type]
+        if algorithm == "ppo"
+        else None,
+        rollout=Generating(store, lengths),  # type: ignore[arg-type]
+        reward=Reward(Group(store, "reward")),  # type: ignore[arg-type]
+        weights=Weights(),  # type: ignore[arg-type]
+    )
+    return PPOTrainer(config, roles, None, None, Phases(), None)  # type: ignore[arg-type]
+
+
+class Peak:
+    """Of this process's own memory, in bytes."""
+
+    def __enter__(self) -> Peak:
+        self._ended = threading.Event()
+        self.before = self.most = self._now()
+        self._thread = threading.Thread(target=self._watch)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._ended.wait(0.005):
+            self.most = max(self.most, self._now())
+
+    @staticmethod
+    def _now() -> int:
+        line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon"))
+        return int(line.split()[1]) * 1024
+
+
+def measure(algorithm: str, part: int) -> dict[str, Any]:
+    torch.set_num_threads(1)
+    num_prompts = NUM_PROMPTS // part
+    lengths, store = response_lengths(num_prompts * NUM_SAMPLES), ObjectStore()
+    trainer, prompts = make_trainer(algorithm, store, lengths), make_prompts(num_prompts)
+    with Peak() as peak:
+        begin_s = time.process_time()
+        trainer.train_step(prompts, 1)
+        spent_s = time.process_time() - begin_s - store.away_s
+    return {
+        "tokens": int(lengths.sum()),
+        "seconds": spent_s,
+        "gb": (peak.most - peak.before) / 1e9,
+        "sent": {role: store.sent[role] / store.needed[role] for role in store.sent},
+    }
+
+
+def compare(algorithm: str, parts: Sequence[int]) -> list[str]:
+    """Prints the table; the limits that are missed."""
+    missed, results = [], []
+    print(f"{algorithm}: {'samples':>9} {'tokens, M':>10} {'driver, s':>10} {'memory, GB':>11}  sent / needed")
+    for part in parts:
+        command = [sys.executable, "-m", "benchmarks.scale", "--measure", algorithm, str(part)]
+        result = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.splitlines()[-1])
+        results.append(result)
+        sent = ", ".join(f"{role} {ratio:.3f}" for role, ratio in result["sent"].items())
+        size = f"{NUM_PROMPTS * NUM_SAMPLES // part:>{len(algorithm) + 11}} {result['tokens'] / 1e6:>10.1f}"
+        print(f"{size} {result['seconds']:>10.2f} {result['gb']:>11.2f}  {sent}", flush=True)
+        missed += [f"{algorithm}: bytes to the {role}" for role, ratio in result["sent"].items() if ratio > MOST_SENT]
+    if parts[-1] == 1:
+        seconds, size_gb = results[-1]["seconds"], results[-1]["gb"]
+    else:
+        (before, last), tokens = results[-2:], int(response_lengths(NUM_PROMPTS * NUM_SAMPLES).sum())
+        seconds, size_gb = (
+            last[key] + (last[key] - before[key]) / (last["tokens"] - before["tokens"]) * (tokens - last["tokens"])
+            for key in ("seconds", "gb")
+        )
+    limits = (("driver, s", seconds, LONGEST_S), ("memory, GB", size_gb, LARGEST_GB[algorithm]))
+    for name, value, limit in limits:
+        how = "measured" if parts[-1] == 1 else "extrapolated"
+        print(f"  the whole batch, {how}: {name} {value:.2f}, {value / limit:.2f} of the limit {limit:g}")
+        missed += [f"{algorithm}: {name}"] if value > limit else []
+    return missed
+
+
+def main() -> int:
+    """Returns 1 when a limit is missed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", type=int, nargs="+", default=[64, 16, 4], help="of the batch, the largest last; 1: all of it (30 GB)")
+    parser.add_argument("--of", choices=list(LARGEST_GB), nargs="+", default=list(LARGEST_GB))
+    parser.add_argument("--measure", nargs=2, metavar=("ALGORITHM", "PART"), help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.measure:
+        print(json.dumps(measure(arguments.measure[0], int(arguments.measure[1]))))
+        return 0
+    missed = [line for algorithm in arguments.of for line in compare(algorithm, arguments.parts)]
+    print(f"limits missed: {', '.join(missed)}" if missed else "every limit is kept")
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

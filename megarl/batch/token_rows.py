@@ -1,0 +1,83 @@
+"""The tokens of a batch as rows without padding, in whichever of its two documented forms its maker gave them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor
+
+from megarl.batch.ragged import Column, RaggedTensor
+
+RAGGED_KEYS = ("prompts", "responses", "response_mask")
+PADDED_KEYS = ("input_ids", "attention_mask", "response_mask")
+RESPONSE_KEYS = (
+    *(
+        "response_mask",
+        "token_level_scores",
+        "token_level_rewards",
+        "advantages",
+        "returns",
+        "values",
+        "rollout_log_probs",
+        "old_log_probs",
+        "ref_log_prob",
+    ),
+    *("entropys", "sum_pi_squared", "token_versions", "rollout_weights", "loss_mask"),
+)
+
+
+def model_keys(columns: Mapping[str, Column]) -> tuple[str, str, str]:
+    """What a model reads of the batch."""
+    return RAGGED_KEYS if isinstance(columns.get("responses"), RaggedTensor) else PADDED_KEYS
+
+
+def token_rows(columns: Mapping[str, Column], keys: Iterable[str] = ()) -> dict[str, RaggedTensor]:
+    """`prompts`, `responses`, `response_mask`, and what else of the responses' tokens is named, as rows of tokens.
+
+    Columns: rows of tokens already, beside which others may be (B, R), as a function of the user gives them; or `input_ids`,
+    `attention_mask` (B, S), `response_mask` and whatever else (B, R). Raises ValueError for a row without a prompt or whose tokens are not
+    one run around the prompt's end, and for a tensor that does not hold a row's tokens.
+    """
+    if model_keys(columns) == PADDED_KEYS:
+        columns = _unpadded({key: column for key, column in columns.items() if isinstance(column, Tensor)})
+    responses = columns["responses"]
+    assert isinstance(responses, RaggedTensor)
+    others = [key for key in keys if key not in (*RAGGED_KEYS, *PADDED_KEYS)]
+    return {key: _like(responses, key, columns[key]) for key in (*RAGGED_KEYS, *others)}
+
+
+def of_one_form(columns: Mapping[str, Column]) -> dict[str, Column]:
+    """The columns; where the responses, or `response_mask`, are rows of tokens, so is what else is of their tokens (RESPONSE_KEYS), as a
+    user may give it padded. Raises ValueError for a tensor that does not hold a row's tokens."""
+    responses = columns.get("responses", columns["response_mask"])
+    if isinstance(responses, Tensor):
+        return dict(columns)
+    return {key: _like(responses, key, column) if key in RESPONSE_KEYS else column for key, column in columns.items()}
+
+
+def _unpadded(tensors: Mapping[str, Tensor]) -> dict[str, Column]:
+    ids, mask = tensors["input_ids"], tensors["attention_mask"].bool()
+    prompt_width = mask.shape[1] - tensors["response_mask"].shape[1]
+    prompts, responses = mask[:, :prompt_width].sum(1), mask[:, prompt_width:].sum(1)
+    column = torch.arange(mask.shape[1], device=mask.device)
+    expected = (column >= prompt_width - prompts[:, None]) & (column < prompt_width + responses[:, None])
+    if wrong := ((mask != expected).any(1) | (prompts == 0)).nonzero().flatten().tolist():
+        raise ValueError(
+            f"row {wrong[0]} of the batch: attention_mask has {int(prompts[wrong[0]])} prompt and {int(responses[wrong[0]])} response "
+            "tokens that are not one run; a prompt needs at least one token and is padded on the left, a response on the right"
+        )
+    return {
+        **tensors,
+        "prompts": RaggedTensor.from_padded(ids[:, :prompt_width].int(), prompts, on_left=True),
+        "responses": RaggedTensor.from_padded(ids[:, prompt_width:].int(), responses),
+    }
+
+
+def _like(responses: RaggedTensor, key: str, column: Column) -> RaggedTensor:
+    if isinstance(column, RaggedTensor):
+        return column
+    try:
+        return RaggedTensor.from_padded(column, responses.lengths)
+    except ValueError as error:
+        raise ValueError(f"{key!r} is not of the batch's responses: {error}") from error
