@@ -297,7 +297,10 @@ class Actor(MegatronRole):
         return self._algorithm is not None and scores_in_update(self._algorithm, one_update=self._updates.is_one)
 
     def log_probs(self, batch: DataProto) -> DerivedFuture:
-        """`old_log_probs`, `entropys` (B, R), and `sum_pi_squared` where the advantages are made of it. Raises LogProbMismatchError."""
+        """`old_log_probs`, `entropys`, and `sum_pi_squared` where the advantages are made of it, rows of tokens.
+
+        Raises LogProbMismatchError.
+        """
         check = self._check_log_probs
         squares = self._algorithm is not None and needs_sum_pi_squared(self._algorithm)
         extras: tuple[Extra, ...] = ("entropy", "sum_pi_squared") if squares else ("entropy",)

@@ -67,8 +67,8 @@ class Rollout:
         the arrays `weight_version` (the oldest that wrote a sample) and `finish_reason` (B,). The meta information has `weight_version`:
         of the weights that were sent last.
 
-        The same prompts, weights, seed, step and generation (a step may have several) give the same
-        samples, however many replicas there are.
+        The same prompts, weights, seed, step and generation (a step may have several) give the same samples, however many replicas there
+        are.
         Raises EngineFaultError, DispatchError and RestartLimitError; ValueError for prompts that no engine can continue.
         """
         requests = self.requests(prompts, sampling, step, generation)

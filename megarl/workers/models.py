@@ -20,7 +20,7 @@ class PolicyWorker(MegatronWorker):
 
     @register(dispatch_mode=Dispatch.MEGATRON_MESH, blocking=False)
     def log_probs(self, part: DataProto, extras: Collection[Extra]) -> DataProto:
-        """`log_probs`, and the extras that are asked for (`entropy`, `sum_pi_squared`), (b, R) each; reads `prompts`, `responses`,
+        """`log_probs`, and the extras that are asked for (`entropy`, `sum_pi_squared`), rows of tokens; reads `prompts`, `responses`,
         `response_mask`."""
         return self._forward(part, extras)
 
@@ -44,7 +44,7 @@ class CriticWorker(MegatronWorker):
 
     @register(dispatch_mode=Dispatch.MEGATRON_MESH, blocking=False)
     def values(self, part: DataProto) -> DataProto:
-        """`values` (b, R): V(s_t) before response token t is written."""
+        """`values`, rows of tokens: V(s_t) before response token t is written."""
         return self._forward(part)
 
     @register(dispatch_mode=Dispatch.MEGATRON_MESH, blocking=False)
