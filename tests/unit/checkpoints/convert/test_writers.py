@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoModelForTokenClassification, PreTrainedModel
 
-from megarl.checkpoints.convert import distributed_writer
+from megarl.checkpoints.convert import distributed_writer, streaming
 from megarl.checkpoints.convert.distributed_writer import plan_distributed, write_distributed
 from megarl.checkpoints.convert.hugging_face import write_hugging_face
 from megarl.checkpoints.convert.open import open_model
@@ -223,7 +223,10 @@ def small_disk(folder: Path, options: str) -> Iterator[Path]:
 
 
 @WRITERS
-def test_a_disk_that_fills_up_meanwhile(write: Callable[..., None], tmp_path: Path, llama: Path) -> None:
+def test_a_disk_that_fills_up_meanwhile(write: Callable[..., None], tmp_path: Path, llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By one thread, for a second one could write all the rest while the first fills the disk."""
+    monkeypatch.setattr(streaming, "MAX_THREADS", 1)
+
     def fill(nbytes: int, total: int) -> None:
         if not (disk / "of another").exists():
             with suppress(OSError), (disk / "of another").open("wb", buffering=0) as file:
