@@ -27,12 +27,12 @@ from megarl.machine.memory import PeakMemory
 from megarl.rollout.hf.engine import HFEngine
 from megarl.rollout.interface import RolloutEngineSpec
 from megarl.weights.carriers.device import NUM_SLOTS, DevicePlace, DeviceTrainerEnd
+from megarl.weights.carriers.ends import Sending, SendReport, TrainerEnd
 from megarl.weights.carriers.group import GroupPlace, GroupTrainerEnd, group_route
 from megarl.weights.checksum import checksum
 from megarl.weights.plan import Boxes, Part, RankBoxes, RankPlace, TransferPlan, plan_transfer, whole_boxes
 from megarl.weights.receipt import Manifest, WeightTransferError
 from megarl.weights.receiver import EngineLink
-from megarl.weights.sending import Sending, SendReport, TrainerEnd
 from megarl.weights.wire import BACKENDS, Wire, WireAddress, reserve_port
 from tests.mortal_ranks import MortalRank, Place
 from tests.nccl_manners import NcclManners

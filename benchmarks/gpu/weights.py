@@ -27,7 +27,7 @@ import torch
 
 from megarl.config.schema import Transport
 from megarl.machine.stopwatch import Stopwatch
-from megarl.weights.carriers.message_sizes import message_bytes
+from megarl.weights.plan import message_bytes
 from tests.mortal_ranks import Place, mortal_ranks
 from tests.shared_device import DTYPE, SharedSpec, TrainerProcess, answer, ask, save_model, serve_engine
 

@@ -21,8 +21,8 @@ from megarl.placement.dataflow import Phase, phases_of, waits_for
 from megarl.placement.placement_plan import GroupPlan, PlacementPlan
 from megarl.placement.plan import plan_placement
 from megarl.roles.weight_forecast import WeightForecast, forecast_weights, rank_layouts
-from megarl.weights.carriers.message_sizes import NUM_SLOTS
 from megarl.weights.name_mapping import Weight, weights_of
+from megarl.weights.plan import NUM_SLOTS
 from megarl.weights.shard_layout import Piece, layouts_of, pieces
 
 # Four devices train the policy, one each trains the critic and generates, twice.

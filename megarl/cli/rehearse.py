@@ -29,7 +29,7 @@ from megarl.rehearsal.ranks import chosen_ranks, hangs, rounded_sums
 from megarl.rehearsal.record import RankPush, RankRecord, RankRequest
 from megarl.roles.weight_forecast import forecast_weights
 from megarl.tracking.progress import ProgressBar
-from megarl.weights.carriers.message_sizes import NUM_SLOTS
+from megarl.weights.plan import NUM_SLOTS
 
 GOOD, MISTAKES = 0, 2
 

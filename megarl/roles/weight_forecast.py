@@ -14,9 +14,8 @@ from megarl.config.schema import Device, ParallelConfig, PPOConfig, Transport
 from megarl.placement.memory import weight_bytes
 from megarl.placement.plan import PlacementPlan
 from megarl.placement.transport import choose_transport
-from megarl.weights.carriers.message_sizes import message_bytes
 from megarl.weights.name_mapping import weights_of
-from megarl.weights.plan import Boxes, RankBoxes, RankPlace, TransferPlan, plan_transfer
+from megarl.weights.plan import Boxes, RankBoxes, RankPlace, TransferPlan, message_bytes, plan_transfer
 from megarl.weights.shard_layout import ShardLayout, layouts_of, model_layouts
 from megarl.weights.shards import boxes_by_rank
 

@@ -15,8 +15,7 @@ from megarl.roles.replicas import is_dead_or_unborn, results_of
 from megarl.roles.weight_source import WeightSource
 from megarl.weights.carriers.device import DevicePlace, device_route
 from megarl.weights.carriers.group import GroupPlace, group_route
-from megarl.weights.carriers.message_sizes import message_bytes
-from megarl.weights.plan import Boxes, RankBoxes, RankPlace, TransferPlan, plan_transfer
+from megarl.weights.plan import Boxes, RankBoxes, RankPlace, TransferPlan, message_bytes, plan_transfer
 from megarl.weights.receipt import WeightTransferError
 from megarl.weights.receiver import EngineLink
 from megarl.weights.wire import WireAddress

@@ -18,14 +18,14 @@ from megarl.controller.futures import RemoteFuture, WorkerFuture, gather, wait_f
 from megarl.controller.group import RoleGroup
 from megarl.controller.messages import FailureKind
 from megarl.controller.register import P, R, RemoteMethod
+from megarl.weights.carriers.ends import SendReport
 from megarl.weights.carriers.folder import folder_message_bytes
-from megarl.weights.export import FilePlan, save_hf_folder, write_hf_folder
 from megarl.weights.export_plan import ExportPlan, plan_export
+from megarl.weights.hf_folder import FilePlan, save_hf_folder, write_hf_folder
 from megarl.weights.manifest import manifest_of
 from megarl.weights.name_mapping import Head
 from megarl.weights.plan import Boxes
 from megarl.weights.receipt import Manifest
-from megarl.weights.sending import SendReport
 from megarl.weights.shard_layout import ShardLayout, layouts_of
 from megarl.weights.shards import boxes_by_rank
 from megarl.workers.weight_export import WeightExport

@@ -20,9 +20,9 @@ from megarl.controller.messages import FailureKind
 from megarl.roles.replicas import results_of
 from megarl.roles.weight_links import WeightLinks, is_lost
 from megarl.roles.weight_source import WeightSource
+from megarl.weights.carriers.ends import SendReport
+from megarl.weights.checksum import WeightMismatchError, add_checksums, compare_checksums
 from megarl.weights.plan import RankPlace
-from megarl.weights.sending import SendReport
-from megarl.weights.verify import WeightMismatchError, add_checksums, compare_checksums
 from megarl.workers.rollout_worker import RolloutWorker
 from megarl.workers.weight_export import WeightExport
 

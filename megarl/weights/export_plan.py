@@ -12,7 +12,7 @@ import torch
 
 from megarl.config.architecture import Architecture
 from megarl.weights.boxes import range_rectangles
-from megarl.weights.export import DEFAULT_FILE_BYTES, FilePlan, plan_files
+from megarl.weights.hf_folder import DEFAULT_FILE_BYTES, FilePlan, plan_files
 from megarl.weights.name_mapping import Head
 from megarl.weights.plan import Boxes, RankBoxes, RankPlace, Streams, TransferPlan, one_after_another, plan_transfer
 from megarl.weights.receipt import ChunkMeta

@@ -16,12 +16,14 @@ from itertools import accumulate
 from math import ceil, prod
 from typing import NamedTuple
 
+from megarl.config.schema import Transport
 from megarl.weights.boxes import Rectangle, range_rectangles
 from megarl.weights.receipt import WeightTransferError
 
 _MAX_NAMED = 8
 _LARGE = 2**18  # elements of a part that travels by itself, which takes less than to copy it
-
+NUM_SLOTS = 4  # of the carrier `device`: with two, each side often waits for the other to wake
+MESSAGE_BYTES_ON_A_CPU = 4 * 2**20  # what is read soon after it was written comes out of the processor's cache
 
 Boxes = Mapping[str, Sequence[Rectangle]]  # of one rank, by tensor: each element is in one of them
 
@@ -313,3 +315,15 @@ def numel_of(boxes: Boxes) -> int:
 def whole_boxes(shapes: Mapping[str, Sequence[int]]) -> dict[str, tuple[Rectangle, ...]]:
     """Of a rank that needs everything."""
     return {name: (Rectangle.whole(shape),) for name, shape in shapes.items() if prod(shape)}
+
+
+def message_bytes(transport: Transport, bucket_bytes: int, is_cuda: bool) -> int:
+    """How much goes in one message of a carrier: so much that the messages under way take two buckets.
+
+    `device`: of one slot, of which all hold two buckets at most. `group`: of one bucket, and two are under way.
+    """
+    if transport is Transport.group:
+        return bucket_bytes
+    assert transport is Transport.device, transport
+    each = 2 * bucket_bytes // NUM_SLOTS
+    return each if is_cuda else min(each, MESSAGE_BYTES_ON_A_CPU)

@@ -10,10 +10,10 @@ import torch
 
 from megarl.weights.boxes import Rectangle
 from megarl.weights.carriers.device import DeviceEngineEnd, DevicePlace
+from megarl.weights.carriers.ends import EngineEnd, Landing, Places
 from megarl.weights.carriers.group import GroupEngineEnd, GroupPlace
 from megarl.weights.plan import Boxes, Part, Stream
 from megarl.weights.receipt import WeightTransferError
-from megarl.weights.receiving import EngineEnd, Landing, Places
 from megarl.weights.rounds import Side
 from megarl.weights.slots import SlotAddress
 from megarl.weights.wire import WireAddress

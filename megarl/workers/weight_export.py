@@ -13,14 +13,14 @@ import torch.distributed as dist
 from megarl.controller.register import register
 from megarl.controller.worker import Worker
 from megarl.weights.carriers.device import DeviceTrainerEnd
+from megarl.weights.carriers.ends import Sending, SendReport, TrainerEnd
 from megarl.weights.carriers.folder import FolderTrainerEnd
 from megarl.weights.carriers.group import GroupPlace, GroupTrainerEnd
+from megarl.weights.checksum import shard_checksums
 from megarl.weights.export_plan import RankExport
 from megarl.weights.plan import Stream
-from megarl.weights.sending import Sending, SendReport, TrainerEnd
 from megarl.weights.shards import Shards
 from megarl.weights.slots import SlotAddress
-from megarl.weights.verify import shard_checksums
 from megarl.weights.wire import Wire, reserve_port
 
 

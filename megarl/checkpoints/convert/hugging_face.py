@@ -17,8 +17,7 @@ from megarl.checkpoints.convert.streaming import BLOCK_BYTES, Job, Progress, Roo
 from megarl.checkpoints.torch_file import mapped
 from megarl.config.architecture import read_architecture
 from megarl.weights.boxes import Rectangle, contiguous_blocks
-from megarl.weights.export import DEFAULT_FILE_BYTES, FilePlan, plan_files, write_index
-from megarl.weights.hf_folder import copy_companions, has_bias
+from megarl.weights.hf_folder import DEFAULT_FILE_BYTES, FilePlan, copy_companions, has_bias, plan_files, write_index
 from megarl.weights.manifest import (
     TORCH_DTYPES,
     check_index,

@@ -12,11 +12,9 @@ from typing import NamedTuple
 
 import torch
 
-from megarl.weights.carriers.message_sizes import NUM_SLOTS
-from megarl.weights.plan import Stream, TransferPlan
-from megarl.weights.receiving import EngineEnd, Landing
+from megarl.weights.carriers.ends import Buffers, EngineEnd, Landing, Opened, TrainerEnd
+from megarl.weights.plan import NUM_SLOTS, Stream, TransferPlan
 from megarl.weights.rounds import PATIENCE_S, SLICE_S, Inbox, Lane, Rounds, Side
-from megarl.weights.sending import Buffers, Opened, TrainerEnd
 from megarl.weights.shards import Shards
 from megarl.weights.slots import SlotAddress, SlotReader, SlotWriter
 from megarl.weights.wire import Wire

@@ -16,12 +16,11 @@ from pathlib import Path
 
 import torch
 
-from megarl.weights.carriers.message_sizes import MESSAGE_BYTES_ON_A_CPU
+from megarl.weights.carriers.ends import Opened, TrainerEnd
 from megarl.weights.export_plan import RankExport, Window
-from megarl.weights.plan import Part
+from megarl.weights.plan import MESSAGE_BYTES_ON_A_CPU, Part
 from megarl.weights.rounds import PATIENCE_S, Inbox, Lane, Rounds, Side
 from megarl.weights.safetensors_file import SafetensorsFile
-from megarl.weights.sending import Opened, TrainerEnd
 from megarl.weights.shards import Shards
 from megarl.weights.wire import Wire
 

@@ -10,10 +10,9 @@ from typing import NamedTuple
 
 import torch
 
+from megarl.weights.carriers.ends import Buffers, EngineEnd, Landing, Opened, TrainerEnd
 from megarl.weights.plan import Part, Stream, TransferPlan
-from megarl.weights.receiving import EngineEnd, Landing
 from megarl.weights.rounds import Inbox, Lane, Rounds, Side
-from megarl.weights.sending import Buffers, Opened, TrainerEnd
 from megarl.weights.shards import Shards
 from megarl.weights.wire import Wire, WireAddress
 

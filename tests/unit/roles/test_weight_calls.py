@@ -14,8 +14,8 @@ from megarl.controller.futures import DerivedFuture
 from megarl.roles.weight_forecast import engine_boxes
 from megarl.roles.weight_source import WeightSource
 from megarl.roles.weight_sync import WeightSync
+from megarl.weights.carriers.ends import SendReport
 from megarl.weights.plan import Boxes, RankPlace
-from megarl.weights.sending import SendReport
 from megarl.weights.slots import SlotAddress
 from megarl.workers.megatron import megatron_mesh
 from megarl.workers.weight_export import MeetingPoint

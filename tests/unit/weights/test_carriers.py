@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from megarl.machine.memory import PeakMemory
+from megarl.weights.carriers.ends import Sending, SendReport
 from megarl.weights.plan import numel_of
-from megarl.weights.sending import Sending, SendReport
 from megarl.weights.shard_layout import shard_shapes
 from megarl.weights.shards import Shards
 from tests.nccl_communicator import num_live_communicators

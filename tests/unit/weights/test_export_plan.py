@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from megarl.weights.boxes import Rectangle, range_rectangles, tiling_fault
-from megarl.weights.export import FilePlan
 from megarl.weights.export_plan import ExportPlan, windows_of
+from megarl.weights.hf_folder import FilePlan
 from megarl.weights.plan import Part, RankBoxes, RankPlace, one_after_another, plan_transfer, whole_boxes
 from megarl.weights.receipt import ChunkMeta, TensorMeta
 from megarl.weights.shards import held_boxes

@@ -15,11 +15,11 @@ from transformers import AutoModelForCausalLM
 
 from megarl.machine.memory import trim_heap
 from megarl.weights.carriers import folder as folder_carrier
+from megarl.weights.carriers.ends import Sending, SendReport
 from megarl.weights.carriers.folder import NUM_BUFFERS, FolderTrainerEnd, folder_message_bytes
-from megarl.weights.export import save_hf_folder
 from megarl.weights.export_plan import plan_export
+from megarl.weights.hf_folder import save_hf_folder
 from megarl.weights.plan import Part
-from megarl.weights.sending import Sending, SendReport
 from megarl.weights.shard_layout import model_layouts, shard_shapes
 from megarl.weights.shards import Shards
 from megarl.weights.wire import Wire

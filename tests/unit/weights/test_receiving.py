@@ -4,8 +4,8 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from megarl.weights.boxes import Rectangle
+from megarl.weights.carriers.ends import Landing
 from megarl.weights.plan import Part, Stream
-from megarl.weights.receiving import Landing
 from megarl.weights.rounds import Side
 
 

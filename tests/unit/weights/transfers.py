@@ -12,13 +12,12 @@ import torch.distributed as dist
 from megarl.config.architecture import Architecture
 from megarl.weights.boxes import Rectangle
 from megarl.weights.carriers.device import DevicePlace, DeviceTrainerEnd, device_route
+from megarl.weights.carriers.ends import Landing, Sending, SendReport
 from megarl.weights.carriers.group import GroupPlace, GroupTrainerEnd, group_route
 from megarl.weights.manifest import manifest_of
 from megarl.weights.plan import Part, RankBoxes, RankPlace, TransferPlan, plan_transfer
 from megarl.weights.receiver import EngineLink
-from megarl.weights.receiving import Landing
 from megarl.weights.rounds import Side
-from megarl.weights.sending import Sending, SendReport
 from megarl.weights.shard_layout import model_layouts
 from megarl.weights.shards import Shards, held_boxes
 from megarl.weights.wire import BACKENDS, Wire, WireAddress, reserve_port
