@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from own_means import messages_seconds
 
-from megarl.controller.register import register
+from megarl.controller.worker import register
 from megarl.rollout.interface import RolloutEngineSpec
 from megarl.rollout.sglang import loader
 from megarl.weights.wire import Wire, WireAddress

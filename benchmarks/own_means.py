@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from megarl.controller.register import register
+from megarl.controller.worker import register
 from megarl.weights.wire import UnderWay, Wire, WireAddress
 from megarl.workers.megatron import MegatronWorker
 

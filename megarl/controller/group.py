@@ -13,9 +13,8 @@ from megarl.controller.environment import users_settings
 from megarl.controller.errors import RankReport
 from megarl.controller.futures import WorkerFuture
 from megarl.controller.messages import CallRecord
-from megarl.controller.register import CallP, CallR, P, R, RemoteMethod, registered_methods
 from megarl.controller.resource_pool import RayResourcePool
-from megarl.controller.worker import ColocatedWorkerClass, RayClassWithInitArgs
+from megarl.controller.worker import CallP, CallR, ColocatedWorkerClass, P, R, RayClassWithInitArgs, RemoteMethod, registered_methods
 from megarl.tracking.timeline import Span
 
 NO_ENVIRONMENT: Mapping[str, str] = MappingProxyType({})

@@ -18,10 +18,10 @@ from typing import Any
 
 import ray
 
-from megarl.controller.activity import Activity, WorkerContext
 from megarl.controller.environment import fill_in
 from megarl.controller.messages import (
     CONSTRUCTION,
+    Activity,
     CallFailure,
     CallRecord,
     FailureKind,
@@ -29,6 +29,7 @@ from megarl.controller.messages import (
     RankActivity,
     RankIdentity,
     Rendezvous,
+    WorkerContext,
     qualified_name,
 )
 from megarl.machine.cores import usable_cores

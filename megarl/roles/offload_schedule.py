@@ -15,7 +15,7 @@ from typing import Protocol
 
 from megarl.controller.futures import RemoteFuture, WorkerFuture, gather
 from megarl.controller.group import RoleGroup
-from megarl.controller.register import RemoteMethod
+from megarl.controller.worker import RemoteMethod
 from megarl.engine.offload import StatePart
 from megarl.placement.dataflow import ENGINE, PARAMETERS, Item
 from megarl.placement.offload_plan import OffloadPlan

@@ -12,8 +12,7 @@ from megarl.controller.errors import PhaseTimeoutError, WorkerError
 from megarl.controller.futures import WorkerFuture
 from megarl.controller.group import NO_ENVIRONMENT, RayWorkerGroup, RoleGroup
 from megarl.controller.messages import FailureKind, qualified_name
-from megarl.controller.register import RemoteMethod
-from megarl.controller.worker import RayClassWithInitArgs
+from megarl.controller.worker import RayClassWithInitArgs, RemoteMethod
 from megarl.placement.cores import NOBODY, AtWork
 from megarl.rollout.interface import EngineDeadError, RolloutEngine
 from megarl.tracking.timeline import Span

@@ -17,7 +17,7 @@ from megarl.controller.errors import WorkerError
 from megarl.controller.futures import RemoteFuture, WorkerFuture, gather, wait_for_any
 from megarl.controller.group import RoleGroup
 from megarl.controller.messages import FailureKind
-from megarl.controller.register import P, R, RemoteMethod
+from megarl.controller.worker import P, R, RemoteMethod
 from megarl.weights.carriers.ends import SendReport
 from megarl.weights.carriers.folder import folder_message_bytes
 from megarl.weights.export_plan import ExportPlan, plan_export

@@ -17,7 +17,7 @@ from megarl.batch.prompts import first_with_prompt
 from megarl.config.flops import training_flops
 from megarl.config.schema import ParallelConfig
 from megarl.controller.dispatch import Dispatch, Mesh, MeshCoordinate
-from megarl.controller.register import register
+from megarl.controller.worker import register
 from megarl.engine import platform
 from megarl.engine.offload import StatePart
 from megarl.engine.rendezvous import open_store

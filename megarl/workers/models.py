@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from megarl.batch.data_proto import DataProto
 from megarl.batch.metrics import Metric
 from megarl.controller.dispatch import Dispatch
-from megarl.controller.register import register
+from megarl.controller.worker import register
 from megarl.workers.megatron import Loss, MegatronWorker, ScoredUpdate
 
 if TYPE_CHECKING:

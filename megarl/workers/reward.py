@@ -7,8 +7,7 @@ import torch
 from megarl.batch.data_proto import DataProto
 from megarl.config.schema import RewardConfig
 from megarl.controller.dispatch import Dispatch
-from megarl.controller.register import register
-from megarl.controller.worker import Worker
+from megarl.controller.worker import Worker, register
 from megarl.data.tokenizer import decode_rows, load_tokenizer
 from megarl.rewards.scorer import RewardScorer, ScoreReport, ScoreRequest
 

@@ -13,7 +13,7 @@ from megarl.config.architecture import Architecture
 from megarl.config.derive import max_conversation_tokens
 from megarl.config.schema import MicroBatchConfig, OverlongConversation, PPOConfig
 from megarl.controller.dispatch import Dispatch
-from megarl.controller.register import register
+from megarl.controller.worker import register
 from megarl.data.conversations import Conversation, ConversationEncoder, conversation_batch
 from megarl.data.packing import plan_micro_batches
 from megarl.data.tokenizer import decode_rows, load_tokenizer

@@ -7,8 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from megarl.controller.dispatch import Dispatch
-from megarl.controller.register import register
-from megarl.controller.worker import Worker
+from megarl.controller.worker import Worker, register
 from megarl.machine.memory import trim_heap
 from megarl.rollout.interface import EngineDeadError, FinishedRequest, GenerationRequest, RolloutEngine
 from megarl.weights.plan import Boxes

@@ -10,8 +10,7 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from megarl.controller.register import register
-from megarl.controller.worker import Worker
+from megarl.controller.worker import Worker, register
 from megarl.weights.carriers.device import DeviceTrainerEnd
 from megarl.weights.carriers.ends import Sending, SendReport, TrainerEnd
 from megarl.weights.carriers.folder import FolderTrainerEnd

@@ -34,9 +34,8 @@ from megarl.config.schema import (
 from megarl.controller.dispatch import Dispatch
 from megarl.controller.errors import WorkerError
 from megarl.controller.group import RayWorkerGroup
-from megarl.controller.register import register
 from megarl.controller.resource_pool import InsufficientResourcesError, RayResourcePool
-from megarl.controller.worker import RayClassWithInitArgs, Worker
+from megarl.controller.worker import RayClassWithInitArgs, Worker, register
 from megarl.tracking.run_files import FAILURE_FILE
 from tests import warm
 from tests.failure_pages import check_documented, documented_pages, last_page_of

@@ -19,9 +19,8 @@ from megarl.config.schema import Device, DType, ModelConfig, RolloutConfig, Roll
 from megarl.controller.dispatch import Dispatch
 from megarl.controller.errors import WorkerError
 from megarl.controller.group import RoleGroup
-from megarl.controller.register import register
 from megarl.controller.resource_pool import RayResourcePool
-from megarl.controller.worker import RayClassWithInitArgs
+from megarl.controller.worker import RayClassWithInitArgs, register
 from megarl.engine.spec import ModelSpec
 from megarl.roles.replicas import ReplicaPlace, Replicas
 from megarl.roles.weight_source import WeightSource

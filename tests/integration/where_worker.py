@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import ray
 
-from megarl.controller.register import register
-from megarl.controller.worker import Worker
+from megarl.controller.worker import Worker, register
 
 
 class WhereWorker(Worker):

@@ -2,9 +2,8 @@
 
 import threading
 
-from megarl.controller.activity import Activity
 from megarl.controller.dispatch import MeshCoordinate
-from megarl.controller.messages import Location
+from megarl.controller.messages import Activity, Location
 from megarl.controller.worker import Worker
 
 HERE = Location("localhost", 1, "")

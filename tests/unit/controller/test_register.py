@@ -9,8 +9,7 @@ import mypy.api
 import pytest
 
 from megarl.controller.dispatch import Dispatch
-from megarl.controller.register import RemoteMethod, register, registered_methods
-from megarl.controller.worker import Worker
+from megarl.controller.worker import RemoteMethod, Worker, register, registered_methods
 
 ROOT = Path(__file__).parents[3]
 
@@ -20,7 +19,7 @@ from megarl.batch.data_proto import DataProto
 from megarl.controller.dispatch import Dispatch
 from megarl.controller.futures import WorkerFuture
 from megarl.controller.group import RoleGroup
-from megarl.controller.register import register
+from megarl.controller.worker import register
 from megarl.controller.worker import Worker
 
 

@@ -13,8 +13,7 @@ import torch
 
 from megarl.batch.data_proto import DataProto
 from megarl.controller.dispatch import Dispatch, Mesh, MeshCoordinate
-from megarl.controller.register import register
-from megarl.controller.worker import Worker
+from megarl.controller.worker import Worker, register
 
 LAUNCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS", "GREETING")
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from megarl.config.errors import RunError
 from megarl.controller.errors import RankReport
-from megarl.controller.register import RemoteMethod
+from megarl.controller.worker import RemoteMethod
 from megarl.roles.pump import RolloutLimits
 from megarl.roles.replicas import Alone, nobody_else
 from megarl.rollout.interface import FinishedRequest, Sample, VersionSpan

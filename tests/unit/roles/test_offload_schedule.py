@@ -18,7 +18,7 @@ from megarl.config.schema import (
     PPOConfig,
 )
 from megarl.controller.futures import RemoteFuture
-from megarl.controller.register import RemoteMethod
+from megarl.controller.worker import RemoteMethod
 from megarl.engine.offload import StatePart
 from megarl.placement.dataflow import Item
 from megarl.placement.offload_plan import OffloadPlan

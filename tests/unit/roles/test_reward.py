@@ -12,7 +12,7 @@ from megarl.batch.data_proto import DataProto
 from megarl.batch.ragged import RaggedTensor
 from megarl.config.schema import RewardConfig, RewardFunctionConfig
 from megarl.controller.futures import RemoteFuture
-from megarl.controller.register import RemoteMethod
+from megarl.controller.worker import RemoteMethod
 from megarl.roles.reward import Reward
 from megarl.workers.reward import RewardWorker
 from tests.integration.tiny_run import SYMBOLS, save_policy

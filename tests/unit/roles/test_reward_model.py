@@ -15,7 +15,7 @@ from megarl.config.architecture import read_architecture
 from megarl.config.schema import Device, DType, EngineConfig, MicroBatchConfig, OverlongConversation, ParallelConfig
 from megarl.controller.dispatch import route_mesh
 from megarl.controller.futures import RemoteFuture
-from megarl.controller.register import RemoteMethod
+from megarl.controller.worker import RemoteMethod
 from megarl.data.padding import join, pad_left, pad_right
 from megarl.engine.spec import ModelSpec
 from megarl.roles.reward import RewardModel

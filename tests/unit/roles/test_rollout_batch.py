@@ -7,7 +7,7 @@ import torch
 from megarl.batch.data_proto import DataProto
 from megarl.batch.ragged import RaggedTensor
 from megarl.config.schema import SamplingConfig
-from megarl.controller.register import RemoteMethod
+from megarl.controller.worker import RemoteMethod
 from megarl.roles.pump import RolloutLimits
 from megarl.roles.replicas import nobody_else
 from megarl.roles.rollout import Rollout, TokenRules, batch_of_samples

@@ -21,9 +21,8 @@ from megarl.controller.dispatch import Mesh
 from megarl.controller.errors import WorkerError
 from megarl.controller.futures import gather
 from megarl.controller.group import RoleGroup
-from megarl.controller.register import register
 from megarl.controller.resource_pool import RayResourcePool
-from megarl.controller.worker import RayClassWithInitArgs
+from megarl.controller.worker import RayClassWithInitArgs, register
 from megarl.roles.replicas import ReplicaPlace, Replicas
 from megarl.roles.weight_source import WeightSource
 from megarl.roles.weight_sync import WeightSync

@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from megarl.config.errors import RunError
-from megarl.controller.register import registered_methods
+from megarl.controller.worker import registered_methods
 from megarl.machine import clock as clock_module
 from megarl.tracking.loggers import Tracker
 from megarl.tracking.progress import ProgressBar
