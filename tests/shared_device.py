@@ -23,7 +23,7 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from megarl.config.schema import Device, DType, ModelConfig, RolloutConfig
-from megarl.machine.memory import PeakMemory
+from megarl.machine.usage import PeakMemory
 from megarl.rollout.hf.engine import HFEngine
 from megarl.rollout.interface import RolloutEngineSpec
 from megarl.weights.carriers.device import NUM_SLOTS, DevicePlace, DeviceTrainerEnd

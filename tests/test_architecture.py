@@ -167,7 +167,7 @@ def test_a_planted_cycle_and_a_doubled_name_are_found() -> None:
         ("megarl.engine_room.layers", "import transformer_engine.pytorch as te", "a name that only begins like the home"),
         ("megarl.trainers.ppo", "def f():\n    import wandb", "wandb outside tracking"),
         ("megarl.placement.plan", "import torch.distributed", "torch in placement"),
-        ("megarl.workers.models", "from megarl.algorithms.losses import ActorLoss", "a loss in a worker"),
+        ("megarl.workers.megatron", "from megarl.algorithms.losses import ActorLoss", "a loss in a worker"),
     ],
 )
 def test_a_planted_breach_is_caught(module: str, source: str, named: str) -> None:

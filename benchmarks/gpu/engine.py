@@ -41,7 +41,7 @@ from megarl.config.schema import Device, DType, EngineConfig, Layers, OptimConfi
 from megarl.data.packing import plan_micro_batches
 from megarl.engine import platform
 from megarl.engine.spec import ModelSpec
-from megarl.machine.stopwatch import Stopwatch
+from megarl.machine.usage import Stopwatch
 
 if TYPE_CHECKING:
     from megarl.engine.engine import MegatronEngine

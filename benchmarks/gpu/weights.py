@@ -26,7 +26,7 @@ from typing import NamedTuple
 import torch
 
 from megarl.config.schema import Transport
-from megarl.machine.stopwatch import Stopwatch
+from megarl.machine.usage import Stopwatch
 from megarl.weights.plan import message_bytes
 from tests.mortal_ranks import Place, mortal_ranks
 from tests.shared_device import DTYPE, SharedSpec, TrainerProcess, answer, ask, save_model, serve_engine

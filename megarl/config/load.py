@@ -25,7 +25,7 @@ from megarl.config.sources import Layer, in_one_line, is_hub_name, read_layers, 
 from megarl.config.trl_names import trl_problem
 from megarl.config.verl_names import VerlProblem, verl_problems
 from megarl.machine.files import write_whole
-from megarl.machine.gpus import has_gpu
+from megarl.machine.processors import has_gpu
 
 Config = typing.TypeVar("Config")
 RunConfig = typing.TypeVar("RunConfig", bound=PPOConfig | SFTConfig)

@@ -32,8 +32,8 @@ from megarl.controller.messages import (
     WorkerContext,
     qualified_name,
 )
-from megarl.machine.cores import usable_cores
 from megarl.machine.ports import hold_port, own_address
+from megarl.machine.processors import usable_cores
 from megarl.machine.reaper import OWNER, start_reaper
 
 # What gloo, NCCL and c10d say on the ranks whose peer has gone.

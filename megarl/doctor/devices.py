@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from megarl.config.schema import Device
 from megarl.doctor.check_result import CheckResult, doubtful, good, size, wrong
 from megarl.doctor.examined_run import ExaminedRun
-from megarl.machine.gpus import torch_cuda
+from megarl.machine.processors import torch_cuda
 from megarl.placement.memory import plan_memory
 
 CHECK = "gpus"

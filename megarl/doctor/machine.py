@@ -16,7 +16,7 @@ import psutil
 from megarl.controller.cluster import OBJECT_STORE_MB
 from megarl.doctor.check_result import CheckResult, doubtful, good, size, wrong
 from megarl.doctor.examined_run import ExaminedRun
-from megarl.machine.cores import usable_cores
+from megarl.machine.processors import usable_cores
 from megarl.placement.cores import at_work
 from megarl.placement.memory import plan_memory
 

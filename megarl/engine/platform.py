@@ -14,7 +14,7 @@ from torch.cuda._pin_memory_utils import pin_memory, unpin_memory
 from megarl.config.flops import peak_tflops
 from megarl.config.schema import Device, DType
 from megarl.engine import rotary
-from megarl.machine.memory import trim_heap
+from megarl.machine.usage import trim_heap
 
 
 @dataclass(frozen=True, kw_only=True)

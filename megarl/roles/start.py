@@ -33,8 +33,7 @@ from megarl.roles.weight_sync import WeightSync
 from megarl.roles.weights import RolloutWeights
 from megarl.rollout.interface import RolloutEngineSpec
 from megarl.workers.engines import build_engine
-from megarl.workers.megatron import MegatronWorker
-from megarl.workers.models import ActorWorker, CriticWorker, PolicyWorker
+from megarl.workers.megatron import ActorWorker, CriticWorker, MegatronWorker, PolicyWorker
 from megarl.workers.reward import RewardWorker
 from megarl.workers.reward_model import Reading, RewardModelWorker
 

@@ -27,8 +27,8 @@ from megarl.checkpoints.run_folder import BestCheckpoint, CheckpointFolder
 from megarl.config.errors import CheckpointError, RunError
 from megarl.config.load import dump_config
 from megarl.config.schema import PPOConfig, SFTConfig
-from megarl.machine.cores import threads_setting
 from megarl.machine.files import write_whole
+from megarl.machine.processors import threads_setting
 from megarl.tracking.run_files import CONFIG_FILE
 from megarl.trainers.best_so_far import BestSoFar, patience_is_over
 

@@ -19,7 +19,7 @@ from megarl.config.errors import CheckpointError, ConfigError, one_line
 from megarl.config.roles import model_roles
 from megarl.config.schema import RESUME_AUTO, RESUME_DISABLE, Device, PPOConfig, SFTConfig
 from megarl.config.validate import read_architectures
-from megarl.machine.cores import threads_setting
+from megarl.machine.processors import threads_setting
 from megarl.tracking.run_files import CONFIG_FILE
 from megarl.trainers.checkpoint import STATE_FILE
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from megarl.machine.stopwatch import Stopwatch
+from megarl.machine.usage import Stopwatch
 from megarl.weights.plan import Part, Stream
 from megarl.weights.receipt import WeightTransferError
 from megarl.weights.wire import Message, UnderWay, Wire

@@ -1,4 +1,5 @@
-"""What every Megatron role has in a worker process: the process group, the parallel groups, an engine, and its place in the mesh."""
+"""The workers of Megatron models: a policy that scores samples, one that is trained besides, and a critic; and what every such role has
+in its process: the process group, the parallel groups, an engine, and its place in the mesh."""
 
 from __future__ import annotations
 
@@ -229,3 +230,41 @@ class MegatronWorker(WeightExport):
             layout=self._engine.layout,
             head=self._spec.head,
         )
+
+
+class PolicyWorker(MegatronWorker):
+    """A language model that scores: all that a reference does."""
+
+    @register(dispatch_mode=Dispatch.MEGATRON_MESH, blocking=False)
+    def log_probs(self, part: DataProto, extras: Collection[Extra]) -> DataProto:
+        """`log_probs`, and the extras that are asked for (`entropy`, `sum_pi_squared`), rows of tokens; reads `prompts`, `responses`,
+        `response_mask`."""
+        return self._forward(part, extras)
+
+
+class ActorWorker(PolicyWorker):
+    """The policy that is trained."""
+
+    @register(dispatch_mode=Dispatch.MEGATRON_MESH, blocking=False)
+    def update(self, part: DataProto, loss: Loss) -> dict[str, Metric]:
+        """One optimizer step on a mini-batch, of which this replica has a part; see `_train`."""
+        return self._train(part, loss)
+
+    @register(dispatch_mode=Dispatch.MEGATRON_MESH, blocking=False)
+    def update_scored(self, part: DataProto, loss: Loss) -> ScoredUpdate:
+        """As `update`, in whose pass the rows are also scored: `log_probs`, and the extras of the loss."""
+        return self._train_scored(part, loss)
+
+
+class CriticWorker(MegatronWorker):
+    """Values of response tokens, and their training."""
+
+    @register(dispatch_mode=Dispatch.MEGATRON_MESH, blocking=False)
+    def values(self, part: DataProto) -> DataProto:
+        """`values`, rows of tokens: V(s_t) before response token t is written."""
+        return self._forward(part)
+
+    @register(dispatch_mode=Dispatch.MEGATRON_MESH, blocking=False)
+    def update(self, part: DataProto, loss: Loss) -> dict[str, Metric]:
+        """One optimizer step on a mini-batch, of which this replica has a part; see `_train`."""
+        return self._train(part, loss)

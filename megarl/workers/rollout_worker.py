@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megarl.controller.dispatch import Dispatch
 from megarl.controller.worker import Worker, register
-from megarl.machine.memory import trim_heap
+from megarl.machine.usage import trim_heap
 from megarl.rollout.interface import EngineDeadError, FinishedRequest, GenerationRequest, RolloutEngine
 from megarl.weights.plan import Boxes
 from megarl.weights.receipt import Manifest, WeightTransferError

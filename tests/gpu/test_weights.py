@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megarl.machine.stopwatch import Stopwatch
+from megarl.machine.usage import Stopwatch
 from megarl.weights.checksum import checksum
 from megarl.weights.receipt import WeightTransferError
 from megarl.weights.wire import WireAddress

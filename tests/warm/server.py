@@ -37,7 +37,7 @@ def _import_for_training() -> None:
         "megarl.engine.checkpoint",
         "megarl.placement.plan",
         "megarl.rollout.hf.engine",
-        "megarl.workers.models",
+        "megarl.workers.megatron",
         "megarl.workers.reward",
         "megarl.workers.reward_model",
         "megarl.workers.rollout_worker",

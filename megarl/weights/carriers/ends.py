@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from megarl.machine.memory import PeakMemory
+from megarl.machine.usage import PeakMemory
 from megarl.weights.boxes import Rectangle, tiling_fault
 from megarl.weights.plan import Part
 from megarl.weights.receipt import WeightTransferError

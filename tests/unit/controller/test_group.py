@@ -13,7 +13,7 @@ from megarl.controller.group import RayWorkerGroup
 from megarl.controller.messages import FailureKind
 from megarl.controller.resource_pool import RayResourcePool
 from megarl.controller.worker import RayClassWithInitArgs, create_colocated_worker_cls
-from megarl.machine.cores import usable_cores
+from megarl.machine.processors import usable_cores
 from tests.unit.controller.workers import BrokenWorker, ClashingWorker, CollectiveWorker, EchoWorker, LayoutOfThree
 
 

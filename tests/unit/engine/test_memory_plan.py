@@ -26,7 +26,7 @@ from megarl.config.schema import (
     SFTDataConfig,
     SFTTrainerConfig,
 )
-from megarl.machine.memory import trim_heap
+from megarl.machine.usage import trim_heap
 from megarl.placement.memory import model_state, plan_memory
 from megarl.placement.plan import plan_placement
 from tests.ranks import RankPool

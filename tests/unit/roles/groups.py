@@ -36,7 +36,7 @@ from megarl.roles.weight_sync import WeightSync
 from megarl.rollout.interface import RolloutEngineSpec
 from megarl.weights.name_mapping import Head
 from megarl.workers.engines import build_engine
-from megarl.workers.models import ActorWorker, CriticWorker, PolicyWorker
+from megarl.workers.megatron import ActorWorker, CriticWorker, PolicyWorker
 from tests.rollout_replicas import StartedRollout, started_rollout, sync_of
 from tests.unit.engine.models import save_critic, save_model
 

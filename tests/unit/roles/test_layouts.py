@@ -22,7 +22,7 @@ from megarl.controller.worker import RayClassWithInitArgs
 from megarl.roles.models import Actor
 from megarl.roles.rollout import Rollout
 from megarl.roles.weight_sync import WeightSync
-from megarl.workers.models import ActorWorker, PolicyWorker
+from megarl.workers.megatron import ActorWorker, PolicyWorker
 from tests.rollout_replicas import StartedRollout
 from tests.unit.engine.comparison import max_difference
 from tests.unit.engine.models import VOCAB_SIZE, load_critic, load_lm, make_batch, reference_logits, reference_values, scores_of

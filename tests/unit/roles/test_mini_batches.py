@@ -25,8 +25,7 @@ from megarl.config.schema import (
 )
 from megarl.roles.checks import FirstRatioGate
 from megarl.roles.models import Actor, MegatronRole, UpdatePlan, actor_rows
-from megarl.workers.megatron import MICRO_BATCHES, Loss
-from megarl.workers.models import ActorWorker
+from megarl.workers.megatron import MICRO_BATCHES, ActorWorker, Loss
 from tests.unit.engine.models import make_batch
 from tests.unit.roles.test_checks import first_update
 

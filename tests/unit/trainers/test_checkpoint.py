@@ -27,7 +27,7 @@ from megarl.config.schema import (
     SFTTrainerConfig,
 )
 from megarl.controller.errors import PhaseTimeoutError
-from megarl.machine.cores import threads_setting
+from megarl.machine.processors import threads_setting
 from megarl.trainers.best_so_far import ends_early
 from megarl.trainers.checkpoint import Checkpointer, best_checkpoint
 

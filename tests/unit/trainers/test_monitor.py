@@ -21,7 +21,7 @@ from megarl.tracking.timeline import Span, Timeline
 from megarl.tracking.tracked_run import TrackedRun
 from megarl.trainers.evaluation import ValidationResult
 from megarl.trainers.monitor import PHASES, Monitor, phase_timings
-from megarl.workers.models import ActorWorker, CriticWorker, PolicyWorker
+from megarl.workers.megatron import ActorWorker, CriticWorker, PolicyWorker
 from megarl.workers.reward import RewardWorker
 from megarl.workers.reward_model import RewardModelWorker
 from megarl.workers.rollout_worker import RolloutWorker

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megarl.machine.memory import PeakMemory
+from megarl.machine.usage import PeakMemory
 from megarl.weights.carriers.ends import Sending, SendReport
 from megarl.weights.plan import numel_of
 from megarl.weights.shard_layout import shard_shapes

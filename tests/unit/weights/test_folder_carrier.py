@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
-from megarl.machine.memory import trim_heap
+from megarl.machine.usage import trim_heap
 from megarl.weights.carriers import folder as folder_carrier
 from megarl.weights.carriers.ends import Sending, SendReport
 from megarl.weights.carriers.folder import NUM_BUFFERS, FolderTrainerEnd, folder_message_bytes

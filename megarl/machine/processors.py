@@ -1,0 +1,39 @@
+"""Which processors a process may use: how many of this machine's cores, and whether a GPU, without asking a driver or importing torch."""
+
+from __future__ import annotations
+
+import os
+import runpy
+from importlib.util import find_spec
+from pathlib import Path
+
+_QUOTA = Path("/sys/fs/cgroup/cpu.max")  # of the container, in microseconds of each period
+
+
+def usable_cores(quota: Path = _QUOTA) -> int:
+    """Those that the process may run on, or fewer where its container has not so much time."""
+    cores = len(os.sched_getaffinity(0))
+    if quota.is_file():
+        time, period = quota.read_text().split()
+        if time != "max":
+            cores = min(cores, max(1, int(time) // int(period)))
+    return cores
+
+
+def threads_setting() -> str:
+    """What the threads of a run on a CPU, and with them the last bits of its numbers, depend on beside its configuration."""
+    return os.environ.get("OMP_NUM_THREADS") or f"{usable_cores()} cores"
+
+
+def torch_cuda() -> str | None:
+    """The CUDA that torch is built for; None without torch, or with one that is built without."""
+    spec = find_spec("torch")
+    if spec is None or spec.origin is None:
+        return None
+    return runpy.run_path(str(Path(spec.origin).parent / "version.py")).get("cuda")
+
+
+def has_gpu(devices: Path = Path("/dev")) -> bool:
+    """A device of NVIDIA's driver that this process may see, and a torch that can use it."""
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "all").strip() in ("", "-1", "NoDevFiles")
+    return not hidden and any(devices.glob("nvidia[0-9]*")) and torch_cuda() is not None

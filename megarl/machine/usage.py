@@ -1,0 +1,77 @@
+"""What work takes, seconds on a device and memory at its peak, measured by the kernel or by torch; and giving freed memory back."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+import time
+from pathlib import Path
+from types import TracebackType
+
+import torch
+
+_PROCESS = Path("/proc/self")
+
+
+class PeakMemory:
+    """Measures from its construction on. One at a time in a process: the kernel keeps one peak, which this resets."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+            self._before = torch.cuda.memory_allocated(device)
+        else:
+            (_PROCESS / "clear_refs").write_text("5")
+            self._before = _status("VmRSS")
+
+    def extra_bytes(self) -> int:
+        """Of GPU memory on a GPU, else of resident memory, shared memory that the process has mapped included."""
+        peak = torch.cuda.max_memory_allocated(self._device) if self._device.type == "cuda" else _status("VmHWM")
+        return peak - self._before
+
+
+def _status(field: str) -> int:
+    line = next(line for line in (_PROCESS / "status").read_text().splitlines() if line.startswith(field + ":"))
+    return int(line.split()[1]) * 1024
+
+
+def trim_heap() -> None:
+    """glibc keeps freed blocks of up to 32 MiB that lie between used ones until it is asked; other C libraries have no such call."""
+    if sys.platform == "linux":
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+        if trim is not None:
+            trim(0)
+
+
+class Stopwatch:
+    """Adds up the times of all blocks that it is entered for. On a GPU each is measured by two events in the current stream: host clocks
+    around asynchronous work would measure how long it takes to ask for it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._seconds = 0.0
+        self._start_s = 0.0
+        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+
+    def __enter__(self) -> Stopwatch:
+        if self._device.type == "cuda":
+            self._events.append((torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)))
+            self._events[-1][0].record(torch.cuda.current_stream(self._device))
+        else:
+            self._start_s = time.perf_counter()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._device.type == "cuda":
+            self._events[-1][1].record(torch.cuda.current_stream(self._device))
+        else:
+            self._seconds += time.perf_counter() - self._start_s
+
+    def seconds(self) -> float:
+        """So far. On a GPU it waits until what was measured has ended."""
+        for start, stop in self._events:
+            stop.synchronize()
+            self._seconds += start.elapsed_time(stop) / 1e3
+        self._events = []
+        return self._seconds

@@ -1,0 +1,35 @@
+"""How many cores a process may use, and what is taken for a GPU."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from megarl.machine import processors
+from megarl.machine.processors import usable_cores
+
+
+@pytest.mark.parametrize(("quota", "most"), [("max 100000", None), ("100000 100000", 1), ("50000 100000", 1), (None, None)])
+def test_a_container_may_have_less_time_than_cores(tmp_path: Path, quota: str | None, most: int | None) -> None:
+    file = tmp_path / "cpu.max"
+    if quota is not None:
+        file.write_text(quota + "\n")
+    assert usable_cores(file) == (most or len(os.sched_getaffinity(0)))
+
+
+def test_a_gpu_is_a_device_that_may_be_seen_and_a_torch_that_can_use_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(processors, "torch_cuda", lambda: "13.0")
+    (tmp_path / "nvidiactl").touch()  # of a driver without devices
+    assert not processors.has_gpu(tmp_path)
+    (tmp_path / "nvidia3").touch()
+    assert processors.has_gpu(tmp_path)
+    for hidden in ("", "-1"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
+        assert not processors.has_gpu(tmp_path)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    assert processors.has_gpu(tmp_path)
+    monkeypatch.setattr(processors, "torch_cuda", lambda: None)
+    assert not processors.has_gpu(tmp_path)
