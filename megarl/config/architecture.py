@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megarl.config.errors import ConfigError
-from megarl.config.json_file import read_json_object
+from megarl.machine.files import read_json_object
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from megarl.config.architecture import Architecture
-from megarl.config.nearest import either, nearest_divisors
 from megarl.config.schema import PlacementStrategy, PPOConfig, RolloutEngineKind
-from megarl.config.violation import Violation, Violations
+from megarl.config.violation import Violation, Violations, either, nearest_divisors
 
 _LEAST_TEMPERATURE = 0.01
 _TP = "rollout.tensor_parallel_size"

@@ -11,7 +11,6 @@ from megarl.config import algorithm_rules, checkpoint_rules, data_rules, reward_
 from megarl.config.architecture import Architecture, read_architecture
 from megarl.config.derive import max_row_tokens, samples_per_step, updates_per_pass
 from megarl.config.errors import ConfigError
-from megarl.config.nearest import either, nearest_divisors, nearest_multiples
 from megarl.config.roles import REWARD_MODEL, ModelRole, model_roles, needs_reference
 from megarl.config.schema import (
     Device,
@@ -25,7 +24,7 @@ from megarl.config.schema import (
     SFTConfig,
 )
 from megarl.config.schema.keys import leaves
-from megarl.config.violation import Violation, Violations
+from megarl.config.violation import Violation, Violations, either, nearest_divisors, nearest_multiples
 
 RunConfig = PPOConfig | SFTConfig
 # tracking's, each with the package that it needs; kept here too because tracking imports torch. A service's module has its logger's name.

@@ -14,9 +14,7 @@ from megarl.batch.data_proto import DataProto
 from megarl.batch.ragged import RaggedTensor
 from megarl.config.schema import DataConfig, PromptColumnsConfig
 from megarl.data.files import DataError
-from megarl.data.fingerprint import Fingerprint
-from megarl.data.overlong import Measured, keep_within
-from megarl.data.tables import DataRow, chat_messages, read_rows, typed_value
+from megarl.data.tables import DataRow, Fingerprint, Measured, chat_messages, keep_within, read_rows, typed_value
 from megarl.data.tokenizer import render_whole
 
 GROUND_TRUTH_EXAMPLE = "{'style': 'rule', 'ground_truth': '5'}"

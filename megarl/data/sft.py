@@ -16,9 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from megarl.batch.data_proto import DataProto
 from megarl.batch.ragged import RaggedTensor
 from megarl.config.schema import ChatColumnsConfig, SFTDataConfig
-from megarl.data.fingerprint import Fingerprint
-from megarl.data.overlong import Measured, keep_within
-from megarl.data.tables import DataRow, chat_messages, read_rows, tool_schemas, typed_value
+from megarl.data.tables import DataRow, Fingerprint, Measured, chat_messages, keep_within, read_rows, tool_schemas, typed_value
 from megarl.data.tokenizer import Tools, encode_rendered, render_whole, rendered_chat
 from megarl.data.tool_columns import names_of
 from megarl.data.turns import TurnTemplate

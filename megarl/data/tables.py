@@ -1,16 +1,27 @@
-"""Rows of data sets with the columns that somebody needs, and errors that say which file, row and column is wrong and what to do."""
+"""Rows of data sets with the columns that somebody needs, and errors that say which file, row and column is wrong and what to do.
+
+Rows with too many tokens are left out and counted, or refused; they are never cut. A data set is known again, wherever its files are, by
+what its rows say, in their order.
+"""
 
 from __future__ import annotations
 
 import difflib
+import hashlib
+import json
+import logging
+from array import array
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from megarl.config.data_rules import JSON_LINES
+from megarl.config.schema import Overlong
 from megarl.data.files import DataError, open_file
 from megarl.data.tool_columns import calls_of, holds_null, schemas_of
 
+logger = logging.getLogger(__name__)
 ROLES = ("system", "user", "assistant", "tool")
+Item = TypeVar("Item")
 
 
 class DataRow(NamedTuple):
@@ -129,3 +140,51 @@ def typed_value(row: DataRow, column: str, kind: type, example: str) -> Any:
 def _show(value: Any) -> str:
     text = repr(value)
     return f"{type(value).__name__} {text if len(text) <= 60 else text[:57] + '...'}"
+
+
+class Measured(NamedTuple):
+    """Where a row stands and how many tokens it has."""
+
+    file: str
+    number: int
+    length: int
+
+    @classmethod
+    def of(cls, row: DataRow, length: int) -> Measured:
+        return cls(row.file, row.number, length)
+
+
+def keep_within(items: Sequence[Item], measured: Sequence[Measured], limit: int, option: str, overlong: Overlong) -> list[Item]:
+    """The items of at most `limit` tokens; `option` is the limit's name in the configuration.
+
+    Raises DataError for any longer one when `overlong` is `refuse`, and when `filter` would leave nothing.
+    """
+    over = [row for row in measured if row.length > limit]
+    if not over:
+        return list(items)
+    first, longest = over[0], max(row.length for row in over)
+    summary = f"{len(over)} of {len(measured)} rows have more than {option}={limit} tokens, the longest {longest}"
+    if overlong == Overlong.refuse:
+        raise DataError(
+            f"{first.file}, row {first.number}: {first.length} tokens; {summary}. "
+            f"Raise {option} to {longest}, or set data.overlong=filter to leave them out"
+        )
+    if len(over) == len(measured):
+        raise DataError(f"{first.file}: no row is left after filtering: {summary}. Raise {option}")
+    logger.warning("%s: left out (data.overlong=filter)", summary)
+    return [item for item, row in zip(items, measured, strict=True) if row.length <= limit]
+
+
+class Fingerprint:
+    """Of token ids and plain values, row after row."""
+
+    def __init__(self) -> None:
+        self._digest = hashlib.blake2b(digest_size=16)
+
+    def add(self, *token_ids: Sequence[int], values: Any = None) -> None:
+        for ids in token_ids:
+            self._digest.update(len(ids).to_bytes(8, "little") + array("q", ids).tobytes())
+        self._digest.update(json.dumps(values, sort_keys=True, default=str).encode() + b"\n")
+
+    def hex(self) -> str:
+        return self._digest.hexdigest()

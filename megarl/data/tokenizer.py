@@ -11,8 +11,8 @@ from jinja2 import TemplateError, TemplateSyntaxError
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from megarl.config.errors import one_line
-from megarl.config.json_file import read_json_object
 from megarl.config.schema import LossyText
+from megarl.machine.files import read_json_object
 
 if TYPE_CHECKING:
     from megarl.batch.ragged import RaggedTensor

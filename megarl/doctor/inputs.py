@@ -23,7 +23,7 @@ from megarl.doctor.check_result import DATA, CheckResult, doubtful, good, refuse
 from megarl.doctor.examined_run import ExaminedRun
 from megarl.machine.spawn import FreshContext
 from megarl.machine.user_functions import UserFunctionError
-from megarl.rewards.functions import RewardFunctionError
+from megarl.rewards.process import RewardFunctionError
 from megarl.rewards.scorer import RewardError, RewardScorer, ScoreRequest
 from megarl.rollout.interface import end_token_ids
 from megarl.weights.load import check_headers

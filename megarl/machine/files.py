@@ -1,17 +1,19 @@
 """Files and folders that are there whole or not at all, also after a power cut: written beside, flushed to the disk, renamed.
 
-What a killed process left beside a folder is cleaned up by the next one.
+What a killed process left beside a folder is cleaned up by the next one. JSON files of others are read with one line about what is wrong.
 """
 
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 
 def existing_folder(path: Path) -> Path:
@@ -103,3 +105,16 @@ def _locked(scratch: Path) -> Iterator[None]:
         raise FileExistsError(f"{scratch}: another process is writing this folder") from error
     finally:
         os.close(descriptor)
+
+
+def read_json_object(file: Path) -> dict[str, Any]:
+    """Raises ValueError, with the problem but not the file, for what is no JSON, too deep, or no object; OSError."""
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:  # JSONDecodeError and UnicodeDecodeError
+        raise ValueError(f"is not JSON: {error}") from error
+    except RecursionError as error:
+        raise ValueError("is not JSON that can be read: it is nested too deep") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"must hold a JSON object, not {type(values).__name__}")
+    return values

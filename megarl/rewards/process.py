@@ -9,17 +9,28 @@ import os
 import signal
 import sys
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from numbers import Real
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from megarl.config.schema import RewardFunctionConfig
 from megarl.machine.reaper import OWNER, start_reaper
-from megarl.machine.user_functions import last_line
-from megarl.rewards.functions import RewardFunction, RewardFunctionError, load_reward_function
+from megarl.machine.user_functions import Expected, UserFunctionError, last_line, load_function
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
+RewardFunction = Callable[..., Any]
+ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
+EXAMPLE = "def compute_score(data_source, solution_str, ground_truth, extra_info):"
+
+
+class RewardFunctionError(UserFunctionError):
+    """A reward function cannot be used; the message names the file, the function and what to change."""
+
+
+def load_reward_function(path: str, name: str) -> RewardFunction:
+    """It will be called with the four keywords of ARGUMENTS. Raises RewardFunctionError, see load_function."""
+    return load_function(path, name, Expected("reward function", "reward.functions' name", EXAMPLE, ARGUMENTS, error=RewardFunctionError))
 
 
 class ScoreRequest(NamedTuple):

@@ -18,8 +18,7 @@ from pebble import ProcessExpired, ProcessPool
 from megarl.config.schema import RewardFunctionConfig
 from megarl.machine.spawn import FreshContext
 from megarl.rewards import process
-from megarl.rewards.functions import RewardFunctionError
-from megarl.rewards.process import Outcome, ScoreRequest
+from megarl.rewards.process import Outcome, RewardFunctionError, ScoreRequest
 
 START_TIME_LIMIT_S = 120.0  # for a reward file's imports on a busy machine
 MAX_POOL_RESTARTS = 3  # in a row, without a sample scored in between

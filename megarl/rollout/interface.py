@@ -10,8 +10,8 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from megarl.config.json_file import read_json_object
 from megarl.config.schema import Device, ModelConfig, RolloutConfig
+from megarl.machine.files import read_json_object
 from megarl.weights.plan import Boxes
 from megarl.weights.receipt import Manifest
 from megarl.weights.receiver import EngineLink

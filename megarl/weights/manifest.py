@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from megarl.config.architecture import Architecture
-from megarl.config.json_file import read_json_object
+from megarl.machine.files import read_json_object
 from megarl.weights.name_mapping import EMBEDDING_TENSOR, LM_HEAD_TENSOR, VALUE_BIAS_TENSOR, VALUE_HEAD_TENSOR, Head, weights_of
 from megarl.weights.receipt import Manifest, TensorMeta, WeightTransferError
 

@@ -1,7 +1,7 @@
 """The typed schema of a run: frozen dataclasses, one per section, with their defaults and their own checks.
 
 A check that needs only one section lives in its `__post_init__`; checks across sections live in `validate.py`.
-Choices that need something of a run declare it in `megarl/config/kinds`. Nothing here imports torch, so that `megarl check` answers at
+Choices that need something of a run declare it in `megarl/config/kinds.py`. Nothing here imports torch, so that `megarl check` answers at
 once. `docs/configuration.md` is made from these modules: a comment behind a key or above it, a docstring of a section and of a choice are
 what a user reads there.
 """
@@ -10,10 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from megarl.config.kinds.advantage_estimators import AdvantageEstimator
-from megarl.config.kinds.loggers import LoggerKind
-from megarl.config.kinds.policy_losses import Aggregation, PolicyLossKind
-from megarl.config.kinds.rollout_engines import RolloutEngineKind
+from megarl.config.kinds import AdvantageEstimator, Aggregation, LoggerKind, PolicyLossKind, RolloutEngineKind
 from megarl.config.schema.algorithm import (
     AdvantageConfig,
     AlgorithmConfig,

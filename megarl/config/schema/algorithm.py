@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
-from megarl.config.kinds.advantage_estimators import AdvantageEstimator
-from megarl.config.kinds.policy_losses import Aggregation, PolicyLossKind
+from megarl.config.kinds import AdvantageEstimator, Aggregation, PolicyLossKind
 from megarl.config.schema.keys import InputKind, names, ranged
 
 

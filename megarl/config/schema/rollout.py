@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from megarl.config.kinds.rollout_engines import RolloutEngineKind
+from megarl.config.kinds import RolloutEngineKind
 from megarl.config.schema.keys import ranged
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
-from megarl.config.kinds.loggers import LoggerKind
+from megarl.config.kinds import LoggerKind
 from megarl.config.schema.keys import ranged
 
 RESUME_AUTO, RESUME_DISABLE = "auto", "disable"  # what `checkpoint.resume` is beside the path of a checkpoint

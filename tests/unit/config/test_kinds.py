@@ -10,9 +10,7 @@ from dataclasses import FrozenInstanceError, dataclass
 import pytest
 from omegaconf import OmegaConf
 
-from megarl.config.kinds.advantage_estimators import EstimatorNeeds
-from megarl.config.kinds.kind import Kind
-from megarl.config.kinds.policy_losses import PolicyLossNeeds
+from megarl.config.kinds import EstimatorNeeds, Kind, PolicyLossNeeds
 
 
 @dataclass(frozen=True, kw_only=True)

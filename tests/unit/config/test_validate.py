@@ -11,7 +11,6 @@ import pytest
 
 from megarl.config.checkpoint_rules import validation_metrics
 from megarl.config.load import load_config
-from megarl.config.nearest import nearest_divisors, nearest_multiples
 from megarl.config.schema import (
     CheckpointConfig,
     EarlyStopConfig,
@@ -23,6 +22,7 @@ from megarl.config.schema import (
 )
 from megarl.config.schema.keys import Range, leaves
 from megarl.config.validate import validate
+from megarl.config.violation import nearest_divisors, nearest_multiples
 from tests.unit.config.folders import model_folder, ppo_values, sft_values, write_yaml
 
 _CORRECTED = "algorithm.rollout_correction.level=token"

@@ -1,6 +1,6 @@
 """Data sets are known by what their rows say."""
 
-from megarl.data.fingerprint import Fingerprint
+from megarl.data.tables import Fingerprint
 
 
 def of(*rows):

@@ -1,6 +1,6 @@
 import pytest
 
-from megarl.rewards.functions import RewardFunctionError, load_reward_function
+from megarl.rewards.process import RewardFunctionError, load_reward_function
 from tests.unit.rewards import functions_under_test
 
 FILE = functions_under_test.__file__

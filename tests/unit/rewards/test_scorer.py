@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from megarl.config.schema import RewardFunctionConfig
-from megarl.rewards.functions import RewardFunctionError
+from megarl.rewards.process import RewardFunctionError
 from megarl.rewards.scorer import RewardError, RewardScorer, ScoreRequest
 from tests.unit.rewards import functions_under_test
 
