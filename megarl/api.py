@@ -102,12 +102,13 @@ class Run:
         """The numbers of the steps that are left, up to `trainer.total_steps`. Before the first the engines get their weights. When the
         next is asked for, what is due behind a step is made: validation, a checkpoint, the lines of metrics. A step in which something
         was raised leaves none of these."""
-        with self._trainer.monitor:
+        with self._trainer.running():
             yield from self._trainer.steps()
 
     def generate(self, prompts: DataProto, step: int) -> DataProto:
         """`rollout.n` samples of each prompt, as Rollout.generate gives them."""
-        return self.rollout.generate(prompts, self.config.rollout.training, step)
+        with self._trainer.monitor.phase("gen"):
+            return self.rollout.generate(prompts, self.config.rollout.training, step)
 
     def texts(self, batch: DataProto) -> list[str]:
         """(B,): the responses as text, without special tokens."""

@@ -22,6 +22,7 @@ from megarl.cli.termination import INTERRUPTED
 from megarl.config.errors import ConfigError
 from megarl.config.load import schema_of
 from megarl.config.schema import Device, PPOConfig, RunKind, SFTConfig
+from megarl.tracking.run_files import STATUS_FILE
 
 _OVERRIDE = re.compile(r"[A-Za-z_+~][\w.\[\]]*=")
 _OVERRIDE_AS_OPTION = re.compile(r"--(?=\w+\.[\w.\[\]]+(=|$)|(kind|algorithm|device)=)")  # as other programs take them
@@ -148,6 +149,11 @@ def _parser() -> argparse.ArgumentParser:
     doctor.set_defaults(start=_start_doctor)
     _add_eval(commands)
     _add_generate(commands)
+    summary = "where a run is right now: step, prompts by state, replicas, tokens a second, who waits"
+    status = commands.add_parser("status", help=summary, description=f"{summary}; reads its {STATUS_FILE} only")
+    status.add_argument("run_dir", metavar="RUN_DIR", help="the run's trainer.output_dir")
+    status.add_argument("--watch", action="store_true", help="again and again, until the run ends or Ctrl-C")
+    status.set_defaults(start=lambda parsed: _run("status")(parsed.run_dir, parsed.watch))
     plot = commands.add_parser("plot", help="draw a run's curves to a PNG")
     plot.add_argument("run_dir", metavar="RUN_DIR", help="the run's trainer.output_dir")
     plot.set_defaults(start=lambda parsed: _run("plot")(parsed.run_dir))

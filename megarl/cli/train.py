@@ -44,7 +44,7 @@ def run(config_path: str, overrides: Sequence[str], verbose: bool = False) -> in
         if is_complete(config, resume):
             return 0
         with open_ppo(config, context, resume) as (session, ppo):
-            with ppo.monitor:
+            with ppo.running():
                 ppo.fit()
             if ppo.checkpoints.stopped_after is not None:
                 return say_stopped(session, ppo.checkpoints)

@@ -64,7 +64,7 @@ class GenerationAhead:
         self._steps: list[_Step] = []  # that are not trained, the next first
         self._groups: dict[int, _Group] = {}  # by their number in the ledger
         self._stored: dict[str, FinishedGroup] = {}  # by uid, of the run that this one goes on from
-        self._waited_s, self._num_ahead = 0.0, 0
+        self._num_ahead = 0
         self._turns = threading.Condition()  # who holds it has the replicas
         self._thread = threading.Thread(target=self._run, name="generation", daemon=True)
         self._failure: BaseException | None = None
@@ -89,7 +89,7 @@ class GenerationAhead:
             self._ledger = self._make_ledger(step, self._weights.version)
             self._begin_groups(self._ledger)
             self._thread.start()
-        ledger, start_s = self._ledger, time.monotonic()
+        ledger = self._ledger
         self._is_awaited = True
         with self._turns:
             try:
@@ -97,7 +97,6 @@ class GenerationAhead:
                 self._turns.wait_for(lambda: self._failure is not None or ledger.is_ready)
                 if self._failure is not None:
                     raise self._failure
-                self._waited_s += time.monotonic() - start_s
                 version = self._weights.version
                 groups = [self._groups.pop(number) for number in ledger.take(version)]
                 self._num_ahead = len(ledger.live)
@@ -110,11 +109,12 @@ class GenerationAhead:
         return self._rollout.assemble(prompts.repeat(sampling.n), samples, version)
 
     def drain_metrics(self) -> dict[str, float]:
-        """Since the last time: `timing_s/wait_for_samples`, of the trainer; `rollout/groups_ahead`, that were begun for later steps when
-        it went on."""
-        metrics = {"timing_s/wait_for_samples": self._waited_s, "rollout/groups_ahead": float(self._num_ahead)}
-        self._waited_s = 0.0
-        return metrics
+        """`rollout/groups_ahead`: that were begun for later steps when the trainer went on."""
+        return {"rollout/groups_ahead": float(self._num_ahead)}
+
+    def num_finished(self) -> int:
+        """Of the groups that wait to be trained. Any thread may ask."""
+        return sum(len(group.samples) == self._sampling.n for group in list(self._groups.values()))
 
     def close(self) -> None:
         """Ends the thread. What is in flight is given up with the replicas."""

@@ -40,6 +40,34 @@ class EngineFaultError(RunError):
 class _Order(NamedTuple):
     request: GenerationRequest
     deliver: Deliver
+    since_s: float  # by the pump's clock
+
+
+class RequestState(NamedTuple):
+    """uid: of its prompt. replica: that has it, None where it waits for one. seconds: since it was asked for."""
+
+    uid: str
+    replica: int | None
+    seconds: float
+
+
+class ReplicaState(NamedTuple):
+    """in_flight: requests. silent_s: since its last sample, or since it got the first request; 0 where it has none."""
+
+    is_starting: bool
+    in_flight: int
+    silent_s: float
+
+
+class PumpTotals(NamedTuple):
+    """Since the pump was made. num_tokens: written by each replica. busy_s: for which each had requests. num_resent: requests that a lost
+    replica had. generating_s: for which it has waited for replicas. now_s: its clock."""
+
+    num_tokens: tuple[int, ...]
+    busy_s: tuple[float, ...]
+    num_resent: int
+    generating_s: float
+    now_s: float
 
 
 @dataclass
@@ -56,8 +84,7 @@ class Pump:
     """Requests may be added and taken back while others run. It works while `turn` is called, by one thread at a time.
 
     admit: gives a replica that was started anew its weights; False where it was lost in it and is started once more. clock and wait:
-    as time.monotonic and wait_for_any. `num_tokens`: written by each replica; `num_resent`: requests that a lost replica had;
-    `generating_s`: for which it has waited for replicas.
+    as time.monotonic and wait_for_any.
     """
 
     def __init__(
@@ -80,9 +107,8 @@ class Pump:
         self._dealt: list[list[GenerationRequest]] = [[] for _ in range(len(replicas))]  # and not yet sent
         self._tasks: dict[int, _Task] = {}
         self._last_sample_s = [0.0] * len(replicas)  # or when it was given the first request
-        self.num_tokens = [0] * len(replicas)
-        self.num_resent = 0
-        self.generating_s = 0.0
+        self._num_tokens, self._busy_s = [0] * len(replicas), [0.0] * len(replicas)
+        self._num_resent, self._generating_s, self._counted_s = 0, 0.0, clock()
         self.may_admit = True  # else replicas that were started anew wait, as they are
 
     @property
@@ -100,7 +126,8 @@ class Pump:
         Returns the numbers under which they can be taken back.
         """
         numbered = [request._replace(request_id=next(self._numbers)) for request in requests]
-        self._orders |= {new.request_id: _Order(old, deliver) for old, new in zip(requests, numbered, strict=True)}
+        now_s = self._clock()
+        self._orders |= {new.request_id: _Order(old, deliver, now_s) for old, new in zip(requests, numbered, strict=True)}
         self._queue.add(((request.request_id, request) for request in numbered), first=first)
         return [request.request_id for request in numbered]
 
@@ -121,6 +148,7 @@ class Pump:
         A replica that dies or hangs is started anew; while it starts the others go on. Raises EngineFaultError, DispatchError,
         RestartLimitError, and the error of a replica that no restart can mend.
         """
+        self._count()
         self._look_at_starts()
         self._hand_out()
         self._hear(wait_s)
@@ -134,6 +162,35 @@ class Pump:
             self._tasks = {replica: task for replica, task in self._tasks.items() if not task.is_start}
             if self._tasks:
                 self._hear(math.inf)
+
+    # ---- for who looks
+
+    def look(self) -> tuple[list[RequestState], list[ReplicaState]]:
+        """What is asked for and not finished, the oldest first, and the replicas. Any thread may ask, beside a turn: each thing is copied
+        at once, so that a request which moves meanwhile is at its old place or at its new one."""
+        orders, in_flight, now_s = self._orders.copy(), self._queue.in_flight(), self._clock()
+        at = {number: replica for replica, numbers in enumerate(in_flight) for number in numbers}
+        requests = [RequestState(order.request.uid, at.get(number), max(0.0, now_s - order.since_s)) for number, order in orders.items()]
+        silent_s = [now_s - last_s for last_s in self._last_sample_s]
+        replicas = [
+            ReplicaState(replica in self._replicas.starting, len(numbers), max(0.0, silent_s[replica]) if numbers else 0.0)
+            for replica, numbers in enumerate(in_flight)
+        ]
+        return requests, replicas
+
+    def totals(self) -> PumpTotals:
+        """Up to now. Any thread may ask."""
+        now_s, counted_s = self._clock(), self._counted_s
+        since = (now_s - counted_s if numbers else 0.0 for numbers in self._queue.in_flight())
+        busy_s = tuple(before + more for before, more in zip(self._busy_s, since, strict=True))
+        return PumpTotals(tuple(self._num_tokens), busy_s, self._num_resent, self._generating_s, now_s)
+
+    def _count(self) -> None:
+        now_s = self._clock()
+        for replica in range(len(self._replicas)):
+            if self._queue.load(replica):
+                self._busy_s[replica] += now_s - self._counted_s
+        self._counted_s = now_s
 
     # ---- steps of a turn
 
@@ -184,7 +241,8 @@ class Pump:
         limit_s = min(task.give_up_s for task in self._tasks.values()) - start_s
         ended = self._wait([task.future for task in self._tasks.values()], max(0.0, min(limit_s, wait_s)))
         now_s = self._clock()
-        self.generating_s += now_s - start_s
+        self._generating_s += now_s - start_s
+        self._count()
         for replica, task in list(self._tasks.items()):
             if task.future in ended or now_s >= task.give_up_s:
                 del self._tasks[replica]
@@ -211,16 +269,16 @@ class Pump:
 
     def _lose(self, replica: int) -> None:
         self._dealt[replica] = []
-        self.num_resent += self._queue.lose(replica)
+        self._num_resent += self._queue.lose(replica)
 
     def _deliver(self, replica: int, finished: FinishedRequest) -> None:
         number, sample = finished
         if not self._queue.finish(replica, number):
             return
-        request, deliver = self._orders.pop(number)
+        request, deliver, _ = self._orders.pop(number)
         check_sample(replica, request, sample)
         self._last_sample_s[replica] = self._clock()
-        self.num_tokens[replica] += len(sample.token_ids)
+        self._num_tokens[replica] += len(sample.token_ids)
         deliver(replica, finished._replace(request_id=request.request_id))
 
 

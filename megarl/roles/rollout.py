@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -12,11 +13,16 @@ from megarl.batch.data_proto import DataProto
 from megarl.batch.ragged import RaggedTensor
 from megarl.config.schema import SamplingConfig
 from megarl.controller.group import RoleGroup
-from megarl.roles.pump import EngineFaultError, Pump, RolloutLimits
+from megarl.roles.pump import EngineFaultError, Pump, PumpTotals, ReplicaState, RequestState, RolloutLimits
 from megarl.roles.replicas import Alone, Replicas
 from megarl.roles.weights import RolloutWeights
 from megarl.rollout.interface import FinishedRequest, GenerationRequest, Sample, SamplingParameters, plan_requests
 from megarl.tracking.timeline import Span
+
+
+class _Told(NamedTuple):
+    num_restarts: int
+    pump: PumpTotals
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +54,7 @@ class Rollout:
         self._rules = rules
         self._seed = seed
         self.pump = Pump(replicas, weights.admit, limits)
-        self._restarts_reported = 0
+        self._reported = _Told(0, self.pump.totals())
 
     @property
     def replicas(self) -> Sequence[RoleGroup]:
@@ -87,7 +93,7 @@ class Rollout:
     def requests(self, prompts: DataProto, sampling: SamplingConfig, step: int, generation: int = 0) -> list[GenerationRequest]:
         """One for each sample, those of a prompt side by side, with the seeds that `generate` gives them."""
         ids = [row.tolist() for row in prompts.ragged["prompts"].each()]
-        return plan_requests(ids, self._parameters(sampling, step, generation))
+        return plan_requests(ids, self._parameters(sampling, step, generation), prompts.non_tensor_batch.get("uid"))
 
     def stream(self, requests: Sequence[GenerationRequest]) -> Iterator[FinishedRequest]:
         """The samples as they finish. Those that are not asked for to the end are given up. Raises as `generate`."""
@@ -129,19 +135,31 @@ class Rollout:
     # ---- what the run shows
 
     def drain_metrics(self) -> dict[str, float]:
-        """Since the last time: `rollout/num_restarts`, `rollout/num_resent`, and for each replica
-        `rollout/replica_<number>/tokens_per_s` while samples were being written."""
+        """Since the last time: `rollout/num_restarts`, `rollout/num_resent`, `perf/engines_idle`, the share of the time in which a replica
+        had no request, a mean over replicas; and for each replica `rollout/replica_<number>/tokens_per_s` while samples were being
+        written."""
         with self._replicas.alone():
+            before, now = self._reported, _Told(self._replicas.num_restarts, self.pump.totals())
+            self._reported = now
             metrics = {
-                "rollout/num_restarts": float(self._replicas.num_restarts - self._restarts_reported),
-                "rollout/num_resent": float(self.pump.num_resent),
+                "rollout/num_restarts": float(now.num_restarts - before.num_restarts),
+                "rollout/num_resent": float(now.pump.num_resent - before.pump.num_resent),
             }
-            if self.pump.generating_s:
-                for replica, num_tokens in enumerate(self.pump.num_tokens):
-                    metrics[f"rollout/replica_{replica}/tokens_per_s"] = num_tokens / self.pump.generating_s
-            self._restarts_reported = self._replicas.num_restarts
-            self.pump.num_resent, self.pump.num_tokens, self.pump.generating_s = 0, [0] * len(self._replicas), 0.0
+            if seconds := now.pump.now_s - before.pump.now_s:
+                metrics["perf/engines_idle"] = 1 - (sum(now.pump.busy_s) - sum(before.pump.busy_s)) / (seconds * len(self._replicas))
+            if generating_s := now.pump.generating_s - before.pump.generating_s:
+                for replica, (first, last) in enumerate(zip(before.pump.num_tokens, now.pump.num_tokens, strict=True)):
+                    metrics[f"rollout/replica_{replica}/tokens_per_s"] = (last - first) / generating_s
             return metrics
+
+    def look(self) -> tuple[list[RequestState], list[ReplicaState]]:
+        """See Pump.look. Any thread may ask."""
+        return self.pump.look()
+
+    @property
+    def num_restarts(self) -> int:
+        """Of replicas, in this run."""
+        return self._replicas.num_restarts
 
     def drain_spans(self) -> list[Span]:
         """See Replicas.drain_spans."""

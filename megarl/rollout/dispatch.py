@@ -40,6 +40,10 @@ class RequestQueue(Generic[Request]):
         """Requests that it has in flight."""
         return len(self._in_flight[replica])
 
+    def in_flight(self) -> list[set[int]]:
+        """The ids of the requests that each replica has. Any thread may ask."""
+        return [numbers.copy() for numbers in self._in_flight]
+
     def add(self, requests: Iterable[tuple[int, Request]], *, first: bool = False) -> None:
         """(id, request) in the order of arrival; `first`: they go before all others. Raises ValueError for ids that do not rise."""
         for request_id, request in requests:

@@ -68,11 +68,12 @@ class SamplingParameters:
 
 
 class GenerationRequest(NamedTuple):
-    """One sample to be written. `request_id` is unique among the requests in flight; `sampling.n` is 1."""
+    """One sample to be written. `request_id` is unique among those in flight; `sampling.n` is 1. uid: of the prompt."""
 
     request_id: int
     prompt: list[int]
     sampling: SamplingParameters
+    uid: str = ""
 
 
 class VersionSpan(NamedTuple):
@@ -229,11 +230,16 @@ class RolloutEngine(ABC):
         """Ends the engine and what it started."""
 
 
-def plan_requests(prompts: Sequence[list[int]], sampling: SamplingParameters) -> list[GenerationRequest]:
-    """One request per sample, prompt-major, each with a seed of its own that depends on its place alone."""
+def plan_requests(
+    prompts: Sequence[list[int]], sampling: SamplingParameters, uids: Sequence[str] | np.ndarray | None = None
+) -> list[GenerationRequest]:
+    """One request per sample, prompt-major, each with a seed of its own that depends on its place alone. uids: of the prompts."""
+    names = [""] * len(prompts) if uids is None else uids
     seeds = np.random.SeedSequence(sampling.seed).generate_state(len(prompts) * sampling.n)
     return [
-        GenerationRequest(index * sampling.n + sample, prompt, replace(sampling, n=1, seed=int(seeds[index * sampling.n + sample])))
+        GenerationRequest(
+            index * sampling.n + sample, prompt, replace(sampling, n=1, seed=int(seeds[index * sampling.n + sample])), names[index]
+        )
         for index, prompt in enumerate(prompts)
         for sample in range(sampling.n)
     ]

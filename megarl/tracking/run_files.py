@@ -5,4 +5,5 @@ GENERATIONS_FILE = "generations.jsonl"
 CONFIG_FILE = "config.yaml"  # resolved
 SUMMARY_FILE = "summary.json"  # of a run that has ended well
 FAILURE_FILE = "failure.txt"  # of one that has not
+STATUS_FILE = "status.json"  # where it is right now
 REPORT_FILE = "report.html"

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from megarl.machine.files import write_whole
 from megarl.tracking.loggers import TENSORBOARD_FOLDER
-from megarl.tracking.run_files import GENERATIONS_FILE, METRICS_FILE
+from megarl.tracking.run_files import GENERATIONS_FILE, METRICS_FILE, STATUS_FILE
 from megarl.tracking.samples import remove_samples
 from megarl.tracking.tracked_run import RUN_IDS
 
@@ -31,7 +31,7 @@ def cut_after(output_dir: Path, step: int) -> None:
 
 def clear(output_dir: Path) -> None:
     """Removes all that was logged: the run starts over, with services as another one."""
-    for name in (METRICS_FILE, GENERATIONS_FILE):
+    for name in (METRICS_FILE, GENERATIONS_FILE, STATUS_FILE):
         (output_dir / name).unlink(missing_ok=True)
     for path in (*(output_dir / TENSORBOARD_FOLDER).glob(_EVENT_FILES), *output_dir.glob(RUN_IDS)):
         path.unlink()

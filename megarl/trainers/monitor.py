@@ -19,6 +19,7 @@ from megarl.trainers.evaluation import ValidationResult
 
 # The phase (timing_s/<phase>) that a role's call is part of, by the role and its worker's method.
 PHASES = {(phase.roles[0], call): phase.name for phase in STEP for call in phase.calls}
+WAIT = "gen"  # the phase in which the driver waits for the samples of its step
 _DRIVER = "driver"
 _TIMELINE_EVERY_STEPS = 10
 
@@ -29,6 +30,13 @@ class Position:
 
     step: int | None = None
     phases: list[str] = field(default_factory=list)
+    begun: list[Began] = field(default_factory=list)  # of these phases
+    spent_s: dict[str, float] = field(default_factory=dict)  # in phases that have ended, by name
+
+    def seconds_in(self, name: str) -> float:
+        """In all phases of that name, what goes on included. Any thread may ask."""
+        going_on = (began.seconds() for phase, began in zip(self.phases.copy(), self.begun.copy(), strict=False) if phase == name)
+        return self.spent_s.get(name, 0.0) + sum(going_on)
 
 
 class Watched(Protocol):
@@ -39,8 +47,9 @@ class Watched(Protocol):
 
 class Monitor:
     """Collects what the workers report about their calls. `timing_s/<phase>` runs from the first rank's start to the last one's
-    end within the step, so phases that overlap add up to more than `timing_s/step`. `perf/throughput` is the step's tokens per
-    second of training, validation left out, and `perf/throughput_per_device` that by all devices of the run."""
+    end within the step, so phases that overlap add up to more than `timing_s/step`; `timing_s/gen` is what the trainer waits for samples.
+    `perf/throughput` is the step's tokens per second of training, validation left out, `perf/throughput_per_device` that by all devices of
+    the run, and `perf/trainer_idle` the share of that time in which the trainer waits for samples."""
 
     def __init__(
         self,
@@ -51,7 +60,7 @@ class Monitor:
         num_devices: int,
         position: Position | None = None,
     ) -> None:
-        self._position = position or Position()
+        self.position = position or Position()
         self._groups = groups
         self._tracker = tracker
         self._timeline = timeline
@@ -75,22 +84,26 @@ class Monitor:
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
         """Everything recorded within it is logged as one step when it ends without an error."""
-        self._position.step = number
+        self.position.step = number
         with self.phase("step"):
             yield
         self._finish(number)
-        self._position.step = None
+        self.position.step = None
         self._progress.advance(self._metrics)
         self._metrics = {}
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """A phase of the driver's own, or one that the workers' calls do not name."""
-        began = Began()
-        self._position.phases.append(name)
+        position, began = self.position, Began()
+        position.begun.append(began)
+        position.phases.append(name)
         yield
-        self._position.phases.pop()
-        self._spans.append(Span(_DRIVER, _DRIVER, 0, name, began.start_s, began.now_s()))
+        position.phases.pop()
+        position.begun.pop()
+        end_s = began.now_s()
+        position.spent_s[name] = position.spent_s.get(name, 0.0) + end_s - began.start_s
+        self._spans.append(Span(_DRIVER, _DRIVER, 0, name, began.start_s, end_s))
 
     @contextmanager
     def testing(self) -> Iterator[None]:
@@ -130,6 +143,8 @@ class Monitor:
             training_s = timings["timing_s/step"] - timings.get("timing_s/testing", 0.0)
             throughput = self._metrics["num_tokens"] / training_s
             self._metrics |= {"perf/throughput": throughput, "perf/throughput_per_device": throughput / self._num_devices}
+            if (waited_s := timings.get(f"timing_s/{WAIT}")) is not None:
+                self._metrics["perf/trainer_idle"] = waited_s / training_s
         self._tracker.log(self._metrics, step)
         if step % _TIMELINE_EVERY_STEPS == 0:
             self._timeline.write()
@@ -139,10 +154,11 @@ class Monitor:
 
 
 def phase_timings(spans: Sequence[Span]) -> dict[str, float]:
-    """`timing_s/<phase>` in seconds: last end minus first start of the spans of a phase. The driver's spans name their phase."""
+    """`timing_s/<phase>` in seconds: last end minus first start of the spans of a phase. The driver's spans name their phase. What engines
+    do may be of later steps: `timing_s/gen` is what the driver waits for samples."""
     edges: dict[str, list[float]] = defaultdict(list)
     for span in spans:
         name = span.name if span.pool == _DRIVER else PHASES.get((span.role, span.name))
-        if name is not None:
+        if name is not None and (span.pool == _DRIVER or name != WAIT):
             edges[name] += [span.start_s, span.end_s]
     return {f"timing_s/{name}": max(times) - min(times) for name, times in edges.items()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +26,12 @@ from megarl.roles.models import ABSENT, valid_token_count
 from megarl.roles.reward import score_weights
 from megarl.roles.start import PPORoles
 from megarl.rollout.ledger import AdmissionLedger
+from megarl.tracking.status import STOPPED, StatusWriter
 from megarl.trainers.advantages import AdvantageStep, Metrics, correct_rollout
 from megarl.trainers.checkpoint import Checkpointer
 from megarl.trainers.evaluation import Evaluation
 from megarl.trainers.monitor import Monitor
+from megarl.trainers.run_status import StatusOfRun
 from megarl.trainers.samples import SampleRows
 from megarl.trainers.sampling import make_sampling
 
@@ -54,6 +57,7 @@ class PPOTrainer:
         self.evaluation = evaluation
         self.monitor = monitor
         self.checkpoints = checkpoints
+        self._status = StatusOfRun(config, roles, monitor.position, self._ahead)
         self._rows = SampleRows(config)
         self._sample = make_sampling(config, self._ahead or roles.rollout, roles.reward, prompts)
         self._advantages = AdvantageStep(
@@ -61,6 +65,14 @@ class PPOTrainer:
             max_response_length=config.data.max_response_length,
             score_weights=score_weights(config.reward),
         )
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """All steps are made within it: the run's files are open, and it says where it is."""
+        with self.monitor, StatusWriter(Path(self.config.trainer.output_dir), self._status.look) as status:
+            yield
+            if self.checkpoints.stopped_after is not None:
+                status.end_state = STOPPED
 
     def fit(self) -> None:
         """Trains up to `trainer.total_steps`."""
@@ -121,7 +133,8 @@ class PPOTrainer:
         roles, phase, weights = self.roles, self.monitor.phase, self.roles.weights
         actor, reference, critic = roles.actor, roles.reference or ABSENT, roles.critic or ABSENT
 
-        batch, scores, of_samples = self._sample(prompts, step)  # rollout.generate, and reward.score of what it gives
+        with phase("gen"):
+            batch, scores, of_samples = self._sample(prompts, step)  # rollout.generate, and reward.score of what it gives
         batch = batch.union(*scores, actor.old_log_probs(batch, step), reference.log_probs(batch), critic.values(batch))
         with phase("adv"):
             batch, of_advantages = self.add_advantages(batch)

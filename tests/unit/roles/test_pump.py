@@ -65,7 +65,7 @@ def test_a_replica_that_finishes_nothing_is_replaced_and_its_requests_go_to_the_
     assert scene.came == [(150, 150)]
     scene.pump.turn(0.1)
     assert scene.engines.groups[1].submitted[-1] == (LIMITS.sample_limit_s, [999])
-    assert scene.pump.num_resent == 1
+    assert scene.pump.totals().num_resent == 1
     with pytest.raises(RunError, match="too many"):  # nobody can write it
         scene.run()
 
@@ -89,4 +89,4 @@ def test_a_replica_that_somebody_else_replaced_gets_its_requests_again() -> None
     scene.pump.hold()
     scene.engines.groups[0] = Engine(scene.clock)  # in a push, which also gave it the weights
     assert scene.run() == [(22, 20), (30, 30)]
-    assert scene.pump.num_resent == 1
+    assert scene.pump.totals().num_resent == 1

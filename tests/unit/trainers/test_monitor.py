@@ -65,10 +65,11 @@ def test_a_phase_lasts_from_its_first_start_to_its_last_end() -> None:
         span("reference", 0, "log_probs", 17.0, 19.5),
         span("actor", 0, "begin_weight_export", 27.0, 28.0),  # no phase of its own
         span("driver", 0, "update_weights", 26.5, 29.0),
+        span("driver", 0, "gen", 9.0, 12.5),  # the engines went on, for the next step
         span("driver", 0, "step", 10.0, 30.0),
     ]
     assert phase_timings(spans) == {
-        "timing_s/gen": 5.5,
+        "timing_s/gen": 3.5,
         "timing_s/old_log_prob": 1.0,
         "timing_s/ref": 2.5,
         "timing_s/update_critic": 3.0,
@@ -135,9 +136,10 @@ def test_validation_is_timed_apart_from_training(monitor: Monitor, group: Group,
     with monitor.testing():  # the clock: from 101 to 102
         group.spans.append(span("rollout", 0, "submit_and_poll", 0.0, 50.0))
     monitor.record_validation(RESULT, 0)
-    with monitor.step(1):  # from 103 to 108
-        group.spans.append(span("rollout", 0, "submit_and_poll", 60.0, 61.0))
-        monitor.record({"num_tokens": 40.0})
+    with monitor.step(1):  # from 103 to 110
+        with monitor.phase("gen"):
+            group.spans.append(span("rollout", 0, "submit_and_poll", 60.0, 61.0))
+        monitor.record({"num_tokens": 60.0})
         with monitor.phase("adv"):
             pass
         with monitor.testing():
@@ -147,12 +149,13 @@ def test_validation_is_timed_apart_from_training(monitor: Monitor, group: Group,
     assert before == {"step": 0, "val/score/mean": 0.5, "timing_s/testing": 1.0}
     assert step == {
         "step": 1,
-        "num_tokens": 40.0,
+        "num_tokens": 60.0,
         "val/score/mean": 0.5,
         "timing_s/gen": 1.0,
         "timing_s/adv": 1.0,
         "timing_s/testing": 1.0,
-        "timing_s/step": 5.0,
+        "timing_s/step": 7.0,
+        "perf/trainer_idle": 1 / 6,
         "perf/throughput": 10.0,
         "perf/throughput_per_device": 2.5,
     }

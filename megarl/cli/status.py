@@ -1,0 +1,122 @@
+"""`megarl status RUN_DIR`: where a run is right now, read from its `status.json` alone, on any machine that sees the folder."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.text import Text
+
+from megarl.cli.tables import counted, print_line, table
+from megarl.tracking.run_files import FAILURE_FILE
+from megarl.tracking.status import ENDED, EVERY_S, RUNNING, STOPPED, RunStatus, StatusRecord, read_status
+
+_LATE = 4  # files that were not written, after which a run does not write any more
+_WATCH_S = 1.0
+
+
+def run(run_dir: str, watch: bool = False) -> int:
+    """Prints it once; or, to watch, each time that it is written, in one place on a terminal, until the run ends. Raises StatusError where
+    there is none."""
+    folder, console = Path(run_dir), Console()
+    record = read_status(folder)
+    records = _until_it_ends(folder, record) if watch else iter([record])
+    with Live(console=console, auto_refresh=False, transient=True) if watch and console.is_terminal else nullcontext() as live:
+        for record in records:
+            if live is None:
+                console.print(shown(folder, record))
+            else:
+                live.update(shown(folder, record), refresh=True)
+    if not is_running(record):
+        print_line(console, last_words(folder, record))
+    return 0
+
+
+def _until_it_ends(folder: Path, record: StatusRecord) -> Iterator[StatusRecord]:
+    """Each file that is written from now on, the last of which is of a run that does not go on."""
+    yield record
+    while is_running(record):
+        time.sleep(_WATCH_S)
+        before, record = record, read_status(folder)
+        if record != before or not is_running(record):
+            yield record
+
+
+def is_running(record: StatusRecord) -> bool:
+    return record.run.state == RUNNING and not _is_lost(record)
+
+
+def _is_lost(record: StatusRecord) -> bool:
+    """It says that it runs, and its process is gone."""
+    return record.run.state == RUNNING and _age_s(record) > EVERY_S * _LATE and record.is_alive is False
+
+
+def _age_s(record: StatusRecord) -> float:
+    return max(0.0, time.time() - record.written_at)
+
+
+def last_words(folder: Path, record: StatusRecord) -> str:
+    """Of a run that does not go on, in one line."""
+    status, ago = record.run, f"{duration(_age_s(record))} ago"
+    where = "before its first step" if status.step is None else f"in step {status.step}"
+    if status.state == RUNNING:
+        return (
+            f"{folder}: its process {record.pid} on {record.host} is gone, {ago}, {where}; `megarl train` goes on from the last checkpoint"
+        )
+    if status.state == ENDED:
+        return f"{folder}: the run has ended, {ago}"
+    if status.state == STOPPED:
+        return f"{folder}: the run was stopped by SIGTERM and saved, {ago}; `megarl train` goes on"
+    return f"{folder}: the run has failed, {ago}, {where}; see {folder / FAILURE_FILE}"
+
+
+def shown(folder: Path, record: StatusRecord) -> RenderableType:
+    """Nothing of a run that does not go on: nobody is anywhere."""
+    if not is_running(record):
+        return Group()
+    status, age_s = record.run, _age_s(record)
+    late = age_s > EVERY_S * _LATE
+    alive = {True: "its process is there", None: f"its process {record.pid} on {record.host} cannot be seen from here"}
+    lines = [
+        Text(f"{folder}: {_place(status)}, weights {status.weight_version}", style="bold"),
+        Text(f"prompts: {', '.join(f'{number:,} {state}' for state, number in status.groups.items())}"),
+        Text(f"{status.tokens_per_s:,.0f} tokens/s; idle: trainer {status.trainer_idle:.0%}, engines {status.engines_idle:.0%}"),
+    ]
+    if late:
+        lines.append(Text(f"written {duration(age_s)} ago, and every {EVERY_S:g} s as a rule; {alive[record.is_alive or None]}", "yellow"))
+    if status.stalled is not None:
+        lines.append(Text(status.stalled, style="yellow"))
+    return Group(*lines, _replicas(status), *([_oldest(status)] if status.oldest else []))
+
+
+def _place(status: RunStatus) -> str:
+    inner = [phase for phase in status.phases if phase != "step"]
+    phase = f", {inner[-1]} for {duration(status.phase_s)}" if inner else ", training" if status.step is not None else ""
+    step = "before the first step" if status.step is None else f"step {status.step} of {status.total_steps}"
+    ahead = f" (up to {counted(status.max_staleness, 'step')} ahead)" if status.max_staleness else ""
+    return f"{step}{phase}{ahead}"
+
+
+def _replicas(status: RunStatus) -> RenderableType:
+    drawn = table(f"Replicas; {counted(status.num_restarts, 'restart')}", "replica", "state", "requests", "tokens/s", "last sample")
+    for number, replica in enumerate(status.replicas):
+        silent = f"{duration(replica.silent_s)} ago" if replica.in_flight else "-"
+        drawn.add_row(str(number), replica.state, f"{replica.in_flight:,}", f"{replica.tokens_per_s:,.0f}", silent)
+    return drawn
+
+
+def _oldest(status: RunStatus) -> RenderableType:
+    drawn = table("Prompts asked for longest ago", "prompt", "samples missing", "where", "for")
+    for group in status.oldest:
+        drawn.add_row(group.uid or "-", f"{group.missing:,}", group.where, duration(group.seconds))
+    return drawn
+
+
+def duration(seconds: float) -> str:
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

@@ -1,0 +1,114 @@
+"""What `status.json` says of a run of reinforcement learning: step, prompts by state, replicas, idleness, and what does not move."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, deque
+from typing import NamedTuple
+
+from megarl.config.schema import PPOConfig
+from megarl.roles.ahead import GenerationAhead
+from megarl.roles.pump import PumpTotals, ReplicaState, RequestState
+from megarl.roles.start import PPORoles
+from megarl.tracking.status import EVERY_S, RUNNING, GroupStatus, ReplicaStatus, RunStatus
+from megarl.trainers.monitor import WAIT, Position
+
+_MOST_SHOWN = 10
+_WINDOW = round(60 / EVERY_S)  # looks, that shares and speeds are taken over
+_STALLED_SHARE = 0.25  # of the limit after which a replica is taken for hung
+
+
+class _Moment(NamedTuple):
+    now_s: float
+    pump: PumpTotals
+    waited_s: float  # by the trainer, for samples
+
+
+class StatusOfRun:
+    """Reads what the trainer's threads have. `look` is called by one thread, every few seconds; it holds nobody up."""
+
+    def __init__(self, config: PPOConfig, roles: PPORoles, position: Position, ahead: GenerationAhead | None) -> None:
+        self._config, self._roles, self._position, self._ahead = config, roles, position, ahead
+        self._moments: deque[_Moment] = deque([self._moment()], maxlen=_WINDOW)
+
+    def _moment(self) -> _Moment:
+        return _Moment(time.monotonic(), self._roles.rollout.pump.totals(), self._position.seconds_in(WAIT))
+
+    def look(self) -> RunStatus:
+        rollout, position = self._roles.rollout, self._position
+        requests, replicas = rollout.pump.look()
+        first, now = self._moments[0], self._moment()
+        self._moments.append(now)
+        seconds = max(now.now_s - first.now_s, 1e-9)
+        num_tokens = [last - before for before, last in zip(first.pump.num_tokens, now.pump.num_tokens, strict=True)]
+        busy_s = sum(now.pump.busy_s) - sum(first.pump.busy_s)
+        begun = position.begun.copy()
+        groups = _by_group(requests)
+        return RunStatus(
+            state=RUNNING,
+            step=position.step,
+            total_steps=self._config.trainer.total_steps,
+            phases=position.phases.copy(),
+            phase_s=begun[-1].seconds() if begun else 0.0,
+            weight_version=self._roles.weights.version,
+            max_staleness=self._config.rollout.max_staleness,
+            groups=self._num_groups(groups),
+            oldest=[_shown(uid, of_group) for uid, of_group in list(groups.items())[:_MOST_SHOWN]],
+            replicas=[
+                ReplicaStatus(
+                    state="starting" if replica.is_starting else "generating" if replica.in_flight else "idle",
+                    in_flight=replica.in_flight,
+                    tokens_per_s=count / seconds,
+                    silent_s=replica.silent_s,
+                )
+                for replica, count in zip(replicas, num_tokens, strict=True)
+            ],
+            num_restarts=rollout.num_restarts,
+            tokens_per_s=sum(num_tokens) / seconds,
+            trainer_idle=_share(now.waited_s - first.waited_s, seconds),
+            engines_idle=1 - _share(busy_s, seconds * len(replicas)),
+            stalled=self._stalled(requests, replicas),
+        )
+
+    def _num_groups(self, groups: dict[str, list[RequestState]]) -> dict[str, int]:
+        states = Counter("waiting" if all(one.replica is None for one in of_group) else "generating" for of_group in groups.values())
+        training = self._position.step is not None and WAIT not in self._position.phases
+        return {
+            "waiting": states["waiting"],
+            "generating": states["generating"],
+            "finished": 0 if self._ahead is None else self._ahead.num_finished(),
+            "training": self._config.trainer.prompts_per_step if training else 0,
+        }
+
+    def _stalled(self, requests: list[RequestState], replicas: list[ReplicaState]) -> str | None:
+        limit_s = self._config.trainer.phase_time_limit_s
+        at_work = [(number, replica) for number, replica in enumerate(replicas) if replica.in_flight]
+        silent = [(number, replica) for number, replica in at_work if replica.silent_s > _STALLED_SHARE * limit_s]
+        if not silent:
+            return None
+        number, replica = max(silent, key=lambda one: one[1].silent_s)
+        oldest = next(one for one in requests if one.replica == number) if any(one.replica == number for one in requests) else None
+        which = "" if oldest is None else f"; the oldest is of prompt {oldest.uid or '-'}, asked for {oldest.seconds:.0f} s ago"
+        return (
+            f"rollout replica {number} has finished none of its {replica.in_flight} requests for {replica.silent_s:.0f} s{which}. After "
+            f"{limit_s:g} s (trainer.phase_time_limit_s) it is taken for hung and started anew"
+        )
+
+
+def _by_group(requests: list[RequestState]) -> dict[str, list[RequestState]]:
+    """By the prompt's uid, the oldest first."""
+    groups: dict[str, list[RequestState]] = {}
+    for request in requests:
+        groups.setdefault(request.uid, []).append(request)
+    return groups
+
+
+def _shown(uid: str, requests: list[RequestState]) -> GroupStatus:
+    oldest = requests[0]
+    where = "waits for a replica" if oldest.replica is None else f"replica {oldest.replica}"
+    return GroupStatus(uid=uid, missing=len(requests), where=where, seconds=oldest.seconds)
+
+
+def _share(part_s: float, whole_s: float) -> float:
+    """In [0, 1]: clocks are read one after the other."""
+    return min(1.0, max(0.0, part_s / whole_s))

@@ -1,0 +1,82 @@
+"""`megarl status`: a run that goes on, one that ends while it is watched, and those that do not go on."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl.cli import status
+from megarl.cli.main import main
+from megarl.tracking.status import RUNNING, RunStatus, StatusWriter
+from tests.unit.tracking.test_status import STATUS
+
+
+def write(folder: Path, run: RunStatus = STATUS, **changes: Any) -> None:
+    with StatusWriter(folder, lambda: run) as writer:
+        writer.end_state = run.state
+    record = json.loads((folder / "status.json").read_text())
+    record["run"]["stalled"] = run.stalled
+    (folder / "status.json").write_text(json.dumps(record | changes))
+
+
+def test_where_a_run_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path, replace(STATUS, stalled="rollout replica 0 has finished none of its 12 requests for 500 s"))
+    assert main(["status", str(tmp_path)]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    for part in (
+        "step 3 of 70, gen for 2 s (up to 2 steps ahead), weights 4",
+        "prompts: 1 waiting, 2 generating, 3 finished, 0 training",
+        "1,234 tokens/s; idle: trainer 25%, engines 0%",
+        "rollout replica 0 has finished none of its 12 requests for 500 s",
+        "Replicas; 0 restarts",
+        "0 generating 12 1,234 0 s ago",
+        "prompt-7 2 replica 0 31 s",
+    ):
+        assert part in said, (part, said)
+
+
+def test_it_is_watched_until_it_ends(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path)
+    states = iter([RUNNING, "ended"])
+    monkeypatch.setattr(status.time, "sleep", lambda seconds: write(tmp_path, replace(STATUS, state=next(states), step=70)))
+    assert main(["status", str(tmp_path), "--watch"]) == 0
+    said = capsys.readouterr().out
+    assert "step 70 of 70" in said
+    assert said.splitlines()[-1] == f"{tmp_path}: the run has ended, 0 s ago"
+
+
+@pytest.mark.parametrize(
+    ("state", "changes", "says"),
+    [
+        ("ended", {}, "the run has ended, 0 s ago"),
+        ("stopped", {}, "the run was stopped by SIGTERM and saved, 0 s ago; `megarl train` goes on"),
+        ("failed", {}, "the run has failed, 0 s ago, in step 3; see {folder}/failure.txt"),
+        (RUNNING, {"pid": 2**22 + 1, "written_at": time.time() - 300}, "its process 4194305 on {host} is gone, 5 min ago, in step 3"),
+    ],
+)
+def test_of_a_run_that_does_not_go_on_it_says_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], state: str, changes: dict[str, Any], says: str
+) -> None:
+    write(tmp_path, replace(STATUS, state=state), **changes)
+    host = json.loads((tmp_path / "status.json").read_text())["host"]
+    assert main(["status", str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith(f"{tmp_path}: {says.format(folder=tmp_path, host=host)}")
+    assert said.count("\n") == 1
+
+
+def test_a_run_of_another_machine_that_is_late_is_shown_with_a_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path, host="elsewhere", pid=11, written_at=time.time() - 60)
+    assert main(["status", str(tmp_path)]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "written 60 s ago, and every 5 s as a rule; its process 11 on elsewhere cannot be seen from here" in said
+
+
+def test_where_there_is_none_it_ends_with_status_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["status", str(tmp_path / "nowhere")]) == 2
+    assert capsys.readouterr().err == f"megarl status: {tmp_path}/nowhere: there is no such folder; give a run's trainer.output_dir\n"
