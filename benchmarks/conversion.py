@@ -37,8 +37,8 @@ from megarl.checkpoints.role_folder import Layout
 from megarl.config.architecture import read_architecture
 from megarl.machine.files import sync_tree
 from megarl.weights.manifest import SINGLE_FILE, manifest_of
-from megarl.weights.receipt import ChunkMeta
 from megarl.weights.safetensors_file import SafetensorsFile
+from megarl.weights.tensors import ChunkMeta
 
 TARGET_SPEED, TARGET_EXTRA_BYTES = 0.5, 500 * 10**6
 CONFIG = {

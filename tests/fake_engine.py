@@ -22,9 +22,9 @@ from megarl.rollout.interface import EngineDeadError, FinishedRequest, Generatio
 from megarl.rollout.lifecycle import EngineLifecycle, LifecycleState
 from megarl.weights.checksum import checksum
 from megarl.weights.plan import Boxes, whole_boxes
-from megarl.weights.receipt import ChunkMeta, Manifest, TensorMeta, WeightTransferError
 from megarl.weights.receiver import EngineLink, WeightReceiver
 from megarl.weights.safetensors_file import read_tensors
+from megarl.weights.tensors import ChunkMeta, Manifest, TensorMeta, WeightTransferError
 
 MANIFEST: Manifest = {"embedding": TensorMeta((40, 8), torch.float32), "norm": TensorMeta((8,), torch.float32)}
 LAST_WORDS = "these are the fake engine's last words"

@@ -17,8 +17,8 @@ from megarl.weights.carriers.device import DevicePlace, DeviceTrainerEnd
 from megarl.weights.carriers.ends import Sending, TrainerEnd
 from megarl.weights.carriers.group import GroupPlace, GroupTrainerEnd, group_route
 from megarl.weights.plan import Part, RankBoxes, RankPlace, plan_transfer, whole_boxes
-from megarl.weights.receipt import Manifest, TensorMeta
 from megarl.weights.receiver import EngineLink
+from megarl.weights.tensors import Manifest, TensorMeta
 from megarl.weights.wire import Wire, WireAddress, reserve_port
 
 LIMIT_S = 60.0

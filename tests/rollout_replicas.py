@@ -24,7 +24,7 @@ from megarl.roles.weight_sync import WeightSync
 from megarl.roles.weights import RolloutWeights
 from megarl.rollout.interface import RolloutEngine
 from megarl.weights.plan import RankPlace
-from megarl.weights.receipt import TensorMeta
+from megarl.weights.tensors import TensorMeta
 from megarl.workers.rollout_worker import RolloutWorker
 
 RULES = TokenRules(pad_token_id=0, stop_token_ids=(1, 2, 3), max_response_length=12)

@@ -31,8 +31,8 @@ from megarl.weights.carriers.ends import Sending, SendReport, TrainerEnd
 from megarl.weights.carriers.group import GroupPlace, GroupTrainerEnd, group_route
 from megarl.weights.checksum import checksum
 from megarl.weights.plan import Boxes, Part, RankBoxes, RankPlace, TransferPlan, plan_transfer, whole_boxes
-from megarl.weights.receipt import Manifest, WeightTransferError
 from megarl.weights.receiver import EngineLink
+from megarl.weights.tensors import Manifest, WeightTransferError
 from megarl.weights.wire import BACKENDS, Wire, WireAddress, reserve_port
 from tests.mortal_ranks import MortalRank, Place
 from tests.nccl_manners import NcclManners

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint import filesystem, metadata, planner
 
 from megarl.checkpoints.torch_file import PICKLE_DAMAGE, FilePart, check_stored, mapped, read_outline, refusal, stored_tensor
 from megarl.config.errors import CheckpointError
-from megarl.weights.boxes import Rectangle, tiling_fault
+from megarl.weights.tensors import Rectangle, tiling_fault
 
 METADATA_FILE, COMMON_FILE, BACKEND_FILE = ".metadata", "common.pt", "metadata.json"
 TORCH_DIST = {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch", "common_backend_version": 1}

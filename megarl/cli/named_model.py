@@ -21,7 +21,7 @@ from megarl.config.sources import is_hub_name
 from megarl.data.hub import model_folder
 from megarl.trainers.checkpoint import CONFIG_FILE
 from megarl.weights.manifest import TORCH_DTYPES, manifest_of, read_checkpoint_index
-from megarl.weights.receipt import Manifest, TensorMeta
+from megarl.weights.tensors import Manifest, TensorMeta
 
 LATEST, BEST = "latest", "best"
 _CHECKPOINTS, _HUGGING_FACE = "checkpoints", "huggingface"  # in a run's folder

@@ -27,7 +27,7 @@ from megarl.rewards.process import RewardFunctionError
 from megarl.rewards.scorer import RewardError, RewardScorer, ScoreRequest
 from megarl.rollout.interface import end_token_ids
 from megarl.weights.load import check_headers
-from megarl.weights.receipt import WeightTransferError
+from megarl.weights.tensors import WeightTransferError
 
 Config = PPOConfig | SFTConfig
 MODELS, TOKENIZERS, REWARDS, FUNCTIONS = "models", "tokenizers", "reward functions", "functions of the algorithm"

@@ -18,7 +18,7 @@ from torch import Tensor
 from megarl.engine.groups import ParallelGroups
 from megarl.engine.model import ModelChunk
 from megarl.engine.optimizer import OptimizerSlice
-from megarl.weights.boxes import Rectangle
+from megarl.weights.tensors import Rectangle
 
 
 @dataclass(frozen=True, kw_only=True)

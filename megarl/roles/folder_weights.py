@@ -8,7 +8,7 @@ from pathlib import Path
 from megarl.controller.group import RoleGroup
 from megarl.roles.replicas import is_dead_or_unborn, results_of
 from megarl.roles.weight_sync import PushReport
-from megarl.weights.receipt import Manifest
+from megarl.weights.tensors import Manifest
 from megarl.workers.rollout_worker import RolloutWorker
 
 

@@ -16,8 +16,8 @@ from megarl.roles.weight_source import WeightSource
 from megarl.weights.carriers.device import DevicePlace, device_route
 from megarl.weights.carriers.group import GroupPlace, group_route
 from megarl.weights.plan import Boxes, RankBoxes, RankPlace, TransferPlan, message_bytes, plan_transfer
-from megarl.weights.receipt import WeightTransferError
 from megarl.weights.receiver import EngineLink
+from megarl.weights.tensors import WeightTransferError
 from megarl.weights.wire import WireAddress
 from megarl.workers.rollout_worker import RolloutWorker
 from megarl.workers.weight_export import WeightExport

@@ -25,9 +25,9 @@ from megarl.weights.hf_folder import FilePlan, save_hf_folder, write_hf_folder
 from megarl.weights.manifest import manifest_of
 from megarl.weights.name_mapping import Head
 from megarl.weights.plan import Boxes
-from megarl.weights.receipt import Manifest
 from megarl.weights.shard_layout import ShardLayout, layouts_of
 from megarl.weights.shards import boxes_by_rank
+from megarl.weights.tensors import Manifest
 from megarl.workers.weight_export import WeightExport
 
 _LOOK_S = 10.0  # without a sign of any rank

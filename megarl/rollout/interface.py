@@ -13,8 +13,8 @@ import numpy as np
 from megarl.config.schema import Device, ModelConfig, RolloutConfig
 from megarl.machine.files import read_json_object
 from megarl.weights.plan import Boxes
-from megarl.weights.receipt import Manifest
 from megarl.weights.receiver import EngineLink
+from megarl.weights.tensors import Manifest
 
 _WAIT_S = 1.0
 

@@ -7,7 +7,7 @@ from math import prod
 
 import torch
 
-from megarl.weights.receipt import ChunkMeta, Manifest, WeightReceipt
+from megarl.weights.tensors import ChunkMeta, Manifest, WeightReceipt
 
 
 class EngineStateError(RuntimeError):

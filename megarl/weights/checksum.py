@@ -16,10 +16,9 @@ from math import prod
 import torch
 
 from megarl.config.errors import RunError
-from megarl.weights.boxes import contiguous_blocks
-from megarl.weights.receipt import Manifest
 from megarl.weights.shard_layout import held_weights, pieces
 from megarl.weights.shards import Shards
+from megarl.weights.tensors import Manifest, contiguous_blocks
 
 MODULUS = 2**64
 _MAX_NAMED = 8

@@ -11,13 +11,12 @@ from typing import NamedTuple
 import torch
 
 from megarl.config.architecture import Architecture
-from megarl.weights.boxes import range_rectangles
 from megarl.weights.hf_folder import DEFAULT_FILE_BYTES, FilePlan, plan_files
 from megarl.weights.name_mapping import Head
 from megarl.weights.plan import Boxes, RankBoxes, RankPlace, Streams, TransferPlan, one_after_another, plan_transfer
-from megarl.weights.receipt import ChunkMeta
 from megarl.weights.shard_layout import ShardLayout
 from megarl.weights.shards import boxes_by_rank
+from megarl.weights.tensors import ChunkMeta, range_rectangles
 
 
 class Window(NamedTuple):

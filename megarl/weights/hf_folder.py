@@ -16,8 +16,8 @@ from megarl.config.architecture import CRITIC_CLASS, LM_CLASS, REWARD_CLASS, Arc
 from megarl.machine.files import whole_folder, write_whole
 from megarl.weights.manifest import INDEX_FILE, SINGLE_FILE, manifest_of
 from megarl.weights.name_mapping import Head
-from megarl.weights.receipt import Manifest, TensorMeta
 from megarl.weights.shard_layout import ShardLayout, held_weights
+from megarl.weights.tensors import Manifest, TensorMeta
 
 CONFIG_FILE = "config.json"
 _COPIED = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py")

@@ -12,7 +12,6 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from megarl.config.architecture import Architecture
-from megarl.weights.boxes import tiling_fault
 from megarl.weights.manifest import (
     CheckpointIndex,
     check_index,
@@ -23,8 +22,8 @@ from megarl.weights.manifest import (
     read_checkpoint_index,
 )
 from megarl.weights.name_mapping import OUTPUT_LAYER, VALUE_HEAD_TENSOR, Head, Weight
-from megarl.weights.receipt import WeightTransferError
 from megarl.weights.shard_layout import Piece, ShardLayout, held_weights, padding, pieces, shard_shapes, shard_view
+from megarl.weights.tensors import WeightTransferError, tiling_fault
 
 ValueHead = Literal["stored", "initial"]
 

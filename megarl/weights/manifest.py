@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from megarl.config.architecture import Architecture
 from megarl.machine.files import read_json_object
 from megarl.weights.name_mapping import EMBEDDING_TENSOR, LM_HEAD_TENSOR, VALUE_BIAS_TENSOR, VALUE_HEAD_TENSOR, Head, weights_of
-from megarl.weights.receipt import Manifest, TensorMeta, WeightTransferError
+from megarl.weights.tensors import Manifest, TensorMeta, WeightTransferError
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"

@@ -17,8 +17,7 @@ from math import ceil, prod
 from typing import NamedTuple
 
 from megarl.config.schema import Transport
-from megarl.weights.boxes import Rectangle, range_rectangles
-from megarl.weights.receipt import WeightTransferError
+from megarl.weights.tensors import Rectangle, WeightTransferError, range_rectangles
 
 _MAX_NAMED = 8
 _LARGE = 2**18  # elements of a part that travels by itself, which takes less than to copy it

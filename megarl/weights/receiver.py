@@ -8,14 +8,13 @@ from typing import Any
 
 import torch
 
-from megarl.weights.boxes import Rectangle
 from megarl.weights.carriers.device import DeviceEngineEnd, DevicePlace
 from megarl.weights.carriers.ends import EngineEnd, Landing, Places
 from megarl.weights.carriers.group import GroupEngineEnd, GroupPlace
 from megarl.weights.plan import Boxes, Part, Stream
-from megarl.weights.receipt import WeightTransferError
 from megarl.weights.rounds import Side
 from megarl.weights.slots import SlotAddress
+from megarl.weights.tensors import Rectangle, WeightTransferError
 from megarl.weights.wire import WireAddress
 
 # Carrier -> an engine rank's place on it, the address in that, and the end that it opens there.

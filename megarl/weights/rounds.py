@@ -15,7 +15,7 @@ import torch
 
 from megarl.machine.usage import Stopwatch
 from megarl.weights.plan import Part, Stream
-from megarl.weights.receipt import WeightTransferError
+from megarl.weights.tensors import WeightTransferError
 from megarl.weights.wire import Message, UnderWay, Wire
 
 PATIENCE_S = 1.0  # without a word from the other side

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
-from megarl.weights.receipt import ChunkMeta, Manifest, WeightReceipt, WeightTransferError
+from megarl.weights.tensors import ChunkMeta, Manifest, WeightReceipt, WeightTransferError
 
 DTYPE_NAMES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 

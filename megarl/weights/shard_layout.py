@@ -10,9 +10,8 @@ from math import prod
 from megarl.config.architecture import Architecture
 from megarl.config.derive import padded_vocab_size
 from megarl.config.schema import ParallelConfig
-from megarl.weights.boxes import Rectangle, tiling_fault
 from megarl.weights.name_mapping import AXES, Cut, Head, Place, Weight, weights_of
-from megarl.weights.receipt import WeightTransferError
+from megarl.weights.tensors import Rectangle, WeightTransferError, tiling_fault
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,10 +9,10 @@ from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
 from megarl.config.architecture import Architecture
-from megarl.weights.boxes import Rectangle, range_rectangles
 from megarl.weights.name_mapping import Head
 from megarl.weights.plan import Part
 from megarl.weights.shard_layout import Piece, ShardLayout, held_weights, pieces
+from megarl.weights.tensors import Rectangle, range_rectangles
 
 if TYPE_CHECKING:  # plans are made without it
     import torch

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
-from megarl.weights.receipt import WeightTransferError
+from megarl.weights.tensors import WeightTransferError
 
 _NAME = "megarl-slots-"
 _READ_BYTES = 4096

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from megarl.weights.receipt import WeightTransferError
+from megarl.weights.tensors import WeightTransferError
 
 _MEETING_LIMIT = timedelta(seconds=120)
 _POLL_S = 50e-6  # of what is under way on a device, at first

@@ -11,8 +11,8 @@ from megarl.controller.worker import Worker, register
 from megarl.machine.usage import trim_heap
 from megarl.rollout.interface import EngineDeadError, FinishedRequest, GenerationRequest, RolloutEngine
 from megarl.weights.plan import Boxes
-from megarl.weights.receipt import Manifest, WeightTransferError
 from megarl.weights.receiver import EngineLink
+from megarl.weights.tensors import Manifest, WeightTransferError
 
 
 class RolloutWorker(Worker):

@@ -16,9 +16,9 @@ from megarl.checkpoints.torch_dist import COMMON_FILE, DistributedTensor, Stored
 from megarl.checkpoints.torch_file import refuse_code
 from megarl.config.architecture import Architecture, read_architecture
 from megarl.config.errors import CheckpointError
-from megarl.weights.boxes import Rectangle, range_rectangles
 from megarl.weights.name_mapping import OUTPUT_LAYER, Cut, Head, Weight, weights_of
 from megarl.weights.shard_layout import ShardLayout, pieces, shard_view
+from megarl.weights.tensors import Rectangle, range_rectangles
 
 _NUM_THREADS = 4
 _PREFIXES = ("", "model.", "module.")

@@ -32,7 +32,6 @@ from megarl.checkpoints.torch_dist import BACKEND_FILE, TORCH_DIST, StoredChunk
 from megarl.checkpoints.torch_dist_writer import ItemToWrite, WrittenItem, write_index, write_items
 from megarl.config.architecture import Architecture
 from megarl.config.derive import padded_vocab_size
-from megarl.weights.boxes import Rectangle, contiguous_blocks
 from megarl.weights.hf_folder import copy_companions
 from megarl.weights.name_mapping import Cut, Head, Place, Weight
 from megarl.weights.shard_layout import (
@@ -45,6 +44,7 @@ from megarl.weights.shard_layout import (
     rank_pieces,
     shard_view,
 )
+from megarl.weights.tensors import Rectangle, contiguous_blocks
 
 COMMON = {"checkpoint_version": 3.0, "content_metadata": {"singleton_local_shards": False}}
 MAX_ITEM_BYTES = 16 * 2**20

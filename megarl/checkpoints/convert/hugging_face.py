@@ -16,7 +16,6 @@ from megarl.checkpoints.convert.source import ModelSource, SourceTensor, StoredP
 from megarl.checkpoints.convert.streaming import BLOCK_BYTES, Job, Progress, Room, Workers, Written, in_turns, new_folder, no_progress
 from megarl.checkpoints.torch_file import mapped
 from megarl.config.architecture import read_architecture
-from megarl.weights.boxes import Rectangle, contiguous_blocks
 from megarl.weights.hf_folder import DEFAULT_FILE_BYTES, FilePlan, copy_companions, has_bias, plan_files, write_index
 from megarl.weights.manifest import (
     TORCH_DTYPES,
@@ -28,9 +27,9 @@ from megarl.weights.manifest import (
     read_checkpoint_index,
 )
 from megarl.weights.name_mapping import VALUE_BIAS_TENSOR, VALUE_HEAD_TENSOR, Head, weights_of
-from megarl.weights.receipt import ChunkMeta, TensorMeta
 from megarl.weights.safetensors_file import SafetensorsFile
 from megarl.weights.shard_layout import ShardLayout
+from megarl.weights.tensors import ChunkMeta, Rectangle, TensorMeta, contiguous_blocks
 
 _JOB_BYTES = 64 * 2**20  # of a tensor, written by one thread
 

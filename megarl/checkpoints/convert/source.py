@@ -12,8 +12,8 @@ import torch
 from megarl.checkpoints.torch_dist import chunks_fault
 from megarl.config.architecture import Architecture
 from megarl.config.errors import CheckpointError
-from megarl.weights.boxes import Rectangle
 from megarl.weights.name_mapping import Head, HFTensor, weights_of
+from megarl.weights.tensors import Rectangle
 
 
 @dataclass(frozen=True, kw_only=True)

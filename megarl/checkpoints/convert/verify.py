@@ -11,7 +11,7 @@ import torch
 
 from megarl.checkpoints.convert.source import ModelSource, SourceTensor
 from megarl.checkpoints.convert.streaming import BLOCK_BYTES, Progress, Room, Workers, no_progress
-from megarl.weights.boxes import Rectangle, contiguous_blocks
+from megarl.weights.tensors import Rectangle, contiguous_blocks
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 

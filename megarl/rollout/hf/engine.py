@@ -28,9 +28,9 @@ from megarl.rollout.interface import (
 from megarl.rollout.lifecycle import EngineLifecycle, LifecycleState
 from megarl.weights.checksum import checksum
 from megarl.weights.plan import Boxes, Part, whole_boxes
-from megarl.weights.receipt import ChunkMeta, Manifest, WeightTransferError
 from megarl.weights.receiver import EngineLink, WeightReceiver
 from megarl.weights.safetensors_file import read_tensors
+from megarl.weights.tensors import ChunkMeta, Manifest, WeightTransferError
 
 _kind = attrgetter(*(field.name for field in fields(SamplingParameters) if field.name != "seed"))
 

@@ -14,9 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megarl.weights.boxes import Rectangle
 from megarl.weights.checksum import checksum, row_major_strides
-from megarl.weights.receipt import Manifest, TensorMeta, WeightTransferError
+from megarl.weights.tensors import Manifest, Rectangle, TensorMeta, WeightTransferError
 
 
 class Destination(NamedTuple):

@@ -22,11 +22,10 @@ import torch
 import torch.distributed as dist
 
 from megarl.rollout.sglang.destinations import Plan, record_plan, zero_what_is_not_written
-from megarl.weights.boxes import tiling_fault
 from megarl.weights.checksum import MODULUS
 from megarl.weights.plan import Boxes, Part
-from megarl.weights.receipt import Manifest, TensorMeta, WeightTransferError
 from megarl.weights.receiver import EngineLink, WeightReceiver, decode_box, encode_box
+from megarl.weights.tensors import Manifest, TensorMeta, WeightTransferError, tiling_fault
 
 Send = Callable[[list[tuple[str, torch.Tensor]], bool], None]
 _MAX_NAMED = 8  # faults in one message

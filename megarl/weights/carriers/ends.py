@@ -11,11 +11,10 @@ from typing import NamedTuple
 import torch
 
 from megarl.machine.usage import PeakMemory
-from megarl.weights.boxes import Rectangle, tiling_fault
 from megarl.weights.plan import Part
-from megarl.weights.receipt import WeightTransferError
 from megarl.weights.rounds import Rounds, Side
 from megarl.weights.shards import Shards
+from megarl.weights.tensors import Rectangle, WeightTransferError, tiling_fault
 
 Places = Callable[[Part], Iterable[torch.Tensor]]  # the views that are to become a part, in the shape of its box
 _MAX_NAMED = 8

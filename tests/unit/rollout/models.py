@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwe
 from megarl.config.schema import Device, DType, ModelConfig, RolloutConfig
 from megarl.rollout.hf.engine import HFEngine
 from megarl.rollout.interface import RolloutEngine, RolloutEngineSpec
-from megarl.weights.receipt import Manifest, TensorMeta
+from megarl.weights.tensors import Manifest, TensorMeta
 from tests import plain_trainer
 
 VOCAB = 97

@@ -13,8 +13,8 @@ from ray.exceptions import RayTaskError
 from megarl.rollout.interface import FinishedRequest, GenerationRequest, RolloutEngine, RolloutEngineSpec
 from megarl.rollout.sglang.engine import SGLangEngine
 from megarl.weights.plan import Boxes
-from megarl.weights.receipt import Manifest
 from megarl.weights.receiver import EngineLink
+from megarl.weights.tensors import Manifest
 
 
 class EngineHolder:

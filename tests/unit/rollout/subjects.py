@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from megarl.rollout.interface import RolloutEngine, Sample, SamplingParameters
-from megarl.weights.receipt import Manifest
+from megarl.weights.tensors import Manifest
 from tests.fake_engine import MANIFEST, FakeEngine, FakeSpec, random_weights
 from tests.plain_trainer import manifest_of, push
 from tests.unit.rollout.models import engine_for, random_model

@@ -11,7 +11,7 @@ import torch
 from megarl.rollout.interface import GenerationRequest, RolloutEngine, Sample, SamplingParameters, plan_requests
 from megarl.rollout.lifecycle import EngineStateError
 from megarl.weights.checksum import checksum
-from megarl.weights.receipt import TensorMeta, WeightTransferError
+from megarl.weights.tensors import TensorMeta, WeightTransferError
 from tests.plain_trainer import halves, load_folder
 from tests.unit.rollout.sglang_engines import END_TOKEN
 from tests.unit.rollout.subjects import PROMPTS, Subject, greedy, tokens

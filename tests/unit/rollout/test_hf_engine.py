@@ -12,7 +12,7 @@ from megarl.rollout.hf.engine import HFEngine
 from megarl.rollout.interface import FinishedRequest, GenerationRequest, SamplingParameters, plan_requests
 from megarl.rollout.lifecycle import EngineStateError
 from megarl.weights.checksum import checksum
-from megarl.weights.receipt import WeightTransferError
+from megarl.weights.tensors import WeightTransferError
 from tests.plain_trainer import load_folder
 from tests.unit.rollout.models import VOCAB, engine_for, manifest_of, push, random_model, weights_of
 

@@ -3,7 +3,7 @@ import torch
 
 from megarl.rollout.interface import SamplingParameters
 from megarl.rollout.lifecycle import EngineLifecycle, EngineStateError, LifecycleState
-from megarl.weights.receipt import ChunkMeta, TensorMeta, WeightTransferError
+from megarl.weights.tensors import ChunkMeta, TensorMeta, WeightTransferError
 
 MANIFEST = {"w": TensorMeta((4,), torch.float32)}
 

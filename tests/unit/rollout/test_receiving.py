@@ -12,8 +12,8 @@ from megarl.rollout.lifecycle import EngineStateError
 from megarl.weights.carriers.device import DevicePlace
 from megarl.weights.checksum import checksum
 from megarl.weights.plan import Part, Stream
-from megarl.weights.receipt import WeightTransferError
 from megarl.weights.receiver import EngineLink
+from megarl.weights.tensors import WeightTransferError
 from tests.plain_trainer import PlainTrainer, joined
 from tests.unit.rollout.subjects import PROMPTS, Subject, greedy
 

@@ -12,7 +12,7 @@ import torch
 
 from megarl.rollout.sglang.loader import LoaderClient, RankLoader
 from megarl.weights.checksum import checksum
-from megarl.weights.receipt import TensorMeta, WeightTransferError
+from megarl.weights.tensors import TensorMeta, WeightTransferError
 from tests.plain_trainer import PlainTrainer, manifest_of
 
 CPU = torch.device("cpu")

@@ -20,8 +20,8 @@ from megarl.weights.carriers.device import DevicePlace, device_route
 from megarl.weights.carriers.ends import Sending, SendReport
 from megarl.weights.carriers.group import GroupPlace, group_route
 from megarl.weights.plan import Part
-from megarl.weights.receipt import WeightTransferError
 from megarl.weights.receiver import EngineLink
+from megarl.weights.tensors import WeightTransferError
 from megarl.weights.wire import Wire, WireAddress, reserve_port
 from tests.mortal_ranks import MortalRank, Place, mortal_ranks
 from tests.nccl_communicator import num_live_communicators

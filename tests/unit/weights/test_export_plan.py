@@ -8,12 +8,11 @@ from math import prod
 import pytest
 import torch
 
-from megarl.weights.boxes import Rectangle, range_rectangles, tiling_fault
 from megarl.weights.export_plan import ExportPlan, windows_of
 from megarl.weights.hf_folder import FilePlan
 from megarl.weights.plan import Part, RankBoxes, RankPlace, one_after_another, plan_transfer, whole_boxes
-from megarl.weights.receipt import ChunkMeta, TensorMeta
 from megarl.weights.shards import held_boxes
+from megarl.weights.tensors import ChunkMeta, Rectangle, TensorMeta, range_rectangles, tiling_fault
 from tests.unit.weights.exports import Export
 from tests.unit.weights.test_folder_carrier import LAYOUTS, exports_of
 from tests.unit.weights.transfers import Cut

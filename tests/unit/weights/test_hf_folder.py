@@ -16,10 +16,10 @@ from megarl.weights.hf_folder import FilePlan, copy_companions, has_bias, model_
 from megarl.weights.load import load_into_shards
 from megarl.weights.manifest import manifest_of
 from megarl.weights.name_mapping import Head
-from megarl.weights.receipt import ChunkMeta, Manifest, WeightTransferError
 from megarl.weights.safetensors_file import SafetensorsFile
 from megarl.weights.shard_layout import model_layouts, shard_shapes
 from megarl.weights.shards import Shards
+from megarl.weights.tensors import ChunkMeta, Manifest, WeightTransferError
 from tests.unit.weights.exports import small_files_only
 from tests.unit.weights.models import PADDED_VOCAB, architecture_of, config_of, random_model, save
 

@@ -5,12 +5,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from megarl.weights.boxes import Rectangle, tiling_fault
 from megarl.weights.load import load_into_shards
 from megarl.weights.manifest import manifest_of
 from megarl.weights.plan import Part
 from megarl.weights.shard_layout import ShardLayout, model_layouts, shard_shapes
 from megarl.weights.shards import Shards, held_boxes
+from megarl.weights.tensors import Rectangle, tiling_fault
 from tests.unit.weights.models import PADDED_VOCAB, architecture_of, random_model, save, slow_shards
 
 MODELS = [("qwen2", False), ("qwen2", True), ("qwen3", False), ("llama", True)]

@@ -11,7 +11,6 @@ import torch
 
 from megarl.config.architecture import Architecture
 from megarl.config.derive import padded_vocab_size
-from megarl.weights.boxes import Rectangle, tiling_fault
 from megarl.weights.manifest import manifest_of
 from megarl.weights.plan import (
     Boxes,
@@ -24,9 +23,9 @@ from megarl.weights.plan import (
     plan_transfer,
     whole_boxes,
 )
-from megarl.weights.receipt import WeightTransferError
 from megarl.weights.shard_layout import model_layouts
 from megarl.weights.shards import boxes_by_rank
+from megarl.weights.tensors import Rectangle, WeightTransferError, tiling_fault
 from tests.unit.weights.models import architecture_of
 
 SHAPES = {"a": (8, 6), "b": (4,), "c": (6, 10)}

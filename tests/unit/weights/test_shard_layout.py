@@ -3,9 +3,7 @@ from dataclasses import replace
 import pytest
 
 from megarl.config.derive import padded_vocab_size
-from megarl.weights.boxes import Rectangle
 from megarl.weights.name_mapping import weights_of
-from megarl.weights.receipt import WeightTransferError
 from megarl.weights.shard_layout import (
     ShardLayout,
     check_coverage,
@@ -15,6 +13,7 @@ from megarl.weights.shard_layout import (
     rank_pieces,
     shard_shapes,
 )
+from megarl.weights.tensors import Rectangle, WeightTransferError
 from tests.unit.weights.models import PADDED_VOCAB, architecture_of
 
 LAYOUTS = [(1, 1, None), (2, 1, None), (4, 1, None), (1, 2, None), (2, 2, None), (4, 2, None), (1, 2, 2), (2, 2, 2)]

@@ -9,8 +9,8 @@ import sys
 import pytest
 import torch
 
-from megarl.weights.receipt import WeightTransferError
 from megarl.weights.slots import SlotAddress, SlotReader, SlotWriter
+from megarl.weights.tensors import WeightTransferError
 
 CPU = torch.device("cpu")
 SLOT_BYTES, NUM_SLOTS = 40, 3

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megarl.weights.receipt import WeightTransferError
+from megarl.weights.tensors import WeightTransferError
 from megarl.weights.wire import BACKENDS, Wire
 
 

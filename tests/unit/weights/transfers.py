@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 
 from megarl.config.architecture import Architecture
-from megarl.weights.boxes import Rectangle
 from megarl.weights.carriers.device import DevicePlace, DeviceTrainerEnd, device_route
 from megarl.weights.carriers.ends import Landing, Sending, SendReport
 from megarl.weights.carriers.group import GroupPlace, GroupTrainerEnd, group_route
@@ -20,6 +19,7 @@ from megarl.weights.receiver import EngineLink
 from megarl.weights.rounds import Side
 from megarl.weights.shard_layout import model_layouts
 from megarl.weights.shards import Shards, held_boxes
+from megarl.weights.tensors import Rectangle
 from megarl.weights.wire import BACKENDS, Wire, WireAddress, reserve_port
 from tests.nccl_manners import NcclManners
 from tests.unit.weights.models import PADDED_VOCAB, random_model, slow_shards

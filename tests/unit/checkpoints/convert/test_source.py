@@ -12,7 +12,7 @@ from megarl.checkpoints.convert.hugging_face import open_hugging_face
 from megarl.checkpoints.convert.source import ModelSource
 from megarl.checkpoints.torch_dist import TORCH_DIST
 from megarl.config.errors import CheckpointError
-from megarl.weights.boxes import Rectangle
+from megarl.weights.tensors import Rectangle
 from tests.unit.weights.models import NUM_LAYERS, architecture_of, random_model, save, slow_shards
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

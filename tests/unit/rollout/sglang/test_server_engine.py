@@ -20,7 +20,7 @@ from megarl.rollout.lifecycle import EngineStateError
 from megarl.rollout.sglang.engine import SGLangEngine
 from megarl.rollout.sglang.server import ServerBackend
 from megarl.weights.checksum import checksum
-from megarl.weights.receipt import WeightTransferError
+from megarl.weights.tensors import WeightTransferError
 from tests.plain_trainer import load_folder
 from tests.unit.rollout.models import VOCAB, manifest_of, push, weights_of
 from tests.unit.rollout.sglang_engines import END_TOKEN, server_model
