@@ -132,6 +132,7 @@ def loop_reinforce_plus_plus(batch: dict[str, Tensor], groups: list[list[int]]) 
 
 def loop_reinforce_plus_plus_baseline(batch: dict[str, Tensor], groups: list[list[int]]) -> Advantages:
     centred, _ = loop_over_prompts(lambda scores, _: scores - scores.mean())(batch, groups)
+    assert isinstance(centred, Tensor)
     advantages = loop_whiten(centred, batch["response_mask"])
     return Advantages(advantages, advantages)
 
@@ -224,7 +225,7 @@ def run_contest(contest: Contest, batch: dict[str, Tensor], repeats: int) -> tup
         return contest.loop(batch, groups)
 
     check_same(ours(), loop(), contest.name)
-    runs = {"ours": ours, "read": like.sum, "make": lambda: torch.empty_like(like).fill_(1.0)}
+    runs: dict[str, Callable[[], object]] = {"ours": ours, "read": like.sum, "make": lambda: torch.empty_like(like).fill_(1.0)}
     measured = seconds(runs, repeats)
     loop_seconds = seconds({"loop": loop}, max(1, repeats // 4))["loop"]
     bytes_read = sum(batch[key].element_size() * batch[key].numel() for key in contest.reads)

@@ -60,7 +60,7 @@ LENGTH_SIGMA = 0.6  # of log(length): about 2 % of the rows are cut off at LONGE
 SAME_LOSS = 1e-4
 SAMPLES = 8  # of a prompt, where prompts are shared
 
-Step = Callable[[], float]  # forward and backward of the whole batch; returns the loss
+Step = Callable[[], Tensor | float]  # forward and backward of the whole batch; returns the loss
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,7 +192,7 @@ class Contest:
             num_key_value_heads=shape.num_attention_heads // 2,
             vocab_size=shape.vocab_size,
             tie_word_embeddings=False,
-            attn_implementation="sdpa",
+            attn_implementation="sdpa",  # type: ignore[call-arg]  # taken by name from what is left
         )
         self.hugging_face = Qwen2ForCausalLM(config).float().train()
         self.num_parameters = sum(parameter.numel() for parameter in self.hugging_face.parameters())

@@ -43,6 +43,7 @@ from benchmarks.engine import (
 from megarl.algorithms.losses import ActorLoss, MiniBatchCounts
 from megarl.config.schema import AdvantageConfig, AdvantageEstimator, AlgorithmConfig, KLConfig, KLEstimator, KLWhere
 from megarl.data.packing import plan_micro_batches
+from megarl.engine.vocab_parallel import Extra
 
 SAFE_ROWS = 8  # of the longest length, that the memory of the naive step holds
 BUDGETS = (1, 2, 4)  # in rows of the longest length
@@ -81,9 +82,12 @@ class Work:
         engine = self._contest.engines[packing]
 
         def scores() -> Tensor:
-            result = engine.forward(self._batch, micro_batches, () if one_pass else ("entropy",))
+            extras: tuple[Extra, ...] = () if one_pass else ("entropy",)
+            result = engine.forward(self._batch, micro_batches, extras)
             assert result is not None
-            return result["log_probs"]
+            log_probs = result["log_probs"]
+            assert isinstance(log_probs, Tensor), "as the batch is"
+            return log_probs
 
         def step() -> float:
             rows = {**self._batch, "advantages": self._advantages, "ref_log_prob": scores()}

@@ -15,7 +15,7 @@ from transformers.utils import is_flash_attn_2_available
 
 PROMPT_SHARE = 4  # of each row a quarter is prompt
 
-Step = Callable[[], float]  # works through a batch; returns the loss
+Step = Callable[[], Tensor | float]  # works through a batch; returns the loss
 
 
 def prompt_tokens(length: int) -> int:
@@ -64,10 +64,12 @@ def attend(
     **unused: Any,
 ) -> tuple[Tensor, None]:
     """torch's `varlen_attn` as an attention of transformers: (1, heads, T, D), (1, groups, T, D) x 2 -> (1, T, heads, D)."""
-    rows = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]
-    heads = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+    query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    heads: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
     causal = (-1, 0)
-    mixed = varlen_attn(*rows, cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q, scale=scaling, window_size=causal, **heads)
+    rows = cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q
+    mixed = varlen_attn(query, key, value, *rows, scale=scaling, window_size=causal, **heads)
+    assert isinstance(mixed, Tensor), "no more than the values was asked for"
     return mixed[None], None
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -53,7 +54,7 @@ def files_seconds(folder: Path, nbytes: int, bucket_bytes: int) -> float:
     return seconds
 
 
-def _all(function, descriptor: int, rest: memoryview) -> None:
+def _all(function: Callable[[int, memoryview], int], descriptor: int, rest: memoryview) -> None:
     while rest:
         rest = rest[function(descriptor, rest) :]
 

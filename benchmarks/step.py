@@ -177,7 +177,7 @@ def trl_python() -> Path:
 
 def trl_steps(inputs: Path, rows: int) -> list[Step]:
     environment = os.environ | {"OMP_NUM_THREADS": str(THREADS), "CUDA_VISIBLE_DEVICES": "", "TRL_EXPERIMENTAL_SILENCE": "1"}
-    command = [trl_python(), Path(__file__).with_name("step_of_trl.py"), inputs, str(rows), str(STEPS)]
+    command: list[str | Path] = [trl_python(), Path(__file__).with_name("step_of_trl.py"), inputs, str(rows), str(STEPS)]
     answer = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True).stdout
     return [Step(*step) for step in json.loads(answer.splitlines()[-1])]
 

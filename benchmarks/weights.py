@@ -121,15 +121,14 @@ def measure_limits(engine: RoleGroup, source: WeightSource, transport: Transport
     nbytes = sum(prod(shape) for _, shape in shapes) * 4
     copy_s, own_s = engine.call_rank(0, MeasuredWorker.limits, shapes).get()
     limits = {"copy": copy_s, "own": own_s}
-    trainer = partial(source.group.call_rank, 0)
     if transport is Transport.group:
-        point = trainer(MeasuredTrainer.reserve_weight_group).get()
+        point = source.group.call_rank(0, MeasuredTrainer.reserve_weight_group).get()
         address = WireAddress("limit", point.host, point.port, 2, point.backend, 60.0)
-        own = trainer(MeasuredTrainer.messages_seconds, address, nbytes, source.bucket_bytes)
+        own = source.group.call_rank(0, MeasuredTrainer.messages_seconds, address, nbytes, source.bucket_bytes)
         engines = engine.call_rank(0, MeasuredWorker.messages_seconds, address, nbytes, source.bucket_bytes)
         limits["gloo"] = max(gather(own, engines))
     if transport is Transport.folder:
-        limits["files"] = trainer(MeasuredTrainer.files_seconds, str(scratch), nbytes, source.bucket_bytes).get()
+        limits["files"] = source.group.call_rank(0, MeasuredTrainer.files_seconds, str(scratch), nbytes, source.bucket_bytes).get()
     return limits
 
 

@@ -37,7 +37,12 @@ def compare(scores: list[float]) -> dict[str, list[float]]:
         uid=np.array(["prompt"] * len(scores), dtype=object),
     )
     estimators = {"grpo": ADVANTAGE_ESTIMATORS[AdvantageEstimator.grpo], "best_of_group": best_of_group}
-    return {name: estimate(inputs, AdvantageConfig()).advantages[:, 0].tolist() for name, estimate in estimators.items()}
+    compared = {}
+    for name, estimate in estimators.items():
+        advantages = estimate(inputs, AdvantageConfig()).advantages
+        assert isinstance(advantages, torch.Tensor), "of rewards (B, R); of rows of tokens they are rows too"
+        compared[name] = advantages[:, 0].tolist()
+    return compared
 
 
 if __name__ == "__main__":

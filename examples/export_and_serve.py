@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -20,7 +21,8 @@ MAX_NEW_TOKENS = 16
 
 def answer(folder: str, question: str) -> str:
     """Greedy."""
-    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder)
     chat = [{"role": "user", "content": question}]
     inputs = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     written = model.generate(**inputs, max_new_tokens=MAX_NEW_TOKENS, do_sample=False, eos_token_id=tokenizer.eos_token_id)

@@ -22,7 +22,8 @@ EVERY_STEPS = 2
 def main(command: str, config_path: str, overrides: list[str]) -> int:
     """The status of the second run."""
     overrides = [*overrides, f"checkpoint.every_steps={EVERY_STEPS}"]
-    config = load_config(PPOConfig if command == "train" else SFTConfig, config_path, overrides)
+    kind: type[PPOConfig | SFTConfig] = PPOConfig if command == "train" else SFTConfig
+    config = load_config(kind, config_path, overrides)
     latest = checkpoint_path(config) / "latest"  # a file that names the newest whole checkpoint
     run = [sys.executable, "-m", "megarl", command, config_path, *overrides]
     first = subprocess.Popen(run)

@@ -95,7 +95,7 @@ def main() -> int:
         dashboard_host=parsed.address,
         dashboard_port=parsed.dashboard_port,
         temp_dir=parsed.temp_dir,
-        include_log_monitor=False,
+        include_log_monitor=False,  # type: ignore[arg-type]  # Ray's hint says a text
     )
     node = Node(parameters, head=parsed.head is None, shutdown_at_exit=False, spawn_reaper=True)
     if parsed.head is None:

@@ -209,7 +209,7 @@ def _address() -> Address:
     family, kind, _, _, target = socket.getaddrinfo(*place, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
         probe.connect(target)  # of datagrams: nothing is sent
-        return Address(probe.getsockname()[0], target[0])
+        return Address(probe.getsockname()[0], str(target[0]))
 
 
 def _of_children() -> dict[str, str]:

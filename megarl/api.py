@@ -33,6 +33,7 @@ from megarl.config.schema import PPOConfig
 from megarl.data.loader import BatchLoader
 from megarl.data.tokenizer import decode_rows, load_tokenizer
 from megarl.doctor.examined_config import load_for_run
+from megarl.roles.ahead import GenerationAhead
 from megarl.roles.models import ABSENT, Absent, Actor, Critic, Reference
 from megarl.roles.reward import Reward
 from megarl.roles.rollout import Rollout
@@ -94,7 +95,7 @@ class Run:
         return self._trainer.roles.reward
 
     @property
-    def prompts(self) -> BatchLoader:
+    def prompts(self) -> BatchLoader | GenerationAhead:
         """Endless: `next` gives those of a step, `take(number)` further ones. A checkpoint knows how far it was read."""
         return self._trainer.prompts
 

@@ -187,7 +187,7 @@ def compare(name: str, ours: Step, peer: Step, settings: Settings) -> tuple[floa
     Raises ValueError where the losses differ: then they did not do the same work.
     """
     steps = [ours, peer]
-    losses: list[float | None] = [None, None]
+    losses: list[Tensor | float | None] = [None, None]
     seconds: list[list[float]] = [[], []]
     for repeat in range(settings.repeats + 1):
         for side, step in enumerate(steps):
@@ -202,9 +202,10 @@ def compare(name: str, ours: Step, peer: Step, settings: Settings) -> tuple[floa
                 continue
             seconds[side].append(stopwatch.seconds())
     our_loss, peers_loss = losses
-    known = our_loss is not None and peers_loss is not None
-    if known and not abs(our_loss - peers_loss) <= SAME_LOSS[settings.dtype]:  # also where one is not a number
-        raise ValueError(f"{name}: the contestants disagree on the loss: {our_loss} and {peers_loss}")
+    if our_loss is not None and peers_loss is not None:
+        difference = abs(float(our_loss) - float(peers_loss))
+        if not difference <= SAME_LOSS[settings.dtype]:  # also where one is not a number
+            raise ValueError(f"{name}: the contestants disagree on the loss: {our_loss} and {peers_loss}")
     fastest = [min(times[1:], default=None) for times in seconds]
     return fastest[0], fastest[1]
 
@@ -226,7 +227,13 @@ class Work:
         return lambda: engine.forward_backward(self.batch, self.micro_batches, self._loss, extras=())["loss"].value
 
     def scores(self, engine: MegatronEngine) -> Step:
-        return lambda: -float(engine.forward(self.batch, self.micro_batches, extras=())["log_probs"].sum()) / self._num_responses
+        def score() -> float:
+            outputs = engine.forward(self.batch, self.micro_batches, extras=())
+            assert outputs is not None, "one rank has the last stage"
+            log_probs = outputs["log_probs"]
+            return -float((log_probs if isinstance(log_probs, Tensor) else log_probs.values).sum()) / self._num_responses
+
+        return score
 
     def _loss(self, outputs: Mapping[str, Tensor], rows: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Metric]]:
         value = -(outputs["log_probs"] * rows["response_mask"]).sum() / self._num_responses
@@ -248,8 +255,8 @@ def contests(shape: Shape, folder: Path, settings: Settings, groups: ParallelGro
         else:
             what, tflop = f"{layers.value}, log-probs", work.tflop_per_token / 3
             sides = work.scores(engine), peer.scores(work.packed)
-        seconds = compare(what, *sides, settings)
-        yield Result(what, *(settings.tokens / each if each else None for each in seconds), tflop_per_token=tflop, peak=peak)
+        ours, peers = (settings.tokens / each if each else None for each in compare(what, *sides, settings))
+        yield Result(what, ours, peers, tflop_per_token=tflop, peak=peak)
         del engine, sides
         free(settings.device)
 

@@ -45,8 +45,8 @@ def step() -> str:
     for number, lane in enumerate(lanes):
         drawing.words(4, top + height * number + 36, {"actor": "actor and ref"}.get(lane, lane), bold=True)
     corners = {phase.name: (left + width * columns[phase.name], top + height * lane_of[phase.name]) for phase in phases}
-    for phase, before in _drawn_waits(phases):
-        (x, y), (to_x, to_y) = corners[before], corners[phase]
+    for name, before in _drawn_waits(phases):
+        (x, y), (to_x, to_y) = corners[before], corners[name]
         drawing.arrow(x + width - 22, y + 29, to_x, to_y + 29)
     for phase in phases:
         fill = FILLS[phase.roles[0] if phase.roles else _DRIVER]
@@ -63,7 +63,8 @@ def _lane(plan: PlacementPlan, phase: Phase, lanes: Sequence[str]) -> str:
 
 def _columns(plan: PlacementPlan, phases: Sequence[Phase]) -> dict[str, int]:
     """A phase comes behind those that it waits for, and those that are in the way of it on a device."""
-    before, columns = waits_for(phases), {}
+    before = waits_for(phases)
+    columns: dict[str, int] = {}
     for phase in phases:
         earlier = [
             other.name

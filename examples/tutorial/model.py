@@ -39,7 +39,7 @@ def convert(folder: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=WEIGHTS)
     tokenizer.eos_token = tokenizer.pad_token = END_OF_TURN
     with whole_folder(folder) as unfinished:
-        model.to(torch.bfloat16).save_pretrained(unfinished)
+        model.bfloat16().save_pretrained(unfinished)
         tokenizer.save_pretrained(unfinished)
 
 

@@ -24,6 +24,7 @@ import torch
 
 from megarl.config.errors import CheckpointError
 
+ReadableFile = Path | IO[bytes] | io.RawIOBase  # torch and zipfile want no more of one than the last has, though their hints do
 _CRC_BYTES = 2**20  # read at a time
 # What can go wrong in a damaged file. MemoryError: a length that was made huge.
 PICKLE_DAMAGE = (pickle.UnpicklingError, EOFError, ValueError, TypeError, AttributeError, LookupError, MemoryError, OverflowError)
@@ -109,14 +110,14 @@ def _damage_named(source: str) -> Iterator[None]:
         ) from error
 
 
-def refuse_code(file: Path | IO[bytes], source: str = "") -> set[str]:
+def refuse_code(file: ReadableFile, source: str = "") -> set[str]:
     """Raises CheckpointError, with `source` or the path, where the pickle names something that is not data, or is damaged.
 
     Returns what it names of `DATA_NAMES`.
     """
     source = source or str(file)
     with _damage_named(source):
-        names = set(torch.serialization.get_unsafe_globals_in_checkpoint(file))
+        names = set(torch.serialization.get_unsafe_globals_in_checkpoint(file))  # type: ignore[arg-type]
     if others := names - DATA_NAMES:
         raise CheckpointError(refusal(source, min(others)))
     return names
@@ -129,14 +130,14 @@ def refusal(source: str, name: str) -> str:
     )
 
 
-def read_outline(file: Path | IO[bytes], source: str) -> Any:
+def read_outline(file: ReadableFile, source: str) -> Any:
     """What the file holds, its tensors without elements (on the device `meta`). Objects of listed classes are `Inert`.
 
     Raises CheckpointError, with `source`, as `refuse_code`.
     """
     with _damage_named(source):
         try:
-            return torch.load(file, map_location="meta", weights_only=True)
+            return torch.load(file, map_location="meta", weights_only=True)  # type: ignore[arg-type]
         except pickle.UnpicklingError as error:  # its words advise to run what is in the file
             if not isinstance(file, Path):
                 file.seek(0)
@@ -171,10 +172,10 @@ def stored_tensor(value: object) -> StoredTensor | None:
     start = value.untyped_storage()._checkpoint_offset
     if start is None:
         return None
-    return StoredTensor(position=start + value.storage_offset() * value.itemsize, shape=tuple(value.shape), dtype=value.dtype)
+    return StoredTensor(position=start + int(value.storage_offset()) * value.itemsize, shape=tuple(value.shape), dtype=value.dtype)
 
 
-def check_stored(file: Path | IO[bytes], source: str, tensors: Mapping[str, StoredTensor]) -> None:
+def check_stored(file: ReadableFile, source: str, tensors: Mapping[str, StoredTensor]) -> None:
     """Each tensor lies in one entry of the zip, whose bytes have the CRC-32 that torch.save took of them (it may take none).
 
     Raises CheckpointError that names the tensor. An entry is read once.

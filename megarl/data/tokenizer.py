@@ -125,7 +125,7 @@ def rendered_chat(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, Any]], *, for_generation: bool, tools: Tools = None
 ) -> str:
     """As `render_chat`, the text."""
-    known = None if tools is None else [dict(tool) for tool in tools]
+    known: list[Any] | None = None if tools is None else [dict(tool) for tool in tools]
     try:
         text = tokenizer.apply_chat_template(list(messages), tools=known, add_generation_prompt=for_generation, tokenize=False)
     except TemplateSyntaxError as error:
@@ -158,7 +158,7 @@ def lost_text(tokenizer: PreTrainedTokenizerBase, text: str, token_ids: Sequence
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     normalizer = None if backend is None else backend.normalizer
-    read = _letters(tokenizer.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+    read = _letters(str(tokenizer.decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)))
     if read in {_letters(text), *([] if normalizer is None else [_letters(normalizer.normalize_str(text))])}:
         return None
     gone = sorted(set(_letters(text)) - set(read))

@@ -7,7 +7,7 @@ The form is OpenAI's: {"type": "function", "function": {"name", "description", "
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 _TOOL = "{'type': 'function', 'function': {'name': 'price', 'parameters': {...}}}"
@@ -35,7 +35,7 @@ def calls_of(value: Any) -> list[dict[str, Any]]:
     return [_call(call) for call in calls]
 
 
-def names_of(tools_or_calls: list[dict[str, Any]] | None) -> list[str]:
+def names_of(tools_or_calls: Sequence[Mapping[str, Any]] | None) -> list[str]:
     return [each["function"]["name"] for each in tools_or_calls or []]
 
 

@@ -138,7 +138,7 @@ class Tracker:
     whose package is not installed."""
 
     def __init__(self, names: Sequence[str], run: TrackedRun) -> None:
-        kinds = [LoggerKind(name) for name in names]
+        kinds = [LoggerKind(name) for name in names]  # type: ignore[call-arg]  # by value, not how a member is made
         if problems := [problem for kind in kinds if (problem := logger_problem(kind))]:
             raise ValueError(f"tracking.loggers: {'; '.join(problems)}")
         run.output_dir.mkdir(parents=True, exist_ok=True)

@@ -40,7 +40,7 @@ class WandbService:
 
     def log_generations(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         columns = list(rows[0])
-        table = wandb.Table(columns=columns, data=[[_cell(row[column]) for column in columns] for row in rows])
+        table = wandb.Table(columns=[*columns], data=[[_cell(row[column]) for column in columns] for row in rows])
         self._run.log({"generations": table}, step=step)
 
     def close(self, failed: bool) -> None:

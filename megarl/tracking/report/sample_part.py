@@ -20,8 +20,10 @@ import pyarrow as pa
 from megarl.tracking.samples import SamplesFileError, SampleTable, read_samples
 
 # Columns of the file that the header has as they are, under their names.
-_SHOWN = ("uid", "data_source", "response", "ground_truth", "score", "score_parts", "advantage", "weight_version")
-_SHOWN += ("prompt_length", "response_length", "finish_reason")
+_SHOWN = (
+    *("uid", "data_source", "response", "ground_truth", "score", "score_parts", "advantage", "weight_version"),
+    *("prompt_length", "response_length", "finish_reason"),
+)
 _WIDE_FROM = 2**16
 
 
