@@ -16,7 +16,7 @@ ROOT = Path(__file__).parent.parent
 LAYERS = (
     ("machine",),
     ("config", "batch"),
-    ("algorithms", "rewards", "data", "placement", "tracking", "weights"),
+    ("algorithms", "rewards", "agents", "data", "placement", "tracking", "weights"),
     ("checkpoints", "controller", "rollout"),
     ("engine",),
     ("workers", "rehearsal"),
@@ -38,7 +38,7 @@ HOMES = {
     "mlflow": "megarl.tracking",
     "swanlab": "megarl.tracking",
 }
-WITHOUT_TORCH = ("megarl.config", "megarl.placement")
+WITHOUT_TORCH = ("megarl.config", "megarl.placement", "megarl.agents")
 # Roles make the losses on the driver; to what runs in a worker's process they come with the rows, so that it knows no algorithm.
 LOSSES, WITHOUT_LOSSES = "megarl.algorithms.losses", ("engine", "workers")
 

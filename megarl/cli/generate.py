@@ -15,9 +15,9 @@ import torch
 
 from megarl.cli.named_model import NamedModel, find_model, hugging_face_folder
 from megarl.config.schema import Device, DType, LossyText, ModelConfig, RolloutConfig
-from megarl.data.tokenizer import load_tokenizer, render_whole
+from megarl.data.tokenizer import Tools, load_tokenizer, render_whole
 from megarl.rollout.hf.engine import HFEngine
-from megarl.rollout.interface import RolloutEngineSpec, SamplingParameters, check_request, plan_requests
+from megarl.rollout.interface import GenerationRequest, RolloutEngineSpec, Sample, SamplingParameters, check_request, plan_requests
 
 _Messages = list[dict[str, Any]]
 _MAX_TOKENS = 256  # of an answer, where nobody says it and the model has room
@@ -28,9 +28,7 @@ def run(parsed: argparse.Namespace) -> int:
     is_chat = not parsed.prompts and sys.stdin.isatty()
     if is_chat and (parsed.n > 1 or parsed.json):
         raise ValueError("a chat has one answer at a time, as text; for --n and --json give prompts")
-    if parsed.n > 1 and parsed.temperature == 0:
-        raise ValueError(f"--n is {parsed.n}, but greedy samples of a prompt are all the same; give --temperature 1, or another above 0")
-    chats = [] if is_chat else [_opened(parsed.system, prompt) for prompt in parsed.prompts or _read_input(parsed.lines)]
+    chats = [] if is_chat else read_chats(parsed)
     writer = Writer(find_model(Path(parsed.model), parsed.step), parsed)
     prompts = [writer.render(chat) for chat in chats]
     writer.load()
@@ -39,6 +37,13 @@ def run(parsed: argparse.Namespace) -> int:
     else:
         _print(chats, writer.write(prompts), parsed)
     return 0
+
+
+def read_chats(parsed: argparse.Namespace) -> list[_Messages]:
+    """Of the prompts, each a chat that is to be answered. Raises ValueError where there are none, or `n` would be the same."""
+    if parsed.n > 1 and parsed.temperature == 0:
+        raise ValueError(f"--n is {parsed.n}, but greedy samples of a prompt are all the same; give --temperature 1, or another above 0")
+    return [_opened(parsed.system, prompt) for prompt in parsed.prompts or _read_input(parsed.lines)]
 
 
 def _opened(system: str | None, prompt: str) -> _Messages:
@@ -70,7 +75,7 @@ class Writer:
 
     def __init__(self, model: NamedModel, parsed: argparse.Namespace) -> None:
         self._model = model
-        self._tokenizer = load_tokenizer(str(model.source.companions), key="MODEL")
+        self.tokenizer = load_tokenizer(str(model.source.companions), key="MODEL")
         self._stop_texts: Sequence[str] = parsed.stop
         self._is_limit_given = parsed.max_tokens is not None
         self._sampling = SamplingParameters(
@@ -78,21 +83,30 @@ class Writer:
             temperature=parsed.temperature,
             top_p=parsed.top_p,
             max_new_tokens=_MAX_TOKENS if parsed.max_tokens is None else parsed.max_tokens,
-            stop_token_ids=(self._tokenizer.eos_token_id,),
+            stop_token_ids=(self.tokenizer.eos_token_id,),
             seed=parsed.seed,
         )
 
-    def render(self, chat: _Messages) -> list[int]:
+    def render(self, chat: _Messages, tools: Tools = None) -> list[int]:
         """Token ids of the chat, opened for the answer. Raises ValueError where the model has no room for them, or the template for it."""
-        ids = render_whole(self._tokenizer, chat, LossyText.refuse, for_generation=True)
+        ids = render_whole(self.tokenizer, chat, LossyText.refuse, for_generation=True, tools=tools)
         architecture = self._model.source.architecture
-        (request, *_) = plan_requests([ids], self._fitting([ids]))
+        (request, *_) = self.requests([ids])
         check_request(request, architecture.vocab_size, architecture.max_position_embeddings)
         return ids
 
     def _fitting(self, prompts: Sequence[list[int]]) -> SamplingParameters:
         room = self._model.source.architecture.max_position_embeddings - max(map(len, prompts))
         return self._sampling if self._is_limit_given or room >= _MAX_TOKENS else replace(self._sampling, max_new_tokens=max(1, room))
+
+    def requests(self, prompts: Sequence[list[int]]) -> list[GenerationRequest]:
+        """`n` of each prompt, side by side."""
+        return plan_requests(prompts, self._fitting(prompts))
+
+    def sample(self, request: GenerationRequest) -> Sample:
+        self._engine.submit([request])
+        (finished,) = self._engine.collect(wait_s=0.0)
+        return finished.sample
 
     def load(self) -> None:
         """Says on the standard error what it is."""
@@ -115,7 +129,7 @@ class Writer:
             token_ids = sample.token_ids.tolist()
             text = self._text(token_ids)
             end = min((start for stop in self._stop_texts if (start := text.find(stop)) >= 0), default=len(text))
-            pieces = [str(self._tokenizer.decode([token_id])) for token_id in token_ids]
+            pieces = [str(self.tokenizer.decode([token_id])) for token_id in token_ids]
             continuations.append(Continuation(text[:end], token_ids, sample.log_probs.tolist(), pieces, sample.finish_reason))
         return continuations
 
@@ -124,7 +138,7 @@ class Writer:
         return any(stop in text for stop in self._stop_texts)
 
     def _text(self, token_ids: list[int]) -> str:
-        return str(self._tokenizer.decode(token_ids, skip_special_tokens=True))
+        return str(self.tokenizer.decode(token_ids, skip_special_tokens=True))
 
 
 def _print(chats: Sequence[_Messages], written: Sequence[Continuation], parsed: argparse.Namespace) -> None:

@@ -27,6 +27,8 @@ REQUIRED = {
     "tensorboard": "",
     "matplotlib": "",
     "argcomplete": ">=3.5",
+    "jsonschema": ">=4.18",
+    "httpx": ">=0.27,<1",
 }
 
 # Rollouts with `rollout.engine=sglang`; layers for CUDA, used where they are installed.

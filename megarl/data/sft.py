@@ -19,7 +19,7 @@ from megarl.config.schema import ChatColumnsConfig, SFTDataConfig
 from megarl.data.tables import DataRow, Fingerprint, Measured, chat_messages, keep_within, read_rows, tool_schemas, typed_value
 from megarl.data.tokenizer import Tools, encode_rendered, render_whole, rendered_chat
 from megarl.data.tool_columns import names_of
-from megarl.data.turns import TurnTemplate
+from megarl.data.turns import TurnTemplate, refuse_silent_template
 
 _log = logging.getLogger(__name__)
 
@@ -137,9 +137,8 @@ def _answer(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], 
     prompt = rendered_chat(tokenizer, messages[:-1], for_generation=True, tools=tools)
     chat = rendered_chat(tokenizer, messages, for_generation=False, tools=tools)
     prompt_ids, chat_ids = encode_rendered(tokenizer, prompt), encode_rendered(tokenizer, chat)
-    unsaid = [name for name in names_of(tools) if name not in prompt]
-    if unsaid := unsaid or [name for name in names_of(messages[-1].get("tool_calls")) if name not in chat[len(prompt) :]]:
-        raise ValueError(f"the chat template leaves out {unsaid[0]!r}: it knows no tools; use the template of a model that calls some")
+    refuse_silent_template(names_of(tools), prompt)
+    refuse_silent_template(names_of(messages[-1].get("tool_calls")), chat[len(prompt) :])
     if chat_ids[: len(prompt_ids)] != prompt_ids:
         raise ValueError(_not_a_prefix(tokenizer, prompt_ids, chat_ids))
     answer_ids = chat_ids[len(prompt_ids) :]

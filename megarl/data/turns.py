@@ -7,37 +7,127 @@ part, say) changes nothing: a model is trained on what it is given when it gener
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from megarl.data.tokenizer import encode_rendered, rendered_chat
+from megarl.data.tool_columns import names_of
 
 _ANSWER = "an-answer-0c1d"  # stands for whatever the model wrote
+_CUT = " ... "  # stands where a long text was cut
+_CHARACTERS = 100  # of one token, at most; a longer text is not tokenised as a whole to be cut
 
 
 class TurnTemplate:
-    """Of a tokenizer's chat template, for conversations in which the model is told of `tools`."""
+    """Of a tokenizer's chat template, for conversations in which the model is told of `tools`. max_result_tokens: of the text of one
+    message between two answers; longer ones are cut in their middle. None: no limit."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, tools: Sequence[Mapping[str, Any]] | None = None) -> None:
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        max_result_tokens: int | None = None,
+    ) -> None:
         self._tokenizer = tokenizer
         self._tools = tools
+        self._max_result_tokens = max_result_tokens
+        special = {number: token.content for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+        self._special_ids = frozenset(special)
+        spelt = sorted((text for text in special.values() if len(text) > 1), key=len, reverse=True)
+        self._special = re.compile("|".join(map(re.escape, spelt)) or "(?!)")  # the latter matches nothing
+
+    def read(self, token_ids: list[int]) -> str:
+        """What the model wrote, without the token that ended it."""
+        is_ended = bool(token_ids) and token_ids[-1] in self._special_ids
+        return str(self._tokenizer.decode(token_ids[:-1] if is_ended else token_ids, skip_special_tokens=False))
+
+    def bridge_from(self, token_ids: Sequence[int], messages: Sequence[dict[str, Any]]) -> list[int]:
+        """As `bridge`, behind these tokens of the model, which get the end token where they ended with another."""
+        end: list[int] = [] if token_ids[-1] == self._tokenizer.eos_token_id else [self._tokenizer.eos_token_id]
+        return end + self.bridge(messages)
 
     def bridge(self, messages: Sequence[dict[str, Any]]) -> list[int]:
         """Token ids of the messages that follow an answer, from behind its end token to where the next answer begins.
 
+        Special tokens that are spelt in the messages' texts are told apart from real ones by a blank, so that no text ends a turn.
         Raises ValueError where the template does not close an answer with the end token, or refuses the messages.
         """
-        chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}, *messages]
-        text = rendered_chat(self._tokenizer, chat, for_generation=True, tools=self._tools)
-        before, answer, after = text.rpartition(_ANSWER)
-        # The end token stays in front while the rest is tokenised: some tokenizers treat the beginning of a text in another way.
-        token_ids = encode_rendered(self._tokenizer, after)
-        if not answer or _ANSWER in before or token_ids[:1] != [self._tokenizer.eos_token_id]:
+        return encode_rendered(self._tokenizer, self._after(messages))[1:]
+
+    def _after(self, messages: Sequence[dict[str, Any]]) -> str:
+        """The text of `bridge`, with the end token before it: some tokenizers treat the beginning of a text in another way."""
+        safe = [message | {"content": self._cut(self._escaped(text))} if (text := _text(message)) else message for message in messages]
+        chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}, *safe]
+        rendered = rendered_chat(self._tokenizer, chat, for_generation=True, tools=self._tools)
+        before, answer, after = rendered.rpartition(_ANSWER)
+        if not answer or _ANSWER in before or encode_rendered(self._tokenizer, after)[:1] != [self._tokenizer.eos_token_id]:
             raise ValueError(
                 f"the chat template does not write an earlier answer followed at once by the end token {self._tokenizer.eos_token!r}, so "
                 f"nothing can be put behind what the model wrote; it writes {after[:40]!r}. Use a template that does, or set the "
                 "tokenizer's eos_token to what its chat template ends an answer with"
             )
-        return token_ids[1:]
+        return after
+
+    def _escaped(self, text: str) -> str:
+        while self._special.search(text):
+            text = self._special.sub(lambda found: f"{found[0][0]} {found[0][1:]}", text)
+        return text
+
+    def _cut(self, text: str) -> str:
+        limit = self._max_result_tokens
+        if limit is None:
+            return text
+        if len(text) > 2 * _CHARACTERS * limit:
+            text = text[: _CHARACTERS * limit] + text[-_CHARACTERS * limit :]
+        token_ids = encode_rendered(self._tokenizer, text)
+        kept, size = limit, len(token_ids)
+        while size > limit:
+            head, tail = token_ids[: (kept + 1) // 2], token_ids[len(token_ids) - kept // 2 :]
+            # A character may be of several tokens, of which the cut leaves some.
+            text = self._plain(head).rstrip("\ufffd") + _CUT + self._plain(tail).lstrip("\ufffd")
+            size = 0 if not kept else len(encode_rendered(self._tokenizer, text))
+            kept = min(kept - 1, kept * limit // max(1, size))
+        return text
+
+    def _plain(self, token_ids: list[int]) -> str:
+        return str(self._tokenizer.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+    def check(self) -> None:
+        """Tries conversations of one result, of two at once, and of two turns. Raises ValueError for a template that does not tell the
+        model of the tools, or that is not append-only: it writes what came before in another way once something follows."""
+        opened = rendered_chat(self._tokenizer, [{"role": "user", "content": "?"}], for_generation=True, tools=self._tools)
+        refuse_silent_template(names_of(list(self._tools or ())), opened)
+        role = "tool" if self._tools else "user"
+        one, two = {"role": role, "content": "a first result"}, {"role": role, "content": "a second result"}
+        for turns in ([one],), ([one, two],), ([one], [two]):
+            chat, expected = [{"role": "user", "content": "?"}], opened
+            for messages in turns:
+                chat += [{"role": "assistant", "content": _ANSWER}, *messages]
+                expected += _ANSWER + self._after(messages)
+            found = rendered_chat(self._tokenizer, chat, for_generation=True, tools=self._tools)
+            if found != expected:
+                raise ValueError(self._not_appended(expected, found))
+
+    def _not_appended(self, expected: str, found: str) -> str:
+        pairs = zip(expected, found, strict=False)
+        parting = next((index for index, (a, b) in enumerate(pairs) if a != b), min(len(expected), len(found)))
+        tokens = [self._tokenizer.tokenize(text[parting : parting + 80])[:8] for text in (expected, found)]
+        return (
+            f"the chat template is not append-only: behind {expected[max(0, parting - 30) : parting]!r} a conversation that grew has "
+            f"the tokens {tokens[0]}, and the template writes {tokens[1]} for the whole. Use a template that renders a message in the "
+            "same way whatever follows it"
+        )
+
+
+def _text(message: Mapping[str, Any]) -> str:
+    text = message.get("content")
+    return text if isinstance(text, str) else ""
+
+
+def refuse_silent_template(names: Sequence[str], rendered: str) -> None:
+    """Of tools that a model is told of, or calls. Raises ValueError where the template has left one out."""
+    if unsaid := [name for name in names if name not in rendered]:
+        raise ValueError(f"the chat template leaves out {unsaid[0]!r}: it knows no tools; use the template of a model that calls some")

@@ -38,13 +38,7 @@ def load_function(path: str, name: str, expected: Expected) -> Callable[..., Any
     coroutine, for instance) or does not take what it is called with.
     """
     what, error = expected.what, expected.error
-    if not Path(path).is_file():
-        raise error(f"{what} file {path!r}: there is no such file (looked in {Path(path).absolute().parent})")
-    module = _run_file(path, expected)
-    if not hasattr(module, name):
-        functions = [key for key, value in vars(module).items() if inspect.isfunction(value)]
-        raise error(f"{what} {name!r} is not in {path!r}, which defines {functions}; set {expected.key}")
-    function: Callable[..., Any] = getattr(module, name)
+    function: Callable[..., Any] = load_name(path, name, expected)
     if not callable(function) or inspect.iscoroutinefunction(function):
         kind = "a coroutine function" if callable(function) else f"a {type(function).__name__}"
         raise error(f"{what} {name!r} in {path!r} is {kind}, expected a plain function: {expected.example}")
@@ -57,6 +51,19 @@ def load_function(path: str, name: str, expected: Expected) -> Callable[..., Any
             f"{what} {name}{signature} in {path!r} cannot be called with {given} ({problem}); write it as {expected.example}"
         ) from problem
     return function
+
+
+def load_name(path: str, name: str, expected: Expected) -> Any:
+    """What the Python file `path`, which is run once, calls `name`. Raises `expected.error` where there is no such file or name, or the
+    file cannot be run."""
+    what, error = expected.what, expected.error
+    if not Path(path).is_file():
+        raise error(f"{what} file {path!r}: there is no such file (looked in {Path(path).absolute().parent})")
+    module = _run_file(path, expected)
+    if not hasattr(module, name):
+        functions = [key for key, value in vars(module).items() if inspect.isfunction(value)]
+        raise error(f"{what} {name!r} is not in {path!r}, which defines {functions}; set {expected.key}")
+    return getattr(module, name)
 
 
 def _run_file(path: str, expected: Expected) -> ModuleType:

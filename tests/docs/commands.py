@@ -48,6 +48,7 @@ _TUTORIAL = "tests/unit/recipes/test_tutorial.py"
 _TUTORIAL_STAGES = f"{_TUTORIAL}::test_each_stage_is_a_command_that_there_is"
 _SAMPLED = "--config examples/tutorial/smollm2.yaml --temperature 0.7 --n 8"
 _GENERATE = "tests/unit/cli/test_generate.py"
+_EPISODES = "tests/unit/cli/test_episodes.py"
 _EVAL = "tests/integration/test_eval.py"
 _DOCTOR = "tests/integration/test_doctor.py::test_the_quickstart_is_good_on_this_machine"
 _LAUNCH = "tests/integration/test_launch.py"
@@ -121,6 +122,15 @@ COMMANDS: dict[str, Executed | InTest | Make | ByHand] = {
     'echo "12 + 30" | megarl generate outputs/quickstart': InTest(f"{_GENERATE}::test_prompts_of_the_input", ("sys.stdin",)),
     'megarl generate HF_DIR "Name a colour." "Name a river." --system "One word." --n 4 --temperature 0.7 --json': InTest(
         f"{_GENERATE}::test_samples_with_their_log_probs", ("--n", "--temperature", "--system", "--json")
+    ),
+    'megarl generate HF_DIR "What is 17 * 23?" --tool calculator': InTest(
+        f"{_EPISODES}::test_failures_and_limits_are_told", ("calculator",)
+    ),
+    'megarl generate HF_DIR "What is the price of ab?" --tool tools.py:price --tool tools.py:notes --max-turns 4': InTest(
+        f"{_EPISODES}::test_failures_and_limits_are_told", ("tools.py", "--max-turns")
+    ),
+    'megarl generate HF_DIR "Guess." --environment game.py:Game --json': InTest(
+        f"{_EPISODES}::test_an_environment_answers_and_rewards_turns", ("--environment", "--json")
     ),
     "megarl generate HF_DIR": InTest(f"{_GENERATE}::test_a_chat_goes_on", ("isatty",)),
     "megarl report outputs/quickstart": Executed(),

@@ -1,0 +1,112 @@
+"""A plain function as a tool: its signature is the schema, its docstring what the model is told of it."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import threading
+import types
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from megarl.agents.protocol import Schema, Task, ToolResult
+
+_TYPES = {str: "string", int: "integer", float: "number", bool: "boolean", dict: "object", list: "array"}
+
+
+class FunctionTool:
+    """`function`: each parameter is annotated with str, int, float, bool, list, dict, list[one of these], a Literal, or one of them
+    or None; Annotated[str, "text"] describes it. A parameter `task` gets the Task and is not the model's to give. A coroutine function is
+    awaited, any other called in a thread of its own.
+
+    Raises ValueError for a function that cannot be described so.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+        self._schema = function_schema(function)
+        self._takes_task = "task" in inspect.signature(function).parameters
+
+    @property
+    def schema(self) -> Schema:
+        return self._schema
+
+    async def call(self, arguments: Mapping[str, Any], task: Task) -> str | ToolResult:
+        given = {**arguments, "task": task} if self._takes_task else {**arguments}
+        if inspect.iscoroutinefunction(self._function):
+            result = await self._function(**given)
+        else:
+            result = await _in_thread(lambda: self._function(**given))
+        return result if isinstance(result, ToolResult) else str(result)
+
+
+def function_schema(function: Callable[..., Any]) -> dict[str, Any]:
+    """OpenAI's {"type": "function", "function": {...}}. Raises ValueError, see FunctionTool."""
+    name = function.__name__
+    try:
+        hints = get_type_hints(function, include_extras=True)
+    except (NameError, TypeError) as error:
+        raise ValueError(f"the annotations of {name} cannot be read ({error})") from error
+    properties: dict[str, Any] = {}
+    required = []
+    for parameter in inspect.signature(function).parameters.values():
+        if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+            raise ValueError(f"{name} takes {parameter}, but a model gives arguments by name; name each of them")
+        if parameter.name == "task":
+            continue
+        if parameter.name not in hints:
+            raise ValueError(f"the parameter {parameter.name!r} of {name} has no annotation; write {parameter.name}: str, or its type")
+        try:
+            properties[parameter.name] = _schema_of(hints[parameter.name])
+        except ValueError as error:
+            raise ValueError(f"the parameter {parameter.name!r} of {name} is annotated with {error}") from error
+        if parameter.default is parameter.empty:
+            required.append(parameter.name)
+    parameters = {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
+    described = {"name": name, "description": inspect.getdoc(function) or "", "parameters": parameters}
+    return {"type": "function", "function": described}
+
+
+def _schema_of(annotation: Any) -> dict[str, Any]:
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        texts = [each for each in arguments[1:] if isinstance(each, str)]
+        return _schema_of(arguments[0]) | ({"description": texts[0]} if texts else {})
+    if origin is Literal and all(isinstance(each, str | int | bool) for each in arguments):
+        return {"enum": list(arguments)}
+    if origin in (Union, types.UnionType) and len(arguments) == 2 and type(None) in arguments:
+        (other,) = (each for each in arguments if each is not type(None))
+        return {"anyOf": [_schema_of(other), {"type": "null"}]}
+    if origin is list:
+        return {"type": "array", "items": _schema_of(arguments[0])}
+    if origin is dict:
+        return {"type": "object", "additionalProperties": _schema_of(arguments[1])}
+    if annotation in _TYPES:
+        return {"type": _TYPES[annotation]}
+    raise ValueError(f"{annotation!r}, which a model cannot write; use str, int, float, bool, list, dict or a Literal")
+
+
+async def _in_thread(function: Callable[[], Any]) -> Any:
+    """As asyncio.to_thread, but for a thread that nobody waits for at the end of the process: a function may hang for ever."""
+    loop = asyncio.get_running_loop()
+    future = loop.create_future()
+
+    def settle(result: Any, error: BaseException | None) -> None:
+        if future.done():  # nobody waits any more
+            return
+        if error is None:
+            future.set_result(result)
+        else:
+            future.set_exception(error)
+
+    def run() -> None:
+        result, failure = None, None
+        try:
+            result = function()
+        except BaseException as error:  # noqa: BLE001  (whoever awaits it gets it, whatever it is)
+            failure = RuntimeError(repr(error)) if isinstance(error, StopIteration) else error
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(settle, result, failure)
+
+    threading.Thread(target=run, name="tool", daemon=True).start()
+    return await future

@@ -1,0 +1,71 @@
+"""From a model's turn to the tokens of the answer to it: the turn is read as text, its environment replies, the reply becomes a bridge."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Protocol
+
+from megarl.agents.episode import AnswerTurn, TurnAnswer
+from megarl.agents.protocol import CallError, Environment, Message, Reply, Task, ToolCall, Turn
+from megarl.config.errors import RunError
+from megarl.machine.user_functions import last_line
+
+_CLOSE_S = 10.0
+
+
+class TurnTokens(Protocol):
+    """See TurnTemplate in megarl/data/turns.py."""
+
+    def read(self, token_ids: list[int]) -> str: ...
+
+    def bridge_from(self, token_ids: Sequence[int], messages: Sequence[Message]) -> list[int]: ...
+
+
+class EnvironmentFailedError(RunError):
+    """An environment's own code raised, or gave what no environment may give: nobody knows what the model should read."""
+
+
+class Responder:
+    """Of one episode, whose environment it has. The text of a turn is read only; nothing of it becomes tokens again.
+
+    Its methods raise EnvironmentFailedError.
+    """
+
+    def __init__(
+        self, environment: Environment, tokens: TurnTokens, parse: Callable[[str], Sequence[ToolCall | CallError]], task: Task
+    ) -> None:
+        self._environment, self._tokens, self._parse, self._task = environment, tokens, parse, task
+
+    async def start(self) -> None:
+        with self._explained("start"):
+            await self._environment.start(self._task)
+
+    async def answer(self, turn: AnswerTurn) -> tuple[TurnAnswer, Reply]:
+        """The answer's tokens, and what they were made of."""
+        text = self._tokens.read(turn.token_ids)
+        with self._explained(f"respond, in turn {turn.place.turn + 1}"):
+            reply = await self._environment.respond(Turn(turn.place.turn, text, self._parse(text), turn.is_last))
+            goes_on = not reply.is_done and not turn.is_last
+            if goes_on and not reply.messages:
+                raise ValueError("it gave no message, and did not say that the episode is done")
+            bridge = self._tokens.bridge_from(turn.token_ids, reply.messages) if goes_on else []
+        return TurnAnswer(bridge, reply.reward, reply.is_done, reply.num_calls, reply.errors, reply.tool_s), reply
+
+    async def close(self) -> None:
+        """Waits for a limited time."""
+        closing = asyncio.ensure_future(self._environment.close())
+        await asyncio.wait({closing}, timeout=_CLOSE_S)
+        if not closing.done():
+            closing.cancel()
+            raise EnvironmentFailedError(f"{type(self._environment).__name__}.close took longer than {_CLOSE_S:g} s")
+        with self._explained("close"):
+            closing.result()
+
+    @contextmanager
+    def _explained(self, method: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001  (the user's code may raise anything)
+            raise EnvironmentFailedError(f"{type(self._environment).__name__}.{method}: {last_line(error)}") from error

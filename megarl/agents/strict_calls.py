@@ -1,0 +1,57 @@
+"""Calls in the form `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, which Qwen and Hermes write: read strictly, so that a slip
+is told to the model and never taken for an answer."""
+
+from __future__ import annotations
+
+import json
+import re
+
+from megarl.agents.protocol import CallError, CallErrorKind, ToolCall
+
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
+_TAGS = re.compile(f"({OPEN}|{CLOSE})")
+
+
+def parse_calls(text: str) -> list[ToolCall | CallError]:
+    """In their order; empty where no tag is in `text`, which is then an answer."""
+    calls: list[ToolCall | CallError] = []
+    inside: str | None = None  # a call's text, from where one was opened
+    for piece in _TAGS.split(text):
+        if piece == OPEN:
+            if inside is not None:
+                calls.append(_unreadable(f"{OPEN} follows {OPEN}, without {CLOSE} between them"))
+            inside = ""
+        elif piece == CLOSE:
+            calls.append(_unreadable(f"{CLOSE} without {OPEN} before it") if inside is None else _read(inside))
+            inside = None
+        elif inside is not None:
+            inside += piece
+    if inside is not None:
+        calls.append(_unreadable(f"{CLOSE} is missing"))
+    return calls
+
+
+def _read(text: str) -> ToolCall | CallError:
+    try:
+        call = json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=_without_doubles)
+    except (ValueError, RecursionError) as error:
+        return _unreadable(f"it is not JSON ({error or type(error).__name__})")
+    if not isinstance(call, dict) or not isinstance(call.get("name"), str):
+        return _unreadable('expected {"name": ..., "arguments": {...}}')
+    if unknown := sorted(call.keys() - {"name", "arguments"}):
+        return _unreadable(f'{unknown[0]!r} stands beside "name" and "arguments"')
+    return ToolCall(call["name"], call.get("arguments", {}))
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no number of JSON")
+
+
+def _without_doubles(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    if len(found := dict(pairs)) < len(pairs):
+        raise ValueError("a key stands in it twice")
+    return found
+
+
+def _unreadable(reason: str) -> CallError:
+    return CallError(CallErrorKind.unreadable, f"the call could not be read: {reason}")

@@ -1,0 +1,129 @@
+"""The environment of a model with tools: it runs the calls of a turn, and tells the model of each what came of it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from jsonschema import Draft202012Validator
+from jsonschema.exceptions import SchemaError, best_match
+
+from megarl.agents.protocol import CallError, CallErrorKind, Reply, Schema, Task, Tool, ToolCall, ToolResult, Turn
+
+_NOTHING = "(the tool returned no text)"  # an empty message would look like a call that was lost
+
+
+@dataclass(frozen=True, kw_only=True)
+class CallLimits:
+    """max_parallel: calls of one turn; those beyond it are refused. time_limit_s: of one call."""
+
+    max_parallel: int = 4
+    time_limit_s: float = 30.0
+
+
+class Toolbox:
+    """Tools by their names, with what checks their arguments. Raises ValueError for two of one name, and for a schema that is none."""
+
+    def __init__(self, tools: Sequence[Tool]) -> None:
+        self.tools = {tool.schema["function"]["name"]: tool for tool in tools}
+        if len(self.tools) < len(tools):
+            names = [tool.schema["function"]["name"] for tool in tools]
+            raise ValueError(f"two tools have one name; they are {', '.join(names)}")
+        self.validators = {name: _validator(name, tool.schema["function"].get("parameters", {})) for name, tool in self.tools.items()}
+
+    @property
+    def schemas(self) -> list[Schema]:
+        return [tool.schema for tool in self.tools.values()]
+
+
+def _validator(name: str, parameters: Mapping[str, Any]) -> Draft202012Validator:
+    try:
+        Draft202012Validator.check_schema(parameters)
+    except SchemaError as error:
+        raise ValueError(f"the parameters of the tool {name} are no JSON schema: {error.message}") from error
+    return Draft202012Validator(parameters)
+
+
+class _Outcome(NamedTuple):
+    result: ToolResult | CallError
+    tool_s: float = 0.0
+
+
+class ToolEnvironment:
+    """A turn without a call is the answer. The calls of a turn run at the same time; their results are in the calls' order, each a message
+    of the role `tool`. Whatever goes wrong with a call is one line for the model, and no other call suffers from it.
+
+    In the last turn no call is run: nobody would read the result.
+    """
+
+    def __init__(self, toolbox: Toolbox, limits: CallLimits) -> None:
+        self._toolbox, self._limits = toolbox, limits
+        self._task = Task()
+
+    async def start(self, task: Task) -> None:
+        self._task = task
+
+    async def respond(self, turn: Turn) -> Reply:
+        if not turn.calls:
+            return Reply(is_done=True)
+        if turn.is_last:
+            return Reply()
+        outcomes = await asyncio.gather(*(self._outcome(index, call) for index, call in enumerate(turn.calls)))
+        results = [outcome.result for outcome in outcomes]
+        given = [result for result in results if isinstance(result, ToolResult)]
+        return Reply(
+            messages=[{"role": "tool", "content": _text(result)} for result in results],
+            reward=sum(result.reward for result in given),
+            is_done=any(result.is_done for result in given),
+            num_calls=len(turn.calls),
+            errors=[result for result in results if isinstance(result, CallError)],
+            tool_s=sum(outcome.tool_s for outcome in outcomes),
+        )
+
+    async def close(self) -> None:
+        """Holds nothing: tools outlive an episode."""
+
+    async def _outcome(self, index: int, call: ToolCall | CallError) -> _Outcome:
+        if index >= self._limits.max_parallel:
+            limit = self._limits.max_parallel
+            return _Outcome(CallError(CallErrorKind.too_many, f"a turn may have {limit} calls; this is number {index + 1} and was not run"))
+        if isinstance(call, CallError):
+            return _Outcome(call)
+        if refusal := self._refusal(call):
+            return _Outcome(refusal)
+        start_s = time.monotonic()
+        result = await self._run(call)
+        return _Outcome(result, time.monotonic() - start_s)
+
+    def _refusal(self, call: ToolCall) -> CallError | None:
+        if call.name not in self._toolbox.tools:
+            there = ", ".join(self._toolbox.tools)
+            return CallError(CallErrorKind.unknown, f"there is no tool {call.name!r}; there are: {there}")
+        if not isinstance(call.arguments, Mapping):
+            return CallError(CallErrorKind.refused_arguments, f"arguments must be an object, not {call.arguments!r:.80}")
+        error = best_match(self._toolbox.validators[call.name].iter_errors(call.arguments))
+        if error is None:
+            return None
+        where = ".".join(map(str, error.absolute_path))
+        return CallError(CallErrorKind.refused_arguments, f"{call.name}: {where + ': ' if where else ''}{error.message:.200}")
+
+    async def _run(self, call: ToolCall) -> ToolResult | CallError:
+        limit_s, tool = self._limits.time_limit_s, self._toolbox.tools[call.name]
+        running = asyncio.ensure_future(tool.call(call.arguments, self._task))
+        await asyncio.wait({running}, timeout=limit_s)
+        if not running.done():  # it is not waited for, as it may not care that it is cancelled
+            running.cancel()
+            running.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
+            return CallError(CallErrorKind.timed_out, f"{call.name} took longer than {limit_s:g} s")
+        try:
+            result = running.result()
+        except Exception as error:  # noqa: BLE001  (the tool's code may raise anything, and the model is told of it)
+            return CallError(CallErrorKind.raised, f"{call.name} raised {type(error).__name__}: {str(error)[:200]}")
+        return result if isinstance(result, ToolResult) else ToolResult(result)
+
+
+def _text(result: ToolResult | CallError) -> str:
+    return str(result) if isinstance(result, CallError) else result.text or _NOTHING

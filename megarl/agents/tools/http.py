@@ -1,0 +1,59 @@
+"""Pages over HTTP, from hosts that are allowed, with limits of size and time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection, Mapping
+from typing import Annotated, Any
+
+import httpx
+
+from megarl.agents.function_tool import function_schema
+from megarl.agents.protocol import Schema, Task
+
+
+class HttpGet:
+    """A tool that reads a page by GET. allowed_hosts: `host`, or `host:port` for another port than the scheme's; nothing else is asked, and
+    redirects are told and not followed, so that no page leads elsewhere. max_bytes: that are read of a page; the rest is left out.
+    time_limit_s: of the whole.
+    """
+
+    def __init__(
+        self,
+        allowed_hosts: Collection[str],
+        *,
+        max_bytes: int = 65536,
+        time_limit_s: float = 10.0,
+        name: str = "http_get",
+        description: str = "Reads the page at a URL.",
+    ) -> None:
+        self._allowed, self._max_bytes, self._time_limit_s = frozenset(allowed_hosts), max_bytes, time_limit_s
+        schema = function_schema(self._shape)
+        self._schema = schema | {"function": schema["function"] | {"name": name, "description": description}}
+
+    @property
+    def schema(self) -> Schema:
+        return self._schema
+
+    async def call(self, arguments: Mapping[str, Any], task: Task) -> str:
+        url = httpx.URL(arguments["url"])
+        host = url.netloc.decode()
+        if url.scheme not in ("http", "https") or host not in self._allowed or url.userinfo:
+            raise ValueError(f"{host or arguments['url']!r} is not allowed; there are: {', '.join(sorted(self._allowed))}")
+        async with asyncio.timeout(self._time_limit_s):
+            # Without the environment's proxies and passwords, and without compression: few bytes may become very many.
+            client = httpx.AsyncClient(trust_env=False, timeout=self._time_limit_s, headers={"Accept-Encoding": "identity"})
+            async with client, client.stream("GET", url) as page:
+                if page.has_redirect_location:
+                    return f"status {page.status_code}, to {page.headers['location']}"
+                body = b""
+                async for part in page.aiter_raw():
+                    body += part
+                    if len(body) >= self._max_bytes:
+                        break
+        text = body[: self._max_bytes].decode(page.encoding or "utf-8", errors="replace")
+        return text if page.is_success else f"status {page.status_code}\n{text}"
+
+    @staticmethod
+    def _shape(url: Annotated[str, "http:// or https://"]) -> None:
+        """The signature that the model is told of."""

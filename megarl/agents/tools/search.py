@@ -1,0 +1,68 @@
+"""Search over a folder of texts: paragraphs ranked by BM25, by the full-text index of SQLite."""
+
+from __future__ import annotations
+
+import re
+import sqlite3
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+from megarl.agents.function_tool import function_schema
+from megarl.agents.protocol import Schema, Task
+
+_WORD = re.compile(r"\w+")
+_CUT = 1500  # characters of a paragraph that are shown
+
+
+class FolderSearch:
+    """A tool that finds paragraphs in the text files of `folder` and of all folders in it, by the words of a query.
+
+    suffixes: of the files that are read, as UTF-8. num_results: paragraphs for a query. name, description: told to the model.
+    Raises ValueError where there is nothing to search.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        *,
+        num_results: int = 3,
+        suffixes: tuple[str, ...] = (".md", ".txt"),
+        name: str = "search",
+        description: str = "Finds paragraphs by the words of a query.",
+    ) -> None:
+        self._num_results = num_results
+        # Read by one thread after it is made by another.
+        self._index = sqlite3.connect(":memory:", check_same_thread=False)
+        self._index.execute("CREATE VIRTUAL TABLE paragraphs USING fts5(text, place UNINDEXED, tokenize='porter unicode61')")
+        files = sorted(file for file in Path(folder).rglob("*") if file.suffix in suffixes and file.is_file())
+        if not files:
+            raise ValueError(f"{folder}: there is no file ending in {' or '.join(suffixes)} to search in")
+        for file in files:
+            try:
+                paragraphs = re.split(r"\n\s*\n", file.read_text(encoding="utf-8"))
+            except UnicodeDecodeError as error:
+                raise ValueError(f"{file}: is no text in UTF-8 ({error.reason})") from error
+            place = file.relative_to(folder).as_posix()
+            rows = [(paragraph.strip(), place) for paragraph in paragraphs if paragraph.strip()]
+            self._index.executemany("INSERT INTO paragraphs VALUES (?, ?)", rows)
+        schema = function_schema(self._shape)
+        self._schema = schema | {"function": schema["function"] | {"name": name, "description": description}}
+
+    @property
+    def schema(self) -> Schema:
+        return self._schema
+
+    async def call(self, arguments: Mapping[str, Any], task: Task) -> str:
+        words = _WORD.findall(arguments["query"])
+        if not words:
+            raise ValueError("the query has no word")
+        # Words in quotes, so that none of them is taken for an operator of the index.
+        query = " OR ".join(f'"{word}"' for word in words)
+        ranked = "SELECT text, place FROM paragraphs WHERE paragraphs MATCH ? ORDER BY rank, rowid LIMIT ?"
+        found = self._index.execute(ranked, (query, self._num_results)).fetchall()
+        return "\n\n".join(f"{place}: {text[:_CUT]}" for text, place in found) or "nothing was found"
+
+    @staticmethod
+    def _shape(query: Annotated[str, "words to look for"]) -> None:
+        """The signature that the model is told of."""

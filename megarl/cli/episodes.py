@@ -1,0 +1,127 @@
+"""`megarl generate` with tools or an environment: whole episodes, printed as the conversations that they are."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from megarl.agents.episode import Episode, EpisodeLimits, WriteTurn
+from megarl.agents.protocol import Environment, Message, Task
+from megarl.agents.responder import Responder
+from megarl.agents.strict_calls import parse_calls
+from megarl.agents.tool_environment import CallLimits, ToolEnvironment
+from megarl.agents.trajectory import Trajectory
+from megarl.agents.user_tools import UserName, load_environment, load_toolbox
+from megarl.cli.generate import Writer, read_chats
+from megarl.cli.named_model import find_model
+from megarl.data.turns import TurnTemplate
+from megarl.rollout.interface import GenerationRequest
+
+_MAX_RESULT_TOKENS = 512
+
+
+class _Played(NamedTuple):
+    """messages: of the model and of its environment, in their order."""
+
+    trajectory: Trajectory
+    messages: list[Message]
+
+
+def run(parsed: argparse.Namespace) -> int:
+    """Prints the episodes of each prompt; 0. Raises ValueError for what cannot be, before weights are loaded; EnvironmentFailedError."""
+    if parsed.tool and parsed.environment:
+        raise ValueError("--environment answers the model itself, so --tool has no use beside it; give one of them")
+    if parsed.stop:
+        raise ValueError("--stop ends an answer, but with --tool or --environment the model's own end of a turn does; leave it out")
+    if not parsed.prompts and sys.stdin.isatty():
+        raise ValueError("with --tool or --environment there is no chat; give a prompt")
+    chats = read_chats(parsed)
+    make_environment: Callable[[], Environment]
+    if parsed.environment:
+        make_environment, tools = load_environment(UserName.parse(parsed.environment)), None
+    else:
+        toolbox = load_toolbox([UserName.parse(tool) for tool in parsed.tool])
+        make_environment, tools = (lambda: ToolEnvironment(toolbox, CallLimits())), toolbox.schemas
+    writer = Writer(find_model(Path(parsed.model), parsed.step), parsed)
+    template = TurnTemplate(writer.tokenizer, tools, _MAX_RESULT_TOKENS)
+    template.check()
+    requests = writer.requests([writer.render(chat, tools) for chat in chats])
+    writer.load()
+    for index, request in enumerate(requests):
+        chat, sample = chats[index // parsed.n], index % parsed.n
+        task = Task(messages=chat, seed=request.sampling.seed)
+        responder = Responder(make_environment(), template, parse_calls, task)
+        if len(requests) > 1 and not parsed.json:
+            print(f"--- {chat[-1]['content']}" + (f" [{sample + 1} of {parsed.n}]" if parsed.n > 1 else ""))
+        played = asyncio.run(_play(writer, template, responder, request, parsed))
+        if parsed.json:
+            print(json.dumps({"messages": chat, "sample": sample, **_values(played, parsed.log_probs)}, ensure_ascii=False))
+    return 0
+
+
+async def _play(
+    writer: Writer, template: TurnTemplate, responder: Responder, request: GenerationRequest, parsed: argparse.Namespace
+) -> _Played:
+    """Prints each message as it comes, but for JSON."""
+    limits = EpisodeLimits(max_turns=parsed.max_turns, max_tokens=request.sampling.max_new_tokens)
+    episode = Episode(request.prompt, request.sampling.seed, limits)
+    messages: list[Message] = []
+
+    def say(said: Sequence[Message]) -> None:
+        messages.extend(said)
+        for message in said if not parsed.json else ():
+            print(f"{message['role']}: {message['content']}", flush=True)
+
+    try:
+        await responder.start()
+        while (step := episode.next) is not None:
+            if isinstance(step, WriteTurn):
+                sampling = replace(request.sampling, max_new_tokens=step.max_new_tokens, seed=step.seed)
+                sample = writer.sample(request._replace(prompt=step.token_ids, sampling=sampling))
+                say([{"role": "assistant", "content": template.read(sample.token_ids.tolist())}])
+                episode.wrote(step.place, sample.token_ids, sample.log_probs, sample.token_versions, sample.finish_reason)
+            else:
+                answer, reply = await responder.answer(step)
+                say(reply.messages)
+                episode.answered(step.place, answer)
+    finally:
+        await responder.close()
+    if not parsed.json:
+        _print_end(writer, episode.trajectory, parsed.log_probs)
+    return _Played(episode.trajectory, messages)
+
+
+def _print_end(writer: Writer, trajectory: Trajectory, with_log_probs: bool) -> None:
+    assert trajectory.end is not None
+    errors = [f"{count} {kind.value}" for kind, count in trajectory.call_errors.items()]
+    counts = [f"turns {trajectory.num_turns}", f"calls {trajectory.num_calls}", *errors, f"tokens {len(trajectory.token_ids)}"]
+    print(f"[{trajectory.end.value}: {', '.join(counts)}]")
+    if with_log_probs:
+        rows = zip(trajectory.token_ids.tolist(), trajectory.log_probs.tolist(), trajectory.mask.tolist(), strict=True)
+        for token_id, log_prob, is_models in rows:
+            print(f"{f'{log_prob:10.4f}' if is_models else ' ' * 10}  {writer.tokenizer.decode([token_id])!r}")
+
+
+def _values(played: _Played, with_log_probs: bool) -> dict[str, Any]:
+    trajectory, messages = played
+    assert trajectory.end is not None
+    answers = [message["content"] for message in messages if message["role"] == "assistant"]
+    values = {
+        "text": answers[-1],
+        "conversation": messages,
+        "end": trajectory.end.value,
+        "num_turns": trajectory.num_turns,
+        "num_calls": trajectory.num_calls,
+        "call_errors": {kind.value: count for kind, count in trajectory.call_errors.items()},
+        "turn_rewards": trajectory.turn_rewards,
+    }
+    if not with_log_probs:
+        return values
+    tokens = {"token_ids": trajectory.token_ids, "log_probs": trajectory.log_probs, "response_mask": trajectory.mask}
+    return values | {name: row.tolist() for name, row in tokens.items()}

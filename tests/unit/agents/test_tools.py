@@ -1,0 +1,328 @@
+"""Tools: functions with their schemas, the six ways in which a call fails, and the tools that ship."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import pytest
+
+from megarl.agents.function_tool import FunctionTool, function_schema
+from megarl.agents.protocol import CallErrorKind, Reply, Task, Tool, ToolResult, Turn
+from megarl.agents.strict_calls import parse_calls
+from megarl.agents.tool_environment import CallLimits, Toolbox, ToolEnvironment
+from megarl.agents.tools.calculator import calculator
+from megarl.agents.tools.http import HttpGet
+from megarl.agents.tools.search import FolderSearch
+from megarl.agents.user_tools import UserName, load_environment, load_toolbox
+
+TASK = Task(extra_info={"prices": {"ab": 42}})
+HANG = threading.Event()
+
+
+def price(item: str, task: Task) -> str:
+    """The price of an item."""
+    return str(task.extra_info["prices"][item])
+
+
+async def wait(seconds: float = 0.0) -> ToolResult:
+    await asyncio.sleep(seconds)
+    return ToolResult(f"waited {seconds}", reward=0.5)
+
+
+def stuck() -> None:
+    HANG.wait(30)
+
+
+async def deaf() -> str:
+    """Does not care that it is cancelled."""
+    while not HANG.is_set():
+        try:
+            await asyncio.sleep(0.01)
+        except asyncio.CancelledError:
+            continue
+    return ""
+
+
+def nothing() -> str:
+    return ""
+
+
+def respond(text: str, *functions: Any, max_parallel: int = 8, time_limit_s: float = 5.0, is_last: bool = False) -> Reply:
+    environment = ToolEnvironment(
+        Toolbox([FunctionTool(each) for each in functions]), CallLimits(max_parallel=max_parallel, time_limit_s=time_limit_s)
+    )
+
+    async def play() -> Reply:
+        await environment.start(TASK)
+        reply = await environment.respond(Turn(0, text, parse_calls(text), is_last))
+        HANG.set()
+        await environment.close()
+        return reply
+
+    HANG.clear()
+    return asyncio.run(play())
+
+
+def call(name: str, arguments: str = "{}") -> str:
+    return f'<tool_call>{{"name": "{name}", "arguments": {arguments}}}</tool_call>'
+
+
+def test_the_schema_of_a_function() -> None:
+    def find(
+        words: Annotated[list[str], "to look for"],
+        kind: Literal["all", "any"],
+        limit: int | None = None,
+        near: dict[str, float] | None = None,
+        task: Task = TASK,
+    ) -> None:
+        """Finds.
+
+        And more."""
+
+    function = function_schema(find)["function"]
+    assert (function["name"], function["description"]) == ("find", "Finds.\n\nAnd more.")
+    assert function["parameters"] == {
+        "type": "object",
+        "properties": {
+            "words": {"type": "array", "items": {"type": "string"}, "description": "to look for"},
+            "kind": {"enum": ["all", "any"]},
+            "limit": {"anyOf": [{"type": "integer"}, {"type": "null"}]},
+            "near": {"anyOf": [{"type": "object", "additionalProperties": {"type": "number"}}, {"type": "null"}]},
+        },
+        "required": ["words", "kind"],
+        "additionalProperties": False,
+    }
+
+
+def test_functions_without_a_schema_are_refused() -> None:
+    def bare(x): ...  # type: ignore[no-untyped-def]
+
+    def many(*values: int) -> None: ...
+
+    def odd(when: complex) -> None: ...
+
+    for function, said in (
+        (bare, "no annotation; write x: str"),
+        (many, r"takes \*values"),
+        (odd, "complex'>, which a model cannot write"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            function_schema(function)
+    with pytest.raises(ValueError, match="two tools have one name; they are price, price"):
+        Toolbox([FunctionTool(price), FunctionTool(price)])
+
+
+def test_results_stand_in_the_order_of_the_calls_whoever_is_done_first() -> None:
+    reply = respond(call("wait", '{"seconds": 0.05}') + call("price", '{"item": "ab"}') + call("nothing"), wait, price, nothing)
+    assert [message["content"] for message in reply.messages] == ["waited 0.05", "42", "(the tool returned no text)"]
+    assert {message["role"] for message in reply.messages} == {"tool"}
+    assert (reply.num_calls, reply.reward, reply.is_done, list(reply.errors)) == (3, 0.5, False, [])
+    assert reply.tool_s >= 0.05
+
+
+def test_a_turn_without_a_call_is_the_answer_and_in_the_last_turn_nothing_is_called() -> None:
+    assert respond("42", price) == Reply(is_done=True)
+    called: list[int] = []
+
+    def note() -> None:
+        called.append(1)
+
+    assert respond(call("note"), note, is_last=True) == Reply()
+    assert not called
+
+
+def test_each_failure_has_its_line_and_its_kind_and_costs_no_other_call() -> None:
+    calls = [
+        call("price", '{"item": "zz"}'),
+        call("stuck"),
+        call("deaf"),
+        call("price", '{"items": "ab"}'),
+        call("price", "3"),
+        call("cost"),
+        "<tool_call>{price}</tool_call>",
+        call("price", '{"item": "ab"}'),
+        call("price", '{"item": "ab"}'),
+    ]
+    start_s = time.monotonic()
+    reply = respond("".join(calls), price, stuck, deaf, max_parallel=8, time_limit_s=0.1)
+    assert time.monotonic() - start_s < 5  # nothing waits for what hangs
+    lines = [message["content"] for message in reply.messages]
+    assert lines[7] == "42"
+    expected = [
+        "tool error (raised): price raised KeyError: 'zz'",
+        "tool error (timed out): stuck took longer than 0.1 s",
+        "tool error (timed out): deaf took longer than 0.1 s",
+        "tool error (refused arguments): price: ",
+        "tool error (refused arguments): arguments must be an object, not 3",
+        "tool error (unknown tool): there is no tool 'cost'; there are: price, stuck, deaf",
+        "tool error (unreadable): the call could not be read: it is not JSON",
+        "42",
+        "tool error (too many calls): a turn may have 8 calls; this is number 9 and was not run",
+    ]
+    for line, begins in zip(lines, expected, strict=True):
+        assert line.startswith(begins)
+        assert "\n" not in line
+    kinds = [error.kind for error in reply.errors]
+    assert set(kinds) == set(CallErrorKind)
+    assert len(kinds) == 8
+
+
+# ---- that ship
+
+
+@pytest.mark.parametrize(
+    ("expression", "result"),
+    [("(3 + 4) * 2", "14"), ("-2 ** 2", "-4"), ("7 // 2 + 7 % 4", "6"), ("round(sqrt(2), 3)", "1.414"), ("max(1, pi)", "3.14")],
+)
+def test_the_calculator(expression: str, result: str) -> None:
+    assert calculator(expression).startswith(result)
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "9 ** 9 ** 9",
+        "2 ** 4000 * 2 ** 4000",
+        "__import__('os')",
+        "(1).real",
+        "'a' * 9",
+        "1 +",
+        "1 / 0",
+        "(-1) ** 0.5",
+        "1+" * 501 + "1",
+        "True",
+    ],
+)
+def test_the_calculator_refuses(expression: str) -> None:
+    with pytest.raises((ValueError, ZeroDivisionError)):
+        calculator(expression)
+
+
+def test_search_over_a_folder(tmp_path: Path) -> None:
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "a.txt").write_text("The fox runs.\n\nA hen sits on eggs, and eggs are warm.")
+    (tmp_path / "deep/b.md").write_text("Eggs are laid by hens of every kind, and by many other birds and reptiles too.")
+    (tmp_path / "c.bin").write_bytes(b"\xff eggs")
+    search = FolderSearch(tmp_path, num_results=1, name="look")
+    assert search.schema["function"]["name"] == "look"
+    found = asyncio.run(search.call({"query": 'egg" OR *'}, TASK))
+    assert found == "a.txt: A hen sits on eggs, and eggs are warm."  # twice the word, in fewer words
+    assert asyncio.run(search.call({"query": "zebra"}, TASK)) == "nothing was found"
+    with pytest.raises(ValueError, match="no word"):
+        asyncio.run(search.call({"query": "***"}, TASK))
+    with pytest.raises(ValueError, match=r"no file ending in \.rst"):
+        FolderSearch(tmp_path, suffixes=(".rst",))
+
+
+class _Pages(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        if self.path == "/slow":
+            HANG.wait(10)
+        if self.path == "/away":
+            self.send_response(302)
+            self.send_header("Location", "http://elsewhere.test/")
+            self.end_headers()
+            return
+        self.send_response(200 if self.path != "/none" else 404)
+        self.end_headers()
+        self.wfile.write(b"x" * 5000 if self.path == "/long" else b"a page")
+
+    def log_message(self, *arguments: object) -> None:
+        """Says nothing."""
+
+
+@pytest.fixture
+def host() -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _Pages)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    HANG.clear()
+    yield f"127.0.0.1:{server.server_port}"
+    HANG.set()
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_pages_over_http(host: str) -> None:
+    get = HttpGet([host], max_bytes=100, time_limit_s=0.5)
+
+    def read(url: str) -> str:
+        text = asyncio.run(get.call({"url": url}, TASK))
+        assert isinstance(text, str)
+        return text
+
+    assert read(f"http://{host}/page") == "a page"
+    assert read(f"http://{host}/long") == "x" * 100
+    assert read(f"http://{host}/none") == "status 404\na page"
+    assert read(f"http://{host}/away") == "status 302, to http://elsewhere.test/"
+    for url in (f"http://user@{host}/", f"ftp://{host}/", "http://elsewhere.test/", f"http://elsewhere.test/?{host}", "page"):
+        with pytest.raises(ValueError, match=f"not allowed; there are: {host}"):
+            read(url)
+    with pytest.raises(TimeoutError):
+        read(f"http://{host}/slow")
+
+
+# ---- that a user names
+
+TOOLS = """
+def price(item: str) -> str:
+    return "42"
+class Shop:
+    schema = {"type": "function", "function": {"name": "shop", "parameters": {"type": "object"}}}
+    async def call(self, arguments, task):
+        return "open"
+shop, number = Shop(), 3
+class Game:
+    async def start(self, task): ...
+    async def respond(self, turn): ...
+    async def close(self): ...
+class Half:
+    async def start(self, task): ...
+    async def close(self): ...
+class Needy(Game):
+    def __init__(self, level): ...
+"""
+
+
+def test_what_a_user_names_is_loaded_or_refused_in_one_line(tmp_path: Path) -> None:
+    file = tmp_path / "tools.py"
+    file.write_text(TOOLS)
+    named = [UserName.parse(text) for text in (f"{file}:price", f"{file}:shop", "calculator")]
+    assert [schema["function"]["name"] for schema in load_toolbox(named).schemas] == ["price", "shop", "calculator"]
+    for text, said in (
+        (f"{file}:cost", "tool 'cost' is not in .*, which defines"),
+        (f"{file}:number", "is a int, expected a function, or an object with a schema"),
+        (f"{file}:Shop", "is a class, expected"),
+        (f"{tmp_path}/none.py:price", "there is no such file"),
+        ("abacus", "there is no tool 'abacus' that ships, only calculator; one of your own is FILE.py:NAME"),
+    ):
+        with pytest.raises(ValueError, match=said) as found:
+            load_toolbox([UserName.parse(text)])
+        assert "\n" not in str(found.value)
+    assert type(load_environment(UserName.parse(f"{file}:Game"))()).__name__ == "Game"
+    for name, said in (
+        ("Half", "no class with `async def respond`"),
+        ("price", "no class with"),
+        ("Needy", "cannot be made without arguments"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            load_environment(UserName.parse(f"{file}:{name}"))
+
+
+def test_a_tool_whose_schema_is_none_is_refused() -> None:
+    class Odd:
+        schema: Mapping[str, Any] = {"function": {"name": "odd", "parameters": {"type": "thing"}}}
+
+        async def call(self, arguments: Mapping[str, Any], task: Task) -> str:
+            return ""
+
+    odd: Tool = Odd()
+    with pytest.raises(ValueError, match="parameters of the tool odd are no JSON schema"):
+        Toolbox([odd])
