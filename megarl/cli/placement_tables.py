@@ -29,7 +29,7 @@ def print_placement(
 ) -> None:
     """Warns where devices have too little memory and the configuration allows it."""
     memory = plan_memory(config, plan, architectures)
-    console.print(placement_table(plan))
+    console.print(placement_table(plan, generates_ahead=isinstance(config, PPOConfig) and config.rollout.max_staleness > 0))
     console.print(memory_table(memory))
     console.print(parts_table(memory))
     if isinstance(config, PPOConfig):
@@ -45,7 +45,7 @@ def print_absent(lines: Sequence[str], console: Console) -> None:
         print_line(console, f"not here: {line}", style="yellow")
 
 
-def placement_table(plan: PlacementPlan) -> Table:
+def placement_table(plan: PlacementPlan, *, generates_ahead: bool = False) -> Table:
     size = f"{plan.num_nodes} x {plan.devices_per_node} devices"
     drawn = table(f"Placement: {plan.strategy.value} on {size}", "pool", "process", "roles", "node", "device", wraps="roles")
     for group in plan.groups:
@@ -58,18 +58,18 @@ def placement_table(plan: PlacementPlan) -> Table:
         for process in group.processes:
             device = ", ".join(map(str, process.devices)) or "cpu"
             drawn.add_row(process.pool, f"{process.group} {process.rank}", roles, str(process.node), device)
-    drawn.caption = _turns(plan)
+    drawn.caption = _turns(plan, generates_ahead)
     return drawn
 
 
-def _turns(plan: PlacementPlan) -> str:
+def _turns(plan: PlacementPlan, generates_ahead: bool) -> str:
     """Who takes turns, and what runs at the same time."""
     turns = OffloadPlan(plan)
     groups = {plan.group_of(role).name: turns.takes_turns_with(role) for role in plan.roles}
     turns_between = sorted(
         {tuple(sorted({name, *(plan.group_of(other).name for other in others)})) for name, others in groups.items() if others}
     )
-    beside = ", ".join(f"{one} | {other}" for one, other in overlaps(plan))
+    beside = ", ".join(f"{one} | {other}" for one, other in overlaps(plan, generates_ahead=generates_ahead))
     lines = [f"take turns: {'; '.join(' and '.join(each) for each in turns_between)}"] if turns_between else ["nobody takes turns"]
     return "\n".join([*lines, *([f"at the same time: {beside}"] if beside else [])])
 

@@ -2,7 +2,8 @@
 
 `base: other.yaml` inherits another file (its path is relative to the file that names it). A section may be a group of
 files: `algorithm: ppo` is the file `algorithm/ppo.yaml`, `algorithm: {base: ppo, kl: {...}}` the same with changes. It is looked for
-beside the file that names it, then among those that ship with megarl; a file that ships is `configs/NAME.yaml` in any folder.
+beside the file that names it, then among those that ship with megarl; a file that ships is `configs/NAME.yaml` in any folder. What a
+group's file needs of other sections it says below `with`.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from megarl.config.schema.keys import MISSING, InputKind
 from megarl.config.shipped import CONFIGS_DIR, find_config, is_shipped, shown
 
 BASE = "base"
+WITH = "with"
 GROUPS = ("algorithm",)  # sections of which `configs/<section>/` holds ready-made files
 COMMAND_LINE = "command line"
 GIVEN = "given values"
@@ -125,7 +127,10 @@ def _group_layers(values: dict[str, Any], source: str, near: Path) -> list[Layer
             continue
         inherited = _file_layers(_group_file(section, name, source, near), ())
         for number, layer in enumerate(inherited):
-            layers.append(layer._replace(values={section: layer.values}, replaces=(section,) if number == 0 else ()))
+            others = layer.values.pop(WITH, {})
+            if not isinstance(others, dict) or section in others:
+                raise ConfigError(layer.source, [f"{WITH!r} is {others!r}, but must be a mapping of sections other than {section}"])
+            layers.append(layer._replace(values={section: layer.values, **others}, replaces=(section,) if number == 0 else ()))
     return layers
 
 

@@ -81,14 +81,16 @@ def waits_for(step: Sequence[Phase]) -> dict[str, frozenset[str]]:
     return before
 
 
-def overlaps(plan: PlacementPlan) -> list[tuple[str, str]]:
-    """The pairs of phases that run at the same time: neither waits for the other, and they have no device in common."""
+def overlaps(plan: PlacementPlan, *, generates_ahead: bool = False) -> list[tuple[str, str]]:
+    """The pairs of phases that run at the same time: neither waits for the other, and they have no device in common. generates_ahead: the
+    samples of a step are not by the weights of the step before, so that only the push of weights is in the way of generation."""
     step = [phase for phase in phases_of(plan.roles) if phase.roles]
     before = waits_for(phases_of(plan.roles))
     return [
         (one.name, other.name)
         for one, other in combinations(step, 2)
-        if one.name not in before[other.name] and not any(_in_the_way(plan, role, them) for role in one.roles for them in other.roles)
+        if (one.name not in before[other.name] or (generates_ahead and one.name == "gen" and "rollout" not in other.roles))
+        and not any(_in_the_way(plan, role, them) for role in one.roles for them in other.roles)
     ]
 
 

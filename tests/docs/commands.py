@@ -97,6 +97,8 @@ COMMANDS: dict[str, Executed | InTest | Make | ByHand] = {
         ("pipeline_parallel_size=4, virtual_pipeline_parallel_size=2, data_parallel_size=4",),
     ),
     "megarl plot outputs/quickstart": Executed(),
+    "megarl check configs/quickstart.yaml algorithm=async_grpo": Executed(),
+    "megarl check configs/quickstart.yaml algorithm=async_ppo rollout.max_staleness=2": Executed(),
     "megarl status outputs/quickstart": Executed(),
     "megarl status outputs/quickstart --watch": Executed(),  # it has ended
     "megarl init my_run": InTest("tests/unit/cli/test_init.py::test_a_terminal_is_asked_and_others_are_told", ('main(["init"',)),

@@ -32,6 +32,7 @@ class Cluster(NamedTuple):
 
 RUNS = {
     "qwen2.5_7b_grpo": Cluster(1, "hybrid", {"actor": 8, "reward": 0}),
+    "qwen2.5_7b_async_grpo": Cluster(2, "split_collocate", {"actor": 8, "reward": 0, "rollout": 8}),
     "qwen2.5_7b_ppo": Cluster(1, "hybrid", {"actor": 4, "critic": 4}),
     "qwen2.5_7b_ppo_split": Cluster(2, "split_collocate", {"actor": 8, "critic": 4, "rollout": 4}),
     "qwen3_32b_grpo": Cluster(4, "hybrid", {"actor": 32, "reward": 0}),

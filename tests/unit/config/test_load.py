@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import FrozenInstanceError
+from dataclasses import FrozenInstanceError, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,8 @@ import pytest
 
 from megarl.config.errors import ConfigError
 from megarl.config.load import dump_config, load_config, schema_of
-from megarl.config.schema import AdvantageEstimator, DType, KLWhere, PPOConfig, RewardFunctionConfig, SFTConfig
+from megarl.config.schema import AdvantageEstimator, CorrectionLevel, DType, KLWhere, OnUpdate, PPOConfig, RewardFunctionConfig, SFTConfig
+from megarl.config.shipped import CONFIGS_DIR
 from tests.unit.config.folders import write_yaml
 
 MINIMAL: dict[str, Any] = {"model": {"path": "models/m"}, "data": {"train_files": ["a.parquet"]}}
@@ -113,6 +114,29 @@ def test_choosing_a_group_starts_its_section_afresh(groups: Path) -> None:
     assert (config.algorithm.kl.estimator.name, config.algorithm.entropy_coefficient) == ("k1", 0.0)
 
 
+def test_a_group_says_what_it_needs_of_other_sections(groups: Path) -> None:
+    values = {"base": "grpo.yaml", "kl": {"coefficient": 0.3}, "with": {"rollout": {"max_staleness": 2, "n": 3}}}
+    write_yaml(groups / "algorithm" / "late.yaml", values)
+    path = write_yaml(groups / "run.yaml", MINIMAL | {"algorithm": "late", "rollout": {"n": 5}})
+    config = load_config(PPOConfig, path)
+    assert (config.rollout.max_staleness, config.rollout.n, config.algorithm.kl.coefficient) == (2, 5, 0.3)
+    assert load_config(PPOConfig, path, ["algorithm=late"]).rollout.n == 3  # chosen behind the file
+    assert load_config(PPOConfig, path, ["algorithm=late", "rollout.n=7"]).rollout.n == 7
+    write_yaml(groups / "algorithm" / "late.yaml", {"with": {"algorithm": {}}})
+    (problem,) = problems_of(path)
+    assert problem == "'with' is {'algorithm': {}}, but must be a mapping of sections other than algorithm"
+
+
+@pytest.mark.parametrize("name", ["async_grpo", "async_ppo"])
+def test_asynchronous_presets_are_the_others_with_a_correction_and_an_age(name: str, groups: Path) -> None:
+    path, plain = write_yaml(groups / "run.yaml", MINIMAL), name.removeprefix("async_")
+    config, other = (load_config(PPOConfig, CONFIGS_DIR / "quickstart.yaml", [f"algorithm={each}"]) for each in (name, plain))
+    assert replace(config.algorithm, rollout_correction=other.algorithm.rollout_correction) == other.algorithm
+    assert config.algorithm.rollout_correction.level is CorrectionLevel.token
+    assert (config.rollout.max_staleness, config.rollout.on_update) == (1, OnUpdate.go_on)
+    assert load_config(PPOConfig, path, [f"algorithm={name}", "rollout.max_staleness=3"]).rollout.max_staleness == 3
+
+
 def test_a_group_that_ships_is_found_from_any_folder_and_one_of_ones_own_comes_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -122,7 +146,7 @@ def test_a_group_that_ships_is_found_from_any_folder_and_one_of_ones_own_comes_f
     write_yaml(tmp_path / "elsewhere" / "algorithm" / "grpo.yaml", {"entropy_coefficient": 0.3})
     assert load_config(PPOConfig, path).algorithm.entropy_coefficient == 0.3
     (problem,) = problems_of(path, "algorithm=pppo")
-    assert problem.startswith("algorithm=pppo: there is no such file; there are cispo, dapo, ")
+    assert problem.startswith("algorithm=pppo: there is no such file; there are async_grpo, async_ppo, cispo, ")
     assert problem.endswith(f"(looked in {tmp_path}/elsewhere/algorithm, configs/algorithm)")
 
 

@@ -37,3 +37,7 @@ def test_what_runs_at_the_same_time(strategy: PlacementStrategy, expected: set[t
     actor = ActorConfig(parallel=ParallelConfig(tensor_parallel_size=2))
     plan = plan_placement(PPOConfig(actor=actor, placement=PlacementConfig(strategy=strategy)))
     assert set(overlaps(plan)) == expected
+    ahead = {(one, other) for one, other in overlaps(plan, generates_ahead=True)} - expected
+    if strategy in (PlacementStrategy.split_collocate, PlacementStrategy.stand_alone):  # the engines have devices of their own
+        phases = {phase.name for phase in STEP if phase.roles and phase.roles != ("reward_model",)} - {"gen", "update_weights"}
+        assert ahead == {("gen", phase) for phase in phases}
