@@ -24,12 +24,13 @@ from megarl.placement.plan import plan_placement
 ENVIRONMENT_FILE = "environment.txt"  # in `trainer.output_dir`
 
 
-def refuse_launched_ranks(command: str, environment: Mapping[str, str] = os.environ) -> None:
+def refuse_launched_ranks(command: str) -> None:
     """Raises ValueError where torchrun, or a launcher of its kind, has started this process: each of them would be a driver."""
-    if "TORCHELASTIC_RUN_ID" not in environment and int(environment.get("WORLD_SIZE", "1")) == 1:
+    size = os.environ.get("WORLD_SIZE", "1")
+    if "TORCHELASTIC_RUN_ID" not in os.environ and int(size) == 1:
         return
     raise ValueError(
-        f"this process was started by torchrun, or by a launcher of its kind, as one of {environment.get('WORLD_SIZE', '1')} "
+        f"this process was started by torchrun, or by a launcher of its kind, as one of {size} "
         f"(WORLD_SIZE), but `megarl {command}` starts its own processes. On one machine run `megarl {command}` as it is; on several, "
         f"torchrun --nproc-per-node 1 --no-python launch/torchrun.sh CONFIG key=value ... on each (docs/launch.md)"
     )

@@ -253,9 +253,9 @@ def _micro_batches(rows: int, limit: MicroBatchConfig, row_tokens: int, multiple
     return -(-least // multiple_of) * multiple_of, -(-most // multiple_of) * multiple_of
 
 
-def padded_vocab_size(vocab_size: int, tensor_parallel_size: int, divisor: int = VOCABULARY_DIVISOR) -> int:
-    """The smallest multiple of divisor x tensor_parallel_size that holds the vocabulary, as Megatron-Core pads it."""
-    multiple = divisor * tensor_parallel_size
+def padded_vocab_size(vocab_size: int, tensor_parallel_size: int) -> int:
+    """The smallest multiple of VOCABULARY_DIVISOR x tensor_parallel_size that holds the vocabulary, as Megatron-Core pads it."""
+    multiple = VOCABULARY_DIVISOR * tensor_parallel_size
     return -(-vocab_size // multiple) * multiple
 
 

@@ -39,17 +39,15 @@ class Loopback:
     error: str | None = None
 
 
-def probe_loopback(
-    backend: str, ranks: int, environment: Mapping[str, str], address: str = "127.0.0.1", limit_s: float = _LIMIT_S
-) -> Loopback:
+def probe_loopback(backend: str, ranks: int, environment: Mapping[str, str], address: str = "127.0.0.1") -> Loopback:
     """An all-reduce between `ranks` processes of this machine, which are gone when this returns."""
     interfaces = tuple(sorted(psutil.net_if_addrs()))
     interface = environment.get(VARIABLE[backend])
     with tempfile.TemporaryDirectory() as folder, hold_port(address) as held:
-        arguments = [str(ranks), address, str(held.getsockname()[1]), str(limit_s)]
+        arguments = [str(ranks), address, str(held.getsockname()[1]), str(_LIMIT_S)]
         processes = [start_rank(backend, rank, arguments, environment, Path(folder)) for rank in range(ranks)]
         try:
-            error = wait_for_ranks(processes, Path(folder), _IMPORT_S + limit_s)
+            error = wait_for_ranks(processes, Path(folder), _IMPORT_S + _LIMIT_S)
         finally:
             for process in processes:
                 process.kill()

@@ -9,7 +9,7 @@ from pathlib import Path
 from megarl.controller.dispatch import Dispatch
 from megarl.controller.worker import Worker, register
 from megarl.machine.usage import trim_heap
-from megarl.rollout.interface import EngineDeadError, FinishedRequest, GenerationRequest, RolloutEngine
+from megarl.rollout.interface import FinishedRequest, GenerationRequest, RolloutEngine
 from megarl.weights.plan import Boxes
 from megarl.weights.receiver import EngineLink
 from megarl.weights.tensors import Manifest, WeightTransferError
@@ -21,7 +21,6 @@ class RolloutWorker(Worker):
     def __init__(self, build_engine: Callable[[], RolloutEngine]) -> None:
         super().__init__()
         self._engine = build_engine()
-        self._engine_processes = self._engine.process_ids()
         self._joined = ""  # the name under which it was told last where its weights come from
 
     # ---- generation
@@ -108,18 +107,3 @@ class RolloutWorker(Worker):
     def process_ids(self) -> list[int]:
         """Of this process and of those that the engine consists of."""
         return [os.getpid(), *self._engine.process_ids()]
-
-    @register(dispatch_mode=Dispatch.RANK_ZERO, blocking=False)
-    def check_health(self) -> None:
-        """Raises EngineDeadError where a process that the engine started with is gone."""
-        gone = [pid for pid in self._engine_processes if not _runs(pid)]
-        if gone:
-            raise EngineDeadError(f"of the engine's processes {self._engine_processes}, {gone} are gone")
-
-
-def _runs(pid: int) -> bool:
-    """A process that has ended and that nobody has asked about yet does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False

@@ -136,7 +136,6 @@ def test_state_of_a_rank_by_hand(tmp_path: Path) -> None:
 
 
 def test_padded_vocab_size() -> None:
-    assert padded_vocab_size(199, 2, divisor=1) == 200
     assert padded_vocab_size(199, 2) == 256
     assert padded_vocab_size(256, 2) == 256
 
