@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -70,10 +70,10 @@ def _all_differences(saved: Path, config: PPOConfig | SFTConfig) -> list[Differe
     ]
 
 
-def flat(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """The values of sections in sections by their dotted keys; an empty section is a value."""
     for name, value in values.items():
-        if isinstance(value, dict) and value:
+        if isinstance(value, Mapping) and value:
             yield from flat(value, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", value

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megarl.config.compare import flat
 from megarl.machine.files import write_whole
 
 RUN_IDS = ".*.run_id"  # in `trainer.output_dir`
@@ -40,12 +41,4 @@ class TrackedRun:
 
     def settings(self) -> Iterator[tuple[str, Any]]:
         """Of `config`, by dotted key."""
-        return _flat(self.config, "")
-
-
-def _flat(values: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
-    for name, value in values.items():
-        if isinstance(value, Mapping) and value:
-            yield from _flat(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
+        return flat(self.config)
