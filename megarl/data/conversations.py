@@ -7,11 +7,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from megarl.batch.ragged import RaggedTensor
 from megarl.config.schema import OverlongConversation
-from megarl.data.padding import join, pad_left, pad_right
 from megarl.data.tokenizer import render_chat
 
 if TYPE_CHECKING:  # workers read no tables
@@ -96,11 +95,13 @@ def check_chats(encoder: ConversationEncoder, prompts: Iterable[Prompt]) -> None
         encoder.encode(f"of {prompt.data_source!r}", prompt.messages, "")
 
 
-def conversation_batch(conversations: Sequence[Conversation], rows: Sequence[int]) -> dict[str, Tensor]:
-    """`input_ids`, `attention_mask` (B, L + 1) and `response_mask` (B, 1) of the conversations `rows`: each stands as a prompt whose
-    response is one token, and the value before that token is written is the score of the conversation. The token itself (0) is read by
-    nobody: attention is causal."""
-    token_ids = [conversations[row].token_ids for row in rows]
-    width = max(map(len, token_ids))
-    after = pad_right([[0]] * len(rows), 1, 0)
-    return {**join(pad_left(token_ids, width, 0), after), "response_mask": torch.ones(len(rows), 1, dtype=torch.bool)}
+def conversation_batch(conversations: Sequence[Conversation], rows: Sequence[int]) -> dict[str, RaggedTensor]:
+    """`prompts`, `responses` and `response_mask` of the conversations `rows`, rows of tokens: each stands as a prompt whose response is one
+    token, and the value before that token is written is the score of the conversation. The token itself (0) is read by nobody: attention
+    is causal."""
+    one_each = torch.ones(len(rows), dtype=torch.int64)
+    return {
+        "prompts": RaggedTensor.of_rows([conversations[row].token_ids for row in rows], torch.int32, on_left=True),
+        "responses": RaggedTensor.constant(0, one_each, torch.int32),
+        "response_mask": RaggedTensor.constant(True, one_each, torch.bool),
+    }

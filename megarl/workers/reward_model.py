@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from megarl.batch.data_proto import DataProto
+from megarl.batch.ragged import RaggedTensor
 from megarl.config.architecture import Architecture
 from megarl.config.derive import max_conversation_tokens
 from megarl.config.schema import MicroBatchConfig, OverlongConversation, PPOConfig
@@ -106,5 +107,5 @@ class RewardModelWorker(MegatronWorker):
         if outputs is None:
             return None
         values = outputs["values"]
-        assert isinstance(values, torch.Tensor)
-        return values[:, 0].cpu()[plan.restore_order()]
+        assert isinstance(values, RaggedTensor)
+        return values.flat().cpu()[plan.restore_order()]

@@ -78,9 +78,9 @@ def test_chats_that_can_never_be_read_are_known_before(tokenizer: Any) -> None:
 
 
 def test_a_batch_asks_for_the_value_after_the_last_token() -> None:
-    """DataRow 0 has three tokens, row 1 has one, with padding before it; the token after them is one that nobody reads."""
+    """Row 0 has three tokens, row 1 has one; the token after them is one that nobody reads."""
     conversations = [Conversation([7, 8, 9], False, False), Conversation([5], False, False)]
     batch = conversation_batch(conversations, [1, 0, 1])
-    assert batch["input_ids"].tolist() == [[0, 0, 5, 0], [7, 8, 9, 0], [0, 0, 5, 0]]
-    assert batch["attention_mask"].tolist() == [[0, 0, 1, 1], [1, 1, 1, 1], [0, 0, 1, 1]]
-    assert batch["response_mask"].tolist() == [[True]] * 3
+    assert [row.tolist() for row in batch["prompts"].each()] == [[5], [7, 8, 9], [5]]
+    assert [row.tolist() for row in batch["responses"].each()] == [[0]] * 3
+    assert [row.tolist() for row in batch["response_mask"].each()] == [[True]] * 3
