@@ -11,14 +11,13 @@ were swapped, moved or lost change it but for a chance of about 2**-31.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from math import prod
 
 import torch
 
 from megarl.config.errors import RunError
 from megarl.weights.shard_layout import held_weights, pieces
 from megarl.weights.shards import Shards
-from megarl.weights.tensors import Manifest, contiguous_blocks
+from megarl.weights.tensors import Manifest, contiguous_blocks, flat_index, row_major_strides
 
 MODULUS = 2**64
 _MAX_NAMED = 8
@@ -27,11 +26,6 @@ _MAX_NAMED = 8
 _BLOCK_ELEMENTS = {"cpu": 2**15, "cuda": 2**24}
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 _MULTIPLIERS = (-7046029254386353131, -4658895280553007687)  # of SplitMix64, as signed numbers
-
-
-def row_major_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """In elements, of a contiguous tensor."""
-    return tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
 
 
 def checksum(values: torch.Tensor, first: int = 0, strides: Sequence[int] | None = None) -> int:
@@ -50,7 +44,7 @@ def checksum(values: torch.Tensor, first: int = 0, strides: Sequence[int] | None
     integers = values.detach().view(_INTEGERS[values.element_size()])
     total = torch.zeros((), dtype=torch.int64, device=values.device)
     for _, block in contiguous_blocks(values.shape, _BLOCK_ELEMENTS[values.device.type]) if values.numel() else ():
-        start = first + sum(map(int.__mul__, block.starts, strides))
+        start = first + flat_index(block.starts, strides)
         total += _weights(_indices(block.shape, start, strides, values.device)).mul_(integers[block.slices]).sum()
     return int(total) % MODULUS
 
@@ -81,7 +75,7 @@ def shard_checksums(shards: Shards, dtype: torch.dtype) -> dict[str, int]:
                 continue
             elements = parameter.view(piece.shard_view)[piece.shard.slices].to(dtype)
             strides = row_major_strides(piece.hf_view)
-            first = sum(map(int.__mul__, piece.hf.starts, strides))
+            first = flat_index(piece.hf.starts, strides)
             sums[piece.hf_name] = sums.get(piece.hf_name, 0) + checksum(elements, first, strides)
     return sums
 

@@ -12,7 +12,7 @@ from megarl.config.architecture import Architecture
 from megarl.weights.name_mapping import Head
 from megarl.weights.plan import Part
 from megarl.weights.shard_layout import Piece, ShardLayout, held_weights, pieces
-from megarl.weights.tensors import Rectangle, range_rectangles
+from megarl.weights.tensors import Rectangle, flat_index, range_rectangles, row_major_strides
 
 if TYPE_CHECKING:  # plans are made without it
     import torch
@@ -95,8 +95,8 @@ def _in_shape(piece: Piece, shape: Sequence[int]) -> Rectangle:
     """The piece in the coordinates of its tensor, whose first dimension the view may have split: it is a range of rows there."""
     num_split = len(piece.hf_view) - len(shape) + 1
     sizes, starts, stops = piece.hf_view[:num_split], piece.hf.starts[:num_split], piece.hf.stops[:num_split]
-    strides = [prod(sizes[dim + 1 :]) for dim in range(num_split)]
-    first = sum(map(int.__mul__, starts, strides))
+    strides = row_major_strides(sizes)
+    first = flat_index(starts, strides)
     last = sum((stop - 1) * stride for stop, stride in zip(stops, strides, strict=True))
     assert last - first + 1 == prod(piece.hf.shape[:num_split]), f"{piece} is not a range of rows"
     return Rectangle((first, *piece.hf.starts[num_split:]), (last + 1, *piece.hf.stops[num_split:]))

@@ -134,19 +134,29 @@ def tiling_fault(shape: Sequence[int], rectangles: Sequence[Rectangle]) -> str |
     return f"{missing} of {whole.volume} elements are missing" if missing else None
 
 
+def row_major_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """In elements, of a contiguous tensor."""
+    return tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
+
+
+def flat_index(index: Sequence[int], strides: Sequence[int]) -> int:
+    """Of the element `index`, in memory with such strides."""
+    return sum(map(int.__mul__, index, strides))
+
+
 def contiguous_blocks(shape: Sequence[int], max_volume: int) -> Iterator[tuple[int, Rectangle]]:
     """Cuts a row-major tensor into rectangles of at most `max_volume` elements, each contiguous in memory.
 
     Yields (offset of the first element, rectangle) in the order of memory. max_volume >= 1.
     """
-    inner_volumes = [prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    inner_volumes = row_major_strides(shape)
     cut_dim = next(dim for dim, inner in enumerate(inner_volumes) if inner <= max_volume)
     step = max_volume // inner_volumes[cut_dim]
     for outer in product(*(range(size) for size in shape[:cut_dim])):
         for start in range(0, shape[cut_dim], step):
             starts = (*outer, start) + (0,) * (len(shape) - cut_dim - 1)
             stops = (*(index + 1 for index in outer), min(start + step, shape[cut_dim]), *shape[cut_dim + 1 :])
-            yield sum(map(int.__mul__, starts, inner_volumes)), Rectangle(starts, stops)
+            yield flat_index(starts, inner_volumes), Rectangle(starts, stops)
 
 
 def range_rectangles(shape: Sequence[int], start: int, stop: int) -> Iterator[Rectangle]:

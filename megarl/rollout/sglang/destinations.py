@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megarl.weights.checksum import checksum, row_major_strides
-from megarl.weights.tensors import Manifest, Rectangle, TensorMeta, WeightTransferError
+from megarl.weights.checksum import checksum
+from megarl.weights.tensors import Manifest, Rectangle, TensorMeta, WeightTransferError, flat_index, row_major_strides
 
 
 class Destination(NamedTuple):
@@ -42,7 +42,7 @@ class TensorPlan:
         """What each rectangle adds to the checksum of the whole tensor, in the manifest's dtype."""
         strides = row_major_strides(self.meta.shape)
         return [
-            (rectangle, checksum(elements.to(self.meta.dtype), _flat_index(rectangle.starts, strides), strides))
+            (rectangle, checksum(elements.to(self.meta.dtype), flat_index(rectangle.starts, strides), strides))
             for rectangle, elements in self.parts
         ]
 
@@ -147,10 +147,6 @@ def _destination(shape: Sequence[int], source: torch.Tensor, target: torch.Tenso
     target_strides = [target.stride(target_dims[place]) if place in target_dims else 1 for place in range(len(shape))]
     elements = target.as_strided(sizes, target_strides, target.storage_offset())
     return Destination(Rectangle(tuple(starts), tuple(map(int.__add__, starts, sizes))), elements)
-
-
-def _flat_index(starts: Sequence[int], strides: Sequence[int]) -> int:
-    return sum(map(int.__mul__, starts, strides))
 
 
 def _places(model: Any) -> list[ParameterPlace]:

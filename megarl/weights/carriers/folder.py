@@ -11,7 +11,6 @@ from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from itertools import accumulate
-from math import prod
 from pathlib import Path
 
 import torch
@@ -22,6 +21,7 @@ from megarl.weights.plan import MESSAGE_BYTES_ON_A_CPU, Part
 from megarl.weights.rounds import PATIENCE_S, Inbox, Lane, Rounds, Side
 from megarl.weights.safetensors_file import SafetensorsFile
 from megarl.weights.shards import Shards
+from megarl.weights.tensors import flat_index, row_major_strides
 from megarl.weights.wire import Wire
 
 NUM_WINDOWS = 3  # with two, the disk waits while the next window is filled
@@ -144,8 +144,8 @@ def _first_elements(window: Window) -> Iterator[int]:
 
 def _place(part: Part, shape: Sequence[int], buffer: torch.Tensor, start: int) -> torch.Tensor:
     """The view of `buffer`, a stretch of memory in which element 0 of the part's tensor lies at `start`, that is to become the part."""
-    strides = [prod(shape[dim + 1 :]) for dim in range(len(shape))]
-    first = buffer.storage_offset() + start + sum(map(int.__mul__, part.box.starts, strides))
+    strides = row_major_strides(shape)
+    first = buffer.storage_offset() + start + flat_index(part.box.starts, strides)
     return buffer.as_strided(part.box.shape, strides, first)
 
 

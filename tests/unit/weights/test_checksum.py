@@ -14,11 +14,11 @@ from megarl.weights.checksum import (
     add_checksums,
     checksum,
     compare_checksums,
-    row_major_strides,
     shard_checksums,
 )
 from megarl.weights.manifest import manifest_of
 from megarl.weights.shards import Shards
+from megarl.weights.tensors import row_major_strides
 from tests.unit.weights.models import PADDED_VOCAB, architecture_of, random_model, save
 from tests.unit.weights.test_load import loaded
 from tests.unit.weights.transfers import Cut
