@@ -1,17 +1,20 @@
-"""Damaged configurations get an answer: good, or what is wrong; never a traceback, and not after long. More of them: tests/soak."""
+"""Damaged configurations get an answer: good, or what is wrong; never a traceback, and not after long."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
 from tests.unit.config.mutations import ROOT, mishaps, mutation
 
+NUM_CASES = 2000 if "MEGARL_SOAK" in os.environ else 200  # as tests/soak asks for
 
-def test_two_hundred_get_an_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+
+def test_each_gets_an_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    assert mishaps(range(200), tmp_path) == []
+    assert mishaps(range(NUM_CASES), tmp_path) == []
 
 
 def test_a_seed_is_one_mutation(tmp_path: Path) -> None:
