@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import yaml
-from ray.scripts.scripts import cli
 
 ROOT = Path(__file__).parents[3]
 
@@ -21,6 +20,8 @@ def start_options(service: dict[str, Any]) -> dict[str, Any]:
     """Of `ray start`, as Ray itself reads them; nothing is started. Raises for an option that it does not have."""
     program, command, *arguments = service["command"]
     assert (program, command) == ("ray", "start")
+    from ray.scripts.scripts import cli  # half a second, which every worker of pytest-xdist would take
+
     return cli.commands["start"].make_context("start", list(arguments)).params
 
 

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from mlflow import MlflowClient
 
 from megarl.config.load import dump_config
 from megarl.config.schema import LoggerKind, PPOConfig
@@ -94,6 +93,8 @@ def test_wandb_has_a_run_and_goes_on_in_it(run: TrackedRun, monkeypatch: pytest.
 def test_mlflow_has_a_run_and_goes_on_behind_its_last_step(run: TrackedRun, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     log_steps("mlflow", run, [1, 2, 3], failed=True)
+    from mlflow import MlflowClient  # here, as in wandb_files.py
+
     client = MlflowClient(tracking_uri=(run.output_dir / "mlruns").as_uri())
     run_id = run.run_id("mlflow")
     assert run_id is not None

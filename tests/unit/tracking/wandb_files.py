@@ -5,14 +5,18 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from wandb.proto.wandb_internal_pb2 import Record
+if TYPE_CHECKING:
+    from wandb.proto.wandb_internal_pb2 import Record
 
 _FILE_HEADER, _BLOCK, _HEADER = 7, 32 * 1024, 7
 _FULL, _FIRST, _LAST = 1, 2, 4
 
 
 def read_records(path: Path) -> list[Record]:
+    from wandb.proto.wandb_internal_pb2 import Record  # here: every worker of pytest-xdist reads all modules of tests
+
     return [Record.FromString(content) for content in _contents(path.read_bytes())]
 
 
