@@ -7,7 +7,7 @@ import os
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from copy import copy
+from copy import copy, deepcopy
 from dataclasses import dataclass, field, fields, is_dataclass, make_dataclass, replace
 from enum import Enum
 from functools import cache, partial
@@ -82,10 +82,10 @@ def _fit(schema: type[Config], path: str, layers: Sequence[Layer]) -> Config:
     for layer in layers:
         for section in layer.replaces:
             given.pop(section, None)
-        given = OmegaConf.merge(given, review.fitting(schema, layer.values, "", layer))
+        given = OmegaConf.unsafe_merge(given, review.fitting(schema, layer.values, "", layer))
     problems = list(review.problems)
     try:
-        merged = OmegaConf.merge(_structured(typing.cast(type, schema)), given)
+        merged = OmegaConf.unsafe_merge(deepcopy(_structured(typing.cast(type, schema))), given)
         missing = [key for key in sorted(OmegaConf.missing_keys(merged)) if key not in review.refused]
         problems += [f"{key}: is missing; give it in the file or as {key}=..." for key in missing]
         if not problems:
@@ -251,7 +251,7 @@ def _accepts(section: type, values: Mapping[str, Any]) -> bool:
         if isinstance(value, list) and not _item_section(hints[name]) and any(isinstance(item, Mapping | list) for item in value):
             return False
     try:
-        OmegaConf.merge(_without_sections(section), dict(values))
+        OmegaConf.unsafe_merge(deepcopy(_without_sections(section)), dict(values))
     except (OmegaConfBaseException, TypeError):  # a TypeError for a mapping in the place of a list
         return False
     return True
