@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,6 +12,8 @@ from megarl.machine.files import write_whole
 
 TIMELINE_FILE = "timeline.json"
 _MAX_EVENTS = 200_000  # a browser still opens it; later steps replace the earliest
+_MAX_COUNTS = 20_000
+_COUNTERS = "counters"  # the row that they are under
 
 
 class Span(NamedTuple):
@@ -25,11 +28,12 @@ class Span(NamedTuple):
 
 
 class Timeline:
-    """One process row per pool, one thread row per rank and role. The file on disk is whole at all times."""
+    """One process row per pool, one thread row per rank and role, and one of curves. The file on disk is whole at all times."""
 
     def __init__(self, output_dir: Path) -> None:
         self._path = output_dir / TIMELINE_FILE
         self._events: list[dict[str, Any]] = []
+        self._counts: deque[dict[str, Any]] = deque(maxlen=_MAX_COUNTS)
         self._processes: dict[str, int] = {}
         self._threads: dict[tuple[str, str, int], int] = {}
 
@@ -42,6 +46,10 @@ class Timeline:
             self._events.append({"name": span.name, "ph": "X", **place, "args": {"step": step, "role": span.role}})
         self._events = self._events[-_MAX_EVENTS:]
 
+    def count(self, name: str, values: Mapping[str, float], at_s: float) -> None:
+        """Of a curve for each of `values`. at_s: seconds since the epoch. Any thread may call it."""
+        self._counts.append({"name": name, "ph": "C", "pid": -1, "ts": at_s * 1e6, "args": dict(values)})
+
     def write(self) -> None:
         names = [
             {"name": "process_name", "ph": "M", "pid": process, "args": {"name": f"pool {pool}"}}
@@ -51,4 +59,6 @@ class Timeline:
             {"name": "thread_name", "ph": "M", "pid": self._processes[pool], "tid": thread, "args": {"name": f"{role} rank {rank}"}}
             for (pool, role, rank), thread in self._threads.items()
         ]
-        write_whole(self._path, json.dumps({"traceEvents": names + self._events, "displayTimeUnit": "ms"}))
+        if counts := list(self._counts.copy()):
+            names.append({"name": "process_name", "ph": "M", "pid": -1, "args": {"name": _COUNTERS}})
+        write_whole(self._path, json.dumps({"traceEvents": names + self._events + counts, "displayTimeUnit": "ms"}))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
@@ -113,6 +114,10 @@ class Monitor:
         with self.phase("testing"):
             yield
         self._testing_spans += self._drain()
+
+    def count(self, name: str, values: Mapping[str, float]) -> None:
+        """Of now, for the timeline. Any thread may call it."""
+        self._timeline.count(name, values, time.time())
 
     def flush(self) -> None:
         """The metrics of all steps that have ended are in their files."""

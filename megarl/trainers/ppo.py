@@ -57,7 +57,7 @@ class PPOTrainer:
         self.evaluation = evaluation
         self.monitor = monitor
         self.checkpoints = checkpoints
-        self._status = StatusOfRun(config, roles, monitor.position, self._ahead)
+        self._status = StatusOfRun(config, roles, monitor, self._ahead)
         self._rows = SampleRows(config)
         self._sample = make_sampling(config, self._ahead or roles.rollout, roles.reward, prompts)
         self._advantages = AdvantageStep(

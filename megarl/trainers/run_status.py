@@ -11,7 +11,7 @@ from megarl.roles.ahead import GenerationAhead
 from megarl.roles.pump import PumpTotals, ReplicaState, RequestState
 from megarl.roles.start import PPORoles
 from megarl.tracking.status import EVERY_S, RUNNING, GroupStatus, ReplicaStatus, RunStatus
-from megarl.trainers.monitor import WAIT, Position
+from megarl.trainers.monitor import WAIT, Monitor
 
 _MOST_SHOWN = 10
 _WINDOW = round(60 / EVERY_S)  # looks, that shares and speeds are taken over
@@ -25,10 +25,12 @@ class _Moment(NamedTuple):
 
 
 class StatusOfRun:
-    """Reads what the trainer's threads have. `look` is called by one thread, every few seconds; it holds nobody up."""
+    """Reads what the trainer's threads have. `look` is called by one thread, every few seconds; it holds nobody up. What it sees goes to
+    the timeline too."""
 
-    def __init__(self, config: PPOConfig, roles: PPORoles, position: Position, ahead: GenerationAhead | None) -> None:
-        self._config, self._roles, self._position, self._ahead = config, roles, position, ahead
+    def __init__(self, config: PPOConfig, roles: PPORoles, monitor: Monitor, ahead: GenerationAhead | None) -> None:
+        self._config, self._roles, self._monitor, self._ahead = config, roles, monitor, ahead
+        self._position = monitor.position
         self._moments: deque[_Moment] = deque([self._moment()], maxlen=_WINDOW)
 
     def _moment(self) -> _Moment:
@@ -44,6 +46,10 @@ class StatusOfRun:
         busy_s = sum(now.pump.busy_s) - sum(first.pump.busy_s)
         begun = position.begun.copy()
         groups = _by_group(requests)
+        num_groups = self._num_groups(groups)
+        self._monitor.count("prompts", num_groups)
+        self._monitor.count("requests", {f"replica {number}": replica.in_flight for number, replica in enumerate(replicas)})
+        self._monitor.count("weights", {"version": self._roles.weights.version})
         return RunStatus(
             state=RUNNING,
             step=position.step,
@@ -52,7 +58,7 @@ class StatusOfRun:
             phase_s=begun[-1].seconds() if begun else 0.0,
             weight_version=self._roles.weights.version,
             max_staleness=self._config.rollout.max_staleness,
-            groups=self._num_groups(groups),
+            groups=num_groups,
             oldest=[_shown(uid, of_group) for uid, of_group in list(groups.items())[:_MOST_SHOWN]],
             replicas=[
                 ReplicaStatus(

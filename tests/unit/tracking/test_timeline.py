@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 from megarl.tracking import timeline
+from megarl.tracking.report.timeline_part import timeline_part
 from megarl.tracking.timeline import Span, Timeline
 
 
@@ -28,6 +29,18 @@ def test_spans_become_events_in_microseconds_on_named_rows(tmp_path):
     threads = {(name["pid"], name["tid"]): name["args"]["name"] for name in names if name["name"] == "thread_name"}
     assert [processes[span["pid"]] for span in spans] == ["pool train", "pool train", "pool rollout"]
     assert [threads[span["pid"], span["tid"]] for span in spans] == ["actor rank 0", "actor rank 1", "rollout rank 0"]
+
+
+def test_counts_become_curves_of_a_row_of_their_own(tmp_path):
+    trace = Timeline(tmp_path)
+    trace.count("prompts", {"waiting": 3, "generating": 1.5}, 2.0)
+    trace.add([Span("train", "actor", 0, "update_actor", 10.0, 12.5)], step=3)
+    trace.write()
+    events = json.loads((tmp_path / "timeline.json").read_text())["traceEvents"]
+    (count,) = [event for event in events if event["ph"] == "C"]
+    assert (count["name"], count["ts"], count["args"]) == ("prompts", 2.0e6, {"waiting": 3, "generating": 1.5})
+    assert count["pid"] not in {event["pid"] for event in events if event["ph"] == "X"}
+    assert [row["label"] for row in timeline_part(tmp_path / "timeline.json")["rows"]] == ["actor rank 0"]  # of the report
 
 
 def test_roles_that_share_a_pool_and_rank_have_rows_of_their_own(tmp_path):

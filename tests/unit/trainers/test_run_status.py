@@ -29,12 +29,14 @@ class Scene:
         self.engines = Engines(self.clock, 2)
         self.pump = Pump(self.engines, lambda number: True, LIMITS, clock=lambda: self.clock.now_s, wait=self.clock.wait)  # type: ignore[arg-type]
         self.position = Position()
+        self.counts: list[tuple[str, dict[str, float]]] = []
+        monitor: Any = SimpleNamespace(position=self.position, count=lambda name, values: self.counts.append((name, values)))
         roles: Any = SimpleNamespace(rollout=SimpleNamespace(pump=self.pump, num_restarts=0), weights=SimpleNamespace(version=7))
         config = PPOConfig(
             rollout=RolloutConfig(max_staleness=2), trainer=TrainerConfig(total_steps=9, prompts_per_step=4, phase_time_limit_s=400)
         )
         ahead: Any = SimpleNamespace(num_finished=lambda: 3)
-        self._status = StatusOfRun(config, roles, self.position, ahead)
+        self._status = StatusOfRun(config, roles, monitor, ahead)
         sampling = SamplingParameters(max_new_tokens=200, seed=0)
         lengths = [(20, "a"), (30, "a"), (40, "a"), (150, "b"), (60, "b")]
         requests = [GenerationRequest(number, [length], sampling, uid) for number, (length, uid) in enumerate(lengths)]
@@ -57,6 +59,7 @@ def test_prompts_and_replicas_are_where_they_are(monkeypatch: pytest.MonkeyPatch
     ]
     assert [(replica.state, replica.in_flight) for replica in status.replicas] == [("generating", 2)] * 2
     assert (status.weight_version, status.total_steps, status.max_staleness, status.step) == (7, 9, 2, None)
+    assert scene.counts == [("prompts", status.groups), ("requests", {"replica 0": 2, "replica 1": 2}), ("weights", {"version": 7})]
     status = scene.look_at(70)  # 20, 30, 40 at once; 60 after 20
     assert [(one.uid, one.missing) for one in status.oldest] == [("b", 2)]
     status = scene.look_at(100)
