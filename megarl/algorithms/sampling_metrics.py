@@ -34,16 +34,11 @@ def mean_difference(values: Sequence[float], others: Sequence[float]) -> Estimat
     return mean_over_prompts([value - other for value, other in zip(values, others, strict=True)])
 
 
-def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
-    """1 - C(n - c, k) / C(n, k): the chance that one of k samples is right (Chen et al. 2021, arXiv 2107.03374, eq. 1)."""
-    _check(num_samples, k)
-    return 1.0 - comb(num_samples - num_correct, k) / comb(num_samples, k)
-
-
 def best_at_k(scores: Sequence[float], k: int) -> float:
     """The expected best of k scores: sum over i of s_(i) C(i - 1, k - 1) / C(n, k), scores in rising order, i from 1.
 
-    Of scores 0 and 1 it is `pass_at_k`.
+    Of scores 0 and 1 it is pass@k, the chance that one of k samples is right: 1 - C(n - c, k) / C(n, k), where c of n are
+    (Chen et al. 2021, arXiv 2107.03374, eq. 1).
     """
     num_samples = len(scores)
     _check(num_samples, k)
