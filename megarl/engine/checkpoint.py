@@ -1,4 +1,4 @@
-"""Saves the training state of a model beside its training, and loads it into any layout.
+"""Saves the training state of a model beside its training, that of its random number generators too, and loads it into any layout.
 
 On disk it is Megatron's distributed checkpoint (`torch_dist`): its names and places in whole tensors, its optimizer format
 `fully_reshardable`. Each data-parallel rank writes the elements that its optimizer updates, so nothing is gathered for it.
@@ -7,25 +7,28 @@ On disk it is Megatron's distributed checkpoint (`torch_dist`): its names and pl
 from __future__ import annotations
 
 import io
+import random
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, is_main_replica
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
 from megarl.checkpoints.role_folder import WHOLE_FILES, check_folder, item_checksums, item_name
 from megarl.checkpoints.torch_dist import DistributedTensor, TorchDistIndex, read_index
 from megarl.checkpoints.torch_dist_writer import ItemToWrite, WrittenItem, write_index, write_items
 from megarl.config.errors import CheckpointError
+from megarl.engine import platform
 from megarl.engine.engine import MegatronEngine, TrainingState
 from megarl.engine.groups import ParallelGroups
 from megarl.engine.optimizer import StepCounts
-from megarl.engine.random_state import random_state, set_random_state
 from megarl.engine.sharding import Shard, sharding_of
 
 Result = TypeVar("Result")
@@ -259,3 +262,27 @@ def _agree(failure: str | None) -> None:
     for each in failures:
         if each is not None:
             raise CheckpointError(each)
+
+
+def random_state() -> dict[str, Any]:
+    """Of torch, the GPU, Megatron's tracker, numpy and Python: tensors, numbers and containers of them only, so that it can be read without
+    running a pickle's code."""
+    kind, keys, *rest = np.random.get_state(legacy=True)
+    state = {
+        "torch": torch.get_rng_state(),
+        "tracker": {name: generator.clone() for name, generator in get_cuda_rng_tracker().get_states().items()},
+        "numpy": (str(kind), torch.from_numpy(np.asarray(keys, dtype=np.int64)), *rest),
+        "python": random.getstate(),
+    }
+    return {**state, "cuda": torch.cuda.get_rng_state()} if platform.current().is_cuda else state
+
+
+def set_random_state(state: dict[str, Any]) -> None:
+    """What `random_state` gave, on the same kind of device."""
+    torch.set_rng_state(state["torch"])
+    if platform.current().is_cuda and "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"])
+    get_cuda_rng_tracker().set_states(state["tracker"])
+    kind, keys, *rest = state["numpy"]
+    np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
+    random.setstate(state["python"])

@@ -201,8 +201,7 @@ def draws_around_a_load(settings: Settings, folder: Path) -> bool:
     import numpy as np
 
     engine = open_engine(settings)
-    from megarl.engine.checkpoint import load
-    from megarl.engine.random_state import random_state, set_random_state
+    from megarl.engine.checkpoint import load, random_state, set_random_state
 
     random.seed(5)
     np.random.seed(5)
