@@ -245,7 +245,7 @@ def _load_random_state(index: TorchDistIndex, groups: ParallelGroups) -> None:
 
 def _on_all_ranks(action: Callable[[], Result], folder: Path) -> Result:
     """What `action` returns here. What it raises of files, on any rank, is raised on every rank."""
-    result, failure = None, None
+    failure = None
     try:
         result = action()
     except CheckpointError as error:
@@ -253,7 +253,7 @@ def _on_all_ranks(action: Callable[[], Result], folder: Path) -> Result:
     except OSError as error:
         failure = f"{error.filename or folder}: {error.strerror or error}"
     _agree(failure)
-    return result  # type: ignore[return-value]  (without a failure it is what the action gave)
+    return result  # there is none only with a failure
 
 
 def _agree(failure: str | None) -> None:

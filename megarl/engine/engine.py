@@ -89,7 +89,7 @@ class MegatronEngine:
         parts = {StatePart.parameters: MovableState(self._parameter_list)}
         if self.spec.optim is not None:
             parts[StatePart.optimizer] = MovableState(self._optimizer_tensors)
-            parts[StatePart.gradients] = MovableState(lambda: [each.main_grad for each in self._parameter_list()], kept=False)
+            parts[StatePart.gradients] = MovableState(lambda: list(map(_main_grad, self._parameter_list())), kept=False)
         return parts
 
     def _parameter_list(self) -> list[torch.nn.Parameter]:
@@ -170,7 +170,7 @@ class MegatronEngine:
     def gradients(self) -> dict[str, Tensor]:
         """As `parameters`, the float32 gradients after `forward_backward`, of which a data-parallel rank's own slice is reduced."""
         self._state.require("give its gradients", StatePart.gradients)
-        return {name: parameter.main_grad for name, parameter in self._named_parameters()}
+        return {name: _main_grad(parameter) for name, parameter in self._named_parameters()}
 
     def _named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         for model in self._models:
@@ -292,6 +292,11 @@ class MegatronEngine:
             extras=extras,
         )
         return {key: micro_batch.scatter(values) for key, values in scores._asdict().items() if values is not None}
+
+
+def _main_grad(parameter: torch.nn.Parameter) -> Tensor:
+    """Where Megatron adds up its gradient."""
+    return parameter.main_grad  # type: ignore[attr-defined]
 
 
 def _of_rows(batch: Rows, rows: Sequence[int]) -> tuple[Mapping[str, Tensor], Sequence[int]]:

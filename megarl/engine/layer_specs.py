@@ -96,4 +96,4 @@ def fuse_gradient_accumulation(model: torch.nn.Module) -> None:
     Megatron's flag for it would also ask for Apex's, for its own layers."""
     for module in model.modules():
         if hasattr(module, "fuse_wgrad_accumulation"):
-            module.fuse_wgrad_accumulation = True
+            module.fuse_wgrad_accumulation = True  # type: ignore[assignment]  # it is a plain attribute

@@ -86,7 +86,7 @@ class _File:
 
 
 def _bytes_of(storage: UntypedStorage) -> Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # type: ignore[call-overload]
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 def _disk_folder() -> str:
@@ -199,7 +199,7 @@ class MovableState:
             if moved.storage._cdata == identity:
                 assert self._kept
                 copy = torch.empty(count * tensor.itemsize, dtype=torch.uint8)
-                self._shelf.read(number, (tensor.storage_offset() + start) * tensor.itemsize, copy)
+                self._shelf.read(number, (int(tensor.storage_offset()) + start) * tensor.itemsize, copy)
                 return copy.view(tensor.dtype)
         return None
 

@@ -44,8 +44,9 @@ class _Turn(torch.autograd.Function):
         return _turn(heads, cos, sin, direction=1)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
-        return _turn(gradient, *ctx.saved_tensors, direction=-1), None, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        return _turn(gradient, cos, sin, direction=-1), None, None
 
 
 def _turn(heads: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:

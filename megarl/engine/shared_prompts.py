@@ -106,19 +106,19 @@ class _Attention(torch.autograd.Function):
         return output
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, output, log_sum = ctx.saved_tensors
         shared, kernel = ctx.shared, _kernel(query)
         own_state, prompt_state = ctx.states
         gradient = gradient.contiguous()
         gradients = kernel.backward(gradient, query, key, value, _Part(output, log_sum, own_state), shared.own, True, ctx.scale)
         responses = (tensor.index_select(0, shared.responses) for tensor in (gradient, query, output, log_sum))
-        chosen_gradient, chosen, *whole = responses
+        chosen_gradient, chosen, whole, whole_log_sum = responses
         of_prompts = kernel.backward(
             chosen_gradient,
             chosen,
             *_of_prompts(key, value, shared),
-            _Part(*whole, prompt_state),
+            _Part(whole, whole_log_sum, prompt_state),
             shared.over_prompts,
             False,
             ctx.scale,
