@@ -23,9 +23,9 @@ from megarl.batch.arrays import (
     tensor_to_array,
 )
 from megarl.batch.future import DataProtoFuture
-from megarl.batch.padded_view import PaddedView
 from megarl.batch.ragged import Column, RaggedTensor
 from megarl.batch.serialization import BatchContents, decode, encode
+from megarl.batch.token_rows import PaddedView
 from megarl.machine.files import write_whole
 
 

@@ -17,8 +17,8 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from megarl.batch.metrics import Metric, merge_metrics
-from megarl.batch.padded_view import padded_rows
 from megarl.batch.ragged import Column, RaggedTensor
+from megarl.batch.token_rows import padded_rows
 from megarl.config.schema import OptimConfig, ParallelConfig
 from megarl.engine import platform
 from megarl.engine.groups import ParallelGroups

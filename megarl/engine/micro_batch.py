@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megarl.batch.prompts import first_with_prompt
+from megarl.batch.token_rows import first_with_prompt
 from megarl.engine.layers import PackedRows
 from megarl.engine.platform import to_device
 

@@ -15,9 +15,8 @@ from megarl.algorithms.losses import ActorLoss, CriticLoss, MiniBatchCounts, SFT
 from megarl.algorithms.user_functions import policy_loss_of
 from megarl.batch.data_proto import DataProto
 from megarl.batch.metrics import Metric, merge_metrics, over_updates, values_of
-from megarl.batch.prompts import first_with_prompt
 from megarl.batch.ragged import RaggedTensor
-from megarl.batch.token_rows import model_keys, token_rows
+from megarl.batch.token_rows import first_with_prompt, model_keys, token_rows
 from megarl.config.roles import needs_sum_pi_squared, scores_in_update
 from megarl.config.schema import AlgorithmConfig, CorrectionLevel, MicroBatchConfig, ParallelConfig, ValueLossConfig
 from megarl.controller.futures import DerivedFuture, WorkerFuture

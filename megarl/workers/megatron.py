@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from megarl.batch.data_proto import DataProto
 from megarl.batch.metrics import Metric
-from megarl.batch.prompts import first_with_prompt
+from megarl.batch.token_rows import first_with_prompt
 from megarl.config.flops import training_flops
 from megarl.config.schema import ParallelConfig
 from megarl.controller.dispatch import Dispatch, Mesh, MeshCoordinate
