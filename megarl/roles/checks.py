@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from megarl.algorithms.masked import map_tokens, masked, masked_mean
+from megarl.algorithms.masked import map_tokens, masked, masked_mean, tokens_of
 from megarl.batch.data_proto import DataProto
 from megarl.batch.ragged import padded
 from megarl.batch.token_rows import of_one_form
@@ -30,8 +30,8 @@ class LogProbMismatchError(RunError):
 
 
 class LogProbGate:
-    """Looks at the first batch that it is given; later ones are followed by `training/rollout_log_probs_diff_mean`. Of tokens that older
-    weights drew than the trainer's it can say nothing, nor of a batch that has no others."""
+    """Looks at the first batch that has tokens drawn by the weights of now; later ones are followed by
+    `training/rollout_log_probs_diff_mean`. Of tokens that older weights drew it can say nothing."""
 
     def __init__(self, max_difference: float) -> None:
         self._max_difference = max_difference
@@ -40,10 +40,9 @@ class LogProbGate:
     def __call__(self, batch: DataProto) -> None:
         """Raises LogProbMismatchError where the mean of |rollout_log_probs - old_log_probs| over the response tokens by the weights of now
         exceeds the bound."""
-        if self.passed:
+        if not self.wants(batch):
             return
-        columns = of_one_form(batch.columns)
-        version = batch.meta_info["weight_version"]
+        columns, version = of_one_form(batch.columns), batch.meta_info["weight_version"]
         mask = map_tokens(lambda mask, versions: mask & (versions == version), columns["response_mask"], columns["token_versions"])
         difference = map_tokens(
             lambda rollout, old, mask: masked((rollout - old).abs(), mask), columns["rollout_log_probs"], columns["old_log_probs"], mask
@@ -52,6 +51,10 @@ class LogProbGate:
         if not mean <= self._max_difference:  # a NaN does not pass
             raise LogProbMismatchError(self._explain(padded(difference), padded(mask), mean))
         self.passed = True
+
+    def wants(self, batch: DataProto) -> bool:
+        """None was looked at yet, and this one has such tokens."""
+        return not self.passed and bool((tokens_of(batch.columns["token_versions"]) == batch.meta_info["weight_version"]).any())
 
     def _explain(self, difference: torch.Tensor, mask: torch.Tensor, mean: float) -> str:
         row, position = divmod(int(torch.nan_to_num(difference, nan=torch.inf).argmax()), mask.shape[1])

@@ -260,7 +260,7 @@ class Actor(MegatronRole):
         share_prompts: bool = False,
     ) -> None:
         """algorithm None: supervised fine-tuning only. check_first_ratio: of the first update, where a step makes several.
-        check_log_probs: of the first batch that is scored."""
+        check_log_probs: of the first batch that has samples by the weights of now."""
         super().__init__(group, parallel, micro_batch, schedule, share_prompts=share_prompts)
         self._weights = weights
         self._updates = updates
@@ -279,14 +279,14 @@ class Actor(MegatronRole):
         """What `log_probs` gives, where it is read before the update of the step. Raises LogProbMismatchError.
 
         Nothing in bypass, where the rollout engine's log-probs take their place, nor where the update itself scores the batch
-        (config/roles.py); then the first batch alone is scored, to be compared, and no number of the run comes of that.
+        (config/roles.py); then the first batch alone that can be compared is scored for it, and no number of the run comes of that.
         """
         algorithm, check = self._algorithm, self._check_log_probs
         assert algorithm is not None
         by_update = self._scores_in_update and step > self._updates.critic_warmup_steps
         if not (by_update or algorithm.rollout_correction.bypass):
             return self.log_probs(batch)
-        if check is None or check.passed:
+        if check is None or not check.wants(batch):
             return ABSENT.log_probs(batch)
         return DerivedFuture([self.log_probs(batch)], lambda results: DataProto())
 

@@ -43,11 +43,13 @@ def test_only_the_first_batch_is_looked_at() -> None:
 
 
 def test_tokens_by_older_weights_are_not_compared() -> None:
-    old = batch(9.0, 9.0, 9.0, version=5)
-    LogProbGate(0.2)(old)
+    gate, old = LogProbGate(0.2), batch(9.0, 9.0, 9.0, version=5)
+    assert not gate.wants(old)
+    gate(old)
+    assert not gate.passed  # it has seen nothing
     old.tensors["token_versions"][1, 0] = 5
     with pytest.raises(LogProbMismatchError, match=r"difference\| 9 over 1 tokens"):
-        LogProbGate(0.2)(old)
+        gate(old)
 
 
 def test_a_nan_does_not_pass() -> None:
