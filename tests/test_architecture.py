@@ -21,7 +21,7 @@ LAYERS = (
     ("engine",),
     ("workers", "rehearsal"),
     ("roles",),
-    ("trainers",),
+    ("trainers", "simulation"),
     ("doctor", "recipes"),
     ("cli",),
     ("api",),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megarl.config.schema import CorrectionLevel, PlacementStrategy, PPOConfig
+from megarl.config.schema import CorrectionLevel, Late, OnUpdate, PlacementStrategy, PPOConfig
 from megarl.config.violation import Violation, Violations
 
 _KEY = "rollout.max_staleness"
@@ -11,6 +11,13 @@ _TAKING_TURNS = (PlacementStrategy.hybrid, PlacementStrategy.fully_collocate)
 
 def generation_ahead(config: PPOConfig) -> Violations:
     staleness, algorithm, placement = config.rollout.max_staleness, config.algorithm, config.placement
+    if config.rollout.late is Late.mask and (not staleness or config.rollout.on_update is OnUpdate.drain):
+        other = _KEY if not staleness else "rollout.on_update"
+        yield Violation(
+            ("rollout.late", other),
+            f"is mask, but with {other.partition('.')[2]}={'0' if not staleness else 'drain'} no sample is ever late; use late=wait, or "
+            "max_staleness above 0 and on_update=go_on",
+        )
     if not staleness:
         return
     correction = algorithm.rollout_correction
@@ -29,9 +36,9 @@ def generation_ahead(config: PPOConfig) -> Violations:
             f"is {staleness}: the engines generate while the other roles train, but in this placement they take turns with {whom} on the "
             "same devices; use split_collocate or stand_alone, or max_staleness=0",
         )
-    if algorithm.dynamic_sampling.enabled:
+    if algorithm.dynamic_sampling.enabled and config.reward.model.path is not None:
         yield Violation(
-            (_KEY, "algorithm.dynamic_sampling.enabled"),
-            f"is {staleness}: dynamic sampling draws prompts in the place of others when a step's samples are scored, which generation "
-            "ahead of training cannot do yet; use dynamic_sampling.enabled=false, or max_staleness=0",
+            (_KEY, "algorithm.dynamic_sampling.enabled", "reward.model.path"),
+            f"is {staleness}: dynamic sampling looks at the scores of each prompt as soon as it has its samples, and a reward model scores "
+            "whole steps; use reward functions alone, dynamic_sampling.enabled=false, or max_staleness=0",
         )

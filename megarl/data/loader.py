@@ -92,7 +92,7 @@ class BatchLoader:
         indices: list[int] = []
         uids: list[str] = []
         for _ in range(num_wanted):
-            number = self._furthest_behind()
+            number = self._furthest_behind(self._num_served)
             epoch, place = divmod(self._num_served[number], self._parts[number].num_rows)
             index = self._starts[number] + self._order(number, epoch)[place]
             indices.append(index)
@@ -100,9 +100,9 @@ class BatchLoader:
             self._num_served[number] += 1
         return self._dataset.batch(indices, uids)
 
-    def _furthest_behind(self) -> int:
+    def _furthest_behind(self, num_served: Sequence[int]) -> int:
         """The part whose next row is due first, where the rows of weight w are due at (1/2)/w, (3/2)/w, ... The first of equals."""
-        due = [(served + 0.5) / part.weight for served, part in zip(self._num_served, self._parts, strict=True)]
+        due = [(served + 0.5) / part.weight for served, part in zip(num_served, self._parts, strict=True)]
         return due.index(min(due))
 
     def _order(self, number: int, epoch: int) -> list[int]:
@@ -114,8 +114,20 @@ class BatchLoader:
             self._orders[number] = epoch, order.tolist()
         return self._orders[number][1]
 
+    @property
+    def num_served(self) -> int:
+        """Rows, since the beginning of the data."""
+        return sum(self._num_served)
+
     def state_dict(self) -> dict[str, Any]:
         return {"num_served": list(self._num_served), **self._identity()}
+
+    def behind(self, state: Mapping[str, Any], num_rows: int) -> dict[str, Any]:
+        """The state of one that had `state`, and has served `num_rows` since."""
+        served = list(state["num_served"])
+        for _ in range(num_rows):
+            served[self._furthest_behind(served)] += 1
+        return {**state, "num_served": served}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues with the row after the last one served; the batch size may be another.

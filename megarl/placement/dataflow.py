@@ -39,7 +39,7 @@ _TO_SCORE, _TO_TRAIN, _AWAKE = (PARAMETERS,), (PARAMETERS, GRADIENTS, OPTIMIZER)
 # In an order in which one process could run them. `<role>.weights` are the role's; all else are keys of the batch.
 STEP = (
     _phase("gen", ["rollout"], "prompts rollout.weights", "responses rollout_log_probs", {"rollout": _AWAKE}, "submit_and_poll"),
-    _phase("reward", ["reward"], "responses", "token_level_scores", {"reward": _TO_SCORE}, "score"),
+    _phase("reward", ["reward"], "responses", "token_level_scores", {"reward": _TO_SCORE}, "score", "begin", "scored", "finish"),
     _phase(
         "reward_model",
         ["reward_model"],

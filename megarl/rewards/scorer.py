@@ -6,7 +6,7 @@ never becomes a silent 0, and it never stops the other samples.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
@@ -46,6 +46,19 @@ class ScoreReport(NamedTuple):
     errors: list[ScoreError]
     parts: list[tuple[float, ...]]  # of each function, in their order, before its weight
     answers: list[str | None]  # what a function took for the sample's answer, where it says so
+
+
+class BegunScore(NamedTuple):
+    """A sample that waits for a process of the pool, or is in one, or has been scored."""
+
+    request: ScoreRequest
+    outcome: Future[Outcome]
+    pool: ProcessPool
+
+    @property
+    def is_lost(self) -> bool:
+        """Its pool broke, and nobody will ever complete it."""
+        return not (self.outcome.done() or self.pool.active)
 
 
 class RewardError(RuntimeError):
@@ -91,14 +104,23 @@ class RewardScorer:
         self._stop()
         self._starter.shutdown()
 
-    def score(self, requests: Sequence[ScoreRequest]) -> ScoreReport:
+    def begin(self, requests: Sequence[ScoreRequest]) -> list[BegunScore]:
+        """Returns at once; `score` waits for them."""
+        self._ensure_pool()
+        pool, limit_s = self._pool, self._time_limit_s
+        return [BegunScore(request, pool.schedule(process.score, args=[request], timeout=limit_s), pool) for request in requests]
+
+    def score(self, samples: Sequence[ScoreRequest | BegunScore]) -> ScoreReport:
         """Raises RewardError as soon as the share of failed samples is above `max_error_rate`; what is left is then not scored."""
         outcomes: dict[int, Outcome] = {}
         errors: list[ScoreError] = []
+        requests = [sample.request if isinstance(sample, BegunScore) else sample for sample in samples]
+        begun = {index: sample for index, sample in enumerate(samples) if isinstance(sample, BegunScore)}
         waiting = list(range(len(requests)))
         num_fruitless = 0
         while waiting:
-            unscored = self._score_some(requests, waiting, outcomes, errors)
+            unscored = self._score_some(requests, waiting, begun, outcomes, errors)
+            begun = {}  # those that a broken pool has left are begun anew
             num_fruitless = num_fruitless + 1 if len(unscored) == len(waiting) else 0
             if num_fruitless == MAX_POOL_RESTARTS:
                 raise RewardError(
@@ -133,14 +155,19 @@ class RewardScorer:
         return pool
 
     def _score_some(
-        self, requests: Sequence[ScoreRequest], waiting: Sequence[int], outcomes: dict[int, Outcome], errors: list[ScoreError]
+        self,
+        requests: Sequence[ScoreRequest],
+        waiting: Sequence[int],
+        begun: Mapping[int, BegunScore],
+        outcomes: dict[int, Outcome],
+        errors: list[ScoreError],
     ) -> list[int]:
         """Fills in outcomes and errors; returns what the pool did not get to because it broke (a process was killed while idle)."""
-        self._ensure_pool()
-        futures = {index: self._pool.schedule(process.score, args=[requests[index]], timeout=self._time_limit_s) for index in waiting}
+        new = [index for index in waiting if index not in begun]
+        futures = {**begun, **dict(zip(new, self.begin([requests[index] for index in new]), strict=True))}
         unscored = []
-        for index, future in futures.items():
-            result = self._result(future)
+        for index in waiting:
+            result = self._result(futures[index])
             if result is None:
                 unscored.append(index)
             elif isinstance(result, Outcome) and result.error is None:
@@ -161,13 +188,13 @@ class RewardScorer:
         self._pool.stop()
         self._pool.join()
 
-    def _result(self, future: Future[Outcome]) -> Outcome | TimeoutError | ProcessExpired | None:
+    def _result(self, begun: BegunScore) -> Outcome | TimeoutError | ProcessExpired | None:
         """None where the pool broke, which can leave futures that nobody will ever complete."""
-        while not wait([future], timeout=1.0).done:
-            if not self._pool.active:
+        while not wait([begun.outcome], timeout=1.0).done:
+            if begun.is_lost:
                 return None
         try:
-            return future.result()
+            return begun.outcome.result()
         except (TimeoutError, ProcessExpired) as error:
             return error
         except BrokenProcessPool:

@@ -12,13 +12,16 @@ from megarl.batch.data_proto import DataProto
 from megarl.data.padding import flat, pad_right
 from megarl.rollout.interface import Sample, VersionSpan
 
+_KEYS = {"token_ids", "log_probs", "token_versions", "version", "is_dropped", "uid", "finish_reason"}
+
 
 class FinishedGroup(NamedTuple):
-    """All samples of a prompt. uid: of the prompt. version: of the weights that began them."""
+    """All samples of a prompt. uid: of the prompt. version: of the weights that began them. is_dropped: they are not trained."""
 
     uid: str
     version: int
     samples: list[Sample]
+    is_dropped: bool = False
 
 
 def to_bytes(groups: Sequence[FinishedGroup]) -> bytes:
@@ -35,6 +38,7 @@ def to_bytes(groups: Sequence[FinishedGroup]) -> bytes:
         "log_probs": log_probs,
         "token_versions": versions,
         "version": torch.tensor([group.version for group, _ in rows]),
+        "is_dropped": torch.tensor([group.is_dropped for group, _ in rows]),
     }
     arrays: dict[str, list[str]] = {"uid": [group.uid for group, _ in rows], "finish_reason": [sample.finish_reason for sample in samples]}
     return DataProto.from_dict(tensors, arrays).to_bytes()
@@ -44,7 +48,7 @@ def from_bytes(data: bytes) -> dict[str, FinishedGroup]:
     """By uid. Raises ValueError for what `to_bytes` has not given."""
     rows = DataProto.from_bytes(data)
     there = rows.tensors.keys() | rows.non_tensor_batch.keys()
-    if missing := sorted({"token_ids", "log_probs", "token_versions", "version", "uid", "finish_reason"} - there):
+    if missing := sorted(_KEYS - there):
         raise ValueError(f"there is no {', '.join(missing)}")
     groups: dict[str, FinishedGroup] = {}
     tensors, arrays = {key: tensor.numpy() for key, tensor in rows.tensors.items()}, rows.non_tensor_batch
@@ -55,5 +59,6 @@ def from_bytes(data: bytes) -> dict[str, FinishedGroup]:
         ends = [*(np.flatnonzero(np.diff(versions)) + 1).tolist(), length]
         spans = tuple(VersionSpan(int(versions[end - 1]), end) for end in ends)
         sample = Sample(tensors["token_ids"][row, :length].copy(), tensors["log_probs"][row, :length].copy(), reason, spans)
-        groups.setdefault(uid, FinishedGroup(uid, int(tensors["version"][row]), [])).samples.append(sample)
+        group = FinishedGroup(uid, int(tensors["version"][row]), [], bool(tensors["is_dropped"][row]))
+        groups.setdefault(uid, group).samples.append(sample)
     return groups

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import torch
@@ -11,12 +12,14 @@ from megarl.batch.data_proto import DataProto
 from megarl.batch.token_rows import token_rows
 from megarl.config.roles import REWARD_MODEL
 from megarl.config.schema import ParallelConfig, RewardConfig
-from megarl.controller.futures import DerivedFuture
+from megarl.controller.futures import DerivedFuture, WorkerFuture, has_ended
 from megarl.controller.group import RoleGroup
 from megarl.data.packing import plan_micro_batches
 from megarl.roles.offload_schedule import OffloadSchedule
 from megarl.workers.reward import RewardWorker
 from megarl.workers.reward_model import RewardModelWorker
+
+_SCORED_WAIT_S = 0.05  # for the first group; others that are begun meanwhile wait behind it
 
 
 def score_weights(config: RewardConfig) -> list[float]:
@@ -30,23 +33,65 @@ class Reward:
         self.group = group
         self.model = model
         self._model_weight = model_weight
+        self._lock = threading.Lock()  # groups may be begun by the thread that generates ahead
+        self._begun: set[str] = set()  # uids
+        self._beginning: WorkerFuture[None] | None = None
+        self._asking: WorkerFuture[dict[str, list[float]]] | None = None
 
     def score(self, batch: DataProto, with_texts: bool = False) -> DerivedFuture:
         """`token_level_scores`, rows of tokens, and what RewardWorker.score gives. With a model, the scores are those of the functions plus
         `model_weight` times the model's, and there are `reward_function_scores` (B,) and what RewardModelWorker.score_conversations gives
         beside them; the model's are the last of `score_parts`."""
-        rows = token_rows(batch.columns)
-        named = batch.select([], ["uid", "data_source", "reward_model", "extra_info"])
-        needed = DataProto.from_dict({key: rows[key] for key in ("responses", "response_mask")}, named.non_tensor_batch)
-        functions = self.group.call(RewardWorker.score, needed, with_texts)
-        calls = [functions] if self.model is None else [functions, self.model.score(batch)]
+        return self._with_model(batch, [self.group.call(RewardWorker.score, _needed(batch), with_texts)])
+
+    # ---- while others are generated
+
+    @property
+    def may_begin(self) -> bool:
+        """The groups that were begun last have arrived."""
+        return self._beginning is None or has_ended(self._beginning.calls)
+
+    def begin(self, groups: DataProto) -> None:
+        """The functions begin to score these samples, all of each prompt; `finish` gives the scores. Raises what the call before it did."""
+        with self._lock:
+            if self._beginning is not None:
+                self._beginning.get()
+            self._begun |= set(map(str, groups.non_tensor_batch["uid"]))
+            self._beginning = self.group.call(RewardWorker.begin, _needed(groups))
+
+    def scored(self) -> dict[str, list[float]]:
+        """By uid, the functions' scores of groups that were begun and whose scores have come since the last time; does not wait."""
+        if self._asking is None:
+            self._asking = self.group.call(RewardWorker.scored, _SCORED_WAIT_S)
+            return {}
+        if not has_ended(self._asking.calls):
+            return {}
+        asked, self._asking = self._asking, None
+        return asked.get()
+
+    def finish(self, batch: DataProto) -> DerivedFuture:
+        """As `score`, where some of the prompts may have been begun."""
+        uids = [str(uid) for uid in batch.non_tensor_batch["uid"]]
+        with self._lock:
+            beginning = [] if self._beginning is None else [self._beginning]
+            begun = [uid in self._begun for uid in uids]
+            self._begun -= set(uids)
+        others = _needed(batch.select_idxs([row for row, is_begun in enumerate(begun) if not is_begun]))
+        return self._with_model(batch, [self.group.call(RewardWorker.finish, others, uids), *beginning])
+
+    # ---- parts
+
+    def _with_model(self, batch: DataProto, functions: list[WorkerFuture]) -> DerivedFuture:
+        """functions: the first gives what they say."""
+        mask = token_rows(batch.columns)["response_mask"]
+        model = [] if self.model is None else [self.model.score(batch)]
 
         def placed(results: list[Any]) -> DataProto:
-            scores = results[0] if self.model is None else self._sum(*results)
-            of_rows = place_scores(scores.non_tensor_batch["score"].tolist(), rows["response_mask"])
+            scores = self._sum(results[0], results[-1]) if model else results[0]
+            of_rows = place_scores(scores.non_tensor_batch["score"].tolist(), mask)
             return scores.union(DataProto.from_dict({"token_level_scores": of_rows}))
 
-        return DerivedFuture(calls, placed)
+        return DerivedFuture([*functions, *model], placed)
 
     def _sum(self, functions: DataProto, model: DataProto) -> DataProto:
         of_functions = torch.tensor(functions.non_tensor_batch["score"].tolist(), dtype=torch.float32)
@@ -60,6 +105,13 @@ class Reward:
             {**functions.non_tensor_batch, "score": scores.tolist()},
             functions.meta_info,
         )
+
+
+def _needed(batch: DataProto) -> DataProto:
+    """By the functions."""
+    rows = token_rows(batch.columns)
+    named = batch.select([], ["uid", "data_source", "reward_model", "extra_info"])
+    return DataProto.from_dict({key: rows[key] for key in ("responses", "response_mask")}, named.non_tensor_batch)
 
 
 class RewardModel:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -32,6 +32,17 @@ class TokenRules:
     pad_token_id: int
     stop_token_ids: tuple[int, ...]
     max_response_length: int
+
+
+class Scoring(Protocol):
+    """See Reward."""
+
+    @property
+    def may_begin(self) -> bool: ...
+
+    def begin(self, groups: DataProto) -> None: ...
+
+    def scored(self) -> Mapping[str, Sequence[float]]: ...
 
 
 class Rollout:
@@ -67,12 +78,15 @@ class Rollout:
 
     # ---- generation
 
-    def generate(self, prompts: DataProto, sampling: SamplingConfig, step: int, generation: int = 0) -> DataProto:
+    def generate(
+        self, prompts: DataProto, sampling: SamplingConfig, step: int, generation: int = 0, scoring: Scoring | None = None
+    ) -> DataProto:
         """B = prompts x n rows, the samples of a prompt side by side: the prompts' columns, and as rows of tokens `responses`,
         `response_mask`, `rollout_log_probs` and `token_versions` (int32, the weights that drew a token, -1 where the model wrote none), and
         the arrays `weight_version` (the oldest that wrote a sample) and `finish_reason` (B,). The meta information has `weight_version`:
         of the weights that were sent last.
 
+        scoring: begins with the prompts whose samples are there while those of others are written.
         The same prompts, weights, seed, step and generation (a step may have several) give the same samples, however many replicas there
         are.
         Raises EngineFaultError, DispatchError and RestartLimitError; ValueError for prompts that no engine can continue.
@@ -81,25 +95,37 @@ class Rollout:
         self._weights.bring_in()
         version = self._weights.version
         samples: dict[int, Sample] = {}
-        for replica, finished in self._finished(requests):
-            if finished.sample.weight_versions != (version,):
-                raise EngineFaultError(
-                    f"rollout replica {replica} wrote a sample with the weight versions {finished.sample.weight_versions}; the weights "
-                    f"at hand are version {version}"
-                )
-            samples[finished.request_id] = finished.sample
-        return self.assemble(prompts.repeat(sampling.n), [samples[request.request_id] for request in requests], version)
+        n = sampling.n
+        missing, whole = [n] * len(prompts), []  # samples of each prompt, and the prompts that wait to be scored
+        for arrived in self._finished(requests):
+            for replica, (number, sample) in arrived:
+                if sample.weight_versions != (version,):
+                    raise EngineFaultError(
+                        f"rollout replica {replica} wrote a sample with the weight versions {sample.weight_versions}; the weights at hand "
+                        f"are version {version}"
+                    )
+                samples[number] = sample
+                missing[number // n] -= 1
+                whole += [] if missing[number // n] else [number // n]
+            if scoring is not None and whole and len(samples) < len(requests) and scoring.may_begin:
+                of_whole = [samples[prompt * n + place] for prompt in whole for place in range(n)]
+                scoring.begin(self.assemble(prompts.select_idxs(whole).repeat(n), of_whole, version))
+                whole = []
+        return self.assemble(prompts.repeat(n), [samples[request.request_id] for request in requests], version)
 
-    def requests(self, prompts: DataProto, sampling: SamplingConfig, step: int, generation: int = 0) -> list[GenerationRequest]:
-        """One for each sample, those of a prompt side by side, with the seeds that `generate` gives them."""
+    def requests(
+        self, prompts: DataProto, sampling: SamplingConfig, step: int, generation: int = 0, *, first: int = 0
+    ) -> list[GenerationRequest]:
+        """One for each sample, those of a prompt side by side, with the seeds that `generate` gives them where `first` other prompts stand
+        before these."""
         ids = [row.tolist() for row in prompts.ragged["prompts"].each()]
-        return plan_requests(ids, self._parameters(sampling, step, generation), prompts.non_tensor_batch.get("uid"))
+        return plan_requests(ids, self._parameters(sampling, step, generation), prompts.non_tensor_batch.get("uid"), first=first)
 
     def stream(self, requests: Sequence[GenerationRequest]) -> Iterator[FinishedRequest]:
         """The samples as they finish. Those that are not asked for to the end are given up. Raises as `generate`."""
         self._weights.bring_in()
-        for _, finished in self._finished(requests):
-            yield finished
+        for arrived in self._finished(requests):
+            yield from (finished for _, finished in arrived)
 
     def _parameters(self, sampling: SamplingConfig, step: int, generation: int) -> SamplingParameters:
         return SamplingParameters(
@@ -113,8 +139,8 @@ class Rollout:
             seed=int(np.random.SeedSequence([self._seed, step, generation]).generate_state(1)[0]),
         )
 
-    def _finished(self, requests: Sequence[GenerationRequest]) -> Iterator[tuple[int, FinishedRequest]]:
-        """Replica and sample, each request once."""
+    def _finished(self, requests: Sequence[GenerationRequest]) -> Iterator[list[tuple[int, FinishedRequest]]]:
+        """Replica and sample, those that came together; each request once."""
         arrived: list[tuple[int, FinishedRequest]] = []
         with self._replicas.alone():
             numbers = self.pump.add(requests, lambda replica, finished: arrived.append((replica, finished)), first=True)
@@ -122,9 +148,10 @@ class Rollout:
             try:
                 while missing:
                     self.pump.turn()
-                    missing -= len(arrived)
-                    while arrived:
-                        yield arrived.pop(0)
+                    if arrived:
+                        missing -= len(arrived)
+                        yield list(arrived)
+                        arrived.clear()
             finally:
                 self.pump.take_back(numbers)
 

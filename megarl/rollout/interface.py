@@ -231,11 +231,12 @@ class RolloutEngine(ABC):
 
 
 def plan_requests(
-    prompts: Sequence[list[int]], sampling: SamplingParameters, uids: Sequence[str] | np.ndarray | None = None
+    prompts: Sequence[list[int]], sampling: SamplingParameters, uids: Sequence[str] | np.ndarray | None = None, *, first: int = 0
 ) -> list[GenerationRequest]:
-    """One request per sample, prompt-major, each with a seed of its own that depends on its place alone. uids: of the prompts."""
+    """One request per sample, prompt-major, each with a seed of its own that depends on its place alone. uids: of the prompts. first:
+    place of the first prompt, where others come before it."""
     names = [""] * len(prompts) if uids is None else uids
-    seeds = np.random.SeedSequence(sampling.seed).generate_state(len(prompts) * sampling.n)
+    seeds = np.random.SeedSequence(sampling.seed).generate_state((first + len(prompts)) * sampling.n)[first * sampling.n :]
     return [
         GenerationRequest(
             index * sampling.n + sample, prompt, replace(sampling, n=1, seed=int(seeds[index * sampling.n + sample])), names[index]

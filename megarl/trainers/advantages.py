@@ -8,7 +8,7 @@ import torch
 
 from megarl.algorithms.advantages import AdvantageInputs
 from megarl.algorithms.kl import KL_CONTROLLERS, apply_kl_penalty, kl_column, sequence_mean_kl
-from megarl.algorithms.masked import masked_column
+from megarl.algorithms.masked import map_tokens, masked_column, tokens_of
 from megarl.algorithms.rollout_correction import correct
 from megarl.algorithms.scores import penalise_overlong
 from megarl.algorithms.user_functions import estimator_of
@@ -96,3 +96,16 @@ def correct_rollout(batch: DataProto, config: RolloutCorrectionConfig) -> tuple[
     if config.rejection.estimator is not RejectionEstimator.none:
         added[LOSS_MASK] = correction.mask
     return (batch.union(DataProto.from_dict(added)) if added else batch), correction.metrics
+
+
+def leave_out_late(batch: DataProto, max_age: int) -> tuple[DataProto, Metrics]:
+    """Takes the tokens out of `loss_mask` (B, R) that weights drew which are more than `max_age` versions older than those of now.
+
+    Metrics: `rollout/late`, the share of the loss's tokens that it has taken out.
+    """
+    tensors, version = of_one_form(batch.columns), batch.meta_info["weight_version"]
+    mask = tensors.get(LOSS_MASK, tensors["response_mask"])
+    kept = map_tokens(lambda mask, versions: mask & (version - versions <= max_age), mask, tensors["token_versions"])
+    num_before, num_kept = (int(tokens_of(one).sum()) for one in (mask, kept))
+    others = batch.select([key for key in batch.columns if key != LOSS_MASK])
+    return others.union(DataProto.from_dict({LOSS_MASK: kept})), {"rollout/late": 1 - num_kept / max(1, num_before)}

@@ -17,7 +17,7 @@ from megarl.batch.data_proto import DataProto
 from megarl.batch.token_rows import of_one_form
 from megarl.config.errors import CheckpointError
 from megarl.config.roles import scores_in_update
-from megarl.config.schema import KLControllerKind, PPOConfig
+from megarl.config.schema import KLControllerKind, Late, PPOConfig
 from megarl.controller.futures import gather
 from megarl.data.loader import BatchLoader
 from megarl.roles.ahead import GenerationAhead
@@ -27,13 +27,13 @@ from megarl.roles.reward import score_weights
 from megarl.roles.start import PPORoles
 from megarl.rollout.ledger import AdmissionLedger
 from megarl.tracking.status import STOPPED, StatusWriter
-from megarl.trainers.advantages import AdvantageStep, Metrics, correct_rollout
+from megarl.trainers.advantages import AdvantageStep, Metrics, correct_rollout, leave_out_late
 from megarl.trainers.checkpoint import Checkpointer
 from megarl.trainers.evaluation import Evaluation
 from megarl.trainers.monitor import Monitor
 from megarl.trainers.run_status import StatusOfRun
 from megarl.trainers.samples import SampleRows
-from megarl.trainers.sampling import make_sampling
+from megarl.trainers.sampling import group_rules, make_sampling
 
 SAMPLES_FILE = "samples_ahead.bin"  # of a checkpoint: the samples that wait to be trained
 
@@ -52,7 +52,7 @@ class PPOTrainer:
     ) -> None:
         self.config = config
         self.roles = roles
-        self._ahead = generation_ahead(config, roles, prompts) if config.rollout.max_staleness else None
+        self._ahead = generation_ahead(config, roles, prompts, checkpoints) if config.rollout.max_staleness else None
         self.prompts = self._ahead or prompts
         self.evaluation = evaluation
         self.monitor = monitor
@@ -78,7 +78,9 @@ class PPOTrainer:
         """Trains up to `trainer.total_steps`."""
         try:
             for step in self.steps():
-                self.monitor.record(self.train_step(next(self.prompts), step))
+                with self.monitor.phase("gen"):  # of samples that are generated ahead, the trainer waits here
+                    prompts = next(self.prompts)
+                self.monitor.record(self.train_step(prompts, step))
         finally:
             if self._ahead is not None:
                 self._ahead.close()
@@ -153,6 +155,9 @@ class PPOTrainer:
         """See correct_rollout and AdvantageStep. What they show of the actor's log-probs is shown by `record_batch` where the update makes
         these."""
         batch, of_correction = correct_rollout(batch, self.config.algorithm.rollout_correction)
+        if (rollout := self.config.rollout).late is Late.mask:
+            batch, of_late = leave_out_late(batch, rollout.max_staleness)
+            of_correction = of_correction | of_late
         batch, of_advantages = self._advantages(batch)
         return batch, of_correction | of_advantages
 
@@ -195,18 +200,19 @@ class PPOTrainer:
         return result.metrics
 
 
-def generation_ahead(config: PPOConfig, roles: PPORoles, prompts: BatchLoader) -> GenerationAhead:
+def generation_ahead(config: PPOConfig, roles: PPORoles, prompts: BatchLoader, checkpoints: Checkpointer) -> GenerationAhead:
     """Of a run whose `rollout.max_staleness` is above 0."""
     trainer, rollout = config.trainer, config.rollout
 
-    def ledger(next_step: int, version: int) -> AdmissionLedger:
+    def ledger(version: int) -> AdmissionLedger:
         return AdmissionLedger(
             max_staleness=rollout.max_staleness,
             prompts_per_step=trainer.prompts_per_step,
             total_steps=trainer.total_steps,
-            next_step=next_step,
+            next_step=checkpoints.last_step + 1,
             version=version,
             step_pushes=lambda step: step > trainer.critic_warmup_steps,
+            in_order=rollout.late is Late.wait,
         )
 
-    return GenerationAhead(roles.rollout, roles.weights, prompts, rollout.training, rollout.on_update, ledger)
+    return GenerationAhead(roles.rollout, roles.weights, prompts, roles.reward, group_rules(config), rollout.on_update, ledger)

@@ -14,9 +14,10 @@ from megarl.config.errors import RunError
 from megarl.config.schema import DynamicSamplingConfig, PPOConfig, SamplingConfig
 from megarl.controller.futures import DerivedFuture
 from megarl.data.loader import BatchLoader
+from megarl.roles.groups_ahead import GREEDY, GroupRules
 from megarl.roles.reward import Reward
+from megarl.roles.rollout import Scoring
 
-GREEDY = SamplingConfig(n=1, temperature=0.0)
 _MARGIN = 1.2  # a few prompts for nothing cost less than one more round of generation
 
 
@@ -35,17 +36,30 @@ class Sampling(Protocol):
 class Generator(Protocol):
     """See Rollout.generate."""
 
-    def generate(self, prompts: DataProto, sampling: SamplingConfig, step: int, generation: int = 0) -> DataProto: ...
+    def generate(
+        self, prompts: DataProto, sampling: SamplingConfig, step: int, generation: int = 0, scoring: Scoring | None = None
+    ) -> DataProto: ...
 
 
 def make_sampling(config: PPOConfig, rollout: Generator, reward: Reward, prompts: BatchLoader) -> Sampling:
     """As the algorithm asks for. `prompts`: where further ones come from."""
     algorithm, sampling = config.algorithm, config.rollout.training
     if algorithm.dynamic_sampling.enabled:
-        return DynamicSampling(rollout, reward, prompts, sampling, algorithm.dynamic_sampling)
+        wanted, generates_ahead = config.trainer.prompts_per_step, config.rollout.max_staleness > 0
+        return DynamicSampling(rollout, reward, prompts, sampling, algorithm.dynamic_sampling, wanted, generates_ahead=generates_ahead)
     if algorithm.advantage.estimator.needs.greedy_baseline:
         return GreedyBaseline(rollout, reward, sampling)
     return PlainSampling(rollout, reward, sampling)
+
+
+def group_rules(config: PPOConfig) -> GroupRules:
+    """Of what is generated ahead of training."""
+    algorithm, dynamic = config.algorithm, config.algorithm.dynamic_sampling
+    return GroupRules(
+        sampling=config.rollout.training,
+        greedy=algorithm.advantage.estimator.needs.greedy_baseline and not dynamic.enabled,
+        max_without_signal=(dynamic.max_generations - 1) * config.trainer.prompts_per_step if dynamic.enabled else None,
+    )
 
 
 class PlainSampling:
@@ -55,8 +69,8 @@ class PlainSampling:
         self._rollout, self._reward, self._sampling = rollout, reward, sampling
 
     def __call__(self, prompts: DataProto, step: int) -> Samples:
-        batch = self._rollout.generate(prompts, self._sampling, step)
-        return Samples(batch, [self._reward.score(batch)], {})
+        batch = self._rollout.generate(prompts, self._sampling, step, scoring=self._reward)
+        return Samples(batch, [self._reward.finish(batch)], {})
 
 
 class GreedyBaseline(PlainSampling):
@@ -83,21 +97,31 @@ class DynamicSampling:
     section 3.2). Those that are drawn for that count as served, so that a resumed run goes on behind them."""
 
     def __init__(
-        self, rollout: Generator, reward: Reward, prompts: BatchLoader, sampling: SamplingConfig, config: DynamicSamplingConfig
+        self,
+        rollout: Generator,
+        reward: Reward,
+        prompts: BatchLoader,
+        sampling: SamplingConfig,
+        config: DynamicSamplingConfig,
+        wanted: int,
+        *,
+        generates_ahead: bool = False,
     ) -> None:
+        """wanted: prompts of a step. generates_ahead: a step's prompts come with those that were drawn in the place of others."""
         self._rollout, self._reward, self._prompts = rollout, reward, prompts
-        self._sampling, self._config = sampling, config
+        self._sampling, self._config, self._wanted = sampling, config, wanted
+        self._num_generations = 1 if generates_ahead else config.max_generations
 
     def __call__(self, prompts: DataProto, step: int) -> Samples:
-        """As many prompts with all their samples as there are `prompts`, scored. Raises NoSignalError.
+        """As many prompts with all their samples as are wanted, scored. Raises NoSignalError.
 
         Metrics, of the step: `dynamic_sampling/num_generations`; `num_prompts`, that were sampled; `num_without_signal` of these,
         which were dropped; `num_surplus`, which had a signal but were not needed; `score_mean`, over all that was sampled.
         """
-        wanted, kept, scores = len(prompts), [], []
+        wanted, kept, scores = self._wanted, [], []
         num_kept = num_prompts = 0
         num_errors = 0.0
-        for generation in range(self._config.max_generations):
+        for generation in range(self._num_generations):
             if generation:
                 prompts = self._prompts.take(_number_to_draw(wanted, num_kept, num_prompts))
             scored = self._scored(prompts, step, generation)
@@ -125,8 +149,8 @@ class DynamicSampling:
         return Samples(batch, [], {f"dynamic_sampling/{name}": value for name, value in metrics.items()})
 
     def _scored(self, prompts: DataProto, step: int, generation: int) -> DataProto:
-        batch = self._rollout.generate(prompts, self._sampling, step, generation)
-        return batch.union(self._reward.score(batch))
+        batch = self._rollout.generate(prompts, self._sampling, step, generation, self._reward)
+        return batch.union(self._reward.finish(batch))
 
     def _explain(self, step: int, wanted: int, num_kept: int, num_prompts: int, scores: np.ndarray) -> str:
         return (

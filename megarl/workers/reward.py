@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from concurrent.futures import FIRST_COMPLETED, wait
+
 import torch
 
 from megarl.batch.data_proto import DataProto
@@ -9,7 +12,7 @@ from megarl.config.schema import RewardConfig
 from megarl.controller.dispatch import Dispatch
 from megarl.controller.worker import Worker, register
 from megarl.data.tokenizer import decode_rows, load_tokenizer
-from megarl.rewards.scorer import RewardScorer, ScoreReport, ScoreRequest
+from megarl.rewards.scorer import BegunScore, RewardScorer, ScoreReport, ScoreRequest
 
 
 class RewardWorker(Worker):
@@ -22,6 +25,45 @@ class RewardWorker(Worker):
             RewardScorer(config.functions, config.time_limit_s, config.max_error_rate, config.num_processes) if config.functions else None
         )
 
+        self._begun: dict[str, list[BegunScore]] = {}  # by uid
+        self._unreported: set[str] = set()
+
+    @register(dispatch_mode=Dispatch.RANK_ZERO, blocking=False)
+    def begin(self, groups: DataProto) -> None:
+        """Begins to score samples, all of a prompt together, which `finish` waits for."""
+        if self._scorer is not None:
+            for begun in self._scorer.begin(self._requests(groups, self._texts(groups))):
+                self._begun.setdefault(begun.request.uid, []).append(begun)
+                self._unreported.add(begun.request.uid)
+
+    @register(dispatch_mode=Dispatch.RANK_ZERO, blocking=False)
+    def scored(self, wait_s: float) -> dict[str, list[float]]:
+        """By uid, the scores of the groups that were begun and have been scored since the last time; waits at most `wait_s` for the first.
+        A sample that failed scores 0."""
+        if self._scorer is None:
+            return {}
+        for uid in self._unreported:
+            if any(begun.is_lost for begun in self._begun[uid]):
+                self._begun[uid] = self._scorer.begin([begun.request for begun in self._begun[uid]])
+        wait([begun.outcome for uid in self._unreported for begun in self._begun[uid]], timeout=wait_s, return_when=FIRST_COMPLETED)
+        scores = {
+            uid: [_score_of(begun) for begun in self._begun[uid]]
+            for uid in sorted(self._unreported)
+            if all(begun.outcome.done() for begun in self._begun[uid])
+        }
+        self._unreported -= scores.keys()
+        return scores
+
+    @register(dispatch_mode=Dispatch.RANK_ZERO, blocking=False)
+    def finish(self, others: DataProto, uids: Sequence[str]) -> DataProto:
+        """What `score` gives, of samples with these uids (B,): those that were begun, and `others`, in order, which were not."""
+        others_in_order = iter(self._requests(others, self._texts(others)) if len(others) else [])
+        samples = [begun.pop(0) if (begun := self._begun.get(uid)) else next(others_in_order) for uid in uids]
+        for uid in set(uids) & self._begun.keys():
+            del self._begun[uid]
+            self._unreported.discard(uid)
+        return self._scores(samples)
+
     @register(dispatch_mode=Dispatch.RANK_ZERO, blocking=False)
     def score(self, batch: DataProto, with_texts: bool = False) -> DataProto:
         """`score_parts` (B, K) of the K reward functions before their weights, and the array `score`; with texts also the arrays
@@ -29,9 +71,15 @@ class RewardWorker(Worker):
 
         Raises RewardError above the allowed error rate.
         """
-        texts = decode_rows(self._tokenizer, batch.ragged["responses"], batch.ragged["response_mask"])
+        texts = self._texts(batch)
+        return self._scores(self._requests(batch, texts), texts if with_texts else None)
+
+    def _texts(self, batch: DataProto) -> list[str]:
+        return decode_rows(self._tokenizer, batch.ragged["responses"], batch.ragged["response_mask"])
+
+    def _requests(self, batch: DataProto, texts: Sequence[str]) -> list[ScoreRequest]:
         arrays = batch.non_tensor_batch
-        requests = [
+        return [
             ScoreRequest(
                 uid=str(uid), data_source=source, solution_str=text, ground_truth=reward_model["ground_truth"], extra_info=extra_info
             )
@@ -39,16 +87,23 @@ class RewardWorker(Worker):
                 arrays["uid"], arrays["data_source"], texts, arrays["reward_model"], arrays["extra_info"], strict=True
             )
         ]
-        report = self._scorer.score(requests) if self._scorer else _no_scores(len(requests))
-        arrays_of_texts = {
-            "response_text": texts,
-            "answer": [text if answer is None else answer for text, answer in zip(texts, report.answers, strict=True)],
-        }
+
+    def _scores(self, samples: Sequence[ScoreRequest | BegunScore], texts: Sequence[str] | None = None) -> DataProto:
+        report = self._scorer.score(samples) if self._scorer else _no_scores(len(samples))
+        arrays: dict[str, list] = {"score": list(report.scores)}
+        if texts is not None:
+            answers = [text if answer is None else answer for text, answer in zip(texts, report.answers, strict=True)]
+            arrays |= {"response_text": list(texts), "answer": answers}
         return DataProto.from_dict(
             tensors={"score_parts": torch.tensor(report.parts, dtype=torch.float32)},
-            non_tensors={"score": list(report.scores), **(arrays_of_texts if with_texts else {})},
-            meta_info={"reward/error_rate": len(report.errors) / len(requests)},
+            non_tensors=arrays,
+            meta_info={"reward/error_rate": len(report.errors) / len(samples)},
         )
+
+
+def _score_of(begun: BegunScore) -> float:
+    """0 for one that failed, as in a ScoreReport."""
+    return 0.0 if begun.outcome.exception() is not None else begun.outcome.result().score
 
 
 def _no_scores(num_samples: int) -> ScoreReport:

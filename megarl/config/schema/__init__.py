@@ -52,6 +52,7 @@ from megarl.config.schema.models import (
 from megarl.config.schema.placement import OverBudget, PlacementConfig, PlacementStrategy
 from megarl.config.schema.reward import OverlongConversation, RewardConfig, RewardFunctionConfig, RewardModelConfig
 from megarl.config.schema.rollout import (
+    Late,
     OnUpdate,
     ReshardingConfig,
     RolloutConfig,

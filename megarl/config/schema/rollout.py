@@ -20,6 +20,11 @@ class OnUpdate(str, Enum):
     drain = "drain"  # end first, so that each sample is by one version; the trainer waits for them
 
 
+class Late(str, Enum):
+    wait = "wait"  # each prompt has its step, which waits for it
+    mask = "mask"  # the oldest prompts that are finished go first; tokens older than max_staleness are left out of the loss
+
+
 class Transport(str, Enum):
     auto = "auto"  # device where every engine works beside trainers, group where none does
     device = "device"  # through memory that a trainer rank and the engine rank on its device share, on any number of nodes
@@ -61,6 +66,7 @@ class RolloutConfig:
     max_concurrency: int = ranged(256, at_least=1)  # sequences that one replica generates at the same time
     max_staleness: int = ranged(0, at_least=0, at_most=64)  # steps that generation may run ahead of training; 0: it waits for new weights
     on_update: OnUpdate = OnUpdate.go_on  # what samples in flight do when new weights come; they are where max_staleness is above 0
+    late: Late = Late.wait  # what becomes of prompts that are not finished when their step begins
     restart_limit: int = ranged(3, at_least=0)  # replicas that may be started anew in one run
     health_limit_s: float = ranged(120.0, at_least=1)  # an engine that makes no progress for so long is taken for hung
     validation: SamplingConfig = field(default_factory=SamplingConfig)

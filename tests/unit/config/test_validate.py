@@ -12,15 +12,25 @@ import pytest
 from megarl.config.checkpoint_rules import validation_metrics
 from megarl.config.load import load_config
 from megarl.config.schema import (
+    AlgorithmConfig,
     CheckpointConfig,
+    CorrectionLevel,
+    DynamicSamplingConfig,
     EarlyStopConfig,
     KeepBestConfig,
+    PlacementConfig,
+    PlacementStrategy,
     PPOConfig,
+    RewardConfig,
+    RewardModelConfig,
+    RolloutConfig,
+    RolloutCorrectionConfig,
     SFTConfig,
     SFTTrainerConfig,
     TrainerConfig,
 )
 from megarl.config.schema.keys import Range, leaves
+from megarl.config.staleness_rules import generation_ahead
 from megarl.config.validate import validate
 from megarl.config.violation import nearest_divisors, nearest_multiples
 from tests.unit.config.folders import model_folder, ppo_values, sft_values, write_yaml
@@ -136,14 +146,12 @@ def test_a_good_configuration_has_none(ppo: str) -> None:
             "take turns with the actor on the same devices; use split_collocate or stand_alone, or max_staleness=0",
         ),
         (
-            [
-                "rollout.max_staleness=1",
-                _CORRECTED,
-                "algorithm.dynamic_sampling.enabled=true",
-                "algorithm.advantage.estimator=grpo",
-                "trainer.critic_warmup_steps=0",
-            ],
-            "rollout.max_staleness, algorithm.dynamic_sampling.enabled: is 1: dynamic sampling draws prompts in the place of others",
+            ["rollout.late=mask"],
+            "rollout.late, rollout.max_staleness: is mask, but with max_staleness=0 no sample is ever late; use late=wait",
+        ),
+        (
+            ["rollout.late=mask", "rollout.max_staleness=2", "rollout.on_update=drain", _CORRECTED],
+            "rollout.late, rollout.on_update: is mask, but with on_update=drain no sample is ever late; use late=wait",
         ),
         (["rollout.max_staleness=-1"], "rollout.max_staleness: is -1"),
         (["rollout.tensor_parallel_size=2"], "the engine 'hf' holds a whole model per replica, so tensor_parallel_size 2 must be 1"),
@@ -223,6 +231,20 @@ def test_one_mistake_is_one_violation(ppo: str, overrides: list[str], said: str)
     found = violations(ppo, *overrides)
     assert len(found) == 1, found
     assert said.format(model=Path(ppo).parent / "model") in found[0]
+
+
+def test_dynamic_sampling_ahead_of_training_needs_reward_functions() -> None:
+    correction = RolloutCorrectionConfig(level=CorrectionLevel.token)
+    ahead = PPOConfig(
+        rollout=RolloutConfig(max_staleness=1),
+        algorithm=AlgorithmConfig(dynamic_sampling=DynamicSamplingConfig(enabled=True), rollout_correction=correction),
+        placement=PlacementConfig(strategy=PlacementStrategy.stand_alone),
+    )
+    assert list(generation_ahead(ahead)) == []
+    (found,) = generation_ahead(replace(ahead, reward=RewardConfig(model=RewardModelConfig(path="judge"))))
+    assert str(found).startswith(
+        "rollout.max_staleness, algorithm.dynamic_sampling.enabled, reward.model.path: is 1: dynamic sampling looks"
+    )
 
 
 def test_what_is_compared_must_be_a_metric_of_validation() -> None:

@@ -19,14 +19,16 @@ from megarl.config.schema import OnUpdate, SamplingConfig
 from megarl.data.loader import BatchLoader
 from megarl.roles.ahead import GenerationAhead
 from megarl.roles.finished_groups import FinishedGroup, from_bytes, to_bytes
-from megarl.roles.pump import Pump
+from megarl.roles.groups_ahead import GREEDY, GroupRules
+from megarl.roles.pump import Pump, RolloutLimits
 from megarl.roles.rollout import Rollout, TokenRules
 from megarl.rollout.ledger import AdmissionLedger
+from megarl.simulation.engines import ScriptedEngines, VirtualClock
 from tests.fake_engine import plain_sample
-from tests.unit.roles.made_up_engines import LIMITS, Clock, Engines
 
 SAMPLING = SamplingConfig(n=2)
 NUM_ROWS, PROMPTS = 64, 3
+LIMITS = RolloutLimits(max_concurrency=2, answer_limit_s=60, sample_limit_s=200)
 
 
 class Prompts:
@@ -45,26 +47,35 @@ class Prompts:
 class MadeUpWeights:
     """Stands in for RolloutWeights."""
 
-    def __init__(self, engines: Engines, clock: Clock) -> None:
-        self._engines, self._clock = engines, clock
-        self.version = 1
+    def __init__(self, engines: ScriptedEngines, version: int) -> None:
+        self._engines, self.version = engines, version
 
     def bring_in(self) -> None: ...
 
     def admit(self, number: int) -> bool:
-        self._engines.starting.discard(number)
-        return True
+        return self._engines.admit(number)
 
     def push(self) -> None:
         with self._engines.alone(for_weights=True):
-            assert all(engine._call is None or engine._call.ended for engine in self._engines.groups)
             self.version += 1
-            self._engines.pushes.append((self._clock.now_s, self.version))
-            self._engines.starting.clear()
+            self._engines.push(self.version)
+
+
+class Unscored:
+    """Stands in for Reward, which nobody asks."""
+
+    may_begin = False
+
+    def begin(self, groups: DataProto) -> None:
+        raise AssertionError
+
+    def scored(self) -> dict[str, list[float]]:
+        raise AssertionError
 
 
 class Scene(NamedTuple):
-    engines: Engines
+    rollout: Rollout
+    engines: ScriptedEngines
     weights: MadeUpWeights
     ahead: GenerationAhead
 
@@ -77,16 +88,25 @@ class Trained(NamedTuple):
 
 @contextmanager
 def scene(
-    max_staleness: int, total_steps: int, on_update: OnUpdate = OnUpdate.go_on, restart_limit: int = 1000, position: dict | None = None
+    max_staleness: int,
+    total_steps: int,
+    on_update: OnUpdate = OnUpdate.go_on,
+    restart_limit: int = 1000,
+    position: dict | None = None,
+    next_step: int = 1,
+    version: int = 1,
+    greedy: bool = False,
 ) -> Iterator[Scene]:
-    clock = Clock()
-    engines = Engines(clock, 2, restart_limit, tick_s=0.01)
-    weights = MadeUpWeights(engines, clock)
+    clock = VirtualClock()
+    engines = ScriptedEngines(
+        clock, 2, lambda request: request.prompt[0], version=version, restart_limit=restart_limit, start_s=0.3, tick_s=0.01
+    )
+    weights = MadeUpWeights(engines, version)
     rollout = Rollout(engines, weights, TokenRules(pad_token_id=0, stop_token_ids=(), max_response_length=101), LIMITS, 0)  # type: ignore[arg-type]
     rollout.pump = Pump(engines, weights.admit, LIMITS, clock=lambda: clock.now_s, wait=clock.wait)  # type: ignore[arg-type]
     loader = BatchLoader(Prompts(), PROMPTS, shuffle=True, seed=0)
 
-    def ledger(next_step: int, version: int) -> AdmissionLedger:
+    def ledger(version: int) -> AdmissionLedger:
         return AdmissionLedger(
             max_staleness=max_staleness,
             prompts_per_step=PROMPTS,
@@ -96,11 +116,11 @@ def scene(
             step_pushes=lambda step: True,
         )
 
-    ahead = GenerationAhead(rollout, weights, loader, SAMPLING, on_update, ledger)  # type: ignore[arg-type]
+    ahead = GenerationAhead(rollout, weights, loader, Unscored(), GroupRules(SAMPLING, greedy), on_update, ledger)  # type: ignore[arg-type]
     if position is not None:
         ahead.load_state_dict(position)
     try:
-        yield Scene(engines, weights, ahead)
+        yield Scene(rollout, engines, weights, ahead)
     finally:
         ahead.close()
         assert not ahead._thread.is_alive()
@@ -164,6 +184,35 @@ def test_replicas_that_are_lost_cost_no_prompt_and_no_age() -> None:
     assert max(step.age for step in trained) <= 2
 
 
+def test_validation_goes_first_and_begins_no_group() -> None:
+    """Nothing is generated before the first step, as the weights may not be there."""
+    with scene(2, 6) as one:
+        held_out = Prompts().batch([5, 6], ["5", "6"])
+        before = one.rollout.generate(held_out, SamplingConfig(n=1), 0)
+        assert sum(len(given) for engine in one.engines.groups for _, given in engine.submitted) == 2
+        trained = train(one, [1, 2])
+        live = one.ahead._groups.ledger.live  # type: ignore[union-attr]
+        after = one.rollout.generate(held_out, SamplingConfig(n=1), 0)
+        assert one.ahead._groups.ledger.live == live  # type: ignore[union-attr]
+        assert after.non_tensor_batch["weight_version"].tolist() == [3, 3]
+        assert torch.equal(after.tensors["responses"], before.tensors["responses"])
+        trained += train(one, [3, 4, 5, 6])
+    assert [step.uids for step in trained] == in_order(6)
+
+
+def test_the_greedy_response_to_a_prompt_comes_with_its_samples() -> None:
+    with scene(1, 3, greedy=True) as one:
+        for step in (1, 2, 3):
+            prompts = next(one.ahead)
+            assert len(one.ahead.generate(prompts, SAMPLING, step)) == PROMPTS * SAMPLING.n
+            greedy = one.ahead.generate(prompts, GREEDY, step)
+            assert greedy.non_tensor_batch["uid"].tolist() == in_order(3)[step - 1]
+            one.weights.push()
+        temperatures = [request.sampling.temperature for engine in one.engines.groups for _, given in engine.submitted for request in given]
+    assert temperatures.count(0.0) == 3 * PROMPTS
+    assert temperatures.count(SAMPLING.temperature) == 3 * PROMPTS * SAMPLING.n
+
+
 def test_what_generation_raises_the_trainer_is_told() -> None:
     with scene(1, 5, restart_limit=0) as one:
         train(one, [1])
@@ -186,12 +235,10 @@ def test_a_run_that_goes_on_trains_the_same_prompts_and_generates_nothing_twice(
     with pytest.raises(ValueError, match="is corrupt"):
         from_bytes(to_bytes(groups)[:-1])
     assert str(list(stored.values())) == str(groups)
-    with scene(2, 10, OnUpdate.drain, position=position) as other:
-        other.weights.version = version
-        other.engines.pushes[:] = [(0.0, version)]
+    with scene(2, 10, OnUpdate.drain, position=position, next_step=5, version=version) as other:
         other.ahead.restore(stored)
         after = train(other, range(5, 11))
-        begun = sum(len(prompts) for engine in other.engines.groups for _, prompts in engine.submitted)
+        begun = sum(len(given) for engine in other.engines.groups for _, given in engine.submitted)
     assert [step.uids for step in before + after] == in_order(10)
     assert begun == (6 * PROMPTS - len(stored)) * SAMPLING.n
     with scene(2, 10, OnUpdate.drain) as one:
@@ -200,9 +247,7 @@ def test_a_run_that_goes_on_trains_the_same_prompts_and_generates_nothing_twice(
 
 
 def test_stored_samples_that_are_too_old_now_are_generated_anew() -> None:
-    with scene(1, 6, position=BatchLoader(Prompts(), PROMPTS, shuffle=True, seed=0).state_dict()) as one:
-        one.weights.version = 7
-        one.engines.pushes[:] = [(0.0, 7)]
+    with scene(1, 6, position=BatchLoader(Prompts(), PROMPTS, shuffle=True, seed=0).state_dict(), version=7) as one:
         samples = [plain_sample([5, 5], [-1.0, -2.0], "length", 5)] * SAMPLING.n
         one.ahead.restore({uid: FinishedGroup(uid, 5, samples) for step in in_order(2) for uid in step})
         assert train(one, [1])[0].versions.min() == 7

@@ -5,15 +5,26 @@ from __future__ import annotations
 import pytest
 
 from megarl.config.errors import RunError
-from megarl.roles.pump import Pump
+from megarl.roles.pump import Pump, RolloutLimits
 from megarl.rollout.interface import FinishedRequest, GenerationRequest, SamplingParameters
-from tests.unit.roles.made_up_engines import LIMITS, Clock, Engine, Engines
+from megarl.simulation.engines import ScriptedEngine, ScriptedEngines, VirtualClock
+
+LIMITS = RolloutLimits(max_concurrency=2, answer_limit_s=60, sample_limit_s=200)
+
+
+def length_of(request: GenerationRequest) -> int:
+    return request.prompt[0]
+
+
+def prompts(engine: ScriptedEngine) -> list[tuple[float, list[int]]]:
+    """That it was given, and when."""
+    return [(at_s, [request.prompt[0] for request in requests]) for at_s, requests in engine.submitted]
 
 
 class Scene:
     def __init__(self, num_replicas: int) -> None:
-        self.clock = Clock()
-        self.engines = Engines(self.clock, num_replicas)
+        self.clock = VirtualClock()
+        self.engines = ScriptedEngines(self.clock, num_replicas, length_of, restart_limit=2)
         self.came: list[tuple[float, int]] = []  # when, and the request
         self.pump = Pump(self.engines, self._admit, LIMITS, clock=lambda: self.clock.now_s, wait=self.clock.wait)  # type: ignore[arg-type]
 
@@ -41,7 +52,7 @@ def test_what_is_added_meanwhile_does_not_wait_behind_a_call() -> None:
     scene.add(50, 40)
     scene.add(60, first=True)
     assert scene.run() == [(51, 50), (61, 60), (91, 40), (100, 100), (101, 101)]
-    starts = sorted((round(at_s, 1), prompts) for engine in scene.engines.groups for at_s, prompts in engine.submitted)
+    starts = sorted((round(at_s, 1), given) for engine in scene.engines.groups for at_s, given in prompts(engine))
     assert starts == [(0.0, [100]), (0.0, [101]), (1.0, [50]), (1.0, [60]), (51.0, [40])]
 
 
@@ -64,7 +75,7 @@ def test_a_replica_that_finishes_nothing_is_replaced_and_its_requests_go_to_the_
     assert scene.engines.restarted == [(LIMITS.sample_limit_s, 0)]
     assert scene.came == [(150, 150)]
     scene.pump.turn(0.1)
-    assert scene.engines.groups[1].submitted[-1] == (LIMITS.sample_limit_s, [999])
+    assert prompts(scene.engines.groups[1])[-1] == (LIMITS.sample_limit_s, [999])
     assert scene.pump.totals().num_resent == 1
     with pytest.raises(RunError, match="too many"):  # nobody can write it
         scene.run()
@@ -76,10 +87,10 @@ def test_who_holds_it_finds_no_call_under_way_and_nothing_is_lost() -> None:
     scene.pump.turn(wait_s=2.0)
     scene.pump.hold()
     assert scene.clock.now_s < 2.1
-    assert all(engine._call is not None and engine._call.ended for engine in scene.engines.groups)
+    assert not any(engine.is_at_call for engine in scene.engines.groups)
     scene.clock.now_s += 100.0  # somebody else's work
     assert scene.run() == [(102, 20), (102, 40), (102, 30)]
-    assert [prompts for engine in scene.engines.groups for _, prompts in engine.submitted] == [[20, 40], [30]]
+    assert [given for engine in scene.engines.groups for _, given in prompts(engine)] == [[20, 40], [30]]
 
 
 def test_a_replica_that_somebody_else_replaced_gets_its_requests_again() -> None:
@@ -87,6 +98,6 @@ def test_a_replica_that_somebody_else_replaced_gets_its_requests_again() -> None
     scene.add(20, 30)
     scene.pump.turn(wait_s=2.0)
     scene.pump.hold()
-    scene.engines.groups[0] = Engine(scene.clock)  # in a push, which also gave it the weights
+    scene.engines.groups[0] = ScriptedEngine(scene.clock, length_of, version=1)  # in a push, which also gave it the weights
     assert scene.run() == [(22, 20), (30, 30)]
     assert scene.pump.totals().num_resent == 1

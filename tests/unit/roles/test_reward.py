@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -65,16 +66,27 @@ def test_scores_stand_on_the_last_token_that_was_written(worker: RewardWorker) -
     assert scored.tensors["score_parts"].tolist() == [[12], [103], [0], [3.5]]  # of the only function
     assert scored.meta_info == {"reward/error_rate": 0.25}
 
+    reward = Reward(InThisProcess(worker))  # type: ignore[arg-type]
+    reward.begin(batch[:2])  # while the others are generated
+    while not (early := reward.scored()):
+        pass
+    assert early == {"a": [12, 103]}
+    finished = reward.finish(batch[[2, 3, 0, 1]]).get()
+    assert finished.non_tensor_batch["score"].tolist() == [0, 3.5, 12, 103]
+    assert finished.meta_info == scored.meta_info
+    assert torch.equal(finished.tensors["score_parts"], scored.tensors["score_parts"][[2, 3, 0, 1]])
+    assert reward.finish(batch).get().non_tensor_batch["score"].tolist() == [12, 103, 0, 3.5]  # what was begun counts once
+
 
 class Scored(RemoteFuture):
     """A result that is there."""
 
     calls = ()
 
-    def __init__(self, result: DataProto) -> None:
+    def __init__(self, result: Any) -> None:
         self._result = result
 
-    def get(self, timeout: float | None = None) -> DataProto:
+    def get(self, timeout: float | None = None) -> Any:
         return self._result
 
 
@@ -91,8 +103,8 @@ class InThisProcess:
     def __init__(self, worker: RewardWorker) -> None:
         self._worker = worker
 
-    def call(self, method: RemoteMethod, batch: DataProto, with_texts: bool) -> Scored:
-        return Scored(getattr(self._worker, method.name)(batch, with_texts))
+    def call(self, method: RemoteMethod, *arguments: Any) -> Scored:
+        return Scored(getattr(self._worker, method.name)(*arguments))
 
 
 def two_answers() -> DataProto:

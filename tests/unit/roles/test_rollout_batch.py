@@ -140,6 +140,30 @@ def test_prompts_are_dealt_without_their_padding_and_come_back_in_order() -> Non
     assert (sampling.max_new_tokens, sampling.stop_token_ids) == (6, (END,))
 
 
+class Scoring:
+    """Stands in for Reward; remembers what was begun."""
+
+    def __init__(self, may_begin: bool = True) -> None:
+        self.may_begin, self.begun = may_begin, list[DataProto]()
+
+    def begin(self, groups: DataProto) -> None:
+        self.begun.append(groups)
+
+    def scored(self) -> dict[str, list[float]]:
+        raise AssertionError
+
+
+def test_prompts_that_have_their_samples_are_scored_while_others_are_generated() -> None:
+    """The replica has room for two: the first prompt's samples come first. What ends the batch is scored with it."""
+    scoring, busy = Scoring(), Scoring(may_begin=False)
+    for one in (scoring, busy):
+        batch = rollout(1).generate(prompts(), SamplingConfig(n=2), 1, scoring=one)
+    (begun,) = scoring.begun
+    assert begun.non_tensor_batch["uid"].tolist() == ["a", "a"]
+    assert begun.tensors["responses"].tolist() == batch[:2].tensors["responses"].tolist()
+    assert not busy.begun
+
+
 def test_replicas_without_a_request_are_not_asked() -> None:
     generate(whole := rollout(5), step=1)
     assert [len(one) for one in asked(whole)] == [1, 1, 1, 1, 0]

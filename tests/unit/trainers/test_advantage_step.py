@@ -24,7 +24,7 @@ from megarl.config.schema import (
     RejectionLevel,
     RolloutCorrectionConfig,
 )
-from megarl.trainers.advantages import AdvantageStep, correct_rollout
+from megarl.trainers.advantages import AdvantageStep, correct_rollout, leave_out_late
 
 MASK = torch.tensor([[True, True], [True, False]])
 NAN = float("nan")  # what stands outside the mask must not count
@@ -146,3 +146,18 @@ def test_in_bypass_the_rollout_engine_has_the_old_log_probs() -> None:
     tensors = correct_rollout(log_ratios(), RolloutCorrectionConfig(bypass=True))[0].tensors
     assert torch.equal(tensors["old_log_probs"][MASK], log_ratios().tensors["rollout_log_probs"][MASK])
     assert "loss_mask" not in tensors
+
+
+def test_tokens_that_are_too_old_are_left_out_of_the_loss() -> None:
+    """Of three tokens one is of version 3, two older than 5; another is rejected already."""
+    versions = torch.tensor([[3, 4], [5, -1]])
+    given = batch(token_versions=versions)
+    given.meta_info["weight_version"] = 5
+    left, metrics = leave_out_late(given, max_age=1)
+    assert left.tensors["loss_mask"].tolist() == [[False, True], [True, False]]
+    assert metrics == pytest.approx({"rollout/late": 1 / 3})
+    rejected = batch(token_versions=versions, loss_mask=torch.tensor([[True, False], [True, False]]))
+    rejected.meta_info["weight_version"] = 5
+    left, metrics = leave_out_late(rejected, max_age=1)
+    assert left.tensors["loss_mask"].tolist() == [[False, False], [True, False]]
+    assert metrics == {"rollout/late": 0.5}

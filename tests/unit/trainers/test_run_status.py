@@ -9,24 +9,26 @@ import pytest
 
 from megarl.config.schema import PPOConfig, RolloutConfig, TrainerConfig
 from megarl.machine import clock as clock_module
-from megarl.roles.pump import Pump
+from megarl.roles.pump import Pump, RolloutLimits
 from megarl.rollout.interface import GenerationRequest, SamplingParameters
+from megarl.simulation.engines import ScriptedEngines, VirtualClock
 from megarl.tracking.status import GroupStatus, RunStatus
 from megarl.trainers import run_status
 from megarl.trainers.monitor import Position
 from megarl.trainers.run_status import StatusOfRun
-from tests.unit.roles.made_up_engines import LIMITS, Clock, Engines
+
+LIMITS = RolloutLimits(max_concurrency=2, answer_limit_s=60, sample_limit_s=200)
 
 
 class Scene:
     """Two replicas of two requests each; prompt `a` has three samples, `b` two."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.clock = Clock()
+        self.clock = VirtualClock()
         time = SimpleNamespace(monotonic=lambda: self.clock.now_s, time=lambda: self.clock.now_s)
         monkeypatch.setattr(run_status, "time", time)
         monkeypatch.setattr(clock_module, "time", time)
-        self.engines = Engines(self.clock, 2)
+        self.engines = ScriptedEngines(self.clock, 2, lambda request: request.prompt[0])
         self.pump = Pump(self.engines, lambda number: True, LIMITS, clock=lambda: self.clock.now_s, wait=self.clock.wait)  # type: ignore[arg-type]
         self.position = Position()
         self.counts: list[tuple[str, dict[str, float]]] = []

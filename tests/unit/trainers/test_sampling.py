@@ -42,7 +42,7 @@ class FakeRollout:
     def __init__(self) -> None:
         self.asked: list[tuple[int, SamplingConfig, int, int]] = []
 
-    def generate(self, prompts: DataProto, sampling: SamplingConfig, step: int, generation: int = 0) -> DataProto:
+    def generate(self, prompts: DataProto, sampling: SamplingConfig, step: int, generation: int = 0, scoring: object = None) -> DataProto:
         self.asked.append((len(prompts), sampling, step, generation))
         batch, length = prompts.repeat(sampling.n), generation + 1
         lengths = torch.full((len(batch),), length)
@@ -60,6 +60,9 @@ class FakeReward:
     def __init__(self, mixed: Sequence[int]) -> None:
         self._mixed = mixed
 
+    def finish(self, batch: DataProto) -> Any:
+        return self.score(batch)
+
     def score(self, batch: DataProto) -> Any:
         numbers = (batch.tensors["prompts"][:, -1] - 1).tolist()
         sample = [row % NUM_SAMPLES for row in range(len(batch))]
@@ -75,7 +78,7 @@ class FakeReward:
 def dynamic(mixed: Sequence[int], max_generations: int, size: int = 12) -> tuple[DynamicSampling, BatchLoader, FakeRollout]:
     rollout, loader = FakeRollout(), BatchLoader(Rows(size), 4, shuffle=False, seed=0)
     config = DynamicSamplingConfig(enabled=True, max_generations=max_generations)
-    return DynamicSampling(rollout, FakeReward(mixed), loader, SAMPLING, config), loader, rollout  # type: ignore[arg-type]
+    return DynamicSampling(rollout, FakeReward(mixed), loader, SAMPLING, config, wanted=4), loader, rollout  # type: ignore[arg-type]
 
 
 def prompts_of(batch: DataProto) -> list[int]:

@@ -1,0 +1,212 @@
+"""Replicas on a clock that goes on only where someone waits: they write so many tokens a second, and die when they are told to."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from megarl.config.errors import RunError
+from megarl.controller.errors import RankFailure, RankReport, WorkerError
+from megarl.controller.messages import CallFailure, FailureKind
+from megarl.controller.worker import RemoteMethod
+from megarl.roles.replicas import Alone, nobody_else
+from megarl.rollout.interface import FinishedRequest, GenerationRequest, Sample, VersionSpan
+from megarl.workers.rollout_worker import RolloutWorker
+
+_TOKEN, _LOG_PROB = 5, -1.0  # that every sample consists of
+
+
+class VirtualClock:
+    """Events happen in the order of their times, and at the same time in the order in which they were set. on_event: called with the number
+    of each, from 0, when it has happened."""
+
+    def __init__(self, on_event: Callable[[int], None] = lambda number: None) -> None:
+        self.now_s = 0.0
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._numbers = itertools.count()
+        self._on_event, self._num_happened = on_event, 0
+
+    def at(self, time_s: float, event: Callable[[], None]) -> None:
+        heapq.heappush(self._events, (time_s, next(self._numbers), event))
+
+    @property
+    def next_s(self) -> float:
+        """When something happens next."""
+        return self._events[0][0] if self._events else float("inf")
+
+    def wait(self, futures: Sequence[Any], wait_s: float) -> list[Any]:
+        """As wait_for_any."""
+        until_s = self.now_s + wait_s
+        while not any(future.ended for future in futures) and self.next_s <= until_s:
+            self._happen()
+        ended = [future for future in futures if future.ended]
+        self.now_s = self.now_s if ended else until_s
+        return ended
+
+    def pass_by(self, seconds: float) -> None:
+        """Nobody looks meanwhile."""
+        until_s = self.now_s + seconds
+        while self.next_s <= until_s:
+            self._happen()
+        self.now_s = until_s
+
+    def _happen(self) -> None:
+        time_s, _, event = heapq.heappop(self._events)
+        self.now_s = max(self.now_s, time_s)  # what was due while nobody looked happens late
+        event()
+        self._num_happened += 1
+        self._on_event(self._num_happened - 1)
+
+
+class Answer:
+    """Stands in for the future of a call."""
+
+    def __init__(self) -> None:
+        self.ended = False
+        self._value: list[FinishedRequest] = []
+        self._error: WorkerError | None = None
+
+    def get(self) -> list[FinishedRequest]:
+        if self._error is not None:
+            raise self._error
+        return self._value
+
+    def end(self, value: Sequence[FinishedRequest] = (), error: WorkerError | None = None) -> None:
+        if not self.ended:
+            self.ended, self._value, self._error = True, list(value), error
+
+
+class ScriptedEngine:
+    """Stands in for the group of a replica. length_of: tokens of the sample that a request asks for. start_s: until it is ready."""
+
+    def __init__(
+        self, clock: VirtualClock, length_of: Callable[[GenerationRequest], int], version: int, start_s: float = 0.0, tick_s: float = 1.0
+    ) -> None:
+        self._clock, self._length_of, self._version, self._tick_s = clock, length_of, version, tick_s
+        self.submitted: list[tuple[float, list[GenerationRequest]]] = []  # when, and which
+        self.aborted: list[int] = []
+        self._lengths: dict[int, int] = {}
+        self._held: dict[int, float] = {}  # when each is ready
+        self._spans: dict[int, list[VersionSpan]] = {}  # of those that were begun before the last push
+        self._call: Answer | None = None
+        self._death: WorkerError | None = None
+        self.ready = Answer()
+        clock.at(clock.now_s + start_s, self.ready.end)
+
+    @property
+    def is_at_call(self) -> bool:
+        return self._call is not None and not self._call.ended
+
+    def call(self, method: RemoteMethod, *arguments: Any) -> Answer:
+        answer = Answer()
+        if method is RolloutWorker.abort:
+            self.aborted += arguments[0]
+            for number in arguments[0]:
+                del self._held[number]
+            return answer
+        assert method is RolloutWorker.submit_and_poll
+        assert not self.is_at_call
+        if self._death is not None:
+            answer.end(error=self._death)
+            return answer
+        requests, wait_s = arguments
+        if requests:
+            self.submitted.append((self._clock.now_s, list(requests)))
+        for request in requests:
+            self._lengths[request.request_id] = length = self._length_of(request)
+            self._held[request.request_id] = self._clock.now_s + length * self._tick_s
+        self._call = answer
+        first_s = min(self._held.values(), default=float("inf"))
+        self._clock.at(min(max(first_s, self._clock.now_s), self._clock.now_s + wait_s), lambda: self._end(answer))
+        return answer
+
+    def call_beside(self, method: RemoteMethod) -> None:
+        assert method is RolloutWorker.nudge
+        call = self._call
+        assert call is not None
+        self._clock.at(self._clock.now_s, lambda: self._end(call))
+
+    def push(self, version: int, pause_s: float) -> None:
+        """Weights of `version` are there after the pause; what is in flight goes on with them."""
+        assert not self.is_at_call
+        for number, end_s in self._held.items():
+            written = min(self._lengths[number], self._lengths[number] - int(np.ceil((end_s - self._clock.now_s) / self._tick_s - 1e-9)))
+            self._cut(number, written)
+            self._held[number] = end_s + pause_s
+        self._version = version
+
+    def die(self) -> None:
+        failure = CallFailure(FailureKind.death, "it was killed", "", self._clock.now_s)
+        self._death = WorkerError(RankFailure("rollout", 0, "simulated", None, RolloutWorker.submit_and_poll.name, failure))
+        if self._call is not None:
+            self._call.end(error=self._death)
+
+    def _end(self, answer: Answer) -> None:
+        if not answer.ended:
+            ready = [number for number, at_s in self._held.items() if at_s <= self._clock.now_s]
+            answer.end([FinishedRequest(number, self._sample(number)) for number in ready])
+
+    def _cut(self, number: int, written: int) -> None:
+        """The version of now has drawn so many tokens, with those before."""
+        spans = self._spans.setdefault(number, [])
+        if written > (spans[-1].end if spans else 0):
+            spans.append(VersionSpan(self._version, written))
+
+    def _sample(self, number: int) -> Sample:
+        del self._held[number]
+        length = self._lengths.pop(number)
+        self._cut(number, length)
+        tokens, log_probs = np.full(length, _TOKEN, dtype=np.int32), np.full(length, _LOG_PROB, dtype=np.float32)
+        return Sample(tokens, log_probs, "length", tuple(self._spans.pop(number)))
+
+    def reports(self) -> list[RankReport]:
+        return []
+
+
+class ScriptedEngines:
+    """Stands in for Replicas. version: of the weights that they have. start_s: of one that is started anew."""
+
+    def __init__(
+        self,
+        clock: VirtualClock,
+        count: int,
+        length_of: Callable[[GenerationRequest], int],
+        *,
+        version: int = 1,
+        restart_limit: int = 1000,
+        start_s: float = 30.0,
+        tick_s: float = 1.0,
+    ) -> None:
+        self._clock, self._length_of, self._restart_limit, self._start_s, self._tick_s = clock, length_of, restart_limit, start_s, tick_s
+        self._version = version
+        self.groups = [ScriptedEngine(clock, length_of, version, tick_s=tick_s) for _ in range(count)]
+        self.starting: set[int] = set()
+        self.restarted: list[tuple[float, int]] = []
+        self.alone: Alone = nobody_else
+
+    def __len__(self) -> int:
+        return len(self.groups)
+
+    def push(self, version: int, pause_s: float = 0.0) -> None:
+        """No call is under way at any. Those that are starting get the weights too."""
+        self._version = version
+        for engine in self.groups:
+            engine.push(version, pause_s)
+        self.starting.clear()
+
+    def admit(self, number: int) -> bool:
+        """It has the weights of now."""
+        self.groups[number].push(self._version, 0.0)
+        self.starting.discard(number)
+        return True
+
+    def restart(self, number: int, why: str) -> None:
+        if len(self.restarted) == self._restart_limit:
+            raise RunError("too many")
+        self.restarted.append((self._clock.now_s, number))
+        self.groups[number] = ScriptedEngine(self._clock, self._length_of, self._version, self._start_s, self._tick_s)
+        self.starting.add(number)

@@ -1,0 +1,272 @@
+"""A run on a clock of its own: groups, ledger, pump and dispatch are those of a run; engines, trainer and scoring only take their time.
+
+    outcome = Simulation(Script(lengths=[[120, 80], [300, 40], ...], prompts_per_step=2, ...)).run()
+
+It says what a schedule gains, not how fast an engine or a trainer is: each of an engine's slots writes a token in the same time, whatever
+the others do, and what a sample has written is not computed anew after a push.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any, NamedTuple
+
+from megarl.batch.data_proto import DataProto
+from megarl.config.schema import Late, OnUpdate, SamplingConfig
+from megarl.data.loader import BatchLoader
+from megarl.roles.finished_groups import FinishedGroup
+from megarl.roles.groups_ahead import GroupRules, GroupsAhead, Taken
+from megarl.roles.pump import Pump, RolloutLimits
+from megarl.rollout.interface import GenerationRequest, Sample, SamplingParameters
+from megarl.rollout.ledger import AdmissionLedger
+from megarl.simulation.engines import ScriptedEngines, VirtualClock
+
+_NEVER_S = 1e12  # nobody hangs in a simulation
+
+
+@dataclass(frozen=True, kw_only=True)
+class Script:
+    """Times are in seconds, or in any other unit.
+
+    lengths: tokens of the samples of each prompt, in the order of the data, which begins anew at its end. slots: samples that an engine
+    writes at a time, a token of each in token_s. training_s: of a step, from its samples to its push. push_s: for which a push stops
+    engines and trainer. scoring_s: until a group's scores are there, which are waited for where there is a max_without_signal: as in
+    GroupRules. without_signal: prompts whose samples all score the same. start_s: of an engine that was lost.
+    """
+
+    lengths: Sequence[Sequence[int]]
+    prompts_per_step: int
+    total_steps: int
+    max_staleness: int = 0
+    on_update: OnUpdate = OnUpdate.go_on
+    late: Late = Late.wait
+    num_engines: int = 1
+    slots: int = 64
+    token_s: float = 1.0
+    training_s: float = 0.0
+    push_s: float = 0.0
+    critic_warmup_steps: int = 0
+    max_without_signal: int | None = None
+    without_signal: frozenset[int] = frozenset()
+    scoring_s: float = 0.0
+    start_s: float = 30.0
+
+
+class Step(NamedTuple):
+    """uids: of its prompts, in order. versions: of each the weights that began it, and trained_version: those that were trained. lengths:
+    of its samples. start_s: when the trainer had them, after waiting_s. age: of the oldest token, in versions."""
+
+    number: int
+    uids: list[str]
+    versions: list[int]
+    trained_version: int
+    lengths: list[int]
+    start_s: float
+    waiting_s: float
+    age: int
+
+
+class Saved(NamedTuple):
+    """What a checkpoint keeps after a step."""
+
+    step: int
+    version: int
+    position: Mapping[str, Any]
+    groups: Mapping[str, FinishedGroup]
+
+
+class SimulatedRun(NamedTuple):
+    """seconds: in all. busy: share of the engines' slots in use. num_restarts: of engines."""
+
+    steps: list[Step]
+    seconds: float
+    busy: float
+    num_restarts: int
+
+    @property
+    def step_s(self) -> float:
+        return self.seconds / len(self.steps)
+
+    @property
+    def waiting(self) -> float:
+        """Share of the time in which the trainer waits for samples."""
+        return sum(step.waiting_s for step in self.steps) / self.seconds
+
+    @property
+    def ages(self) -> list[int]:
+        """Of each group when it is trained, in versions since it was begun."""
+        return [step.trained_version - version for step in self.steps for version in step.versions]
+
+    @property
+    def mean_age(self) -> float:
+        return fmean(self.ages)
+
+
+class StalledError(RuntimeError):
+    """Nothing would ever happen again: a mistake of the schedule."""
+
+
+class Simulation:
+    """From the first step, or from the one behind `saved`, to the last. on_event: it may lose an engine, or end the run by what
+    it raises."""
+
+    def __init__(self, script: Script, saved: Saved | None = None, on_event: Callable[[int], None] = lambda number: None) -> None:
+        self._script = script
+        self.clock = VirtualClock(on_event)
+        self.version = saved.version if saved is not None else 1
+        self.saved = saved
+        self.steps: list[Step] = []
+        sampling = SamplingConfig(n=len(script.lengths[0]))
+        self.engines = ScriptedEngines(
+            self.clock,
+            script.num_engines,
+            lambda request: request.sampling.max_new_tokens,
+            version=self.version,
+            restart_limit=10**9,
+            start_s=script.start_s,
+            tick_s=script.token_s,
+        )
+        limits = RolloutLimits(max_concurrency=script.slots, answer_limit_s=_NEVER_S, sample_limit_s=_NEVER_S)
+        clock = self.clock
+        self.pump = Pump(self.engines, self.engines.admit, limits, clock=lambda: clock.now_s, wait=clock.wait)  # type: ignore[arg-type]
+        self._loader = BatchLoader(_Rows(len(script.lengths)), script.prompts_per_step, shuffle=False, seed=0)
+        self._scoring = _Scoring(clock, script)
+        ledger = AdmissionLedger(
+            max_staleness=script.max_staleness,
+            prompts_per_step=script.prompts_per_step,
+            total_steps=script.total_steps,
+            next_step=saved.step + 1 if saved is not None else 1,
+            version=self.version,
+            step_pushes=lambda step: step > script.critic_warmup_steps,
+            in_order=script.late is Late.wait,
+        )
+        rules = GroupRules(sampling, max_without_signal=script.max_without_signal)
+        self.groups = GroupsAhead(self, self, self._loader, self._scoring, rules, ledger)
+        if saved is not None:
+            self._loader.load_state_dict(saved.position)
+            self.groups.restore(saved.groups, saved.position.get("trained", []))
+
+    def run(self) -> SimulatedRun:
+        self.groups.begin()
+        for number in range(self.groups.ledger.next_step, self._script.total_steps + 1):
+            start_s = self.clock.now_s
+            self._work(lambda: self.groups.is_ready)
+            self._record(number, self.groups.take(), self.clock.now_s - start_s)
+            self._work(lambda: False, self._script.training_s, is_awaited=False)
+            if number > self._script.critic_warmup_steps:
+                self._push()
+            self.saved = Saved(number, self.version, self.groups.position(), {group.uid: group for group in self.groups.finished()})
+        tokens, slots = sum(self.pump.totals().num_tokens), self._script.num_engines * self._script.slots
+        busy = tokens * self._script.token_s / (slots * self.clock.now_s)
+        return SimulatedRun(self.steps, self.clock.now_s, busy, len(self.engines.restarted))
+
+    # ---- what groups need of a rollout
+
+    def requests(
+        self, prompts: DataProto, sampling: SamplingConfig, step: int, generation: int = 0, *, first: int = 0
+    ) -> list[GenerationRequest]:
+        lengths = [self._script.lengths[number] for number in _numbers_of(prompts)]
+        return [
+            GenerationRequest(index * sampling.n + place, [1], SamplingParameters(max_new_tokens=length, seed=0))
+            for index, of_prompt in enumerate(lengths)
+            for place, length in enumerate(of_prompt)
+        ]
+
+    def assemble(self, prompts: DataProto, samples: Sequence[Sample], version: int) -> DataProto:
+        """Scoring reads whose they are alone."""
+        return prompts
+
+    # ---- parts
+
+    def _work(self, is_enough: Callable[[], bool], limit_s: float = math.inf, *, is_awaited: bool = True) -> None:
+        """Generation goes on, for so long at most. is_awaited: by the trainer, which then gives weights to an engine that has started."""
+        end_s, self.pump.may_admit = self.clock.now_s + limit_s, is_awaited
+        while True:
+            self.groups.score()
+            if is_enough() or self.clock.now_s >= end_s:
+                return
+            until_s = min(end_s, self._scoring.next_s)
+            if self.pump.is_at_work:
+                self.pump.turn(until_s - self.clock.now_s)
+            elif (until_s := min(until_s, self.clock.next_s)) == math.inf:
+                raise StalledError(f"at {self.clock.now_s:g}: nobody works, and step {self.groups.ledger.next_step} waits for samples")
+            else:
+                self.clock.pass_by(until_s - self.clock.now_s)
+
+    def _push(self) -> None:
+        if self._script.on_update is OnUpdate.drain:
+            start_s = self.clock.now_s
+            self._work(lambda: not (self.pump.is_at_work or self.groups.awaits_scores))
+            last = self.steps[-1]
+            self.steps[-1] = last._replace(waiting_s=last.waiting_s + self.clock.now_s - start_s)
+        self.pump.hold()
+        self.version += 1
+        self.engines.push(self.version, self._script.push_s)
+        self.clock.pass_by(self._script.push_s)
+        self.groups.begin()
+
+    def _record(self, number: int, taken: Taken, waiting_s: float) -> None:
+        trained = [index for index, is_dropped in enumerate(taken.is_dropped) if not is_dropped]
+        uids = taken.prompts.non_tensor_batch["uid"]
+        samples = [sample for index in trained for sample in taken.samples[index]]
+        self.steps.append(
+            Step(
+                number=number,
+                uids=[str(uids[index]) for index in trained],
+                versions=[taken.versions[index] for index in trained],
+                trained_version=self.version,
+                lengths=[len(sample.token_ids) for sample in samples],
+                start_s=self.clock.now_s,
+                waiting_s=waiting_s,
+                age=self.version - min(sample.weight_versions[0] for sample in samples),
+            )
+        )
+
+
+class _Rows:
+    """Prompts that are nothing but a number."""
+
+    fingerprint = "simulated"
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def batch(self, indices: Sequence[int], uids: Sequence[str]) -> DataProto:
+        return DataProto.from_dict({}, {"uid": list(uids)})
+
+
+def _numbers_of(prompts: DataProto) -> list[int]:
+    return [int(uid.partition("-")[2]) for uid in prompts.non_tensor_batch["uid"]]
+
+
+class _Scoring:
+    """Stands in for Reward; nobody is scored where that is not waited for."""
+
+    def __init__(self, clock: VirtualClock, script: Script) -> None:
+        self._clock, self._script = clock, script
+        self._under_way: list[tuple[float, str, list[float]]] = []
+
+    @property
+    def may_begin(self) -> bool:
+        return self._script.max_without_signal is not None
+
+    @property
+    def next_s(self) -> float:
+        return min((end_s for end_s, *_ in self._under_way), default=math.inf)
+
+    def begin(self, groups: DataProto) -> None:
+        n, end_s = len(self._script.lengths[0]), self._clock.now_s + self._script.scoring_s
+        for uid, number in zip(groups.non_tensor_batch["uid"][::n], _numbers_of(groups)[::n], strict=True):
+            scores = [0.0 if number in self._script.without_signal else float(place) for place in range(n)]
+            self._under_way.append((end_s, str(uid), scores))
+
+    def scored(self) -> dict[str, list[float]]:
+        ended = [one for one in self._under_way if one[0] <= self._clock.now_s]
+        self._under_way = [one for one in self._under_way if one[0] > self._clock.now_s]
+        return {uid: scores for _, uid, scores in ended}

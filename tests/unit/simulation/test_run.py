@@ -1,0 +1,186 @@
+"""Runs in virtual time, with the groups, the ledger and the pump of a run: over many scripts, and with a kill at every event of some."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from megarl.config.schema import Late, OnUpdate
+from megarl.simulation.run import Script, SimulatedRun, Simulation, StalledError
+
+
+def script(chance: random.Random, total_steps: int, on_update: OnUpdate | None = None) -> Script:
+    """Anything that a run may be, with some prompts without signal where such are dropped."""
+    size, k = chance.randint(1, 3), chance.choice([0, 1, 1, 2, 3])
+    num_rows = 6 * size * total_steps
+    drops = chance.random() < 0.5
+    samples = chance.randint(1, 2) + drops
+    return Script(
+        lengths=[[chance.randint(1, 60) for _ in range(samples)] for _ in range(num_rows)],
+        prompts_per_step=size,
+        total_steps=total_steps,
+        max_staleness=k,
+        on_update=on_update or chance.choice(list(OnUpdate)),
+        num_engines=chance.randint(1, 3),
+        slots=chance.randint(1, 3),
+        token_s=0.05,
+        training_s=chance.choice([0.0, 1.0, 5.0]),
+        push_s=chance.choice([0.0, 0.5]),
+        critic_warmup_steps=chance.choice([0, 0, 2]),
+        max_without_signal=1000 if drops else None,
+        without_signal=frozenset(row for row in range(num_rows) if chance.random() < 0.3) if drops else frozenset(),
+        scoring_s=chance.choice([0.0, 0.3]),
+        start_s=chance.choice([0.5, 5.0]),
+    )
+
+
+def uids_of(outcome: SimulatedRun) -> list[str]:
+    return [uid for step in outcome.steps for uid in step.uids]
+
+
+def check(one: Script, outcome: SimulatedRun) -> None:
+    """Every prompt with signal once, in order, with its own samples, and none too old."""
+    size, wanted = one.prompts_per_step, one.prompts_per_step * one.total_steps
+    rows = [row for row in range(len(one.lengths)) if row not in one.without_signal][:wanted]
+    assert [step.number for step in outcome.steps] == list(range(1, one.total_steps + 1))
+    assert uids_of(outcome) == [f"0-{row}" for row in rows]
+    for number, step in enumerate(outcome.steps):
+        assert step.lengths == [length for row in rows[number * size : (number + 1) * size] for length in one.lengths[row]]
+        ages = [step.trained_version - version for version in step.versions]
+        assert 0 <= step.age <= max(ages) <= one.max_staleness
+        assert step.trained_version == 1 + max(0, number - one.critic_warmup_steps)
+
+
+def run_with_losses(one: Script, events: set[int]) -> SimulatedRun:
+    """An engine dies at each of these events."""
+
+    def lose(number: int) -> None:
+        if number in events:
+            engines = simulation.engines.groups
+            engines[number % len(engines)].die()
+
+    simulation = Simulation(one, on_event=lose)
+    return simulation.run()
+
+
+def test_prompts_are_trained_in_order_once_and_within_the_bound_which_is_reached() -> None:
+    """Also with engines that are lost, prompts that are dropped, a critic that warms up, and long pushes."""
+    chance = random.Random(0)
+    oldest = dict.fromkeys(range(4), 0)
+    num_lost = num_dropped = 0
+    for _ in range(300):
+        one = script(chance, total_steps=chance.randint(2, 6))
+        deaths = {chance.randint(0, 60) for _ in range(chance.choice([0, 0, 1, 5]))}
+
+        outcome = run_with_losses(one, deaths)
+        check(one, outcome)
+        oldest[one.max_staleness] = max(oldest[one.max_staleness], *(step.age for step in outcome.steps))
+        num_lost += outcome.num_restarts
+        num_dropped += len(one.without_signal)
+    assert oldest == {k: k for k in oldest}
+    assert num_lost > 100
+    assert num_dropped > 100
+
+
+class KilledError(Exception):
+    """The driver is."""
+
+
+def run_with_kill(one: Script, at: int, kill_driver: bool) -> tuple[SimulatedRun, bool]:
+    """Its outcome, of all processes that it took, and whether it came to that event."""
+    killed = False
+
+    def kill(number: int) -> None:
+        nonlocal killed
+        if number == at:
+            killed = True
+            if kill_driver:
+                raise KilledError
+            engines = simulation.engines.groups
+            engines[at % len(engines)].die()
+
+    simulation = Simulation(one, on_event=kill)
+    try:
+        return simulation.run(), killed
+    except KilledError:
+        saved, before = simulation.saved, simulation.steps
+    after = Simulation(one, saved).run()
+    done = saved.step if saved is not None else 0
+    return after._replace(steps=[*before[:done], *after.steps]), True
+
+
+@pytest.mark.parametrize("kill_driver", [False, True], ids=["engine", "driver"])
+def test_a_kill_at_any_event_costs_no_prompt_and_no_age(kill_driver: bool) -> None:
+    """With drain a run that was killed goes on to the same samples, by the same versions."""
+    chance = random.Random(1)
+    for _ in range(20):
+        one = script(chance, total_steps=3)
+        straight = Simulation(one).run()
+        at, comes_so_far = 0, True
+        while comes_so_far:
+            outcome, comes_so_far = run_with_kill(one, at, kill_driver)
+            check(one, outcome)
+            if kill_driver and one.on_update is OnUpdate.drain:
+                assert [step.versions for step in outcome.steps] == [step.versions for step in straight.steps]
+                assert [step.age for step in outcome.steps] == [step.age for step in straight.steps]
+            at += 1
+        assert at > 5
+
+
+def test_late_samples_let_others_go_first_and_no_prompt_is_lost_or_comes_twice() -> None:
+    """Also where the driver is killed: what was trained before its turn is known."""
+    chance = random.Random(4)
+    oldest, num_out_of_order = 0, 0
+    for _ in range(40):
+        one = replace(script(chance, total_steps=4, on_update=OnUpdate.go_on), late=Late.mask)
+        wanted = one.prompts_per_step * one.total_steps
+        for at in (None, 5, 12, 20):
+            run = Simulation(one).run() if at is None else run_with_kill(one, at, kill_driver=True)[0]
+            rows = [int(uid.partition("-")[2]) for uid in uids_of(run)]
+            assert len(set(rows)) == len(rows) == wanted
+            assert not set(rows) & one.without_signal
+            if not one.without_signal:
+                assert sorted(rows) == list(range(wanted))
+            for number, step in enumerate(run.steps):
+                of_step = rows[number * one.prompts_per_step : (number + 1) * one.prompts_per_step]
+                assert of_step == sorted(of_step)
+                assert step.lengths == [length for row in of_step for length in one.lengths[row]]
+            oldest = max(oldest, *(step.age - one.max_staleness for step in run.steps))
+            num_out_of_order += rows != sorted(rows)
+    assert oldest > 0
+    assert num_out_of_order > 20
+
+
+def test_the_same_script_gives_the_same_run() -> None:
+    chance = random.Random(2)
+    for _ in range(10):
+        one = script(chance, total_steps=4)
+        assert Simulation(one).run() == Simulation(one).run()
+
+
+def test_too_many_prompts_without_signal_end_the_wait() -> None:
+    one = Script(
+        lengths=[[1, 2]] * 40,
+        prompts_per_step=2,
+        total_steps=3,
+        max_staleness=1,
+        max_without_signal=4,
+        without_signal=frozenset(range(2, 40)),
+    )
+    simulation = Simulation(one)
+    simulation.groups.begin()
+    simulation._work(lambda: simulation.groups.is_ready)
+    assert simulation.groups.take().is_dropped == [False, False]
+    simulation._push()
+    simulation._work(lambda: simulation.groups.is_ready)
+    assert not simulation.groups.ledger.is_ready
+    assert simulation.groups.ledger.num_dropped > 4
+
+
+def test_who_would_wait_for_ever_is_told() -> None:
+    one = Script(lengths=[[3]] * 4, prompts_per_step=2, total_steps=2, num_engines=1)
+    simulation = Simulation(one)
+    with pytest.raises(StalledError, match="step 1 waits for samples"):
+        simulation._work(lambda: simulation.groups.is_ready)  # nothing was begun
