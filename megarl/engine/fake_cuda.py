@@ -134,13 +134,13 @@ def _adapt_tensors() -> None:
             host.reshape(-1)[0].item()
         return host.tolist()
 
-    FakeTensor.tolist = read  # type: ignore[method-assign]
+    FakeTensor.tolist = read
     torch.tensor = tensor
-    torch.Tensor.type = spell  # type: ignore[method-assign, assignment]
-    torch.Tensor.cuda = _to_cuda  # type: ignore[method-assign, assignment]
-    torch.Tensor.pin_memory = lambda tensor, *arguments: tensor  # type: ignore[method-assign, assignment, misc]
-    torch.nn.Module.cuda = lambda module, device=None: module.to(CUDA)  # type: ignore[method-assign, assignment, misc]
-    torch.nn.Module._apply = _apply  # type: ignore[method-assign, assignment]
+    torch.Tensor.type = spell
+    torch.Tensor.cuda = _to_cuda
+    torch.Tensor.pin_memory = lambda tensor, *arguments: tensor
+    torch.nn.Module.cuda = lambda module, device=None: module.to(CUDA)
+    torch.nn.Module._apply = _apply
     # Adam takes all parameters at a time on a GPU, and so needs more memory than one by one.
     optimizer._foreach_supported_types.append(FakeTensor)
 
