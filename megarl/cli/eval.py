@@ -32,8 +32,8 @@ from megarl.data.tokenizer import load_tokenizer
 from megarl.doctor.check_result import Status
 from megarl.doctor.inputs import judge_rewards
 from megarl.machine.files import write_whole
-from megarl.roles.folder_weights import FolderWeights
 from megarl.roles.start import EvaluationRoles, start_evaluation
+from megarl.roles.weights import FolderWeights
 from megarl.trainers.checkpoint import CONFIG_FILE
 from megarl.trainers.evaluation import Evaluation, ScoredSample
 from megarl.trainers.evaluation_results import (

@@ -20,7 +20,6 @@ from megarl.placement.offload_plan import OffloadPlan
 from megarl.placement.plan import GroupPlan, PlacementPlan, plan_placement
 from megarl.placement.transport import choose_transport
 from megarl.roles.checks import FirstRatioGate, LogProbGate
-from megarl.roles.folder_weights import FolderWeights
 from megarl.roles.models import Actor, Critic, Reference, UpdatePlan
 from megarl.roles.offload_schedule import OffloadSchedule
 from megarl.roles.pump import RolloutLimits
@@ -30,7 +29,7 @@ from megarl.roles.rollout import Rollout, TokenRules
 from megarl.roles.weight_forecast import rank_places
 from megarl.roles.weight_source import WeightSource
 from megarl.roles.weight_sync import WeightSync
-from megarl.roles.weights import RolloutWeights
+from megarl.roles.weights import FolderWeights, RolloutWeights
 from megarl.rollout.interface import RolloutEngineSpec
 from megarl.workers.engines import build_engine
 from megarl.workers.megatron import ActorWorker, CriticWorker, MegatronWorker, PolicyWorker

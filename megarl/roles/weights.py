@@ -1,14 +1,18 @@
-"""The weights that the rollout works with: sent by the actor after each update, and again to engines that slept or were started anew."""
+"""The weights that the rollout works with: sent by the actor after each update, and again to engines that slept or were started anew; or,
+where nothing is trained, read from a folder."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Protocol
 
 from megarl.controller.group import RoleGroup
 from megarl.roles.offload_schedule import OffloadSchedule
-from megarl.roles.replicas import Replicas
+from megarl.roles.replicas import Replicas, is_dead_or_unborn, results_of
 from megarl.roles.weight_sync import PushReport
+from megarl.weights.tensors import Manifest
+from megarl.workers.rollout_worker import RolloutWorker
 
 
 class Pusher(Protocol):
@@ -88,3 +92,20 @@ class RolloutWeights:
         """Of the last push of weights (PushReport.metrics), where there was one since the last time."""
         report, self._report = self._report, None
         return {} if report is None else report.metrics()
+
+
+class FolderWeights:
+    """A folder that all nodes of the replicas see; `manifest`: of the tensors in its files, all of which are loaded."""
+
+    def __init__(self, folder: Path, manifest: Manifest) -> None:
+        self._folder, self._manifest = folder, manifest
+
+    def push(self, replicas: Mapping[int, RoleGroup], version: int) -> tuple[PushReport | None, dict[int, Exception]]:
+        """As WeightSync.push; there is no report, as no trainer sends anything."""
+        lost: dict[int, Exception] = {}
+        loading = {
+            number: replica.call_rank(0, RolloutWorker.load_folder, str(self._folder), self._manifest, version)
+            for number, replica in replicas.items()
+        }
+        results_of(loading, lost, is_dead_or_unborn)
+        return None, lost
