@@ -9,10 +9,11 @@ import numpy as np
 import torch
 
 from megarl.batch.data_proto import DataProto
-from megarl.data.padding import flat, pad_right
+from megarl.batch.ragged import Column, RaggedTensor
 from megarl.rollout.interface import Sample, VersionSpan
 
-_KEYS = {"token_ids", "log_probs", "token_versions", "version", "is_dropped", "uid", "finish_reason"}
+_OF_TOKENS = ("token_ids", "log_probs", "token_versions")
+_OF_ROWS = ("version", "is_dropped", "uid", "finish_reason")
 
 
 class FinishedGroup(NamedTuple):
@@ -28,15 +29,10 @@ def to_bytes(groups: Sequence[FinishedGroup]) -> bytes:
     """There is at least one."""
     rows = [(group, sample) for group in groups for sample in group.samples]
     samples = [sample for _, sample in rows]
-    tokens = pad_right([sample.token_ids for sample in samples], max(len(sample.token_ids) for sample in samples), 0)
-    written = tokens.mask.bool()
-    log_probs, versions = torch.zeros(written.shape), torch.full(written.shape, -1, dtype=torch.int32)
-    log_probs[written] = flat([sample.log_probs for sample in samples], np.float32)
-    versions[written] = flat([sample.token_versions for sample in samples], np.int32)
-    tensors = {
-        "token_ids": tokens.ids.int(),
-        "log_probs": log_probs,
-        "token_versions": versions,
+    tensors: dict[str, Column] = {
+        "token_ids": RaggedTensor.of_rows([sample.token_ids for sample in samples], torch.int32),
+        "log_probs": RaggedTensor.of_rows([sample.log_probs for sample in samples], torch.float32),
+        "token_versions": RaggedTensor.of_rows([sample.token_versions for sample in samples], torch.int32),
         "version": torch.tensor([group.version for group, _ in rows]),
         "is_dropped": torch.tensor([group.is_dropped for group, _ in rows]),
     }
@@ -47,18 +43,16 @@ def to_bytes(groups: Sequence[FinishedGroup]) -> bytes:
 def from_bytes(data: bytes) -> dict[str, FinishedGroup]:
     """By uid. Raises ValueError for what `to_bytes` has not given."""
     rows = DataProto.from_bytes(data)
-    there = rows.tensors.keys() | rows.non_tensor_batch.keys()
-    if missing := sorted(_KEYS - there):
-        raise ValueError(f"there is no {', '.join(missing)}")
+    missing = [*({*_OF_TOKENS} - rows.ragged.keys()), *({*_OF_ROWS} - rows.tensors.keys() - rows.non_tensor_batch.keys())]
+    if missing:
+        raise ValueError(f"there is no {', '.join(sorted(missing))}")
     groups: dict[str, FinishedGroup] = {}
-    tensors, arrays = {key: tensor.numpy() for key, tensor in rows.tensors.items()}, rows.non_tensor_batch
-    for row, (uid, reason) in enumerate(zip(arrays["uid"], arrays["finish_reason"], strict=True)):
-        versions = tensors["token_versions"][row]
-        length = int((versions >= 0).sum())
-        versions = versions[:length]
-        ends = [*(np.flatnonzero(np.diff(versions)) + 1).tolist(), length]
+    tokens = [[row.numpy() for row in rows.ragged[key].each()] for key in _OF_TOKENS]
+    of_rows = [rows.tensors[key].tolist() for key in ("version", "is_dropped")]
+    names = [rows.non_tensor_batch[key] for key in ("uid", "finish_reason")]
+    for ids, log_probs, versions, version, is_dropped, uid, reason in zip(*tokens, *of_rows, *names, strict=True):
+        ends = [*(np.flatnonzero(np.diff(versions)) + 1).tolist(), len(versions)]
         spans = tuple(VersionSpan(int(versions[end - 1]), end) for end in ends)
-        sample = Sample(tensors["token_ids"][row, :length].copy(), tensors["log_probs"][row, :length].copy(), reason, spans)
-        group = FinishedGroup(uid, int(tensors["version"][row]), [], bool(tensors["is_dropped"][row]))
-        groups.setdefault(uid, group).samples.append(sample)
+        group = FinishedGroup(uid, version, [], is_dropped)
+        groups.setdefault(uid, group).samples.append(Sample(ids.copy(), log_probs.copy(), reason, spans))
     return groups

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification
 
 from megarl.batch.data_proto import DataProto
+from megarl.batch.ragged import RaggedTensor
+from megarl.batch.token_rows import PaddedView
 from megarl.config.architecture import read_architecture
 from megarl.config.schema import Device, DType, EngineConfig, MicroBatchConfig, OverlongConversation, ParallelConfig
 from megarl.controller.dispatch import route_mesh
 from megarl.controller.futures import RemoteFuture
 from megarl.controller.worker import RemoteMethod
-from megarl.data.padding import join, pad_left, pad_right
 from megarl.engine.spec import ModelSpec
 from megarl.roles.reward import RewardModel
 from megarl.workers.megatron import megatron_mesh
@@ -53,10 +56,17 @@ def policy_batch() -> DataProto:
     prompts = [tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False) for messages, _ in CASES.values()]
     responses = [[*tokenizer.encode(answer, add_special_tokens=False), tokenizer.eos_token_id] for _, answer in CASES.values()]
     nine = tokenizer.convert_tokens_to_ids("9")
-    padded = pad_right(responses, max(map(len, responses)) + 2, nine)
-    tensors = join(pad_left(prompts, max(map(len, prompts)), nine), padded)
+    answers = RaggedTensor.of_rows(responses, torch.int32, padding=nine)
+    padded = PaddedView(
+        {
+            "prompts": RaggedTensor.of_rows(prompts, torch.int32, padding=nine, on_left=True),
+            "responses": answers,
+            "response_mask": RaggedTensor.constant(True, answers.lengths, torch.bool),
+        }
+    )
+    beyond = {"input_ids": nine, "attention_mask": 0, "response_mask": False}
     arrays = {"uid": list(CASES), "messages": [messages for messages, _ in CASES.values()]}
-    return DataProto.from_dict({**tensors, "response_mask": padded.mask.bool()}, arrays)
+    return DataProto.from_dict({key: F.pad(padded[key], (0, 2), value=value) for key, value in beyond.items()}, arrays)
 
 
 def reference_scores(folder: str, side: str, max_length: int = 1000) -> Tensor:
@@ -65,10 +75,11 @@ def reference_scores(folder: str, side: str, max_length: int = 1000) -> Tensor:
     model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32)
     chats = [[*messages, {"role": "assistant", "content": answer}] for messages, answer in CASES.values()]
     rows = [tokenizer.apply_chat_template(chat, return_dict=False)[:-1][-max_length:] for chat in chats]  # without </s>, the pad token
-    pad = {"left": pad_left, "right": pad_right}[side](rows, max(map(len, rows)), tokenizer.pad_token_id)
-    positions = (pad.mask.cumsum(1) - 1).clamp(min=0)
+    ids = RaggedTensor.of_rows(rows, torch.int64, padding=tokenizer.pad_token_id, on_left=side == "left")
+    mask = replace(RaggedTensor.constant(1, ids.lengths, torch.int64), on_left=ids.on_left).padded()
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
     with torch.no_grad():
-        return model(pad.ids, attention_mask=pad.mask, position_ids=positions).logits[:, 0]
+        return model(ids.padded(), attention_mask=mask, position_ids=positions).logits[:, 0]
 
 
 def score_in_rank(parallel: ParallelConfig, parts: Sequence[DataProto], folders: dict[str, str], reading: Reading) -> DataProto:
