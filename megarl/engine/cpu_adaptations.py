@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from megarl.engine import rotary
-from megarl.engine.cpu_kernels import linear
+from megarl.engine.cpu_kernels import linear, swiglu
 
 CPU = torch.device("cpu")
 
@@ -44,6 +44,7 @@ EVIDENCE = (
     MegatronEvidence("pipeline_parallel.schedules", "forward_backward_no_pipelining", 'device="cuda"', "makes tensors on the GPU"),
     MegatronEvidence("pipeline_parallel.p2p_communication", "P2PCommunicator", "torch.cuda.current_device()", "receives on the GPU"),
     MegatronEvidence("tensor_parallel.layers", "LinearWithGradAccumulationAndAsyncCommunication", "torch.matmul(", "multiplies with MKL"),
+    MegatronEvidence("fusions.fused_bias_swiglu", "bias_swiglu_impl", "SwiGLUFunction.apply", "fuses by compiling"),
     MegatronEvidence(
         "distributed.param_and_grad_buffer", "_ParamAndGradBucketGroup", "dist_reduce_scatter_func(", "reduces in a group of one"
     ),
@@ -173,6 +174,13 @@ def _linear(
     return linear(input, weight, bias)
 
 
+def _bias_swiglu(input: torch.Tensor, bias: torch.Tensor | None, *unused: bool) -> torch.Tensor:
+    """Megatron's gated activation, on ours."""
+    assert bias is None
+    assert not any(unused)
+    return swiglu(input)
+
+
 def _unless_alone(collective: Callable[..., Any]) -> Callable[..., Any]:
     """Reduce-scatter or all-gather between a buffer and this rank's slice of it: in a group of one, one and the same memory.
 
@@ -195,6 +203,7 @@ def _adapt_megatron() -> None:
     from megatron.core.optimizer import clip_grads, distrib_optimizer
     from megatron.core.optimizer import optimizer as base_optimizer
     from megatron.core.tensor_parallel import layers, random
+    from megatron.core.transformer import mlp
 
     random._get_cuda_rng_state = lambda device="cpu", clone=False, graph_safe=False: torch.get_rng_state()
     random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
@@ -203,6 +212,7 @@ def _adapt_megatron() -> None:
             module.clip_grad_by_total_norm_fp32 = _clip_by_total_norm
     rotary.install()
     layers.linear_with_grad_accumulation_and_async_allreduce = layers.linear_with_frozen_weight = _linear
+    mlp.bias_swiglu_impl = _bias_swiglu
     buffers.dist_reduce_scatter_func = _unless_alone(buffers.dist_reduce_scatter_func)
     buffers.dist_all_gather_func = _unless_alone(buffers.dist_all_gather_func)
 

@@ -71,10 +71,10 @@ class _CPUNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
         normalised, scale, weight = ctx.saved_tensors
-        grad_weight = (gradient * normalised).flatten(0, -2).sum(0)
-        grad_hidden = gradient * weight
-        projection = (grad_hidden * normalised).mean(-1, keepdim=True)
-        return grad_hidden.sub_(normalised * projection).mul_(scale), grad_weight, None
+        products = (gradient * normalised).flatten(0, -2)
+        projection = (products @ weight).div_(weight.shape[0]).view(scale.shape)
+        grad_hidden = (gradient * weight).addcmul_(normalised, projection, value=-1).mul_(scale)
+        return grad_hidden, products.sum(0), None
 
 
 class PackedRows(PackedSeqParams):

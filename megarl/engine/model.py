@@ -27,9 +27,10 @@ def transformer_config(
 ) -> TransformerConfig:
     """Megatron's configuration of the model. Losses come as sums over a fixed denominator: Megatron must not average again.
 
-    Of Megatron's fused kernels those are taken that replace several passes over the tokens on CUDA: the activation of the MLP, which
-    torch.compile makes, Transformer Engine's rotary embedding, and Apex's sum of a weight's gradient into Megatron's buffer, where it is
-    installed. Without dropout there is nothing to fuse in the residual sums, and the softmax is inside the attention.
+    Of Megatron's fused kernels those are taken that replace several passes over the tokens: the activation of the MLP, which torch.compile
+    makes on CUDA and cpu_kernels.py on a CPU; on CUDA Transformer Engine's rotary embedding, and Apex's sum of a weight's gradient into
+    Megatron's buffer, where it is installed. Without dropout there is nothing to fuse in the residual sums, and the softmax is inside the
+    attention.
     """
     virtual = parallel.virtual_pipeline_parallel_size
     return TransformerConfig(
@@ -62,7 +63,7 @@ def transformer_config(
         calculate_per_token_loss=True,
         perform_initialization=False,  # every element comes from a file, or the load fails
         use_cpu_initialization=on_cpu,
-        bias_activation_fusion=not on_cpu,
+        bias_activation_fusion=True,
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
         apply_rope_fusion=layers is Layers.transformer_engine and not on_cpu,

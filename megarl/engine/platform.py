@@ -14,7 +14,7 @@ from torch.cuda._pin_memory_utils import pin_memory, unpin_memory
 from megarl.config.flops import peak_tflops
 from megarl.config.schema import Device, DType
 from megarl.engine import rotary
-from megarl.machine.usage import trim_heap
+from megarl.machine.usage import keep_freed_memory, trim_heap
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +78,7 @@ def activate(device: Device) -> Platform:
 
         with _without_wandb():
             cpu_adaptations.install()
+        keep_freed_memory()
         _active = Platform(name="cpu", device=torch.device("cpu"), distributed_backend="gloo")
     return _active
 

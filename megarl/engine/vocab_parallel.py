@@ -13,7 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megarl.engine.cpu_kernels import product
+from megarl.engine.cpu_kernels import product, product_over_rows
+
+# Of logits that a core works on at a time: half a MiB, which with as much that is made of them stays in its cache.
+BLOCK_ELEMENTS = 2**17
 
 Extra = Literal["entropy", "sum_pi_squared"]  # what costs another pass over the logits, and is only computed where it is asked for
 
@@ -62,7 +65,7 @@ class _Scores(torch.autograd.Function):
             logits = vocabulary.logits(part, weight)
             scores.append(_score(logits, part_targets, vocabulary))
         log_probs, entropy, sum_pi_squared, log_partition = torch.cat(scores, dim=1)
-        # The backward pass begins with the last chunk and needs as much memory then: its logits are not made twice.
+        # The backward pass begins with the last chunk and needs as much memory then: its logits are not made twice, and overwritten.
         ctx.save_for_backward(hidden, weight, targets, entropy, log_partition, logits)
         ctx.vocabulary = vocabulary
         ctx.mark_non_differentiable(sum_pi_squared)
@@ -85,16 +88,18 @@ class _Scores(torch.autograd.Function):
         for start in reversed(starts):
             part = slice(start, start + vocabulary.chunk_tokens)
             logits = last_logits if start == starts[-1] else vocabulary.logits(hidden[part], weight)
-            gradient = _logits_gradient(
-                logits - log_partition[part, None],
+            _replace_by_gradient(
+                logits,
                 vocabulary.find(targets[part]),
+                log_partition[part],
                 entropy[part],
                 None if grad_log_probs is None else grad_log_probs[part],
                 None if grad_entropy is None else grad_entropy[part],
-            ).to(hidden.dtype)
+            )
+            gradient = logits.to(hidden.dtype)
             grad_hidden[part] = product(gradient, weight[: vocabulary.size].t())
             # Added up as it is, the part is never in memory in float32, nor beside the one before it.
-            grad_weight[: vocabulary.size].add_(product(gradient.t(), hidden[part].t()))
+            grad_weight[: vocabulary.size].add_(product_over_rows(gradient, hidden[part]))
         return grad_hidden, grad_weight.to(weight.dtype), None, None
 
 
@@ -107,37 +112,57 @@ def _score(logits: Tensor, targets: Tensor, vocabulary: _Vocabulary) -> Tensor:
         dist.all_reduce(maximum, op=dist.ReduceOp.MAX, group=vocabulary.group)
     here, column = vocabulary.find(targets)
     target = torch.where(here, logits.gather(1, column)[:, 0] - maximum, 0.0) if vocabulary.size else torch.zeros_like(maximum)
-    shifted = logits - maximum[:, None]
-    exponentials = shifted.exp() if "entropy" in vocabulary.extras else shifted.exp_()
-    not_asked_for = torch.zeros_like(maximum)
-    weighted = shifted.mul_(exponentials).sum(1) if "entropy" in vocabulary.extras else not_asked_for
-    squares = exponentials.square().sum(1) if "sum_pi_squared" in vocabulary.extras else not_asked_for
-    sums = torch.stack([exponentials.sum(1), target, weighted, squares])
+    of_columns = torch.cat([_sums(logits[block], maximum[block], vocabulary.extras) for block in _blocks(logits)], dim=1)
+    sums = torch.cat([of_columns, target[None]])
     if parallel:
         dist.all_reduce(sums, group=vocabulary.group)
-    partition, target, weighted, squares = sums
+    partition, weighted, squares, target = sums
     log_partition = partition.log()
-    entropy = log_partition - weighted / partition if "entropy" in vocabulary.extras else not_asked_for
+    entropy = log_partition - weighted / partition if "entropy" in vocabulary.extras else weighted
     return torch.stack([target - log_partition, entropy, squares / partition.square(), log_partition + maximum])
 
 
-def _logits_gradient(
-    log_softmax: Tensor, target: tuple[Tensor, Tensor], entropy: Tensor, grad_log_probs: Tensor | None, grad_entropy: Tensor | None
-) -> Tensor:
-    """(t, V / tp) of those log-probs, which are overwritten, from what is known per token (t,)."""
-    probabilities = log_softmax.exp()
-    if grad_entropy is None:
-        assert grad_log_probs is not None
-        gradient = probabilities.mul_(-grad_log_probs[:, None])
-    else:
-        factor = log_softmax.add_(entropy[:, None]).mul_(-grad_entropy[:, None])
-        if grad_log_probs is not None:
-            factor.sub_(grad_log_probs[:, None])
-        gradient = factor.mul_(probabilities)
+def _blocks(logits: Tensor) -> list[slice]:
+    """Of the rows of (t, v): on a CPU so many together that what is made of them stays in a core's cache."""
+    num_rows, columns = logits.shape
+    together = BLOCK_ELEMENTS // max(1, columns) if logits.device.type == "cpu" else num_rows
+    return [slice(start, start + max(1, together)) for start in range(0, max(1, num_rows), max(1, together))]
+
+
+def _sums(logits: Tensor, maximum: Tensor, extras: Collection[Extra]) -> Tensor:
+    """(3, t), of z = logits - maximum: the sums of exp(z), of z exp(z) and of exp(2 z) over these columns; 0 for what is not asked for."""
+    shifted = logits - maximum[:, None]
+    exponentials = shifted.exp() if "entropy" in extras else shifted.exp_()
+    not_asked_for = torch.zeros_like(maximum)
+    weighted = shifted.mul_(exponentials).sum(1) if "entropy" in extras else not_asked_for
+    partition = exponentials.sum(1)
+    squares = exponentials.square_().sum(1) if "sum_pi_squared" in extras else not_asked_for
+    return torch.stack([partition, weighted, squares])
+
+
+def _replace_by_gradient(
+    logits: Tensor,
+    target: tuple[Tensor, Tensor],
+    log_partition: Tensor,
+    entropy: Tensor,
+    grad_log_probs: Tensor | None,
+    grad_entropy: Tensor | None,
+) -> None:
+    """Of logits (t, V / tp), from what is known per token (t,)."""
+    for block in _blocks(logits):
+        log_softmax = logits[block].sub_(log_partition[block, None])
+        if grad_entropy is None:
+            assert grad_log_probs is not None
+            log_softmax.exp_().mul_(-grad_log_probs[block, None])
+        else:
+            probabilities = log_softmax.exp()
+            factor = log_softmax.add_(entropy[block, None]).mul_(-grad_entropy[block, None])
+            if grad_log_probs is not None:
+                factor.sub_(grad_log_probs[block, None])
+            factor.mul_(probabilities)
     here, column = target
-    if grad_log_probs is not None and gradient.shape[1]:
-        gradient.scatter_add_(1, column, torch.where(here, grad_log_probs, 0.0)[:, None])
-    return gradient
+    if grad_log_probs is not None and logits.shape[1]:
+        logits.scatter_add_(1, column, torch.where(here, grad_log_probs, 0.0)[:, None])
 
 
 def token_scores(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megarl.engine.cpu_kernels import MIN_ONEDNN_SIZE, linear, product
+from megarl.engine.cpu_kernels import MIN_ONEDNN_SIZE, linear, product, product_over_rows, swiglu
 
 SMALL, LARGE = (3, 5, 7), (70, 130, 150)  # M, K, N
 
@@ -25,6 +25,31 @@ def test_product(shape: tuple[int, int, int], transposed: bool, biased: bool):
     bias = torch.randn(columns) if biased else None
     expected = left.double() @ right.double().t() + (bias.double() if biased else 0.0)
     torch.testing.assert_close(product(left, right, bias).double(), expected, rtol=1e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("shape", [SMALL, LARGE], ids=["small", "large"])
+@pytest.mark.parametrize("wide", [False, True])
+def test_product_over_rows(shape: tuple[int, int, int], wide: bool):
+    """With either matrix the wider one."""
+    rows, few, many = shape
+    torch.manual_seed(0)
+    left, right = torch.randn(rows, many if wide else few), torch.randn(rows, few if wide else many)
+    torch.testing.assert_close(product_over_rows(left, right).double(), left.double().t() @ right.double(), rtol=1e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 2e-2)])
+def test_swiglu(dtype: torch.dtype, tolerance: float):
+    torch.manual_seed(0)
+    halves = (torch.randn(3, 2, 14) * 3).to(dtype).requires_grad_()
+    weight = torch.randn(3, 2, 7, dtype=dtype)
+    ours = swiglu(halves)
+    (gradient,) = torch.autograd.grad((ours * weight).sum(), halves)
+    doubles = halves.detach().double().requires_grad_()
+    expected = torch.nn.functional.silu(doubles[..., :7]) * doubles[..., 7:]
+    (reference,) = torch.autograd.grad((expected * weight.double()).sum(), doubles)
+    for mine, wanted in ((ours, expected), (gradient, reference)):
+        assert mine.dtype == dtype
+        assert float((mine.double() - wanted).norm() / wanted.norm()) < tolerance
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -29,6 +30,7 @@ class Inputs(NamedTuple):
 class Case(NamedTuple):
     chunk_tokens: int = TOKENS
     temperature: float = 1.0
+    block_tokens: int = TOKENS  # of the whole vocabulary, worked on at a time
 
 
 class Scored(NamedTuple):
@@ -43,6 +45,7 @@ CASES = {
     "chunks of one token": Case(chunk_tokens=1),
     "an uneven last chunk": Case(chunk_tokens=7),
     "a temperature": Case(chunk_tokens=7, temperature=0.7),
+    "blocks of two tokens": Case(chunk_tokens=7, block_tokens=2),
 }
 
 
@@ -70,6 +73,7 @@ def run_scores(inputs: Inputs, cases: dict[str, Case], dtype: torch.dtype = torc
     from megarl.engine import platform
 
     platform.activate(Device.cpu)
+    from megarl.engine import vocab_parallel
     from megarl.engine.vocab_parallel import token_scores
 
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -80,20 +84,21 @@ def run_scores(inputs: Inputs, cases: dict[str, Case], dtype: torch.dtype = torc
     for name, case in cases.items():
         hidden = inputs.hidden.clone().to(dtype).requires_grad_()
         weight = padded[rank * rows : (rank + 1) * rows].clone().to(dtype).requires_grad_()
-        scores = token_scores(
-            hidden,
-            weight,
-            inputs.targets,
-            vocab_size=VOCAB_SIZE,
-            temperature=case.temperature,
-            chunk_tokens=case.chunk_tokens,
-            group=dist.group.WORLD,
-        )
-        assert scores.log_probs.dtype == scores.entropy.dtype == torch.float32
-        loss = (scores.log_probs * inputs.log_prob_weight).sum()
-        if inputs.entropy_weight.any():  # else the entropy gets no gradient at all, as when no loss uses it
-            loss = loss + (scores.entropy * inputs.entropy_weight).sum()
-        loss.backward()
+        with mock.patch.object(vocab_parallel, "BLOCK_ELEMENTS", case.block_tokens * min(rows, VOCAB_SIZE)):
+            scores = token_scores(
+                hidden,
+                weight,
+                inputs.targets,
+                vocab_size=VOCAB_SIZE,
+                temperature=case.temperature,
+                chunk_tokens=case.chunk_tokens,
+                group=dist.group.WORLD,
+            )
+            assert scores.log_probs.dtype == scores.entropy.dtype == torch.float32
+            loss = (scores.log_probs * inputs.log_prob_weight).sum()
+            if inputs.entropy_weight.any():  # else the entropy gets no gradient at all, as when no loss uses it
+                loss = loss + (scores.entropy * inputs.entropy_weight).sum()
+            loss.backward()
         dist.all_reduce(hidden.grad)
         gradients = [torch.empty_like(weight) for _ in range(size)]
         dist.all_gather(gradients, weight.grad if weight.grad is not None else torch.zeros_like(weight))
