@@ -14,6 +14,7 @@ from operator import add
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megarl.batch.token_rows import first_with_prompt
@@ -94,6 +95,67 @@ def _lay_out(prompts: Sequence[int], responses: Sequence[int], first_with_prompt
     return _Layout(sources, torch.tensor(prompt_places), torch.tensor(response_places), lengths, prompt_of)
 
 
+class _Rows(NamedTuple):
+    """b rows without padding, one after the other. prompts, responses: (b,) tokens of each. ids: (T,). row_of, offset: (T,) of each token
+    its row and its place in that. response_row, response_offset: (N,) of each response token its row and its place in the response."""
+
+    prompts: Tensor
+    responses: Tensor
+    ids: Tensor
+    row_of: Tensor
+    offset: Tensor
+    response_row: Tensor
+    response_offset: Tensor
+
+    @classmethod
+    def of(cls, prompts: Tensor, responses: Tensor, ids: Tensor) -> _Rows:
+        rows, lengths = torch.arange(len(prompts)), prompts + responses
+        row_of, response_row = torch.repeat_interleave(rows, lengths), torch.repeat_interleave(rows, responses)
+        offset = torch.arange(len(row_of)) - (lengths.cumsum(0) - lengths)[row_of]
+        response_offset = torch.arange(len(response_row)) - (responses.cumsum(0) - responses)[response_row]
+        return cls(prompts, responses, ids, row_of, offset, response_row, response_offset)
+
+    @property
+    def predictors(self) -> Tensor:
+        """(N,) of each response token the place in its row of what predicts it."""
+        return self.prompts[self.response_row] + self.response_offset - 1
+
+
+class _ModelInputs(NamedTuple):
+    """As in MicroBatch, on the host but for `packed`."""
+
+    tokens: Tensor
+    positions: Tensor
+    packed: PackedRows | None
+    predictors: Tensor
+
+
+def _packed(rows: _Rows, share_prompts: bool, align: int, device: torch.device) -> _ModelInputs:
+    firsts: Sequence[int] = range(len(rows.prompts))
+    if share_prompts:
+        of_rows = zip(rows.ids.split((rows.prompts + rows.responses).tolist()), rows.prompts.tolist(), strict=True)
+        firsts = first_with_prompt(tokens[:num_prompt] for tokens, num_prompt in of_rows)
+    layout = _lay_out(rows.prompts.tolist(), rows.responses.tolist(), firsts)
+    num_tokens = len(layout.sources)
+    padding = _aligned(num_tokens, align) - num_tokens
+    last = [padding] if padding else []  # what pads is one more sequence
+    in_response = layout.responses[rows.response_row] + rows.response_offset - 1
+    return _ModelInputs(
+        tokens=F.pad(rows.ids[layout.sources], (0, padding))[None],
+        positions=F.pad(rows.offset[layout.sources], (0, padding))[None],
+        packed=PackedRows([*layout.lengths, *last], device, [*layout.prompt_of, *(None for _ in last)]),
+        predictors=torch.where(rows.response_offset == 0, layout.prompts[rows.response_row] + rows.predictors, in_response),
+    )
+
+
+def _padded(rows: _Rows, align: int) -> _ModelInputs:
+    num_rows, longest = len(rows.prompts), _aligned(int((rows.prompts + rows.responses).max()), align)
+    tokens = torch.zeros(num_rows, longest, dtype=torch.long)
+    tokens[rows.row_of, rows.offset] = rows.ids
+    predictors = rows.predictors * num_rows + rows.response_row  # hidden states are (S', b, H)
+    return _ModelInputs(tokens, torch.arange(longest).expand(num_rows, -1), None, predictors)
+
+
 def make_micro_batch(
     batch: Mapping[str, Tensor], rows: Sequence[int], *, packing: bool, share_prompts: bool, align: int, device: torch.device
 ) -> MicroBatch:
@@ -110,48 +172,15 @@ def make_micro_batch(
     prompts, responses = mask[:, :prompt_length].sum(1), mask[:, prompt_length:].sum(1)
     _check_layout(mask, prompt_length, prompts, responses, rows)
     ids = batch["input_ids"][index]
-    lengths = prompts + responses
-    # offset of each real token inside its sequence, row by row
-    row_of = torch.repeat_interleave(torch.arange(len(rows)), lengths)
-    starts = torch.cumsum(lengths, 0) - lengths
-    offset = torch.arange(int(lengths.sum())) - starts[row_of]
-    real = ids[mask]
-    response_row = torch.repeat_interleave(torch.arange(len(rows)), responses)
-    response_offset = torch.arange(int(responses.sum())) - (torch.cumsum(responses, 0) - responses)[response_row]
-    place_in_row = prompts[response_row] + response_offset - 1
-    if packing:
-        firsts: Sequence[int] = range(len(rows))
-        if share_prompts:
-            of_rows = zip(real.split(lengths.tolist()), prompts.tolist(), strict=True)
-            firsts = first_with_prompt(tokens[:num_prompt] for tokens, num_prompt in of_rows)
-        layout = _lay_out(prompts.tolist(), responses.tolist(), firsts)
-        num_tokens = len(layout.sources)
-        padding = _aligned(num_tokens, align) - num_tokens
-        # What pads is one more sequence.
-        packed = (
-            PackedRows([*layout.lengths, padding], device, [*layout.prompt_of, None])
-            if padding
-            else PackedRows(layout.lengths, device, layout.prompt_of)
-        )
-        tokens = torch.nn.functional.pad(real[layout.sources], (0, padding))[None]
-        positions = torch.nn.functional.pad(offset[layout.sources], (0, padding))[None]
-        predictors = torch.where(
-            response_offset == 0, layout.prompts[response_row] + place_in_row, layout.responses[response_row] + response_offset - 1
-        )
-    else:
-        packed = None
-        longest = _aligned(int(lengths.max()), align)
-        tokens = torch.zeros(len(rows), longest, dtype=torch.long)
-        tokens[row_of, offset] = real
-        positions = torch.arange(longest).expand(len(rows), -1)
-        predictors = place_in_row * len(rows) + response_row  # hidden states are (S', b, H)
+    real = _Rows.of(prompts, responses, ids[mask])
+    inputs = _packed(real, share_prompts, align, device) if packing else _padded(real, align)
     return MicroBatch(
-        tokens=to_device(tokens, device),
-        positions=to_device(positions, device),
-        packed=packed,
-        predictors=to_device(predictors, device),
-        targets=to_device(ids[response_row, prompt_length + response_offset], device),
-        cells=to_device(response_row * response_length + response_offset, device),
+        tokens=to_device(inputs.tokens, device),
+        positions=to_device(inputs.positions, device),
+        packed=inputs.packed,
+        predictors=to_device(inputs.predictors, device),
+        targets=to_device(ids[real.response_row, prompt_length + real.response_offset], device),
+        cells=to_device(real.response_row * response_length + real.response_offset, device),
         rows={
             key: to_device(value[index], device)
             for key, value in batch.items()
