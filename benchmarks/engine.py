@@ -1,6 +1,6 @@
 """How fast the engine trains on this machine's CPU, as ratios to peers measured in the same run.
 
-    python benchmarks/engine.py [--quick] [--cpu-time]
+    python benchmarks/engine.py [--quick] [--cpu-time] [--only hugging_face ...]
 
 Measured is forward + backward of a batch (no optimizer step) in float32, in one process with as many threads as cores, of
 Qwen2-style models with random weights. The loss is the mean log-prob of all response tokens. A speed is real tokens
@@ -8,10 +8,11 @@ Qwen2-style models with random weights. The loss is the mean log-prob of all res
 alternate, so that what else runs on the machine slows both; read the ratios, not the speeds. Where much else runs, two
 threads wait for each other for most of the time: `--cpu-time` takes one thread and its seconds on the processor.
 
-hugging_face   the engine (packed) over `Qwen2ForCausalLM` (sdpa attention) on the same rows. The peer at its best: all rows
-               have one length, so it pads nothing and needs no mask; it computes logits of response tokens only and the
-               fused cross-entropy, where the engine computes the entropy too. Where the engine wins, much of it is that it
-               multiplies with oneDNN and torch with MKL, which is slow on AMD processors (megarl/engine/cpu_kernels.py).
+hugging_face   the engine (packed) over `Qwen2ForCausalLM` (sdpa attention) on the same rows, with the same product of matrices on both
+               sides: torch's own, which is MKL's on x86, and oneDNN's, which the engine takes (megarl/engine/cpu_kernels.py). The peer
+               at its best: all rows have one length, so it pads nothing and needs no mask; it computes logits of response tokens
+               only and the fused cross-entropy, where the engine computes the entropy too.
+               Beside it `product`: the engine with oneDNN's products over itself with torch's, which that choice is worth here
 packing        rows of log-normal length, their mean a third of the longest allowed: packed over padded, both in our engine
                with the same rows in each micro-batch. Padding ends at the longest row of its own micro-batch.
 token_budget   the same rows, packed on both sides, in the same memory of N tokens: micro-batches of at most N tokens over
@@ -32,8 +33,10 @@ import platform as host
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -51,7 +54,7 @@ from megarl.engine.spec import ModelSpec
 
 platform.activate(Device.cpu)  # before anything that imports Megatron
 
-from megarl.engine import groups  # noqa: E402
+from megarl.engine import cpu_kernels, groups  # noqa: E402
 from megarl.engine.engine import MegatronEngine, MicroBatches  # noqa: E402
 
 LONGEST = 256  # tokens of a row, prompt and response
@@ -59,7 +62,10 @@ PROMPT = 64  # a quarter of each row
 LENGTH_SIGMA = 0.6  # of log(length): about 2 % of the rows are cut off at LONGEST
 SAME_LOSS = 1e-4
 SAMPLES = 8  # of a prompt, where prompts are shared
+COMPARISONS = ("hugging_face", "packing", "shared_prompts", "token_budget")
+PRODUCTS = ("torch", "oneDNN") if torch.backends.mkldnn.is_available() else ("torch",)
 
+RowLayout = Literal["padded", "packed", "shared"]  # of micro-batches; shared: packed, with each prompt once
 Step = Callable[[], Tensor | float]  # forward and backward of the whole batch; returns the loss
 
 
@@ -134,12 +140,21 @@ def make_batch(lengths: Sequence[int], vocab_size: int) -> dict[str, Tensor]:
     return {"input_ids": torch.where(mask, ids, 0), "attention_mask": mask.long(), "response_mask": mask[:, PROMPT:]}
 
 
-def log_normal_lengths(num_rows: int) -> list[int]:
-    """Cut off at LONGEST, and scaled so that the mean of these rows is a third of it."""
+def make_samples(prompt_tokens: int, responses: Sequence[int], vocab_size: int) -> dict[str, Tensor]:
+    """As `make_batch`, of SAMPLES rows after each prompt."""
+    generator = torch.Generator().manual_seed(2)
+    prompts = torch.randint(0, vocab_size, (len(responses) // SAMPLES, prompt_tokens), generator=generator).repeat_interleave(SAMPLES, 0)
+    ids = torch.cat([prompts, torch.randint(0, vocab_size, (len(responses), max(responses)), generator=generator)], dim=1)
+    mask = torch.arange(ids.shape[1]) < prompt_tokens + torch.tensor(responses)[:, None]
+    return {"input_ids": torch.where(mask, ids, 0), "attention_mask": mask.long(), "response_mask": mask[:, prompt_tokens:]}
+
+
+def log_normal_lengths(num_rows: int, longest: int = LONGEST) -> list[int]:
+    """Cut off at the longest, and scaled so that the mean of these rows is a third of it."""
     draws = (torch.randn(num_rows, generator=torch.Generator().manual_seed(0)) * LENGTH_SIGMA).exp()
     lengths = draws
     for _ in range(20):  # cutting off lowers the mean a little each time
-        lengths = (lengths * (LONGEST / 3 / lengths.mean())).clamp(max=LONGEST)
+        lengths = (lengths * (longest / 3 / lengths.mean())).clamp(max=longest)
     return [max(2, round(length)) for length in lengths.tolist()]
 
 
@@ -178,7 +193,7 @@ def compare(name: str, contestants: Mapping[str, Step], num_tokens: int, timing:
 
 
 class Contest:
-    """One model with random weights: in Hugging Face, and in the engine, packed and padded."""
+    """One model with random weights, in Hugging Face and in the engine."""
 
     def __init__(self, size: str) -> None:
         self.size = size
@@ -198,20 +213,22 @@ class Contest:
         self.num_parameters = sum(parameter.numel() for parameter in self.hugging_face.parameters())
         with tempfile.TemporaryDirectory() as folder:
             self.hugging_face.save_pretrained(folder)
-            self.engines = {packing: _build_engine(folder, packing) for packing in (True, False)}
-            self.sharing_engine = _build_engine(folder, packing=True, share_prompts=True)
+            self._engine = _build_engine(folder)
 
-    def engine_step(
-        self, batch: Mapping[str, Tensor], micro_batches: MicroBatches, packing: bool = True, share_prompts: bool = False
-    ) -> Step:
-        engine = self.sharing_engine if share_prompts else self.engines[packing]
+    def engine(self, rows: RowLayout) -> MegatronEngine:
+        """There is one, which from now on has rows so."""
+        config = EngineConfig(packing=rows != "padded", share_prompts=rows == "shared")
+        self._engine.spec = replace(self._engine.spec, engine=config)
+        return self._engine
+
+    def engine_step(self, batch: Mapping[str, Tensor], micro_batches: MicroBatches, rows: RowLayout = "packed") -> Step:
         num_response_tokens = float(batch["response_mask"].sum())
 
         def loss(outputs: Mapping[str, Tensor], rows: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Metric]]:
             value = -(outputs["log_probs"] * rows["response_mask"]).sum() / num_response_tokens
             return value, {"loss": Metric.sum(value)}
 
-        return lambda: engine.forward_backward(batch, micro_batches, loss)["loss"].value
+        return lambda: self.engine(rows).forward_backward(batch, micro_batches, loss)["loss"].value
 
     def hugging_face_step(self, ids: Tensor) -> Step:
         """Every row of `ids` (B, LONGEST) is full."""
@@ -227,14 +244,14 @@ class Contest:
         return step
 
 
-def _build_engine(folder: str, packing: bool, share_prompts: bool = False) -> MegatronEngine:
+def _build_engine(folder: str) -> MegatronEngine:
     spec = ModelSpec(
         path=folder,
         architecture=read_architecture(folder),
         head="lm",
         dtype=DType.float32,
         parallel=ParallelConfig(),
-        engine=EngineConfig(packing=packing, share_prompts=share_prompts),
+        engine=EngineConfig(),
         device=Device.cpu,
         seed=0,
         optim=OptimConfig(),
@@ -242,21 +259,39 @@ def _build_engine(folder: str, packing: bool, share_prompts: bool = False) -> Me
     return MegatronEngine(spec, groups.initialize(spec.parallel, spec.seed))
 
 
-def beside_hugging_face(contest: Contest, timing: Timing) -> Result:
+def multiplying_with(product: str, step: Step) -> Step:
+    """The step, whose linear layers are of one of PRODUCTS, the engine's and Hugging Face's."""
+
+    def by_onednn(layer: torch.nn.Linear, hidden: Tensor) -> Tensor:
+        return cpu_kernels.linear(hidden, layer.weight, layer.bias)
+
+    def run() -> Tensor | float:
+        with mock.patch.object(cpu_kernels, "HAS_ONEDNN", product == "oneDNN"):
+            if product == "torch":
+                return step()
+            with mock.patch.object(torch.nn.Linear, "forward", by_onednn):
+                return step()
+
+    return run
+
+
+def beside_hugging_face(contest: Contest, timing: Timing) -> Iterator[Result]:
     num_rows = contest.shape.full_rows
     batch = make_batch([LONGEST] * num_rows, contest.shape.vocab_size)
-    contestants = {
-        "megarl": contest.engine_step(batch, [range(num_rows)]),
-        "Hugging Face": contest.hugging_face_step(batch["input_ids"]),
-    }
-    return compare(f"hugging_face {contest.size}, {num_rows} rows", contestants, num_rows * LONGEST, timing, target=1.0)
+    ours, theirs = contest.engine_step(batch, [range(num_rows)]), contest.hugging_face_step(batch["input_ids"])
+    for product in PRODUCTS:
+        contestants = {"megarl": multiplying_with(product, ours), "Hugging Face": multiplying_with(product, theirs)}
+        yield compare(f"hugging_face {contest.size}, {product}", contestants, num_rows * LONGEST, timing, target=1.0)
+    if len(PRODUCTS) > 1:
+        products = {product: multiplying_with(product, ours) for product in reversed(PRODUCTS)}
+        yield compare(f"product {contest.size}", products, num_rows * LONGEST, timing, target=None)
 
 
 def packed_beside_padded(contest: Contest, rows_together: int, timing: Timing) -> Result:
     lengths = log_normal_lengths(contest.shape.log_normal_rows)
     batch = make_batch(lengths, contest.shape.vocab_size)
     cuts = [range(start, start + rows_together) for start in range(0, len(lengths), rows_together)]
-    contestants = {"packed": contest.engine_step(batch, cuts), "padded": contest.engine_step(batch, cuts, packing=False)}
+    contestants = {"packed": contest.engine_step(batch, cuts), "padded": contest.engine_step(batch, cuts, "padded")}
     return compare(f"packing {contest.size}, {rows_together} rows each", contestants, sum(lengths), timing, target=1.3)
 
 
@@ -280,29 +315,30 @@ def token_budget_beside_fixed(contest: Contest, safe_rows: int, timing: Timing) 
 def shared_beside_repeated(contest: Contest, prompt_tokens: int, mean_response: int, target: float, timing: Timing) -> Result:
     """Responses of half to three halves of the mean."""
     responses = [mean_response // 2 + mean_response * sample // (SAMPLES - 1) for sample in range(SAMPLES)]
-    ids = torch.randint(0, contest.shape.vocab_size, (SAMPLES, prompt_tokens + max(responses)), generator=torch.Generator().manual_seed(2))
-    ids[:, :prompt_tokens] = ids[0, :prompt_tokens].clone()
-    mask = (torch.arange(ids.shape[1]) < prompt_tokens + torch.tensor(responses)[:, None]).long()
-    batch = {"input_ids": ids, "attention_mask": mask, "response_mask": mask[:, prompt_tokens:].bool()}
+    batch = make_samples(prompt_tokens, responses, contest.shape.vocab_size)
     rows = [range(SAMPLES)]
-    contestants = {"shared": contest.engine_step(batch, rows, share_prompts=True), "repeated": contest.engine_step(batch, rows)}
+    contestants = {"shared": contest.engine_step(batch, rows, "shared"), "repeated": contest.engine_step(batch, rows)}
     name = f"shared_prompts {contest.size}, {prompt_tokens}+{mean_response}"
-    return compare(name, contestants, int(mask.sum()), timing, target)
+    return compare(name, contestants, int(batch["attention_mask"].sum()), timing, target)
 
 
-def run_contests(size: str, timing: Timing) -> Iterator[Result]:
+def run_contests(size: str, comparisons: Collection[str], timing: Timing) -> Iterator[Result]:
     contest = Contest(size)
     shape = contest.shape
     print(
         f"{size}: {contest.num_parameters / 1e6:.1f} million parameters, {shape.num_hidden_layers} layers, hidden {shape.hidden_size}, "
         f"{shape.num_attention_heads} heads, vocabulary {shape.vocab_size}"
     )
-    yield beside_hugging_face(contest, timing)
-    yield packed_beside_padded(contest, 8, timing)
-    yield shared_beside_repeated(contest, 128, 128, 1.5, timing)
-    yield shared_beside_repeated(contest, 48, 192, 1.1, timing)
-    for safe_rows in shape.safe_rows:
-        yield token_budget_beside_fixed(contest, safe_rows, timing)
+    if "hugging_face" in comparisons:
+        yield from beside_hugging_face(contest, timing)
+    if "packing" in comparisons:
+        yield packed_beside_padded(contest, 8, timing)
+    if "shared_prompts" in comparisons:
+        yield shared_beside_repeated(contest, 128, 128, 1.5, timing)
+        yield shared_beside_repeated(contest, 48, 192, 1.1, timing)
+    if "token_budget" in comparisons:
+        for safe_rows in shape.safe_rows:
+            yield token_budget_beside_fixed(contest, safe_rows, timing)
 
 
 def processor_name() -> str:
@@ -319,6 +355,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="the 10M model only, three repeats")
     parser.add_argument("--cpu-time", action="store_true", help="one thread, and its seconds on the processor")
+    parser.add_argument("--only", choices=COMPARISONS, nargs="+", default=COMPARISONS, help="these comparisons")
     arguments = parser.parse_args()
     timing = Timing(clock=time.process_time if arguments.cpu_time else time.perf_counter, repeats=3 if arguments.quick else 5)
     num_cores = len(os.sched_getaffinity(0))
@@ -331,7 +368,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as store:
         dist.init_process_group("gloo", init_method=f"file://{store}/rendezvous", rank=0, world_size=1)
         for size in ["10M"] if arguments.quick else MODELS:
-            for result in run_contests(size, timing):
+            for result in run_contests(size, arguments.only, timing):
                 print(result, flush=True)
                 results.append(result)
         dist.destroy_process_group()

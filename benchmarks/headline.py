@@ -1,18 +1,21 @@
 """What each feature gains on a step of GRPO, and what they gain together, beside a naive step in the same run.
 
-    python benchmarks/headline.py [--cpu-time]
+    python -m benchmarks.headline [--quick] [--cpu-time]
 
-Work: the actor's side of a step on 32 rows of log-normal length, their mean a third of the longest (256 tokens, prompt and response): the
-samples' old log-probs, those of a reference, and one update's forward + backward (no optimizer step), in float32, on the 10M model of
-engine.py, with its rules for a fair race: contestants alternate, and their losses must agree. A speed is real tokens per second.
+Work: the actor's side of a step on 32 rows (16 with the larger model), 8 samples of each prompt: responses of log-normal length, their mean
+a third of the longest (192 tokens), after prompts of a quarter of that mean: the samples' old log-probs, those of a reference, and
+one update's forward + backward (no optimizer step), in float32, on the models of engine.py, with its rules for a fair race: contestants
+alternate, and their losses must agree. A speed is real tokens per second, of which a sample has its whole prompt.
 
-naive          every pass, rows padded to the longest of their micro-batch, 8 rows in each: as many as are safe where memory holds 8 rows of
-               the longest length. The reference's pass is that of an engine of the same size.
-packing        the naive step with packed rows
-token_budget   packed rows in micro-batches of at most N tokens, over packed rows in a fixed number of N // longest. The target is for N of
-               one longest row; larger ones are shown
-one_pass       the naive step, whose update scores the samples in its own pass
-all            packing, a budget of the naive step's memory, and one pass, over naive
+naive           every pass, rows padded to the longest of their micro-batch, 8 rows in each: as many as are safe where memory holds 8
+                rows of the longest length. The reference's pass is that of an engine of the same size.
+packing         the naive step with packed rows
+token_budget    packed rows in micro-batches of at most N tokens, over packed rows in a fixed number of N // longest. The target is for N of
+                one longest row; larger ones are shown
+shared_prompts  the step with packed rows of which each prompt is in a micro-batch once, over packed rows; also with prompts as long as the
+                mean response, which leave 9 of 16 tokens
+one_pass        the naive step, whose update scores the samples in its own pass
+all             packing, shared prompts, a budget of the naive step's memory, and one pass, over naive
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ import os
 import sys
 import tempfile
 import time
+from collections.abc import Iterator, Mapping
 
 import torch
 import torch.distributed as dist
@@ -29,25 +33,29 @@ from torch import Tensor
 from transformers.utils.logging import disable_progress_bar
 
 from benchmarks.engine import (
-    LONGEST,
+    MODELS,
+    SAMPLES,
     Contest,
     MicroBatches,
     Result,
+    RowLayout,
     Step,
     Timing,
     compare,
     log_normal_lengths,
-    make_batch,
+    make_samples,
     processor_name,
 )
 from megarl.algorithms.losses import ActorLoss, MiniBatchCounts
 from megarl.config.schema import AdvantageConfig, AdvantageEstimator, AlgorithmConfig, KLConfig, KLEstimator, KLWhere
-from megarl.data.packing import plan_micro_batches
+from megarl.data.packing import RowPrompt, plan_micro_batches
 from megarl.engine.vocab_parallel import Extra
 
+LONGEST_RESPONSE, MEAN_RESPONSE = 192, 64  # tokens
 SAFE_ROWS = 8  # of the longest length, that the memory of the naive step holds
 BUDGETS = (1, 2, 4)  # in rows of the longest length
-TARGETS = {"packing": 1.3, "token_budget": 1.2, "all": 1.8}
+TARGETS = {"packing": 1.3, "all": 1.8}
+SHARED_TARGETS = {MEAN_RESPONSE // 4: 1.1, MEAN_RESPONSE: 1.5}  # by tokens of a prompt
 ALGORITHM = AlgorithmConfig(
     advantage=AdvantageConfig(estimator=AdvantageEstimator.grpo),
     kl=KLConfig(where=KLWhere.loss, estimator=KLEstimator.k3, coefficient=0.001),
@@ -57,10 +65,13 @@ ALGORITHM = AlgorithmConfig(
 class Work:
     """The rows of a step, and steps on them."""
 
-    def __init__(self, contest: Contest) -> None:
+    def __init__(self, contest: Contest, prompt_tokens: int) -> None:
         self._contest = contest
-        self.lengths = log_normal_lengths(contest.shape.log_normal_rows)
-        self._batch = make_batch(self.lengths, contest.shape.vocab_size)
+        responses = log_normal_lengths(contest.shape.log_normal_rows, LONGEST_RESPONSE)
+        self._batch = make_samples(prompt_tokens, responses, contest.shape.vocab_size)
+        self.lengths = [prompt_tokens + response for response in responses]
+        self.longest = prompt_tokens + LONGEST_RESPONSE
+        self._prompts = [RowPrompt(row // SAMPLES, prompt_tokens) for row in range(len(responses))]
         mask = self._batch["response_mask"]
         per_row = torch.randn(len(mask), 1, generator=torch.Generator().manual_seed(2))
         self._advantages = per_row.expand(mask.shape).contiguous()
@@ -70,26 +81,31 @@ class Work:
     def num_tokens(self) -> int:
         return sum(self.lengths)
 
-    def fixed(self, rows: int) -> MicroBatches:
-        return [micro_batch.rows for micro_batch in plan_micro_batches(self.lengths, 1, sequences=rows).ranks[0].micro_batches]
-
-    def budget(self, rows: int) -> MicroBatches:
-        """Of tokens that are as many as so many rows of the longest length."""
-        plan = plan_micro_batches(self.lengths, 1, max_tokens=rows * LONGEST)
+    def micro_batches(self, layout: RowLayout, *, rows: int | None = None, budget: int | None = None) -> MicroBatches:
+        """Of so many rows, or of a budget of tokens that are as many as so many rows of the longest length."""
+        plan = plan_micro_batches(
+            self.lengths,
+            1,
+            sequences=rows,
+            max_tokens=None if budget is None else budget * self.longest,
+            prompts=self._prompts if layout == "shared" else None,
+        )
         return [micro_batch.rows for micro_batch in plan.ranks[0].micro_batches]
 
-    def step(self, micro_batches: MicroBatches, *, packing: bool = True, one_pass: bool = True) -> Step:
-        engine = self._contest.engines[packing]
-
-        def scores() -> Tensor:
-            extras: tuple[Extra, ...] = () if one_pass else ("entropy",)
-            result = engine.forward(self._batch, micro_batches, extras)
-            assert result is not None
-            log_probs = result["log_probs"]
-            assert isinstance(log_probs, Tensor), "as the batch is"
-            return log_probs
+    def step(self, layout: RowLayout, *, rows: int | None = None, budget: int | None = None, one_pass: bool = True) -> Step:
+        micro_batches = self.micro_batches(layout, rows=rows, budget=budget)
 
         def step() -> float:
+            engine = self._contest.engine(layout)
+
+            def scores() -> Tensor:
+                extras: tuple[Extra, ...] = () if one_pass else ("entropy",)
+                result = engine.forward(self._batch, micro_batches, extras)
+                assert result is not None
+                log_probs = result["log_probs"]
+                assert isinstance(log_probs, Tensor), "as the batch is"
+                return log_probs
+
             rows = {**self._batch, "advantages": self._advantages, "ref_log_prob": scores()}
             if not one_pass:
                 rows["old_log_probs"] = scores()
@@ -99,32 +115,35 @@ class Work:
         return step
 
 
-def contests(work: Work, timing: Timing) -> list[Result]:
-    naive = {"packing": False, "one_pass": False}
-    fixed = work.fixed(SAFE_ROWS)
-    pairs = {
-        "packing": {"packed": work.step(fixed, one_pass=False), "naive": work.step(fixed, **naive)},
-        **{
-            f"token_budget, {rows * LONGEST} tokens": {
-                f"budget ({len(work.budget(rows))} micro-batches)": work.step(work.budget(rows)),
-                f"fixed ({len(work.fixed(rows))})": work.step(work.fixed(rows)),
+def contests(contest: Contest, features: bool, timing: Timing) -> Iterator[Result]:
+    """features: each by itself too."""
+    work = Work(contest, MEAN_RESPONSE // 4)
+    naive = work.step("padded", rows=SAFE_ROWS, one_pass=False)
+    packed = work.step("packed", rows=SAFE_ROWS, one_pass=False)
+
+    def compared(name: str, target: float | None, contestants: Mapping[str, Step], on: Work = work) -> Result:
+        return compare(f"{name}, {contest.size}", contestants, on.num_tokens, timing, target)
+
+    if features:
+        yield compared("packing", TARGETS["packing"], {"packed": packed, "naive": naive})
+        for rows in BUDGETS:
+            contestants = {
+                f"budget ({len(work.micro_batches('packed', budget=rows))} micro-batches)": work.step("packed", budget=rows),
+                f"fixed ({len(work.micro_batches('packed', rows=rows))})": work.step("packed", rows=rows),
             }
-            for rows in BUDGETS
-        },
-        "one_pass": {"one pass": work.step(fixed, packing=False), "naive": work.step(fixed, **naive)},
-        "all": {"all": work.step(work.budget(SAFE_ROWS)), "naive": work.step(fixed, **naive)},
-    }
-    results = []
-    for name, contestants in pairs.items():
-        target = TARGETS.get(name, TARGETS["token_budget"] if name == f"token_budget, {LONGEST} tokens" else None)
-        results.append(compare(name, contestants, work.num_tokens, timing, target))
-        print(results[-1], flush=True)
-    return results
+            yield compared(f"token_budget {rows * work.longest}", 1.2 if rows == 1 else None, contestants)
+        yield compared("one_pass", None, {"one pass": work.step("padded", rows=SAFE_ROWS), "naive": naive})
+    for prompt_tokens, target in SHARED_TARGETS.items():
+        on = Work(contest, prompt_tokens)
+        contestants = {layout: on.step(layout, rows=SAFE_ROWS, one_pass=False) for layout in ("shared", "packed")}
+        yield compared(f"shared_prompts of {prompt_tokens}", target, contestants, on)
+    yield compared("all", TARGETS["all"], {"all": work.step("shared", budget=SAFE_ROWS), "naive": naive})
 
 
 def main() -> int:
     """Returns 1 when a target is missed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="the 10M model only")
     parser.add_argument("--cpu-time", action="store_true", help="one thread, and its seconds on the processor")
     arguments = parser.parse_args()
     num_cores = len(os.sched_getaffinity(0))
@@ -136,7 +155,11 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as store:
         dist.init_process_group("gloo", init_method=f"file://{store}/rendezvous", rank=0, world_size=1)
         timing = Timing(clock=time.process_time if arguments.cpu_time else time.perf_counter, repeats=3)
-        results = contests(Work(Contest("10M")), timing)
+        results = []
+        for size in ["10M"] if arguments.quick else MODELS:
+            for result in contests(Contest(size), size == "10M", timing):
+                print(result, flush=True)
+                results.append(result)
         dist.destroy_process_group()
     missed = [result.name for result in results if not result.is_met]
     print(f"targets missed: {', '.join(missed)}" if missed else "every target is met")
