@@ -3,23 +3,26 @@ moments that need the most. Pure.
 
 On CUDA it is counted from above and near: docs/memory.md has what rehearsals measured. Transformer Engine's layers, which no rehearsal
 can run, keep the same tensors as the local ones, and perhaps the values of attention once more, which is in the count. On a CPU, where
-norms and activations are made of more operations, the count is coarser.
+norms are made of more operations, the count is coarser.
 """
 
 from __future__ import annotations
 
 from enum import Enum
+from math import ceil
 from typing import NamedTuple
 
 from megarl.config.architecture import Architecture
 from megarl.config.derive import Row, fullest_micro_batch, micro_batch_tokens, padded_vocab_size, rows_of_prompt, rows_of_replica
-from megarl.config.roles import ModelRole, needs_sum_pi_squared
+from megarl.config.roles import ModelRole
 from megarl.config.schema import Device, DType, ParallelConfig, PPOConfig, Recompute, RecomputeModule, SFTConfig
 
 _FLOAT32 = 4
 # Of each token of a pass, all of whose micro-batches are on the device when it begins: id, position and three places of 8 bytes, a mask,
 # and five numbers of 4 bytes that the loss reads or that come out.
 _BATCH_BYTES = 64
+# Logits that the engine works on at a time on a CPU.
+_CPU_BLOCK = 2**17
 
 
 class WorkingMemory(NamedTuple):
@@ -88,8 +91,10 @@ class _Work:
         self._longest = max(row.tokens for row in self._rows(trains=False))
         self._shares_prompts = rows_of_prompt(config, role) > 1
         rows = self._rows(trains=False)
-        # Where attention is a product of matrices every response has its prompt's keys beside its own.
-        self._keys_of_token = -(-sum(row.tokens for row in rows) // micro_batch_tokens(rows)) if self._shares_prompts else 1
+        # Where attention is a product of matrices every response has its prompt's keys beside its own, and the prompt has them too.
+        tokens = micro_batch_tokens(rows)
+        keys = sum(row.tokens for row in rows) + tokens - sum(row.response for row in rows)
+        self._keys_of_token = keys / tokens if self._shares_prompts else 1
         self._widths = _widths(architecture, parallel, self._longest if self.kernels is _Kernels.plain else 0)
 
     def _rows(self, trains: bool) -> list[Row]:
@@ -132,17 +137,30 @@ class _Work:
                 # Of responses apart from their prompts: queries, what they attended there and the two together, weighed in float32.
                 (9 * width.query + 2 * width.key) * self._shares_prompts,
             )
-            layer = tokens * (6 * width.part + inside)
+            layer = tokens * max(6 * width.part + inside, self._products_of_shared)
         head = 0
         if self._is_last:
             head = tokens * 2 * width.whole * self._element + (0 if self._role.with_value_head else self._scores(tokens))
         moments = [layer * self._element, tokens * width.part * self._element + head]
         return self._most(moments) + self._batch(trains=False)
 
+    @property
+    def _products_of_shared(self) -> int:
+        """Elements of a token in a layer whose attention is a product of matrices, where responses have their prompts' keys beside their
+        own: queries, keys and values as they came, turned, gathered, for each head of queries, scaled and laid out."""
+        if not (self._shares_prompts and self.kernels is _Kernels.plain):
+            return 0
+        width, keys = self._widths, self._keys_of_token
+        gathered = keys * (2 * width.key + 4 * width.query)
+        return 3 * width.part + 4 * width.query + 3 * width.key + ceil(gathered) + 2 * width.squares
+
     def _scores(self, tokens: int) -> int:
-        """A chunk's logits, what they are above the greatest, and the exponentials of that, which may be squared."""
-        squares = isinstance(self._config, PPOConfig) and self._role.name == "actor" and needs_sum_pi_squared(self._config.algorithm)
-        return self._chunk(tokens) * (3 + squares) * _FLOAT32
+        """A chunk's logits, what they are above the greatest, and the exponentials of that."""
+        return (self._chunk(tokens) + 2 * self._block(tokens)) * _FLOAT32
+
+    def _block(self, tokens: int) -> int:
+        """Of the logits of a chunk, those that are worked on at a time."""
+        return min(self._chunk(tokens), max(_CPU_BLOCK, self._vocabulary)) if self.kernels is _Kernels.cpu else self._chunk(tokens)
 
     def _chunk(self, tokens: int) -> int:
         """Logits."""
@@ -182,7 +200,7 @@ class _Work:
             return 4 * width.query + 3 * width.key + 3 * (width.query + width.key) * has_norm
         if self.kernels is _Kernels.plain and not again:
             # Queries, and for each of them its keys and values, laid out for the products; their weights; what is attended.
-            return (2 + 2 * self._keys_of_token) * width.query + width.squares + (width.query + 2 * width.key) * has_norm
+            return ceil((2 + 2 * self._keys_of_token) * width.query) + width.squares + (width.query + 2 * width.key) * has_norm
         # The product of all three; queries and keys turned by their angles; values; what is attended, which without packing is laid out
         # once more, and a float32 number of each head.
         head_numbers = 2 * width.query // self._architecture.head_dim
@@ -191,8 +209,8 @@ class _Work:
 
     @property
     def _kept_of_mlp(self) -> int:
-        """Gate and up, their product; where the activation is a step of its own, its result and up once more."""
-        return 5 * self._widths.gate if self.kernels is _Kernels.cpu else 3 * self._widths.gate
+        """Gate and up, and their product."""
+        return 3 * self._widths.gate
 
     @property
     def _mlp_is_computed_again(self) -> bool:
@@ -218,7 +236,7 @@ class _Work:
             again += width.part  # its output
         gradients = (1 + (not self._is_last)) * width.part  # of its output, and what the next stage sends
         if self.kernels is _Kernels.cpu:
-            return tokens * (again + gradients + 2 * width.gate + 2 * width.whole) * self._element
+            return tokens * (again + gradients + 4 * width.gate + 2 * width.whole) * self._element
         first, second = 2 * width.gate * width.whole, width.gate * width.whole  # elements of the MLP's two matrices
         # In the activation, the product's gradient in the place of the product, that of gate and up, and two steps towards it; in the
         # second matrix its output's gradient whole, in the first its input's, and the matrix's own; in attention by products, theirs.
@@ -236,13 +254,13 @@ class _Work:
     def _way_back_of_head(self, tokens: int) -> int:
         """Hidden states that were scored, and their gradient; of a critic that of all, whole. Of a language model the output layer's
         gradient, added up in float32; of a chunk its logits, those kept of the last, and the gradient before; and either a part of the
-        layer's gradient, or the logarithms and probabilities of which the next gradient is made."""
+        layer's gradient, or the probabilities of which the next gradient is made."""
         hidden = tokens * self._widths.whole * self._element
         if self._role.with_value_head:
             return 3 * hidden
         rows, chunk = self._vocabulary * self._widths.whole, self._chunk(tokens)
         logits = 1 + (tokens > self._config.engine.log_prob_chunk_tokens)
-        inside = chunk * logits * _FLOAT32 + max(rows * self._element, chunk * 2 * _FLOAT32)
+        inside = chunk * logits * _FLOAT32 + max(rows * self._element, self._block(tokens) * _FLOAT32)
         received = tokens * self._widths.part * self._element
         return 2 * hidden + received + rows * _FLOAT32 + chunk * self._element + inside
 

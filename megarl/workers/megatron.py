@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -85,9 +85,9 @@ def speed_metrics(spec: ModelSpec, part: DataProto, seconds: float, name: str, p
     `perf/computed_tokens_per_s/<name>`, and both of the work, are without the prompts that rows of a micro-batch had from another row.
     Rows without a token that the loss reads are not counted: they fill a micro-batch, or a correction has left them out."""
     prompts, responses = part.ragged["prompts"].lengths.tolist(), part.ragged["responses"].lengths.tolist()
-    counts = [bool(scored.any()) for scored in part.ragged["response_mask"].each()]
-    rows = [(prompt, response) for prompt, response, is_counted in zip(prompts, responses, counts, strict=True) if is_counted]
-    shared = [(prompts[row], 0) for row in _rows_with_a_shared_prompt(spec, part) if counts[row]]
+    is_counted = [bool(scored.any()) for scored in part.ragged["response_mask"].each()]
+    rows = [(prompt, response) for prompt, response, counts in zip(prompts, responses, is_counted, strict=True) if counts]
+    shared = [(prompts[row], 0) for row in _rows_with_a_shared_prompt(spec, part, is_counted)]
     flop = training_flops(spec.architecture, rows, with_value_head=spec.head == "value") - training_flops(spec.architecture, shared)
     tflop, num_tokens = flop / 1e12, sum(map(sum, rows))
     device_s = seconds * spec.parallel.tensor_parallel_size * spec.parallel.pipeline_parallel_size
@@ -101,12 +101,13 @@ def speed_metrics(spec: ModelSpec, part: DataProto, seconds: float, name: str, p
     return metrics
 
 
-def _rows_with_a_shared_prompt(spec: ModelSpec, part: DataProto) -> list[int]:
-    """Those whose prompt stands in their micro-batch for another row already."""
+def _rows_with_a_shared_prompt(spec: ModelSpec, part: DataProto, is_counted: Sequence[bool]) -> list[int]:
+    """Of the rows that are counted: those whose prompt stands in their micro-batch for another of them already."""
     if not (spec.engine.share_prompts and spec.engine.packing):
         return []
     prompts, found = list(part.ragged["prompts"].each()), []
-    for rows in part.meta_info[MICRO_BATCHES]:
+    for micro_batch in part.meta_info[MICRO_BATCHES]:
+        rows = [row for row in micro_batch if is_counted[row]]
         firsts = first_with_prompt(prompts[row] for row in rows)
         found += [row for place, row in enumerate(rows) if firsts[place] != place]
     return found

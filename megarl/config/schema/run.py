@@ -39,7 +39,7 @@ class Layers(str, Enum):
 class EngineConfig:
     layers: Layers = Layers.auto  # of which the models are built; checkpoints and weights do not depend on it
     packing: bool = True  # False: right-padded batches, kept as the reference
-    share_prompts: bool = False  # samples of one prompt in a micro-batch have its tokens once, if they are packed
+    share_prompts: bool = True  # samples of one prompt in a micro-batch have its tokens once, if they are packed
     log_prob_chunk_tokens: int = ranged(1024, at_least=1)  # logits are made for so many tokens at a time
 
 

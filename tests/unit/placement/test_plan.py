@@ -22,8 +22,7 @@ from megarl.config.schema import (
     RolloutConfig,
     SFTConfig,
 )
-from megarl.placement.placement_plan import PlacementPlan
-from megarl.placement.plan import plan_placement
+from megarl.placement.plan import PlacementPlan, plan_placement
 
 
 def ppo(

@@ -30,6 +30,11 @@ def part_of(rows: list[tuple[int, int]], filler: int | None = None) -> DataProto
     return DataProto.from_dict(tensors, meta_info={MICRO_BATCHES: micro_batches})
 
 
+def speed(spec: ModelSpec, part: DataProto) -> dict[str, float]:
+    """Of an update that took 2 seconds."""
+    return values_of(merge_metrics([speed_metrics(spec, part, 2.0, "actor", None)]))
+
+
 @pytest.fixture
 def spec(tmp_path: Path) -> ModelSpec:
     folder = model_folder(tmp_path / "model")
@@ -65,9 +70,20 @@ def test_a_prompt_that_rows_share_is_computed_once(spec: ModelSpec) -> None:
     rows = [(3, 5), (3, 2), (3, 4)]
     part = part_of(rows)
     part.meta_info = {MICRO_BATCHES: [[0, 1], [2]]}
-    found = values_of(merge_metrics([speed_metrics(replace(spec, engine=EngineConfig(share_prompts=True)), part, 2.0, "actor", None)]))
     flops = training_flops(spec.architecture, rows) - training_flops(spec.architecture, [(3, 0)])
     expected = {"tflops": flops / 1e12, "tokens_per_s": 8 + 5 + 7, "computed_tokens_per_s": 8 + 2 + 7}
+    assert speed(spec, part) == pytest.approx({f"perf/{key}/actor": value / 8.0 for key, value in expected.items()})
+    apart = speed(replace(spec, engine=EngineConfig(share_prompts=False)), part)
+    assert apart["perf/computed_tokens_per_s/actor"] == apart["perf/tokens_per_s/actor"] == pytest.approx(20 / 8.0)
+
+
+def test_a_prompt_is_counted_with_a_row_that_is(spec: ModelSpec) -> None:
+    """Row 0, which stands first with the prompt of rows 1 and 2, has no token that the loss reads."""
+    part = part_of([(3, 5), (3, 2), (3, 4)], filler=0)
+    part.meta_info = {MICRO_BATCHES: [[0, 1, 2]]}
+    found = speed(spec, part)
+    flops = training_flops(spec.architecture, [(3, 2), (3, 4)]) - training_flops(spec.architecture, [(3, 0)])
+    expected = {"tflops": flops / 1e12, "tokens_per_s": 5 + 7, "computed_tokens_per_s": 5 + 4}
     assert found == pytest.approx({f"perf/{key}/actor": value / 8.0 for key, value in expected.items()})
 
 
