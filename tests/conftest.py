@@ -3,7 +3,7 @@
 import os
 import signal
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from importlib.util import find_spec
 from typing import Any
 
@@ -41,10 +41,25 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> TogetherByFi
     return TogetherByFile(config, log)
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(config: pytest.Config) -> None:
+    """The workers of pytest-xdist have one server of warm processes, that of the process which divides the tests."""
+    if find_spec("ray"):
+        (shared := ExitStack()).enter_context(warm.own_server())
+        config.add_cleanup(shared.close)
+
+
 @pytest.fixture(scope="session")
 def warm_processes() -> Iterator[None]:
     """Programs that are started with warm.PYTHON, and workers of Ray, are forked from one process; without Ray all start cold."""
     with warm.server() if find_spec("ray") else nullcontext():
+        yield
+
+
+@pytest.fixture(scope="module")
+def warm_rehearsals(warm_processes: None) -> Iterator[None]:
+    """The processes of megarl.rehearsal start warm. A cold one is in tests/docs, where a page's command is run."""
+    with warm.spawned(warm.REHEARSAL):
         yield
 
 

@@ -4,7 +4,8 @@ A thread looks at /proc every INTERVAL_S. A process belongs to the run if its en
 inherit as well, or if its parent belongs to the run. What it uses is booked to the test that runs then. What the kernel reports of
 children that a process waited for is booked too, less what was booked while they lived: short ones cost what they cost.
 Each process that pytest itself starts is counted; of what others start, one that ends within INTERVAL_S may not be.
-Where pytest-xdist divides the tests, each of its workers looks for itself, and the sum is printed.
+Where pytest-xdist divides the tests, each of its workers looks for itself, and the sum is printed, with what this process and its
+server of warm processes took themselves.
 """
 
 from __future__ import annotations
@@ -22,9 +23,13 @@ from typing import Any
 
 import pytest
 
+from tests import warm
+
 INTERVAL_S = 0.2
 COLUMNS = ("tests", "wall s", "CPU s", "python processes", "other processes")
+_BEFORE = "(before the first test)"
 _MARK = "WHERE_TIME_GOES"
+_SERVER = f"{warm.ROOM}=".encode()
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 Costs = defaultdict[tuple[str, str], float]  # by the test's id and the column
@@ -44,7 +49,7 @@ class Ledger:
 
     def __init__(self) -> None:
         self._costs: Costs = defaultdict(float)
-        self._test, self._since_s = "(before the first test)", time.monotonic()
+        self._test, self._since_s = _BEFORE, time.monotonic()
         self._own_id = os.getpid()
         os.environ[_MARK] = f"{self._own_id}.{time.time_ns()}"
         self._mark = f"{_MARK}={os.environ[_MARK]}".encode()
@@ -84,12 +89,12 @@ class Ledger:
                     continue
                 if pid in self._known:
                     seen[pid] = process
-                elif process.parent in seen or self._mark in _read(pid, "environ"):
+                elif process.parent in seen or self._mark in (environment := _read(pid, "environ")):
                     seen[pid] = process
                     # Of what pytest itself starts, the audit hook sees all but what multiprocessing spawns.
                     if process.parent != self._own_id or b"multiprocessing." in _read(pid, "cmdline"):
                         self._count(_executable(pid))
-                else:
+                elif _SERVER not in environment:  # one that it has just forked has its client's environment in a moment
                     self._foreign.add(pid)
             self._book(seen)
 
@@ -129,6 +134,16 @@ def _read(pid: int, file: str) -> bytes:
     return b""
 
 
+def _shared_s() -> float:
+    """Processor time of this process, and of the server of warm processes that it may have."""
+    servers = {int(name) for name in os.listdir("/proc") if name.isdigit() and _SERVER in _read(int(name), "environ")}
+    processes = {pid: process for pid in servers | {os.getpid()} if (process := _process(pid)) is not None}
+    own = [os.getpid()]
+    for parent in own:  # which grows
+        own += [pid for pid, process in processes.items() if process.parent == parent]
+    return sum(processes[pid].own_s for pid in own)
+
+
 def _executable(pid: int) -> str:
     """Empty where the process has ended, or is another user's."""
     with suppress(OSError):
@@ -157,8 +172,7 @@ class Summary:
         self._add({(test, column): cost for test, column, cost in getattr(node, "workeroutput", {}).get("costs", [])})
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        if self._own is not None:
-            self._add(self._own.end())
+        self._add(self._own.end() if self._own is not None else {(_BEFORE, "CPU s"): _shared_s()})
         terminalreporter.section("where the time goes")
         for line in [*table(self._costs, _package), "", "The slowest files", *table(self._costs, _file, most=10)]:
             terminalreporter.write_line(line)

@@ -24,23 +24,33 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from tests.warm.client import ADDRESS, DAEMON, SGLANG, TRAINING
+from tests.warm.client import ADDRESS, DAEMON, REHEARSAL, SGLANG, TRAINING
 
 CLIENT = Path(__file__).with_name("client.py")
 _SITE = Path(__file__).with_name("site")
 PYTHON = [sys.executable, "-I", "-S", str(CLIENT)]  # as `python`: a module, a script or a text of a program, and its arguments
+ROOM = "WARM_ROOM"  # environment variable of the server
 _ENVIRONMENT_BYTES = 2**16  # /proc shows a process's environment as long as that with which its program was started
 
 
 @contextlib.contextmanager
 def server() -> Iterator[None]:
+    """That of the process which has started this one, if it has one; else one that ends with the block."""
+    with contextlib.nullcontext() if ADDRESS in os.environ else own_server():
+        subprocess.run([*PYTHON, "-c", ""], check=True)  # fails here and now if that does not work, which many would wait for
+        warm_ray_processes()
+        yield
+
+
+@contextlib.contextmanager
+def own_server() -> Iterator[None]:
     """It ends with the block, or with this process however that ends, and what it has started with it."""
     with tempfile.TemporaryDirectory() as folder:
         _write_launchers(Path(folder))
         process = subprocess.Popen(
             [sys.executable, "-m", "tests.warm.server", folder],
             cwd=Path(__file__).parents[2],
-            env={**os.environ, "WARM_ROOM": "." * _ENVIRONMENT_BYTES},
+            env={**os.environ, ROOM: "." * _ENVIRONMENT_BYTES},
             stdin=subprocess.PIPE,  # that ends when we do
             stdout=subprocess.PIPE,
         )
@@ -50,8 +60,6 @@ def server() -> Iterator[None]:
             assert process.stdout.readline() == b"ready\n", "the server of warm processes did not start"
             os.environ[ADDRESS] = folder
             os.environ["PYTHONPATH"] = os.pathsep.join([str(_SITE), *filter(None, [os.environ.get("PYTHONPATH")])])
-            subprocess.run([*PYTHON, "-c", ""], check=True)  # fails here and now if that does not work, which many would wait for
-            warm_ray_processes()
             yield
         finally:
             os.environ.pop(ADDRESS, None)
@@ -62,7 +70,8 @@ def server() -> Iterator[None]:
 
 def _write_launchers(folder: Path) -> None:
     (folder / "bin").mkdir()
-    for kind, path in ((TRAINING, folder / "bin" / "python"), *((kind, folder / f"python-{kind}") for kind in (TRAINING, SGLANG))):
+    kinds = (TRAINING, REHEARSAL, SGLANG)
+    for kind, path in ((TRAINING, folder / "bin" / "python"), *((kind, folder / f"python-{kind}") for kind in kinds)):
         path.write_text(f'#!/bin/sh\nexec {shlex.join(PYTHON)} {"" if kind == TRAINING else f"--{kind}"} "$@"\n')
         path.chmod(0o755)
 
@@ -110,13 +119,13 @@ def _change(module: ModuleType) -> None:
 
 
 @contextlib.contextmanager
-def spawned() -> Iterator[None]:
+def spawned(kind: str = TRAINING) -> Iterator[None]:
     """What multiprocessing spawns in the block is warm, if the server is there."""
     if ADDRESS not in os.environ:
         yield
         return
     executable = multiprocessing.spawn.get_executable()
-    multiprocessing.set_executable(launcher(TRAINING))
+    multiprocessing.set_executable(launcher(kind))
     try:
         yield
     finally:

@@ -8,17 +8,16 @@ library only.
 from __future__ import annotations
 
 import array
-import json
+import marshal
 import os
-import shlex
 import signal
 import socket
 import sys
-from pathlib import Path
-from typing import NoReturn
+import zlib
 
 ADDRESS = "WARM_PROCESSES"  # environment variable: the folder of the servers' sockets
-TRAINING, SGLANG, DAEMON = "training", "sglang", "daemon"  # kinds of processes, and names of sockets; the last is of Ray's own
+# Kinds of processes, and names of sockets; the last is of Ray's own.
+TRAINING, REHEARSAL, SGLANG, DAEMON = "training", "rehearsal", "sglang", "daemon"
 MAX_MESSAGE_BYTES = 2**18
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _WITHOUT_MEANING = ("-B", "-W")  # options, of compiling and of warnings
@@ -30,16 +29,16 @@ _RAY_CONTEXT, _RAY_LANGUAGE = "--serialized-runtime-env-context=", "--language="
 
 
 def main(arguments: list[str]) -> None:
-    kind = arguments.pop(0)[2:] if arguments[0] in (f"--{SGLANG}", f"--{DAEMON}") else TRAINING
+    kind = arguments.pop(0)[2:] if arguments[0] in (f"--{REHEARSAL}", f"--{SGLANG}", f"--{DAEMON}") else TRAINING
     of_ray = arguments[0].endswith(_RAY_WORKER)
-    before = [str(Path(arguments[0]).with_name("setup_worker.py"))] if of_ray else ["-u"] if kind == DAEMON else []
+    before = [os.path.join(os.path.dirname(arguments[0]), "setup_worker.py")] if of_ray else ["-u"] if kind == DAEMON else []
     cold = [sys.executable, *before, *arguments]
     program = [argument for argument in arguments if not argument.startswith((_RAY_CONTEXT, _RAY_LANGUAGE))] if of_ray else arguments
     while (option := program[0]).startswith(_WITHOUT_MEANING):
         del program[: 2 if option == "-W" else 1]
     if not _can_be_warm(program, kind) or (of_ray and not _takes_context(arguments)):
         os.execv(cold[0], cold)
-    end_as(run(program, kind))
+    end_as(run(program, kind, _node_address() if of_ray else ""))
 
 
 def _can_be_warm(program: list[str], kind: str) -> bool:
@@ -50,10 +49,26 @@ def _can_be_warm(program: list[str], kind: str) -> bool:
     return program[0] == "-m" or not program[0].startswith("-")
 
 
+def read_by_ray(environment: dict[str, str]) -> dict[str, str]:
+    """What Ray reads when it is imported. Workers of one job on one node have the same."""
+    return {name: environment[name] for name in sorted(environment) if name.startswith("RAY_")}
+
+
+def _node_address() -> str:
+    """Of the server of such workers, which may be there."""
+    settings = "".join(f"{name}={value}\0" for name, value in read_by_ray(dict(os.environ)).items())
+    return f"{os.environ[ADDRESS]}/node-{zlib.crc32(settings.encode()):x}"
+
+
 def _takes_context(arguments: list[str]) -> bool:
     """What setup_worker.py does before it starts a worker: environment and folder. False where there is more to it."""
     contexts = [argument.removeprefix(_RAY_CONTEXT) for argument in arguments if argument.startswith(_RAY_CONTEXT)]
-    context = json.loads(contexts[0]) if contexts else {}
+    if contexts in ([], ["{}"]):
+        return True
+    import json  # with this and the next, it would take twice as long to start as it does, where they are not needed
+    import shlex
+
+    context = json.loads(contexts[0])
     match context.get("command_prefix", []):
         case []:
             pass
@@ -67,11 +82,11 @@ def _takes_context(arguments: list[str]) -> bool:
     return True
 
 
-def run(program: list[str], kind: str) -> int:
-    """The exit code, or minus the number of the signal that ended it."""
+def run(program: list[str], kind: str, node: str) -> int:
+    """The exit code, or minus the number of the signal that ended it. node: of a worker of Ray, where the server of its node may be."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, MAX_MESSAGE_BYTES)
-        connection.connect(f"{os.environ[ADDRESS]}/{kind}")
+        connection.connect(node if os.path.exists(node) else f"{os.environ[ADDRESS]}/{kind}")
         files = _inherited()
         ignored = [number for number in _FORWARDED if signal.getsignal(number) is signal.SIG_IGN]
         request = {
@@ -81,8 +96,9 @@ def run(program: list[str], kind: str) -> int:
             "files": files,
             "ignored": ignored,
             "client": os.getpid(),
+            "node": node,
         }
-        connection.sendmsg([json.dumps(request).encode()], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", files))])
+        connection.sendmsg([marshal.dumps(request)], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", files))])
         for number in set(_FORWARDED) - set(ignored):
             signal.signal(number, lambda number, frame: connection.send(str(number).encode()) and None)
         return int(connection.recv(64) or -signal.SIGKILL)
@@ -100,7 +116,7 @@ def _inherited() -> list[int]:
     return found
 
 
-def end_as(code: int) -> NoReturn:
+def end_as(code: int) -> None:
     if code < 0:
         if -code != signal.SIGKILL:
             signal.signal(-code, signal.SIG_DFL)

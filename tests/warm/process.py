@@ -32,6 +32,7 @@ class Request:
     files: list[int]  # their numbers in the client
     ignored: list[int]  # signals
     client: int  # its process id
+    node: str  # of a worker of Ray: where the server of its node may be; else nothing
 
 
 def become(request: Request, files: list[int], kind: str) -> None:

@@ -7,27 +7,29 @@ import array
 import contextlib
 import gc
 import importlib
-import json
 import logging
+import marshal
 import os
 import selectors
 import signal
 import socket
 import sys
+from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NoReturn
 
-import torch  # noqa: F401  (the memory of all kinds)
-
 from megarl.config.schema import Device
-from tests.warm.client import DAEMON, MAX_MESSAGE_BYTES, RAY_ENVIRONMENT, SGLANG, TRAINING
+from tests.warm.client import DAEMON, MAX_MESSAGE_BYTES, RAY_ENVIRONMENT, REHEARSAL, SGLANG, TRAINING, read_by_ray
 from tests.warm.process import Request, become, run
 
 _MAX_FILES = 253  # the kernel's limit for one message
+_NODE = "node"  # kind: of workers of one node of Ray, and one job
+_MANY = 5  # workers that a node has had, where Ray is imported once for all that come
 
 
 def _import_for_training() -> None:
+    os.environ["JE_ARROW_MALLOC_CONF"] = "background_thread:false"  # pyarrow, which Ray's workers import, would start a thread
     from megarl.engine import platform
 
     platform.activate(Device.cpu)  # before Megatron is imported
@@ -41,12 +43,20 @@ def _import_for_training() -> None:
         "megarl.workers.reward",
         "megarl.workers.reward_model",
         "megarl.workers.rollout_worker",
+        "pyarrow.parquet",
         "rich.progress",
         "transformers.models.llama.modeling_llama",
         "transformers.models.qwen2.modeling_qwen2",
         "transformers.models.qwen3.modeling_qwen3",
     ):
         importlib.import_module(name)
+
+
+def _import_for_a_rehearsal() -> None:
+    from megarl.rehearsal import processes
+
+    processes.make_ready()  # before torch is imported
+    processes.make_ready = lambda: None  # which each would do by itself
 
 
 def _import_for_sglang() -> None:
@@ -82,20 +92,55 @@ def _import_for_a_daemon() -> None:
         importlib.import_module(name)
 
 
-KINDS: Mapping[str, Callable[[], None]] = {TRAINING: _import_for_training, SGLANG: _import_for_sglang, DAEMON: _import_for_a_daemon}
+def _import_for_a_node(environment: dict[str, str]) -> None:
+    os.environ.update(read_by_ray(environment))
+    from ray import _raylet
+
+    _raylet.getproctitle()
+    for name in (
+        "megarl.controller.host",
+        "ray._common.pydantic_compat",
+        "ray._private.async_compat",
+        "ray._private.serialization",
+        "ray._private.workers.default_worker",
+        "ray.util.serialization_addons",
+        "uvloop",
+    ):
+        importlib.import_module(name)
+
+
+KINDS: Mapping[str, Callable[[], None]] = {
+    TRAINING: _import_for_training,
+    REHEARSAL: _import_for_a_rehearsal,
+    SGLANG: _import_for_sglang,
+    DAEMON: _import_for_a_daemon,
+}
 
 
 def main(folder: Path) -> None:
-    """Forks a server of a kind when it is first asked for."""
-    selector = selectors.DefaultSelector()
-    selector.register(sys.stdin, selectors.EVENT_READ)
-    for kind in KINDS:
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    listeners = {kind: socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) for kind in KINDS}
+    for kind, listener in listeners.items():
         listener.bind(str(folder / kind))
         listener.listen(128)
-        selector.register(listener, selectors.EVENT_READ, kind)
     print("ready", flush=True)
     os.dup2(2, 1)  # nobody reads on
+    rehearsal = listeners.pop(REHEARSAL)
+    if os.fork() == 0:
+        for listener in listeners.values():
+            listener.close()
+        _fork_when_asked({REHEARSAL: rehearsal})
+        return
+    rehearsal.close()
+    importlib.import_module("torch")  # the memory of all others
+    _fork_when_asked(listeners)
+
+
+def _fork_when_asked(listeners: Mapping[str, socket.socket]) -> None:
+    """The server of a kind, when it is first asked for."""
+    selector = selectors.DefaultSelector()
+    selector.register(sys.stdin, selectors.EVENT_READ)
+    for kind, listener in listeners.items():
+        selector.register(listener, selectors.EVENT_READ, kind)
     while True:
         for key, _ in selector.select():
             if key.fileobj is sys.stdin:
@@ -129,8 +174,9 @@ class Server:
         for source in (self._listener, self._woken, sys.stdin):
             self._selector.register(source, selectors.EVENT_READ)
         self._clients: dict[int, socket.socket | None] = {}  # by the process that was forked; None: it has gone
+        self._workers = Counter[str]()  # of Ray, by the node
         # Ray reads the environment of a worker when it is imported; a thread would be missing in what is forked.
-        assert kind == DAEMON or "ray" not in sys.modules
+        assert kind in (DAEMON, _NODE) or "ray" not in sys.modules
         assert len(os.listdir("/proc/self/task")) == 1
         gc.collect()
         gc.freeze()  # what is here is not looked at again, so that its memory stays shared
@@ -166,27 +212,33 @@ class Server:
             files = array.array("i")
             for _, _, data in ancillary:
                 files.frombytes(data)
+            request = Request(**marshal.loads(message))
             pid = os.fork()
             if pid == 0:
-                return self._become(Request(**json.loads(message)), list(files))
+                self._leave_all()
+                become(request, list(files), self._kind)
+                return request
             for file in files:
                 os.close(file)
             self._clients[pid] = client
             self._selector.modify(client, selectors.EVENT_READ, pid)
+            self._workers[request.node] += 1
+            if request.node and self._kind != _NODE and self._workers[request.node] == _MANY and os.fork() == 0:
+                self._leave_all()
+                return _serve_node(request)
         return None
 
-    def _become(self, request: Request, files: list[int]) -> Request:
+    def _leave_all(self) -> None:
+        """In a new process, which is no server, or another one."""
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         _forget(self._selector)
         os.close(self._woken)
         os.close(self._wake)
-        become(request, files, self._kind)
-        return request
 
     def _tell_of_the_ended(self) -> None:
         while self._clients and (ended := os.waitpid(-1, os.WNOHANG))[0]:
-            client = self._clients.pop(ended[0])
+            client = self._clients.pop(ended[0], None)  # of the server of a node there is none
             if client is not None:
                 with contextlib.suppress(OSError):  # it has gone as well
                     client.send(str(os.waitstatus_to_exitcode(ended[1])).encode())
@@ -195,6 +247,17 @@ class Server:
     def _leave(self, client: socket.socket) -> None:
         self._selector.unregister(client)
         client.close()
+
+
+def _serve_node(first: Request) -> Request:
+    """Serves the workers of a node from now on. Returns as Server.serve does."""
+    _import_for_a_node(first.environment)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    listener.bind(f"{first.node}.partial")
+    listener.listen(128)
+    server = Server(listener, _NODE)
+    os.rename(f"{first.node}.partial", first.node)  # now it is found
+    return server.serve()
 
 
 if __name__ == "__main__":

@@ -12,6 +12,8 @@ import yaml
 from megarl.cli.main import main
 from tests.unit.rehearsal.runs import TINY, save_config
 
+pytestmark = pytest.mark.usefixtures("warm_rehearsals")
+
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:

@@ -22,6 +22,8 @@ from tests.unit.rehearsal.runs import EIGHT_LAYERS_OF_70B, ppo, requests, save_c
 PARALLEL = ParallelConfig(
     tensor_parallel_size=8, pipeline_parallel_size=4, virtual_pipeline_parallel_size=2, data_parallel_size=4, sequence_parallel=True
 )
+
+pytestmark = pytest.mark.usefixtures("warm_rehearsals")
 HIDDEN, LAYERS, CHUNKS, MICRO_BATCHES, TOKENS = 8192, 2, 2, 4, 8192
 # Queries and output 8192 x 8192, keys and values 8192 x 1024, three matrices of 8192 x 28672; cut in eight. Two norms.
 LAYER = (2 * 8192**2 + 2 * 8192 * 1024 + 3 * 8192 * 28672) // 8 + 2 * 8192

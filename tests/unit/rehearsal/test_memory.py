@@ -5,7 +5,11 @@ In every mode, and of all runs of configs/, tests/soak/test_rehearsed_memory.py 
 
 from __future__ import annotations
 
+import pytest
+
 from tests.unit.rehearsal.memory_cases import FROZEN, cases_of, problems_of, rehearse_cases
+
+pytestmark = pytest.mark.usefixtures("warm_rehearsals")
 
 MODES = {"actor": "full", "critic": "none", "reference": FROZEN}
 

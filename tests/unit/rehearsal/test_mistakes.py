@@ -37,6 +37,8 @@ PLANTED = (
     ("local", SEQUENCE, [0, 1]),
 )
 
+pytestmark = pytest.mark.usefixtures("warm_rehearsals")
+
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[RankRecord]]:

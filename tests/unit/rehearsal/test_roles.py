@@ -14,6 +14,8 @@ from megarl.rehearsal.ranks import hangs
 from megarl.rehearsal.record import RankRecord, RankRequest
 from tests.unit.rehearsal.runs import TINY, ppo, save_config
 
+pytestmark = pytest.mark.usefixtures("warm_rehearsals")
+
 STAGES = ParallelConfig(tensor_parallel_size=2, pipeline_parallel_size=2, sequence_parallel=True)
 HEAD_DIM = 32
 # A layer cut in two, its norms, and two norms of a head.

@@ -14,6 +14,8 @@ from megarl.rehearsal.ranks import hangs, rounded_sums
 from megarl.rehearsal.record import Collective, PhaseRecord, RankRecord
 from tests.unit.rehearsal.runs import RESPONSE, ROWS, SMALL, TINY, TOKENS, ppo, requests, save_config
 
+pytestmark = pytest.mark.usefixtures("warm_rehearsals")
+
 MICRO_BATCHES, LAYERS = 2, 1  # on each stage
 HIDDEN, BFLOAT16, FLOAT32 = 64, 2, 4
 # Queries 64 x 64, keys and values 64 x 32 each, output 64 x 64, gate, up and down 64 x 96 each; cut in two. Two norms, which are whole.
