@@ -1,5 +1,6 @@
 """Session-wide fixtures: what takes long to start is started once, and what must be new for a test starts warm."""
 
+import gc
 import os
 import signal
 from collections.abc import Iterator
@@ -18,6 +19,9 @@ pytest_plugins = ["tests.where_time_goes"]
 # Two files of tests run at a time. What a run does without it is asked of single processes.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# What is imported before the first test stays, and is much: the collector would look at all of it again and again.
+gc.disable()
+
 # A shell's background job is started with Ctrl-C ignored, and so would be all that the tests start: those that send it would fail.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -35,6 +39,12 @@ class TogetherByFile(LoadFileScheduling):
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What takes longest comes first, so that two workers end together."""
     items.sort(key=lambda item: not item.nodeid.startswith(SHARED))
+
+
+def pytest_collection_finish() -> None:
+    gc.collect()
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> TogetherByFile:

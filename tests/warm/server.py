@@ -118,6 +118,7 @@ KINDS: Mapping[str, Callable[[], None]] = {
 
 
 def main(folder: Path) -> None:
+    gc.disable()  # what is imported stays
     listeners = {kind: socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) for kind in KINDS}
     for kind, listener in listeners.items():
         listener.bind(str(folder / kind))
@@ -180,6 +181,7 @@ class Server:
         assert len(os.listdir("/proc/self/task")) == 1
         gc.collect()
         gc.freeze()  # what is here is not looked at again, so that its memory stays shared
+        gc.enable()
 
     def serve(self) -> Request:
         """Returns in each forked process, with what it is to run."""
