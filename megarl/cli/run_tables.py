@@ -31,7 +31,8 @@ from megarl.config.schema import DType, OverlongConversation, PPOConfig, Rollout
 from megarl.config.shipped import shown
 from megarl.config.validate import read_architectures
 from megarl.machine.files import existing_folder
-from megarl.placement.plan import PlacementPlan, plan_placement
+from megarl.placement.placement_plan import PlacementPlan
+from megarl.placement.plan import plan_placement
 
 BFLOAT16_ON_A_CPU = "most processors compute bfloat16 many times as slowly as float32: on a CPU use model.dtype=float32, or leave it out"
 

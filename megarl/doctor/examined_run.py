@@ -14,7 +14,8 @@ from megarl.config.schema import Device, PPOConfig, SFTConfig
 from megarl.config.validate import read_architectures
 from megarl.doctor.check_result import CheckResult, doubtful, good, wrong
 from megarl.doctor.checked_config import checked, find_on_hub
-from megarl.placement.plan import PlacementPlan, plan_placement
+from megarl.placement.placement_plan import PlacementPlan
+from megarl.placement.plan import plan_placement
 
 CONFIGURATION = "configuration"
 

@@ -8,10 +8,8 @@ from megarl.config.errors import ConfigError
 from megarl.config.schema import PlacementStrategy, PPOConfig, SFTConfig
 from megarl.placement.assign import assign
 from megarl.placement.custom import custom_problems
-from megarl.placement.placement_plan import GroupPlan, PlacementPlan, ProcessPlan, reserve
+from megarl.placement.placement_plan import PlacementPlan, reserve
 from megarl.placement.requests import PoolRequest, pool_requests
-
-__all__ = ["GroupPlan", "PlacementPlan", "ProcessPlan", "plan_placement"]
 
 
 def plan_placement(config: PPOConfig | SFTConfig) -> PlacementPlan:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from megarl.config.errors import ConfigError
 from megarl.config.schema import PPOConfig, Transport
-from megarl.placement.plan import PlacementPlan
+from megarl.placement.placement_plan import PlacementPlan
 
 _KEY = "resharding.transport"
 

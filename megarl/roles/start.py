@@ -17,7 +17,8 @@ from megarl.engine.offload import StatePart
 from megarl.engine.spec import ModelSpec, spec_of
 from megarl.placement.cores import at_work
 from megarl.placement.offload_plan import OffloadPlan
-from megarl.placement.plan import GroupPlan, PlacementPlan, plan_placement
+from megarl.placement.placement_plan import GroupPlan, PlacementPlan
+from megarl.placement.plan import plan_placement
 from megarl.placement.transport import choose_transport
 from megarl.roles.checks import FirstRatioGate, LogProbGate
 from megarl.roles.models import Actor, Critic, Reference, UpdatePlan

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from megarl.config.architecture import Architecture
 from megarl.config.schema import Device, ParallelConfig, PPOConfig, Transport
 from megarl.placement.memory import weight_bytes
-from megarl.placement.plan import PlacementPlan
+from megarl.placement.placement_plan import PlacementPlan
 from megarl.placement.transport import choose_transport
 from megarl.weights.name_mapping import weights_of
 from megarl.weights.plan import Boxes, RankBoxes, RankPlace, TransferPlan, message_bytes, plan_transfer

@@ -27,7 +27,8 @@ from megarl.controller.environment import daemon_settings
 from megarl.controller.group import RayWorkerGroup
 from megarl.controller.resource_pool import InsufficientResourcesError, ResourcePoolManager
 from megarl.controller.worker import RayClassWithInitArgs
-from megarl.placement.plan import GroupPlan, PlacementPlan, plan_placement
+from megarl.placement.placement_plan import GroupPlan, PlacementPlan
+from megarl.placement.plan import plan_placement
 from megarl.roles.start import group_pool
 from tests.integration.where_worker import WhereWorker
 

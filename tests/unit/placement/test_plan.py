@@ -22,7 +22,8 @@ from megarl.config.schema import (
     RolloutConfig,
     SFTConfig,
 )
-from megarl.placement.plan import PlacementPlan, plan_placement
+from megarl.placement.placement_plan import PlacementPlan
+from megarl.placement.plan import plan_placement
 
 
 def ppo(
