@@ -18,6 +18,12 @@ def generation_ahead(config: PPOConfig) -> Violations:
             f"is mask, but with {other.partition('.')[2]}={'0' if not staleness else 'drain'} no sample is ever late; use late=wait, or "
             "max_staleness above 0 and on_update=go_on",
         )
+    if config.rollout.max_error_rate and not staleness:
+        yield Violation(
+            ("rollout.max_error_rate", _KEY),
+            f"is {config.rollout.max_error_rate:g}, but with max_staleness=0 nothing takes the place of a prompt that is given up; use "
+            "max_error_rate=0, or max_staleness above 0",
+        )
     if not staleness:
         return
     correction = algorithm.rollout_correction

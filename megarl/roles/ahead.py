@@ -86,8 +86,10 @@ class GenerationAhead:
         return self._rollout.assemble(prompts.repeat(len(places)), samples, self._weights.version)
 
     def drain_metrics(self) -> dict[str, float]:
-        """`rollout/groups_ahead`: that were begun for later steps when the trainer went on."""
-        return {"rollout/groups_ahead": float(self._num_ahead)}
+        """`rollout/groups_ahead`: that were begun for later steps when the trainer went on; `rollout/num_given_up`: groups in this
+        process whose samples no engine could write."""
+        given_up = 0 if self._groups is None else self._groups.num_given_up
+        return {"rollout/groups_ahead": float(self._num_ahead), "rollout/num_given_up": float(given_up)}
 
     def num_finished(self) -> int:
         """Of the groups that wait to be trained. Any thread may ask."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import groupby
 from typing import Any, NamedTuple, Protocol
 
@@ -13,6 +15,7 @@ import torch
 
 from megarl.algorithms.groups import rows_with_signal
 from megarl.batch.data_proto import DataProto
+from megarl.config.errors import RunError
 from megarl.config.schema import SamplingConfig
 from megarl.data.loader import BatchLoader
 from megarl.roles.finished_groups import FinishedGroup
@@ -21,7 +24,13 @@ from megarl.roles.rollout import Scoring
 from megarl.rollout.interface import FinishedRequest, GenerationRequest, Sample
 from megarl.rollout.ledger import AdmissionLedger
 
+_log = logging.getLogger(__name__)
+_MOST_SHOWN = 5
 GREEDY = SamplingConfig(n=1, temperature=0.0)
+
+
+class GivenUpError(RunError):
+    """Engines cannot write the samples of more prompts of a step than `rollout.max_error_rate` allows; the message has the causes."""
 
 
 class Requests(Protocol):
@@ -45,11 +54,13 @@ class HasVersion(Protocol):
 
 class GroupRules(NamedTuple):
     """What a group is. greedy: it has the greedy response to its prompt too (ReMax). max_without_signal: groups whose samples all score the
-    same are dropped (DAPO), at most so many for a step; None: none are."""
+    same are dropped (DAPO), at most so many for a step; None: none are. max_error_rate: of a step's groups that may be given up, for an
+    engine cannot write their samples."""
 
     sampling: SamplingConfig
     greedy: bool = False
     max_without_signal: int | None = None
+    max_error_rate: float = 0.0
 
     @property
     def size(self) -> int:
@@ -83,6 +94,7 @@ class _Group:
     version: int  # that began it
     samples: dict[int, Sample] = field(default_factory=dict)  # by place in the group
     is_dropped: bool = False
+    requests: list[int] = field(default_factory=list)  # their numbers in the pump
 
     @property
     def uid(self) -> str:
@@ -110,6 +122,8 @@ class GroupsAhead:
         self._place = 0
         self._groups: dict[int, _Group] = {}  # by their number in the ledger, in order, until the step that they are for is taken
         self._unscored: list[int] = []  # finished, and not yet sent to be scored
+        self._given_up: list[str] = []  # since the last step was taken, with the reasons
+        self.num_given_up = 0
         self._in_judgement: dict[str, int] = {}  # by uid: their scores say whether they are trained
         self._stored: dict[str, FinishedGroup] = {}  # by uid, of the run that this one goes on from
         self._trained: dict[str, float] = {}  # uids that were trained before others that come before them, with their places in the data
@@ -145,8 +159,9 @@ class GroupsAhead:
                     self._finish(number)
             else:
                 number = ledger.admit(version)
-                self._groups[number] = _Group(prompts, place, version)
-                self._rollout.pump.add(prompts.requests[place], self._deliver_to(number))
+                self._groups[number] = group = _Group(prompts, place, version)
+                give_up = partial(self._give_up, number)
+                group.requests = self._rollout.pump.add(prompts.requests[place], self._deliver_to(number), give_up=give_up)
 
     def score(self) -> None:
         """Has those scored that have finished, and drops those whose scores say so. Called again and again."""
@@ -167,6 +182,7 @@ class GroupsAhead:
         groups = [self._groups.pop(number) for number in gone]
         first = min((group.serial for group in self._groups.values()), default=math.inf)
         self._trained = {uid: serial for uid, serial in self._trained.items() if serial > first}
+        self._given_up = []
         self._trained |= {group.uid: group.serial for group in groups if group.serial > first}
         self.begin()
         whole = [group for group in groups if len(group.samples) == self._rules.size]
@@ -227,6 +243,23 @@ class GroupsAhead:
                 self._finish(number)
 
         return deliver
+
+    def _give_up(self, number: int, why: str) -> None:
+        """Those behind it are trained earlier, and another is begun."""
+        group = self._groups[number]
+        self._rollout.pump.take_back(group.requests)
+        group.is_dropped = True
+        self.ledger.drop(number)
+        self._given_up.append(f"prompt {group.uid}: {why}")
+        self.num_given_up += 1
+        _log.warning("given up, %s", self._given_up[-1])
+        if len(self._given_up) > self._rules.max_error_rate * self.ledger.prompts_per_step:
+            raise GivenUpError(
+                f"step {self.ledger.next_step}: {len(self._given_up)} prompts have no samples, more than "
+                f"rollout.max_error_rate={self._rules.max_error_rate:g} of {self.ledger.prompts_per_step} allows:\n"
+                + "\n".join(f"  {cause}" for cause in self._given_up[:_MOST_SHOWN])
+            )
+        self.begin()
 
     def _finish(self, number: int) -> None:
         self._unscored.append(number)

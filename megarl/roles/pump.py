@@ -15,12 +15,13 @@ from megarl.controller.futures import RemoteFuture, WorkerFuture, wait_for_any
 from megarl.controller.group import RoleGroup
 from megarl.roles.replicas import Replicas, is_dead
 from megarl.rollout.dispatch import RequestQueue
-from megarl.rollout.interface import FinishedRequest, GenerationRequest, Sample
+from megarl.rollout.interface import FailedRequest, FinishedRequest, GenerationRequest, Sample
 from megarl.workers.rollout_worker import RolloutWorker
 
 _WAIT_S = 5.0  # that a replica waits for a sample to finish before it says that it is still there
 
 Deliver = Callable[[int, FinishedRequest], None]  # replica and sample
+GiveUp = Callable[[str], None]  # why
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +41,7 @@ class EngineFaultError(RunError):
 class _Order(NamedTuple):
     request: GenerationRequest
     deliver: Deliver
+    give_up: GiveUp | None
     since_s: float  # by the pump's clock
 
 
@@ -120,14 +122,17 @@ class Pump:
         """There are requests, and somebody who can work on them."""
         return self.num_unfinished > 0 and (self.may_admit or len(self._replicas.starting) < len(self._replicas))
 
-    def add(self, requests: Sequence[GenerationRequest], deliver: Deliver, *, first: bool = False) -> list[int]:
-        """`deliver` gets each sample, with the request's own id, within some `turn`. first: they go before all others that wait.
+    def add(
+        self, requests: Sequence[GenerationRequest], deliver: Deliver, *, give_up: GiveUp | None = None, first: bool = False
+    ) -> list[int]:
+        """`deliver` gets each sample, with the request's own id, within some `turn`. give_up: called for each sample that the engine cannot
+        write; without it that ends the run. first: they go before all others that wait.
 
         Returns the numbers under which they can be taken back.
         """
         numbered = [request._replace(request_id=next(self._numbers)) for request in requests]
         now_s = self._clock()
-        self._orders |= {new.request_id: _Order(old, deliver, now_s) for old, new in zip(requests, numbered, strict=True)}
+        self._orders |= {new.request_id: _Order(old, deliver, give_up, now_s) for old, new in zip(requests, numbered, strict=True)}
         self._queue.add(((request.request_id, request) for request in numbered), first=first)
         return [request.request_id for request in numbered]
 
@@ -146,7 +151,7 @@ class Pump:
         """Hands out what waits, and waits at most `wait_s` for a replica to say something, which is delivered.
 
         A replica that dies or hangs is started anew; while it starts the others go on. Raises EngineFaultError, DispatchError,
-        RestartLimitError, and the error of a replica that no restart can mend.
+        RestartLimitError, RunError for a sample that an engine cannot write, and the error of a replica that no restart can mend.
         """
         self._count()
         self._look_at_starts()
@@ -249,7 +254,7 @@ class Pump:
                 for finished in self._outcome(replica, task if task.future in ended else None):
                     self._deliver(replica, finished)
 
-    def _outcome(self, replica: int, task: _Task | None) -> list[FinishedRequest]:
+    def _outcome(self, replica: int, task: _Task | None) -> list[FinishedRequest | FailedRequest]:
         """Samples, or none where the replica has just started or has to start anew. `task`: None where it took too long."""
         if task is not None and task.is_start:
             self._admit(replica)
@@ -271,11 +276,17 @@ class Pump:
         self._dealt[replica] = []
         self._num_resent += self._queue.lose(replica)
 
-    def _deliver(self, replica: int, finished: FinishedRequest) -> None:
-        number, sample = finished
+    def _deliver(self, replica: int, finished: FinishedRequest | FailedRequest) -> None:
+        number = finished.request_id
         if not self._queue.finish(replica, number):
             return
-        request, deliver, _ = self._orders.pop(number)
+        request, deliver, give_up, _ = self._orders.pop(number)
+        if isinstance(finished, FailedRequest):
+            if give_up is None:
+                raise RunError(f"rollout replica {replica} cannot write a sample of prompt {request.uid or '-'}: {finished.why}")
+            give_up(finished.why)
+            return
+        sample = finished.sample
         check_sample(replica, request, sample)
         self._last_sample_s[replica] = self._clock()
         self._num_tokens[replica] += len(sample.token_ids)

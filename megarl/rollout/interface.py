@@ -114,6 +114,17 @@ class FinishedRequest(NamedTuple):
     sample: Sample
 
 
+class FailedRequest(NamedTuple):
+    """The engine works, and cannot write this sample; why is for who reads it."""
+
+    request_id: int
+    why: str
+
+
+class RequestFailedError(RuntimeError):
+    """As FailedRequest, where somebody waits for all samples."""
+
+
 class EngineDeadError(RuntimeError):
     """The engine's processes ended, or make no progress. Start another; what was in flight is to be sent again."""
 
@@ -137,6 +148,10 @@ class RolloutEngine(ABC):
     def collect(self, wait_s: float) -> list[FinishedRequest]:
         """What has finished since the last time, in the order of finishing; waits at most `wait_s` for the first to finish."""
 
+    def failed(self) -> list[FailedRequest]:
+        """Requests that have failed since the last time; `collect` ends its wait for them."""
+        return []
+
     @abstractmethod
     def abort(self, request_ids: Collection[int] | None = None) -> None:
         """Forgets these requests, or all, where they are in flight."""
@@ -153,6 +168,8 @@ class RolloutEngine(ABC):
         samples: dict[int, Sample] = {}
         while len(samples) < len(requests):
             samples |= dict(self.collect(_WAIT_S))
+            if failed := self.failed():
+                raise RequestFailedError(failed[0].why)
         return [samples[request.request_id] for request in requests]
 
     @abstractmethod

@@ -14,7 +14,7 @@ from megarl.controller.errors import RankFailure, RankReport, WorkerError
 from megarl.controller.messages import CallFailure, FailureKind
 from megarl.controller.worker import RemoteMethod
 from megarl.roles.replicas import Alone, nobody_else
-from megarl.rollout.interface import FinishedRequest, GenerationRequest, Sample, VersionSpan
+from megarl.rollout.interface import FailedRequest, FinishedRequest, GenerationRequest, Sample, VersionSpan
 from megarl.workers.rollout_worker import RolloutWorker
 
 _TOKEN, _LOG_PROB = 5, -1.0  # that every sample consists of
@@ -67,21 +67,22 @@ class Answer:
 
     def __init__(self) -> None:
         self.ended = False
-        self._value: list[FinishedRequest] = []
+        self._value: list[FinishedRequest | FailedRequest] = []
         self._error: WorkerError | None = None
 
-    def get(self) -> list[FinishedRequest]:
+    def get(self) -> list[FinishedRequest | FailedRequest]:
         if self._error is not None:
             raise self._error
         return self._value
 
-    def end(self, value: Sequence[FinishedRequest] = (), error: WorkerError | None = None) -> None:
+    def end(self, value: Sequence[FinishedRequest | FailedRequest] = (), error: WorkerError | None = None) -> None:
         if not self.ended:
             self.ended, self._value, self._error = True, list(value), error
 
 
 class ScriptedEngine:
-    """Stands in for the group of a replica. length_of: tokens of the sample that a request asks for. start_s: until it is ready."""
+    """Stands in for the group of a replica. length_of: tokens of the sample that a request asks for; 0 where it fails after one.
+    start_s: until it is ready."""
 
     def __init__(
         self, clock: VirtualClock, length_of: Callable[[GenerationRequest], int], version: int, start_s: float = 0.0, tick_s: float = 1.0
@@ -106,7 +107,7 @@ class ScriptedEngine:
         if method is RolloutWorker.abort:
             self.aborted += arguments[0]
             for number in arguments[0]:
-                del self._held[number]
+                self._held.pop(number, None)  # it may have ended
             return answer
         assert method is RolloutWorker.submit_and_poll
         assert not self.is_at_call
@@ -118,7 +119,7 @@ class ScriptedEngine:
             self.submitted.append((self._clock.now_s, list(requests)))
         for request in requests:
             self._lengths[request.request_id] = length = self._length_of(request)
-            self._held[request.request_id] = self._clock.now_s + length * self._tick_s
+            self._held[request.request_id] = self._clock.now_s + max(1, length) * self._tick_s
         self._call = answer
         first_s = min(self._held.values(), default=float("inf"))
         self._clock.at(min(max(first_s, self._clock.now_s), self._clock.now_s + wait_s), lambda: self._end(answer))
@@ -148,7 +149,7 @@ class ScriptedEngine:
     def _end(self, answer: Answer) -> None:
         if not answer.ended:
             ready = [number for number, at_s in self._held.items() if at_s <= self._clock.now_s]
-            answer.end([FinishedRequest(number, self._sample(number)) for number in ready])
+            answer.end([self._ended(number) for number in ready])
 
     def _cut(self, number: int, written: int) -> None:
         """The version of now has drawn so many tokens, with those before."""
@@ -156,9 +157,12 @@ class ScriptedEngine:
         if written > (spans[-1].end if spans else 0):
             spans.append(VersionSpan(self._version, written))
 
-    def _sample(self, number: int) -> Sample:
+    def _ended(self, number: int) -> FinishedRequest | FailedRequest:
         del self._held[number]
         length = self._lengths.pop(number)
+        return FinishedRequest(number, self._sample(number, length)) if length else FailedRequest(number, "scripted")
+
+    def _sample(self, number: int, length: int) -> Sample:
         self._cut(number, length)
         tokens, log_probs = np.full(length, _TOKEN, dtype=np.int32), np.full(length, _LOG_PROB, dtype=np.float32)
         return Sample(tokens, log_probs, "length", tuple(self._spans.pop(number)))

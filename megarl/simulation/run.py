@@ -34,7 +34,8 @@ class Script:
     lengths: tokens of the samples of each prompt, in the order of the data, which begins anew at its end. slots: samples that an engine
     writes at a time, a token of each in token_s. training_s: of a step, from its samples to its push. push_s: for which a push stops
     engines and trainer. scoring_s: until a group's scores are there, which are waited for where there is a max_without_signal: as in
-    GroupRules. without_signal: prompts whose samples all score the same. start_s: of an engine that was lost.
+    GroupRules. without_signal: prompts whose samples all score the same. failing: prompts whose samples no engine can write. start_s: of
+    an engine that was lost.
     """
 
     lengths: Sequence[Sequence[int]]
@@ -51,6 +52,8 @@ class Script:
     critic_warmup_steps: int = 0
     max_without_signal: int | None = None
     without_signal: frozenset[int] = frozenset()
+    failing: frozenset[int] = frozenset()
+    max_error_rate: float = math.inf
     scoring_s: float = 0.0
     start_s: float = 30.0
 
@@ -123,7 +126,7 @@ class Simulation:
         self.engines = ScriptedEngines(
             self.clock,
             script.num_engines,
-            lambda request: request.sampling.max_new_tokens,
+            lambda request: 0 if _number_of(request.uid) in script.failing else request.sampling.max_new_tokens,
             version=self.version,
             restart_limit=10**9,
             start_s=script.start_s,
@@ -143,7 +146,7 @@ class Simulation:
             step_pushes=lambda step: step > script.critic_warmup_steps,
             in_order=script.late is Late.wait,
         )
-        rules = GroupRules(sampling, max_without_signal=script.max_without_signal)
+        rules = GroupRules(sampling, max_without_signal=script.max_without_signal, max_error_rate=script.max_error_rate)
         self.groups = GroupsAhead(self, self, self._loader, self._scoring, rules, ledger)
         if saved is not None:
             self._loader.load_state_dict(saved.position)
@@ -168,11 +171,11 @@ class Simulation:
     def requests(
         self, prompts: DataProto, sampling: SamplingConfig, step: int, generation: int = 0, *, first: int = 0
     ) -> list[GenerationRequest]:
-        lengths = [self._script.lengths[number] for number in _numbers_of(prompts)]
+        uids = [str(uid) for uid in prompts.non_tensor_batch["uid"]]
         return [
-            GenerationRequest(index * sampling.n + place, [1], SamplingParameters(max_new_tokens=length, seed=0))
-            for index, of_prompt in enumerate(lengths)
-            for place, length in enumerate(of_prompt)
+            GenerationRequest(index * sampling.n + place, [1], SamplingParameters(max_new_tokens=length, seed=0), uid)
+            for index, uid in enumerate(uids)
+            for place, length in enumerate(self._script.lengths[_number_of(uid)])
         ]
 
     def assemble(self, prompts: DataProto, samples: Sequence[Sample], version: int) -> DataProto:
@@ -241,8 +244,8 @@ class _Rows:
         return DataProto.from_dict({}, {"uid": list(uids)})
 
 
-def _numbers_of(prompts: DataProto) -> list[int]:
-    return [int(uid.partition("-")[2]) for uid in prompts.non_tensor_batch["uid"]]
+def _number_of(uid: str) -> int:
+    return int(uid.partition("-")[2])
 
 
 class _Scoring:
@@ -262,9 +265,9 @@ class _Scoring:
 
     def begin(self, groups: DataProto) -> None:
         n, end_s = len(self._script.lengths[0]), self._clock.now_s + self._script.scoring_s
-        for uid, number in zip(groups.non_tensor_batch["uid"][::n], _numbers_of(groups)[::n], strict=True):
-            scores = [0.0 if number in self._script.without_signal else float(place) for place in range(n)]
-            self._under_way.append((end_s, str(uid), scores))
+        for uid in map(str, groups.non_tensor_batch["uid"][::n]):
+            scores = [0.0 if _number_of(uid) in self._script.without_signal else float(place) for place in range(n)]
+            self._under_way.append((end_s, uid, scores))
 
     def scored(self) -> dict[str, list[float]]:
         ended = [one for one in self._under_way if one[0] <= self._clock.now_s]

@@ -57,6 +57,7 @@ def group_rules(config: PPOConfig) -> GroupRules:
     algorithm, dynamic = config.algorithm, config.algorithm.dynamic_sampling
     return GroupRules(
         sampling=config.rollout.training,
+        max_error_rate=config.rollout.max_error_rate,
         greedy=algorithm.advantage.estimator.needs.greedy_baseline and not dynamic.enabled,
         max_without_signal=(dynamic.max_generations - 1) * config.trainer.prompts_per_step if dynamic.enabled else None,
     )

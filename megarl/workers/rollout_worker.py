@@ -9,7 +9,7 @@ from pathlib import Path
 from megarl.controller.dispatch import Dispatch
 from megarl.controller.worker import Worker, register
 from megarl.machine.usage import trim_heap
-from megarl.rollout.interface import FinishedRequest, GenerationRequest, RolloutEngine
+from megarl.rollout.interface import FailedRequest, FinishedRequest, GenerationRequest, RolloutEngine
 from megarl.weights.plan import Boxes
 from megarl.weights.receiver import EngineLink
 from megarl.weights.tensors import Manifest, WeightTransferError
@@ -26,10 +26,10 @@ class RolloutWorker(Worker):
     # ---- generation
 
     @register(dispatch_mode=Dispatch.RANK_ZERO, blocking=False)
-    def submit_and_poll(self, requests: Sequence[GenerationRequest], wait_s: float) -> list[FinishedRequest]:
-        """Takes new requests, waits at most `wait_s` for one of those in flight to finish, and gives back all that have."""
+    def submit_and_poll(self, requests: Sequence[GenerationRequest], wait_s: float) -> list[FinishedRequest | FailedRequest]:
+        """Takes new requests, waits at most `wait_s` for one of those in flight to finish or to fail, and gives back all that have."""
         self._engine.submit(requests)
-        return self._engine.collect(wait_s)
+        return [*self._engine.collect(wait_s), *self._engine.failed()]
 
     @register(dispatch_mode=Dispatch.RANK_ZERO, blocking=False)
     def abort(self, request_ids: Sequence[int]) -> None:

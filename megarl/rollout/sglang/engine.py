@@ -19,8 +19,10 @@ from safetensors import safe_open
 from megarl.config.schema import SGLangMode
 from megarl.rollout.interface import (
     EngineDeadError,
+    FailedRequest,
     FinishedRequest,
     GenerationRequest,
+    RequestFailedError,
     RolloutEngine,
     RolloutEngineSpec,
     check_request,
@@ -73,6 +75,7 @@ class SGLangEngine(RolloutEngine):
         self._max_length = context_length(spec.model.path)
         self._lifecycle = EngineLifecycle()
         self._loop = LoopThread(self._backend.start)
+        self._failed: list[FailedRequest] = []
         self._finished: queue.SimpleQueue[tuple[int, FinishedRequest | BaseException | None]] = queue.SimpleQueue()
         self._in_flight: dict[int, _InFlight] = {}  # by ticket, which is never used twice
         self._tickets = itertools.count()
@@ -121,7 +124,7 @@ class SGLangEngine(RolloutEngine):
         self._lifecycle.require_ready()
         collected: list[FinishedRequest] = []
         deadline_s = time.monotonic() + wait_s
-        while self._in_flight:
+        while self._in_flight and not self._failed:
             remaining_s = deadline_s - time.monotonic()
             try:
                 ticket, outcome = self._finished.get(timeout=0 if collected else max(0.0, min(_POLL_S, remaining_s)))
@@ -135,15 +138,23 @@ class SGLangEngine(RolloutEngine):
             if ticket == _NUDGE:
                 deadline_s = 0.0
                 continue
-            if self._in_flight.pop(ticket, None) is None:
+            in_flight = self._in_flight.pop(ticket, None)
+            if in_flight is None:
                 continue  # of a request that was forgotten
             self._last_sign_s = time.monotonic()
             if isinstance(outcome, BaseException):
                 self._raise_if_dead()
-                raise outcome
+                if not isinstance(outcome, RequestFailedError):
+                    raise outcome
+                self._failed.append(FailedRequest(in_flight.request.request_id, str(outcome)))
+                continue
             assert outcome is not None
             collected.append(outcome)
         return collected
+
+    def failed(self) -> list[FailedRequest]:
+        failed, self._failed = self._failed, []
+        return failed
 
     def nudge(self) -> None:
         self._finished.put((_NUDGE, None))

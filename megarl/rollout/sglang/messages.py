@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from megarl.rollout.interface import GenerationRequest, Sample, SamplingParameters, VersionSpan
+from megarl.rollout.interface import GenerationRequest, RequestFailedError, Sample, SamplingParameters, VersionSpan
 
 
 def generation_payload(request: GenerationRequest, end_token_ids: Collection[int], name: str) -> dict[str, Any]:
@@ -35,14 +35,14 @@ def generation_payload(request: GenerationRequest, end_token_ids: Collection[int
 def read_sample(answer: dict[str, Any], sampling: SamplingParameters, submitted: int) -> Sample:
     """submitted: version of the weights when the request was submitted.
 
-    Raises RuntimeError where the request was ended by something else than a token or its length.
+    Raises RequestFailedError where the request was ended by something else than a token or its length.
     """
     meta = answer["meta_info"]
     # (log-prob, token, text) of every token, the end token included; SGLang's log-probs are those of the contract.
     tokens = meta["output_token_logprobs"]
     reason = meta["finish_reason"]
     if reason["type"] not in ("stop", "length") or (reason["type"] == "length" and len(tokens) != sampling.max_new_tokens):
-        raise RuntimeError(f"SGLang ended a request after {len(tokens)} of {sampling.max_new_tokens} tokens: {reason}")
+        raise RequestFailedError(f"SGLang ended a request after {len(tokens)} of {sampling.max_new_tokens} tokens: {reason}")
     ended: Literal["stop", "length"] = reason["type"]
     if "weight_versions" in meta:  # newer versions of SGLang say which weights wrote which tokens
         spans = tuple(VersionSpan(int(span["version"]), int(span["end"])) for span in meta["weight_versions"])

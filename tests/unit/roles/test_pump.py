@@ -81,6 +81,18 @@ def test_a_replica_that_finishes_nothing_is_replaced_and_its_requests_go_to_the_
         scene.run()
 
 
+def test_a_sample_that_cannot_be_written_ends_the_run_or_is_given_up() -> None:
+    scene, given_up = Scene(1), list[str]()
+    request = GenerationRequest(7, [0], SamplingParameters(max_new_tokens=200, seed=0), "a")
+    scene.pump.add([request], scene._deliver, give_up=given_up.append)
+    scene.add(20)
+    assert scene.run() == [(20, 20)]
+    assert given_up == ["scripted"]
+    scene.pump.add([request], scene._deliver)
+    with pytest.raises(RunError, match="rollout replica 0 cannot write a sample of prompt a: scripted"):
+        scene.run()
+
+
 def test_who_holds_it_finds_no_call_under_way_and_nothing_is_lost() -> None:
     scene = Scene(2)
     scene.add(20, 30, 40)

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from megarl.config.schema import Late, OnUpdate
+from megarl.roles.groups_ahead import GivenUpError
 from megarl.simulation.run import Script, SimulatedRun, Simulation, StalledError
 
 
@@ -16,6 +17,7 @@ def script(chance: random.Random, total_steps: int, on_update: OnUpdate | None =
     size, k = chance.randint(1, 3), chance.choice([0, 1, 1, 2, 3])
     num_rows = 6 * size * total_steps
     drops = chance.random() < 0.5
+    fails = chance.random() < 0.3
     samples = chance.randint(1, 2) + drops
     return Script(
         lengths=[[chance.randint(1, 60) for _ in range(samples)] for _ in range(num_rows)],
@@ -31,6 +33,7 @@ def script(chance: random.Random, total_steps: int, on_update: OnUpdate | None =
         critic_warmup_steps=chance.choice([0, 0, 2]),
         max_without_signal=1000 if drops else None,
         without_signal=frozenset(row for row in range(num_rows) if chance.random() < 0.3) if drops else frozenset(),
+        failing=frozenset(row for row in range(num_rows) if chance.random() < 0.1) if fails else frozenset(),
         scoring_s=chance.choice([0.0, 0.3]),
         start_s=chance.choice([0.5, 5.0]),
     )
@@ -41,9 +44,9 @@ def uids_of(outcome: SimulatedRun) -> list[str]:
 
 
 def check(one: Script, outcome: SimulatedRun) -> None:
-    """Every prompt with signal once, in order, with its own samples, and none too old."""
+    """Every prompt that can be trained once, in order, with its own samples, and none too old."""
     size, wanted = one.prompts_per_step, one.prompts_per_step * one.total_steps
-    rows = [row for row in range(len(one.lengths)) if row not in one.without_signal][:wanted]
+    rows = [row for row in range(len(one.lengths)) if row not in one.without_signal | one.failing][:wanted]
     assert [step.number for step in outcome.steps] == list(range(1, one.total_steps + 1))
     assert uids_of(outcome) == [f"0-{row}" for row in rows]
     for number, step in enumerate(outcome.steps):
@@ -66,10 +69,10 @@ def run_with_losses(one: Script, events: set[int]) -> SimulatedRun:
 
 
 def test_prompts_are_trained_in_order_once_and_within_the_bound_which_is_reached() -> None:
-    """Also with engines that are lost, prompts that are dropped, a critic that warms up, and long pushes."""
+    """Also with engines that are lost, prompts that are dropped or given up, a critic that warms up, and long pushes."""
     chance = random.Random(0)
     oldest = dict.fromkeys(range(4), 0)
-    num_lost = num_dropped = 0
+    num_lost = num_dropped = num_failing = 0
     for _ in range(300):
         one = script(chance, total_steps=chance.randint(2, 6))
         deaths = {chance.randint(0, 60) for _ in range(chance.choice([0, 0, 1, 5]))}
@@ -79,9 +82,11 @@ def test_prompts_are_trained_in_order_once_and_within_the_bound_which_is_reached
         oldest[one.max_staleness] = max(oldest[one.max_staleness], *(step.age for step in outcome.steps))
         num_lost += outcome.num_restarts
         num_dropped += len(one.without_signal)
+        num_failing += len(one.failing)
     assert oldest == {k: k for k in oldest}
     assert num_lost > 100
     assert num_dropped > 100
+    assert num_failing > 100
 
 
 class KilledError(Exception):
@@ -140,8 +145,8 @@ def test_late_samples_let_others_go_first_and_no_prompt_is_lost_or_comes_twice()
             run = Simulation(one).run() if at is None else run_with_kill(one, at, kill_driver=True)[0]
             rows = [int(uid.partition("-")[2]) for uid in uids_of(run)]
             assert len(set(rows)) == len(rows) == wanted
-            assert not set(rows) & one.without_signal
-            if not one.without_signal:
+            assert not set(rows) & (one.without_signal | one.failing)
+            if not one.without_signal | one.failing:
                 assert sorted(rows) == list(range(wanted))
             for number, step in enumerate(run.steps):
                 of_step = rows[number * one.prompts_per_step : (number + 1) * one.prompts_per_step]
@@ -177,6 +182,18 @@ def test_too_many_prompts_without_signal_end_the_wait() -> None:
     simulation._work(lambda: simulation.groups.is_ready)
     assert not simulation.groups.ledger.is_ready
     assert simulation.groups.ledger.num_dropped > 4
+
+
+def test_too_many_prompts_that_are_given_up_end_the_run_with_their_causes(caplog: pytest.LogCaptureFixture) -> None:
+    one = Script(lengths=[[5, 5]] * 9, prompts_per_step=3, total_steps=3, max_staleness=1, failing=frozenset([1, 4, 5]))
+    simulation = Simulation(one)
+    assert [row for step in simulation.run().steps for row in step.uids] == ["0-0", "0-2", "0-3", "0-6", "0-7", "0-8", "1-0", "1-2", "1-3"]
+    assert simulation.groups.num_given_up == 4
+    assert "given up, prompt 0-4: scripted" in caplog.text
+    with pytest.raises(
+        GivenUpError, match=r"step 1: 2 prompts have no samples, .*max_error_rate=0.4 of 3 allows:\n  prompt 0-1: scripted\n"
+    ):
+        Simulation(replace(one, max_error_rate=0.4)).run()
 
 
 def test_who_would_wait_for_ever_is_told() -> None:
