@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import textwrap
 import typing
 from collections.abc import Iterator
 from dataclasses import MISSING as NO_DEFAULT
@@ -16,6 +18,7 @@ from megarl.config import schema
 from megarl.config.load import expected
 from megarl.config.schema.keys import Range, range_of
 from megarl.config.shipped import CONFIGS_DIR
+from megarl.config.sources import WITH
 
 _PRESETS = CONFIGS_DIR / "algorithm"
 _INTRODUCTION = """# Configuration reference
@@ -122,7 +125,14 @@ def _presets() -> Iterator[str]:
         yield f"### {file.stem}\n"
         yield " ".join(comments) + "\n"
         body = "\n".join(line for line in text.splitlines() if not line.startswith("#"))
-        yield f"```yaml\nalgorithm:\n{_indented(body)}\n```\n"
+        yield f"```yaml\n{_as_in_a_run(body)}\n```\n"
+
+
+def _as_in_a_run(preset: str) -> str:
+    """The same settings in a file of one's own: another preset has its name, and what is of other sections stands beside."""
+    own, _, others = re.sub(r"(?m)^base: (\w+)\.yaml$", r"base: \1", preset).partition(f"\n{WITH}:")
+    beside = textwrap.dedent(others.partition("\n")[2]).rstrip()
+    return f"algorithm:\n{_indented(own)}" + (f"\n{beside}" if beside else "")
 
 
 def _indented(text: str) -> str:

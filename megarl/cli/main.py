@@ -28,7 +28,7 @@ _OVERRIDE = re.compile(r"[A-Za-z_+~][\w.\[\]]*=")
 _OVERRIDE_AS_OPTION = re.compile(r"--(?=\w+\.[\w.\[\]]+(=|$)|(kind|algorithm|device)=)")  # as other programs take them
 # Commands that take overrides, with those of their options that a value follows.
 _TAKE_OVERRIDES: dict[str, tuple[str, ...]] = dict.fromkeys(("train", "sft", "check", "doctor", "score", "quickstart"), ()) | {
-    "plan": ("--output",),
+    "plan": ("--output", "--lengths", "--from", "--training-s", "--tokens-per-s"),
     "rehearse": ("--role", "--ranks", "--json"),
     "eval": ("--config", "--data", "--reward", "--n", "--temperature", "--max-tokens", "--step", "--against", "--output"),
 }
@@ -133,6 +133,11 @@ def _parser() -> argparse.ArgumentParser:
     check.add_argument("--fast", action="store_true", help="in a second: without tokenizers, data, weights and reward functions")
     plan = _add_run(commands, "plan", "print, and draw, where each role would run and what each device would hold", _start_plan)
     plan.add_argument("--output", metavar="FILE", help="draw it to a .svg or .png")
+    plan.add_argument("--simulate", action="store_true", help="step time and idleness, for several max_staleness and splits of the devices")
+    plan.add_argument("--lengths", metavar="MEAN,MOST", help="to simulate: tokens of a sample, log-normal; without MOST data's limit")
+    plan.add_argument("--training-s", metavar="S", type=float, help="to simulate: seconds of a step's training, as configured")
+    plan.add_argument("--tokens-per-s", metavar="N", type=float, help="to simulate: with which an engine writes one sample")
+    plan.add_argument("--from", metavar="RUN_DIR", dest="run_dir", help="to simulate: a run at max_staleness 0 that has measured all that")
     rehearse = _add_run(
         commands, "rehearse", "run a role's engine rank by rank on GPUs that are not there: memory, collectives, waits", _start_rehearse
     )
@@ -283,6 +288,11 @@ def _run(command: str, package: str = "megarl.cli") -> Callable[..., int]:
 
 
 def _start_plan(parsed: argparse.Namespace) -> int:
+    given = (parsed.lengths, parsed.run_dir, parsed.training_s, parsed.tokens_per_s)
+    if parsed.simulate:
+        return _run("simulate")(parsed.config, parsed.overrides, _schema(parsed), given, parsed.output)
+    if any(value is not None for value in given):
+        raise ValueError("--lengths, --from, --training-s and --tokens-per-s say what is simulated; add --simulate")
     return _run("plan")(parsed.config, parsed.overrides, _schema(parsed), parsed.output)
 
 

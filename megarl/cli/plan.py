@@ -17,13 +17,18 @@ from megarl.placement.plan import plan_placement
 _FORMATS = (".svg", ".png")
 
 
+def check_drawing(output: str | None) -> None:
+    """Raises ValueError for a file that is no drawing."""
+    if output is not None and Path(output).suffix not in _FORMATS:
+        raise ValueError(f"--output {output}: drawings are {' or '.join(_FORMATS)}; give a name that ends so")
+
+
 def run(
     config_path: str, overrides: Sequence[str], schema: type[PPOConfig] | type[SFTConfig] = PPOConfig, output: str | None = None
 ) -> int:
     """Prints the placement of a good configuration; with `output` draws it too. Raises ConfigError for any other configuration, and
     ValueError for a file that is no drawing."""
-    if output is not None and Path(output).suffix not in _FORMATS:
-        raise ValueError(f"--output {output}: drawings are {' or '.join(_FORMATS)}; give a name that ends so")
+    check_drawing(output)
     config, absent = load_checked_anywhere(schema, config_path, overrides)
     plan, console = plan_placement(config), Console()
     architectures, _ = read_architectures(config)

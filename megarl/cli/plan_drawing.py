@@ -1,4 +1,4 @@
-"""Draws a placement: nodes as frames, devices as columns of bars, one bar per phase, coloured by role."""
+"""Draws a placement: nodes as frames, devices as columns of bars, one bar per phase, coloured by role; and what simulations of it say."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from matplotlib.patches import Patch
 from megarl.machine.files import write_whole
 from megarl.placement.memory import DeviceMemory
 from megarl.placement.placement_plan import PlacementPlan
+from megarl.simulation.forecast import Forecast
 
 _MOST_DEVICES = 32  # beyond which only the first ones are drawn
 _COLOURS = ("#4c78a8", "#72b7b2", "#e45756", "#b279a2", "#f58518", "#9d755d")
@@ -35,6 +36,34 @@ def draw_plan(plan: PlacementPlan, memory: Sequence[DeviceMemory], limit_gb: flo
     figure.suptitle(f"{plan.strategy.value}: GiB on each device in each phase of a step{left_out}", fontsize=11)
     figure.legend(handles=[Patch(color=colour, label=role) for role, colour in colours.items()], loc="lower center", ncols=6, fontsize=8)
     figure.tight_layout(rect=(0, 0.3 / figure.get_figheight(), 1, 1))
+    _write(figure, path)
+
+
+def draw_forecasts(forecasts: Sequence[Forecast], path: Path) -> None:
+    """Of each split of the devices: how long a step takes, and below how much the trainer waits and how full the engines are; a bar for
+    each max_staleness."""
+    splits, stalenesses = (
+        list(dict.fromkeys(values)) for values in zip(*((one.split, one.max_staleness) for one in forecasts), strict=True)
+    )
+    figure = Figure(figsize=(max(6.0, 1.6 * len(splits) + 1.5), 6.5))
+    FigureCanvasAgg(figure)
+    frames = figure.subplots(3, 1, sharex=True)
+    rows = ("seconds of a step", "trainer waits, share", "slots in use, share")
+    for frame, label, attribute in zip(frames, rows, ("step_s", "trainer_idle", "slots_in_use"), strict=True):
+        for number, max_staleness in enumerate(stalenesses):
+            heights = [getattr(one, attribute) for one in forecasts if one.max_staleness == max_staleness]
+            left = [index + 0.1 + 0.8 * number / len(stalenesses) for index in range(len(splits))]
+            frame.bar(left, heights, 0.75 / len(stalenesses), align="edge", color=_COLOURS[number], label=f"max_staleness {max_staleness}")
+        frame.set_ylabel(label, fontsize=9)
+        frame.spines[["top", "right"]].set_visible(False)
+    names = [f"trainer {split.trainer_devices}\nengines {split.num_engines}" for split in splits]
+    frames[-1].set_xticks([index + 0.5 for index in range(len(splits))], names, fontsize=8)
+    frames[0].legend(fontsize=8, ncols=len(stalenesses), loc="lower center", bbox_to_anchor=(0.5, 1.0), frameon=False)
+    figure.tight_layout()
+    _write(figure, path)
+
+
+def _write(figure: Figure, path: Path) -> None:
     drawn = io.BytesIO()
     metadata = {"Date": None} if path.suffix == ".svg" else None  # the same plan is the same file
     with rc_context({"svg.hashsalt": "megarl", "svg.fonttype": "none"}):  # the same plan is the same file, with text as text

@@ -65,6 +65,7 @@ _OWN_ESTIMATOR = "algorithm.advantage.function=examples/custom_maths.py:best_of_
 _TRAIN_ROWS = "outputs/quickstart/data/train.parquet"
 _RESUMED = "trainer.total_steps=40 trainer.output_dir=outputs/resumed"
 _70B_ON_192 = "actor.parallel.data_parallel_size=4 actor.parallel.virtual_pipeline_parallel_size=2 placement.num_nodes=24 --ranks 0"
+_LENGTHS = "--lengths 600,4096 --training-s 60 --tokens-per-s 40"
 _LINT_AND_TESTS = ("ruff check", "ruff format --check", "mypy", "python -m pytest")
 
 COMMANDS: dict[str, Executed | InTest | Make | ByHand] = {
@@ -99,6 +100,12 @@ COMMANDS: dict[str, Executed | InTest | Make | ByHand] = {
     "megarl plot outputs/quickstart": Executed(),
     "megarl check configs/quickstart.yaml algorithm=async_grpo": Executed(),
     "megarl check configs/quickstart.yaml algorithm=async_ppo rollout.max_staleness=2": Executed(),
+    f"megarl plan configs/qwen2.5_7b_ppo_split.yaml --simulate {_LENGTHS} --output outputs/steps.svg": (
+        InTest("tests/unit/cli/test_simulate.py::test_a_table_and_a_picture", ("--lengths", "600,4096", "--training-s", "--output"))
+    ),
+    "megarl plan configs/quickstart.yaml --simulate --from outputs/quickstart": InTest(
+        "tests/unit/cli/test_simulate.py::test_a_run_has_measured_lengths_and_times", ("--simulate", "--from")
+    ),
     "megarl status outputs/quickstart": Executed(),
     "megarl status outputs/quickstart --watch": Executed(),  # it has ended
     "megarl init my_run": InTest("tests/unit/cli/test_init.py::test_a_terminal_is_asked_and_others_are_told", ('main(["init"',)),

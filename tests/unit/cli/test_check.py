@@ -299,9 +299,20 @@ def test_the_shipped_configurations_are_good(tmp_path: Path, monkeypatch: pytest
     model = f"model.path={stand_ins['model']['path']}"
     reward = f"reward.functions=[{{path: {tmp_path}/reward.py}}]"
     algorithms = [file.stem for file in (ROOT / "megarl" / "configs" / "algorithm").glob("*.yaml")]
-    assert {"ppo", "grpo", "dr_grpo", "dapo", "rloo", "reinforce_pp", "remax", "gspo", "cispo", "async_grpo", "async_ppo"} <= set(
-        algorithms
-    )
+    assert {
+        "ppo",
+        "grpo",
+        "dr_grpo",
+        "dapo",
+        "rloo",
+        "reinforce_pp",
+        "remax",
+        "gspo",
+        "cispo",
+        "async_grpo",
+        "async_dapo",
+        "async_ppo",
+    } <= set(algorithms)
     for algorithm in algorithms:
         assert main(["check", "--fast", "configs/quickstart.yaml", f"algorithm={algorithm}", model, reward, *data]) == 0, algorithm
     assert main(["check", "--fast", "configs/quickstart.yaml", model, reward, *data]) == 0

@@ -127,7 +127,7 @@ def test_a_group_says_what_it_needs_of_other_sections(groups: Path) -> None:
     assert problem == "'with' is {'algorithm': {}}, but must be a mapping of sections other than algorithm"
 
 
-@pytest.mark.parametrize("name", ["async_grpo", "async_ppo"])
+@pytest.mark.parametrize("name", ["async_grpo", "async_dapo", "async_ppo"])
 def test_asynchronous_presets_are_the_others_with_a_correction_and_an_age(name: str, groups: Path) -> None:
     path, plain = write_yaml(groups / "run.yaml", MINIMAL), name.removeprefix("async_")
     config, other = (load_config(PPOConfig, CONFIGS_DIR / "quickstart.yaml", [f"algorithm={each}"]) for each in (name, plain))
@@ -146,7 +146,7 @@ def test_a_group_that_ships_is_found_from_any_folder_and_one_of_ones_own_comes_f
     write_yaml(tmp_path / "elsewhere" / "algorithm" / "grpo.yaml", {"entropy_coefficient": 0.3})
     assert load_config(PPOConfig, path).algorithm.entropy_coefficient == 0.3
     (problem,) = problems_of(path, "algorithm=pppo")
-    assert problem.startswith("algorithm=pppo: there is no such file; there are async_grpo, async_ppo, cispo, ")
+    assert problem.startswith("algorithm=pppo: there is no such file; there are async_dapo, async_grpo, async_ppo, ")
     assert problem.endswith(f"(looked in {tmp_path}/elsewhere/algorithm, configs/algorithm)")
 
 

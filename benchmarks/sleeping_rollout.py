@@ -1,0 +1,278 @@
+"""The schedule of asynchronous training with real Ray processes: engines that sleep for as long as their samples take, and a trainer that
+sleeps too, beside the same in virtual time. Sleeping takes no processor, so that any machine will do.
+
+python -m benchmarks.sleeping_rollout [--steps 8]
+"""
+
+from __future__ import annotations
+
+import argparse
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from math import ceil, exp
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from megarl.batch.data_proto import DataProto
+from megarl.batch.ragged import RaggedTensor
+from megarl.config.schema import OnUpdate, SamplingConfig
+from megarl.controller.cluster import shutdown, start_ray
+from megarl.controller.futures import gather
+from megarl.controller.group import RoleGroup
+from megarl.controller.resource_pool import RayResourcePool
+from megarl.data.loader import BatchLoader
+from megarl.roles.ahead import GenerationAhead
+from megarl.roles.groups_ahead import GroupRules
+from megarl.roles.offload_schedule import OffloadSchedule
+from megarl.roles.pump import RolloutLimits
+from megarl.roles.replicas import ReplicaPlace, Replicas
+from megarl.roles.rollout import Rollout, TokenRules
+from megarl.roles.weights import RolloutWeights
+from megarl.rollout.interface import FinishedRequest, GenerationRequest, RolloutEngine, Sample, VersionSpan
+from megarl.rollout.ledger import AdmissionLedger
+from megarl.simulation.run import Script, SimulatedRun, Simulation
+from megarl.weights.plan import Boxes
+from megarl.weights.receiver import EngineLink
+from megarl.weights.tensors import Manifest
+from megarl.workers.rollout_worker import RolloutWorker
+
+PROMPTS, SAMPLES = 8, 8
+ENGINES, SLOTS = 2, 8  # of each
+TOKEN_S, PUSH_S = 0.002, 0.1
+MEDIAN, LONGEST, SIGMA, WITHIN_PROMPT = 200, 2000, 1.0, 0.7  # as in benchmarks/async_rollout.py, with a lower limit
+SAMPLING = SamplingConfig(n=SAMPLES)
+SCHEDULES = ((0, OnUpdate.go_on), (1, OnUpdate.drain), (1, OnUpdate.go_on), (2, OnUpdate.go_on))
+
+
+def length_of(request: GenerationRequest) -> int:
+    """Tokens of the sample: log-normal, by the number of its prompt and its seed."""
+    of_prompt, own = (np.random.default_rng(seed).normal() for seed in (request.prompt[0], request.sampling.seed))
+    spread = WITHIN_PROMPT**0.5 * of_prompt + (1 - WITHIN_PROMPT) ** 0.5 * own
+    return max(1, min(LONGEST, round(MEDIAN * exp(SIGMA * spread))))
+
+
+class _Writing(NamedTuple):
+    length: int
+    end_s: float
+    spans: tuple[VersionSpan, ...]  # by weights before those of now
+
+
+class SleepingEngine(RolloutEngine):
+    """Writes a token of each sample in the same time, and stands still while it gets weights."""
+
+    def __init__(self) -> None:
+        self._writing: dict[int, _Writing] = {}
+        self._version: int | None = None
+        self._update_s = 0.0
+        self._word = threading.Event()
+
+    def submit(self, requests: Sequence[GenerationRequest]) -> None:
+        now_s = time.monotonic()
+        for request in requests:
+            length = length_of(request)
+            self._writing[request.request_id] = _Writing(length, now_s + length * TOKEN_S, ())
+
+    def collect(self, wait_s: float) -> list[FinishedRequest]:
+        first_s = min((one.end_s for one in self._writing.values()), default=float("inf"))
+        self._word.wait(max(0.0, min(wait_s, first_s - time.monotonic())))
+        self._word.clear()
+        now_s = time.monotonic()
+        ended = [number for number, one in self._writing.items() if one.end_s <= now_s]
+        return [FinishedRequest(number, self._sample(self._writing.pop(number))) for number in ended]
+
+    def _sample(self, one: _Writing) -> Sample:
+        assert self._version is not None
+        spans = (*one.spans, VersionSpan(self._version, one.length))
+        return Sample(np.full(one.length, 5, dtype=np.int32), np.full(one.length, -1.0, dtype=np.float32), "length", spans)
+
+    def nudge(self) -> None:
+        self._word.set()
+
+    def abort(self, request_ids: Collection[int] | None = None) -> None:
+        self._writing = {number: one for number, one in self._writing.items() if request_ids is not None and number not in request_ids}
+
+    def begin_weight_update(self, manifest: Manifest) -> None:
+        self._update_s = time.monotonic()
+
+    def load_folder(self, folder: Path) -> None:
+        time.sleep(PUSH_S)
+
+    def end_weight_update(self, version: int) -> None:
+        pause_s = time.monotonic() - self._update_s
+        for number, one in self._writing.items():
+            written = min(one.length - 1, one.length - ceil((one.end_s - self._update_s) / TOKEN_S))
+            spans = one.spans
+            if self._version is not None and written > (spans[-1].end if spans else 0):
+                spans = (*spans, VersionSpan(self._version, written))
+            self._writing[number] = one._replace(end_s=one.end_s + pause_s, spans=spans)
+        self._version = version
+
+    @property
+    def weight_version(self) -> int | None:
+        return self._version
+
+    def needed_boxes(self, manifest: Manifest) -> list[Boxes]:
+        return [{}]
+
+    def join_weights(self, links: Sequence[EngineLink]) -> None: ...
+
+    def leave_weights(self) -> None: ...
+
+    def receive_weights(self) -> None: ...
+
+    def checksums(self) -> dict[str, int]:
+        return {}
+
+    def sleep(self) -> None: ...
+
+    def wake(self) -> None: ...
+
+    def wake_cache(self) -> None: ...
+
+    def process_ids(self) -> list[int]:
+        return []
+
+    def close(self) -> None: ...
+
+
+class _Stamp:
+    """Pushes weights that there are not."""
+
+    def push(self, replicas: Mapping[int, RoleGroup], version: int) -> tuple[None, dict[int, Exception]]:
+        gather(*(replica.call_rank(0, RolloutWorker.load_folder, "", {}, version) for replica in replicas.values()))
+        return None, {}
+
+
+class _Rows:
+    fingerprint = "numbers"
+
+    def __len__(self) -> int:
+        return 10_000
+
+    def batch(self, indices: Sequence[int], uids: Sequence[str]) -> DataProto:
+        prompts = RaggedTensor.of_rows([[index] for index in indices], torch.int32, on_left=True)
+        return DataProto.from_dict({"prompts": prompts}, {"uid": list(uids)})
+
+
+class _Unscored:
+    """Nobody waits for scores."""
+
+    may_begin = False
+
+    def begin(self, groups: DataProto) -> None: ...
+
+    def scored(self) -> dict[str, list[float]]:
+        return {}
+
+
+class Real(NamedTuple):
+    """lengths: of the samples of each prompt."""
+
+    step_s: float
+    waiting: float
+    lengths: list[list[int]]
+
+
+@contextmanager
+def _rollout() -> Iterator[tuple[Rollout, RolloutWeights]]:
+    pool = RayResourcePool([ENGINES], use_gpu=False, name="rollout")
+    replicas = Replicas([ReplicaPlace(part) for part in pool.split()], SleepingEngine, restart_limit=0, phase_time_limit_s=600)
+    weights = RolloutWeights(_Stamp(), replicas, OffloadSchedule())
+    limits = RolloutLimits(max_concurrency=SLOTS, answer_limit_s=600, sample_limit_s=600)
+    try:
+        yield Rollout(replicas, weights, TokenRules(pad_token_id=0, stop_token_ids=(), max_response_length=LONGEST), limits, 0), weights
+    finally:
+        replicas.shutdown()
+        pool.release()
+
+
+def run(rollout: Rollout, weights: RolloutWeights, steps: int, training_s: float, max_staleness: int, on_update: OnUpdate) -> Real:
+    """The trainer's loop, with sleep in the place of the roles that train. Those without a max_staleness come first."""
+    loader = BatchLoader(_Rows(), PROMPTS, shuffle=False, seed=0)
+    ahead = _ahead(rollout, weights, loader, steps, max_staleness, on_update) if max_staleness else None
+    weights.push()
+    waiting_s, lengths, start_s = 0.0, [], time.monotonic()
+    for step in range(1, steps + 1):
+        asked_s = time.monotonic()
+        prompts = next(ahead or loader)
+        batch = (ahead or rollout).generate(prompts, SAMPLING, step)
+        waiting_s += time.monotonic() - asked_s
+        lengths += batch.ragged["responses"].lengths.view(PROMPTS, SAMPLES).tolist()
+        time.sleep(training_s)
+        weights.push()
+    seconds = time.monotonic() - start_s
+    if ahead is not None:
+        ahead.close()
+    return Real(seconds / steps, waiting_s / seconds, lengths)
+
+
+def _ahead(
+    rollout: Rollout, weights: RolloutWeights, loader: BatchLoader, steps: int, max_staleness: int, on_update: OnUpdate
+) -> GenerationAhead:
+    make_ledger: Callable[[int], AdmissionLedger] = partial(
+        lambda version: AdmissionLedger(
+            max_staleness=max_staleness,
+            prompts_per_step=PROMPTS,
+            total_steps=steps,
+            next_step=1,
+            version=version,
+            step_pushes=lambda step: True,
+        )
+    )
+    return GenerationAhead(rollout, weights, loader, _Unscored(), GroupRules(SAMPLING), on_update, make_ledger)
+
+
+def virtual(lengths: list[list[int]], steps: int, training_s: float, max_staleness: int, on_update: OnUpdate) -> SimulatedRun:
+    script = Script(
+        lengths=lengths,
+        prompts_per_step=PROMPTS,
+        total_steps=steps,
+        max_staleness=max_staleness,
+        on_update=on_update,
+        num_engines=ENGINES,
+        slots=SLOTS,
+        token_s=TOKEN_S,
+        training_s=training_s,
+        push_s=PUSH_S,
+    )
+    return Simulation(script).run()
+
+
+def main(steps: int) -> None:
+    start_ray(num_cpus=ENGINES)
+    try:
+        with _rollout() as (rollout, weights):
+            _compare(rollout, weights, steps)
+    finally:
+        shutdown()
+
+
+def _compare(rollout: Rollout, weights: RolloutWeights, steps: int) -> None:
+    first = run(rollout, weights, steps, 0.0, 0, OnUpdate.go_on)
+    tokens = sum(map(sum, first.lengths))
+    training_s = tokens / steps / (ENGINES * SLOTS) * TOKEN_S  # as long as all slots need, always in use
+    mean = tokens / steps / PROMPTS / SAMPLES
+    print(f"{steps} steps of {PROMPTS} x {SAMPLES} samples, {mean:.0f} tokens each; training {training_s:.2f} s")
+    print("max_staleness  on_update   step, s: real   virtual   apart   steps per time: real   virtual   trainer waits: real   virtual")
+    synchronous: tuple[float, float] | None = None
+    for max_staleness, on_update in SCHEDULES:
+        real = run(rollout, weights, steps, training_s, max_staleness, on_update)
+        assert real.lengths == first.lengths, "other samples were trained, or in another order"
+        simulated = virtual(real.lengths, steps, training_s, max_staleness, on_update)
+        synchronous = synchronous or (real.step_s, simulated.step_s)
+        update = on_update.value if max_staleness else "-"
+        times = f"{real.step_s:13.2f}  {simulated.step_s:8.2f}  {real.step_s / simulated.step_s - 1:6.1%}"
+        gains = f"{synchronous[0] / real.step_s:19.2f}x  {synchronous[1] / simulated.step_s:7.2f}x"
+        print(f"{max_staleness:13}  {update:9}  {times}  {gains}  {real.waiting:18.0%}  {simulated.waiting:8.0%}", flush=True)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=8, help="of each schedule")
+    main(parser.parse_args().steps)
