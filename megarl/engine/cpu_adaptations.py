@@ -98,26 +98,26 @@ def _adapt_torch() -> None:
     def itself(value: Any, *arguments: Any, **keywords: Any) -> Any:
         return value
 
-    torch.Tensor.cuda = torch.nn.Module.cuda = torch.Tensor.pin_memory = itself  # type: ignore[method-assign, assignment]
+    torch.Tensor.cuda = torch.nn.Module.cuda = torch.Tensor.pin_memory = itself
     cuda = torch.cuda
-    cuda.current_device = lambda: CPU  # type: ignore[assignment, return-value]
-    cuda.synchronize = cuda.empty_cache = lambda *arguments: None  # type: ignore[assignment]
-    cuda.current_stream = cuda.default_stream = InertStream  # type: ignore[assignment]
-    cuda.stream = lambda stream: contextlib.nullcontext()  # type: ignore[assignment]
-    cuda.Stream = cuda.Event = InertStream  # type: ignore[assignment, misc]
-    cuda.is_current_stream_capturing = lambda: False  # type: ignore[assignment]
-    cuda.get_rng_state = lambda *arguments: torch.get_rng_state()  # type: ignore[assignment]
-    cuda.set_rng_state = lambda state, *arguments: torch.set_rng_state(state)  # type: ignore[assignment]
-    cuda.manual_seed = lambda seed: None if torch.default_generator.manual_seed(seed) else None  # type: ignore[assignment]
-    cuda.get_device_capability = lambda *arguments: (0, 0)  # type: ignore[assignment]
-    cuda.get_device_properties = lambda *arguments: types.SimpleNamespace(multi_processor_count=1, major=0, minor=0, name="cpu")  # type: ignore[assignment, return-value]
+    cuda.current_device = lambda: CPU
+    cuda.synchronize = cuda.empty_cache = lambda *arguments: None
+    cuda.current_stream = cuda.default_stream = InertStream
+    cuda.stream = lambda stream: contextlib.nullcontext()
+    cuda.Stream = cuda.Event = InertStream
+    cuda.is_current_stream_capturing = lambda: False
+    cuda.get_rng_state = lambda *arguments: torch.get_rng_state()
+    cuda.set_rng_state = lambda state, *arguments: torch.set_rng_state(state)
+    cuda.manual_seed = lambda seed: None if torch.default_generator.manual_seed(seed) else None
+    cuda.get_device_capability = lambda *arguments: (0, 0)
+    cuda.get_device_properties = lambda *arguments: types.SimpleNamespace(multi_processor_count=1, major=0, minor=0, name="cpu")
 
 
 @contextlib.contextmanager
 def no_compiler() -> Iterator[None]:
     """`jit_fuser` is bound to torch.compile while Megatron is imported, and would start a C++ compiler at its first call."""
     compiler = torch.compile
-    torch.compile = lambda model=None, **options: model if model is not None else (lambda function: function)  # type: ignore[assignment]
+    torch.compile = lambda model=None, **options: model if model is not None else (lambda function: function)
     try:
         yield
     finally:
@@ -133,11 +133,11 @@ def cuda_type_names() -> Iterator[None]:
         result = spelled(tensor, *arguments, **keywords)
         return result.replace("torch.", "torch.cuda.", 1) if isinstance(result, str) else result
 
-    torch.Tensor.type = cuda_spelling  # type: ignore[method-assign, assignment]
+    torch.Tensor.type = cuda_spelling
     try:
         yield
     finally:
-        torch.Tensor.type = spelled  # type: ignore[method-assign]
+        torch.Tensor.type = spelled
 
 
 def _clip_by_total_norm(

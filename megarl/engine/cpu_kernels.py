@@ -43,7 +43,7 @@ class _Linear(torch.autograd.Function):
         return product(hidden.flatten(0, -2), weight, bias).view(*hidden.shape[:-1], weight.shape[0])
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         hidden, weight = ctx.saved_tensors
         need_hidden, need_weight, need_bias = ctx.needs_input_grad
         rows = gradient.flatten(0, -2).contiguous()
@@ -70,7 +70,7 @@ class _SwiGLU(torch.autograd.Function):
         return F.silu(gate).mul_(up)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
         (gate_and_up,) = ctx.saved_tensors
         gate, up = gate_and_up.chunk(2, -1)
         gradients = torch.empty_like(gate_and_up)

@@ -29,7 +29,7 @@ from megarl.engine.offload import MovableState, OffloadableState, StatePart
 from megarl.engine.optimizer import Optimizer, StepStatistics
 from megarl.engine.platform import to_device
 from megarl.engine.spec import ModelSpec
-from megarl.engine.vocab_parallel import Extra, token_scores
+from megarl.engine.vocab_parallel import ENTROPY, Extra, token_scores
 from megarl.weights.load import load_into_shards, value_head_of
 from megarl.weights.manifest import read_checkpoint_index
 from megarl.weights.name_mapping import OUTPUT_LAYER
@@ -176,7 +176,7 @@ class MegatronEngine:
         for model in self._models:
             yield from model.canonical_parameters()
 
-    def forward(self, batch: Rows, micro_batches: MicroBatches, extras: Collection[Extra] = ("entropy",)) -> dict[str, Column] | None:
+    def forward(self, batch: Rows, micro_batches: MicroBatches, extras: Collection[Extra] = ENTROPY) -> dict[str, Column] | None:
         """Scores the rows of `micro_batches` (each row once): (B, R) float32 per output, on the last pipeline stage; else None.
 
         batch: see `make_micro_batch`, or rows of tokens, whose scores are such; B is this replica's number of rows. extras: outputs of a
@@ -201,7 +201,7 @@ class MegatronEngine:
         return {key: torch.cat([output[key] for output in outputs])[to_device(places, self._device)] for key in outputs[0]}
 
     def forward_backward(
-        self, batch: Rows, micro_batches: MicroBatches, loss: LossFunction, extras: Collection[Extra] = ("entropy",)
+        self, batch: Rows, micro_batches: MicroBatches, loss: LossFunction, extras: Collection[Extra] = ENTROPY
     ) -> dict[str, Metric]:
         """Gradients of the sum of `loss` over all micro-batches and data-parallel ranks, replacing those there were.
 

@@ -69,7 +69,7 @@ class _CPUNorm(torch.autograd.Function):
         return normalised * weight
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
         normalised, scale, weight = ctx.saved_tensors
         products = (gradient * normalised).flatten(0, -2)
         projection = (products @ weight).div_(weight.shape[0]).view(scale.shape)
@@ -144,12 +144,13 @@ class AttentionCore(torch.nn.Module):
         )
 
     def _attend_varlen(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedRows) -> Tensor:
-        heads = {"enable_gqa": query.shape[1] != key.shape[1]} if _SAYS_GQA else {}
+        heads: dict[str, Any] = {"enable_gqa": query.shape[1] != key.shape[1]} if _SAYS_GQA else {}
         boundaries, longest = packed.cu_seqlens_q, packed.max_seqlen_q
         causal = (-1, 0)  # all that stands before a token, nothing after it
         mixed = varlen_attn(
             query, key, value, boundaries, boundaries, longest, longest, scale=self.softmax_scale, window_size=causal, **heads
         )
+        assert isinstance(mixed, Tensor), "no more than the values was asked for"
         return mixed.flatten(1)
 
     def _attend_packed(self, query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan) -> Tensor:

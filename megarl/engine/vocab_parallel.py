@@ -19,6 +19,7 @@ from megarl.engine.cpu_kernels import product, product_over_rows
 BLOCK_ELEMENTS = 2**17
 
 Extra = Literal["entropy", "sum_pi_squared"]  # what costs another pass over the logits, and is only computed where it is asked for
+ENTROPY: tuple[Extra] = ("entropy",)
 
 
 class TokenScores(NamedTuple):
@@ -72,7 +73,7 @@ class _Scores(torch.autograd.Function):
         return log_probs, entropy, sum_pi_squared
 
     @staticmethod
-    def backward(  # type: ignore[override]
+    def backward(
         ctx: Any, grad_log_probs: Tensor | None, grad_entropy: Tensor | None, _: Tensor | None
     ) -> tuple[Tensor | None, Tensor | None, None, None]:
         if grad_log_probs is None and grad_entropy is None:
@@ -174,7 +175,7 @@ def token_scores(
     temperature: float,
     chunk_tokens: int,
     group: dist.ProcessGroup,
-    extras: Collection[Extra] = ("entropy",),
+    extras: Collection[Extra] = ENTROPY,
 ) -> TokenScores:
     """Scores of `targets` under softmax(hidden @ weight.T / temperature); `extras`: those that are asked for beside the log-probs.
 
