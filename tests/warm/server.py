@@ -99,7 +99,10 @@ def _import_for_a_node(environment: dict[str, str]) -> None:
     _raylet.getproctitle()
     for name in (
         "megarl.controller.host",
+        "pyarrow.json",
         "ray._common.pydantic_compat",
+        "ray._common.usage.usage_lib",
+        "ray._private.arrow_serialization",
         "ray._private.async_compat",
         "ray._private.serialization",
         "ray._private.workers.default_worker",
