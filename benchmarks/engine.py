@@ -33,7 +33,7 @@ import platform as host
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 from unittest import mock
@@ -350,6 +350,27 @@ def processor_name() -> str:
     return host.processor() or host.machine()
 
 
+def race(results: Callable[[Timing], Iterable[Result]], what: str, repeats: int, cpu_time: bool) -> int:
+    """Prints results, of `what`, as they come, in this process and a group of its own. Returns 1 when a target is missed. cpu_time: of one
+    thread, its seconds on the processor."""
+    num_cores = len(os.sched_getaffinity(0))
+    torch.set_num_threads(1 if cpu_time else num_cores)
+    disable_progress_bar()
+    print(f"{processor_name()}, {num_cores} cores, load {os.getloadavg()[0]:.1f}, torch {torch.__version__}")
+    print(f"{torch.get_num_threads()} threads, seconds {'on the processor' if cpu_time else 'on the clock'}")
+    print(f"{what:<31} ratio   target      tokens/s")
+    missed = []
+    with tempfile.TemporaryDirectory() as store:
+        dist.init_process_group("gloo", init_method=f"file://{store}/rendezvous", rank=0, world_size=1)
+        for result in results(Timing(clock=time.process_time if cpu_time else time.perf_counter, repeats=repeats)):
+            print(result, flush=True)
+            if not result.is_met:
+                missed.append(result.name)
+        dist.destroy_process_group()
+    print(f"targets missed: {', '.join(missed)}" if missed else "every target is met")
+    return 1 if missed else 0
+
+
 def main() -> int:
     """Returns 1 when a target is missed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -357,24 +378,12 @@ def main() -> int:
     parser.add_argument("--cpu-time", action="store_true", help="one thread, and its seconds on the processor")
     parser.add_argument("--only", choices=COMPARISONS, nargs="+", default=COMPARISONS, help="these comparisons")
     arguments = parser.parse_args()
-    timing = Timing(clock=time.process_time if arguments.cpu_time else time.perf_counter, repeats=3 if arguments.quick else 5)
-    num_cores = len(os.sched_getaffinity(0))
-    torch.set_num_threads(1 if arguments.cpu_time else num_cores)
-    disable_progress_bar()
-    print(f"{processor_name()}, {num_cores} cores, load {os.getloadavg()[0]:.1f}, torch {torch.__version__}")
-    print(f"{torch.get_num_threads()} threads, seconds {'on the processor' if arguments.cpu_time else 'on the clock'}")
-    print(f"{'comparison':<31} ratio   target      tokens/s")
-    results = []
-    with tempfile.TemporaryDirectory() as store:
-        dist.init_process_group("gloo", init_method=f"file://{store}/rendezvous", rank=0, world_size=1)
+
+    def results(timing: Timing) -> Iterator[Result]:
         for size in ["10M"] if arguments.quick else MODELS:
-            for result in run_contests(size, arguments.only, timing):
-                print(result, flush=True)
-                results.append(result)
-        dist.destroy_process_group()
-    missed = [result.name for result in results if not result.is_met]
-    print(f"targets missed: {', '.join(missed)}" if missed else "every target is met")
-    return 1 if missed else 0
+            yield from run_contests(size, arguments.only, timing)
+
+    return race(results, "comparison", 3 if arguments.quick else 5, arguments.cpu_time)
 
 
 if __name__ == "__main__":

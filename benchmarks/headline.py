@@ -21,16 +21,11 @@ all             packing, shared prompts, a budget of the naive step's memory, an
 from __future__ import annotations
 
 import argparse
-import os
 import sys
-import tempfile
-import time
 from collections.abc import Iterator, Mapping
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from transformers.utils.logging import disable_progress_bar
 
 from benchmarks.engine import (
     MODELS,
@@ -44,7 +39,7 @@ from benchmarks.engine import (
     compare,
     log_normal_lengths,
     make_samples,
-    processor_name,
+    race,
 )
 from megarl.algorithms.losses import ActorLoss, MiniBatchCounts
 from megarl.config.schema import AdvantageConfig, AdvantageEstimator, AlgorithmConfig, KLConfig, KLEstimator, KLWhere
@@ -146,24 +141,12 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="the 10M model only")
     parser.add_argument("--cpu-time", action="store_true", help="one thread, and its seconds on the processor")
     arguments = parser.parse_args()
-    num_cores = len(os.sched_getaffinity(0))
-    torch.set_num_threads(1 if arguments.cpu_time else num_cores)
-    disable_progress_bar()
-    print(f"{processor_name()}, {num_cores} cores, load {os.getloadavg()[0]:.1f}, torch {torch.__version__}")
-    print(f"{torch.get_num_threads()} threads, seconds {'on the processor' if arguments.cpu_time else 'on the clock'}")
-    print(f"{'feature':<31} ratio   target      tokens/s")
-    with tempfile.TemporaryDirectory() as store:
-        dist.init_process_group("gloo", init_method=f"file://{store}/rendezvous", rank=0, world_size=1)
-        timing = Timing(clock=time.process_time if arguments.cpu_time else time.perf_counter, repeats=3)
-        results = []
+
+    def results(timing: Timing) -> Iterator[Result]:
         for size in ["10M"] if arguments.quick else MODELS:
-            for result in contests(Contest(size), size == "10M", timing):
-                print(result, flush=True)
-                results.append(result)
-        dist.destroy_process_group()
-    missed = [result.name for result in results if not result.is_met]
-    print(f"targets missed: {', '.join(missed)}" if missed else "every target is met")
-    return 1 if missed else 0
+            yield from contests(Contest(size), size == "10M", timing)
+
+    return race(results, "feature", 3, arguments.cpu_time)
 
 
 if __name__ == "__main__":
