@@ -1,0 +1,227 @@
+"""Runs what a model wrote, in a process that can do no harm: without network, without other processes, with its own files only, for so
+long and with so much memory and output.
+
+What that process gives up by itself is in megarl/machine/confined.py. Where the machine has more, it is put into namespaces too: by
+bubblewrap, which shows it a file system of its own with a `/tmp` to write to, or by `unshare`. A level is used where it is seen to work:
+a container may forbid namespaces, a kernel may have no Landlock.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import selectors
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import IO, Literal, NamedTuple
+
+from megarl.machine import confined
+
+_SCRIPT = Path(confined.__file__).absolute()
+_SYSTEM = ("/usr", "/bin", "/lib", "/lib64", "/etc/ld.so.cache", "/etc/localtime")  # what programs begin with; read only
+START_LIMIT_S = 60.0  # until a program begins, on a busy machine; its own time counts from there
+_DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom")
+
+
+class Level(str, Enum):
+    """From the strongest to the weakest; the last is none, and never chosen unless by name."""
+
+    bubblewrap = "bubblewrap"  # namespaces and a file system of its own, by `bwrap`
+    namespaces = "namespaces"  # of processes, network and mounts, by `unshare`; files by Landlock
+    landlock = "landlock"  # files by Landlock, all else by seccomp: nothing has to be installed or allowed
+    process = "process"  # limits of memory and time only
+
+
+class SandboxError(RuntimeError):
+    """No sandbox works on this machine, or the level that was asked for does not; the message says why, and what to change."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SandboxLimits:
+    """memory_mb: of address space. cpu_s, wall_s: seconds of the processor and of the clock. output_kb: of what it prints, on both
+    streams together. disk_mb: of what it writes to /tmp, where it has one."""
+
+    memory_mb: int = 512
+    cpu_s: int = 10
+    wall_s: float = 15.0
+    output_kb: int = 64
+    disk_mb: int = 16
+
+
+class Finished(NamedTuple):
+    """What a program did. ended: by itself, or by which limit it was. status: as of a subprocess; below 0 the signal's number."""
+
+    output: str
+    errors: str
+    status: int
+    ended: Literal["itself", "time", "output"]
+
+
+def run_program(program: str, level: Level, limits: SandboxLimits, stdin: str = "") -> Finished:
+    """Runs the text of a Python program, with the standard library and nothing else, from an empty environment.
+
+    When this returns, none of its processes and files is left. Raises SandboxError where `level` does not work here.
+    """
+    begun, says_begun = os.pipe()
+    with (
+        open(os.memfd_create("program", 0), "w+b") as text,
+        open(os.memfd_create("stdin", 0), "w+b") as given,
+        open(begun, "rb", buffering=0) as start,
+    ):
+        for file, content in ((text, program), (given, stdin)):
+            file.write(content.encode())
+            file.seek(0)
+        try:
+            process = subprocess.Popen(
+                _command(level, limits, text.fileno(), says_begun),
+                stdin=given,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                pass_fds=[text.fileno(), says_begun],
+                env={},
+                cwd="/",
+                start_new_session=True,
+            )
+        finally:
+            os.close(says_begun)
+        begun, finished = _watch(process, start, limits)
+    if not begun:
+        raise SandboxError(f"the sandbox {level.value} does not work here: {' '.join(finished.errors.split()) or finished}")
+    return finished
+
+
+def _command(level: Level, limits: SandboxLimits, program: int, begun: int) -> list[str]:
+    readable, writable = [*_SYSTEM, *_pythons(), *_DEVICES], [_DEVICES[0]]
+    if level is Level.bubblewrap:
+        writable.append("/tmp")
+        readable.append("/proc")
+    of_process = confined.Limits(limits.memory_mb, limits.cpu_s, limits.disk_mb)
+    order = confined.Order(program, begun, of_process, readable, writable, level is not Level.process)
+    python = [sys.executable, "-I", "-S", "-B", str(_SCRIPT), json.dumps(order)]
+    if level not in (Level.bubblewrap, Level.namespaces):
+        return python
+    around = [_tool("setpriv", level), "--pdeathsig", "KILL"]  # of the outermost process: the innermost says it for itself
+    if level is Level.namespaces:
+        around += [_tool("unshare", level), "--fork", "--kill-child", "--pid", "--net", "--ipc", "--uts", "--mount", "--mount-proc"]
+        around += [] if os.geteuid() == 0 else ["--map-root-user"]
+    else:
+        around += [
+            _tool("bwrap", level),
+            "--unshare-all",
+            "--die-with-parent",
+            "--new-session",
+            "--cap-drop",
+            "ALL",
+            "--proc",
+            "/proc",
+            "--dev",
+            "/dev",
+        ]
+        around += ["--size", str(limits.disk_mb * 2**20), "--tmpfs", "/tmp", "--chdir", "/tmp"]
+        for path in (*_SYSTEM, *_pythons(), str(_SCRIPT)):
+            around += ["--ro-bind-try", path, path]
+    return [*around, *python]
+
+
+def _tool(name: str, level: Level) -> str:
+    path = shutil.which(name)
+    if path is None:
+        raise SandboxError(f"the sandbox {level.value} needs {name!r}, which is not installed")
+    return path
+
+
+@functools.cache
+def _pythons() -> tuple[str, ...]:
+    """Folders that this interpreter reads its standard library from, beside the system's."""
+    library, interpreter = os.path.dirname(os.__file__), os.path.dirname(os.path.realpath(sys.executable))
+    return tuple(sorted({sys.prefix, sys.base_prefix, *map(os.path.realpath, (sys.base_prefix, library, interpreter))}))
+
+
+def _watch(process: subprocess.Popen[bytes], start: IO[bytes], limits: SandboxLimits) -> tuple[bool, Finished]:
+    """Reads until both streams end, too much has come, or the time is over; then nothing of it lives. First: whether the program began."""
+    assert process.stdout is not None
+    assert process.stderr is not None
+    room, deadline, begun = limits.output_kb * 1024, time.monotonic() + START_LIMIT_S, False
+    ended: Literal["itself", "time", "output"] = "itself"
+    output, errors = bytearray(), bytearray()
+    try:
+        with selectors.DefaultSelector() as streams:
+            streams.register(start, selectors.EVENT_READ)
+            streams.register(process.stdout, selectors.EVENT_READ, output)
+            streams.register(process.stderr, selectors.EVENT_READ, errors)
+            while streams.get_map() and ended == "itself":
+                for key, _ in streams.select(max(0.0, deadline - time.monotonic())):
+                    chunk = os.read(key.fd, 65536)
+                    if key.fileobj is start:
+                        begun, deadline = bool(chunk), time.monotonic() + limits.wall_s
+                        streams.unregister(start)
+                    elif chunk:
+                        key.data.extend(chunk)
+                    else:
+                        streams.unregister(key.fileobj)
+                if len(output) + len(errors) > room:
+                    ended = "output"
+                elif time.monotonic() >= deadline:
+                    ended = "time"
+        if ended == "itself" and not _ends(process, deadline):
+            ended = "time"
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+        status = process.wait()
+        process.stdout.close()
+        process.stderr.close()
+    said = [bytes(stream[:room]).decode(errors="replace") for stream in (output, errors)]
+    return begun, Finished(said[0], said[1], status, ended)
+
+
+def _ends(process: subprocess.Popen[bytes], deadline: float) -> bool:
+    try:
+        process.wait(max(0.0, deadline - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        return False
+    return True
+
+
+# ---- which level a machine has
+
+_PROBE = """
+import os, socket
+for name, attempt in {{"read a file": lambda: open({canary!r}).read(), "open a socket": socket.socket, "start a process": os.fork}}.items():
+    try:
+        attempt()
+    except OSError:
+        continue
+    print("a program could", name)
+"""
+
+
+@functools.cache
+def why_not(level: Level) -> str:
+    """Why it is not used here, in one line; empty where a program was seen not to get out of it."""
+    with tempfile.NamedTemporaryFile("w", suffix=".canary") as canary:
+        os.chmod(canary.name, 0o644)
+        try:
+            finished = run_program(_PROBE.format(canary=canary.name), level, SandboxLimits())
+        except SandboxError as error:
+            return str(error)
+    got_out = finished.output or finished.errors or ("" if finished.status == 0 else f"status {finished.status}")
+    return f"the sandbox {level.value} does not hold here: {' '.join(got_out.split())}" if got_out else ""
+
+
+def strongest() -> Level:
+    """Raises SandboxError where none holds."""
+    reasons = []
+    for level in list(Level)[:-1]:
+        if not (reason := why_not(level)):
+            return level
+        reasons.append(reason)
+    raise SandboxError(f"no sandbox works on this machine: {'; '.join(reasons)}. Install bubblewrap, or allow namespaces or Landlock")

@@ -1,0 +1,192 @@
+"""Programs that try to get out of the sandbox, on every level; docs/sandbox.md has the table of what happened, which a test writes.
+
+MEGARL_WRITE_PAGES=1 python -m pytest tests/unit/machine/test_sandbox.py
+"""
+
+import ctypes
+import os
+import re
+import socket
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import psutil
+import pytest
+
+from megarl.machine import confined, sandbox
+from megarl.machine.sandbox import Finished, Level, SandboxError, SandboxLimits, run_program, strongest, why_not
+from tests.unit.machine.attacks import ATTACKS, BY_LIMITS, END, HEAD
+
+PAGE = Path(__file__).parents[3] / "docs" / "sandbox.md"
+STRONG = [level for level in Level if level is not Level.process]
+LIMITS = SandboxLimits(memory_mb=256, cpu_s=1, wall_s=1.0, output_kb=16)
+
+
+def needs(level: Level) -> None:
+    """Where tests decide what lands, every level has to be there."""
+    if level is not Level.process and (reason := why_not(level)):
+        (pytest.fail if os.environ.get("CI") else pytest.skip)(reason)
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, object]]:
+    """What the attacks are after."""
+    run = tmp_path_factory.mktemp("run")
+    (run / "secret.txt").write_text("hunter2")
+    os.environ["MEGARL_TEST_SECRET"] = "hunter2"
+    kept = ctypes.create_string_buffer(b"hunter2")
+    with socket.create_server(("127.0.0.1", 0)) as tcp, socket.socket(socket.AF_UNIX) as unix:
+        unix.bind(str(run / "socket"))
+        unix.listen()
+        yield {"run": run, "pid": os.getpid(), "tcp": tcp.getsockname()[1], "unix": run / "socket", "address": ctypes.addressof(kept)}
+    del os.environ["MEGARL_TEST_SECRET"]
+
+
+@pytest.fixture(scope="module")
+def outcomes(target: dict[str, object]) -> dict[Level, dict[str, Finished]]:
+    def attempt(attack: str, level: Level) -> Finished:
+        Path(str(target["run"]), "spare.txt").touch()
+        program = HEAD + ATTACKS[attack].format(**target) + END
+        return run_program(program, level, LIMITS)
+
+    levels = [level for level in Level if level is Level.process or not why_not(level)]
+    with ThreadPoolExecutor(4) as pool:
+        futures = {level: {attack: pool.submit(attempt, attack, level) for attack in ATTACKS} for level in levels}
+        finished = {level: {attack: future.result() for attack, future in of.items()} for level, of in futures.items()}
+    for path in Path("/tmp").glob(f"*-{os.getpid()}"):
+        path.unlink()
+    return finished
+
+
+def got_out(finished: Finished) -> bool:
+    return "OUT" in finished.output
+
+
+@pytest.mark.parametrize("attack", ATTACKS)
+@pytest.mark.parametrize("level", STRONG)
+def test_no_attack_gets_out(level: Level, attack: str, outcomes: dict[Level, dict[str, Finished]]) -> None:
+    needs(level)
+    finished = outcomes[level][attack]
+    assert not got_out(finished), finished
+    assert finished.status != 0
+    if attack in BY_LIMITS:
+        assert finished.ended == ("output" if attack == "print without end" else "time") or finished.status == -9, finished
+    else:
+        assert finished.ended == "itself", finished
+        assert re.search(r"Error\b", finished.errors), finished  # it was refused, and went no further
+
+
+def test_the_attacks_are_none_where_nothing_is_in_their_way(outcomes: dict[Level, dict[str, Finished]]) -> None:
+    """Else they would prove nothing. Root may do more than others; and a limit of memory holds without a sandbox."""
+    stopped = {attack for attack, finished in outcomes[Level.process].items() if not got_out(finished)}
+    always = {"read an inherited variable", "take 4 GB of memory", "start threads without end", "fill the disk", *BY_LIMITS}
+    by_others = {
+        "get the privileges of a new user namespace",
+        "mount a file system",
+        "trace the parent (ptrace)",
+        "read the parent's memory",
+    }
+    of_descriptors = {"write to a descriptor of the parent", "read it by its handle"}
+    assert always <= stopped <= always | of_descriptors | (by_others if os.geteuid() else set())
+
+
+def test_nothing_is_left(target: dict[str, object], outcomes: dict[Level, dict[str, Finished]]) -> None:
+    run = Path(str(target["run"]))
+    assert {path.name for path in run.iterdir()} - {"new.txt", "spare.txt"} == {"secret.txt", "socket"}
+    left = [process for process in psutil.process_iter(["cmdline"]) if str(confined.__file__) in (process.info["cmdline"] or [])]
+    deadline = time.monotonic() + 10  # what outlived a call without a sandbox ends by itself
+    while any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in left) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not [process for process in left if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
+
+
+def test_the_page_has_what_happened(outcomes: dict[Level, dict[str, Finished]]) -> None:
+    for level in STRONG:
+        needs(level)
+    if os.geteuid():
+        pytest.skip("the page says what root's programs could do without a sandbox")
+    lines = ["| what a program tries | " + " | ".join(level.value for level in Level) + " |", "|---" * (len(Level) + 1) + "|"]
+    for attack in ATTACKS:
+        cells = ("**done**" if got_out(outcomes[level][attack]) else "stopped" for level in Level)
+        lines.append(f"| {attack} | " + " | ".join(cells) + " |")
+    table = "\n".join(lines)
+    text = PAGE.read_text(encoding="utf-8")
+    block = re.compile(r"(<!-- table: attacks -->\n)(.*?)(\n<!-- end -->)", re.DOTALL)
+    if os.environ.get("MEGARL_WRITE_PAGES"):
+        PAGE.write_text(block.sub(lambda found: found[1] + table + found[3], text), encoding="utf-8")
+    else:
+        assert block.search(text)[2] == table, f"{PAGE}: if the new one is right, this test writes it with MEGARL_WRITE_PAGES=1"
+
+
+@pytest.mark.parametrize("level", Level)
+def test_a_program_works(level: Level) -> None:
+    """Standard library, threads, an event loop, standard input, an error with its line, a status of its own."""
+    needs(level)
+    program = """
+import asyncio, fractions, json, random, sys, threading, zoneinfo
+thread = threading.Thread(target=print, args=(fractions.Fraction(1, 3),))
+thread.start(); thread.join()
+asyncio.run(asyncio.sleep(0))
+print(json.loads(sys.stdin.read())["é"], __name__, sys.argv)
+raise ValueError("meant")
+"""
+    finished = run_program(program, level, SandboxLimits(), stdin='{"é": 7}')
+    assert finished.output.splitlines()[:1] == ["1/3"]
+    assert finished.output.splitlines()[1].startswith("7 __main__ [")
+    assert finished.errors.splitlines()[0] == "Traceback (most recent call last):"
+    assert '  File "<program>", line 7, in <module>\n    raise ValueError("meant")\nValueError: meant' in finished.errors
+    assert str(confined.__file__) not in finished.errors
+    assert (finished.status, finished.ended) == (1, "itself")
+    assert run_program("import sys; sys.exit(125)", level, SandboxLimits()).status == 125
+    assert "SyntaxError" in run_program("def f(:", level, SandboxLimits()).errors
+
+
+def test_bubblewrap_gives_a_folder_to_write_to() -> None:
+    needs(Level.bubblewrap)
+    program = "open('kept', 'w').write('x'); import os; print(os.getcwd(), os.listdir())"
+    for _ in range(2):  # the second does not see what the first wrote
+        assert run_program(program, Level.bubblewrap, SandboxLimits()).output == "/tmp ['kept']\n"
+
+
+def test_output_is_cut_where_it_is_too_long() -> None:
+    finished = run_program("print('a' * 2000)", Level.process, SandboxLimits(output_kb=1))
+    assert (finished.output, finished.ended) == ("a" * 1024, "output")
+
+
+def test_a_level_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(SandboxError, match=r"^the sandbox bubblewrap needs 'setpriv', which is not installed$"):
+        run_program("", Level.bubblewrap, SandboxLimits())
+    for name, content in (("setpriv", 'shift 2; exec "$@"'), ("bwrap", "echo bwrap: no permission to make a new namespace >&2; exit 1")):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{content}\n")
+        (tmp_path / name).chmod(0o755)
+    with pytest.raises(SandboxError, match=r"^the sandbox bubblewrap does not work here: bwrap: no permission to make a new namespace$"):
+        run_program("", Level.bubblewrap, SandboxLimits())
+
+
+def test_the_strongest_that_holds_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that lets a program out does not count, as limits alone show."""
+    reason = why_not(Level.process)
+    assert reason.startswith("the sandbox process does not hold here: a program could read a file")
+    reasons = {Level.bubblewrap: "no bwrap", Level.namespaces: "forbidden", Level.landlock: ""}
+    monkeypatch.setattr(sandbox, "why_not", lambda level: reasons[level])
+    assert strongest() is Level.landlock
+    reasons[Level.landlock] = "no Landlock"
+    with pytest.raises(SandboxError, match=r"no sandbox works on this machine: no bwrap; forbidden; no Landlock\. Install bubblewrap"):
+        strongest()
+
+
+def test_the_refused_calls_are_those_of_the_kernel() -> None:
+    """Their numbers, beside the headers of this machine."""
+    header = Path("/usr/include/asm-generic/unistd.h")
+    own = next(Path("/usr/include").glob("*/asm/unistd_64.h"), None)
+    if own is None or not header.exists():
+        pytest.skip("no headers of the kernel are installed")
+    for column, file in enumerate((own, header)):
+        numbers = dict(re.findall(r"#define __NR(?:3264)?_(\w+)\s+(\d+)", file.read_text()))
+        for calls in confined._REFUSED.values():
+            for name, *there in map(str.split, calls.split(",")):
+                if name in numbers or there[column] == "-":
+                    assert numbers.get(name, "-") == there[column], name
