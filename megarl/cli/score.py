@@ -24,7 +24,7 @@ def run(config_path: str, overrides: Sequence[str], rows_path: str, of_ground_tr
     """
     reward = load_config(PPOConfig, config_path, overrides).reward
     requests = [_request(row, of_ground_truth) for row in read_rows([rows_path], (), _COLUMNS)]
-    with RewardScorer(reward.functions, reward.time_limit_s, 1.0, reward.num_processes) as scorer:
+    with RewardScorer(reward.functions, reward.time_limit_s, 1.0, reward.num_processes, sandbox=reward.sandbox) as scorer:
         report = scorer.score(requests)
     _print(requests, report)
     if len(report.errors) <= reward.max_error_rate * len(requests):

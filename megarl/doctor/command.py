@@ -40,6 +40,7 @@ CHECKS = (
     Check("threads", "machine", "threads"),
     Check("clock", "machine", "clock"),
     Check("environment", "machine", "environment"),
+    Check("sandbox", "machine", "sandbox"),
     Check("ports", "network", "ports"),
     Check("layers", "software", "layers", of_run=True),
     Check("checkpoints", "storage", of_run=True),

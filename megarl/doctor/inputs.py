@@ -170,7 +170,7 @@ def judge_rewards(reward: RewardConfig, prompt: Prompt | None, limit_s: float = 
     remedy = f"mend {files}; `megarl score` runs it on a file of responses"
     sample = None if prompt is None else _answered_right(prompt)
     try:
-        with RewardScorer(reward.functions, min(reward.time_limit_s, _SAMPLE_LIMIT_S), 1.0, 1, limit_s) as scorer:
+        with RewardScorer(reward.functions, min(reward.time_limit_s, _SAMPLE_LIMIT_S), 1.0, 1, limit_s, reward.sandbox) as scorer:
             report = None if sample is None else scorer.score([sample])
     except (RewardFunctionError, RewardError) as error:
         return refused(REWARDS, "reward.functions", error, remedy, files=files)

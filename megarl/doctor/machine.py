@@ -1,4 +1,4 @@
-"""This machine: shared memory, open files, memory, threads, the clock, and variables that slow a run down."""
+"""This machine: shared memory, open files, memory, threads, the clock, the sandbox, and variables that slow a run down."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from megarl.controller.cluster import OBJECT_STORE_MB
 from megarl.doctor.check_result import CheckResult, doubtful, good, size, wrong
 from megarl.doctor.examined_run import ExaminedRun
 from megarl.machine.processors import usable_cores
+from megarl.machine.sandbox import Level, why_not
 from megarl.placement.cores import at_work
 from megarl.placement.memory import plan_memory
 
@@ -118,6 +119,18 @@ def judge_memory(total: int, available: int, planned: int) -> CheckResult:
         return doubtful("memory", message, f"end what uses it, or {remedy}", **facts)
     needs = f", about {size(planned)} planned" if planned else ""
     return good("memory", f"{size(available)} of {size(total)} available{needs}", **facts)
+
+
+def sandbox(subject: ExaminedRun) -> Iterator[CheckResult]:
+    """What holds programs that a model wrote: each level is tried."""
+    reasons = {level: why_not(level) for level in Level if level is not Level.process}
+    holds = [level.value for level, reason in reasons.items() if not reason]
+    facts = {level.value: reason for level, reason in reasons.items()}
+    if not holds:
+        remedy = "apt-get install bubblewrap, and in a container allow namespaces (docker: --security-opt seccomp=unconfined)"
+        yield doubtful("sandbox", f"none for programs that a model wrote: {'; '.join(reasons.values())}", remedy, **facts)
+    else:
+        yield good("sandbox", f"{holds[0]}, for programs that a model wrote", **facts)
 
 
 def threads(subject: ExaminedRun) -> Iterator[CheckResult]:

@@ -28,7 +28,12 @@ from megarl.machine import confined
 _SCRIPT = Path(confined.__file__).absolute()
 _SYSTEM = ("/usr", "/bin", "/lib", "/lib64", "/etc/ld.so.cache", "/etc/localtime")  # what programs begin with; read only
 START_LIMIT_S = 60.0  # until a program begins, on a busy machine; its own time counts from there
-_DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom")
+# Folders that this interpreter reads its libraries from, beside the system's.
+_PYTHONS = tuple(
+    sorted({sys.prefix, sys.base_prefix, *map(os.path.realpath, (sys.base_prefix, os.__file__ + "/..", sys.executable + "/.."))})
+)
+READABLE = (*_SYSTEM, *_PYTHONS, "/dev/null", "/dev/zero", "/dev/urandom")
+WRITABLE = ("/dev/null",)
 
 
 class Level(str, Enum):
@@ -99,10 +104,7 @@ def run_program(program: str, level: Level, limits: SandboxLimits, stdin: str = 
 
 
 def _command(level: Level, limits: SandboxLimits, program: int, begun: int) -> list[str]:
-    readable, writable = [*_SYSTEM, *_pythons(), *_DEVICES], [_DEVICES[0]]
-    if level is Level.bubblewrap:
-        writable.append("/tmp")
-        readable.append("/proc")
+    readable, writable = ((*READABLE, "/proc"), (*WRITABLE, "/tmp")) if level is Level.bubblewrap else (READABLE, WRITABLE)
     of_process = confined.Limits(limits.memory_mb, limits.cpu_s, limits.disk_mb)
     order = confined.Order(program, begun, of_process, readable, writable, level is not Level.process)
     python = [sys.executable, "-I", "-S", "-B", str(_SCRIPT), json.dumps(order)]
@@ -126,7 +128,7 @@ def _command(level: Level, limits: SandboxLimits, program: int, begun: int) -> l
             "/dev",
         ]
         around += ["--size", str(limits.disk_mb * 2**20), "--tmpfs", "/tmp", "--chdir", "/tmp"]
-        for path in (*_SYSTEM, *_pythons(), str(_SCRIPT)):
+        for path in (*_SYSTEM, *_PYTHONS, str(_SCRIPT)):
             around += ["--ro-bind-try", path, path]
     return [*around, *python]
 
@@ -136,13 +138,6 @@ def _tool(name: str, level: Level) -> str:
     if path is None:
         raise SandboxError(f"the sandbox {level.value} needs {name!r}, which is not installed")
     return path
-
-
-@functools.cache
-def _pythons() -> tuple[str, ...]:
-    """Folders that this interpreter reads its standard library from, beside the system's."""
-    library, interpreter = os.path.dirname(os.__file__), os.path.dirname(os.path.realpath(sys.executable))
-    return tuple(sorted({sys.prefix, sys.base_prefix, *map(os.path.realpath, (sys.base_prefix, library, interpreter))}))
 
 
 def _watch(process: subprocess.Popen[bytes], start: IO[bytes], limits: SandboxLimits) -> tuple[bool, Finished]:

@@ -10,13 +10,16 @@ import signal
 import sys
 import uuid
 from collections.abc import Callable, Sequence
+from functools import partial
 from numbers import Real
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megarl.config.schema import RewardFunctionConfig
+from megarl.config.schema import RewardFunctionConfig, RewardSandboxConfig
+from megarl.machine.confined import Limits, landlock_abi
 from megarl.machine.reaper import OWNER, start_reaper
 from megarl.machine.user_functions import Expected, UserFunctionError, last_line, load_function
+from megarl.rewards.confined_call import CallError, call_confined, forget_environment
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 RewardFunction = Callable[..., Any]
@@ -58,7 +61,7 @@ class Outcome(NamedTuple):
     answer: str | None = None
 
 
-class NotAScoreError(ValueError):
+class NotAScoreError(CallError):
     """A function returned something else than a finite number, or a dict with such a `score`."""
 
 
@@ -69,13 +72,20 @@ class LoadedFunction(NamedTuple):
 
 # The state of the process, set by `start`: what was loaded, or why it could not be.
 _functions: list[LoadedFunction] = []
+_limits = Limits(0, 0)
 _load_error: str | None = None
 
 
-def start(configs: Sequence[RewardFunctionConfig]) -> None:
+def start(configs: Sequence[RewardFunctionConfig], sandbox: RewardSandboxConfig, time_limit_s: float) -> None:
     """The pool's initializer. It never raises: the pool would start processes again and again. See `load_error`."""
-    global _load_error
+    global _limits, _load_error
     _die_with_parent()
+    _limits = Limits(sandbox.memory_mb, cpu_s=math.ceil(time_limit_s))
+    if any(config.sandbox for config in configs):
+        forget_environment(sandbox.environment, marks=[OWNER])
+        if not landlock_abi():
+            _load_error = "reward.functions' sandbox: this kernel has no Landlock (Linux 5.13), or it is switched off; leave it false"
+            return
     # What a function has started ends with this process, also where a sample that took too long is why it ends: it is known by a mark,
     # and by the process's own group.
     os.setpgid(0, 0)
@@ -110,18 +120,34 @@ def score(request: ScoreRequest) -> Outcome:
     for function in _functions:
         name = function.config.name if len(_functions) == 1 else f"{Path(function.config.path).stem}.{function.config.name}"
         try:
-            returned = function.call(**_arguments(request))
-            values = _numbers(returned)
-        except NotAScoreError as error:
-            return Outcome(0.0, {}, f"{name} returned {error}")
+            if function.config.sandbox:
+                values, said = _checked(call_confined(partial(_evaluate, function, request), _limits))
+            else:
+                values, said = _evaluate(function, request)
+        except CallError as error:
+            return Outcome(0.0, {}, f"{name} {error}")
         except BaseException as error:  # noqa: BLE001  (the boundary of the process: the user's code may raise anything, SystemExit too)
             return Outcome(0.0, {}, f"{name} raised {last_line(error)}")
         total += function.config.weight * values["score"]
         parts.append(values["score"])
-        if answer is None and isinstance(returned, dict) and isinstance(returned.get("answer"), str):
-            answer = returned["answer"]
+        answer = said if answer is None else answer
         metrics.update({f"{name}/{key}": value for key, value in values.items()})
     return Outcome(total, metrics, parts=tuple(parts), answer=answer)
+
+
+def _evaluate(function: LoadedFunction, request: ScoreRequest) -> tuple[dict[str, float], str | None]:
+    """The numbers that a function returns, and its answer. Raises NotAScoreError where it returns something else."""
+    returned = function.call(**_arguments(request))
+    answer = returned.get("answer") if isinstance(returned, dict) else None
+    return _numbers(returned), answer if isinstance(answer, str) else None
+
+
+def _checked(said: Any) -> tuple[dict[str, float], str | None]:
+    """What a process said in which a model's program was: that could have said anything. Raises NotAScoreError."""
+    match said:
+        case [dict() as numbers, None | str() as answer]:
+            return _numbers(numbers), answer
+    raise NotAScoreError(f"returned {str(said)[:60]!r}, which is not what a function returns")
 
 
 def _arguments(request: ScoreRequest) -> dict[str, Any]:
@@ -135,11 +161,13 @@ def _numbers(returned: Any) -> dict[str, float]:
     if not isinstance(returned, dict):
         returned = {"score": returned}
     if "score" not in returned:
-        raise NotAScoreError(f"a dict without 'score', with the keys {sorted(map(str, returned))}; expected a number or such a dict")
+        raise NotAScoreError(
+            f"returned a dict without 'score', with the keys {sorted(map(str, returned))}; expected a number or such a dict"
+        )
     numbers = {str(key): number for key, value in returned.items() if (number := _number(value)) is not None}
     if "score" not in numbers:
         value = returned["score"]
-        raise NotAScoreError(f"the {type(value).__name__} {repr(value)[:60]} as its score, expected a finite number")
+        raise NotAScoreError(f"returned the {type(value).__name__} {repr(value)[:60]} as its score, expected a finite number")
     return numbers
 
 

@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple
 
 from pebble import ProcessExpired, ProcessPool
 
-from megarl.config.schema import RewardFunctionConfig
+from megarl.config.schema import RewardFunctionConfig, RewardSandboxConfig
 from megarl.machine.spawn import FreshContext
 from megarl.rewards import process
 from megarl.rewards.process import Outcome, RewardFunctionError, ScoreRequest
@@ -80,6 +80,7 @@ class RewardScorer:
         max_error_rate: float,
         num_processes: int,
         start_time_limit_s: float = START_TIME_LIMIT_S,
+        sandbox: RewardSandboxConfig = RewardSandboxConfig(),  # noqa: B008  (frozen)
     ) -> None:
         if not functions:
             raise RewardFunctionError("reward.functions is empty; give at least one {path, name}")
@@ -88,6 +89,7 @@ class RewardScorer:
         self._max_error_rate = max_error_rate
         self._num_processes = num_processes
         self._start_time_limit_s = start_time_limit_s
+        self._sandbox = sandbox
         # The kernel ends a process with the *thread* that started it (PR_SET_PDEATHSIG), so the pool is started in a thread that
         # lives as long as the scorer; later processes are started by the pool's own thread.
         self._starter = ThreadPoolExecutor(max_workers=1, thread_name_prefix="reward_pool_starter")
@@ -141,7 +143,8 @@ class RewardScorer:
 
     def _start(self) -> ProcessPool:
         """Starts the processes, and waits until one of them has loaded the functions."""
-        pool = ProcessPool(max_workers=self._num_processes, initializer=process.start, initargs=[self._functions], context=FreshContext())
+        initial = [self._functions, self._sandbox, self._time_limit_s]
+        pool = ProcessPool(max_workers=self._num_processes, initializer=process.start, initargs=initial, context=FreshContext())
         loading = pool.schedule(process.load_error)
         if not wait([loading], timeout=self._start_time_limit_s).done:
             files = ", ".join(function.path for function in self._functions)

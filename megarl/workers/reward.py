@@ -22,7 +22,9 @@ class RewardWorker(Worker):
         super().__init__()
         self._tokenizer = load_tokenizer(tokenizer_path, trust_remote_code)
         self._scorer = (
-            RewardScorer(config.functions, config.time_limit_s, config.max_error_rate, config.num_processes) if config.functions else None
+            RewardScorer(config.functions, config.time_limit_s, config.max_error_rate, config.num_processes, sandbox=config.sandbox)
+            if config.functions
+            else None
         )
 
         self._begun: dict[str, list[BegunScore]] = {}  # by uid

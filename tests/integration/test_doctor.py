@@ -54,7 +54,7 @@ def test_the_quickstart_is_good_on_this_machine(tmp_path: Path) -> None:
     found = {each["check"]: each for each in answer["findings"]}
     assert set(found) == {
         *("configuration", "versions", "layers", "gpus", "shared memory", "open files", "memory", "threads", "clock", "environment"),
-        *("ports", "checkpoints", "models", "tokenizers", "data", "reward functions", "ranks", "ray", "nodes", "resources"),
+        *("sandbox", "ports", "checkpoints", "models", "tokenizers", "data", "reward functions", "ranks", "ray", "nodes", "resources"),
     }
     assert found["ranks"]["facts"]["ranks"] == 2  # as the quickstart's actor has
     assert found["resources"]["facts"]["needed"] == [{"CPU": 5.0}]

@@ -50,7 +50,13 @@ from megarl.config.schema.models import (
     ReferenceConfig,
 )
 from megarl.config.schema.placement import OverBudget, PlacementConfig, PlacementStrategy
-from megarl.config.schema.reward import OverlongConversation, RewardConfig, RewardFunctionConfig, RewardModelConfig
+from megarl.config.schema.reward import (
+    OverlongConversation,
+    RewardConfig,
+    RewardFunctionConfig,
+    RewardModelConfig,
+    RewardSandboxConfig,
+)
 from megarl.config.schema.rollout import (
     Late,
     OnUpdate,

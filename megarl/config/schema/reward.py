@@ -23,6 +23,17 @@ class RewardFunctionConfig:
     path: str = field(default=MISSING, metadata=names(InputKind.code))  # of the file
     name: str = "compute_score"  # of the function in it
     weight: float = 1.0  # what its score is multiplied by
+    # True: each sample in a process of its own that reads no file, reaches no network, starts no process and leaves nothing behind: for
+    # functions that run what a model wrote; see the page on the sandbox
+    sandbox: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardSandboxConfig:
+    """What functions with `sandbox` may have. Where one has it, no function sees a variable that is not named here."""
+
+    memory_mb: int = ranged(512, at_least=1)  # of a sample, beside what the functions' files have loaded
+    environment: list[str] = field(default_factory=list)  # names of the variables that are passed on
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +52,7 @@ class RewardModelConfig:
 @dataclass(frozen=True, kw_only=True)
 class RewardConfig:
     functions: list[RewardFunctionConfig] = field(default_factory=list)  # their weighted scores are added; see the page on rewards
+    sandbox: RewardSandboxConfig = field(default_factory=RewardSandboxConfig)
     model: RewardModelConfig = field(default_factory=RewardModelConfig)
     time_limit_s: float = ranged(10.0, above=0)  # of one sample, from when its scoring begins
     # share of a batch's samples whose scoring may fail (scored as 0 and reported)

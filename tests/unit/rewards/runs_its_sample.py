@@ -1,0 +1,12 @@
+"""A reward function that runs what the model wrote, which is what a sandbox is for. It is loaded once, where it sees its variables."""
+
+import os
+
+SEEN_AT_LOADING = {name: os.environ.get(name) for name in ("REWARD_SECRET", "REWARD_NAMED")}
+COUNTED = {"samples": 0}
+
+
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    names = {"seen": SEEN_AT_LOADING, "counted": COUNTED, "given": extra_info}
+    exec(solution_str, names)
+    return {"score": names["score"], "answer": str(names["score"])}

@@ -1,0 +1,154 @@
+"""Samples that run as programs within the reward function, in the sandbox of `reward.functions[].sandbox`."""
+
+import json
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from megarl.config.schema import RewardFunctionConfig, RewardSandboxConfig
+from megarl.rewards import process
+from megarl.rewards.process import RewardFunctionError
+from megarl.rewards.scorer import RewardScorer, ScoreRequest
+from tests.unit.rewards import runs_its_sample
+
+SANDBOXED = RewardFunctionConfig(path=runs_its_sample.__file__, sandbox=True)
+
+
+@pytest.fixture(scope="module")
+def scorer():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("REWARD_SECRET", "hunter2")
+        patch.setenv("REWARD_NAMED", "named")
+        named = RewardSandboxConfig(memory_mb=64, environment=["REWARD_NAMED"])
+        with RewardScorer([SANDBOXED], time_limit_s=2.0, max_error_rate=1.0, num_processes=1, sandbox=named) as scorer:
+            yield scorer
+
+
+def score(scorer, *programs, given=None):
+    requests = [ScoreRequest(f"u{number}", "s", program, None, given or {}) for number, program in enumerate(programs)]
+    report = scorer.score(requests)
+    errors = {error.index: error.message for error in report.errors}
+    return [errors.get(number, value) for number, value in enumerate(report.scores)]
+
+
+def test_a_sample_sees_nothing_of_another_and_only_named_variables(scorer):
+    assert score(scorer, *["counted['samples'] += 1; score = counted['samples']"] * 3) == [1.0, 1.0, 1.0]
+    patches = "import builtins, random; builtins.float = int; random.random = None; score = 1"
+    assert score(scorer, patches, "import random; score = float('2.5') + 0 * random.random()") == [1.0, 2.5]
+    everything = "import os; score = float({} in [*os.environ.values(), *seen.values()])"
+    assert score(scorer, everything.format("'hunter2'"), everything.format("'named'")) == [0.0, 1.0]
+
+
+def test_what_a_sample_may_not_do_is_its_error(scorer, tmp_path):
+    (tmp_path / "answers.json").write_text("42")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        said = score(
+            scorer,
+            f"score = int(open({str(tmp_path / 'answers.json')!r}).read())",
+            f"open({str(tmp_path / 'new')!r}, 'w')",
+            f"import socket; socket.create_connection({server.getsockname()!r}); score = 1",
+            "import socket; socket.socket(socket.AF_INET, socket.SOCK_DGRAM); score = 1",
+            "import subprocess; subprocess.run(['true']); score = 1",
+            "import os; os.kill(os.getppid(), 9); score = 1",
+            "kept = bytearray(2**30); score = 1",
+            "import os; os._exit(0)",
+            "import sys; sys.exit(4)",
+            "score = 'five'",
+            "while True: pass",
+            "score = 7",
+        )
+    assert said[0].startswith("compute_score raised PermissionError: [Errno 13] Permission denied")
+    assert said[1].startswith("compute_score raised PermissionError: [Errno 13] Permission denied")
+    assert all(message.startswith("compute_score raised PermissionError: [Errno 1] Operation not permitted") for message in said[2:6])
+    assert said[6].startswith("compute_score raised MemoryError")
+    assert said[7] == "compute_score ended its process (status 0) without an answer"
+    assert said[8].startswith("compute_score raised SystemExit: 4")
+    assert said[9] == "compute_score returned the str 'five' as its score, expected a finite number"
+    assert said[10] == "it took more than reward.time_limit_s=2 s and was killed"
+    assert said[11] == 7.0
+    assert [path.name for path in tmp_path.iterdir()] == ["answers.json"]
+
+
+def test_what_its_program_says_itself_is_looked_at(scorer):
+    """It can forge its own sample's score, as it runs beside what scores it, and nothing else."""
+    say = "import os\nfor number in range(3, 64):\n    try: os.write(number, {!r})\n    except OSError: pass\nos._exit(0)"
+    forged = [b"x" * 100_000, b"[1", json.dumps(["value", 3]).encode(), b'["value", [{"score": NaN}, null]]']
+    said = score(scorer, *(say.format(text) for text in forged), "score = 1")
+    assert said[0] == said[1].replace("status 0", "signal 9") or "without an answer" in said[0]
+    assert said[1] == "compute_score ended its process (status 0) without an answer"
+    assert said[2] == "compute_score returned '3', which is not what a function returns"
+    assert said[3] == "compute_score returned the float nan as its score, expected a finite number"
+    assert said[4] == 1.0
+
+
+def test_nothing_of_other_variables_is_left_in_memory():
+    """Neither in Python's, nor where the kernel put them. The text that is looked for must not be in the program that looks."""
+    program = """
+import os, re, sys
+from megarl.rewards.confined_call import forget_environment
+def found():
+    parts = ["hun", "ter", "2xyz"]
+    count = 0
+    with open("/proc/self/maps") as maps, open("/proc/self/mem", "rb", buffering=0) as memory:
+        for line in maps:
+            begin, end, rights = re.match(r"(\\w+)-(\\w+) (\\S+)", line).groups()
+            if rights.startswith("rw"):
+                memory.seek(int(begin, 16))
+                text = memory.read(int(end, 16) - int(begin, 16))
+                place = text.find(b"hun")
+                while place >= 0:
+                    count += text[place + 3:place + 6] == b"ter" and text[place + 6:place + 10] == b"2xyz"
+                    place = text.find(b"hun", place + 1)
+                del text
+    return count
+if sys.argv[1] == "forget":
+    forget_environment(["NAMED"], marks=["MARK"])
+shown = sorted(os.environ), open("/proc/self/environ").read().strip(chr(0)).split(chr(0))
+print(found(), *shown)
+"""
+    variables = {"MY_SECRET": "hunter2xyz", "NAMED": "n", "MARK": "m", "PATH": "/usr/bin", "PYTHONPATH": ":".join(sys.path)}
+    command = [sys.executable, "-c", program]
+    before, after = (
+        subprocess.run([*command, what], env=variables, capture_output=True, check=True, text=True).stdout.split(" ", 1)
+        for what in ("keep", "forget")
+    )
+    assert int(before[0]) >= 2
+    assert int(after[0]) == 0
+    rest = after[1]
+    assert rest.startswith("['MARK', 'NAMED', 'PATH'] ")
+    assert all(f"'{entry}'" in rest for entry in ("NAMED=n", "MARK=m", "PATH=/usr/bin"))
+    assert "MY_SECRET" not in rest
+
+
+def test_a_kernel_without_landlock_is_said_before_anything_is_scored(monkeypatch):
+    monkeypatch.setattr(process, "landlock_abi", lambda: 0)
+    monkeypatch.setattr(process, "_die_with_parent", lambda: None)
+    monkeypatch.setattr(process, "start_reaper", lambda *_, **__: None)
+    monkeypatch.setattr(process, "forget_environment", lambda *_, **__: None)
+    monkeypatch.setattr(process, "_load_error", None)
+    monkeypatch.setattr(process.os, "setpgid", lambda *_: None)
+    monkeypatch.setattr(process.signal, "signal", lambda *_: None)
+    monkeypatch.setenv(process.OWNER, "")
+    process.start([SANDBOXED], RewardSandboxConfig(), 1.0)
+    assert process.load_error().startswith("reward.functions' sandbox: this kernel has no Landlock (Linux 5.13)")
+
+
+def test_functions_beside_it_work_as_ever(tmp_path):
+    """One with and one without a sandbox; the one without sees no other variables either."""
+    plain = tmp_path / "plain.py"
+    plain.write_text(
+        "import os\ndef compute_score(data_source, solution_str, ground_truth, extra_info):\n    return os.environ.get('X', 5)\n"
+    )
+    functions = [SANDBOXED, RewardFunctionConfig(path=str(plain), weight=2.0)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("X", "9")
+        with RewardScorer(functions, 5.0, 0.0, 1) as scorer:
+            report = scorer.score([ScoreRequest("u", "s", "score = 1", None, {})])
+    assert (report.scores, report.parts, report.answers) == ([11.0], [(1.0, 5.0)], ["1"])
+
+
+def test_a_missing_file_is_named_as_ever(tmp_path):
+    with pytest.raises(RewardFunctionError, match="absent.py': there is no such file"):
+        RewardScorer([RewardFunctionConfig(path=str(tmp_path / "absent.py"), sandbox=True)], 1.0, 0.0, 1)
