@@ -70,7 +70,8 @@ def _answer(call: Callable[[], Any], limits: Limits, write: int) -> NoReturn:
 def forget_environment(named: Collection[str], marks: Collection[str]) -> None:
     """Leaves this process the variables `named`, `marks` and a few that say where and in which language it runs. Of the others nothing is
     left in its memory either, where a program could look for them."""
-    kept = {name: value for name, value in os.environ.items() if name in {*_KEPT, *named, *marks}}
+    # Asked for one by one: to go through all would make a text of each.
+    kept = {name: os.environ[name] for name in (*_KEPT, *named, *marks) if name in os.environ}
     for entry in vars(os.environ)["_data"].items():
         for text in entry:
             if len(text) > 1:  # CPython shares those of one byte
