@@ -33,7 +33,7 @@ _PR_SET_PDEATHSIG, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS = 1, 22, 38
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-class Limits(NamedTuple):
+class ProcessLimits(NamedTuple):
     """memory_mb: of address space, beyond what the process has when it is confined. cpu_s: of processor time. file_mb: of one file that it
     writes."""
 
@@ -46,7 +46,7 @@ class ConfinementError(OSError):
     """The kernel cannot confine a process; the message says what it lacks."""
 
 
-def confine(limits: Limits, readable: Iterable[str], writable: Iterable[str] = ()) -> None:
+def confine(limits: ProcessLimits, readable: Iterable[str], writable: Iterable[str] = ()) -> None:
     """Of this process, which must have one thread, and its later ones. Folders and files that are not there are left out.
 
     Raises ConfinementError, after which the process may be confined in part: end it.
@@ -58,7 +58,7 @@ def confine(limits: Limits, readable: Iterable[str], writable: Iterable[str] = (
     _filter_calls()
 
 
-def limit(limits: Limits) -> None:
+def limit(limits: ProcessLimits) -> None:
     """The part that every system has: memory, processor time, sizes; and this process ends with the thread that started it."""
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     megabyte = 2**20
@@ -230,9 +230,9 @@ def _run(order: Order) -> None:
         program = file.read()
     linecache.cache["<program>"] = (len(program), None, program.splitlines(keepends=True), "<program>")
     if order.confined:
-        confine(Limits(*order.limits), order.readable, order.writable)
+        confine(ProcessLimits(*order.limits), order.readable, order.writable)
     else:
-        limit(Limits(*order.limits))
+        limit(ProcessLimits(*order.limits))
     sys.excepthook = _without_this_file
     os.write(order.begun, b"1")
     os.close(order.begun)

@@ -105,7 +105,7 @@ def run_program(program: str, level: Level, limits: SandboxLimits, stdin: str = 
 
 def _command(level: Level, limits: SandboxLimits, program: int, begun: int) -> list[str]:
     readable, writable = ((*READABLE, "/proc"), (*WRITABLE, "/tmp")) if level is Level.bubblewrap else (READABLE, WRITABLE)
-    of_process = confined.Limits(limits.memory_mb, limits.cpu_s, limits.disk_mb)
+    of_process = confined.ProcessLimits(limits.memory_mb, limits.cpu_s, limits.disk_mb)
     order = confined.Order(program, begun, of_process, readable, writable, level is not Level.process)
     python = [sys.executable, "-I", "-S", "-B", str(_SCRIPT), json.dumps(order)]
     if level not in (Level.bubblewrap, Level.namespaces):

@@ -14,7 +14,7 @@ import signal
 from collections.abc import Callable, Collection
 from typing import Any, NoReturn
 
-from megarl.machine.confined import Limits, confine
+from megarl.machine.confined import ProcessLimits, confine
 from megarl.machine.sandbox import READABLE, WRITABLE
 from megarl.machine.user_functions import last_line
 
@@ -22,12 +22,12 @@ _MOST_BYTES = 65536  # of what a call answers
 _KEPT = ("PATH", "HOME", "LANG", "LC_ALL", "TZ", "TMPDIR")
 
 
-class CallError(ValueError):
+class ConfinedCallError(ValueError):
     """What is wrong with a call, in words that follow the function's name."""
 
 
-def call_confined(call: Callable[[], Any], limits: Limits) -> Any:
-    """What `call` returns, which must be JSON. Raises CallError where it raises, or its process dies."""
+def call_confined(call: Callable[[], Any], limits: ProcessLimits) -> Any:
+    """What `call` returns, which must be JSON. Raises ConfinedCallError where it raises, or its process dies."""
     read, write = os.pipe()
     child = os.fork()
     if child == 0:
@@ -42,13 +42,13 @@ def call_confined(call: Callable[[], Any], limits: Limits) -> Any:
         kind, value = json.loads(answer)
     except ValueError:  # nothing, or cut off, or what the sample's own program wrote
         ended = f"signal {os.WTERMSIG(status)}" if os.WIFSIGNALED(status) else f"status {os.WEXITSTATUS(status)}"
-        raise CallError(f"ended its process ({ended}) without an answer") from None
+        raise ConfinedCallError(f"ended its process ({ended}) without an answer") from None
     if kind == "error":
-        raise CallError(str(value))
+        raise ConfinedCallError(str(value))
     return value
 
 
-def _answer(call: Callable[[], Any], limits: Limits, write: int) -> NoReturn:
+def _answer(call: Callable[[], Any], limits: ProcessLimits, write: int) -> NoReturn:
     """In the child: it never returns to what the parent was at."""
     try:
         nowhere = os.open(os.devnull, os.O_RDWR)
@@ -58,7 +58,7 @@ def _answer(call: Callable[[], Any], limits: Limits, write: int) -> NoReturn:
         os.closerange(write + 1, os.sysconf("SC_OPEN_MAX"))
         confine(limits, READABLE, WRITABLE)
         said = json.dumps(("value", call()))
-    except CallError as error:
+    except ConfinedCallError as error:
         said = json.dumps(("error", str(error)))
     except BaseException as error:  # noqa: BLE001  (the boundary of the process: the user's code may raise anything, SystemExit too)
         said = json.dumps(("error", f"raised {last_line(error)}"))

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megarl.config.schema import RewardFunctionConfig, RewardSandboxConfig
-from megarl.machine.confined import Limits, landlock_abi
+from megarl.machine.confined import ProcessLimits, landlock_abi
 from megarl.machine.reaper import OWNER, start_reaper
 from megarl.machine.user_functions import Expected, UserFunctionError, last_line, load_function
-from megarl.rewards.confined_call import CallError, call_confined, forget_environment
+from megarl.rewards.confined_call import ConfinedCallError, call_confined, forget_environment
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 RewardFunction = Callable[..., Any]
@@ -61,7 +61,7 @@ class Outcome(NamedTuple):
     answer: str | None = None
 
 
-class NotAScoreError(CallError):
+class NotAScoreError(ConfinedCallError):
     """A function returned something else than a finite number, or a dict with such a `score`."""
 
 
@@ -72,7 +72,7 @@ class LoadedFunction(NamedTuple):
 
 # The state of the process, set by `start`: what was loaded, or why it could not be.
 _functions: list[LoadedFunction] = []
-_limits = Limits(0, 0)
+_limits = ProcessLimits(0, 0)
 _load_error: str | None = None
 
 
@@ -80,7 +80,7 @@ def start(configs: Sequence[RewardFunctionConfig], sandbox: RewardSandboxConfig,
     """The pool's initializer. It never raises: the pool would start processes again and again. See `load_error`."""
     global _limits, _load_error
     _die_with_parent()
-    _limits = Limits(sandbox.memory_mb, cpu_s=math.ceil(time_limit_s))
+    _limits = ProcessLimits(sandbox.memory_mb, cpu_s=math.ceil(time_limit_s))
     if any(config.sandbox for config in configs):
         forget_environment(sandbox.environment, marks=[OWNER])
         if not landlock_abi():
@@ -124,7 +124,7 @@ def score(request: ScoreRequest) -> Outcome:
                 values, said = _checked(call_confined(partial(_evaluate, function, request), _limits))
             else:
                 values, said = _evaluate(function, request)
-        except CallError as error:
+        except ConfinedCallError as error:
             return Outcome(0.0, {}, f"{name} {error}")
         except BaseException as error:  # noqa: BLE001  (the boundary of the process: the user's code may raise anything, SystemExit too)
             return Outcome(0.0, {}, f"{name} raised {last_line(error)}")
