@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -26,9 +27,9 @@ PROMPTS, SAMPLES, PROMPT_TOKENS, RESPONSE_TOKENS = 32, 8, (50, 70), 62
 REPEATS, LEAST_RATIO = 3, 2.5
 
 
-def make_model() -> PreTrainedModel:
-    torch.manual_seed(0)
-    config = Qwen2Config(
+def model_config(**tokens: Any) -> Qwen2Config:
+    """Of 6.3M parameters. tokens: ids of special ones, where there is a tokenizer."""
+    return Qwen2Config(
         vocab_size=1024,
         hidden_size=256,
         intermediate_size=688,
@@ -37,8 +38,13 @@ def make_model() -> PreTrainedModel:
         num_key_value_heads=4,
         max_position_embeddings=512,
         tie_word_embeddings=False,
+        **tokens,
     )
-    return Qwen2ForCausalLM(config).float().eval().requires_grad_(False)
+
+
+def make_model() -> PreTrainedModel:
+    torch.manual_seed(0)
+    return Qwen2ForCausalLM(model_config()).float().eval().requires_grad_(False)
 
 
 def make_prompts() -> list[list[int]]:

@@ -37,10 +37,12 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
+
+from benchmarks.generation import PROMPTS, RESPONSE_TOKENS, SAMPLES, model_config
 
 TRL = "trl==1.16.0"
-PROMPTS, SAMPLES, PROMPT_LETTERS, RESPONSE_TOKENS, VOCABULARY = 32, 8, (48, 68), 62, 1024
+PROMPT_LETTERS, VOCABULARY = (48, 68), model_config().vocab_size
 THREADS, STEPS, REPEATS, TARGET = 2, 2, 3, 1.5
 ROWS = (8, 16, 32, 64)  # of TRL's micro-batches
 TOKENS = (1024, 2048, 4096, 8192)  # of megarl's
@@ -76,19 +78,7 @@ def save_inputs(folder: Path) -> None:
     )
     tokenizer.chat_template = _TEMPLATE
     tokenizer.save_pretrained(folder / "policy")
-    config = Qwen2Config(
-        vocab_size=VOCABULARY,
-        hidden_size=256,
-        intermediate_size=688,
-        num_hidden_layers=8,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        max_position_embeddings=512,
-        tie_word_embeddings=False,
-        pad_token_id=0,
-        eos_token_id=1,
-        bos_token_id=None,
-    )
+    config = model_config(pad_token_id=0, eos_token_id=1, bos_token_id=None)
     Qwen2ForCausalLM(config).float().save_pretrained(folder / "policy")
     generator = torch.Generator().manual_seed(1)
     rows = []
