@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from docs.generate import drawings
 from docs.generate.configuration import reference
+from docs.generate.schedule import schedules
 from docs.generate.verl import migration
 
 PAGES: dict[str, Callable[[], str]] = {
@@ -15,4 +16,5 @@ PAGES: dict[str, Callable[[], str]] = {
     "docs/drawings/placements.svg": drawings.placements,
     "docs/drawings/resharding.svg": drawings.resharding,
     "docs/drawings/push.svg": drawings.push,
+    "docs/drawings/schedules.svg": schedules,
 }
