@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from megarl.algorithms.masked import map_tokens, masked, masked_row_sums, row_lengths
+from megarl.algorithms.masked import map_tokens, masked, row_lengths, row_sums
 from megarl.batch.ragged import Column
 from megarl.config.schema import KLConfig, KLControllerKind, KLEstimator
 
@@ -74,16 +74,11 @@ def kl_per_token(log_probs: Tensor, ref_log_prob: Tensor, mask: Tensor, estimato
     return KL_ESTIMATORS[estimator](masked(log_probs, mask), masked(ref_log_prob, mask))
 
 
-def sequence_mean_kl(kl: Column, mask: Column) -> float:
-    """What a controller watches: the mean over each row's valid tokens, then over the rows that have any."""
+def sequence_mean_kl(log_probs: Column, ref_log_prob: Column, mask: Column, estimator: KLEstimator) -> float:
+    """What a controller watches: the mean of the estimates over each row's valid tokens, then over the rows that have any."""
     num_tokens = row_lengths(mask)
-    row_means = masked_row_sums(kl, mask) / num_tokens.clamp(min=1)
+    row_means = row_sums(KL_ESTIMATORS[estimator], mask, log_probs, ref_log_prob) / num_tokens.clamp(min=1)
     return float(row_means.sum() / (num_tokens > 0).sum().clamp(min=1))
-
-
-def kl_column(log_probs: Column, ref_log_prob: Column, mask: Column, estimator: KLEstimator) -> Column:
-    """As `kl_per_token`, a block of rows at a time, without a graph."""
-    return map_tokens(lambda new, reference, mask: kl_per_token(new, reference, mask, estimator), log_probs, ref_log_prob, mask)
 
 
 def apply_kl_penalty(
@@ -91,10 +86,10 @@ def apply_kl_penalty(
 ) -> Column:
     """`token_level_rewards` (B, R): scores - beta * KL on valid tokens, 0 elsewhere (Ouyang et al. 2022, eq. 2)."""
 
-    def rewards(scores: Tensor, old: Tensor, reference: Tensor, mask: Tensor) -> Tensor:
-        return masked(scores, mask) - beta * kl_per_token(old, reference, mask, estimator)
+    def reward(scores: Tensor, old: Tensor, reference: Tensor) -> Tensor:
+        return scores - beta * KL_ESTIMATORS[estimator](old, reference)
 
-    return map_tokens(rewards, token_level_scores, old_log_probs, ref_log_prob, mask)
+    return map_tokens(reward, mask, token_level_scores, old_log_probs, ref_log_prob)
 
 
 class KLController(Protocol):

@@ -2,31 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from megarl.batch.ragged import Column, RaggedTensor
 from megarl.config.schema import Aggregation
-
-_CACHED_ELEMENTS = 1 << 17  # of a block: what is in between of several operations on it stays in a core's cache
-
-
-def empty_like(x: Column, dtype: torch.dtype) -> Column:
-    """Of the same shape, to be written."""
-    return RaggedTensor.empty(x, dtype) if isinstance(x, RaggedTensor) else torch.empty(x.shape, dtype=dtype, device=x.device)
-
-
-def map_tokens(function: Callable[..., Tensor], first: Column, *others: Column) -> Column:
-    """What the function makes of each token by itself, of blocks of all, which are of one form; in the dtype of the first."""
-    made = empty_like(first, first.dtype)
-    for rows in row_blocks(first):
-        if isinstance(made, RaggedTensor):
-            made.select(rows).flat().copy_(function(*(tokens_of(x, rows) for x in (first, *others))))
-        else:
-            made[rows] = function(*(x[rows] for x in (first, *others)))
-    return made
 
 
 def masked(x: Tensor, mask: Tensor) -> Tensor:
@@ -34,83 +19,170 @@ def masked(x: Tensor, mask: Tensor) -> Tensor:
     return torch.where(mask, x, 0.0)
 
 
-def block_rows(x: Column) -> int:
-    """So few rows of x (B, R) that a chain of operations on them runs at the speed of the cache, not of the memory."""
-    return max(1, _CACHED_ELEMENTS // max(x.shape[1], 1))
+# ---- columns of a batch, on the host and without a graph: (B, R) tensors, or rows of tokens. Functions of several take all of one form.
 
 
-def row_blocks(x: Column) -> Iterator[slice]:
-    """The rows of x (B, R) in blocks that fit the cache; `x[rows]` is (b, R), of rows of tokens padded to the longest of the block."""
-    if isinstance(x, RaggedTensor):
-        return x.blocks()
-    step = block_rows(x)
-    return (slice(start, start + step) for start in range(0, x.shape[0], step))
+def as_rows(x: Column) -> RaggedTensor:
+    """x, or the rows of slots of a tensor x (B, R), which share memory with it."""
+    return x if isinstance(x, RaggedTensor) else RaggedTensor.of_slots(x)
 
 
-def rows_of(x: Column, rows: slice) -> Column:
-    """Those rows of x, which share memory with it."""
-    return x.select(rows) if isinstance(x, RaggedTensor) else x[rows]
-
-
-def tokens_of(x: Column, rows: slice = slice(None)) -> Tensor:
-    """(n,): those rows' values one behind the other, without padding where there is none."""
-    part = rows_of(x, rows)
-    return part.flat() if isinstance(part, RaggedTensor) else part.flatten()
+def of_form(rows: RaggedTensor, x: Column) -> Column:
+    """The rows, of x's lengths, in the form of x."""
+    return rows if isinstance(x, RaggedTensor) else rows.values.view(x.shape)
 
 
 def leaves_nothing_out(mask: Column) -> bool:
     """Whether all tokens of the rows count, so that a mask need not be applied."""
-    return isinstance(mask, RaggedTensor) and bool(mask.values.all())
+    return bool((mask.values if isinstance(mask, RaggedTensor) else mask).all())
+
+
+class TokenBlock(NamedTuple):
+    """Of some rows of a batch. tokens: which of all rows' tokens, one row behind the other, are theirs. lengths: (b,) of the rows. mask:
+    (n,) bool, None where all tokens count. columns: (n,) each."""
+
+    rows: slice
+    tokens: slice
+    lengths: Tensor
+    mask: Tensor | None
+    columns: list[Tensor]
+
+    def only_valid(self, x: Tensor) -> Tensor:
+        """x (n,) with 0 in place of tokens that do not count."""
+        return x if self.mask is None else masked(x, self.mask)
+
+    def valid(self, x: Tensor) -> Tensor:
+        """(k,): of x (n,), the tokens that count."""
+        return x if self.mask is None else x[self.mask]
+
+    def row_sums(self, x: Tensor) -> Tensor:
+        """(b,): the sum of each row's part of x (n,)."""
+        has_tokens, sums = self.lengths > 0, x.new_zeros(len(self.lengths))
+        starts = (self.lengths.cumsum(0) - self.lengths)[has_tokens]
+        if len(starts):
+            sums[has_tokens] = torch.from_numpy(np.add.reduceat(x.numpy(), starts.numpy())).to(x.dtype)
+        return sums
+
+
+def token_blocks(mask: Column, *columns: Column) -> Iterator[TokenBlock]:
+    """All rows in order, so many at a time that a chain of operations on their tokens runs at the speed of the cache, not of the memory."""
+    rows_of_mask, rows_of_columns = as_rows(mask), [as_rows(column) for column in columns]
+    all_count = leaves_nothing_out(mask)
+    ends = rows_of_mask.lengths.cumsum(0).tolist()
+    flat = [column.flat() if column.is_packed else None for column in rows_of_columns]
+    for rows in rows_of_mask.blocks():
+        tokens = slice(ends[rows.start - 1] if rows.start else 0, ends[rows.stop - 1])
+        yield TokenBlock(
+            rows,
+            tokens,
+            rows_of_mask.lengths[rows],
+            None if all_count else rows_of_mask.select(rows).flat(),
+            [column.select(rows).flat() if whole is None else whole[tokens] for column, whole in zip(rows_of_columns, flat, strict=True)],
+        )
+
+
+def empty_like(x: Column, dtype: torch.dtype) -> RaggedTensor:
+    """Rows of the same lengths, one behind the other, to be written."""
+    return RaggedTensor.empty(as_rows(x), dtype)
+
+
+def map_tokens(
+    function: Callable[..., Tensor], mask: Column, *columns: Column, dtype: torch.dtype | None = None, out: Column | None = None
+) -> Column:
+    """What the function makes of each token by itself, of blocks of tokens (n,) of the columns; 0 or False where the mask is False. In the
+    dtype of the first column, or in `dtype`; in new memory, or in that of `out`, whose rows stand one behind the other."""
+    made = empty_like(mask, dtype or columns[0].dtype) if out is None else as_rows(out)
+    for block in token_blocks(mask, *columns):
+        made.values[block.tokens] = block.only_valid(function(*block.columns))
+    return of_form(made, mask)
+
+
+def itself(x: Tensor) -> Tensor:
+    return x
 
 
 def masked_column(x: Column, mask: Column) -> Column:
-    """As `masked`, without a graph; x itself where nothing is left out."""
-    return x if leaves_nothing_out(mask) else map_tokens(masked, x, mask)
+    """As `masked`; x itself where nothing is left out."""
+    return x if leaves_nothing_out(mask) else map_tokens(itself, mask, x)
+
+
+def on_every_token(per_row: Tensor, mask: Column) -> Column:
+    """The value (B,) of a row on each of its valid tokens; 0 or False where the mask is False."""
+    lengths = as_rows(mask).lengths
+    values = torch.from_numpy(np.repeat(per_row.numpy(), lengths.numpy()))
+    return masked_column(of_form(RaggedTensor.packed_rows(values, lengths), mask), mask)
+
+
+def row_sums(value: Callable[..., Tensor], mask: Column, *columns: Column) -> Tensor:
+    """(B,): of value(*columns), of each token by itself, the sum of each row over the True tokens of the mask; in the first's dtype."""
+    sums = torch.empty(mask.shape[0], dtype=columns[0].dtype)
+    for block in token_blocks(mask, *columns):
+        sums[block.rows] = block.row_sums(block.only_valid(value(*block.columns)))
+    return sums
 
 
 def masked_row_sums(x: Column, mask: Column) -> Tensor:
     """(B,): the sum of each row of x (B, R) over the True tokens of mask (B, R)."""
-    sums, all_count = torch.empty(x.shape[0], dtype=x.dtype, device=x.device), leaves_nothing_out(mask)
-    for rows in row_blocks(x):
-        if isinstance(x, RaggedTensor):
-            values = tokens_of(x, rows)
-            kept = values if all_count else masked(values, tokens_of(mask, rows))
-            sums[rows] = torch.segment_reduce(kept, "sum", lengths=x.lengths[rows].to(x.device), initial=0)
-        else:
-            sums[rows] = masked(x[rows], mask[rows]).sum(dim=1)
-    return sums
+    return row_sums(itself, mask, x)
 
 
 def row_lengths(mask: Column) -> Tensor:
-    """(B,) int32: True tokens of each row. In blocks, because torch sums a converted copy of what it is given."""
-    if leaves_nothing_out(mask):
-        assert isinstance(mask, RaggedTensor)
-        return mask.lengths.int().to(mask.device)
-    lengths = torch.empty(mask.shape[0], dtype=torch.int32, device=mask.device)
-    for rows in row_blocks(mask):
-        lengths[rows] = mask[rows].sum(dim=1, dtype=torch.int32)
+    """(B,) int32: True tokens of each row."""
+    rows = as_rows(mask)
+    if leaves_nothing_out(rows):
+        return rows.lengths.int()
+    lengths = torch.empty(len(rows), dtype=torch.int32)
+    for block in token_blocks(rows):
+        assert block.mask is not None
+        lengths[block.rows] = block.row_sums(block.mask.int())
     return lengths
 
 
-def masked_mean(x: Column, mask: Column) -> Tensor:
-    """Mean of x (B, R) over the True tokens of mask (B, R), a scalar; 0 when no token is True."""
-    return masked_row_sums(x, mask).sum() / row_lengths(mask).sum().clamp(min=1)
+class Moments(NamedTuple):
+    """Of a value over tokens. mean and variance, the mean squared deviation, are summed in float64; without a token they are 0."""
+
+    number: int
+    mean: float
+    variance: float
+    maximum: float
+    minimum: float
+
+
+def moments(value: Callable[..., Tensor], mask: Column, *columns: Column) -> Moments:
+    """Of value(*columns), of each token by itself, over the True tokens of the mask."""
+    number, shift, total, squares, maximum, minimum = 0, 0.0, 0.0, 0.0, -math.inf, math.inf
+    for block in token_blocks(mask, *columns):
+        x = block.valid(value(*block.columns))
+        if len(x) == 0:
+            continue
+        low, high = x.aminmax()
+        maximum, minimum = max(maximum, float(high)), min(minimum, float(low))
+        shift = shift if number else float(x[0])  # deviations from any one value: where all are the same, nothing is left of them
+        exact = x.to(torch.float64, copy=True).sub_(shift)
+        number, total, squares = number + len(x), total + float(exact.sum()), squares + float(torch.dot(exact, exact))
+    if number == 0:
+        return Moments(0, 0.0, 0.0, maximum, minimum)
+    offset = total / number
+    return Moments(number, shift + offset, max(squares / number - offset * offset, 0.0), maximum, minimum)
+
+
+def masked_mean(x: Column, mask: Column) -> float:
+    """Mean of x (B, R) over the True tokens of mask (B, R); 0 when no token is True."""
+    number, total = 0, 0.0
+    for block in token_blocks(mask, x):
+        valid = block.valid(block.columns[0])
+        number, total = number + len(valid), total + float(valid.sum(dtype=torch.float64))
+    return total / max(number, 1)
 
 
 def whiten(x: Column, mask: Column, epsilon: float = 1e-8, out: Column | None = None) -> Column:
-    """(x - mean) / sqrt(variance + epsilon) over the True tokens of mask, both (B, R); 0 in masked slots. `out` may be x.
+    """(x - mean) / sqrt(variance + epsilon) over the True tokens of mask, both (B, R); 0 in masked slots. out: as of map_tokens; may be x.
 
     The variance is the unbiased one (divided by n - 1). With a single valid token it is taken as 0, so the result is 0.
     """
-    num_tokens = row_lengths(mask).sum()
-    mean = masked_row_sums(x, mask).sum() / num_tokens.clamp(min=1)
-    deviation, squares = empty_like(x, x.dtype) if out is None else out, torch.empty(x.shape[0], dtype=x.dtype, device=x.device)
-    for rows in row_blocks(x):
-        block = masked(x[rows] - mean, mask[rows])
-        deviation[rows], squares[rows] = block, block.square().sum(dim=1)
-    variance = squares.sum() / (num_tokens - 1).clamp(min=1)
-    (deviation.values if isinstance(deviation, RaggedTensor) else deviation).mul_(torch.rsqrt(variance + epsilon))
-    return deviation
+    number, mean, variance, *_ = moments(itself, mask, x)
+    scale = 1 / math.sqrt(variance * number / max(number - 1, 1) + epsilon)
+    return map_tokens(lambda x: (x - mean).mul_(scale), mask, x, out=out)
 
 
 def front_slots(mask: Tensor) -> Tensor | None:

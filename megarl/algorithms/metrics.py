@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from math import inf, sqrt
-from typing import NamedTuple
+from collections.abc import Mapping
+from math import sqrt
 
 import torch
 from torch import Tensor
 
-from megarl.algorithms.masked import leaves_nothing_out, map_tokens, masked_row_sums, row_blocks, row_lengths, tokens_of
+from megarl.algorithms.masked import itself, map_tokens, masked_row_sums, moments, row_lengths
 from megarl.batch.ragged import Column, RaggedTensor
 
 _SPREAD_KEYS = ("advantages", "returns", "values")  # without a critic the first two are one
@@ -47,24 +46,20 @@ def data_metrics(batch: Mapping[str, Column], max_response_length: int) -> dict[
     for key, name in (("token_level_scores", "score"), ("token_level_rewards", "rewards")):
         if key in batch:
             metrics |= _summary(f"critic/{name}", masked_row_sums(batch[key], mask))
-    over_tokens = {id(column): _over_tokens(_only, mask, column) for column in map(batch.get, _SPREAD_KEYS) if column is not None}
+    over_tokens = {id(column): moments(itself, mask, column) for column in map(batch.get, _SPREAD_KEYS) if column is not None}
     for name in _SPREAD_KEYS:
         if name in batch and (tokens := over_tokens[id(batch[name])]).number:
             metrics |= {f"critic/{name}/mean": tokens.mean, f"critic/{name}/max": tokens.maximum, f"critic/{name}/min": tokens.minimum}
             metrics[f"critic/{name}/std"] = sqrt(tokens.variance)
     if "values" in batch and "returns" in batch:
-        errors, returns = _over_tokens(torch.sub, mask, batch["returns"], batch["values"]), over_tokens[id(batch["returns"])]
+        errors, returns = moments(torch.sub, mask, batch["returns"], batch["values"]), over_tokens[id(batch["returns"])]
         metrics["critic/vf_explained_var"] = 1.0 - errors.variance / returns.variance if returns.variance > 0 else 0.0
     if "rollout_log_probs" in batch and "old_log_probs" in batch:
         for name, difference in (("probs", _of_probs), ("log_probs", _of_log_probs)):
-            tokens = _over_tokens(difference, mask, batch["rollout_log_probs"], batch["old_log_probs"])
+            tokens = moments(difference, mask, batch["rollout_log_probs"], batch["old_log_probs"])
             metrics[f"training/rollout_{name}_diff_mean"] = tokens.mean
             metrics[f"training/rollout_{name}_diff_max"] = tokens.maximum if tokens.number else 0.0
     return metrics
-
-
-def _only(x: Tensor) -> Tensor:
-    return x
 
 
 def _of_probs(rollout: Tensor, old: Tensor) -> Tensor:
@@ -75,34 +70,6 @@ def _of_log_probs(rollout: Tensor, old: Tensor) -> Tensor:
     return (rollout - old).abs()
 
 
-class _Tokens(NamedTuple):
-    """Of a value over tokens. variance: the mean squared deviation. Without a token mean and variance are 0."""
-
-    number: int
-    mean: float
-    variance: float
-    maximum: float
-    minimum: float
-
-
-def _over_tokens(value: Callable[..., Tensor], mask: Column, *columns: Column) -> _Tokens:
-    """Of value(*columns), of each token by itself, over the True tokens of the mask, a block of rows at a time; deviations are merged as in
-    Chan et al. 1979."""
-    count, mean, squares, maximum, minimum, all_count = 0, 0.0, 0.0, -inf, inf, leaves_nothing_out(mask)
-    for rows in row_blocks(mask):
-        x = value(*(tokens_of(column, rows) for column in columns))
-        x = x if all_count else x[tokens_of(mask, rows)]
-        if (number := len(x)) == 0:
-            continue
-        block_mean = float(x.mean(dtype=torch.float64))
-        gap, count = block_mean - mean, count + number
-        mean += gap * number / count
-        squares += float((x - block_mean).square().sum(dtype=torch.float64)) + gap * gap * number * (count - number) / count
-        low, high = x.aminmax()
-        maximum, minimum = max(maximum, float(high)), min(minimum, float(low))
-    return _Tokens(count, mean, squares / max(count, 1), maximum, minimum)
-
-
 def age_metrics(batch: Mapping[str, Column], version: int) -> dict[str, float]:
     """How many weight versions before `version`, the one that is trained, each token of `response_mask` was drawn.
 
@@ -111,14 +78,14 @@ def age_metrics(batch: Mapping[str, Column], version: int) -> dict[str, float]:
       older ones, and the trainer's own log-probs.
     """
     mask = batch["response_mask"]
-    ages = _over_tokens(lambda versions: version - versions, mask, batch["token_versions"])
+    ages = moments(lambda versions: version - versions, mask, batch["token_versions"])
     if not ages.number:
         return {}
     metrics = {"rollout/age/mean": ages.mean, "rollout/age/max": ages.maximum}
     if "old_log_probs" in batch and ages.maximum > 0:
         for name, of_age in (("current", torch.eq), ("older", torch.ne)):
-            chosen = map_tokens(lambda mask, versions: mask & of_age(versions, version), mask, batch["token_versions"])  # noqa: B023
-            difference = _over_tokens(_of_log_probs, chosen, batch["rollout_log_probs"], batch["old_log_probs"])
+            chosen = map_tokens(lambda versions: of_age(versions, version), mask, batch["token_versions"], dtype=torch.bool)  # noqa: B023
+            difference = moments(_of_log_probs, chosen, batch["rollout_log_probs"], batch["old_log_probs"])
             if difference.number:
                 metrics[f"training/rollout_log_probs_diff_mean/{name}"] = difference.mean
     return metrics

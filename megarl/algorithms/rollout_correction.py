@@ -7,13 +7,22 @@ tokens. x_t = old_log_probs - rollout_log_probs = log pi_t - log mu_t; all estim
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from megarl.algorithms.kl import LOG_RATIO_LIMIT
-from megarl.algorithms.masked import empty_like, map_tokens, masked, masked_row_sums, row_blocks, row_lengths, rows_of, tokens_of
+from megarl.algorithms.masked import (
+    TokenBlock,
+    empty_like,
+    masked,
+    of_form,
+    on_every_token,
+    row_lengths,
+    token_blocks,
+)
 from megarl.batch.ragged import Column
 from megarl.config.schema import (
     CorrectionKind,
@@ -52,27 +61,47 @@ def correct(old_log_probs: Column, rollout_log_probs: Column, mask: Column, conf
     Raises ValueError for a log-prob of a valid token that is NaN or infinite.
     """
     metrics = diagnostics(old_log_probs, rollout_log_probs, mask)
-    weights = None if config.level is CorrectionLevel.none else empty_like(mask, old_log_probs.dtype)
-    has_rejection = config.rejection.estimator is not RejectionEstimator.none
-    kept = empty_like(mask, torch.bool) if has_rejection else mask
-    totals, num_rejected, num_rows = _WeightTotals(), 0, 0
-    for rows in row_blocks(mask):
-        valid = mask[rows]
-        log_ratio = _log_ratio(old_log_probs[rows], rollout_log_probs[rows], valid)
-        if weights is not None:
-            raw = _ratios(log_ratio, valid, config.level)
-            limited = _limited(raw, config)
-            weights[rows] = masked(limited.expand_as(valid), valid)
-            totals = totals.with_block(raw, limited, valid)
-        if has_rejection:
-            accepted, has_tokens = _accepted(log_ratio, valid, config.rejection), valid.any(dim=1)
-            kept[rows] = valid & accepted[:, None]
-            num_rejected, num_rows = num_rejected + int((~accepted & has_tokens).sum()), num_rows + int(has_tokens.sum())
-    if weights is not None:
+    weights, kept, has_tokens = None, mask, row_lengths(mask) > 0
+    if config.level is not CorrectionLevel.none:
+        weights, totals = _weights(old_log_probs, rollout_log_probs, mask, config)
         metrics |= totals.metrics(config.kind)
-    if has_rejection:
-        metrics["rollout_correction/fraction_rejected"] = num_rejected / max(num_rows, 1)
+    if config.rejection.estimator is not RejectionEstimator.none:
+        accepted = _accepted(old_log_probs, rollout_log_probs, mask, config.rejection)
+        kept = on_every_token(accepted, mask)
+        metrics["rollout_correction/fraction_rejected"] = int((has_tokens & ~accepted).sum()) / max(int(has_tokens.sum()), 1)
     return Correction(weights, kept, metrics)
+
+
+def _log_ratios(old_log_probs: Column, rollout_log_probs: Column, mask: Column) -> Iterator[tuple[TokenBlock, Tensor]]:
+    """Of all rows, in blocks: x of each token (n,), cut as in `diagnostics`, 0 where the mask is False."""
+    for block in token_blocks(mask, old_log_probs, rollout_log_probs):
+        yield block, block.only_valid(torch.sub(*block.columns)).clamp_(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+
+
+def _weights(
+    old_log_probs: Column, rollout_log_probs: Column, mask: Column, config: RolloutCorrectionConfig
+) -> tuple[Column, _WeightTotals]:
+    weights, totals, num_tokens = empty_like(mask, old_log_probs.dtype), _WeightTotals(), row_lengths(mask)
+    for block, log_ratio in _log_ratios(old_log_probs, rollout_log_probs, mask):
+        if config.level is CorrectionLevel.token:
+            raw = log_ratio.exp()
+            limited = of_tokens = _limited(raw, config)
+            raw, limited = block.valid(raw), block.valid(limited)
+        else:
+            counts = num_tokens[block.rows]
+            raw = _of_sequence(block.row_sums(log_ratio), counts, config.level)
+            limited = _limited(raw, config)
+            of_tokens = limited.repeat_interleave(block.lengths)
+            raw, limited = raw[counts > 0], limited[counts > 0]
+        weights.values[block.tokens] = block.only_valid(of_tokens)
+        totals = totals.with_block(raw, limited)
+    return of_form(weights, mask), totals
+
+
+def _of_sequence(total: Tensor, num_tokens: Tensor, level: CorrectionLevel) -> Tensor:
+    """The ratio of responses, of the sums of their tokens' x."""
+    mean = total if level is CorrectionLevel.sequence else total / num_tokens.clamp(min=1)
+    return mean.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
 
 
 class _WeightTotals(NamedTuple):
@@ -83,15 +112,14 @@ class _WeightTotals(NamedTuple):
     squares: float = 0.0
     changed: int = 0
 
-    def with_block(self, raw: Tensor, limited: Tensor, mask: Tensor) -> _WeightTotals:
-        """Of ratios and weights (b, r) or (b, 1)."""
-        units = mask if raw.shape == mask.shape else mask.any(dim=1, keepdim=True)
-        counted = masked(limited, units).double()
+    def with_block(self, raw: Tensor, limited: Tensor) -> _WeightTotals:
+        """Of ratios and weights (n,)."""
+        exact = limited.double()
         return _WeightTotals(
-            self.number + int(units.sum()),
-            self.weights + float(counted.sum()),
-            self.squares + float(counted.square().sum()),
-            self.changed + int(((limited != raw) & units).sum()),
+            self.number + len(exact),
+            self.weights + float(exact.sum()),
+            self.squares + float(torch.dot(exact, exact)),
+            self.changed + int((limited != raw).sum()),
         )
 
     def metrics(self, kind: CorrectionKind) -> dict[str, float]:
@@ -104,9 +132,14 @@ class _WeightTotals(NamedTuple):
 
 
 def correction_weights(old_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor, config: RolloutCorrectionConfig) -> Tensor:
-    """The weights (b, R) of `correct` alone, at any level but none: a row's need no other row. Raises what `correct` raises."""
-    _refuse_unusable(old_log_probs.detach(), rollout_log_probs, mask)
-    raw = _ratios(_log_ratio(old_log_probs, rollout_log_probs, mask), mask, config.level)
+    """The weights (b, R) of `correct` alone, at any level but none: a row's need no other row. On a device nothing waits for them: what is
+    no number is not refused, and ends in the weights."""
+    log_ratio = masked(old_log_probs.detach(), mask) - masked(rollout_log_probs, mask)
+    log_ratio = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    if config.level is CorrectionLevel.token:
+        raw = log_ratio.exp()
+    else:
+        raw = _of_sequence(log_ratio.sum(dim=1, keepdim=True), mask.sum(dim=1, keepdim=True), config.level)
     return masked(_limited(raw, config).expand_as(mask), mask)
 
 
@@ -119,19 +152,18 @@ def diagnostics(old_log_probs: Column, rollout_log_probs: Column, mask: Column) 
 
     Exponents are cut at +-20. Raises ValueError for a log-prob of a valid token that is NaN or infinite.
     """
-    _refuse_unusable(old_log_probs, rollout_log_probs, mask)
+    refuse_unusable_log_probs(mask, old_log_probs, rollout_log_probs)
     sums, count, high, low = torch.zeros(4, dtype=torch.float64), 0, 0.0, math.inf
     sequences = torch.empty(len(mask))
-    for rows in row_blocks(mask):
-        old, rollout, valid = (rows_of(x, rows) for x in (old_log_probs, rollout_log_probs, mask))
-        log_ratio = map_tokens(_log_ratio, old, rollout, valid)
-        sequences[rows] = masked_row_sums(log_ratio, valid).float()
-        x = tokens_of(log_ratio)[tokens_of(valid)].double()
+    for block, log_ratio in _log_ratios(old_log_probs, rollout_log_probs, mask):
+        sequences[block.rows] = block.row_sums(log_ratio).float()
+        x = block.valid(log_ratio).double()
         if len(x):
             less_one = torch.expm1(x)
             ratio = less_one + 1
-            sums += torch.stack([-x.sum(), (less_one - x).sum(), (x * ratio - less_one).sum(), ratio.square().sum()])
-            count, high, low = count + len(x), max(high, float(ratio.max())), min(low, float(ratio.min()))
+            sums += torch.stack([-x.sum(), (less_one - x).sum(), (x * ratio).sub_(less_one).sum(), torch.dot(ratio, ratio)])
+            smallest, largest = ratio.aminmax()
+            count, high, low = count + len(x), max(high, float(largest)), min(low, float(smallest))
     if count == 0:
         return {}
     k1, k3, reverse, square = (sums / count).tolist()
@@ -149,32 +181,21 @@ def diagnostics(old_log_probs: Column, rollout_log_probs: Column, mask: Column) 
     return {f"rollout_correction/{name}": value for name, value in values.items()}
 
 
-def _refuse_unusable(old_log_probs: Column, rollout_log_probs: Column, mask: Column) -> None:
-    """A row's sum is finite where all its values are."""
-    sums = masked_row_sums(old_log_probs, mask) - masked_row_sums(rollout_log_probs, mask)
-    if unusable := (~torch.isfinite(sums)).nonzero().flatten().tolist():
+def refuse_unusable_log_probs(mask: Column, *log_probs: Column) -> None:
+    """Raises ValueError that names the rows in which a log-prob of a valid token is NaN or infinite. log_probs: `old_log_probs`,
+    `rollout_log_probs`, or one of them."""
+    unusable = []
+    for block in token_blocks(mask, *log_probs):
+        for column in block.columns:
+            valid = block.only_valid(column)
+            if not math.isfinite(float(valid.sum())):  # so is a sum where all its values are
+                rows = (~torch.isfinite(block.row_sums(valid))).nonzero().flatten() + block.rows.start
+                unusable += rows.tolist()
+    if unusable:
         raise ValueError(
-            f"old_log_probs or rollout_log_probs of rows {unusable[:8]} (of {len(mask)}) are not finite, so the rollout cannot be "
-            "corrected: check that the rollout engine samples from the whole vocabulary (top_p=1, top_k=-1) and reports log-probs"
+            f"old_log_probs or rollout_log_probs of rows {sorted(set(unusable))[:8]} (of {len(mask)}) are not finite, so the rollout "
+            "cannot be corrected: check that the rollout engine samples from the whole vocabulary (top_p=1, top_k=-1) and reports log-probs"
         )
-
-
-def _log_ratio(old_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> Tensor:
-    log_ratio = masked(old_log_probs.detach(), mask) - masked(rollout_log_probs, mask)
-    return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-
-
-def _at_level(log_ratio: Tensor, mask: Tensor, level: CorrectionLevel) -> Tensor:
-    """(B, R) for tokens, (B, 1) for responses; 0 for a row without a token."""
-    if level is CorrectionLevel.token:
-        return log_ratio
-    total = log_ratio.sum(dim=1, keepdim=True)
-    return total if level is CorrectionLevel.sequence else total / mask.sum(dim=1, keepdim=True).clamp(min=1)
-
-
-def _ratios(log_ratio: Tensor, mask: Tensor, level: CorrectionLevel) -> Tensor:
-    """pi / mu, (B, R) for tokens, (B, 1) for responses."""
-    return _at_level(log_ratio, mask, level).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
 
 
 def _limited(raw: Tensor, config: RolloutCorrectionConfig) -> Tensor:
@@ -183,14 +204,17 @@ def _limited(raw: Tensor, config: RolloutCorrectionConfig) -> Tensor:
     return torch.where((raw >= config.low) & (raw <= config.high), raw, 0.0)
 
 
-def _accepted(log_ratio: Tensor, mask: Tensor, config: RejectionConfig) -> Tensor:
+def _accepted(old_log_probs: Column, rollout_log_probs: Column, mask: Column, config: RejectionConfig) -> Tensor:
     """(B,) bool."""
-    estimate = {
-        RejectionEstimator.k1: -log_ratio,
-        RejectionEstimator.k2: 0.5 * log_ratio.square(),
-        RejectionEstimator.k3: torch.expm1(log_ratio) - log_ratio,
-    }[config.estimator].sum(dim=1)
+    value = {
+        RejectionEstimator.k1: torch.neg,
+        RejectionEstimator.k2: lambda x: 0.5 * x.square(),
+        RejectionEstimator.k3: lambda x: torch.expm1(x) - x,
+    }[config.estimator]
+    estimate = torch.empty(len(mask), dtype=old_log_probs.dtype)
+    for block, log_ratio in _log_ratios(old_log_probs, rollout_log_probs, mask):
+        estimate[block.rows] = block.row_sums(value(log_ratio))
     if config.level is RejectionLevel.geometric:
-        estimate = estimate / mask.sum(dim=1).clamp(min=1)
+        estimate = estimate / row_lengths(mask).clamp(min=1)
     accepted = estimate <= config.high
     return accepted if config.low is None else accepted & (estimate >= config.low)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from megarl.algorithms.masked import empty_like, leaves_nothing_out, map_tokens, row_blocks, row_lengths
+from megarl.algorithms.masked import as_rows, leaves_nothing_out, map_tokens, of_form, row_lengths, token_blocks
 from megarl.batch.ragged import Column, RaggedTensor
 from megarl.config.schema import OverlongConfig
 
@@ -26,17 +25,17 @@ def place_scores(scores: Sequence[float] | Tensor, response_mask: Column) -> Col
             f"rows {empty[:8]} of {len(response_mask)} have no response token, so their scores have no place; "
             "a response holds at least its end token: check that the rollout returned one for every prompt"
         )
-    column = torch.as_tensor(scores, dtype=torch.float32, device=response_mask.device)[:, None]
-    if isinstance(response_mask, RaggedTensor) and leaves_nothing_out(response_mask):
-        values = torch.zeros(response_mask.num_tokens, device=response_mask.device)  # of which only what is written takes memory
-        values[response_mask.lengths.cumsum(0) - 1] = column[:, 0]
-        return replace(RaggedTensor.empty(response_mask, torch.float32), values=values)
-    placed = empty_like(response_mask, torch.float32)
-    for rows in row_blocks(response_mask):
-        mask = response_mask[rows]
-        last = torch.where(mask, torch.arange(mask.shape[1], device=mask.device), -1).amax(dim=1, keepdim=True)
-        placed[rows] = torch.zeros(mask.shape, dtype=torch.float32, device=mask.device).scatter_(1, last, column[rows])
-    return placed
+    per_row = torch.as_tensor(scores, dtype=torch.float32)
+    rows = as_rows(response_mask)
+    last = rows.lengths.cumsum(0) - 1
+    if not leaves_nothing_out(rows):
+        for block in token_blocks(rows):
+            assert block.mask is not None
+            valid = block.mask.nonzero().flatten() + block.tokens.start
+            last[block.rows] = valid[torch.searchsorted(valid, last[block.rows], right=True) - 1]
+    values = torch.zeros(rows.num_tokens)  # of which only what is written takes memory
+    values[last] = per_row
+    return of_form(RaggedTensor.packed_rows(values, rows.lengths), response_mask)
 
 
 def refuse_unusable(name: str, per_row: Tensor, uid: np.ndarray) -> None:
@@ -76,4 +75,4 @@ def penalise_overlong(token_level_scores: Column, mask: Column, max_response_len
     """
     penalty = overlong_penalty(row_lengths(mask), max_response_length, config)
     metrics = {"reward/overlong_penalty": float(penalty.mean()), "reward/overlong_fraction": float((penalty < 0).float().mean())}
-    return ShapedScores(map_tokens(torch.add, token_level_scores, place_scores(penalty, mask)), metrics)
+    return ShapedScores(map_tokens(torch.add, mask, token_level_scores, place_scores(penalty, mask)), metrics)

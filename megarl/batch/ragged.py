@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -13,6 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 from megarl.batch.arrays import same
 
 _CACHED_ELEMENTS = 1 << 17  # of a block: what is in between of several operations on it stays in a core's cache
+_LARGE_BYTES = 1 << 22  # from which on numpy asks for large pages
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,9 +40,14 @@ class RaggedTensor:
     ) -> RaggedTensor:
         """From the values of each row."""
         joined = np.concatenate([np.empty(0, np.bool_), *(np.asarray(row) for row in rows)])
-        return cls._packed(
+        return cls.packed_rows(
             torch.from_numpy(joined).to(dtype), torch.tensor([len(row) for row in rows], dtype=torch.int64), padding, on_left
         )
+
+    @classmethod
+    def of_slots(cls, x: Tensor) -> RaggedTensor:
+        """From x (B, R), rows of R values each, which share memory with x."""
+        return cls.packed_rows(x.reshape(-1), torch.full((x.shape[0],), x.shape[1]))
 
     @classmethod
     def from_padded(cls, x: Tensor, lengths: Tensor, padding: int = 0, on_left: bool = False) -> RaggedTensor:
@@ -51,7 +59,7 @@ class RaggedTensor:
         column = torch.arange(x.shape[1], device=x.device)
         ends = lengths.to(x.device)[:, None]
         mask = column >= x.shape[1] - ends if on_left else column < ends
-        return cls._packed(x[mask], lengths, padding, on_left)
+        return cls.packed_rows(x[mask], lengths, padding, on_left)
 
     @classmethod
     def constant(cls, value: float, lengths: Tensor, dtype: torch.dtype) -> RaggedTensor:
@@ -62,11 +70,11 @@ class RaggedTensor:
     @classmethod
     def empty(cls, like: RaggedTensor, dtype: torch.dtype) -> RaggedTensor:
         """Rows of the same lengths, to be written."""
-        values = torch.empty(int(like.lengths.sum()), dtype=dtype, device=like.device)
-        return cls._packed(values, like.lengths)
+        return cls.packed_rows(new_values(like.num_tokens, dtype, like.device), like.lengths)
 
     @classmethod
-    def _packed(cls, values: Tensor, lengths: Tensor, padding: int = 0, on_left: bool = False) -> RaggedTensor:
+    def packed_rows(cls, values: Tensor, lengths: Tensor, padding: int = 0, on_left: bool = False) -> RaggedTensor:
+        """From the values (N,) of all rows, one behind the other, and the rows' lengths (B,) int64."""
         return cls(values, lengths.cumsum(0) - lengths, lengths, padding, on_left)
 
     # ---- what it is
@@ -74,7 +82,7 @@ class RaggedTensor:
     def __len__(self) -> int:
         return len(self.lengths)
 
-    @property
+    @cached_property
     def shape(self) -> tuple[int, int]:
         """(B, R), as it would be padded."""
         return len(self), int(self.lengths.max()) if len(self) else 0
@@ -87,9 +95,14 @@ class RaggedTensor:
     def device(self) -> torch.device:
         return self.values.device
 
-    @property
+    @cached_property
     def num_tokens(self) -> int:
         return int(self.lengths.sum())
+
+    @cached_property
+    def is_packed(self) -> bool:
+        """Whether the values of all rows stand one behind the other, in the order of rows."""
+        return bool((self.starts[1:] == (self.starts + self.lengths)[:-1]).all())
 
     def __eq__(self, other: object) -> bool:
         """Equal in rows, dtype and how it is padded; NaN equals NaN."""
@@ -110,17 +123,14 @@ class RaggedTensor:
 
     def select(self, rows: slice | Tensor) -> RaggedTensor:
         """Those rows, which share memory with it."""
-        return replace(self, starts=self.starts[rows], lengths=self.lengths[rows])
+        return RaggedTensor(self.values, self.starts[rows], self.lengths[rows], self.padding, self.on_left)
 
     def flat(self) -> Tensor:
         """(num_tokens,): the values of all rows in their order; a copy unless they stand so."""
-        if self._is_packed():
+        if self.is_packed:
             first = int(self.starts[0]) if len(self) else 0
             return self.values[first : first + self.num_tokens]
-        return torch.cat(list(self.each()))
-
-    def _is_packed(self) -> bool:
-        return bool((self.starts[1:] == (self.starts + self.lengths)[:-1]).all())
+        return _joined(list(self.each()))
 
     def packed(self) -> RaggedTensor:
         """The same rows over the values that they need and no others; what rows share they go on sharing."""
@@ -135,8 +145,15 @@ class RaggedTensor:
         shifts = run_begins - (np.cumsum(run_ends - run_begins) - (run_ends - run_begins))
         moved = np.empty_like(starts)
         moved[order] = begins - shifts[np.cumsum(is_first) - 1]
-        values = runs[0] if len(runs) == 1 else torch.cat(runs) if runs else self.values[:0]
+        values = runs[0] if len(runs) == 1 else _joined(runs) if runs else self.values[:0]
         return replace(self, values=values, starts=torch.from_numpy(moved))
+
+    @staticmethod
+    def gather(parts: Sequence[RaggedTensor], order: Sequence[int]) -> RaggedTensor:
+        """Of the rows of all parts, counted through, those of `order`, packed: their values are copied once."""
+        rows = [row for part in parts for row in part.each()]
+        values, lengths = _joined([rows[place] for place in order]), torch.cat([part.lengths for part in parts])[torch.tensor(order)]
+        return RaggedTensor.packed_rows(values, lengths, parts[0].padding, parts[0].on_left)
 
     @staticmethod
     def concat(parts: Sequence[RaggedTensor]) -> RaggedTensor:
@@ -145,7 +162,7 @@ class RaggedTensor:
         offsets = np.cumsum([0, *(len(part.values) for part in packed)]).tolist()
         return replace(
             packed[0],
-            values=torch.cat([part.values for part in packed]),
+            values=_joined([part.values for part in packed]),
             starts=torch.cat([part.starts + offset for part, offset in zip(packed, offsets, strict=False)]),
             lengths=torch.cat([part.lengths for part in packed]),
         )
@@ -156,15 +173,30 @@ class RaggedTensor:
     # ---- blocks
 
     def blocks(self) -> Iterator[slice]:
-        """All rows in order, so many at a time that a chain of operations on a padded block of them runs at the speed of the cache."""
-        start = widest = 0
-        for row, length in enumerate(self.lengths.tolist()):
-            if row > start and max(widest, length) * (row + 1 - start) > _CACHED_ELEMENTS:
-                yield slice(start, row)
-                start, widest = row, 0
-            widest = max(widest, length)
-        if start < len(self):
-            yield slice(start, len(self))
+        """All rows in order, so many at a time that a chain of operations on their tokens runs at the speed of the cache."""
+        ends, start = self.lengths.cumsum(0).tolist(), 0
+        while start < len(self):
+            room = (ends[start - 1] if start else 0) + _CACHED_ELEMENTS
+            stop = max(start + 1, bisect_right(ends, room, lo=start))
+            yield slice(start, stop)
+            start = stop
+
+    def blocks_of_like_length(self) -> Iterator[Tensor]:
+        """Numbers (b,) of all rows, in blocks that fit the cache as padded tensors do: rows of about one length, so that little of it is
+        padding."""
+        order = torch.argsort(self.lengths, stable=True)
+        lengths, start = self.lengths[order].tolist(), 0
+        while start < len(order):
+            stop = start + 1
+            while stop < len(order) and lengths[stop] * (stop + 1 - start) <= _CACHED_ELEMENTS:
+                stop += 1
+            yield order[start:stop]
+            start = stop
+
+    @property
+    def num_rows_of_block(self) -> int:
+        """So many rows fit the cache, padded to the longest of all."""
+        return max(1, _CACHED_ELEMENTS // max(self.shape[1], 1))
 
     def __getitem__(self, rows: slice | Tensor) -> Tensor:
         """(b, r): a copy of those rows, padded to the longest of them."""
@@ -188,6 +220,20 @@ class RaggedTensor:
 
 
 Column = Tensor | RaggedTensor  # (B, ...)
+
+
+def new_values(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """(count,), not set. Much of it on the host is numpy's memory, which asks for large pages, as torch's does not: the first touch of new
+    memory, page by page, takes longer than what is written."""
+    if device.type != "cpu" or count * dtype.itemsize < _LARGE_BYTES:
+        return torch.empty(count, dtype=dtype, device=device)
+    return torch.from_numpy(np.empty(count * dtype.itemsize, np.uint8)).view(dtype)
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    """One behind the other, copied. parts: (n,) each, of one dtype, at least one."""
+    joined = new_values(sum(part.numel() for part in parts), parts[0].dtype, parts[0].device)
+    return torch.cat(parts, out=joined)
 
 
 def padded(column: Column) -> Tensor:

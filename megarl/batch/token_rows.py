@@ -50,6 +50,28 @@ def token_rows(columns: Mapping[str, Column], keys: Iterable[str] = ()) -> dict[
     return {key: _like(responses, key, columns[key]) for key in (*RAGGED_KEYS, *others)}
 
 
+def with_prompt_rows(columns: Mapping[str, Column]) -> dict[str, Column]:
+    """The columns, with `prompts` as rows of tokens: as they are, or made of `prompts` and `prompt_attention_mask` (B, P), as a padded view
+    has them. Raises ValueError for a batch without them, or where a prompt has no token or its tokens do not end its row."""
+    prompts, mask = columns.get("prompts"), columns.get("prompt_attention_mask")
+    if isinstance(prompts, RaggedTensor):
+        return dict(columns)
+    if not isinstance(prompts, Tensor) or not isinstance(mask, Tensor) or prompts.shape != mask.shape or prompts.ndim != 2:
+        raise ValueError(
+            "a batch of prompts needs `prompts` as rows of tokens (RaggedTensor.of_rows), or `prompts` and "
+            f"`prompt_attention_mask`, (B, P) and padded on the left; it has {sorted(columns)}"
+        )
+    lengths = mask.bool().sum(1)
+    expected = torch.arange(mask.shape[1], device=mask.device) >= mask.shape[1] - lengths[:, None]
+    if wrong := ((mask.bool() != expected).any(1) | (lengths == 0)).nonzero().flatten().tolist():
+        raise ValueError(
+            f"row {wrong[0]} of the prompts: prompt_attention_mask has {int(lengths[wrong[0]])} tokens that are not one run at the row's "
+            "end; a prompt needs at least one token and is padded on the left"
+        )
+    others = {key: column for key, column in columns.items() if key != "prompt_attention_mask"}
+    return {**others, "prompts": RaggedTensor.from_padded(prompts.int(), lengths, on_left=True)}
+
+
 def of_one_form(columns: Mapping[str, Column]) -> dict[str, Column]:
     """The columns; where the responses, or `response_mask`, are rows of tokens, so is what else is of their tokens (RESPONSE_KEYS), as a
     user may give it padded. Raises ValueError for a tensor that does not hold a row's tokens."""

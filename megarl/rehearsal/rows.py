@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from megarl.algorithms.losses import ActorLoss, CriticLoss, MiniBatchCounts, SFTLoss
+from megarl.algorithms.policy_losses.covariance import SELECTED_TOKENS
 from megarl.algorithms.user_functions import policy_loss_of
 from megarl.config.derive import Row, micro_batch_tokens
 from megarl.config.roles import ModelRole, scores_in_update
@@ -51,8 +52,7 @@ def with_loss(config: PPOConfig | SFTConfig, role: ModelRole, tensors: Mapping[s
         rows["old_log_probs"] = zeros
     if algorithm.kl.in_loss:
         rows["ref_log_prob"] = zeros
-    prepare: Callable[..., Mapping[str, Tensor]] | None = policy_loss_of(algorithm.policy_loss).prepare
-    if prepare is not None:
-        rows |= prepare({**rows, "old_log_probs": zeros}, mask, algorithm.policy_loss, config.trainer.seed)
+    if policy_loss_of(algorithm.policy_loss).prepare is not None:
+        rows[SELECTED_TOKENS] = torch.zeros_like(mask)
     with_entropy = scores_in_update(algorithm, one_update=config.trainer.one_update)
     return rows, ActorLoss(algorithm=algorithm, counts=counts, with_entropy=with_entropy)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from megarl.algorithms.masked import map_tokens, masked, masked_mean, tokens_of
+from megarl.algorithms.masked import map_tokens, moments, token_blocks
 from megarl.batch.data_proto import DataProto
 from megarl.batch.ragged import padded
 from megarl.batch.token_rows import of_one_form
@@ -43,18 +43,17 @@ class LogProbGate:
         if not self.wants(batch):
             return
         columns, version = of_one_form(batch.columns), batch.meta_info["weight_version"]
-        mask = map_tokens(lambda mask, versions: mask & (versions == version), columns["response_mask"], columns["token_versions"])
-        difference = map_tokens(
-            lambda rollout, old, mask: masked((rollout - old).abs(), mask), columns["rollout_log_probs"], columns["old_log_probs"], mask
-        )
-        mean = float(masked_mean(difference, mask))
+        mask = map_tokens(lambda versions: versions == version, columns["response_mask"], columns["token_versions"], dtype=torch.bool)
+        rollout, old = columns["rollout_log_probs"], columns["old_log_probs"]
+        mean = moments(_difference, mask, rollout, old).mean
         if not mean <= self._max_difference:  # a NaN does not pass
-            raise LogProbMismatchError(self._explain(padded(difference), padded(mask), mean))
+            raise LogProbMismatchError(self._explain(padded(map_tokens(_difference, mask, rollout, old)), padded(mask), mean))
         self.passed = True
 
     def wants(self, batch: DataProto) -> bool:
         """None was looked at yet, and this one has such tokens."""
-        return not self.passed and bool((tokens_of(batch.columns["token_versions"]) == batch.meta_info["weight_version"]).any())
+        versions, version = batch.columns["token_versions"], batch.meta_info["weight_version"]
+        return not self.passed and any(bool((block.columns[0] == version).any()) for block in token_blocks(versions, versions))
 
     def _explain(self, difference: torch.Tensor, mask: torch.Tensor, mean: float) -> str:
         row, position = divmod(int(torch.nan_to_num(difference, nan=torch.inf).argmax()), mask.shape[1])
@@ -66,6 +65,10 @@ class LogProbGate:
             + "".join(f"\n  - {cause}" for cause in _CAUSES_OF_DIFFERENCES)
             + "\nIf the difference is what this precision gives, raise the bound."
         )
+
+
+def _difference(rollout: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
+    return (rollout - old).abs()
 
 
 def _mean(difference: torch.Tensor, mask: torch.Tensor) -> str:

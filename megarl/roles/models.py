@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -12,11 +13,12 @@ import numpy as np
 import torch
 
 from megarl.algorithms.losses import ActorLoss, CriticLoss, MiniBatchCounts, SFTLoss
+from megarl.algorithms.rollout_correction import refuse_unusable_log_probs
 from megarl.algorithms.user_functions import policy_loss_of
 from megarl.batch.data_proto import DataProto
 from megarl.batch.metrics import Metric, merge_metrics, over_updates, values_of
 from megarl.batch.ragged import RaggedTensor
-from megarl.batch.token_rows import first_with_prompt, model_keys, token_rows
+from megarl.batch.token_rows import first_with_prompt, model_keys, of_one_form, token_rows
 from megarl.config.roles import needs_sum_pi_squared, scores_in_update
 from megarl.config.schema import AlgorithmConfig, CorrectionLevel, MicroBatchConfig, ParallelConfig, ValueLossConfig
 from megarl.controller.futures import DerivedFuture, WorkerFuture
@@ -94,13 +96,12 @@ class MegatronRole:
         rows = token_rows(batch.columns, keys)
         lengths = (rows["prompts"].lengths + rows["responses"].lengths).tolist()
         virtual = self._parallel.virtual_pipeline_parallel_size is not None
-        plan = plan_micro_batches(
-            lengths,
+        plan = _plan(
+            tuple(lengths),
             self._parallel.data_parallel_size,
-            sequences=self._micro_batch.sequences,
-            max_tokens=self._micro_batch.max_tokens,
-            multiple_of=self._parallel.pipeline_parallel_size if virtual else 1,
-            prompts=_prompts(rows["prompts"]) if self._share_prompts else None,
+            self._micro_batch,
+            self._parallel.pipeline_parallel_size if virtual else 1,
+            tuple(_prompts(rows["prompts"])) if self._share_prompts else None,
         )
         model_inputs = DataProto.from_dict(rows, batch.select([], _uid_of(batch)).non_tensor_batch)
         parts = []
@@ -161,6 +162,16 @@ class MegatronRole:
         return future
 
 
+@lru_cache(maxsize=4)
+def _plan(
+    lengths: tuple[int, ...], dp_size: int, limit: MicroBatchConfig, multiple_of: int, prompts: tuple[RowPrompt, ...] | None
+) -> BatchPlan:
+    """Made once for roles and passes that cut the same rows alike: of a step's batch most do."""
+    return plan_micro_batches(
+        lengths, dp_size, sequences=limit.sequences, max_tokens=limit.max_tokens, multiple_of=multiple_of, prompts=prompts
+    )
+
+
 def _prompts(prompts: RaggedTensor) -> list[RowPrompt]:
     """Of each row."""
     lengths = prompts.lengths.tolist()
@@ -169,11 +180,12 @@ def _prompts(prompts: RaggedTensor) -> list[RowPrompt]:
 
 def _restored(parts: Sequence[DataProto], plan: BatchPlan, batch: DataProto, names: Mapping[str, str]) -> DataProto:
     """The scores of all replicas in the order of the batch, some under other names; padded where the batch is."""
-    scores = DataProto.concat(parts).select_idxs(plan.restore_order())
-    if not batch.ragged:
-        width = batch.tensors["response_mask"].shape[1]
-        scores = DataProto.from_dict({key: column.padded(width) for key, column in scores.ragged.items()})
-    return scores.rename(list(names), list(names.values()))
+    order = plan.restore_order()
+    rows = {names.get(key, key): RaggedTensor.gather([part.ragged[key] for part in parts], order) for key in parts[0].ragged}
+    if batch.ragged:
+        return DataProto.from_dict(rows)
+    width = batch.tensors["response_mask"].shape[1]
+    return DataProto.from_dict({key: column.padded(width) for key, column in rows.items()})
 
 
 def _without(mask: RaggedTensor, rows: Sequence[bool]) -> RaggedTensor:
@@ -389,12 +401,13 @@ def actor_rows(mini_batch: DataProto, algorithm: AlgorithmConfig, *, one_update:
         keys.append("rollout_weights")
     elif algorithm.rollout_correction.level is not CorrectionLevel.none:
         keys.append("rollout_log_probs")  # the weights are made of them in the pass that scores
+        refuse_unusable_log_probs(*(of_one_form(columns)[key] for key in ("response_mask", "rollout_log_probs")))
     rows = {key: columns[key] for key in keys}
     if LOSS_MASK in columns:
         rows["response_mask"] = columns[LOSS_MASK]
     prepare = policy_loss_of(algorithm.policy_loss).prepare
     if prepare is not None:  # it reads the stored old log-probs, whether or not the loss does
-        tensors = mini_batch.tensors
-        rows |= prepare(tensors, tensors[LOSS_MASK if LOSS_MASK in tensors else "response_mask"], algorithm.policy_loss, seed)
+        of_tokens = of_one_form(columns)
+        rows |= prepare(of_tokens, of_tokens[LOSS_MASK if LOSS_MASK in columns else "response_mask"], algorithm.policy_loss, seed)
     named = mini_batch.non_tensor_batch
     return DataProto.from_dict(rows, {"uid": named["uid"]} if "uid" in named else {})  # not for the loss: an error names rows by it

@@ -11,6 +11,7 @@ import torch
 
 from megarl.batch.data_proto import DataProto
 from megarl.batch.ragged import RaggedTensor
+from megarl.batch.token_rows import with_prompt_rows
 from megarl.config.schema import SamplingConfig
 from megarl.controller.group import RoleGroup
 from megarl.roles.pump import EngineFaultError, Pump, PumpTotals, ReplicaState, RequestState, RolloutLimits
@@ -81,16 +82,17 @@ class Rollout:
     def generate(
         self, prompts: DataProto, sampling: SamplingConfig, step: int, generation: int = 0, scoring: Scoring | None = None
     ) -> DataProto:
-        """B = prompts x n rows, the samples of a prompt side by side: the prompts' columns, and as rows of tokens `responses`,
-        `response_mask`, `rollout_log_probs` and `token_versions` (int32, the weights that drew a token, -1 where the model wrote none), and
-        the arrays `weight_version` (the oldest that wrote a sample) and `finish_reason` (B,). The meta information has `weight_version`:
-        of the weights that were sent last.
+        """B = prompts x n rows, the samples of a prompt side by side: the prompts' columns (see with_prompt_rows), and as rows of tokens
+        `responses`, `response_mask`, `rollout_log_probs` and `token_versions` (int32, the weights that drew a token, -1 where the model
+        wrote none), and the arrays `weight_version` (the oldest that wrote a sample) and `finish_reason` (B,). The meta information has
+        `weight_version`: of the weights that were sent last.
 
         scoring: begins with the prompts whose samples are there while those of others are written.
         The same prompts, weights, seed, step and generation (a step may have several) give the same samples, however many replicas there
         are.
         Raises EngineFaultError, DispatchError and RestartLimitError; ValueError for prompts that no engine can continue.
         """
+        prompts = DataProto.from_dict(with_prompt_rows(prompts.columns), prompts.non_tensor_batch, prompts.meta_info)
         requests = self.requests(prompts, sampling, step, generation)
         self._weights.bring_in()
         version = self._weights.version

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from megarl.algorithms.advantages import AdvantageInputs
-from megarl.algorithms.kl import KL_CONTROLLERS, apply_kl_penalty, kl_column, sequence_mean_kl
-from megarl.algorithms.masked import map_tokens, masked_column, tokens_of
+from megarl.algorithms.kl import KL_CONTROLLERS, apply_kl_penalty, sequence_mean_kl
+from megarl.algorithms.masked import map_tokens, masked_column, row_lengths
 from megarl.algorithms.rollout_correction import correct
 from megarl.algorithms.scores import penalise_overlong
 from megarl.algorithms.user_functions import estimator_of
@@ -74,7 +74,7 @@ class AdvantageStep:
         if not {"old_log_probs", "ref_log_prob"} <= tensors.keys():
             return {}
         mask, estimator = tensors["response_mask"], self._algorithm.kl.estimator
-        kl = sequence_mean_kl(kl_column(tensors["old_log_probs"], tensors["ref_log_prob"], mask, estimator), mask)
+        kl = sequence_mean_kl(tensors["old_log_probs"], tensors["ref_log_prob"], mask, estimator)
         return {"actor/reward_kl_penalty": kl, "actor/reward_kl_penalty_coeff": self.kl_controller.coefficient}
 
 
@@ -105,7 +105,7 @@ def leave_out_late(batch: DataProto, max_age: int) -> tuple[DataProto, Metrics]:
     """
     tensors, version = of_one_form(batch.columns), batch.meta_info["weight_version"]
     mask = tensors.get(LOSS_MASK, tensors["response_mask"])
-    kept = map_tokens(lambda mask, versions: mask & (version - versions <= max_age), mask, tensors["token_versions"])
-    num_before, num_kept = (int(tokens_of(one).sum()) for one in (mask, kept))
+    kept = map_tokens(lambda versions: version - versions <= max_age, mask, tensors["token_versions"], dtype=torch.bool)
+    num_before, num_kept = (int(row_lengths(one).sum()) for one in (mask, kept))
     others = batch.select([key for key in batch.columns if key != LOSS_MASK])
     return others.union(DataProto.from_dict({LOSS_MASK: kept})), {"rollout/late": 1 - num_kept / max(1, num_before)}

@@ -178,7 +178,7 @@ class PPOTrainer:
         metrics |= age_metrics(columns, batch.meta_info["weight_version"])
         metrics |= group_metrics(torch.tensor([float(score) for score in arrays["score"]]), arrays["uid"])
         if "entropys" in columns:
-            metrics["actor/entropy"] = float(masked_mean(columns["entropys"], columns["response_mask"]))
+            metrics["actor/entropy"] = masked_mean(columns["entropys"], columns["response_mask"])
         if "baseline_scores" in columns:
             metrics["critic/baseline/mean"] = float(batch.tensors["baseline_scores"].mean())
         metrics["reward/error_rate"] = batch.meta_info["reward/error_rate"]

@@ -11,7 +11,7 @@ import numpy as np
 from torch import Tensor
 
 from megarl.algorithms.groups import Groups
-from megarl.algorithms.masked import empty_like, leaves_nothing_out, masked, masked_row_sums, row_blocks, row_lengths
+from megarl.algorithms.masked import masked_row_sums, on_every_token, row_lengths
 from megarl.algorithms.scores import refuse_unusable
 from megarl.batch.ragged import Column, RaggedTensor
 from megarl.config.schema import AdvantageConfig
@@ -60,12 +60,7 @@ class AdvantageInputs:
 
     def on_every_token(self, per_row: Tensor) -> Advantages:
         """The same advantage (B,) for each valid token of a row, and 0 elsewhere. There is no critic: returns are the advantages."""
-        mask, advantages = self.response_mask, empty_like(self.response_mask, per_row.dtype)
-        if isinstance(advantages, RaggedTensor) and leaves_nothing_out(mask):
-            advantages = replace(advantages, values=per_row.repeat_interleave(advantages.lengths.to(per_row.device)))
-            return Advantages(advantages, advantages)
-        for rows in row_blocks(mask):
-            advantages[rows] = masked(per_row[rows, None], mask[rows])
+        advantages = on_every_token(per_row, self.response_mask)
         return Advantages(advantages, advantages)
 
     def padded(self) -> AdvantageInputs:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -9,13 +10,14 @@ from torch import Tensor
 
 from megarl.algorithms.advantages.inputs import AdvantageInputs, Advantages, Estimator, needed
 from megarl.algorithms.masked import (
-    block_rows,
+    as_rows,
     empty_like,
     from_front,
     front_slots,
+    leaves_nothing_out,
     map_tokens,
     masked,
-    row_blocks,
+    of_form,
     to_front,
     whiten,
 )
@@ -44,10 +46,8 @@ def gae(token_level_rewards: Column, values: Column, response_mask: Column, gamm
     What is summed are the returns, R_t = r_t + gamma (1 - lam) V_{t+1} + gamma lam R_{t+1}: the same recursion with one pass less.
     """
     advantages, returns = (empty_like(token_level_rewards, token_level_rewards.dtype) for _ in range(2))
-    for rows in row_blocks(token_level_rewards):
-        mask = response_mask[rows]
-        slots = front_slots(mask)
-        steps, kept_values = masked(token_level_rewards[rows], mask), masked(values[rows], mask)
+    for block in _episodes(response_mask, token_level_rewards, values):
+        (steps, kept_values), slots = block.columns, block.slots
         next_values = kept_values
         if slots is not None:
             steps, next_values = to_front(steps, slots), to_front(kept_values, slots)
@@ -55,8 +55,8 @@ def gae(token_level_rewards: Column, values: Column, response_mask: Column, gamm
             steps[:, :-1].add_(next_values[:, 1:], alpha=gamma * (1.0 - lam))
         sums = discounted_suffix_sums(steps, gamma * lam)
         sums = sums if slots is None else from_front(sums, slots)
-        returns[rows], advantages[rows] = sums, sums - kept_values
-    return Advantages(advantages, returns)
+        returns[block.rows], advantages[block.rows] = sums, sums - kept_values
+    return Advantages(of_form(advantages, response_mask), of_form(returns, response_mask))
 
 
 def whitened_gae(inputs: AdvantageInputs, config: AdvantageConfig) -> Advantages:
@@ -86,7 +86,7 @@ def remax(inputs: AdvantageInputs, config: AdvantageConfig) -> Advantages:
     refuse_unusable("the greedy response's score", baseline, inputs.uid)
     returns = rewards_to_go(inputs.token_level_rewards, inputs.response_mask, gamma=1.0)
     per_row = inputs.on_every_token(baseline.to(returns.dtype)).advantages
-    return Advantages(map_tokens(torch.sub, returns, per_row), returns)
+    return Advantages(map_tokens(torch.sub, inputs.response_mask, returns, per_row), returns)
 
 
 def optimal_token_baseline(inputs: AdvantageInputs, config: AdvantageConfig) -> Advantages:
@@ -99,19 +99,20 @@ def optimal_token_baseline(inputs: AdvantageInputs, config: AdvantageConfig) -> 
     """
     log_probs = needed(inputs.old_log_probs, _BASELINE, "`old_log_probs`", _REMEDY)
     squares = needed(inputs.sum_pi_squared, _BASELINE, "`sum_pi_squared`", _REMEDY)
-    rewards, mask = inputs.token_level_rewards, inputs.response_mask
-    advantages, returns = empty_like(rewards, rewards.dtype), empty_like(rewards, rewards.dtype)
-    for rows in inputs.groups.blocks(block_rows(rewards)):
+    columns = [as_rows(column) for column in (inputs.token_level_rewards, inputs.response_mask, log_probs, squares)]
+    advantages, returns = (empty_like(columns[0], columns[0].dtype) for _ in range(2))
+    for rows in inputs.groups.blocks(columns[0].num_rows_of_block):
         index = inputs.groups.index[rows]
-        block = _of_whole_groups(rewards[rows], mask[rows], log_probs[rows], squares[rows], index - index[0])
+        rewards, mask, old, squared = (column[rows] for column in columns)
+        block = _of_whole_groups(rewards, mask, old, squared, index - index[0])
         advantages[rows], returns[rows] = block.advantages, block.returns
-    return Advantages(advantages, returns)
+    return Advantages(of_form(advantages, inputs.response_mask), of_form(returns, inputs.response_mask))
 
 
 def _of_whole_groups(rewards: Tensor, mask: Tensor, log_probs: Tensor, squares: Tensor, index: Tensor) -> _Block:
     """index (b,): the number of a row's group, in rising order from 0; all others (b, R)."""
     slots, num_groups = front_slots(mask), int(index[-1]) + 1
-    returns = _rewards_to_go(rewards, mask, gamma=1.0)
+    returns = _rewards_to_go(masked(rewards, mask), slots, gamma=1.0)
     norms = masked(1.0 - 2.0 * log_probs.exp() + squares, mask).clamp(min=0)
     here, returns_here = mask.to(returns.dtype), returns  # here: 1 where a sample has a token t
     if slots is not None:
@@ -132,17 +133,37 @@ def _of_whole_groups(rewards: Tensor, mask: Tensor, log_probs: Tensor, squares: 
 def rewards_to_go(token_level_rewards: Column, response_mask: Column, gamma: float) -> Column:
     """(B, R): sum_k gamma^k r_{t+k} over the valid tokens from t on; 0 in masked slots."""
     returns = empty_like(token_level_rewards, token_level_rewards.dtype)
-    for rows in row_blocks(token_level_rewards):
-        returns[rows] = _rewards_to_go(token_level_rewards[rows], response_mask[rows], gamma)
-    return returns
+    for block in _episodes(response_mask, token_level_rewards):
+        returns[block.rows] = _rewards_to_go(block.columns[0], block.slots, gamma)
+    return of_form(returns, response_mask)
 
 
-def _rewards_to_go(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
-    """Of a block of rows."""
-    slots, steps = front_slots(mask), masked(rewards, mask)
+def _rewards_to_go(rewards: Tensor, slots: Tensor | None, gamma: float) -> Tensor:
+    """Of a block of rows; rewards: 0 in masked slots."""
     if slots is None:
-        return discounted_suffix_sums(steps, gamma)
-    return from_front(discounted_suffix_sums(to_front(steps, slots), gamma), slots)
+        return discounted_suffix_sums(rewards, gamma)
+    return from_front(discounted_suffix_sums(to_front(rewards, slots), gamma), slots)
+
+
+class _Episodes(NamedTuple):
+    """Some rows of a batch. rows: (b,) their numbers; slots: see front_slots; columns: (b, r) each, 0 in masked slots."""
+
+    rows: Tensor
+    slots: Tensor | None
+    columns: list[Tensor]
+
+
+def _episodes(response_mask: Column, *columns: Column) -> Iterator[_Episodes]:
+    """All rows of the columns (B, R), in blocks that fit the cache."""
+    rows_of_mask, rows_of_columns = as_rows(response_mask), [as_rows(column) for column in columns]
+    all_count = leaves_nothing_out(response_mask)
+    for rows in rows_of_mask.blocks_of_like_length():
+        padded = [column[rows] for column in rows_of_columns]  # with 0
+        if all_count:
+            yield _Episodes(rows, None, padded)
+        else:
+            mask = rows_of_mask[rows]
+            yield _Episodes(rows, front_slots(mask), [masked(column, mask) for column in padded])
 
 
 def discounted_suffix_sums(x: Tensor, discount: float) -> Tensor:

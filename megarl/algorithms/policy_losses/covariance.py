@@ -7,9 +7,10 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from megarl.algorithms.masked import masked, masked_mean
+from megarl.algorithms.masked import as_rows, empty_like, leaves_nothing_out, map_tokens, masked_mean, of_form, row_lengths
 from megarl.algorithms.policy_losses.inputs import PolicyInputs, PolicyLoss, TokenLosses
 from megarl.algorithms.policy_losses.ratio import ppo_clip
+from megarl.batch.ragged import Column
 from megarl.config.schema import PolicyLossConfig, PolicyLossKind
 
 SELECTED_TOKENS = "selected_tokens"  # the batch key of what clip_cov and kl_cov select
@@ -25,17 +26,14 @@ def clip_cov(inputs: PolicyInputs, config: PolicyLossConfig) -> TokenLosses:
     return TokenLosses(loss, losses.bounded | inputs.selected, losses.dual_clipped)
 
 
-def select_for_clip_cov(tensors: Mapping[str, Tensor], mask: Tensor, config: PolicyLossConfig, seed: int) -> dict[str, Tensor]:
+def select_for_clip_cov(columns: Mapping[str, Column], mask: Column, config: PolicyLossConfig, seed: int) -> dict[str, Column]:
     """`selected_tokens` (B, R) bool: `covariance.share` of the mini-batch's tokens, drawn without preference from those whose
     covariance is between `covariance.low` and `covariance.high`."""
-    covariance = token_covariance(tensors, mask)
-    candidates = mask & (covariance > config.covariance.low) & (covariance < config.covariance.high)
-    generator = torch.Generator().manual_seed(seed)
-    lots = torch.rand(mask.shape, generator=generator).to(mask.device).masked_fill(~candidates, -1.0).flatten()
-    number = min(number_to_select(mask, config.covariance.share), int(candidates.sum()))
-    selected = torch.zeros_like(mask).flatten()
-    selected[lots.topk(number).indices] = True
-    return {SELECTED_TOKENS: selected.view_as(mask)}
+    low, high = config.covariance.low, config.covariance.high
+    is_candidate = map_tokens(lambda x: (x > low) & (x < high), mask, token_covariance(columns, mask), dtype=torch.bool)
+    candidates = as_rows(is_candidate).values.nonzero().flatten()
+    drawn = torch.randperm(len(candidates), generator=torch.Generator().manual_seed(seed))
+    return _selected(candidates[drawn[: number_to_select(mask, config.covariance.share)]], mask)
 
 
 def kl_cov(inputs: PolicyInputs, config: PolicyLossConfig) -> TokenLosses:
@@ -47,27 +45,35 @@ def kl_cov(inputs: PolicyInputs, config: PolicyLossConfig) -> TokenLosses:
     return TokenLosses(loss, inputs.selected)
 
 
-def select_for_kl_cov(tensors: Mapping[str, Tensor], mask: Tensor, config: PolicyLossConfig, seed: int) -> dict[str, Tensor]:
+def select_for_kl_cov(columns: Mapping[str, Column], mask: Column, config: PolicyLossConfig, seed: int) -> dict[str, Column]:
     """`selected_tokens` (B, R) bool: the `covariance.share` of the mini-batch's tokens with the largest covariance."""
-    covariance = token_covariance(tensors, mask).masked_fill(~mask, -torch.inf).flatten()
-    selected = torch.zeros_like(mask).flatten()
-    selected[covariance.topk(number_to_select(mask, config.covariance.share)).indices] = True
-    return {SELECTED_TOKENS: selected.view_as(mask)}
+    covariance = as_rows(token_covariance(columns, mask)).values
+    if not leaves_nothing_out(mask):
+        covariance = covariance.masked_fill(~as_rows(mask).flat(), -torch.inf)
+    return _selected(covariance.topk(number_to_select(mask, config.covariance.share)).indices, mask)
 
 
-def token_covariance(tensors: Mapping[str, Tensor], mask: Tensor) -> Tensor:
+def _selected(tokens: Tensor, mask: Column) -> dict[str, Column]:
+    """tokens: their places among all rows' tokens, one row behind the other."""
+    selected = empty_like(mask, torch.bool)
+    selected.values.zero_()[tokens] = True
+    return {SELECTED_TOKENS: of_form(selected, mask)}
+
+
+def token_covariance(columns: Mapping[str, Column], mask: Column) -> Column:
     """(B, R): (log p - mean log p) (A - mean A), means over the valid tokens of the mini-batch (Cui et al. 2025, arXiv 2505.22617),
     of `old_log_probs` and `advantages`; 0 in masked slots.
 
     Its mean is the covariance of log-prob and advantage, by which a step of the policy gradient lowers the entropy.
     """
-    log_probs, advantages = masked(tensors["old_log_probs"], mask), masked(tensors["advantages"], mask)
-    return masked((log_probs - masked_mean(log_probs, mask)) * (advantages - masked_mean(advantages, mask)), mask)
+    log_probs, advantages = columns["old_log_probs"], columns["advantages"]
+    mean_log_prob, mean_advantage = masked_mean(log_probs, mask), masked_mean(advantages, mask)
+    return map_tokens(lambda p, advantage: (p - mean_log_prob) * (advantage - mean_advantage), mask, log_probs, advantages)
 
 
-def number_to_select(mask: Tensor, share: float) -> int:
+def number_to_select(mask: Column, share: float) -> int:
     """At least one token, where there is one."""
-    num_tokens = int(mask.sum())
+    num_tokens = int(row_lengths(mask).sum())
     return min(num_tokens, max(1, int(share * num_tokens)))
 
 

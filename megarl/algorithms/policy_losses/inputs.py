@@ -11,6 +11,7 @@ from torch import Tensor
 
 from megarl.algorithms.kl import LOG_RATIO_LIMIT
 from megarl.algorithms.masked import masked
+from megarl.batch.ragged import Column
 from megarl.config.schema import PolicyLossConfig
 
 
@@ -65,7 +66,7 @@ class TokenLosses(NamedTuple):
     dual_clipped: Tensor | None = None  # bool: the limit for negative advantages is in force, where there is one
 
 
-Prepare = Callable[[Mapping[str, Tensor], Tensor, PolicyLossConfig, int], dict[str, Tensor]]
+Prepare = Callable[[Mapping[str, Column], Column, PolicyLossConfig, int], dict[str, Column]]
 
 
 @dataclass(frozen=True)
@@ -74,9 +75,9 @@ class PolicyLoss:
 
     per_token: a micro-batch's inputs -> the loss of each token. It reads nothing beyond a row, so that it does not matter how the
     rows were cut.
-    prepare: for a kind that has to see the whole mini-batch. `prepare(tensors, mask, config, seed)` is called before the mini-batch
-    is cut, with its (B, R) tensors by batch key (it reads `old_log_probs` and `advantages`), its response mask (B, R) and a seed for
-    what is drawn; it returns (B, R) tensors to add to the batch, which ActorLoss reads: `selected_tokens`, bool.
+    prepare: for a kind that has to see the whole mini-batch. `prepare(columns, mask, config, seed)` is called before the mini-batch
+    is cut, with its columns by batch key (it reads `old_log_probs` and `advantages`) and its response mask, all (B, R) as tensors or all
+    as rows of tokens, and a seed for what is drawn; it returns columns to add to the batch, which ActorLoss reads: `selected_tokens`, bool.
     """
 
     per_token: Callable[[PolicyInputs, PolicyLossConfig], TokenLosses]

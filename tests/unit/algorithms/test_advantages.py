@@ -6,10 +6,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.algorithms import masked
 from megarl.algorithms.advantages import ADVANTAGE_ESTIMATORS, AdvantageInputs
 from megarl.algorithms.advantages.token_level import gae, rewards_to_go
 from megarl.algorithms.groups import Groups
+from megarl.batch import ragged
 from megarl.config.schema import AdvantageConfig, AdvantageEstimator
 from tests.unit.algorithms import reference_advantages
 from tests.unit.algorithms.reference import gae_row
@@ -385,5 +385,5 @@ def test_a_batch_of_many_blocks_is_like_one_of_one(kind, monkeypatch):
     batch = batch_of(torch.rand(12, 5, generator=torch.Generator().manual_seed(0)) > 0.3, 1)
     config = AdvantageConfig(estimator=kind, gamma=0.9, lam=0.8)
     whole = ADVANTAGE_ESTIMATORS[kind](AdvantageInputs(**batch), config)
-    monkeypatch.setattr(masked, "_CACHED_ELEMENTS", 10)
+    monkeypatch.setattr(ragged, "_CACHED_ELEMENTS", 10)
     torch.testing.assert_close(ADVANTAGE_ESTIMATORS[kind](AdvantageInputs(**batch), config), whole)

@@ -105,8 +105,8 @@ def test_penalty_by_hand():
 
 
 def test_sequence_mean_kl_by_hand():
-    kl, mask = torch.tensor([[1.0, 3.0], [4.0, NAN], [NAN, NAN]]), torch.tensor([[1, 1], [1, 0], [0, 0]]).bool()
-    assert sequence_mean_kl(kl, mask) == 3.0  # rows: 2, 4, and one without tokens
+    old, mask = torch.tensor([[1.0, 3.0], [4.0, NAN], [NAN, NAN]]) - 7, torch.tensor([[1, 1], [1, 0], [0, 0]]).bool()
+    assert sequence_mean_kl(old, torch.full((3, 2), -7.0), mask, KLEstimator.k1) == 3.0  # rows: 2, 4, and one without tokens
 
 
 def test_fixed_controller_stays():

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from megarl.algorithms.masked import masked, masked_mean, whiten
+from megarl.algorithms.masked import masked, masked_mean, moments, whiten
 
 NAN = float("nan")
 
@@ -12,6 +12,25 @@ def test_masked_mean_by_hand():
 
 def test_masked_mean_of_nothing_is_zero():
     assert masked_mean(torch.full((2, 2), NAN), torch.zeros(2, 2, dtype=torch.bool)) == 0.0
+
+
+def test_moments_by_hand():
+    # 1, 2, 6: mean 3, squared deviations 4, 1, 9
+    mask = torch.tensor([[1, 1, 0], [1, 0, 0]]).bool()
+    found = moments(torch.neg, mask, torch.tensor([[1.0, 2.0, NAN], [6.0, NAN, NAN]]))
+    assert found == (3, -3.0, pytest.approx(14 / 3), -1.0, -6.0)
+    assert moments(torch.neg, mask, torch.full((2, 3), 0.1)).variance == 0.0
+    huge = moments(torch.neg, torch.ones(1, 3, dtype=torch.bool), 1e7 + torch.tensor([[1.0, 2.0, 3.0]]))
+    assert huge.variance == pytest.approx(2 / 3)
+
+
+def test_what_is_read_is_not_written():
+    """Also of float64, in which moments are summed."""
+    x, mask = torch.tensor([[1.0, 2.0]], dtype=torch.float64), torch.ones(1, 2, dtype=torch.bool)
+    whiten(x, mask)
+    assert x.tolist() == [[1.0, 2.0]]
+    assert whiten(x, mask, out=x) is not None
+    assert x.sum() == 0.0
 
 
 def test_whiten_by_hand():

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from megarl.algorithms.policy_losses import POLICY_LOSSES, PolicyInputs
 from megarl.algorithms.policy_losses.covariance import SELECTED_TOKENS, token_covariance
+from megarl.batch.ragged import RaggedTensor
 from megarl.config.schema import CovarianceConfig, PolicyLossConfig, PolicyLossKind, SAPOConfig
 from tests.unit.algorithms.reference import policy_row
 from tests.unit.algorithms.strategies import masks, normal, poison
@@ -228,6 +229,18 @@ def test_clip_cov_draws_between_the_bounds(mask, seed, share):
     assert not (selected & ~candidates).any()
     assert int(selected.sum()) == min(int(candidates.sum()), max(1, int(share * num_tokens)))
     assert torch.equal(selected, selection(PolicyLossKind.clip_cov, poisoned, mask, seed, **bounds))
+
+
+@pytest.mark.parametrize("kind", [PolicyLossKind.clip_cov, PolicyLossKind.kl_cov])
+def test_the_same_tokens_are_selected_of_rows_without_padding(kind):
+    lengths = torch.tensor([5, 2, 4])
+    mask = torch.arange(6) < lengths[:, None]
+    tensors = {"old_log_probs": normal(mask, 0), "advantages": normal(mask, 1)}
+    rows = {key: RaggedTensor.from_padded(poison(x, mask), lengths) for key, x in tensors.items()}
+    bounds = {"share": 0.3, "low": -0.5, "high": 0.8}
+    selected = selection(kind, rows, RaggedTensor.from_padded(mask, lengths), seed=4, **bounds)
+    assert int(selected.values.sum()) == 3
+    assert torch.equal(selected.padded(6), selection(kind, tensors, mask, seed=4, **bounds))
 
 
 def test_clip_cov_draws_others_with_another_seed():

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megarl.algorithms.advantages import ADVANTAGE_ESTIMATORS, AdvantageInputs
-from megarl.algorithms.kl import apply_kl_penalty, kl_column, sequence_mean_kl
+from megarl.algorithms.kl import apply_kl_penalty, sequence_mean_kl
 from megarl.algorithms.losses import MiniBatchCounts
 from megarl.algorithms.masked import masked_mean
 from megarl.algorithms.metrics import age_metrics, data_metrics
@@ -106,12 +106,10 @@ def test_penalties_metrics_and_corrections(case: Case) -> None:
     results = []
     for columns in (case.dense, case.rows):
         scores, old, reference = (columns[key] for key in ("token_level_scores", "old_log_probs", "ref_log_prob"))
-        kl = kl_column(old, reference, columns["response_mask"], KLEstimator.k3)
         correction = correct(old, columns["rollout_log_probs"], columns["response_mask"], config)
         penalised = penalise_overlong(scores, columns["response_mask"], WIDTH, OverlongConfig(buffer_share=0.5, penalty=1.0))
         assert correction.weights is not None
         tokens = [
-            kl,
             apply_kl_penalty(scores, old, reference, columns["response_mask"], 0.1, KLEstimator.k1),
             correction.weights,
             penalised.token_level_scores,
@@ -121,8 +119,8 @@ def test_penalties_metrics_and_corrections(case: Case) -> None:
             **penalised.metrics,
             **data_metrics({**columns, "advantages": columns["values"], "returns": scores}, WIDTH),
             **age_metrics(columns, 3),
-            "kl": sequence_mean_kl(kl, columns["response_mask"]),
-            "mean": float(masked_mean(columns["values"], columns["response_mask"])),
+            "kl": sequence_mean_kl(old, reference, columns["response_mask"], KLEstimator.k3),
+            "mean": masked_mean(columns["values"], columns["response_mask"]),
         }
         results.append((tokens, padded(correction.mask), metrics, MiniBatchCounts.of(columns["response_mask"])))
     (expected, kept, of_dense, counts), (found, kept_rows, of_rows, counts_of_rows) = results

@@ -11,10 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from megarl.batch import ragged
 from megarl.batch.arrays import same
 from megarl.batch.data_proto import DataProto
-from megarl.batch.ragged import RaggedTensor
-from megarl.batch.token_rows import of_one_form, token_rows
+from megarl.batch.ragged import RaggedTensor, new_values
+from megarl.batch.token_rows import of_one_form, token_rows, with_prompt_rows
 
 LENGTHS = st.lists(st.integers(0, 6), min_size=1, max_size=7)
 NAN = float("nan")
@@ -47,9 +48,14 @@ def test_every_operation_is_that_of_padded_tensors(lengths: list[int], on_left: 
         assert torch.equal(view.packed().padded(6), expected[rows])
         assert len(view.packed().values) == sum({row: lengths[row] for row in torch.arange(len(lengths))[rows].tolist()}.values())
         assert view.flat().tolist() == [value for row in view.each() for value in row.tolist()]
-    joined = RaggedTensor.concat([found.select(picked), found.select(part)])
+    parts = [found.select(picked), found.select(part)]
+    joined = RaggedTensor.concat(parts)
     assert torch.equal(joined.padded(6), torch.cat([expected[picked], expected[part]]))
     assert joined.select(torch.arange(5)) == found.select(picked)
+    order = torch.randperm(len(joined), generator=generator)
+    gathered = RaggedTensor.gather(parts, order.tolist())
+    assert gathered == joined.select(order)
+    assert gathered.is_packed
 
 
 @settings(max_examples=30, deadline=None)
@@ -62,9 +68,37 @@ def test_blocks_are_all_rows_in_order_and_can_be_written(lengths: list[int]) -> 
     assert torch.equal(written.padded(6), padded_rows(lengths).double() * 2)
 
 
+@settings(max_examples=30, deadline=None)
+@given(lengths=LENGTHS)
+def test_blocks_of_like_length_are_all_rows(lengths: list[int]) -> None:
+    rows = ragged_rows(lengths)
+    written = RaggedTensor.empty(rows, torch.float64)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ragged, "_CACHED_ELEMENTS", 8)
+        blocks = list(rows.blocks_of_like_length())
+    for block in blocks:
+        written[block] = rows[block].double() * 2
+        assert len(block) == 1 or rows[block].numel() <= 8
+    assert torch.equal(written.padded(6), padded_rows(lengths).double() * 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int32, torch.bfloat16, torch.float64])
+def test_large_memory_is_of_every_kind_that_torch_has(dtype: torch.dtype) -> None:
+    made = new_values((1 << 22) + 3, dtype, torch.device("cpu"))
+    assert (made.dtype, made.shape) == (dtype, ((1 << 22) + 3,))
+    assert made.fill_(1)[-1] == 1
+
+
+def test_slots_are_rows_that_share_their_memory() -> None:
+    slots = torch.arange(6.0).view(2, 3)
+    rows = RaggedTensor.of_slots(slots)
+    rows[torch.tensor([1])] = torch.tensor([[7.0, 8.0, 9.0]])
+    assert slots.tolist() == [[0.0, 1.0, 2.0], [7.0, 8.0, 9.0]]
+
+
 def test_blocks_fit_the_cache() -> None:
     column = RaggedTensor.constant(1.0, torch.tensor([100_000, 100_000, 10, 10, 200_000, 5]), torch.float32)
-    assert [(rows.start, rows.stop) for rows in column.blocks()] == [(0, 1), (1, 2), (2, 4), (4, 5), (5, 6)]
+    assert [(rows.start, rows.stop) for rows in column.blocks()] == [(0, 1), (1, 4), (4, 5), (5, 6)]
 
 
 def test_what_rows_share_is_sent_once() -> None:
@@ -167,3 +201,17 @@ def test_what_a_user_has_padded_is_taken_in() -> None:
         token_rows({**batch.columns, "advantages": advantages[:, :1]}, ["advantages"])
     with pytest.raises(ValueError, match="row 1 of the batch: attention_mask has 1 prompt and 1 response tokens that are not one run"):
         token_rows({**padded, "attention_mask": torch.tensor([[0, 1, 1, 1], [1, 0, 1, 0]])})
+
+
+def test_prompts_that_a_user_has_padded_are_taken_in() -> None:
+    rows = RaggedTensor.of_rows([[7], [8, 9]], torch.int32, on_left=True)
+    padded = {"prompts": rows.padded().long(), "prompt_attention_mask": torch.tensor([[0, 1], [1, 1]]), "score": torch.zeros(2)}
+    assert with_prompt_rows({"prompts": rows})["prompts"] is rows
+    made = with_prompt_rows(padded)
+    assert made.keys() == {"prompts", "score"}
+    assert made["prompts"] == rows
+    with pytest.raises(ValueError, match=r"needs `prompts` as rows of tokens .*; it has \['prompts', 'score'\]"):
+        with_prompt_rows({key: padded[key] for key in ("prompts", "score")})
+    for mask in ([[1, 0], [1, 1]], [[0, 0], [1, 1]]):
+        with pytest.raises(ValueError, match=r"row 0 of the prompts: prompt_attention_mask has [01] tokens that are not one run"):
+            with_prompt_rows({**padded, "prompt_attention_mask": torch.tensor(mask)})

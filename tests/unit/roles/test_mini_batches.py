@@ -14,6 +14,7 @@ from megarl.batch.metrics import Metric
 from megarl.config.errors import RunError
 from megarl.config.schema import (
     AlgorithmConfig,
+    CorrectionLevel,
     CovarianceConfig,
     DType,
     KLConfig,
@@ -22,6 +23,7 @@ from megarl.config.schema import (
     ParallelConfig,
     PolicyLossConfig,
     PolicyLossKind,
+    RolloutCorrectionConfig,
 )
 from megarl.roles.checks import FirstRatioGate
 from megarl.roles.models import Actor, MegatronRole, UpdatePlan, actor_rows
@@ -173,6 +175,16 @@ def test_what_a_correction_left_out_is_no_response_to_the_loss() -> None:
     rows = actor_rows(batch.union(DataProto.from_dict({"loss_mask": left_out})), AlgorithmConfig(), one_update=True, seed=0)
     assert torch.equal(rows.tensors["response_mask"], left_out)
     assert torch.equal(rows.tensors["attention_mask"], batch.tensors["attention_mask"])  # the model still reads them
+
+
+def test_log_probs_of_an_engine_that_are_no_numbers_are_refused_before_the_update() -> None:
+    """Where the update itself makes weights of them; it must not wait to look at them."""
+    algorithm = AlgorithmConfig(rollout_correction=RolloutCorrectionConfig(level=CorrectionLevel.token))
+    log_probs = torch.full(batch_to_update().tensors["response_mask"].shape, -1.0)
+    assert "rollout_log_probs" in actor_rows(batch_to_update(rollout_log_probs=log_probs), algorithm, one_update=True, seed=0).tensors
+    log_probs[2, 0] = -torch.inf
+    with pytest.raises(ValueError, match=r"rows \[2\] \(of 4\) are not finite"):
+        actor_rows(batch_to_update(rollout_log_probs=log_probs), algorithm, one_update=True, seed=0)
 
 
 def test_tokens_are_chosen_over_the_whole_mini_batch_and_drawn_by_the_seed() -> None:
