@@ -27,22 +27,22 @@ WITHIN_PROMPT = 0.7  # correlation of the logarithms of lengths among the sample
 SCHEDULES = ((0, OnUpdate.go_on), (1, OnUpdate.drain), (1, OnUpdate.go_on), (2, OnUpdate.go_on), (4, OnUpdate.go_on))
 
 
-def lengths(seed: int = 0) -> list[list[int]]:
+def lengths(steps: int, seed: int = 0) -> list[list[int]]:
     """Of the samples of each prompt."""
     chance = random.Random(seed)
     drawn = []
-    for _ in range(STEPS * PROMPTS):
+    for _ in range(steps * PROMPTS):
         prompt = chance.gauss(0, 1) * WITHIN_PROMPT**0.5
         own = [chance.gauss(0, 1) * (1 - WITHIN_PROMPT) ** 0.5 for _ in range(SAMPLES)]
         drawn.append([max(1, min(LONGEST, round(MEDIAN * exp(SIGMA * (prompt + one))))) for one in own])
     return drawn
 
 
-def simulate(training_ticks: int, max_staleness: int, on_update: OnUpdate = OnUpdate.go_on) -> SimulatedRun:
+def simulate(training_ticks: int, max_staleness: int, on_update: OnUpdate = OnUpdate.go_on, *, steps: int = STEPS) -> SimulatedRun:
     script = Script(
-        lengths=lengths(),
+        lengths=lengths(steps),
         prompts_per_step=PROMPTS,
-        total_steps=STEPS,
+        total_steps=steps,
         max_staleness=max_staleness,
         on_update=on_update,
         num_engines=ENGINES,
@@ -54,11 +54,11 @@ def simulate(training_ticks: int, max_staleness: int, on_update: OnUpdate = OnUp
     return Simulation(script).run()
 
 
-def cases() -> dict[str, int]:
+def cases(steps: int = STEPS) -> dict[str, int]:
     """By what a step's training takes as long as, in ticks."""
-    generation = simulate(0, 0)
+    generation = simulate(0, 0, steps=steps)
     return {
-        "all slots, always in use": round(sum(map(sum, lengths())) / STEPS / SLOTS),
+        "all slots, always in use": round(sum(map(sum, lengths(steps))) / steps / SLOTS),
         "a step's generation at 0": round(generation.step_s / TICK_S) - PUSH_TICKS,
     }
 
