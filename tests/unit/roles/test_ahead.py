@@ -15,7 +15,7 @@ import torch
 from megarl.batch.data_proto import DataProto
 from megarl.batch.ragged import RaggedTensor
 from megarl.config.errors import RunError
-from megarl.config.schema import OnUpdate, SamplingConfig
+from megarl.config.schema import DynamicSamplingConfig, OnUpdate, SamplingConfig
 from megarl.data.loader import BatchLoader
 from megarl.roles.ahead import GenerationAhead
 from megarl.roles.finished_groups import FinishedGroup, from_bytes, to_bytes
@@ -24,6 +24,7 @@ from megarl.roles.pump import Pump, RolloutLimits
 from megarl.roles.rollout import Rollout, TokenRules
 from megarl.rollout.ledger import AdmissionLedger
 from megarl.simulation.engines import ScriptedEngines, VirtualClock
+from megarl.trainers.sampling import DynamicSampling
 from tests.fake_engine import plain_sample
 
 SAMPLING = SamplingConfig(n=2)
@@ -73,6 +74,27 @@ class Unscored:
         raise AssertionError
 
 
+class ScoresBySignal:
+    """Stands in for Reward: the samples of prompts in rows that 3 divides all score the same."""
+
+    may_begin = True
+
+    def __init__(self) -> None:
+        self._scores: dict[str, list[float]] = {}
+
+    def begin(self, groups: DataProto) -> None:
+        for uid in groups.non_tensor_batch["uid"][:: SAMPLING.n]:
+            self._scores[uid] = [1.0, float(int(uid.partition("-")[2]) % 3 == 0)]
+
+    def scored(self) -> dict[str, list[float]]:
+        scores, self._scores = self._scores, {}
+        return scores
+
+    def finish(self, batch: DataProto) -> DataProto:
+        self.begin(batch)
+        return DataProto.from_dict({}, {"score": [score for one in self.scored().values() for score in one]}, {"reward/error_rate": 0.0})
+
+
 class Scene(NamedTuple):
     rollout: Rollout
     engines: ScriptedEngines
@@ -95,7 +117,8 @@ def scene(
     position: dict | None = None,
     next_step: int = 1,
     version: int = 1,
-    greedy: bool = False,
+    rules: GroupRules = GroupRules(SAMPLING),  # noqa: B008  of values alone
+    scoring: ScoresBySignal | Unscored = Unscored(),  # noqa: B008  it has no state
 ) -> Iterator[Scene]:
     clock = VirtualClock()
     engines = ScriptedEngines(
@@ -116,7 +139,7 @@ def scene(
             step_pushes=lambda step: True,
         )
 
-    ahead = GenerationAhead(rollout, weights, loader, Unscored(), GroupRules(SAMPLING, greedy), on_update, ledger)  # type: ignore[arg-type]
+    ahead = GenerationAhead(rollout, weights, loader, scoring, rules, on_update, ledger)  # type: ignore[arg-type]
     if position is not None:
         ahead.load_state_dict(position)
     try:
@@ -201,7 +224,7 @@ def test_validation_goes_first_and_begins_no_group() -> None:
 
 
 def test_the_greedy_response_to_a_prompt_comes_with_its_samples() -> None:
-    with scene(1, 3, greedy=True) as one:
+    with scene(1, 3, rules=GroupRules(SAMPLING, greedy=True)) as one:
         for step in (1, 2, 3):
             prompts = next(one.ahead)
             assert len(one.ahead.generate(prompts, SAMPLING, step)) == PROMPTS * SAMPLING.n
@@ -211,6 +234,26 @@ def test_the_greedy_response_to_a_prompt_comes_with_its_samples() -> None:
         temperatures = [request.sampling.temperature for engine in one.engines.groups for _, given in engine.submitted for request in given]
     assert temperatures.count(0.0) == 3 * PROMPTS
     assert temperatures.count(SAMPLING.temperature) == 3 * PROMPTS * SAMPLING.n
+
+
+@pytest.mark.parametrize("on_update", OnUpdate)
+def test_prompts_without_signal_are_dropped_and_those_behind_them_trained_earlier(on_update: OnUpdate) -> None:
+    scoring, config = ScoresBySignal(), DynamicSamplingConfig(enabled=True, max_generations=4)
+    with_signal = [uid for step in in_order(9) for uid in step if int(uid.partition("-")[2]) % 3]
+    with scene(2, 5, on_update, rules=GroupRules(SAMPLING, max_without_signal=9), scoring=scoring) as one:
+        loader: BatchLoader = one.ahead._prompts
+        sampling = DynamicSampling(one.ahead, scoring, loader, SAMPLING, config, PROMPTS, generates_ahead=True)  # type: ignore[arg-type]
+        for step in range(1, 6):
+            prompts = next(one.ahead)
+            batch, scores, metrics = sampling(prompts, step)
+            wanted, with_signal = with_signal[:PROMPTS], with_signal[PROMPTS:]
+            assert batch.non_tensor_batch["uid"].tolist() == [uid for uid in wanted for _ in range(SAMPLING.n)]
+            assert scores == []
+            assert metrics["dynamic_sampling/num_prompts"] == len(prompts)
+            assert metrics["dynamic_sampling/num_without_signal"] == len(prompts) - PROMPTS
+            ages = one.weights.version - batch.tensors["token_versions"][batch.tensors["response_mask"]]
+            assert 0 <= ages.min() <= ages.max() <= 2
+            one.weights.push()
 
 
 def test_what_generation_raises_the_trainer_is_told() -> None:
