@@ -159,6 +159,11 @@ def _parser() -> argparse.ArgumentParser:
     status.add_argument("run_dir", metavar="RUN_DIR", help="the run's trainer.output_dir")
     status.add_argument("--watch", action="store_true", help="again and again, until the run ends or Ctrl-C")
     status.set_defaults(start=lambda parsed: _run("status")(parsed.run_dir, parsed.watch))
+    summary = "ask a run that goes on to have another number of rollout replicas"
+    scale = commands.add_parser("scale", help=summary, description=f"{summary}; it looks between two steps")
+    scale.add_argument("run_dir", metavar="RUN_DIR", help="the run's trainer.output_dir")
+    scale.add_argument("--replicas", metavar="N", type=int, required=True, help="engines, each with a whole copy of the model")
+    scale.set_defaults(start=lambda parsed: _run("scale")(parsed.run_dir, parsed.replicas))
     plot = commands.add_parser("plot", help="draw a run's curves to a PNG")
     plot.add_argument("run_dir", metavar="RUN_DIR", help="the run's trainer.output_dir")
     plot.set_defaults(start=lambda parsed: _run("plot")(parsed.run_dir))

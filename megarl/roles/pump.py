@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 from megarl.config.errors import RunError
@@ -62,8 +63,8 @@ class ReplicaState(NamedTuple):
 
 
 class PumpTotals(NamedTuple):
-    """Since the pump was made. num_tokens: written by each replica. busy_s: for which each had requests. num_resent: requests that a lost
-    replica had. generating_s: for which it has waited for replicas. now_s: its clock."""
+    """Since the pump was made. num_tokens: written by each replica, also by those that left. busy_s: for which each had requests.
+    num_resent: requests that a lost replica had. generating_s: for which it has waited for replicas. now_s: its clock."""
 
     num_tokens: tuple[int, ...]
     busy_s: tuple[float, ...]
@@ -168,6 +169,19 @@ class Pump:
             if self._tasks:
                 self._hear(math.inf)
 
+    def resize(self) -> None:
+        """Replicas have joined, or the last have left; no call is under way. What those had that left goes to the others."""
+        count, before = len(self._replicas), len(self._groups)
+        for replica in range(count, before):
+            self._lose(replica)
+            self._tasks.pop(replica, None)
+        self._queue.resize(count)
+        self._groups = self._groups[:count] + [None] * (count - before)
+        self._dealt = self._dealt[:count] + [[] for _ in range(before, count)]
+        self._last_sample_s = self._last_sample_s[:count] + [0.0] * (count - before)
+        self._num_tokens += [0] * (count - len(self._num_tokens))  # what those wrote that left is kept
+        self._busy_s += [0.0] * (count - len(self._busy_s))
+
     # ---- for who looks
 
     def look(self) -> tuple[list[RequestState], list[ReplicaState]]:
@@ -186,8 +200,8 @@ class Pump:
     def totals(self) -> PumpTotals:
         """Up to now. Any thread may ask."""
         now_s, counted_s = self._clock(), self._counted_s
-        since = (now_s - counted_s if numbers else 0.0 for numbers in self._queue.in_flight())
-        busy_s = tuple(before + more for before, more in zip(self._busy_s, since, strict=True))
+        since = [now_s - counted_s if numbers else 0.0 for numbers in self._queue.in_flight()]
+        busy_s = tuple(before + more for before, more in zip_longest(self._busy_s.copy(), since, fillvalue=0.0))
         return PumpTotals(tuple(self._num_tokens), busy_s, self._num_resent, self._generating_s, now_s)
 
     def _count(self) -> None:

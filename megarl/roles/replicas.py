@@ -77,6 +77,10 @@ class Replicas:
     def __len__(self) -> int:
         return len(self.groups)
 
+    @property
+    def places(self) -> tuple[ReplicaPlace, ...]:
+        return self._places
+
     def _start(self, number: int) -> RoleGroup:
         pool, environment = self._places[number]
         limit_s, at_work = self._phase_time_limit_s, self._at_work
@@ -127,6 +131,23 @@ class Replicas:
             if self.weight_version is None and isinstance(error, (WorkerError, PhaseTimeoutError)) and is_failed_start(error):
                 raise error
             self.restart(number, str(error))
+
+    # ---- how many
+
+    def join(self, place: ReplicaPlace) -> None:
+        """One more is started; it needs weights when its group is ready."""
+        number = len(self.groups)
+        self._places = (*self._places, place)
+        self.groups.append(self._start(number))
+        self.starting.add(number)
+
+    def leave(self) -> None:
+        """The last one ends at once."""
+        number = len(self.groups) - 1
+        self.kill(number)
+        self.groups.pop()
+        self._places = self._places[:-1]
+        self.starting.discard(number)
 
     # ---- memory
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -177,8 +178,9 @@ class Rollout:
             if seconds := now.pump.now_s - before.pump.now_s:
                 metrics["perf/engines_idle"] = 1 - (sum(now.pump.busy_s) - sum(before.pump.busy_s)) / (seconds * len(self._replicas))
             if generating_s := now.pump.generating_s - before.pump.generating_s:
-                for replica, (first, last) in enumerate(zip(before.pump.num_tokens, now.pump.num_tokens, strict=True)):
-                    metrics[f"rollout/replica_{replica}/tokens_per_s"] = (last - first) / generating_s
+                written = [last - first for first, last in zip_longest(before.pump.num_tokens, now.pump.num_tokens, fillvalue=0)]
+                for replica, num_tokens in enumerate(written[: len(self._replicas)]):
+                    metrics[f"rollout/replica_{replica}/tokens_per_s"] = num_tokens / generating_s
             return metrics
 
     def look(self) -> tuple[list[RequestState], list[ReplicaState]]:

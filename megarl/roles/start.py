@@ -27,6 +27,7 @@ from megarl.roles.pump import RolloutLimits
 from megarl.roles.replicas import ReplicaPlace, Replicas
 from megarl.roles.reward import Reward, RewardModel
 from megarl.roles.rollout import Rollout, TokenRules
+from megarl.roles.scaling import PlannedReplica, ReplicaScaling
 from megarl.roles.weight_forecast import rank_places
 from megarl.roles.weight_source import WeightSource
 from megarl.roles.weight_sync import WeightSync
@@ -37,13 +38,14 @@ from megarl.workers.megatron import ActorWorker, CriticWorker, MegatronWorker, P
 from megarl.workers.reward import RewardWorker
 from megarl.workers.reward_model import Reading, RewardModelWorker
 
+_ROOM_LIMIT_S = 10.0  # for devices that a replica which joins asks for
 _ANSWER_GRACE_S = 30.0  # an engine that hangs finds out itself and says why; only when it does not is its process ended
 
 
 @dataclass(frozen=True, kw_only=True)
 class PPORoles:
     """Who does what. Without a KL term there is no reference; a critic-free estimator has no critic. `weights`: what the
-    rollout works with. `schedule`: who is in memory."""
+    rollout works with. `schedule`: who is in memory. `scaling`: where engines have devices of their own."""
 
     actor: Actor
     rollout: Rollout
@@ -52,6 +54,7 @@ class PPORoles:
     reference: Reference | None = None
     critic: Critic | None = None
     schedule: OffloadSchedule = field(default_factory=OffloadSchedule)
+    scaling: ReplicaScaling | None = None
 
     @property
     def groups(self) -> list[RoleGroup | Rollout]:
@@ -149,7 +152,9 @@ def start_ppo(
     replicas = _start_replicas(config, device, plan, pools, turns.engines_move)
     schedule = OffloadSchedule(turns, {role: group for role, group in groups.items() if role != "reward"}, replicas)
     source = starter.weight_source(plan, groups["actor"], models["actor"])
-    weights = RolloutWeights(_weight_sync(config, source, plan), replicas, schedule)
+    sync = _weight_sync(config, source, plan)
+    weights = RolloutWeights(sync, replicas, schedule)
+    rollout = Rollout(replicas, weights, rules, _rollout_limits(config), config.trainer.seed)
     shares = config.engine.share_prompts and config.engine.packing
     return PPORoles(
         actor=Actor(
@@ -182,10 +187,11 @@ def start_ppo(
             if "critic" in groups
             else None
         ),
-        rollout=Rollout(replicas, weights, rules, _rollout_limits(config), config.trainer.seed),
+        rollout=rollout,
         weights=weights,
         reward=_reward(config, groups, schedule),
         schedule=schedule,
+        scaling=None if turns.engines_move else _scaling(config, device, plan, pools, replicas, rollout, sync),
     )
 
 
@@ -251,6 +257,30 @@ def _start_replicas(config: PPOConfig, device: Device, plan: PlacementPlan, pool
         phase_time_limit_s=limit_s,
         at_work=at_work(plan),
     )
+
+
+def _scaling(
+    config: PPOConfig,
+    device: Device,
+    plan: PlacementPlan,
+    pools: ResourcePoolManager,
+    replicas: Replicas,
+    rollout: Rollout,
+    sync: WeightSync,
+) -> ReplicaScaling:
+    planned = [PlannedReplica(*each) for each in zip(replicas.places, rank_places(plan, "rollout"), strict=True)]
+    size = config.rollout.tensor_parallel_size
+
+    def reserve(number: int) -> RayResourcePool:
+        return RayResourcePool(
+            [1],
+            device is Device.cuda,
+            f"rollout-{number}",
+            wait_limit_s=_ROOM_LIMIT_S,
+            gpus_per_process=size if device is Device.cuda else 1,
+        )
+
+    return ReplicaScaling(replicas, rollout.pump, sync, planned, reserve, size)
 
 
 def _rollout_limits(config: PPOConfig) -> RolloutLimits:

@@ -75,7 +75,7 @@ class WeightSync:
     ) -> None:
         if transport is Transport.auto:
             raise ValueError("transport auto is to be resolved from the placement before weights are sent")
-        self._source = source
+        self._source, self._trainer_places, self._limit_s = source, trainer_places, limit_s
         self._transport, self._verify = transport, verify
         self._scratch_dir, self._config_dir = Path(scratch_dir), Path(config_dir)
         self._links = WeightLinks(source, trainer_places, replica_places, transport, limit_s)
@@ -126,6 +126,11 @@ class WeightSync:
             extra_bytes=max(max(report.planned_extra_bytes, report.measured_extra_bytes) for report in reports),
         )
         return report, lost
+
+    def send_to(self, replica_places: Sequence[Sequence[RankPlace]]) -> None:
+        """Replicas are at other places from now on. The next push makes another plan, and joins them anew."""
+        self._links.close()
+        self._links = WeightLinks(self._source, self._trainer_places, replica_places, self._transport, self._limit_s)
 
     def close(self) -> None:
         """Lets go of all replicas, and gives the memory for messages back. The next push joins them anew."""

@@ -54,6 +54,13 @@ class RequestQueue(Generic[Request]):
             self._places[request_id] = place = (not first, request_id)
             heapq.heappush(self._waiting, (place, request_id))
 
+    def resize(self, num_replicas: int) -> None:
+        """Replicas join, or those with the highest numbers leave, which have lost what they had."""
+        joining = num_replicas - len(self._in_flight)
+        assert not any(self._in_flight[num_replicas:])
+        self._in_flight = self._in_flight[:num_replicas] + [set() for _ in range(joining)]
+        self._taken_back = self._taken_back[:num_replicas] + [set() for _ in range(joining)]
+
     def take_back(self, request_ids: Collection[int]) -> dict[int, list[int]]:
         """Nobody waits for these any more; returns what of them replicas have in flight, by replica."""
         wanted = self._requests.keys() & set(request_ids)

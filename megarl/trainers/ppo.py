@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,6 +27,7 @@ from megarl.roles.models import ABSENT, valid_token_count
 from megarl.roles.reward import score_weights
 from megarl.roles.start import PPORoles
 from megarl.rollout.ledger import AdmissionLedger
+from megarl.tracking.scale_request import take_request
 from megarl.tracking.status import STOPPED, StatusWriter
 from megarl.trainers.advantages import AdvantageStep, Metrics, correct_rollout, leave_out_late
 from megarl.trainers.checkpoint import Checkpointer
@@ -35,6 +37,7 @@ from megarl.trainers.run_status import StatusOfRun
 from megarl.trainers.samples import SampleRows
 from megarl.trainers.sampling import group_rules, make_sampling
 
+_log = logging.getLogger(__name__)
 SAMPLES_FILE = "samples_ahead.bin"  # of a checkpoint: the samples that wait to be trained
 
 
@@ -94,11 +97,22 @@ class PPOTrainer:
         if trainer.validate_before and self.checkpoints.is_at_start:
             self._validate(0)
         for step in self.checkpoints.steps():
+            self._scale()
             with self.monitor.step(step):
                 yield step
                 if step == trainer.total_steps or (trainer.validate_every_steps and step % trainer.validate_every_steps == 0):
                     self.checkpoints.validated(step, self._validate(step))
                 self.checkpoints.save(step, self.state_dict, self._files)
+
+    def _scale(self) -> None:
+        """As `megarl scale` has asked for, if it has. What cannot be done is said, and the run goes on as it was."""
+        try:
+            count = take_request(Path(self.config.trainer.output_dir))
+            if count is not None and self.roles.scaling is not None:
+                self.roles.scaling.scale(count)
+                _log.warning("there are %d rollout replicas from now on", count)
+        except (ValueError, OSError) as error:
+            _log.warning("the number of rollout replicas stays: %s", error)
 
     def state_dict(self) -> dict[str, Any]:
         """What the driver knows between two steps, as JSON can hold it; the models' state is theirs."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
+from itertools import zip_longest
 from typing import NamedTuple
 
 from megarl.config.schema import PPOConfig
@@ -42,7 +43,7 @@ class StatusOfRun:
         first, now = self._moments[0], self._moment()
         self._moments.append(now)
         seconds = max(now.now_s - first.now_s, 1e-9)
-        num_tokens = [last - before for before, last in zip(first.pump.num_tokens, now.pump.num_tokens, strict=True)]
+        num_tokens = [last - before for before, last in zip_longest(first.pump.num_tokens, now.pump.num_tokens, fillvalue=0)]
         busy_s = sum(now.pump.busy_s) - sum(first.pump.busy_s)
         begun = position.begun.copy()
         groups = _by_group(requests)
@@ -67,7 +68,7 @@ class StatusOfRun:
                     tokens_per_s=count / seconds,
                     silent_s=replica.silent_s,
                 )
-                for replica, count in zip(replicas, num_tokens, strict=True)
+                for replica, count in zip(replicas, num_tokens, strict=False)  # some may have left
             ],
             num_restarts=rollout.num_restarts,
             tokens_per_s=sum(num_tokens) / seconds,

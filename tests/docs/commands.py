@@ -106,6 +106,7 @@ COMMANDS: dict[str, Executed | InTest | Make | ByHand] = {
     "megarl plan configs/quickstart.yaml --simulate --from outputs/quickstart": InTest(
         "tests/unit/cli/test_simulate.py::test_a_run_has_measured_lengths_and_times", ("--simulate", "--from")
     ),
+    "megarl scale RUN_DIR --replicas 6": InTest("tests/unit/cli/test_scale.py::test_a_run_is_asked_once", ('"scale"', "--replicas")),
     "megarl status outputs/quickstart": Executed(),
     "megarl status outputs/quickstart --watch": Executed(),  # it has ended
     "megarl init my_run": InTest("tests/unit/cli/test_init.py::test_a_terminal_is_asked_and_others_are_told", ('main(["init"',)),

@@ -105,6 +105,27 @@ def test_who_holds_it_finds_no_call_under_way_and_nothing_is_lost() -> None:
     assert [given for engine in scene.engines.groups for _, given in prompts(engine)] == [[20, 40], [30]]
 
 
+def test_replicas_join_and_leave_and_no_request_is_lost() -> None:
+    scene = Scene(1)
+    scene.add(20, 30, 40, 50)
+    scene.pump.turn(wait_s=2.0)
+    scene.pump.hold()
+    scene.engines.groups.append(ScriptedEngine(scene.clock, length_of, 1, 5.0))
+    scene.engines.starting.add(1)
+    scene.pump.resize()
+    assert [(one.is_starting, one.in_flight) for one in scene.pump.look()[1]] == [(False, 2), (True, 0)]
+    while scene.clock.now_s < 12:
+        scene.pump.turn(wait_s=1.0)
+    given = [[number for _, numbers in prompts(engine) for number in numbers] for engine in scene.engines.groups]
+    assert given == [[20, 30], [40, 50]]
+    scene.pump.hold()
+    scene.engines.groups.pop()
+    scene.pump.resize()
+    assert [request_id for _, request_id in scene.run()] == [20, 30, 40, 50]
+    assert scene.pump.totals().num_resent == 2
+    assert scene.pump.totals().num_tokens == (140, 0)
+
+
 def test_a_replica_that_somebody_else_replaced_gets_its_requests_again() -> None:
     scene = Scene(2)
     scene.add(20, 30)

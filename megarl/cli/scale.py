@@ -1,0 +1,40 @@
+"""`megarl scale RUN_DIR --replicas N`: asks a run that goes on to have another number of rollout replicas."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megarl.cli.status import is_running, last_words
+from megarl.config.load import load_config
+from megarl.config.schema import PPOConfig
+from megarl.placement.offload_plan import OffloadPlan
+from megarl.placement.plan import plan_placement
+from megarl.tracking.run_files import CONFIG_FILE
+from megarl.tracking.scale_request import MOST_REPLICAS, ask_for
+from megarl.tracking.status import read_status
+
+
+def run(run_dir: str, num_replicas: int) -> int:
+    """Raises ValueError, StatusError and ConfigError for what cannot be asked, in one line."""
+    folder = Path(run_dir)
+    if not 1 <= num_replicas <= MOST_REPLICAS:
+        raise ValueError(f"--replicas {num_replicas}: must be in [1, {MOST_REPLICAS}]")
+    record = read_status(folder)
+    if not is_running(record):
+        raise ValueError(f"{last_words(folder, record)}. To go on with {num_replicas}: rollout.num_replicas={num_replicas}")
+    config = load_config(PPOConfig, folder / CONFIG_FILE)
+    if OffloadPlan(plan_placement(config)).engines_move:
+        raise ValueError(
+            f"{folder}: in placement.strategy={config.placement.strategy.value} the engines take turns with others on the same devices, so "
+            "none can join or leave; split_collocate and stand_alone give them devices of their own"
+        )
+    now = len(record.run.replicas)
+    if now == num_replicas:
+        print(f"{folder}: there are {now} replicas already")
+        return 0
+    ask_for(folder, num_replicas)
+    print(
+        f"{folder}: asked for {num_replicas} replicas in the place of {now}; the run looks between two steps, and new ones get weights "
+        f"before their first request: megarl status {folder} --watch"
+    )
+    return 0

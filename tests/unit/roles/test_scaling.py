@@ -1,0 +1,81 @@
+"""Who gets which devices when replicas join and leave, over pools and processes that are made up."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megarl.controller.resource_pool import InsufficientResourcesError
+from megarl.roles import scaling as scaling_module
+from megarl.roles.replicas import ReplicaPlace, nobody_else
+from megarl.roles.scaling import PlannedReplica, ReplicaScaling
+from megarl.weights.plan import RankPlace
+
+NUM_FREE = 3  # pools that the cluster has room for, beside the one of the plan
+
+
+class Pool:
+    """Stands in for RayResourcePool."""
+
+    reserved: list[str] = []
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def bundles(self) -> None:
+        if len(self.reserved) == NUM_FREE:
+            raise InsufficientResourcesError(f"pool {self.name!r}: no room")
+        self.reserved.append(self.name)
+
+    def release(self) -> None:
+        if self.name in self.reserved:
+            self.reserved.remove(self.name)
+
+
+class Replicas:
+    """Stands in for Replicas: the pool of each."""
+
+    def __init__(self, first: ReplicaPlace) -> None:
+        self.pools = [first.pool]
+        self.alone = nobody_else
+
+    def __len__(self) -> int:
+        return len(self.pools)
+
+    def join(self, place: ReplicaPlace) -> None:
+        self.pools.append(place.pool)
+
+    def leave(self) -> None:
+        self.pools.pop()
+
+
+def test_those_that_join_get_free_devices_and_give_them_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scaling_module, "check_fits", lambda pools: None)
+    monkeypatch.setattr(Pool, "reserved", [])
+    planned: Any = PlannedReplica(ReplicaPlace(Pool("planned")), [RankPlace("0", "0:7"), RankPlace("0", "0:8")])  # type: ignore[arg-type]
+    replicas: Any = Replicas(planned.place)
+    sent: list[list[list[RankPlace]]] = []
+    carrier: Any = SimpleNamespace(send_to=sent.append)
+    resized: list[int] = []
+    pump: Any = SimpleNamespace(resize=lambda: resized.append(len(replicas)))
+    scaling = ReplicaScaling(replicas, pump, carrier, [planned], lambda number: Pool(f"joined-{number}"), 2)  # type: ignore[arg-type, return-value]
+
+    def names() -> list[str]:
+        return [pool.name for pool in replicas.pools]
+
+    scaling.scale(3)
+    assert names() == ["planned", "joined-1", "joined-2"]
+    assert (Pool.reserved, resized) == (["joined-1", "joined-2"], [3])
+    joined = [[RankPlace(f"joined {number}", f"joined {number}:{rank}") for rank in (0, 1)] for number in (1, 2)]
+    assert sent[-1] == [planned.ranks, *joined]
+    with pytest.raises(InsufficientResourcesError, match="joined-4"):
+        scaling.scale(6)
+    assert names() == ["planned", "joined-1", "joined-2"]
+    assert (Pool.reserved, resized, len(sent)) == (["joined-1", "joined-2"], [3], 1)
+    scaling.scale(2)
+    assert (names(), Pool.reserved) == (["planned", "joined-1"], ["joined-1"])
+    scaling.scale(1)
+    scaling.scale(2)
+    assert (names(), Pool.reserved, resized) == (["planned", "joined-1"], ["joined-1"], [3, 2, 1, 2])
