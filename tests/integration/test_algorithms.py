@@ -49,12 +49,17 @@ def assert_healthy(finished: Finished, num_steps: int) -> None:
     assert all(line["actor/grad_norm"] > 0 for line in finished.metrics if line["step"] > 0)
 
 
-def test_remax_generates_a_greedy_response_to_each_prompt(inputs: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("max_staleness", [0, 1])
+def test_remax_generates_a_greedy_response_to_each_prompt(inputs: Path, tmp_path: Path, max_staleness: int) -> None:
     """Its scores are those that a validation of the same weights on the same prompts would give, so that the mean is known to be on a
     grid of quarters over four prompts; and they are not the samples'."""
-    remax = config(inputs, tmp_path, algorithm(AdvantageEstimator.remax), updates_per_step=1, total_steps=2, validate_before=False)
-    finished = run_ppo(replace(remax, rollout=replace(remax.rollout, validation=SamplingConfig(n=4, temperature=1.0))))
+    correction = RolloutCorrectionConfig(level=CorrectionLevel.token if max_staleness else CorrectionLevel.none)
+    with_baseline = algorithm(AdvantageEstimator.remax, rollout_correction=correction)
+    remax = config(inputs, tmp_path, with_baseline, updates_per_step=1, total_steps=2, validate_before=False)
+    validation = SamplingConfig(n=4, temperature=1.0)
+    finished = run_ppo(replace(remax, rollout=replace(remax.rollout, validation=validation, max_staleness=max_staleness)))
     assert_healthy(finished, 2)
+    assert [line["rollout/age/max"] for line in finished.metrics] == [0, max_staleness]
     for line in finished.metrics:
         baseline = line["critic/baseline/mean"]
         assert baseline * 4 * NUM_PROMPTS == pytest.approx(round(baseline * 4 * NUM_PROMPTS))
@@ -63,7 +68,8 @@ def test_remax_generates_a_greedy_response_to_each_prompt(inputs: Path, tmp_path
     assert {"val/count/best@2", "val/count/best@4", "val/count/maj@4"} <= finished.metrics[-1].keys()
 
 
-def test_dapo_with_a_correction(inputs: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("max_staleness", [0, 1])
+def test_dapo_with_a_correction(inputs: Path, tmp_path: Path, max_staleness: int) -> None:
     """One update: every ratio is exactly 1, whatever the engine's log-probs are. Each step has only groups with a signal."""
     dapo = algorithm(
         AdvantageEstimator.grpo,
@@ -73,15 +79,20 @@ def test_dapo_with_a_correction(inputs: Path, tmp_path: Path) -> None:
             level=CorrectionLevel.token, rejection=RejectionConfig(estimator=RejectionEstimator.k3, high=0.1)
         ),
     )
-    finished = run_ppo(config(inputs, tmp_path, dapo, updates_per_step=1, total_steps=2, validate_before=False))
+    run = config(inputs, tmp_path, dapo, updates_per_step=1, total_steps=2, validate_before=False)
+    finished = run_ppo(replace(run, rollout=replace(run.rollout, max_staleness=max_staleness)))
     assert_healthy(finished, 2)
+    assert sum(line["dynamic_sampling/num_without_signal"] for line in finished.metrics) > 0
+    assert finished.metrics[0]["rollout/age/max"] == 0
+    assert finished.metrics[1]["rollout/age/max"] <= max_staleness
     for line in finished.metrics:
         assert line["groups/without_signal"] == 0
         drawn = [line[f"dynamic_sampling/{name}"] for name in ("num_prompts", "num_without_signal", "num_surplus")]
         assert drawn[0] - drawn[1] - drawn[2] == NUM_PROMPTS
         assert (line["actor/ratio_min"], line["actor/ratio_max"]) == (1.0, 1.0)
-        assert line["rollout_correction/weight_mean"] == pytest.approx(1, abs=1e-4)
-        assert line["rollout_correction/fraction_rejected"] == 0
+        if line["rollout/age/max"] == 0:
+            assert line["rollout_correction/weight_mean"] == pytest.approx(1, abs=1e-4)
+            assert line["rollout_correction/fraction_rejected"] == 0
         assert line["reward/overlong_penalty"] < 0
         assert line["critic/rewards/mean"] == pytest.approx(line["critic/score/mean"] + line["reward/overlong_penalty"])
 
