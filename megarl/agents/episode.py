@@ -68,12 +68,12 @@ class Episode:
 
     `next` is what is to happen, None when the episode is over; then `trajectory.end` says why. An event that does not belong to what is
     awaited, because it comes late or twice, changes nothing, and the method that takes it returns False. What the model wrote stands in
-    later requests as it was written, token by token.
+    later requests as it was written, token by token. `attempt`: times that it was begun again.
     """
 
     def __init__(self, prompt: Sequence[int], seed: int, limits: EpisodeLimits) -> None:
         self._seed, self._limits = seed, limits
-        self._attempt = 0
+        self.attempt = 0
         self.trajectory = Trajectory(prompt=prompt)
         self._num_tokens = 0
 
@@ -82,7 +82,7 @@ class Episode:
         written = self.trajectory
         if written.end is not None:
             return None
-        place = TurnPlace(self._attempt, written.num_turns)
+        place = TurnPlace(self.attempt, written.num_turns)
         if written.segments and written.segments[-1].author is Author.model:
             turn = place._replace(turn=place.turn - 1)
             return AnswerTurn(turn, written.segments[-1].token_ids.tolist(), is_last=written.num_turns == self._limits.max_turns)
@@ -134,15 +134,12 @@ class Episode:
             self._add(Segment.of_environment(answer.token_ids))
         return True
 
-    def timed_out(self) -> bool:
-        """It ends with what it has; a row does not end with what an environment wrote. False before anything was written: there is
-        nothing that could be trained, and whoever has the clock must go on, or give the group up."""
-        written = self.trajectory
-        if written.end is not None or not written.segments:
+    def timed_out(self, place: TurnPlace) -> bool:
+        """The answer to a turn takes too long: the episode ends with that turn."""
+        awaited = self.next
+        if not isinstance(awaited, AnswerTurn) or awaited.place != place:
             return False
-        if written.segments[-1].author is Author.environment:
-            self._num_tokens -= len(written.segments.pop())
-        written.end = EpisodeEnd.time
+        self.trajectory.end = EpisodeEnd.time
         return True
 
     def lost_environment(self, attempt: int) -> bool:
@@ -150,11 +147,11 @@ class Episode:
 
         Raises EpisodeGivenUpError where it has begun `max_attempts` times.
         """
-        if self.trajectory.end is not None or attempt != self._attempt:
+        if self.trajectory.end is not None or attempt != self.attempt:
             return False
-        if self._attempt + 1 >= self._limits.max_attempts:
+        if self.attempt + 1 >= self._limits.max_attempts:
             raise EpisodeGivenUpError(f"the environment was lost {self._limits.max_attempts} times, in turn {self.trajectory.num_turns}")
-        self._attempt += 1
+        self.attempt += 1
         self.trajectory = Trajectory(prompt=self.trajectory.prompt)
         self._num_tokens = 0
         return True

@@ -75,7 +75,7 @@ class Environment(Protocol):
     """One object for each episode."""
 
     async def start(self, task: Task) -> None:
-        """Before the first turn."""
+        """Before the first turn is answered."""
 
     async def respond(self, turn: Turn) -> Reply: ...
 

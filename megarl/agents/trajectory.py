@@ -23,7 +23,7 @@ class EpisodeEnd(str, Enum):
     done = "done"  # the environment says so; with tools: a turn without a call
     length = "length"  # a turn was cut, or there is no room for another
     turns = "turns"  # it has as many turns as it may have
-    time = "time"  # it took too long
+    time = "time"  # the answer to a turn took too long
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

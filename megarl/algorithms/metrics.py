@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from math import sqrt
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -89,6 +91,24 @@ def age_metrics(batch: Mapping[str, Column], version: int) -> dict[str, float]:
             if difference.number:
                 metrics[f"training/rollout_log_probs_diff_mean/{name}"] = difference.mean
     return metrics
+
+
+def agent_metrics(arrays: Mapping[str, np.ndarray]) -> dict[str, float]:
+    """Nothing for a batch without `num_turns`. Of episodes, (B,) each:
+
+    - `agent/turns/{mean,max,min}`: of the model; `agent/calls/mean`; `agent/tool_s/mean`: seconds in tools.
+    - `agent/errors/<kind>`: calls that failed so, for each call; kinds that did not occur are left out.
+    - `agent/ended/<why>`: share of episodes; see EpisodeEnd.
+    """
+    if "num_turns" not in arrays:
+        return {}
+    metrics = _summary("agent/turns", torch.tensor(arrays["num_turns"].tolist()))
+    calls = arrays["num_calls"].sum()
+    metrics |= {"agent/calls/mean": calls / len(arrays["num_calls"]), "agent/tool_s/mean": float(arrays["tool_s"].mean())}
+    errors = sum((Counter(each) for each in arrays["call_errors"]), Counter())
+    metrics |= {f"agent/errors/{kind.replace(' ', '_')}": count / calls for kind, count in errors.items()}
+    ends = Counter(arrays["episode_end"].tolist())
+    return metrics | {f"agent/ended/{end}": count / ends.total() for end, count in ends.items()}
 
 
 def reward_model_metrics(batch: Mapping[str, Tensor]) -> dict[str, float]:

@@ -6,24 +6,22 @@ import argparse
 import asyncio
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from megarl.agents.episode import Episode, EpisodeLimits, WriteTurn
-from megarl.agents.protocol import Environment, Message, Task
+from megarl.agents.protocol import Message, Task
 from megarl.agents.responder import Responder
 from megarl.agents.strict_calls import parse_calls
-from megarl.agents.tool_environment import CallLimits, ToolEnvironment
 from megarl.agents.trajectory import Trajectory
-from megarl.agents.user_tools import UserName, load_environment, load_toolbox
+from megarl.agents.user_tools import load_agent
 from megarl.cli.generate import Writer, read_chats
 from megarl.cli.named_model import find_model
+from megarl.config.schema import AgentConfig, EnvironmentConfig, ToolConfig
 from megarl.data.turns import TurnTemplate
 from megarl.rollout.interface import GenerationRequest
-
-_MAX_RESULT_TOKENS = 512
 
 
 class _Played(NamedTuple):
@@ -42,14 +40,14 @@ def run(parsed: argparse.Namespace) -> int:
     if not parsed.prompts and sys.stdin.isatty():
         raise ValueError("with --tool or --environment there is no chat; give a prompt")
     chats = read_chats(parsed)
-    make_environment: Callable[[], Environment]
-    if parsed.environment:
-        make_environment, tools = load_environment(UserName.parse(parsed.environment)), None
-    else:
-        toolbox = load_toolbox([UserName.parse(tool) for tool in parsed.tool])
-        make_environment, tools = (lambda: ToolEnvironment(toolbox, CallLimits())), toolbox.schemas
+    agent = AgentConfig(
+        tools=[ToolConfig(path=path, name=name) for path, name in map(_named, parsed.tool)],
+        environment=_environment(parsed.environment),
+        max_turns=parsed.max_turns,
+    )
+    make_environment, tools = load_agent(agent)
     writer = Writer(find_model(Path(parsed.model), parsed.step), parsed)
-    template = TurnTemplate(writer.tokenizer, tools, _MAX_RESULT_TOKENS)
+    template = TurnTemplate(writer.tokenizer, tools, agent.max_result_tokens)
     template.check()
     requests = writer.requests([writer.render(chat, tools) for chat in chats])
     writer.load()
@@ -63,6 +61,21 @@ def run(parsed: argparse.Namespace) -> int:
         if parsed.json:
             print(json.dumps({"messages": chat, "sample": sample, **_values(played, parsed.log_probs)}, ensure_ascii=False))
     return 0
+
+
+def _named(text: str) -> tuple[str | None, str]:
+    """Of `FILE.py:NAME`, or of the name of a tool that ships."""
+    path, colon, name = text.rpartition(":")
+    return (path if colon else None), name
+
+
+def _environment(text: str | None) -> EnvironmentConfig:
+    if text is None:
+        return EnvironmentConfig()
+    path, name = _named(text)
+    if path is None:
+        raise ValueError(f"no environment {name!r} ships; write --environment FILE.py:NAME")
+    return EnvironmentConfig(path=path, name=name)
 
 
 async def _play(

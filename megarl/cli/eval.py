@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from megarl.agents.user_tools import load_agent
 from megarl.algorithms.sampling_metrics import Estimate
 from megarl.cli.evaluation_config import evaluation_config
 from megarl.cli.evaluation_tables import PassProgress, print_result
@@ -57,7 +58,8 @@ def run(parsed: argparse.Namespace) -> int:
     model = find_model(Path(parsed.model), parsed.step)
     config = evaluation_config(model, parsed)
     tokenizer = load_tokenizer(config.model.path, config.model.trust_remote_code)
-    data = PromptDataset(config.data.val_files, tokenizer, config.data)
+    tools = load_agent(config.agent).tools if config.agent.tools else None
+    data = PromptDataset(config.data.val_files, tokenizer, config.data, tools)
     architectures = {role.name: read_architecture(role.path, config.model.trust_remote_code) for role in model_roles(config)}
     if REWARD_MODEL in architectures:
         check_reward_chats(config, architectures[REWARD_MODEL], {"data": data})

@@ -27,7 +27,7 @@ from megarl.config.derive import (
 from megarl.config.layers import describe_layers
 from megarl.config.load import is_on_cuda, plain_values
 from megarl.config.roles import REWARD_MODEL, ModelRole, model_roles
-from megarl.config.schema import DType, OverlongConversation, PPOConfig, RolloutEngineKind, SFTConfig
+from megarl.config.schema import AgentConfig, DType, OverlongConversation, PPOConfig, RolloutEngineKind, SFTConfig
 from megarl.config.shipped import shown
 from megarl.config.validate import read_architectures
 from megarl.machine.files import existing_folder
@@ -50,6 +50,8 @@ def print_run(config: PPOConfig | SFTConfig, console: Console) -> None:
     if isinstance(config, PPOConfig):
         _print_rollout(config, plan, console)
         print_reward(config, architectures, console)
+        if config.agent.is_used:
+            print_agent(config.agent, console)
     print_placement(config, plan, architectures, console)
     _print_checkpoints(config, architectures, console)
     for warning in warnings_of(config, architectures):
@@ -139,6 +141,12 @@ def _print_rollout(config: PPOConfig, plan: PlacementPlan, console: Console) -> 
     if (settings := rollout.settings_of(rollout.engine)) is not None:
         shown = yaml.safe_dump(plain_values(settings), default_flow_style=True, width=1000).strip()
         print_line(console, f"rollout.{rollout.engine.needs.section}: {shown}")
+
+
+def print_agent(agent: AgentConfig, console: Console) -> None:
+    environment = f"{agent.environment.name} in {agent.environment.path}"
+    who = ", ".join(tool.name for tool in agent.tools) or environment
+    print_line(console, f"agent: {who}; at most {counted(agent.max_turns, 'turn')}, {counted(agent.num_workers, 'process')}")
 
 
 def print_reward(config: PPOConfig, architectures: Mapping[str, Architecture], console: Console) -> None:

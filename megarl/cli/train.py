@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from rich.table import Table
 from transformers import PreTrainedTokenizerBase
 
+from megarl.agents.user_tools import load_agent
 from megarl.cli import sft
 from megarl.cli.processes import refuse_launched_ranks
 from megarl.cli.resumption import check_compared_metrics, is_complete, load_checkpoint, open_checkpoints, say_ended, say_stopped
@@ -59,11 +60,12 @@ def open_ppo(config: PPOConfig, context: RunContext, resume: Resume | None) -> I
     tokenizer = load_tokenizer(config.model.path, config.model.trust_remote_code)
     rules = token_rules(config, tokenizer)
     data, trainer = config.data, config.trainer
-    train = PromptDataset(data.train_files, tokenizer, data)
+    tools = load_agent(config.agent).tools if config.agent.tools else None
+    train = PromptDataset(data.train_files, tokenizer, data, tools)
     loader = train_loader(train, data, trainer.prompts_per_step, "trainer.prompts_per_step")
     data_sets, evaluation = {"data.train_files": train}, None
     if data.val_files:
-        held_out = PromptDataset(data.val_files, tokenizer, data)
+        held_out = PromptDataset(data.val_files, tokenizer, data, tools)
         data_sets["data.val_files"] = held_out
         sources = (held_out[row].data_source for row in range(len(held_out)))
         check_compared_metrics(config, possible_metrics(sources, config.rollout.validation.n))

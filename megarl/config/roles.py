@@ -16,6 +16,7 @@ from megarl.config.schema import (
 )
 
 REWARD_MODEL = "reward_model"
+ENVIRONMENT = "environment"  # the processes that answer an agent's turns
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from math import gcd, lcm
 from pathlib import Path
 
-from megarl.config import algorithm_rules, checkpoint_rules, data_rules, reward_rules, rollout_rules, staleness_rules
+from megarl.config import agent_rules, algorithm_rules, checkpoint_rules, data_rules, reward_rules, rollout_rules, staleness_rules
 from megarl.config.architecture import Architecture, read_architecture
 from megarl.config.derive import max_row_tokens, samples_per_step, updates_per_pass
 from megarl.config.errors import ConfigError
@@ -104,6 +104,9 @@ def absent_files(config: RunConfig) -> Violations:
     programs: list[tuple[str, str]] = []
     if isinstance(config, PPOConfig):
         programs += [(f"reward.functions[{index}].path", function.path) for index, function in enumerate(config.reward.functions)]
+        tools = [(f"agent.tools[{index}].path", tool.path) for index, tool in enumerate(config.agent.tools)]
+        named = [*tools, ("agent.environment.path", config.agent.environment.path)]
+        programs += [(key, path) for key, path in named if path is not None]
         programs += [(key, reference.rpartition(":")[0]) for key, reference in algorithm_rules.function_references(config)]
     for key, path in programs:
         if problem := data_rules.no_file(path):
@@ -182,6 +185,7 @@ _PPO_RULES: tuple[tuple[tuple[str, ...], Callable[[PPOConfig], Violations]], ...
     ((*_ENGINE_KEYS, *_sizes("actor")), rollout_rules.shared_devices),
     (("rollout.max_staleness",), staleness_rules.generation_ahead),
     ((), reward_rules.something_scores),
+    (("rollout.max_staleness", "agent.max_turn_tokens", "data.max_response_length"), agent_rules.episodes),
     *algorithm_rules.RULES,
 )
 

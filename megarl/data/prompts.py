@@ -15,7 +15,7 @@ from megarl.batch.ragged import RaggedTensor
 from megarl.config.schema import DataConfig, PromptColumnsConfig
 from megarl.data.files import DataError
 from megarl.data.tables import DataRow, Fingerprint, Measured, chat_messages, keep_within, read_rows, typed_value
-from megarl.data.tokenizer import render_whole
+from megarl.data.tokenizer import Tools, render_whole
 
 GROUND_TRUTH_EXAMPLE = "{'style': 'rule', 'ground_truth': '5'}"
 
@@ -32,16 +32,16 @@ class Prompt:
 class PromptDataset:
     """The rows of `files`, read as `data` says: `prompt` (chat messages, or a text), `data_source` (str), `reward_model`
     ({style, ground_truth}), and `extra_info` (a dict), which may be absent, each in the column that `data.columns` names. The chat is
-    rendered by the tokenizer's template, opened for the assistant's answer.
+    rendered by the tokenizer's template, with the `tools` that the model is told of, opened for the assistant's answer.
 
     `num_filtered` counts the rows left out as too long. Raises DataError for a row that cannot be used.
     """
 
-    def __init__(self, files: Sequence[str], tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> None:
+    def __init__(self, files: Sequence[str], tokenizer: PreTrainedTokenizerBase, data: DataConfig, tools: Tools = None) -> None:
         self._pad_id = tokenizer.pad_token_id
         prompts, measured = [], []
         for row in read_prompt_rows(files, data.columns):
-            prompt = read_prompt(row, tokenizer, data)
+            prompt = read_prompt(row, tokenizer, data, tools)
             prompts.append(prompt)
             measured.append(Measured.of(row, len(prompt.token_ids)))
         kept = keep_within(range(len(prompts)), measured, data.max_prompt_length, "data.max_prompt_length", data.overlong)
@@ -88,8 +88,8 @@ def read_prompt_rows(files: Sequence[str], columns: PromptColumnsConfig) -> Iter
     return read_rows(files, required, optional, hint)
 
 
-def read_prompt(row: DataRow, tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> Prompt:
-    """Of a row of `read_prompt_rows`. Raises DataError for one that cannot be used."""
+def read_prompt(row: DataRow, tokenizer: PreTrainedTokenizerBase, data: DataConfig, tools: Tools = None) -> Prompt:
+    """Of a row of `read_prompt_rows`; tools: that the model is told of. Raises DataError for one that cannot be used."""
     columns = data.columns
     messages = chat_messages(row, columns.prompt, data.system_prompt)
     if messages[-1]["role"] == "assistant":
@@ -105,7 +105,7 @@ def read_prompt(row: DataRow, tokenizer: PreTrainedTokenizerBase, data: DataConf
     extra_info = {} if row.values.get(columns.extra_info) is None else typed_value(row, columns.extra_info, dict, "{'index': 0}")
     source = Path(row.file).stem if columns.data_source is None else typed_value(row, columns.data_source, str, "'openai/gsm8k'")
     try:
-        token_ids = render_whole(tokenizer, messages, data.lossy, for_generation=True)
+        token_ids = render_whole(tokenizer, messages, data.lossy, for_generation=True, tools=tools)
     except ValueError as error:
         raise row.error(columns.prompt, str(error)) from error
     if not token_ids:

@@ -9,6 +9,8 @@ from pathlib import Path
 from pebble import ProcessExpired, ProcessPool
 from transformers import PreTrainedTokenizerBase
 
+from megarl.agents.responder import EnvironmentFailedError
+from megarl.agents.trial import try_agent
 from megarl.algorithms.user_functions import try_functions
 from megarl.config.architecture import Architecture
 from megarl.config.data_rules import too_few_rows
@@ -18,8 +20,10 @@ from megarl.config.schema import AlgorithmConfig, Overlong, PPOConfig, RewardCon
 from megarl.data.files import DataError, open_file
 from megarl.data.prompts import Prompt, read_prompt, read_prompt_rows
 from megarl.data.sft import read_chat_rows, read_example
-from megarl.data.tokenizer import load_tokenizer
-from megarl.doctor.check_result import DATA, CheckResult, doubtful, good, refused, size, wrong
+from megarl.data.tokenizer import Tools, load_tokenizer
+from megarl.data.tool_columns import names_of
+from megarl.data.turns import TurnTemplate
+from megarl.doctor.check_result import DATA, CheckResult, Status, doubtful, good, refused, size, wrong
 from megarl.doctor.examined_run import ExaminedRun
 from megarl.machine.spawn import FreshContext
 from megarl.machine.user_functions import UserFunctionError
@@ -31,6 +35,7 @@ from megarl.weights.tensors import WeightTransferError
 
 Config = PPOConfig | SFTConfig
 MODELS, TOKENIZERS, REWARDS, FUNCTIONS = "models", "tokenizers", "reward functions", "functions of the algorithm"
+AGENT = "agent"
 ROWS = 256  # of each file that are rendered
 _REWARD_LIMIT_S = 30.0  # for the imports of a file
 _SAMPLE_LIMIT_S = 5.0  # for the first sample; a run may give it more
@@ -60,7 +65,13 @@ def findings(
             yield refused(TOKENIZERS, role.path_key, error, remedy, folder=role.path)
             continue
         if role.name == "actor":
-            found, prompt = data(config, tokenizer, skipped, num_rows)
+            tools = None
+            if isinstance(config, PPOConfig) and config.agent.is_used and not any(key.startswith("agent") for key in skipped):
+                judged, tools = judge_agent(config, tokenizer)
+                yield judged
+                if judged.status is Status.error:
+                    continue
+            found, prompt = data(config, tokenizer, skipped, num_rows, tools)
             yield from found
     if isinstance(config, PPOConfig) and config.reward.functions and not any(key.startswith("reward.functions") for key in skipped):
         yield judge_rewards(config.reward, prompt)
@@ -104,7 +115,7 @@ def judge_tokenizer(role: ModelRole, tokenizer: PreTrainedTokenizerBase) -> Chec
 
 
 def data(
-    config: Config, tokenizer: PreTrainedTokenizerBase, skipped: Collection[str], num_rows: int
+    config: Config, tokenizer: PreTrainedTokenizerBase, skipped: Collection[str], num_rows: int, tools: Tools = None
 ) -> tuple[list[CheckResult], Prompt | None]:
     """The first rows of each file, read and rendered as the run does; and the first prompt of all."""
     results: list[CheckResult] = []
@@ -114,7 +125,7 @@ def data(
             continue
         for file in dict.fromkeys(config.data.train_files if key == "data.train_files" else config.data.val_files):
             try:
-                prompts, lengths = _rendered(config, file, tokenizer, num_rows)
+                prompts, lengths = _rendered(config, file, tokenizer, num_rows, tools)
             except DataError as error:
                 example = "as in docs/rewards.md" if isinstance(config, PPOConfig) else "each a chat that ends with the assistant's answer"
                 remedy = f"write the file again with the columns that are named, {example}"
@@ -138,11 +149,11 @@ def judge_count(config: Config, counts: Sequence[int | None]) -> Iterator[CheckR
         yield refused(DATA, key, ValueError(problem), f"lower {key}, or give more rows")
 
 
-def _rendered(config: Config, file: str, tokenizer: PreTrainedTokenizerBase, num_rows: int) -> tuple[list[Prompt], list[int]]:
+def _rendered(config: Config, file: str, tokenizer: PreTrainedTokenizerBase, num_rows: int, tools: Tools) -> tuple[list[Prompt], list[int]]:
     """The first prompts, and tokens of each row: of the prompt, in SFT of the whole chat."""
     if isinstance(config, PPOConfig):
         rows = islice(read_prompt_rows([file], config.data.columns), num_rows)
-        prompts = [read_prompt(row, tokenizer, config.data) for row in rows]
+        prompts = [read_prompt(row, tokenizer, config.data, tools) for row in rows]
         return prompts, [len(prompt.token_ids) for prompt in prompts]
     examples = (read_example(row, tokenizer, config.data) for row in islice(read_chat_rows([file], config.data.columns), num_rows))
     return [], [len(example.prompt_ids) + len(example.response_ids) for example in examples]
@@ -187,6 +198,30 @@ def judge_rewards(reward: RewardConfig, prompt: Prompt | None, limit_s: float = 
     if reward.max_error_rate == 0:
         return wrong(REWARDS, problem, remedy, files=files)
     return doubtful(REWARDS, problem, f"{remedy}; at most reward.max_error_rate={reward.max_error_rate:g} may fail", files=files)
+
+
+def judge_agent(config: PPOConfig, tokenizer: PreTrainedTokenizerBase, limit_s: float = _REWARD_LIMIT_S) -> tuple[CheckResult, Tools]:
+    """Loads tools or the environment in a process that can be ended, and plays a turn with tools (try_agent), whose schemas it gives. The
+    chat template is tried for conversations that grow."""
+    agent = config.agent
+    paths = [*(tool.path for tool in agent.tools), agent.environment.path]
+    files = ", ".join(dict.fromkeys(path for path in paths if path is not None)) or "what ships"
+    remedy = f"mend {files}; `megarl generate --tool` plays an episode"
+    with ProcessPool(1, context=FreshContext()) as pool:
+        tried = pool.schedule(try_agent, args=[agent], timeout=limit_s)
+        try:
+            tools = tried.result()
+        except (ValueError, EnvironmentFailedError) as error:
+            return refused(AGENT, "agent", error, remedy, files=files), None
+        except (ProcessExpired, TimeoutError) as error:
+            ended = f"no end after {limit_s:g} s" if isinstance(error, TimeoutError) else "the process ended"
+            return wrong(AGENT, f"agent: {files}: {ended}, in a first turn", remedy, files=files), None
+    try:
+        TurnTemplate(tokenizer, tools, agent.max_result_tokens).check()
+    except ValueError as error:
+        return refused(AGENT, "agent", error, "use a model whose chat template takes such conversations", files=files), None
+    what = f"the tools {', '.join(names_of(list(tools)))}" if tools else f"the environment {agent.environment.name}"
+    return good(AGENT, f"{what} of {files} can be used, and the chat template takes conversations that grow", files=files), tools
 
 
 def judge_functions(algorithm: AlgorithmConfig, limit_s: float = _REWARD_LIMIT_S) -> Iterator[CheckResult]:

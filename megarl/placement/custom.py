@@ -7,10 +7,9 @@ from collections.abc import Collection, Iterator
 
 from megarl.config.schema import PlacementConfig, PlacementStrategy, PPOConfig, SFTConfig
 from megarl.placement.assign import fits_alone
-from megarl.placement.requests import GroupRequest, group_requests
+from megarl.placement.requests import WITHOUT_DEVICES, GroupRequest, group_requests
 
 _ROLES, _POOLS = "placement.roles", "placement.pools"
-_WITHOUT_DEVICES = "reward"  # its functions run on a CPU, so it may be left out
 
 
 def custom_problems(config: PPOConfig | SFTConfig) -> list[str]:
@@ -35,7 +34,7 @@ def _without_effect(placement: PlacementConfig) -> Iterator[str]:
 def _role_problems(placement: PlacementConfig, requests: Collection[GroupRequest]) -> Iterator[str]:
     needed = [role for request in requests for role in request.roles]
     for role in needed:
-        if role not in placement.roles and role != _WITHOUT_DEVICES:
+        if role not in placement.roles and role not in WITHOUT_DEVICES:
             pools = " or ".join(placement.pools) or "a pool"
             yield f"{_ROLES}: the role {role!r} has no pool; give it one, as {_ROLES}.{role}={pools}"
     for role, pool in placement.roles.items():

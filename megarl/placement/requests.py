@@ -6,8 +6,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from megarl.config.roles import model_roles, needs_critic
+from megarl.config.roles import ENVIRONMENT, model_roles, needs_critic
 from megarl.config.schema import ParallelConfig, PlacementStrategy, PPOConfig, SFTConfig
+
+WITHOUT_DEVICES = ("reward", ENVIRONMENT)  # functions and tools run on a CPU, so that a user may leave them out
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +84,8 @@ def _joined(groups: tuple[GroupRequest, ...], new: GroupRequest) -> tuple[GroupR
 
 
 def group_requests(config: PPOConfig | SFTConfig) -> list[GroupRequest]:
-    """One for each role of the run: those with a model, the reward's functions on a CPU, the engines with a process per replica."""
+    """One for each role of the run: those with a model, the reward's functions and an agent's environments on a CPU, the engines with a
+    process per replica."""
     requests = [
         GroupRequest(
             roles=(role.name,),
@@ -95,6 +98,8 @@ def group_requests(config: PPOConfig | SFTConfig) -> list[GroupRequest]:
     if isinstance(config, PPOConfig):
         rollout = config.rollout
         requests.append(GroupRequest(roles=("reward",), num_processes=1, together=0))
+        if config.agent.is_used:
+            requests.append(GroupRequest(roles=(ENVIRONMENT,), num_processes=config.agent.num_workers, together=0))
         requests.append(
             GroupRequest(
                 roles=("rollout",),
@@ -110,7 +115,8 @@ def _split_collocate(config: PPOConfig) -> Mapping[str, _Pool]:
     """Actor and reference, critic and reward, rollout: each its own. So is a reward model with the critic: in its processes where their
     layouts are the same, else in processes of its own on its devices."""
     models = {role.name: _Pool(role.beside or role.name) for role in model_roles(config)}
-    return {**models, "reward": _Pool("critic" if needs_critic(config) else "reward"), "rollout": _Pool("rollout")}
+    functions = _Pool("critic" if needs_critic(config) else "reward")
+    return {**models, "reward": functions, ENVIRONMENT: functions, "rollout": _Pool("rollout")}
 
 
 def _hybrid(config: PPOConfig) -> Mapping[str, _Pool]:
@@ -128,10 +134,10 @@ def _stand_alone(config: PPOConfig) -> Mapping[str, _Pool]:
 
 
 def _custom(config: PPOConfig) -> Mapping[str, _Pool]:
-    """As the user says. The reward's functions need no device, and may be left out."""
+    """As the user says. The reward's functions and environments need no device, and may be left out."""
     placement = config.placement
     table = {role: _Pool(pool, tuple(placement.pools[pool])) for role, pool in placement.roles.items()}
-    return {"reward": _Pool("reward"), **table}
+    return {**{role: _Pool("reward") for role in WITHOUT_DEVICES}, **table}
 
 
 _STRATEGIES: dict[PlacementStrategy, Callable[[PPOConfig], Mapping[str, _Pool]]] = {

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from megarl.algorithms.masked import map_tokens, masked_row_sums
 from megarl.algorithms.scores import place_scores
 from megarl.batch.data_proto import DataProto
 from megarl.batch.token_rows import token_rows
@@ -19,6 +20,7 @@ from megarl.roles.offload_schedule import OffloadSchedule
 from megarl.workers.reward import RewardWorker
 from megarl.workers.reward_model import RewardModelWorker
 
+_ANSWERS, _OF_TURNS = "answer_mask", "environment_rewards"  # columns of episodes
 _SCORED_WAIT_S = 0.05  # for the first group; others that are begun meanwhile wait behind it
 
 
@@ -39,7 +41,9 @@ class Reward:
         self._asking: WorkerFuture[dict[str, list[float]]] | None = None
 
     def score(self, batch: DataProto, with_texts: bool = False) -> DerivedFuture:
-        """`token_level_scores`, rows of tokens, and what RewardWorker.score gives. With a model, the scores are those of the functions plus
+        """Of a batch with `answer_mask`, functions are given the tokens of that alone; `environment_rewards` are added to the scores.
+
+        `token_level_scores`, rows of tokens, and what RewardWorker.score gives. With a model, the scores are those of the functions plus
         `model_weight` times the model's, and there are `reward_function_scores` (B,) and what RewardModelWorker.score_conversations gives
         beside them; the model's are the last of `score_parts`."""
         return self._with_model(batch, [self.group.call(RewardWorker.score, _needed(batch), with_texts)])
@@ -83,12 +87,16 @@ class Reward:
 
     def _with_model(self, batch: DataProto, functions: list[WorkerFuture]) -> DerivedFuture:
         """functions: the first gives what they say."""
-        mask = token_rows(batch.columns)["response_mask"]
+        rows = token_rows(batch.columns, [_OF_TURNS] if _OF_TURNS in batch.columns else [])
         model = [] if self.model is None else [self.model.score(batch)]
 
         def placed(results: list[Any]) -> DataProto:
             scores = self._sum(results[0], results[-1]) if model else results[0]
-            of_rows = place_scores(scores.non_tensor_batch["score"].tolist(), mask)
+            of_rows = place_scores(scores.non_tensor_batch["score"].tolist(), rows["response_mask"])
+            if _OF_TURNS in rows:
+                of_rows = map_tokens(torch.add, rows["response_mask"], of_rows, rows[_OF_TURNS])
+                totals = masked_row_sums(of_rows, rows["response_mask"]).tolist()
+                scores = DataProto.from_dict(scores.columns, {**scores.non_tensor_batch, "score": totals}, scores.meta_info)
             return scores.union(DataProto.from_dict({"token_level_scores": of_rows}))
 
         return DerivedFuture([*functions, *model], placed)
@@ -109,9 +117,10 @@ class Reward:
 
 def _needed(batch: DataProto) -> DataProto:
     """By the functions."""
-    rows = token_rows(batch.columns)
+    rows = token_rows(batch.columns, [_ANSWERS] if _ANSWERS in batch.columns else [])
     named = batch.select([], ["uid", "data_source", "reward_model", "extra_info"])
-    return DataProto.from_dict({key: rows[key] for key in ("responses", "response_mask")}, named.non_tensor_batch)
+    answers = {"responses": rows["responses"], "response_mask": rows.get(_ANSWERS, rows["response_mask"])}
+    return DataProto.from_dict(answers, named.non_tensor_batch)
 
 
 class RewardModel:

@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
+from megarl.agents.episode import EpisodeLimits
 from megarl.config.architecture import Architecture
 from megarl.config.load import with_dtype
-from megarl.config.roles import REWARD_MODEL, ModelRole, model_roles
+from megarl.config.roles import ENVIRONMENT, REWARD_MODEL, ModelRole, model_roles
 from megarl.config.schema import Device, PPOConfig, SFTConfig
 from megarl.controller.group import RayWorkerGroup, RoleGroup
 from megarl.controller.resource_pool import RayResourcePool, ResourcePoolManager
@@ -21,6 +22,8 @@ from megarl.placement.placement_plan import GroupPlan, PlacementPlan
 from megarl.placement.plan import plan_placement
 from megarl.placement.transport import choose_transport
 from megarl.roles.checks import FirstRatioGate, LogProbGate
+from megarl.roles.environments import Environments
+from megarl.roles.episodes import EpisodeRollout
 from megarl.roles.models import Actor, Critic, Reference, UpdatePlan
 from megarl.roles.offload_schedule import OffloadSchedule
 from megarl.roles.pump import RolloutLimits
@@ -34,6 +37,7 @@ from megarl.roles.weight_sync import WeightSync
 from megarl.roles.weights import FolderWeights, RolloutWeights
 from megarl.rollout.interface import RolloutEngineSpec
 from megarl.workers.engines import build_engine
+from megarl.workers.environment import EnvironmentWorker
 from megarl.workers.megatron import ActorWorker, CriticWorker, MegatronWorker, PolicyWorker
 from megarl.workers.reward import RewardWorker
 from megarl.workers.reward_model import Reading, RewardModelWorker
@@ -154,7 +158,7 @@ def start_ppo(
     source = starter.weight_source(plan, groups["actor"], models["actor"])
     sync = _weight_sync(config, source, plan)
     weights = RolloutWeights(sync, replicas, schedule)
-    rollout = Rollout(replicas, weights, rules, _rollout_limits(config), config.trainer.seed)
+    rollout = _rollout(config, plan, pools, replicas, weights, rules)
     shares = config.engine.share_prompts and config.engine.packing
     return PPORoles(
         actor=Actor(
@@ -283,6 +287,30 @@ def _scaling(
     return ReplicaScaling(replicas, rollout.pump, sync, planned, reserve, size)
 
 
+def _rollout(
+    config: PPOConfig, plan: PlacementPlan, pools: ResourcePoolManager, replicas: Replicas, weights: RolloutWeights, rules: TokenRules
+) -> Rollout:
+    """With an agent its samples are episodes."""
+    agent, limits, limit_s = config.agent, _rollout_limits(config), config.trainer.phase_time_limit_s
+    if not agent.is_used:
+        return Rollout(replicas, weights, rules, limits, config.trainer.seed)
+    pool = pools.get_resource_pool(ENVIRONMENT)
+    environments = Environments(
+        [pool.part([number]) for (number,) in plan.bundles(ENVIRONMENT)],
+        RayClassWithInitArgs(EnvironmentWorker, agent, config.model.path, config.model.trust_remote_code),
+        restart_limit=config.rollout.restart_limit,
+        hang_limit_s=agent.time_limit_s + _ANSWER_GRACE_S,
+        phase_time_limit_s=limit_s,
+    )
+    of_episodes = EpisodeLimits(
+        max_turns=agent.max_turns,
+        max_tokens=rules.max_response_length,
+        max_turn_tokens=agent.max_turn_tokens,
+        max_attempts=agent.max_attempts,
+    )
+    return EpisodeRollout(replicas, weights, rules, limits, config.trainer.seed, environments, of_episodes)
+
+
 def _rollout_limits(config: PPOConfig) -> RolloutLimits:
     rollout, limit_s = config.rollout, config.trainer.phase_time_limit_s
     return RolloutLimits(
@@ -310,7 +338,7 @@ def start_evaluation(
     rollout_weights = RolloutWeights(weights, replicas, schedule)
     rollout_weights.push()
     return EvaluationRoles(
-        rollout=Rollout(replicas, rollout_weights, rules, _rollout_limits(config), config.trainer.seed),
+        rollout=_rollout(config, plan, pools, replicas, rollout_weights, rules),
         reward=_reward(config, groups, schedule),
     )
 

@@ -12,7 +12,7 @@ import torch
 
 from megarl.algorithms.groups import group_metrics
 from megarl.algorithms.masked import masked_mean
-from megarl.algorithms.metrics import age_metrics, data_metrics, reward_model_metrics
+from megarl.algorithms.metrics import age_metrics, agent_metrics, data_metrics, reward_model_metrics
 from megarl.algorithms.rollout_correction import correct
 from megarl.batch.data_proto import DataProto
 from megarl.batch.token_rows import of_one_form
@@ -197,6 +197,7 @@ class PPOTrainer:
             metrics["critic/baseline/mean"] = float(batch.tensors["baseline_scores"].mean())
         metrics["reward/error_rate"] = batch.meta_info["reward/error_rate"]
         metrics |= reward_model_metrics(batch.tensors)
+        metrics |= agent_metrics(arrays)
         if "old_log_probs" in columns and scores_in_update(self.config.algorithm, one_update=self.config.trainer.one_update):
             old, engine, mask = (columns[key] for key in ("old_log_probs", "rollout_log_probs", "response_mask"))
             metrics |= correct(old, engine, mask, self.config.algorithm.rollout_correction).metrics

@@ -16,6 +16,7 @@ from rich.console import Console
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
+from megarl.agents.user_tools import load_agent
 from megarl.batch.data_proto import DataProto
 from megarl.config.architecture import read_architecture
 from megarl.config.roles import model_roles
@@ -202,7 +203,8 @@ def run_ppo(config: PPOConfig, look: Callable[[int, PPORoles], None] = lambda st
     """Trains as `megarl train` does, on the Ray that is there; `look` sees the roles before each step."""
     path, data, trainer = config.model.path, config.data, config.trainer
     tokenizer = load_tokenizer(path)
-    train, held_out = (PromptDataset(files, tokenizer, data) for files in (data.train_files, data.val_files))
+    tools = load_agent(config.agent).tools if config.agent.tools else None
+    train, held_out = (PromptDataset(files, tokenizer, data, tools) for files in (data.train_files, data.val_files))
     rules = TokenRules(
         pad_token_id=tokenizer.pad_token_id, stop_token_ids=(tokenizer.eos_token_id,), max_response_length=data.max_response_length
     )

@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from megarl.config.kinds import AdvantageEstimator, Aggregation, LoggerKind, PolicyLossKind, RolloutEngineKind
+from megarl.config.schema.agent import AgentConfig, EnvironmentConfig, ToolConfig
 from megarl.config.schema.algorithm import (
     AdvantageConfig,
     AlgorithmConfig,
@@ -98,6 +99,7 @@ class PPOConfig:
     critic: CriticConfig = field(default_factory=CriticConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    agent: AgentConfig = field(default_factory=AgentConfig)
     placement: PlacementConfig = field(default_factory=PlacementConfig)
     resharding: ReshardingConfig = field(default_factory=ReshardingConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)

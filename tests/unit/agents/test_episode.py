@@ -91,14 +91,14 @@ def test_a_turn_has_a_limit_of_its_own() -> None:
     assert played.next.max_new_tokens == 4  # type: ignore[union-attr]
 
 
-def test_time_ends_an_episode_with_what_the_model_wrote() -> None:
+def test_an_answer_that_takes_too_long_ends_an_episode_with_what_the_model_wrote() -> None:
     played = episode()
-    assert not played.timed_out()  # there is nothing yet
+    assert not played.timed_out(TurnPlace(0, 0))  # nobody is asked yet
     write(played, [10])
-    answer(played, [20, 21])
-    assert played.timed_out()
+    assert not played.timed_out(TurnPlace(0, 1))
+    assert played.timed_out(TurnPlace(0, 0))
     assert (played.trajectory.token_ids.tolist(), played.trajectory.end) == ([10], EpisodeEnd.time)
-    assert not played.timed_out()
+    assert not played.timed_out(TurnPlace(0, 0))
 
 
 def test_a_lost_environment_begins_anew_with_the_same_seeds_until_it_is_given_up() -> None:
@@ -133,7 +133,7 @@ def test_in_every_order_of_events_an_episode_ends_and_its_row_is_whole() -> None
                 assert not played.wrote(place, empty, empty, empty, "stop")
                 assert played.trajectory.token_ids.tolist() == before
             elif event == "time" and draw.random() < 0.2:
-                played.timed_out()
+                played.timed_out(step.place)
             elif event == "lost" and draw.random() < 0.3:
                 try:
                     assert played.lost_environment(step.place.attempt)

@@ -6,6 +6,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -19,7 +20,8 @@ from megarl.agents.tool_environment import CallLimits, Toolbox, ToolEnvironment
 from megarl.agents.tools.calculator import calculator
 from megarl.agents.tools.http import HttpGet
 from megarl.agents.tools.search import FolderSearch
-from megarl.agents.user_tools import UserName, load_environment, load_toolbox
+from megarl.agents.user_tools import load_agent
+from megarl.config.schema import AgentConfig, EnvironmentConfig, ToolConfig
 
 TASK = Task(extra_info={"prices": {"ab": 42}})
 HANG = threading.Event()
@@ -231,7 +233,8 @@ class _Pages(BaseHTTPRequestHandler):
             return
         self.send_response(200 if self.path != "/none" else 404)
         self.end_headers()
-        self.wfile.write(b"x" * 5000 if self.path == "/long" else b"a page")
+        with suppress(BrokenPipeError):  # who reads has enough, or waits no longer
+            self.wfile.write(b"x" * 5000 if self.path == "/long" else b"a page")
 
     def log_message(self, *arguments: object) -> None:
         """Says nothing."""
@@ -294,26 +297,31 @@ class Needy(Game):
 def test_what_a_user_names_is_loaded_or_refused_in_one_line(tmp_path: Path) -> None:
     file = tmp_path / "tools.py"
     file.write_text(TOOLS)
-    named = [UserName.parse(text) for text in (f"{file}:price", f"{file}:shop", "calculator")]
-    assert [schema["function"]["name"] for schema in load_toolbox(named).schemas] == ["price", "shop", "calculator"]
-    for text, said in (
-        (f"{file}:cost", "tool 'cost' is not in .*, which defines"),
-        (f"{file}:number", "is a int, expected a function, or an object with a schema"),
-        (f"{file}:Shop", "is a class, expected"),
-        (f"{tmp_path}/none.py:price", "there is no such file"),
-        ("abacus", "there is no tool 'abacus' that ships, only calculator; one of your own is FILE.py:NAME"),
+
+    def tools(*named: tuple[Path | None, str]) -> AgentConfig:
+        return AgentConfig(tools=[ToolConfig(path=path and str(path), name=name) for path, name in named])
+
+    schemas = load_agent(tools((file, "price"), (file, "shop"), (None, "calculator"))).tools
+    assert schemas is not None
+    assert [schema["function"]["name"] for schema in schemas] == ["price", "shop", "calculator"]
+    for path, name, said in (
+        (file, "cost", "tool 'cost' is not in .*, which defines"),
+        (file, "number", "is a int, expected a function, or an object with a schema"),
+        (file, "Shop", "is a class, expected"),
+        (tmp_path / "none.py", "price", "there is no such file"),
+        (None, "abacus", "there is no tool 'abacus' that ships, only calculator; one of your own is in a file"),
     ):
         with pytest.raises(ValueError, match=said) as found:
-            load_toolbox([UserName.parse(text)])
+            load_agent(tools((path, name)))
         assert "\n" not in str(found.value)
-    assert type(load_environment(UserName.parse(f"{file}:Game"))()).__name__ == "Game"
-    for name, said in (
-        ("Half", "no class with `async def respond`"),
-        ("price", "no class with"),
-        ("Needy", "cannot be made without arguments"),
-    ):
+
+    def environment(name: str) -> AgentConfig:
+        return AgentConfig(environment=EnvironmentConfig(path=str(file), name=name))
+
+    assert type(load_agent(environment("Game")).make()).__name__ == "Game"
+    for name, said in (("Half", "no class with `async def respond`"), ("price", "no class with"), ("Needy", "made without arguments")):
         with pytest.raises(ValueError, match=said):
-            load_environment(UserName.parse(f"{file}:{name}"))
+            load_agent(environment(name))
 
 
 def test_a_tool_whose_schema_is_none_is_refused() -> None:

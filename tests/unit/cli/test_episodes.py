@@ -116,7 +116,7 @@ def test_samples_are_those_without_tools_up_to_the_end_of_the_first_turn(model: 
         (["--tool", "calculator", "--tool", "calculator"], "two tools have one name; they are calculator, calculator"),
         (["--tool", "calculator", "--environment", "a.py:Game"], "--tool has no use beside it"),
         (["--tool", "calculator", "--stop", "x"], "--stop ends an answer"),
-        (["--environment", "Game"], "no environment 'Game' ships; write FILE.py:NAME"),
+        (["--environment", "Game"], "no environment 'Game' ships; write --environment FILE.py:NAME"),
     ],
 )
 def test_mistakes_are_one_line_before_the_model_is_loaded(
@@ -125,3 +125,28 @@ def test_mistakes_are_one_line_before_the_model_is_loaded(
     error = generate(capsys, model, *arguments, status=2)
     assert said in error
     assert error.count("\n") == 1
+
+
+def test_a_run_with_an_agent_is_checked_with_its_tools_and_template(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    row = {"prompt": [{"role": "user", "content": PROMPT}], "data_source": "prices", "reward_model": {"ground_truth": "42"}}
+    (model / "train.jsonl").write_text(2 * f"{json.dumps(row)}\n")
+    (model / "reward.py").write_text("def compute_score(data_source, solution_str, ground_truth, extra_info):\n    return 1.0\n")
+    run = {
+        "model": {"path": str(model), "dtype": "float32"},
+        "data": {"train_files": [str(model / "train.jsonl")], "max_prompt_length": 25, "max_response_length": 100},
+        "reward": {"functions": [{"path": str(model / "reward.py")}]},
+        "agent": {"tools": [{"path": str(model / "tools.py"), "name": "price"}, {"name": "calculator"}]},
+        "rollout": {"n": 4},
+        "trainer": {"prompts_per_step": 2, "output_dir": str(model / "run")},
+        "actor": {"micro_batch": {"max_tokens": 256}},
+        "device": "cpu",
+    }
+    (file := model / "run.yaml").write_text(json.dumps(run))
+    command = ["check", str(file), "algorithm=grpo"]
+    capsys.readouterr()
+    assert main(command) == 0
+    printed = capsys.readouterr().out
+    assert "agent: price, calculator; at most 8 turns, 1 process\n" in printed
+    assert "environment" in printed  # a group of processes; and the prompt has room for what it says of tools, and for no token more
+    assert main([*command, "agent.tools=[{name: abacus}]"]) == 2
+    assert "agent: there is no tool 'abacus' that ships, only calculator" in capsys.readouterr().err

@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from megarl.config.architecture import read_architecture
 from megarl.config.roles import model_roles
 from megarl.config.schema import (
+    AgentConfig,
     AlgorithmConfig,
     CriticConfig,
     DataConfig,
@@ -29,6 +30,7 @@ from megarl.config.schema import (
     RewardConfig,
     RewardFunctionConfig,
     SFTConfig,
+    ToolConfig,
 )
 from megarl.config.versions import SGLANG
 from megarl.controller.inspection import ClusterReport, Limits, NodeReport, Software, here, inspect_cluster
@@ -42,6 +44,7 @@ from megarl.doctor.examined_run import ExaminedRun, read_subject
 from megarl.placement.plan import plan_placement
 from megarl.weights.manifest import manifest_of
 from tests.unit.config.folders import model_folder, ppo_values, write_yaml
+from tests.unit.data.chats import character_tokenizer
 from tests.unit.placement.test_memory import EVERY_ROLE, SIZE, config
 
 GIB = 2**30
@@ -403,6 +406,14 @@ def test_a_loss_that_does_not_end_is_ended(tmp_path: Path) -> None:
     assert (found.check, found.status) == (inputs.FUNCTIONS, Status.error)
     assert f"{tmp_path}/own.py:my_loss: no end after 1 s, on two samples" in found.message
     assert list(inputs.judge_functions(AlgorithmConfig())) == []
+
+
+def test_tools_that_do_not_end_loading_are_ended(tmp_path: Path) -> None:
+    (tmp_path / "slow.py").write_text("while True: ...\n")
+    agent = AgentConfig(tools=[ToolConfig(path=str(tmp_path / "slow.py"), name="price")])
+    found, tools = inputs.judge_agent(PPOConfig(agent=agent), character_tokenizer(), limit_s=1.0)
+    assert (found.check, found.status, tools) == (inputs.AGENT, Status.error, None)
+    assert f"{tmp_path}/slow.py: no end after 1 s, in a first turn" in found.message
 
 
 def test_a_reward_function_that_may_fail_is_warned_of(tmp_path: Path) -> None:

@@ -115,6 +115,23 @@ def two_answers() -> DataProto:
     )
 
 
+def test_of_an_episode_the_last_turn_is_scored_and_rewards_of_turns_are_added(worker: RewardWorker) -> None:
+    """The first wrote 3+4, was told = and wrote 12, which is right: 2 + 10; its first turn was given 0.25, the other's only one -1."""
+    batch = two_answers()
+    columns = of_answers(["3+4=12<end>", "7= "])
+    wrote = torch.tensor([True, True, True, False, True, True, True, *[True] * 3])
+    answer = torch.tensor([False] * 4 + [True] * 3 + [True] * 3)
+    rewards = torch.tensor([0, 0, 0.25, 0, 0, 0, 0, 0, 0, -1])
+    rows = {"response_mask": wrote, "answer_mask": answer, "environment_rewards": rewards}
+    of_rows = {name: RaggedTensor.of_rows([values[:7].numpy(), values[7:].numpy()], values.dtype) for name, values in rows.items()}
+    made = DataProto.from_dict({**columns, **of_rows}, batch.non_tensor_batch)
+    scored = Reward(InThisProcess(worker)).score(made, with_texts=True).get()  # type: ignore[arg-type]
+    assert scored.non_tensor_batch["answer"].tolist() == ["12", "7= "]
+    parts = scored.tensors["score_parts"][:, 0].tolist()
+    assert scored.non_tensor_batch["score"].tolist() == [parts[0] + 0.25, parts[1] - 1]
+    assert scored.tensors["token_level_scores"].tolist() == [[0, 0, 0.25, 0, 0, 0, parts[0]], [0, 0, parts[1] - 1, 0, 0, 0, 0]]
+
+
 def test_functions_and_a_model_are_summed_with_their_weights(worker: RewardWorker) -> None:
     reward = Reward(InThisProcess(worker), FakeModel(), model_weight=0.5)  # type: ignore[arg-type]
     scored = reward.score(two_answers()).get()

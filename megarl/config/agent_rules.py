@@ -1,0 +1,33 @@
+"""What a run must satisfy whose samples are episodes."""
+
+from __future__ import annotations
+
+from megarl.config.schema import PPOConfig
+from megarl.config.violation import Violation, Violations
+
+
+def episodes(config: PPOConfig) -> Violations:
+    agent = config.agent
+    if agent.tools and agent.environment.path is not None:
+        yield Violation(
+            ("agent.tools", "agent.environment.path"),
+            "both are given, but an environment answers the model itself, so tools have no use beside it; leave one of them out",
+        )
+    if not agent.is_used:
+        return
+    if config.rollout.max_staleness:
+        yield Violation(
+            ("agent", "rollout.max_staleness"),
+            f"max_staleness is {config.rollout.max_staleness}: episodes cannot be generated ahead of training yet; use max_staleness=0",
+        )
+    most = config.data.max_response_length
+    if agent.max_turn_tokens is not None and agent.max_turn_tokens > most:
+        yield Violation(
+            ("agent.max_turn_tokens", "data.max_response_length"),
+            f"max_turn_tokens {agent.max_turn_tokens} is above max_response_length {most}, which is of all turns; use {most} or less",
+        )
+    if config.rollout.validation.min_new_tokens:
+        yield Violation(
+            ("agent", "rollout.validation.min_new_tokens"),
+            f"min_new_tokens is {config.rollout.validation.min_new_tokens}, but the last turn of an episode may have room for fewer; use 0",
+        )

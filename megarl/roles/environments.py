@@ -1,0 +1,153 @@
+"""The processes that answer a model's turns as the driver sees them: orders go out, reports come back, those that die are replaced."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from megarl.config.errors import RunError
+from megarl.config.roles import ENVIRONMENT
+from megarl.controller.errors import PhaseTimeoutError, WorkerError
+from megarl.controller.futures import RemoteFuture, WorkerFuture, wait_for_any
+from megarl.controller.group import RayWorkerGroup, RoleGroup
+from megarl.controller.resource_pool import RayResourcePool
+from megarl.controller.worker import RayClassWithInitArgs
+from megarl.roles.replicas import is_dead
+from megarl.tracking.timeline import Span
+from megarl.workers.environment import EnvironmentWorker, TurnOrder, TurnReport
+
+_WAIT_S = 5.0  # that a process waits for an answer before it says that it is still there
+_log = logging.getLogger(__name__)
+
+
+class EnvironmentLimitError(RunError):
+    """Processes of environments ended too often."""
+
+
+@dataclass
+class _Process:
+    """episodes: whose environments it may have. unanswered: those of which a turn is with it. is_up: it has answered a call, so that it is
+    no longer starting."""
+
+    group: RoleGroup
+    heard_s: float
+    orders: list[TurnOrder] = field(default_factory=list)
+    ended: list[int] = field(default_factory=list)
+    episodes: set[int] = field(default_factory=set)
+    unanswered: set[int] = field(default_factory=set)
+    future: WorkerFuture[list[TurnReport]] | None = None
+    is_nudged: bool = False
+    is_up: bool = False
+
+
+class Environments:
+    """One process for each pool; an episode stays with one. hang_limit_s: a process that owes answers and gives none for so long is
+    ended. restart_limit: processes that may be started anew in a run. wait: as wait_for_any."""
+
+    def __init__(
+        self,
+        pools: Sequence[RayResourcePool],
+        worker: RayClassWithInitArgs,
+        *,
+        restart_limit: int,
+        hang_limit_s: float,
+        phase_time_limit_s: float,
+        wait: Callable[[Sequence[RemoteFuture[Any]], float], list[RemoteFuture[Any]]] = wait_for_any,
+    ) -> None:
+        self._pools, self._worker, self._wait = tuple(pools), worker, wait
+        self._restart_limit, self._hang_limit_s, self._phase_time_limit_s = restart_limit, hang_limit_s, phase_time_limit_s
+        self._spans: list[Span] = []
+        self.num_restarts = 0
+        self._processes = [_Process(self._start(number), 0.0) for number in range(len(self._pools))]
+
+    def _start(self, number: int) -> RoleGroup:
+        return RayWorkerGroup(self._pools[number], self._worker, role=ENVIRONMENT, phase_time_limit_s=self._phase_time_limit_s)
+
+    @property
+    def groups(self) -> list[RoleGroup]:
+        return [process.group for process in self._processes]
+
+    @property
+    def is_busy(self) -> bool:
+        return any(process.unanswered or process.orders or process.ended for process in self._processes)
+
+    def order(self, order: TurnOrder) -> None:
+        process = self._process_of(order.episode)
+        if not process.unanswered:
+            process.heard_s = time.monotonic()
+        process.orders.append(order)
+        process.episodes.add(order.episode)
+        process.unanswered.add(order.episode)
+
+    def end(self, episode: int) -> None:
+        """It is over; its environment, where it has one, is closed."""
+        process = self._process_of(episode)
+        if episode in process.episodes:
+            process.episodes.remove(episode)
+            process.unanswered.discard(episode)
+            process.orders = [order for order in process.orders if order.episode != episode]
+            process.ended.append(episode)
+
+    def _process_of(self, episode: int) -> _Process:
+        return self._processes[episode % len(self._processes)]
+
+    def turn(self, wait_s: float) -> tuple[list[TurnReport], list[int]]:
+        """Hands out, and waits at most `wait_s` for a process to say something: reports, and episodes whose environments are lost.
+
+        Raises EnvironmentLimitError; WorkerError where an environment's own code failed.
+        """
+        for process in self._processes:
+            if process.future is None and (process.orders or process.ended or process.unanswered):
+                process.future = process.group.call(EnvironmentWorker.exchange, process.orders, process.ended, _WAIT_S)
+                process.orders, process.ended, process.is_nudged = [], [], False
+            elif process.future is not None and (process.orders or process.ended) and not process.is_nudged:
+                process.is_nudged = True
+                process.group.call_beside(EnvironmentWorker.nudge)
+        futures = [process.future for process in self._processes if process.future is not None]
+        ready = self._wait(futures, wait_s) if futures else []
+        reports: list[TurnReport] = []
+        lost: list[int] = []
+        for number, process in enumerate(self._processes):
+            if process.future in ready:
+                assert process.future is not None
+                try:
+                    heard = process.future.get()
+                except (WorkerError, PhaseTimeoutError) as error:
+                    if not is_dead(error):
+                        raise
+                    lost += self._restart(number, str(error))
+                    continue
+                process.future = None
+                if heard or not process.is_up:
+                    process.heard_s, process.is_up = time.monotonic(), True
+                process.unanswered -= {report.episode for report in heard}
+                reports += heard
+            elif process.is_up and process.unanswered and time.monotonic() - process.heard_s > self._hang_limit_s:
+                lost += self._restart(number, f"{len(process.unanswered)} turns without an answer for {self._hang_limit_s:g} s")
+        return reports, lost
+
+    def _restart(self, number: int, why: str) -> list[int]:
+        process = self._processes[number]
+        last_words = f"environment process {number} of {len(self._processes)} ended or hung: {why}"
+        self._spans += process.group.drain_spans()
+        process.group.shutdown()
+        if self.num_restarts == self._restart_limit:
+            limit = f"rollout.restart_limit: {self._restart_limit} restarts of such processes are used up"
+            raise EnvironmentLimitError(f"{last_words}\n\n{limit}. The cause is in the words above; where it comes and goes, allow more")
+        self.num_restarts += 1
+        _log.warning("%s\nit is started anew, and its episodes begin again", last_words)
+        self._processes[number] = _Process(self._start(number), time.monotonic())
+        return sorted(process.episodes)
+
+    def drain_spans(self) -> list[Span]:
+        for number, process in enumerate(self._processes):
+            self._spans += [span._replace(rank=number) for span in process.group.drain_spans()]
+        spans, self._spans = self._spans, []
+        return spans
+
+    def shutdown(self) -> None:
+        for process in self._processes:
+            process.group.shutdown()

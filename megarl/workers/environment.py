@@ -1,0 +1,105 @@
+"""The process in which environments and tools run: it answers turns of many episodes at the same time."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Coroutine, Sequence
+from queue import Empty, SimpleQueue
+from typing import Any, NamedTuple
+
+from megarl.agents.episode import AnswerTurn, TurnAnswer, TurnPlace
+from megarl.agents.protocol import Task
+from megarl.agents.responder import Responder
+from megarl.agents.strict_calls import parse_calls
+from megarl.agents.user_tools import load_agent
+from megarl.config.schema import AgentConfig
+from megarl.controller.dispatch import Dispatch
+from megarl.controller.worker import Worker, register
+from megarl.data.tokenizer import load_tokenizer
+from megarl.data.turns import TurnTemplate
+
+_GRACE_S = 5.0  # a call has the same clock, and says more than that it was too late
+
+
+class TurnOrder(NamedTuple):
+    """episode: a number that is used once."""
+
+    episode: int
+    task: Task
+    turn: AnswerTurn
+
+
+class TurnReport(NamedTuple):
+    """answer: None where it took too long."""
+
+    episode: int
+    place: TurnPlace
+    answer: TurnAnswer | None
+
+
+class EnvironmentWorker(Worker):
+    """An episode's environment is made for its first order, and closed with the last answer or when the episode is said to be over."""
+
+    def __init__(self, agent: AgentConfig, tokenizer_path: str, trust_remote_code: bool) -> None:
+        super().__init__()
+        self._make, tools = load_agent(agent)
+        tokenizer = load_tokenizer(tokenizer_path, trust_remote_code)
+        self._template = TurnTemplate(tokenizer, tools, agent.max_result_tokens)
+        self._limit_s = agent.time_limit_s + _GRACE_S
+        self._responders: dict[int, Responder] = {}
+        self._reports: SimpleQueue[TurnReport | Exception | None] = SimpleQueue()
+        self._gate = asyncio.Semaphore(agent.max_concurrency)
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, name="environments", daemon=True).start()
+
+    @register(dispatch_mode=Dispatch.RANK_ZERO, blocking=False)
+    def exchange(self, orders: Sequence[TurnOrder], ended: Sequence[int], wait_s: float) -> list[TurnReport]:
+        """Takes turns to be answered, and episodes that are over without an answer; waits at most `wait_s` for an answer, and gives back
+        all that there are. Raises EnvironmentFailedError."""
+        for order in orders:
+            asyncio.run_coroutine_threadsafe(self._work(self._answer(order)), self._loop)
+        for episode in ended:
+            asyncio.run_coroutine_threadsafe(self._work(self._close(episode)), self._loop)
+        reports: list[TurnReport] = []
+        try:
+            heard = self._reports.get(timeout=wait_s)
+            while True:
+                if isinstance(heard, Exception):
+                    raise heard
+                reports += [] if heard is None else [heard]
+                heard = self._reports.get_nowait()
+        except Empty:
+            return reports
+
+    @register(dispatch_mode=Dispatch.RANK_ZERO, blocking=False)
+    def nudge(self) -> None:
+        """Called beside `exchange`, whose wait it ends."""
+        self._reports.put(None)
+
+    async def _work(self, what: Coroutine[Any, Any, None]) -> None:
+        try:
+            await what
+        except Exception as error:  # noqa: BLE001  (the boundary of the thread: the next `exchange` raises it)
+            self._reports.put(error)
+
+    async def _answer(self, order: TurnOrder) -> None:
+        async with self._gate:
+            answer: TurnAnswer | None = None
+            try:
+                async with asyncio.timeout(self._limit_s):
+                    if order.episode not in self._responders:
+                        self._responders[order.episode] = Responder(self._make(), self._template, parse_calls, order.task)
+                        await self._responders[order.episode].start()
+                    answer, _ = await self._responders[order.episode].answer(order.turn)
+            except TimeoutError:
+                pass
+            finally:
+                if answer is None or answer.is_done or order.turn.is_last:
+                    await self._close(order.episode)
+            self._reports.put(TurnReport(order.episode, order.turn.place, answer))
+
+    async def _close(self, episode: int) -> None:
+        responder = self._responders.pop(episode, None)
+        if responder is not None:
+            await responder.close()

@@ -1,0 +1,332 @@
+"""Episodes as rows of a batch: whose tokens are whose, and that what tools wrote changes nothing that is trained or shown."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megarl.agents.episode import AnswerTurn, Episode, EpisodeLimits, TurnAnswer, WriteTurn
+from megarl.agents.protocol import CallError, CallErrorKind
+from megarl.agents.trajectory import Trajectory
+from megarl.algorithms.losses import ActorLoss, MiniBatchCounts
+from megarl.algorithms.metrics import age_metrics, agent_metrics, data_metrics
+from megarl.algorithms.scores import place_scores
+from megarl.batch.data_proto import DataProto
+from megarl.batch.ragged import RaggedTensor
+from megarl.config.errors import RunError
+from megarl.config.schema import (
+    AdvantageConfig,
+    AdvantageEstimator,
+    AgentConfig,
+    AlgorithmConfig,
+    CorrectionLevel,
+    EnvironmentConfig,
+    KLConfig,
+    KLWhere,
+    RolloutCorrectionConfig,
+    SamplingConfig,
+)
+from megarl.controller.errors import PhaseTimeoutError
+from megarl.controller.worker import RayClassWithInitArgs
+from megarl.roles.environments import Environments
+from megarl.roles.episodes import EpisodeRollout, batch_of_trajectories
+from megarl.roles.pump import RolloutLimits
+from megarl.roles.replicas import nobody_else
+from megarl.roles.rollout import TokenRules
+from megarl.rollout.interface import FinishedRequest, GenerationRequest
+from megarl.trainers.advantages import AdvantageStep, correct_rollout
+from megarl.workers.environment import EnvironmentWorker
+from tests.fake_engine import plain_sample
+from tests.unit.data.chats import TEMPLATE, character_tokenizer
+
+PROMPT = [5, 6]
+
+
+def played(*turns: tuple[list[int], list[int]], reward: float = 0.0, error: bool = False) -> Trajectory:
+    """Each turn: what the model wrote, and what it was told; nothing behind the last."""
+    episode = Episode(PROMPT, 3, EpisodeLimits(max_turns=9, max_tokens=99))
+    for written, told in turns:
+        step = episode.next
+        assert isinstance(step, WriteTurn)
+        ids = np.array(written, dtype=np.int32)
+        episode.wrote(step.place, ids, -ids.astype(np.float32) / 100, np.full(len(ids), 4, np.int32), "stop")
+        step = episode.next
+        assert isinstance(step, AnswerTurn)
+        errors = [CallError(CallErrorKind.timed_out, "slow")] if error else []
+        episode.answered(step.place, TurnAnswer(told, reward, not told, int(bool(told)), errors if told else [], 0.5 * bool(told)))
+    return episode.trajectory
+
+
+ROWS = [
+    played(([10, 11], [90, 91, 92]), ([12], [])),
+    played(([13, 14], [])),
+    played(([15], [93]), ([16], [94]), ([17], []), reward=0.5, error=True),
+]
+
+
+def batch() -> DataProto:
+    prompts = DataProto.from_dict(
+        {"prompts": RaggedTensor.of_rows([PROMPT] * 3, torch.int32, on_left=True)}, {"uid": ["a", "a", "b"]}, {"some": "thing"}
+    )
+    return batch_of_trajectories(prompts, ROWS, 4, pad_token_id=0)
+
+
+def test_rows_of_a_batch() -> None:
+    made = batch()
+    assert made.tensors["responses"].tolist() == [[10, 11, 90, 91, 92, 12], [13, 14, 0, 0, 0, 0], [15, 93, 16, 94, 17, 0]]
+    yes, no = True, False
+    assert made.tensors["response_mask"].tolist() == [[yes, yes, no, no, no, yes], [yes, yes, no, no, no, no], [yes, no, yes, no, yes, no]]
+    assert made.tensors["answer_mask"].tolist() == [[no] * 5 + [yes], [yes, yes, no, no, no, no], [no, no, no, no, yes, no]]
+    assert made.tensors["environment_rewards"].tolist() == [[0] * 6, [0] * 6, [0.5, 0, 0.5, 0, 0.5, 0]]
+    assert made.tensors["token_versions"].tolist() == [[4, 4, -1, -1, -1, 4], [4, 4, -1, -1, -1, -1], [4, -1, 4, -1, 4, -1]]
+    arrays = {key: made.non_tensor_batch[key].tolist() for key in ("num_turns", "num_calls", "episode_end", "finish_reason", "call_errors")}
+    assert arrays == {
+        "num_turns": [2, 1, 3],
+        "num_calls": [1, 0, 2],
+        "episode_end": ["done"] * 3,
+        "finish_reason": ["stop"] * 3,
+        "call_errors": [{}, {}, {"timed out": 2}],
+    }
+    assert agent_metrics(made.non_tensor_batch) == {
+        "agent/turns/mean": 2,
+        "agent/turns/max": 3,
+        "agent/turns/min": 1,
+        "agent/calls/mean": 1,
+        "agent/tool_s/mean": 0.5,
+        "agent/errors/timed_out": pytest.approx(2 / 3),
+        "agent/ended/done": 1,
+    }
+
+
+def scored(poison: float) -> DataProto:
+    """`poison` stands wherever a tool wrote: in log-probs, values and scores."""
+    made = batch()
+    mask = made.ragged["response_mask"]
+    generator = torch.Generator().manual_seed(0)
+
+    def column(key: str) -> RaggedTensor:
+        values = torch.rand(mask.num_tokens, generator=generator) if key != "token_level_scores" else scores.flat()
+        return replace(mask, values=torch.where(mask.flat(), values, poison), padding=0)
+
+    scores = place_scores([1.0, 0.0, 1.0], mask)
+    assert isinstance(scores, RaggedTensor)
+    keys = ("token_level_scores", "old_log_probs", "ref_log_prob", "values", "rollout_log_probs")
+    columns = {key: column(key) for key in keys}
+    return made.select([key for key in made.columns if key not in columns]).union(DataProto.from_dict(columns))
+
+
+@pytest.mark.parametrize("estimator", [AdvantageEstimator.gae, AdvantageEstimator.grpo])
+def test_what_tools_wrote_reaches_no_metric_no_advantage_and_no_gradient(estimator: AdvantageEstimator) -> None:
+    algorithm = AlgorithmConfig(
+        advantage=AdvantageConfig(estimator=estimator),
+        kl=KLConfig(where=KLWhere.reward),
+        rollout_correction=RolloutCorrectionConfig(level=CorrectionLevel.token),
+        entropy_coefficient=0.01,
+    )
+    found = []
+    for poison in (0.0, math.nan):
+        rows, of_correction = correct_rollout(scored(poison), algorithm.rollout_correction)
+        rows, of_advantages = AdvantageStep(algorithm, max_response_length=99)(rows)
+        metrics = of_correction | of_advantages | data_metrics(rows.columns, 99) | age_metrics(rows.columns, 4)
+        assert all(map(math.isfinite, metrics.values()))
+        padded = {key: rows.tensors[key].clone() for key in ("response_mask", "advantages", "old_log_probs", "rollout_weights")}
+        mask = padded["response_mask"]
+        outputs = {
+            name: torch.where(mask, torch.linspace(-2, 0, mask.numel()).view(mask.shape), poison).requires_grad_()
+            for name in ("log_probs", "entropy")
+        }
+        loss = ActorLoss(algorithm=algorithm, counts=MiniBatchCounts.of(mask))(outputs, padded).loss
+        gradients = torch.autograd.grad(loss, [outputs["log_probs"], outputs["entropy"]])
+        assert all(float(gradient[~mask].abs().max()) == 0 for gradient in gradients)
+        assert all(float(gradient[mask].abs().max()) > 0 for gradient in gradients)
+        found.append((metrics, float(loss), [gradient.tolist() for gradient in gradients]))
+    assert found[0] == found[1]
+
+
+# ---- engines and environments at the same time
+
+ENVIRONMENT = """
+import asyncio
+from megarl.agents.protocol import Reply
+class Game:
+    async def start(self, task):
+        self.index = task.extra_info["index"]
+        self.note("opened")
+    def note(self, what):
+        with open({file!r}, "a") as file:
+            file.write(f"{{self.index}} {{what}}\\n")
+    async def respond(self, turn):
+        await asyncio.sleep(600 if self.index % 50 == 7 else self.index % 5 / 1000)
+        if self.index == {fails}:
+            raise LookupError("no such game")
+        return Reply(messages=[{{"role": "user", "content": "go on"}}], reward=1.0, is_done=turn.number == self.index % 4)
+    async def close(self):
+        self.note("closed")
+"""
+
+
+class Writing:
+    """Stands in for the pump: a turn is two tokens, at once."""
+
+    def __init__(self, end_token_id: int) -> None:
+        self._end, self._waiting = end_token_id, list[tuple[GenerationRequest, Callable[[int, FinishedRequest], None]]]()
+        self.seen: list[GenerationRequest] = []
+
+    @property
+    def num_unfinished(self) -> int:
+        return len(self._waiting)
+
+    def add(self, requests: Sequence[GenerationRequest], deliver: Callable[[int, FinishedRequest], None], *, first: bool) -> list[int]:
+        self._waiting += [(request, deliver) for request in requests]
+        self.seen += requests
+        return []
+
+    def turn(self, wait_s: float) -> None:
+        waiting, self._waiting = self._waiting, []
+        for request, deliver in waiting:
+            deliver(0, FinishedRequest(request.request_id, plain_sample([7, self._end], [-1.0, -2.0], "stop", 3)))
+
+    def take_back(self, numbers: Collection[int]) -> None:
+        self._waiting = []
+
+
+class Process:
+    """Stands in for the group of a process of environments, which is a thread."""
+
+    def __init__(self, make: RayClassWithInitArgs, dies_at: int) -> None:
+        self._thread, self._worker = ThreadPoolExecutor(1), make.cls(*make.args)
+        self._worker._limit_s = 4.0  # long beside what others take, on a busy machine too
+        self._calls_left = dies_at
+
+    def call(self, method: Any, *arguments: Any) -> Future[Any]:
+        self._calls_left -= 1
+        future = self._thread.submit(self._die if self._calls_left == 0 else method.function, self._worker, *arguments)
+        future.get = future.result  # type: ignore[attr-defined]
+        return future
+
+    def call_beside(self, method: Any) -> None:
+        method.function(self._worker)
+
+    def _die(self, *arguments: Any) -> None:
+        raise PhaseTimeoutError("environment", "exchange", 1.0, [])
+
+    def drain_spans(self) -> list[Any]:
+        return []
+
+    def shutdown(self) -> None:
+        self._thread.shutdown(wait=False)
+
+
+class Scoring:
+    may_begin = True
+
+    def __init__(self) -> None:
+        self.begun: list[DataProto] = []
+
+    def begin(self, groups: DataProto) -> None:
+        self.begun.append(groups)
+
+
+class Nobody(list[None]):
+    """Stands in for replicas."""
+
+    alone = staticmethod(nobody_else)
+
+
+def episode_rollout(folder: Path, fails: int = -1, deaths: Sequence[int] = (), max_turns: int = 3) -> tuple[EpisodeRollout, Writing]:
+    """deaths: the calls in which the first process of two ends, the one that takes its place, and so on."""
+    left = list(deaths)
+    tokenizer = character_tokenizer(TEMPLATE)
+    folder.mkdir(exist_ok=True)
+    tokenizer.save_pretrained(folder)
+    (folder / "game.py").write_text(ENVIRONMENT.format(file=str(folder / "notes"), fails=fails))
+    agent = AgentConfig(environment=EnvironmentConfig(path=str(folder / "game.py"), name="Game"), max_concurrency=32)
+
+    class Threads(Environments):
+        def _start(self, number: int) -> Any:
+            return Process(self._worker, left.pop(0) if left and number == 0 else 0)
+
+    def some(futures: Sequence[Any], wait_s: float) -> list[Any]:
+        return list(wait(futures, wait_s, return_when=FIRST_COMPLETED).done)
+
+    worker = RayClassWithInitArgs(EnvironmentWorker, agent, str(folder), False)
+    limits = {"restart_limit": 5, "hang_limit_s": 60.0, "phase_time_limit_s": 60.0}
+    environments = Threads([None, None], worker, **limits, wait=some)  # type: ignore[list-item, arg-type]
+    weights = SimpleNamespace(admit=lambda replica: True, bring_in=lambda: None, version=3)
+    rules = TokenRules(pad_token_id=0, stop_token_ids=(tokenizer.eos_token_id,), max_response_length=200)
+    of_episodes = EpisodeLimits(max_turns=max_turns, max_tokens=200)
+    at_once = RolloutLimits(max_concurrency=2, answer_limit_s=60, sample_limit_s=200)
+    rollout = EpisodeRollout(Nobody([None]), weights, rules, at_once, 0, environments, of_episodes)  # type: ignore[arg-type]
+    rollout.pump = writing = Writing(tokenizer.eos_token_id)  # type: ignore[assignment]
+    return rollout, writing
+
+
+def prompts(count: int) -> DataProto:
+    arrays = {"uid": [str(index) for index in range(count)], "messages": [[]] * count, "reward_model": [{}] * count}
+    ids = RaggedTensor.of_rows([PROMPT] * count, torch.int32, on_left=True)
+    return DataProto.from_dict({"prompts": ids}, {**arrays, "extra_info": [{"index": index} for index in range(count)]})
+
+
+def test_of_many_episodes_at_once_each_has_its_own_environment_and_hangs_cost_nobody_else(tmp_path: Path) -> None:
+    rollout, writing = episode_rollout(tmp_path)
+    scoring = Scoring()
+    made = rollout.generate(prompts(100), SamplingConfig(n=2), step=1, scoring=scoring)
+    ends, turns = made.non_tensor_batch["episode_end"].tolist(), made.non_tensor_batch["num_turns"].tolist()
+    for row, (end, num_turns) in enumerate(zip(ends, turns, strict=True)):
+        index = row // 2
+        if index % 50 == 7:
+            assert (end, num_turns) == ("time", 1)
+        else:  # the fourth turn would be one too many
+            assert (end, num_turns) == ("turns" if index % 4 == 3 else "done", min(index % 4 + 1, 3))
+    assert made.ragged["environment_rewards"].flat().sum() == sum(turns) - ends.count("time")
+    notes = Counter((tmp_path / "notes").read_text().splitlines())
+    assert set(notes.values()) == {2}  # both samples of a prompt, opened once and closed once
+    assert len(notes) == 200
+    # Of each turn the ids are those of the turn before, what was drawn, and the bridge.
+    sent = sorted((request.prompt for request in writing.seen if request.uid == "2"), key=len)
+    assert [sent[2][: len(sent[0])], sent[4][: len(sent[2])]] == [sent[0], sent[2]]
+    assert sent[2][len(sent[0]) :][:1] == [7]
+    assert len({request.sampling.seed for request in writing.seen}) == len(writing.seen)
+    # What was scored meanwhile are whole prompts, with the rows that the batch has of them.
+    begun = DataProto.concat(scoring.begun)
+    assert set(Counter(begun.non_tensor_batch["uid"].tolist()).values()) == {2}
+    rows = [row for uid in begun.non_tensor_batch["uid"][::2] for row in (2 * int(uid), 2 * int(uid) + 1)]
+    assert begun.tensors["responses"].tolist() == made.select_idxs(rows).tensors["responses"].tolist()
+
+
+def test_what_an_environment_raises_ends_the_generation_and_says_where(tmp_path: Path) -> None:
+    rollout, _ = episode_rollout(tmp_path, fails=2)
+    with pytest.raises(Exception, match=r"Game\.respond, in turn 1: LookupError: no such game"):
+        rollout.generate(prompts(4), SamplingConfig(n=1), step=1)
+
+
+def test_episodes_of_a_process_that_is_lost_begin_again_with_their_seeds(tmp_path: Path) -> None:
+    (whole, lossy) = (tmp_path / name for name in ("whole", "lossy"))
+    undisturbed, _ = episode_rollout(whole)
+    rollout, writing = episode_rollout(lossy, deaths=[2])
+    rows = [each.generate(prompts(7), SamplingConfig(n=1), step=1) for each in (undisturbed, rollout)]
+    assert rollout.environments.num_restarts == 1
+    for key in ("responses", "response_mask", "environment_rewards"):
+        assert rows[0].tensors[key].tolist() == rows[1].tensors[key].tolist()
+    first = Counter(request.sampling.seed for request in writing.seen if len(request.prompt) == len(PROMPT))
+    assert set(first.values()) == {1, 2}
+    given_up, _ = episode_rollout(lossy, deaths=[1, 1])
+    with pytest.raises(RunError, match="the environment was lost 2 times, in turn 1"):
+        given_up.generate(prompts(7), SamplingConfig(n=1), step=1)
+
+
+def test_of_one_turn_the_requests_are_those_without_an_environment(tmp_path: Path) -> None:
+    rollout, writing = episode_rollout(tmp_path, max_turns=1)
+    made = rollout.generate(prompts(3), SamplingConfig(n=2), step=4)
+    assert writing.seen == rollout.requests(prompts(3), SamplingConfig(n=2), 4)
+    assert made.tensors["response_mask"].all()
