@@ -30,7 +30,7 @@ SHARED = frozenset(
         "trainer.output_dir",
     }
 )
-CODE = frozenset({"reward.functions.path"})  # keys of Python files, which the job takes along
+CODE = frozenset({"reward.functions.path", "agent.tools.path", "agent.environment.path"})  # keys of Python files, which the job takes along
 _WORDS = frozenset({"auto", "disable"})  # values of checkpoint.resume that are no path
 _IGNORE_FILES = (".gitignore", ".rayignore")  # they have been obeyed, and Ray would read them again
 

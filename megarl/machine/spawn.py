@@ -5,11 +5,15 @@ multiprocessing's own begin with the script, so that one without `if __name__ ==
 
 from __future__ import annotations
 
+import shlex
 import sys
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from multiprocessing import resource_tracker, spawn
 from multiprocessing.context import SpawnContext, SpawnProcess
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from threading import Lock
 from typing import Any
 
@@ -28,6 +32,41 @@ class FreshContext(SpawnContext):
     """What runs in its processes must be importable: not of the script."""
 
     Process = FreshProcess
+
+
+class BareProcess(FreshProcess):
+    """`launcher`: what is executed in the place of Python, and executes it."""
+
+    launcher: str
+
+    @staticmethod
+    def _Popen(process_obj: BaseProcess) -> Any:  # noqa: N802
+        assert isinstance(process_obj, BareProcess)
+        resource_tracker.ensure_running()  # it is everybody's, and begins like any other
+        with _launching, _without_script():
+            usual = spawn.get_executable()
+            spawn.set_executable(process_obj.launcher)
+            try:
+                return SpawnProcess._Popen(process_obj)
+            finally:
+                spawn.set_executable(usual)
+
+
+class BareContext(SpawnContext):
+    """Its processes begin with these variables and no other, and not with those of this process: what they were not given, nothing that
+    runs in them can find."""
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="megarl-launcher-")  # as long as the context is there
+        self.launcher = Path(self._folder.name, "python")
+        given = shlex.join(f"{name}={value}" for name, value in environment.items())
+        self.launcher.write_text(f'#!/bin/sh\nexec /usr/bin/env -i {given} {shlex.quote(sys.executable)} "$@"\n')
+        self.launcher.chmod(0o700)
+
+    def Process(self, *arguments: Any, **named: Any) -> BareProcess:  # type: ignore[override]  # noqa: N802  (multiprocessing's name)
+        process = BareProcess(*arguments, **named)
+        process.launcher = str(self.launcher)
+        return process
 
 
 @contextmanager

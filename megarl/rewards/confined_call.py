@@ -7,11 +7,10 @@ The process is forked from the one that has loaded the function, so that a call 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import os
 import signal
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 from megarl.machine.confined import ProcessLimits, confine
@@ -19,7 +18,6 @@ from megarl.machine.sandbox import READABLE, WRITABLE
 from megarl.machine.user_functions import last_line
 
 _MOST_BYTES = 65536  # of what a call answers
-_KEPT = ("PATH", "HOME", "LANG", "LC_ALL", "TZ", "TMPDIR")
 
 
 class ConfinedCallError(ValueError):
@@ -65,30 +63,3 @@ def _answer(call: Callable[[], Any], limits: ProcessLimits, write: int) -> NoRet
     with contextlib.suppress(OSError):  # the parent has closed its end: more was said than it reads
         os.write(write, said.encode())
     os._exit(0)
-
-
-def forget_environment(named: Collection[str], marks: Collection[str]) -> None:
-    """Leaves this process the variables `named`, `marks` and a few that say where and in which language it runs. Of the others nothing is
-    left in its memory either, where a program could look for them."""
-    # Asked for one by one: to go through all would make a text of each.
-    kept = {name: os.environ[name] for name in (*_KEPT, *named, *marks) if name in os.environ}
-    for entry in vars(os.environ)["_data"].items():
-        for text in entry:
-            if len(text) > 1:  # CPython shares those of one byte
-                ctypes.memset(id(text) + bytes.__basicsize__ - 1, 0, len(text))
-    _clear_first_environment(set(kept))
-    vars(os.environ)["_data"].clear()
-    ctypes.CDLL(None).clearenv()
-    os.environ.update(kept)
-
-
-def _clear_first_environment(kept: Collection[str]) -> None:
-    """What the kernel gave the process when it began, and shows in /proc/PID/environ."""
-    with open("/proc/self/stat") as file:
-        fields = file.read().rpartition(")")[2].split()
-    begin, end = int(fields[47]), int(fields[48])  # env_start, env_end of proc(5)
-    place = begin
-    for text in ctypes.string_at(begin, end - begin).split(b"\0"):
-        if text.partition(b"=")[0].decode(errors="replace") not in kept:
-            ctypes.memset(place, 0, len(text))
-        place += len(text) + 1

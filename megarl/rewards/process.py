@@ -19,7 +19,7 @@ from megarl.config.schema import RewardFunctionConfig, RewardSandboxConfig
 from megarl.machine.confined import ProcessLimits, landlock_abi
 from megarl.machine.reaper import OWNER, start_reaper
 from megarl.machine.user_functions import Expected, UserFunctionError, last_line, load_function
-from megarl.rewards.confined_call import ConfinedCallError, call_confined, forget_environment
+from megarl.rewards.confined_call import ConfinedCallError, call_confined
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 RewardFunction = Callable[..., Any]
@@ -81,11 +81,9 @@ def start(configs: Sequence[RewardFunctionConfig], sandbox: RewardSandboxConfig,
     global _limits, _load_error
     _die_with_parent()
     _limits = ProcessLimits(sandbox.memory_mb, cpu_s=math.ceil(time_limit_s))
-    if any(config.sandbox for config in configs):
-        forget_environment(sandbox.environment, marks=[OWNER])
-        if not landlock_abi():
-            _load_error = "reward.functions' sandbox: this kernel has no Landlock (Linux 5.13), or it is switched off; leave it false"
-            return
+    if any(config.sandbox for config in configs) and not landlock_abi():
+        _load_error = "reward.functions' sandbox: this kernel has no Landlock (Linux 5.13), or it is switched off; leave it false"
+        return
     # What a function has started ends with this process, also where a sample that took too long is why it ends: it is known by a mark,
     # and by the process's own group.
     os.setpgid(0, 0)

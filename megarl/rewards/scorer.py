@@ -6,6 +6,7 @@ never becomes a silent 0, and it never stops the other samples.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
@@ -16,13 +17,15 @@ from typing import Literal, NamedTuple
 from pebble import ProcessExpired, ProcessPool
 
 from megarl.config.schema import RewardFunctionConfig, RewardSandboxConfig
-from megarl.machine.spawn import FreshContext
+from megarl.machine.reaper import OWNER
+from megarl.machine.spawn import BareContext, FreshContext
 from megarl.rewards import process
 from megarl.rewards.process import Outcome, RewardFunctionError, ScoreRequest
 
 START_TIME_LIMIT_S = 120.0  # for a reward file's imports on a busy machine
 MAX_POOL_RESTARTS = 3  # in a row, without a sample scored in between
 NUM_SHOWN_ERRORS = 5
+_ALWAYS_GIVEN = ("PATH", "HOME", "LANG", "LC_ALL", "TZ", "TMPDIR", OWNER)
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,11 @@ class RewardError(RuntimeError):
     """More samples of a batch failed than `reward.max_error_rate` allows; the message shows the first of them."""
 
 
+def _variables(sandbox: RewardSandboxConfig) -> dict[str, str]:
+    """That the processes are given, where one of the functions has a sandbox."""
+    return {name: os.environ[name] for name in (*_ALWAYS_GIVEN, *sandbox.environment) if name in os.environ}
+
+
 class RewardScorer:
     """A pool of `num_processes` that score samples; a sample may take `time_limit_s` seconds for all functions together.
 
@@ -90,6 +98,7 @@ class RewardScorer:
         self._num_processes = num_processes
         self._start_time_limit_s = start_time_limit_s
         self._sandbox = sandbox
+        self._context = BareContext(_variables(sandbox)) if any(function.sandbox for function in functions) else FreshContext()
         # The kernel ends a process with the *thread* that started it (PR_SET_PDEATHSIG), so the pool is started in a thread that
         # lives as long as the scorer; later processes are started by the pool's own thread.
         self._starter = ThreadPoolExecutor(max_workers=1, thread_name_prefix="reward_pool_starter")
@@ -144,7 +153,7 @@ class RewardScorer:
     def _start(self) -> ProcessPool:
         """Starts the processes, and waits until one of them has loaded the functions."""
         initial = [self._functions, self._sandbox, self._time_limit_s]
-        pool = ProcessPool(max_workers=self._num_processes, initializer=process.start, initargs=initial, context=FreshContext())
+        pool = ProcessPool(max_workers=self._num_processes, initializer=process.start, initargs=initial, context=self._context)
         loading = pool.schedule(process.load_error)
         if not wait([loading], timeout=self._start_time_limit_s).done:
             files = ", ".join(function.path for function in self._functions)

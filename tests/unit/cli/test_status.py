@@ -46,7 +46,7 @@ def test_it_is_watched_until_it_ends(tmp_path: Path, capsys: pytest.CaptureFixtu
     monkeypatch.setattr(status.time, "sleep", lambda seconds: write(tmp_path, replace(STATUS, state=next(states), step=70)))
     assert main(["status", str(tmp_path), "--watch"]) == 0
     said = capsys.readouterr().out
-    assert "step 70 of 70" in said
+    assert "step 70 of 70" in " ".join(said.split())  # lines of a window are cut where it ends
     assert said.splitlines()[-1] == f"{tmp_path}: the run has ended, 0 s ago"
 
 
@@ -56,13 +56,14 @@ def test_it_is_watched_until_it_ends(tmp_path: Path, capsys: pytest.CaptureFixtu
         ("ended", {}, "the run has ended, 0 s ago"),
         ("stopped", {}, "the run was stopped by SIGTERM and saved, 0 s ago; `megarl train` goes on"),
         ("failed", {}, "the run has failed, 0 s ago, in step 3; see {folder}/failure.txt"),
-        (RUNNING, {"pid": 2**22 + 1, "written_at": time.time() - 300}, "its process 4194305 on {host} is gone, 5 min ago, in step 3"),
+        (RUNNING, {"pid": 2**22 + 1}, "its process 4194305 on {host} is gone, 5 min ago, in step 3"),
     ],
 )
 def test_of_a_run_that_does_not_go_on_it_says_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], state: str, changes: dict[str, Any], says: str
 ) -> None:
-    write(tmp_path, replace(STATUS, state=state), **changes)
+    written_at = time.time() - (300 if state == RUNNING else 0)
+    write(tmp_path, replace(STATUS, state=state), **changes, written_at=written_at)
     host = json.loads((tmp_path / "status.json").read_text())["host"]
     assert main(["status", str(tmp_path)]) == 0
     said = capsys.readouterr().out

@@ -47,7 +47,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, objec
 @pytest.fixture(scope="module")
 def outcomes(target: dict[str, object]) -> dict[Level, dict[str, Finished]]:
     def attempt(attack: str, level: Level) -> Finished:
-        Path(str(target["run"]), "spare.txt").touch()
+        Path(str(target["run"]), "spare.txt").write_bytes(b"")
         program = HEAD + ATTACKS[attack].format(**target) + END
         return run_program(program, level, LIMITS)
 
@@ -145,9 +145,9 @@ raise ValueError("meant")
 
 def test_bubblewrap_gives_a_folder_to_write_to() -> None:
     needs(Level.bubblewrap)
-    program = "open('kept', 'w').write('x'); import os; print(os.getcwd(), os.listdir())"
+    program = "import os; print(os.getcwd(), os.path.exists('kept')); open('kept', 'w').write('x'); print(open('kept').read())"
     for _ in range(2):  # the second does not see what the first wrote
-        assert run_program(program, Level.bubblewrap, SandboxLimits()).output == "/tmp ['kept']\n"
+        assert run_program(program, Level.bubblewrap, SandboxLimits()).output == "/tmp False\nx\n"
 
 
 def test_output_is_cut_where_it_is_too_long() -> None:

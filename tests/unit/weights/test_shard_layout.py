@@ -2,7 +2,6 @@ from dataclasses import replace
 
 import pytest
 
-from megarl.config.derive import padded_vocab_size
 from megarl.weights.name_mapping import weights_of
 from megarl.weights.shard_layout import (
     ShardLayout,
@@ -89,7 +88,7 @@ def test_shapes_of_tied_and_value_heads() -> None:
 
 def test_padding_may_fill_a_whole_rank() -> None:
     architecture = replace(architecture_of("llama"), vocab_size=5)
-    layouts = model_layouts(architecture, tensor_parallel_size=4, padded_vocab_size=padded_vocab_size(5, 4, divisor=2))
+    layouts = model_layouts(architecture, tensor_parallel_size=4, padded_vocab_size=8)
     assert [layout.padded_vocab_size for layout in layouts] == [8] * 4
     embedding = weights_of(architecture, "lm")[0]
     assert [len(pieces(embedding, layout)) for layout in layouts] == [1, 1, 1, 0]

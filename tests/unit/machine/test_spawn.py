@@ -1,0 +1,66 @@
+"""Processes that begin with nothing of the one that starts them: not even its variables, wherever a program would look for them."""
+
+import os
+import re
+import sys
+from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnContext
+from pathlib import Path
+
+import pytest
+
+from megarl.machine.spawn import BareContext, FreshContext
+
+PARTS = ("hun", "ter2", "xyz")  # of what is looked for, which must not stand in the program that looks
+
+
+def times_in_memory() -> int:
+    """That the three parts stand behind each other in this process's memory."""
+    first, second, third = (part.encode() for part in PARTS)
+    count = 0
+    with open("/proc/self/maps") as maps, open("/proc/self/mem", "rb", buffering=0) as memory:
+        for line in maps:
+            begin, end, rights = re.match(r"(\w+)-(\w+) (\S+)", line).groups()
+            if rights.startswith("rw"):
+                memory.seek(int(begin, 16))
+                text = memory.read(int(end, 16) - int(begin, 16))
+                place = text.find(first)
+                while place >= 0:
+                    count += text[place + 3 : place + 7] == second and text[place + 7 : place + 10] == third
+                    place = text.find(first, place + 1)
+    return count
+
+
+def look(answer: Connection) -> None:
+    kernels = Path("/proc/self/environ").read_text().strip("\0").split("\0")
+    answer.send((times_in_memory(), sorted(os.environ), sorted(kernels)))
+
+
+def looked(context: SpawnContext) -> tuple[int, list[str], list[str]]:
+    here, there = context.Pipe(duplex=False)
+    process = context.Process(target=look, args=(there,))
+    process.start()
+    found = here.recv()
+    process.join()
+    return found
+
+
+def test_a_bare_process_has_the_variables_that_it_is_given_and_finds_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_SECRET", "".join(PARTS))
+    count, names, _ = looked(FreshContext())
+    assert count >= 1  # so it would be found
+    assert "MY_SECRET" in names
+    count, names, kernels = looked(BareContext({"NAMED": "it's $HOME", "PATH": "/usr/bin"}))
+    assert count == 0
+    assert set(names) <= {"NAMED", "PATH", "PWD", "LC_CTYPE"}  # the last two are the shell's and Python's own
+    assert {"NAMED=it's $HOME", "PATH=/usr/bin"} <= set(kernels)
+
+
+def test_what_begins_afterwards_begins_as_ever() -> None:
+    bare = BareContext({})
+    looked(bare)
+    assert "PATH" in looked(FreshContext())[1]
+    folder = bare.launcher.parent
+    assert sys.executable in bare.launcher.read_text()
+    del bare
+    assert not folder.exists()
