@@ -1,6 +1,6 @@
 """How long a whole step of GRPO takes, beside TRL's GRPOTrainer on the same work.
 
-    python -m benchmarks.step              # the best of four micro-batches on each side, then three repeats in turns: an hour on two cores
+    python -m benchmarks.step              # the best of four micro-batches on each side, then three repeats in turns: 20 minutes
     python -m benchmarks.step --quick      # one micro-batch and one repeat of each
     python -m benchmarks.step --engine sglang
 
