@@ -104,7 +104,8 @@ async def _in_thread(function: Callable[[], Any]) -> Any:
         try:
             result = function()
         except BaseException as error:  # noqa: BLE001  (whoever awaits it gets it, whatever it is)
-            failure = RuntimeError(repr(error)) if isinstance(error, StopIteration) else error
+            # asyncio lets SystemExit end its loop, and with it everybody's episodes; StopIteration cannot be put into a future.
+            failure = error if isinstance(error, Exception) and not isinstance(error, StopIteration) else RuntimeError(repr(error))
         if not loop.is_closed():
             loop.call_soon_threadsafe(settle, result, failure)
 

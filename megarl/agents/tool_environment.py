@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -112,17 +112,27 @@ class ToolEnvironment:
 
     async def _run(self, call: ToolCall) -> ToolResult | CallError:
         limit_s, tool = self._limits.time_limit_s, self._toolbox.tools[call.name]
-        running = asyncio.ensure_future(tool.call(call.arguments, self._task))
+        running = asyncio.ensure_future(_without_exit(tool.call(call.arguments, self._task)))
         await asyncio.wait({running}, timeout=limit_s)
         if not running.done():  # it is not waited for, as it may not care that it is cancelled
             running.cancel()
             running.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
             return CallError(CallErrorKind.timed_out, f"{call.name} took longer than {limit_s:g} s")
+        if running.cancelled():
+            return CallError(CallErrorKind.raised, f"{call.name} raised CancelledError")
         try:
             result = running.result()
         except Exception as error:  # noqa: BLE001  (the tool's code may raise anything, and the model is told of it)
             return CallError(CallErrorKind.raised, f"{call.name} raised {type(error).__name__}: {str(error)[:200]}")
         return result if isinstance(result, ToolResult) else ToolResult(result)
+
+
+async def _without_exit(call: Awaitable[str | ToolResult]) -> str | ToolResult:
+    """asyncio lets SystemExit end its loop, and with it everybody's episodes."""
+    try:
+        return await call
+    except SystemExit as error:
+        raise RuntimeError(repr(error)) from error
 
 
 def _text(result: ToolResult | CallError) -> str:

@@ -205,7 +205,7 @@ def from_front(x: Tensor, slots: Tensor) -> Tensor:
 def denominator(response_mask: Column, kind: Aggregation) -> float:
     """Valid tokens for `token_mean`, rows that have a valid token for the sequence means; response_mask is (B, R) bool.
 
-    It adds over disjoint sets of rows. Column without a valid token (filler of an uneven batch) do not count.
+    It adds over disjoint sets of rows. Rows without a valid token (filler of an uneven batch) do not count.
     """
     lengths = row_lengths(response_mask)
     return float(lengths.sum() if kind == Aggregation.token_mean else (lengths > 0).sum())

@@ -29,18 +29,18 @@ from megarl.machine.sandbox import Level, SandboxLimits, run_program, strongest
 LIMITS = SandboxLimits(memory_mb=512, cpu_s=4, wall_s=6.0, output_kb=256)
 _LONGEST_VALUE = 10_000  # characters of a value's text
 _BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL | re.IGNORECASE)
+# The program is imported, as it were: what it does only as a script, such as to ask for input, is not done.
 _CALLER = """
-
-def _call_each(calls, mark, namespace):
-    import sys
-    for number, call in enumerate(calls):
-        try:
-            value = repr(eval(call, namespace))
-        except Exception as error:
-            value = None
-        sys.__stdout__.write(f"\\n{{mark}} {{number}} {{value}}\\n")
-        sys.__stdout__.flush()
-_call_each({calls!r}, {mark!r}, globals())
+import sys
+namespace = {{"__name__": "program"}}
+exec(compile({program!r}, "<program>", "exec", dont_inherit=True), namespace)
+for number, call in enumerate({calls!r}):
+    try:
+        value = repr(eval(call, namespace))
+    except Exception:
+        value = None
+    sys.__stdout__.write(f"\\n{mark} {{number}} {{value}}\\n")
+    sys.__stdout__.flush()
 """
 
 
@@ -105,7 +105,7 @@ def run_tests(program: str, tests: Sequence[CodeTest]) -> list[bool]:
 def _values(program: str, calls: Sequence[str]) -> list[str | None]:
     """The text of what each returns; None where it raises, or was not reached."""
     mark = secrets.token_hex(16)  # what the program prints itself is not taken for an answer
-    finished = run_program(program + _CALLER.format(calls=calls, mark=mark), _level(), LIMITS)
+    finished = run_program(_CALLER.format(program=program, calls=calls, mark=mark), _level(), LIMITS)
     found = dict(re.findall(rf"^{mark} (\d+) (.*)$", finished.output, re.MULTILINE))
     return [found.get(str(number)) for number in range(len(calls))]
 

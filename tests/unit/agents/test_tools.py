@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -173,6 +174,27 @@ def test_each_failure_has_its_line_and_its_kind_and_costs_no_other_call() -> Non
     kinds = [error.kind for error in reply.errors]
     assert set(kinds) == set(CallErrorKind)
     assert len(kinds) == 8
+
+
+def test_a_tool_that_ends_its_program_or_cancels_itself_ends_its_call_alone() -> None:
+    def leave() -> str:
+        sys.exit(3)
+
+    async def leave_at_once() -> str:
+        sys.exit(4)
+
+    async def cancel() -> str:
+        raise asyncio.CancelledError
+
+    reply = respond(
+        call("leave") + call("leave_at_once") + call("cancel") + call("price", '{"item": "ab"}'), leave, leave_at_once, cancel, price
+    )
+    assert [message["content"] for message in reply.messages] == [
+        "tool error (raised): leave raised RuntimeError: SystemExit(3)",
+        "tool error (raised): leave_at_once raised RuntimeError: SystemExit(4)",
+        "tool error (raised): cancel raised CancelledError",
+        "42",
+    ]
 
 
 # ---- that ship

@@ -33,6 +33,8 @@ def test_the_score_is_the_share_that_passes():
         ),  # those after it are not reached
         ("def f(x):\n    if x == 2: raise ValueError\n    return 3 if x == 3 else x", [True, False, True, False]),
         ("def f(x):\n    print('7 3', x)\n    return {1: True, 2: 2.0, 3: '3', 4: {'a': (1, None)}}[x]", [False, True, False, True]),
+        ("def f(x):\n    return x\nif __name__ == '__main__':\n    print(f(input()))", [True, True, True, False]),
+        ("from __future__ import annotations\ndef f(x: int) -> Any:\n    return x", [True, True, True, False]),
         ("import sys\nsys.exit(0)", [False] * 4),
         ("import os\nos._exit(0)", [False] * 4),
         ("def f(x:", [False] * 4),
