@@ -44,6 +44,7 @@ class Layout:
     pipeline_parallel_size: int
     virtual_pipeline_parallel_size: int | None
     data_parallel_size: int
+    context_parallel_size: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)

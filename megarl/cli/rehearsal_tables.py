@@ -13,7 +13,8 @@ _MOST_PLACES = 12  # of a rank where the host waits
 
 
 def memory_table(record: RankRecord, predicted: PredictedMemory, device_gb: float | None, num_micro_batches: int) -> Table:
-    place = f"stage {record.pipeline_rank}, tensor rank {record.tensor_rank}, data rank {record.data_rank}"
+    context = f"context rank {record.context_rank}, " if record.context_rank else ""
+    place = f"stage {record.pipeline_rank}, tensor rank {record.tensor_rank}, {context}data rank {record.data_rank}"
     title = f"Rank {record.rank} ({place}): {record.num_parameters:,} parameters"
     table = _table(title, "phase", "held GiB", "peak GiB", "plan's peak", "collectives", "waits", "TFLOP")
     for phase in record.phases:

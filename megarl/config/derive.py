@@ -201,14 +201,14 @@ def optimizer_steps(config: PPOConfig | SFTConfig, role: ModelRole) -> int:
 
 
 def state_bytes(dtype: DType, role: ModelRole, architecture: Architecture) -> int:
-    """Weights in `dtype`; where the model trains, float32 gradients, and over data-parallel ranks (ZeRO 1) two float32 Adam
+    """Weights in `dtype`; where the model trains, float32 gradients, and over the ranks that hold the same (ZeRO 1) two float32 Adam
     moments and, for bfloat16, a float32 master copy."""
     cut = role.parallel.tensor_parallel_size * role.parallel.pipeline_parallel_size
     parameters = -(-num_parameters(architecture, with_value_head=role.with_value_head) // cut)
     weight_bytes, master_bytes = (4, 0) if dtype is DType.float32 else (2, 4)
     if role.optim is None:
         return parameters * weight_bytes
-    return parameters * (weight_bytes + 4) + parameters * (8 + master_bytes) // role.parallel.data_parallel_size
+    return parameters * (weight_bytes + 4) + parameters * (8 + master_bytes) // role.parallel.num_copies
 
 
 def checkpoint_path(config: PPOConfig | SFTConfig) -> Path:

@@ -204,6 +204,12 @@ def _role_rules(config: RunConfig, role: ModelRole, broken: set[str]) -> Violati
             (f"{role.parallel_key}.sequence_parallel", f"{role.parallel_key}.tensor_parallel_size"),
             "sequence_parallel splits activations over tensor-parallel ranks, but tensor_parallel_size is 1; use 2 or more, or false",
         )
+    if parallel.context_parallel_size > 1 and not config.engine.packing:
+        yield Violation(
+            (f"{role.parallel_key}.context_parallel_size", "engine.packing"),
+            f"context_parallel_size {parallel.context_parallel_size} cuts rows that are packed, but packing is false; "
+            "use engine.packing=true, or context_parallel_size 1",
+        )
     yield from _micro_batch(config, role)
     if role.optim is not None:
         yield from _recomputation(role)

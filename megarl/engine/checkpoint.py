@@ -129,13 +129,14 @@ def _host_items(state: TrainingState) -> Iterable[ItemToWrite]:
 
 
 def _rng_entry(groups: ParallelGroups) -> ShardedObject:
-    """Each rank has its own."""
+    """Each rank has its own, but for those that share rows: of them the first has theirs."""
     parallel = groups.parallel
     return ShardedObject(
         RNG_KEY,
         random_state(),
         (parallel.pipeline_parallel_size, parallel.tensor_parallel_size, parallel.data_parallel_size),
         (groups.pipeline_rank, groups.tensor_rank, groups.data_rank),
+        replica_id=groups.context_rank,
     )
 
 

@@ -19,9 +19,12 @@ class ParallelGroups:
     parallel: ParallelConfig
     tensor: dist.ProcessGroup
     pipeline: dist.ProcessGroup
+    context: dist.ProcessGroup  # ranks that share the tokens of each row
     data: dist.ProcessGroup
+    data_context: dist.ProcessGroup  # ranks with the same parameters, whose gradients are added and who share the optimizer's state
     tensor_rank: int
     pipeline_rank: int
+    context_rank: int
     data_rank: int
 
     @property
@@ -40,7 +43,7 @@ class ParallelGroups:
 
 
 def initialize(parallel: ParallelConfig, seed: int, limit_s: float = 1800.0) -> ParallelGroups:
-    """Creates every group, on all ranks in Megatron's one global order (tp, then dp, then pp). Roles of one process share them.
+    """Creates every group, on all ranks in Megatron's one global order (tp, then cp, then dp, then pp). Roles of one process share them.
     `limit_s`: for each of their collectives.
 
     Raises ValueError when the world has another size than the layout.
@@ -48,7 +51,7 @@ def initialize(parallel: ParallelConfig, seed: int, limit_s: float = 1800.0) -> 
     if dist.get_world_size() != parallel.world_size:
         raise ValueError(
             f"the layout {parallel} needs {parallel.world_size} ranks, the process group has {dist.get_world_size()}: "
-            "tensor x pipeline x data must equal the number of ranks"
+            "tensor x context x pipeline x data must equal the number of ranks"
         )
     if parallel_state.model_parallel_is_initialized():
         parallel_state.destroy_model_parallel()
@@ -56,6 +59,7 @@ def initialize(parallel: ParallelConfig, seed: int, limit_s: float = 1800.0) -> 
         parallel.tensor_parallel_size,
         parallel.pipeline_parallel_size,
         virtual_pipeline_model_parallel_size=parallel.virtual_pipeline_parallel_size,
+        context_parallel_size=parallel.context_parallel_size,
         distributed_timeout_minutes=ceil(limit_s / 60),
     )
     model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
@@ -63,8 +67,11 @@ def initialize(parallel: ParallelConfig, seed: int, limit_s: float = 1800.0) -> 
         parallel=parallel,
         tensor=parallel_state.get_tensor_model_parallel_group(),
         pipeline=parallel_state.get_pipeline_model_parallel_group(),
+        context=parallel_state.get_context_parallel_group(),
         data=parallel_state.get_data_parallel_group(),
+        data_context=parallel_state.get_data_parallel_group(with_context_parallel=True),
         tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
         pipeline_rank=parallel_state.get_pipeline_model_parallel_rank(),
+        context_rank=parallel_state.get_context_parallel_rank(),
         data_rank=parallel_state.get_data_parallel_rank(),
     )

@@ -108,7 +108,7 @@ def sharding_of(models: Sequence[ModelChunk], groups: ParallelGroups) -> Shardin
     parameters: dict[torch.nn.Parameter, list[Shard]] = {}
     objects: list[ShardedObject] = []
     for model in models:
-        for entry in model.sharded_state_dict(metadata={"dp_cp_group": groups.data}).values():
+        for entry in model.sharded_state_dict(metadata={"dp_cp_group": groups.data_context}).values():
             if isinstance(entry, ShardedObject):
                 objects.append(entry)
             else:

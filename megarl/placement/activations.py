@@ -61,7 +61,7 @@ def working_memory(config: PPOConfig | SFTConfig, role: ModelRole, architecture:
     trains = role.optim is not None
     stays = work.stays(trains)
     # On CUDA Adam takes the square roots of all its second moments, float32 as gradients are, at a time.
-    roots = 0 if work.kernels is _Kernels.cpu else -(-gradients // role.parallel.data_parallel_size)
+    roots = 0 if work.kernels is _Kernels.cpu else -(-gradients // role.parallel.num_copies)
     return WorkingMemory(
         score=stays + work.score(),
         train=stays + work.train() if trains else 0,

@@ -202,8 +202,8 @@ def _buckets(config: PPOConfig, plan: PlacementPlan) -> dict[str, int]:
 
 
 def stage_of(parallel: ParallelConfig, rank: int) -> int:
-    """The pipeline stage of a rank: Megatron counts tensor-parallel ranks fastest, then replicas, then stages."""
-    return rank // (parallel.tensor_parallel_size * parallel.data_parallel_size)
+    """The pipeline stage of a rank."""
+    return parallel.coordinate(rank).pp
 
 
 def weight_bytes(dtype: DType) -> int:
@@ -230,7 +230,7 @@ def engine_share(config: PPOConfig) -> int | None:
 
 def model_state(model: ModelRole, architecture: Architecture, dtype: DType, stage: int) -> Usage:
     """Parameters, gradients and optimizer state of one rank of a pipeline stage: weights in `dtype`; where the model trains, float32
-    gradients, and over data-parallel ranks (ZeRO 1) two float32 moments and, for bfloat16, a float32 master copy."""
+    gradients, and over the ranks that hold the same (ZeRO 1) two float32 moments and, for bfloat16, a float32 master copy."""
     count = stage_parameters(architecture, model.parallel, stage, with_value_head=model.with_value_head)
     element_bytes = weight_bytes(dtype)
     master_bytes = 0 if dtype is DType.float32 else 4
@@ -239,7 +239,7 @@ def model_state(model: ModelRole, architecture: Architecture, dtype: DType, stag
     return Usage(
         parameters=count * element_bytes,
         gradients=count * _FLOAT32,
-        optimizer=-(-count * (8 + master_bytes) // model.parallel.data_parallel_size),
+        optimizer=-(-count * (8 + master_bytes) // model.parallel.num_copies),
     )
 
 

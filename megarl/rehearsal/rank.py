@@ -62,7 +62,7 @@ def rehearse(request: RankRequest) -> RankRecord:
     architecture = read_architectures(config)[0][role.name]
     limit_gb = config.placement.device_memory_gb
     _ledger = Ledger(None if limit_gb is None else int(limit_gb * 2**30))
-    parallel = role.parallel
+    place = role.parallel.coordinate(request.rank)
     error, phases = None, []
     rehearsal = _Rehearsal(config, role, architecture, request, _ledger)
     torch.autograd.set_multithreading_enabled(False)  # dispatch modes are of one thread
@@ -73,9 +73,10 @@ def rehearse(request: RankRequest) -> RankRecord:
         error = _described(failure)
     return RankRecord(
         rank=request.rank,
-        tensor_rank=request.rank % parallel.tensor_parallel_size,
-        data_rank=request.rank // parallel.tensor_parallel_size % parallel.data_parallel_size,
-        pipeline_rank=request.rank // (parallel.tensor_parallel_size * parallel.data_parallel_size),
+        tensor_rank=place.tp,
+        context_rank=place.cp,
+        data_rank=place.dp,
+        pipeline_rank=place.pp,
         num_parameters=rehearsal.num_parameters,
         phases=tuple(phases),
         error=error,

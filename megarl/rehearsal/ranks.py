@@ -14,11 +14,10 @@ _DATA_PARALLEL, _SUMS = "DATA_PARALLEL", ("reduce_scatter", "all_reduce")  # as 
 
 
 def distinct_ranks(parallel: ParallelConfig) -> list[int]:
-    """The first tensor and data rank of the first pipeline stage, of the second, which is the fullest of those in the middle, and of the
+    """The first rank of the first pipeline stage, of the second, which is the fullest of those in the middle, and of the
     last: ranks of a stage hold as much and do the same."""
     stages = parallel.pipeline_parallel_size
-    ranks_of_stage = parallel.tensor_parallel_size * parallel.data_parallel_size
-    return [stage * ranks_of_stage for stage in sorted({0, min(1, stages - 1), stages - 1})]
+    return [stage * parallel.stage_size for stage in sorted({0, min(1, stages - 1), stages - 1})]
 
 
 def chosen_ranks(text: str, parallel: ParallelConfig) -> list[int]:

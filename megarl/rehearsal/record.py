@@ -86,6 +86,7 @@ class RankRecord:
     rank: int
     tensor_rank: int
     pipeline_rank: int
+    context_rank: int
     data_rank: int
     num_parameters: int
     phases: tuple[PhaseRecord, ...]

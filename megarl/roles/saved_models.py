@@ -92,6 +92,7 @@ def _complete(model: SavedModel, folder: Path, step: int, ranks: Sequence[Mappin
         tensor_parallel_size=model.parallel.tensor_parallel_size,
         pipeline_parallel_size=model.parallel.pipeline_parallel_size,
         virtual_pipeline_parallel_size=model.parallel.virtual_pipeline_parallel_size,
+        context_parallel_size=model.parallel.context_parallel_size,
         data_parallel_size=model.parallel.data_parallel_size,
     )
     description = Description(head=model.head, dtype=model.dtype.value, layout=layout, step=step)

@@ -77,10 +77,9 @@ def rank_places(plan: PlacementPlan, role: str) -> list[list[RankPlace]]:
 
 
 def rank_layouts(architecture: Architecture, parallel: ParallelConfig) -> list[ShardLayout]:
-    """Of each rank of a trained model, as Megatron counts them: tensor-parallel ranks fastest, then replicas, then stages."""
-    of_replica, size = layouts_of(architecture, parallel), parallel.tensor_parallel_size
-    stages = [of_replica[start : start + size] for start in range(0, len(of_replica), size)]
-    return [layout for stage in stages for _ in range(parallel.data_parallel_size) for layout in stage]
+    """Of each rank of a trained model."""
+    of_model, size = layouts_of(architecture, parallel), parallel.tensor_parallel_size
+    return [of_model[place.pp * size + place.tp] for place in map(parallel.coordinate, range(parallel.world_size))]
 
 
 def engine_boxes(architecture: Architecture, size: int) -> list[Boxes]:

@@ -55,8 +55,8 @@ class WeightSource:
 
     @property
     def exporters(self) -> list[int]:
-        """The ranks of the first replica: together they hold the model once."""
-        return [rank for rank, place in enumerate(self.group.mesh) if place.dp == 0]
+        """The ranks that hold the model once, together: of the first replica those with the first part of the rows."""
+        return [rank for rank, place in enumerate(self.group.mesh) if place.dp == place.cp == 0]
 
     def call(self, method: RemoteMethod[P, R, ..., Any], *args: P.args, **kwargs: P.kwargs) -> list[WorkerFuture[R]]:
         """On all exporters."""

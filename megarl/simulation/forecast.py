@@ -105,7 +105,7 @@ def splits_of(config: PPOConfig, plan: PlacementPlan) -> list[Split]:
         )
     own = config.rollout.num_replicas * engine
     trainer = plan.num_devices - own
-    model = config.actor.parallel.tensor_parallel_size * config.actor.parallel.pipeline_parallel_size
+    model = config.actor.parallel.replica_size
     least = trainer % model  # of devices of other roles, which are no multiple
     possible = [
         number

@@ -72,11 +72,8 @@ class _Named(NamedTuple):
 
 
 def megatron_mesh(parallel: ParallelConfig) -> Mesh:
-    """Where Megatron's ranks stand: those of a tensor-parallel group are neighbours, then come replicas, then stages."""
-    tensor, data = parallel.tensor_parallel_size, parallel.data_parallel_size
-    return tuple(
-        MeshCoordinate(tp=rank % tensor, dp=rank // tensor % data, pp=rank // (tensor * data)) for rank in range(parallel.world_size)
-    )
+    """Where Megatron's ranks stand."""
+    return tuple(MeshCoordinate(**parallel.coordinate(rank)._asdict()) for rank in range(parallel.world_size))
 
 
 def speed_metrics(spec: ModelSpec, part: DataProto, seconds: float, name: str, peak_tflops: float | None) -> dict[str, Metric]:
@@ -90,7 +87,7 @@ def speed_metrics(spec: ModelSpec, part: DataProto, seconds: float, name: str, p
     shared = [(prompts[row], 0) for row in _rows_with_a_shared_prompt(spec, part, is_counted)]
     flop = training_flops(spec.architecture, rows, with_value_head=spec.head == "value") - training_flops(spec.architecture, shared)
     tflop, num_tokens = flop / 1e12, sum(map(sum, rows))
-    device_s = seconds * spec.parallel.tensor_parallel_size * spec.parallel.pipeline_parallel_size
+    device_s = seconds * spec.parallel.replica_size
     metrics = {
         f"perf/tflops/{name}": Metric.ratio(tflop, device_s),
         f"perf/tokens_per_s/{name}": Metric.ratio(num_tokens, device_s),

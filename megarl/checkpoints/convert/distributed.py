@@ -52,6 +52,7 @@ def open_distributed(folder: Path, companions: Path, trust_remote_code: bool = F
         layout = (
             f"written by TP {sizes.tensor_parallel_size} x PP {sizes.pipeline_parallel_size}"
             + (f" x VPP {sizes.virtual_pipeline_parallel_size}" if sizes.virtual_pipeline_parallel_size else "")
+            + (f" x CP {sizes.context_parallel_size}" if sizes.context_parallel_size > 1 else "")
             + f" x DP {sizes.data_parallel_size}"
         )
     index = read_index(folder)

@@ -45,6 +45,7 @@ from megarl.config.schema.models import (
     ModelConfig,
     OptimConfig,
     ParallelConfig,
+    RankCoordinate,
     Recomputation,
     Recompute,
     RecomputeModule,

@@ -52,19 +52,51 @@ class ModelConfig:
     dtype: DType = DType.auto  # of weights and activations, in trainer and engine
 
 
+class RankCoordinate(NamedTuple):
+    """Where a rank of a role stands: which tensor-parallel part, which part of the tokens, which replica, which stage."""
+
+    tp: int
+    cp: int
+    dp: int
+    pp: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
-    """Megatron's parallel sizes of one role. `data_parallel_size` replicas of (tensor x pipeline) ranks."""
+    """Megatron's parallel sizes of one role. `data_parallel_size` replicas of (tensor x context x pipeline) ranks."""
 
     tensor_parallel_size: int = ranged(1, at_least=1, at_most=1024)  # ranks that share each layer's matrices, on one node
     pipeline_parallel_size: int = ranged(1, at_least=1, at_most=1024)  # stages of consecutive layers
     virtual_pipeline_parallel_size: int | None = ranged(None, at_least=2)  # pieces of layers that a stage holds, so that stages wait less
+    context_parallel_size: int = ranged(1, at_least=1, at_most=1024)  # ranks that share the tokens of each row, for long rows
     data_parallel_size: int = ranged(1, at_least=1, at_most=10000)  # replicas, each with a share of the batch
     sequence_parallel: bool = False  # between matrices, tensor-parallel ranks share the tokens: less memory
 
     @property
     def world_size(self) -> int:
-        return self.tensor_parallel_size * self.pipeline_parallel_size * self.data_parallel_size
+        return self.stage_size * self.pipeline_parallel_size
+
+    @property
+    def replica_size(self) -> int:
+        """Ranks that work on the same rows."""
+        return self.tensor_parallel_size * self.context_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def stage_size(self) -> int:
+        """Ranks of a pipeline stage."""
+        return self.tensor_parallel_size * self.num_copies
+
+    @property
+    def num_copies(self) -> int:
+        """Ranks that hold the same parameters, whose gradients are added and who share the optimizer's state."""
+        return self.context_parallel_size * self.data_parallel_size
+
+    def coordinate(self, rank: int) -> RankCoordinate:
+        """As Megatron counts: tensor-parallel ranks fastest, then those that share rows, then replicas, then stages."""
+        rest, tensor = divmod(rank, self.tensor_parallel_size)
+        rest, context = divmod(rest, self.context_parallel_size)
+        stage, replica = divmod(rest, self.data_parallel_size)
+        return RankCoordinate(tp=tensor, cp=context, dp=replica, pp=stage)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +116,7 @@ class MicroBatchConfig:
     """How a rank's rows are cut into micro-batches: by count, or by a budget of tokens. Exactly one is given."""
 
     sequences: int | None = ranged(None, at_least=1)  # so many rows at a time
-    max_tokens: int | None = ranged(None, at_least=1)  # as many rows as have so many tokens together: the lever on activation memory
+    max_tokens: int | None = ranged(None, at_least=1)  # as many rows as give a rank so many tokens: the lever on activation memory
 
 
 @dataclass(frozen=True, kw_only=True)

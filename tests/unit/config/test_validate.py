@@ -89,6 +89,11 @@ def test_a_good_configuration_has_none(ppo: str) -> None:
             "[core_attn], or use recompute=none",
         ),
         (
+            ["critic.parallel.context_parallel_size=2", "engine.packing=false"],
+            "critic.parallel.context_parallel_size, engine.packing: context_parallel_size 2 cuts rows that are packed, but packing is "
+            "false; use engine.packing=true, or context_parallel_size 1",
+        ),
+        (
             ["critic.recompute=full", "critic.recompute_modules=[mlp]"],
             "critic.recompute_modules, critic.recompute: recompute_modules [mlp] are for recompute=selective, but it is full; leave them "
             "out, or use selective",

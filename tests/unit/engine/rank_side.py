@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from megarl.engine.engine import MegatronEngine
     from megarl.engine.groups import ParallelGroups
 
-_TP, _PP, _VPP, _DP = (
-    {f"{name}_parallel_size": 2} for name in ("tensor", "pipeline", "virtual_pipeline", "data")
+_TP, _PP, _VPP, _DP, _CP = (
+    {f"{name}_parallel_size": 2} for name in ("tensor", "pipeline", "virtual_pipeline", "data", "context")
 )  # each is 1 (or None) where it is left out
 LAYOUTS: dict[str, ParallelConfig] = {
     "TP1": ParallelConfig(),
@@ -38,6 +38,14 @@ LAYOUTS: dict[str, ParallelConfig] = {
 MIXED_LAYOUTS: dict[str, ParallelConfig] = {
     "TP2+SPxDP2": ParallelConfig(**_TP, **_DP, sequence_parallel=True),
     "PP2xDP2": ParallelConfig(**_PP, **_DP),
+}
+CONTEXT_LAYOUTS: dict[str, ParallelConfig] = {
+    "CP2": ParallelConfig(**_CP),
+    "CP4": ParallelConfig(context_parallel_size=4),
+    "CP2xTP2+SP": ParallelConfig(**_CP, **_TP, sequence_parallel=True),
+    "CP2xPP2": ParallelConfig(**_CP, **_PP),
+    "CP2xDP2": ParallelConfig(**_CP, **_DP),
+    "CP2xPP2xVPP2": ParallelConfig(**_CP, **_PP, **_VPP),
 }
 
 Tensors = dict[str, Tensor]

@@ -19,7 +19,7 @@ def rank(number: int, *calls: Collective, awaits: list[tuple[int, int]] | None =
     if awaits is None:
         awaits = [(made, made + 1) for made in range(len(calls))]
     phase = PhaseRecord(name="train", held=0, peak=0, flops=0, collectives=calls, waits=(), awaits=tuple(Await(*each) for each in awaits))
-    return RankRecord(rank=number, tensor_rank=0, pipeline_rank=0, data_rank=0, num_parameters=0, phases=(phase,))
+    return RankRecord(rank=number, tensor_rank=0, context_rank=0, pipeline_rank=0, data_rank=0, num_parameters=0, phases=(phase,))
 
 
 def test_the_same_order_ends() -> None:

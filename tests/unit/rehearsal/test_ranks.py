@@ -13,7 +13,7 @@ from megarl.rehearsal.record import Collective, PhaseRecord, RankRecord
 
 def record(rank: int, *calls: Collective) -> RankRecord:
     phase = PhaseRecord(name="train", held=0, peak=0, flops=0, collectives=calls, waits=())
-    return RankRecord(rank=rank, tensor_rank=0, pipeline_rank=0, data_rank=0, num_parameters=0, phases=(phase,))
+    return RankRecord(rank=rank, tensor_rank=0, context_rank=0, pipeline_rank=0, data_rank=0, num_parameters=0, phases=(phase,))
 
 
 def call(kind: str = "all_reduce", ranks: tuple[int, ...] = (0, 1), dtype: str = "float32", elements: int = 8, line: int = 1) -> Collective:

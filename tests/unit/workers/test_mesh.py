@@ -7,20 +7,21 @@ import pytest
 from megarl.config.schema import ParallelConfig
 from megarl.workers.megatron import megatron_mesh
 from tests.ranks import RankPool
-from tests.unit.engine.rank_side import LAYOUTS, MIXED_LAYOUTS, start
+from tests.unit.engine.rank_side import CONTEXT_LAYOUTS, LAYOUTS, MIXED_LAYOUTS, start
 
-ALL = {**LAYOUTS, **MIXED_LAYOUTS, "TP2xDP2": ParallelConfig(tensor_parallel_size=2, data_parallel_size=2)}
+CONTEXT = {name: CONTEXT_LAYOUTS[name] for name in ("CP2xTP2+SP", "CP2xPP2", "CP2xDP2")}
+ALL = {**LAYOUTS, **MIXED_LAYOUTS, **CONTEXT, "TP2xDP2": ParallelConfig(tensor_parallel_size=2, data_parallel_size=2)}
 
 
-def place_in_rank(parallel: ParallelConfig) -> tuple[int, int, int]:
+def place_in_rank(parallel: ParallelConfig) -> tuple[int, ...]:
     groups = start(parallel)
-    return groups.data_rank, groups.tensor_rank, groups.pipeline_rank
+    return groups.data_rank, groups.tensor_rank, groups.pipeline_rank, groups.context_rank
 
 
 @pytest.mark.parametrize("layout", ALL)
 def test_it_is_megatrons(rank_pool: RankPool, layout: str) -> None:
     found = rank_pool.run(place_in_rank, world_size=ALL[layout].world_size, parallel=ALL[layout])
-    assert [(place.dp, place.tp, place.pp) for place in megatron_mesh(ALL[layout])] == found
+    assert [tuple(place) for place in megatron_mesh(ALL[layout])] == found
 
 
 def test_three_axes() -> None:
