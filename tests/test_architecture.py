@@ -34,6 +34,7 @@ HOMES = {
     "megatron": "megarl.engine",
     "transformer_engine": "megarl.engine",
     "sglang": "megarl.rollout.sglang",
+    "mcp": "megarl.agents.tools.mcp_server",
     "wandb": "megarl.tracking",
     "mlflow": "megarl.tracking",
     "swanlab": "megarl.tracking",

@@ -40,9 +40,10 @@ class FunctionTool:
         return result if isinstance(result, ToolResult) else str(result)
 
 
-def function_schema(function: Callable[..., Any]) -> dict[str, Any]:
-    """OpenAI's {"type": "function", "function": {...}}. Raises ValueError, see FunctionTool."""
-    name = function.__name__
+def function_schema(function: Callable[..., Any], name: str | None = None, description: str | None = None) -> dict[str, Any]:
+    """OpenAI's {"type": "function", "function": {...}}. name, description: in the place of the function's own. Raises ValueError, see
+    FunctionTool."""
+    name = name or function.__name__
     try:
         hints = get_type_hints(function, include_extras=True)
     except (NameError, TypeError) as error:
@@ -63,7 +64,7 @@ def function_schema(function: Callable[..., Any]) -> dict[str, Any]:
         if parameter.default is parameter.empty:
             required.append(parameter.name)
     parameters = {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
-    described = {"name": name, "description": inspect.getdoc(function) or "", "parameters": parameters}
+    described = {"name": name, "description": description or inspect.getdoc(function) or "", "parameters": parameters}
     return {"type": "function", "function": described}
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+from megarl.config.errors import RunError
 
 Message = dict[str, Any]  # as chat templates take them: role, content
 Schema = Mapping[str, Any]  # {"type": "function", "function": {"name", "description", "parameters"}}
@@ -99,3 +101,28 @@ class Tool(Protocol):
 
     async def call(self, arguments: Mapping[str, Any], task: Task) -> str | ToolResult:
         """`arguments` are of the schema. What it raises is told to the model."""
+
+
+class ToolSession(Protocol):
+    """What a tool is for one episode: it remembers its calls."""
+
+    async def call(self, arguments: Mapping[str, Any], task: Task) -> str | ToolResult:
+        """As of a Tool. Calls of one turn are begun in their order."""
+
+    async def close(self) -> None:
+        """Called once, when the episode is over, with a time limit."""
+
+
+@runtime_checkable
+class SessionTool(Protocol):
+    """A tool with something of its own for each episode that calls it."""
+
+    @property
+    def schema(self) -> Schema: ...
+
+    def session(self) -> ToolSession: ...
+
+
+class BrokenToolError(RunError):
+    """What a tool needs is gone, such as its server: nothing that the model wrote is to blame, and nothing that it could read would help.
+    Ends the run."""

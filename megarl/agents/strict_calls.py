@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import re
+from typing import Any
 
 from megarl.agents.protocol import CallError, CallErrorKind, ToolCall
 
@@ -19,28 +20,33 @@ def parse_calls(text: str) -> list[ToolCall | CallError]:
     for piece in _TAGS.split(text):
         if piece == OPEN:
             if inside is not None:
-                calls.append(_unreadable(f"{OPEN} follows {OPEN}, without {CLOSE} between them"))
+                calls.append(unreadable(f"{OPEN} follows {OPEN}, without {CLOSE} between them"))
             inside = ""
         elif piece == CLOSE:
-            calls.append(_unreadable(f"{CLOSE} without {OPEN} before it") if inside is None else _read(inside))
+            calls.append(unreadable(f"{CLOSE} without {OPEN} before it") if inside is None else _read(inside))
             inside = None
         elif inside is not None:
             inside += piece
     if inside is not None:
-        calls.append(_unreadable(f"{CLOSE} is missing"))
+        calls.append(unreadable(f"{CLOSE} is missing"))
     return calls
 
 
 def _read(text: str) -> ToolCall | CallError:
     try:
-        call = json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=_without_doubles)
+        call = load_strictly(text)
     except (ValueError, RecursionError) as error:
-        return _unreadable(f"it is not JSON ({error or type(error).__name__})")
+        return unreadable(f"it is not JSON ({error or type(error).__name__})")
     if not isinstance(call, dict) or not isinstance(call.get("name"), str):
-        return _unreadable('expected {"name": ..., "arguments": {...}}')
+        return unreadable('expected {"name": ..., "arguments": {...}}')
     if unknown := sorted(call.keys() - {"name", "arguments"}):
-        return _unreadable(f'{unknown[0]!r} stands beside "name" and "arguments"')
+        return unreadable(f'{unknown[0]!r} stands beside "name" and "arguments"')
     return ToolCall(call["name"], call.get("arguments", {}))
+
+
+def load_strictly(text: str) -> Any:
+    """JSON without NaN, and without a key that stands in an object twice. Raises ValueError, RecursionError."""
+    return json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=_without_doubles)
 
 
 def _refuse_constant(name: str) -> None:
@@ -53,5 +59,6 @@ def _without_doubles(pairs: list[tuple[str, object]]) -> dict[str, object]:
     return found
 
 
-def _unreadable(reason: str) -> CallError:
+def unreadable(reason: str) -> CallError:
+    """For the model to read."""
     return CallError(CallErrorKind.unreadable, f"the call could not be read: {reason}")

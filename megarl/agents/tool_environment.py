@@ -11,7 +11,20 @@ from typing import Any, NamedTuple
 from jsonschema import Draft202012Validator
 from jsonschema.exceptions import SchemaError, best_match
 
-from megarl.agents.protocol import CallError, CallErrorKind, Reply, Schema, Task, Tool, ToolCall, ToolResult, Turn
+from megarl.agents.protocol import (
+    BrokenToolError,
+    CallError,
+    CallErrorKind,
+    Reply,
+    Schema,
+    SessionTool,
+    Task,
+    Tool,
+    ToolCall,
+    ToolResult,
+    ToolSession,
+    Turn,
+)
 
 _NOTHING = "(the tool returned no text)"  # an empty message would look like a call that was lost
 
@@ -27,7 +40,7 @@ class CallLimits:
 class Toolbox:
     """Tools by their names, with what checks their arguments. Raises ValueError for two of one name, and for a schema that is none."""
 
-    def __init__(self, tools: Sequence[Tool]) -> None:
+    def __init__(self, tools: Sequence[Tool | SessionTool]) -> None:
         self.tools = {tool.schema["function"]["name"]: tool for tool in tools}
         if len(self.tools) < len(tools):
             names = [tool.schema["function"]["name"] for tool in tools]
@@ -62,6 +75,7 @@ class ToolEnvironment:
     def __init__(self, toolbox: Toolbox, limits: CallLimits) -> None:
         self._toolbox, self._limits = toolbox, limits
         self._task = Task()
+        self._sessions: dict[str, ToolSession] = {}
 
     async def start(self, task: Task) -> None:
         self._task = task
@@ -84,7 +98,9 @@ class ToolEnvironment:
         )
 
     async def close(self) -> None:
-        """Holds nothing: tools outlive an episode."""
+        """Of tools it ends what they had for this episode alone."""
+        sessions, self._sessions = self._sessions, {}
+        await asyncio.gather(*(session.close() for session in sessions.values()))
 
     async def _outcome(self, index: int, call: ToolCall | CallError) -> _Outcome:
         if index >= self._limits.max_parallel:
@@ -111,8 +127,8 @@ class ToolEnvironment:
         return CallError(CallErrorKind.refused_arguments, f"{call.name}: {where + ': ' if where else ''}{error.message:.200}")
 
     async def _run(self, call: ToolCall) -> ToolResult | CallError:
-        limit_s, tool = self._limits.time_limit_s, self._toolbox.tools[call.name]
-        running = asyncio.ensure_future(_without_exit(tool.call(call.arguments, self._task)))
+        limit_s = self._limits.time_limit_s
+        running = asyncio.ensure_future(_without_exit(self._called(call.name).call(call.arguments, self._task)))
         await asyncio.wait({running}, timeout=limit_s)
         if not running.done():  # it is not waited for, as it may not care that it is cancelled
             running.cancel()
@@ -122,9 +138,21 @@ class ToolEnvironment:
             return CallError(CallErrorKind.raised, f"{call.name} raised CancelledError")
         try:
             result = running.result()
+        except BrokenToolError:
+            raise
+        except TimeoutError as error:  # the tool has a clock of its own
+            return CallError(CallErrorKind.timed_out, f"{call.name}: {str(error)[:200] or 'it took too long'}")
         except Exception as error:  # noqa: BLE001  (the tool's code may raise anything, and the model is told of it)
             return CallError(CallErrorKind.raised, f"{call.name} raised {type(error).__name__}: {str(error)[:200]}")
         return result if isinstance(result, ToolResult) else ToolResult(result)
+
+    def _called(self, name: str) -> Tool | ToolSession:
+        tool = self._toolbox.tools[name]
+        if isinstance(tool, SessionTool):
+            if name not in self._sessions:
+                self._sessions[name] = tool.session()
+            return self._sessions[name]
+        return tool
 
 
 async def _without_exit(call: Awaitable[str | ToolResult]) -> str | ToolResult:

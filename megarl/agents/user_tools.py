@@ -7,13 +7,19 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from megarl.agents.function_tool import FunctionTool
-from megarl.agents.protocol import Environment, Schema, Tool
+from megarl.agents.protocol import Environment, Schema, SessionTool, Tool
 from megarl.agents.tool_environment import CallLimits, Toolbox, ToolEnvironment
 from megarl.agents.tools.calculator import calculator
+from megarl.agents.tools.python import PythonSessions, PythonTool
 from megarl.config.schema import AgentConfig, EnvironmentConfig, ToolConfig
+from megarl.machine.sandbox import SandboxError
 from megarl.machine.user_functions import Expected, UserFunctionError, load_name
 
-SHIPPED = {"calculator": calculator}
+SHIPPED: dict[str, Callable[[], Tool | SessionTool]] = {
+    "calculator": lambda: FunctionTool(calculator),
+    "python": PythonTool,
+    "python_session": PythonSessions,
+}
 _METHODS = ("start", "respond", "close")
 
 
@@ -33,18 +39,23 @@ def load_agent(agent: AgentConfig) -> LoadedAgent:
     return LoadedAgent(lambda: ToolEnvironment(toolbox, limits), toolbox.schemas)
 
 
-def _tool(tool: ToolConfig) -> Tool:
+def _tool(tool: ToolConfig) -> Tool | SessionTool:
     if tool.path is None:
         if tool.name not in SHIPPED:
             there = ", ".join(sorted(SHIPPED))
             raise UserFunctionError(f"there is no tool {tool.name!r} that ships, only {there}; one of your own is in a file")
-        return FunctionTool(SHIPPED[tool.name])
+        try:
+            return SHIPPED[tool.name]()
+        except SandboxError as error:
+            raise UserFunctionError(f"tool {tool.name!r}: {error}") from error
     found = load_name(tool.path, tool.name, Expected("tool", "the tool's name", "def price(item: str) -> str:"))
     if inspect.isfunction(found):
         try:
             return FunctionTool(found)
         except ValueError as error:
             raise UserFunctionError(f"tool {tool.name!r} in {tool.path!r}: {error}") from error
+    if not inspect.isclass(found) and isinstance(found, SessionTool):
+        return found
     if not inspect.isclass(found) and hasattr(found, "schema") and inspect.iscoroutinefunction(getattr(found, "call", None)):
         made: Tool = found
         return made

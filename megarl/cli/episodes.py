@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 from megarl.agents.episode import Episode, EpisodeLimits, WriteTurn
 from megarl.agents.protocol import Message, Task
 from megarl.agents.responder import Responder
-from megarl.agents.strict_calls import parse_calls
 from megarl.agents.trajectory import Trajectory
 from megarl.agents.user_tools import load_agent
 from megarl.cli.generate import Writer, read_chats
@@ -22,6 +21,7 @@ from megarl.cli.named_model import find_model
 from megarl.config.schema import AgentConfig, EnvironmentConfig, ToolConfig
 from megarl.data.turns import TurnTemplate
 from megarl.rollout.interface import GenerationRequest
+from megarl.rollout.sglang.tool_calls import call_parser
 
 
 class _Played(NamedTuple):
@@ -43,9 +43,11 @@ def run(parsed: argparse.Namespace) -> int:
     agent = AgentConfig(
         tools=[ToolConfig(path=path, name=name) for path, name in map(_named, parsed.tool)],
         environment=_environment(parsed.environment),
+        parser=parsed.parser,
         max_turns=parsed.max_turns,
     )
     make_environment, tools = load_agent(agent)
+    parse = call_parser(agent.parser, tools)
     writer = Writer(find_model(Path(parsed.model), parsed.step), parsed)
     template = TurnTemplate(writer.tokenizer, tools, agent.max_result_tokens)
     template.check()
@@ -54,7 +56,7 @@ def run(parsed: argparse.Namespace) -> int:
     for index, request in enumerate(requests):
         chat, sample = chats[index // parsed.n], index % parsed.n
         task = Task(messages=chat, seed=request.sampling.seed)
-        responder = Responder(make_environment(), template, parse_calls, task)
+        responder = Responder(make_environment(), template, parse, task)
         if len(requests) > 1 and not parsed.json:
             print(f"--- {chat[-1]['content']}" + (f" [{sample + 1} of {parsed.n}]" if parsed.n > 1 else ""))
         played = asyncio.run(_play(writer, template, responder, request, parsed))

@@ -279,6 +279,9 @@ def _add_generate(commands: argparse._SubParsersAction[argparse.ArgumentParser])
     parser.add_argument("--json", action="store_true", help="print a JSON object for each answer, in a line")
     parser.add_argument("--tool", metavar="TOOL", action="append", default=[], help="calculator, or FILE.py:NAME; may be repeated")
     parser.add_argument("--environment", metavar="FILE.py:NAME", help="a class that answers the model's turns, in the place of tools")
+    parser.add_argument(
+        "--parser", metavar="NAME", help="of SGLang's, such as llama3, that reads calls; without it they are <tool_call> JSON"
+    )
     parser.add_argument("--max-turns", metavar="N", type=positive, default=8, help="of the model, with tools or an environment")
     parser.set_defaults(start=lambda parsed: _run("episodes" if parsed.tool or parsed.environment else "generate")(parsed))
 

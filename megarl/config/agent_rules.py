@@ -13,6 +13,11 @@ def episodes(config: PPOConfig) -> Violations:
             ("agent.tools", "agent.environment.path"),
             "both are given, but an environment answers the model itself, so tools have no use beside it; leave one of them out",
         )
+    if agent.parser is not None and not agent.tools:
+        yield Violation(
+            ("agent.parser", "agent.tools"),
+            f"parser is {agent.parser!r}, but there are no tools whose calls it could read; an environment reads a turn's text itself",
+        )
     if not agent.is_used:
         return
     if config.rollout.max_staleness:

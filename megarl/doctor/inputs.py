@@ -30,6 +30,7 @@ from megarl.machine.user_functions import UserFunctionError
 from megarl.rewards.process import RewardFunctionError
 from megarl.rewards.scorer import RewardError, RewardScorer, ScoreRequest
 from megarl.rollout.interface import end_token_ids
+from megarl.rollout.sglang.tool_calls import check_parser
 from megarl.weights.load import check_headers
 from megarl.weights.tensors import WeightTransferError
 
@@ -211,6 +212,8 @@ def judge_agent(config: PPOConfig, tokenizer: PreTrainedTokenizerBase, limit_s: 
         tried = pool.schedule(try_agent, args=[agent], timeout=limit_s)
         try:
             tools = tried.result()
+            if agent.parser is not None:
+                pool.schedule(check_parser, args=[agent.parser, tools], timeout=limit_s).result()
         except (ValueError, EnvironmentFailedError) as error:
             return refused(AGENT, "agent", error, remedy, files=files), None
         except (ProcessExpired, TimeoutError) as error:

@@ -75,32 +75,17 @@ def run_program(program: str, level: Level, limits: SandboxLimits, stdin: str = 
 
     When this returns, none of its processes and files is left. Raises SandboxError where `level` does not work here.
     """
-    begun, says_begun = os.pipe()
-    with (
-        open(os.memfd_create("program", 0), "w+b") as text,
-        open(os.memfd_create("stdin", 0), "w+b") as given,
-        open(begun, "rb", buffering=0) as start,
-    ):
-        for file, content in ((text, program), (given, stdin)):
-            file.write(content.encode())
-            file.seek(0)
+    with open(os.memfd_create("stdin", 0), "w+b") as given:
+        given.write(stdin.encode())
+        given.seek(0)
+        started = StartedProgram(program, level, limits, given.fileno())
         try:
-            process = subprocess.Popen(
-                _command(level, limits, text.fileno(), says_begun),
-                stdin=given,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                pass_fds=[text.fileno(), says_begun],
-                env={},
-                cwd="/",
-                start_new_session=True,
-            )
+            said = started.read()
+            if said.ended == "itself" and not started.ends(said.deadline):
+                said = said._replace(ended="time")
         finally:
-            os.close(says_begun)
-        begun, finished = _watch(process, start, limits)
-    if not begun:
-        raise SandboxError(f"the sandbox {level.value} does not work here: {' '.join(finished.errors.split()) or finished}")
-    return finished
+            status = started.end()
+    return started.finished(said, status)
 
 
 def _command(level: Level, limits: SandboxLimits, program: int, begun: int) -> list[str]:
@@ -140,50 +125,132 @@ def _tool(name: str, level: Level) -> str:
     return path
 
 
-def _watch(process: subprocess.Popen[bytes], start: IO[bytes], limits: SandboxLimits) -> tuple[bool, Finished]:
-    """Reads until both streams end, too much has come, or the time is over; then nothing of it lives. First: whether the program began."""
-    assert process.stdout is not None
-    assert process.stderr is not None
-    room, deadline, begun = limits.output_kb * 1024, time.monotonic() + START_LIMIT_S, False
-    ended: Literal["itself", "time", "output"] = "itself"
-    output, errors = bytearray(), bytearray()
-    try:
+class Said(NamedTuple):
+    """What has been read of a program's streams. deadline: of time.monotonic."""
+
+    output: bytes
+    errors: bytes
+    ended: Literal["itself", "time", "output"]
+    deadline: float
+
+
+class StartedProgram:
+    """A process in the sandbox, whose output is read while it runs. stdin: a descriptor, or subprocess.PIPE.
+
+    The kernel ends it with the thread that made it. Call `end`, whatever happens.
+    """
+
+    def __init__(self, program: str, level: Level, limits: SandboxLimits, stdin: int) -> None:
+        self._level, self._limits = level, limits
+        begun, says_begun = os.pipe()
+        self._start: IO[bytes] | None = open(begun, "rb", buffering=0)  # noqa: SIM115  (until the program begins)
+        self._has_begun = False
+        with open(os.memfd_create("program", 0), "w+b") as text:
+            text.write(program.encode())
+            text.seek(0)
+            try:
+                self.process = subprocess.Popen(
+                    _command(level, limits, text.fileno(), says_begun),
+                    stdin=stdin,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    pass_fds=[text.fileno(), says_begun],
+                    env={},
+                    cwd="/",
+                    start_new_session=True,
+                )
+            except BaseException:
+                self._start.close()
+                raise
+            finally:
+                os.close(says_begun)
+
+    def read(self, given: bytes = b"", until: bytes | None = None) -> Said:
+        """Until `until` stands in what it prints, both streams end, too much has come, or the time is over, which counts from here or
+        from when the program begins. given: is written to its standard input meanwhile."""
+        process, limits = self.process, self._limits
+        assert process.stdout is not None
+        assert process.stderr is not None
+        room, output, errors = limits.output_kb * 1024, bytearray(), bytearray()
+        deadline = time.monotonic() + (START_LIMIT_S if self._start is not None else limits.wall_s)
+        ended: Literal["itself", "time", "output"] = "itself"
         with selectors.DefaultSelector() as streams:
-            streams.register(start, selectors.EVENT_READ)
             streams.register(process.stdout, selectors.EVENT_READ, output)
             streams.register(process.stderr, selectors.EVENT_READ, errors)
+            if self._start is not None:
+                streams.register(self._start, selectors.EVENT_READ)
+            if given:
+                assert process.stdin is not None
+                os.set_blocking(process.stdin.fileno(), False)
+                streams.register(process.stdin, selectors.EVENT_WRITE)
             while streams.get_map() and ended == "itself":
-                for key, _ in streams.select(max(0.0, deadline - time.monotonic())):
-                    chunk = os.read(key.fd, 65536)
-                    if key.fileobj is start:
-                        begun, deadline = bool(chunk), time.monotonic() + limits.wall_s
-                        streams.unregister(start)
-                    elif chunk:
+                is_enough = until is not None and until in output
+                ready = streams.select(0 if is_enough else max(0.0, deadline - time.monotonic()))
+                if is_enough and not ready:  # nor is there anything more on the other stream
+                    break
+                for key, _ in ready:
+                    if key.fileobj is self._start:
+                        self._has_begun, deadline = bool(os.read(key.fd, 1)), time.monotonic() + limits.wall_s
+                        streams.unregister(key.fileobj)
+                        self._close_start()
+                    elif key.fileobj is process.stdin:
+                        given = given[_written(key.fd, given) :]
+                        if not given:
+                            streams.unregister(key.fileobj)
+                    elif chunk := os.read(key.fd, 65536):
                         key.data.extend(chunk)
                     else:
                         streams.unregister(key.fileobj)
-                if len(output) + len(errors) > room:
+                if len(output) + len(errors) > room + len(until or b""):
                     ended = "output"
                 elif time.monotonic() >= deadline:
                     ended = "time"
-        if ended == "itself" and not _ends(process, deadline):
-            ended = "time"
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-        status = process.wait()
-        process.stdout.close()
-        process.stderr.close()
-    said = [bytes(stream[:room]).decode(errors="replace") for stream in (output, errors)]
-    return begun, Finished(said[0], said[1], status, ended)
+        return Said(bytes(output), bytes(errors), ended, deadline)
+
+    def ends(self, deadline: float) -> bool:
+        """By itself."""
+        try:
+            self.process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
+    def kill(self) -> None:
+        """By any thread. What it started ends with it."""
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+
+    def end(self) -> int:
+        """Its status, when nothing of it lives."""
+        self.kill()
+        status = self.process.wait()
+        for stream in (self.process.stdin, self.process.stdout, self.process.stderr):
+            if stream is not None:
+                stream.close()
+        self._close_start()
+        return status
+
+    def finished(self, said: Said, status: int) -> Finished:
+        """Raises SandboxError where the program did not begin."""
+        room = self._limits.output_kb * 1024
+        output, errors = (stream[:room].decode(errors="replace") for stream in (said.output, said.errors))
+        finished = Finished(output, errors, status, said.ended)
+        if not self._has_begun:
+            raise SandboxError(f"the sandbox {self._level.value} does not work here: {' '.join(errors.split()) or finished}")
+        return finished
+
+    def _close_start(self) -> None:
+        if self._start is not None:
+            self._start.close()
+            self._start = None
 
 
-def _ends(process: subprocess.Popen[bytes], deadline: float) -> bool:
+def _written(descriptor: int, data: bytes) -> int:
+    """How much of it; all where nobody reads any more, which the end of the other streams tells."""
     try:
-        process.wait(max(0.0, deadline - time.monotonic()))
-    except subprocess.TimeoutExpired:
-        return False
-    return True
+        return os.write(descriptor, data)
+    except BrokenPipeError:
+        return len(data)
 
 
 # ---- which level a machine has

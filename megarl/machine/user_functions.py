@@ -21,12 +21,13 @@ class UserFunctionError(ValueError):
 @dataclass(frozen=True)
 class Expected:
     """what: begins the errors. key: of the configuration, where its name is set. example: its `def` line. keywords: that it is called
-    with; positional: how many values before them. error: what is raised."""
+    with, optional: also with these where it names them; positional: how many values before them. error: what is raised."""
 
     what: str
     key: str
     example: str
     keywords: tuple[str, ...] = ()
+    optional: tuple[str, ...] = ()
     positional: int = 0
     error: type[UserFunctionError] = UserFunctionError
 
@@ -44,7 +45,8 @@ def load_function(path: str, name: str, expected: Expected) -> Callable[..., Any
         raise error(f"{what} {name!r} in {path!r} is {kind}, expected a plain function: {expected.example}")
     signature = inspect.signature(function)
     try:
-        signature.bind(*[None] * expected.positional, **dict.fromkeys(expected.keywords))
+        named = (*expected.keywords, *(name for name in expected.optional if name in signature.parameters))
+        signature.bind(*[None] * expected.positional, **dict.fromkeys(named))
     except TypeError as problem:
         given = f"the keywords {', '.join(expected.keywords)}" if expected.keywords else f"{expected.positional} values"
         raise error(

@@ -11,13 +11,13 @@ from typing import Any, NamedTuple
 from megarl.agents.episode import AnswerTurn, TurnAnswer, TurnPlace
 from megarl.agents.protocol import Task
 from megarl.agents.responder import Responder
-from megarl.agents.strict_calls import parse_calls
 from megarl.agents.user_tools import load_agent
 from megarl.config.schema import AgentConfig
 from megarl.controller.dispatch import Dispatch
 from megarl.controller.worker import Worker, register
 from megarl.data.tokenizer import load_tokenizer
 from megarl.data.turns import TurnTemplate
+from megarl.rollout.sglang.tool_calls import call_parser
 
 _GRACE_S = 5.0  # a call has the same clock, and says more than that it was too late
 
@@ -44,6 +44,7 @@ class EnvironmentWorker(Worker):
     def __init__(self, agent: AgentConfig, tokenizer_path: str, trust_remote_code: bool) -> None:
         super().__init__()
         self._make, tools = load_agent(agent)
+        self._parse = call_parser(agent.parser, tools)
         tokenizer = load_tokenizer(tokenizer_path, trust_remote_code)
         self._template = TurnTemplate(tokenizer, tools, agent.max_result_tokens)
         self._limit_s = agent.time_limit_s + _GRACE_S
@@ -89,7 +90,7 @@ class EnvironmentWorker(Worker):
             try:
                 async with asyncio.timeout(self._limit_s):
                     if order.episode not in self._responders:
-                        self._responders[order.episode] = Responder(self._make(), self._template, parse_calls, order.task)
+                        self._responders[order.episode] = Responder(self._make(), self._template, self._parse, order.task)
                         await self._responders[order.episode].start()
                     answer, _ = await self._responders[order.episode].answer(order.turn)
             except TimeoutError:

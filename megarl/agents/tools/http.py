@@ -28,8 +28,7 @@ class HttpGet:
         description: str = "Reads the page at a URL.",
     ) -> None:
         self._allowed, self._max_bytes, self._time_limit_s = frozenset(allowed_hosts), max_bytes, time_limit_s
-        schema = function_schema(self._shape)
-        self._schema = schema | {"function": schema["function"] | {"name": name, "description": description}}
+        self._schema = function_schema(self._shape, name, description)
 
     @property
     def schema(self) -> Schema:
@@ -40,6 +39,12 @@ class HttpGet:
         host = url.netloc.decode()
         if url.scheme not in ("http", "https") or host not in self._allowed or url.userinfo:
             raise ValueError(f"{host or arguments['url']!r} is not allowed; there are: {', '.join(sorted(self._allowed))}")
+        try:
+            return await self._read(url)
+        except (TimeoutError, httpx.TimeoutException) as error:
+            raise TimeoutError(f"{host} did not answer within {self._time_limit_s:g} s") from error
+
+    async def _read(self, url: httpx.URL) -> str:
         async with asyncio.timeout(self._time_limit_s):
             # Without the environment's proxies and passwords, and without compression: few bytes may become very many.
             client = httpx.AsyncClient(trust_env=False, timeout=self._time_limit_s, headers={"Accept-Encoding": "identity"})

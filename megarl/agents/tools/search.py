@@ -46,8 +46,7 @@ class FolderSearch:
             place = file.relative_to(folder).as_posix()
             rows = [(paragraph.strip(), place) for paragraph in paragraphs if paragraph.strip()]
             self._index.executemany("INSERT INTO paragraphs VALUES (?, ?)", rows)
-        schema = function_schema(self._shape)
-        self._schema = schema | {"function": schema["function"] | {"name": name, "description": description}}
+        self._schema = function_schema(self._shape, name, description)
 
     @property
     def schema(self) -> Schema:

@@ -29,6 +29,8 @@ class AgentConfig:
 
     tools: list[ToolConfig] = field(default_factory=list)  # that the model may call; see the page on agents
     environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
+    # None: calls are <tool_call> JSON, as Qwen2.5, Qwen3 and Hermes write; else one of SGLang's parsers, such as llama3, mistral, pythonic
+    parser: str | None = None
     max_turns: int = ranged(8, at_least=1, at_most=10000)  # of the model in an episode
     max_turn_tokens: int | None = ranged(None, at_least=1)  # of one turn; None: what is left of data.max_response_length
     max_result_tokens: int = ranged(512, at_least=16)  # of one result; longer ones are cut in their middle

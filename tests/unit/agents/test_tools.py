@@ -12,17 +12,21 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import psutil
 import pytest
 
 from megarl.agents.function_tool import FunctionTool, function_schema
-from megarl.agents.protocol import CallErrorKind, Reply, Task, Tool, ToolResult, Turn
+from megarl.agents.protocol import BrokenToolError, CallErrorKind, Reply, SessionTool, Task, Tool, ToolCall, ToolResult, Turn
 from megarl.agents.strict_calls import parse_calls
 from megarl.agents.tool_environment import CallLimits, Toolbox, ToolEnvironment
 from megarl.agents.tools.calculator import calculator
 from megarl.agents.tools.http import HttpGet
+from megarl.agents.tools.python import PythonSessions, PythonTool
 from megarl.agents.tools.search import FolderSearch
 from megarl.agents.user_tools import load_agent
 from megarl.config.schema import AgentConfig, EnvironmentConfig, ToolConfig
+from megarl.machine import confined
+from megarl.machine.sandbox import SandboxError, SandboxLimits
 
 TASK = Task(extra_info={"prices": {"ab": 42}})
 HANG = threading.Event()
@@ -228,6 +232,94 @@ def test_the_calculator_refuses(expression: str) -> None:
         calculator(expression)
 
 
+def run_turns(tools: list[Tool | SessionTool], *turns: list[ToolCall], time_limit_s: float = 30.0) -> list[Reply]:
+    """Of one episode, which is closed."""
+    environment = ToolEnvironment(Toolbox(tools), CallLimits(max_parallel=9, time_limit_s=time_limit_s))
+
+    async def play() -> list[Reply]:
+        await environment.start(TASK)
+        try:
+            return [await environment.respond(Turn(number, "", calls, is_last=False)) for number, calls in enumerate(turns)]
+        finally:
+            await environment.close()
+
+    return asyncio.run(play())
+
+
+def programs(*texts: str) -> list[ToolCall]:
+    return [ToolCall("python", {"code": text}) for text in texts]
+
+
+def texts_of(reply: Reply) -> list[str]:
+    return [message["content"] for message in reply.messages]
+
+
+def sandboxed_children() -> list[psutil.Process]:
+    children = psutil.Process().children(recursive=True)
+    return [child for child in children if child.is_running() and str(confined.__file__) in child.cmdline()]
+
+
+LONG = "print('a' * 5000)"
+SMALL = SandboxLimits(memory_mb=128, cpu_s=5, wall_s=1.0, output_kb=4)
+
+
+def test_python_programs_remember_nothing_of_each_other_and_each_failure_is_a_line() -> None:
+    (reply,) = run_turns(
+        [PythonTool(limits=SMALL)],
+        programs("kept = 3; print(kept + 1)", "print(kept)", "while True: pass", LONG, "import os; os._exit(3)", "b'x' * 10**9", "pass"),
+    )
+    done, absent, endless, talkative, gone, large, silent = texts_of(reply)
+    assert done == "4"
+    assert absent.startswith("Traceback (most recent call last):\n")
+    assert absent.endswith("NameError: name 'kept' is not defined")
+    assert endless == "tool error (timed out): python: the program took longer than 1 s and was ended"
+    assert talkative == "tool error (raised): python raised ProgramEndedError: the program printed more than 4 KB and was ended"
+    assert gone == (
+        "tool error (raised): python raised ProgramEndedError: the program has ended its process (status 3); it may have 5 s of computing"
+    )
+    assert large.endswith("MemoryError")
+    assert silent == "(the tool returned no text)"
+    assert [error.kind for error in reply.errors] == [CallErrorKind.timed_out, CallErrorKind.raised, CallErrorKind.raised]
+    assert not sandboxed_children()
+
+
+def test_a_session_of_python_is_an_episodes_own_and_ends_with_it() -> None:
+    tool = PythonSessions(limits=SMALL)
+    first, second, third = run_turns(
+        [tool], programs("kept = [1]", "kept.append(2)", "print(kept)"), programs("print(sum(kept))", LONG), programs("print(kept)")
+    )
+    assert texts_of(first)[2] == "[1, 2]"  # one after the other, in their order
+    assert texts_of(second)[0] == "3"
+    assert texts_of(third)[0].endswith("NameError: name 'kept' is not defined")  # what was ended took all along
+    (other,) = run_turns([tool], programs("print(kept)"))
+    assert texts_of(other)[0].endswith("NameError: name 'kept' is not defined")
+    assert not sandboxed_children()
+
+
+def test_a_clock_of_the_environment_ends_the_program_too() -> None:
+    limits = SandboxLimits(wall_s=60)
+    for tool in (PythonTool(limits=limits), PythonSessions(limits=limits)):
+        (reply,) = run_turns([tool], programs("import time; time.sleep(60)"), time_limit_s=0.1)
+        assert texts_of(reply) == ["tool error (timed out): python took longer than 0.1 s"]
+        deadline = time.monotonic() + 10
+        while sandboxed_children() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert not sandboxed_children()
+
+
+def test_a_sandbox_that_is_gone_is_no_text_for_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*arguments: object) -> None:
+        raise SandboxError("the sandbox landlock does not work here: forbidden")
+
+    tool = PythonSessions(limits=SMALL)
+    monkeypatch.setattr("megarl.machine.sandbox_session.StartedProgram", fail)
+    with pytest.raises(BrokenToolError, match="landlock does not work here"):
+        run_turns([tool], programs("print(1)"))
+    monkeypatch.setattr("megarl.agents.tools.python.strongest", fail)
+    with pytest.raises(ValueError, match="tool 'python': the sandbox landlock does not work here"):
+        load_agent(AgentConfig(tools=[ToolConfig(name="python")]))
+
+
 def test_search_over_a_folder(tmp_path: Path) -> None:
     (tmp_path / "deep").mkdir()
     (tmp_path / "a.txt").write_text("The fox runs.\n\nA hen sits on eggs, and eggs are warm.")
@@ -276,7 +368,7 @@ def host() -> Iterator[str]:
 
 
 def test_pages_over_http(host: str) -> None:
-    get = HttpGet([host], max_bytes=100, time_limit_s=0.5)
+    get = HttpGet([host], max_bytes=100, time_limit_s=30)
 
     def read(url: str) -> str:
         text = asyncio.run(get.call({"url": url}, TASK))
@@ -290,8 +382,12 @@ def test_pages_over_http(host: str) -> None:
     for url in (f"http://user@{host}/", f"ftp://{host}/", "http://elsewhere.test/", f"http://elsewhere.test/?{host}", "page"):
         with pytest.raises(ValueError, match=f"not allowed; there are: {host}"):
             read(url)
-    with pytest.raises(TimeoutError):
-        read(f"http://{host}/slow")
+    slow, elsewhere = (ToolCall("http_get", {"url": url}) for url in (f"http://{host}/slow", "http://elsewhere.test/"))
+    (reply,) = run_turns([HttpGet([host], time_limit_s=0.5)], [slow, elsewhere])
+    assert texts_of(reply) == [
+        f"tool error (timed out): http_get: {host} did not answer within 0.5 s",
+        f"tool error (raised): http_get raised ValueError: 'elsewhere.test' is not allowed; there are: {host}",
+    ]
 
 
 # ---- that a user names
@@ -331,7 +427,7 @@ def test_what_a_user_names_is_loaded_or_refused_in_one_line(tmp_path: Path) -> N
         (file, "number", "is a int, expected a function, or an object with a schema"),
         (file, "Shop", "is a class, expected"),
         (tmp_path / "none.py", "price", "there is no such file"),
-        (None, "abacus", "there is no tool 'abacus' that ships, only calculator; one of your own is in a file"),
+        (None, "abacus", "there is no tool 'abacus' that ships, only calculator, python, python_session; one of your own is in a file"),
     ):
         with pytest.raises(ValueError, match=said) as found:
             load_agent(tools((path, name)))

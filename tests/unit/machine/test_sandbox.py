@@ -17,6 +17,7 @@ import pytest
 
 from megarl.machine import confined, sandbox
 from megarl.machine.sandbox import Finished, Level, SandboxError, SandboxLimits, run_program, strongest, why_not
+from megarl.machine.sandbox_session import SandboxSession
 from tests.unit.machine.attacks import ATTACKS, BY_LIMITS, END, HEAD
 
 PAGE = Path(__file__).parents[3] / "docs" / "sandbox.md"
@@ -141,6 +142,48 @@ raise ValueError("meant")
     assert (finished.status, finished.ended) == (1, "itself")
     assert run_program("import sys; sys.exit(125)", level, SandboxLimits()).status == 125
     assert "SyntaxError" in run_program("def f(:", level, SandboxLimits()).errors
+
+
+@pytest.mark.parametrize("level", Level)
+def test_a_session_keeps_what_programs_leave_until_one_is_ended(level: Level, target: dict[str, object]) -> None:
+    needs(level)
+    session = SandboxSession(level, SandboxLimits(memory_mb=256, wall_s=1.0, output_kb=4))
+
+    def run(program: str) -> tuple[str, str, bool]:
+        finished, is_alive = session.run(program)
+        return finished.output, finished.errors.strip().rpartition("\n")[2], is_alive
+
+    try:
+        assert run("def double(x): return 2 * x\nkept = 4; print('set')") == ("set\n", "", True)
+        assert run("import sys; print(double(kept), end=''); print('so', file=sys.stderr)") == ("8", "so", True)
+        assert run("kept += 1; double(1 / 0)") == ("", "ZeroDivisionError: division by zero", True)
+        assert run("print(kept); raise SystemExit(3)") == ("5\n", "SystemExit: 3", True)
+        assert run("def f(:")[1:] == ("SyntaxError: invalid syntax", True)
+        assert run("print(len(input()))")[1:] == ("EOFError: EOF when reading a line", True)  # orders come by another way
+        assert run(f"print(len('{'a' * 200_000}'))") == ("200000\n", "", True)  # longer than a pipe holds
+        if level is not Level.process:
+            refused = run(f"print(open('{target['run']}/secret.txt').read())")
+            assert refused[:1] + refused[2:] == ("", True)
+            assert "Error" in refused[1]
+            assert "Error" in run("import os; os.fork()")[1]
+        finished, is_alive = session.run("kept = 'b' * 5000; print(kept)")
+        assert (finished.output, finished.ended, is_alive) == ("b" * 4096, "output", False)
+        assert run("print(kept)")[1:] == ("NameError: name 'kept' is not defined", True)
+        start_s = time.monotonic()
+        assert session.run("import time; time.sleep(60)").finished.ended == "time"
+        assert time.monotonic() - start_s < 30
+        assert session.run("import os; os._exit(4)") == (Finished("", "", 4, "itself"), False)
+        assert run("print(1)")[0] == "1\n"
+        with ThreadPoolExecutor(1) as pool:  # closed meanwhile, and in a thread that ends
+            hanging = pool.submit(session.run, "while True: pass")
+            while not session._running.locked():
+                time.sleep(0.01)
+            session.close()
+            assert not hanging.result().is_alive
+        with pytest.raises(RuntimeError, match="the session is closed"):
+            session.run("print(1)")
+    finally:
+        session.close()
 
 
 def test_bubblewrap_gives_a_folder_to_write_to() -> None:

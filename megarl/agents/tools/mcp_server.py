@@ -1,0 +1,160 @@
+"""Tools of a server of the Model Context Protocol. The only home of `mcp`, its official SDK: `pip install "megarl[mcp]"`."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections.abc import Coroutine, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from megarl.agents.protocol import BrokenToolError, Schema, Task
+from megarl.config.errors import one_line
+from megarl.machine.reaper import OWNER
+
+if TYPE_CHECKING:
+    from mcp import Client
+
+START_LIMIT_S = 60.0  # for a server to start and to say what tools it has
+_Result = TypeVar("_Result")
+
+
+class McpCallError(RuntimeError):
+    """The server says that the call failed, in these words."""
+
+
+class McpServer:
+    """server: the command that starts it, or the URL of one that runs (Streamable HTTP). time_limit_s: of a call. environment: variables
+    for the command, beside the few that it is given (PATH, HOME and the like).
+
+    It is connected to for the first of its tools that is asked for, to hear which there are, and by the first call. A connection that
+    was lost is made anew, once for a call, which the server may then get twice.
+    """
+
+    def __init__(self, server: str | Sequence[str], *, time_limit_s: float = 10.0, environment: Mapping[str, str] | None = None) -> None:
+        self._server, self._time_limit_s, self._environment = server, time_limit_s, dict(environment or {})
+        self._schemas: dict[str, Schema] | None = None
+        self._connection: asyncio.Task[None] | None = None
+        self._client: asyncio.Future[Client] | None = None
+        self._loop = asyncio.new_event_loop()  # of a thread that ends with the process, and the server with it: its input ends
+        threading.Thread(target=self._loop.run_forever, name="mcp", daemon=True).start()
+
+    def tool(self, name: str) -> McpTool:
+        """Raises ValueError where the server has no such tool, or cannot be reached."""
+        if self._schemas is None:
+            try:
+                self._schemas = self._in_loop(self._list()).result(START_LIMIT_S)
+            except Exception as error:  # noqa: BLE001  (whatever comes of a server that is not what it should be)
+                raise ValueError(f"the MCP server {self._server!r} does not say which tools it has: {_why(error)}") from error
+        if name not in self._schemas:
+            raise ValueError(f"the MCP server {self._server!r} has no tool {name!r}; there are: {', '.join(self._schemas)}")
+        return McpTool(self, name, self._schemas[name])
+
+    async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
+        """In any loop. Raises McpCallError, TimeoutError; BrokenToolError where the server is gone."""
+        return await asyncio.wrap_future(self._in_loop(self._call(name, arguments)))
+
+    def _in_loop(self, what: Coroutine[Any, Any, _Result]) -> Any:
+        return asyncio.run_coroutine_threadsafe(what, self._loop)
+
+    def _new_client(self) -> Client:
+        from mcp import Client, StdioServerParameters
+
+        if isinstance(self._server, str):
+            return Client(self._server)
+        command, *arguments = self._server
+        marked = {OWNER: os.environ[OWNER]} if OWNER in os.environ else {}  # so that it ends with the run, whatever happens
+        return Client(StdioServerParameters(command=command, args=arguments, env={**marked, **self._environment}))
+
+    async def _list(self) -> dict[str, Schema]:
+        async with self._new_client() as client:
+            found, cursor = [], None
+            while True:
+                page = await client.list_tools(cursor=cursor)
+                found += page.tools
+                if (cursor := page.next_cursor) is None:
+                    break
+        return {tool.name: _schema(tool.name, tool.description, tool.input_schema) for tool in found}
+
+    async def _call(self, name: str, arguments: Mapping[str, Any]) -> str:
+        from mcp import MCPError
+        from mcp.types import CONNECTION_CLOSED, REQUEST_TIMEOUT
+
+        for is_last in (False, True):
+            client = await self._connected()
+            try:
+                async with asyncio.timeout(self._time_limit_s):
+                    result = await client.call_tool(name, dict(arguments))
+            except TimeoutError as error:
+                raise TimeoutError(f"the server did not answer within {self._time_limit_s:g} s") from error
+            except MCPError as error:
+                if error.code == REQUEST_TIMEOUT:
+                    raise TimeoutError(str(error)) from error
+                if error.code != CONNECTION_CLOSED:
+                    raise McpCallError(str(error)) from error
+                lost: Exception = error
+            except Exception as error:  # noqa: BLE001  (of any transport)
+                lost = error
+            else:
+                if result.is_error:
+                    raise McpCallError(_text(result))
+                return _text(result)
+            self._connection = None
+            if is_last:
+                raise self._gone(lost) from lost
+        raise AssertionError("one of both calls returns or raises")
+
+    async def _connected(self) -> Client:
+        """The one connection that all calls share. Raises BrokenToolError."""
+        if self._connection is None or self._connection.done():
+            self._client = self._loop.create_future()
+            self._connection = self._loop.create_task(self._hold(self._client))
+        assert self._client is not None
+        try:
+            return await asyncio.wait_for(asyncio.shield(self._client), START_LIMIT_S)
+        except Exception as error:  # noqa: BLE001  (of any transport)
+            self._connection = None
+            raise self._gone(error) from error
+
+    async def _hold(self, connected: asyncio.Future[Client]) -> None:
+        """A connection must be ended by the task that made it: this one, which waits for ever."""
+        try:
+            async with self._new_client() as client:
+                connected.set_result(client)
+                await asyncio.Event().wait()
+        except Exception as error:  # noqa: BLE001  (whoever waits for it gets it)
+            if not connected.done():
+                connected.set_exception(error)
+
+    def _gone(self, error: BaseException) -> BrokenToolError:
+        return BrokenToolError(f"the MCP server {self._server!r} cannot be reached: {_why(error)}")
+
+
+class McpTool:
+    """One of a server's tools."""
+
+    def __init__(self, server: McpServer, name: str, schema: Schema) -> None:
+        self._server, self._name, self._schema = server, name, schema
+
+    @property
+    def schema(self) -> Schema:
+        return self._schema
+
+    async def call(self, arguments: Mapping[str, Any], task: Task) -> str:
+        return await self._server.call(self._name, arguments)
+
+
+def _schema(name: str, description: str | None, parameters: Mapping[str, Any]) -> Schema:
+    return {"type": "function", "function": {"name": name, "description": description or "", "parameters": dict(parameters)}}
+
+
+def _text(result: Any) -> str:
+    """What is no text is named."""
+    return "\n".join(part.text if part.type == "text" else f"({part.type})" for part in result.content)
+
+
+def _why(error: BaseException) -> str:
+    """Errors of a task group come in a group."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return one_line(error)

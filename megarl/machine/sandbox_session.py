@@ -1,0 +1,88 @@
+"""An interpreter in the sandbox that stays: programs run in it one after the other, each with what those before it have left."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import subprocess
+import threading
+from typing import NamedTuple
+
+from megarl.machine.sandbox import Finished, Level, SandboxLimits, StartedProgram
+
+# Commands come by a descriptor that programs do not read by chance; where one ends, a mark says so.
+_LOOP = """
+import json, linecache, os, sys, traceback
+commands, streams = os.fdopen(os.dup(0)), (sys.stdout, sys.stderr)
+os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+def run(number, program, names={{"__name__": "__main__"}}):
+    place = f"<program {{number}}>"
+    linecache.cache[place] = (len(program), None, program.splitlines(keepends=True), place)
+    try:
+        exec(compile(program, place, "exec", dont_inherit=True), names)
+    except BaseException as error:
+        traceback.print_exception(error.with_traceback(error.__traceback__.tb_next), file=streams[1])
+        return 1
+    return 0
+for number, command in enumerate(commands, 1):
+    status = run(number, json.loads(command))
+    for stream in streams:
+        stream.flush()
+    os.write(1, f"{{status}} {mark}\\n".encode())
+"""
+
+
+class Ran(NamedTuple):
+    """finished: of one program; its status is 0, or 1 where it raised. is_alive: what it has left is there for the next."""
+
+    finished: Finished
+    is_alive: bool
+
+
+class SandboxSession:
+    """limits: output_kb and wall_s are of one program, all else of all together. `run` is called by one thread, which must live as long
+    as the session: the kernel ends the process with it. `interrupt` and `close` may be called by another, and meanwhile."""
+
+    def __init__(self, level: Level, limits: SandboxLimits) -> None:
+        self._level, self._limits = level, limits
+        self._mark = secrets.token_hex(16)
+        self._started: StartedProgram | None = None
+        self._is_closed = False
+        self._starting, self._running = threading.Lock(), threading.Lock()
+
+    def run(self, program: str) -> Ran:
+        """Where an earlier one has ended the process, a new one begins, which remembers nothing. Raises SandboxError where the level does
+        not work here, RuntimeError after `close`."""
+        with self._running:
+            started = self._start()
+            mark = f" {self._mark}\n".encode()
+            said = started.read(json.dumps(program).encode() + b"\n", until=mark)
+            output, is_whole, _ = said.output.partition(mark)
+            if is_whole and said.ended == "itself":
+                return Ran(started.finished(said._replace(output=output[:-1]), int(output[-1:] != b"0")), True)
+            self._started = None
+            return Ran(started.finished(said, started.end()), False)
+
+    def interrupt(self) -> None:
+        """Ends the program that runs, and what those before it have left."""
+        with self._starting:
+            if self._started is not None:
+                self._started.kill()
+
+    def close(self) -> None:
+        """Nothing of it is left. A program that runs is ended."""
+        with self._starting:
+            self._is_closed = True
+        self.interrupt()
+        with self._running:
+            if self._started is not None:
+                self._started.end()
+                self._started = None
+
+    def _start(self) -> StartedProgram:
+        with self._starting:
+            if self._is_closed:
+                raise RuntimeError("the session is closed")
+            if self._started is None:
+                self._started = StartedProgram(_LOOP.format(mark=self._mark), self._level, self._limits, subprocess.PIPE)
+            return self._started

@@ -1,0 +1,97 @@
+"""Calls of models of any family: read by SGLang's function-call parsers, and what those let pass without a word is told to the model.
+
+SGLang serves users, for whom a call that cannot be read is best left out. A model that learns must be told of it (SGLang 0.5.21, run on
+what `tests/unit/rollout/sglang/test_tool_calls.py` has): broken JSON is no call and no text, or raises; unknown tools are dropped;
+arguments may be anything.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import runpy
+import sys
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from megarl.agents.protocol import CallError, Schema, ToolCall
+from megarl.agents.strict_calls import load_strictly, parse_calls, unreadable
+
+CallParser = Callable[[str], Sequence[ToolCall | CallError]]
+_NAMES = "srt/function_call/parser_names.py"
+
+
+def call_parser(name: str | None, tools: Sequence[Schema] | None) -> CallParser:
+    """name: of one of SGLang's, or None for megarl's own of `<tool_call>` JSON, which imports nothing of SGLang.
+
+    Raises ValueError where there is no such parser, or SGLang does not take the schema of a tool.
+    """
+    if name is None:
+        return parse_calls
+    known = _names()
+    if known is None:
+        raise ValueError(f"agent.parser is {name!r}, which is SGLang's, but SGLang is not installed")
+    if known and name not in known:
+        raise ValueError(f"agent.parser is {name!r}, but SGLang has no such parser; there are: {', '.join(known)}")
+    return _SGLangParser(name, tools or [])
+
+
+def check_parser(name: str, tools: Sequence[Schema]) -> None:
+    """In a process of its own, which imports SGLang. Raises ValueError, see call_parser."""
+    call_parser(name, tools)
+
+
+def _names() -> list[str] | None:
+    """Read from their file, as SGLang takes seconds to be imported. Empty for an SGLang that has no such file; None without SGLang."""
+    package = find_spec("sglang")
+    if package is None or not package.submodule_search_locations:
+        return None
+    file = Path(package.submodule_search_locations[0], _NAMES)
+    return sorted(runpy.run_path(str(file))["TOOL_CALL_PARSER_NAMES"]) if file.exists() else []
+
+
+class _SGLangParser:
+    def __init__(self, name: str, tools: Sequence[Schema]) -> None:
+        _make_ready()
+        from sglang.srt.entrypoints.openai.protocol import Tool
+        from sglang.srt.function_call.function_call_parser import FunctionCallParser
+
+        self._name = name
+        self._tools = [Tool.model_validate(tool) for tool in tools]
+        self._make: Callable[[list[Any], str], Any] = FunctionCallParser
+        self._make(self._tools, name)
+
+    def __call__(self, text: str) -> list[ToolCall | CallError]:
+        parser = self._make(self._tools, self._name)  # some remember what they have read
+        try:
+            has_call = parser.has_tool_call(text)
+            _, items = parser.parse_non_stream(text)
+        except Exception as error:  # noqa: BLE001  (they raise whatever comes of a text that they do not expect)
+            return [unreadable(f"it is no call of the form {self._name!r} ({type(error).__name__}: {str(error)[:100]})")]
+        calls = [_read(item.name, item.parameters) for item in items]
+        # Where each call has a beginning of its own, those that were left out can be counted.
+        begun = text.count(parser.detector.bot_token) if parser.detector.bot_token else 0
+        num_lost = max(begun, int(has_call)) - len(calls)
+        return [*calls, *[unreadable(f"it is no call of the form {self._name!r}")] * num_lost]
+
+
+def _read(name: str | None, arguments: str) -> ToolCall | CallError:
+    if not name:
+        return unreadable("it names no tool")
+    try:
+        return ToolCall(name, load_strictly(arguments))
+    except (ValueError, RecursionError) as error:
+        return unreadable(f"the arguments of {name} are not JSON ({error or type(error).__name__})")
+
+
+def _make_ready() -> None:
+    """This process has no engine, and may have imported transformers: it gets what the parsers need, and no more."""
+    from megarl.rollout.sglang.environment import STAND_INS
+
+    os.environ["SGLANG_FORWARD_UNKNOWN_TOOLS"] = "1"
+    os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
+    if str(STAND_INS) not in sys.path:
+        sys.path.append(str(STAND_INS))
+    logging.getLogger("sglang.srt.function_call").setLevel(logging.CRITICAL)  # a model's slips are counted, and not logged one by one

@@ -1,0 +1,89 @@
+"""Calls of other families, by SGLang's parsers: what is a call, and that nothing which should have been one is passed over."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from megarl.rollout.sglang.tool_calls import call_parser
+from tests import warm
+from tests.warm.client import SGLANG
+
+PRICE = '{"name": "price", "arguments": {"item": "ab"}}'
+LLAMA = '{"name": "price", "parameters": {"item": "ab"}}'
+CODER = "<tool_call>\n<function=price>\n<parameter=item>\nab\n</parameter>\n</function>\n</tool_call>"
+DEEPSEEK = "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>price\n```json\n{}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
+CALL = ["price", {"item": "ab"}]
+UNREADABLE = "unreadable"
+# (parser, text, what is read: calls in their order, and the kinds of errors)
+READ: list[tuple[str, str, list[Any]]] = [
+    ("qwen25", f"<tool_call>\n{PRICE}\n</tool_call>", [CALL]),
+    (
+        "qwen25",
+        f"so<tool_call>\n{PRICE}\n</tool_call>\n<tool_call>\n{PRICE.replace('ab', 'cd')}\n</tool_call>",
+        [CALL, ["price", {"item": "cd"}]],
+    ),
+    ("qwen25", "<tool_call>\n{price}\n</tool_call>", [UNREADABLE]),
+    ("qwen25", "<tool_call>\n[1]\n</tool_call>", [UNREADABLE]),
+    ("qwen25", f"<tool_call>\n{PRICE}", [UNREADABLE]),
+    ("qwen25", f"<tool_call>\n{PRICE}\n</tool_call>\n<tool_call>\n{{price}}\n</tool_call>", [CALL, UNREADABLE]),
+    ("qwen25", '<tool_call>\n{"name": "cost", "arguments": {}}\n</tool_call>', [["cost", {}]]),
+    ("qwen25", '<tool_call>\n{"name": "price", "arguments": 3}\n</tool_call>', [["price", 3]]),
+    ("qwen25", "42, and no {} at all", []),
+    ("hermes", f"<tool_call>{PRICE}</tool_call>", [CALL]),
+    ("hermes", "<tool_call>{price}</tool_call>", [UNREADABLE]),
+    ("llama3", f"<|python_tag|>{LLAMA}", [CALL]),
+    ("llama3", f"{LLAMA}; {LLAMA}", [CALL, CALL]),
+    ("llama3", '<|python_tag|>{"name": "price", "par', [UNREADABLE]),
+    ("llama3", '{"x": 3}', [UNREADABLE]),
+    ("mistral", f"[TOOL_CALLS] [{PRICE}]", [CALL]),
+    ("mistral", '[TOOL_CALLS] [{"name": "pri', [UNREADABLE]),
+    ("pythonic", "[price(item='ab'), cost()]", [CALL, ["cost", {}]]),
+    ("qwen3_coder", CODER, [CALL]),
+    ("qwen3_coder", "<tool_call>\n<function=price\n</tool_call>", [UNREADABLE]),
+    ("deepseekv3", DEEPSEEK.format('{"item": "ab"}'), [CALL]),
+    ("deepseekv3", DEEPSEEK.format('{"item": '), [UNREADABLE]),
+]
+SCHEMA = {
+    "type": "function",
+    "function": {"name": "price", "parameters": {"type": "object", "properties": {"item": {"type": "string"}}, "required": ["item"]}},
+}
+# In a process of its own: SGLang changes what others import.
+PROGRAM = """
+import json, sys
+from megarl.agents.protocol import CallError
+from megarl.rollout.sglang.tool_calls import call_parser
+schema, texts = json.load(sys.stdin)
+for name, text in texts:
+    read = [each.kind.value if isinstance(each, CallError) else each for each in call_parser(name, [schema])(text)]
+    print(json.dumps(read))
+try:
+    call_parser("llama3", [{"function": {}}])
+except ValueError:
+    print("refused")
+"""
+
+
+def test_calls_of_other_families(warm_processes: None) -> None:
+    given = json.dumps([SCHEMA, [(name, text) for name, text, _ in READ]])
+    program = [*warm.PYTHON, f"--{SGLANG}", "-c", PROGRAM]
+    ended = subprocess.run(program, input=given, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+    *lines, refused = ended.stdout.splitlines()
+    for (name, text, expected), line in zip(READ, lines, strict=True):
+        assert json.loads(line) == expected, (name, text)
+    assert refused == "refused"
+    assert "Failed to parse" not in ended.stderr  # a model's slips are not logged
+
+
+def test_a_parser_that_there_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match=r"agent\.parser is 'gpt', but SGLang has no such parser; there are: .*llama3, .*qwen3_coder"):
+        call_parser("gpt", [SCHEMA])
+    assert "sglang" not in sys.modules
+    monkeypatch.setattr("megarl.rollout.sglang.tool_calls.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="SGLang is not installed"):
+        call_parser("llama3", [SCHEMA])
