@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import unicodedata
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from jinja2 import TemplateError, TemplateSyntaxError
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
@@ -186,6 +188,19 @@ def token_texts(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> dict[
         has_space = isinstance(token, str) and token.startswith("\u2581")  # SentencePiece's, which decoding takes from the first word
         texts[number] = f" {text}" if has_space and not text.startswith(" ") else text
     return texts
+
+
+def decode_turns(tokenizer: PreTrainedTokenizerBase, ids: np.ndarray, wrote: np.ndarray) -> list[dict[str, str]]:
+    """Of a row (R,), and whether the model wrote each: messages of the roles `assistant` and `environment`. What the environment said is
+    as the chat template put it, without special tokens, and as the model read it."""
+    starts = [0, *(np.flatnonzero(np.diff(wrote)) + 1).tolist(), len(ids)]
+    return [
+        {
+            "role": "assistant" if wrote[start] else "environment",
+            "content": str(tokenizer.decode(ids[start:end].tolist(), skip_special_tokens=True)),
+        }
+        for start, end in itertools.pairwise(starts)
+    ]
 
 
 def decode_rows(tokenizer: PreTrainedTokenizerBase, ids: RaggedTensor, mask: RaggedTensor) -> list[str]:

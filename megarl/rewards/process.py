@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import inspect
 import math
 import multiprocessing
 import os
@@ -24,6 +25,7 @@ from megarl.rewards.confined_call import ConfinedCallError, call_confined
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 RewardFunction = Callable[..., Any]
 ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
+TURNS = "turns"  # is given to functions that name it
 EXAMPLE = "def compute_score(data_source, solution_str, ground_truth, extra_info):"
 
 
@@ -32,18 +34,22 @@ class RewardFunctionError(UserFunctionError):
 
 
 def load_reward_function(path: str, name: str) -> RewardFunction:
-    """It will be called with the four keywords of ARGUMENTS. Raises RewardFunctionError, see load_function."""
-    return load_function(path, name, Expected("reward function", "reward.functions' name", EXAMPLE, ARGUMENTS, error=RewardFunctionError))
+    """It will be called with the four keywords of ARGUMENTS, and with TURNS where it names that. Raises RewardFunctionError, see
+    load_function."""
+    what = "reward function", "reward.functions' name", EXAMPLE, ARGUMENTS
+    return load_function(path, name, Expected(*what, optional=(TURNS,), error=RewardFunctionError))
 
 
 class ScoreRequest(NamedTuple):
-    """One sample. `ground_truth` and `extra_info` are the data set's, and must be picklable."""
+    """One sample. `ground_truth` and `extra_info` are the data set's, and must be picklable. turns: what came after the prompt, by whom, as
+    decode_turns gives it; None: `solution_str` alone."""
 
     uid: str
     data_source: str
     solution_str: str
     ground_truth: Any
     extra_info: dict[str, Any]
+    turns: list[dict[str, str]] | None = None
 
 
 class Outcome(NamedTuple):
@@ -68,6 +74,13 @@ class NotAScoreError(ConfinedCallError):
 class LoadedFunction(NamedTuple):
     config: RewardFunctionConfig
     call: RewardFunction
+
+    def arguments(self, request: ScoreRequest) -> dict[str, Any]:
+        fields = request._asdict()
+        given = {name: fields[name] for name in ARGUMENTS}
+        if TURNS in inspect.signature(self.call).parameters:
+            given[TURNS] = request.turns or [{"role": "assistant", "content": request.solution_str}]
+        return given
 
 
 # The state of the process, set by `start`: what was loaded, or why it could not be.
@@ -135,7 +148,7 @@ def score(request: ScoreRequest) -> Outcome:
 
 def _evaluate(function: LoadedFunction, request: ScoreRequest) -> tuple[dict[str, float], str | None]:
     """The numbers that a function returns, and its answer. Raises NotAScoreError where it returns something else."""
-    returned = function.call(**_arguments(request))
+    returned = function.call(**function.arguments(request))
     answer = returned.get("answer") if isinstance(returned, dict) else None
     return _numbers(returned), answer if isinstance(answer, str) else None
 
@@ -146,12 +159,6 @@ def _checked(said: Any) -> tuple[dict[str, float], str | None]:
         case [dict() as numbers, None | str() as answer]:
             return _numbers(numbers), answer
     raise NotAScoreError(f"returned {str(said)[:60]!r}, which is not what a function returns")
-
-
-def _arguments(request: ScoreRequest) -> dict[str, Any]:
-    fields = request._asdict()
-    del fields["uid"]
-    return fields
 
 
 def _numbers(returned: Any) -> dict[str, float]:

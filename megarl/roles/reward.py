@@ -17,7 +17,7 @@ from megarl.controller.futures import DerivedFuture, WorkerFuture, has_ended
 from megarl.controller.group import RoleGroup
 from megarl.data.packing import plan_micro_batches
 from megarl.roles.offload_schedule import OffloadSchedule
-from megarl.workers.reward import RewardWorker
+from megarl.workers.reward import WROTE, RewardWorker
 from megarl.workers.reward_model import RewardModelWorker
 
 _ANSWERS, _OF_TURNS = "answer_mask", "environment_rewards"  # columns of episodes
@@ -41,7 +41,8 @@ class Reward:
         self._asking: WorkerFuture[dict[str, list[float]]] | None = None
 
     def score(self, batch: DataProto, with_texts: bool = False) -> DerivedFuture:
-        """Of a batch with `answer_mask`, functions are given the tokens of that alone; `environment_rewards` are added to the scores.
+        """Of a batch with `answer_mask`, functions are given the text of that alone, and the turns; `environment_rewards` are added to the
+        scores.
 
         `token_level_scores`, rows of tokens, and what RewardWorker.score gives. With a model, the scores are those of the functions plus
         `model_weight` times the model's, and there are `reward_function_scores` (B,) and what RewardModelWorker.score_conversations gives
@@ -120,6 +121,8 @@ def _needed(batch: DataProto) -> DataProto:
     rows = token_rows(batch.columns, [_ANSWERS] if _ANSWERS in batch.columns else [])
     named = batch.select([], ["uid", "data_source", "reward_model", "extra_info"])
     answers = {"responses": rows["responses"], "response_mask": rows.get(_ANSWERS, rows["response_mask"])}
+    if _ANSWERS in rows:
+        answers[WROTE] = rows["response_mask"]
     return DataProto.from_dict(answers, named.non_tensor_batch)
 
 

@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, wait
 
+import numpy as np
 import torch
 
 from megarl.batch.data_proto import DataProto
 from megarl.config.schema import RewardConfig
 from megarl.controller.dispatch import Dispatch
 from megarl.controller.worker import Worker, register
-from megarl.data.tokenizer import decode_rows, load_tokenizer
+from megarl.data.tokenizer import decode_rows, decode_turns, load_tokenizer
 from megarl.rewards.scorer import BegunScore, RewardScorer, ScoreReport, ScoreRequest
+
+WROTE = "model_wrote"  # column of episodes, whose `response_mask` is of the last turn alone
 
 
 class RewardWorker(Worker):
@@ -82,13 +85,23 @@ class RewardWorker(Worker):
     def _requests(self, batch: DataProto, texts: Sequence[str]) -> list[ScoreRequest]:
         arrays = batch.non_tensor_batch
         return [
-            ScoreRequest(
-                uid=str(uid), data_source=source, solution_str=text, ground_truth=reward_model["ground_truth"], extra_info=extra_info
-            )
-            for uid, source, text, reward_model, extra_info in zip(
-                arrays["uid"], arrays["data_source"], texts, arrays["reward_model"], arrays["extra_info"], strict=True
+            ScoreRequest(str(uid), source, text, reward_model["ground_truth"], extra_info, turns)
+            for uid, source, text, reward_model, extra_info, turns in zip(
+                arrays["uid"],
+                arrays["data_source"],
+                texts,
+                arrays["reward_model"],
+                arrays["extra_info"],
+                self._turns(batch),
+                strict=True,
             )
         ]
+
+    def _turns(self, batch: DataProto) -> list[list[dict[str, str]] | None]:
+        if WROTE not in batch.columns:
+            return [None] * len(batch)
+        rows = zip(batch.ragged["responses"].each(), batch.ragged[WROTE].each(), strict=True)
+        return [decode_turns(self._tokenizer, np.asarray(ids), np.asarray(wrote)) for ids, wrote in rows]
 
     def _scores(self, samples: Sequence[ScoreRequest | BegunScore], texts: Sequence[str] | None = None) -> DataProto:
         report = self._scorer.score(samples) if self._scorer else _no_scores(len(samples))

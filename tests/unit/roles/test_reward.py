@@ -19,7 +19,10 @@ from megarl.workers.reward import RewardWorker
 from tests.integration.tiny_run import SYMBOLS, save_policy
 
 FUNCTION = """
-def compute_score(data_source, solution_str, ground_truth, extra_info):
+def compute_score(data_source, solution_str, ground_truth, extra_info, turns):
+    assert turns[-1] == {"role": "assistant", "content": solution_str}
+    said = [turn["content"] for turn in turns if turn["role"] == "environment"]
+    assert said == extra_info.get("said", [])
     if solution_str == "":
         raise KeyError("nothing to score")
     return len(solution_str) + 10 * (solution_str == ground_truth) + 100 * (data_source == "two") + extra_info["bonus"]
@@ -116,7 +119,8 @@ def two_answers() -> DataProto:
 
 
 def test_of_an_episode_the_last_turn_is_scored_and_rewards_of_turns_are_added(worker: RewardWorker) -> None:
-    """The first wrote 3+4, was told = and wrote 12, which is right: 2 + 10; its first turn was given 0.25, the other's only one -1."""
+    """The function is given all turns, and whose each is. The first wrote 3+4, was told = and wrote 12, which is right: 2 + 10; its
+    first turn was given 0.25, the other's only one -1."""
     batch = two_answers()
     columns = of_answers(["3+4=12<end>", "7= "])
     wrote = torch.tensor([True, True, True, False, True, True, True, *[True] * 3])
@@ -124,7 +128,8 @@ def test_of_an_episode_the_last_turn_is_scored_and_rewards_of_turns_are_added(wo
     rewards = torch.tensor([0, 0, 0.25, 0, 0, 0, 0, 0, 0, -1])
     rows = {"response_mask": wrote, "answer_mask": answer, "environment_rewards": rewards}
     of_rows = {name: RaggedTensor.of_rows([values[:7].numpy(), values[7:].numpy()], values.dtype) for name, values in rows.items()}
-    made = DataProto.from_dict({**columns, **of_rows}, batch.non_tensor_batch)
+    said = {"extra_info": [{"bonus": 0, "said": ["="]}, {"bonus": 0}]}
+    made = DataProto.from_dict({**columns, **of_rows}, {**batch.non_tensor_batch, **said})
     scored = Reward(InThisProcess(worker)).score(made, with_texts=True).get()  # type: ignore[arg-type]
     assert scored.non_tensor_batch["answer"].tolist() == ["12", "7= "]
     parts = scored.tensors["score_parts"][:, 0].tolist()
