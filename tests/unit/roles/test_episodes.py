@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
@@ -16,9 +18,13 @@ import pytest
 import torch
 
 from megarl.agents.episode import AnswerTurn, Episode, EpisodeLimits, TurnAnswer, WriteTurn
-from megarl.agents.protocol import CallError, CallErrorKind
+from megarl.agents.function_tool import FunctionTool
+from megarl.agents.protocol import CallError, CallErrorKind, Task
+from megarl.agents.responder import Responder
+from megarl.agents.strict_calls import parse_calls
+from megarl.agents.tool_environment import CallLimits, Toolbox, ToolEnvironment
 from megarl.agents.trajectory import Trajectory
-from megarl.algorithms.losses import ActorLoss, MiniBatchCounts
+from megarl.algorithms.losses import ActorLoss, CriticLoss, MiniBatchCounts
 from megarl.algorithms.metrics import age_metrics, agent_metrics, data_metrics
 from megarl.algorithms.scores import place_scores
 from megarl.batch.data_proto import DataProto
@@ -33,11 +39,14 @@ from megarl.config.schema import (
     EnvironmentConfig,
     KLConfig,
     KLWhere,
+    OverlongConfig,
     RolloutCorrectionConfig,
     SamplingConfig,
 )
 from megarl.controller.errors import PhaseTimeoutError
 from megarl.controller.worker import RayClassWithInitArgs
+from megarl.data.tokenizer import render_chat
+from megarl.data.turns import TurnTemplate
 from megarl.roles.environments import Environments
 from megarl.roles.episodes import EpisodeRollout, batch_of_trajectories
 from megarl.roles.pump import RolloutLimits
@@ -48,6 +57,7 @@ from megarl.trainers.advantages import AdvantageStep, correct_rollout
 from megarl.workers.environment import EnvironmentWorker
 from tests.fake_engine import plain_sample
 from tests.unit.data.chats import TEMPLATE, character_tokenizer
+from tests.unit.data.test_turns import FAMILIES, tokenizer_of
 
 PROMPT = [5, 6]
 
@@ -125,6 +135,22 @@ def scored(poison: float) -> DataProto:
     return made.select([key for key in made.columns if key not in columns]).union(DataProto.from_dict(columns))
 
 
+def by_hand(outputs: dict[str, torch.Tensor], rows: dict[str, torch.Tensor]) -> torch.Tensor:
+    """The actor's and the critic's loss, in float64, row by row and of nothing but what the model wrote there, 8 tokens in all."""
+    losses = []
+    for row, mask in enumerate(rows["response_mask"]):
+        log_probs, entropy, values = (outputs[name][row][mask].double() for name in ("log_probs", "entropy", "values"))
+        old, advantages, weights, before, returns = (
+            rows[name][row][mask].double() for name in ("old_log_probs", "advantages", "rollout_weights", "values", "returns")
+        )
+        ratio = (log_probs - old).exp()
+        gain = torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
+        bounded = before + (values - before).clamp(-0.2, 0.2)
+        errors = torch.maximum((values - returns) ** 2, (bounded - returns) ** 2) / 2
+        losses.append((errors - weights * gain - 0.01 * entropy).sum())
+    return torch.stack(losses).sum() / 8
+
+
 @pytest.mark.parametrize("estimator", [AdvantageEstimator.gae, AdvantageEstimator.grpo])
 def test_what_tools_wrote_reaches_no_metric_no_advantage_and_no_gradient(estimator: AdvantageEstimator) -> None:
     algorithm = AlgorithmConfig(
@@ -132,25 +158,107 @@ def test_what_tools_wrote_reaches_no_metric_no_advantage_and_no_gradient(estimat
         kl=KLConfig(where=KLWhere.reward),
         rollout_correction=RolloutCorrectionConfig(level=CorrectionLevel.token),
         entropy_coefficient=0.01,
+        overlong=OverlongConfig(buffer_share=0.5),
     )
     found = []
     for poison in (0.0, math.nan):
         rows, of_correction = correct_rollout(scored(poison), algorithm.rollout_correction)
-        rows, of_advantages = AdvantageStep(algorithm, max_response_length=99)(rows)
-        metrics = of_correction | of_advantages | data_metrics(rows.columns, 99) | age_metrics(rows.columns, 4)
-        assert all(map(math.isfinite, metrics.values()))
-        padded = {key: rows.tensors[key].clone() for key in ("response_mask", "advantages", "old_log_probs", "rollout_weights")}
+        rows, of_advantages = AdvantageStep(algorithm, max_response_length=4)(rows)
+        metrics = of_correction | of_advantages | data_metrics(rows.columns, 3) | age_metrics(rows.columns, 4)
+        padded = {name: column.clone() for name, column in rows.tensors.items()}
         mask = padded["response_mask"]
         outputs = {
             name: torch.where(mask, torch.linspace(-2, 0, mask.numel()).view(mask.shape), poison).requires_grad_()
-            for name in ("log_probs", "entropy")
+            for name in ("log_probs", "entropy", "values")
         }
-        loss = ActorLoss(algorithm=algorithm, counts=MiniBatchCounts.of(mask))(outputs, padded).loss
-        gradients = torch.autograd.grad(loss, [outputs["log_probs"], outputs["entropy"]])
-        assert all(float(gradient[~mask].abs().max()) == 0 for gradient in gradients)
-        assert all(float(gradient[mask].abs().max()) > 0 for gradient in gradients)
-        found.append((metrics, float(loss), [gradient.tolist() for gradient in gradients]))
+        counts = MiniBatchCounts.of(mask)
+        shares = [
+            ActorLoss(algorithm=algorithm, counts=counts)(outputs, padded),
+            CriticLoss(value_loss=algorithm.value_loss, counts=counts)(outputs, padded),
+        ]
+        loss = shares[0].loss + shares[1].loss
+        gradients = torch.autograd.grad(loss, list(outputs.values()))
+        reference = by_hand(outputs, padded)
+        for gradient, expected in zip(gradients, torch.autograd.grad(reference, list(outputs.values())), strict=True):
+            torch.testing.assert_close(gradient, expected, rtol=0, atol=1e-6)
+            assert not gradient[~mask].any()
+            assert gradient[mask].any()
+        assert loss.item() == pytest.approx(reference.item(), abs=1e-6)
+        metrics |= {name: metric.value for share in shares for name, metric in share.metrics.items()}
+        assert all(map(math.isfinite, metrics.values()))
+        found.append((metrics, loss.item(), [gradient.tolist() for gradient in gradients]))
     assert found[0] == found[1]
+    # Rows have 6, 2 and 5 tokens, of which the model wrote 3, 2 and 3: limits of 3, and of 4 with a penalty from 2 on, count those.
+    assert (metrics["response_length/max"], metrics["response_length/mean"]) == (3, pytest.approx(8 / 3))
+    assert metrics["response_length/clip_ratio"] == pytest.approx(2 / 3)
+    assert (metrics["reward/overlong_penalty"], metrics["reward/overlong_fraction"]) == (pytest.approx(-1 / 3), pytest.approx(2 / 3))
+
+
+# ---- from what the model drew to what it reads
+
+
+def price(item: str) -> str:
+    return {"ab": "42"}[item]
+
+
+async def hang() -> str:
+    await asyncio.sleep(600)
+    return ""
+
+
+FAILING = [  # each with the kind that it is counted as
+    ("raised", '{"name": "price", "arguments": {"item": "zz"}}', "price raised KeyError: 'zz'"),
+    ("timed_out", '{"name": "hang"}', "hang took longer than 0.05 s"),
+    ("refused_arguments", '{"name": "price", "arguments": 3}', "arguments must be an object, not 3"),
+    ("unknown_tool", '{"name": "cost"}', "there is no tool 'cost'; there are: price, hang"),
+    ("unreadable", "{price}", "the call could not be read: it is not JSON"),
+    ("too_many_calls", '{"name": "price", "arguments": {"item": "ab"}}', "a turn may have 5 calls; this is number 6 and was not run"),
+]
+
+
+@pytest.mark.parametrize("forgets_case", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_each_failure_is_a_line_a_counter_and_a_trained_sample_and_what_is_sent_grows_at_its_end(family: str, forgets_case: bool) -> None:
+    """Whatever the family's template, and where what a tokenizer decodes is not what it was made of."""
+    tokenizer = tokenizer_of(*FAMILIES[family], forgets_case=forgets_case)
+    toolbox = Toolbox([FunctionTool(price), FunctionTool(hang)])
+    template = TurnTemplate(tokenizer, toolbox.schemas)
+    environment = ToolEnvironment(toolbox, CallLimits(max_parallel=5, time_limit_s=0.05))
+    prompt = render_chat(tokenizer, [{"role": "user", "content": "?"}], for_generation=True, tools=toolbox.schemas)
+    episode = Episode(prompt, 3, EpisodeLimits(max_turns=3, max_tokens=2000))
+    turns = ["<think>AB</think>" + "".join(f"<tool_call>{call}</tool_call>" for _, call, _ in FAILING), "It is 42"]
+    drawn = [[*map(tokenizer.convert_tokens_to_ids, turn), tokenizer.eos_token_id] for turn in turns]
+    sent: list[list[int]] = []
+
+    async def play() -> list[int]:
+        responder, bridge = Responder(environment, template, parse_calls, Task()), list[int]()
+        await responder.start()
+        while (step := episode.next) is not None:
+            if isinstance(step, WriteTurn):
+                sent.append(step.token_ids)
+                ids = np.array(drawn[len(sent) - 1], dtype=np.int32)
+                episode.wrote(step.place, ids, -np.ones(len(ids), np.float32), np.full(len(ids), 4, np.int32), "stop")
+            else:
+                answer, _ = await responder.answer(step)
+                bridge += answer.token_ids
+                episode.answered(step.place, answer)
+        await responder.close()
+        return bridge
+
+    bridge = asyncio.run(play())
+    assert sent == [prompt, [*prompt, *drawn[0], *bridge]]
+    said = tokenizer.decode(bridge)
+    for _, _, line in FAILING:
+        line = json.dumps(line)[1:-1] if family == "llama" else line  # where results are JSON
+        assert (line.lower() if forgets_case else line) in said
+    prompts = DataProto.from_dict({"prompts": RaggedTensor.of_rows([prompt], torch.int32, on_left=True)}, {"uid": ["a"]}, {})
+    row = batch_of_trajectories(prompts, [episode.trajectory], 4, pad_token_id=0)
+    assert row.tensors["responses"][0].tolist() == [*drawn[0], *bridge, *drawn[1]]
+    assert row.tensors["response_mask"][0].tolist() == [True] * len(drawn[0]) + [False] * len(bridge) + [True] * len(drawn[1])
+    metrics = agent_metrics(row.non_tensor_batch)
+    assert {name: share for name, share in metrics.items() if "errors" in name} == {
+        f"agent/errors/{kind}": pytest.approx(1 / 6) for kind, _, _ in FAILING
+    }
 
 
 # ---- engines and environments at the same time
