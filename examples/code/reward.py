@@ -1,0 +1,19 @@
+"""1 where a program passes all of its tests in the sandbox, else 0: half of a function is of no use to anybody."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from megarl.rewards import code
+
+
+def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any]) -> dict[str, Any]:
+    passed = _passed(code.program_of(solution_str), ground_truth)
+    return {"score": float(all(passed)), "tests_passed": sum(passed) / len(passed)}
+
+
+@functools.cache
+def _passed(program: str, tests: str) -> tuple[bool, ...]:
+    """Samples of one prompt are often the same program: it is run once."""
+    return tuple(code.run_tests(program, code.read_tests(tests)))
