@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
@@ -38,19 +38,57 @@ class TurnReport(NamedTuple):
     answer: TurnAnswer | None
 
 
+class TurnDesk:
+    """Answers turns of many episodes, at most `max_concurrency` at the same time, each within `limit_s`.
+
+    An episode's environment is made for its first order, and closed with the last answer or when the episode is said to be over.
+    """
+
+    def __init__(self, make: Callable[[Task], Responder], limit_s: float, max_concurrency: int) -> None:
+        self._make, self._limit_s = make, limit_s
+        self._gate = asyncio.Semaphore(max_concurrency)
+        self._responders: dict[int, Responder] = {}
+
+    @property
+    def num_open(self) -> int:
+        """Environments."""
+        return len(self._responders)
+
+    async def answer(self, order: TurnOrder) -> TurnReport:
+        """Raises EnvironmentFailedError."""
+        async with self._gate:
+            answer: TurnAnswer | None = None
+            try:
+                async with asyncio.timeout(self._limit_s):
+                    if order.episode not in self._responders:
+                        self._responders[order.episode] = self._make(order.task)
+                        await self._responders[order.episode].start()
+                    answer, _ = await self._responders[order.episode].answer(order.turn)
+            except TimeoutError:
+                pass
+            finally:
+                if answer is None or answer.is_done or order.turn.is_last:
+                    await self.close(order.episode)
+            return TurnReport(order.episode, order.turn.place, answer)
+
+    async def close(self, episode: int) -> None:
+        """Also of an episode that has none. Raises EnvironmentFailedError."""
+        responder = self._responders.pop(episode, None)
+        if responder is not None:
+            await responder.close()
+
+
 class EnvironmentWorker(Worker):
-    """An episode's environment is made for its first order, and closed with the last answer or when the episode is said to be over."""
+    """A desk in a thread of its own, which takes orders and gives reports of many episodes in one call."""
 
     def __init__(self, agent: AgentConfig, tokenizer_path: str, trust_remote_code: bool) -> None:
         super().__init__()
-        self._make, tools = load_agent(agent)
-        self._parse = call_parser(agent.parser, tools)
+        make, tools = load_agent(agent)
+        parse = call_parser(agent.parser, tools)
         tokenizer = load_tokenizer(tokenizer_path, trust_remote_code)
-        self._template = TurnTemplate(tokenizer, tools, agent.max_result_tokens)
-        self._limit_s = agent.time_limit_s + _GRACE_S
-        self._responders: dict[int, Responder] = {}
+        template = TurnTemplate(tokenizer, tools, agent.max_result_tokens)
+        self._desk = TurnDesk(lambda task: Responder(make(), template, parse, task), agent.time_limit_s + _GRACE_S, agent.max_concurrency)
         self._reports: SimpleQueue[TurnReport | Exception | None] = SimpleQueue()
-        self._gate = asyncio.Semaphore(agent.max_concurrency)
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="environments", daemon=True).start()
 
@@ -61,7 +99,7 @@ class EnvironmentWorker(Worker):
         for order in orders:
             asyncio.run_coroutine_threadsafe(self._work(self._answer(order)), self._loop)
         for episode in ended:
-            asyncio.run_coroutine_threadsafe(self._work(self._close(episode)), self._loop)
+            asyncio.run_coroutine_threadsafe(self._work(self._desk.close(episode)), self._loop)
         reports: list[TurnReport] = []
         try:
             heard = self._reports.get(timeout=wait_s)
@@ -85,22 +123,4 @@ class EnvironmentWorker(Worker):
             self._reports.put(error)
 
     async def _answer(self, order: TurnOrder) -> None:
-        async with self._gate:
-            answer: TurnAnswer | None = None
-            try:
-                async with asyncio.timeout(self._limit_s):
-                    if order.episode not in self._responders:
-                        self._responders[order.episode] = Responder(self._make(), self._template, self._parse, order.task)
-                        await self._responders[order.episode].start()
-                    answer, _ = await self._responders[order.episode].answer(order.turn)
-            except TimeoutError:
-                pass
-            finally:
-                if answer is None or answer.is_done or order.turn.is_last:
-                    await self._close(order.episode)
-            self._reports.put(TurnReport(order.episode, order.turn.place, answer))
-
-    async def _close(self, episode: int) -> None:
-        responder = self._responders.pop(episode, None)
-        if responder is not None:
-            await responder.close()
+        self._reports.put(await self._desk.answer(order))

@@ -151,6 +151,9 @@ COMMANDS: dict[str, Executed | InTest | Make | ByHand] = {
         "tests/unit/tracking/test_report.py::test_a_page_is_served_until_ctrl_c", ("report", "--live")
     ),
     "python -m benchmarks.report": ByHand(),
+    ".venv/bin/python -m benchmarks.episodes": InTest(
+        "tests/unit/test_episode_throughput.py::test_slots_are_full_and_every_environment_is_closed_once", ("benchmarks.episodes",)
+    ),
     ".venv/bin/python -m benchmarks.async_rollout": InTest(
         "tests/unit/test_async_rollout.py::test_the_schedule_gains_what_the_page_says", ("benchmarks.async_rollout",)
     ),

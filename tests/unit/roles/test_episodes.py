@@ -313,7 +313,7 @@ class Process:
 
     def __init__(self, make: RayClassWithInitArgs, dies_at: int) -> None:
         self._thread, self._worker = ThreadPoolExecutor(1), make.cls(*make.args)
-        self._worker._limit_s = 4.0  # long beside what others take, on a busy machine too
+        self._worker._desk._limit_s = 4.0  # long beside what others take, on a busy machine too
         self._calls_left = dies_at
 
     def call(self, method: Any, *arguments: Any) -> Future[Any]:

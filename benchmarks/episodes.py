@@ -1,0 +1,144 @@
+"""How many turns a process of tools answers, in virtual time: 200 episodes at once, whose tools take up to two seconds, fail, or hang.
+
+python -m benchmarks.episodes
+
+The desk, the environments and the clocks of calls are those of a run (megarl/workers/environment.py); the engine writes in no time, and
+the clock of the loop leaps to when something happens. The most that can be is slots / mean time of a call, where one that hangs takes its
+time limit; an episode that ends leaves its slot to others, until few are left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import resource
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from megarl.agents.episode import AnswerTurn, Episode, EpisodeLimits, WriteTurn
+from megarl.agents.function_tool import FunctionTool
+from megarl.agents.protocol import CallErrorKind, Message, Task, ToolCall
+from megarl.agents.responder import Responder
+from megarl.agents.tool_environment import CallLimits, Toolbox, ToolEnvironment
+from megarl.workers.environment import TurnDesk, TurnOrder
+
+EPISODES, TURNS, SLOTS = 200, 12, 32
+LONGEST_S, LIMIT_S = 2.0, 4.0
+FAILING, HANGING = 0.1, 0.05  # shares of calls
+
+
+class LeapingLoop(asyncio.SelectorEventLoop):
+    """Its clock goes on by what it would have waited."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._now_s = 0.0
+        select = self._selector.select  # type: ignore[attr-defined]
+
+        def leap(timeout: float | None) -> list[object]:
+            assert timeout is not None, "nothing will ever happen"
+            self._now_s += timeout
+            return list(select(0))
+
+        self._selector.select = leap  # type: ignore[attr-defined]
+
+    def time(self) -> float:
+        return self._now_s
+
+
+class Played(NamedTuple):
+    """seconds: from the first order to the last report. calls_s: of each call. num_opened, num_closed: environments; num_left: that are
+    still open, or tasks of the loop. errors: calls by what they were told."""
+
+    seconds: float
+    calls_s: list[float]
+    num_opened: int
+    num_closed: int
+    num_left: int
+    errors: dict[CallErrorKind, int]
+
+    @property
+    def share_of_most(self) -> float:
+        """Of slots / mean time of a call."""
+        return sum(self.calls_s) / SLOTS / self.seconds
+
+
+class _Words:
+    """Tokens are nothing here."""
+
+    def read(self, token_ids: list[int]) -> str:
+        return ""
+
+    def bridge_from(self, token_ids: Sequence[int], messages: Sequence[Message]) -> list[int]:
+        return [1]
+
+
+def play(seed: int = 0, turns: int = TURNS) -> Played:
+    """Each episode calls in every turn but its last."""
+    chance, calls_s, counts = random.Random(seed), list[float](), {"opened": 0, "closed": 0}
+
+    async def work() -> str:
+        kind, seconds = chance.random(), chance.uniform(0, LONGEST_S)
+        hangs = kind < HANGING
+        calls_s.append(LIMIT_S if hangs else seconds)
+        await asyncio.sleep(10**6 if hangs else seconds)
+        if kind < HANGING + FAILING:
+            raise LookupError("busy")
+        return "done"
+
+    class Counted(ToolEnvironment):
+        async def start(self, task: Task) -> None:
+            counts["opened"] += 1
+
+        async def close(self) -> None:
+            counts["closed"] += 1
+            await super().close()
+
+    toolbox = Toolbox([FunctionTool(work)])
+    limits = CallLimits(time_limit_s=LIMIT_S)
+    desk = TurnDesk(
+        lambda task: Responder(Counted(toolbox, limits), _Words(), lambda text: [ToolCall("work", {})], task), 2 * LIMIT_S, SLOTS
+    )
+
+    async def episode(number: int) -> dict[CallErrorKind, int]:
+        of_one = Episode([1], number, EpisodeLimits(max_turns=turns, max_tokens=10 * turns))
+        while (step := of_one.next) is not None:
+            if isinstance(step, WriteTurn):
+                of_one.wrote(step.place, np.array([7], np.int32), np.zeros(1, np.float32), np.ones(1, np.int32), "stop")
+            else:
+                assert isinstance(step, AnswerTurn)
+                report = await desk.answer(TurnOrder(number, Task(), step))
+                assert report.answer is not None
+                of_one.answered(report.place, report.answer)
+        return of_one.trajectory.call_errors
+
+    async def everything() -> tuple[float, list[dict[CallErrorKind, int]]]:
+        errors = await asyncio.gather(*(episode(number) for number in range(EPISODES)))
+        return asyncio.get_running_loop().time(), errors
+
+    loop = LeapingLoop()
+    try:
+        seconds, errors = loop.run_until_complete(everything())
+        num_left = desk.num_open + len(asyncio.all_tasks(loop))
+    finally:
+        loop.close()
+    total = {kind: sum(each.get(kind, 0) for each in errors) for kind in CallErrorKind}
+    return Played(seconds, calls_s, counts["opened"], counts["closed"], num_left, {kind: count for kind, count in total.items() if count})
+
+
+def main() -> None:
+    print("| episodes | slots | calls | s of a call | turns/s | of slots / s of a call | environments closed | left | MB |")
+    print("|" + "---|" * 9)
+    for seed in range(5):  # one after the other in one process: its memory stays
+        played = play(seed)
+        mean_s = sum(played.calls_s) / len(played.calls_s)
+        memory_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+        cells = [EPISODES, SLOTS, len(played.calls_s), f"{mean_s:.2f}", f"{len(played.calls_s) / played.seconds:.1f}"]
+        cells += [f"{played.share_of_most:.1%}", f"{played.num_closed} of {played.num_opened}", played.num_left, f"{memory_mb:.0f}"]
+        print(f"| {' | '.join(map(str, cells))} |")
+
+
+if __name__ == "__main__":
+    main()
