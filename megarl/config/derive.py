@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import NamedTuple
 
 from megarl.config.architecture import Architecture
 from megarl.config.roles import ModelRole, model_roles
-from megarl.config.schema import DType, MicroBatchConfig, PPOConfig, RewardModelConfig, SFTConfig
+from megarl.config.schema import DType, MicroBatchConfig, ParallelConfig, PPOConfig, RewardModelConfig, SFTConfig
 
 VOCABULARY_DIVISOR = 128  # a rank's vocabulary rows are a multiple of it, as matrix units like
 
@@ -76,8 +77,21 @@ def role_tokens(config: PPOConfig | SFTConfig, role: ModelRole, architecture: Ar
 
 def max_conversation_tokens(model: RewardModelConfig, architecture: Architecture) -> int:
     """That the reward model reads: `max_length`, and no more than it has positions, and a micro-batch room."""
-    limits = (model.max_length, architecture.max_position_embeddings, model.micro_batch.max_tokens)
+    limits = (model.max_length, architecture.max_position_embeddings, micro_batch_room(model.micro_batch, model.parallel))
     return min(limit for limit in limits if limit is not None)
+
+
+def padded_length(length: int, context_parallel_size: int) -> int:
+    """Tokens of a sequence that so many ranks share: each has two chunks of it, all of them equal."""
+    return length if context_parallel_size == 1 else -(-length // (2 * context_parallel_size)) * 2 * context_parallel_size
+
+
+def micro_batch_room(limit: MicroBatchConfig, parallel: ParallelConfig) -> int | None:
+    """Tokens of all ranks that share a micro-batch, with what pads them; None where its rows are counted."""
+    if limit.max_tokens is None:
+        return None
+    size, unit = parallel.context_parallel_size, padded_length(1, parallel.context_parallel_size)
+    return limit.max_tokens * size // unit * unit
 
 
 class Row(NamedTuple):
@@ -92,9 +106,16 @@ class Row(NamedTuple):
         return self.prompt + self.response
 
 
-def micro_batch_tokens(rows: Sequence[Row]) -> int:
-    """Of packed rows; a prompt that rows share counts once."""
-    return sum(row.response for row in rows) + sum({row.prompt_number: row.prompt for row in rows}.values())
+def micro_batch_tokens(rows: Sequence[Row], context_parallel_size: int = 1) -> int:
+    """Of packed rows, of all ranks that share them, with what pads them; a prompt that rows share counts once."""
+    groups: dict[int, list[Row]] = defaultdict(list)
+    for row in rows:
+        groups[row.prompt_number].append(row)
+    total = 0
+    for group in groups.values():
+        shared = [group[0].prompt, *(row.response for row in group)] if len(group) > 1 else [group[0].tokens]
+        total += sum(padded_length(length, context_parallel_size) for length in shared)
+    return total
 
 
 def rows_of_prompt(config: PPOConfig | SFTConfig, role: ModelRole) -> int:
@@ -120,28 +141,45 @@ def fullest_micro_batch(config: PPOConfig | SFTConfig, role: ModelRole, architec
     """
     longest = _longest_row(config, role, architecture)
     most = rows_of_replica(config, role, trains=trains)
-    if role.micro_batch.max_tokens is None:
+    room, size = micro_batch_room(role.micro_batch, role.parallel), role.parallel.context_parallel_size
+    if room is None:
         return [longest._replace(prompt_number=row) for row in range(min(role.micro_batch.sequences or 1, most))]
     rows: list[Row] = []
-    left, together = role.micro_batch.max_tokens, rows_of_prompt(config, role)
+    left, together, least = room, rows_of_prompt(config, role), padded_length(1, size)
     for number in range(most):
         prompt_number, is_first = number // together, number % together == 0
-        if left < (longest.tokens if is_first else longest.response):
-            if left > is_first:
-                response = min(longest.response, left - is_first)
-                rows.append(Row(left - response if is_first else longest.prompt, response, prompt_number))
+        needed = _room_of_row(longest, together > 1, size) if is_first else padded_length(longest.response, size)
+        if left < needed:
+            if left > least * is_first:
+                response = min(longest.response, left - least * is_first)
+                rows.append(Row(left - padded_length(response, size) if is_first else longest.prompt, response, prompt_number))
             break
         rows.append(longest._replace(prompt_number=prompt_number))
-        left -= longest.tokens if is_first else longest.response
+        left -= needed
     return rows
 
 
+def room_of_longest_row(config: PPOConfig | SFTConfig, role: ModelRole) -> int:
+    """Tokens that the longest row of a model which reads those of the policy takes of a micro-batch, with what pads it."""
+    longest = _row_of_policy(config)
+    return _room_of_row(longest, rows_of_prompt(config, role) > 1, role.parallel.context_parallel_size)
+
+
+def _room_of_row(row: Row, shares_prompt: bool, context_parallel_size: int) -> int:
+    """Prompt and response of a row that may share its prompt are padded each, though it may have nobody to share it with."""
+    parts = (row.prompt, row.response) if shares_prompt else (row.tokens,)
+    return sum(padded_length(part, context_parallel_size) for part in parts)
+
+
 def _longest_row(config: PPOConfig | SFTConfig, role: ModelRole, architecture: Architecture) -> Row:
-    tokens = role_tokens(config, role, architecture)
-    if isinstance(config, SFTConfig):
-        return Row(1, tokens - 1)
     if not role.reads_policy_tokens:
-        return Row(tokens - 1, 1)  # a reward model's score is read at the last token
+        return Row(role_tokens(config, role, architecture) - 1, 1)  # a reward model's score is read at the last token
+    return _row_of_policy(config)
+
+
+def _row_of_policy(config: PPOConfig | SFTConfig) -> Row:
+    if isinstance(config, SFTConfig):
+        return Row(1, max_row_tokens(config) - 1)
     return Row(config.data.max_prompt_length, config.data.max_response_length)
 
 
@@ -165,7 +203,6 @@ def _role(config: PPOConfig | SFTConfig, role: ModelRole, architecture: Architec
     rows = _rows_of_pass(config, trains=trains)
     replicas = role.parallel.data_parallel_size
     fullest = rows_of_replica(config, role, trains=trains)
-    virtual = role.parallel.virtual_pipeline_parallel_size is not None
     return RoleArithmetic(
         role=role.name,
         num_parameters=num_parameters(architecture, with_value_head=role.with_value_head),
@@ -175,9 +212,9 @@ def _role(config: PPOConfig | SFTConfig, role: ModelRole, architecture: Architec
         rows_per_replica=(rows // replicas, fullest),
         micro_batches=_micro_batches(
             fullest,
-            role.micro_batch,
-            role_tokens(config, role, architecture),
-            role.parallel.pipeline_parallel_size if virtual else 1,
+            role,
+            _longest_row(config, role, architecture),
+            role.parallel.micro_batch_multiple,
             rows_of_prompt(config, role),
         ),
         optimizer_steps_per_step=optimizer_steps_per_step(config, role),
@@ -242,14 +279,19 @@ def most_checkpoints(config: PPOConfig | SFTConfig) -> int:
     return made if checkpoint.keep == 0 else min(made, checkpoint.keep + 1 + keeps_best)
 
 
-def _micro_batches(rows: int, limit: MicroBatchConfig, row_tokens: int, multiple_of: int, rows_of_prompt: int) -> tuple[int, int]:
+def _micro_batches(rows: int, role: ModelRole, longest: Row, multiple_of: int, rows_of_prompt: int) -> tuple[int, int]:
     """An interleaved pipeline runs a multiple of its stages (`multiple_of`); the rest are fillers. The most: where no prompt is shared."""
-    if limit.sequences is not None:
-        least = most = -(-rows // limit.sequences)
+    room, size = micro_batch_room(role.micro_batch, role.parallel), role.parallel.context_parallel_size
+    if room is None:
+        assert role.micro_batch.sequences is not None
+        least = most = -(-rows // role.micro_batch.sequences)
     else:
-        assert limit.max_tokens is not None
-        fewest_tokens = rows + -(-rows // rows_of_prompt)  # a row has a response token at least, and a prompt one token
-        least, most = -(-fewest_tokens // limit.max_tokens), -(-rows // (limit.max_tokens // row_tokens))
+        # A row has a response token at least, and a prompt one token.
+        fewest = rows * padded_length(2, size)
+        if rows_of_prompt > 1:
+            fewest = (rows + -(-rows // rows_of_prompt)) * padded_length(1, size)
+        of_row = _room_of_row(longest, rows_of_prompt > 1, size)
+        least, most = -(-fewest // room), -(-rows // (room // of_row))
     return -(-least // multiple_of) * multiple_of, -(-most // multiple_of) * multiple_of
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from megarl.config import agent_rules, algorithm_rules, checkpoint_rules, data_rules, reward_rules, rollout_rules, staleness_rules
 from megarl.config.architecture import Architecture, read_architecture
-from megarl.config.derive import max_row_tokens, samples_per_step, updates_per_pass
+from megarl.config.derive import max_row_tokens, room_of_longest_row, samples_per_step, updates_per_pass
 from megarl.config.errors import ConfigError
 from megarl.config.roles import REWARD_MODEL, ModelRole, model_roles, needs_reference
 from megarl.config.schema import (
@@ -234,13 +234,24 @@ def _micro_batch(config: RunConfig, role: ModelRole) -> Violations:
         yield Violation(
             (f"{key}.sequences", f"{key}.max_tokens"), f"give exactly one, but {given}; set the other to null, as in {key}.max_tokens=null"
         )
-    elif role.reads_policy_tokens and limit.max_tokens is not None and limit.max_tokens < max_row_tokens(config):
-        lengths = ("data.max_length",) if isinstance(config, SFTConfig) else ("data.max_prompt_length", "data.max_response_length")
-        yield Violation(
-            (f"{key}.max_tokens", *lengths),
-            f"a row may have {max_row_tokens(config)} tokens, more than max_tokens {limit.max_tokens}; "
-            f"use max_tokens {max_row_tokens(config)} or more, or shorter rows",
-        )
+    elif role.reads_policy_tokens and limit.max_tokens is not None:
+        yield from _row_fits(config, role, limit.max_tokens)
+
+
+def _row_fits(config: RunConfig, role: ModelRole, max_tokens: int) -> Violations:
+    needed, size = room_of_longest_row(config, role), role.parallel.context_parallel_size
+    if needed <= max_tokens * size:
+        return
+    lengths = ("data.max_length",) if isinstance(config, SFTConfig) else ("data.max_prompt_length", "data.max_response_length")
+    room, padded = f"max_tokens {max_tokens}", ""
+    if size > 1:
+        lengths = (f"{role.parallel_key}.context_parallel_size", *lengths)
+        room, padded = f"{room} x context_parallel_size {size} = {max_tokens * size}", f" ({needed} with what pads the ranks' parts)"
+    yield Violation(
+        (f"{role.micro_batch_key}.max_tokens", *lengths),
+        f"a row may have {max_row_tokens(config)} tokens{padded}, more than {room}; "
+        f"use max_tokens {-(-needed // size)} or more, or shorter rows",
+    )
 
 
 def _recomputation(role: ModelRole) -> Violations:

@@ -12,6 +12,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from megarl.config.derive import padded_length
+
 # The length at which a layer's causal attention costs as much as its matrices: 2 L^2 H = 24 H^2 L floating-point operations
 # at L = 12 H, taken for H = 2048. It sets how much long rows weigh, not whether a plan is valid.
 BALANCED_LENGTH = 24576
@@ -113,21 +115,25 @@ def plan_micro_batches(
     sequences: int | None = None,
     max_tokens: int | None = None,
     multiple_of: int = 1,
+    context_parallel_size: int = 1,
     prompts: Sequence[RowPrompt] | None = None,
 ) -> BatchPlan:
-    """A plan for rows of `lengths` tokens over `dp_size` ranks; the same arguments give the same plan.
+    """A plan for rows of `lengths` tokens over `dp_size` ranks, each of which may be several that share its rows; the same arguments give
+    the same plan.
 
-    Exactly one limit of a micro-batch is given: `sequences` rows, or `max_tokens` tokens. The number of micro-batches of a rank
-    is a multiple of `multiple_of` (an interleaved pipeline needs a multiple of its stages). prompts: of each row, where rows of a
-    micro-batch share the tokens of their prompt: such rows stay together as long as ranks have about the same work and micro-batches have
-    room, and are dealt to several of them where they must be.
+    Exactly one limit of a micro-batch is given: `sequences` rows, or `max_tokens` tokens of each rank that shares them. The number of
+    micro-batches of a rank is a multiple of `multiple_of` (an interleaved pipeline needs a multiple of its stages). prompts: of each row,
+    where rows of a micro-batch share the tokens of their prompt: such rows stay together as long as ranks have about the same work and
+    micro-batches have room, and are dealt to several of them where they must be.
 
     Raises ValueError for a row that alone is over the token budget, for no rows, and for limits that make no sense.
     """
     row_lengths = np.asarray(lengths, dtype=np.int64)
     _check(row_lengths, dp_size, sequences, max_tokens, multiple_of)
-    sizes = _sizes(row_lengths, prompts, by_tokens=max_tokens is not None)
-    capacity = max_tokens if sequences is None else sequences
+    sizes = _sizes(row_lengths, prompts, context_parallel_size, by_tokens=max_tokens is not None)
+    if max_tokens is not None:
+        _check_room(row_lengths, sizes, max_tokens, context_parallel_size)
+    capacity = max_tokens * context_parallel_size if max_tokens is not None else sequences
     assert capacity is not None
     hands = _over_ranks(sizes, dp_size)
     packed = [_over_micro_batches(hand, sizes, capacity, 1, spread=False) for hand in hands]
@@ -143,13 +149,17 @@ def plan_micro_batches(
     return BatchPlan(ranks=tuple(_rank_plan(hand, sizes, filler) for hand in cut), num_rows=len(row_lengths))
 
 
-def _sizes(lengths: np.ndarray, prompts: Sequence[RowPrompt] | None, *, by_tokens: bool) -> _Sizes:
+def _sizes(lengths: np.ndarray, prompts: Sequence[RowPrompt] | None, context_parallel_size: int, *, by_tokens: bool) -> _Sizes:
     rows = np.arange(len(lengths))
     group, prompt = (rows, np.zeros_like(lengths)) if prompts is None else np.asarray(prompts, dtype=np.int64).T
     prompt_cost = row_cost(prompt)
-    own, of_prompt = (lengths - prompt, prompt) if by_tokens else (np.ones_like(lengths), np.zeros_like(lengths))
+    own, of_prompt = [1] * len(lengths), [0] * len(lengths)
+    if by_tokens:
+        own, of_prompt = (
+            [padded_length(length, context_parallel_size) for length in tokens.tolist()] for tokens in (lengths - prompt, prompt)
+        )
     own_cost = row_cost(lengths) - prompt_cost
-    return _Sizes(group.tolist(), own.tolist(), own_cost.tolist(), of_prompt.tolist(), prompt_cost.tolist())
+    return _Sizes(group.tolist(), own, own_cost.tolist(), of_prompt, prompt_cost.tolist())
 
 
 def _check(lengths: np.ndarray, dp_size: int, sequences: int | None, max_tokens: int | None, multiple_of: int) -> None:
@@ -163,12 +173,18 @@ def _check(lengths: np.ndarray, dp_size: int, sequences: int | None, max_tokens:
     if lengths.min() < 1:
         row = int(lengths.argmin())
         raise ValueError(f"row {row} has length {lengths[row]}; a row holds at least one token")
-    if max_tokens is not None and lengths.max() > max_tokens:
-        row = int(lengths.argmax())
+
+
+def _check_room(lengths: np.ndarray, sizes: _Sizes, max_tokens: int, context_parallel_size: int) -> None:
+    needed = np.asarray(sizes.own) + np.asarray(sizes.prompt)
+    over = needed > max_tokens * context_parallel_size
+    if over.any():
+        row = int(needed.argmax())
+        ranks = f" x context_parallel_size={context_parallel_size}" if context_parallel_size > 1 else ""
         raise ValueError(
-            f"row {row} has {lengths[row]} tokens, more than micro_batch.max_tokens={max_tokens} "
-            f"({int((lengths > max_tokens).sum())} of {len(lengths)} rows are over it); "
-            "set max_tokens to at least the longest prompt plus response"
+            f"row {row} has {lengths[row]} tokens, more than micro_batch.max_tokens={max_tokens}{ranks} "
+            f"({int(over.sum())} of {len(lengths)} rows are over it); "
+            "set max_tokens to at least the longest prompt plus response" + (", divided by the ranks that share it" if ranks else "")
         )
 
 

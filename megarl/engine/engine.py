@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel.mappings import reduce_from_tensor_model_parallel_region
 from torch import Tensor
 
 from megarl.batch.metrics import Metric, merge_metrics
@@ -21,6 +22,7 @@ from megarl.batch.ragged import Column, RaggedTensor
 from megarl.batch.token_rows import padded_rows
 from megarl.config.schema import OptimConfig, ParallelConfig
 from megarl.engine import platform
+from megarl.engine.context import ContextPlace
 from megarl.engine.groups import ParallelGroups
 from megarl.engine.layer_specs import layers_for
 from megarl.engine.micro_batch import MicroBatch, make_micro_batch
@@ -126,7 +128,7 @@ class MegatronEngine:
         load_into_shards(folder, self.spec.architecture, self.layout, parameters, head=self.spec.head, value_head=value_head)
 
     def _data_parallel(self, models: Sequence[ModelChunk]) -> list[DistributedDataParallel]:
-        """Gradients are reduced, and parameters gathered, bucket by bucket beside the computation, where there is more than one replica."""
+        """Gradients are reduced, and parameters gathered, bucket by bucket beside the computation, where several ranks hold the same."""
         overlap = overlaps(self.groups.parallel, platform.current().is_cuda)
         config = DistributedDataParallelConfig(
             use_distributed_optimizer=True,
@@ -241,6 +243,7 @@ class MegatronEngine:
                 share_prompts=self.spec.engine.share_prompts,
                 align=parallel.tensor_parallel_size if parallel.sequence_parallel else 1,
                 device=self._device,
+                place=ContextPlace(parallel.context_parallel_size, self.groups.context_rank),
             )
             for rows in micro_batches
         ]
@@ -280,7 +283,7 @@ class MegatronEngine:
         self._await_parameters()  # the head's, which is no module's forward pass; by now they are there
         at_predictors = model.output_hidden(hidden).index_select(0, micro_batch.predictors)
         if self.spec.head == "value":
-            return {"values": micro_batch.scatter(model.output_layer(at_predictors))}
+            return self._whole({"values": micro_batch.scatter(model.output_layer(at_predictors))})
         scores = token_scores(
             at_predictors,
             model.output_weight(),
@@ -291,7 +294,17 @@ class MegatronEngine:
             group=self.groups.tensor,
             extras=extras,
         )
-        return {key: micro_batch.scatter(values) for key, values in scores._asdict().items() if values is not None}
+        return self._whole({key: micro_batch.scatter(values) for key, values in scores._asdict().items() if values is not None})
+
+    def _whole(self, parts: dict[str, Tensor]) -> dict[str, Tensor]:
+        """(b, R) of all response tokens, on every rank that shares the rows, from those of the rank's own, 0 elsewhere.
+
+        Each of the ranks computes the same loss of them, and of its gradient takes what is its own tokens'.
+        """
+        if self.groups.parallel.context_parallel_size == 1:
+            return parts
+        whole = reduce_from_tensor_model_parallel_region(torch.stack(list(parts.values())), group=self.groups.context)
+        return dict(zip(parts, whole, strict=True))
 
 
 def _main_grad(parameter: torch.nn.Parameter) -> Tensor:
@@ -313,7 +326,7 @@ def _taken(micro_batches: deque[MicroBatch]) -> Iterator[MicroBatch]:
 
 def overlaps(parallel: ParallelConfig, on_cuda: bool) -> bool:
     """Whether communication of replicas goes on beside computation. gloo's is done by the processors that compute."""
-    return on_cuda and parallel.data_parallel_size > 1
+    return on_cuda and parallel.num_copies > 1
 
 
 def _finalize_gradients(chunks: list[Any], num_tokens: Tensor | None = None, **keywords: Any) -> None:

@@ -6,25 +6,30 @@ None of them reads anything from the device: what it needs of the sequences' len
 from __future__ import annotations
 
 import inspect
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from operator import add
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
+from megarl.config.derive import padded_length
+from megarl.engine.context import ALONE, ContextPlace, Piece, pieces, whole_order
 from megarl.engine.platform import to_device
-from megarl.engine.rotary import begin_at
 from megarl.engine.shared_prompts import attend as attend_shared
 from megarl.engine.shared_prompts import shared_prompts
 
 # torch 2.11 takes fewer heads of keys than of queries as they are; later ones want to be told.
 _SAYS_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters
+_CAUSAL = (-1, 0)  # all that stands before a token, nothing after it
 # What a call of attention costs beside its work, as pairs of tokens: sequences share a padded call where that costs less.
 CALL_COST = 1024
 # torch's kernel for CPUs takes so many keys at a time, and works no less where a mask leaves some of them out: responses to a prompt
@@ -81,19 +86,34 @@ class PackedRows(PackedSeqParams):
     """Where the sequences of a packed batch begin and end: on the device, as Megatron's layers want it, and on the host, so that none
     has to ask the device for it. lengths: of each sequence; what pads the batch is one more."""
 
-    def __init__(self, lengths: Sequence[int], device: torch.device, prompt_of: Sequence[int | None] | None = None) -> None:
-        """prompt_of: for each sequence the number of the one whose tokens stand before its own, or None (see `shared_prompts`)."""
-        self.lengths = list(lengths)
+    def __init__(
+        self,
+        lengths: Sequence[int],
+        device: torch.device,
+        prompt_of: Sequence[int | None] | None = None,
+        place: ContextPlace = ALONE,
+    ) -> None:
+        """prompt_of: for each sequence the number of the one whose tokens stand before its own, or None (see `shared_prompts`).
+        place: of this rank among those that share the rows, each of whose sequences has what pads it behind it (see `context`)."""
+        self.lengths = [padded_length(length, place.size) for length in lengths]
         assert min(self.lengths) > 0, "a packed batch holds no empty sequence"
+        self.place = place
         self.attention_plan: AttentionPlan | None = None
-        boundaries = to_device(torch.tensor([0, *accumulate(self.lengths)], dtype=torch.int32), device)
-        longest = furthest = max(self.lengths)
-        self.shared = shared_prompts(self.lengths, prompt_of, device) if prompt_of is not None else None
-        if self.shared is not None:
-            first_positions = [0 if prompt is None else self.lengths[prompt] for prompt in self.shared.prompt_of]
-            begin_at(boundaries, to_device(torch.tensor(first_positions, dtype=torch.int32), device))
-            furthest = max(map(add, first_positions, self.lengths))
+        self.key_places: KeyPlaces | None = None
+        prompt_of = prompt_of or [None] * len(lengths)
+        self.shares_prompts = any(prompt is not None for prompt in prompt_of)
+        starts = [0, *accumulate(self.lengths)]
+        boundaries = to_device(torch.tensor(starts, dtype=torch.int32), device)
+        prompts = [range(0) if prompt is None else range(starts[prompt], starts[prompt] + lengths[prompt]) for prompt in prompt_of]
+        self.pieces = pieces(self.lengths, prompts, place)
+        self.shared = shared_prompts(lengths, prompt_of, device) if place.size == 1 else None
+        longest, furthest = max(self.lengths), max(map(add, map(len, prompts), self.lengths))
         super().__init__(qkv_format="thd", cu_seqlens_q=boundaries, cu_seqlens_kv=boundaries, max_seqlen_q=longest, max_seqlen_kv=furthest)
+
+    @property
+    def needs_positions(self) -> bool:
+        """Whether tokens are at other positions than 0, 1, 2, ... in each sequence."""
+        return self.shares_prompts or self.place.size > 1
 
 
 class AttentionCore(torch.nn.Module):
@@ -102,13 +122,13 @@ class AttentionCore(torch.nn.Module):
 
     Padded: query (S, b, heads, D), key and value (S, b, groups, D) -> (S, b, heads * D); sequences start at position 0
     and are padded on the right, so the causal mask is enough. Packed: (T, heads, D) -> (T, heads * D), with the
-    boundaries in `packed_seq_params`.
+    boundaries in `packed_seq_params`. Of rows that ranks share each has its own queries, and takes the keys and values of all.
     """
 
-    def __init__(self, config: TransformerConfig, softmax_scale: float | None = None, **unused: Any) -> None:
+    def __init__(self, config: TransformerConfig, softmax_scale: float | None = None, pg_collection: Any = None, **unused: Any) -> None:
         super().__init__()
-        assert config.context_parallel_size == 1
         assert config.attention_dropout == 0.0
+        self.context: dist.ProcessGroup | None = pg_collection.cp if config.context_parallel_size > 1 else None
         self.softmax_scale = softmax_scale
 
     def forward(
@@ -128,6 +148,11 @@ class AttentionCore(torch.nn.Module):
             mixed = self._attend(*(tensor.permute(1, 2, 0, 3) for tensor in (query, key, value)))
             return mixed.permute(2, 0, 1, 3).reshape(sequence, batch, -1)
         on_cuda = query.device.type == "cuda"
+        if self.context is not None:
+            key, value = whole_keys(key, value, self.context)
+            if on_cuda and query.dtype != torch.float32:
+                return attend_pieces(query, key, value, packed_seq_params, self.softmax_scale)
+            return self._attend_packed(query, key, value, attention_plan(packed_seq_params))
         by_mask = query.dtype == torch.float32 if on_cuda else packed_seq_params.max_seqlen_kv <= KEY_BLOCK
         if packed_seq_params.shared is not None and not by_mask:
             return attend_shared(query, key, value, packed_seq_params.shared, self.softmax_scale)
@@ -144,11 +169,9 @@ class AttentionCore(torch.nn.Module):
         )
 
     def _attend_varlen(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedRows) -> Tensor:
-        heads: dict[str, Any] = {"enable_gqa": query.shape[1] != key.shape[1]} if _SAYS_GQA else {}
-        boundaries, longest = packed.cu_seqlens_q, packed.max_seqlen_q
-        causal = (-1, 0)  # all that stands before a token, nothing after it
+        heads, boundaries, longest = _heads_of(query, key), packed.cu_seqlens_q, packed.max_seqlen_q
         mixed = varlen_attn(
-            query, key, value, boundaries, boundaries, longest, longest, scale=self.softmax_scale, window_size=causal, **heads
+            query, key, value, boundaries, boundaries, longest, longest, scale=self.softmax_scale, window_size=_CAUSAL, **heads
         )
         assert isinstance(mixed, Tensor), "no more than the values was asked for"
         return mixed.flatten(1)
@@ -175,14 +198,74 @@ def _cut(heads: Tensor, shapes: list[tuple[int, int]], dim: int) -> Iterator[Ten
         yield part.view(*shape, -1, dim).transpose(1, 2)
 
 
+def whole_keys(key: Tensor, value: Tensor, context: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+    """(T / C, groups, D) x 2 -> (T, groups, D) x 2, one rank's tokens behind the other's; gradients are summed over the ranks."""
+    both = gather_from_sequence_parallel_region(torch.cat([key, value], 1), tensor_parallel_output_grad=True, group=context)
+    whole = both.split(key.shape[1], dim=1)
+    return whole[0], whole[1]
+
+
+class KeyPlaces(NamedTuple):
+    """Of the keys that pieces see, one piece's behind the other's. places: (N,) where they stand behind `whole_keys`. query_bounds,
+    key_bounds: (pieces + 1,) int32. All on the device."""
+
+    places: Tensor
+    query_bounds: Tensor
+    key_bounds: Tensor
+
+
+def _key_places(packed: PackedRows) -> KeyPlaces:
+    """Made on the host, once per micro-batch, and kept on `packed`."""
+    if packed.key_places is None:
+        device, order = packed.cu_seqlens_q.device, whole_order(packed.lengths, packed.place.size)
+        places = torch.cat([torch.arange(seen.start, seen.stop) for piece in packed.pieces for seen in (piece.prompt, piece.own)])
+        bounds = (
+            torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+            for lengths in ([piece.length for piece in packed.pieces], [piece.num_keys for piece in packed.pieces])
+        )
+        packed.key_places = KeyPlaces(*(to_device(index, device) for index in (order[places], *bounds)))
+    return packed.key_places
+
+
+def attend_pieces(query: Tensor, key: Tensor, value: Tensor, packed: PackedRows, scale: float | None) -> Tensor:
+    """query (T / C, heads, D), of `whole_keys` key and value (T, groups, D) -> (T / C, heads * D), on CUDA, in 16 bits."""
+    index, heads = _key_places(packed), _heads_of(query, key)
+    most_queries, most_keys = max(piece.length for piece in packed.pieces), max(piece.num_keys for piece in packed.pieces)
+    mixed = varlen_attn(
+        query,
+        key.index_select(0, index.places),
+        value.index_select(0, index.places),
+        index.query_bounds,
+        index.key_bounds,
+        most_queries,
+        most_keys,
+        scale=scale,
+        window_size=_CAUSAL,  # counted from the last query and the last key of each piece
+        **heads,
+    )
+    assert isinstance(mixed, Tensor), "no more than the values was asked for"
+    return mixed.flatten(1)
+
+
+def _heads_of(query: Tensor, key: Tensor) -> dict[str, Any]:
+    return {"enable_gqa": query.shape[1] != key.shape[1]} if _SAYS_GQA else {}
+
+
 def sharing_prompts(attention: type) -> Any:
     """Transformer Engine's attention, of which each sequence knows itself only, but for batches that share prompts."""
 
     class SharingAttention(attention):
+        def __init__(self, config: TransformerConfig, *arguments: Any, pg_collection: Any = None, **options: Any) -> None:
+            super().__init__(config, *arguments, pg_collection=pg_collection, **options)
+            self.context: dist.ProcessGroup | None = pg_collection.cp if config.context_parallel_size > 1 else None
+
         def forward(
             self, query: Tensor, key: Tensor, value: Tensor, *arguments: Any, packed_seq_params: PackedRows | None = None, **options: Any
         ) -> Tensor:
-            if packed_seq_params is not None and packed_seq_params.shared is not None:
+            if packed_seq_params is not None and packed_seq_params.shares_prompts:
+                if self.context is not None:
+                    return attend_pieces(query, *whole_keys(key, value, self.context), packed_seq_params, None)
+                assert packed_seq_params.shared is not None
                 return attend_shared(query, key, value, packed_seq_params.shared, None)
             return super().forward(query, key, value, *arguments, packed_seq_params=packed_seq_params, **options)
 
@@ -190,7 +273,8 @@ def sharing_prompts(attention: type) -> Any:
 
 
 class AttentionCall(NamedTuple):
-    """So many sequences, padded to one length; `before`: tokens of the prompt that each continues."""
+    """So many pieces, padded to one length; `before`: tokens that all of each see, of the prompt that it continues and of its own
+    sequence."""
 
     sequences: int
     length: int
@@ -198,10 +282,10 @@ class AttentionCall(NamedTuple):
 
 
 class AttentionPlan(NamedTuple):
-    """The calls that attend a packed batch of T tokens.
+    """The calls that attend a rank's T tokens of a packed batch.
 
-    gather: (N,) the tokens of all calls, N - T of them padding; gather_keys: those that they see, with the prompts; scatter: (T,) where
-    each token stands among the first. All None where that is the order in which the tokens already are.
+    gather: (N,) the tokens of all calls, N - T of them padding; gather_keys: those that they see, with the prompts, behind `whole_keys`;
+    scatter: (T,) where each token stands among the first. All None where that is the order in which the tokens already are.
     """
 
     calls: list[AttentionCall]
@@ -213,47 +297,50 @@ class AttentionPlan(NamedTuple):
 def attention_plan(packed: PackedRows) -> AttentionPlan:
     """Made on the host, once per micro-batch, and kept on `packed`, because every layer asks.
 
-    Padding repeats a sequence's last token: it comes after all real ones, so that causal attention keeps it from
+    Padding repeats a piece's last token: it comes after all real ones, so that causal attention keeps it from
     them, and what is computed for it is dropped, so that its gradient is zero.
     """
     if packed.attention_plan is not None:
         return packed.attention_plan
-    device = packed.cu_seqlens_q.device
-    lengths = torch.tensor(packed.lengths)
-    starts = lengths.cumsum(0) - lengths
-    prompt_of = packed.shared.prompt_of if packed.shared is not None else [None] * len(packed.lengths)
-    before = [0 if prompt is None else packed.lengths[prompt] for prompt in prompt_of]
     calls, gathered, gathered_keys, real = [], [], [], []
-    for members in _share_calls(packed.lengths, before):
-        rows = torch.tensor(members)
-        call = AttentionCall(len(members), max(packed.lengths[member] for member in members), before[members[0]])
-        offset, last = torch.arange(call.length), lengths[rows, None] - 1
-        own = starts[rows, None] + torch.minimum(offset, last)
-        prompts = torch.tensor([prompt_of[member] or 0 for member in members])
-        gathered.append(own.flatten())
-        gathered_keys.append(torch.cat([starts[prompts, None] + torch.arange(call.before), own], dim=1).flatten())
-        real.append((offset <= last).flatten())
-        calls.append(call)
-    gather, is_real = torch.cat(gathered), torch.cat(real)
-    tokens = torch.arange(sum(packed.lengths))
-    if torch.equal(gather, tokens) and not any(before):
-        plan = AttentionPlan(calls, None, None, None)
-    else:
-        scatter = torch.empty_like(tokens)
-        scatter[gather[is_real]] = is_real.nonzero()[:, 0]
-        plan = AttentionPlan(calls, *(to_device(index, device) for index in (gather, torch.cat(gathered_keys), scatter)))
-    packed.attention_plan = plan
-    return plan
+    for members in _share_calls(packed.pieces):
+        first, length = members[0], max(piece.length for piece in members)
+        starts, lengths, prompts, own = torch.tensor(
+            [(piece.start, piece.length, piece.prompt.start, piece.own.start) for piece in members]
+        ).T[..., None]
+        offset, num_own = torch.arange(length), len(first.own) - first.length
+        within = torch.minimum(offset, lengths - 1)
+        keys = [prompts + torch.arange(len(first.prompt)), own + torch.arange(num_own), own + num_own + within]
+        gathered.append((starts + within).flatten())
+        gathered_keys.append(torch.cat(keys, dim=1).flatten())
+        real.append((offset < lengths).flatten())
+        calls.append(AttentionCall(len(members), length, len(first.prompt) + num_own))
+    gather, gather_keys, is_real = torch.cat(gathered), torch.cat(gathered_keys), torch.cat(real)
+    tokens, size = torch.arange(sum(packed.lengths) // packed.place.size), packed.place.size
+    if size > 1:
+        gather_keys = whole_order(packed.lengths, size)[gather_keys]
+    elif torch.equal(gather, tokens) and not any(call.before for call in calls):
+        packed.attention_plan = AttentionPlan(calls, None, None, None)
+        return packed.attention_plan
+    scatter = torch.empty_like(tokens)
+    scatter[gather[is_real]] = is_real.nonzero()[:, 0]
+    indices = (to_device(index, packed.cu_seqlens_q.device) for index in (gather, gather_keys, scatter))
+    packed.attention_plan = AttentionPlan(calls, *indices)
+    return packed.attention_plan
 
 
-def _share_calls(lengths: list[int], before: list[int]) -> list[list[int]]:
-    """Sequences by the call they share: longest first, one joins those before it, after prompts as long, unless padding it costs more
+def _share_calls(every: list[Piece]) -> list[list[Piece]]:
+    """Pieces by the call they share: longest first, one joins those before it that all see as many tokens, unless padding it costs more
     than a call."""
-    calls: list[list[int]] = []
-    for number in sorted(range(len(lengths)), key=lambda number: (before[number], -lengths[number])):
-        first = calls[-1][0] if calls else number
-        if calls and before[first] == before[number] and lengths[first] ** 2 - lengths[number] ** 2 <= CALL_COST:
-            calls[-1].append(number)
-        else:
-            calls.append([number])
+    alike: dict[tuple[int, int], list[Piece]] = defaultdict(list)
+    for piece in sorted(every, key=lambda piece: -piece.length):
+        alike[len(piece.prompt), len(piece.own) - piece.length].append(piece)
+    calls: list[list[Piece]] = []
+    for members in alike.values():
+        calls.append([members[0]])
+        for piece in members[1:]:
+            if calls[-1][0].length ** 2 - piece.length**2 <= CALL_COST:
+                calls[-1].append(piece)
+            else:
+                calls.append([piece])
     return sorted(sorted(members) for members in calls)

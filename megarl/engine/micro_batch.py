@@ -1,7 +1,8 @@
 """Micro-batches: rows of a batch as one packed sequence without padding, or padded on the right.
 
 Either way a sequence starts at its first real token. Packed rows of one prompt may share its tokens: they stand there once, as a sequence
-that the responses continue, each a sequence of its own (shared_prompts.py). The logits that predict response token j of a row with p prompt
+that the responses continue, each a sequence of its own (shared_prompts.py). Ranks that share rows have some tokens of each sequence
+(context.py), and score those response tokens whose predictors these are. The logits that predict response token j of a row with p prompt
 tokens stand at position p + j - 1; values are read there too, V(s_t) being the value before token t is written.
 """
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from math import lcm
 from operator import add
 from typing import NamedTuple
 
@@ -18,8 +20,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megarl.batch.token_rows import first_with_prompt
+from megarl.config.derive import padded_length
+from megarl.engine.context import ALONE, ContextPlace, own_tokens
 from megarl.engine.layers import PackedRows
 from megarl.engine.platform import to_device
+from megarl.engine.rotary import set_positions
 
 MODEL_INPUTS = ("input_ids", "attention_mask", "position_ids", "prompts", "responses")
 
@@ -30,6 +35,7 @@ class MicroBatch:
 
     tokens, positions: (1, T) packed or (b, S') padded. predictors: (N,) places in the flattened (sequence-major)
     hidden states that predict the N response tokens; targets: (N,) those tokens; cells: (N,) their places in a flattened (b, R).
+    Where ranks share the rows all of this is of the rank's own tokens, and N may be 0; `rows` are whole.
     """
 
     tokens: Tensor
@@ -53,8 +59,9 @@ def _aligned(length: int, multiple: int) -> int:
 
 
 class _Layout(NamedTuple):
-    """Where b rows stand in a packed sequence. sources: the places of its tokens among those of the rows one after the other; prompts,
-    responses: (b,) where each row's prompt, which may be another row's too, and its response begin. lengths, prompt_of: see PackedRows."""
+    """Where b rows stand in a packed sequence. sources: the places of its tokens among those of the rows one after the other, and the place
+    behind these of what pads; prompts, responses: (b,) where each row's prompt, which may be another row's too, and its response begin.
+    lengths, prompt_of: see PackedRows."""
 
     sources: Tensor
     prompts: Tensor
@@ -63,9 +70,9 @@ class _Layout(NamedTuple):
     prompt_of: list[int | None]
 
 
-def _lay_out(prompts: Sequence[int], responses: Sequence[int], first_with_prompt: Sequence[int]) -> _Layout:
+def _lay_out(prompts: Sequence[int], responses: Sequence[int], first_with_prompt: Sequence[int], num_ranks: int) -> _Layout:
     """Each row is a sequence; of rows that have one prompt it is the first, and their responses follow. Arguments: (b,) each, lengths of
-    prompts and responses, and for each row the first row with its prompt."""
+    prompts and responses, and for each row the first row with its prompt; and how many ranks share the rows."""
     starts = [0, *accumulate(map(add, prompts, responses))]
     members: dict[int, list[int]] = {}
     for row, first in enumerate(first_with_prompt):
@@ -80,7 +87,7 @@ def _lay_out(prompts: Sequence[int], responses: Sequence[int], first_with_prompt
         if end > begin:
             spans.append((begin, end))
             prompt_of.append(continues)
-            place += end - begin
+            place += padded_length(end - begin, num_ranks)
 
     for first, rows in members.items():
         shares, prompt_place, number = len(rows) > 1, place, len(spans)
@@ -90,8 +97,9 @@ def _lay_out(prompts: Sequence[int], responses: Sequence[int], first_with_prompt
             response_places[row] = place if shares else prompt_place + prompts[row]
             if shares:
                 put(starts[row] + prompts[row], starts[row + 1], number)
-    sources = torch.cat([torch.arange(*span) for span in spans])
     lengths = [end - begin for begin, end in spans]
+    padding = [padded_length(length, num_ranks) - length for length in lengths]
+    sources = torch.cat([F.pad(torch.arange(*span), (0, pad), value=starts[-1]) for span, pad in zip(spans, padding, strict=True)])
     return _Layout(sources, torch.tensor(prompt_places), torch.tensor(response_places), lengths, prompt_of)
 
 
@@ -122,29 +130,39 @@ class _Rows(NamedTuple):
 
 
 class _ModelInputs(NamedTuple):
-    """As in MicroBatch, on the host but for `packed`."""
+    """As in MicroBatch, on the host but for `packed`. scored: (N,) which of the rows' response tokens these predictors are of."""
 
     tokens: Tensor
     positions: Tensor
     packed: PackedRows | None
     predictors: Tensor
+    scored: Tensor
 
 
-def _packed(rows: _Rows, share_prompts: bool, align: int, device: torch.device) -> _ModelInputs:
+def _packed(rows: _Rows, share_prompts: bool, align: int, place: ContextPlace, device: torch.device) -> _ModelInputs:
     firsts: Sequence[int] = range(len(rows.prompts))
     if share_prompts:
         of_rows = zip(rows.ids.split((rows.prompts + rows.responses).tolist()), rows.prompts.tolist(), strict=True)
         firsts = first_with_prompt(tokens[:num_prompt] for tokens, num_prompt in of_rows)
-    layout = _lay_out(rows.prompts.tolist(), rows.responses.tolist(), firsts)
+    layout = _lay_out(rows.prompts.tolist(), rows.responses.tolist(), firsts, place.size)
     num_tokens = len(layout.sources)
-    padding = _aligned(num_tokens, align) - num_tokens
-    last = [padding] if padding else []  # what pads is one more sequence
+    # Every rank's part is a multiple of `align`, and what pads the whole is one more sequence, of which all have their chunks.
+    padding = _aligned(num_tokens, align if place.size == 1 else place.size * lcm(2, align)) - num_tokens
+    last = [padding] if padding else []
     in_response = layout.responses[rows.response_row] + rows.response_offset - 1
+    packed = PackedRows([*layout.lengths, *last], device, [*layout.prompt_of, *(None for _ in last)], place)
+    own = own_tokens(packed.lengths, place)
+    sources = F.pad(layout.sources, (0, padding), value=len(rows.ids))[own]
+    here = torch.full((num_tokens + padding,), -1)
+    here[own] = torch.arange(len(own))
+    predictors = here[torch.where(rows.response_offset == 0, layout.prompts[rows.response_row] + rows.predictors, in_response)]
+    scored = (predictors >= 0).nonzero()[:, 0]
     return _ModelInputs(
-        tokens=F.pad(rows.ids[layout.sources], (0, padding))[None],
-        positions=F.pad(rows.offset[layout.sources], (0, padding))[None],
-        packed=PackedRows([*layout.lengths, *last], device, [*layout.prompt_of, *(None for _ in last)]),
-        predictors=torch.where(rows.response_offset == 0, layout.prompts[rows.response_row] + rows.predictors, in_response),
+        tokens=F.pad(rows.ids, (0, 1))[sources][None],
+        positions=F.pad(rows.offset, (0, 1))[sources][None],
+        packed=packed,
+        predictors=predictors[scored],
+        scored=scored,
     )
 
 
@@ -153,18 +171,29 @@ def _padded(rows: _Rows, align: int) -> _ModelInputs:
     tokens = torch.zeros(num_rows, longest, dtype=torch.long)
     tokens[rows.row_of, rows.offset] = rows.ids
     predictors = rows.predictors * num_rows + rows.response_row  # hidden states are (S', b, H)
-    return _ModelInputs(tokens, torch.arange(longest).expand(num_rows, -1), None, predictors)
+    return _ModelInputs(tokens, torch.arange(longest).expand(num_rows, -1), None, predictors, torch.arange(len(predictors)))
 
 
 def make_micro_batch(
-    batch: Mapping[str, Tensor], rows: Sequence[int], *, packing: bool, share_prompts: bool, align: int, device: torch.device
+    batch: Mapping[str, Tensor],
+    rows: Sequence[int],
+    *,
+    packing: bool,
+    share_prompts: bool,
+    align: int,
+    device: torch.device,
+    place: ContextPlace = ALONE,
 ) -> MicroBatch:
     """Cuts `rows` out of `batch`: `input_ids`, `attention_mask` (B, S) and any (B, R) tensors, of which `response_mask` gives R.
 
-    `align`: the number of tokens is made a multiple of it by padding (sequence parallelism cuts along tokens).
-    `share_prompts`: of packed rows with the same prompt its tokens stand there once.
-    Raises ValueError when a row has no prompt token, or when its real tokens are not one run around the prompt's end.
+    `align`: the number of this rank's tokens is made a multiple of it by padding (sequence parallelism cuts along tokens).
+    `share_prompts`: of packed rows with the same prompt its tokens stand there once. `place`: of the
+    rank among those that share packed rows.
+    Raises ValueError when a row has no prompt token, when its real tokens are not one run around the prompt's end, and when ranks are to
+    share rows that are not packed.
     """
+    if place.size > 1 and not packing:
+        raise ValueError(f"context_parallel_size {place.size} cuts rows that are packed: use engine.packing=true")
     index = torch.as_tensor(rows)
     response_length = batch["response_mask"].shape[1]
     mask = batch["attention_mask"][index].bool()
@@ -173,14 +202,18 @@ def make_micro_batch(
     _check_layout(mask, prompt_length, prompts, responses, rows)
     ids = batch["input_ids"][index]
     real = _Rows.of(prompts, responses, ids[mask])
-    inputs = _packed(real, share_prompts, align, device) if packing else _padded(real, align)
+    inputs = _packed(real, share_prompts, align, place, device) if packing else _padded(real, align)
+    response_row, response_offset = real.response_row[inputs.scored], real.response_offset[inputs.scored]
+    positions = to_device(inputs.positions, device)
+    if inputs.packed is not None and inputs.packed.needs_positions:
+        set_positions(inputs.packed.cu_seqlens_q, positions[0])
     return MicroBatch(
         tokens=to_device(inputs.tokens, device),
-        positions=to_device(inputs.positions, device),
+        positions=positions,
         packed=inputs.packed,
         predictors=to_device(inputs.predictors, device),
-        targets=to_device(ids[real.response_row, prompt_length + real.response_offset], device),
-        cells=to_device(real.response_row * response_length + real.response_offset, device),
+        targets=to_device(ids[response_row, prompt_length + response_offset], device),
+        cells=to_device(response_row * response_length + response_offset, device),
         rows={
             key: to_device(value[index], device)
             for key, value in batch.items()

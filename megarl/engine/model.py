@@ -53,6 +53,7 @@ def transformer_config(
         pipeline_model_parallel_size=parallel.pipeline_parallel_size,
         virtual_pipeline_model_parallel_size=virtual,
         sequence_parallel=parallel.sequence_parallel,
+        context_parallel_size=parallel.context_parallel_size,
         variable_seq_lengths=True,
         moe_token_dispatcher_type="alltoall",  # of dense models too: variable_seq_lengths refuses the default
         overlap_p2p_comm=virtual is not None,

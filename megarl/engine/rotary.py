@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_FIRST_POSITIONS = "megarl_first_positions"  # on boundaries of sequences
+_POSITIONS = "megarl_positions"  # on boundaries of sequences
 
 
 def install() -> None:
@@ -25,14 +25,15 @@ def install() -> None:
         rope_utils.fused_apply_rotary_pos_emb_thd = partial(_fused_or_packed, rope_utils.fused_apply_rotary_pos_emb_thd)
 
 
-def begin_at(cu_seqlens: Tensor, first_positions: Tensor) -> None:
-    """The sequences with those boundaries begin at other positions than 0. first_positions: (sequences,) integers."""
-    setattr(cu_seqlens, _FIRST_POSITIONS, first_positions)
+def set_positions(cu_seqlens: Tensor, positions: Tensor) -> None:
+    """The tokens of a batch with those boundaries are at other positions than 0, 1, 2, ... in each sequence, or are not all of them.
+    positions: (T,) integers, on the device."""
+    setattr(cu_seqlens, _POSITIONS, positions)
 
 
 def _fused_or_packed(fused: Callable[..., Tensor], t: Tensor, cu_seqlens: Tensor, freqs: Tensor, **ranks: int) -> Tensor:
-    """The fused kernel begins each sequence at 0."""
-    return rotary_packed(t, cu_seqlens, freqs) if hasattr(cu_seqlens, _FIRST_POSITIONS) else fused(t, cu_seqlens, freqs, **ranks)
+    """The fused kernel begins each sequence at 0, and takes all of it."""
+    return rotary_packed(t, cu_seqlens, freqs) if hasattr(cu_seqlens, _POSITIONS) else fused(t, cu_seqlens, freqs, **ranks)
 
 
 class _Turn(torch.autograd.Function):
@@ -68,7 +69,7 @@ def rotary_packed(
     cp_group: torch.distributed.ProcessGroup | None = None,
 ) -> Tensor:
     """Megatron's `_apply_rotary_pos_emb_thd`: t (T, heads, D) with the boundaries `cu_seqlens`, freqs (longest sequence, 1, 1, D)."""
-    assert cp_group is None or cp_group.size() == 1, "context parallelism is not supported yet"
+    assert cp_group is None or cp_group.size() == 1 or hasattr(cu_seqlens, _POSITIONS), "where ranks share rows, positions must be set"
     assert not rotary_interleaved
     assert not multi_latent_attention
     assert mscale == 1.0
@@ -81,10 +82,11 @@ def _angles(cu_seqlens: Tensor, freqs: Tensor, like: Tensor) -> tuple[Tensor, Te
     kept = getattr(cu_seqlens, "megarl_angles", None)
     if kept is None or kept[0] is not freqs:
         num_tokens = like.shape[0]
-        first = cu_seqlens[:-1] - getattr(cu_seqlens, _FIRST_POSITIONS, 0)
-        # With the number of tokens told, the device is not asked for the sum of the lengths.
-        starts = torch.repeat_interleave(first, cu_seqlens.diff(), output_size=num_tokens)
-        positions = torch.arange(num_tokens, device=like.device) - starts
+        positions = getattr(cu_seqlens, _POSITIONS, None)
+        if positions is None:
+            # With the number of tokens told, the device is not asked for the sum of the lengths.
+            starts = torch.repeat_interleave(cu_seqlens[:-1], cu_seqlens.diff(), output_size=num_tokens)
+            positions = torch.arange(num_tokens, device=like.device) - starts
         angles = freqs[positions, 0, :, : like.shape[-1] // 2]  # Megatron writes them twice, once per half
         kept = (freqs, angles.cos().to(like.dtype), angles.sin().to(like.dtype))
         cu_seqlens.megarl_angles = kept  # type: ignore[attr-defined]

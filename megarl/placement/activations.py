@@ -18,9 +18,9 @@ from megarl.config.roles import ModelRole
 from megarl.config.schema import Device, DType, ParallelConfig, PPOConfig, Recompute, RecomputeModule, SFTConfig
 
 _FLOAT32 = 4
-# Of each token of a pass, all of whose micro-batches are on the device when it begins: id, position and three places of 8 bytes, a mask,
-# and five numbers of 4 bytes that the loss reads or that come out.
-_BATCH_BYTES = 64
+# Of each token of a pass, all of whose micro-batches are on the device when it begins: id, position and three places of 8 bytes, which are
+# of the rank's own; a mask, and five numbers of 4 bytes that the loss reads or that come out, of all tokens of the rows.
+_OWN_BATCH_BYTES, _WHOLE_BATCH_BYTES = 40, 24
 # Logits that the engine works on at a time on a CPU.
 _CPU_BLOCK = 2**17
 
@@ -91,25 +91,36 @@ class _Work:
         self._longest = max(row.tokens for row in self._rows(trains=False))
         self._shares_prompts = rows_of_prompt(config, role) > 1
         rows = self._rows(trains=False)
-        # Where attention is a product of matrices every response has its prompt's keys beside its own, and the prompt has them too.
-        tokens = micro_batch_tokens(rows)
-        keys = sum(row.tokens for row in rows) + tokens - sum(row.response for row in rows)
-        self._keys_of_token = keys / tokens if self._shares_prompts else 1
+        self._context = parallel.context_parallel_size
+        self._keys_of_token = self._gathered_keys(rows)
         self._widths = _widths(architecture, parallel, self._longest if self.kernels is _Kernels.plain else 0)
+
+    def _gathered_keys(self, rows: list[Row]) -> float:
+        """Keys for each of the rank's tokens that are gathered for attention: where it is a product of matrices every response has its
+        prompt's beside its own, and the prompt has them too; of rows that ranks share each rank has two chunks of every sequence, with all
+        keys before these, and of a response all of its prompt as well."""
+        tokens, prompts = micro_batch_tokens(rows, self._context), sum(row.prompt for row in rows) * self._shares_prompts
+        if self._context > 1:
+            return (tokens * (2 * self._context + 1) / 2 + 2 * prompts * self._context) / tokens
+        return (tokens + prompts) / tokens
 
     def _rows(self, trains: bool) -> list[Row]:
         return fullest_micro_batch(self._config, self._role, self._architecture, trains=trains)
 
     def _tokens(self, trains: bool) -> int:
         rows = self._rows(trains)
-        tokens = micro_batch_tokens(rows) if self._config.engine.packing else len(rows) * max(row.tokens for row in rows)
+        if self._config.engine.packing:
+            tokens = micro_batch_tokens(rows, self._context) // self._context
+        else:
+            tokens = len(rows) * max(row.tokens for row in rows)
         cut = self._parallel.tensor_parallel_size
         return -(-tokens // cut) * cut
 
     def _batch(self, trains: bool) -> int:
         """Of all rows of a pass at their longest."""
         rows = rows_of_replica(self._config, self._role, trains=trains)
-        return rows * max(row.tokens for row in self._rows(trains)) * _BATCH_BYTES
+        longest = max(row.tokens for row in self._rows(trains))
+        return rows * longest * (_OWN_BATCH_BYTES // self._context + _WHOLE_BATCH_BYTES)
 
     def stays(self, trains: bool) -> int:
         """Megatron's buffer for tokens that sequence parallelism gathers where weights train, what a (virtual) stage received last: a

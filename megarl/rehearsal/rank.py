@@ -102,11 +102,11 @@ class _Rehearsal:
     def _batch(self, trains: bool) -> RehearsedBatch:
         """Of the next pass: what stages are told of its shape is from now on that of its micro-batches."""
         rows = fullest_micro_batch(self._config, self._role, self._architecture, trains=trains)
-        batch = make_rows(rows, self._request.num_micro_batches)
         parallel = self._role.parallel
+        batch = make_rows(rows, self._request.num_micro_batches, parallel.context_parallel_size)
         packing = self._config.engine.packing
         cut = parallel.tensor_parallel_size if parallel.sequence_parallel else 1
-        length = batch.tokens if packing else max(row.tokens for row in rows)
+        length = batch.tokens // parallel.context_parallel_size if packing else max(row.tokens for row in rows)
         self._device.received_integers = (-(-length // cut), 1 if packing else len(rows), self._architecture.hidden_size)
         return batch
 

@@ -19,14 +19,15 @@ Loss = ActorLoss | CriticLoss | SFTLoss
 
 
 class RehearsedBatch(NamedTuple):
-    """tensors: (B, S) and (B, R) on the host, as a worker gets them. tokens: of one micro-batch; all have as many."""
+    """tensors: (B, S) and (B, R) on the host, as a worker gets them. tokens: of one micro-batch, of all ranks that
+    share it, with what pads their parts; all have as many."""
 
     tensors: Mapping[str, Tensor]
     micro_batches: list[list[int]]
     tokens: int
 
 
-def make_rows(rows: list[Row], num_micro_batches: int) -> RehearsedBatch:
+def make_rows(rows: list[Row], num_micro_batches: int, context_parallel_size: int = 1) -> RehearsedBatch:
     """Of micro-batches that have those rows each. The ids of a row are the number of its prompt."""
     prompts, responses, ids = (torch.tensor(column * num_micro_batches)[:, None] for column in map(list, zip(*rows, strict=True)))
     prompt, response = int(prompts.max()), int(responses.max())
@@ -34,7 +35,7 @@ def make_rows(rows: list[Row], num_micro_batches: int) -> RehearsedBatch:
     mask = (column >= prompt - prompts) & (column < prompt + responses)
     tensors = {"input_ids": ids.expand(mask.shape), "attention_mask": mask.long(), "response_mask": mask[:, prompt:]}
     micro_batches = [[number * len(rows) + row for row in range(len(rows))] for number in range(num_micro_batches)]
-    return RehearsedBatch(tensors, micro_batches, micro_batch_tokens(rows))
+    return RehearsedBatch(tensors, micro_batches, micro_batch_tokens(rows, context_parallel_size))
 
 
 def with_loss(config: PPOConfig | SFTConfig, role: ModelRole, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], Loss]:

@@ -95,14 +95,8 @@ class MegatronRole:
         micro-batch have no response token that a loss reads."""
         rows = token_rows(batch.columns, keys)
         lengths = (rows["prompts"].lengths + rows["responses"].lengths).tolist()
-        virtual = self._parallel.virtual_pipeline_parallel_size is not None
-        plan = _plan(
-            tuple(lengths),
-            self._parallel.data_parallel_size,
-            self._micro_batch,
-            self._parallel.pipeline_parallel_size if virtual else 1,
-            tuple(_prompts(rows["prompts"])) if self._share_prompts else None,
-        )
+        prompts = tuple(_prompts(rows["prompts"])) if self._share_prompts else None
+        plan = _plan(tuple(lengths), self._parallel, self._micro_batch, prompts)
         model_inputs = DataProto.from_dict(rows, batch.select([], _uid_of(batch)).non_tensor_batch)
         parts = []
         for rank in plan.ranks:
@@ -163,12 +157,16 @@ class MegatronRole:
 
 
 @lru_cache(maxsize=4)
-def _plan(
-    lengths: tuple[int, ...], dp_size: int, limit: MicroBatchConfig, multiple_of: int, prompts: tuple[RowPrompt, ...] | None
-) -> BatchPlan:
+def _plan(lengths: tuple[int, ...], parallel: ParallelConfig, limit: MicroBatchConfig, prompts: tuple[RowPrompt, ...] | None) -> BatchPlan:
     """Made once for roles and passes that cut the same rows alike: of a step's batch most do."""
     return plan_micro_batches(
-        lengths, dp_size, sequences=limit.sequences, max_tokens=limit.max_tokens, multiple_of=multiple_of, prompts=prompts
+        lengths,
+        parallel.data_parallel_size,
+        sequences=limit.sequences,
+        max_tokens=limit.max_tokens,
+        multiple_of=parallel.micro_batch_multiple,
+        context_parallel_size=parallel.context_parallel_size,
+        prompts=prompts,
     )
 
 

@@ -100,7 +100,8 @@ class RewardModelWorker(MegatronWorker):
             dp_size=1,  # this replica's
             sequences=self._reading.micro_batch.sequences,
             max_tokens=self._reading.micro_batch.max_tokens,
-            multiple_of=parallel.pipeline_parallel_size if parallel.virtual_pipeline_parallel_size is not None else 1,
+            multiple_of=parallel.micro_batch_multiple,
+            context_parallel_size=parallel.context_parallel_size,
         )
         (rank,) = plan.ranks
         outputs = self._engine.forward(conversation_batch(conversations, rank.rows), rank.local_micro_batches)

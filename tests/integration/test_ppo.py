@@ -76,13 +76,13 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def config(
-    inputs: Path, output_dir: Path, algorithm: AlgorithmConfig, *, tensor_parallel_size: int = 1, updates_per_step: int = 2, **trainer: Any
+    inputs: Path, output_dir: Path, algorithm: AlgorithmConfig, *, context_parallel_size: int = 1, updates_per_step: int = 2, **trainer: Any
 ) -> PPOConfig:
     return tiny_config(
         inputs,
         output_dir,
         algorithm=algorithm,
-        actor={"parallel": ParallelConfig(tensor_parallel_size=tensor_parallel_size)},
+        actor={"parallel": ParallelConfig(context_parallel_size=context_parallel_size)},
         trainer={"updates_per_step": updates_per_step, **trainer},
         tracking={"log_generations": 3},
     )
@@ -94,7 +94,7 @@ def split_collocate(inputs: Path, output_dir: Path) -> PPOConfig:
         inputs,
         output_dir,
         AlgorithmConfig(kl=KLConfig(coefficient=BETA, controller=controller)),
-        tensor_parallel_size=2,
+        context_parallel_size=2,
         total_steps=STEPS,
         critic_warmup_steps=WARMUP_STEPS,
         epochs_per_batch=2,

@@ -40,7 +40,7 @@ from megarl.trainers.advantages import AdvantageStep, correct_rollout
 from tests.ranks import RankPool
 from tests.unit.engine.comparison import assert_same
 from tests.unit.engine.models import load_lm, make_batch, reference_logits, save_model, scores_of
-from tests.unit.engine.rank_side import LAYOUTS, Tensors, build, hf_gradients, merge, start, take
+from tests.unit.engine.rank_side import ALL_LAYOUTS, Tensors, build, hf_gradients, merge, start, take
 
 CONFIGS = Path(__file__).parents[2] / "megarl" / "configs"
 NUM_ROWS, RESPONSE_LENGTH = 8, 9
@@ -188,9 +188,9 @@ def run(rank_pool: RankPool, setting: Setting, parallel: ParallelConfig, splits:
     return joined
 
 
-@pytest.mark.parametrize("layout", ["TP1", "DP2", "TP2", "PP2"])
+@pytest.mark.parametrize("layout", ["TP1", "DP2", "CP2", "PP2"])
 def test_the_gradient_is_the_same_however_the_mini_batch_is_cut(setting: Setting, layout: str, rank_pool: RankPool) -> None:
-    results = run(rank_pool, setting, LAYOUTS[layout], list(SPLITS))
+    results = run(rank_pool, setting, ALL_LAYOUTS[layout], list(SPLITS))
     assert len(results) == len(setting.cases) * len(SPLITS)
     for (name, split), result in results.items():
         want = setting.whole[name]

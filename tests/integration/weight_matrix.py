@@ -30,7 +30,7 @@ from megarl.workers.engines import build_engine
 from megarl.workers.megatron import MegatronWorker
 from tests.rollout_replicas import sync_of
 from tests.unit.engine.models import load_lm, save_model
-from tests.unit.engine.rank_side import LAYOUTS
+from tests.unit.engine.rank_side import ALL_LAYOUTS
 from tests.unit.roles.groups import model_spec, started
 
 ALL = "MEGARL_SOAK" in os.environ  # as tests/soak asks for
@@ -63,6 +63,8 @@ SGLANG = [
     EngineCase("qwen3-tied", 2, SGLangMode.server),
     EngineCase("qwen3-tied", 1, SGLangMode.engine, num_replicas=2),
 ]
+# Ranks with copies are here those that share rows: a push knows no other difference between them and replicas.
+LAYOUTS = {name: ALL_LAYOUTS[name] for name in ("TP1", "TP2", "PP2", "TP2xPP2", "PP2xVPP2", "CP2", "TP2+SP")}
 MORTAL = SGLANG[3]  # which is killed
 
 

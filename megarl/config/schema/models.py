@@ -91,6 +91,11 @@ class ParallelConfig:
         """Ranks that hold the same parameters, whose gradients are added and who share the optimizer's state."""
         return self.context_parallel_size * self.data_parallel_size
 
+    @property
+    def micro_batch_multiple(self) -> int:
+        """A pass has so many micro-batches, or a multiple: virtual stages take turns with whole rounds of them."""
+        return 1 if self.virtual_pipeline_parallel_size is None else self.pipeline_parallel_size
+
     def coordinate(self, rank: int) -> RankCoordinate:
         """As Megatron counts: tensor-parallel ranks fastest, then those that share rows, then replicas, then stages."""
         rest, tensor = divmod(rank, self.tensor_parallel_size)

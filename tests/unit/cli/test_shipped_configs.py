@@ -38,12 +38,14 @@ RUNS = {
     "qwen3_32b_grpo": Cluster(4, "hybrid", {"actor": 32, "reward": 0}),
     "llama3_70b_ppo": Cluster(16, "split_collocate", {"actor": 64, "critic": 32, "rollout": 32}),
     "qwen2.5_32b_dapo_16k": Cluster(8, "hybrid", {"actor": 64, "reward": 0}),
+    "llama3.1_8b_grpo_128k": Cluster(4, "hybrid", {"actor": 32, "reward": 0}),
 }
 
 
-# Parameters, as the model cards say: 7.61B, 32.5B, 32.8B, 70.6B. A model's own file would say so to the element.
+# Parameters, as the model cards say: 7.61B, 8.03B, 32.5B, 32.8B, 70.6B. A model's own file would say so to the element.
 NUM_PARAMETERS = {
     "Qwen2.5-7B-Instruct": 7_615_616_512,
+    "Llama-3.1-8B-Instruct": 8_030_261_248,
     "Qwen2.5-32B": 32_763_876_352,
     "Qwen3-32B": 32_762_123_264,
     "Meta-Llama-3-70B-Instruct": 70_553_706_496,
@@ -149,11 +151,11 @@ def test_a_device_that_is_a_little_too_small_is_refused(run: str, capsys: pytest
 
 @pytest.mark.parametrize("run", RUNS)
 def test_the_actors_state_is_what_the_parameters_say(run: str) -> None:
-    """By hand: P / (TP PP) parameters of a rank with 2 + 4 bytes, and 12 bytes over its replicas (ZeRO 1). Stages differ."""
+    """By hand: P / (TP PP) parameters of a rank with 2 + 4 bytes, and 12 bytes over those that hold the same (ZeRO 1). Stages differ."""
     config = load(run)
     parallel = config.actor.parallel
     count = NUM_PARAMETERS[Path(config.model.path).name] / (parallel.tensor_parallel_size * parallel.pipeline_parallel_size)
-    by_hand = count * (2 + 4 + 12 / parallel.data_parallel_size)
+    by_hand = count * (2 + 4 + 12 / parallel.num_copies)
     usages = [device.phases["update_actor"]["actor"] for device in memory_of(config) if device.pool == "actor"]
     states = [usage.parameters + usage.gradients + usage.optimizer for usage in usages]
     assert sum(states) / len(states) == pytest.approx(by_hand, rel=0.01)

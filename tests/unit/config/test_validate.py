@@ -94,6 +94,12 @@ def test_a_good_configuration_has_none(ppo: str) -> None:
             "false; use engine.packing=true, or context_parallel_size 1",
         ),
         (
+            ["actor.parallel.context_parallel_size=2", "actor.micro_batch.max_tokens=11"],
+            "actor.micro_batch.max_tokens, actor.parallel.context_parallel_size, data.max_prompt_length, data.max_response_length: a row "
+            "may have 24 tokens (24 with what pads the ranks' parts), more than max_tokens 11 x context_parallel_size 2 = 22; use "
+            "max_tokens 12 or more, or shorter rows",
+        ),
+        (
             ["critic.recompute=full", "critic.recompute_modules=[mlp]"],
             "critic.recompute_modules, critic.recompute: recompute_modules [mlp] are for recompute=selective, but it is full; leave them "
             "out, or use selective",

@@ -3,6 +3,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megarl.config.derive import padded_length
 from megarl.data.packing import RowPrompt, plan_micro_batches, row_cost
 
 LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=30)
@@ -42,10 +43,11 @@ def rank_costs(plan, lengths, prompts=None):
     limits=LIMITS,
     multiple_of=st.sampled_from([1, 1, 2, 4]),
     num_samples=st.sampled_from([None, 2, 7]),
+    context=st.sampled_from([1, 1, 2, 3]),
 )
-def test_every_plan_is_valid(lengths, dp_size, limits, multiple_of, num_samples):
+def test_every_plan_is_valid(lengths, dp_size, limits, multiple_of, num_samples, context):
     prompts = prompts_of(lengths, num_samples)
-    plan = plan_micro_batches(lengths, dp_size, **limits, multiple_of=multiple_of, prompts=prompts)
+    plan = plan_micro_batches(lengths, dp_size, **limits, multiple_of=multiple_of, prompts=prompts, context_parallel_size=context)
     assert len(plan.ranks) == dp_size
     assert {len(rank.micro_batches) for rank in plan.ranks} == {plan.num_micro_batches}
     assert plan.num_micro_batches % multiple_of == 0
@@ -54,7 +56,11 @@ def test_every_plan_is_valid(lengths, dp_size, limits, multiple_of, num_samples)
     for micro_batch in micro_batches:
         assert micro_batch.rows
         assert len(micro_batch.rows) <= limits.get("sequences", len(lengths))
-        assert computed(micro_batch.rows, lengths, prompts) <= limits.get("max_tokens", sum(lengths))
+        if "max_tokens" in limits:  # of each rank that shares it, with what pads its parts
+            rows = micro_batch.rows
+            parts = [lengths[row] - (prompts[row].length if prompts else 0) for row in rows]
+            parts += dict(prompts[row] for row in rows).values() if prompts else ()
+            assert sum(padded_length(part, context) for part in parts) <= limits["max_tokens"] * context
     if any(micro_batch.is_filler for micro_batch in micro_batches):  # only where there are not enough rows to go round
         assert all(len(micro_batch.rows) == 1 for micro_batch in micro_batches)
 
@@ -72,6 +78,14 @@ def test_local_micro_batches_index_the_rows_of_the_rank():
     plan = plan_micro_batches([5, 4, 3, 2, 1, 6, 7], 2, sequences=2)
     for rank in plan.ranks:
         assert [tuple(rank.rows[i] for i in local) for local in rank.local_micro_batches] == [m.rows for m in rank.micro_batches]
+
+
+def test_ranks_that_share_rows_take_a_row_as_long_as_all_their_budgets():
+    """Of 4 ranks with 10 tokens each one has 4 x 8 of 30 tokens, and not 4 x 16 of the two."""
+    plan = plan_micro_batches([30, 30], 1, max_tokens=10, context_parallel_size=4)
+    assert [m.rows for m in plan.ranks[0].micro_batches] == [(0,), (1,)]
+    with pytest.raises(ValueError, match="row 1 has 41 tokens, more than micro_batch.max_tokens=10 x context_parallel_size=4"):
+        plan_micro_batches([30, 41], 1, max_tokens=10, context_parallel_size=4)
 
 
 def test_by_hand():

@@ -179,7 +179,7 @@ def load_by_megatron(settings: Settings, folder: Path) -> list[tuple[str, tuple[
     from megatron.core.dist_checkpointing.dict_utils import nested_values
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
 
-    metadata = {"distrib_optim_sharding_type": "fully_reshardable", "dp_cp_group": engine.groups.data}
+    metadata = {"distrib_optim_sharding_type": "fully_reshardable", "dp_cp_group": engine.groups.data_context}
     models = {f"model{number}": model.sharded_state_dict(metadata=metadata) for number, model in enumerate(engine._models)}
     optimizer = engine.training_state().optimizer._optimizer.sharded_state_dict(models, is_loading=True, metadata=metadata)
     wanted = {**models, "optimizer": optimizer}

@@ -47,6 +47,7 @@ CONTEXT_LAYOUTS: dict[str, ParallelConfig] = {
     "CP2xDP2": ParallelConfig(**_CP, **_DP),
     "CP2xPP2xVPP2": ParallelConfig(**_CP, **_PP, **_VPP),
 }
+ALL_LAYOUTS = {**LAYOUTS, **MIXED_LAYOUTS, **CONTEXT_LAYOUTS}
 
 Tensors = dict[str, Tensor]
 
@@ -118,8 +119,9 @@ def hf_gradients(engine: MegatronEngine) -> Tensors:
     for chunk in engine._chunks:
         for buffer in chunk.buffers + chunk.expert_parallel_buffers:
             for bucket in buffer.buckets:
-                slices = list(bucket.grad_data.chunk(engine.groups.parallel.data_parallel_size))
-                dist.all_gather(slices, slices[engine.groups.data_rank].clone(), group=engine.groups.data)
+                group = engine.groups.data_context
+                slices = list(bucket.grad_data.chunk(group.size()))
+                dist.all_gather(slices, slices[group.rank()].clone(), group=group)
     return _hf_tensors(engine, engine.gradients())
 
 

@@ -91,7 +91,7 @@ def test_in_the_same_layout_it_goes_on_to_the_bit(
 
 RESHAPED = [
     ParallelConfig(pipeline_parallel_size=2),
-    ParallelConfig(data_parallel_size=2),
+    ParallelConfig(context_parallel_size=2),
     ParallelConfig(pipeline_parallel_size=2, virtual_pipeline_parallel_size=2),
     ParallelConfig(tensor_parallel_size=2, pipeline_parallel_size=2),
 ]

@@ -16,7 +16,7 @@ from megarl.data.packing import BatchPlan, MicroBatchRows, RankPlan, plan_micro_
 from tests.ranks import RankPool
 from tests.unit.engine.comparison import assert_same
 from tests.unit.engine.models import load_lm, make_batch, reference_logits, save_critic, save_model, scores_of, with_one_prompt
-from tests.unit.engine.rank_side import LAYOUTS, Tensors, build, hf_gradients, merge, start, take
+from tests.unit.engine.rank_side import ALL_LAYOUTS, LAYOUTS, Tensors, build, hf_gradients, merge, start, take
 
 FAMILY = "qwen2-tied"
 NUM_ROWS = 9
@@ -67,6 +67,8 @@ def splits_of(parallel: ParallelConfig, lengths: list[int]) -> dict[str, Split]:
     if dp == 1:
         splits["uneven"] = Split(by_hand((5,), (8, 0, 7, 3, 1, 6, 4, 2)))
         splits["uneven, padded"] = Split(splits["uneven"].plan, packing=False)
+    if parallel.context_parallel_size > 1:  # which cuts packed rows
+        return {name: split for name, split in splits.items() if split.packing}
     return splits
 
 
@@ -99,7 +101,7 @@ def run_splits(parallel: ParallelConfig, folders: dict[str, str], batch: Tensors
                 part["response_mask"][list(rows)] &= not micro_batch.is_filler
             metrics = engine.forward_backward(part, mine.local_micro_batches, loss_for(head, batch))
             gathered: list[Any] = [None] * parallel.world_size
-            dist.all_gather_object(gathered, metrics if groups.tensor_rank == 0 else {})
+            dist.all_gather_object(gathered, metrics if groups.tensor_rank == groups.context_rank == 0 else {})
             results.setdefault(head, {})[name] = Result(hf_gradients(engine), values_of(merge_metrics(gathered)))
     return results
 
@@ -145,13 +147,13 @@ def run(rank_pool: RankPool, setting: Setting, parallel: ParallelConfig, splits:
     }
 
 
-@pytest.mark.parametrize("layout", ["TP1", "DP2", "TP2+SP", "PP2", "PP2xVPP2"])
+@pytest.mark.parametrize("layout", ["TP1", "DP2", "TP2+SP", "PP2", "PP2xVPP2", "CP2"])
 def test_gradient_and_metrics_do_not_depend_on_the_split(setting: Setting, layout: str, rank_pool: RankPool) -> None:
-    lengths = setting.batch["attention_mask"].sum(1).tolist()
-    splits = splits_of(LAYOUTS[layout], lengths)
-    if LAYOUTS[layout].data_parallel_size > 1:  # an odd number of rows, one each: a filler must not count
+    lengths, parallel = setting.batch["attention_mask"].sum(1).tolist(), ALL_LAYOUTS[layout]
+    splits = splits_of(parallel, lengths)
+    if parallel.data_parallel_size > 1:  # an odd number of rows, one each: a filler must not count
         assert any(micro_batch.is_filler for rank in splits["one row each"].plan.ranks for micro_batch in rank.micro_batches)
-    for (head, _), result in run(rank_pool, setting, LAYOUTS[layout], splits).items():
+    for (head, _), result in run(rank_pool, setting, parallel, splits).items():
         want = setting.whole[head]
         assert_same(result.gradients, want.gradients, TOLERANCE, floor=FLOOR * total_norm(want.gradients))
         assert result.metrics == pytest.approx(want.metrics, rel=1e-5, abs=1e-6)

@@ -83,17 +83,15 @@ def slow_varlen_attn(
     """torch's `varlen_attn`, which has no kernel on a CPU, a sequence at a time. Refuses what the kernel would."""
     assert cu_seq_q.dtype == cu_seq_k.dtype == torch.int32
     assert type(max_q) is type(max_k) is int
-    assert max_q == max_k == int(cu_seq_q.diff().max())
+    assert (max_q, max_k) == (int(cu_seq_q.diff().max()), int(cu_seq_k.diff().max()))
     assert window_size == (-1, 0)
     assert enable_gqa == (query.shape[1] != key.shape[1])
     assert all(tensor.stride(-1) == 1 for tensor in (query, key, value))
-    lengths = cu_seq_q.diff().tolist()
-    mixed = [
-        F.scaled_dot_product_attention(
-            *(tensor.transpose(0, 1)[None] for tensor in sequence), is_causal=True, scale=scale, enable_gqa=enable_gqa
-        )[0].transpose(0, 1)
-        for sequence in zip(*(tensor.split(lengths) for tensor in (query, key, value)), strict=True)
-    ]
+    lengths, mixed = (cu_seq_q.diff().tolist(), cu_seq_k.diff().tolist()), []
+    for queries, keys, values in zip(query.split(lengths[0]), key.split(lengths[1]), value.split(lengths[1]), strict=True):
+        mask = torch.ones(len(queries), len(keys), dtype=torch.bool).tril(len(keys) - len(queries))  # causal at the lower right
+        sequence = (tensor.transpose(0, 1)[None] for tensor in (queries, keys, values))
+        mixed.append(F.scaled_dot_product_attention(*sequence, attn_mask=mask, scale=scale, enable_gqa=enable_gqa)[0].transpose(0, 1))
     return torch.cat(mixed)
 
 
@@ -218,6 +216,36 @@ def attend_sharing(heads: Heads, lengths: list[int], prompt_of: list[int | None]
     return Attended(mixed.detach(), query.grad, key.grad, value.grad)
 
 
+def attend_among_ranks(heads: Heads, lengths: list[int], prompt_of: list[int | None], scale: float, way: str) -> Attended:
+    """In one process, what each of three ranks that share the rows does with its own queries. varlen: as on CUDA, but for the kernel."""
+    from megarl.engine import platform
+
+    platform.activate(Device.cpu)
+    from megarl.engine import layers
+    from megarl.engine.context import ContextPlace, own_tokens
+    from megarl.engine.layers import AttentionCore, PackedRows, attend_pieces, attention_plan
+
+    core = AttentionCore(SimpleNamespace(context_parallel_size=1, attention_dropout=0.0), softmax_scale=scale)
+    ranks = [PackedRows(lengths, torch.device("cpu"), prompt_of, ContextPlace(3, rank)) for rank in range(3)]
+    padded = ranks[0].lengths
+    owned = [own_tokens(padded, packed.place) for packed in ranks]
+    starts = torch.tensor([0, *padded]).cumsum(0).tolist()
+    real = torch.cat([torch.arange(start, start + length) for start, length in zip(starts, lengths, strict=False)])
+    given = [tensor.clone().requires_grad_() for tensor in heads[:3]]
+    query, key, value = (torch.randn(sum(padded), *tensor.shape[1:]).index_copy(0, real, tensor) for tensor in given)
+    key, value = (tensor[torch.cat(owned)] for tensor in (key, value))
+    whole = torch.zeros(sum(padded), heads.weight.shape[1])
+    with mock.patch.object(layers, "varlen_attn", slow_varlen_attn):
+        for packed, own in zip(ranks, owned, strict=True):
+            if way == "varlen":
+                mixed = attend_pieces(query[own], key, value, packed, scale)
+            else:
+                mixed = core._attend_packed(query[own], key, value, attention_plan(packed))
+            whole = whole.index_copy(0, own, mixed)
+    (whole[real] * heads.weight).sum().backward()
+    return Attended(whole[real].detach(), *(tensor.grad for tensor in given))
+
+
 SHARING: list[tuple[list[int], list[int | None]]] = [
     ([5, 9, 1, 30, 7, 64, 2, 3, 8, 6], [None, 0, 0, 0, None, None, 5, 5, 5, None]),  # the last is what pads the batch
     ([1, 1, 1], [None, 0, 0]),
@@ -233,6 +261,17 @@ def test_responses_attend_to_the_prompt_they_share(
 ) -> None:
     heads, scale = make_heads(sum(lengths), num_heads), 0.3
     (got,) = rank_pool.run(attend_sharing, world_size=1, heads=heads, lengths=lengths, prompt_of=prompt_of, scale=scale, way=way)
+    for key, value in dense_attention(heads, lengths, scale, prompt_of)._asdict().items():
+        assert max_difference(getattr(got, key), value) < 1e-5, key
+
+
+@pytest.mark.parametrize(("lengths", "prompt_of"), [*SHARING, (UNEVEN, [None] * len(UNEVEN))])
+@pytest.mark.parametrize("way", ["mask", "varlen"])
+def test_ranks_that_share_rows_attend_to_all_that_stands_before(
+    lengths: list[int], prompt_of: list[int | None], way: str, rank_pool: RankPool
+) -> None:
+    heads, scale = make_heads(sum(lengths), HEADS), 0.3
+    (got,) = rank_pool.run(attend_among_ranks, world_size=1, heads=heads, lengths=lengths, prompt_of=prompt_of, scale=scale, way=way)
     for key, value in dense_attention(heads, lengths, scale, prompt_of)._asdict().items():
         assert max_difference(getattr(got, key), value) < 1e-5, key
 

@@ -24,14 +24,18 @@ BATCH = {
 }
 
 
-def make(batch: dict[str, Tensor], rows: list[int], packing: bool, share_prompts: bool, align: int) -> dict[str, Any]:
+def make(
+    batch: dict[str, Tensor], rows: list[int], packing: bool, share_prompts: bool, align: int, place: tuple[int, int]
+) -> dict[str, Any]:
     """In a rank: the micro-batch as plain values."""
     from megarl.engine import platform
 
     platform.activate(Device.cpu)
+    from megarl.engine.context import ContextPlace
     from megarl.engine.micro_batch import make_micro_batch
 
-    made = make_micro_batch(batch, rows, packing=packing, share_prompts=share_prompts, align=align, device=torch.device("cpu"))
+    options = {"packing": packing, "share_prompts": share_prompts, "align": align, "place": ContextPlace(*place)}
+    made = make_micro_batch(batch, rows, device=torch.device("cpu"), **options)
     plain = {key: getattr(made, key).tolist() for key in ("tokens", "positions", "predictors", "targets", "cells")}
     if made.packed is not None:
         plain["boundaries"] = made.packed.cu_seqlens_q.tolist()
@@ -49,10 +53,55 @@ def made(
     packing: bool,
     share_prompts: bool = True,  # of other prompts there is nothing to share
     align: int = 1,
+    place: tuple[int, int] = (1, 0),
     batch: dict[str, Tensor] = BATCH,
 ) -> dict[str, Any]:
-    (got,) = rank_pool.run(make, world_size=1, batch=batch, rows=rows, packing=packing, share_prompts=share_prompts, align=align)
+    options = {"packing": packing, "share_prompts": share_prompts, "align": align, "place": place}
+    (got,) = rank_pool.run(make, world_size=1, batch=batch, rows=rows, **options)
     return got
+
+
+def test_ranks_that_share_rows(rank_pool: RankPool) -> None:
+    """Of four chunks of each row the first rank has the outer two, the second the inner two: here chunks of a token, and no padding."""
+    outer, inner = (made(rank_pool, rows=[0, 1], packing=True, place=(2, rank)) for rank in range(2))
+    assert outer["tokens"] == [[5, 8, 1, 4]]
+    assert outer["positions"] == [[0, 3, 0, 3]]
+    assert outer["predictors"] == outer["targets"] == outer["cells"] == []  # a last token predicts nothing here
+    assert outer["scattered"] == [[0.0] * 3] * 2
+    assert inner["tokens"] == [[6, 7, 2, 3]]
+    assert inner["positions"] == [[1, 2, 1, 2]]
+    assert inner["predictors"] == [0, 1, 3]
+    assert inner["targets"] == [7, 8, 4]
+    assert inner["boundaries"] == outer["boundaries"] == [0, 4, 8]  # of the whole rows
+    assert inner["rows"] == outer["rows"]
+
+
+def test_what_pads_the_parts_of_ranks_that_share_rows(rank_pool: RankPool) -> None:
+    """Each row is padded to 6 tokens, and the whole to 18, so that each of three ranks has a multiple of 3."""
+    third = made(rank_pool, rows=[0, 1], packing=True, place=(3, 0), align=3)
+    assert third["boundaries"] == [0, 6, 12, 18]
+    assert third["tokens"] == [[5, 0, 1, 0, 0, 0]]
+    assert third["positions"] == [[0, 0, 0, 0, 0, 0]]
+
+
+def test_ranks_that_share_rows_and_a_prompt(rank_pool: RankPool) -> None:
+    """The prompt 1 2 3 and the responses 4 and 7 8 are cut each by itself: a response's first token is predicted by the prompt's last."""
+    batch = {
+        **BATCH,
+        "input_ids": torch.tensor([[1, 2, 3, 7, 8, 9], [1, 2, 3, 4, 9, 9]]),
+        "attention_mask": torch.tensor([[1, 1, 1, 1, 1, 0], [1, 1, 1, 1, 0, 0]]),
+    }
+    outer, inner = (made(rank_pool, rows=[0, 1], packing=True, place=(2, rank), batch=batch) for rank in range(2))
+    assert outer["tokens"] == [[1, 0, 7, 0, 4, 0]]
+    assert inner["tokens"] == [[2, 3, 8, 0, 0, 0]]
+    assert inner["positions"] == [[1, 2, 4, 0, 0, 0]]
+    assert (outer["targets"], outer["predictors"], outer["cells"]) == ([8], [2], [1])
+    assert (inner["targets"], inner["predictors"], inner["cells"]) == ([7, 4], [1, 1], [0, 3])
+
+
+def test_ranks_cannot_share_rows_that_are_not_packed(rank_pool: RankPool) -> None:
+    with pytest.raises(AssertionError, match="context_parallel_size 2 cuts rows that are packed: use engine.packing=true"):
+        made(rank_pool, rows=[0, 1], packing=False, place=(2, 0))
 
 
 def test_packed(rank_pool: RankPool) -> None:

@@ -26,12 +26,15 @@ from tests.unit.engine.models import (
     with_one_prompt,
 )
 from tests.unit.engine.rank_side import (
+    ALL_LAYOUTS,
+    CONTEXT_LAYOUTS,
     LAYOUTS,
     MIXED_LAYOUTS,
     Tensors,
     build,
     deal,
     hf_gradients,
+    hf_weights,
     join_rows,
     merge,
     replica_rows,
@@ -63,11 +66,13 @@ CASES = {
 
 
 class Compared(NamedTuple):
-    """Outputs (B, R, ...) and, of a weighted sum of them, the gradients by Hugging Face names and their norm."""
+    """Outputs (B, R, ...) and, of a weighted sum of them, the gradients by Hugging Face names and their norm; of an engine also the weights
+    after a step."""
 
     outputs: Tensors
     gradients: Tensors
     grad_norm: float
+    weights: Tensors = {}
 
 
 def weighted_batch() -> Tensors:
@@ -81,7 +86,8 @@ def weighted_batch() -> Tensors:
 
 
 def with_logits(engine: Any) -> Any:
-    """Makes `engine` return logits too: it has no path of its own that makes them for a whole micro-batch."""
+    """Makes `engine` return logits too: it has no path of its own that makes them for a whole micro-batch. Each rank that
+    shares rows adds those of its tokens."""
     score = engine._score
 
     def scores(micro_batch: Any, hidden: Tensor, extras: Any) -> Tensors:
@@ -92,6 +98,7 @@ def with_logits(engine: Any) -> Any:
         logits = torch.cat(parts, -1)[:, : engine.spec.architecture.vocab_size]
         cells = logits.new_zeros(micro_batch.num_rows * micro_batch.response_length, logits.shape[1])
         cells[micro_batch.cells] = logits
+        dist.all_reduce(cells, group=engine.groups.context)
         return {**score(micro_batch, hidden, extras), "logits": cells.view(micro_batch.num_rows, micro_batch.response_length, -1)}
 
     engine._score = scores
@@ -112,7 +119,7 @@ def run_engine(parallel: ParallelConfig, folders: dict[str, str], batch: Tensors
         if name == "policy":
             engine = with_logits(engine)
         outputs = join_rows(rows, engine.forward(part, micro_batches), num_rows)
-        results[name] = Compared(outputs, gradients, engine.step().grad_norm)
+        results[name] = Compared(outputs, gradients, engine.step().grad_norm, hf_weights(engine))
     return results
 
 
@@ -157,9 +164,9 @@ def test_engine_gives_what_hugging_face_gives(reference: Reference, layout: str,
 
 
 @pytest.mark.parametrize("reference", ["qwen3-tied"], indirect=True)
-@pytest.mark.parametrize("layout", MIXED_LAYOUTS)
-def test_replicas_of_a_cut_model(reference: Reference, layout: str, rank_pool: RankPool) -> None:
-    compare(reference, MIXED_LAYOUTS[layout], rank_pool)
+@pytest.mark.parametrize("layout", [*MIXED_LAYOUTS, *CONTEXT_LAYOUTS])
+def test_replicas_of_a_cut_model_and_ranks_that_share_rows(reference: Reference, layout: str, rank_pool: RankPool) -> None:
+    compare(reference, ALL_LAYOUTS[layout], rank_pool)
 
 
 def compare(reference: Reference, parallel: ParallelConfig, rank_pool: RankPool) -> None:
@@ -174,6 +181,7 @@ def compare(reference: Reference, parallel: ParallelConfig, rank_pool: RankPool)
     for name, want in reference.results.items():
         gradients = merge([rank[name].gradients for rank in ranks])
         assert_same(gradients, want.gradients, GRADIENT_TOLERANCE, floor=GRADIENT_FLOOR * want.grad_norm)
+        assert merge([rank[name].weights for rank in ranks]).keys() == gradients.keys()  # and copies agree to the bit
         for rank in ranks:
             assert rank[name].outputs.keys() == want.outputs.keys()
             for key, value in want.outputs.items():

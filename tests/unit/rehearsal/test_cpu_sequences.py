@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("warm_rehearsals")
 
 LAYOUTS = {
     "TP2+SPxPP2": ParallelConfig(tensor_parallel_size=2, pipeline_parallel_size=2, sequence_parallel=True),
-    "PP2xVPP2xDP2": ParallelConfig(pipeline_parallel_size=2, virtual_pipeline_parallel_size=2, data_parallel_size=2),
+    "PP2xVPP2xCP2": ParallelConfig(pipeline_parallel_size=2, virtual_pipeline_parallel_size=2, context_parallel_size=2),
 }
 MICRO_BATCHES, LAYERS = 2, 2  # on each stage
 RANKS = [0, 3]  # one of each stage, and not the same of its groups
@@ -39,7 +39,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 @pytest.fixture(scope="module")
 def rehearsed(models: dict[str, str]) -> Rehearsed:
     """All ranks of one layout on CUDA, which must not hang."""
-    ranks = {(layout, name): RANKS for layout in LAYOUTS for name in models} | {("PP2xVPP2xDP2", "cuda"): [0, 1, 2, 3]}
+    ranks = {(layout, name): RANKS for layout in LAYOUTS for name in models} | {("PP2xVPP2xCP2", "cuda"): [0, 1, 2, 3]}
     asked = [request for (layout, name), some in ranks.items() for request in requests(ppo(models[name], LAYOUTS[layout]), some)]
     records = list(rehearse_ranks(asked, 1, make_ready_with_switches))  # one at a time: in the order in which they are asked for
     assert {record.error for record in records} == {None}
@@ -96,8 +96,8 @@ def test_cuda_gathers_the_input_of_a_layer_again_and_calls_in_groups_of_one(rehe
 
 def test_cuda_reduces_gradients_within_the_second_pass_and_gathers_parameters_until_the_next(rehearsed: Rehearsed) -> None:
     """Those of the second virtual stage are ready before the first one's are computed. The first pass is as on the CPU."""
-    for rank, on_cpu in rehearsed["PP2xVPP2xDP2", WITH_CPU_SWITCHES].items():
-        on_cuda = rehearsed["PP2xVPP2xDP2", "cuda"][rank]
+    for rank, on_cpu in rehearsed["PP2xVPP2xCP2", WITH_CPU_SWITCHES].items():
+        on_cuda = rehearsed["PP2xVPP2xCP2", "cuda"][rank]
         assert [phase.name for phase in on_cuda.phases] == [*PHASES[:4], "train again", *PHASES[4:]]
         for name in PHASES:
             assert calls(on_cpu.phases, name) == calls(on_cuda.phases, name), f"rank {rank}, {name}"
@@ -111,7 +111,7 @@ def test_cuda_reduces_gradients_within_the_second_pass_and_gathers_parameters_un
 
 
 def awaited_late(record: RankRecord) -> set[str]:
-    """The kinds of calls of replicas after which the rank made others before it waited for them."""
+    """The kinds of calls of ranks with the same parameters after which the rank made others before it waited for them."""
     made = [call for phase in record.phases for call in phase.collectives]
     late = [made[each.call] for phase in record.phases for each in phase.awaits if each.num_calls > each.call + 1]
     return {call.kind for call in late if call.group.startswith("DATA")}

@@ -26,7 +26,7 @@ from megarl.workers.megatron import megatron_mesh
 from megarl.workers.reward_model import Reading, RewardModelWorker
 from tests.ranks import RankPool
 from tests.unit.data.chats import character_tokenizer, user
-from tests.unit.engine.rank_side import LAYOUTS, MIXED_LAYOUTS
+from tests.unit.engine.rank_side import ALL_LAYOUTS
 from tests.unit.roles.reward_models import byte_pair_tokenizer, save_reward_model
 
 TOLERANCE = 1e-4
@@ -142,11 +142,11 @@ def score(pool: RankPool, folders: dict[str, str], parallel: ParallelConfig, **c
     return RewardModel(group, parallel).score(policy_batch()).get().tensors  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("layout", ["PP2", "PP2xVPP2", "TP2+SP", "PP2xDP2"])
+@pytest.mark.parametrize("layout", ["PP2", "PP2xVPP2", "TP2+SP", "PP2xDP2", "CP2"])
 def test_scores_are_those_of_hugging_face(rank_pool: RankPool, folders: dict[str, str], layout: str) -> None:
     """With virtual stages seven micro-batches of one conversation become eight, of which the last only fills."""
     by_rows = {"micro_batch": MicroBatchConfig(sequences=1)} if "VPP" in layout else {}
-    scores = score(rank_pool, folders, {**LAYOUTS, **MIXED_LAYOUTS}[layout], **by_rows)
+    scores = score(rank_pool, folders, ALL_LAYOUTS[layout], **by_rows)
     expected = reference_scores(folders["reward_model"], "right")
     torch.testing.assert_close(expected, reference_scores(folders["reward_model"], "left"), rtol=0, atol=TOLERANCE)
     torch.testing.assert_close(scores["reward_model_scores"], expected, rtol=0, atol=TOLERANCE)

@@ -1,0 +1,55 @@
+"""Which tokens ranks have that share rows: every token once, all ranks as much work, and keys as causal attention wants them."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megarl.config.derive import padded_length
+from megarl.engine.context import ALONE, ContextPlace, own_tokens, pieces, whole_order
+
+LENGTHS, SIZES = st.lists(st.integers(1, 50), min_size=1, max_size=8), st.integers(2, 5)
+
+
+def test_by_hand() -> None:
+    """Two ranks: of four chunks the first has the outer two, the second the inner two."""
+    assert own_tokens([8, 4], ContextPlace(2, 0)).tolist() == [0, 1, 6, 7, 8, 11]
+    assert own_tokens([8, 4], ContextPlace(2, 1)).tolist() == [2, 3, 4, 5, 9, 10]
+    assert own_tokens([3, 2], ALONE).tolist() == [0, 1, 2, 3, 4]
+    assert [padded_length(length, 2) for length in (1, 4, 5)] == [4, 4, 8]
+    assert padded_length(5, 1) == 5
+
+
+@settings(max_examples=100, deadline=None)
+@given(lengths=LENGTHS, size=SIZES)
+def test_every_token_is_on_one_rank_and_all_have_the_same_work(lengths: list[int], size: int) -> None:
+    lengths = [padded_length(length, size) for length in lengths]
+    owned = [own_tokens(lengths, ContextPlace(size, rank)) for rank in range(size)]
+    assert torch.cat(owned)[whole_order(lengths, size)].tolist() == list(range(sum(lengths)))
+    assert len({len(own) for own in owned}) == 1
+    offset = torch.cat([torch.arange(length) for length in lengths])
+    assert len({int((offset[own] + 1).sum()) for own in owned}) == 1  # pairs of a token and one that it sees
+
+
+@settings(max_examples=100, deadline=None)
+@given(lengths=LENGTHS, size=st.integers(1, 5), prompt=st.integers(0, 7))
+def test_pieces_see_what_stands_before_them(lengths: list[int], size: int, prompt: int) -> None:
+    """The first sequence is a prompt that the others continue, of which `prompt` tokens pad it at most."""
+    lengths = [padded_length(length, size) for length in lengths]
+    real = range(max(1, lengths[0] - prompt))
+    prompts = [range(0), *(real for _ in lengths[1:])]
+    begins = torch.tensor([0, *lengths[:-1]]).cumsum(0).repeat_interleave(torch.tensor(lengths))
+    for rank in range(size):
+        place = ContextPlace(size, rank)
+        own = own_tokens(lengths, place).tolist()
+        found = pieces(lengths, prompts, place)
+        assert [piece.start for piece in found] == torch.tensor([0, *(piece.length for piece in found)]).cumsum(0)[:-1].tolist()
+        seen = {
+            own[piece.start + index]: [*piece.prompt, *piece.own[: len(piece.own) - piece.length + index + 1]]
+            for piece in found
+            for index in range(piece.length)
+        }
+        for token, keys in seen.items():
+            of_prompt = [] if token < lengths[0] else list(real)
+            assert keys == [*of_prompt, *range(int(begins[token]), token + 1)]
