@@ -82,7 +82,7 @@ def _device_memory(cause: Cause, config: RunConfig | None) -> list[str]:
     lines = [f"less at a time: {_now(config, f'{section}.micro_batch.max_tokens', f'{section}.micro_batch.sequences')}; try half"]
     if recompute := _settings(config, f"{section}.recompute"):
         lines.append(f"activations: {recompute[0]}; full keeps the fewest and takes about a third more time")
-    sizes = [f"{section}.parallel.{size}_parallel_size" for size in ("tensor", "pipeline", "data")]
+    sizes = [f"{section}.parallel.{size}_parallel_size" for size in ("tensor", "context", "pipeline", "data")]
     lines.append(f"more devices for the model: {_now(config, *sizes)}; the optimizer's state is cut over data_parallel_size as well")
     lines.append(f"logits: {_now(config, 'engine.log_prob_chunk_tokens')}; try half")
     if isinstance(config, PPOConfig):

@@ -85,9 +85,10 @@ def _models(roles: Sequence[ModelRole], architectures: Mapping[str, Architecture
             f"{architecture.num_attention_heads} ({architecture.num_key_value_heads})",
             f"{parallel.tensor_parallel_size} x {parallel.pipeline_parallel_size} x {parallel.data_parallel_size}",
             str(parallel.virtual_pipeline_parallel_size or "-"),
+            str(parallel.context_parallel_size) if parallel.context_parallel_size > 1 else "-",
             f"{row.state_bytes_per_rank / 2**20:,.1f} MiB",
         )
-    rows = ("parameters", "layers", "hidden", "heads (key-value)", "TP x PP x DP", "virtual stages", "state per rank")
+    rows = ("parameters", "layers", "hidden", "heads (key-value)", "TP x PP x DP", "virtual stages", "context parallel", "state per rank")
     drawn = table_of_numbers("Models", columns, rows)
     drawn.caption = "state: weights, gradients and optimizer state; activations come on top"
     return drawn

@@ -145,8 +145,7 @@ class _Work:
                 width.whole + (2 if self._parallel.sequence_parallel and self._role.optim is None else 1) * width.gate,
                 2 * width.whole * self._is_first,
                 2 * width.query + 2 * width.squares,
-                # Of responses apart from their prompts: queries, what they attended there and the two together, weighed in float32.
-                (9 * width.query + 2 * width.key) * self._shares_prompts,
+                self._attention_apart,
             )
             layer = tokens * max(6 * width.part + inside, self._products_of_shared)
         head = 0
@@ -154,6 +153,16 @@ class _Work:
             head = tokens * 2 * width.whole * self._element + (0 if self._role.with_value_head else self._scores(tokens))
         moments = [layer * self._element, tokens * width.part * self._element + head]
         return self._most(moments) + self._batch(trains=False)
+
+    @property
+    def _attention_apart(self) -> int:
+        """Elements of a token in the attention of rows that ranks share: queries and what they attended, and the keys and values of all as
+        they come, and as pieces see them. In that of responses apart from their prompts: queries, what they attended there and the two
+        together, weighed in float32."""
+        width = self._widths
+        if self._context > 1:
+            return 2 * width.query + ceil(2 * width.key * (1 + self._context + self._keys_of_token))
+        return (9 * width.query + 2 * width.key) * self._shares_prompts
 
     @property
     def _products_of_shared(self) -> int:
@@ -216,6 +225,8 @@ class _Work:
         # once more, and a float32 number of each head.
         head_numbers = 2 * width.query // self._architecture.head_dim
         normalised = width.query * has_norm  # which several groups of heads on a rank lay out anew
+        if self._context > 1 and not again:  # in the place of the rank's own keys and values those that its queries see
+            return 2 * width.query + ceil(2 * self._keys_of_token * width.key) + head_numbers + normalised
         return 3 * width.query + 4 * width.key + head_numbers + normalised + width.query * (not self._config.engine.packing)
 
     @property
@@ -256,11 +267,21 @@ class _Work:
             tokens * (width.whole + width.gate) + second,
             tokens * (width.whole + width.part - width.gate) + first,
             tokens * (3 * width.squares + 2 * width.query - 3 * width.gate),
-            tokens * (6 * width.query + 6 * width.key - 3 * width.gate) * self._shares_prompts,
+            tokens * (self._way_back_of_attention_apart - 3 * width.gate),
         )
         # A tied embedding has its gradient from the head until it has its own.
         tied = self._architecture.tie_word_embeddings and self._is_first and self._is_last and not self._role.with_value_head
         return (tokens * (again + gradients) + inside + tied * self._vocabulary * width.whole) * self._element
+
+    @property
+    def _way_back_of_attention_apart(self) -> int:
+        """Elements of a token, as `_attention_apart`; gradients of keys and values as pieces saw them are added up into those of all."""
+        width = self._widths
+        if self._context > 1:
+            again = RecomputeModule.core_attn in self._modules_again  # the keys and values are gathered again
+            gathered = (2 + again) * self._context + (1 + again) * self._keys_of_token
+            return (2 + again) * width.query + ceil(2 * width.key * gathered)
+        return (6 * width.query + 6 * width.key) * self._shares_prompts
 
     def _way_back_of_head(self, tokens: int) -> int:
         """Hidden states that were scored, and their gradient; of a critic that of all, whole. Of a language model the output layer's

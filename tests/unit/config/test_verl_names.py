@@ -75,7 +75,7 @@ def test_the_table_is_read_only_where_a_key_is_unknown(tmp_path: Path) -> None:
         ("+actor_rollout_ref.actor.policy_loss.loss_mode=gspo", "here it is algorithm.policy_loss.kind"),
         ("+data.max_prompt_length=8", "write data.max_prompt_length=..., without a sign before it"),
         ("actor_rollout_ref.model.lora.rank=8", "no counterpart here: all weights are trained"),
-        ("actor_rollout_ref.actor.megatron.context_parallel_size=2", "no counterpart here: no context parallelism"),
+        ("actor_rollout_ref.actor.megatron.context_parallel_size=2", "here it is actor.parallel.context_parallel_size"),
     ],
 )
 def test_verls_name_on_the_command_line_gets_ours(tmp_path: Path, override: str, expected: str) -> None:

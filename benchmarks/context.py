@@ -1,0 +1,109 @@
+"""How fast two ranks train on one long row when they share its tokens, beside two ranks that share the matrices.
+
+    python benchmarks/context.py [--tokens 8192] [--repeats 3]
+
+Measured is forward + backward of one row (no optimizer step) in float32, by two processes of one thread each over gloo, of the 10M model of
+benchmarks/engine.py with random weights. A speed is tokens per second of the fastest of several repeats, after one that is not counted.
+
+CP2      context_parallel_size 2: each rank has half of the tokens, and takes the keys and values of the other half
+TP2+SP   tensor_parallel_size 2 with sequence_parallel: each has half of every matrix, and between matrices half of the tokens
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from megarl.config.schema import Device, ParallelConfig
+
+LAYOUTS = {
+    "CP2": ParallelConfig(context_parallel_size=2),
+    "TP2+SP": ParallelConfig(tensor_parallel_size=2, sequence_parallel=True),
+}
+SHAPE: dict[str, Any] = {
+    "hidden_size": 256,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+}
+
+
+def main(arguments: list[str]) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--repeats", type=int, default=3)
+    options = parser.parse_args(arguments)
+    os.environ["OMP_NUM_THREADS"] = "1"
+    speeds = {}
+    with tempfile.TemporaryDirectory() as folder:
+        torch.manual_seed(0)
+        config = Qwen2Config(vocab_size=4096, max_position_embeddings=options.tokens, tie_word_embeddings=True, **SHAPE)
+        Qwen2ForCausalLM(config).save_pretrained(folder)
+        for name, parallel in LAYOUTS.items():
+            seconds = Path(folder, f"{name}.seconds")
+            mp.spawn(measure, (folder, name, parallel, options.tokens, options.repeats, seconds), nprocs=parallel.world_size)
+            speeds[name] = options.tokens / float(seconds.read_text())
+            print(f"{name:<8} {speeds[name]:10,.0f} tokens/s", flush=True)
+    print(f"CP2 over TP2+SP, one row of {options.tokens:,} tokens: {speeds['CP2'] / speeds['TP2+SP']:.2f}")
+
+
+def measure(rank: int, folder: str, name: str, parallel: ParallelConfig, num_tokens: int, repeats: int, seconds: Path) -> None:
+    """In a rank."""
+    from megarl.engine import platform
+
+    torch.set_num_threads(1)
+    platform.activate(Device.cpu)
+    from megarl.config.architecture import read_architecture
+    from megarl.config.schema import DType, EngineConfig, OptimConfig
+    from megarl.engine import groups
+    from megarl.engine.engine import MegatronEngine
+    from megarl.engine.spec import ModelSpec
+
+    dist.init_process_group("gloo", init_method=f"file://{folder}/{name}.store", rank=rank, world_size=parallel.world_size)
+    spec = ModelSpec(
+        path=folder,
+        architecture=read_architecture(folder),
+        head="lm",
+        dtype=DType.float32,
+        parallel=parallel,
+        engine=EngineConfig(),
+        device=Device.cpu,
+        seed=0,
+        optim=OptimConfig(),
+    )
+    engine = MegatronEngine(spec, groups.initialize(parallel, seed=0))
+    ids = torch.randint(0, 4096, (1, num_tokens), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones(1, num_tokens - 1, dtype=torch.bool)
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "response_mask": mask}
+
+    def loss(outputs: Any, rows: Any) -> tuple[torch.Tensor, dict[str, Any]]:
+        return outputs["log_probs"].sum() / num_tokens, {}
+
+    passes = [_timed(lambda: engine.forward_backward(batch, [[0]], loss)) for _ in range(1 + repeats)]
+    if rank == 0:
+        seconds.write_text(str(min(passes[1:])))
+    dist.destroy_process_group()
+
+
+def _timed(work: Callable[[], Any]) -> float:
+    dist.barrier()
+    begin = time.perf_counter()
+    work()
+    dist.barrier()
+    return time.perf_counter() - begin
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
