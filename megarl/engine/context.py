@@ -24,7 +24,7 @@ class ContextPlace(NamedTuple):
 ALONE = ContextPlace(1, 0)
 
 
-class Piece(NamedTuple):
+class QueryPiece(NamedTuple):
     """Neighbours among a rank's tokens, for its attention a sequence: `length` of them, from the rank's token `start` on.
 
     prompt, own: places in the whole batch of the keys that they see: all of `prompt`, and of `own` each as many as there are up to itself,
@@ -66,11 +66,11 @@ def whole_order(lengths: Sequence[int], size: int) -> Tensor:
     return torch.cat([own_tokens(lengths, ContextPlace(size, rank)) for rank in range(size)]).argsort()
 
 
-def pieces(lengths: Sequence[int], prompts: Sequence[range], place: ContextPlace) -> list[Piece]:
+def pieces(lengths: Sequence[int], prompts: Sequence[range], place: ContextPlace) -> list[QueryPiece]:
     """Of one rank. lengths: of the padded sequences. prompts: of each sequence the places of the prompt that it continues, or none."""
     found, start = [], 0
     for begin, length, prompt in zip(accumulate(lengths[:-1], initial=0), lengths, prompts, strict=True):
         for chunk in _chunks(length, place):
-            found.append(Piece(start, len(chunk), prompt, range(begin, begin + chunk.stop)))
+            found.append(QueryPiece(start, len(chunk), prompt, range(begin, begin + chunk.stop)))
             start += len(chunk)
     return found

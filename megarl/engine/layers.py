@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
 from megarl.config.derive import padded_length
-from megarl.engine.context import ALONE, ContextPlace, Piece, pieces, whole_order
+from megarl.engine.context import ALONE, ContextPlace, QueryPiece, pieces, whole_order
 from megarl.engine.platform import to_device
 from megarl.engine.shared_prompts import attend as attend_shared
 from megarl.engine.shared_prompts import shared_prompts
@@ -329,13 +329,13 @@ def attention_plan(packed: PackedRows) -> AttentionPlan:
     return packed.attention_plan
 
 
-def _share_calls(every: list[Piece]) -> list[list[Piece]]:
+def _share_calls(every: list[QueryPiece]) -> list[list[QueryPiece]]:
     """Pieces by the call they share: longest first, one joins those before it that all see as many tokens, unless padding it costs more
     than a call."""
-    alike: dict[tuple[int, int], list[Piece]] = defaultdict(list)
+    alike: dict[tuple[int, int], list[QueryPiece]] = defaultdict(list)
     for piece in sorted(every, key=lambda piece: -piece.length):
         alike[len(piece.prompt), len(piece.own) - piece.length].append(piece)
-    calls: list[list[Piece]] = []
+    calls: list[list[QueryPiece]] = []
     for members in alike.values():
         calls.append([members[0]])
         for piece in members[1:]:
