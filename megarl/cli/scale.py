@@ -28,13 +28,9 @@ def run(run_dir: str, num_replicas: int) -> int:
             f"{folder}: in placement.strategy={config.placement.strategy.value} the engines take turns with others on the same devices, so "
             "none can join or leave; split_collocate and stand_alone give them devices of their own"
         )
-    now = len(record.run.replicas)
-    if now == num_replicas:
-        print(f"{folder}: there are {now} replicas already")
-        return 0
-    ask_for(folder, num_replicas)
+    ask_for(folder, num_replicas)  # also where the status has as many: it is some seconds old
     print(
-        f"{folder}: asked for {num_replicas} replicas in the place of {now}; the run looks between two steps, and new ones get weights "
-        f"before their first request: megarl status {folder} --watch"
+        f"{folder}: asked for {num_replicas} replicas in the place of {len(record.run.replicas)}; the run looks between two steps, and new "
+        f"ones get weights before their first request: megarl status {folder} --watch"
     )
     return 0

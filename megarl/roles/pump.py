@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -19,6 +20,7 @@ from megarl.rollout.dispatch import RequestQueue
 from megarl.rollout.interface import FailedRequest, FinishedRequest, GenerationRequest, Sample
 from megarl.workers.rollout_worker import RolloutWorker
 
+_MOST_SHOWN = 5
 _WAIT_S = 5.0  # that a replica waits for a sample to finish before it says that it is still there
 
 Deliver = Callable[[int, FinishedRequest], None]  # replica and sample
@@ -109,6 +111,7 @@ class Pump:
         self._groups: list[RoleGroup | None] = [None] * len(replicas)  # to which the requests in flight were given
         self._dealt: list[list[GenerationRequest]] = [[] for _ in range(len(replicas))]  # and not yet sent
         self._tasks: dict[int, _Task] = {}
+        self._losses: Counter[int] = Counter()  # of unfinished requests: replicas that were lost with them
         self._last_sample_s = [0.0] * len(replicas)  # or when it was given the first request
         self._num_tokens, self._busy_s = [0] * len(replicas), [0.0] * len(replicas)
         self._num_resent, self._generating_s, self._counted_s = 0, 0.0, clock()
@@ -141,6 +144,7 @@ class Pump:
         """Their samples are wanted no more; those that have come are not meant."""
         for number in numbers:
             self._orders.pop(number, None)
+            self._losses.pop(number, None)
         for replica, given_up in self._queue.take_back(numbers).items():
             unsent = {request.request_id for request in self._dealt[replica]}
             self._dealt[replica] = [request for request in self._dealt[replica] if request.request_id not in given_up]
@@ -282,18 +286,31 @@ class Pump:
             if not is_dead(error):
                 raise
             why = str(error)
-        self._lose(replica)
-        self._replicas.restart(replica, why)
+        self._replicas.restart(replica, why + self._describe(self._lose(replica)))
         return []
 
-    def _lose(self, replica: int) -> None:
+    def _lose(self, replica: int) -> Collection[int]:
+        """The requests that it had."""
         self._dealt[replica] = []
-        self._num_resent += self._queue.lose(replica)
+        lost = self._queue.lose(replica)
+        self._losses.update(lost)
+        self._num_resent += len(lost)
+        return lost
+
+    def _describe(self, lost: Collection[int]) -> str:
+        """Which prompts may be what replicas are lost with: they had been with others that were."""
+        most = max((self._losses[number] for number in lost), default=0)
+        if most < 2:
+            return ""
+        uids = list(dict.fromkeys(self._orders[number].request.uid or "-" for number in sorted(lost) if self._losses[number] == most))
+        more = f" and {len(uids) - _MOST_SHOWN} more" if len(uids) > _MOST_SHOWN else ""
+        return f"\n{most} replicas have been lost with requests of prompt {', '.join(uids[:_MOST_SHOWN])}{more}"
 
     def _deliver(self, replica: int, finished: FinishedRequest | FailedRequest) -> None:
         number = finished.request_id
         if not self._queue.finish(replica, number):
             return
+        self._losses.pop(number, None)
         request, deliver, give_up, _ = self._orders.pop(number)
         if isinstance(finished, FailedRequest):
             if give_up is None:

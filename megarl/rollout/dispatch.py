@@ -101,13 +101,13 @@ class RequestQueue(Generic[Request]):
         self._drop(request_id)
         return True
 
-    def lose(self, replica: int) -> int:
-        """Puts what the replica has in flight back to its place in the queue; how many that were."""
+    def lose(self, replica: int) -> Collection[int]:
+        """Puts what the replica has in flight back to its place in the queue; the ids."""
         lost = self._in_flight[replica]
         for request_id in lost:
             heapq.heappush(self._waiting, (self._places[request_id], request_id))
         self._in_flight[replica], self._taken_back[replica] = set(), set()
-        return len(lost)
+        return lost
 
     def _drop(self, request_id: int) -> None:
         del self._requests[request_id]

@@ -131,8 +131,9 @@ def test_a_lost_replica_is_replaced_and_the_batch_is_whole(
 
 def test_too_many_restarts_end_the_run_with_the_last_words(start: StartFake) -> None:
     rollout = start(*[Misdeed("collect", 1, What.die)] * 3, restart_limit=2)
+    whose = r"\d replicas have been lost with requests of prompt \d+, \d+"
     with pytest.raises(
-        RestartLimitError, match=rf"(?s)rollout replica \d of 2 ended or hung.*{LAST_WORDS}.*restart_limit: 2 restarts"
+        RestartLimitError, match=rf"(?s)rollout replica \d of 2 ended or hung.*{LAST_WORDS}.*{whose}.*restart_limit: 2 restarts"
     ) as caught:
         rollout.generate(prompts(), SAMPLING, step=1)
     check_documented("engine-died", last_page(caught.value, "train", RunContext(PPOConfig())))

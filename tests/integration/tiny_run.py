@@ -61,7 +61,7 @@ from megarl.trainers.checkpoint import Checkpointer
 from megarl.trainers.evaluation import Evaluation
 from megarl.trainers.monitor import Monitor
 from megarl.trainers.ppo import PPOTrainer
-from megarl.trainers.resume import checkpoint_folder
+from megarl.trainers.resume import Resume, checkpoint_folder, find_resume
 from megarl.trainers.sft import SFTTrainer
 
 SYMBOLS = ["<pad>", "<end>", "<user>", "<model>", *"0123456789+= "]
@@ -200,8 +200,10 @@ class WatchedLoader(BatchLoader):
 
 
 def run_ppo(config: PPOConfig, look: Callable[[int, PPORoles], None] = lambda step, roles: None) -> Finished:
-    """Trains as `megarl train` does, on the Ray that is there; `look` sees the roles before each step."""
+    """Trains as `megarl train` does, on the Ray that is there; `look` sees the roles before each step, counted from 1 also where the run
+    goes on from a checkpoint of another, which `checkpoint.resume` names."""
     path, data, trainer = config.model.path, config.data, config.trainer
+    resume = find_resume(config)
     tokenizer = load_tokenizer(path)
     tools = load_agent(config.agent).tools if config.agent.tools else None
     train, held_out = (PromptDataset(files, tokenizer, data, tools) for files in (data.train_files, data.val_files))
@@ -213,17 +215,24 @@ def run_ppo(config: PPOConfig, look: Callable[[int, PPORoles], None] = lambda st
         models = {role.name: read_architecture(role.path) for role in model_roles(config)}
         roles = start_ppo(config, models, rules, Device.cpu, pools)
         loader = WatchedLoader(train, trainer.prompts_per_step, lambda step: look(step, roles))
-        with _ended(roles.groups), _monitor(config, roles.groups) as monitor:
-            PPOTrainer(config, roles, loader, evaluation, monitor, _checkpoints(config, ppo_models(config, roles), monitor)).fit()
+        saved = ppo_models(config, roles)
+        with _ended(roles.groups):
+            monitor = _monitor(config, roles.groups)
+            ppo = PPOTrainer(config, roles, loader, evaluation, monitor, _checkpoints(config, saved, monitor, resume))
+            if resume is not None:
+                saved.load(resume.checkpoint)
+                ppo.load_state_dict(resume.state, resume.checkpoint)
+            with ppo.running():
+                ppo.fit()
             roles.actor.save_hf(Path(trainer.output_dir) / "huggingface", path)
-    _check_samples(config)
+    _check_samples(config, 1 if resume is None else resume.step + 1)
     return _finished(config)
 
 
-def _check_samples(config: PPOConfig) -> None:
+def _check_samples(config: PPOConfig, first_step: int) -> None:
     """What fails while they are written in the background is a warning only."""
     files = sample_files(Path(config.trainer.output_dir))
-    assert 1 in files
+    assert first_step in files
     for path in files.values():
         rows = read_samples(path).rows
         assert len(rows) == config.trainer.prompts_per_step * config.rollout.n
@@ -275,10 +284,10 @@ def _monitor(config: PPOConfig | SFTConfig, groups: list[RoleGroup]) -> Monitor:
     return Monitor(groups, tracker, Timeline(output_dir), progress, num_devices=plan_placement(config).num_devices)
 
 
-def _checkpoints(config: PPOConfig | SFTConfig, models: SavedModels, monitor: Monitor) -> Checkpointer:
+def _checkpoints(config: PPOConfig | SFTConfig, models: SavedModels, monitor: Monitor, resume: Resume | None = None) -> Checkpointer:
     folder = checkpoint_folder(config)
     folder.prepare()
-    return Checkpointer(config, folder, models, monitor)
+    return Checkpointer(config, folder, models, monitor, resumed=None if resume is None else resume.state)
 
 
 def _finished(config: PPOConfig | SFTConfig) -> Finished:

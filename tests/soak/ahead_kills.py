@@ -2,23 +2,28 @@
 
 python -m tests.soak.ahead_kills --engine fake|hf|sglang --kills 30 --seed 0
 
-As tests/soak/kills.py, with pushes in the middle of samples; every third kill hits a process that scores. The trainer only pushes.
+As tests/soak/kills.py, with pushes in the middle of samples. In turns a replica is hit, a process that scores, and the driver, which is
+started again, with a replica more or less, and goes on from what it saved after its last step. The trainer only pushes.
 """
 
 from __future__ import annotations
 
 import argparse
+import base64
 import itertools
+import json
 import logging
 import os
 import random
 import signal
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
@@ -31,17 +36,24 @@ from megarl.controller.group import RayWorkerGroup, RoleGroup
 from megarl.controller.resource_pool import RayResourcePool
 from megarl.controller.worker import RayClassWithInitArgs
 from megarl.data.loader import BatchLoader
+from megarl.machine.files import write_whole
 from megarl.roles.ahead import GenerationAhead
+from megarl.roles.finished_groups import from_bytes, to_bytes
 from megarl.roles.groups_ahead import GroupRules
 from megarl.roles.reward import Reward
 from megarl.rollout.ledger import AdmissionLedger
 from megarl.workers.reward import RewardWorker
+from tests.command import Command
 from tests.integration.tiny_run import save_policy
-from tests.rollout_replicas import started_rollout
+from tests.processes import gone_within
+from tests.rollout_replicas import StartedRollout, started_rollout
 from tests.soak.kills import NUM_REPLICAS, Killer, make_subject
 
 PROMPTS, SAMPLING, MAX_STALENESS = 4, SamplingConfig(n=4), 2
 TRAINING_S = 0.1
+SHORTEST_PAUSE_S = 1.0  # between two kills, on average, so that a driver makes steps
+LIFE_S = 600.0  # that a driver has, on a busy machine, to see three kills, the last of which is its own
+GONE_S = 30.0
 FUNCTION = "def compute_score(data_source, solution_str, ground_truth, extra_info):\n    return 1.0 + len(solution_str)\n"
 
 
@@ -61,20 +73,29 @@ class Rows:
 
 
 @dataclass
-class KillerOfBoth(Killer):
-    """scoring: the group of the reward."""
+class KillerOfAll(Killer):
+    """scoring: the group of the reward. victims_file: keeps the victims for the driver that comes after this one."""
 
     scoring: RoleGroup | None = None
+    victims_file: Path | None = None
 
     def _kill_one(self) -> None:
-        if self.scoring is None or self.victims.total() % 3 != 2:
+        assert self.scoring is not None
+        assert self.victims_file is not None
+        before = self.victims.total()
+        if before % 3 == 0:
             super()._kill_one()
-            return
-        try:
-            os.kill(self.chance.choice(psutil.Process(self.scoring.pids[0]).children()).pid, signal.SIGKILL)
-        except (IndexError, psutil.NoSuchProcess, ProcessLookupError):
-            return
-        self.victims["a process that scores"] += 1
+        elif before % 3 == 1:
+            try:
+                os.kill(self.chance.choice(psutil.Process(self.scoring.pids[0]).children()).pid, signal.SIGKILL)
+            except (IndexError, psutil.NoSuchProcess, ProcessLookupError):
+                return
+            self.victims["a process that scores"] += 1
+        else:
+            self.victims["the driver"] += 1
+        write_whole(self.victims_file, json.dumps(self.victims))
+        if before % 3 == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
 
 
 @contextmanager
@@ -92,46 +113,130 @@ def started_reward(folder: Path) -> Iterator[Reward]:
         pool.release()
 
 
-def run(engine: str, num_kills: int, seed: int, folder: Path) -> str:
-    """Raises AssertionError where a prompt or a sample is wrong. Needs a Ray that runs."""
-    (folder / "model").mkdir()
-    subject, start_s, oldest = make_subject(engine, folder / "model"), time.monotonic(), 0
+class RunFolder:
+    """What a driver leaves for the next one, and for who counts at the end: the steps, and what the last of them saved."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.victims_file, self._steps, self._saved = path, path / "victims.json", path / "steps.jsonl", path / "saved.json"
+
+    def victims(self) -> Counter[str]:
+        return Counter(json.loads(self.victims_file.read_text()) if self.victims_file.exists() else {})
+
+    def trained(self, step: int, uids: list[str], oldest: int) -> None:
+        with self._steps.open("a") as file:
+            file.write(json.dumps({"step": step, "uids": uids, "oldest": oldest}) + "\n")
+
+    def save(self, step: int, version: int, ahead: GenerationAhead) -> None:
+        groups = ahead.finished_groups()
+        samples = base64.b64encode(to_bytes(groups)).decode() if groups else None
+        write_whole(self._saved, json.dumps({"step": step, "version": version, "data": ahead.state_dict(), "samples": samples}))
+
+    def restore(self, ahead: GenerationAhead, saved: dict[str, Any]) -> None:
+        ahead.load_state_dict(saved["data"])
+        if saved["samples"]:
+            ahead.restore(from_bytes(base64.b64decode(saved["samples"])))
+
+    def saved(self) -> dict[str, Any] | None:
+        return json.loads(self._saved.read_text()) if self._saved.exists() else None
+
+    def steps(self) -> dict[int, dict[str, Any]]:
+        """What was trained after the last save of a driver that was killed was trained again, by the next one: that counts."""
+        lines = [json.loads(line) for line in self._steps.read_text().splitlines()]
+        return {line["step"]: line for line in lines}
+
+
+def drive(engine: str, num_kills: int, seed: int, folder: RunFolder) -> None:
+    """One life of the driver. Raises AssertionError where a sample is wrong. Needs a Ray that runs."""
+    (folder.path / "model").mkdir(exist_ok=True)
+    subject, victims = make_subject(engine, folder.path / "model"), folder.victims()
+    num_replicas = NUM_REPLICAS + victims["the driver"] % 2
     with (
-        started_reward(folder) as reward,
-        started_rollout(subject.build_engine, NUM_REPLICAS, max_concurrency=8, restart_limit=10_000) as rollout,
+        started_reward(folder.path) as reward,
+        started_rollout(subject.build_engine, num_replicas, max_concurrency=8, restart_limit=10_000) as rollout,
     ):
-        rollout.send(subject.weights, 1)
-        loader, expected = (BatchLoader(Rows(), PROMPTS, shuffle=True, seed=seed) for _ in range(2))
-        ahead = GenerationAhead(rollout, rollout.weights, loader, reward, GroupRules(SAMPLING), OnUpdate.go_on, _ledger)
-        killer = KillerOfBoth(rollout, num_kills, subject.pause_s, random.Random(seed), scoring=reward.group)
+        saved = folder.saved() or {"step": 0, "version": 1}
+        rollout.send(subject.weights, saved["version"])
+        loader = BatchLoader(Rows(), PROMPTS, shuffle=True, seed=seed)
+        ledger_after = saved["step"]
+        ahead = GenerationAhead(
+            rollout, rollout.weights, loader, reward, GroupRules(SAMPLING), OnUpdate.go_on, lambda version: _ledger(version, ledger_after)
+        )
+        if saved["step"]:
+            folder.restore(ahead, saved)
+        chance = random.Random(f"{seed} {victims.total()}")
+        killer = KillerOfAll(
+            rollout,
+            num_kills,
+            max(subject.pause_s, SHORTEST_PAUSE_S),
+            chance,
+            victims=victims,
+            scoring=reward.group,
+            victims_file=folder.victims_file,
+        )
         try:
             with killer.at_work():
-                for step in itertools.count(1):
-                    prompts = next(ahead)
-                    batch = ahead.generate(prompts, SAMPLING, step)
-                    scores = reward.finish(batch).get().non_tensor_batch["score"]
-                    wanted = next(expected).non_tensor_batch["uid"]
-                    assert batch.non_tensor_batch["uid"].tolist() == [uid for uid in wanted for _ in range(SAMPLING.n)]
-                    assert all(score >= 0 for score in scores)
-                    version, versions = rollout.weights.version, batch.ragged["token_versions"].values
-                    oldest = max(oldest, version - int(versions.min()))
-                    assert version - MAX_STALENESS <= versions.min() <= versions.max() <= version
-                    if killer.is_done:
-                        break
-                    time.sleep(TRAINING_S)
-                    rollout.send(subject.weights, version + 1)
+                _train(subject.weights, rollout, ahead, reward, killer, folder, saved["step"])
         finally:
             ahead.close()
-    victims = ", ".join(f"{count} x {name}" for name, count in sorted(killer.victims.items()))
-    return f"{num_kills} kills ({victims}) in {time.monotonic() - start_s:.0f} s, {step} steps: each prompt once, in order; oldest {oldest}"
 
 
-def _ledger(version: int) -> AdmissionLedger:
+def _train(
+    weights: dict[str, torch.Tensor],
+    rollout: StartedRollout,
+    ahead: GenerationAhead,
+    reward: Reward,
+    killer: Killer,
+    folder: RunFolder,
+    done: int,
+) -> None:
+    for step in itertools.count(done + 1):
+        prompts = next(ahead)
+        batch = ahead.generate(prompts, SAMPLING, step)
+        scores = reward.finish(batch).get().non_tensor_batch["score"]
+        assert all(score >= 0 for score in scores)
+        version, versions = rollout.weights.version, batch.ragged["token_versions"].values
+        assert version - MAX_STALENESS <= versions.min() <= versions.max() <= version
+        uids = batch.non_tensor_batch["uid"].tolist()
+        assert uids == [uid for uid in uids[:: SAMPLING.n] for _ in range(SAMPLING.n)]
+        folder.trained(step, uids[:: SAMPLING.n], version - int(versions.min()))
+        if killer.is_done:
+            break
+        time.sleep(TRAINING_S)
+        rollout.send(weights, version + 1)
+        folder.save(step, version + 1, ahead)
+
+
+def run(engine: str, num_kills: int, seed: int, folder: Path) -> str:
+    """Raises AssertionError where a prompt or a sample is wrong, or something takes too long."""
+    start_s, run_folder = time.monotonic(), RunFolder(folder)
+    arguments = ["-m", "tests.soak.ahead_kills", "--engine", engine, "--kills", str(num_kills), "--seed", str(seed), "--drive", str(folder)]
+    status = None
+    while status != 0:
+        command, before = Command(arguments, folder / "driver.log"), run_folder.victims().total()
+        try:
+            status = command.status(LIFE_S)
+            assert status in (0, 128 + signal.SIGKILL), command.said()
+            assert gone_within(command.processes(), GONE_S) == []
+            assert run_folder.victims().total() > before or status == 0, command.said()
+        finally:
+            command.kill_all()
+    steps, victims, expected = run_folder.steps(), run_folder.victims(), BatchLoader(Rows(), PROMPTS, shuffle=True, seed=seed)
+    assert sorted(steps) == list(range(1, len(steps) + 1))
+    for step in sorted(steps):
+        assert steps[step]["uids"] == next(expected).non_tensor_batch["uid"].tolist()
+    said = ", ".join(f"{count} x {name}" for name, count in sorted(victims.items()))
+    oldest = max(line["oldest"] for line in steps.values())
+    assert oldest <= MAX_STALENESS
+    seconds = time.monotonic() - start_s
+    return f"{num_kills} kills ({said}) in {seconds:.0f} s, {len(steps)} steps: each prompt once, in order; oldest {oldest}"
+
+
+def _ledger(version: int, done: int) -> AdmissionLedger:
     return AdmissionLedger(
         max_staleness=MAX_STALENESS,
         prompts_per_step=PROMPTS,
         total_steps=10_000,
-        next_step=1,
+        next_step=done + 1,
         version=version,
         step_pushes=lambda step: True,
     )
@@ -142,10 +247,13 @@ if __name__ == "__main__":
     parser.add_argument("--engine", choices=["fake", "hf", "sglang"], default="fake")
     parser.add_argument("--kills", type=int, default=30)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--drive", type=Path, help="be the driver, in this folder")
     arguments = parser.parse_args()
-    logging.disable(logging.WARNING)  # a warning for each restart
-    start_ray(num_cpus=NUM_REPLICAS + 1, object_store_mb=100)
-    with tempfile.TemporaryDirectory() as scratch:
-        print(f"{arguments.engine}: {run(arguments.engine, arguments.kills, arguments.seed, Path(scratch))}")
-    left = shutdown()
-    print(f"processes left behind: {left or 'none'}")
+    if arguments.drive is None:
+        with tempfile.TemporaryDirectory() as scratch:
+            print(f"{arguments.engine}: {run(arguments.engine, arguments.kills, arguments.seed, Path(scratch))}")
+    else:
+        logging.disable(logging.WARNING)  # a warning for each restart
+        start_ray(num_cpus=NUM_REPLICAS + 2, object_store_mb=100)
+        drive(arguments.engine, arguments.kills, arguments.seed, RunFolder(arguments.drive))
+        assert shutdown() == []

@@ -169,7 +169,7 @@ class Run:
         states = {path.parent.name: json.loads(path.read_text())["tensors"] for path in latest.glob("*/manifest.json")}
         generations = self.output_dir / "generations.jsonl"
         return Outcome(
-            metrics=[_untimed(json.loads(line)) for line in (self.output_dir / "metrics.jsonl").read_text().splitlines()],
+            metrics=[untimed(json.loads(line)) for line in (self.output_dir / "metrics.jsonl").read_text().splitlines()],
             curves=_curves(self.output_dir / "tensorboard"),
             generations=generations.read_text() if generations.exists() else "",
             samples={step: path.read_bytes() for step, path in sample_files(self.output_dir).items()},
@@ -206,7 +206,7 @@ def assert_same(one: Outcome, other: Outcome) -> None:
     assert one.best == other.best
 
 
-def _untimed(line: dict[str, Any]) -> dict[str, Any]:
+def untimed(line: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in line.items() if not _TIMED.fullmatch(name)}
 
 

@@ -19,7 +19,7 @@ def test_random_kills_lose_and_change_nothing(ray_cluster: None, tmp_path: Path)
         assert report.num_restarts >= num_kills // 2  # a process may die of one kill while the next is under way
         assert report.num_resent > 0
         assert report.num_checksums > 0
-    for engine, num_kills in (("fake", 30), ("sglang", 3)):  # while generation runs ahead of training
+    for engine, num_kills in (("fake", 30), ("sglang", 3)):  # while generation runs ahead of training, the driver too
         (folder := tmp_path / f"{engine}_ahead").mkdir()
         assert f"{num_kills} kills" in ahead_kills.run(engine, num_kills, seed=0, folder=folder)
     (folder := tmp_path / "saves").mkdir()
