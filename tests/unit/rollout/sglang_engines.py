@@ -6,6 +6,7 @@ A server is reached from the tests' own process; an in-process engine lives in a
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import lru_cache
 from pathlib import Path
 
 import pytest
@@ -20,11 +21,13 @@ from tests.unit.rollout.remote_engine import RemoteEngine
 END_TOKEN = 7  # of every model that these engines are started for
 
 
+@lru_cache(maxsize=4)
 def server_model(seed: int = 0) -> PreTrainedModel:
     """A model that fits `sglang_server`."""
     return random_model("qwen2", eos_token_id=END_TOKEN, seed=seed)
 
 
+@lru_cache(maxsize=4)
 def in_process_model(seed: int = 0) -> PreTrainedModel:
     """A model that fits `sglang_in_process`: tied, with normalised queries and keys, and with 40 MB to be given back."""
     return random_model("qwen3", tied=True, eos_token_id=END_TOKEN, seed=seed, vocab_size=40000, hidden_size=256)

@@ -15,14 +15,11 @@ import requests
 import torch
 from transformers import PreTrainedModel
 
-from megarl.rollout.interface import EngineDeadError, GenerationRequest, Sample, SamplingParameters, plan_requests
-from megarl.rollout.lifecycle import EngineStateError
+from megarl.rollout.interface import EngineDeadError, Sample, SamplingParameters, plan_requests
 from megarl.rollout.sglang.engine import SGLangEngine
 from megarl.rollout.sglang.server import ServerBackend
-from megarl.weights.checksum import checksum
 from megarl.weights.tensors import WeightTransferError
-from tests.plain_trainer import load_folder
-from tests.unit.rollout.models import VOCAB, manifest_of, push, weights_of
+from tests.unit.rollout.models import VOCAB, manifest_of, push
 from tests.unit.rollout.sglang_engines import END_TOKEN, server_model
 from tests.warm import behind
 
@@ -58,38 +55,6 @@ def changed(engine: SGLangEngine) -> Iterator[SGLangEngine]:
     push(server_model(), engine, version=0)
 
 
-@pytest.mark.parametrize("temperature", [0.6, 1.0, 0.0])
-def test_log_probs_are_those_of_a_plain_forward(engine: SGLangEngine, model: PreTrainedModel, temperature: float) -> None:
-    sampling = SamplingParameters(max_new_tokens=20, seed=1, n=2, temperature=temperature, top_p=1.0 if temperature == 1 else 0.9)
-    samples = engine.generate(PROMPTS, sampling)
-    assert len(samples) == 2 * len(PROMPTS)
-    for index, sample in enumerate(samples):
-        prompt = PROMPTS[index // 2]
-        assert difference(model, prompt, sample, temperature).max() < 1e-4
-        assert sample.weight_versions == (1,)
-        if temperature == 0:
-            with torch.no_grad():
-                logits = model(torch.tensor([prompt + sample.token_ids.tolist()])).logits[0, len(prompt) - 1 : -1]
-            assert sample.token_ids.tolist() == logits.argmax(-1).tolist()
-
-
-def test_the_seed_alone_decides_a_sample(engine: SGLangEngine) -> None:
-    planned = plan_requests(PROMPTS, SamplingParameters(max_new_tokens=20, seed=3, n=4))
-    together = [sample.token_ids.tolist() for sample in engine.generate(PROMPTS, SamplingParameters(max_new_tokens=20, seed=3, n=4))]
-    assert len({tuple(token_ids) for token_ids in together}) > 15  # samples of a prompt differ
-    for request in planned[::-3]:
-        [alone] = run(engine, [request]).values()
-        assert alone.token_ids.tolist() == together[request.request_id]
-
-
-def run(engine: SGLangEngine, planned: list[GenerationRequest]) -> dict[int, Sample]:
-    engine.submit(planned)
-    samples: dict[int, Sample] = {}
-    while len(samples) < len(planned):
-        samples |= dict(engine.collect(1.0))
-    return samples
-
-
 def test_end_tokens_and_lengths(engine: SGLangEngine) -> None:
     sampling = SamplingParameters(max_new_tokens=40, seed=0, n=30, temperature=2.0)
     samples = engine.generate([[5, 6]], sampling)
@@ -122,15 +87,6 @@ def test_a_sample_may_fill_the_context_and_not_more(engine: SGLangEngine) -> Non
     with pytest.raises(ValueError, match="min_new_tokens needs an engine with a tokenizer"):
         engine.generate([[5]], replace(sampling, min_new_tokens=2))
     assert engine.collect(0.0) == []  # nothing was queued
-
-
-def test_aborted_requests_are_forgotten(engine: SGLangEngine) -> None:
-    sampling = SamplingParameters(max_new_tokens=50, seed=0, ignore_eos=True)
-    engine.submit(plan_requests([[5]] * 100, sampling))
-    engine.abort()
-    assert engine.collect(0.2) == []
-    [sample] = engine.generate([[5]], sampling)
-    assert len(sample.token_ids) == 50
 
 
 def test_a_nudge_ends_the_wait_for_a_sample(engine: SGLangEngine) -> None:
@@ -172,78 +128,10 @@ def test_updates_in_the_middle_show_in_the_versions(changed: SGLangEngine, model
         assert (is_by.sum(0) == 1).all()  # so that a wrong version shows
 
 
-def test_checksums_are_the_models(engine: SGLangEngine, model: PreTrainedModel) -> None:
-    assert engine.checksums() == {name: checksum(parameter.detach()) for name, parameter in model.named_parameters()}
-    engine.generate([[5]], SamplingParameters(max_new_tokens=2, seed=0))  # generation goes on
-
-
-def test_a_folder_and_parcels_give_the_same_weights(changed: SGLangEngine, tmp_path: Path) -> None:
-    """SGLang's own reader is the reference."""
-    other = server_model(seed=2)
-    other.save_pretrained(tmp_path)
-    sampling = SamplingParameters(max_new_tokens=20, seed=0)
-    push(other, changed, version=5)
-    by_parcels, checksums = changed.generate(PROMPTS, sampling), changed.checksums()
-    push(server_model(), changed, version=6)
-    changed.begin_weight_update(manifest_of(other))
-    changed.load_folder(tmp_path)
-    changed.end_weight_update(7)
-    assert [sample.token_ids.tolist() for sample in changed.generate(PROMPTS, sampling)] == [
-        sample.token_ids.tolist() for sample in by_parcels
-    ]
-    assert changed.checksums() == checksums
-
-
 def test_an_incomplete_folder_is_named(changed: SGLangEngine, tmp_path: Path) -> None:
     changed.begin_weight_update(manifest_of(server_model()))
     with pytest.raises(WeightTransferError, match="no safetensors"):
         changed.load_folder(tmp_path)
-
-
-def test_a_half_loaded_engine_refuses(changed: SGLangEngine, model: PreTrainedModel) -> None:
-    sampling = SamplingParameters(max_new_tokens=2, seed=0)
-    changed.begin_weight_update(manifest_of(model))
-    with pytest.raises(EngineStateError, match="half loaded"):
-        changed.generate([[5]], sampling)
-    load_folder(changed, {name: tensor for name, tensor in weights_of(model).items() if name != "model.norm.weight"})
-    with pytest.raises(WeightTransferError, match=r"model\.norm\.weight \(missing from element 0"):
-        changed.end_weight_update(2)
-    with pytest.raises(EngineStateError, match="no complete weights"):
-        changed.generate([[5]], sampling)
-    with pytest.raises(EngineStateError, match="no complete weights"):
-        changed.checksums()
-
-
-def test_a_foreign_manifest_leaves_the_engine_usable(engine: SGLangEngine, model: PreTrainedModel) -> None:
-    manifest = dict(manifest_of(model))
-    manifest["model.nonsense.weight"] = manifest["model.norm.weight"]
-    before = engine.generate(PROMPTS, SamplingParameters(max_new_tokens=9, seed=0))
-    with pytest.raises(WeightTransferError, match="nonsense"):
-        engine.begin_weight_update(manifest)
-    after = engine.generate(PROMPTS, SamplingParameters(max_new_tokens=9, seed=0))
-    assert [sample.token_ids.tolist() for sample in after] == [sample.token_ids.tolist() for sample in before]
-    assert engine.weight_version == 1
-
-
-def test_asleep_it_refuses_and_awake_it_needs_weights(changed: SGLangEngine, model: PreTrainedModel) -> None:
-    sampling = SamplingParameters(max_new_tokens=9, seed=0)
-    before = changed.generate(PROMPTS, sampling)
-    changed.submit(plan_requests(PROMPTS, sampling))
-    changed.sleep()
-    changed.sleep()
-    with pytest.raises(EngineStateError, match="asleep"):
-        changed.generate(PROMPTS, sampling)
-    with pytest.raises(EngineStateError, match="asleep"):
-        changed.begin_weight_update(manifest_of(model))
-    changed.wake()
-    with pytest.raises(EngineStateError, match="no complete weights"):
-        changed.generate(PROMPTS, sampling)
-    push(model, changed, version=4)
-    with pytest.raises(EngineStateError, match="wake_cache first"):
-        changed.generate(PROMPTS, sampling)
-    changed.wake_cache()
-    after = changed.generate(PROMPTS, sampling)
-    assert [sample.token_ids.tolist() for sample in after] == [sample.token_ids.tolist() for sample in before]
 
 
 def test_requests_without_the_key_are_refused(engine: SGLangEngine) -> None:
