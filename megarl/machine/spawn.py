@@ -5,6 +5,7 @@ multiprocessing's own begin with the script, so that one without `if __name__ ==
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
 import tempfile
@@ -54,7 +55,7 @@ class BareProcess(FreshProcess):
 
 class BareContext(SpawnContext):
     """Its processes begin with these variables and no other, and not with those of this process: what they were not given, nothing that
-    runs in them can find."""
+    runs in them can find. Raises PermissionError where nothing can be executed in the folder of temporary files."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="megarl-launcher-")  # as long as the context is there
@@ -62,6 +63,10 @@ class BareContext(SpawnContext):
         given = shlex.join(f"{name}={value}" for name, value in environment.items())
         self.launcher.write_text(f'#!/bin/sh\nexec /usr/bin/env -i {given} {shlex.quote(sys.executable)} "$@"\n')
         self.launcher.chmod(0o700)
+        if not os.access(self.launcher, os.X_OK):
+            raise PermissionError(
+                f"a launcher in {tempfile.gettempdir()} cannot be executed (it is mounted noexec): set TMPDIR to a folder that is not"
+            )
 
     def Process(self, *arguments: Any, **named: Any) -> BareProcess:  # type: ignore[override]  # noqa: N802  (multiprocessing's name)
         process = BareProcess(*arguments, **named)

@@ -73,6 +73,15 @@ def _variables(sandbox: RewardSandboxConfig) -> dict[str, str]:
     return {name: os.environ[name] for name in (*_ALWAYS_GIVEN, *sandbox.environment) if name in os.environ}
 
 
+def _context(functions: Sequence[RewardFunctionConfig], sandbox: RewardSandboxConfig) -> FreshContext | BareContext:
+    if not any(function.sandbox for function in functions):
+        return FreshContext()
+    try:
+        return BareContext(_variables(sandbox))
+    except PermissionError as error:
+        raise RewardFunctionError(f"reward.functions' sandbox: {error}") from error
+
+
 class RewardScorer:
     """A pool of `num_processes` that score samples; a sample may take `time_limit_s` seconds for all functions together.
 
@@ -98,7 +107,7 @@ class RewardScorer:
         self._num_processes = num_processes
         self._start_time_limit_s = start_time_limit_s
         self._sandbox = sandbox
-        self._context = BareContext(_variables(sandbox)) if any(function.sandbox for function in functions) else FreshContext()
+        self._context = _context(functions, sandbox)
         # The kernel ends a process with the *thread* that started it (PR_SET_PDEATHSIG), so the pool is started in a thread that
         # lives as long as the scorer; later processes are started by the pool's own thread.
         self._starter = ThreadPoolExecutor(max_workers=1, thread_name_prefix="reward_pool_starter")

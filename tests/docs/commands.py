@@ -121,6 +121,9 @@ COMMANDS: dict[str, Executed | InTest | Make | ByHand] = {
     'make tutorial ARGS="trainer.seed=1 data.seed=1 trainer.output_dir=outputs/tutorial/seed1"': Make(
         ("examples.tutorial.run trainer.seed=1",)
     ),
+    "python -m examples.code.run": InTest(
+        "tests/unit/recipes/test_code_example.py::test_each_stage_is_a_command_and_its_configuration_is_good", ("run.stages",)
+    ),
     "python -m examples.tutorial.reward": InTest(f"{_TUTORIAL}::test_the_reward_tests_itself", ("reward.self_test()",)),
     f"megarl eval outputs/tutorial/model {_SAMPLED} --output outputs/tutorial/before": InTest(_TUTORIAL_STAGES, ('"eval"', '"before"')),
     "megarl train examples/tutorial/smollm2.yaml": InTest(_TUTORIAL_STAGES, ('"train"', "smollm2.yaml")),

@@ -116,6 +116,7 @@ def test_samples_are_those_without_tools_up_to_the_end_of_the_first_turn(model: 
         (["--tool", "calculator", "--tool", "calculator"], "two tools have one name; they are calculator, calculator"),
         (["--tool", "calculator", "--environment", "a.py:Game"], "--tool has no use beside it"),
         (["--tool", "calculator", "--stop", "x"], "--stop ends an answer"),
+        (["--tool", "calculator", "--parser", "gpt"], "agent.parser is 'gpt', but SGLang has no such parser; there are: apertus"),
         (["--environment", "Game"], "no environment 'Game' ships; write --environment FILE.py:NAME"),
     ],
 )

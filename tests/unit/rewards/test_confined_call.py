@@ -93,6 +93,13 @@ def test_a_kernel_without_landlock_is_said_before_anything_is_scored(monkeypatch
     assert process.load_error().startswith("reward.functions' sandbox: this kernel has no Landlock (Linux 5.13)")
 
 
+def test_a_folder_of_temporary_files_that_nothing_is_executed_in_is_named_with_the_remedy(monkeypatch):
+    """os.access says so of a file on such a mount."""
+    monkeypatch.setattr("megarl.machine.spawn.os.access", lambda path, mode: False)
+    with pytest.raises(RewardFunctionError, match=r"sandbox: a launcher in /\S+ cannot be executed .*: set TMPDIR to a folder that is not"):
+        RewardScorer([SANDBOXED], 1.0, 0.0, 1)
+
+
 def test_functions_beside_it_work_as_ever(tmp_path):
     """One with and one without a sandbox; the one without sees no other variables either."""
     plain = tmp_path / "plain.py"
