@@ -1,9 +1,10 @@
 """How fast two ranks train on one long row when they share its tokens, beside two ranks that share the matrices.
 
-    python benchmarks/context.py [--tokens 8192] [--repeats 3]
+    python benchmarks/context.py [--tokens 8192] [--repeats 3] [--cpu-time]
 
 Measured is forward + backward of one row (no optimizer step) in float32, by two processes of one thread each over gloo, of the 10M model of
 benchmarks/engine.py with random weights. A speed is tokens per second of the fastest of several repeats, after one that is not counted.
+Where much else runs, the two wait for each other most of the time: `--cpu-time` takes the processor seconds of the one that has more.
 
 CP2      context_parallel_size 2: each rank has half of the tokens, and takes the keys and values of the other half
 TP2+SP   tensor_parallel_size 2 with sequence_parallel: each has half of every matrix, and between matrices half of the tokens
@@ -44,6 +45,7 @@ def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--cpu-time", action="store_true")
     options = parser.parse_args(arguments)
     os.environ["OMP_NUM_THREADS"] = "1"
     speeds = {}
@@ -53,13 +55,16 @@ def main(arguments: list[str]) -> None:
         Qwen2ForCausalLM(config).save_pretrained(folder)
         for name, parallel in LAYOUTS.items():
             seconds = Path(folder, f"{name}.seconds")
-            mp.spawn(measure, (folder, name, parallel, options.tokens, options.repeats, seconds), nprocs=parallel.world_size)
+            arguments_of_rank = (folder, name, parallel, options.tokens, options.repeats, options.cpu_time, seconds)
+            mp.spawn(measure, arguments_of_rank, nprocs=parallel.world_size)
             speeds[name] = options.tokens / float(seconds.read_text())
             print(f"{name:<8} {speeds[name]:10,.0f} tokens/s", flush=True)
     print(f"CP2 over TP2+SP, one row of {options.tokens:,} tokens: {speeds['CP2'] / speeds['TP2+SP']:.2f}")
 
 
-def measure(rank: int, folder: str, name: str, parallel: ParallelConfig, num_tokens: int, repeats: int, seconds: Path) -> None:
+def measure(
+    rank: int, folder: str, name: str, parallel: ParallelConfig, num_tokens: int, repeats: int, cpu_time: bool, seconds: Path
+) -> None:
     """In a rank."""
     from megarl.engine import platform
 
@@ -91,18 +96,21 @@ def measure(rank: int, folder: str, name: str, parallel: ParallelConfig, num_tok
     def loss(outputs: Any, rows: Any) -> tuple[torch.Tensor, dict[str, Any]]:
         return outputs["log_probs"].sum() / num_tokens, {}
 
-    passes = [_timed(lambda: engine.forward_backward(batch, [[0]], loss)) for _ in range(1 + repeats)]
+    clock = time.process_time if cpu_time else time.perf_counter
+    passes = [_timed(lambda: engine.forward_backward(batch, [[0]], loss), clock) for _ in range(1 + repeats)]
     if rank == 0:
         seconds.write_text(str(min(passes[1:])))
     dist.destroy_process_group()
 
 
-def _timed(work: Callable[[], Any]) -> float:
+def _timed(work: Callable[[], Any], clock: Callable[[], float]) -> float:
+    """Of the rank that took longest."""
     dist.barrier()
-    begin = time.perf_counter()
+    begin = clock()
     work()
-    dist.barrier()
-    return time.perf_counter() - begin
+    taken = torch.tensor(clock() - begin)
+    dist.all_reduce(taken, op=dist.ReduceOp.MAX)
+    return float(taken)
 
 
 if __name__ == "__main__":

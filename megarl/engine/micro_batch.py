@@ -22,7 +22,7 @@ from torch import Tensor
 from megarl.batch.token_rows import first_with_prompt
 from megarl.config.derive import padded_length
 from megarl.engine.context import ALONE, ContextPlace, own_tokens
-from megarl.engine.layers import PackedRows
+from megarl.engine.packed_rows import PackedRows
 from megarl.engine.platform import to_device
 from megarl.engine.rotary import set_positions
 

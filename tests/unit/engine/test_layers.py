@@ -101,7 +101,8 @@ def attend(heads: Heads, lengths: list[int], scale: float, way: str) -> Attended
 
     platform.activate(Device.cpu)
     from megarl.engine import layers
-    from megarl.engine.layers import AttentionCore, PackedRows
+    from megarl.engine.layers import AttentionCore
+    from megarl.engine.packed_rows import PackedRows
 
     core = AttentionCore(SimpleNamespace(context_parallel_size=1, attention_dropout=0.0), softmax_scale=scale)
     query, key, value = (tensor.clone().requires_grad_() for tensor in heads[:3])
@@ -194,7 +195,8 @@ def attend_sharing(heads: Heads, lengths: list[int], prompt_of: list[int | None]
 
     platform.activate(Device.cpu)
     from megarl.engine import layers, shared_prompts
-    from megarl.engine.layers import AttentionCore, PackedRows, attention_plan
+    from megarl.engine.layers import AttentionCore
+    from megarl.engine.packed_rows import PackedRows, attention_plan
 
     core = AttentionCore(SimpleNamespace(context_parallel_size=1, attention_dropout=0.0), softmax_scale=scale)
     query, key, value = (tensor.clone().requires_grad_() for tensor in heads[:3])
@@ -223,7 +225,8 @@ def attend_among_ranks(heads: Heads, lengths: list[int], prompt_of: list[int | N
     platform.activate(Device.cpu)
     from megarl.engine import layers
     from megarl.engine.context import ContextPlace, own_tokens
-    from megarl.engine.layers import AttentionCore, PackedRows, attend_pieces, attention_plan
+    from megarl.engine.layers import AttentionCore, attend_pieces
+    from megarl.engine.packed_rows import PackedRows, attention_plan
 
     core = AttentionCore(SimpleNamespace(context_parallel_size=1, attention_dropout=0.0), softmax_scale=scale)
     ranks = [PackedRows(lengths, torch.device("cpu"), prompt_of, ContextPlace(3, rank)) for rank in range(3)]
@@ -281,7 +284,7 @@ def plan_on_host(lengths: list[int]) -> int:
     from megarl.engine import platform
 
     platform.activate(Device.cpu)
-    from megarl.engine.layers import PackedRows, attention_plan
+    from megarl.engine.packed_rows import PackedRows, attention_plan
 
     packed = PackedRows(lengths, torch.device("cpu"))
     packed.cu_seqlens_q = packed.cu_seqlens_q.to("meta")  # which has no numbers to read

@@ -1,0 +1,151 @@
+"""The sequences of a packed batch, and the calls in which attention goes over them: plans, made on the host, once per micro-batch."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from itertools import accumulate
+from operator import add
+from typing import NamedTuple
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from torch import Tensor
+
+from megarl.config.derive import padded_length
+from megarl.engine.context import ALONE, ContextPlace, QueryPiece, pieces, whole_order
+from megarl.engine.platform import to_device
+from megarl.engine.shared_prompts import shared_prompts
+
+# What a call of attention costs beside its work, as pairs of tokens: sequences share a padded call where that costs less.
+CALL_COST = 1024
+
+
+class PackedRows(PackedSeqParams):
+    """Where the sequences of a packed batch begin and end: on the device, as Megatron's layers want it, and on the host, so that none
+    has to ask the device for it. lengths: of each sequence; what pads the batch is one more."""
+
+    def __init__(
+        self,
+        lengths: Sequence[int],
+        device: torch.device,
+        prompt_of: Sequence[int | None] | None = None,
+        place: ContextPlace = ALONE,
+    ) -> None:
+        """prompt_of: for each sequence the number of the one whose tokens stand before its own, or None (see `shared_prompts`).
+        place: of this rank among those that share the rows, each of whose sequences has what pads it behind it (see `context`)."""
+        self.lengths = [padded_length(length, place.size) for length in lengths]
+        assert min(self.lengths) > 0, "a packed batch holds no empty sequence"
+        self.place = place
+        self.attention_plan: AttentionPlan | None = None
+        self.key_places: KeyPlaces | None = None
+        prompt_of = prompt_of or [None] * len(lengths)
+        self.shares_prompts = any(prompt is not None for prompt in prompt_of)
+        starts = [0, *accumulate(self.lengths)]
+        boundaries = to_device(torch.tensor(starts, dtype=torch.int32), device)
+        prompts = [range(0) if prompt is None else range(starts[prompt], starts[prompt] + lengths[prompt]) for prompt in prompt_of]
+        self.pieces = pieces(self.lengths, prompts, place)
+        self.shared = shared_prompts(lengths, prompt_of, device) if place.size == 1 else None
+        longest, furthest = max(self.lengths), max(map(add, map(len, prompts), self.lengths))
+        super().__init__(qkv_format="thd", cu_seqlens_q=boundaries, cu_seqlens_kv=boundaries, max_seqlen_q=longest, max_seqlen_kv=furthest)
+
+    @property
+    def needs_positions(self) -> bool:
+        """Whether tokens are at other positions than 0, 1, 2, ... in each sequence."""
+        return self.shares_prompts or self.place.size > 1
+
+
+class AttentionCall(NamedTuple):
+    """So many pieces, padded to one length; `before`: tokens that all of each see, of the prompt that it continues and of its own
+    sequence."""
+
+    sequences: int
+    length: int
+    before: int
+
+
+class AttentionPlan(NamedTuple):
+    """The calls that attend a rank's T tokens of a packed batch.
+
+    gather: (N,) the tokens of all calls, N - T of them padding; gather_keys: those that they see, with the prompts, among the keys of
+    all ranks; scatter: (T,) where each token stands among the first. All None where that is the order in which the tokens already are.
+    """
+
+    calls: list[AttentionCall]
+    gather: Tensor | None
+    gather_keys: Tensor | None
+    scatter: Tensor | None
+
+
+def attention_plan(packed: PackedRows) -> AttentionPlan:
+    """Made on the host, once per micro-batch, and kept on `packed`, because every layer asks.
+
+    Padding repeats a piece's last token: it comes after all real ones, so that causal attention keeps it from
+    them, and what is computed for it is dropped, so that its gradient is zero.
+    """
+    if packed.attention_plan is not None:
+        return packed.attention_plan
+    calls, gathered, gathered_keys, real = [], [], [], []
+    for members in _share_calls(packed.pieces):
+        first, length = members[0], max(piece.length for piece in members)
+        starts, lengths, prompts, own = torch.tensor(
+            [(piece.start, piece.length, piece.prompt.start, piece.own.start) for piece in members]
+        ).T[..., None]
+        offset, num_own = torch.arange(length), len(first.own) - first.length
+        within = torch.minimum(offset, lengths - 1)
+        keys = [prompts + torch.arange(len(first.prompt)), own + torch.arange(num_own), own + num_own + within]
+        gathered.append((starts + within).flatten())
+        gathered_keys.append(torch.cat(keys, dim=1).flatten())
+        real.append((offset < lengths).flatten())
+        calls.append(AttentionCall(len(members), length, len(first.prompt) + num_own))
+    gather, gather_keys, is_real = torch.cat(gathered), torch.cat(gathered_keys), torch.cat(real)
+    tokens, size = torch.arange(sum(packed.lengths) // packed.place.size), packed.place.size
+    if size > 1:
+        gather_keys = whole_order(packed.lengths, size)[gather_keys]
+    elif torch.equal(gather, tokens) and not any(call.before for call in calls):
+        packed.attention_plan = AttentionPlan(calls, None, None, None)
+        return packed.attention_plan
+    scatter = torch.empty_like(tokens)
+    scatter[gather[is_real]] = is_real.nonzero()[:, 0]
+    indices = (to_device(index, packed.cu_seqlens_q.device) for index in (gather, gather_keys, scatter))
+    packed.attention_plan = AttentionPlan(calls, *indices)
+    return packed.attention_plan
+
+
+def _share_calls(every: list[QueryPiece]) -> list[list[QueryPiece]]:
+    """Pieces by the call they share: longest first, one joins those before it that all see as many tokens, unless padding it costs more
+    than a call."""
+    alike: dict[tuple[int, int], list[QueryPiece]] = defaultdict(list)
+    for piece in sorted(every, key=lambda piece: -piece.length):
+        alike[len(piece.prompt), len(piece.own) - piece.length].append(piece)
+    calls: list[list[QueryPiece]] = []
+    for members in alike.values():
+        calls.append([members[0]])
+        for piece in members[1:]:
+            if calls[-1][0].length ** 2 - piece.length**2 <= CALL_COST:
+                calls[-1].append(piece)
+            else:
+                calls.append([piece])
+    return sorted(sorted(members) for members in calls)
+
+
+class KeyPlaces(NamedTuple):
+    """Of the keys that pieces see, one piece's behind the other's. places: (N,) of each its place among the keys of all ranks, which stand
+    one rank's behind the other's. query_bounds, key_bounds: (pieces + 1,) int32. All on the device."""
+
+    places: Tensor
+    query_bounds: Tensor
+    key_bounds: Tensor
+
+
+def key_places(packed: PackedRows) -> KeyPlaces:
+    """Made on the host, once per micro-batch, and kept on `packed`."""
+    if packed.key_places is None:
+        device, order = packed.cu_seqlens_q.device, whole_order(packed.lengths, packed.place.size)
+        places = torch.cat([torch.arange(seen.start, seen.stop) for piece in packed.pieces for seen in (piece.prompt, piece.own)])
+        bounds = (
+            torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+            for lengths in ([piece.length for piece in packed.pieces], [piece.num_keys for piece in packed.pieces])
+        )
+        packed.key_places = KeyPlaces(*(to_device(index, device) for index in (order[places], *bounds)))
+    return packed.key_places
