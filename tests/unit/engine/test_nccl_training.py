@@ -16,7 +16,7 @@ from tests.nccl_communicator import num_live_communicators
 from tests.nccl_manners import BACKEND, NcclManners, register
 from tests.ranks import RankPool
 from tests.unit.engine.models import make_batch, save_model
-from tests.unit.engine.rank_side import LAYOUTS, MIXED_LAYOUTS, build, deal, replica_rows, start, take
+from tests.unit.engine.rank_side import ALL_LAYOUTS, build, deal, replica_rows, start, take
 
 NUM_ROWS, NUM_STEPS = 4, 2
 
@@ -66,10 +66,10 @@ def run_steps(parallel: ParallelConfig, folder: str, backend: str, rendezvous: s
     return Trained(losses, grad_norms, digest.hexdigest(), sum(group.num_pair_communicators for group in made))
 
 
-@pytest.mark.parametrize(("layout", "has_pairs"), [("TP2xPP2", False), ("PP2xDP2", False), ("PP2xVPP2", True)])
+@pytest.mark.parametrize(("layout", "has_pairs"), [("TP2xPP2", False), ("CP2xPP2", False), ("PP2xVPP2", True)])
 def test_steps_are_those_over_gloo(layout: str, has_pairs: bool, rank_pool: RankPool, tmp_path: Path) -> None:
     """Between virtual stages Megatron sends without coalescing."""
-    parallel = {**LAYOUTS, **MIXED_LAYOUTS}[layout]
+    parallel = ALL_LAYOUTS[layout]
     save_model("qwen2-tied", tmp_path / "lm")
     over_gloo, with_manners = (
         rank_pool.run(
