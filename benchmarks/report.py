@@ -22,7 +22,7 @@ from megarl.cli.main import main as megarl
 from megarl.config.load import dump_config
 from megarl.config.schema import PPOConfig
 from megarl.tracking.run_files import CONFIG_FILE, GENERATIONS_FILE, METRICS_FILE, REPORT_FILE, SUMMARY_FILE
-from megarl.tracking.samples import SCHEMA, SampleTable, SampleWriter, list_column, sample_files
+from megarl.tracking.samples import OF_EPISODES, SCHEMA, SampleTable, SampleWriter, list_column, sample_files
 from megarl.tracking.timeline import Span, Timeline
 
 SAMPLES_PER_PROMPT = 8
@@ -103,6 +103,7 @@ def _samples(step: int, num_samples: int, num_tokens: int, vocabulary: list[str]
         "prompt_length": [1] * num_samples,
         "response_length": lengths,
         "finish_reason": ["stop"] * num_samples,
+        **dict.fromkeys(OF_EPISODES, pa.nulls(num_samples)),
     }
     rows = pa.table({name: pa.array(column, SCHEMA.field(name).type) for name, column in columns.items()}, SCHEMA)
     return SampleTable(rows, {number: vocabulary[number] for number in np.unique(ids).tolist()}, ["compute_score"])

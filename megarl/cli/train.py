@@ -68,7 +68,7 @@ def open_ppo(config: PPOConfig, context: RunContext, resume: Resume | None) -> I
         held_out = PromptDataset(data.val_files, tokenizer, data, tools)
         data_sets["data.val_files"] = held_out
         sources = (held_out[row].data_source for row in range(len(held_out)))
-        check_compared_metrics(config, possible_metrics(sources, config.rollout.validation.n))
+        check_compared_metrics(config, possible_metrics(sources, config.rollout.validation.n, config.agent.is_used))
         evaluation = Evaluation(held_out, config.rollout.validation, trainer.prompts_per_step, config.tracking.log_generations)
 
     if REWARD_MODEL in models:

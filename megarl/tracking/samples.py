@@ -21,7 +21,7 @@ SAMPLES_FOLDER = "samples"
 _PREFIX, _SUFFIX = "step_", ".parquet"
 _TOKENS, _PARTS = b"megarl.tokens", b"megarl.score_parts"  # in the metadata of a file's schema
 
-# Lists have a value for each token: those of the prompt in `prompt_ids`, those of the response in the others.
+# Lists have a value for each token: those of the prompt in `prompt_ids`, those of the response in the others; turn_rewards for each turn.
 SCHEMA = pa.schema(
     {
         "step": pa.int64(),
@@ -42,8 +42,15 @@ SCHEMA = pa.schema(
         "prompt_length": pa.int32(),
         "response_length": pa.int32(),
         "finish_reason": pa.string(),
+        # Of an episode, else null. call_errors: kind -> number, as JSON.
+        "is_model": pa.list_(pa.bool_()),
+        "turn_rewards": pa.list_(pa.float32()),
+        "num_calls": pa.int32(),
+        "call_errors": pa.string(),
+        "episode_end": pa.string(),
     }
 )
+OF_EPISODES = ("is_model", "turn_rewards", "num_calls", "call_errors", "episode_end")
 
 
 class SamplesFileError(ValueError):
@@ -115,6 +122,9 @@ def read_samples(path: Path) -> SampleTable:
         table = pq.read_table(path)
         metadata = table.schema.metadata or {}
         tokens, parts = json.loads(metadata[_TOKENS]), json.loads(metadata[_PARTS])
+        for name in OF_EPISODES:
+            if name not in table.schema.names:  # an older version wrote the file
+                table = table.append_column(SCHEMA.field(name), pa.nulls(len(table), SCHEMA.field(name).type))
         rows = table.select(SCHEMA.names).cast(SCHEMA)
         return SampleTable(rows, {int(number): str(text) for number, text in tokens.items()}, [str(name) for name in parts])
     except (OSError, pa.ArrowException, ValueError, KeyError, AttributeError, TypeError) as error:

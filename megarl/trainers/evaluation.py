@@ -20,7 +20,8 @@ _STEP = 0
 
 class ScoredSample(NamedTuple):
     """uid: the row of its prompt in the data set, the same for all samples of it. answer: what the score is about, where a reward
-    function says so, else the response. num_tokens: of the response. finish_reason: stop, or length where it was cut."""
+    function says so, else the response. num_tokens: of the response. finish_reason: stop, or length where it was cut. num_turns: of the
+    model, where the sample is an episode."""
 
     uid: str
     data_source: str
@@ -32,6 +33,7 @@ class ScoredSample(NamedTuple):
     answer: str
     num_tokens: int
     finish_reason: str
+    num_turns: int | None = None
 
 
 class ValidationResult(NamedTuple):
@@ -45,7 +47,7 @@ class ValidationResult(NamedTuple):
 def prompt_values(samples: Sequence[ScoredSample]) -> dict[str, list[float]]:
     """Of each prompt, in their order: the mean score of its samples (`score/mean`), and what k of them achieve, k = 2, 4, ... up to n,
     estimated from all n without bias. `pass@k`: one of the k is right, where every score is 0 or 1; `best@k`: the best score, elsewhere.
-    `maj@k`: the score of the answer that most of the k give."""
+    `maj@k`: the score of the answer that most of the k give. Of episodes also `turns/mean`."""
     by_prompt: dict[str, list[ScoredSample]] = {}
     for sample in samples:
         by_prompt.setdefault(sample.uid, []).append(sample)
@@ -57,7 +59,8 @@ def prompt_values(samples: Sequence[ScoredSample]) -> dict[str, list[float]]:
         values[f"{best}@{k}"] = [best_at_k(prompt, k) for prompt in scores]
         answers = ([sample.answer for sample in prompt] for prompt in prompts)
         values[f"maj@{k}"] = [majority_at_k(given, of_it, k) for given, of_it in zip(answers, scores, strict=True)]
-    return values
+    turns = [[sample.num_turns for sample in prompt if sample.num_turns is not None] for prompt in prompts]
+    return values | ({"turns/mean": [fmean(of_it) for of_it in turns]} if all(turns) else {})
 
 
 def by_data_source(samples: Sequence[ScoredSample]) -> dict[str, list[ScoredSample]]:
@@ -68,10 +71,10 @@ def by_data_source(samples: Sequence[ScoredSample]) -> dict[str, list[ScoredSamp
     }
 
 
-def possible_metrics(sources: Iterable[str], num_samples: int) -> list[str]:
+def possible_metrics(sources: Iterable[str], num_samples: int, are_episodes: bool = False) -> list[str]:
     """What a validation with so many samples of each prompt may measure. Whether `pass@k` or `best@k` is for the scores to say."""
     ks = [2**power for power in range(1, num_samples.bit_length())]
-    names = ["score/mean", *(f"{what}@{k}" for k in ks for what in ("pass", "best", "maj"))]
+    names = ["score/mean", *(f"{what}@{k}" for k in ks for what in ("pass", "best", "maj")), *(["turns/mean"] if are_episodes else [])]
     return [f"{part}/{name}" for part in ("val", *(f"val/{source}" for source in sorted(set(sources)))) for name in names]
 
 
@@ -101,6 +104,7 @@ class Evaluation:
                     answer=arrays["answer"][row],
                     num_tokens=lengths[row],
                     finish_reason=arrays["finish_reason"][row],
+                    num_turns=arrays["num_turns"][row] if "num_turns" in arrays else None,
                 )
                 for row in range(len(batch))
             ]

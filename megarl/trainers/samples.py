@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import torch
 from transformers import PreTrainedTokenizerBase
 
 from megarl.algorithms.masked import masked_row_sums, row_lengths
 from megarl.batch.data_proto import DataProto
+from megarl.batch.ragged import RaggedTensor
 from megarl.batch.token_rows import token_rows
 from megarl.config.schema import PPOConfig
 from megarl.data.tokenizer import decode_rows, load_tokenizer, token_texts
-from megarl.tracking.samples import SCHEMA, SampleTable, list_column
+from megarl.tracking.samples import OF_EPISODES, SCHEMA, SampleTable, list_column
 
 _REWARD_MODEL = "reward_model"
 
 
 class SampleRows:
-    """Which steps are kept, and their rows. A row's lists are of its response's real tokens, in their order."""
+    """Which steps are kept, and their rows. A row's lists are of its response's real tokens, in their order; of an episode's, also those
+    that the model did not write."""
 
     def __init__(self, config: PPOConfig) -> None:
         self._model, self._tracking, self._last_step = config.model, config.tracking, config.trainer.total_steps
@@ -45,37 +49,45 @@ class SampleRows:
 
     def table(self, batch: DataProto, step: int) -> SampleTable:
         """`batch`: as the loss sees it, with scores and advantages. `log_probs` is null where the trainer computed none of its own."""
+        arrays, are_episodes = batch.non_tensor_batch, "num_turns" in batch.non_tensor_batch
         own = ["old_log_probs"] if self._own_log_probs else []
-        rows = token_rows(batch.columns, ["advantages", "rollout_log_probs", *own])
-        arrays, mask = batch.non_tensor_batch, rows["response_mask"]
-        lengths, prompt_lengths = row_lengths(mask).tolist(), rows["prompts"].lengths.tolist()
-        is_real = mask.flat()
+        of_episodes = ["answer_mask", "environment_rewards"] if are_episodes else []
+        rows = token_rows(batch.columns, ["advantages", "rollout_log_probs", *own, *of_episodes])
+        mask = rows["response_mask"]
+        kept = RaggedTensor.constant(True, mask.lengths, torch.bool) if are_episodes else mask
+        lengths, prompt_lengths = row_lengths(kept).tolist(), rows["prompts"].lengths.tolist()
+        is_real = kept.flat()
 
         def of_tokens(name: str, kind: pa.DataType) -> pa.Array:
-            return list_column(lengths, rows[name].flat()[is_real].numpy(), kind)
+            values = rows[name].flat()
+            if are_episodes and name != "responses":  # what stands where others wrote means nothing
+                values = torch.where(mask.flat(), values, 0.0)
+            return list_column(lengths, values[is_real].numpy(), kind)
 
         advantages = masked_row_sums(rows["advantages"], mask) / row_lengths(mask).clamp(min=1)
         parts = batch.tensors["score_parts"]
         prompt_ids = rows["prompts"].flat().numpy()
+        nothing = pa.nulls(len(batch))
         columns: dict[str, Any] = {
             "step": [step] * len(batch),
             "uid": [str(uid) for uid in arrays["uid"]],
             "data_source": arrays["data_source"].tolist(),
             "prompt": self._prompts(prompt_ids, prompt_lengths),
             "prompt_ids": list_column(prompt_lengths, prompt_ids, pa.int32()),
-            "response": decode_rows(self._tokenizer, rows["responses"], mask),
+            "response": decode_rows(self._tokenizer, rows["responses"], rows["answer_mask"] if are_episodes else mask),
             "response_ids": of_tokens("responses", pa.int32()),
             "ground_truth": [_text(model["ground_truth"]) for model in arrays["reward_model"]],
             "score": [float(score) for score in arrays["score"]],
             "score_parts": list_column([parts.shape[1]] * len(batch), parts.flatten().numpy(), pa.float32()),
             "advantage": advantages.numpy(),
             "advantages": of_tokens("advantages", pa.float32()),
-            "log_probs": of_tokens("old_log_probs", pa.float32()) if self._own_log_probs else pa.nulls(len(batch)),
+            "log_probs": of_tokens("old_log_probs", pa.float32()) if self._own_log_probs else nothing,
             "rollout_log_probs": of_tokens("rollout_log_probs", pa.float32()),
             "weight_version": arrays["weight_version"].tolist(),
             "prompt_length": prompt_lengths,
             "response_length": lengths,
             "finish_reason": arrays["finish_reason"].tolist(),
+            **(_of_episodes(arrays, lengths, mask, rows["environment_rewards"]) if are_episodes else dict.fromkeys(OF_EPISODES, nothing)),
         }
         table = pa.table({name: pa.array(column, SCHEMA.field(name).type) for name, column in columns.items()}, SCHEMA)
         ids = np.unique(rows["responses"].flat()[is_real].numpy()).tolist()
@@ -91,6 +103,21 @@ class SampleRows:
             before = row
             texts.append(text)
         return texts
+
+
+def _of_episodes(arrays: Mapping[str, np.ndarray], lengths: list[int], is_model: RaggedTensor, rewards: RaggedTensor) -> dict[str, Any]:
+    """Turns of the model do not touch: between two of them stands what they were answered."""
+    turn_rewards = []
+    for wrote, of_tokens in zip(is_model.each(), rewards.each(), strict=True):
+        is_end = wrote & ~torch.cat([wrote[1:], wrote.new_zeros(1)])
+        turn_rewards.append(of_tokens[is_end].tolist())
+    return {
+        "is_model": list_column(lengths, is_model.flat().numpy(), pa.bool_()),
+        "turn_rewards": turn_rewards,
+        "num_calls": arrays["num_calls"].tolist(),
+        "call_errors": [json.dumps(errors) for errors in arrays["call_errors"]],
+        "episode_end": arrays["episode_end"].tolist(),
+    }
 
 
 def _text(ground_truth: Any) -> str:

@@ -58,7 +58,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
 
 
 def write_evil_samples(run_dir: Path, step: int) -> None:
-    texts = {1: EVIL, 2: "\n", 3: "�"}
+    texts = {1: EVIL, 2: "\n", 3: "�", 4: f"<tool_call>{EVIL}", 5: "</tool_call>"}
     sample = {"uid": EVIL, "prompt": EVIL, "response": EVIL + "\n�", "ground_truth": EVIL, "finish_reason": EVIL, "data_source": EVIL}
     sample |= {
         "step": step,
@@ -70,8 +70,13 @@ def write_evil_samples(run_dir: Path, step: int) -> None:
         "response_length": 3,
     }
     sample |= {"prompt_ids": [1], "response_ids": [1, 2, 3], "advantages": [1.0, 0.0, -1.0], "rollout_log_probs": [-0.5, -0.25, 0.0]}
+    # A call, a line break and its end; what a tool said; the answer.
+    episode = sample | {"uid": "episode", "score": 3.25, "response": EVIL, "response_ids": [4, 2, 5, 1, 3, 1], "response_length": 6}
+    episode |= {"advantages": [0.5, 0.5, 0.5, 0.0, 0.0, 0.5], "rollout_log_probs": [-0.5, -0.25, 0.0, 0.0, 0.0, -0.5]}
+    episode |= {"is_model": [True, True, True, False, False, True], "turn_rewards": [0.75, 0.0], "num_calls": 3, "episode_end": EVIL}
+    episode |= {"call_errors": json.dumps({EVIL: 2})}
     writer = SampleWriter(run_dir)
-    writer.write(step, lambda: SampleTable(pa.Table.from_pylist([sample], SCHEMA), texts, [EVIL]), 2**30)
+    writer.write(step, lambda: SampleTable(pa.Table.from_pylist([sample, episode], SCHEMA), texts, [EVIL]), 2**30)
     writer.close()
 
 
@@ -237,8 +242,33 @@ def test_what_a_model_wrote_is_text(chromium: Chrome, page: str) -> None:
             assert response.get_attribute("textContent") == f"{EVIL}⏎\n�"
             hover(chromium, response.find_element(By.CSS_SELECTOR, "[data-index]"))
             assert "by the engine 0.607 (log -0.5)" in find(chromium, "#tooltip").text
+            find(chromium, "#sample-table tbody tr[data-uid='episode']").click()
+            check_episode(chromium)
         assert chromium.find_elements(By.CSS_SELECTOR, "img, b b, script[src]") == []
         assert chromium.execute_script("return window.hacked") is None
+
+
+def check_episode(chromium: Chrome) -> None:
+    """A block for each turn and each answer, in colours of their own; calls are marked; what no model wrote has no probability."""
+    turns = chromium.find_elements(By.CSS_SELECTOR, "#response .turn")
+    texts = [turn.find_element(By.CSS_SELECTOR, ".tokens").get_attribute("textContent") for turn in turns]
+    assert texts == [f"<tool_call>{EVIL}⏎\n</tool_call>", f"{EVIL}�", EVIL]
+    authors = [turn.find_element(By.CSS_SELECTOR, ".author").text.split("\n") for turn in turns]
+    assert authors == [["model, turn 1", "reward 0.75"], ["answer"], ["model, turn 2"]]
+    colors = [turn.value_of_css_property("border-left-color") for turn in turns]
+    assert colors[0] == colors[2] != colors[1]
+    called = [len(turn.find_elements(By.CSS_SELECTOR, ".call")) for turn in turns]
+    assert called == [3, 0, 0]
+    tokens = chromium.find_elements(By.CSS_SELECTOR, "#response [data-index]")
+    told = [hover(chromium, tokens[index]) for index in (0, 3, 5)]
+    assert ["by the engine 0.607" in each for each in told] == [True, False, True]
+    assert told[1].endswith("token 4 of 6\nnot of the model: in no loss")
+    facts = find(chromium, "#sample .facts").text.replace("\n", " ")
+    assert f"ended by {EVIL}" in facts
+    assert f"turns 2 calls 3, of which 2 {EVIL}" in facts
+    find(chromium, "#sample-text").send_keys("</TOOL_CALL>")
+    assert [line.get_attribute("data-uid") for line in chromium.find_elements(By.CSS_SELECTOR, "#sample-table tbody tr")] == ["episode"]
+    find(chromium, "#sample-text").clear()
 
 
 def test_the_timeline_is_shown(chromium: Chrome, page: str) -> None:

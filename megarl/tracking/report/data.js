@@ -96,6 +96,7 @@ function readSamples(bytes) {
     for (const name of scalars) sample[name] = header[name][row];
     sample.source = header.data_source[row];
     sample.maxGap = header.max_gap[row];
+    sample.episode = header.episode[row];
     sample.tokens = { header, places: of(places), logProbs: of(logProbs), gaps: of(gaps), advantages: of(advantages) };
     return sample;
   });

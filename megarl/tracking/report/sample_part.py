@@ -11,13 +11,14 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
-from megarl.tracking.samples import SamplesFileError, SampleTable, read_samples
+from megarl.tracking.samples import OF_EPISODES, SamplesFileError, SampleTable, read_samples
 
 # Columns of the file that the header has as they are, under their names.
 _SHOWN = (
@@ -67,11 +68,20 @@ def _packed(rows: pa.Table, table: SampleTable) -> tuple[dict[str, Any], list[np
         "wide": is_wide,
         "prompts": prompts,
         "prompt": [place_of[prompt] for prompt in rows["prompt"].to_pylist()],
+        "episode": [_episode(*row) for row in zip(*(rows[name].to_pylist() for name in OF_EPISODES), strict=True)],
         "max_gap": _most_of_each(np.abs(gaps), rows["response_length"].to_pylist()),
         **{name: rows[name].to_pylist() for name in _SHOWN},
     }
     halves = [np.clip(values, -65504, 65504).astype("<f2") for values in (own, gaps, advantages)]
     return header, [places.astype("<u4" if is_wide else "<u2"), *halves]
+
+
+def _episode(is_model: list[bool] | None, rewards: list[float], num_calls: int, errors: str, end: str) -> dict[str, Any] | None:
+    """lengths: in tokens, of the model's first turn, of the answer to it, of the next turn, and so on."""
+    if is_model is None:
+        return None
+    lengths = [len(list(tokens)) for _, tokens in groupby(is_model)]
+    return {"lengths": lengths, "rewards": rewards, "calls": num_calls, "errors": json.loads(errors), "end": end}
 
 
 def _flat(rows: pa.Table, name: str) -> np.ndarray:

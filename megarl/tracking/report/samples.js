@@ -25,6 +25,21 @@ async function allSamples(run) {
   return { rows, problems, kept, all };
 }
 
+// Of an episode all turns and answers; its response is the last turn.
+const wholeText = (row) => row.episode ? [...row.tokens.places].map((place) => row.tokens.header.tokens[place]).join("") : row.response;
+
+// The tokens of calls, as <tool_call> and its end say.
+function markCalls(tokens) {
+  const text = tokens.map((token) => token.textContent).join("");
+  const calls = [...text.matchAll(/<tool_call>[^]*?(<\/tool_call>|$)/g)].map((found) => [found.index, found.index + found[0].length]);
+  let start = 0;
+  for (const token of tokens) {
+    const end = start + token.textContent.length;
+    if (calls.some(([from, to]) => start < to && end > from)) token.classList.add("call");
+    start = end;
+  }
+}
+
 const samplesTab = {
   filter: { run: "all", step: "all", kind: "training", least: "", most: "", finish: "all", text: "", order: "step" },
   coloring: "probability",
@@ -94,7 +109,7 @@ const samplesTab = {
       && (least === "" || row.score >= Number(least))
       && (most === "" || row.score <= Number(most))
       && (finish === "all" || row.finish === finish)
-      && (!needle || [row.prompt, row.response, row.ground_truth].some((each) => each.toLowerCase().includes(needle))));
+      && (!needle || [row.prompt, wholeText(row), row.ground_truth].some((each) => each.toLowerCase().includes(needle))));
     return wanted.sort(ORDERS[order][1]);
   },
 
@@ -148,7 +163,11 @@ const samplesTab = {
       const { parts } = row.tokens.header;
       if (parts.length > 1) row.score_parts.forEach((value, index) => facts.push([parts[index], formatted(value)]));
       facts.push(["advantage", formatted(row.advantage)], ["largest gap", formatted(row.maxGap, 3)], ["weights", `version ${row.weight_version}`]);
-      facts.push(["tokens", `${row.prompt_length} + ${row.response_length}`], ["ended by", row.finish]);
+      facts.push(["tokens", `${row.prompt_length} + ${row.response_length}`], ["ended by", row.episode ? row.episode.end : row.finish]);
+    }
+    if (row.episode) {
+      const { rewards, calls, errors } = row.episode, failed = Object.entries(errors).map(([kind, number]) => `${number} ${kind}`);
+      facts.push(["turns", rewards.length], ["calls", failed.length ? `${calls}, of which ${failed.join(", ")}` : calls]);
     }
     if (report.shown.length > 1) facts.unshift(["run", row.run.name]);
     const siblings = row.isHeldOut ? [] : this.rows.filter((each) => each.run === row.run && each.step === row.step && each.uid === row.uid && !each.isHeldOut);
@@ -156,7 +175,7 @@ const samplesTab = {
       h("dl", { className: "facts" }, facts.map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, String(value))))),
       ...(siblings.length > 1 ? [this.group(row, siblings)] : []),
       ...(row.prompt ? [h("h3", {}, "Prompt"), h("pre", { className: "text" }, row.prompt)] : []),
-      h("h3", {}, "Response"),
+      h("h3", {}, row.episode ? "Conversation" : "Response"),
       ...(row.isHeldOut ? [h("pre", { className: "text", id: "response" }, row.response)] : this.response(row)),
       h("h3", {}, "Ground truth"),
       h("pre", { className: "text" }, row.ground_truth),
@@ -176,17 +195,15 @@ const samplesTab = {
   },
 
   response(row) {
-    const text = h("div", { className: "tokens", id: "response" }), legend = h("span", { className: "legend" });
+    const text = h("div", { className: row.episode ? "episode" : "tokens", id: "response" }), legend = h("span", { className: "legend" });
+    const { header, places } = row.tokens;
+    const tokens = [...places].map((place, index) => h("span", { tabIndex: -1, data: { index } }, header.tokens[place].replaceAll("\n", "⏎\n") || "∅"));
     const paint = () => {
       const scale = this.scale(row);
-      [...text.children].forEach((token, index) => (token.style.background = scale.color(index)));
+      tokens.forEach((token, index) => (token.style.background = token.isOthers ? "" : scale.color(index)));
       legend.replaceChildren(...scale.legend);
     };
-    const { header, places } = row.tokens;
-    places.forEach((place, index) => {
-      const written = header.tokens[place];
-      text.append(h("span", { tabIndex: -1, data: { index } }, written.replaceAll("\n", "⏎\n") || "∅"));
-    });
+    text.append(...(row.episode ? this.turns(row.episode, tokens) : tokens));
     text.addEventListener("pointermove", (event) => {
       const token = event.target.closest("[data-index]");
       if (token) this.explain(row, Number(token.dataset.index), event);
@@ -202,16 +219,30 @@ const samplesTab = {
     return [h("div", { className: "toolbar" }, h("label", {}, "colour: ", choice), legend), text];
   },
 
+  // A block for each turn of the model, and for each answer to one, whose tokens nobody drew.
+  turns({ lengths, rewards }, tokens) {
+    let start = 0;
+    return lengths.map((length, number) => {
+      const isModel = number % 2 === 0, turn = number / 2, written = tokens.slice(start, (start += length));
+      const reward = isModel && rewards[turn] ? h("span", { className: "state open" }, `reward ${formatted(rewards[turn])}`) : null;
+      if (isModel) markCalls(written);
+      else for (const token of written) token.isOthers = true;
+      return h("div", { className: `turn ${isModel ? "model" : "environment"}` },
+        h("div", { className: "author" }, isModel ? `model, turn ${turn + 1}` : "answer", reward), h("div", { className: "tokens" }, written));
+    });
+  },
+
   explain(row, index, event) {
     const { header, places, logProbs, gaps, advantages } = row.tokens, own = logProbs[index], gap = gaps[index];
     const line = (name, ...value) => h("div", {}, h("span", { className: "muted" }, `${name} `), ...value);
     const ofLog = (value) => [h("b", {}, formatted(Math.exp(value), 3)), ` (log ${formatted(value, 3)})`];
-    const lines = Number.isNaN(gap)
+    const isOthers = event.target.isOthers; // nobody drew it
+    const lines = isOthers ? [] : Number.isNaN(gap)
       ? [line("probability, by the engine", ...ofLog(own))]
       : [line("probability, trainer", ...ofLog(own)), line("probability, engine", ...ofLog(own - gap)), line("log-prob gap", formatted(gap, 3))];
     tooltip.show(event.clientX, event.clientY,
       h("div", {}, h("code", {}, JSON.stringify(header.tokens[places[index]])), h("span", { className: "muted" }, ` id ${header.ids[places[index]]}, token ${index + 1} of ${places.length}`)),
-      ...lines, line("advantage", formatted(advantages[index], 3)));
+      ...lines, ...(isOthers ? [h("div", { className: "muted" }, "not of the model: in no loss")] : [line("advantage", formatted(advantages[index], 3))]));
   },
 
   // What colours tokens, and its legend. Two signs have two colours that also eyes without red or green tell apart.

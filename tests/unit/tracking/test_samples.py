@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from megarl.tracking.loggers import Tracker
-from megarl.tracking.samples import SCHEMA, SamplesFileError, SampleTable, SampleWriter, read_samples, sample_files
+from megarl.tracking.samples import OF_EPISODES, SCHEMA, SamplesFileError, SampleTable, SampleWriter, read_samples, sample_files
 from megarl.tracking.tracked_run import TrackedRun
 from megarl.tracking.truncate_logs import clear, cut_after
 
@@ -51,9 +51,12 @@ def write(folder: Path, steps: range, max_bytes: int = LARGE) -> list[int]:
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:
     write(tmp_path, range(1, 2))
-    read = read_samples(tmp_path / "samples" / "step_00000001.parquet")
-    assert read.rows.to_pylist() == [{"step": 1, **ROW}]
+    path = tmp_path / "samples" / "step_00000001.parquet"
+    read = read_samples(path)
+    assert read.rows.to_pylist() == [{"step": 1, **ROW, **dict.fromkeys(OF_EPISODES)}]
     assert (dict(read.tokens), list(read.score_parts)) == ({7: "é 2", 1: "<end>"}, ["right", "short"])
+    pq.write_table(pq.read_table(path).drop_columns(list(OF_EPISODES)), path)  # as before there were episodes
+    assert read_samples(path).rows == read.rows
 
 
 def test_beyond_the_bound_the_run_is_still_spanned(tmp_path: Path) -> None:

@@ -120,6 +120,8 @@ def test_what_k_of_four_samples_achieve() -> None:
     assert prompt_values([sample("0", 1.0, "7")]) == {"score/mean": [1]}
     partial = [sample("0", *given) for given in zip([0.5, 0.0, 1.0], "abc", strict=True)]
     assert prompt_values(partial)["best@2"] == pytest.approx([(0.5 + 1 + 1) / 3])
+    episodes = [sample(uid, 1.0, "7")._replace(num_turns=turns) for uid, turns in (("0", 2), ("0", 3), ("1", 1))]
+    assert prompt_values(episodes)["turns/mean"] == [2.5, 1]
 
 
 def test_each_sample_has_what_is_kept_of_it() -> None:
