@@ -85,6 +85,12 @@ class Trajectory:
         return self._joined([segment.token_versions for segment in self.segments], np.int32)
 
     @property
+    def weight_versions(self) -> tuple[int, ...]:
+        """That wrote turns of the model, in rising order."""
+        drawn = self.token_versions
+        return tuple(np.unique(drawn[drawn >= 0]).tolist())
+
+    @property
     def mask(self) -> np.ndarray:
         """(R,) bool: the model wrote it."""
         return self._joined([np.full(len(segment), segment.author is Author.model) for segment in self.segments], bool)

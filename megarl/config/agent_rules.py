@@ -20,11 +20,6 @@ def episodes(config: PPOConfig) -> Violations:
         )
     if not agent.is_used:
         return
-    if config.rollout.max_staleness:
-        yield Violation(
-            ("agent", "rollout.max_staleness"),
-            f"max_staleness is {config.rollout.max_staleness}: episodes cannot be generated ahead of training yet; use max_staleness=0",
-        )
     most = config.data.max_response_length
     if agent.max_turn_tokens is not None and agent.max_turn_tokens > most:
         yield Violation(

@@ -13,7 +13,6 @@ from megarl.config.schema import OnUpdate, SamplingConfig
 from megarl.data.loader import BatchLoader
 from megarl.roles.finished_groups import FinishedGroup
 from megarl.roles.groups_ahead import GroupRules, GroupsAhead, Taken
-from megarl.roles.pump import Pump
 from megarl.roles.rollout import Rollout, Scoring
 from megarl.roles.weights import RolloutWeights
 from megarl.rollout.ledger import AdmissionLedger
@@ -161,16 +160,17 @@ class GenerationAhead:
         try:
             while not self._is_closed:
                 with self._turns:
-                    self._turn(self._groups, self._rollout.pump)
+                    self._turn(self._groups)
                 time.sleep(_REST_S)  # a lock that is let go of and taken again at once is never anybody else's
         except BaseException as error:  # noqa: BLE001  the boundary of the thread: the trainer's next `next` raises it
             self._failure = error
         with self._turns:
             self._turns.notify_all()
 
-    def _turn(self, groups: GroupsAhead, pump: Pump) -> None:
+    def _turn(self, groups: GroupsAhead) -> None:
+        rollout, pump = self._rollout, self._rollout.pump
         groups.score()
-        if self._is_asked and not (self._finishes_first and (pump.is_at_work or groups.awaits_scores)):
+        if self._is_asked and not (self._finishes_first and (rollout.is_at_work or groups.awaits_scores)):
             pump.hold()
             pump.may_admit = True
             self._has_given_way = True
@@ -183,7 +183,7 @@ class GenerationAhead:
             return
         # As long as the trainer waits, the actor has the version of the engines; while it trains, a replica that was started anew waits.
         pump.may_admit = self._is_awaited
-        if pump.is_at_work:
-            pump.turn(_TURN_S)
+        if rollout.is_at_work:
+            rollout.turn(_TURN_S)
         else:
             self._turns.wait(_TURN_S)

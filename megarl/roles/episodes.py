@@ -2,33 +2,33 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from functools import partial
+from typing import cast
 
 import torch
 
-from megarl.agents.episode import AnswerTurn, Episode, EpisodeGivenUpError, EpisodeLimits, TurnPlace, WriteTurn
+from megarl.agents.episode import EpisodeLimits
 from megarl.agents.protocol import Task
 from megarl.agents.trajectory import EpisodeEnd, Trajectory
 from megarl.batch.data_proto import DataProto
 from megarl.batch.ragged import RaggedTensor
-from megarl.config.errors import RunError
 from megarl.config.schema import SamplingConfig
 from megarl.roles.environments import Environments
-from megarl.roles.pump import EngineFaultError, RolloutLimits
+from megarl.roles.finished_groups import Written
+from megarl.roles.playing import Playing
+from megarl.roles.pump import EngineFaultError, GiveUp, RolloutLimits
 from megarl.roles.replicas import Replicas
-from megarl.roles.rollout import Rollout, Scoring, TokenRules
+from megarl.roles.rollout import Deliver, Rollout, Scoring, TokenRules
 from megarl.roles.weights import RolloutWeights
-from megarl.rollout.interface import FinishedRequest, GenerationRequest
+from megarl.rollout.interface import GenerationRequest
 from megarl.tracking.timeline import Span
-from megarl.workers.environment import TurnOrder
-
-_TURN_S = 0.02  # that engines are waited for while environments work, and the other way round
 
 
 class EpisodeRollout(Rollout):
     """Engines and environments work at the same time, on different episodes."""
+
+    kind = Trajectory
 
     def __init__(
         self,
@@ -41,8 +41,8 @@ class EpisodeRollout(Rollout):
         of_episodes: EpisodeLimits,
     ) -> None:
         super().__init__(replicas, weights, rules, limits, seed)
-        self.environments, self._of_episodes = environments, of_episodes
-        self._numbers = itertools.count()  # of episodes, never used twice, so that what comes late is known
+        self.environments = environments
+        self._playing = Playing(self.pump, environments, of_episodes)
 
     def generate(
         self, prompts: DataProto, sampling: SamplingConfig, step: int, generation: int = 0, scoring: Scoring | None = None
@@ -56,103 +56,74 @@ class EpisodeRollout(Rollout):
         """
         requests = self.requests(prompts, sampling, step, generation)
         rows = prompts.repeat(sampling.n)
-        arrays = rows.non_tensor_batch
-        tasks = [
-            Task(
-                messages=arrays["messages"][row],
-                reward_model=arrays["reward_model"][row],
-                extra_info=arrays["extra_info"][row],
-                seed=request.sampling.seed,
-            )
-            for row, request in enumerate(requests)
-        ]
         self._weights.bring_in()
-        version, n, padding = self._weights.version, sampling.n, self._rules.pad_token_id
+        version, n = self._weights.version, sampling.n
         ended: dict[int, Trajectory] = {}
         missing, whole = [n] * len(prompts), list[int]()  # samples of each prompt, and the prompts that wait to be scored
 
-        def end(row: int, trajectory: Trajectory) -> None:
+        def end(row: int, replica: int, trajectory: Trajectory) -> None:
+            if trajectory.weight_versions != (version,):
+                raise EngineFaultError(
+                    f"rollout replica {replica} wrote a turn with the weight versions {trajectory.weight_versions}; the weights at hand "
+                    f"are version {version}"
+                )
             ended[row] = trajectory
             missing[row // n] -= 1
             whole.extend([] if missing[row // n] else [row // n])
             if scoring is not None and whole and len(ended) < len(requests) and scoring.may_begin:
                 of_whole = [ended[prompt * n + place] for prompt in whole for place in range(n)]
-                scoring.begin(batch_of_trajectories(prompts.select_idxs(whole).repeat(n), of_whole, version, padding))
+                scoring.begin(self.assemble(prompts.select_idxs(whole).repeat(n), of_whole, version))
                 whole.clear()
 
+        tasks = [_task(rows, row, request) for row, request in enumerate(requests)]
         with self._replicas.alone():
-            self._play(requests, tasks, version, end)
-        return batch_of_trajectories(rows, [ended[row] for row in range(len(requests))], version, padding)
+            numbers = self._playing.begin(requests, tasks, [partial(end, row) for row in range(len(requests))], first=True)
+            try:
+                while len(ended) < len(requests):
+                    self._playing.turn()
+            finally:
+                self._playing.take_back(numbers)
+        return self.assemble(rows, [ended[row] for row in range(len(requests))], version)
 
-    def _play(
-        self, requests: Sequence[GenerationRequest], tasks: Sequence[Task], version: int, end: Callable[[int, Trajectory], None]
-    ) -> None:
-        """end: gets each trajectory with the place of its request."""
-        episodes = {next(self._numbers): Episode(each.prompt, each.sampling.seed, self._of_episodes) for each in requests}
-        given = dict(zip(episodes, zip(requests, tasks, strict=True), strict=True))
-        row_of = {number: row for row, number in enumerate(episodes)}
-        going, asked = set(episodes), list[int]()
+    @property
+    def is_at_work(self) -> bool:
+        return self._playing.is_at_work
 
-        def deliver_to(number: int, place: TurnPlace) -> Callable[[int, FinishedRequest], None]:
-            def deliver(replica: int, finished: FinishedRequest) -> None:
-                sample = finished.sample
-                if sample.weight_versions != (version,):
-                    raise EngineFaultError(
-                        f"rollout replica {replica} wrote a turn with the weight versions {sample.weight_versions}; the weights at hand "
-                        f"are version {version}"
-                    )
-                if episodes[number].wrote(place, sample.token_ids, sample.log_probs, sample.token_versions, sample.finish_reason):
-                    advance(number)
+    def begin(
+        self, prompts: DataProto, place: int, requests: Sequence[GenerationRequest], deliver: Deliver, give_up: GiveUp
+    ) -> Callable[[], None]:
+        tasks = [_task(prompts, place, request) for request in requests]
+        ends = [partial(_deliver, deliver, request.request_id) for request in requests]
+        numbers = self._playing.begin(requests, tasks, ends, give_up=give_up)
+        return lambda: self._playing.take_back(numbers)
 
-            return deliver
+    def turn(self, wait_s: float) -> None:
+        """See Playing.turn."""
+        self._playing.turn(wait_s)
 
-        def advance(number: int) -> None:
-            (request, task), step = given[number], episodes[number].next
-            if isinstance(step, WriteTurn):
-                sampling = replace(request.sampling, max_new_tokens=step.max_new_tokens, seed=step.seed)
-                turn = request._replace(prompt=step.token_ids, sampling=sampling)
-                asked.extend(self.pump.add([turn], deliver_to(number, step.place), first=step.place.turn > 0))
-            elif isinstance(step, AnswerTurn):
-                self.environments.order(TurnOrder(number, task, step))
-            else:
-                self.environments.end(number)
-                going.remove(number)
-                end(row_of[number], episodes[number].trajectory)
-
-        try:
-            for number in episodes:
-                advance(number)
-            while going or self.environments.is_busy:
-                self.pump.turn(_TURN_S if self.environments.is_busy else float("inf"))
-                reports, lost = self.environments.turn(0.0 if self.pump.num_unfinished else _TURN_S)
-                for report in reports:
-                    episode = episodes[report.episode]
-                    if episode.timed_out(report.place) if report.answer is None else episode.answered(report.place, report.answer):
-                        advance(report.episode)
-                for number in lost:
-                    self._begin_again(episodes[number], given[number][0])
-                    advance(number)
-        finally:
-            self.pump.take_back(asked)
-            for number in going:
-                self.environments.end(number)
-
-    def _begin_again(self, episode: Episode, request: GenerationRequest) -> None:
-        try:
-            episode.lost_environment(episode.attempt)
-        except EpisodeGivenUpError as error:
-            raise RunError(f"the episode of prompt {request.uid}: {error}; see the words of its process above") from error
+    def assemble(self, prompts: DataProto, samples: Sequence[Written], version: int) -> DataProto:
+        return batch_of_trajectories(prompts, cast("Sequence[Trajectory]", samples), version, self._rules.pad_token_id)
 
     def drain_metrics(self) -> dict[str, float]:
         """Also `agent/num_restarts`, of processes of environments in this run."""
         return {**super().drain_metrics(), "agent/num_restarts": float(self.environments.num_restarts)}
 
     def drain_spans(self) -> list[Span]:
-        return [*super().drain_spans(), *self.environments.drain_spans()]
+        with self._replicas.alone():
+            return [*super().drain_spans(), *self.environments.drain_spans()]
 
     def shutdown(self) -> None:
         super().shutdown()
         self.environments.shutdown()
+
+
+def _task(prompts: DataProto, row: int, request: GenerationRequest) -> Task:
+    of_row = {name: prompts.non_tensor_batch[name][row] for name in ("messages", "reward_model", "extra_info")}
+    return Task(seed=request.sampling.seed, **of_row)
+
+
+def _deliver(deliver: Deliver, request_id: int, replica: int, trajectory: Trajectory) -> None:
+    deliver(replica, request_id, trajectory)
 
 
 def batch_of_trajectories(prompts: DataProto, trajectories: Sequence[Trajectory], version: int, pad_token_id: int) -> DataProto:
@@ -170,7 +141,7 @@ def batch_of_trajectories(prompts: DataProto, trajectories: Sequence[Trajectory]
     }
     ends = [each.end for each in trajectories]
     arrays: dict[str, list] = {
-        "weight_version": [version] * len(trajectories),
+        "weight_version": [min(each.weight_versions) for each in trajectories],
         "finish_reason": ["length" if end is EpisodeEnd.length else "stop" for end in ends],
         "episode_end": [end.value for end in ends if end is not None],
         "num_turns": [each.num_turns for each in trajectories],

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
+from megarl.agents.protocol import CallErrorKind
+from megarl.agents.trajectory import Author, EpisodeEnd, Segment, Trajectory
 from megarl.batch.data_proto import DataProto
 from megarl.batch.ragged import Column, RaggedTensor
 from megarl.rollout.interface import Sample, VersionSpan
 
+Written = Sample | Trajectory
+
 _OF_TOKENS = ("token_ids", "log_probs", "token_versions")
-_OF_ROWS = ("version", "is_dropped", "uid", "finish_reason")
+_OF_ROWS = ("version", "is_dropped", "uid")
+_OF_EPISODES = ("episode_end", "num_calls", "call_errors", "tool_s")  # is_model and rewards are of their tokens
 
 
 class FinishedGroup(NamedTuple):
@@ -21,38 +27,87 @@ class FinishedGroup(NamedTuple):
 
     uid: str
     version: int
-    samples: list[Sample]
+    samples: list[Written]
     is_dropped: bool = False
 
 
 def to_bytes(groups: Sequence[FinishedGroup]) -> bytes:
-    """There is at least one."""
+    """There is at least one. Their samples are all of one kind."""
     rows = [(group, sample) for group in groups for sample in group.samples]
-    samples = [sample for _, sample in rows]
+    written = [sample for _, sample in rows]
     tensors: dict[str, Column] = {
-        "token_ids": RaggedTensor.of_rows([sample.token_ids for sample in samples], torch.int32),
-        "log_probs": RaggedTensor.of_rows([sample.log_probs for sample in samples], torch.float32),
-        "token_versions": RaggedTensor.of_rows([sample.token_versions for sample in samples], torch.int32),
+        "token_ids": RaggedTensor.of_rows([sample.token_ids for sample in written], torch.int32),
+        "log_probs": RaggedTensor.of_rows([sample.log_probs for sample in written], torch.float32),
+        "token_versions": RaggedTensor.of_rows([sample.token_versions for sample in written], torch.int32),
         "version": torch.tensor([group.version for group, _ in rows]),
         "is_dropped": torch.tensor([group.is_dropped for group, _ in rows]),
     }
-    arrays: dict[str, list[str]] = {"uid": [group.uid for group, _ in rows], "finish_reason": [sample.finish_reason for sample in samples]}
+    arrays: dict[str, list] = {"uid": [group.uid for group, _ in rows]}
+    if samples := [sample for sample in written if isinstance(sample, Sample)]:
+        arrays["finish_reason"] = [sample.finish_reason for sample in samples]
+    else:
+        episodes = [sample for sample in written if isinstance(sample, Trajectory)]
+        tensors["is_model"] = RaggedTensor.of_rows([episode.mask for episode in episodes], torch.bool)
+        tensors["rewards"] = RaggedTensor.of_rows([episode.rewards for episode in episodes], torch.float32)
+        arrays["episode_end"] = [None if episode.end is None else episode.end.value for episode in episodes]
+        arrays["num_calls"] = [episode.num_calls for episode in episodes]
+        arrays["call_errors"] = [{kind.value: count for kind, count in episode.call_errors.items()} for episode in episodes]
+        arrays["tool_s"] = [episode.tool_s for episode in episodes]
     return DataProto.from_dict(tensors, arrays).to_bytes()
 
 
 def from_bytes(data: bytes) -> dict[str, FinishedGroup]:
     """By uid. Raises ValueError for what `to_bytes` has not given."""
     rows = DataProto.from_bytes(data)
-    missing = [*({*_OF_TOKENS} - rows.ragged.keys()), *({*_OF_ROWS} - rows.tensors.keys() - rows.non_tensor_batch.keys())]
-    if missing:
+    there = rows.ragged.keys() | rows.tensors.keys() | rows.non_tensor_batch.keys()
+    of_kind = ("is_model", "rewards", *_OF_EPISODES) if "is_model" in there else ("finish_reason",)
+    if missing := {*_OF_TOKENS, *_OF_ROWS, *of_kind} - there:
         raise ValueError(f"there is no {', '.join(sorted(missing))}")
+    written: Sequence[Written] = _episodes(rows) if "is_model" in there else _samples(rows)
+    versions, are_dropped = (rows.tensors[key].tolist() for key in ("version", "is_dropped"))
     groups: dict[str, FinishedGroup] = {}
-    tokens = [[row.numpy() for row in rows.ragged[key].each()] for key in _OF_TOKENS]
-    of_rows = [rows.tensors[key].tolist() for key in ("version", "is_dropped")]
-    names = [rows.non_tensor_batch[key] for key in ("uid", "finish_reason")]
-    for ids, log_probs, versions, version, is_dropped, uid, reason in zip(*tokens, *of_rows, *names, strict=True):
-        ends = [*(np.flatnonzero(np.diff(versions)) + 1).tolist(), len(versions)]
-        spans = tuple(VersionSpan(int(versions[end - 1]), end) for end in ends)
-        group = FinishedGroup(uid, version, [], is_dropped)
-        groups.setdefault(uid, group).samples.append(Sample(ids.copy(), log_probs.copy(), reason, spans))
+    for uid, version, is_dropped, sample in zip(rows.non_tensor_batch["uid"], versions, are_dropped, written, strict=True):
+        groups.setdefault(uid, FinishedGroup(uid, version, [], is_dropped)).samples.append(sample)
     return groups
+
+
+def _tokens(rows: DataProto, *keys: str) -> Iterator[tuple[np.ndarray, ...]]:
+    """Of each row, copies: what is kept of a row keeps no other."""
+    return zip(*([row.numpy().copy() for row in rows.ragged[key].each()] for key in keys), strict=True)
+
+
+def _samples(rows: DataProto) -> list[Sample]:
+    samples = []
+    reasons = rows.non_tensor_batch["finish_reason"]
+    for (ids, log_probs, versions), reason in zip(_tokens(rows, *_OF_TOKENS), reasons, strict=True):
+        ends = [*(np.flatnonzero(np.diff(versions)) + 1).tolist(), len(versions)]
+        samples.append(Sample(ids, log_probs, reason, tuple(VersionSpan(int(versions[end - 1]), end) for end in ends)))
+    return samples
+
+
+def _episodes(rows: DataProto) -> list[Trajectory]:
+    """Their prompts are the loader's to give, and nobody asks for what has ended."""
+    episodes = []
+    arrays = zip(*(rows.non_tensor_batch[key] for key in _OF_EPISODES), strict=True)
+    for (*tokens, is_model, rewards), (end, num_calls, errors, tool_s) in zip(
+        _tokens(rows, *_OF_TOKENS, "is_model", "rewards"), arrays, strict=True
+    ):
+        starts = np.flatnonzero(np.diff(is_model, prepend=not is_model[0]))
+        parts = zip(starts, *(np.split(values, starts[1:]) for values in tokens), strict=True)
+        segments = [
+            Segment(author=Author.model if is_model[start] else Author.environment, token_ids=ids, log_probs=own, token_versions=versions)
+            for start, ids, own, versions in parts
+        ]
+        ends = np.flatnonzero(is_model & ~np.append(is_model[1:], False))
+        episodes.append(
+            Trajectory(
+                prompt=(),
+                segments=segments,
+                turn_rewards=rewards[ends].tolist(),
+                end=EpisodeEnd(end),
+                num_calls=num_calls,
+                call_errors=Counter({CallErrorKind(kind): count for kind, count in errors.items()}),
+                tool_s=tool_s,
+            )
+        )
+    return episodes

@@ -18,10 +18,10 @@ from megarl.batch.data_proto import DataProto
 from megarl.config.errors import RunError
 from megarl.config.schema import SamplingConfig
 from megarl.data.loader import BatchLoader
-from megarl.roles.finished_groups import FinishedGroup
-from megarl.roles.pump import EngineFaultError, Pump
-from megarl.roles.rollout import Scoring
-from megarl.rollout.interface import FinishedRequest, GenerationRequest, Sample
+from megarl.roles.finished_groups import FinishedGroup, Written
+from megarl.roles.pump import EngineFaultError, GiveUp
+from megarl.roles.rollout import Deliver, Scoring
+from megarl.rollout.interface import GenerationRequest
 from megarl.rollout.ledger import AdmissionLedger
 
 _log = logging.getLogger(__name__)
@@ -36,13 +36,17 @@ class GivenUpError(RunError):
 class Requests(Protocol):
     """See Rollout."""
 
-    pump: Pump
+    kind: type[Written]
 
     def requests(
         self, prompts: DataProto, sampling: SamplingConfig, step: int, generation: int = 0, *, first: int = 0
     ) -> list[GenerationRequest]: ...
 
-    def assemble(self, prompts: DataProto, samples: Sequence[Sample], version: int) -> DataProto: ...
+    def begin(
+        self, prompts: DataProto, place: int, requests: Sequence[GenerationRequest], deliver: Deliver, give_up: GiveUp
+    ) -> Callable[[], None]: ...
+
+    def assemble(self, prompts: DataProto, samples: Sequence[Written], version: int) -> DataProto: ...
 
 
 class HasVersion(Protocol):
@@ -72,7 +76,7 @@ class Taken(NamedTuple):
     behind the others. versions: of the weights that began each."""
 
     prompts: DataProto
-    samples: list[list[Sample]]
+    samples: list[list[Written]]
     versions: list[int]
     is_dropped: list[bool]
 
@@ -92,9 +96,9 @@ class _Group:
     prompts: _Prompts
     place: int  # among these
     version: int  # that began it
-    samples: dict[int, Sample] = field(default_factory=dict)  # by place in the group
+    samples: dict[int, Written] = field(default_factory=dict)  # by place in the group
     is_dropped: bool = False
-    requests: list[int] = field(default_factory=list)  # their numbers in the pump
+    take_back: Callable[[], None] = lambda: None  # those that have not come
 
     @property
     def uid(self) -> str:
@@ -160,8 +164,8 @@ class GroupsAhead:
             else:
                 number = ledger.admit(version)
                 self._groups[number] = group = _Group(prompts, place, version)
-                give_up = partial(self._give_up, number)
-                group.requests = self._rollout.pump.add(prompts.requests[place], self._deliver_to(number), give_up=give_up)
+                deliver, give_up = self._deliver_to(number), partial(self._give_up, number)
+                group.take_back = self._rollout.begin(prompts.rows, place, prompts.requests[place], deliver, give_up)
 
     def score(self) -> None:
         """Has those scored that have finished, and drops those whose scores say so. Called again and again."""
@@ -212,7 +216,12 @@ class GroupsAhead:
         """Before the first is begun. Groups are not generated anew where they are still what the run asks for; nor are the uids that are
         trained (see position)."""
         self._trained = dict.fromkeys(trained, math.inf)
-        self._stored = {uid: group for uid, group in groups.items() if len(group.samples) == self._rules.size}
+        kind, size = self._rollout.kind, self._rules.size
+        self._stored = {
+            uid: group
+            for uid, group in groups.items()
+            if len(group.samples) == size and all(isinstance(sample, kind) for sample in group.samples)
+        }
 
     # ---- parts
 
@@ -230,15 +239,15 @@ class GroupsAhead:
         self._place += 1
         return self._prompts, self._place - 1
 
-    def _deliver_to(self, number: int) -> Callable[[int, FinishedRequest], None]:
-        def deliver(replica: int, finished: FinishedRequest) -> None:
-            group, versions = self._groups[number], finished.sample.weight_versions
+    def _deliver_to(self, number: int) -> Deliver:
+        def deliver(replica: int, place: int, sample: Written) -> None:
+            group, versions = self._groups[number], sample.weight_versions
             if not group.version <= versions[0] <= versions[-1] <= self._weights.version:
                 raise EngineFaultError(
                     f"rollout replica {replica} wrote a sample with the weight versions {versions}; it was begun with version "
                     f"{group.version}, and the weights at hand are version {self._weights.version}"
                 )
-            group.samples[finished.request_id] = finished.sample
+            group.samples[place] = sample
             if len(group.samples) == self._rules.size:
                 self._finish(number)
 
@@ -247,7 +256,7 @@ class GroupsAhead:
     def _give_up(self, number: int, why: str) -> None:
         """Those behind it are trained earlier, and another is begun."""
         group = self._groups[number]
-        self._rollout.pump.take_back(group.requests)
+        group.take_back()
         group.is_dropped = True
         self.ledger.drop(number)
         self._given_up.append(f"prompt {group.uid}: {why}")

@@ -127,17 +127,23 @@ class Pump:
         return self.num_unfinished > 0 and (self.may_admit or len(self._replicas.starting) < len(self._replicas))
 
     def add(
-        self, requests: Sequence[GenerationRequest], deliver: Deliver, *, give_up: GiveUp | None = None, first: bool = False
+        self,
+        requests: Sequence[GenerationRequest],
+        deliver: Deliver,
+        *,
+        give_up: GiveUp | None = None,
+        first: bool = False,
+        prefer: int | None = None,
     ) -> list[int]:
         """`deliver` gets each sample, with the request's own id, within some `turn`. give_up: called for each sample that the engine cannot
-        write; without it that ends the run. first: they go before all others that wait.
+        write; without it that ends the run. first: they go before all others that wait. prefer: see RequestQueue.add.
 
         Returns the numbers under which they can be taken back.
         """
         numbered = [request._replace(request_id=next(self._numbers)) for request in requests]
         now_s = self._clock()
         self._orders |= {new.request_id: _Order(old, deliver, give_up, now_s) for old, new in zip(requests, numbered, strict=True)}
-        self._queue.add(((request.request_id, request) for request in numbered), first=first)
+        self._queue.add(((request.request_id, request) for request in numbered), first=first, prefer=prefer)
         return [request.request_id for request in numbered]
 
     def take_back(self, numbers: Collection[int]) -> None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, cast
 
 import numpy as np
 import torch
@@ -15,11 +15,14 @@ from megarl.batch.ragged import RaggedTensor
 from megarl.batch.token_rows import with_prompt_rows
 from megarl.config.schema import SamplingConfig
 from megarl.controller.group import RoleGroup
-from megarl.roles.pump import EngineFaultError, Pump, PumpTotals, ReplicaState, RequestState, RolloutLimits
+from megarl.roles.finished_groups import Written
+from megarl.roles.pump import EngineFaultError, GiveUp, Pump, PumpTotals, ReplicaState, RequestState, RolloutLimits
 from megarl.roles.replicas import Alone, Replicas
 from megarl.roles.weights import RolloutWeights
 from megarl.rollout.interface import FinishedRequest, GenerationRequest, Sample, SamplingParameters, plan_requests
 from megarl.tracking.timeline import Span
+
+Deliver = Callable[[int, int, Written], None]  # replica, the request's id, and what was written
 
 
 class _Told(NamedTuple):
@@ -53,6 +56,8 @@ class Rollout:
     A replica that dies or hangs is started anew with the current weights, and its unfinished requests are sent again: with the
     same seeds, so that the samples are those that it would have written.
     """
+
+    kind: type[Written] = Sample  # of what is written
 
     def __init__(
         self,
@@ -130,6 +135,23 @@ class Rollout:
         for arrived in self._finished(requests):
             yield from (finished for _, finished in arrived)
 
+    @property
+    def is_at_work(self) -> bool:
+        """Something is asked for, and somebody works on it."""
+        return self.pump.is_at_work
+
+    def begin(
+        self, prompts: DataProto, place: int, requests: Sequence[GenerationRequest], deliver: Deliver, give_up: GiveUp
+    ) -> Callable[[], None]:
+        """requests: of the samples of the row `place` of `prompts`. deliver: gets each of them within some `turn`, under the request's id.
+        give_up: see Pump.add. What it returns takes back those that have not come."""
+        numbers = self.pump.add(requests, lambda replica, finished: deliver(replica, *finished), give_up=give_up)
+        return lambda: self.pump.take_back(numbers)
+
+    def turn(self, wait_s: float) -> None:
+        """See Pump.turn."""
+        self.pump.turn(wait_s)
+
     def _parameters(self, sampling: SamplingConfig, step: int, generation: int) -> SamplingParameters:
         return SamplingParameters(
             n=sampling.n,
@@ -158,9 +180,9 @@ class Rollout:
             finally:
                 self.pump.take_back(numbers)
 
-    def assemble(self, prompts: DataProto, samples: Sequence[Sample], version: int) -> DataProto:
+    def assemble(self, prompts: DataProto, samples: Sequence[Written], version: int) -> DataProto:
         """What `generate` returns, of prompts and samples side by side. `version`: of the weights that were sent last."""
-        return batch_of_samples(prompts, samples, version, self._rules.pad_token_id)
+        return batch_of_samples(prompts, cast("Sequence[Sample]", samples), version, self._rules.pad_token_id)
 
     # ---- what the run shows
 

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable
 from typing import Generic, TypeVar
 
 Request = TypeVar("Request")
-_Place = tuple[bool, int]  # whether it came without precedence, and its number
+_Place = tuple[int, int]  # 0 for what goes on, 1 for what goes first, 2 for others; and its number
 
 
 class DispatchError(RuntimeError):
@@ -26,6 +26,7 @@ class RequestQueue(Generic[Request]):
     def __init__(self, num_replicas: int, max_concurrency: int) -> None:
         self._requests: dict[int, Request] = {}  # that are not finished
         self._places: dict[int, _Place] = {}  # of these
+        self._preferred: dict[int, int] = {}  # the replica that has computed the beginning of a request before
         self._waiting: list[tuple[_Place, int]] = []  # a heap; what was taken back is still in it
         self._in_flight: list[set[int]] = [set() for _ in range(num_replicas)]
         self._taken_back: list[set[int]] = [set() for _ in range(num_replicas)]  # while the replica had them
@@ -44,15 +45,20 @@ class RequestQueue(Generic[Request]):
         """The ids of the requests that each replica has. Any thread may ask."""
         return [numbers.copy() for numbers in self._in_flight]
 
-    def add(self, requests: Iterable[tuple[int, Request]], *, first: bool = False) -> None:
-        """(id, request) in the order of arrival; `first`: they go before all others. Raises ValueError for ids that do not rise."""
+    def add(self, requests: Iterable[tuple[int, Request]], *, first: bool = False, prefer: int | None = None) -> None:
+        """(id, request) in the order of arrival; `first`: they go before others. prefer: the replica that has computed their beginning, so
+        that they go before all others; it gets them, unless it has no room, or more than twice as much in flight as another.
+
+        Raises ValueError for ids that do not rise."""
         for request_id, request in requests:
             if request_id <= self._last_id:
                 raise ValueError(f"the ids of requests must rise: {request_id} came after {self._last_id}")
             self._last_id = request_id
             self._requests[request_id] = request
-            self._places[request_id] = place = (not first, request_id)
+            self._places[request_id] = place = (0 if prefer is not None else 1 if first else 2, request_id)
             heapq.heappush(self._waiting, (place, request_id))
+            if prefer is not None:
+                self._preferred[request_id] = prefer
 
     def resize(self, num_replicas: int) -> None:
         """Replicas join, or those with the highest numbers leave, which have lost what they had."""
@@ -78,11 +84,14 @@ class RequestQueue(Generic[Request]):
         """Gives waiting requests to the replicas of `ready`, as many as they may have; those that get none are left out."""
         dealt: dict[int, list[Request]] = {}
         while self._waiting and ready:
-            replica = min(ready, key=lambda number: (self.load(number), number))
-            if self.load(replica) >= self._max_concurrency:
+            least = min(ready, key=lambda number: (self.load(number), number))
+            if self.load(least) >= self._max_concurrency:
                 break
             _, request_id = heapq.heappop(self._waiting)
             if request_id in self._requests:
+                preferred = self._preferred.get(request_id, least)
+                most = min(2 * (self.load(least) + 1), self._max_concurrency - 1)
+                replica = preferred if preferred in ready and self.load(preferred) <= most else least
                 self._in_flight[replica].add(request_id)
                 dealt.setdefault(replica, []).append(self._requests[request_id])
         return dealt
@@ -112,3 +121,4 @@ class RequestQueue(Generic[Request]):
     def _drop(self, request_id: int) -> None:
         del self._requests[request_id]
         del self._places[request_id]
+        self._preferred.pop(request_id, None)

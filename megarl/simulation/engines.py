@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -91,6 +91,7 @@ class ScriptedEngine:
         self.submitted: list[tuple[float, list[GenerationRequest]]] = []  # when, and which
         self.aborted: list[int] = []
         self._lengths: dict[int, int] = {}
+        self._limits: dict[int, int] = {}  # tokens that each may have
         self._held: dict[int, float] = {}  # when each is ready
         self._spans: dict[int, list[VersionSpan]] = {}  # of those that were begun before the last push
         self._call: Answer | None = None
@@ -119,6 +120,7 @@ class ScriptedEngine:
             self.submitted.append((self._clock.now_s, list(requests)))
         for request in requests:
             self._lengths[request.request_id] = length = self._length_of(request)
+            self._limits[request.request_id] = request.sampling.max_new_tokens
             self._held[request.request_id] = self._clock.now_s + max(1, length) * self._tick_s
         self._call = answer
         first_s = min(self._held.values(), default=float("inf"))
@@ -165,7 +167,8 @@ class ScriptedEngine:
     def _sample(self, number: int, length: int) -> Sample:
         self._cut(number, length)
         tokens, log_probs = np.full(length, _TOKEN, dtype=np.int32), np.full(length, _LOG_PROB, dtype=np.float32)
-        return Sample(tokens, log_probs, "length", tuple(self._spans.pop(number)))
+        reason: Literal["stop", "length"] = "length" if length == self._limits.pop(number) else "stop"
+        return Sample(tokens, log_probs, reason, tuple(self._spans.pop(number)))
 
     def reports(self) -> list[RankReport]:
         return []

@@ -17,9 +17,10 @@ from typing import Any, NamedTuple
 from megarl.batch.data_proto import DataProto
 from megarl.config.schema import Late, OnUpdate, SamplingConfig
 from megarl.data.loader import BatchLoader
-from megarl.roles.finished_groups import FinishedGroup
+from megarl.roles.finished_groups import FinishedGroup, Written
 from megarl.roles.groups_ahead import GroupRules, GroupsAhead, Taken
-from megarl.roles.pump import Pump, RolloutLimits
+from megarl.roles.pump import GiveUp, Pump, RolloutLimits
+from megarl.roles.rollout import Deliver
 from megarl.rollout.interface import GenerationRequest, Sample, SamplingParameters
 from megarl.rollout.ledger import AdmissionLedger
 from megarl.simulation.engines import ScriptedEngines, VirtualClock
@@ -116,6 +117,8 @@ class Simulation:
     """From the first step, or from the one behind `saved`, to the last. on_event: it may lose an engine, or end the run by what
     it raises."""
 
+    kind: type[Written] = Sample
+
     def __init__(self, script: Script, saved: Saved | None = None, on_event: Callable[[int], None] = lambda number: None) -> None:
         self._script = script
         self.clock = VirtualClock(on_event)
@@ -178,7 +181,13 @@ class Simulation:
             for place, length in enumerate(self._script.lengths[_number_of(uid)])
         ]
 
-    def assemble(self, prompts: DataProto, samples: Sequence[Sample], version: int) -> DataProto:
+    def begin(
+        self, prompts: DataProto, place: int, requests: Sequence[GenerationRequest], deliver: Deliver, give_up: GiveUp
+    ) -> Callable[[], None]:
+        numbers = self.pump.add(requests, lambda replica, finished: deliver(replica, *finished), give_up=give_up)
+        return lambda: self.pump.take_back(numbers)
+
+    def assemble(self, prompts: DataProto, samples: Sequence[Written], version: int) -> DataProto:
         """Scoring reads whose they are alone."""
         return prompts
 

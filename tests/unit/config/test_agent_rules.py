@@ -27,7 +27,6 @@ GAME = EnvironmentConfig(path="game.py")
     ("changes", "said"),
     [
         ({"agent": replace(TOOLS, environment=GAME)}, "an environment answers the model itself, so tools have no use beside it"),
-        ({"rollout": RolloutConfig(max_staleness=2)}, "max_staleness is 2: episodes cannot be generated ahead of training yet"),
         ({"agent": replace(TOOLS, max_turn_tokens=65)}, "max_turn_tokens 65 is above max_response_length 64"),
         ({"rollout": RolloutConfig(validation=SamplingConfig(min_new_tokens=2))}, "min_new_tokens is 2"),
     ],

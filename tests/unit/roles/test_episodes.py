@@ -49,6 +49,7 @@ from megarl.data.tokenizer import render_chat
 from megarl.data.turns import TurnTemplate
 from megarl.roles.environments import Environments
 from megarl.roles.episodes import EpisodeRollout, batch_of_trajectories
+from megarl.roles.playing import Playing
 from megarl.roles.pump import RolloutLimits
 from megarl.roles.replicas import nobody_else
 from megarl.roles.rollout import TokenRules
@@ -290,22 +291,19 @@ class Writing:
         self._end, self._waiting = end_token_id, list[tuple[GenerationRequest, Callable[[int, FinishedRequest], None]]]()
         self.seen: list[GenerationRequest] = []
 
-    @property
-    def num_unfinished(self) -> int:
-        return len(self._waiting)
+    is_at_work = property(lambda self: bool(self._waiting))
 
-    def add(self, requests: Sequence[GenerationRequest], deliver: Callable[[int, FinishedRequest], None], *, first: bool) -> list[int]:
+    def add(self, requests: Sequence[GenerationRequest], deliver: Callable[[int, FinishedRequest], None], **how: Any) -> list[int]:
         self._waiting += [(request, deliver) for request in requests]
         self.seen += requests
-        return []
+        return [len(self.seen)]
 
     def turn(self, wait_s: float) -> None:
         waiting, self._waiting = self._waiting, []
         for request, deliver in waiting:
             deliver(0, FinishedRequest(request.request_id, plain_sample([7, self._end], [-1.0, -2.0], "stop", 3)))
 
-    def take_back(self, numbers: Collection[int]) -> None:
-        self._waiting = []
+    def take_back(self, numbers: Collection[int]) -> None: ...
 
 
 class Process:
@@ -375,7 +373,8 @@ def episode_rollout(folder: Path, fails: int = -1, deaths: Sequence[int] = (), m
     of_episodes = EpisodeLimits(max_turns=max_turns, max_tokens=200)
     at_once = RolloutLimits(max_concurrency=2, answer_limit_s=60, sample_limit_s=200)
     rollout = EpisodeRollout(Nobody([None]), weights, rules, at_once, 0, environments, of_episodes)  # type: ignore[arg-type]
-    rollout.pump = writing = Writing(tokenizer.eos_token_id)  # type: ignore[assignment]
+    writing = Writing(tokenizer.eos_token_id)
+    rollout._playing = Playing(writing, environments, of_episodes)  # type: ignore[arg-type]
     return rollout, writing
 
 

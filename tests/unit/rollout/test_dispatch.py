@@ -35,6 +35,21 @@ def test_an_even_share_at_the_start() -> None:
     assert queue(5, num_replicas=2, max_concurrency=9).deal([0, 1]) == {0: ["r0", "r2", "r4"], 1: ["r1", "r3"]}
 
 
+def test_what_goes_on_is_dealt_before_all_others_and_to_its_own_replica_where_that_has_room() -> None:
+    requests = queue(2, num_replicas=2, max_concurrency=3)
+    requests.add(named(2), first=True)
+    requests.add(named(3, 4, 5, 6), prefer=1)
+    assert requests.deal([0, 1]) == {1: ["r3", "r4", "r5"], 0: ["r6", "r2", "r0"]}  # the other where it is full
+    requests.add(named(7), prefer=1)
+    assert requests.lose(1) == 3
+    assert requests.deal([0]) == {}
+    requests.finish(0, 6)
+    assert requests.deal([0]) == {0: ["r3"]}  # and where it is not there
+    uneven = queue(0, num_replicas=2, max_concurrency=9)
+    uneven.add(named(*range(4)), prefer=1)
+    assert uneven.deal([0, 1]) == {1: ["r0", "r1", "r2"], 0: ["r3"]}  # more than twice as much, and two
+
+
 def test_what_a_lost_replica_had_goes_first() -> None:
     requests = queue(6, num_replicas=2, max_concurrency=2)
     requests.deal([0, 1])

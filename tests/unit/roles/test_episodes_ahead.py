@@ -1,0 +1,279 @@
+"""Episodes ahead of training, on a clock of their own: order, ages, whoever is slow or dies, what is stored."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+
+from megarl.agents.episode import EpisodeLimits, TurnAnswer
+from megarl.batch.data_proto import DataProto
+from megarl.batch.ragged import RaggedTensor
+from megarl.config.schema import OnUpdate, SamplingConfig
+from megarl.data.loader import BatchLoader
+from megarl.roles.ahead import GenerationAhead
+from megarl.roles.episodes import EpisodeRollout
+from megarl.roles.finished_groups import from_bytes, to_bytes
+from megarl.roles.groups_ahead import GroupRules
+from megarl.roles.playing import Playing
+from megarl.roles.pump import Pump, RolloutLimits
+from megarl.roles.rollout import TokenRules
+from megarl.rollout.interface import GenerationRequest
+from megarl.rollout.ledger import AdmissionLedger
+from megarl.simulation.engines import ScriptedEngines, VirtualClock
+from megarl.workers.environment import TurnOrder, TurnReport
+from tests.unit.roles.test_ahead import MadeUpWeights, Unscored
+
+SAMPLING, PROMPTS, NUM_ROWS = SamplingConfig(n=2), 3, 48
+TOLD = [9, 9]  # what an environment says
+SLOW = 7  # the prompt whose environment takes SLOW_S
+SLOW_S = 4.0
+EPISODES = EpisodeLimits(max_turns=3, max_tokens=200, max_attempts=9)
+LIMITS = RolloutLimits(max_concurrency=4, answer_limit_s=60, sample_limit_s=200)
+
+
+def turns_of(prompt: int) -> int:
+    return 1 + prompt % EPISODES.max_turns
+
+
+def length_of(request: GenerationRequest) -> int:
+    return 1 + sum(request.prompt) % 13
+
+
+class Rows:
+    fingerprint = "rows"
+
+    def __len__(self) -> int:
+        return NUM_ROWS
+
+    def batch(self, indices: Sequence[int], uids: Sequence[str]) -> DataProto:
+        prompts = RaggedTensor.of_rows([[index] for index in indices], torch.int32, on_left=True)
+        empty = {name: [{} for _ in indices] for name in ("reward_model", "extra_info")}
+        return DataProto.from_dict({"prompts": prompts}, {"uid": list(uids), "messages": [[] for _ in indices], **empty})
+
+
+class ScriptedEnvironments:
+    """Stands in for Environments, of two processes."""
+
+    num_restarts = 0
+
+    def __init__(self, clock: VirtualClock) -> None:
+        self._clock = clock
+        self._reports: list[TurnReport] = []
+        self._lost: list[int] = []
+        self._episodes: list[set[int]] = [set(), set()]
+        self._unanswered: set[int] = set()
+        self.opened, self.closed = Counter[int](), Counter[int]()
+        self.prompts: dict[int, int] = {}
+
+    @property
+    def ended(self) -> bool:
+        """As a future: there is something to hear."""
+        return bool(self._reports or self._lost)
+
+    @property
+    def is_busy(self) -> bool:
+        return bool(self._unanswered or self.ended)
+
+    def order(self, order: TurnOrder) -> None:
+        number, mine = order.episode, self._episodes[order.episode % 2]
+        self.opened[number] += number not in mine
+        mine.add(number)
+        self._unanswered.add(number)
+        place, prompt = order.turn.place, order.task.seed
+        answer = TurnAnswer(TOLD, 0.25, is_done=place.turn + 1 == turns_of(self.prompts[prompt]), num_calls=1, tool_s=0.5)
+        seconds = SLOW_S if self.prompts[prompt] == SLOW else 0.03 * (1 + number % 3)
+
+        def report() -> None:
+            if number in mine and self._episodes[number % 2] is mine:
+                self._unanswered.discard(number)
+                self._reports.append(TurnReport(number, place, answer))
+
+        self._clock.at(self._clock.now_s + seconds, report)
+
+    def end(self, episode: int) -> None:
+        mine = self._episodes[episode % 2]
+        self.closed[episode] += episode in mine
+        mine.discard(episode)
+        self._unanswered.discard(episode)
+
+    def turn(self, wait_s: float) -> tuple[list[TurnReport], list[int]]:
+        self._clock.wait([self], wait_s)
+        reports, lost, self._reports, self._lost = self._reports, self._lost, [], []
+        return reports, lost
+
+    def kill(self, process: int) -> None:
+        gone, self._episodes[process] = self._episodes[process], set()
+        self._lost += sorted(gone)
+        self._unanswered -= gone
+        self._reports = [report for report in self._reports if report.episode not in gone]
+        self.closed.update(gone)  # with their process
+
+
+class Stage(NamedTuple):
+    rollout: EpisodeRollout
+    engines: ScriptedEngines
+    environments: ScriptedEnvironments
+    weights: MadeUpWeights
+    ahead: GenerationAhead
+
+
+@contextmanager
+def stage(
+    max_staleness: int,
+    total_steps: int,
+    on_update: OnUpdate = OnUpdate.go_on,
+    *,
+    on_event: Callable[[int], None] = lambda number: None,
+    limits: EpisodeLimits = EPISODES,
+    rules: GroupRules = GroupRules(SAMPLING),  # noqa: B008  of values alone
+    position: dict | None = None,
+    next_step: int = 1,
+    version: int = 1,
+) -> Iterator[Stage]:
+    clock = VirtualClock(on_event)
+    engines = ScriptedEngines(clock, 2, length_of, version=version, start_s=0.3, tick_s=0.01)
+    weights, environments = MadeUpWeights(engines, version), ScriptedEnvironments(clock)
+    tokens = TokenRules(pad_token_id=0, stop_token_ids=(), max_response_length=EPISODES.max_tokens)
+    rollout = EpisodeRollout(engines, weights, tokens, LIMITS, 0, environments, limits)  # type: ignore[arg-type]
+    rollout.pump = Pump(engines, weights.admit, LIMITS, clock=lambda: clock.now_s, wait=clock.wait)  # type: ignore[arg-type]
+    rollout._playing = Playing(rollout.pump, environments, limits)  # type: ignore[arg-type]
+    loader = BatchLoader(Rows(), PROMPTS, shuffle=False, seed=0)
+    for step in range(total_steps + max_staleness + 9):  # which prompt an episode's seed is of
+        rows = Rows().batch([(PROMPTS * step + place) % NUM_ROWS for place in range(PROMPTS)], [""] * PROMPTS)
+        for request in rollout.requests(rows, SAMPLING, step + 1):
+            environments.prompts[request.sampling.seed] = request.prompt[0]
+
+    def ledger(version: int) -> AdmissionLedger:
+        return AdmissionLedger(
+            max_staleness=max_staleness,
+            prompts_per_step=PROMPTS,
+            total_steps=total_steps,
+            next_step=next_step,
+            version=version,
+            step_pushes=lambda step: True,
+        )
+
+    ahead = GenerationAhead(rollout, weights, loader, Unscored(), rules, on_update, ledger)  # type: ignore[arg-type]
+    if position is not None:
+        ahead.load_state_dict(position)
+    try:
+        yield Stage(rollout, engines, environments, weights, ahead)
+    finally:
+        ahead.close()
+
+
+class Step(NamedTuple):
+    prompts: list[int]
+    rows: DataProto
+    age: int
+
+
+def train(one: Stage, steps: Collection[int]) -> list[Step]:
+    trained = []
+    for number in steps:
+        prompts = next(one.ahead)
+        rows = one.ahead.generate(prompts, SAMPLING, number)
+        mask, versions = (rows.ragged[key].flat() for key in ("response_mask", "token_versions"))
+        assert ((versions >= 0) == mask).all()
+        trained.append(Step(prompts.tensors["prompts"][:, 0].tolist(), rows, int(one.weights.version - versions[mask].min())))
+        assert rows.non_tensor_batch["num_turns"].tolist() == [turns_of(prompt) for prompt in rows.tensors["prompts"][:, 0].tolist()]
+        turns = rows.non_tensor_batch["num_turns"].sum()
+        assert float(rows.ragged["environment_rewards"].flat().sum()) == 0.25 * turns == 0.25 * rows.non_tensor_batch["num_calls"].sum()
+        assert int((~mask).sum()) == len(TOLD) * (turns - len(rows))
+        one.weights.push()
+    return trained
+
+
+def in_order(num_steps: int) -> list[list[int]]:
+    return [[(PROMPTS * step + place) % NUM_ROWS for place in range(PROMPTS)] for step in range(num_steps)]
+
+
+@pytest.mark.parametrize(("max_staleness", "on_update"), [(1, OnUpdate.go_on), (2, OnUpdate.go_on), (2, OnUpdate.drain)])
+def test_whoever_is_killed_in_an_episode_the_same_prompts_are_trained_in_order(max_staleness: int, on_update: OnUpdate) -> None:
+    """Every turn of an episode is there once, whichever attempt it is of, and each environment is closed once."""
+    for seed in (None, 0, 1):
+        chance = random.Random(seed)
+        killed = list[str]()
+
+        def kill(number: int, chance: random.Random = chance, killed: list[str] = killed, seed: int | None = seed) -> None:
+            if seed is None or chance.random() > 0.05:
+                return
+            if chance.random() < 0.5:
+                one.engines.groups[chance.randrange(2)].die()
+                killed.append("replica")
+            else:
+                one.environments.kill(chance.randrange(2))
+                killed.append("environments")
+
+        with stage(max_staleness, 8, on_update, on_event=kill) as one:
+            trained = train(one, range(1, 9))
+        assert [step.prompts for step in trained] == in_order(8)
+        assert 1 <= max(step.age for step in trained) <= max_staleness
+        assert (set(killed) == {"replica", "environments"}) == (seed is not None)
+        assert one.environments.opened == one.environments.closed
+
+
+def test_a_slow_tool_delays_its_group_alone() -> None:
+    """Those behind it are finished, up to what the bound lets begin, while its step waits."""
+    with stage(2, 9) as one:
+        trained = train(one, [1, 2])
+        prompts = next(one.ahead)  # with the slow one
+        assert SLOW in prompts.tensors["prompts"][:, 0].tolist()
+        clock_s = one.rollout.pump.totals().now_s
+        assert clock_s > SLOW_S * turns_of(SLOW)
+        assert one.ahead.num_finished() == 2 * PROMPTS  # of the two steps behind it, before that one is trained
+        assert max(step.age for step in trained) <= 2
+
+
+def test_turns_of_an_episode_go_to_the_replica_that_has_its_beginning() -> None:
+    with stage(2, 6) as one:
+        train(one, range(1, 7))
+    sent = [(number, request) for number, engine in enumerate(one.engines.groups) for _, given in engine.submitted for request in given]
+    at = {request.sampling.seed: number for number, request in sent}
+    first = [request.sampling.seed for _, request in sent if len(request.prompt) == 1]
+    turns = [[seed, *(int(np.random.SeedSequence([seed, turn]).generate_state(1)[0]) for turn in (1, 2))] for seed in first]
+    places = [[at[seed] for seed in of_it if seed in at] for of_it in turns]
+    followed = [before == after for of_it in places for before, after in pairwise(of_it)]
+    assert len(followed) == len(sent) - len(first) > 20
+    assert sum(followed) >= 0.9 * len(followed)
+
+
+def test_a_run_that_goes_on_has_the_episodes_that_were_finished() -> None:
+    with stage(2, 8, OnUpdate.drain) as one:
+        before = train(one, range(1, 4))
+        position, groups, version = one.ahead.state_dict(), one.ahead.finished_groups(), one.weights.version
+    stored = from_bytes(to_bytes(groups))
+    assert len(groups) == PROMPTS * 2
+    with stage(2, 8, OnUpdate.drain, position=position, next_step=4, version=version) as other:
+        other.ahead.restore(stored)
+        after = train(other, range(4, 9))
+        begun = len(other.environments.opened)
+    assert begun == (5 * PROMPTS - len(stored)) * SAMPLING.n
+    with stage(2, 8, OnUpdate.drain) as whole:
+        expected = train(whole, range(1, 9))
+    for one_step, other_step in zip(before + after, expected, strict=True):
+        assert one_step.prompts == other_step.prompts
+        for key in ("responses", "response_mask", "token_versions", "environment_rewards", "answer_mask", "rollout_log_probs"):
+            assert one_step.rows.tensors[key].tolist() == other_step.rows.tensors[key].tolist()
+        for key in ("num_turns", "num_calls", "call_errors", "tool_s", "episode_end", "weight_version"):
+            assert one_step.rows.non_tensor_batch[key].tolist() == other_step.rows.non_tensor_batch[key].tolist()
+
+
+def test_prompts_whose_environments_are_always_lost_are_given_up_and_others_come_earlier() -> None:
+    once = EpisodeLimits(max_turns=3, max_tokens=200, max_attempts=1)
+    kill = lambda number: one.environments.kill(0) if number == 60 else None  # noqa: E731
+    with stage(1, 4, on_event=kill, limits=once, rules=GroupRules(SAMPLING, max_error_rate=9.0)) as one:
+        trained = train(one, range(1, 5))
+        given_up = one.ahead.drain_metrics()["rollout/num_given_up"]
+    prompts = [prompt for step in trained for prompt in step.prompts]
+    assert prompts == sorted(set(prompts))
+    assert 0 < given_up == prompts[-1] + 1 - len(prompts)
+    assert one.environments.opened == one.environments.closed
