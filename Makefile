@@ -19,10 +19,12 @@ $(READY): requirements/cpu.txt requirements/sglang.txt requirements/dev.txt setu
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
 	touch $(READY)
 
-# make quickstart ENGINE=sglang; overrides go to the PPO run: make quickstart ARGS="trainer.total_steps=10 trainer.seed=1"
-ENGINE ?= hf
+# make quickstart ENGINE=sglang; overrides go to the run: make quickstart ARGS="trainer.total_steps=10 trainer.seed=1"
+# TASK: sums, or one of examples/: make quickstart TASK=agent
+TASK ?= sums
+RECIPE := $(if $(filter sums,$(TASK)),megarl quickstart,examples.$(TASK).run)
 quickstart: $(READY)
-	$(BIN)/python -m megarl quickstart rollout.engine=$(ENGINE) $(ARGS)
+	$(BIN)/python -m $(RECIPE)$(if $(ENGINE), rollout.engine=$(ENGINE)) $(ARGS)
 
 # docs/tutorial.md: a real model learns sums on two cores. Overrides go to its run: make tutorial ARGS="trainer.seed=1 trainer.output_dir=outputs/tutorial/seed1"
 tutorial: $(READY)

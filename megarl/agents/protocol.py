@@ -16,12 +16,13 @@ Schema = Mapping[str, Any]  # {"type": "function", "function": {"name", "descrip
 @dataclass(frozen=True, kw_only=True)
 class Task:
     """What an episode is about: the row of the data, and what its environment may need of it. messages: the prompt's. seed: the episode's
-    own, for what an environment draws."""
+    own, for what an environment draws. memory: what tools keep from one call of the episode to the next, empty when it begins."""
 
     messages: Sequence[Message] = ()
     reward_model: Mapping[str, Any] = field(default_factory=dict)
     extra_info: Mapping[str, Any] = field(default_factory=dict)
     seed: int = 0
+    memory: dict[str, Any] = field(default_factory=dict)
 
 
 class CallErrorKind(str, Enum):

@@ -53,6 +53,11 @@ _PANELS = (
         unit="tokens",
     ),
     Panel(
+        title="Turns of an episode",
+        curves={"agent/turns/mean": "training samples", "val/turns/mean": "held out"},
+        sparse=frozenset({"val/turns/mean"}),
+    ),
+    Panel(
         title="Probability: rollout against trainer",
         curves={"training/rollout_probs_diff_max": "largest difference", "training/rollout_probs_diff_mean": "mean difference"},
         logarithmic=True,

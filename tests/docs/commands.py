@@ -70,10 +70,13 @@ _LINT_AND_TESTS = ("ruff check", "ruff format --check", "mypy", "python -m pytes
 
 COMMANDS: dict[str, Executed | InTest | Make | ByHand] = {
     QUICKSTART: Executed(f'ARGS="{SHORT} checkpoint.every_steps=1"'),
-    'make quickstart ARGS="trainer.total_steps=20 trainer.seed=1"': Make(
-        ("megarl quickstart rollout.engine=hf trainer.total_steps=20 trainer.seed=1",)
-    ),
+    'make quickstart ARGS="trainer.total_steps=20 trainer.seed=1"': Make(("megarl quickstart trainer.total_steps=20 trainer.seed=1",)),
     "make quickstart ENGINE=sglang": Make(("megarl quickstart rollout.engine=sglang",)),
+    "make quickstart TASK=agent": Make(("-m examples.agent.run",)),
+    'make quickstart TASK=agent ARGS="trainer.seed=1"': Make(("-m examples.agent.run trainer.seed=1",)),
+    "megarl generate outputs/agent ce --tool examples/agent/tools.py:price": InTest(
+        f"{_EPISODES}::test_failures_and_limits_are_told", ("--tool",)
+    ),
     "make setup": Make(_INSTALLS, sets_up=True),
     "make setup PYTHON=python3.11": Make(("python3.11 -m venv .venv", *_INSTALLS), sets_up=True),
     "make test": Make(_LINT_AND_TESTS),

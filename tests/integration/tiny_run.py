@@ -186,7 +186,8 @@ class Finished(NamedTuple):
 
 
 class WatchedLoader(BatchLoader):
-    """Calls `look(step)` before it serves the batch of a step: between the steps of a trainer."""
+    """Calls `look(step)` before it serves the batch of a step: between the steps of a trainer. Of one that generates ahead `look(1)` alone,
+    before all."""
 
     def __init__(self, dataset: PromptDataset, batch_size: int, look: Callable[[int], None]) -> None:
         super().__init__(dataset, batch_size, shuffle=True, seed=0)
@@ -197,6 +198,12 @@ class WatchedLoader(BatchLoader):
         self._step += 1
         self._look(self._step)
         return super().__next__()
+
+    def take(self, num_wanted: int) -> DataProto:
+        if not self._step:
+            self._step = 1
+            self._look(1)
+        return super().take(num_wanted)
 
 
 def run_ppo(config: PPOConfig, look: Callable[[int, PPORoles], None] = lambda step, roles: None) -> Finished:

@@ -14,34 +14,53 @@ import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from typing import NamedTuple
 
 OUTPUT_DIR = Path("outputs/quickstart")
 SEED, RUN_DIR = "trainer.seed=", "trainer.output_dir="
 
 
+class WarmedUp(NamedTuple):
+    """A recipe: a module makes model and data in output_dir, the configuration `sft` warms the model up, `train` trains it by rewards."""
+
+    prepare: str
+    sft: str
+    train: str
+    output_dir: Path
+
+
+SUMS = WarmedUp("megarl.recipes.quickstart.prepare", "configs/quickstart_sft.yaml", "configs/quickstart.yaml", OUTPUT_DIR)
+
+
 def run(overrides: Sequence[str]) -> int:
-    """The status of the first stage that fails, and 0 where none does. Raises ValueError where the package of its sums is not installed."""
+    """The quickstart's. Raises ValueError where the package of its sums is not installed."""
     if find_spec("reasoning_gym") is None:
         raise ValueError("the quickstart's sums and their verifier are of reasoning-gym, which is not installed: pip install reasoning-gym")
+    return run_recipe(SUMS, overrides)
+
+
+def run_recipe(recipe: WarmedUp, overrides: Sequence[str]) -> int:
+    """overrides: of the training by rewards. The status of the first stage that fails, and 0 where none does."""
     seed = next((override.removeprefix(SEED) for override in overrides if override.startswith(SEED)), "0")
     seeds = [f"{SEED}{seed}", f"data.seed={seed}"]
     megarl = [sys.executable, "-m", "megarl"]
-    shutil.rmtree(OUTPUT_DIR, ignore_errors=True)
+    folder = recipe.output_dir
+    shutil.rmtree(folder, ignore_errors=True)
     stages = (
-        [sys.executable, "-m", "megarl.recipes.quickstart.prepare", "--output-dir", str(OUTPUT_DIR), "--seed", seed],
-        [*megarl, "sft", "configs/quickstart_sft.yaml", *seeds],
-        [*megarl, "train", "configs/quickstart.yaml", *seeds, *overrides],
-        [*megarl, "plot", str(OUTPUT_DIR)],
-        [*megarl, "report", str(OUTPUT_DIR)],
+        [sys.executable, "-m", recipe.prepare, "--output-dir", str(folder), "--seed", seed],
+        [*megarl, "sft", recipe.sft, *seeds],
+        [*megarl, "train", recipe.train, *seeds, *overrides],
+        [*megarl, "plot", str(folder)],
+        [*megarl, "report", str(folder)],
     )
     for stage in stages:
         print("$ " + shlex.join(["python", *stage[1:]]), flush=True)
         status = subprocess.run(stage, check=False).returncode
         if status:
             return status
-    run_dir = next((Path(override.removeprefix(RUN_DIR)) for override in overrides if override.startswith(RUN_DIR)), OUTPUT_DIR)
+    run_dir = next((Path(override.removeprefix(RUN_DIR)) for override in overrides if override.startswith(RUN_DIR)), folder)
     validation = json.loads((run_dir / "summary.json").read_text())["validation"]
-    words = {"before": "before PPO", "after": "after"}
+    words = {"before": "before training by rewards", "after": "after"}
     scores = [f"{validation[when]:.1%} {words[when]}" for when in words if validation[when] is not None]
     if scores:  # overrides can switch validation off
         print(f"held-out accuracy: {', '.join(scores)}")
