@@ -36,7 +36,7 @@ class FunctionTool:
         if inspect.iscoroutinefunction(self._function):
             result = await self._function(**given)
         else:
-            result = await _in_thread(lambda: self._function(**given))
+            result = await in_thread(lambda: self._function(**given))
         return result if isinstance(result, ToolResult) else str(result)
 
 
@@ -87,7 +87,7 @@ def _schema_of(annotation: Any) -> dict[str, Any]:
     raise ValueError(f"{annotation!r}, which a model cannot write; use str, int, float, bool, list, dict or a Literal")
 
 
-async def _in_thread(function: Callable[[], Any]) -> Any:
+async def in_thread(function: Callable[[], Any]) -> Any:
     """As asyncio.to_thread, but for a thread that nobody waits for at the end of the process: a function may hang for ever."""
     loop = asyncio.get_running_loop()
     future = loop.create_future()

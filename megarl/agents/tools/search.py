@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import re
 import sqlite3
+import threading
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
-from megarl.agents.function_tool import function_schema
+from megarl.agents.function_tool import function_schema, in_thread
 from megarl.agents.protocol import Schema, Task
 
 _WORD = re.compile(r"\w+")
 _CUT = 1500  # characters of a paragraph that are shown
+_STEPS = 1000  # of SQLite, from one look at the clock to the next
 
 
 class FolderSearch:
     """A tool that finds paragraphs in the text files of `folder` and of all folders in it, by the words of a query.
 
-    suffixes: of the files that are read, as UTF-8. num_results: paragraphs for a query. name, description: told to the model.
+    suffixes: of the files that are read, as UTF-8. num_results: paragraphs for a query. time_limit_s: of a query. name, description: told
+    to the model.
     Raises ValueError where there is nothing to search.
     """
 
@@ -28,11 +32,13 @@ class FolderSearch:
         *,
         num_results: int = 3,
         suffixes: tuple[str, ...] = (".md", ".txt"),
+        time_limit_s: float = 5.0,
         name: str = "search",
         description: str = "Finds paragraphs by the words of a query.",
     ) -> None:
-        self._num_results = num_results
-        # Read by one thread after it is made by another.
+        self._num_results, self._time_limit_s = num_results, time_limit_s
+        self._reading = threading.Lock()
+        # Read by one thread after the other, and made by another.
         self._index = sqlite3.connect(":memory:", check_same_thread=False)
         self._index.execute("CREATE VIRTUAL TABLE paragraphs USING fts5(text, place UNINDEXED, tokenize='porter unicode61')")
         files = sorted(file for file in Path(folder).rglob("*") if file.suffix in suffixes and file.is_file())
@@ -58,9 +64,20 @@ class FolderSearch:
             raise ValueError("the query has no word")
         # Words in quotes, so that none of them is taken for an operator of the index.
         query = " OR ".join(f'"{word}"' for word in words)
-        ranked = "SELECT text, place FROM paragraphs WHERE paragraphs MATCH ? ORDER BY rank, rowid LIMIT ?"
-        found = self._index.execute(ranked, (query, self._num_results)).fetchall()
+        found = await in_thread(lambda: self._ranked(query))
         return "\n\n".join(f"{place}: {text[:_CUT]}" for text, place in found) or "nothing was found"
+
+    def _ranked(self, query: str) -> list[tuple[str, str]]:
+        ranked = "SELECT text, place FROM paragraphs WHERE paragraphs MATCH ? ORDER BY rank, rowid LIMIT ?"
+        with self._reading:
+            deadline_s = time.monotonic() + self._time_limit_s
+            self._index.set_progress_handler(lambda: time.monotonic() > deadline_s, _STEPS)
+            try:
+                return self._index.execute(ranked, (query, self._num_results)).fetchall()
+            except sqlite3.OperationalError as error:
+                if str(error) != "interrupted":
+                    raise
+                raise TimeoutError(f"the search took longer than {self._time_limit_s:g} s") from error
 
     @staticmethod
     def _shape(query: Annotated[str, "words to look for"]) -> None:

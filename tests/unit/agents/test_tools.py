@@ -330,8 +330,13 @@ def test_search_over_a_folder(tmp_path: Path) -> None:
     found = asyncio.run(search.call({"query": 'egg" OR *'}, TASK))
     assert found == "a.txt: A hen sits on eggs, and eggs are warm."  # twice the word, in fewer words
     assert asyncio.run(search.call({"query": "zebra"}, TASK)) == "nothing was found"
-    with pytest.raises(ValueError, match="no word"):
-        asyncio.run(search.call({"query": "***"}, TASK))
+    (tmp_path / "many.txt").write_text("\n\n".join(f"Paragraph {number} of eggs." for number in range(2000)))
+    hasty = FolderSearch(tmp_path, name="hasty", time_limit_s=0)
+    (reply,) = run_turns([search, hasty], [ToolCall("look", {"query": "***"}), ToolCall("hasty", {"query": "eggs of paragraph"})])
+    assert texts_of(reply) == [
+        "tool error (raised): look raised ValueError: the query has no word",
+        "tool error (timed out): hasty: the search took longer than 0 s",
+    ]
     with pytest.raises(ValueError, match=r"no file ending in \.rst"):
         FolderSearch(tmp_path, suffixes=(".rst",))
 
