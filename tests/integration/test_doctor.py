@@ -16,6 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from tests import warm
 from tests.integration.tiny_run import save_inputs
 
 ROOT = Path(__file__).parents[2]
@@ -43,9 +44,9 @@ def quickstart(inputs: Path, output: Path) -> list[str]:
     ]
 
 
-def test_the_quickstart_is_good_on_this_machine(tmp_path: Path) -> None:
+def test_the_quickstart_is_good_on_this_machine(tmp_path: Path, warm_processes: None) -> None:
     save_inputs(tmp_path)
-    command = [*DOCTOR, *quickstart(tmp_path, tmp_path / "run"), "--json"]
+    command = [*warm.PYTHON, *DOCTOR[1:], *quickstart(tmp_path, tmp_path / "run"), "--json"]
     environment = {name: value for name, value in os.environ.items() if name not in ("RAY_ADDRESS", "MASTER_PORT")}
     ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stdout + ended.stderr

@@ -23,6 +23,7 @@ from megarl.controller.futures import gather
 from megarl.controller.group import RayWorkerGroup
 from megarl.controller.resource_pool import RayResourcePool
 from megarl.controller.worker import RayClassWithInitArgs
+from tests import warm
 from tests.failure_pages import check_documented
 from tests.processes import gone_within
 from tests.unit.controller.workers import CollectiveWorker, EchoWorker, SlowToStart
@@ -147,15 +148,16 @@ def test_calls_that_wait_in_a_queue_have_the_limit_for_themselves(make_group: Ma
 
 
 @pytest.mark.parametrize(
-    ("mode", "end_with"),
+    ("mode", "end_with", "python"),
     [
-        ("wait", signal.SIGKILL),
-        ("wait", signal.SIGINT),
-        ("end", None),
+        ("wait", signal.SIGKILL, [sys.executable]),  # cold: a warm process ends with what stands in for it
+        ("wait", signal.SIGINT, warm.PYTHON),
+        ("end", None, warm.PYTHON),
     ],
+    ids=["killed", "interrupted", "ended"],
 )
-def test_nothing_outlives_the_driver(mode: str, end_with: signal.Signals | None) -> None:
-    driver, processes = start_driver(mode, {})
+def test_nothing_outlives_the_driver(mode: str, end_with: signal.Signals | None, python: list[str], warm_processes: None) -> None:
+    driver, processes = start_driver(mode, {}, python)
     assert mode == "end" or len(processes) >= 9  # five of Ray's, the worker, its child and grandchild, the driver's child
     if end_with is not None:
         driver.send_signal(end_with)
@@ -167,7 +169,7 @@ def test_a_driver_that_joined_a_cluster_takes_only_its_own_along(ray_cluster: No
     bystander = make_group(RayClassWithInitArgs(EchoWorker), 1, "actor")
     address = ray.get_runtime_context().gcs_address
     driver, processes = start_driver(
-        "wait", {"RAY_ADDRESS": address, "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
+        "wait", {"RAY_ADDRESS": address, "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}, [sys.executable]
     )  # Ray's own loopback switch
     driver.kill()
     driver.wait()
@@ -175,10 +177,10 @@ def test_a_driver_that_joined_a_cluster_takes_only_its_own_along(ray_cluster: No
     assert bystander.who() == 0
 
 
-def start_driver(mode: str, environment: dict[str, str]) -> tuple[subprocess.Popen, list[psutil.Process]]:
+def start_driver(mode: str, environment: dict[str, str], python: list[str]) -> tuple[subprocess.Popen, list[psutil.Process]]:
     """The driver once its workers are up, and all that it and they have started."""
     driver = subprocess.Popen(
-        [sys.executable, "-m", "tests.integration.driver_to_kill", mode],
+        [*python, "-m", "tests.integration.driver_to_kill", mode],
         cwd=Path(__file__).parents[2],
         env={**os.environ, **environment},
         stdout=subprocess.PIPE,

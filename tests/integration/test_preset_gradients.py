@@ -188,10 +188,11 @@ def run(rank_pool: RankPool, setting: Setting, parallel: ParallelConfig, splits:
     return joined
 
 
-@pytest.mark.parametrize("layout", ["TP1", "DP2", "CP2", "PP2"])
+@pytest.mark.parametrize("layout", ["TP1", "DP2", "TP2", "CP2", "PP2"])
 def test_the_gradient_is_the_same_however_the_mini_batch_is_cut(setting: Setting, layout: str, rank_pool: RankPool) -> None:
-    results = run(rank_pool, setting, ALL_LAYOUTS[layout], list(SPLITS))
-    assert len(results) == len(setting.cases) * len(SPLITS)
+    splits = list(SPLITS)[layout != "TP1" :]  # by single rows in one layout, as they take longest
+    results = run(rank_pool, setting, ALL_LAYOUTS[layout], splits)
+    assert len(results) == len(setting.cases) * len(splits)
     for (name, split), result in results.items():
         want = setting.whole[name]
         try:

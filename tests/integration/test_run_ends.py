@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -22,6 +22,7 @@ from megarl.config.schema import (
     PPOConfig,
     SFTConfig,
 )
+from tests import warm
 from tests.command import Command
 from tests.failure_pages import check_documented, last_page_of
 from tests.integration.tiny_run import save_inputs, tiny_config, tiny_sft_config
@@ -41,12 +42,11 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
 class Run(Command):
     """`megarl train`, or `megarl sft`, in a folder."""
 
-    def __init__(self, folder: Path, config: PPOConfig | SFTConfig) -> None:
+    def __init__(self, folder: Path, config: PPOConfig | SFTConfig, python: Sequence[str]) -> None:
         self.output_dir = folder / "run"
         dump_config(config, folder / "run.yaml")
         arguments = ["-m", "megarl", "sft" if isinstance(config, SFTConfig) else "train", str(folder / "run.yaml")]
-        # Cold: a warm process ends with what stands in for it, and here it has to end by itself.
-        super().__init__(arguments, folder / "log.txt", python=[sys.executable])
+        super().__init__(arguments, folder / "log.txt", python=python)
 
     def steps(self) -> int:
         metrics = self.output_dir / "metrics.jsonl"
@@ -60,11 +60,11 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def start(folder: Path) -> Iterator[Callable[..., Run]]:
+def start(folder: Path, warm_processes: None) -> Iterator[Callable[..., Run]]:
     runs: list[Run] = []
 
-    def make(config: PPOConfig | SFTConfig) -> Run:
-        runs.append(Run(folder, config))
+    def make(config: PPOConfig | SFTConfig, python: Sequence[str] = warm.PYTHON) -> Run:
+        runs.append(Run(folder, config, python))
         return runs[-1]
 
     yield make
@@ -84,7 +84,8 @@ def sft_config(folder: Path) -> SFTConfig:
 
 
 def test_a_killed_worker_ends_the_run_and_is_named(start: Callable[..., Run], folder: Path) -> None:
-    run = start(sft_config(folder))
+    # Cold: a warm process ends with what stands in for it, and here all have to end by themselves.
+    run = start(sft_config(folder), python=[sys.executable])
     run.wait_for(lambda: run.steps() >= 1)
     victim, other = run.processes("ray::WorkerHost")
     everything = run.processes()

@@ -1,4 +1,4 @@
-"""Every engine from every layout by every carrier, 32 engines that die or hang in a push, and 2,000 damaged configurations."""
+"""Every engine from every layout by every carrier, 32 deaths in a push, 2,000 damaged configurations, and memory over 500 steps."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 FILES = (
+    "tests/integration/test_rss.py",
     "tests/integration/test_weights_hf.py",
     "tests/integration/test_weights_sglang.py",
     "tests/unit/config/test_mutations.py",

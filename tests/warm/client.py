@@ -88,7 +88,7 @@ def run(program: list[str], kind: str, node: str) -> int:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, MAX_MESSAGE_BYTES)
         connection.connect(node if os.path.exists(node) else f"{os.environ[ADDRESS]}/{kind}")
         files = _inherited()
-        ignored = [number for number in _FORWARDED if signal.getsignal(number) is signal.SIG_IGN]
+        ignored = [int(number) for number in _FORWARDED if signal.getsignal(number) is signal.SIG_IGN]
         request = {
             "program": program,
             "environment": dict(os.environ),

@@ -19,9 +19,11 @@ from types import ModuleType
 from typing import NoReturn
 
 from tests.warm import behind_path, launcher, warm_ray_processes
-from tests.warm.client import DAEMON, SGLANG, end_as
+from tests.warm.client import DAEMON, SGLANG, TRAINING, end_as
 
 _PR_SET_PDEATHSIG = 1
+# Programs that start runs, or nodes of Ray, by sys.executable: what they start is warm as well.
+_STARTERS = ("examples.resume", "torch.distributed.run", "ray_node.py", "torchrun_node.py")
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,10 @@ def become(request: Request, files: list[int], kind: str) -> None:
     warm_ray_processes()
     if kind == SGLANG:
         multiprocessing.set_executable(launcher(kind))
-    else:  # what it spawns, such as processes that score, imports little, and is known by its process id
+    else:
+        if any(word.endswith(_STARTERS) for word in request.program[:2]):
+            sys.executable = launcher(TRAINING)
+        # What it spawns, such as processes that score, imports little, and is known by its process id.
         sys.meta_path.insert(0, _SGLangComes())
 
 
