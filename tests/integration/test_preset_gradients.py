@@ -117,7 +117,7 @@ def run_cases(
             mine = plan.ranks[groups.data_rank]
             metrics = engine.forward_backward(take(case.rows, mine.rows), mine.local_micro_batches, loss, loss.extras)
             gathered: list[Any] = [None] * parallel.world_size
-            dist.all_gather_object(gathered, metrics if groups.tensor_rank == 0 else {})
+            dist.all_gather_object(gathered, metrics if groups.tensor_rank == groups.context_rank == 0 else {})
             gradients = hf_gradients(engine)
             names = tuple((key, tuple(value.shape)) for key, value in gradients.items())
             flat = torch.cat([value.flatten() for value in gradients.values()]) if gradients else torch.zeros(0)
