@@ -55,7 +55,7 @@ def train(engine: MegatronEngine, num_steps: int, first: int = 0) -> Steps:
     for number in range(first, first + num_steps):
         rows = replica_rows(groups, NUM_ROWS)
         metrics = engine.forward_backward(take(make_batch(NUM_ROWS, seed=number), rows), deal(len(rows), 2), _loss)
-        share = metrics["loss"].value if "loss" in metrics and groups.tensor_rank == 0 else 0.0
+        share = metrics["loss"].value if "loss" in metrics and groups.tensor_rank == groups.context_rank == 0 else 0.0
         loss = torch.tensor(share, dtype=torch.float64)
         dist.all_reduce(loss)
         step = engine.step()
@@ -99,6 +99,7 @@ def describe(settings: Settings) -> Description:
             tensor_parallel_size=parallel.tensor_parallel_size,
             pipeline_parallel_size=parallel.pipeline_parallel_size,
             virtual_pipeline_parallel_size=parallel.virtual_pipeline_parallel_size,
+            context_parallel_size=parallel.context_parallel_size,
             data_parallel_size=parallel.data_parallel_size,
         ),
     )
