@@ -20,7 +20,7 @@ from megarl.config.schema import (
 from megarl.placement.dataflow import Phase, phases_of, waits_for
 from megarl.placement.placement_plan import GroupPlan, PlacementPlan
 from megarl.placement.plan import plan_placement
-from megarl.roles.weight_forecast import WeightForecast, forecast_weights, rank_layouts
+from megarl.roles.weight_forecast import WeightForecast, forecast_weights
 from megarl.weights.name_mapping import Weight, weights_of
 from megarl.weights.plan import NUM_SLOTS
 from megarl.weights.shard_layout import Piece, layouts_of, pieces
@@ -224,7 +224,7 @@ def _draw_push(drawing: Drawing, config: PPOConfig, forecast: WeightForecast, mo
     comes from ranks that hold the same norms."""
     top, row, height = 54.0, 80.0, 46.0
     slots, engines = left + 290, left + (390 if beside else 270)
-    for rank, layout in enumerate(rank_layouts(model, config.actor.parallel)):
+    for rank, layout in enumerate(layouts_of(model, config.actor.parallel)):
         y = top + row * rank
         part = f"part {layout.tensor_parallel_rank + 1} of {layout.tensor_parallel_size}"
         drawing.box(

@@ -45,6 +45,8 @@ class Layout:
     virtual_pipeline_parallel_size: int | None
     data_parallel_size: int
     context_parallel_size: int = 1
+    expert_parallel_size: int = 1
+    expert_tensor_parallel_size: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)

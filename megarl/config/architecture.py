@@ -28,10 +28,27 @@ class RopeScaling:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Experts:
+    """The feed-forward networks of sparse layers, of which a router takes some for each token.
+
+    num_experts_per_tok: those that the router takes. norm_topk_prob: their weights add up to one (always so in Mixtral).
+    shared_intermediate_size: of the network that sees every token besides; 0: there is none.
+    layers: the numbers of the layers that have experts; the others are dense.
+    """
+
+    num_experts: int
+    num_experts_per_tok: int
+    intermediate_size: int  # of one expert
+    shared_intermediate_size: int
+    norm_topk_prob: bool
+    layers: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Architecture:
     """Field names are Hugging Face's. `tie_word_embeddings`: the output layer is the input embedding."""
 
-    model_type: str  # qwen2, qwen3, llama
+    model_type: str  # one of `_FAMILIES`
     num_hidden_layers: int
     hidden_size: int
     intermediate_size: int
@@ -46,6 +63,20 @@ class Architecture:
     tie_word_embeddings: bool
     qkv_bias: bool
     qk_norm: bool
+    experts: Experts | None = None
+
+    @property
+    def num_experts(self) -> int:
+        return self.experts.num_experts if self.experts else 0
+
+    @property
+    def sparse_layers(self) -> tuple[int, ...]:
+        """The numbers of the layers that have experts."""
+        return self.experts.layers if self.experts else ()
+
+    @property
+    def num_dense_layers(self) -> int:
+        return self.num_hidden_layers - len(self.sparse_layers)
 
 
 class _Family(NamedTuple):
@@ -56,12 +87,25 @@ class _Family(NamedTuple):
     qk_norm: bool
     default_head_dim: int | None  # None: hidden_size / num_attention_heads
     multi_head_by_default: bool  # no `num_key_value_heads`: as many as query heads
+    default_rope_theta: float = 10000.0
+    has_experts: bool = False
 
 
 _FAMILIES = {
     "llama": _Family("Llama", qkv_bias=False, qk_norm=False, default_head_dim=None, multi_head_by_default=True),
     "qwen2": _Family("Qwen2", qkv_bias=True, qk_norm=False, default_head_dim=None, multi_head_by_default=False),
     "qwen3": _Family("Qwen3", qkv_bias=False, qk_norm=True, default_head_dim=128, multi_head_by_default=False),
+    "mixtral": _Family(
+        "Mixtral",
+        qkv_bias=False,
+        qk_norm=False,
+        default_head_dim=None,
+        multi_head_by_default=False,
+        default_rope_theta=1e6,
+        has_experts=True,
+    ),
+    "qwen2_moe": _Family("Qwen2Moe", qkv_bias=True, qk_norm=False, default_head_dim=None, multi_head_by_default=False, has_experts=True),
+    "qwen3_moe": _Family("Qwen3Moe", qkv_bias=False, qk_norm=True, default_head_dim=None, multi_head_by_default=False, has_experts=True),
 }
 
 
@@ -79,6 +123,7 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "hidden_act": ("silu",),
     "attention_bias": (False, None),  # Llama and Qwen3 would put a bias on the output projection too
     "attention_dropout": (0, None),
+    "router_jitter_noise": (0, None),
     "mlp_bias": (False, None),
     "partial_rotary_factor": (1, None),
     "rope_interleaved": (False, None),
@@ -100,7 +145,9 @@ _HARMLESS = {
     "task_specific_params", "tf_legacy_loss", "tie_encoder_decoder", "tokenizer_class", "torch_dtype", "torchscript",
     "transformers.js_config", "transformers_version", "unsloth_fixed", "unsloth_version", "use_bfloat16",
     # what forward() returns and keeps
-    "output_attentions", "output_hidden_states", "return_dict", "use_cache",
+    "output_attentions", "output_hidden_states", "output_router_logits", "return_dict", "use_cache",
+    # of the loss that Hugging Face's own training would add; a run says its own
+    "router_aux_loss_coef",
     # labels of a classification head
     "id2label", "label2id", "num_labels", "problem_type",
     # token ids
@@ -118,8 +165,6 @@ _ROPE_FIELDS = {
     "default": {"rope_type", "type", "rope_theta", "partial_rotary_factor"},
     "llama3": {"rope_type", "type", "rope_theta", "partial_rotary_factor", *RopeScaling.__dataclass_fields__},
 }
-_DEFAULT_ROPE_THETA = 10000.0  # transformers', for all three families
-
 _REQUIRED: Any = object()
 _LARGEST = 1e15  # of any number in a config.json
 _LARGEST_EPS = 0.01  # beside a mean square of about 1; models have 1e-5 or 1e-6
@@ -174,7 +219,7 @@ def read_architecture(path: str, trust_remote_code: bool = False) -> Architectur
         raise ConfigError(str(file), [f"field 'model_type' is {model_type!r}; the supported families are {', '.join(_FAMILIES)}"])
     architecture = _read_family(reader, model_type, family)
     _check_class(reader, family, trust_remote_code)
-    _check_sliding_window(reader, architecture.num_hidden_layers)
+    _check_sliding_window(reader, architecture)
     _check_neutral(reader)
     for name in sorted(set(reader.fields) - reader.seen - _HARMLESS):
         reader.problems.append(f"field {name!r} is {reader.fields[name]!r}; megarl does not know whether it changes the model")
@@ -210,12 +255,16 @@ def _read_family(reader: _Reader, model_type: str, family: _Family) -> Architect
     if head_dim % 2:
         reader.problems.append(f"'head_dim' is {head_dim}; rotary embeddings turn pairs, so it must be even")
     max_position_embeddings = reader.number("max_position_embeddings", int)
-    rope_theta, rope_scaling = _read_rope(reader, max_position_embeddings)
+    rope_theta, rope_scaling = _read_rope(reader, max_position_embeddings, family.default_rope_theta)
+    num_hidden_layers = reader.number("num_hidden_layers", int)
+    experts = _read_experts(reader, model_type, num_hidden_layers) if family.has_experts else None
+    # The size of the dense layers. Where there is none it says nothing, and a folder may leave it out.
+    unused = experts.intermediate_size if experts and len(experts.layers) == num_hidden_layers else _REQUIRED
     return Architecture(
         model_type=model_type,
-        num_hidden_layers=reader.number("num_hidden_layers", int),
+        num_hidden_layers=num_hidden_layers,
         hidden_size=hidden_size,
-        intermediate_size=reader.number("intermediate_size", int),
+        intermediate_size=reader.number("intermediate_size", int, unused),
         num_attention_heads=num_attention_heads,
         num_key_value_heads=num_key_value_heads,
         head_dim=head_dim,
@@ -227,15 +276,54 @@ def _read_family(reader: _Reader, model_type: str, family: _Family) -> Architect
         tie_word_embeddings=reader.flag("tie_word_embeddings"),
         qkv_bias=family.qkv_bias,
         qk_norm=family.qk_norm,
+        experts=experts,
     )
 
 
-def _read_rope(reader: _Reader, max_position_embeddings: int) -> tuple[float, RopeScaling | None]:
+def _read_experts(reader: _Reader, model_type: str, num_hidden_layers: int) -> Experts:
+    """Published folders say `num_experts`, transformers v5 writes `num_local_experts`; Mixtral has always said the latter."""
+    older, newer = reader.take("num_experts"), reader.take("num_local_experts")
+    if None not in (older, newer) and older != newer:
+        reader.problems.append(f"fields 'num_experts' {older!r} and 'num_local_experts' {newer!r} differ; keep one")
+    named = "num_experts" if newer is None else "num_local_experts"
+    num_experts, chosen = reader.number(named, int), reader.number("num_experts_per_tok", int)
+    is_mixtral = model_type == "mixtral"
+    norm_topk_prob = is_mixtral or reader.flag("norm_topk_prob")
+    if chosen > num_experts > 1:
+        reader.problems.append(f"'num_experts_per_tok' {chosen} is more than '{named}' {num_experts}")
+    if chosen == 1 and norm_topk_prob:
+        reader.problems.append("'num_experts_per_tok' is 1 with weights that add up to one: the router would have no gradient")
+    if model_type == "qwen2_moe" and reader.take("qkv_bias") not in (None, True):
+        reader.problems.append(f"field 'qkv_bias' is {reader.fields['qkv_bias']!r}; only true is supported")
+    layers = tuple(range(num_hidden_layers)) if is_mixtral else _sparse_layers(reader, num_hidden_layers)
+    return Experts(
+        num_experts=num_experts,
+        num_experts_per_tok=chosen,
+        intermediate_size=reader.number("intermediate_size" if is_mixtral else "moe_intermediate_size", int),
+        shared_intermediate_size=reader.number("shared_expert_intermediate_size", int) if model_type == "qwen2_moe" else 0,
+        norm_topk_prob=norm_topk_prob,
+        layers=layers,
+    )
+
+
+def _sparse_layers(reader: _Reader, num_hidden_layers: int) -> tuple[int, ...]:
+    """As transformers' Qwen-MoE decides it: every `decoder_sparse_step`-th layer, but for those of `mlp_only_layers`."""
+    step, dense = reader.number("decoder_sparse_step", int, 1), reader.take("mlp_only_layers") or []
+    if not isinstance(dense, list) or not all(isinstance(layer, int) for layer in dense):
+        reader.problems.append(f"field 'mlp_only_layers' is {dense!r}, but must be a list of layers' numbers")
+        return ()
+    layers = tuple(layer for layer in range(num_hidden_layers) if layer not in dense and (layer + 1) % step == 0)
+    if not layers:
+        reader.problems.append(f"'decoder_sparse_step' {step} and 'mlp_only_layers' {dense} leave no layer with experts")
+    return layers
+
+
+def _read_rope(reader: _Reader, max_position_embeddings: int, default_theta: float) -> tuple[float, RopeScaling | None]:
     """v5 keeps everything in `rope_parameters`; v4 has `rope_theta` at the top and `rope_scaling`, whose type may be called `type`."""
     for name in ("rope_parameters", "rope_scaling"):
         if not isinstance(reader.take(name), dict | None):
             reader.problems.append(f"field {name!r} is {reader.fields[name]!r}, but must be an object")
-            return _DEFAULT_ROPE_THETA, None
+            return default_theta, None
     name = "rope_scaling" if reader.fields.get("rope_scaling") else "rope_parameters"
     if reader.fields.get("rope_scaling") and reader.fields.get("rope_parameters") not in (None, {}, reader.fields["rope_scaling"]):
         reader.problems.append("fields 'rope_scaling' and 'rope_parameters' are both given and differ; keep one")
@@ -243,7 +331,7 @@ def _read_rope(reader: _Reader, max_position_embeddings: int) -> tuple[float, Ro
     rope_type = rope.fields.get("rope_type", rope.fields.get("type", "default"))
     if rope.fields.get("type", rope_type) != rope_type:
         rope.problems.append(f"fields 'rope_type' {rope_type!r} and 'type' {rope.fields['type']!r} differ; keep one")
-    rope_theta = rope.number("rope_theta", float, _DEFAULT_ROPE_THETA)
+    rope_theta = rope.number("rope_theta", float, default_theta)
     outer_theta = reader.fields.get("rope_theta")
     if outer_theta is not None and outer_theta != rope.fields["rope_theta"]:
         rope.problems.append(f"field 'rope_theta' is {rope.fields['rope_theta']!r} here and {outer_theta!r} at the top; keep one")
@@ -285,12 +373,13 @@ def _check_class(reader: _Reader, family: _Family, trust_remote_code: bool) -> N
             reader.problems.append(f"field 'architectures' names {name!r}; supported: {', '.join(sorted(allowed))}")
 
 
-def _check_sliding_window(reader: _Reader, num_hidden_layers: int) -> None:
+def _check_sliding_window(reader: _Reader, architecture: Architecture) -> None:
     """A window is refused only where a layer would use it: Qwen2.5 publishes `sliding_window` with `use_sliding_window: false`.
 
-    transformers windows the layers from `max_window_layers` on, unless `layer_types` says layer by layer. A window without
-    its switch counts as used.
+    transformers windows the layers from `max_window_layers` on (those before it in Qwen2-MoE), unless `layer_types` says layer by layer.
+    A window without its switch counts as used, one of no tokens is none.
     """
+    num_hidden_layers = architecture.num_hidden_layers
     layer_types, window, switch = (reader.take(name) for name in ("layer_types", "sliding_window", "use_sliding_window"))
     first_windowed = reader.take("max_window_layers")
     if layer_types is not None:
@@ -298,8 +387,8 @@ def _check_sliding_window(reader: _Reader, num_hidden_layers: int) -> None:
             reader.problems.append(f"field 'layer_types' is {layer_types!r}, but must name one type for each of {num_hidden_layers} layers")
         elif other := sorted({str(kind) for kind in layer_types} - {"full_attention"}):
             reader.problems.append(f"field 'layer_types' has {', '.join(other)}; only full_attention is supported")
-    elif switch or (switch is None and window is not None):
-        if isinstance(first_windowed, int) and first_windowed >= num_hidden_layers:
+    elif switch or (switch is None and window):
+        if isinstance(first_windowed, int) and first_windowed >= num_hidden_layers and not architecture.experts:
             return
         reader.problems.append(
             f"field 'use_sliding_window' is {json.dumps(switch)} with 'sliding_window' {json.dumps(window)} and 'max_window_layers' "

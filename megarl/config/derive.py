@@ -240,12 +240,21 @@ def optimizer_steps(config: PPOConfig | SFTConfig, role: ModelRole) -> int:
 def state_bytes(dtype: DType, role: ModelRole, architecture: Architecture) -> int:
     """Weights in `dtype`; where the model trains, float32 gradients, and over the ranks that hold the same (ZeRO 1) two float32 Adam
     moments and, for bfloat16, a float32 master copy."""
-    cut = role.parallel.tensor_parallel_size * role.parallel.pipeline_parallel_size
-    parameters = -(-num_parameters(architecture, with_value_head=role.with_value_head) // cut)
+    parallel = role.parallel
+    of_experts = num_expert_parameters(architecture)
+    dense = num_parameters(architecture, with_value_head=role.with_value_head) - of_experts
+    dense_cut = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
+    expert_cut = parallel.expert_parallel_size * parallel.expert_tensor_parallel_size * parallel.pipeline_parallel_size
     weight_bytes, master_bytes = (4, 0) if dtype is DType.float32 else (2, 4)
-    if role.optim is None:
-        return parameters * weight_bytes
-    return parameters * (weight_bytes + 4) + parameters * (8 + master_bytes) // role.parallel.num_copies
+    total = 0
+    for parameters, copies in (
+        (-(-dense // dense_cut), parallel.num_copies),
+        (-(-of_experts // expert_cut), parallel.expert_data_parallel_size),
+    ):
+        total += parameters * weight_bytes
+        if role.optim is not None:
+            total += parameters * 4 + parameters * (8 + master_bytes) // copies
+    return total
 
 
 def checkpoint_path(config: PPOConfig | SFTConfig) -> Path:
@@ -307,7 +316,33 @@ def num_parameters(architecture: Architecture, with_value_head: bool = False) ->
     query, key_value = architecture.num_attention_heads * head_dim, architecture.num_key_value_heads * head_dim
     attention = hidden * (query + 2 * key_value) + query * hidden
     attention += (query + 2 * key_value) * architecture.qkv_bias + 2 * head_dim * architecture.qk_norm
-    layer = attention + 3 * hidden * architecture.intermediate_size + 2 * hidden
+    layers = architecture.num_hidden_layers * (attention + 2 * hidden) + num_expert_parameters(architecture)
+    layers += architecture.num_dense_layers * 3 * hidden * architecture.intermediate_size
+    layers += len(architecture.sparse_layers) * hidden * _router_and_shared_width(architecture)
     embedding = architecture.vocab_size * hidden
     output = hidden if with_value_head else embedding * (not architecture.tie_word_embeddings)
-    return embedding + architecture.num_hidden_layers * layer + hidden + output
+    return embedding + layers + hidden + output
+
+
+def num_expert_parameters(architecture: Architecture) -> int:
+    """Of all experts of all layers, without routers and shared experts."""
+    experts = architecture.experts
+    return len(experts.layers) * experts.num_experts * 3 * architecture.hidden_size * experts.intermediate_size if experts else 0
+
+
+def num_active_parameters(architecture: Architecture, with_value_head: bool = False) -> int:
+    """Those that a token meets: of the experts only as many as the router takes."""
+    total, experts = num_parameters(architecture, with_value_head), architecture.experts
+    if experts is None:
+        return total
+    of_experts = num_expert_parameters(architecture)
+    return total - of_experts + of_experts // experts.num_experts * experts.num_experts_per_tok
+
+
+def _router_and_shared_width(architecture: Architecture) -> int:
+    """Of a sparse layer, numbers for each hidden dimension: the router's rows, and the shared expert's three matrices and its gate."""
+    experts = architecture.experts
+    if experts is None:
+        return 0
+    shared = experts.shared_intermediate_size
+    return experts.num_experts + (3 * shared + 1 if shared else 0)

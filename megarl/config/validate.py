@@ -275,7 +275,8 @@ def _recomputation(role: ModelRole) -> Violations:
 
 def _fits_layout(role: ModelRole, architecture: Architecture) -> Violations:
     parallel, tensor = role.parallel, role.parallel.tensor_parallel_size
-    sizes = {field: getattr(architecture, field) for field in ("num_attention_heads", "num_key_value_heads", "intermediate_size")}
+    fields = ["num_attention_heads", "num_key_value_heads", *(["intermediate_size"] if architecture.num_dense_layers else [])]
+    sizes = {field: getattr(architecture, field) for field in fields}
     if left := [f"{field} {size}" for field, size in sizes.items() if size % tensor]:
         yield Violation(
             (f"{role.parallel_key}.tensor_parallel_size",),

@@ -35,6 +35,7 @@ class MegatronEvidence(NamedTuple):
 
 
 _ROPE, _RNG = "models.common.embeddings.rope_utils", "tensor_parallel.random"
+_EXPERTS, _MAPPINGS = "transformer.moe.", "tensor_parallel.mappings"
 EVIDENCE = (
     MegatronEvidence("optimizer.clip_grads", "clip_grad_by_total_norm_fp32", "'torch.cuda.FloatTensor'", "asserts a CUDA tensor"),
     MegatronEvidence("optimizer.distrib_optimizer", "DistributedOptimizer", "'torch.cuda.FloatTensor'", "sorts parameters by type()"),
@@ -48,6 +49,11 @@ EVIDENCE = (
     MegatronEvidence(
         "distributed.param_and_grad_buffer", "_ParamAndGradBucketGroup", "dist_reduce_scatter_func(", "reduces in a group of one"
     ),
+    MegatronEvidence(_EXPERTS + "moe_utils", "RouterGatingLinearFunction", "te_general_gemm is not None", "names what is not imported"),
+    MegatronEvidence(_EXPERTS + "moe_utils", "maybe_move_tensor_to_cpu", "tensor.is_cuda", "numbers of tokens stay tensors"),
+    MegatronEvidence(_EXPERTS + "token_dispatcher", "MoEAlltoAllTokenDispatcher", "self.d2h_event.synchronize()", "waits for a stream"),
+    MegatronEvidence(_MAPPINGS, "_gather_along_first_dim", "torch.distributed.all_gather(", "gathers parts of unequal sizes"),
+    MegatronEvidence(_MAPPINGS, "_reduce_scatter_along_first_dim", "torch.distributed.reduce_scatter(", "scatters unequal parts"),
     MegatronEvidence("jit", "enable_jit_fuser", "torch.compile", "jit_fuser compiles small functions when first called"),
 )
 
@@ -59,6 +65,9 @@ class InertStream:
 
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
         pass
+
+    def record_event(self, event: InertStream | None = None) -> InertStream:
+        return event or InertStream()
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         return lambda *arguments, **keywords: None
@@ -197,6 +206,61 @@ def _unless_alone(collective: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
+def _numbers_on_host(tensor: torch.Tensor, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """Megatron's copy of a tensor to the host, where it is already."""
+    return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
+
+
+def _gather_unequal(gather: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """gloo gathers parts of one size only: they are padded to the largest. Experts need it that are dealt, and cut, over ranks."""
+
+    @functools.wraps(gather)
+    def run(
+        part: torch.Tensor, group: torch.distributed.ProcessGroup, output_split_sizes: Any = None, use_global_buffer: bool = False
+    ) -> torch.Tensor:
+        if output_split_sizes is None or group.size() == 1:
+            return gather(part, group, output_split_sizes, use_global_buffer)
+        sizes = [int(size) for size in output_split_sizes]
+        padded = part.new_zeros(max(sizes), *part.shape[1:])
+        padded[: part.shape[0]] = part
+        gathered = part.new_empty(len(sizes) * max(sizes), *part.shape[1:])
+        torch.distributed.all_gather_into_tensor(gathered, padded, group=group)
+        return torch.cat([each[:size] for each, size in zip(gathered.split(max(sizes)), sizes, strict=True)])
+
+    return run
+
+
+def _scatter_unequal(scatter: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """As `_gather_unequal`, of the sum of all ranks' parts."""
+
+    @functools.wraps(scatter)
+    def run(
+        parts: torch.Tensor, group: torch.distributed.ProcessGroup, input_split_sizes: Any = None, use_global_buffer: bool = False
+    ) -> torch.Tensor:
+        if input_split_sizes is None or group.size() == 1:
+            return scatter(parts, group, input_split_sizes, use_global_buffer)
+        sizes = [int(size) for size in input_split_sizes]
+        padded = parts.new_zeros(len(sizes), max(sizes), *parts.shape[1:])
+        for room, part in zip(padded, parts.split(sizes), strict=True):
+            room[: part.shape[0]] = part
+        own = parts.new_empty(max(sizes), *parts.shape[1:])
+        torch.distributed.reduce_scatter_tensor(own, padded.flatten(0, 1), group=group)
+        return own[: sizes[group.rank()]].contiguous()
+
+    return run
+
+
+def _adapt_experts() -> None:
+    from megatron.core.tensor_parallel import mappings
+    from megatron.core.transformer.moe import moe_utils, token_dispatcher
+
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None
+    moe_utils.maybe_move_tensor_to_cpu = token_dispatcher.maybe_move_tensor_to_cpu = _numbers_on_host
+    mappings._gather_along_first_dim = _gather_unequal(mappings._gather_along_first_dim)
+    mappings._reduce_scatter_along_first_dim = _scatter_unequal(mappings._reduce_scatter_along_first_dim)
+
+
 def _adapt_megatron() -> None:
     import megatron.core.optimizer as optimizer
     from megatron.core.distributed import param_and_grad_buffer as buffers
@@ -211,6 +275,7 @@ def _adapt_megatron() -> None:
         if hasattr(module, "clip_grad_by_total_norm_fp32"):
             module.clip_grad_by_total_norm_fp32 = _clip_by_total_norm
     rotary.install()
+    _adapt_experts()
     layers.linear_with_grad_accumulation_and_async_allreduce = layers.linear_with_frozen_weight = _linear
     mlp.bias_swiglu_impl = _bias_swiglu
     buffers.dist_reduce_scatter_func = _unless_alone(buffers.dist_reduce_scatter_func)

@@ -71,8 +71,7 @@ class MegatronEngine:
             recomputation=spec.recomputation,
             device=self._device,
         )
-        stage_and_rank = groups.pipeline_rank * groups.parallel.tensor_parallel_size + groups.tensor_rank
-        self.layout = layouts_of(spec.architecture, groups.parallel)[stage_and_rank]
+        self.layout = layouts_of(spec.architecture, groups.parallel)[groups.rank]
         trainable = spec.optim is not None
         for model in self._models:
             model.train(trainable).requires_grad_(trainable)
@@ -162,6 +161,7 @@ class MegatronEngine:
         if self.spec.optim is not None:
             for chunk in self._chunks:
                 yield from chunk.bucket_groups
+                yield from chunk.expert_parallel_bucket_groups
 
     def parameters(self) -> dict[str, Tensor]:
         """This rank's shards by Megatron's names of local layers, which are numbered over the whole model."""

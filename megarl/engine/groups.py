@@ -14,7 +14,10 @@ from megarl.config.schema import ParallelConfig
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelGroups:
-    """The groups of this rank and its place in them. Stage: pipeline rank; chunk: virtual pipeline stage on this rank."""
+    """The groups of this rank and its place in them. Stage: pipeline rank; chunk: virtual pipeline stage on this rank.
+
+    expert_data: the ranks that hold the same parts of the same experts. expert_rank: which of the stage's experts this rank holds.
+    """
 
     parallel: ParallelConfig
     tensor: dist.ProcessGroup
@@ -26,6 +29,16 @@ class ParallelGroups:
     pipeline_rank: int
     context_rank: int
     data_rank: int
+    expert_data: dist.ProcessGroup
+    expert_rank: int
+
+    @property
+    def rank(self) -> int:
+        """Among all ranks of the layout, as Megatron counts them."""
+        parallel = self.parallel
+        part = self.pipeline_rank * parallel.data_parallel_size + self.data_rank
+        part = part * parallel.context_parallel_size + self.context_rank
+        return part * parallel.tensor_parallel_size + self.tensor_rank
 
     @property
     def num_chunks(self) -> int:
@@ -60,6 +73,8 @@ def initialize(parallel: ParallelConfig, seed: int, limit_s: float = 1800.0) -> 
         parallel.pipeline_parallel_size,
         virtual_pipeline_model_parallel_size=parallel.virtual_pipeline_parallel_size,
         context_parallel_size=parallel.context_parallel_size,
+        expert_model_parallel_size=parallel.expert_parallel_size,
+        expert_tensor_parallel_size=parallel.expert_tensor_parallel_size,
         distributed_timeout_minutes=ceil(limit_s / 60),
     )
     model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
@@ -74,4 +89,6 @@ def initialize(parallel: ParallelConfig, seed: int, limit_s: float = 1800.0) -> 
         pipeline_rank=parallel_state.get_pipeline_model_parallel_rank(),
         context_rank=parallel_state.get_context_parallel_rank(),
         data_rank=parallel_state.get_data_parallel_rank(),
+        expert_data=parallel_state.get_expert_data_parallel_group(),
+        expert_rank=parallel_state.get_expert_model_parallel_rank(),
     )

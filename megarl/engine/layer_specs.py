@@ -7,6 +7,7 @@ which is that of the local layers.
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 
 import torch
 from megatron.core.models.gpt import gpt_layer_specs
@@ -19,10 +20,12 @@ from megatron.core.tensor_parallel.layers import (
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from megarl.config.layers import LayerChoice, choose_layers
 from megarl.config.schema import DType, Layers
 from megarl.engine.layers import AttentionCore, RMSNorm, sharing_prompts
+from megarl.weights.name_mapping import EXPERT
 
 
 def layers_for(asked: Layers, dtype: DType, *, on_cuda: bool) -> LayerChoice:
@@ -38,25 +41,48 @@ def layers_for(asked: Layers, dtype: DType, *, on_cuda: bool) -> LayerChoice:
     return choice
 
 
-def block_spec(config: TransformerConfig, layers: Layers, chunk: int | None) -> TransformerBlockSubmodules:
-    """The modules of this rank's layers, those of the virtual pipeline stage `chunk`, and of the norm behind the last."""
-    if layers is Layers.transformer_engine:
-        layer: ModuleSpec = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
-        attention = layer.submodules.self_attention.submodules
-        attention.core_attention = sharing_prompts(attention.core_attention)
-        norm = gpt_layer_specs.TESpecProvider().layer_norm()
-    else:
-        layer = gpt_layer_specs.get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
-        attention, norm = layer.submodules.self_attention.submodules, RMSNorm
-        attention.core_attention = AttentionCore
-        layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = norm
-        if config.qk_layernorm:
-            attention.q_layernorm = attention.k_layernorm = norm
-    num_layers = get_num_layers_to_build(config, vp_stage=chunk)
-    return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=norm)
+def block_spec(config: TransformerConfig, sparse_layers: Collection[int], layers: Layers, chunk: int | None) -> TransformerBlockSubmodules:
+    """The modules of this rank's layers, those of the virtual pipeline stage `chunk`, and of the norm behind the last.
+
+    sparse_layers: numbers of the layers that have experts.
+    """
+    make = _transformer_engine_layer if layers is Layers.transformer_engine else _local_layer
+    norm = gpt_layer_specs.TESpecProvider().layer_norm() if layers is Layers.transformer_engine else RMSNorm
+    kinds = {is_sparse: make(config, is_sparse) for is_sparse in ((False, True) if sparse_layers else (False,))}
+    first = get_transformer_layer_offset(config, vp_stage=chunk)
+    held = range(first, first + get_num_layers_to_build(config, vp_stage=chunk))
+    return TransformerBlockSubmodules(layer_specs=[kinds[layer in sparse_layers] for layer in held], layer_norm=norm)
+
+
+def _transformer_engine_layer(config: TransformerConfig, is_sparse: bool) -> ModuleSpec:
+    layer: ModuleSpec = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(
+        num_experts=config.num_moe_experts if is_sparse else None,
+        moe_grouped_gemm=config.moe_grouped_gemm,
+        qk_layernorm=config.qk_layernorm,
+    )
+    attention = layer.submodules.self_attention.submodules
+    attention.core_attention = sharing_prompts(attention.core_attention)
+    return layer
+
+
+def _local_layer(config: TransformerConfig, is_sparse: bool) -> ModuleSpec:
+    layer: ModuleSpec = gpt_layer_specs.get_gpt_layer_local_spec(
+        num_experts=config.num_moe_experts if is_sparse else None, qk_layernorm=config.qk_layernorm, normalization="RMSNorm"
+    )
+    attention = layer.submodules.self_attention.submodules
+    attention.core_attention = AttentionCore
+    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
+    if config.qk_layernorm:
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
+    if is_sparse:  # Transformer Engine has this norm by itself where experts follow, and Megatron's checkpoints are to be the same
+        stored = {name: key for name, key in layer.submodules.sharded_state_dict_keys_map.items() if name != "pre_mlp_layernorm."}
+        layer.submodules.sharded_state_dict_keys_map = stored
+    return layer
 
 
 _LAYER_PARAMETER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
+_LOCAL_EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(.+)")
+_GROUPED_EXPERT = re.compile(r"mlp\.experts\.(linear_fc[12])\.weight(\d+)")
 # Transformer Engine has a norm in the linear layer behind it.
 _CANONICAL = {
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
@@ -64,12 +90,18 @@ _CANONICAL = {
 }
 
 
-def canonical_name(name: str, first_layer: int) -> str:
-    """The name of a parameter in the whole model, whatever its layers are. name: in a chunk whose layers follow `first_layer` others."""
+def canonical_name(name: str, first_layer: int, first_expert: int) -> str:
+    """The name of a parameter in the whole model, whatever its layers are. name: in a chunk whose layers follow `first_layer` others, and
+    the rank's experts `first_expert` others."""
     match = _LAYER_PARAMETER.fullmatch(name)
     if match is None:
         return name
-    return f"decoder.layers.{int(match[1]) + first_layer}.{_CANONICAL.get(match[2], match[2])}"
+    rest = _CANONICAL.get(match[2], match[2])
+    if local := _LOCAL_EXPERT.fullmatch(rest):
+        rest = f"{EXPERT.format(expert=int(local[1]) + first_expert)}{local[2]}"
+    elif grouped := _GROUPED_EXPERT.fullmatch(rest):
+        rest = f"{EXPERT.format(expert=int(grouped[2]) + first_expert)}{grouped[1]}.weight"
+    return f"decoder.layers.{int(match[1]) + first_layer}.{rest}"
 
 
 def mark_cut_parameters(model: torch.nn.Module) -> None:
@@ -82,12 +114,15 @@ def mark_cut_parameters(model: torch.nn.Module) -> None:
         modules = gpt_layer_specs.TESpecProvider()
         columns |= {modules.column_parallel_linear(), modules.column_parallel_layer_norm_linear()}
         rows |= {modules.row_parallel_linear()}
+        _, grouped = modules.grouped_mlp_modules(moe_use_grouped_gemm=True, moe_use_legacy_grouped_gemm=False)
+        columns.add(grouped.linear_fc1)
+        rows.add(grouped.linear_fc2)
     for module in model.modules():
         if type(module) not in columns | rows:
             continue
-        cut = ("weight", "bias") if type(module) in columns else ("weight",)  # what a row-parallel layer adds is whole
-        for parameter in (getattr(module, name, None) for name in cut):
-            if isinstance(parameter, torch.nn.Parameter) and not getattr(parameter, "tensor_model_parallel", False):
+        for name, parameter in module.named_parameters(recurse=False):
+            is_cut = name.startswith("weight") or (name == "bias" and type(module) in columns)  # what a row-parallel layer adds is whole
+            if is_cut and not getattr(parameter, "tensor_model_parallel", False):
                 set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=int(type(module) in rows), stride=1)
 
 

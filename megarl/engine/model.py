@@ -71,7 +71,36 @@ def transformer_config(
         gradient_accumulation_fusion=not on_cpu and tensor_parallel_layers._grad_accum_fusion_available,
         persist_layer_norm=False,
         **_recompute_options(recomputation),
+        **_expert_options(architecture, parallel, layers),
     )
+
+
+def _expert_options(architecture: Architecture, parallel: ParallelConfig, layers: Layers) -> dict[str, Any]:
+    """Experts as Megatron's options. The router computes in float32, and no loss of its own is added.
+
+    A softmax over the chosen is the same as choosing after a softmax over all and dividing by their sum. With Transformer Engine the
+    experts of a rank are one grouped product; its experts without, and Megatron's on a CPU, are computed one after the other.
+    """
+    experts = architecture.experts
+    if experts is None:
+        return {}
+    return {
+        "num_moe_experts": experts.num_experts,
+        "moe_router_topk": experts.num_experts_per_tok,
+        "moe_router_pre_softmax": not experts.norm_topk_prob,
+        "moe_router_dtype": "fp32",
+        "moe_router_load_balancing_type": "none",
+        "moe_ffn_hidden_size": experts.intermediate_size,
+        "moe_shared_expert_intermediate_size": experts.shared_intermediate_size or None,
+        "moe_shared_expert_gate": bool(experts.shared_intermediate_size),
+        "moe_grouped_gemm": layers is Layers.transformer_engine,
+        # A list makes Megatron store each layer by itself.
+        "moe_layer_freq": [int(layer in experts.layers) for layer in range(architecture.num_hidden_layers)]
+        if architecture.num_dense_layers
+        else 1,
+        "expert_model_parallel_size": parallel.expert_parallel_size,
+        "expert_tensor_parallel_size": parallel.expert_tensor_parallel_size,
+    }
 
 
 def _recompute_options(recomputation: Recomputation) -> dict[str, Any]:
@@ -125,7 +154,7 @@ class ModelChunk(GPTModel):
         virtual_stage = chunk if groups.num_chunks > 1 else None
         super().__init__(
             config,
-            block_spec(config, layers, virtual_stage),
+            block_spec(config, architecture.sparse_layers, layers, virtual_stage),
             vocab_size=padded_vocab_size(architecture.vocab_size, groups.parallel.tensor_parallel_size),
             max_sequence_length=architecture.max_position_embeddings,
             pre_process=groups.is_first_stage(chunk),
@@ -135,6 +164,7 @@ class ModelChunk(GPTModel):
             vp_stage=virtual_stage,
         )
         self.head = head
+        self._first_expert = groups.expert_rank * architecture.num_experts // groups.parallel.expert_parallel_size
         self.rotary_pos_emb.inv_freq = inverse_frequencies(architecture).to(self.rotary_pos_emb.inv_freq.device)
         if self.post_process and head == "value":
             self.output_layer = ValueHead(config)
@@ -146,7 +176,7 @@ class ModelChunk(GPTModel):
         """By the names of local layers, numbered over the whole model."""
         first_layer = self.decoder.layers[0].layer_number - 1 if len(self.decoder.layers) else 0
         for name, parameter in self.named_parameters():
-            yield canonical_name(name, first_layer), parameter
+            yield canonical_name(name, first_layer, self._first_expert), parameter
 
     def _postprocess(self, hidden_states: Tensor, **unused: Any) -> Tensor:
         return hidden_states

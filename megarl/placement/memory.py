@@ -230,8 +230,10 @@ def engine_share(config: PPOConfig) -> int | None:
 
 def model_state(model: ModelRole, architecture: Architecture, dtype: DType, stage: int) -> Usage:
     """Parameters, gradients and optimizer state of one rank of a pipeline stage: weights in `dtype`; where the model trains, float32
-    gradients, and over the ranks that hold the same (ZeRO 1) two float32 moments and, for bfloat16, a float32 master copy."""
-    count = stage_parameters(architecture, model.parallel, stage, with_value_head=model.with_value_head)
+    gradients, and over the ranks that hold the same (ZeRO 1), which are fewer of experts, two float32 moments and, for bfloat16, a float32 master copy."""
+    parallel = model.parallel
+    of_experts = stage_expert_parameters(architecture, parallel, stage)
+    count = of_experts + stage_parameters(architecture, parallel, stage, with_value_head=model.with_value_head)
     element_bytes = weight_bytes(dtype)
     master_bytes = 0 if dtype is DType.float32 else 4
     if model.optim is None:
@@ -239,19 +241,25 @@ def model_state(model: ModelRole, architecture: Architecture, dtype: DType, stag
     return Usage(
         parameters=count * element_bytes,
         gradients=count * _FLOAT32,
-        optimizer=-(-count * (8 + master_bytes) // model.parallel.num_copies),
+        optimizer=-(-(count - of_experts) * (8 + master_bytes) // parallel.num_copies)
+        - (-of_experts * (8 + master_bytes) // parallel.expert_data_parallel_size),
     )
 
 
 def stage_parameters(architecture: Architecture, parallel: ParallelConfig, stage: int, with_value_head: bool) -> int:
-    """Elements that one rank of a pipeline stage holds: cut over tensor-parallel ranks, but for norms and a value head."""
+    """Elements that one rank of a pipeline stage holds beside experts: cut over tensor-parallel ranks, but for norms, routers and a value
+    head."""
     cut, stages = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
+    layers, num_sparse = architecture.num_hidden_layers // stages, len(_sparse_layers(architecture, parallel, stage))
     hidden, head_dim = architecture.hidden_size, architecture.head_dim
     query, key_value = architecture.num_attention_heads * head_dim, architecture.num_key_value_heads * head_dim
-    linear = hidden * (query + 2 * key_value) + query * hidden + 3 * hidden * architecture.intermediate_size
+    linear = hidden * (query + 2 * key_value) + query * hidden
     linear += (query + 2 * key_value) * architecture.qkv_bias
     norms = 2 * hidden + 2 * head_dim * architecture.qk_norm
-    count = architecture.num_hidden_layers // stages * (linear // cut + norms)
+    count = layers * (linear // cut + norms) + (layers - num_sparse) * (3 * hidden * architecture.intermediate_size // cut)
+    if (experts := architecture.experts) is not None:
+        shared = experts.shared_intermediate_size
+        count += num_sparse * hidden * (experts.num_experts + 3 * shared // cut + bool(shared))
     embedding = padded_vocab_size(architecture.vocab_size, parallel.tensor_parallel_size) // cut * hidden
     is_first, is_last = stage == 0, stage == stages - 1
     count += embedding * is_first + hidden * is_last
@@ -259,3 +267,20 @@ def stage_parameters(architecture: Architecture, parallel: ParallelConfig, stage
         return count + hidden
     has_output = is_last and not (architecture.tie_word_embeddings and is_first)  # tied: the last of several stages has a copy
     return count + embedding * has_output
+
+
+def stage_expert_parameters(architecture: Architecture, parallel: ParallelConfig, stage: int) -> int:
+    """Elements of experts that one rank of a pipeline stage holds."""
+    experts = architecture.experts
+    if experts is None:
+        return 0
+    held = experts.num_experts // parallel.expert_parallel_size
+    each = 3 * architecture.hidden_size * experts.intermediate_size // parallel.expert_tensor_parallel_size
+    return len(_sparse_layers(architecture, parallel, stage)) * held * each
+
+
+def _sparse_layers(architecture: Architecture, parallel: ParallelConfig, stage: int) -> list[int]:
+    """Those of a stage that have experts. Layers go to virtual stages in turn."""
+    num_chunks = parallel.virtual_pipeline_parallel_size or 1
+    per_chunk = architecture.num_hidden_layers // (parallel.pipeline_parallel_size * num_chunks)
+    return [layer for layer in architecture.sparse_layers if layer // per_chunk % parallel.pipeline_parallel_size == stage]

@@ -10,13 +10,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from megarl.config.architecture import Architecture
-from megarl.config.schema import Device, ParallelConfig, PPOConfig, Transport
+from megarl.config.schema import Device, PPOConfig, Transport
 from megarl.placement.memory import weight_bytes
 from megarl.placement.placement_plan import PlacementPlan
 from megarl.placement.transport import choose_transport
 from megarl.weights.name_mapping import weights_of
 from megarl.weights.plan import Boxes, RankBoxes, RankPlace, TransferPlan, message_bytes, plan_transfer
-from megarl.weights.shard_layout import ShardLayout, layouts_of, model_layouts
+from megarl.weights.shard_layout import layouts_of, model_layouts
 from megarl.weights.shards import boxes_by_rank
 
 _VOCABULARY_PADDING = 64  # SGLang's
@@ -57,7 +57,7 @@ def forecast_weights(config: PPOConfig, placement: PlacementPlan, policy: Archit
     nbytes = message_bytes(transport, int(config.resharding.bucket_mb * 2**20), is_cuda=config.device is not Device.cpu)
     sources = [place for (place,) in rank_places(placement, "actor")]
     targets = [place for places in rank_places(placement, "rollout") for place in places]
-    held = boxes_by_rank(policy, rank_layouts(policy, config.actor.parallel))
+    held = boxes_by_rank(policy, layouts_of(policy, config.actor.parallel))
     needed = engine_boxes(policy, config.rollout.tensor_parallel_size) * config.rollout.num_replicas
     plan = plan_transfer(
         _shapes(policy),
@@ -74,12 +74,6 @@ def rank_places(plan: PlacementPlan, role: str) -> list[list[RankPlace]]:
         [RankPlace(str(process.node), f"{process.node}:{device}") for device in process.devices]
         for process in plan.group_of(role).processes
     ]
-
-
-def rank_layouts(architecture: Architecture, parallel: ParallelConfig) -> list[ShardLayout]:
-    """Of each rank of a trained model."""
-    of_model, size = layouts_of(architecture, parallel), parallel.tensor_parallel_size
-    return [of_model[place.pp * size + place.tp] for place in map(parallel.coordinate, range(parallel.world_size))]
 
 
 def engine_boxes(architecture: Architecture, size: int) -> list[Boxes]:

@@ -7,7 +7,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -17,7 +16,6 @@ from megarl.controller.errors import WorkerError
 from megarl.controller.futures import RemoteFuture, WorkerFuture, gather, wait_for_any
 from megarl.controller.group import RoleGroup
 from megarl.controller.messages import FailureKind
-from megarl.controller.worker import P, R, RemoteMethod
 from megarl.weights.carriers.ends import SendReport
 from megarl.weights.carriers.folder import folder_message_bytes
 from megarl.weights.export_plan import ExportPlan, plan_export
@@ -53,20 +51,20 @@ class WeightSource:
     def manifest(self) -> Manifest:
         return manifest_of(self.architecture, self.torch_dtype, self.head)
 
-    @property
-    def exporters(self) -> list[int]:
-        """The ranks that hold the model once, together: of the first replica those with the first part of the rows."""
-        return [rank for rank, place in enumerate(self.group.mesh) if place.dp == place.cp == 0]
+    def checksums(self) -> list[WorkerFuture[dict[str, int]]]:
+        """That add up to those of all tensors: experts' are those of their first copy, which may be in several replicas."""
+        num_holders = self.parallel.expert_parallel_size * self.parallel.expert_tensor_parallel_size  # of a stage's experts
+        calls = []
+        for rank, place in enumerate(self.group.mesh):
+            dense, experts = place.dp == place.cp == 0, rank % self.parallel.stage_size < num_holders
+            if dense or experts:
+                calls.append(self.group.call_rank(rank, WeightExport.weight_checksums, dense, experts))
+        return calls
 
-    def call(self, method: RemoteMethod[P, R, ..., Any], *args: P.args, **kwargs: P.kwargs) -> list[WorkerFuture[R]]:
-        """On all exporters."""
-        return [self.group.call_rank(rank, method, *args, **kwargs) for rank in self.exporters]
-
-    @property
-    def _layouts(self) -> list[ShardLayout]:
+    @cached_property
+    def _layouts(self) -> Sequence[ShardLayout]:
         """Of each rank, copies included."""
-        of_replica, size = layouts_of(self.architecture, self.parallel), self.parallel.tensor_parallel_size
-        return [of_replica[place.pp * size + place.tp] for place in self.group.mesh]
+        return layouts_of(self.architecture, self.parallel)
 
     @cached_property
     def boxes(self) -> Sequence[Boxes]:

@@ -155,7 +155,7 @@ class WeightSync:
         start_s = time.perf_counter()
         to_check = {number: replica for number, replica in replicas.items() if self._is_to_be_verified(replica)}
         if to_check:
-            parts = self._source.call(WeightExport.weight_checksums)
+            parts = self._source.checksums()
             asking = {number: replica.call_rank(0, RolloutWorker.checksums) for number, replica in to_check.items()}
             trainer = add_checksums(gather(*parts))
             differing: dict[int, Exception] = {}

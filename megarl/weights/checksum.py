@@ -65,10 +65,15 @@ def _weights(index: torch.Tensor) -> torch.Tensor:
     return weights.bitwise_or_(1)
 
 
-def shard_checksums(shards: Shards, dtype: torch.dtype) -> dict[str, int]:
-    """Hugging Face name -> what this rank's elements, converted to `dtype`, add to the tensor's checksum."""
+def shard_checksums(shards: Shards, dtype: torch.dtype, *, dense: bool = True, experts: bool = True) -> dict[str, int]:
+    """Hugging Face name -> what this rank's elements, converted to `dtype`, add to the tensor's checksum.
+
+    experts, dense: whether experts' tensors, and the others, are among them; other ranks may hold copies of either.
+    """
     sums: dict[str, int] = {}
     for weight in held_weights(shards.architecture, shards.layout, shards.head):
+        if not (dense if weight.expert is None else experts):
+            continue
         parameter = shards.parameters[weight.megatron_name].detach()
         for piece in pieces(weight, shards.layout):
             if not piece.is_source:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import cycle, zip_longest
 from math import prod
 from typing import NamedTuple
@@ -91,8 +91,8 @@ def plan_export(
 ) -> ExportPlan:
     """`layouts`, `nodes`: of all ranks, copies included. `message_bytes`: what a rank sends, and receives, in a round at most.
 
-    The ranks of the first copy of a stage write its files in turns. What a writer holds does not travel; of the rest, ranks that hold
-    the same send the same share. Raises ValueError where `message_bytes` is too few for the number of ranks.
+    Of the ranks of a stage that hold the same the first writes, and these write its files in turns. What a writer holds does not travel;
+    of the rest, ranks that hold the same send the same share. Raises ValueError where `message_bytes` is too few for the number of ranks.
     """
     stages = _writers_of_stages(layouts)
     files = plan_files(architecture, [layouts[ranks[0]] for ranks in stages], dtype, head, max_file_bytes)
@@ -109,13 +109,13 @@ def plan_export(
 
 
 def _writers_of_stages(layouts: Sequence[ShardLayout]) -> list[list[int]]:
-    """Of each stage, in the order of the stages, the tensor-parallel ranks of its first copy."""
+    """Of each stage, in the order of the stages, the first of all ranks that hold the same."""
     first: dict[ShardLayout, int] = {}
     for rank, layout in enumerate(layouts):
         first.setdefault(layout, rank)
-    stages: dict[ShardLayout, list[int]] = {}
+    stages: dict[tuple, list[int]] = {}
     for layout, rank in first.items():
-        stages.setdefault(replace(layout, tensor_parallel_rank=0), []).append(rank)
+        stages.setdefault((layout.layers, layout.holds_embedding, layout.holds_output), []).append(rank)
     return list(stages.values())
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -78,11 +79,15 @@ def plan_files(
     head: Head = "lm",
     max_file_bytes: int = DEFAULT_FILE_BYTES,
 ) -> tuple[FilePlan, ...]:
-    """Files of at most `max_file_bytes` (a single larger tensor has one of its own). `stages`: the layout of a rank of each stage."""
+    """Files of at most `max_file_bytes` (a single larger tensor has one of its own).
+
+    `stages`: the layout of a rank of each stage, of which all ranks' experts are meant.
+    """
     whole = manifest_of(architecture, dtype, head)
     parts: list[tuple[int, dict]] = []
     for stage, layout in enumerate(stages):
         room = 0
+        layout = replace(layout, experts=range(architecture.num_experts))
         for tensor in (tensor for weight in held_weights(architecture, layout, head) if not weight.is_copy for tensor in weight.tensors):
             nbytes = prod(tensor.shape) * dtype.itemsize
             if nbytes > room:

@@ -1,15 +1,17 @@
 """The one table per model family that says which Hugging Face tensors make a Megatron parameter, and how it is cut.
 
 Loading, weight sync, conversion and export all read these rows, so a mistake here fails every parity test at once.
-Megatron names carry GLOBAL layer numbers. Dimensions are letters:
+Megatron names carry GLOBAL numbers of layers and experts. Dimensions are letters:
     V vocabulary   H hidden   F feed-forward   Q all query heads   K all key (or value) heads   D one head   1 one
+    E experts   M feed-forward of an expert   S of the shared expert
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import lru_cache
 from typing import Literal, NamedTuple
 
 from megarl.config.architecture import Architecture
@@ -18,7 +20,7 @@ Head = Literal["lm", "value"]
 
 
 class Cut(Enum):
-    """How tensor parallelism cuts a parameter."""
+    """How tensor parallelism cuts a parameter; of an expert's, expert tensor parallelism."""
 
     replicated = "replicated"
     column = "column"  # output features, dimension 0
@@ -33,6 +35,7 @@ class Place(Enum):
 
     embedding = "embedding"  # the first
     layer = "layer"  # the one that holds the layer
+    expert = "expert"  # of that one, the ranks that hold the expert
     output = "output"  # the last
 
 
@@ -53,14 +56,23 @@ AXES = {
 }
 
 
-def _always(architecture: Architecture) -> bool:
+def _always(architecture: Architecture, layer: int | None) -> bool:
     return True
+
+
+def _is_sparse(architecture: Architecture, layer: int | None) -> bool:
+    return layer in architecture.sparse_layers
+
+
+def _is_dense(architecture: Architecture, layer: int | None) -> bool:
+    return layer not in architecture.sparse_layers
 
 
 @dataclass(frozen=True, kw_only=True)
 class MappingRow:
     """One Megatron parameter: `tensors` are (Hugging Face name, dimensions) in the order in which they are joined.
 
+    `applies`: whether an architecture has it, in the layer of that number (None outside the layers).
     `is_copy`: the tensors are already held by another row, which is the one to be gathered from.
     """
 
@@ -68,15 +80,15 @@ class MappingRow:
     place: Place
     cut: Cut
     tensors: tuple[tuple[str, str], ...]
-    applies: Callable[[Architecture], bool] = _always
+    applies: Callable[[Architecture, int | None], bool] = _always
     is_copy: bool = False
 
 
 _HF = "model.layers.{layer}."
 _MEGATRON = "decoder.layers.{layer}."
 
-# Qwen 2 and 2.5, Qwen 3, Llama 2 and 3: pre-norm attention and gated feed-forward. They differ in two switches.
-_DENSE = (
+# Pre-norm attention and gated feed-forward. Qwen 2 and 2.5, Qwen 3, Llama 2 and 3 differ in two switches.
+_TRUNK = (
     MappingRow(
         megatron="embedding.word_embeddings.weight",
         place=Place.embedding,
@@ -104,21 +116,21 @@ _DENSE = (
         place=Place.layer,
         cut=Cut.qkv,
         tensors=((_HF + "self_attn.q_proj.bias", "Q"), (_HF + "self_attn.k_proj.bias", "K"), (_HF + "self_attn.v_proj.bias", "K")),
-        applies=lambda architecture: architecture.qkv_bias,
+        applies=lambda architecture, layer: architecture.qkv_bias,
     ),
     MappingRow(
         megatron=_MEGATRON + "self_attention.q_layernorm.weight",
         place=Place.layer,
         cut=Cut.replicated,
         tensors=((_HF + "self_attn.q_norm.weight", "D"),),
-        applies=lambda architecture: architecture.qk_norm,
+        applies=lambda architecture, layer: architecture.qk_norm,
     ),
     MappingRow(
         megatron=_MEGATRON + "self_attention.k_layernorm.weight",
         place=Place.layer,
         cut=Cut.replicated,
         tensors=((_HF + "self_attn.k_norm.weight", "D"),),
-        applies=lambda architecture: architecture.qk_norm,
+        applies=lambda architecture, layer: architecture.qk_norm,
     ),
     MappingRow(
         megatron=_MEGATRON + "self_attention.linear_proj.weight",
@@ -137,12 +149,14 @@ _DENSE = (
         place=Place.layer,
         cut=Cut.gated,
         tensors=((_HF + "mlp.gate_proj.weight", "F H"), (_HF + "mlp.up_proj.weight", "F H")),
+        applies=_is_dense,
     ),
     MappingRow(
         megatron=_MEGATRON + "mlp.linear_fc2.weight",
         place=Place.layer,
         cut=Cut.row,
         tensors=((_HF + "mlp.down_proj.weight", "H F"),),
+        applies=_is_dense,
     ),
     MappingRow(
         megatron="decoder.final_layernorm.weight",
@@ -152,7 +166,72 @@ _DENSE = (
     ),
 )
 
-FAMILIES = {"llama": _DENSE, "qwen2": _DENSE, "qwen3": _DENSE}
+EXPERT = "mlp.experts.local_experts.{expert}."  # of a layer's parameters, those of one expert
+
+
+def _experts(block: str, gate: str, up: str, down: str) -> tuple[MappingRow, ...]:
+    """The router and the experts of a sparse layer. block, gate, up, down: what the family calls them."""
+    hf = f"{_HF}{block}.experts.{{expert}}."
+    return (
+        MappingRow(
+            megatron=_MEGATRON + "mlp.router.weight",
+            place=Place.layer,
+            cut=Cut.replicated,
+            tensors=((f"{_HF}{block}.gate.weight", "E H"),),
+            applies=_is_sparse,
+        ),
+        MappingRow(
+            megatron=_MEGATRON + EXPERT + "linear_fc1.weight",
+            place=Place.expert,
+            cut=Cut.gated,
+            tensors=((f"{hf}{gate}.weight", "M H"), (f"{hf}{up}.weight", "M H")),
+            applies=_is_sparse,
+        ),
+        MappingRow(
+            megatron=_MEGATRON + EXPERT + "linear_fc2.weight",
+            place=Place.expert,
+            cut=Cut.row,
+            tensors=((f"{hf}{down}.weight", "H M"),),
+            applies=_is_sparse,
+        ),
+    )
+
+
+_QWEN_EXPERTS = _experts("mlp", gate="gate_proj", up="up_proj", down="down_proj")
+_MIXTRAL_EXPERTS = _experts("block_sparse_moe", gate="w1", up="w3", down="w2")
+# Sees every token, and a gate of its own says how much of it counts.
+_SHARED_EXPERT = (
+    MappingRow(
+        megatron=_MEGATRON + "mlp.shared_experts.linear_fc1.weight",
+        place=Place.layer,
+        cut=Cut.gated,
+        tensors=((_HF + "mlp.shared_expert.gate_proj.weight", "S H"), (_HF + "mlp.shared_expert.up_proj.weight", "S H")),
+        applies=_is_sparse,
+    ),
+    MappingRow(
+        megatron=_MEGATRON + "mlp.shared_experts.linear_fc2.weight",
+        place=Place.layer,
+        cut=Cut.row,
+        tensors=((_HF + "mlp.shared_expert.down_proj.weight", "H S"),),
+        applies=_is_sparse,
+    ),
+    MappingRow(
+        megatron=_MEGATRON + "mlp.shared_experts.gate_weight",
+        place=Place.layer,
+        cut=Cut.replicated,
+        tensors=((_HF + "mlp.shared_expert_gate.weight", "1 H"),),
+        applies=_is_sparse,
+    ),
+)
+
+FAMILIES = {
+    "llama": _TRUNK,
+    "qwen2": _TRUNK,
+    "qwen3": _TRUNK,
+    "mixtral": (*_TRUNK, *_MIXTRAL_EXPERTS),
+    "qwen2_moe": (*_TRUNK, *_QWEN_EXPERTS, *_SHARED_EXPERT),
+    "qwen3_moe": (*_TRUNK, *_QWEN_EXPERTS),
+}
 
 OUTPUT_LAYER = "output_layer.weight"
 VALUE_HEAD_TENSOR = "score.weight"
@@ -175,38 +254,68 @@ class HFTensor(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Weight:
-    """A row of the table for one layer of one architecture. `layer` is the global number, None outside the layers."""
+    """A row of the table for one layer, or one expert of it, of one architecture.
+
+    `layer` and `expert` are global numbers, None outside the layers, and of what is no expert's.
+    """
 
     megatron_name: str
     place: Place
     layer: int | None
+    expert: int | None
     cut: Cut
     tensors: tuple[HFTensor, ...]
     is_copy: bool
 
 
+@lru_cache(maxsize=32)
 def weights_of(architecture: Architecture, head: Head) -> tuple[Weight, ...]:
-    """Every parameter of the whole model, in the order of the forward pass.
+    """Every parameter of the whole model, in the order of the forward pass; a layer's experts one after the other.
 
     Raises ValueError for a family without a table.
     """
     if architecture.model_type not in FAMILIES:
         raise ValueError(f"model_type {architecture.model_type!r} has no resharding table; supported: {', '.join(sorted(FAMILIES))}")
-    rows = [row for row in FAMILIES[architecture.model_type] if row.applies(architecture)]
+    rows = list(FAMILIES[architecture.model_type])
     if head == "value":
         rows.append(_VALUE_HEAD)
     else:
         rows.append(_TIED_HEAD if architecture.tie_word_embeddings else _LM_HEAD)
-    before = [_expand(row, architecture, None) for row in rows if row.place is Place.embedding]
-    layers = [
-        _expand(row, architecture, layer) for layer in range(architecture.num_hidden_layers) for row in rows if row.place is Place.layer
-    ]
-    after = [_expand(row, architecture, None) for row in rows if row.place is Place.output]
-    return (*before, *layers, *after)
+    weights = [*_expand(rows, architecture, Place.embedding)]
+    for layer in range(architecture.num_hidden_layers):
+        weights += _expand(rows, architecture, Place.layer, layer)
+        for expert in range(architecture.num_experts):
+            weights += _expand(rows, architecture, Place.expert, layer, expert)
+    return (*weights, *_expand(rows, architecture, Place.output))
 
 
-def _expand(row: MappingRow, architecture: Architecture, layer: int | None) -> Weight:
-    sizes = {
+def _expand(
+    rows: Sequence[MappingRow], architecture: Architecture, place: Place, layer: int | None = None, expert: int | None = None
+) -> Iterator[Weight]:
+    sizes, num_groups = _sizes(architecture), architecture.num_key_value_heads
+    for row in rows:
+        if row.place is not place or not row.applies(architecture, layer):
+            continue
+        tensors = []
+        for pattern, dims in row.tensors:
+            shape = tuple(sizes[letter] for letter in dims.split())
+            tensors.append(HFTensor(pattern.format(layer=layer, expert=expert), shape, _view(row.cut, shape, num_groups)))
+        yield Weight(
+            megatron_name=row.megatron.format(layer=layer, expert=expert),
+            place=place,
+            layer=layer,
+            expert=expert,
+            cut=row.cut,
+            tensors=tuple(tensors),
+            is_copy=row.is_copy,
+        )
+
+
+@lru_cache(maxsize=32)
+def _sizes(architecture: Architecture) -> dict[str, int]:
+    """By the letter of a dimension. Those of experts are zero where there are none."""
+    experts = architecture.experts
+    return {
         "V": architecture.vocab_size,
         "H": architecture.hidden_size,
         "F": architecture.intermediate_size,
@@ -214,19 +323,10 @@ def _expand(row: MappingRow, architecture: Architecture, layer: int | None) -> W
         "K": architecture.num_key_value_heads * architecture.head_dim,
         "D": architecture.head_dim,
         "1": 1,
+        "E": architecture.num_experts,
+        "M": experts.intermediate_size if experts else 0,
+        "S": experts.shared_intermediate_size if experts else 0,
     }
-    tensors = []
-    for pattern, dims in row.tensors:
-        shape = tuple(sizes[letter] for letter in dims.split())
-        tensors.append(HFTensor(pattern.format(layer=layer), shape, _view(row.cut, shape, architecture.num_key_value_heads)))
-    return Weight(
-        megatron_name=row.megatron.format(layer=layer),
-        place=row.place,
-        layer=layer,
-        cut=row.cut,
-        tensors=tuple(tensors),
-        is_copy=row.is_copy,
-    )
 
 
 def _view(cut: Cut, shape: tuple[int, ...], num_groups: int) -> tuple[int, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 from megarl.config.architecture import Architecture
@@ -20,6 +20,7 @@ class ShardLayout:
 
     layers: global numbers of the layers held. holds_embedding, holds_output: it has the first, the last pipeline stage.
     padded_vocab_size: rows of the embedding over all tensor-parallel ranks together.
+    experts: global numbers of the experts held, of every sparse layer among `layers`. expert_tensor_parallel: what cuts each of them.
     Raises ValueError for a rank outside its size and for a padded vocabulary that cannot be cut.
     """
 
@@ -29,19 +30,32 @@ class ShardLayout:
     holds_embedding: bool
     holds_output: bool
     padded_vocab_size: int
+    experts: range = range(0)
+    expert_tensor_parallel_size: int = 1
+    expert_tensor_parallel_rank: int = 0
 
     def __post_init__(self) -> None:
-        if not 0 <= self.tensor_parallel_rank < self.tensor_parallel_size:
-            raise ValueError(f"tensor_parallel_rank {self.tensor_parallel_rank} is outside 0..{self.tensor_parallel_size - 1}")
+        for name in ("tensor_parallel", "expert_tensor_parallel"):
+            size, rank = getattr(self, f"{name}_size"), getattr(self, f"{name}_rank")
+            if not 0 <= rank < size:
+                raise ValueError(f"{name}_rank {rank} is outside 0..{size - 1}")
         if self.padded_vocab_size % self.tensor_parallel_size:
             raise ValueError(
                 f"padded_vocab_size {self.padded_vocab_size} is not a multiple of tensor_parallel_size "
                 f"{self.tensor_parallel_size}; use config/derive.py's padded_vocab_size"
             )
 
+    def cut_of(self, weight: Weight) -> tuple[int, int]:
+        """Size and rank of the parallelism that cuts `weight`."""
+        if weight.place is Place.expert:
+            return self.expert_tensor_parallel_size, self.expert_tensor_parallel_rank
+        return self.tensor_parallel_size, self.tensor_parallel_rank
+
     def holds(self, weight: Weight) -> bool:
         if weight.place is Place.layer:
             return weight.layer in self.layers
+        if weight.place is Place.expert:
+            return weight.layer in self.layers and weight.expert in self.experts
         if weight.place is Place.embedding:
             return self.holds_embedding
         # A tied output layer on the stage of the embedding is the embedding's own parameter.
@@ -75,7 +89,8 @@ def model_layouts(
     virtual_pipeline_parallel_size: int | None = None,
     padded_vocab_size: int,
 ) -> tuple[ShardLayout, ...]:
-    """The layouts of all ranks of one replica, stage by stage, tensor-parallel rank fastest.
+    """The layouts of all ranks of one replica, whose tensor-parallel ranks cut experts like everything else; stage by stage,
+    tensor-parallel rank fastest.
 
     Layers go to virtual stages in turn: with 8 layers, 2 stages and 2 virtual stages, stage 0 holds 0, 1, 4, 5.
     Raises ValueError where the layers do not divide.
@@ -88,6 +103,7 @@ def model_layouts(
             f"x virtual_pipeline_parallel_size {num_chunks}"
         )
     per_stage = num_layers // stages
+    expert_cut = tensor_parallel_size if architecture.experts else 1
     return tuple(
         ShardLayout(
             tensor_parallel_size=tensor_parallel_size,
@@ -98,21 +114,46 @@ def model_layouts(
             holds_embedding=stage == 0,
             holds_output=stage == pipeline_parallel_size - 1,
             padded_vocab_size=padded_vocab_size,
+            experts=range(architecture.num_experts),
+            expert_tensor_parallel_size=expert_cut,
+            expert_tensor_parallel_rank=rank % expert_cut,
         )
         for stage in range(pipeline_parallel_size)
         for rank in range(tensor_parallel_size)
     )
 
 
+def whole_layout(architecture: Architecture, padded_vocab_size: int | None = None) -> ShardLayout:
+    """Of a rank that holds the model uncut, without rows that pad the vocabulary where it is not said how many."""
+    (layout,) = model_layouts(architecture, tensor_parallel_size=1, padded_vocab_size=padded_vocab_size or architecture.vocab_size)
+    return layout
+
+
 def layouts_of(architecture: Architecture, parallel: ParallelConfig) -> tuple[ShardLayout, ...]:
-    """`model_layouts` of a role's parallel sizes, with the vocabulary padded as the engine pads it."""
-    return model_layouts(
+    """Of every rank of a role, copies included, with the vocabulary padded as the engine pads it.
+
+    Experts are dealt over all ranks of a stage, whatever replica they are in: those that share a matrix fastest, then those that share
+    the experts, then copies.
+    """
+    of_stages = model_layouts(
         architecture,
         tensor_parallel_size=parallel.tensor_parallel_size,
         pipeline_parallel_size=parallel.pipeline_parallel_size,
         virtual_pipeline_parallel_size=parallel.virtual_pipeline_parallel_size,
         padded_vocab_size=padded_vocab_size(architecture.vocab_size, parallel.tensor_parallel_size),
     )
+    cut, num_parts = parallel.expert_tensor_parallel_size, parallel.expert_parallel_size
+    if architecture.num_experts % num_parts:
+        raise ValueError(f"num_experts {architecture.num_experts} is not a multiple of expert_parallel_size {num_parts}")
+    each = architecture.num_experts // num_parts
+    layouts = []
+    for rank, coordinate in enumerate(map(parallel.coordinate, range(parallel.world_size))):
+        dense = of_stages[coordinate.pp * parallel.tensor_parallel_size + coordinate.tp]
+        place = rank % parallel.stage_size
+        first = place // cut % num_parts * each
+        experts = range(first, first + each)
+        layouts.append(replace(dense, experts=experts, expert_tensor_parallel_size=cut, expert_tensor_parallel_rank=place % cut))
+    return tuple(layouts)
 
 
 def held_weights(architecture: Architecture, layout: ShardLayout, head: Head = "lm") -> tuple[Weight, ...]:
@@ -125,7 +166,7 @@ def shard_view(weight: Weight, layout: ShardLayout) -> tuple[int, ...]:
 
     Raises ValueError where tensor parallelism does not divide the cut dimension.
     """
-    axes = AXES[weight.cut]
+    axes, (size, _) = AXES[weight.cut], layout.cut_of(weight)
     view = list(weight.tensors[0].view)
     view[axes.join] = sum(tensor.view[axes.join] for tensor in weight.tensors)
     if axes.cut is None:
@@ -134,21 +175,21 @@ def shard_view(weight: Weight, layout: ShardLayout) -> tuple[int, ...]:
         if layout.padded_vocab_size < view[0]:
             raise ValueError(f"padded_vocab_size {layout.padded_vocab_size} is smaller than the vocabulary of {view[0]}")
         view[0] = layout.padded_vocab_size
-    if view[axes.cut] % layout.tensor_parallel_size:
+    if view[axes.cut] % size:
+        name = "expert_tensor_parallel_size" if weight.place is Place.expert else "tensor_parallel_size"
         unit = "key-value heads" if weight.cut is Cut.qkv else "rows" if axes.cut == 0 or weight.cut is Cut.gated else "columns"
         raise ValueError(
-            f"{weight.megatron_name}: {view[axes.cut]} {unit} cannot be cut over tensor_parallel_size {layout.tensor_parallel_size}; "
-            f"choose a size that divides {view[axes.cut]}"
+            f"{weight.megatron_name}: {view[axes.cut]} {unit} cannot be cut over {name} {size}; choose a size that divides {view[axes.cut]}"
         )
-    view[axes.cut] //= layout.tensor_parallel_size
+    view[axes.cut] //= size
     return tuple(view)
 
 
 def pieces(weight: Weight, layout: ShardLayout) -> tuple[Piece, ...]:
     """Where each Hugging Face tensor of `weight` lies in the rank's shard; a tensor of which the rank has nothing is left out."""
-    axes = AXES[weight.cut]
+    axes, (_, rank) = AXES[weight.cut], layout.cut_of(weight)
     view = shard_view(weight, layout)
-    is_source = not weight.is_copy and (axes.cut is not None or layout.tensor_parallel_rank == 0)
+    is_source = not weight.is_copy and (axes.cut is not None or rank == 0)
     found, joined = [], 0
     for tensor in weight.tensors:
         hf = Rectangle.whole(tensor.view)
@@ -157,7 +198,7 @@ def pieces(weight: Weight, layout: ShardLayout) -> tuple[Piece, ...]:
             shard = shard.along(axes.join, joined, joined + tensor.view[axes.join])
             joined += tensor.view[axes.join]
         if axes.cut is not None:
-            start, stop = (min((layout.tensor_parallel_rank + end) * view[axes.cut], tensor.view[axes.cut]) for end in (0, 1))
+            start, stop = (min((rank + end) * view[axes.cut], tensor.view[axes.cut]) for end in (0, 1))
             hf = hf.along(axes.cut, start, stop)
             shard = shard.along(axes.cut, 0, stop - start)
         if hf.volume:

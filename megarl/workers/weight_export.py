@@ -92,10 +92,10 @@ class WeightExport(Worker):
             self._end.release()
 
     @register(blocking=False)
-    def weight_checksums(self) -> dict[str, int]:
-        """What this rank's shards add to the checksum of each Hugging Face tensor."""
+    def weight_checksums(self, dense: bool, experts: bool) -> dict[str, int]:
+        """What this rank's shards add to the checksum of each Hugging Face tensor: of experts' tensors, and of others, if asked."""
         shards = self._shards()
-        return shard_checksums(shards, shards.dtype)
+        return shard_checksums(shards, shards.dtype, dense=dense, experts=experts)
 
     @register(blocking=False)
     def weights_are_on_cuda(self) -> bool:

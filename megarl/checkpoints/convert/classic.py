@@ -44,6 +44,10 @@ def open_classic(folder: Path, companions: Path, trust_remote_code: bool = False
     Raises CheckpointError that names file and tensor; ConfigError.
     """
     architecture = read_architecture(str(companions), trust_remote_code)
+    if architecture.experts:
+        raise CheckpointError(
+            f"{folder}: is a classic Megatron checkpoint of a model with experts, of which none is read; save it as torch_dist"
+        )
     stages = _stages(folder, _rank_files(folder), architecture)
     files = list({stage.file.path: stage.file for stage in stages}.values())
     head = _head(stages)

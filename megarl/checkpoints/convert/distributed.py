@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from math import prod
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -17,23 +18,50 @@ from megarl.checkpoints.torch_file import refuse_code
 from megarl.config.architecture import Architecture, read_architecture
 from megarl.config.errors import CheckpointError
 from megarl.weights.name_mapping import OUTPUT_LAYER, Cut, Head, Weight, weights_of
-from megarl.weights.shard_layout import ShardLayout, pieces, shard_view
+from megarl.weights.shard_layout import pieces, shard_view, whole_layout
 from megarl.weights.tensors import Rectangle, range_rectangles
 
 _NUM_THREADS = 4
 _PREFIXES = ("", "model.", "module.")
-# Megatron names the two norms of a layer as Transformer Engine does, which holds them in the linear layer that follows.
+# Megatron names the two norms of a dense layer as Transformer Engine does, which holds them in the linear layer that follows.
 _CANONICAL = {
     "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
     "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
 }
+_BEFORE_EXPERTS = "pre_mlp_layernorm.weight"  # with experts behind it that one is a layer of its own
 
 
-def canonical_key(weight: Weight) -> str:
-    """The key of the tensor that holds `weight` for all layers, stacked along a first dimension."""
+class StoredPlace(NamedTuple):
+    """Where the checkpoint has a weight: in the tensor `key`, at `leading` of its first dimensions, whose sizes are `sizes`.
+
+    Layers that are alike are stacked along a first dimension, and a layer's experts along the next.
+    """
+
+    key: str
+    leading: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+def stored_place(architecture: Architecture, weight: Weight) -> StoredPlace:
+    """As Megatron stores it: where some layers have experts and others not, each layer has tensors of its own."""
     if weight.layer is None:
-        return weight.megatron_name
-    return "decoder.layers." + canonical_rest(weight.megatron_name.removeprefix(f"decoder.layers.{weight.layer}."))
+        return StoredPlace(weight.megatron_name, (), ())
+    return _places(architecture, weight)[architecture.experts is not None and architecture.num_dense_layers > 0]
+
+
+def _places(architecture: Architecture, weight: Weight) -> tuple[StoredPlace, StoredPlace]:
+    """With stacked layers, and with layers of their own."""
+    assert weight.layer is not None
+    rest = weight.megatron_name.removeprefix(f"decoder.layers.{weight.layer}.")
+    if rest != _BEFORE_EXPERTS or weight.layer not in architecture.sparse_layers:
+        rest = canonical_rest(rest)
+    leading: tuple[int, ...] = ()
+    sizes: tuple[int, ...] = ()
+    if weight.expert is not None:
+        rest = rest.replace(f".local_experts.{weight.expert}.", ".experts.")
+        leading, sizes = (weight.expert,), (architecture.num_experts,)
+    stacked = StoredPlace(f"decoder.layers.{rest}", (weight.layer, *leading), (architecture.num_hidden_layers, *sizes))
+    return stacked, StoredPlace(f"decoder.layers.{weight.layer}.{rest}", leading, sizes)
 
 
 def canonical_rest(rest: str) -> str:
@@ -54,6 +82,8 @@ def open_distributed(folder: Path, companions: Path, trust_remote_code: bool = F
             + (f" x VPP {sizes.virtual_pipeline_parallel_size}" if sizes.virtual_pipeline_parallel_size else "")
             + (f" x CP {sizes.context_parallel_size}" if sizes.context_parallel_size > 1 else "")
             + f" x DP {sizes.data_parallel_size}"
+            + (f", EP {sizes.expert_parallel_size}" if sizes.expert_parallel_size > 1 else "")
+            + (f", ETP {sizes.expert_tensor_parallel_size}" if sizes.expert_tensor_parallel_size > 1 else "")
         )
     index = read_index(folder)
     model = {key: tensor for key, tensor in index.tensors.items() if "optimizer" not in key and not key.startswith("rng_state")}
@@ -65,10 +95,10 @@ def open_distributed(folder: Path, companions: Path, trust_remote_code: bool = F
     for weight in weights_of(architecture, head):
         if weight.is_copy:
             continue
-        key, layer = _find(folder, model, prefix, weight)
-        used.add(key)
-        tensor = model[key]
-        for name, piece in _stored_pieces(index, architecture, key, tensor, weight, layer):
+        place = _find(folder, architecture, model, prefix, weight)
+        used.add(place.key)
+        tensor = model[place.key]
+        for name, piece in _stored_pieces(index, architecture, place, tensor, weight):
             found.setdefault(name, []).append(piece)
             dtypes[name] = tensor.dtype
     if extra := model.keys() - used:
@@ -96,68 +126,61 @@ def _check_unlisted(index: TorchDistIndex, keys: Iterable[str]) -> None:
         list(threads.map(lambda each: check_chunk(index, *each), chunks))
 
 
-def _find(folder: Path, model: dict[str, DistributedTensor], prefix: str, weight: Weight) -> tuple[str, int | None]:
-    """(key, place along its first dimension). Layers are stacked, or have tensors of their own."""
-    stacked = prefix + canonical_key(weight)
-    if stacked in model:
-        return stacked, weight.layer
-    rest = weight.megatron_name.removeprefix(f"decoder.layers.{weight.layer}.")
-    for name in (weight.megatron_name, f"decoder.layers.{weight.layer}.{canonical_rest(rest)}"):
-        if prefix + name in model:
-            return prefix + name, None
-    raise CheckpointError(f"{folder}: {stacked} is missing; config.json says {weight.tensors[0].name} {weight.tensors[0].shape}")
+def _find(folder: Path, architecture: Architecture, model: dict[str, DistributedTensor], prefix: str, weight: Weight) -> StoredPlace:
+    """Layers are stacked, or have tensors of their own, whose norms may be named as without Transformer Engine."""
+    candidates = [stored_place(architecture, weight)]
+    if weight.layer is not None:
+        stacked, own = _places(architecture, weight)
+        candidates += [stacked, own]
+        if weight.expert is None:
+            candidates.append(StoredPlace(weight.megatron_name, (), ()))
+        if weight.megatron_name.endswith(_BEFORE_EXPERTS):  # Megatron's local layers name it as if there were no experts
+            dense = _CANONICAL[_BEFORE_EXPERTS]
+            candidates += [place._replace(key=place.key.replace(_BEFORE_EXPERTS, dense)) for place in (stacked, own)]
+    for place in candidates:
+        if prefix + place.key in model:
+            return place._replace(key=prefix + place.key)
+    raise CheckpointError(
+        f"{folder}: {prefix}{candidates[0].key} is missing; config.json says {weight.tensors[0].name} {weight.tensors[0].shape}"
+    )
 
 
 def _stored_pieces(
-    index: TorchDistIndex, architecture: Architecture, key: str, tensor: DistributedTensor, weight: Weight, layer: int | None
+    index: TorchDistIndex, architecture: Architecture, place: StoredPlace, tensor: DistributedTensor, weight: Weight
 ) -> Iterator[tuple[str, StoredPiece]]:
-    shape = tensor.shape if layer is None else tensor.shape[1:]
-    view = _check_shape(index, architecture, key, tensor, weight, layer)
-    whole = _whole_layout(architecture, shape[0] if weight.cut is Cut.vocabulary else architecture.vocab_size)
-    parts = pieces(weight, whole)
+    num_leading = len(place.leading)
+    shape = tensor.shape[num_leading:]
+    view = _check_shape(index, architecture, place, tensor, weight)
+    parts = pieces(weight, whole_layout(architecture, shape[0] if weight.cut is Cut.vocabulary else None))
+    one = Rectangle(place.leading, tuple(number + 1 for number in place.leading))
     for chunk in tensor.chunks:
         box = chunk.rectangle
-        if layer is not None:
-            if not box.starts[0] <= layer < box.stops[0]:
+        if num_leading:
+            if Rectangle(box.starts[:num_leading], box.stops[:num_leading]).intersect(one) is None:
                 continue
-            box = Rectangle(box.starts[1:], box.stops[1:])
+            box = Rectangle(box.starts[num_leading:], box.stops[num_leading:])
         first_row = 0
         for region in view_regions(view, shape, box):
             num_rows = prod(region.shape[: len(view) - len(shape) + 1])
             for part in parts:
                 if (common := region.intersect(part.shard)) is None:
                     continue
-                place = common.relative_to(part.shard.starts, part.hf.starts)
-                opened = partial(_open, index, key, chunk, layer, (first_row, first_row + num_rows), region, common)
-                yield part.hf_name, StoredPiece(place=place, open=opened)
+                found = common.relative_to(part.shard.starts, part.hf.starts)
+                opened = partial(_open, index, place, chunk, (first_row, first_row + num_rows), region, common)
+                yield part.hf_name, StoredPiece(place=found, open=opened)
             first_row += num_rows
 
 
-def _whole_layout(architecture: Architecture, padded_vocab_size: int) -> ShardLayout:
-    """Of a rank that holds the model uncut: what the checkpoint's tensors are."""
-    return ShardLayout(
-        tensor_parallel_size=1,
-        tensor_parallel_rank=0,
-        layers=tuple(range(architecture.num_hidden_layers)),
-        holds_embedding=True,
-        holds_output=True,
-        padded_vocab_size=padded_vocab_size,
-    )
-
-
 def _check_shape(
-    index: TorchDistIndex, architecture: Architecture, key: str, tensor: DistributedTensor, weight: Weight, layer: int | None
+    index: TorchDistIndex, architecture: Architecture, place: StoredPlace, tensor: DistributedTensor, weight: Weight
 ) -> tuple[int, ...]:
     """The view in which the weight's pieces are rectangles."""
-    is_vocabulary = weight.cut is Cut.vocabulary
-    rows = tensor.shape[0] if is_vocabulary and tensor.shape[0] >= architecture.vocab_size else architecture.vocab_size
-    view = shard_view(weight, _whole_layout(architecture, rows))
-    num_leading = len(view) - len(weight.tensors[0].shape) + 1
-    expected = (prod(view[:num_leading]), *view[num_leading:])
-    if layer is not None:
-        expected = (architecture.num_hidden_layers, *expected)
+    has_more_rows = weight.cut is Cut.vocabulary and tensor.shape[0] >= architecture.vocab_size
+    view = shard_view(weight, whole_layout(architecture, tensor.shape[0] if has_more_rows else None))
+    num_split = len(view) - len(weight.tensors[0].shape) + 1
+    expected = (*place.sizes, prod(view[:num_split]), *view[num_split:])
     if tensor.shape != expected:
-        raise CheckpointError(f"{index.folder}: {key} has shape {tensor.shape}, config.json makes it {expected}")
+        raise CheckpointError(f"{index.folder}: {place.key} has shape {tensor.shape}, config.json makes it {expected}")
     return view
 
 
@@ -169,9 +192,9 @@ def view_regions(view: tuple[int, ...], shape: tuple[int, ...], box: Rectangle) 
 
 
 def _open(
-    index: TorchDistIndex, key: str, chunk: StoredChunk, layer: int | None, rows: tuple[int, int], region: Rectangle, common: Rectangle
+    index: TorchDistIndex, place: StoredPlace, chunk: StoredChunk, rows: tuple[int, int], region: Rectangle, common: Rectangle
 ) -> torch.Tensor:
-    stored = read_chunk(index, key, chunk)
-    if layer is not None:
-        stored = stored[layer - chunk.offsets[0]]
+    stored = read_chunk(index, place.key, chunk)
+    for number, first in zip(place.leading, chunk.offsets, strict=False):
+        stored = stored[number - first]
     return stored[rows[0] : rows[1]].reshape(region.shape)[common.relative_to(region.starts).slices]

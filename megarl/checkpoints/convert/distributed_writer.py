@@ -8,15 +8,16 @@ which has to be in memory.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
 from pathlib import Path
 
 import torch
 
-from megarl.checkpoints.convert.distributed import canonical_key
+from megarl.checkpoints.convert.distributed import stored_place
 from megarl.checkpoints.convert.source import ModelSource
 from megarl.checkpoints.convert.streaming import Progress, Room, Workers, Written, bytes_of, new_folder, no_progress
 from megarl.checkpoints.role_folder import (
@@ -33,7 +34,7 @@ from megarl.checkpoints.torch_dist_writer import ItemToWrite, WrittenItem, write
 from megarl.config.architecture import Architecture
 from megarl.config.derive import padded_vocab_size
 from megarl.weights.hf_folder import copy_companions
-from megarl.weights.name_mapping import Cut, Head, Place, Weight
+from megarl.weights.name_mapping import Cut, Head, Weight
 from megarl.weights.shard_layout import (
     ShardLayout,
     check_coverage,
@@ -49,7 +50,7 @@ from megarl.weights.tensors import Rectangle, contiguous_blocks
 COMMON = {"checkpoint_version": 3.0, "content_metadata": {"singleton_local_shards": False}}
 MAX_ITEM_BYTES = 16 * 2**20
 _FILE_BYTES = 2**30  # a rank's items fill several files, so that several threads can write them
-_LAYERS_WITH_STATE = ("self_attention.linear_proj", "self_attention.linear_qkv", "mlp.linear_fc1", "mlp.linear_fc2")
+_HAS_STATE = re.compile(r"(.*\.linear_\w+)\.weight")  # the weight of a layer of which Megatron keeps something beside its tensors
 
 
 def write_distributed(
@@ -66,6 +67,8 @@ def write_distributed(
     or the disk does not take it.
     """
     dtype = dtype or source.single_dtype
+    if source.architecture.experts:
+        layout = replace(layout, expert_tensor_parallel_size=layout.tensor_parallel_size)
     files = plan_distributed(source.architecture, source.head, layout, dtype, max_item_bytes)
     total = sum(prod(item.chunk) for file in files for item in file.items) * dtype.itemsize
     description = Description(head=source.head, dtype=str(dtype).removeprefix("torch."), layout=layout)
@@ -169,7 +172,7 @@ def plan_distributed(
     check_coverage(architecture, [rank_pieces(architecture, rank, head) for rank in ranks], head)
     files: list[PlannedFile] = []
     for number, rank in enumerate(ranks):
-        objects = _objects(architecture, rank)
+        objects = _objects(architecture, head, rank)
         for part, items in enumerate(_fill_files(list(_items(architecture, head, rank, max_item_bytes // dtype.itemsize)), dtype)):
             files.append(PlannedFile(name=f"__{number}_{part}.distcp", items=tuple(items), objects=() if part else objects))
     return tuple(files)
@@ -187,11 +190,16 @@ def _fill_files(items: list[PlannedItem], dtype: torch.dtype) -> list[list[Plann
     return files
 
 
-def _objects(architecture: Architecture, layout: ShardLayout) -> tuple[str, ...]:
+def _objects(architecture: Architecture, head: Head, layout: ShardLayout) -> tuple[str, ...]:
     if layout.tensor_parallel_rank > 0:
         return ()
-    num_layers = architecture.num_hidden_layers
-    return tuple(f"decoder.layers.{name}._extra_state/shard_{layer}_{num_layers}" for layer in layout.layers for name in _LAYERS_WITH_STATE)
+    objects = []
+    for weight in held_weights(architecture, layout, head):
+        key, numbers, sizes = stored_place(architecture, weight)
+        if match := _HAS_STATE.fullmatch(key):
+            place, shape = (".".join(map(str, each)) for each in (numbers or (0,), sizes or (1,)))
+            objects.append(f"{match[1]}._extra_state/shard_{place}_{shape}")
+    return tuple(objects)
 
 
 def _items(architecture: Architecture, head: Head, layout: ShardLayout, max_volume: int) -> Iterator[PlannedItem]:
@@ -200,7 +208,8 @@ def _items(architecture: Architecture, head: Head, layout: ShardLayout, max_volu
             continue
         for box in _boxes(weight, layout, max_volume):
             shape, offsets, chunk = _place(architecture, weight, layout, box)
-            yield PlannedItem(key=canonical_key(weight), shape=shape, offsets=offsets, chunk=chunk, weight=weight, layout=layout, box=box)
+            key, _, _ = stored_place(architecture, weight)
+            yield PlannedItem(key=key, shape=shape, offsets=offsets, chunk=chunk, weight=weight, layout=layout, box=box)
 
 
 def _boxes(weight: Weight, layout: ShardLayout, max_volume: int) -> Iterator[Rectangle]:
@@ -221,7 +230,7 @@ def _place(
     architecture: Architecture, weight: Weight, layout: ShardLayout, box: Rectangle
 ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
     """(shape of the whole tensor, place of the box's first element in it, shape of the chunk that the box is)."""
-    size, rank = layout.tensor_parallel_size, layout.tensor_parallel_rank
+    size, rank = layout.cut_of(weight)
     view = shard_view(weight, layout)
     num_trailing = len(weight.tensors[0].shape) - 1
     num_leading = len(view) - num_trailing
@@ -235,10 +244,8 @@ def _place(
     elif weight.cut is not Cut.replicated:
         shape[0], offsets[0] = size * num_rows, rank * num_rows + first_row
     chunk = [prod(box.shape[:num_leading]), *trailing]
-    if weight.place is Place.layer:
-        assert weight.layer is not None
-        shape, offsets, chunk = [architecture.num_hidden_layers, *shape], [weight.layer, *offsets], [1, *chunk]
-    return tuple(shape), tuple(offsets), tuple(chunk)
+    _, numbers, sizes = stored_place(architecture, weight)
+    return (*sizes, *shape), (*numbers, *offsets), (*(1 for _ in numbers), *chunk)
 
 
 def _row(leading: tuple[int, ...], index: tuple[int, ...]) -> int:

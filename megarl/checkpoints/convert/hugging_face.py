@@ -28,7 +28,7 @@ from megarl.weights.manifest import (
 )
 from megarl.weights.name_mapping import VALUE_BIAS_TENSOR, VALUE_HEAD_TENSOR, Head, weights_of
 from megarl.weights.safetensors_file import SafetensorsFile
-from megarl.weights.shard_layout import ShardLayout
+from megarl.weights.shard_layout import whole_layout
 from megarl.weights.tensors import ChunkMeta, Rectangle, TensorMeta, contiguous_blocks
 
 _JOB_BYTES = 64 * 2**20  # of a tensor, written by one thread
@@ -93,15 +93,7 @@ def write_hugging_face(
     Raises CheckpointError, and leaves nothing behind, where the source is damaged or the disk does not take it.
     """
     dtype = dtype or source.single_dtype
-    whole = ShardLayout(
-        tensor_parallel_size=1,
-        tensor_parallel_rank=0,
-        layers=tuple(range(source.architecture.num_hidden_layers)),
-        holds_embedding=True,
-        holds_output=True,
-        padded_vocab_size=source.architecture.vocab_size,
-    )
-    files = plan_files(source.architecture, [whole], dtype, source.head, max_shard_bytes)
+    files = plan_files(source.architecture, [whole_layout(source.architecture)], dtype, source.head, max_shard_bytes)
     total = sum(prod(meta.shape) * dtype.itemsize for file in files for meta in file.manifest.values())
     with new_folder(folder, total) as unfinished:
         copy_companions(source.companions, unfinished, dtype, source.head)

@@ -71,6 +71,8 @@ class ParallelConfig:
     context_parallel_size: int = ranged(1, at_least=1, at_most=1024)  # ranks that share the tokens of each row, for long rows
     data_parallel_size: int = ranged(1, at_least=1, at_most=10000)  # replicas, each with a share of the batch
     sequence_parallel: bool = False  # between matrices, tensor-parallel ranks share the tokens: less memory
+    expert_parallel_size: int = ranged(1, at_least=1, at_most=1024)  # ranks of a stage that share the experts, whatever replica they are in
+    expert_tensor_parallel_size: int = ranged(1, at_least=1, at_most=1024)  # ranks that share each expert's matrices
 
     @property
     def world_size(self) -> int:
@@ -102,6 +104,11 @@ class ParallelConfig:
         rest, context = divmod(rest, self.context_parallel_size)
         stage, replica = divmod(rest, self.data_parallel_size)
         return RankCoordinate(tp=tensor, cp=context, dp=replica, pp=stage)
+
+    @property
+    def expert_data_parallel_size(self) -> int:
+        """Copies of each expert."""
+        return self.stage_size // (self.expert_parallel_size * self.expert_tensor_parallel_size)
 
 
 @dataclass(frozen=True, kw_only=True)

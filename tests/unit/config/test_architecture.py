@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
+from transformers import LlamaConfig, MixtralConfig, PretrainedConfig, Qwen2Config, Qwen2MoeConfig, Qwen3Config, Qwen3MoeConfig
 
-from megarl.config.architecture import Architecture, RopeScaling, read_architecture
+from megarl.config.architecture import Architecture, Experts, RopeScaling, read_architecture
+from megarl.config.derive import num_active_parameters, num_parameters
 from megarl.config.errors import ConfigError
 
 SIZES = {
@@ -82,6 +84,44 @@ LLAMA31_V4 = {
     "use_cache": True,
     "vocab_size": 128256,
 }
+# As published: Qwen/Qwen3-30B-A3B.
+QWEN3_MOE_V4 = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 151643,
+    "decoder_sparse_step": 1,
+    "eos_token_id": 151645,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "initializer_range": 0.02,
+    "intermediate_size": 6144,
+    "max_position_embeddings": 40960,
+    "max_window_layers": 48,
+    "mlp_only_layers": [],
+    "model_type": "qwen3_moe",
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "num_attention_heads": 32,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 4,
+    "output_router_logits": False,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 1000000.0,
+    "router_aux_loss_coef": 0.001,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.51.0",
+    "use_cache": True,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+EXPERT_SIZES = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 
 
 def saved(folder: Path, config: PretrainedConfig) -> str:
@@ -128,6 +168,38 @@ def test_llama_with_llama3_rope_written_by_transformers(tmp_path: Path) -> None:
     assert (architecture.qkv_bias, architecture.qk_norm, architecture.tie_word_embeddings) == (False, False, False)
 
 
+def test_families_with_experts_written_by_transformers(tmp_path: Path) -> None:
+    """Layers that are dense are told by their numbers, and by the step between those that are not."""
+    qwen3 = read_architecture(saved(tmp_path, Qwen3MoeConfig(**SIZES, **EXPERT_SIZES, norm_topk_prob=True, mlp_only_layers=[1])))
+    assert qwen3.experts == Experts(
+        num_experts=6,
+        num_experts_per_tok=2,
+        intermediate_size=24,
+        shared_intermediate_size=0,
+        norm_topk_prob=True,
+        layers=(0, 2),
+    )
+    assert (qwen3.head_dim, qwen3.qk_norm, qwen3.qkv_bias, qwen3.num_dense_layers) == (12, True, False, 1)
+    qwen2 = read_architecture(
+        saved(tmp_path, Qwen2MoeConfig(**SIZES, **EXPERT_SIZES, shared_expert_intermediate_size=40, decoder_sparse_step=2))
+    )
+    assert qwen2.experts == dataclasses.replace(qwen3.experts, shared_intermediate_size=40, norm_topk_prob=False, layers=(1,))
+    assert (qwen2.qkv_bias, qwen2.intermediate_size) == (True, 80)
+    mixtral = read_architecture(saved(tmp_path, MixtralConfig(**SIZES, num_local_experts=6)))
+    assert mixtral.experts == dataclasses.replace(qwen3.experts, intermediate_size=80, layers=(0, 1, 2))
+    assert mixtral.rope_theta == MixtralConfig().rope_parameters["rope_theta"]
+
+
+def test_experts_by_their_published_and_their_newer_name(tmp_path: Path) -> None:
+    """Qwen3-30B-A3B, whose makers count 30.5 billion parameters, 3.3 of them active."""
+    published = read_architecture(written(tmp_path, QWEN3_MOE_V4))
+    newer = {name: value for name, value in QWEN3_MOE_V4.items() if name not in ("num_experts", "intermediate_size")}
+    renamed = read_architecture(written(tmp_path, newer | {"num_local_experts": 128}))
+    assert dataclasses.replace(renamed, intermediate_size=published.intermediate_size) == published
+    assert num_parameters(published) // 10**8 == 305
+    assert num_active_parameters(published) // 10**8 == 33
+
+
 @pytest.mark.parametrize("fields", [QWEN25_V4, LLAMA31_V4], ids=["qwen2.5", "llama3.1"])
 def test_v4_files_mean_what_transformers_reads_from_them(tmp_path: Path, fields: dict[str, Any]) -> None:
     architecture = read_architecture(written(tmp_path, fields))
@@ -169,13 +241,21 @@ def test_first_llama_files_leave_out_heads_and_rope(tmp_path: Path) -> None:
         (LLAMA31_V4, {"rope_parameters": {"rope_type": "default"}}, "both given and differ"),
         (LLAMA31_V4, {"architectures": ["MistralForCausalLM"]}, "'MistralForCausalLM'"),
         (LLAMA31_V4, {"auto_map": {"AutoModel": "model.Mine"}}, "'auto_map'"),
-        (LLAMA31_V4, {"model_type": "mamba"}, "'model_type' is 'mamba'; the supported families are llama, qwen2, qwen3"),
+        (LLAMA31_V4, {"model_type": "mamba"}, "'model_type' is 'mamba'; the supported families are llama, qwen2, qwen3, mixtral"),
         (LLAMA31_V4, {"num_key_value_heads": 5}, "'num_attention_heads' 32 is not a multiple of 'num_key_value_heads' 5"),
         (LLAMA31_V4, {"num_attention_heads": 24, "num_key_value_heads": 8}, "'hidden_size' 4096 is not a multiple"),
         (LLAMA31_V4, {"head_dim": 33}, "'head_dim' is 33"),
         (LLAMA31_V4, {"vocab_size": None}, "'vocab_size' is missing"),
         (LLAMA31_V4, {"vocab_size": "many"}, "'vocab_size' is 'many'"),
         (LLAMA31_V4, {"tie_word_embeddings": "no"}, "'tie_word_embeddings' is 'no'"),
+        (LLAMA31_V4, {"num_experts": 8}, "'num_experts' is 8"),
+        (QWEN3_MOE_V4, {"num_local_experts": 64}, "'num_experts' 128 and 'num_local_experts' 64 differ"),
+        (QWEN3_MOE_V4, {"num_experts_per_tok": 129}, "'num_experts_per_tok' 129 is more than 'num_experts' 128"),
+        (QWEN3_MOE_V4, {"num_experts_per_tok": 1}, "the router would have no gradient"),
+        (QWEN3_MOE_V4, {"num_experts": None}, "'num_experts' is missing"),
+        (QWEN3_MOE_V4, {"mlp_only_layers": "all"}, "'mlp_only_layers' is 'all'"),
+        (QWEN3_MOE_V4, {"decoder_sparse_step": 49}, "leave no layer with experts"),
+        (QWEN3_MOE_V4, {"use_sliding_window": True, "sliding_window": 9}, "'use_sliding_window' is true"),
     ],
 )
 def test_a_field_that_changes_the_maths_is_refused_by_name(tmp_path: Path, base: dict[str, Any], change: dict[str, Any], said: str) -> None:

@@ -10,12 +10,18 @@ import torch
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     PretrainedConfig,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 from megarl.config.architecture import read_architecture
@@ -36,6 +42,8 @@ from megarl.config.schema import (
 from megarl.config.validate import read_architectures
 from megarl.data.packing import plan_micro_batches
 from tests.unit.config.folders import ppo_values, sft_values, write_yaml
+
+EXPERT_SIZES = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 
 
 def arithmetic(folder: Path, *overrides: str) -> RunArithmetic:
@@ -98,12 +106,16 @@ def test_sft_by_hand(tmp_path: Path) -> None:
         (Qwen2Config(tie_word_embeddings=True), Qwen2ForCausalLM),
         (Qwen3Config(head_dim=16), Qwen3ForCausalLM),
         (LlamaConfig(), LlamaForCausalLM),
+        (MixtralConfig(num_local_experts=4), MixtralForCausalLM),
+        (Qwen2MoeConfig(**EXPERT_SIZES, shared_expert_intermediate_size=40, mlp_only_layers=[1]), Qwen2MoeForCausalLM),
+        (Qwen3MoeConfig(**EXPERT_SIZES, norm_topk_prob=True, tie_word_embeddings=True), Qwen3MoeForCausalLM),
     ],
-    ids=["qwen2-tied", "qwen3", "llama"],
+    ids=["qwen2-tied", "qwen3", "llama", "mixtral", "qwen2-moe", "qwen3-moe"],
 )
 def test_parameters_are_those_of_transformers(tmp_path: Path, config: PretrainedConfig, model: type[PreTrainedModel]) -> None:
+    head_dim = {} if config.model_type == "qwen2_moe" else {"head_dim": 16}
     sizes = {"hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
-    config = type(config)(**{**config.to_diff_dict(), **sizes, "vocab_size": 199, "layer_types": None, "head_dim": 16})
+    config = type(config)(**{**config.to_diff_dict(), **sizes, "vocab_size": 199, "layer_types": None, **head_dim})
     config.save_pretrained(tmp_path)
     architecture = read_architecture(str(tmp_path))
     with torch.device("meta"):

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoModelForCausalLM, Qwen2Config
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from megarl.config.architecture import read_architecture
 from megarl.config.flops import peak_tflops, training_flops
@@ -16,12 +17,25 @@ from tests.unit.config.folders import model_folder
 LAYERS, WIDTH, HEADS, VOCABULARY = 4, 48, 4, 101  # of the tests' model; its heads are 12 wide, two of them of keys and values
 
 
-@pytest.mark.parametrize("prompt", [1, 5])
-def test_it_is_what_a_model_of_hugging_face_does(prompt: int, tmp_path: Path) -> None:
+EXPERTS = {
+    "model_type": "qwen2_moe",
+    "architectures": ["Qwen2MoeForCausalLM"],
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 20,
+    "shared_expert_intermediate_size": 36,
+    "mlp_only_layers": [1],
+}
+
+
+@pytest.mark.parametrize(("prompt", "changes"), [(1, {}), (5, EXPERTS)], ids=["dense", "experts"])
+def test_it_is_what_a_model_of_hugging_face_does(prompt: int, changes: dict[str, Any], tmp_path: Path) -> None:
     """Its own attention makes all pairs of a row, and its output layer all places: both are put in their places here."""
-    folder, response = model_folder(tmp_path / "model"), 8
+    folder, response = model_folder(tmp_path / "model", **changes), 8
     length = prompt + response
-    model = AutoModelForCausalLM.from_config(Qwen2Config.from_pretrained(folder), attn_implementation="eager")
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.from_pretrained(folder), attn_implementation="eager", experts_implementation="eager"
+    )
     counter = FlopCounterMode(display=False)
     with counter:
         model(input_ids=torch.arange(length)[None]).logits.sum().backward()

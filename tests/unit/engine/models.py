@@ -9,7 +9,20 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModel, AutoModelForCausalLM, LlamaConfig, PretrainedConfig, PreTrainedModel, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MixtralConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2MoeConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
+
+from tests.unit.weights.models import as_stored
 
 VOCAB_SIZE = 199  # odd, so that every tensor-parallel size pads it
 _SHAPE: dict[str, Any] = {
@@ -36,18 +49,29 @@ FAMILIES: dict[str, PretrainedConfig] = {
     "llama2": LlamaConfig(tie_word_embeddings=False, **_SHAPE),
     "llama3-tied": LlamaConfig(tie_word_embeddings=True, rope_parameters=_LLAMA_31_ROPE, **_SHAPE),
 }
+_EXPERTS: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+EXPERT_FAMILIES: dict[str, PretrainedConfig] = {
+    "qwen3-moe": Qwen3MoeConfig(**_SHAPE, **_EXPERTS, norm_topk_prob=True, head_dim=32),
+    "qwen2-moe": Qwen2MoeConfig(**_SHAPE, **_EXPERTS, shared_expert_intermediate_size=48, mlp_only_layers=[1]),
+    "mixtral": MixtralConfig(**_SHAPE, num_local_experts=8),
+}
+IDLE_EXPERT = 3
 
 
 def save_model(family: str, folder: Path, seed: int = 0) -> None:
-    """Norms and biases are far from one and zero, and weights large enough for log-probs to differ by several nats."""
+    """Norms and biases are far from one and zero, and weights large enough for log-probs to differ by several nats. One expert's row of
+    each router is the mean of the others, which is hardly ever among the largest."""
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(FAMILIES[family], dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config({**FAMILIES, **EXPERT_FAMILIES}[family], dtype=torch.float32)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name:
                 parameter.add_(torch.randn_like(parameter) * 0.2)
             elif name.endswith("bias"):
                 parameter.normal_(std=0.1)
+            elif name.endswith("mlp.gate.weight"):
+                parameter.normal_(std=0.3)
+                parameter[IDLE_EXPERT] = parameter[[row for row in range(len(parameter)) if row != IDLE_EXPERT]].mean(0)
             else:
                 parameter.mul_(3.0)
     model.save_pretrained(folder)
@@ -99,6 +123,12 @@ def load_critic(folder: Path) -> Critic:
     trunk = AutoModel.from_pretrained(folder, dtype=torch.float32)
     head = load_file(folder / "model.safetensors").get("score.weight")
     return Critic(trunk, torch.zeros(1, trunk.config.hidden_size) if head is None else head)
+
+
+def gradients_of(model: torch.nn.Module) -> dict[str, Tensor]:
+    """By the names in a folder."""
+    trunk = model if isinstance(model, PreTrainedModel) else model.model
+    return as_stored({key: parameter.grad for key, parameter in model.named_parameters()}, trunk.config.model_type)  # type: ignore[union-attr]
 
 
 def make_batch(num_rows: int = 7, prompt_length: int = 6, response_length: int = 9, seed: int = 1) -> dict[str, Tensor]:

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from megarl.engine.engine import MegatronEngine
     from megarl.engine.groups import ParallelGroups
 
-_TP, _PP, _VPP, _DP, _CP = (
-    {f"{name}_parallel_size": 2} for name in ("tensor", "pipeline", "virtual_pipeline", "data", "context")
+_TP, _PP, _VPP, _DP, _CP, _EP, _ETP = (
+    {f"{name}_parallel_size": 2} for name in ("tensor", "pipeline", "virtual_pipeline", "data", "context", "expert", "expert_tensor")
 )  # each is 1 (or None) where it is left out
 LAYOUTS: dict[str, ParallelConfig] = {
     "TP1": ParallelConfig(),
@@ -48,6 +48,15 @@ CONTEXT_LAYOUTS: dict[str, ParallelConfig] = {
     "CP2xPP2xVPP2": ParallelConfig(**_CP, **_PP, **_VPP),
 }
 ALL_LAYOUTS = {**LAYOUTS, **MIXED_LAYOUTS, **CONTEXT_LAYOUTS}
+# Of models with experts; those of the first two are of every family.
+EXPERT_LAYOUTS: dict[str, ParallelConfig] = {
+    "DP2xEP2": ParallelConfig(**_DP, **_EP),
+    "TP2+SPxEP2": ParallelConfig(**_TP, **_EP, sequence_parallel=True),
+    "TP2+SPxETP2": ParallelConfig(**_TP, **_ETP, sequence_parallel=True),
+    "PP2": ParallelConfig(**_PP),
+    "PP2xDP2xEP2": ParallelConfig(**_PP, **_DP, **_EP),
+    "TP2+SPxDP2xEP2xETP2": ParallelConfig(**_TP, **_DP, **_EP, **_ETP, sequence_parallel=True),
+}
 
 Tensors = dict[str, Tensor]
 
@@ -117,16 +126,16 @@ def hf_weights(engine: MegatronEngine) -> Tensors:
 def hf_gradients(engine: MegatronEngine) -> Tensors:
     """Each data-parallel rank holds its own slice of the reduced gradient: the slices are joined first."""
     for chunk in engine._chunks:
-        for buffer in chunk.buffers + chunk.expert_parallel_buffers:
-            for bucket in buffer.buckets:
-                group = engine.groups.data_context
+        for buffers, group in ((chunk.buffers, engine.groups.data_context), (chunk.expert_parallel_buffers, engine.groups.expert_data)):
+            for bucket in (bucket for buffer in buffers for bucket in buffer.buckets):
                 slices = list(bucket.grad_data.chunk(group.size()))
                 dist.all_gather(slices, slices[group.rank()].clone(), group=group)
     return _hf_tensors(engine, engine.gradients())
 
 
 def _hf_tensors(engine: MegatronEngine, named: Tensors) -> Tensors:
-    """This stage's Hugging Face tensors on tensor-parallel rank 0, float32; nothing elsewhere (all ranks must ask)."""
+    """This stage's Hugging Face tensors on tensor-parallel rank 0, float32; all stages' experts on the first rank of all; nothing
+    elsewhere (all ranks must ask)."""
     from megarl.weights.manifest import manifest_of
     from megarl.weights.plan import Part
     from megarl.weights.shards import Shards, held_boxes
@@ -140,14 +149,18 @@ def _hf_tensors(engine: MegatronEngine, named: Tensors) -> Tensors:
         if not (name == EMBEDDING_TENSOR and not layout.holds_embedding)  # the tied copy of another stage
         for box in boxes
     }
+    experts = {place: own.pop(place) for place in list(own) if ".experts." in place[0]}
     gathered: list[Any] = [None] * spec.parallel.tensor_parallel_size
     dist.all_gather_object(gathered, own, group=engine.groups.tensor)
-    if layout.tensor_parallel_rank != 0:
-        return {}
+    gathered_experts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered_experts, experts)
+    parts = [*(gathered if layout.tensor_parallel_rank == 0 else ()), *(gathered_experts if dist.get_rank() == 0 else ())]
     tensors: Tensors = {}
-    for (name, box), elements in (item for part in gathered for item in part.items()):
+    for (name, box), elements in (item for part in parts for item in part.items()):
         whole = tensors.setdefault(name, torch.full(manifest_of(spec.architecture, torch.float32, spec.head)[name].shape, torch.nan))
-        whole[box.slices] = elements.view(box.shape)
+        copy = whole[box.slices]
+        assert copy.isnan().all() or torch.equal(copy, elements.view(box.shape)), f"copies of {name} differ"
+        copy.copy_(elements.view(box.shape))
     return tensors
 
 

@@ -14,7 +14,10 @@ from megarl.config.schema import OptimConfig, ParallelConfig
 from tests.ranks import RankPool
 from tests.unit.engine.comparison import assert_same, max_difference
 from tests.unit.engine.models import (
+    EXPERT_FAMILIES,
     FAMILIES,
+    IDLE_EXPERT,
+    gradients_of,
     load_critic,
     load_lm,
     make_batch,
@@ -28,6 +31,7 @@ from tests.unit.engine.models import (
 from tests.unit.engine.rank_side import (
     ALL_LAYOUTS,
     CONTEXT_LAYOUTS,
+    EXPERT_LAYOUTS,
     LAYOUTS,
     MIXED_LAYOUTS,
     Tensors,
@@ -135,7 +139,7 @@ def run_reference(folders: dict[str, str], batch: Tensors) -> dict[str, Compared
             logits = reference_logits(model, batch)
             outputs = scores_of(logits / case.spec.get("temperature", 1.0), batch)
         sum((outputs[key] * batch[f"weight/{key}"]).sum() for key in case.keys).backward()
-        gradients = {key: parameter.grad for key, parameter in model.named_parameters()}
+        gradients = gradients_of(model)
         norm = torch.stack([gradient.norm() for gradient in gradients.values()]).norm()
         if name == "policy":
             outputs["logits"] = logits
@@ -167,6 +171,25 @@ def test_engine_gives_what_hugging_face_gives(reference: Reference, layout: str,
 @pytest.mark.parametrize("layout", [*MIXED_LAYOUTS, *CONTEXT_LAYOUTS])
 def test_replicas_of_a_cut_model_and_ranks_that_share_rows(reference: Reference, layout: str, rank_pool: RankPool) -> None:
     compare(reference, ALL_LAYOUTS[layout], rank_pool)
+
+
+@pytest.mark.parametrize(
+    ("reference", "layout"),
+    [("qwen3-moe", layout) for layout in EXPERT_LAYOUTS]
+    + [(family, layout) for family in ("qwen2-moe", "mixtral") for layout in list(EXPERT_LAYOUTS)[:2]],
+    indirect=["reference"],
+)
+def test_experts(reference: Reference, layout: str, rank_pool: RankPool) -> None:
+    compare(reference, EXPERT_LAYOUTS[layout], rank_pool)
+
+
+@pytest.mark.parametrize("reference", EXPERT_FAMILIES, indirect=True)
+def test_one_expert_has_no_tokens(reference: Reference) -> None:
+    """And the others have."""
+    gradients = reference.results["policy"].gradients
+    idle = {name: float(value.norm()) == 0 for name, value in gradients.items() if ".experts." in name}
+    assert any(idle.values())
+    assert all(f".experts.{IDLE_EXPERT}." in name for name, is_idle in idle.items() if is_idle)
 
 
 def compare(reference: Reference, parallel: ParallelConfig, rank_pool: RankPool) -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from math import prod
 
-import pytest
-
 from megarl.config.architecture import Architecture
 from megarl.config.derive import num_parameters
 from megarl.config.schema import (
@@ -23,12 +21,11 @@ from megarl.config.schema import (
     Transport,
 )
 from megarl.placement.plan import plan_placement
-from megarl.roles.weight_forecast import WeightForecast, engine_boxes, forecast_weights, rank_layouts
+from megarl.roles.weight_forecast import WeightForecast, engine_boxes, forecast_weights
 from megarl.weights.name_mapping import weights_of
 from megarl.weights.plan import Boxes, numel_of
 from megarl.weights.shard_layout import layouts_of
 from megarl.weights.shards import boxes_by_rank
-from megarl.workers.megatron import megatron_mesh
 
 HIDDEN, FEED_FORWARD, HEADS, HEAD_DIM, VOCABULARY, LAYERS = 32, 64, 4, 8, 128, 4
 QWEN = Architecture(
@@ -96,7 +93,7 @@ def test_engines_beside_stages_get_the_other_stages_from_other_devices() -> None
 
 
 def _held(parallel: ParallelConfig) -> list[Boxes]:
-    return list(boxes_by_rank(QWEN, rank_layouts(QWEN, parallel)))
+    return list(boxes_by_rank(QWEN, layouts_of(QWEN, parallel)))
 
 
 def test_several_ranks_of_an_engine_keep_their_part_and_all_norms() -> None:
@@ -124,19 +121,6 @@ def test_every_tensor_is_needed_whole_by_the_ranks_together() -> None:
     for size in (1, 2, 4):
         needed = {name: {box for boxes in engine_boxes(QWEN, size) for box in boxes[name]} for name in shapes}
         assert {name: sum(box.volume for box in boxes) for name, boxes in needed.items()} == {n: prod(s) for n, s in shapes.items()}
-
-
-@pytest.mark.parametrize(
-    "parallel",
-    [
-        ParallelConfig(tensor_parallel_size=2, data_parallel_size=2),
-        ParallelConfig(pipeline_parallel_size=2, data_parallel_size=3),
-        ParallelConfig(tensor_parallel_size=2, pipeline_parallel_size=2, virtual_pipeline_parallel_size=2, data_parallel_size=2),
-    ],
-)
-def test_ranks_are_counted_as_the_trainers_count_them(parallel: ParallelConfig) -> None:
-    of_replica, size = layouts_of(QWEN, parallel), parallel.tensor_parallel_size
-    assert rank_layouts(QWEN, parallel) == [of_replica[place.pp * size + place.tp] for place in megatron_mesh(parallel)]
 
 
 def test_messages_are_small_on_a_cpu_where_memory_is_shared() -> None:

@@ -20,7 +20,7 @@ from megarl.weights.manifest import manifest_of
 from megarl.weights.name_mapping import VALUE_HEAD_TENSOR, Head
 from megarl.weights.shards import Shards
 from megarl.weights.wire import Message, UnderWay, Wire
-from tests.unit.weights.models import HIDDEN, architecture_of, random_model, slow_shards
+from tests.unit.weights.models import HIDDEN, architecture_of, random_model, shards_of, stored_state
 from tests.unit.weights.transfers import Cut
 
 CPU = torch.device("cpu")
@@ -54,21 +54,13 @@ class Export(NamedTuple):
 
     def state(self) -> dict[str, torch.Tensor]:
         """What the folder is to hold."""
-        state = dict(random_model(self.family, tied=self.tied).state_dict())
+        state = stored_state(random_model(self.family, tied=self.tied))
         state[VALUE_HEAD_TENSOR] = torch.randn(1, HIDDEN, generator=torch.Generator().manual_seed(1))
         return {name: state[name].to(self.dtype) for name in manifest_of(self.architecture, self.dtype, self.head)}
 
     def shards(self, rank: int) -> Shards:
         layout = self.cut.layouts(self.architecture)[rank]
-        parameters = slow_shards(
-            random_model(self.family, tied=self.tied).state_dict(),
-            self.architecture,
-            tensor_parallel_size=layout.tensor_parallel_size,
-            rank=layout.tensor_parallel_rank,
-            layers=layout.layers,
-            holds_embedding=layout.holds_embedding,
-            holds_output=layout.holds_output,
-        )
+        parameters = shards_of(stored_state(random_model(self.family, tied=self.tied)), self.architecture, layout)
         if self.head == "value" and layout.holds_output:
             parameters["output_layer.weight"] = self.state()[VALUE_HEAD_TENSOR]
         return Shards(

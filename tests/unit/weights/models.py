@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, PreTrainedModel, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MixtralConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2MoeConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
-from megarl.config.architecture import Architecture
+from megarl.config.architecture import Architecture, Experts
+from megarl.weights.shard_layout import ShardLayout
 
 NUM_LAYERS, HIDDEN, HEADS, KV_HEADS, VOCAB, FFN = 4, 32, 8, 4, 199, 20
+EXPERTS, EXPERT_FFN, SHARED_FFN = 4, 8, 12
+DENSE_LAYER = 1  # of qwen2_moe
 PADDED_VOCAB = 208  # a multiple of 8: divisible by TP 1, 2, 4; with TP 4 the last rank has 9 padded rows
 
 
@@ -31,6 +45,13 @@ def config_of(family: str, *, tied: bool = False, num_layers: int = NUM_LAYERS) 
         return Qwen2Config(**shared)
     if family == "qwen3":
         return Qwen3Config(**shared, head_dim=6)
+    if family == "mixtral":
+        return MixtralConfig(**shared | {"intermediate_size": EXPERT_FFN}, num_local_experts=EXPERTS)
+    experts = dict(num_experts=EXPERTS, num_experts_per_tok=2, moe_intermediate_size=EXPERT_FFN)
+    if family == "qwen2_moe":
+        return Qwen2MoeConfig(**shared, **experts, shared_expert_intermediate_size=SHARED_FFN, mlp_only_layers=[DENSE_LAYER])
+    if family == "qwen3_moe":
+        return Qwen3MoeConfig(**shared, **experts, head_dim=6, norm_topk_prob=True)
     return LlamaConfig(**shared)
 
 
@@ -39,18 +60,32 @@ def architecture_of(family: str, *, tied: bool = False, num_layers: int = NUM_LA
         model_type=family,
         num_hidden_layers=num_layers,
         hidden_size=HIDDEN,
-        intermediate_size=FFN,
+        intermediate_size=EXPERT_FFN if family == "mixtral" else FFN,
         num_attention_heads=HEADS,
         num_key_value_heads=num_key_value_heads,
-        head_dim=6 if family == "qwen3" else HIDDEN // HEADS,
+        head_dim=6 if family.startswith("qwen3") else HIDDEN // HEADS,
         vocab_size=VOCAB,
         max_position_embeddings=128,
-        rms_norm_eps=1e-6,
-        rope_theta=10000.0,
+        rms_norm_eps=1e-5 if family == "mixtral" else 1e-6,
+        rope_theta=1e6 if family == "mixtral" else 10000.0,
         rope_scaling=None,
         tie_word_embeddings=tied,
-        qkv_bias=family == "qwen2",
-        qk_norm=family == "qwen3",
+        qkv_bias=family.startswith("qwen2"),
+        qk_norm=family.startswith("qwen3"),
+        experts=_experts(family, num_layers),
+    )
+
+
+def _experts(family: str, num_layers: int) -> Experts | None:
+    if family not in ("mixtral", "qwen2_moe", "qwen3_moe"):
+        return None
+    return Experts(
+        num_experts=EXPERTS,
+        num_experts_per_tok=2,
+        intermediate_size=EXPERT_FFN,
+        shared_intermediate_size=SHARED_FFN if family == "qwen2_moe" else 0,
+        norm_topk_prob=family != "qwen2_moe",
+        layers=tuple(layer for layer in range(num_layers) if family != "qwen2_moe" or layer != DENSE_LAYER),
     )
 
 
@@ -62,6 +97,29 @@ def random_model(family: str, *, tied: bool = False, seed: int = 0, num_layers: 
         for name, parameter in model.named_parameters():
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1 + ("norm" in name))
     return model
+
+
+def stored_state(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """The tensors of the model's folder."""
+    tied = model.config.tie_word_embeddings
+    state = {name: value for name, value in model.state_dict().items() if not (tied and name == "lm_head.weight")}
+    return as_stored(state, model.config.model_type)
+
+
+def as_stored(state: Mapping[str, torch.Tensor], model_type: str) -> dict[str, torch.Tensor]:
+    """By the names in a folder: transformers holds a layer's experts as one tensor in memory, and Mixtral's by newer names too."""
+    is_mixtral = model_type == "mixtral"
+    names = ("w1", "w3", "w2") if is_mixtral else ("gate_proj", "up_proj", "down_proj")
+    stored = {}
+    for name, value in state.items():
+        name = name.replace(".mlp.", ".block_sparse_moe.") if is_mixtral else name
+        prefix, found, what = name.partition(".experts.")
+        for expert, matrix in enumerate(value) if found else ():
+            parts = zip(names[:2], matrix.chunk(2), strict=True) if what == "gate_up_proj" else [(names[2], matrix)]
+            stored |= {f"{prefix}.experts.{expert}.{part}.weight": rows.contiguous() for part, rows in parts}
+        if not found:
+            stored[name] = value
+    return stored
 
 
 def save(model: PreTrainedModel, folder: Path, max_shard_size: str = "5GB") -> Path:
@@ -78,8 +136,10 @@ def slow_shards(
     layers: tuple[int, ...],
     holds_embedding: bool,
     holds_output: bool,
+    experts: Sequence[int] = (),
+    expert_cut: tuple[int, int] = (1, 0),
 ) -> dict[str, torch.Tensor]:
-    """The rank's Megatron parameters, row by row, as Megatron-Core lays them out."""
+    """The rank's Megatron parameters, row by row, as Megatron-Core lays them out. expert_cut: size and rank of what cuts experts."""
     shards: dict[str, torch.Tensor] = {}
     if holds_embedding:
         shards["embedding.word_embeddings.weight"] = _vocabulary(state["model.embed_tokens.weight"], tensor_parallel_size, rank)
@@ -94,10 +154,18 @@ def slow_shards(
             shards[megatron + "self_attention.q_layernorm.weight"] = state[hf + "self_attn.q_norm.weight"]
             shards[megatron + "self_attention.k_layernorm.weight"] = state[hf + "self_attn.k_norm.weight"]
         shards[megatron + "self_attention.linear_proj.weight"] = _columns(state[hf + "self_attn.o_proj.weight"], tensor_parallel_size, rank)
-        ffn = architecture.intermediate_size // tensor_parallel_size
-        rows = [state[f"{hf}mlp.{part}_proj.weight"][rank * ffn + row] for part in ("gate", "up") for row in range(ffn)]
-        shards[megatron + "mlp.linear_fc1.weight"] = torch.stack(rows)
-        shards[megatron + "mlp.linear_fc2.weight"] = _columns(state[hf + "mlp.down_proj.weight"], tensor_parallel_size, rank)
+        if f"{hf}mlp.gate_proj.weight" in state:
+            shards |= _feed_forward(state, f"{hf}mlp", f"{megatron}mlp", (tensor_parallel_size, rank))
+            continue
+        is_mixtral = architecture.model_type == "mixtral"
+        block = hf + ("block_sparse_moe" if is_mixtral else "mlp")
+        shards[f"{megatron}mlp.router.weight"] = state[f"{block}.gate.weight"]
+        for expert in experts:
+            names = ("w1", "w3", "w2") if is_mixtral else ("gate_proj", "up_proj", "down_proj")
+            shards |= _feed_forward(state, f"{block}.experts.{expert}", f"{megatron}mlp.experts.local_experts.{expert}", expert_cut, names)
+        if f"{block}.shared_expert_gate.weight" in state:
+            shards |= _feed_forward(state, f"{block}.shared_expert", f"{megatron}mlp.shared_experts", (tensor_parallel_size, rank))
+            shards[f"{megatron}mlp.shared_experts.gate_weight"] = state[f"{block}.shared_expert_gate.weight"]
     if holds_output:
         shards["decoder.final_layernorm.weight"] = state["model.norm.weight"]
         if not architecture.tie_word_embeddings:
@@ -105,6 +173,34 @@ def slow_shards(
         elif not holds_embedding:
             shards["output_layer.weight"] = _vocabulary(state["model.embed_tokens.weight"], tensor_parallel_size, rank)
     return shards
+
+
+def shards_of(state: dict[str, torch.Tensor], architecture: Architecture, layout: ShardLayout) -> dict[str, torch.Tensor]:
+    """`slow_shards` of a layout."""
+    return slow_shards(
+        state,
+        architecture,
+        tensor_parallel_size=layout.tensor_parallel_size,
+        rank=layout.tensor_parallel_rank,
+        layers=layout.layers,
+        holds_embedding=layout.holds_embedding,
+        holds_output=layout.holds_output,
+        experts=layout.experts,
+        expert_cut=(layout.expert_tensor_parallel_size, layout.expert_tensor_parallel_rank),
+    )
+
+
+def _feed_forward(
+    state: dict[str, torch.Tensor],
+    hf: str,
+    megatron: str,
+    cut: tuple[int, int],
+    names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+) -> dict[str, torch.Tensor]:
+    gate, up, down = (state[f"{hf}.{name}.weight"] for name in names)
+    (size, rank), each = cut, gate.shape[0] // cut[0]
+    rows = [matrix[rank * each + row] for matrix in (gate, up) for row in range(each)]
+    return {f"{megatron}.linear_fc1.weight": torch.stack(rows), f"{megatron}.linear_fc2.weight": _columns(down, size, rank)}
 
 
 def _vocabulary(matrix: torch.Tensor, tensor_parallel_size: int, rank: int) -> torch.Tensor:

@@ -20,12 +20,12 @@ from tests.unit.weights.transfers import CPU, Case, Cut, EngineRank, TrainerRank
 
 TRAINERS = {
     "TP1": Cut(),
-    "TP2": Cut(tensor=2),
+    "TP2xEP2": Cut(tensor=2, expert=2),
     "PP2": Cut(pipeline=2),
     "PP2xVPP2": Cut(pipeline=2, virtual=2),
-    "DP2": Cut(data=2),
+    "DP2xETP2": Cut(data=2, expert_tensor=2),
 }
-FAMILIES = [("qwen2", True), ("llama", False), ("qwen3", False)]
+FAMILIES = [("qwen2", True), ("llama", False), ("qwen3_moe", False)]
 
 
 class Result(NamedTuple):
@@ -57,7 +57,7 @@ def transfer(case: Case, seeds: tuple[int, ...] = (1, 2)) -> Result:
 
 
 @pytest.mark.parametrize("carrier", ["group", "device"])
-@pytest.mark.parametrize("engines", [(Cut(),), (Cut(tensor=2),), (Cut(), Cut())], ids=["whole", "TP2", "two"])
+@pytest.mark.parametrize("engines", [(Cut(),), (Cut(tensor=2, expert_tensor=2),), (Cut(), Cut())], ids=["whole", "TP2", "two"])
 @pytest.mark.parametrize("trainer", TRAINERS)
 def test_each_element_arrives_where_it_is_needed(rank_pool, trainer: str, engines: tuple[Cut, ...], carrier: str) -> None:
     cut = TRAINERS[trainer]

@@ -28,13 +28,13 @@ from tests.unit.weights.models import PADDED_VOCAB, architecture_of, random_mode
 from tests.unit.weights.test_carriers import TRAINERS
 from tests.unit.weights.transfers import Cut
 
-LAYOUTS = {**TRAINERS, "TP2xPP2": Cut(tensor=2, pipeline=2), "TP2xDP2": Cut(tensor=2, data=2)}
+LAYOUTS = {**TRAINERS, "TP2xPP2": Cut(tensor=2, pipeline=2), "TP2xDP2xEP2": Cut(tensor=2, data=2, expert=2)}
 
 
 def exports_of(cut: Cut) -> list[Export]:
     return [
         Export(cut, "qwen2", True, 10_000),  # a file of each stage; most tensors are smaller than a message
-        Export(cut, "llama", False, 700, max_file_bytes=40_000),  # most are larger
+        Export(cut, "llama" if cut.expert == 1 else "qwen2_moe", False, 700, max_file_bytes=40_000),  # most are larger
         Export(cut, "qwen3", False, 3000, max_file_bytes=15_000, head="value"),
         Export(cut, "qwen3", False, 10**6, max_file_bytes=40_000, dtype=torch.bfloat16),  # a file goes in one message
     ]

@@ -11,9 +11,11 @@ from megarl.weights.plan import Part
 from megarl.weights.shard_layout import ShardLayout, model_layouts, shard_shapes
 from megarl.weights.shards import Shards, held_boxes
 from megarl.weights.tensors import Rectangle, tiling_fault
-from tests.unit.weights.models import PADDED_VOCAB, architecture_of, random_model, save, slow_shards
+from tests.unit.weights.models import PADDED_VOCAB, architecture_of, random_model, save, shards_of, stored_state
+from tests.unit.weights.transfers import Cut
 
 MODELS = [("qwen2", False), ("qwen2", True), ("qwen3", False), ("llama", True)]
+MODELS += [("qwen2_moe", False), ("qwen3_moe", True), ("mixtral", True)]
 
 
 @pytest.fixture(scope="module")
@@ -42,32 +44,24 @@ def sub_boxes(box: Rectangle) -> list[Rectangle]:
 
 
 @pytest.mark.parametrize(
-    ("tensor_parallel_size", "pipeline", "virtual"), [(1, 1, None), (2, 1, None), (1, 2, 2), (2, 2, None), (4, 1, None)]
+    "cut",
+    [
+        Cut(data=2, expert_tensor=2),
+        Cut(tensor=2, expert=2),
+        Cut(pipeline=2, virtual=2),
+        Cut(tensor=2, pipeline=2, expert_tensor=2),
+        Cut(tensor=4, expert=4),
+    ],
+    ids=str,
 )
-def test_what_is_loaded_is_what_slow_loops_cut_and_is_found_again(
-    folders, tensor_parallel_size: int, pipeline: int, virtual: int | None
-) -> None:
+def test_what_is_loaded_is_what_slow_loops_cut_and_is_found_again(folders, cut: Cut) -> None:
     for (family, tied), folder in folders.items():
         architecture = architecture_of(family, tied=tied)
-        state = random_model(family, tied=tied).state_dict()
+        state = stored_state(random_model(family, tied=tied))
         held: dict[str, set[Rectangle]] = {}
-        for layout in model_layouts(
-            architecture,
-            tensor_parallel_size=tensor_parallel_size,
-            pipeline_parallel_size=pipeline,
-            virtual_pipeline_parallel_size=virtual,
-            padded_vocab_size=PADDED_VOCAB,
-        ):
+        for layout in cut.layouts(architecture):
             parameters = loaded(folder, architecture, layout)
-            expected = slow_shards(
-                state,
-                architecture,
-                tensor_parallel_size=tensor_parallel_size,
-                rank=layout.tensor_parallel_rank,
-                layers=layout.layers,
-                holds_embedding=layout.holds_embedding,
-                holds_output=layout.holds_output,
-            )
+            expected = shards_of(state, architecture, layout)
             assert parameters.keys() == expected.keys()
             for name, shard in expected.items():
                 assert torch.equal(parameters[name], shard), name

@@ -2,17 +2,20 @@ from dataclasses import replace
 
 import pytest
 
+from megarl.config.schema import ParallelConfig
 from megarl.weights.name_mapping import weights_of
 from megarl.weights.shard_layout import (
     ShardLayout,
     check_coverage,
     describe,
+    layouts_of,
     model_layouts,
     pieces,
     rank_pieces,
     shard_shapes,
 )
 from megarl.weights.tensors import Rectangle, WeightTransferError
+from megarl.workers.megatron import megatron_mesh
 from tests.unit.weights.models import PADDED_VOCAB, architecture_of
 
 LAYOUTS = [(1, 1, None), (2, 1, None), (4, 1, None), (1, 2, None), (2, 2, None), (4, 2, None), (1, 2, 2), (2, 2, 2)]
@@ -29,7 +32,7 @@ def whole_model(architecture, tensor_parallel_size=1, pipeline=1, virtual=None) 
 
 
 @pytest.mark.parametrize("head", ["lm", "value"])
-@pytest.mark.parametrize(("family", "tied"), [("qwen2", False), ("qwen2", True), ("qwen3", True), ("llama", False)])
+@pytest.mark.parametrize(("family", "tied"), [("qwen2", False), ("qwen2", True), ("qwen3", True), ("llama", False), ("qwen2_moe", False)])
 def test_every_layout_holds_every_tensor_exactly_once(family: str, tied: bool, head: str) -> None:
     architecture = architecture_of(family, tied=tied)
     for sizes in LAYOUTS:
@@ -74,6 +77,38 @@ def test_interleaved_stages() -> None:
     assert [(layout.holds_embedding, layout.holds_output) for layout in layouts] == [(True, False), (False, True)]
 
 
+def test_experts_are_dealt_over_all_ranks_of_a_stage_by_hand() -> None:
+    """TP 2 x DP 2 x PP 2, experts over EP 2 x ETP 2: the four ranks of a stage, in two replicas, hold each expert's halves once."""
+    architecture = architecture_of("qwen3_moe")
+    parallel = ParallelConfig(
+        tensor_parallel_size=2, data_parallel_size=2, pipeline_parallel_size=2, expert_parallel_size=2, expert_tensor_parallel_size=2
+    )
+    layouts = layouts_of(architecture, parallel)
+    held = [(layout.layers, layout.tensor_parallel_rank, list(layout.experts), layout.expert_tensor_parallel_rank) for layout in layouts]
+    first = [((0, 1), 0, [0, 1], 0), ((0, 1), 1, [0, 1], 1), ((0, 1), 0, [2, 3], 0), ((0, 1), 1, [2, 3], 1)]
+    assert held == first + [((2, 3), *rest) for _, *rest in first]
+    assert parallel.expert_data_parallel_size == 1
+    shapes = shard_shapes(architecture, layouts[2])
+    assert shapes["decoder.layers.1.mlp.experts.local_experts.3.linear_fc1.weight"] == (8, 32)  # half of gate, half of up
+    assert shapes["decoder.layers.1.mlp.experts.local_experts.2.linear_fc2.weight"] == (32, 4)
+    assert shapes["decoder.layers.1.mlp.router.weight"] == (4, 32)
+    assert not any("local_experts.0" in name for name in shapes)
+
+
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        ParallelConfig(tensor_parallel_size=2, data_parallel_size=2),
+        ParallelConfig(pipeline_parallel_size=2, data_parallel_size=3),
+        ParallelConfig(tensor_parallel_size=2, pipeline_parallel_size=2, virtual_pipeline_parallel_size=2, data_parallel_size=2),
+    ],
+)
+def test_ranks_are_counted_as_workers_count_them(parallel: ParallelConfig) -> None:
+    architecture, size = architecture_of("qwen2"), parallel.tensor_parallel_size
+    of_replica = layouts_of(architecture, replace(parallel, data_parallel_size=1))
+    assert list(layouts_of(architecture, parallel)) == [of_replica[place.pp * size + place.tp] for place in megatron_mesh(parallel)]
+
+
 def test_shapes_of_tied_and_value_heads() -> None:
     architecture = architecture_of("qwen2", tied=True)
     alone = shard_shapes(architecture, whole_model(architecture)[0])
@@ -114,5 +149,7 @@ def test_what_cannot_be_cut_is_an_error_with_both_numbers() -> None:
         model_layouts(odd, tensor_parallel_size=2, padded_vocab_size=199)
     with pytest.raises(ValueError, match=r"padded_vocab_size 104 is smaller than the vocabulary of 199"):
         shard_shapes(odd, model_layouts(odd, tensor_parallel_size=1, padded_vocab_size=104)[0])
-    with pytest.raises(ValueError, match=r"model_type 'gpt2' has no resharding table; supported: llama, qwen2, qwen3"):
+    with pytest.raises(
+        ValueError, match=r"model_type 'gpt2' has no resharding table; supported: llama, mixtral, qwen2, qwen2_moe, qwen3, qwen3_moe"
+    ):
         weights_of(replace(odd, model_type="gpt2"), "lm")

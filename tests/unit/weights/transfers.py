@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -10,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from megarl.config.architecture import Architecture
+from megarl.config.schema import ParallelConfig
 from megarl.weights.carriers.device import DevicePlace, DeviceTrainerEnd, device_route
 from megarl.weights.carriers.ends import Landing, Sending, SendReport
 from megarl.weights.carriers.group import GroupPlace, GroupTrainerEnd, group_route
@@ -17,12 +19,12 @@ from megarl.weights.manifest import manifest_of
 from megarl.weights.plan import Part, RankBoxes, RankPlace, TransferPlan, plan_transfer
 from megarl.weights.receiver import EngineLink
 from megarl.weights.rounds import Side
-from megarl.weights.shard_layout import model_layouts
+from megarl.weights.shard_layout import layouts_of
 from megarl.weights.shards import Shards, held_boxes
 from megarl.weights.tensors import Rectangle
 from megarl.weights.wire import BACKENDS, Wire, WireAddress, reserve_port
 from tests.nccl_manners import NcclManners
-from tests.unit.weights.models import PADDED_VOCAB, random_model, slow_shards
+from tests.unit.weights.models import PADDED_VOCAB, random_model, shards_of, stored_state
 
 CPU = torch.device("cpu")
 
@@ -34,26 +36,24 @@ class Cut(NamedTuple):
     pipeline: int = 1
     virtual: int | None = None
     data: int = 1
+    expert: int = 1
+    expert_tensor: int = 1
 
     @property
     def num_ranks(self) -> int:
         return self.tensor * self.pipeline * self.data
 
     def layouts(self, architecture: Architecture, padded_vocab: int = PADDED_VOCAB) -> list:
-        """In Megarl's order of ranks: tensor, data, pipeline."""
-        of_replica = model_layouts(
-            architecture,
+        """In Megarl's order of ranks."""
+        parallel = ParallelConfig(
             tensor_parallel_size=self.tensor,
             pipeline_parallel_size=self.pipeline,
             virtual_pipeline_parallel_size=self.virtual,
-            padded_vocab_size=padded_vocab,
+            data_parallel_size=self.data,
+            expert_parallel_size=self.expert,
+            expert_tensor_parallel_size=self.expert_tensor,
         )
-        return [
-            of_replica[stage * self.tensor + rank]
-            for stage in range(self.pipeline)
-            for _ in range(self.data)
-            for rank in range(self.tensor)
-        ]
+        return [replace(layout, padded_vocab_size=padded_vocab) for layout in layouts_of(architecture, parallel)]
 
 
 class Case(NamedTuple):
@@ -121,19 +121,9 @@ class TrainerRank:
         self.sending: Sending | None = None
 
     def shards(self, seed: int) -> Shards:
-        parameters = slow_shards(
-            dict(
-                random_model(
-                    self.case.family, tied=self.case.tied, seed=seed, num_layers=self.case.architecture.num_hidden_layers
-                ).state_dict()
-            ),
-            self.case.architecture,
-            tensor_parallel_size=self.layout.tensor_parallel_size,
-            rank=self.layout.tensor_parallel_rank,
-            layers=self.layout.layers,
-            holds_embedding=self.layout.holds_embedding,
-            holds_output=self.layout.holds_output,
-        )
+        case = self.case
+        model = random_model(case.family, tied=case.tied, seed=seed, num_layers=case.architecture.num_hidden_layers)
+        parameters = shards_of(stored_state(model), case.architecture, self.layout)
         return Shards(
             parameters={name: value.contiguous() for name, value in parameters.items()},
             architecture=self.case.architecture,
@@ -176,7 +166,7 @@ class EngineRank:
         self.end.close()
 
     def differing(self, case: Case, seed: int) -> list[str]:
-        state = random_model(case.family, tied=case.tied, seed=seed, num_layers=case.architecture.num_hidden_layers).state_dict()
+        state = stored_state(random_model(case.family, tied=case.tied, seed=seed, num_layers=case.architecture.num_hidden_layers))
         return [
             name
             for name, boxes in self.needed.items()

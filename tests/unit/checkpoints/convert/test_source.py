@@ -13,10 +13,10 @@ from megarl.checkpoints.convert.source import ModelSource
 from megarl.checkpoints.torch_dist import TORCH_DIST
 from megarl.config.errors import CheckpointError
 from megarl.weights.tensors import Rectangle
-from tests.unit.weights.models import NUM_LAYERS, architecture_of, random_model, save, slow_shards
+from tests.unit.weights.models import EXPERTS, NUM_LAYERS, architecture_of, random_model, save, slow_shards, stored_state
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-CASES = [("qwen2", False), ("qwen2", True), ("qwen3", True), ("llama", False)]
+CASES = [("qwen2", False), ("qwen2", True), ("qwen3", True), ("llama", False), ("qwen2_moe", False), ("qwen3_moe", True)]
 CANONICAL = {
     "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
     "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
@@ -31,7 +31,8 @@ def everything(source: ModelSource) -> dict[str, torch.Tensor]:
 
 
 def stacked(state: dict[str, torch.Tensor], family: str, tied: bool) -> dict[str, torch.Tensor]:
-    """Megatron's tensors of the whole model, those of the layers along a first dimension; the vocabulary has padding."""
+    """Megatron's tensors of the whole model, those of the layers along a first dimension, but for a model some of whose layers have
+    experts and others not, and those of a layer's experts along the next; the vocabulary has padding."""
     shards = slow_shards(
         state,
         architecture_of(family, tied=tied),
@@ -40,13 +41,27 @@ def stacked(state: dict[str, torch.Tensor], family: str, tied: bool) -> dict[str
         layers=tuple(range(NUM_LAYERS)),
         holds_embedding=True,
         holds_output=True,
+        experts=range(EXPERTS),
     )
-    rests = [name.removeprefix("decoder.layers.0.") for name in shards if name.startswith("decoder.layers.0.")]
     whole = {name: value for name, value in shards.items() if "layers." not in name}
-    for rest in rests:
-        layers = [shards[f"decoder.layers.{layer}.{rest}"] for layer in range(NUM_LAYERS)]
-        whole["decoder.layers." + CANONICAL.get(rest, rest)] = torch.stack(layers)
-    return whole
+    layers = [_of_layer(shards, f"decoder.layers.{layer}.") for layer in range(NUM_LAYERS)]
+    if family == "qwen2_moe":
+        return whole | {f"decoder.layers.{layer}.{rest}": value for layer, own in enumerate(layers) for rest, value in own.items()}
+    return whole | {"decoder.layers." + rest: torch.stack([own[rest] for own in layers]) for rest in layers[0]}
+
+
+def _of_layer(shards: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
+    own = {name.removeprefix(prefix): value for name, value in shards.items() if name.startswith(prefix)}
+    is_dense = "mlp.router.weight" not in own
+    found = {}
+    for rest, value in own.items():
+        before, is_expert, after = rest.partition(".local_experts.")
+        if not is_expert:
+            found[CANONICAL.get(rest, rest) if is_dense or not rest.startswith("pre_mlp") else rest] = value
+        elif after.startswith("0."):
+            matrices = [own[f"{before}.local_experts.{expert}.{after[2:]}"] for expert in range(EXPERTS)]
+            found[f"{before}.experts.{after[2:]}"] = torch.stack(matrices)
+    return found
 
 
 def write(tensors: dict[str, torch.Tensor], folder: Path) -> Path:
@@ -59,10 +74,10 @@ def write(tensors: dict[str, torch.Tensor], folder: Path) -> Path:
 @pytest.mark.parametrize(("family", "tied"), CASES)
 def test_both_formats_give_the_model_bit_for_bit(tmp_path: Path, family: str, tied: bool) -> None:
     model = random_model(family, tied=tied)
-    expected = {name: value for name, value in model.state_dict().items() if not (tied and name == "lm_head.weight")}
+    expected = stored_state(model)
     hugging_face = save(model, tmp_path / "hf", max_shard_size="30KB")
     optimizer = {"optimizer.state.exp_avg.output_layer.weight": torch.zeros(3)}
-    distributed = write({**stacked(model.state_dict(), family, tied), **optimizer}, tmp_path / "megatron")
+    distributed = write({**stacked(expected, family, tied), **optimizer}, tmp_path / "megatron")
     for source in (open_hugging_face(hugging_face), open_distributed(distributed, companions=hugging_face)):
         found = everything(source)
         assert found.keys() == expected.keys()

@@ -30,9 +30,10 @@ from megarl.checkpoints.role_folder import Layout, read_manifest
 from megarl.checkpoints.torch_dist import read_chunk, read_index
 from megarl.config.errors import CheckpointError
 from tests.unit.checkpoints.convert.test_source import everything, stacked
-from tests.unit.weights.models import VOCAB, architecture_of, config_of, random_model, save
+from tests.unit.weights.models import VOCAB, architecture_of, config_of, random_model, save, stored_state
 
-FAMILIES = [("qwen2", False), ("qwen2", True), ("qwen3", False), ("qwen3", True), ("llama", False), ("llama", True)]
+FAMILIES = [(family, tied) for family in ("qwen2", "qwen3", "llama") for tied in (False, True)]
+FAMILIES += [("qwen2_moe", False), ("qwen3_moe", True), ("mixtral", False)]
 # (TP, PP, VPP): most bytes of an item
 LAYOUTS = {(1, 1, None): 2500, (2, 1, None): 10**6, (4, 1, None): 10**6, (1, 2, None): 10**6, (2, 2, None): 1000, (4, 2, 2): 10**6}
 
@@ -62,7 +63,7 @@ def test_there_and_back_is_the_same_to_the_bit(family: str, tied: bool, tmp_path
     """The vocabulary has 199 rows. Small items and small files, so that tensors are cut."""
     model = random_model(family, tied=tied).to(torch.bfloat16 if tied else torch.float32)
     source = open_model(save(model, tmp_path / "hf"))
-    expected = {name: value for name, value in model.state_dict().items() if not (tied and name == "lm_head.weight")}
+    expected = stored_state(model)
     for layout, item_bytes in LAYOUTS.items():
         there, back = (tmp_path / f"{'x'.join(map(str, layout))} {way}" for way in ("there", "back"))
         written = write_distributed(source, there, layout_of(*layout), max_item_bytes=item_bytes)
