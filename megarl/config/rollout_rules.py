@@ -86,7 +86,7 @@ def engine_fits_model(config: PPOConfig, policy: Architecture) -> Violations:
     tensor, path = config.rollout.tensor_parallel_size, config.model.path
     if not config.rollout.engine.needs.cuts_models:
         return
-    for field in ("num_attention_heads", "intermediate_size"):
+    for field in ("num_attention_heads", *(["intermediate_size"] if policy.num_dense_layers else [])):
         size = getattr(policy, field)
         if size % tensor:
             yield Violation(

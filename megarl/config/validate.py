@@ -7,7 +7,16 @@ from collections.abc import Callable
 from math import gcd, lcm
 from pathlib import Path
 
-from megarl.config import agent_rules, algorithm_rules, checkpoint_rules, data_rules, reward_rules, rollout_rules, staleness_rules
+from megarl.config import (
+    agent_rules,
+    algorithm_rules,
+    checkpoint_rules,
+    data_rules,
+    expert_rules,
+    reward_rules,
+    rollout_rules,
+    staleness_rules,
+)
 from megarl.config.architecture import Architecture, read_architecture
 from megarl.config.derive import max_row_tokens, room_of_longest_row, samples_per_step, updates_per_pass
 from megarl.config.errors import ConfigError
@@ -58,8 +67,10 @@ def validate(config: RunConfig, with_files: bool = True) -> list[Violation]:
     for role in model_roles(config):
         if role.name in architectures and not any(key.startswith(role.parallel_key) for key in broken):
             violations += _fits_layout(role, architectures[role.name])
-    if isinstance(config, PPOConfig) and "actor" in architectures and "rollout.tensor_parallel_size" not in broken:
+            violations += expert_rules.fit_layout(role, architectures[role.name])
+    if isinstance(config, PPOConfig) and "actor" in architectures and not broken.intersection(_ENGINE_SIZES):
         violations += rollout_rules.engine_fits_model(config, architectures["actor"])
+        violations += expert_rules.engine_fits(config, architectures["actor"])
     if isinstance(config, PPOConfig) and REWARD_MODEL in architectures and not any(key.startswith("reward.model.") for key in broken):
         violations += reward_rules.reads_conversations(config, architectures[REWARD_MODEL])
     violations += _lengths_fit(config, architectures)
@@ -167,6 +178,7 @@ def _mini_batches(config: PPOConfig) -> Violations:
 
 _OF_FILES = (absent_files, _weights, _tracking, checkpoint_rules.folders, checkpoint_rules.resumed_folder)
 _ENGINE_KEYS = ("rollout.num_replicas", "rollout.tensor_parallel_size")
+_ENGINE_SIZES = ("rollout.tensor_parallel_size", "rollout.expert_parallel_size")
 
 
 def _sizes(section: str) -> tuple[str, ...]:

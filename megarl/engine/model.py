@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megarl.config.architecture import Architecture
 from megarl.config.derive import padded_vocab_size
-from megarl.config.schema import Layers, ParallelConfig, Recomputation, Recompute
+from megarl.config.schema import Layers, ParallelConfig, Recomputation, Recompute, RecomputeModule
 from megarl.engine.groups import ParallelGroups
 from megarl.engine.layer_specs import block_spec, canonical_name, fuse_gradient_accumulation, mark_cut_parameters
 from megarl.weights.name_mapping import Head
@@ -70,7 +70,7 @@ def transformer_config(
         apply_rope_fusion=layers is Layers.transformer_engine and not on_cpu,
         gradient_accumulation_fusion=not on_cpu and tensor_parallel_layers._grad_accum_fusion_available,
         persist_layer_norm=False,
-        **_recompute_options(recomputation),
+        **_recompute_options(recomputation, architecture),
         **_expert_options(architecture, parallel, layers),
     )
 
@@ -103,13 +103,17 @@ def _expert_options(architecture: Architecture, parallel: ParallelConfig, layers
     }
 
 
-def _recompute_options(recomputation: Recomputation) -> dict[str, Any]:
-    """Megarl's keys as Megatron's options: `uniform` recomputes all layers, one at a time, and `block` the first so many of a chunk."""
+def _recompute_options(recomputation: Recomputation, architecture: Architecture) -> dict[str, Any]:
+    """Megarl's keys as Megatron's options: `uniform` recomputes all layers, one at a time, and `block` the first so many of a chunk.
+    The MLP of a sparse layer, router and experts, is another module to Megatron."""
     how, modules, num_layers = recomputation
     if how is Recompute.none:
         return {}
     if how is Recompute.selective:
-        return {"recompute_granularity": "selective", "recompute_modules": [module.value for module in modules]}
+        names = [module.value for module in modules]
+        if RecomputeModule.mlp in modules and architecture.experts:
+            names.append("moe")
+        return {"recompute_granularity": "selective", "recompute_modules": names}
     method = "uniform" if num_layers is None else "block"
     return {"recompute_granularity": "full", "recompute_method": method, "recompute_num_layers": num_layers or 1}
 

@@ -230,7 +230,8 @@ def engine_share(config: PPOConfig) -> int | None:
 
 def model_state(model: ModelRole, architecture: Architecture, dtype: DType, stage: int) -> Usage:
     """Parameters, gradients and optimizer state of one rank of a pipeline stage: weights in `dtype`; where the model trains, float32
-    gradients, and over the ranks that hold the same (ZeRO 1), which are fewer of experts, two float32 moments and, for bfloat16, a float32 master copy."""
+    gradients, and over the ranks that hold the same (ZeRO 1), which are fewer of experts, two float32 moments and, for bfloat16, a float32
+    master copy."""
     parallel = model.parallel
     of_experts = stage_expert_parameters(architecture, parallel, stage)
     count = of_experts + stage_parameters(architecture, parallel, stage, with_value_head=model.with_value_head)

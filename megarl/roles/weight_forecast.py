@@ -10,13 +10,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from megarl.config.architecture import Architecture
-from megarl.config.schema import Device, PPOConfig, Transport
+from megarl.config.schema import Device, ParallelConfig, PPOConfig, Transport
 from megarl.placement.memory import weight_bytes
 from megarl.placement.placement_plan import PlacementPlan
 from megarl.placement.transport import choose_transport
 from megarl.weights.name_mapping import weights_of
 from megarl.weights.plan import Boxes, RankBoxes, RankPlace, TransferPlan, message_bytes, plan_transfer
-from megarl.weights.shard_layout import layouts_of, model_layouts
+from megarl.weights.shard_layout import layouts_of
 from megarl.weights.shards import boxes_by_rank
 
 _VOCABULARY_PADDING = 64  # SGLang's
@@ -58,7 +58,7 @@ def forecast_weights(config: PPOConfig, placement: PlacementPlan, policy: Archit
     sources = [place for (place,) in rank_places(placement, "actor")]
     targets = [place for places in rank_places(placement, "rollout") for place in places]
     held = boxes_by_rank(policy, layouts_of(policy, config.actor.parallel))
-    needed = engine_boxes(policy, config.rollout.tensor_parallel_size) * config.rollout.num_replicas
+    needed = engine_boxes(policy, config.rollout.tensor_parallel_size, config.rollout.expert_parallel_size) * config.rollout.num_replicas
     plan = plan_transfer(
         _shapes(policy),
         [RankBoxes(place, boxes) for place, boxes in zip(sources, held, strict=True)],
@@ -76,25 +76,32 @@ def rank_places(plan: PlacementPlan, role: str) -> list[list[RankPlace]]:
     ]
 
 
-def engine_boxes(architecture: Architecture, size: int) -> list[Boxes]:
-    """What each of an engine's `size` ranks keeps. Where these are more than the key-value heads, each head is on several of them."""
+def engine_boxes(architecture: Architecture, size: int, expert_parallel_size: int = 1) -> list[Boxes]:
+    """What each of an engine's `size` ranks keeps. Where these are more than the key-value heads, each head is on several of them. Experts
+    are dealt over `expert_parallel_size` groups of neighbours, which cut each of theirs."""
     heads = architecture.num_key_value_heads
     if size <= heads:
-        return list(_tensor_parallel_boxes(architecture, size))
+        return list(_tensor_parallel_boxes(architecture, size, expert_parallel_size))
     # As if each rank had a head of its own, but for the tensors of keys and values, which are cut in as many parts as there are heads.
     widened = replace(architecture, num_key_value_heads=size)
     shapes, widened_shapes = _shapes(architecture), _shapes(widened)
-    whole_heads = _tensor_parallel_boxes(architecture, heads)
+    whole_heads = _tensor_parallel_boxes(architecture, heads, 1)
     return [
         {name: box if shapes[name] == widened_shapes[name] else whole_heads[rank * heads // size][name] for name, box in boxes.items()}
-        for rank, boxes in enumerate(_tensor_parallel_boxes(widened, size))
+        for rank, boxes in enumerate(_tensor_parallel_boxes(widened, size, expert_parallel_size))
     ]
 
 
-def _tensor_parallel_boxes(architecture: Architecture, size: int) -> Sequence[Boxes]:
+def _tensor_parallel_boxes(architecture: Architecture, size: int, expert_parallel_size: int) -> Sequence[Boxes]:
     padding = _VOCABULARY_PADDING if _padded(architecture.vocab_size, _VOCABULARY_PADDING) % size == 0 else size * _VOCABULARY_PADDING
     padded = _padded(architecture.vocab_size, padding)
-    return boxes_by_rank(architecture, model_layouts(architecture, tensor_parallel_size=size, padded_vocab_size=padded))
+    parallel = ParallelConfig(
+        tensor_parallel_size=size,
+        expert_parallel_size=expert_parallel_size,
+        expert_tensor_parallel_size=size // expert_parallel_size,
+    )
+    layouts = layouts_of(architecture, parallel)
+    return boxes_by_rank(architecture, [replace(layout, padded_vocab_size=padded) for layout in layouts])
 
 
 def _padded(rows: int, unit: int) -> int:

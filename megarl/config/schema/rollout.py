@@ -59,6 +59,7 @@ class RolloutConfig:
     engine: RolloutEngineKind = RolloutEngineKind.hf  # what generates
     num_replicas: int = ranged(1, at_least=1, at_most=10000)  # engines, each with a whole copy of the model
     tensor_parallel_size: int = ranged(1, at_least=1, at_most=1024)  # devices of one engine
+    expert_parallel_size: int = ranged(1, at_least=1, at_most=1024)  # groups of these devices that share the experts
     n: int = ranged(1, at_least=1)  # samples per prompt
     temperature: float = ranged(1.0, at_least=0, at_most=100)  # above 0; the trainer divides its logits by it too
     top_p: float = ranged(1.0, above=0, at_most=1)  # 1 for training: a cut sampler draws from another distribution

@@ -26,6 +26,14 @@ _OWN = {
     "device": "device",
     "tp_size": "rollout.tensor_parallel_size",
     "tensor_parallel_size": "rollout.tensor_parallel_size",
+    "ep_size": "rollout.expert_parallel_size",
+    "expert_parallel_size": "rollout.expert_parallel_size",
+    # Experts must stay where they are and as they are: weights come to each rank by its experts' numbers.
+    "moe_runner_backend": None,
+    "moe_a2a_backend": None,
+    "enable_eplb": None,
+    "ep_num_redundant_experts": None,
+    "init_expert_location": None,
     "max_running_requests": "rollout.max_concurrency",
     "enable_deterministic_inference": "rollout.sglang.deterministic",
     "dp_size": "rollout.num_replicas",
@@ -65,6 +73,7 @@ def build_server_args(spec: RolloutEngineSpec) -> dict[str, Any]:
         "dtype": model.dtype.value,
         "device": spec.device.value,
         "tp_size": rollout.tensor_parallel_size,
+        "ep_size": rollout.expert_parallel_size,
         "max_running_requests": rollout.max_concurrency,
         "context_length": longest + _SPARE_TOKENS,
         # With generation_config.json's, which it adds: exactly the tokens that end a sample of every other engine.
@@ -84,8 +93,11 @@ def build_server_args(spec: RolloutEngineSpec) -> dict[str, Any]:
             "sampling_backend": "pytorch",
             "disable_cuda_graph": True,
         }
-    elif spec.release_memory:
-        arguments["enable_memory_saver"] = True
+    else:
+        if "num_experts_per_tok" in _model_config(model.path):
+            arguments["moe_runner_backend"] = "triton"  # others lay experts' weights out anew, where updates do not find them
+        if spec.release_memory:
+            arguments["enable_memory_saver"] = True
     return {name: value for name, value in (arguments | rollout.sglang.server_args).items() if value is not None}
 
 

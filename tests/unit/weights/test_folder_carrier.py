@@ -58,7 +58,7 @@ def test_every_layout_writes_the_model(rank_pool, tmp_path: Path, name: str) -> 
             assert written.report.planned_extra_bytes <= NUM_BUFFERS * export.message_bytes
 
 
-@pytest.mark.parametrize(("name", "num_files"), [("TP2", 3), ("TP2xPP2", 4)])
+@pytest.mark.parametrize(("name", "num_files"), [("TP2xEP2", 3), ("TP2xPP2", 4)])
 def test_transformers_loads_the_folder(rank_pool, tmp_path: Path, name: str, num_files: int) -> None:
     export = Export(LAYOUTS[name], "qwen2", True, 2000, max_file_bytes=40_000)
     source, target = save(random_model("qwen2", tied=True), tmp_path / "source"), tmp_path / "target"

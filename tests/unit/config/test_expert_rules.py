@@ -1,0 +1,73 @@
+"""What layouts of models with experts must satisfy: one broken thing, one violation that says what would work."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megarl.config.load import load_config
+from megarl.config.schema import PPOConfig
+from megarl.config.validate import validate
+from tests.unit.config.folders import model_folder, ppo_values, write_yaml
+
+EXPERTS = {
+    "architectures": ["Qwen2MoeForCausalLM"],
+    "model_type": "qwen2_moe",
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 40,
+}
+_EP, _ETP = "actor.parallel.expert_parallel_size", "actor.parallel.expert_tensor_parallel_size"
+
+
+@pytest.fixture
+def ppo(tmp_path: Path) -> str:
+    """The actor, and the reference with it, has 2 replicas of 2 tensor-parallel ranks; the critic is a dense model of two stages."""
+    values = ppo_values(tmp_path)
+    values["model"]["path"] = str(model_folder(tmp_path / "experts", **EXPERTS))
+    values["critic"]["model"] = {"path": str(tmp_path / "model")}
+    values["actor"]["parallel"]["sequence_parallel"] = True
+    return write_yaml(tmp_path / "run.yaml", values)
+
+
+def violations(path: str, *overrides: str) -> list[str]:
+    return [str(violation) for violation in validate(load_config(PPOConfig, path, list(overrides)))]
+
+
+def test_good_layouts_have_none(ppo: str) -> None:
+    """Experts are dealt over all four ranks of the actor, across its replicas."""
+    for overrides in ([], [f"{_EP}=4"], [f"{_EP}=2", f"{_ETP}=2"], [f"{_ETP}=4"]):
+        assert violations(ppo, *overrides) == []
+    assert violations(ppo, "rollout.engine=sglang", "rollout.tensor_parallel_size=4", "rollout.expert_parallel_size=2") == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["critic.parallel.expert_parallel_size=2"], "critic.parallel.expert_parallel_size: is 2, but "),
+        (["actor.parallel.sequence_parallel=false"], "has experts: with tensor_parallel_size 2 each token would go to them as often"),
+        ([f"{_EP}=8"], "expert_parallel_size 8 x expert_tensor_parallel_size 1 = 8 does not divide the 4 ranks of a stage"),
+        ([f"{_EP}=2", f"{_ETP}=4"], "expert_parallel_size 2 x expert_tensor_parallel_size 4 = 8 does not divide the 4 ranks of a stage"),
+        ([f"{_EP}=3", "actor.parallel.data_parallel_size=3"], "do not divide by expert_parallel_size 3; use 2 or 4"),
+        (
+            [f"{_ETP}=16", "actor.parallel.data_parallel_size=8"],
+            "intermediate size 24, which does not divide by expert_tensor_parallel_size",
+        ),
+        (
+            ["rollout.engine=sglang", "rollout.tensor_parallel_size=2", "rollout.expert_parallel_size=4"],
+            "expert_parallel_size 4 does not divide tensor_parallel_size 2, whose ranks share the experts; use 2",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_said_once(ppo: str, overrides: list[str], said: str) -> None:
+    (found,) = violations(ppo, *overrides)
+    assert said in found
+
+
+def test_an_engine_of_a_dense_model_has_no_experts(tmp_path: Path) -> None:
+    path = write_yaml(tmp_path / "run.yaml", ppo_values(tmp_path))
+    (found,) = violations(path, "rollout.engine=sglang", "rollout.tensor_parallel_size=2", "rollout.expert_parallel_size=2")
+    assert found.startswith("rollout.expert_parallel_size: is 2, but ")
+    assert "(qwen2) has no experts; use 1" in found
