@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megarl.config.architecture import Architecture
 from megarl.config.roles import ModelRole
-from megarl.config.schema import ParallelConfig, PPOConfig
+from megarl.config.schema import ParallelConfig, PPOConfig, RolloutEngineKind
 from megarl.config.violation import Violation, Violations, either, nearest_divisors
 
 _ENGINE_KEY = "rollout.expert_parallel_size"
@@ -72,6 +72,13 @@ def engine_fits(config: PPOConfig, policy: Architecture) -> Violations:
     if experts is None:
         if dealt > 1:
             yield Violation((_ENGINE_KEY,), f"is {dealt}, but {path} ({policy.model_type}) has no experts; use 1")
+        return
+    if not config.rollout.engine.needs.cuts_models:
+        others = " or ".join(engine.name for engine in RolloutEngineKind if engine.needs.cuts_models)
+        yield Violation(
+            ("rollout.engine",),
+            f"the engine {config.rollout.engine.name!r} does not take weights of experts, which {path} has; use {others}",
+        )
         return
     if tensor % dealt:
         yield Violation(

@@ -315,9 +315,19 @@ def _widths(architecture: Architecture, parallel: ParallelConfig, row: int) -> _
         part=architecture.hidden_size // (cut if parallel.sequence_parallel else 1),
         query=heads * architecture.head_dim,
         key=architecture.num_key_value_heads * architecture.head_dim // cut,
-        gate=architecture.intermediate_size // cut,
+        gate=max(architecture.intermediate_size // cut * (architecture.num_dense_layers > 0), _gate_of_experts(architecture, parallel)),
         squares=heads * row,
     )
+
+
+def _gate_of_experts(architecture: Architecture, parallel: ParallelConfig) -> int:
+    """Of a token of a sparse layer, where as many come to each rank as leave it: the experts that it meets, with what goes to them and
+    comes back, which is kept as gate and up are."""
+    experts, cut = architecture.experts, parallel.tensor_parallel_size
+    if experts is None:
+        return 0
+    met, sent = experts.num_experts_per_tok * experts.intermediate_size, experts.num_experts_per_tok * architecture.hidden_size
+    return (met + experts.shared_intermediate_size + sent) // cut
 
 
 def _chunks_under_way(parallel: ParallelConfig, stage: int) -> int:

@@ -94,6 +94,8 @@ def _complete(model: SavedModel, folder: Path, step: int, ranks: Sequence[Mappin
         virtual_pipeline_parallel_size=model.parallel.virtual_pipeline_parallel_size,
         context_parallel_size=model.parallel.context_parallel_size,
         data_parallel_size=model.parallel.data_parallel_size,
+        expert_parallel_size=model.parallel.expert_parallel_size,
+        expert_tensor_parallel_size=model.parallel.expert_tensor_parallel_size,
     )
     description = Description(head=model.head, dtype=model.dtype.value, layout=layout, step=step)
     write_manifest(folder, description, {name: checksum for rank in ranks for name, checksum in rank.items()})

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from megarl.config.schema import (
     AlgorithmConfig,
@@ -24,7 +25,7 @@ from megarl.config.schema import (
     Verify,
 )
 from megarl.roles.start import PPORoles
-from tests.integration.tiny_run import Finished, run_ppo, save_inputs, tiny_config
+from tests.integration.tiny_run import Finished, run_ppo, save_inputs, save_policy, tiny_config
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
@@ -153,3 +154,29 @@ def test_sglang_takes_turns_too(inputs: Path, tmp_path: Path) -> None:
         settings = config(inputs, tmp_path / strategy.value, strategy, RolloutEngineKind.sglang)
         runs.append(run_ppo(dataclasses.replace(settings, rollout=dataclasses.replace(settings.rollout, num_replicas=1))))
     assert_same_run(*runs)
+
+
+def test_experts_and_a_cool_temperature(inputs: Path, tmp_path: Path) -> None:
+    """A policy whose experts are dealt over the actor's two replicas, the critic's two tensor-parallel ranks and SGLang's: after every push
+    the engine holds the actor's weights to the bit, and both mean the same by a log-prob, at another temperature than the runs above."""
+    save_policy(tmp_path / "experts", with_experts=True)
+    settings = config(inputs, tmp_path / "run", PlacementStrategy.split_collocate, RolloutEngineKind.sglang)
+    settings = dataclasses.replace(
+        settings,
+        model=dataclasses.replace(settings.model, path=str(tmp_path / "experts")),
+        actor=dataclasses.replace(settings.actor, parallel=ParallelConfig(data_parallel_size=2, expert_parallel_size=2)),
+        critic=dataclasses.replace(
+            settings.critic, parallel=ParallelConfig(tensor_parallel_size=2, sequence_parallel=True, expert_parallel_size=2)
+        ),
+        rollout=dataclasses.replace(settings.rollout, num_replicas=1, tensor_parallel_size=2, expert_parallel_size=2, temperature=0.6),
+        trainer=dataclasses.replace(settings.trainer, total_steps=3),
+    )
+    finished = run_ppo(settings)
+    assert len(finished.metrics) == 4
+    for line in finished.metrics:
+        assert_agreement(line)
+    model, loading = AutoModelForCausalLM.from_pretrained(finished.policy, output_loading_info=True)
+    assert not loading["missing_keys"]
+    assert not loading["unexpected_keys"]
+    before = AutoModelForCausalLM.from_pretrained(tmp_path / "experts").state_dict()
+    assert all(not torch.equal(value, before[name]) for name, value in model.state_dict().items())

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import torch
 from rich.console import Console
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from megarl.agents.user_tools import load_agent
 from megarl.batch.data_proto import DataProto
@@ -72,8 +72,8 @@ CHAT_TEMPLATE = (
 REWARD = "def compute_score(data_source, solution_str, ground_truth, extra_info):\n    return solution_str.count(ground_truth) / 4\n"
 
 
-def save_policy(folder: Path, seed: int = 0) -> None:
-    """A Qwen2 of four layers, so that every layout of up to four ranks can cut it."""
+def save_policy(folder: Path, seed: int = 0, with_experts: bool = False) -> None:
+    """A Qwen2 of four layers, so that every layout of up to four ranks can cut it; or a Qwen3-MoE of the same size."""
     vocabulary = Tokenizer(models.WordLevel({symbol: index for index, symbol in enumerate(SYMBOLS)}, unk_token="<pad>"))
     vocabulary.pre_tokenizer = pre_tokenizers.Split(Regex("<[a-z]+>|."), "isolated")
     tokenizer = PreTrainedTokenizerFast(
@@ -86,21 +86,25 @@ def save_policy(folder: Path, seed: int = 0) -> None:
     tokenizer.chat_template = CHAT_TEMPLATE
     tokenizer.save_pretrained(folder)
     torch.manual_seed(seed)
-    config = Qwen2Config(
-        vocab_size=len(SYMBOLS),
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-        tie_word_embeddings=True,
-        pad_token_id=0,
-        eos_token_id=1,
-        bos_token_id=None,
-        initializer_range=0.1,  # so that distributions are far from uniform
-    )
-    Qwen2ForCausalLM(config).float().save_pretrained(folder)
+    sizes: dict[str, Any] = {
+        "vocab_size": len(SYMBOLS),
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 64,
+        "tie_word_embeddings": True,
+        "pad_token_id": 0,
+        "eos_token_id": 1,
+        "bos_token_id": None,
+        "initializer_range": 0.1,  # so that distributions are far from uniform
+    }
+    if with_experts:
+        experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": True, "head_dim": 8}
+        Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **experts)).float().save_pretrained(folder)
+    else:
+        Qwen2ForCausalLM(Qwen2Config(**sizes)).float().save_pretrained(folder)
 
 
 def save_inputs(folder: Path) -> None:

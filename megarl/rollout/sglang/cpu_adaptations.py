@@ -48,6 +48,12 @@ EVIDENCE = (
         "frees memory only with torch_memory_saver, which is CUDA",
     ),
     SGLangEvidence(
+        "srt.layers.moe.fused_moe_native",
+        "moe_forward_native",
+        "cnts.scatter_(1, topk_ids.to(torch.int64), 1)",
+        "counts tokens by expert, and has no place for -1, which stands for an expert of another rank",
+    ),
+    SGLangEvidence(
         "srt.managers.scheduler",
         "Scheduler.event_loop_overlap",
         "self._record_scheduler_state_for_paused_engine()\n                continue",
@@ -72,6 +78,7 @@ def install_in_scheduler() -> None:
     _batch_decode_attention()
     _release_memory_for_real()
     _sleep_while_paused()
+    _skip_experts_of_others()
 
 
 def _replace_murmur_hash() -> None:
@@ -219,6 +226,22 @@ def _sleep_while_paused() -> None:
         self.maybe_sleep_on_idle()
 
     Scheduler._record_scheduler_state_for_paused_engine = record_and_sleep
+
+
+def _skip_experts_of_others() -> None:
+    """The first of this rank's experts stands for those, and has no weight: all ranks' sums are added up behind it."""
+    from sglang.srt.layers.moe import fused_moe_native
+
+    forward = fused_moe_native.moe_forward_native
+
+    def forward_own(layer: Any, x: torch.Tensor, topk_output: Any, *arguments: Any, **keywords: Any) -> torch.Tensor:
+        is_other = topk_output.topk_ids < 0
+        own = topk_output._replace(
+            topk_ids=topk_output.topk_ids.masked_fill(is_other, 0), topk_weights=topk_output.topk_weights.masked_fill(is_other, 0)
+        )
+        return forward(layer, x, own, *arguments, **keywords)
+
+    fused_moe_native.moe_forward_native = forward_own
 
 
 def _resident_tensors(model_runner: Any) -> dict[str, list[torch.Tensor]]:

@@ -29,6 +29,7 @@ def ppo(tmp_path: Path) -> str:
     values["model"]["path"] = str(model_folder(tmp_path / "experts", **EXPERTS))
     values["critic"]["model"] = {"path": str(tmp_path / "model")}
     values["actor"]["parallel"]["sequence_parallel"] = True
+    values["rollout"]["engine"] = "sglang"
     return write_yaml(tmp_path / "run.yaml", values)
 
 
@@ -40,7 +41,7 @@ def test_good_layouts_have_none(ppo: str) -> None:
     """Experts are dealt over all four ranks of the actor, across its replicas."""
     for overrides in ([], [f"{_EP}=4"], [f"{_EP}=2", f"{_ETP}=2"], [f"{_ETP}=4"]):
         assert violations(ppo, *overrides) == []
-    assert violations(ppo, "rollout.engine=sglang", "rollout.tensor_parallel_size=4", "rollout.expert_parallel_size=2") == []
+    assert violations(ppo, "rollout.tensor_parallel_size=4", "rollout.expert_parallel_size=2") == []
 
 
 @pytest.mark.parametrize(
@@ -55,8 +56,9 @@ def test_good_layouts_have_none(ppo: str) -> None:
             [f"{_ETP}=16", "actor.parallel.data_parallel_size=8"],
             "intermediate size 24, which does not divide by expert_tensor_parallel_size",
         ),
+        (["rollout.engine=hf"], "rollout.engine: the engine 'hf' does not take weights of experts"),
         (
-            ["rollout.engine=sglang", "rollout.tensor_parallel_size=2", "rollout.expert_parallel_size=4"],
+            ["rollout.tensor_parallel_size=2", "rollout.expert_parallel_size=4"],
             "expert_parallel_size 4 does not divide tensor_parallel_size 2, whose ranks share the experts; use 2",
         ),
     ],

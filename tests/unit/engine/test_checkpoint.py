@@ -31,7 +31,7 @@ from tests.unit.engine.checkpoint_side import (
     train_and_save,
 )
 from tests.unit.engine.models import FAMILIES, save_critic, save_model
-from tests.unit.engine.rank_side import LAYOUTS
+from tests.unit.engine.rank_side import EXPERT_LAYOUTS, LAYOUTS
 
 STEPS, AFTER = 2, 3
 
@@ -39,10 +39,10 @@ STEPS, AFTER = 2, 3
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     folder = tmp_path_factory.mktemp("models")
-    for family in ("qwen2", "qwen2-tied", "qwen3-tied"):
+    for family in ("qwen2", "qwen2-tied", "qwen3-tied", "qwen3-moe", "qwen2-moe"):
         save_model(family, folder / family)
     save_critic(folder / "qwen2-tied", folder / "critic")
-    return {name: str(folder / name) for name in ("qwen2", "qwen2-tied", "qwen3-tied", "critic")}
+    return {name: str(folder / name) for name in ("qwen2", "qwen2-tied", "qwen3-tied", "qwen3-moe", "qwen2-moe", "critic")}
 
 
 def saved(rank_pool: RankPool, settings: Settings, folder: Path, steps: int = STEPS) -> list[Saved]:
@@ -66,7 +66,7 @@ def loaded(rank_pool: RankPool, settings: Settings, folder: Path, steps: int = S
 SAME_LAYOUT = [
     ("TP2", "qwen2", "lm", torch.float32, 2),
     ("PP2xVPP2", "qwen2-tied", "lm", torch.bfloat16, 2),
-    ("DP2", "qwen3-tied", "lm", torch.bfloat16, 2),
+    ("DP2xEP2", "qwen3-moe", "lm", torch.bfloat16, 2),
     ("TP2xPP2", "critic", "value", torch.float32, 2),
     ("TP1", "qwen2-tied", "lm", torch.float32, 0),
 ]
@@ -77,7 +77,7 @@ def test_in_the_same_layout_it_goes_on_to_the_bit(
     layout: str, model: str, head: str, dtype: torch.dtype, steps: int, rank_pool: RankPool, folders: dict[str, str], tmp_path: Path
 ) -> None:
     """Also of a save before the first step, when Adam has no moments yet; and what was saved is the state of before `after`."""
-    settings = Settings(LAYOUTS[layout], folders[model], head, dtype)
+    settings = Settings({**LAYOUTS, **EXPERT_LAYOUTS}[layout], folders[model], head, dtype)
     before = saved(rank_pool, settings, tmp_path / "actor", steps)
     after = loaded(rank_pool, settings, tmp_path / "actor", steps)
     for one, other in zip(before, after, strict=True):
@@ -95,23 +95,38 @@ RESHAPED = [
     ParallelConfig(pipeline_parallel_size=2, virtual_pipeline_parallel_size=2),
     ParallelConfig(tensor_parallel_size=2, pipeline_parallel_size=2),
 ]
+RESHAPED_EXPERTS = [
+    ParallelConfig(data_parallel_size=4, expert_parallel_size=4),
+    ParallelConfig(),
+    EXPERT_LAYOUTS["PP2"],
+]
 RESHAPED_MODELS = [
-    ("qwen2-tied", "lm", torch.bfloat16),
-    ("qwen2", "lm", torch.float32),
-    ("critic", "value", torch.float32),
+    ("qwen2-tied", "lm", torch.bfloat16, "TP2", RESHAPED),
+    ("qwen2", "lm", torch.float32, "TP2", RESHAPED),
+    ("critic", "value", torch.float32, "TP2", RESHAPED),
+    ("qwen3-moe", "lm", torch.float32, "TP2+SPxEP2", RESHAPED_EXPERTS),
+    ("qwen2-moe", "lm", torch.float32, "TP2+SPxEP2", [EXPERT_LAYOUTS["TP2+SPxETP2"]]),
 ]
 
 
-@pytest.mark.parametrize(("model", "head", "dtype"), RESHAPED_MODELS)
+@pytest.mark.parametrize(("model", "head", "dtype", "first", "others"), RESHAPED_MODELS)
 def test_in_another_layout_the_next_steps_agree(
-    model: str, head: str, dtype: torch.dtype, rank_pool: RankPool, folders: dict[str, str], tmp_path: Path
+    model: str,
+    head: str,
+    dtype: torch.dtype,
+    first: str,
+    others: list[ParallelConfig],
+    rank_pool: RankPool,
+    folders: dict[str, str],
+    tmp_path: Path,
 ) -> None:
-    """From TP2 to each layout. What is saved there again is the same to the bit, and so is what goes on from that in TP2."""
-    source = Settings(LAYOUTS["TP2"], folders[model], head, dtype)
+    """From the first layout to each other. What is saved there again is the same to the bit, and so is what goes on from that in the
+    first."""
+    source = Settings({**LAYOUTS, **EXPERT_LAYOUTS}[first], folders[model], head, dtype)
     want = saved(rank_pool, source, tmp_path / "source")
     stored = stored_tensors(tmp_path / "source")
     assert {name.split(".")[2] for name in stored if name.startswith("optimizer.")} == {"param", "exp_avg", "exp_avg_sq"}
-    for number, parallel in enumerate(RESHAPED):
+    for number, parallel in enumerate(others):
         again = tmp_path / str(number)
         got = loaded(rank_pool, Settings(parallel, folders[model], head, dtype), tmp_path / "source", again=again)
         assert same([stored_tensors(again)], [stored]), parallel

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -69,6 +70,9 @@ CASES = {
 }
 
 
+OF_EXPERTS = ("policy", "critic")  # what else differs is nothing of the layers
+
+
 class Compared(NamedTuple):
     """Outputs (B, R, ...) and, of a weighted sum of them, the gradients by Hugging Face names and their norm; of an engine also the weights
     after a step."""
@@ -109,14 +113,14 @@ def with_logits(engine: Any) -> Any:
     return engine
 
 
-def run_engine(parallel: ParallelConfig, folders: dict[str, str], batch: Tensors) -> dict[str, Compared]:
-    """In a rank: every case. Outputs are those of the whole batch; gradients those of the rank's stage."""
+def run_engine(parallel: ParallelConfig, folders: dict[str, str], batch: Tensors, names: Collection[str]) -> dict[str, Compared]:
+    """In a rank: the named cases. Outputs are those of the whole batch; gradients those of the rank's stage."""
     groups = start(parallel)
     num_rows = len(batch["input_ids"])
     rows = replica_rows(groups, num_rows)
     part, micro_batches = take(batch, rows), deal(len(rows), 2)
     results = {}
-    for name, case in CASES.items():
+    for name, case in ((name, CASES[name]) for name in names):
         engine = build(groups, folders[case.folder], optim=OptimConfig(), **case.spec)
         engine.forward_backward(part, micro_batches, weighted_sum(case.keys))
         gradients = hf_gradients(engine)
@@ -127,10 +131,10 @@ def run_engine(parallel: ParallelConfig, folders: dict[str, str], batch: Tensors
     return results
 
 
-def run_reference(folders: dict[str, str], batch: Tensors) -> dict[str, Compared]:
+def run_reference(folders: dict[str, str], batch: Tensors, names: Collection[str]) -> dict[str, Compared]:
     """The same cases, one row at a time through Hugging Face."""
     results = {}
-    for name, case in CASES.items():
+    for name, case in ((name, CASES[name]) for name in names):
         if case.spec.get("head") == "value":
             model: torch.nn.Module = load_critic(Path(folders[case.folder]))
             outputs = {"values": reference_values(model, batch)}
@@ -159,7 +163,8 @@ def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     save_model(request.param, folder / "lm")
     save_critic(folder / "lm", folder / "critic")
     folders, batch = {key: str(folder / key) for key in ("lm", "critic")}, weighted_batch()
-    return Reference(folders, batch, run_reference(folders, batch))
+    names = OF_EXPERTS if request.param in EXPERT_FAMILIES else CASES
+    return Reference(folders, batch, run_reference(folders, batch, names))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -185,11 +190,11 @@ def test_experts(reference: Reference, layout: str, rank_pool: RankPool) -> None
 
 @pytest.mark.parametrize("reference", EXPERT_FAMILIES, indirect=True)
 def test_one_expert_has_no_tokens(reference: Reference) -> None:
-    """And the others have."""
+    """In some layers; most have."""
     gradients = reference.results["policy"].gradients
     idle = {name: float(value.norm()) == 0 for name, value in gradients.items() if ".experts." in name}
-    assert any(idle.values())
-    assert all(f".experts.{IDLE_EXPERT}." in name for name, is_idle in idle.items() if is_idle)
+    assert any(is_idle for name, is_idle in idle.items() if f".experts.{IDLE_EXPERT}." in name)
+    assert sum(idle.values()) < len(idle) / 4
 
 
 def compare(reference: Reference, parallel: ParallelConfig, rank_pool: RankPool) -> None:
@@ -200,6 +205,7 @@ def compare(reference: Reference, parallel: ParallelConfig, rank_pool: RankPool)
         parallel=parallel,
         folders=reference.folders,
         batch=reference.batch,
+        names=list(reference.results),
     )
     for name, want in reference.results.items():
         gradients = merge([rank[name].gradients for rank in ranks])

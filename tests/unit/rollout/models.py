@@ -6,13 +6,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen2Config, Qwen3Config
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 from megarl.config.schema import Device, DType, ModelConfig, RolloutConfig
 from megarl.rollout.hf.engine import HFEngine
 from megarl.rollout.interface import RolloutEngine, RolloutEngineSpec
 from megarl.weights.tensors import Manifest, TensorMeta
 from tests import plain_trainer
+from tests.unit.weights.models import as_stored
 
 VOCAB = 97
 
@@ -40,7 +41,13 @@ def random_model(
         eos_token_id=eos_token_id,
         pad_token_id=None,
     )
-    kinds = {"qwen2": Qwen2Config(**shared), "qwen3": Qwen3Config(**shared, head_dim=16), "llama": LlamaConfig(**shared)}
+    experts = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": True, "mlp_only_layers": [1]}
+    kinds = {
+        "qwen2": Qwen2Config(**shared),
+        "qwen3": Qwen3Config(**shared, head_dim=16),
+        "qwen3_moe": Qwen3MoeConfig(**shared, **experts, head_dim=16),
+        "llama": LlamaConfig(**shared),
+    }
     model = AutoModelForCausalLM.from_config(kinds[family], dtype=torch.float32)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -50,11 +57,12 @@ def random_model(
 
 
 def manifest_of(model: PreTrainedModel) -> Manifest:
-    return {name: TensorMeta(tuple(parameter.shape), parameter.dtype) for name, parameter in model.named_parameters()}
+    return {name: TensorMeta(tuple(value.shape), value.dtype) for name, value in weights_of(model).items()}
 
 
 def weights_of(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+    """By the names in a folder."""
+    return as_stored({name: parameter.detach() for name, parameter in model.named_parameters()}, model.config.model_type)
 
 
 def push(model: PreTrainedModel, engine: RolloutEngine, version: int = 1) -> None:

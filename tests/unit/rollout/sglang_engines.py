@@ -29,12 +29,18 @@ def server_model(seed: int = 0) -> PreTrainedModel:
 
 @lru_cache(maxsize=4)
 def in_process_model(seed: int = 0) -> PreTrainedModel:
-    """A model that fits `sglang_in_process`: tied, with normalised queries and keys, and with 40 MB to be given back."""
-    return random_model("qwen3", tied=True, eos_token_id=END_TOKEN, seed=seed, vocab_size=40000, hidden_size=256)
+    """A model that fits `sglang_in_process`: tied, with normalised queries and keys, experts in one of its two layers, and with 40 MB to be
+    given back."""
+    return random_model("qwen3_moe", tied=True, eos_token_id=END_TOKEN, seed=seed, vocab_size=40000, hidden_size=256)
 
 
 def spec_for(
-    model: PreTrainedModel, folder: Path, mode: SGLangMode = SGLangMode.engine, tensor_parallel_size: int = 1, min_new_tokens: int = 0
+    model: PreTrainedModel,
+    folder: Path,
+    mode: SGLangMode = SGLangMode.engine,
+    tensor_parallel_size: int = 1,
+    expert_parallel_size: int = 1,
+    min_new_tokens: int = 0,
 ) -> RolloutEngineSpec:
     """From a folder that holds no weights."""
     model.config.architectures = [type(model).__name__]  # as saving the whole model does
@@ -42,6 +48,7 @@ def spec_for(
     model.generation_config.save_pretrained(folder)
     rollout = RolloutConfig(
         tensor_parallel_size=tensor_parallel_size,
+        expert_parallel_size=expert_parallel_size,
         max_concurrency=16,
         health_limit_s=60.0,
         validation=SamplingConfig(min_new_tokens=min_new_tokens),
@@ -60,7 +67,8 @@ def sglang_server(warm_processes: None, tmp_path_factory: pytest.TempPathFactory
 
 @pytest.fixture(scope="package")
 def sglang_in_process(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RemoteEngine]:
-    """An engine with two ranks in a Ray actor, for `in_process_model`."""
-    engine = RemoteEngine(spec_for(in_process_model(), tmp_path_factory.mktemp("in_process"), tensor_parallel_size=2))
+    """An engine with two ranks in a Ray actor, for `in_process_model`; each has half of the experts."""
+    spec = spec_for(in_process_model(), tmp_path_factory.mktemp("in_process"), tensor_parallel_size=2, expert_parallel_size=2)
+    engine = RemoteEngine(spec)
     yield engine
     engine.close()

@@ -30,7 +30,7 @@ def load_strictly(settings: Settings, folder: Path, batch: Tensors) -> Loaded:
     want = {name: value.clone() for name, value in engine.parameters().items()}
     for value in engine.parameters().values():
         value.fill_(float("nan"))
-    metadata = {**(dist_checkpointing.load_content_metadata(str(folder)) or {}), "dp_cp_group": groups.data}
+    metadata = {**(dist_checkpointing.load_content_metadata(str(folder)) or {}), "dp_cp_group": groups.data_context}
     states = {f"model{number}": model.sharded_state_dict(metadata=metadata) for number, model in enumerate(engine._models)}
     loaded = dist_checkpointing.load(states, str(folder), strict="raise_all")
     for number, model in enumerate(engine._models):

@@ -27,13 +27,15 @@ from tests.unit.engine.models import (
     save_model,
     scores_of,
 )
-from tests.unit.engine.rank_side import LAYOUTS, merge
+from tests.unit.engine.rank_side import EXPERT_LAYOUTS, LAYOUTS, merge
+
+ANY_LAYOUT = {**LAYOUTS, **EXPERT_LAYOUTS}
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("models")
-    for family in ("qwen2", "qwen2-tied", "qwen3-tied", "llama3-tied"):
+    for family in ("qwen2", "qwen2-tied", "qwen3-tied", "llama3-tied", "qwen2-moe", "qwen3-moe"):
         save_model(family, root / family)
     save_critic(root / "qwen2", root / "critic")
     return root
@@ -55,6 +57,7 @@ CASES = [
     ("qwen3-tied", "lm", "PP2xVPP2", "TP2"),
     ("llama3-tied", "lm", "TP1", "TP2xPP2"),
     ("critic", "value", "TP2xPP2", "PP2"),
+    ("qwen2-moe", "lm", "PP2", "TP2+SPxEP2"),
 ]
 
 
@@ -62,10 +65,10 @@ CASES = [
 def test_megatron_loads_it_strictly_and_computes_what_hugging_face_does_after_the_way_back(
     model: str, head: str, written: str, loading: str, models: Path, rank_pool: RankPool, tmp_path: Path
 ) -> None:
-    write_distributed(open_model(models / model), tmp_path / "megatron", layout_of(LAYOUTS[written]))
+    write_distributed(open_model(models / model), tmp_path / "megatron", layout_of(ANY_LAYOUT[written]))
     write_hugging_face(open_model(tmp_path / "megatron"), tmp_path / "back", max_shard_bytes=10**9)
     batch = make_batch()
-    settings = Settings(LAYOUTS[loading], str(models / model), head)
+    settings = Settings(ANY_LAYOUT[loading], str(models / model), head)
     ranks = rank_pool.run(
         load_strictly, world_size=settings.parallel.world_size, settings=settings, folder=tmp_path / "megatron", batch=batch
     )
@@ -97,13 +100,14 @@ def model_part(index: TorchDistIndex) -> dict[str, torch.Tensor]:
         ("critic", "value", "PP2xVPP2", torch.float32),
         ("qwen2", "lm", "TP2", torch.float32),
         ("qwen3-tied", "lm", "TP1", torch.float32),
+        ("qwen3-moe", "lm", "TP2+SPxETP2", torch.float32),
     ],
 )
 def test_what_an_engine_saved_is_converted_there_and_back(
     model: str, head: str, layout: str, dtype: torch.dtype, models: Path, rank_pool: RankPool, tmp_path: Path
 ) -> None:
     """Back in the same layout it has the same keys, chunks and objects, key by key, but for optimizer and random numbers."""
-    settings = Settings(LAYOUTS[layout], str(models / model), head, dtype)
+    settings = Settings(ANY_LAYOUT[layout], str(models / model), head, dtype)
     role = tmp_path / "actor"
     weights = merge(rank_pool.run(train_and_save_weights, world_size=settings.parallel.world_size, settings=settings, folder=role))
     (role / "huggingface").mkdir()

@@ -18,7 +18,7 @@ from megarl.config.schema import SGLangMode
 from megarl.rollout.interface import EngineDeadError, SamplingParameters
 from megarl.rollout.sglang.engine import SGLangEngine
 from megarl.weights.checksum import checksum
-from tests.unit.rollout.models import VOCAB, push
+from tests.unit.rollout.models import VOCAB, push, weights_of
 from tests.unit.rollout.remote_engine import RemoteEngine
 from tests.unit.rollout.sglang.test_server_engine import PROMPTS, difference
 from tests.unit.rollout.sglang_engines import END_TOKEN, in_process_model, server_model, spec_for
@@ -36,7 +36,7 @@ def resident_bytes(engine: RemoteEngine) -> int:
 
 def test_two_ranks_hold_and_use_the_models_weights(sglang_in_process: RemoteEngine, model: PreTrainedModel) -> None:
     push(model, sglang_in_process, version=3)
-    assert sglang_in_process.checksums() == {name: checksum(parameter.detach()) for name, parameter in model.named_parameters()}
+    assert sglang_in_process.checksums() == {name: checksum(value) for name, value in weights_of(model).items()}
     for temperature in (0.6, 0.0):
         sampling = SamplingParameters(max_new_tokens=20, seed=1, temperature=temperature)
         for prompt, sample in zip(PROMPTS, sglang_in_process.generate(PROMPTS, sampling), strict=True):
