@@ -80,6 +80,12 @@ def engine_fits(config: PPOConfig, policy: Architecture) -> Violations:
             f"the engine {config.rollout.engine.name!r} does not take weights of experts, which {path} has; use {others}",
         )
         return
+    for problem, is_so in (
+        ("dense layers between its sparse ones", policy.num_dense_layers > 0),
+        ("a tied embedding", policy.tie_word_embeddings),
+    ):
+        if is_so:
+            yield Violation(("rollout.engine",), f"{path} has experts and {problem}: SGLang's {policy.model_type} would be another model")
     if tensor % dealt:
         yield Violation(
             (_ENGINE_KEY, "rollout.tensor_parallel_size"),

@@ -94,7 +94,7 @@ def save_policy(folder: Path, seed: int = 0, with_experts: bool = False) -> None
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "max_position_embeddings": 64,
-        "tie_word_embeddings": True,
+        "tie_word_embeddings": not with_experts,  # SGLang ties no such model
         "pad_token_id": 0,
         "eos_token_id": 1,
         "bos_token_id": None,

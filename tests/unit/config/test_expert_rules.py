@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -66,6 +67,16 @@ def test_good_layouts_have_none(ppo: str) -> None:
 def test_what_does_not_fit_is_said_once(ppo: str, overrides: list[str], said: str) -> None:
     (found,) = violations(ppo, *overrides)
     assert said in found
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [({"mlp_only_layers": [1]}, "dense layers between its sparse ones"), ({"tie_word_embeddings": True}, "a tied embedding")],
+)
+def test_models_that_sglang_takes_for_others(ppo: str, tmp_path: Path, changes: dict[str, Any], said: str) -> None:
+    (found,) = violations(ppo, f"model.path={model_folder(tmp_path / 'other', **EXPERTS, **changes)}")
+    assert found.startswith("rollout.engine: ")
+    assert f"has experts and {said}: SGLang's qwen2_moe would be another model" in found
 
 
 def test_an_engine_of_a_dense_model_has_no_experts(tmp_path: Path) -> None:

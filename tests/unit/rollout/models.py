@@ -41,7 +41,7 @@ def random_model(
         eos_token_id=eos_token_id,
         pad_token_id=None,
     )
-    experts = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": True, "mlp_only_layers": [1]}
+    experts = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": True}
     kinds = {
         "qwen2": Qwen2Config(**shared),
         "qwen3": Qwen3Config(**shared, head_dim=16),

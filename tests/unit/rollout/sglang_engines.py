@@ -29,9 +29,8 @@ def server_model(seed: int = 0) -> PreTrainedModel:
 
 @lru_cache(maxsize=4)
 def in_process_model(seed: int = 0) -> PreTrainedModel:
-    """A model that fits `sglang_in_process`: tied, with normalised queries and keys, experts in one of its two layers, and with 40 MB to be
-    given back."""
-    return random_model("qwen3_moe", tied=True, eos_token_id=END_TOKEN, seed=seed, vocab_size=40000, hidden_size=256)
+    """A model that fits `sglang_in_process`: with normalised queries and keys, with experts, and with 40 MB to be given back."""
+    return random_model("qwen3_moe", eos_token_id=END_TOKEN, seed=seed, vocab_size=20000, hidden_size=256)
 
 
 def spec_for(
