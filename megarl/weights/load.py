@@ -133,7 +133,12 @@ class _Reader(ExitStack):
         try:
             if stored.file not in self._opened:
                 self._opened[stored.file] = self.enter_context(safe_open(stored.file, framework="pt"))
-            rows = self._opened[stored.file].get_slice(piece.hf_name)[_stored_slices(piece, stored.shape)]
+            slices = _stored_slices(piece, stored.shape)
+            name = piece.hf_name
+            if stored.fused is not None:
+                name, (expert, row) = stored.fused.name, stored.fused.start
+                slices = (slice(expert, expert + 1), slice(row + slices[0].start, row + slices[0].stop), *slices[1:])
+            rows = self._opened[stored.file].get_slice(name)[slices]
         except SafetensorError as error:
             raise WeightTransferError(f"{stored.file}: cannot read {piece.hf_name}: {error}") from error
         return rows.view(piece.hf.shape)

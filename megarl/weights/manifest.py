@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -20,16 +21,29 @@ INDEX_FILE = "model.safetensors.index.json"
 _LFS = b"version https://git-lfs"
 _COMPARED_ROWS = 4096  # of the two matrices that a tied model may have stored, held in memory at a time
 
+_FUSED_EXPERTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 TORCH_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+class FusedPlace(NamedTuple):
+    """shape: of the tensor `name` of the file. start: (expert, row)."""
+
+    name: str
+    shape: tuple[int, int, int]
+    start: tuple[int, int]
 
 
 @dataclass(frozen=True, kw_only=True)
 class TensorInFile:
-    """A tensor in a safetensors file, not loaded. `dtype` is the format's own name, such as BF16."""
+    """A tensor in a safetensors file, not loaded. `dtype` is the format's own name, such as BF16.
+
+    fused: where one tensor of the file holds those of all experts of a layer, which one, and the index in it at which this one begins.
+    """
 
     file: Path
     shape: tuple[int, ...]
     dtype: str
+    fused: FusedPlace | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +62,8 @@ def manifest_of(architecture: Architecture, dtype: torch.dtype, head: Head = "lm
 
 
 def read_checkpoint_index(folder: str | Path) -> CheckpointIndex:
-    """Reads the headers of `model.safetensors`, or of the files that `model.safetensors.index.json` names.
+    """Reads the headers of `model.safetensors`, or of the files that `model.safetensors.index.json` names. Experts that lie fused in them
+    are there each by itself.
 
     Raises WeightTransferError that names the file (and tensor) for: no weights, a file that is missing, truncated or
     corrupt, an index that disagrees with its files.
@@ -56,9 +71,9 @@ def read_checkpoint_index(folder: str | Path) -> CheckpointIndex:
     folder = Path(folder)
     index_path = folder / INDEX_FILE
     if index_path.is_file():
-        return CheckpointIndex(folder=folder, tensors=_read_sharded(folder, index_path))
+        return CheckpointIndex(folder=folder, tensors=_with_separate_experts(_read_sharded(folder, index_path)))
     if (folder / SINGLE_FILE).is_file():
-        return CheckpointIndex(folder=folder, tensors=_read_header(folder / SINGLE_FILE))
+        return CheckpointIndex(folder=folder, tensors=_with_separate_experts(_read_header(folder / SINGLE_FILE)))
     raise WeightTransferError(
         f"{folder}: no {SINGLE_FILE} and no {INDEX_FILE}; weights in another format must first be saved as safetensors "
         "(transformers: model.save_pretrained)"
@@ -88,6 +103,26 @@ def _read_sharded(folder: Path, index_path: Path) -> dict[str, TensorInFile]:
         if name not in tensors:
             raise WeightTransferError(f"{folder / file}: lacks {name!r}, which {INDEX_FILE} places there")
     return tensors
+
+
+def _with_separate_experts(tensors: dict[str, TensorInFile]) -> dict[str, TensorInFile]:
+    """transformers v5 has a layer's experts in two tensors in memory, `gate_up_proj` (E, 2M, H) and `down_proj` (E, H, M); what writes its
+    memory as it is leaves them so."""
+    separate: dict[str, TensorInFile] = {}
+    for name, stored in tensors.items():
+        prefix, found, what = name.rpartition(".mlp.experts.")
+        parts = _FUSED_EXPERTS.get(what, ())
+        if not found or not parts or len(stored.shape) != 3 or stored.shape[1] % len(parts):
+            separate[name] = stored
+            continue
+        num_experts, rows, columns = stored.shape
+        each = rows // len(parts)
+        for expert in range(num_experts):
+            for number, part in enumerate(parts):
+                fused = FusedPlace(name, (num_experts, rows, columns), (expert, number * each))
+                own = TensorInFile(file=stored.file, shape=(each, columns), dtype=stored.dtype, fused=fused)
+                separate[f"{prefix}{found}{expert}.{part}.weight"] = own
+    return separate
 
 
 def _read_header(path: Path) -> dict[str, TensorInFile]:

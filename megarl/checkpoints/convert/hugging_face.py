@@ -4,7 +4,7 @@ tokenizer and chat template."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -19,6 +19,7 @@ from megarl.config.architecture import read_architecture
 from megarl.weights.hf_folder import DEFAULT_FILE_BYTES, FilePlan, copy_companions, has_bias, plan_files, write_index
 from megarl.weights.manifest import (
     TORCH_DTYPES,
+    TensorInFile,
     check_index,
     check_tied_head,
     check_value_bias,
@@ -51,7 +52,8 @@ def open_hugging_face(folder: Path, trust_remote_code: bool = False) -> ModelSou
         for hf in weight.tensors:
             stored = index.tensors[hf.name]
             dtypes[hf.name] = TORCH_DTYPES[stored.dtype]
-            opened = partial(mapped, stored.file, starts[stored.file][hf.name], hf.view, dtypes[hf.name])
+            start = _start(starts[stored.file], hf.name, stored, dtypes[hf.name])
+            opened = partial(mapped, stored.file, start, hf.view, dtypes[hf.name])
             pieces[hf.name] = [StoredPiece(place=Rectangle.whole(hf.view), open=opened)]
     return ModelSource(
         folder=folder,
@@ -62,6 +64,13 @@ def open_hugging_face(folder: Path, trust_remote_code: bool = False) -> ModelSou
         head=head,
         tensors=checked_tensors(folder, architecture, head, dtypes, pieces),
     )
+
+
+def _start(starts: Mapping[str, int], name: str, stored: TensorInFile, dtype: torch.dtype) -> int:
+    if stored.fused is None:
+        return starts[name]
+    (expert, row), (_, rows, columns) = stored.fused.start, stored.fused.shape
+    return starts[stored.fused.name] + (expert * rows + row) * columns * dtype.itemsize
 
 
 def _data_starts(file: Path) -> dict[str, int]:

@@ -4,13 +4,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
+from megarl.checkpoints.convert.hugging_face import open_hugging_face
 from megarl.weights.load import load_into_shards
 from megarl.weights.manifest import manifest_of
 from megarl.weights.plan import Part
 from megarl.weights.shard_layout import ShardLayout, model_layouts, shard_shapes
 from megarl.weights.shards import Shards, held_boxes
 from megarl.weights.tensors import Rectangle, tiling_fault
+from tests.unit.checkpoints.convert.test_source import everything
 from tests.unit.weights.models import PADDED_VOCAB, architecture_of, random_model, save, shards_of, stored_state
 from tests.unit.weights.transfers import Cut
 
@@ -75,6 +78,21 @@ def test_what_is_loaded_is_what_slow_loops_cut_and_is_found_again(folders, cut: 
         assert held.keys() == manifest.keys()
         for name, meta in manifest.items():
             assert tiling_fault(meta.shape, sorted(held[name], key=lambda box: box.starts)) is None, name
+
+
+def test_fused_experts_are_read_each_by_itself(tmp_path: Path) -> None:
+    """As they lie in transformers' memory: here the half of each of two experts."""
+    model, architecture = random_model("qwen3_moe"), architecture_of("qwen3_moe")
+    save_file({name: value.clone() for name, value in model.state_dict().items()}, tmp_path / "model.safetensors")
+    layout = Cut(data=4, expert=2, expert_tensor=2).layouts(architecture)[3]
+    parameters = loaded(tmp_path, architecture, layout)
+    expected = shards_of(stored_state(model), architecture, layout)
+    assert any("local_experts.3" in name for name in expected)
+    assert all(torch.equal(parameters[name], shard) for name, shard in expected.items())
+    model.config.save_pretrained(tmp_path)
+    found = everything(open_hugging_face(tmp_path))
+    assert found.keys() == stored_state(model).keys()
+    assert all(torch.equal(found[name], value) for name, value in stored_state(model).items())
 
 
 def test_bfloat16_parameters_and_float32_folder(folders) -> None:
