@@ -143,7 +143,7 @@ def _rng_entry(groups: ParallelGroups) -> ShardedObject:
 def _common_state(state: TrainingState) -> dict:
     """What all ranks share, where Megatron's own programs look for it."""
     settings = {"distrib_optim_sharding_type": OPTIMIZER_FORMAT, "singleton_local_shards": False, "chained_optim_avoid_prefix": True}
-    optimizer = {**state.optimizer.megatron_state(), "param_state_sharding_type": OPTIMIZER_FORMAT}
+    optimizer = state.optimizer.megatron_state(param_state_sharding_type=OPTIMIZER_FORMAT)
     counts = state.optimizer.counts()
     return {
         "checkpoint_version": 3.0,

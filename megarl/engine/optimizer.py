@@ -138,9 +138,11 @@ class Optimizer:
         self._schedule.num_steps = counts.schedule
         self._schedule.step(0)
 
-    def megatron_state(self) -> dict[str, Any]:
-        """Settings and counts without tensors, as Megatron stores them; of a rank that has a part of the optimizer."""
-        return dict(self._optimizer.state_dict())
+    def megatron_state(self, **settings: str) -> dict[Any, Any]:
+        """Settings and counts without tensors, and `settings` beside them, as Megatron stores them; of a rank that has a part of the
+        optimizer. Where experts have one of their own, each by its number."""
+        states = [{**part.state_dict(), **settings} for part in self._parts()]
+        return states[0] if len(states) == 1 else dict(enumerate(states))
 
     def schedule_state(self) -> dict[str, Any]:
         """As Megatron stores it."""
