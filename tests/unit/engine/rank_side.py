@@ -54,6 +54,7 @@ EXPERT_LAYOUTS: dict[str, ParallelConfig] = {
     "TP2+SPxEP2": ParallelConfig(**_TP, **_EP, sequence_parallel=True),
     "TP2+SPxETP2": ParallelConfig(**_TP, **_ETP, sequence_parallel=True),
     "PP2": ParallelConfig(**_PP),
+    "CP2xEP2": ParallelConfig(**_CP, **_EP),
     "PP2xDP2xEP2": ParallelConfig(**_PP, **_DP, **_EP),
     "TP2+SPxDP2xEP2xETP2": ParallelConfig(**_TP, **_DP, **_EP, **_ETP, sequence_parallel=True),
 }
