@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import linear, scaled_dot_product_attention, silu
 
 
 class SGLangEvidence(NamedTuple):
@@ -229,19 +229,33 @@ def _sleep_while_paused() -> None:
 
 
 def _skip_experts_of_others() -> None:
-    """The first of this rank's experts stands for those, and has no weight: all ranks' sums are added up behind it."""
     from sglang.srt.layers.moe import fused_moe_native
 
     forward = fused_moe_native.moe_forward_native
 
-    def forward_own(layer: Any, x: torch.Tensor, topk_output: Any, *arguments: Any, **keywords: Any) -> torch.Tensor:
-        is_other = topk_output.topk_ids < 0
-        own = topk_output._replace(
-            topk_ids=topk_output.topk_ids.masked_fill(is_other, 0), topk_weights=topk_output.topk_weights.masked_fill(is_other, 0)
-        )
-        return forward(layer, x, own, *arguments, **keywords)
+    def forward_own(layer: Any, x: torch.Tensor, topk_output: Any, runner_config: Any) -> torch.Tensor:
+        weights, ids, _ = topk_output
+        if not bool((ids < 0).any()):
+            return forward(layer, x, topk_output, runner_config)
+        assert runner_config.activation == "silu"
+        assert not runner_config.apply_router_weight_on_input
+        return own_experts(x, weights, ids, layer.w13_weight, layer.w2_weight)
 
     fused_moe_native.moe_forward_native = forward_own
+
+
+def own_experts(x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor) -> torch.Tensor:
+    """What a rank's experts add to its tokens: all ranks' sums are added up behind it.
+
+    x: (T, H). weights, ids: (T, k), the experts of each token by their places in w13 (E, 2M, H), gate and up, and w2 (E, H, M); any other
+    number stands for an expert of another rank. Returns (T, H).
+    """
+    added = torch.zeros_like(x)
+    for expert, (gate_and_up, down) in enumerate(zip(w13, w2, strict=True)):
+        tokens, places = (ids == expert).nonzero(as_tuple=True)
+        gate, up = linear(x[tokens], gate_and_up).chunk(2, -1)
+        added.index_add_(0, tokens, (linear(silu(gate) * up, down) * weights[tokens, places, None]).to(x.dtype))
+    return added
 
 
 def _resident_tensors(model_runner: Any) -> dict[str, list[torch.Tensor]]:

@@ -134,6 +134,23 @@ def test_murmur_hash_is_the_published_one() -> None:
             assert hashed[row, index].item() == murmur3(block)
 
 
+def test_ranks_with_experts_of_their_own_add_up_to_the_whole() -> None:
+    """Against a loop over tokens. Rank 1 counts its experts from 0 too, and -1 are those of the other."""
+    generator = torch.Generator().manual_seed(0)
+    x, w13, w2 = (torch.randn(shape, generator=generator) for shape in ((5, 8), (4, 12, 8), (4, 8, 6)))
+    ids = torch.tensor([[0, 1], [2, 3], [1, 3], [0, 2], [3, 1]])  # two, none, one of each rank's
+    weights = torch.rand(5, 2, generator=generator)
+    expected = torch.zeros(5, 8)
+    for token, expert, weight in ((t, int(e), w) for t in range(5) for e, w in zip(ids[t], weights[t], strict=True)):
+        gate, up = (w13[expert] @ x[token]).chunk(2)
+        expected[token] += weight * (w2[expert] @ (torch.nn.functional.silu(gate) * up))
+    parts = []
+    for first in (0, 2):
+        own = torch.where((ids >= first) & (ids < first + 2), ids - first, -1)
+        parts.append(cpu_adaptations.own_experts(x, weights, own, w13[first : first + 2], w2[first : first + 2]))
+    torch.testing.assert_close(sum(parts), expected)
+
+
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
 def test_batched_decode_attention_equals_one_sequence_at_a_time(kv_heads: int) -> None:
     generator = torch.Generator().manual_seed(kv_heads)
