@@ -1,8 +1,14 @@
-"""The kernels that make Megatron fast on a CPU: matrix products of linear layers by oneDNN, and the gated activation between them.
+"""The kernels that make Megatron fast on a CPU: matrix products of linear layers by oneDNN or MKL, and the gated activation between them.
 
-torch multiplies float32 matrices on a CPU with MKL, which leaves half of an AMD processor unused (measured on Zen 5: 100
-against oneDNN's 220 GFLOP/s per core; both round alike, in float32). oneDNN is in torch already, as the operator that
-torch.compile emits for linear layers.
+Which library multiplies follows from the shapes and the processor's maker, never from a clock: a run that is resumed has the same bits.
+Both round alike, in float32. Measured in GFLOP/s of a core, MKL, which is torch's own, against oneDNN, for the shapes of small models:
+
+                              outputs and gradients of inputs      gradients of weights
+    AMD Zen 5                   100 against 220                    as outputs
+    AMD Zen 4                   83 to 101 against 92 to 109        91 to 101 against 75 to 103
+    Intel with AVX-512          about the same                     136 against 81
+
+oneDNN is in torch as the operator that torch.compile emits for linear layers.
 """
 
 from __future__ import annotations
@@ -13,9 +19,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megarl.machine.processors import INTEL, processor_vendor
+
 # Multiplications of a product from which oneDNN, whose calls cost 15 microseconds more, is the faster one.
 MIN_ONEDNN_SIZE = 2**20
 HAS_ONEDNN = torch.backends.mkldnn.is_available()
+WEIGHT_GRADIENTS_BY_ONEDNN = HAS_ONEDNN and processor_vendor() != INTEL
 
 
 def product(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -27,6 +36,8 @@ def product(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
 
 def product_over_rows(left: Tensor, right: Tensor) -> Tensor:
     """left (R, M), right (R, N) -> left.T @ right (M, N), of which a transpose may be in memory. Has no gradient."""
+    if not WEIGHT_GRADIENTS_BY_ONEDNN:
+        return left.t() @ right
     if _by_onednn(left, left.numel() * right.shape[1]) and left.shape[1] > right.shape[1]:
         return product(right.t(), left.t()).t()  # oneDNN copies the one on its left, unless it stands in order
     return product(left.t(), right.t())

@@ -7,7 +7,14 @@ import runpy
 from importlib.util import find_spec
 from pathlib import Path
 
+INTEL = "GenuineIntel"
 _QUOTA = Path("/sys/fs/cgroup/cpu.max")  # of the container, in microseconds of each period
+
+
+def processor_vendor(information: Path = Path("/proc/cpuinfo")) -> str:
+    """As the processor names its maker; nothing where it does not, as on ARM."""
+    lines = information.read_text().splitlines() if information.is_file() else []
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("vendor_id")), "")
 
 
 def usable_cores(quota: Path = _QUOTA) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from megarl.engine import cpu_kernels
 from megarl.engine.cpu_kernels import MIN_ONEDNN_SIZE, linear, product, product_over_rows, swiglu
 
 SMALL, LARGE = (3, 5, 7), (70, 130, 150)  # M, K, N
@@ -29,12 +30,15 @@ def test_product(shape: tuple[int, int, int], transposed: bool, biased: bool):
 
 @pytest.mark.parametrize("shape", [SMALL, LARGE], ids=["small", "large"])
 @pytest.mark.parametrize("wide", [False, True])
-def test_product_over_rows(shape: tuple[int, int, int], wide: bool):
-    """With either matrix the wider one."""
+@pytest.mark.parametrize("by_onednn", [False, True])
+def test_product_over_rows(shape: tuple[int, int, int], wide: bool, by_onednn: bool, monkeypatch: pytest.MonkeyPatch):
+    """With either matrix the wider one, and either library, whatever this processor's is."""
+    monkeypatch.setattr(cpu_kernels, "WEIGHT_GRADIENTS_BY_ONEDNN", by_onednn)
     rows, few, many = shape
     torch.manual_seed(0)
     left, right = torch.randn(rows, many if wide else few), torch.randn(rows, few if wide else many)
-    torch.testing.assert_close(product_over_rows(left, right).double(), left.double().t() @ right.double(), rtol=1e-5, atol=2e-5)
+    expected = left.double().t() @ right.double()
+    torch.testing.assert_close(product_over_rows(left, right).double(), expected, rtol=1e-5, atol=2e-5)
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 2e-2)])
