@@ -28,8 +28,10 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from megarl.batch.data_proto import DataProto
 from megarl.config.load import load_config
 from megarl.config.schema import (
+    AgentConfig,
     AlgorithmConfig,
     CheckpointConfig,
+    EnvironmentConfig,
     ParallelConfig,
     PPOConfig,
 )
@@ -44,11 +46,22 @@ LAYOUTS = {
     "grpo": ParallelConfig(tensor_parallel_size=2),
     "dapo": ParallelConfig(pipeline_parallel_size=2),
 }
+# This one's samples are episodes of one turn, which are to the last bit those without an environment, of which the record is.
+OF_EPISODES = "grpo"
+ENVIRONMENT = """
+from megarl.agents.protocol import Reply
+class Environment:
+    async def start(self, task): ...
+    async def respond(self, turn):
+        return Reply()
+    async def close(self): ...
+"""
 STEPS, PROMPTS, SAMPLES_PER_PROMPT, UPDATES_PER_STEP = 3, 4, 4, 2
 RESPONSE_LENGTH = 8
 _CONFIGS = Path(__file__).parents[2] / "megarl" / "configs"
-# What a clock says, and no computation.
-_TIMED = re.compile(r"(timing_s|perf|memory|resharding)/.*|rollout/replica_\d+/tokens_per_s")
+# What a clock says, and no computation; and what is of episodes alone.
+_TIMED = re.compile(r"(timing_s|perf|memory|resharding|agent)/.*|rollout/replica_\d+/tokens_per_s")
+_EPISODES_ALONE = ("answer_mask", "environment_rewards")
 
 See = Callable[[int, DataProto], None]  # step and batch
 
@@ -85,7 +98,8 @@ def observe(name: str, inputs: Path, output_dir: Path) -> Observed:
     tensors: dict[str, torch.Tensor] = {}
 
     def see(step: int, batch: DataProto) -> None:
-        tensors.update((f"step_{step}/{key}", value.clone()) for key, value in sorted(batch.tensors.items()))
+        columns = sorted(set(batch.tensors) - {*_EPISODES_ALONE})
+        tensors.update((f"step_{step}/{key}", batch.tensors[key].clone()) for key in columns)
 
     def look(step: int, roles: PPORoles) -> None:
         if step == 1:
@@ -103,10 +117,13 @@ def observe(name: str, inputs: Path, output_dir: Path) -> Observed:
 
 
 def golden_config(name: str, inputs: Path, output_dir: Path) -> PPOConfig:
+    environment = inputs / "environment.py"
+    environment.write_text(ENVIRONMENT)
     return tiny_config(
         inputs,
         output_dir,
         data={"max_response_length": RESPONSE_LENGTH},
+        agent=AgentConfig(environment=EnvironmentConfig(path=str(environment) if name == OF_EPISODES else None), max_turns=1),
         algorithm=_preset(name),
         actor={"parallel": LAYOUTS[name]},
         rollout={"n": SAMPLES_PER_PROMPT},

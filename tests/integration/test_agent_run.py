@@ -79,14 +79,20 @@ def test_a_model_with_a_tool_is_trained_on_what_it_wrote_and_no_episode_of_a_kil
     called, killed = inputs / "called", list[int]()
 
     def kill_who_hangs(step: int, roles: PPORoles) -> None:
+        """And then, while episodes that have called are written on, the only replica."""
+        if step > 1:
+            return
         assert isinstance(roles.rollout, EpisodeRollout)
-        environments = roles.rollout.environments
-        turn = environments.turn
+        rollout, environments = roles.rollout, roles.rollout.environments
+        turn, (replica,) = environments.turn, rollout.replicas[0].process_ids()
 
         def killing(wait_s: float) -> Any:
             if not killed and called.exists() and (pids := called.read_text().split()):
                 killed.append(int(pids[0]))
                 os.kill(killed[0], signal.SIGKILL)
+            elif len(killed) == 1 and len(called.read_text().split()) > 3 and rollout.pump.num_unfinished:
+                killed.append(replica)
+                os.kill(replica, signal.SIGKILL)
             return turn(wait_s)
 
         environments.turn = killing  # type: ignore[method-assign]
@@ -108,7 +114,7 @@ def test_a_model_with_a_tool_is_trained_on_what_it_wrote_and_no_episode_of_a_kil
     line, second = finished.metrics
     assert (line["rollout/age/max"], second["rollout/age/max"]) == (0, 1)  # what is trained second was begun with the first
     assert second["agent/calls/mean"] > 0
-    assert second["agent/num_restarts"] == 1
+    assert second["agent/num_restarts"] == line["rollout/num_restarts"] + second["rollout/num_restarts"] == 1
     assert len(set(called.read_text().split())) == 3  # two, and the one that took the place of the killed
     assert 1 < line["agent/turns/mean"] <= 4
     assert line["agent/calls/mean"] > 0
