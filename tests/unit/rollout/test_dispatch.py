@@ -41,7 +41,7 @@ def test_what_goes_on_is_dealt_before_all_others_and_to_its_own_replica_where_th
     requests.add(named(3, 4, 5, 6), prefer=1)
     assert requests.deal([0, 1]) == {1: ["r3", "r4", "r5"], 0: ["r6", "r2", "r0"]}  # the other where it is full
     requests.add(named(7), prefer=1)
-    assert requests.lose(1) == 3
+    assert requests.lose(1) == {3, 4, 5}
     assert requests.deal([0]) == {}
     requests.finish(0, 6)
     assert requests.deal([0]) == {0: ["r3"]}  # and where it is not there
