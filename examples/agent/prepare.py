@@ -3,7 +3,7 @@
     python -m examples.agent.prepare --output-dir outputs/agent --seed 0
 
 A prompt names an item of two letters. Its price is on a list that only the tool knows, and each prompt has a list of its own: nothing can
-be learnt by heart. For half of the prompts the tool is busy when it is called first. One teacher does all that is right; one slips in a
+be learnt by heart. For each second prompt the tool is busy when it is called first. One teacher does all that is right; one slips in a
 letter of the item; one guesses, at once or as soon as the tool is busy. A model that imitates them is right about half of the time.
 """
 
@@ -47,8 +47,8 @@ def prepare(output_dir: str | Path, seed: int) -> None:
     folder = Path(output_dir)
     save_model(folder / "model", seed)
     chance = random.Random(seed)
-    _write(folder / "data" / "train.jsonl", (prompt_row(chance) for _ in range(NUM_TRAIN)))
-    _write(folder / "data" / "validation.jsonl", (prompt_row(chance) for _ in range(NUM_VALIDATION)))
+    _write(folder / "data" / "train.jsonl", (prompt_row(chance, number % 2 == 0) for number in range(NUM_TRAIN)))
+    _write(folder / "data" / "validation.jsonl", (prompt_row(chance, number % 2 == 0) for number in range(NUM_VALIDATION)))
     _write(folder / "data" / "sft_train.jsonl", (_demonstration(chance) for _ in range(NUM_CONVERSATIONS)))
     _write(folder / "data" / "sft_validation.jsonl", (_demonstration(chance) for _ in range(NUM_SFT_VALIDATION)))
 
@@ -98,16 +98,12 @@ def save_model(path: Path, seed: int) -> None:
     tokenizer.save_pretrained(path)
 
 
-def _task(chance: random.Random) -> dict[str, Any]:
-    return {"item": _item(chance), "list": chance.randrange(10**9), "busy": chance.random() < 0.5}
+def _task(chance: random.Random, is_busy: bool) -> dict[str, Any]:
+    return {"item": "".join(chance.choices(LETTERS, k=2)), "list": chance.randrange(10**9), "busy": is_busy}
 
 
-def _item(chance: random.Random) -> str:
-    return "".join(chance.choices(LETTERS, k=2))
-
-
-def prompt_row(chance: random.Random) -> dict[str, Any]:
-    task = _task(chance)
+def prompt_row(chance: random.Random, is_busy: bool) -> dict[str, Any]:
+    task = _task(chance, is_busy)
     return {
         "prompt": [{"role": "user", "content": task["item"]}],
         "data_source": "price_list",
@@ -117,7 +113,7 @@ def prompt_row(chance: random.Random) -> dict[str, Any]:
 
 
 def _demonstration(chance: random.Random) -> dict[str, Any]:
-    return conversation(_task(chance), chance.choice(TEACHERS), chance)
+    return conversation(_task(chance, chance.random() < 0.5), chance.choice(TEACHERS), chance)
 
 
 def conversation(task: dict[str, Any], teacher: str, chance: random.Random) -> dict[str, Any]:

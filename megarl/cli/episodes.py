@@ -18,7 +18,8 @@ from megarl.agents.trajectory import Trajectory
 from megarl.agents.user_tools import load_agent
 from megarl.cli.generate import Writer, read_chats
 from megarl.cli.named_model import find_model
-from megarl.config.schema import AgentConfig, EnvironmentConfig, ToolConfig
+from megarl.config.load import load_config
+from megarl.config.schema import AgentConfig, EnvironmentConfig, PPOConfig, ToolConfig
 from megarl.data.turns import TurnTemplate
 from megarl.rollout.interface import GenerationRequest
 from megarl.rollout.sglang.tool_calls import call_parser
@@ -33,19 +34,12 @@ class _Played(NamedTuple):
 
 def run(parsed: argparse.Namespace) -> int:
     """Prints the episodes of each prompt; 0. Raises ValueError for what cannot be, before weights are loaded; EnvironmentFailedError."""
-    if parsed.tool and parsed.environment:
-        raise ValueError("--environment answers the model itself, so --tool has no use beside it; give one of them")
     if parsed.stop:
-        raise ValueError("--stop ends an answer, but with --tool or --environment the model's own end of a turn does; leave it out")
+        raise ValueError("--stop ends an answer, but in an episode the model's own end of a turn does; leave it out")
     if not parsed.prompts and sys.stdin.isatty():
-        raise ValueError("with --tool or --environment there is no chat; give a prompt")
+        raise ValueError("with tools or an environment there is no chat; give a prompt")
     chats = read_chats(parsed)
-    agent = AgentConfig(
-        tools=[ToolConfig(path=path, name=name) for path, name in map(_named, parsed.tool)],
-        environment=_environment(parsed.environment),
-        parser=parsed.parser,
-        max_turns=parsed.max_turns,
-    )
+    agent = _agent(parsed)
     make_environment, tools = load_agent(agent)
     parse = call_parser(agent.parser, tools)
     writer = Writer(find_model(Path(parsed.model), parsed.step), parsed)
@@ -59,10 +53,28 @@ def run(parsed: argparse.Namespace) -> int:
         responder = Responder(make_environment(), template, parse, task)
         if len(requests) > 1 and not parsed.json:
             print(f"--- {chat[-1]['content']}" + (f" [{sample + 1} of {parsed.n}]" if parsed.n > 1 else ""))
-        played = asyncio.run(_play(writer, template, responder, request, parsed))
+        played = asyncio.run(_play(writer, template, responder, request, agent, parsed))
         if parsed.json:
             print(json.dumps({"messages": chat, "sample": sample, **_values(played, parsed.log_probs)}, ensure_ascii=False))
     return 0
+
+
+def _agent(parsed: argparse.Namespace) -> AgentConfig:
+    """Raises ValueError (ConfigError among them)."""
+    given = [f"--{name}" for name in ("agent", "tool", "environment") if getattr(parsed, name)]
+    if len(given) > 1:
+        raise ValueError(f"{' and '.join(given)} are given, but each says what answers the model; give one of them")
+    if parsed.agent is None:
+        agent = AgentConfig(
+            tools=[ToolConfig(path=path, name=name) for path, name in map(_named, parsed.tool)],
+            environment=_environment(parsed.environment),
+        )
+    else:
+        agent = load_config(PPOConfig, parsed.agent).agent
+        if not agent.is_used:
+            raise ValueError(f"--agent {parsed.agent}: its section agent has neither tools nor an environment; give a run's that has")
+    changes = {name: getattr(parsed, name) for name in ("parser", "max_turns") if getattr(parsed, name) is not None}
+    return replace(agent, **changes)
 
 
 def _named(text: str) -> tuple[str | None, str]:
@@ -81,10 +93,16 @@ def _environment(text: str | None) -> EnvironmentConfig:
 
 
 async def _play(
-    writer: Writer, template: TurnTemplate, responder: Responder, request: GenerationRequest, parsed: argparse.Namespace
+    writer: Writer,
+    template: TurnTemplate,
+    responder: Responder,
+    request: GenerationRequest,
+    agent: AgentConfig,
+    parsed: argparse.Namespace,
 ) -> _Played:
     """Prints each message as it comes, but for JSON."""
-    limits = EpisodeLimits(max_turns=parsed.max_turns, max_tokens=request.sampling.max_new_tokens)
+    max_tokens = request.sampling.max_new_tokens
+    limits = EpisodeLimits(max_turns=agent.max_turns, max_tokens=max_tokens, max_turn_tokens=agent.max_turn_tokens)
     episode = Episode(request.prompt, request.sampling.seed, limits)
     messages: list[Message] = []
 

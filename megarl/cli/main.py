@@ -282,13 +282,20 @@ def _add_generate(commands: argparse._SubParsersAction[argparse.ArgumentParser])
     parser.add_argument(
         "--parser", metavar="NAME", help="of SGLang's, such as llama3, that reads calls; without it they are <tool_call> JSON"
     )
-    parser.add_argument("--max-turns", metavar="N", type=positive, default=8, help="of the model, with tools or an environment")
-    parser.set_defaults(start=lambda parsed: _run("episodes" if parsed.tool or parsed.environment else "generate")(parsed))
+    parser.add_argument("--agent", metavar="CONFIG", help="of a run, whose tools or environment, their limits and their parser it takes")
+    parser.add_argument(
+        "--max-turns", metavar="N", type=positive, help="of the model, with tools or an environment; 8, or as --agent has it"
+    )
+    parser.set_defaults(start=_start_generate)
 
 
 def _add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="a Hugging Face folder or name, a run's trainer.output_dir, or a checkpoint of one")
     parser.add_argument("--step", metavar="STEP", default="latest", help="of a run's checkpoints: latest, best, or a number")
+
+
+def _start_generate(parsed: argparse.Namespace) -> int:
+    return _run("episodes" if parsed.tool or parsed.environment or parsed.agent else "generate")(parsed)
 
 
 def _run(command: str, package: str = "megarl.cli") -> Callable[..., int]:

@@ -64,7 +64,7 @@ def save_policy(folder: Path, rows: list[dict[str, Any]]) -> None:
 @pytest.fixture
 def inputs(tmp_path: Path) -> Path:
     chance = random.Random(0)
-    rows = [prepare.prompt_row(chance) for _ in range(NUM_ROWS)]
+    rows = [prepare.prompt_row(chance, number % 2 == 0) for number in range(NUM_ROWS)]
     save_policy(tmp_path / "policy", rows)
     held_out = [row for row in rows if row["extra_info"]["list"] % 3]
     assert {row["extra_info"]["busy"] for row in held_out} == {False, True}

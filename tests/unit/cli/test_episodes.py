@@ -114,9 +114,13 @@ def test_samples_are_those_without_tools_up_to_the_end_of_the_first_turn(model: 
     [
         (["--tool", "abacus"], "there is no tool 'abacus' that ships, only calculator"),
         (["--tool", "calculator", "--tool", "calculator"], "two tools have one name; they are calculator, calculator"),
-        (["--tool", "calculator", "--environment", "a.py:Game"], "--tool has no use beside it"),
+        (
+            ["--tool", "calculator", "--environment", "a.py:Game"],
+            "--tool and --environment are given, but each says what answers the model",
+        ),
         (["--tool", "calculator", "--stop", "x"], "--stop ends an answer"),
         (["--tool", "calculator", "--parser", "gpt"], "agent.parser is 'gpt', but SGLang has no such parser; there are: apertus"),
+        (["--agent", "configs/quickstart.yaml"], "--agent configs/quickstart.yaml: its section agent has neither tools nor an environment"),
         (["--environment", "Game"], "no environment 'Game' ships; write --environment FILE.py:NAME"),
     ],
 )
@@ -149,5 +153,10 @@ def test_a_run_with_an_agent_is_checked_with_its_tools_and_template(model: Path,
     printed = capsys.readouterr().out
     assert "agent: price, calculator; at most 8 turns, 1 process\n" in printed
     assert "environment" in printed  # a group of processes; and the prompt has room for what it says of tools, and for no token more
+    run["agent"] |= {"max_turn_tokens": 2}
+    file.write_text(json.dumps(run))
+    assert played(capsys, model, "--agent", str(file))["conversation"][1]["content"] == "42"
+    file.write_text(json.dumps(run | {"agent": {**run["agent"], "max_turn_tokens": 1}}))
+    assert played(capsys, model, "--agent", str(file))["end"] == "length"
     assert main([*command, "agent.tools=[{name: abacus}]"]) == 2
     assert "agent: there is no tool 'abacus' that ships, only calculator" in capsys.readouterr().err

@@ -35,7 +35,7 @@ FOLDER = Path(__file__).parents[3] / "examples" / "agent"
 def test_what_is_fine_tuned_is_what_a_rollout_sends(tmp_path: Path, is_busy: bool) -> None:
     """An episode in which the model writes what the right teacher wrote has the teacher's tokens, and the mask of its loss."""
     chance = random.Random(0)
-    row = next(row for row in iter(lambda: prepare.prompt_row(chance), None) if row["extra_info"]["busy"] is is_busy)
+    row = prepare.prompt_row(chance, is_busy)
     chat = prepare.conversation(row["extra_info"], "right", chance)
     prepare.save_model(tmp_path, seed=0)
     for name, of_it in (("prompts", row), ("chats", chat)):
@@ -72,8 +72,8 @@ def test_what_is_fine_tuned_is_what_a_rollout_sends(tmp_path: Path, is_busy: boo
 def test_two_of_three_teachers_err() -> None:
     chance = random.Random(1)
     scores = {teacher: [] for teacher in prepare.TEACHERS}  # type: dict[str, list[bool]]
-    for _ in range(300):
-        row = prepare.prompt_row(chance)
+    for number in range(300):
+        row = prepare.prompt_row(chance, number % 2 == 0)
         for teacher, of_it in scores.items():
             answer = prepare.conversation(row["extra_info"], teacher, chance)["messages"][-1]["content"]
             of_it.append(answer == row["reward_model"]["ground_truth"])
