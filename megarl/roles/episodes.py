@@ -17,7 +17,7 @@ from megarl.config.schema import SamplingConfig
 from megarl.roles.environments import Environments
 from megarl.roles.finished_groups import Written
 from megarl.roles.playing import Playing
-from megarl.roles.pump import EngineFaultError, GiveUp, RolloutLimits
+from megarl.roles.pump import EngineFaultError, GiveUp, ReplicaState, RequestState, RolloutLimits
 from megarl.roles.replicas import Replicas
 from megarl.roles.rollout import Deliver, Rollout, Scoring, TokenRules
 from megarl.roles.weights import RolloutWeights
@@ -105,8 +105,17 @@ class EpisodeRollout(Rollout):
         return batch_of_trajectories(prompts, cast("Sequence[Trajectory]", samples), version, self._rules.pad_token_id)
 
     def drain_metrics(self) -> dict[str, float]:
-        """Also `agent/num_restarts`, of processes of environments in this run."""
-        return {**super().drain_metrics(), "agent/num_restarts": float(self.environments.num_restarts)}
+        """Also `agent/num_restarts`, of processes of environments in this run, and `agent/waiting_share`, of the time of the episodes that
+        have ended the share in which they waited for tools."""
+        with self._replicas.alone():
+            share = self._playing.drain_wait()
+        of_waits = {} if share is None else {"agent/waiting_share": share}
+        return {**super().drain_metrics(), "agent/num_restarts": float(self.environments.num_restarts), **of_waits}
+
+    def look(self) -> tuple[list[RequestState], list[ReplicaState]]:
+        """Also episodes that wait for tools."""
+        requests, replicas = super().look()
+        return sorted([*requests, *self._playing.waiting()], key=lambda one: -one.seconds), replicas
 
     def drain_spans(self) -> list[Span]:
         with self._replicas.alone():

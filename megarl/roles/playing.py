@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -12,7 +13,7 @@ from megarl.agents.protocol import Task
 from megarl.agents.trajectory import Trajectory
 from megarl.config.errors import RunError
 from megarl.roles.environments import Environments
-from megarl.roles.pump import GiveUp, Pump
+from megarl.roles.pump import GiveUp, Pump, RequestState
 from megarl.rollout.interface import FinishedRequest, GenerationRequest
 from megarl.workers.environment import TurnOrder
 
@@ -23,7 +24,8 @@ End = Callable[[int, Trajectory], None]  # the replica that wrote last, and what
 
 @dataclass
 class _Play:
-    """asked: the number of the turn that an engine is to write, as the pump has it. replica: that wrote last."""
+    """begun_s: by the clock. asked: the number of the turn that an engine is to write, as the pump has it. replica: that wrote last.
+    waits_since_s: for an answer; None where it waits for none. waited_s: before."""
 
     episode: Episode
     request: GenerationRequest
@@ -31,15 +33,19 @@ class _Play:
     end: End
     give_up: GiveUp | None
     is_first: bool
+    begun_s: float
     asked: int | None = None
     replica: int | None = None
+    waits_since_s: float | None = None
+    waited_s: float = 0.0
 
 
 class Playing:
-    """As Pump, of episodes in the place of requests; of turns it is the pump that has them."""
+    """As Pump, of episodes in the place of requests; of turns it is the pump that has them. clock: as time.monotonic."""
 
-    def __init__(self, pump: Pump, environments: Environments, limits: EpisodeLimits) -> None:
-        self._pump, self._environments, self._limits = pump, environments, limits
+    def __init__(self, pump: Pump, environments: Environments, limits: EpisodeLimits, clock: Callable[[], float] = time.monotonic) -> None:
+        self._pump, self._environments, self._limits, self._clock = pump, environments, limits, clock
+        self._waited_s = self._played_s = 0.0  # of the episodes that have ended since `drain_wait`
         self._numbers = itertools.count()  # of episodes, never used twice, so that what comes late is known
         self._plays: dict[int, _Play] = {}
 
@@ -64,7 +70,7 @@ class Playing:
         for request, task, end in zip(requests, tasks, ends, strict=True):
             number = next(self._numbers)
             episode = Episode(request.prompt, request.sampling.seed, self._limits)
-            self._plays[number] = _Play(episode, request, task, end, give_up, first)
+            self._plays[number] = _Play(episode, request, task, end, give_up, first, self._clock())
             numbers.append(number)
             self._advance(number)
         return numbers
@@ -89,11 +95,27 @@ class Playing:
             if play is None:  # it was taken back meanwhile
                 continue
             episode = play.episode
+            if play.waits_since_s is not None:
+                play.waited_s += self._clock() - play.waits_since_s
+                play.waits_since_s = None
             if episode.timed_out(report.place) if report.answer is None else episode.answered(report.place, report.answer):
                 self._advance(report.episode)
         for number in lost:
             if number in self._plays:
                 self._begin_again(number)
+
+    def waiting(self) -> list[RequestState]:
+        """Episodes that wait for an answer. Any thread may ask."""
+        now_s, plays = self._clock(), list(self._plays.values())
+        since = [(play.request.uid, play.waits_since_s) for play in plays]
+        return [RequestState(uid, None, now_s - since_s, waits_for_tools=True) for uid, since_s in since if since_s is not None]
+
+    def drain_wait(self) -> float | None:
+        """The share of their time for which episodes have waited for answers, of those that have ended since the last time; None where
+        there are none."""
+        share = self._waited_s / self._played_s if self._played_s else None
+        self._waited_s = self._played_s = 0.0
+        return share
 
     def _advance(self, number: int) -> None:
         play = self._plays[number]
@@ -104,10 +126,13 @@ class Playing:
             deliver = partial(self._wrote, number, step.place)
             (play.asked,) = self._pump.add([turn], deliver, give_up=play.give_up, first=play.is_first, prefer=play.replica)
         elif isinstance(step, AnswerTurn):
+            play.waits_since_s = self._clock()
             self._environments.order(TurnOrder(number, play.task, step))
         else:
             self._environments.end(number)
             del self._plays[number]
+            self._waited_s += play.waited_s
+            self._played_s += self._clock() - play.begun_s
             assert play.replica is not None, "the model has written"
             play.end(play.replica, play.episode.trajectory)
 
@@ -120,7 +145,7 @@ class Playing:
     def _begin_again(self, number: int) -> None:
         play = self._plays[number]
         self._pump.take_back([] if play.asked is None else [play.asked])
-        play.asked = play.replica = None
+        play.asked = play.replica = play.waits_since_s = None
         try:
             play.episode.lost_environment(play.episode.attempt)
         except EpisodeGivenUpError as error:

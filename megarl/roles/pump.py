@@ -49,11 +49,13 @@ class _Order(NamedTuple):
 
 
 class RequestState(NamedTuple):
-    """uid: of its prompt. replica: that has it, None where it waits for one. seconds: since it was asked for."""
+    """uid: of its prompt. replica: that has it, None where it waits for one. seconds: since it was asked for. waits_for_tools: no engine
+    is asked; its episode waits for an answer to what the model wrote, for so long."""
 
     uid: str
     replica: int | None
     seconds: float
+    waits_for_tools: bool = False
 
 
 class ReplicaState(NamedTuple):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import Counter, deque
+from collections import deque
 from itertools import zip_longest
 from typing import NamedTuple
 
@@ -39,7 +39,7 @@ class StatusOfRun:
 
     def look(self) -> RunStatus:
         rollout, position = self._roles.rollout, self._position
-        requests, replicas = rollout.pump.look()
+        requests, replicas = rollout.look()
         first, now = self._moments[0], self._moment()
         self._moments.append(now)
         seconds = max(now.now_s - first.now_s, 1e-9)
@@ -78,11 +78,11 @@ class StatusOfRun:
         )
 
     def _num_groups(self, groups: dict[str, list[RequestState]]) -> dict[str, int]:
-        states = Counter("waiting" if all(one.replica is None for one in of_group) else "generating" for of_group in groups.values())
+        waiting = [all(one.replica is None and not one.waits_for_tools for one in of_group) for of_group in groups.values()]
         training = self._position.step is not None and WAIT not in self._position.phases
         return {
-            "waiting": states["waiting"],
-            "generating": states["generating"],
+            "waiting": sum(waiting),
+            "generating": len(waiting) - sum(waiting),
             "finished": 0 if self._ahead is None else self._ahead.num_finished(),
             "training": self._config.trainer.prompts_per_step if training else 0,
         }
@@ -112,7 +112,8 @@ def _by_group(requests: list[RequestState]) -> dict[str, list[RequestState]]:
 
 def _shown(uid: str, requests: list[RequestState]) -> GroupStatus:
     oldest = requests[0]
-    where = "waits for a replica" if oldest.replica is None else f"replica {oldest.replica}"
+    waits_for = "tools" if oldest.waits_for_tools else "a replica"
+    where = f"waits for {waits_for}" if oldest.replica is None else f"replica {oldest.replica}"
     return GroupStatus(uid=uid, missing=len(requests), where=where, seconds=oldest.seconds)
 
 

@@ -23,7 +23,7 @@ from megarl.roles.episodes import EpisodeRollout
 from megarl.roles.finished_groups import from_bytes, to_bytes
 from megarl.roles.groups_ahead import GroupRules
 from megarl.roles.playing import Playing
-from megarl.roles.pump import Pump, RolloutLimits
+from megarl.roles.pump import Pump, RequestState, RolloutLimits
 from megarl.roles.rollout import TokenRules
 from megarl.rollout.interface import GenerationRequest
 from megarl.rollout.ledger import AdmissionLedger
@@ -144,7 +144,7 @@ def stage(
     tokens = TokenRules(pad_token_id=0, stop_token_ids=(), max_response_length=EPISODES.max_tokens)
     rollout = EpisodeRollout(engines, weights, tokens, LIMITS, 0, environments, limits)  # type: ignore[arg-type]
     rollout.pump = Pump(engines, weights.admit, LIMITS, clock=lambda: clock.now_s, wait=clock.wait)  # type: ignore[arg-type]
-    rollout._playing = Playing(rollout.pump, environments, limits)  # type: ignore[arg-type]
+    rollout._playing = Playing(rollout.pump, environments, limits, lambda: clock.now_s)  # type: ignore[arg-type]
     loader = BatchLoader(Rows(), PROMPTS, shuffle=False, seed=0)
     for step in range(total_steps + max_staleness + 9):  # which prompt an episode's seed is of
         rows = Rows().batch([(PROMPTS * step + place) % NUM_ROWS for place in range(PROMPTS)], [""] * PROMPTS)
@@ -223,13 +223,18 @@ def test_whoever_is_killed_in_an_episode_the_same_prompts_are_trained_in_order(m
 
 def test_a_slow_tool_delays_its_group_alone() -> None:
     """Those behind it are finished, up to what the bound lets begin, while its step waits."""
-    with stage(2, 9) as one:
+    seen = list[RequestState]()
+    with stage(2, 9, on_event=lambda number: seen.extend(one.rollout.look()[0])) as one:
         trained = train(one, [1, 2])
         prompts = next(one.ahead)  # with the slow one
         assert SLOW in prompts.tensors["prompts"][:, 0].tolist()
         clock_s = one.rollout.pump.totals().now_s
         assert clock_s > SLOW_S * turns_of(SLOW)
         assert one.ahead.num_finished() == 2 * PROMPTS  # of the two steps behind it, before that one is trained
+        assert 0.5 < (one.rollout._playing.drain_wait() or 0) < 1
+        (slow,) = {state.uid for state in seen if state.seconds > SLOW_S / 2}
+        assert slow.partition("-")[2] == str(SLOW)
+        assert all(state.waits_for_tools for state in seen if state.uid == slow and state.seconds > 1)
         assert max(step.age for step in trained) <= 2
 
 

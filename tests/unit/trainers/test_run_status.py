@@ -33,7 +33,8 @@ class Scene:
         self.position = Position()
         self.counts: list[tuple[str, dict[str, float]]] = []
         monitor: Any = SimpleNamespace(position=self.position, count=lambda name, values: self.counts.append((name, values)))
-        roles: Any = SimpleNamespace(rollout=SimpleNamespace(pump=self.pump, num_restarts=0), weights=SimpleNamespace(version=7))
+        rollout = SimpleNamespace(pump=self.pump, look=self.pump.look, num_restarts=0)
+        roles: Any = SimpleNamespace(rollout=rollout, weights=SimpleNamespace(version=7))
         config = PPOConfig(
             rollout=RolloutConfig(max_staleness=2), trainer=TrainerConfig(total_steps=9, prompts_per_step=4, phase_time_limit_s=400)
         )
