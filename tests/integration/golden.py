@@ -60,7 +60,7 @@ STEPS, PROMPTS, SAMPLES_PER_PROMPT, UPDATES_PER_STEP = 3, 4, 4, 2
 RESPONSE_LENGTH = 8
 _CONFIGS = Path(__file__).parents[2] / "megarl" / "configs"
 # What a clock says, and no computation; and what is of episodes alone.
-_TIMED = re.compile(r"(timing_s|perf|memory|resharding|agent)/.*|rollout/replica_\d+/tokens_per_s")
+_TIMED = re.compile(r"(timing_s|perf|memory|resharding|agent)/.*|rollout/replica_\d+/tokens_per_s|val/(.+/)?turns/mean")
 _EPISODES_ALONE = ("answer_mask", "environment_rewards")
 
 See = Callable[[int, DataProto], None]  # step and batch
