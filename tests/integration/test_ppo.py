@@ -214,9 +214,10 @@ def test_the_timeline_shows_every_pool(finished: Finished, inputs: Path) -> None
     events = json.loads((finished.output_dir / "timeline.json").read_text())["traceEvents"]
     names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
     pools = plan_placement(split_collocate(inputs, finished.output_dir)).process_on_nodes
-    assert set(names.values()) == {f"pool {pool}" for pool in (*pools, "driver")}
+    expected = {f"pool {pool}" for pool in (*pools, "driver")}
+    assert set(names.values()) - {"counters"} == expected  # of curves there are points where a run takes some seconds
     calls = [event for event in events if event["ph"] == "X"]
-    assert {names[event["pid"]] for event in calls} == set(names.values())
+    assert {names[event["pid"]] for event in calls} == expected
     assert all(event["dur"] >= 0 for event in calls)
     not_here = {("reward_model", "score_conversations"), ("actor", "update_scored")}  # the KL in the reward is scored before the update
     not_here |= {("reward", "begin"), ("reward", "scored")}  # before others end: the engine of this run ends all samples at once
