@@ -36,20 +36,28 @@ RUNS = {
     "qwen2.5_7b_ppo": Cluster(1, "hybrid", {"actor": 4, "critic": 4}),
     "qwen2.5_7b_ppo_split": Cluster(2, "split_collocate", {"actor": 8, "critic": 4, "rollout": 4}),
     "qwen3_32b_grpo": Cluster(4, "hybrid", {"actor": 32, "reward": 0}),
+    "qwen3_30b_a3b_grpo": Cluster(4, "hybrid", {"actor": 32, "reward": 0}),
     "llama3_70b_ppo": Cluster(16, "split_collocate", {"actor": 64, "critic": 32, "rollout": 32}),
     "qwen2.5_32b_dapo_16k": Cluster(8, "hybrid", {"actor": 64, "reward": 0}),
     "llama3.1_8b_grpo_128k": Cluster(4, "hybrid", {"actor": 32, "reward": 0}),
 }
 
 
-# Parameters, as the model cards say: 7.61B, 8.03B, 32.5B, 32.8B, 70.6B. A model's own file would say so to the element.
+# A push of its 18,000 tensors takes seconds to plan: commands that plan one are tried with the others.
+MANY_TENSORS = {"qwen3_30b_a3b_grpo"}
+FEW_TENSORS = [run for run in RUNS if run not in MANY_TENSORS]
+
+# Parameters, as the model cards say: 7.61B, 8.03B, 32.5B, 32.8B, 30.5B, 70.6B. A model's own file would say so to the element.
 NUM_PARAMETERS = {
     "Qwen2.5-7B-Instruct": 7_615_616_512,
     "Llama-3.1-8B-Instruct": 8_030_261_248,
     "Qwen2.5-32B": 32_763_876_352,
     "Qwen3-32B": 32_762_123_264,
+    "Qwen3-30B-A3B": 30_532_122_624,
     "Meta-Llama-3-70B-Instruct": 70_553_706_496,
 }
+
+NUM_EXPERT_PARAMETERS = {"Qwen3-30B-A3B": 48 * 128 * 3 * 2048 * 768}
 
 
 @pytest.fixture(autouse=True)
@@ -88,7 +96,7 @@ def test_every_configuration_is_tested_here_or_with_the_quickstart() -> None:
     assert files == {*RUNS, "quickstart", "quickstart_sft"}
 
 
-@pytest.mark.parametrize("run", [*RUNS, "quickstart", "quickstart_sft"])
+@pytest.mark.parametrize("run", [*FEW_TENSORS, "quickstart", "quickstart_sft"])
 @pytest.mark.parametrize("command", ["check", "plan"])
 def test_neither_model_nor_data_need_to_be_here(
     command: str, run: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -123,7 +131,7 @@ def test_weights_do_not_go_through_files(run: str) -> None:
     assert choose_transport(config, plan) is (Transport.device if RUNS[run].strategy == "hybrid" else Transport.group)
     assert (forecast := forecast_weights(config, plan, policy)) is not None
     num_replicas, size = config.rollout.num_replicas, 2 * num_parameters(policy)
-    assert num_replicas * size <= sum(forecast.received) < num_replicas * size * 1.001  # norms are on each rank of an engine
+    assert num_replicas * size <= sum(forecast.received) < num_replicas * size * 1.002  # norms and routers are on each rank of an engine
     assert sum(forecast.sent) == sum(forecast.received)
 
 
@@ -151,18 +159,23 @@ def test_a_device_that_is_a_little_too_small_is_refused(run: str, capsys: pytest
 
 @pytest.mark.parametrize("run", RUNS)
 def test_the_actors_state_is_what_the_parameters_say(run: str) -> None:
-    """By hand: P / (TP PP) parameters of a rank with 2 + 4 bytes, and 12 bytes over those that hold the same (ZeRO 1). Stages differ."""
+    """By hand: P / (TP PP) parameters of a rank with 2 + 4 bytes, and 12 bytes over those that hold the same (ZeRO 1). Stages differ.
+    Experts are cut by EP in the place of TP, and so there are other copies of them."""
     config = load(run)
     parallel = config.actor.parallel
-    count = NUM_PARAMETERS[Path(config.model.path).name] / (parallel.tensor_parallel_size * parallel.pipeline_parallel_size)
+    model = Path(config.model.path).name
+    of_experts = NUM_EXPERT_PARAMETERS.get(model, 0)
+    count = (NUM_PARAMETERS[model] - of_experts) / (parallel.tensor_parallel_size * parallel.pipeline_parallel_size)
     by_hand = count * (2 + 4 + 12 / parallel.num_copies)
+    copies = parallel.tensor_parallel_size * parallel.num_copies / parallel.expert_parallel_size
+    by_hand += of_experts / parallel.expert_parallel_size * (2 + 4 + 12 / copies)
     usages = [device.phases["update_actor"]["actor"] for device in memory_of(config) if device.pool == "actor"]
     states = [usage.parameters + usage.gradients + usage.optimizer for usage in usages]
     assert sum(states) / len(states) == pytest.approx(by_hand, rel=0.01)
     assert max(states) <= 1.07 * by_hand
 
 
-@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("run", FEW_TENSORS)
 def test_plan_puts_tensor_parallel_groups_and_engines_inside_a_node(run: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", path_of(run)]) == 0
     assert f"on {RUNS[run].nodes} x 8 devices" in capsys.readouterr().out
