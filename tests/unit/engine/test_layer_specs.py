@@ -68,6 +68,23 @@ def test_layers_that_cannot_be_had_are_refused(on_cuda: bool, says: str, rank_po
     assert choice.layers is Layers.local
 
 
+def names_of_experts(names: list[str]) -> list[str]:
+    """In a rank, whose layers follow four others, and whose experts eight."""
+    start(ParallelConfig())
+    from megarl.engine.layer_specs import canonical_name
+
+    return [canonical_name(name, first_layer=4, first_expert=8) for name in names]
+
+
+def test_experts_have_one_name_grouped_or_not(rank_pool: RankPool) -> None:
+    """Transformer Engine's grouped product numbers its weights, Megatron's local experts are modules."""
+    layer = "decoder.layers.1.mlp."
+    names = [f"{layer}experts.linear_fc1.weight3", f"{layer}experts.local_experts.3.linear_fc1.weight", f"{layer}router.weight"]
+    (found,) = rank_pool.run(names_of_experts, world_size=1, names=names)
+    expert = "decoder.layers.5.mlp.experts.local_experts.11.linear_fc1.weight"
+    assert found == [expert, expert, "decoder.layers.5.mlp.router.weight"]
+
+
 class Trained(NamedTuple):
     real_names: set[str]
     parameters: Tensors
