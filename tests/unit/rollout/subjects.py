@@ -14,7 +14,7 @@ from megarl.rollout.interface import RolloutEngine, Sample, SamplingParameters
 from megarl.weights.tensors import Manifest
 from tests.fake_engine import MANIFEST, FakeEngine, FakeSpec, random_weights
 from tests.plain_trainer import manifest_of, push
-from tests.unit.rollout.models import engine_for, random_model
+from tests.unit.rollout.models import engine_for, random_model, weights_of
 from tests.unit.rollout.sglang_engines import END_TOKEN, in_process_model, server_model
 
 Weights = dict[str, torch.Tensor]
@@ -38,7 +38,7 @@ class Subject(NamedTuple):
 
 
 def of_model(model: Callable[[int], PreTrainedModel]) -> Callable[[int], Weights]:
-    return lambda seed: {name: parameter.detach() for name, parameter in model(seed).named_parameters()}
+    return lambda seed: weights_of(model(seed))
 
 
 def hf_model(seed: int = 0) -> PreTrainedModel:
