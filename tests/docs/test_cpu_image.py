@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import json
 
-from megarl.config.load import load_config
-from megarl.config.schema import PPOConfig
 from tests.docs.clone import Clone, Ended
 from tests.docs.commands import QUICKSTART
-from tests.docs.pages import ROOT
 
 
 def test_the_steps_make_what_runs_the_quickstart(quickstart: Ended, clone: Clone) -> None:
@@ -28,10 +25,9 @@ def test_nothing_that_only_developers_need_is_there(clone: Clone) -> None:
 
 
 def test_its_command_is_the_quickstarts(clone: Clone) -> None:
-    """What `make quickstart` runs, but for an override that says what the file says."""
+    """What `make quickstart` runs."""
     program, *arguments = clone.image.command
     found = clone.type(f"command -v {program}").printed.strip()
     printed = clone.type(f"{QUICKSTART} --dry-run").printed
     assert found == f"{clone.folder}/.venv/bin/python"
-    assert printed.split() == [".venv/bin/python", *arguments, "rollout.engine=hf"]
-    assert load_config(PPOConfig, str(ROOT / "megarl" / "configs" / "quickstart.yaml")).rollout.engine.value == "hf"
+    assert printed.split() == [".venv/bin/python", *arguments]

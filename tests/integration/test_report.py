@@ -319,7 +319,7 @@ def test_nothing_is_asked_of_a_network_and_nothing_is_complained_of(chromium: Ch
         show(chromium, page, tab)
     events = [json.loads(entry["message"])["message"] for entry in chromium.get_log("performance")]
     asked = {event["params"]["request"]["url"] for event in events if event["method"] == "Network.requestWillBeSent"}
-    assert {url.split("#")[0] for url in asked if not url.startswith(("data:", "about:", "chrome:"))} == {page}
+    assert {url.split("#")[0] for url in asked if not url.startswith(("data:", "about:", "chrome:", "chrome-untrusted:"))} == {page}
     assert chromium.get_log("browser") == []
 
 

@@ -72,8 +72,10 @@ def test_no_attack_gets_out(level: Level, attack: str, outcomes: dict[Level, dic
     finished = outcomes[level][attack]
     assert not got_out(finished), finished
     assert finished.status != 0
-    if attack in BY_LIMITS:
-        assert finished.ended == ("output" if attack == "print without end" else "time") or finished.status == -9, finished
+    if attack == "compute for ever":  # the kernel ends it, which bubblewrap and unshare tell in their own ways
+        assert finished.ended in ("time", "itself"), finished
+    elif attack in BY_LIMITS:
+        assert finished.ended == ("output" if attack == "print without end" else "time"), finished
     else:
         assert finished.ended == "itself", finished
         assert re.search(r"Error\b", finished.errors), finished  # it was refused, and went no further
