@@ -102,6 +102,7 @@ class Communicator:
             self._queue.put(work)
         return work
 
+    @torch.no_grad()  # as below autograd, whatever the mode is: a thread has its own, and the caller's may be another
     def _serve(self) -> None:
         while (work := self._queue.get()) is not None and not self._over.is_set():
             error: Exception | None = None

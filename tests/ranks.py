@@ -16,7 +16,7 @@ import tempfile
 import time
 import traceback
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -79,7 +79,7 @@ class RankPool:
         results: dict[int, Any] = {}
         failures = []
         while len(results) + len(failures) < world_size:
-            rank, good, value = self._answer()
+            rank, good, value = self._answer(failures)
             if good:
                 results[rank] = pickle.loads(value)
             else:
@@ -88,8 +88,8 @@ class RankPool:
             raise AssertionError("\n".join(failures))
         return [results[rank] for rank in range(world_size)]
 
-    def _answer(self) -> tuple[int, bool, Any]:
-        """Of the next rank that has one."""
+    def _answer(self, failures: Sequence[str]) -> tuple[int, bool, Any]:
+        """Of the next rank that has one. failures: of others, for which it may wait in vain."""
         self._hung = True
         end_s = time.monotonic() + ANSWER_LIMIT_S
         while True:
@@ -98,7 +98,7 @@ class RankPool:
             except queue.Empty:
                 dead = [rank for rank, process in enumerate(self._processes) if not process.is_alive()]
                 assert not dead, f"ranks {dead} have ended"
-                assert time.monotonic() < end_s, f"a rank has not answered for {ANSWER_LIMIT_S} s"
+                assert time.monotonic() < end_s, "\n".join([f"a rank has not answered for {ANSWER_LIMIT_S} s", *failures])
             else:
                 self._hung = False
                 return answer
