@@ -81,7 +81,7 @@ class McpServer:
         from mcp.types import CONNECTION_CLOSED, REQUEST_TIMEOUT
 
         for is_last in (False, True):
-            client = await self._connected()
+            client, connection = await self._connected()
             try:
                 async with asyncio.timeout(self._time_limit_s):
                     result = await client.call_tool(name, dict(arguments))
@@ -99,22 +99,29 @@ class McpServer:
                 if result.is_error:
                     raise McpCallError(_text(result))
                 return _text(result)
-            self._connection = None
+            self._leave(connection)
             if is_last:
                 raise self._gone(lost) from lost
         raise AssertionError("one of both calls returns or raises")
 
-    async def _connected(self) -> Client:
-        """The one connection that all calls share. Raises BrokenToolError."""
+    async def _connected(self) -> tuple[Client, asyncio.Task[None]]:
+        """The one connection that all calls share, and the task that holds it. Raises BrokenToolError."""
         if self._connection is None or self._connection.done():
             self._client = self._loop.create_future()
             self._connection = self._loop.create_task(self._hold(self._client))
         assert self._client is not None
+        connection = self._connection
         try:
-            return await asyncio.wait_for(asyncio.shield(self._client), START_LIMIT_S)
+            return await asyncio.wait_for(asyncio.shield(self._client), START_LIMIT_S), connection
         except Exception as error:  # noqa: BLE001  (of any transport)
-            self._connection = None
+            self._leave(connection)
             raise self._gone(error) from error
+
+    def _leave(self, connection: asyncio.Task[None]) -> None:
+        """Ends it, and a server that it has started; another call may have made the next one already, which stays."""
+        connection.cancel()
+        if self._connection is connection:
+            self._connection = None
 
     async def _hold(self, connected: asyncio.Future[Client]) -> None:
         """A connection must be ended by the task that made it: this one, which waits for ever."""

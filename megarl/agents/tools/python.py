@@ -19,26 +19,25 @@ class ProgramEndedError(RuntimeError):
     """A program was ended, or has ended its process."""
 
 
-class PythonTool:
+class _Python:
+    _description: str
+
+    def __init__(self, *, level: Level | None = None, limits: SandboxLimits = LIMITS, name: str = "python", description: str = "") -> None:
+        self._level, self._limits = level or strongest(), limits
+        self._schema = function_schema(_shape, name, description or self._description)
+
+    @property
+    def schema(self) -> Schema:
+        return self._schema
+
+
+class PythonTool(_Python):
     """Each call is a program of its own, which remembers nothing. level: the strongest that holds where it is None. limits: of a program.
 
     What it prints is the result, with the traceback where it raised. Raises SandboxError where no sandbox works on this machine.
     """
 
-    def __init__(
-        self,
-        *,
-        level: Level | None = None,
-        limits: SandboxLimits = LIMITS,
-        name: str = "python",
-        description: str = "Runs a Python program with the standard library, and gives back what it prints.",
-    ) -> None:
-        self._level, self._limits = level or strongest(), limits
-        self._schema = function_schema(_shape, name, description)
-
-    @property
-    def schema(self) -> Schema:
-        return self._schema
+    _description = "Runs a Python program with the standard library, and gives back what it prints."
 
     async def call(self, arguments: Mapping[str, Any], task: Task) -> str:
         interpreter = _Interpreter(self._level, self._limits)
@@ -48,26 +47,13 @@ class PythonTool:
             await interpreter.close()
 
 
-class PythonSessions:
+class PythonSessions(_Python):
     """The same, but all calls of one episode are one interpreter's, which ends with it. limits: memory_mb and cpu_s are of all together.
 
     A program that is ended by a limit takes along what those before it have left; the next begins anew.
     """
 
-    def __init__(
-        self,
-        *,
-        level: Level | None = None,
-        limits: SandboxLimits = LIMITS,
-        name: str = "python",
-        description: str = "Runs a Python program with the standard library, and gives back what it prints. Its variables stay.",
-    ) -> None:
-        self._level, self._limits = level or strongest(), limits
-        self._schema = function_schema(_shape, name, description)
-
-    @property
-    def schema(self) -> Schema:
-        return self._schema
+    _description = "Runs a Python program with the standard library, and gives back what it prints. Its variables stay."
 
     def session(self) -> _Interpreter:
         return _Interpreter(self._level, self._limits)
