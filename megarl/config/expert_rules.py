@@ -1,6 +1,9 @@
-"""What layouts of models with experts must satisfy: how experts are dealt and cut, in training and in an engine."""
+"""What layouts of models with experts must satisfy: how experts are dealt and cut, in training and in an engine; and which models have the
+routers that keys are about."""
 
 from __future__ import annotations
+
+from dataclasses import fields
 
 from megarl.config.architecture import Architecture
 from megarl.config.roles import ModelRole
@@ -18,6 +21,10 @@ def fit_layout(role: ModelRole, architecture: Architecture) -> Violations:
         for name, key in (("expert_parallel_size", keys.dealt), ("expert_tensor_parallel_size", keys.cut)):
             if (size := getattr(parallel, name)) > 1:
                 yield Violation((key,), f"is {size}, but {role.path} ({architecture.model_type}) has no experts; use 1")
+        for each in fields(role.experts):
+            if (value := getattr(role.experts, each.name)) != each.default:
+                said = f"is {value}, but {role.path} ({architecture.model_type}) has no experts; leave it at {each.default}"
+                yield Violation((f"{role.name}.experts.{each.name}",), said)
         return
     yield from _ranks(parallel, keys)
     if experts.num_experts % parallel.expert_parallel_size:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from megarl.config.schema import (
     AlgorithmConfig,
+    ExpertsConfig,
     MicroBatchConfig,
     OptimConfig,
     ParallelConfig,
@@ -33,6 +34,7 @@ class ModelRole:
     micro_batch_key: str
     optim: OptimConfig | None
     recomputation: Recomputation = Recomputation()
+    experts: ExpertsConfig = ExpertsConfig()
     with_value_head: bool = False
     beside: str | None = None
 
@@ -83,6 +85,7 @@ def model_roles(config: PPOConfig | SFTConfig) -> tuple[ModelRole, ...]:
         micro_batch_key="actor.micro_batch",
         optim=config.actor.optim,
         recomputation=config.actor.recomputation,
+        experts=config.actor.experts,
     )
     roles = [actor]
     if isinstance(config, PPOConfig) and needs_reference(config):
@@ -109,6 +112,7 @@ def model_roles(config: PPOConfig | SFTConfig) -> tuple[ModelRole, ...]:
             micro_batch_key="critic.micro_batch",
             optim=config.critic.optim,
             recomputation=config.critic.recomputation,
+            experts=config.critic.experts,
             with_value_head=True,
         )
         roles.append(critic)

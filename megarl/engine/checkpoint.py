@@ -195,7 +195,8 @@ def _check_shards(index: TorchDistIndex, shards: Sequence[Shard], vocab_size: in
     for shard in shards:
         stored = index.tensors.get(shard.key)
         if stored is None:
-            raise CheckpointError(f"{index.folder}: has no tensor {shard.key}, which this model has; it is of another architecture")
+            why = "it was frozen there (experts.freeze_router)" if shard.key.startswith("optimizer.") else "it is of another architecture"
+            raise CheckpointError(f"{index.folder}: has no tensor {shard.key}, which this model has; {why}")
         same = stored.shape == shard.shape or (
             shard.is_padded and stored.shape[1:] == shard.shape[1:] and min(stored.shape[0], shard.shape[0]) >= vocab_size
         )
@@ -211,7 +212,8 @@ def _check_complete(index: TorchDistIndex, shards: Sequence[Shard]) -> None:
     dist.all_gather_object(parts, {shard.key for shard in shards})
     extra = index.tensors.keys() - set().union(*parts)
     if extra:
-        raise CheckpointError(f"{index.folder}: has {len(extra)} tensors that this model has not, such as {min(extra)}")
+        why = "; it is frozen here (experts.freeze_router)" if all(key.startswith("optimizer.") for key in extra) else ""
+        raise CheckpointError(f"{index.folder}: has {len(extra)} tensors that this model has not, such as {min(extra)}{why}")
 
 
 def _sharded_tensor(shard: Shard, stored: DistributedTensor) -> ShardedTensor:

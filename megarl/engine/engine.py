@@ -30,6 +30,7 @@ from megarl.engine.model import ModelChunk, build_chunks
 from megarl.engine.offload import MovableState, OffloadableState, StatePart
 from megarl.engine.optimizer import Optimizer, StepStatistics
 from megarl.engine.platform import to_device
+from megarl.engine.router import RoutedTokens, RouterTally, freeze_routers, told_to_routers
 from megarl.engine.spec import ModelSpec
 from megarl.engine.vocab_parallel import ENTROPY, Extra, token_scores
 from megarl.weights.load import load_into_shards, value_head_of
@@ -75,10 +76,13 @@ class MegatronEngine:
         trainable = spec.optim is not None
         for model in self._models:
             model.train(trainable).requires_grad_(trainable)
+            if spec.experts.freeze_router:
+                freeze_routers(model)
         # Wrapped before loading: Megatron moves parameters into its own contiguous buffers.
         self._chunks: list[Any] = self._data_parallel(self._models) if trainable else list(self._models)
         self._state = OffloadableState(self._offloadable_parts())
         self._gradients_are_made = False
+        self._router_metrics: dict[str, Metric] = {}
         self._load(spec.path)
         self._expect_no_gather()
         self._optimizer = self._build_optimizer(spec.optim, dtype) if spec.optim else None
@@ -90,11 +94,14 @@ class MegatronEngine:
         parts = {StatePart.parameters: MovableState(self._parameter_list)}
         if self.spec.optim is not None:
             parts[StatePart.optimizer] = MovableState(self._optimizer_tensors)
-            parts[StatePart.gradients] = MovableState(lambda: list(map(_main_grad, self._parameter_list())), kept=False)
+            parts[StatePart.gradients] = MovableState(self._gradient_list, kept=False)
         return parts
 
     def _parameter_list(self) -> list[torch.nn.Parameter]:
         return [parameter for model in self._models for parameter in model.parameters()]
+
+    def _gradient_list(self) -> list[Tensor]:
+        return [_main_grad(parameter) for parameter in self._parameter_list() if parameter.requires_grad]
 
     def _optimizer_tensors(self) -> list[Tensor]:
         """In float32 the optimizer steps the parameters themselves, which are another part."""
@@ -172,7 +179,7 @@ class MegatronEngine:
     def gradients(self) -> dict[str, Tensor]:
         """As `parameters`, the float32 gradients after `forward_backward`, of which a data-parallel rank's own slice is reduced."""
         self._state.require("give its gradients", StatePart.gradients)
-        return {name: _main_grad(parameter) for name, parameter in self._named_parameters()}
+        return {name: _main_grad(parameter) for name, parameter in self._named_parameters() if parameter.requires_grad}
 
     def _named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         for model in self._models:
@@ -213,10 +220,32 @@ class MegatronEngine:
         assert self._optimizer is not None, "a frozen model has no gradients"
         self._state.require("train", *StatePart)
         self._optimizer.zero_grad()
-        results = self._run(batch, micro_batches, loss, extras)
+        tally = self._new_tally(batch, micro_batches)
+        results = self._run(batch, micro_batches, loss, extras, tally)
         self._gradients_are_made = True
         self._expect_no_gather()
+        if tally is not None:
+            tally.reduce(self.groups)
+            self._router_metrics = merge_metrics([tally.metrics()])
         return merge_metrics(results)
+
+    def _new_tally(self, batch: Rows, micro_batches: MicroBatches) -> RouterTally | None:
+        """Of the routers in the pass over these rows that is to come. For a load-balancing loss a pass before it, without gradients, counts
+        where their tokens will go."""
+        architecture, losses = self.spec.architecture, self.spec.experts
+        if architecture.experts is None:
+            return None
+        if not losses.aux_loss_coefficient:
+            return RouterTally(architecture, self._device, losses)
+        counted = RouterTally(architecture, self._device, None)
+        with torch.no_grad():
+            self._run(batch, micro_batches, None, (), counted)
+        counted.reduce(self.groups)
+        return RouterTally(architecture, self._device, losses, counted.shares)
+
+    def router_metrics(self) -> dict[str, Metric]:
+        """Of the last `forward_backward` (see RouterTally), on every rank; none of a model without experts."""
+        return dict(self._router_metrics)
 
     def step(self) -> StepStatistics:
         """Applies the gradients."""
@@ -229,7 +258,14 @@ class MegatronEngine:
                 chunk.start_param_sync()
         return statistics
 
-    def _run(self, batch: Rows, micro_batches: MicroBatches, loss: LossFunction | None, extras: Collection[Extra]) -> list[Any]:
+    def _run(
+        self,
+        batch: Rows,
+        micro_batches: MicroBatches,
+        loss: LossFunction | None,
+        extras: Collection[Extra],
+        tally: RouterTally | None = None,
+    ) -> list[Any]:
         parallel = self.groups.parallel
         if parallel.virtual_pipeline_parallel_size and len(micro_batches) % parallel.pipeline_parallel_size:
             raise ValueError(
@@ -247,12 +283,14 @@ class MegatronEngine:
             )
             for rows in micro_batches
         ]
+        if tally is not None:
+            tally.begin(sum(micro_batch.num_counted for micro_batch in made), self.groups)
         iterators = [_taken(deque(made)) for _ in self._chunks]
         num_micro_batches = len(made)
         del made
         single = len(self._chunks) == 1
         return get_forward_backward_func()(
-            forward_step_func=partial(self._forward_step, loss=loss, extras=extras),
+            forward_step_func=partial(self._forward_step, loss=loss, extras=extras, tally=tally),
             data_iterator=iterators[0] if single else iterators,
             model=self._chunks[0] if single else self._chunks,
             num_microbatches=num_micro_batches,
@@ -263,12 +301,20 @@ class MegatronEngine:
         )
 
     def _forward_step(
-        self, micro_batches: Iterator[MicroBatch], chunk: Any, loss: LossFunction | None, extras: Collection[Extra]
+        self,
+        micro_batches: Iterator[MicroBatch],
+        chunk: Any,
+        loss: LossFunction | None,
+        extras: Collection[Extra],
+        tally: RouterTally | None,
     ) -> tuple[Tensor, Callable[..., Any]]:
         micro_batch = next(micro_batches)
-        hidden = chunk(micro_batch.tokens, micro_batch.positions, None, packed_seq_params=micro_batch.packed)
+        routed = {} if self.spec.architecture.experts is None else told_to_routers(RoutedTokens.of(micro_batch.counts, tally, self.groups))
+        hidden = chunk(micro_batch.tokens, micro_batch.positions, None, packed_seq_params=micro_batch.packed, **routed)
 
         def scores(hidden: Tensor, non_loss_data: bool = True) -> Any:
+            if tally is not None and tally.losses is None:
+                return None
             outputs = self._score(micro_batch, hidden, extras)
             if loss is None:
                 return outputs

@@ -17,6 +17,7 @@ class ParallelGroups:
     """The groups of this rank and its place in them. Stage: pipeline rank; chunk: virtual pipeline stage on this rank.
 
     expert_data: the ranks that hold the same parts of the same experts. expert_rank: which of the stage's experts this rank holds.
+    stage: the ranks that hold the same layers.
     """
 
     parallel: ParallelConfig
@@ -25,6 +26,7 @@ class ParallelGroups:
     context: dist.ProcessGroup  # ranks that share the tokens of each row
     data: dist.ProcessGroup
     data_context: dist.ProcessGroup  # ranks with the same parameters, whose gradients are added and who share the optimizer's state
+    stage: dist.ProcessGroup
     tensor_rank: int
     pipeline_rank: int
     context_rank: int
@@ -85,6 +87,7 @@ def initialize(parallel: ParallelConfig, seed: int, limit_s: float = 1800.0) -> 
         context=parallel_state.get_context_parallel_group(),
         data=parallel_state.get_data_parallel_group(),
         data_context=parallel_state.get_data_parallel_group(with_context_parallel=True),
+        stage=parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True),
         tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
         pipeline_rank=parallel_state.get_pipeline_model_parallel_rank(),
         context_rank=parallel_state.get_context_parallel_rank(),

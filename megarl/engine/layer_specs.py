@@ -25,6 +25,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from megarl.config.layers import LayerChoice, choose_layers
 from megarl.config.schema import DType, Layers
 from megarl.engine.layers import AttentionCore, RMSNorm, sharing_prompts
+from megarl.engine.router import ExpertRouter, RoutedLayer
 from megarl.weights.name_mapping import EXPERT
 
 
@@ -49,6 +50,10 @@ def block_spec(config: TransformerConfig, sparse_layers: Collection[int], layers
     make = _transformer_engine_layer if layers is Layers.transformer_engine else _local_layer
     norm = gpt_layer_specs.TESpecProvider().layer_norm() if layers is Layers.transformer_engine else RMSNorm
     kinds = {is_sparse: make(config, is_sparse) for is_sparse in ((False, True) if sparse_layers else (False,))}
+    if sparse_layers:
+        for kind in kinds.values():
+            kind.module = RoutedLayer
+        kinds[True].submodules.mlp.submodules.router = ExpertRouter
     first = get_transformer_layer_offset(config, vp_stage=chunk)
     held = range(first, first + get_num_layers_to_build(config, vp_stage=chunk))
     return TransformerBlockSubmodules(layer_specs=[kinds[layer in sparse_layers] for layer in held], layer_norm=norm)

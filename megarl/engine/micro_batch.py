@@ -33,14 +33,18 @@ MODEL_INPUTS = ("input_ids", "attention_mask", "position_ids", "prompts", "respo
 class MicroBatch:
     """Model inputs for b rows, and where their response tokens are.
 
-    tokens, positions: (1, T) packed or (b, S') padded. predictors: (N,) places in the flattened (sequence-major)
-    hidden states that predict the N response tokens; targets: (N,) those tokens; cells: (N,) their places in a flattened (b, R).
+    tokens, positions: (1, T) packed or (b, S') padded. counts: of the same shape, how often a token counts in what routers of experts
+    count: once for each row that it is of and of which the loss reads a token, and not where it pads; num_counted: their sum.
+    predictors: (N,) places in the flattened (sequence-major) hidden states that predict the N response tokens; targets: (N,) those
+    tokens; cells: (N,) their places in a flattened (b, R).
     Where ranks share the rows all of this is of the rank's own tokens, and N may be 0; `rows` are whole.
     """
 
     tokens: Tensor
     positions: Tensor
     packed: PackedRows | None
+    counts: Tensor
+    num_counted: int
     predictors: Tensor
     targets: Tensor
     cells: Tensor
@@ -105,23 +109,26 @@ def _lay_out(prompts: Sequence[int], responses: Sequence[int], first_with_prompt
 
 class _Rows(NamedTuple):
     """b rows without padding, one after the other. prompts, responses: (b,) tokens of each. ids: (T,). row_of, offset: (T,) of each token
-    its row and its place in that. response_row, response_offset: (N,) of each response token its row and its place in the response."""
+    its row and its place in that. counts: (T,) 1 in rows of which the loss reads a token, else 0. response_row, response_offset: (N,) of
+    each response token its row and its place in the response."""
 
     prompts: Tensor
     responses: Tensor
     ids: Tensor
     row_of: Tensor
     offset: Tensor
+    counts: Tensor
     response_row: Tensor
     response_offset: Tensor
 
     @classmethod
-    def of(cls, prompts: Tensor, responses: Tensor, ids: Tensor) -> _Rows:
+    def of(cls, prompts: Tensor, responses: Tensor, ids: Tensor, is_read: Tensor) -> _Rows:
+        """is_read: (b,) whether the loss reads a token of the row."""
         rows, lengths = torch.arange(len(prompts)), prompts + responses
         row_of, response_row = torch.repeat_interleave(rows, lengths), torch.repeat_interleave(rows, responses)
         offset = torch.arange(len(row_of)) - (lengths.cumsum(0) - lengths)[row_of]
         response_offset = torch.arange(len(response_row)) - (responses.cumsum(0) - responses)[response_row]
-        return cls(prompts, responses, ids, row_of, offset, response_row, response_offset)
+        return cls(prompts, responses, ids, row_of, offset, is_read.long()[row_of], response_row, response_offset)
 
     @property
     def predictors(self) -> Tensor:
@@ -135,6 +142,7 @@ class _ModelInputs(NamedTuple):
     tokens: Tensor
     positions: Tensor
     packed: PackedRows | None
+    counts: Tensor
     predictors: Tensor
     scored: Tensor
 
@@ -150,17 +158,21 @@ def _packed(rows: _Rows, share_prompts: bool, align: int, place: ContextPlace, d
     padding = _aligned(num_tokens, align if place.size == 1 else place.size * lcm(2, align)) - num_tokens
     last = [padding] if padding else []
     in_response = layout.responses[rows.response_row] + rows.response_offset - 1
+    prompts = rows.prompts[rows.row_of]
+    places = rows.offset + torch.where(rows.offset < prompts, layout.prompts[rows.row_of], layout.responses[rows.row_of] - prompts)
     packed = PackedRows([*layout.lengths, *last], device, [*layout.prompt_of, *(None for _ in last)], place)
     own = own_tokens(packed.lengths, place)
     sources = F.pad(layout.sources, (0, padding), value=len(rows.ids))[own]
     here = torch.full((num_tokens + padding,), -1)
     here[own] = torch.arange(len(own))
+    counts = torch.zeros(num_tokens + padding, dtype=torch.long).index_add_(0, places, rows.counts)
     predictors = here[torch.where(rows.response_offset == 0, layout.prompts[rows.response_row] + rows.predictors, in_response)]
     scored = (predictors >= 0).nonzero()[:, 0]
     return _ModelInputs(
         tokens=F.pad(rows.ids, (0, 1))[sources][None],
         positions=F.pad(rows.offset, (0, 1))[sources][None],
         packed=packed,
+        counts=counts[own][None],
         predictors=predictors[scored],
         scored=scored,
     )
@@ -170,8 +182,10 @@ def _padded(rows: _Rows, align: int) -> _ModelInputs:
     num_rows, longest = len(rows.prompts), _aligned(int((rows.prompts + rows.responses).max()), align)
     tokens = torch.zeros(num_rows, longest, dtype=torch.long)
     tokens[rows.row_of, rows.offset] = rows.ids
+    counts = torch.zeros_like(tokens)
+    counts[rows.row_of, rows.offset] = rows.counts
     predictors = rows.predictors * num_rows + rows.response_row  # hidden states are (S', b, H)
-    return _ModelInputs(tokens, torch.arange(longest).expand(num_rows, -1), None, predictors, torch.arange(len(predictors)))
+    return _ModelInputs(tokens, torch.arange(longest).expand(num_rows, -1), None, counts, predictors, torch.arange(len(predictors)))
 
 
 def make_micro_batch(
@@ -201,7 +215,7 @@ def make_micro_batch(
     prompts, responses = mask[:, :prompt_length].sum(1), mask[:, prompt_length:].sum(1)
     _check_layout(mask, prompt_length, prompts, responses, rows)
     ids = batch["input_ids"][index]
-    real = _Rows.of(prompts, responses, ids[mask])
+    real = _Rows.of(prompts, responses, ids[mask], batch["response_mask"][index].bool().any(1))
     inputs = _packed(real, share_prompts, align, place, device) if packing else _padded(real, align)
     response_row, response_offset = real.response_row[inputs.scored], real.response_offset[inputs.scored]
     positions = to_device(inputs.positions, device)
@@ -211,6 +225,8 @@ def make_micro_batch(
         tokens=to_device(inputs.tokens, device),
         positions=positions,
         packed=inputs.packed,
+        counts=to_device(inputs.counts, device),
+        num_counted=int(inputs.counts.sum()),
         predictors=to_device(inputs.predictors, device),
         targets=to_device(ids[response_row, prompt_length + response_offset], device),
         cells=to_device(response_row * response_length + response_offset, device),

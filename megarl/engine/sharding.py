@@ -79,10 +79,12 @@ def _of_row(shape: Sequence[int], row: int, start: int, stop: int) -> Iterator[R
 
 
 class Sharding(NamedTuple):
-    """Of one rank. parameters: by parameter. objects: what Megatron stores beside them, for layers that have none of it too."""
+    """Of one rank. parameters: by parameter. objects: what Megatron stores beside them, for layers that have none of it too. is_first_copy:
+    of the ranks that hold the same parameters it is the first."""
 
     parameters: dict[torch.nn.Parameter, list[Shard]]
     objects: list[ShardedObject]
+    is_first_copy: bool
 
     def of_parameters(self) -> Iterator[Shard]:
         for shards in self.parameters.values():
@@ -96,7 +98,10 @@ class Sharding(NamedTuple):
                     yield from shard.part(part.start, part.stop, f"optimizer.state.{name}.{shard.key}", tensor)
 
     def of_weights(self, slices: Sequence[OptimizerSlice]) -> Iterator[Shard]:
-        """The parameters once: each data-parallel rank has the elements that its optimizer updates, so that all write alike much."""
+        """The parameters once: each data-parallel rank has the elements that its optimizer updates, so that all write alike much; what no
+        optimizer updates, the first of them has."""
+        if self.is_first_copy:
+            yield from (shard for parameter, shards in self.parameters.items() if not parameter.requires_grad for shard in shards)
         for part in slices:
             flat = part.parameter.detach().view(-1)
             for shard in self.parameters[part.parameter]:
@@ -114,7 +119,7 @@ def sharding_of(models: Sequence[ModelChunk], groups: ParallelGroups) -> Shardin
             else:
                 assert isinstance(entry.data, torch.nn.Parameter)
                 parameters[entry.data] = list(_shards(entry, entry.data))
-    return Sharding(parameters, objects)
+    return Sharding(parameters, objects, is_first_copy=groups.data_rank == groups.context_rank == 0)
 
 
 def _shards(entry: ShardedTensor | ShardedTensorFactory, parameter: torch.nn.Parameter) -> Iterator[Shard]:

@@ -7,7 +7,17 @@ from dataclasses import dataclass
 from megarl.config.architecture import Architecture
 from megarl.config.derive import optimizer_steps
 from megarl.config.roles import ModelRole
-from megarl.config.schema import Device, DType, EngineConfig, OptimConfig, ParallelConfig, PPOConfig, Recomputation, SFTConfig
+from megarl.config.schema import (
+    Device,
+    DType,
+    EngineConfig,
+    ExpertsConfig,
+    OptimConfig,
+    ParallelConfig,
+    PPOConfig,
+    Recomputation,
+    SFTConfig,
+)
 from megarl.engine.offload import StatePart
 from megarl.weights.name_mapping import Head
 
@@ -38,6 +48,7 @@ class ModelSpec:
     optim: OptimConfig | None = None
     total_optimizer_steps: int = 1
     recomputation: Recomputation = Recomputation()
+    experts: ExpertsConfig = ExpertsConfig()
     offloaded_at_first: tuple[StatePart, ...] = ()
     collective_limit_s: float = 1800.0
     device_peak_tflops: float | None = None
@@ -64,6 +75,7 @@ def spec_of(
         optim=role.optim,
         total_optimizer_steps=optimizer_steps(config, role),
         recomputation=role.recomputation,
+        experts=role.experts,
         offloaded_at_first=offloaded_at_first,
         collective_limit_s=config.trainer.phase_time_limit_s + _GRACE_S,
         device_peak_tflops=config.placement.device_peak_tflops,

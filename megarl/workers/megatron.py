@@ -162,13 +162,20 @@ class MegatronWorker(WeightExport):
         return DataProto.from_dict({key: value.to("cpu") for key, value in (outputs or {}).items()})
 
     def _train(self, part: DataProto, loss: Loss) -> dict[str, Metric]:
-        """One optimizer step; the loss's metrics over this replica's rows, `<loss.name>/grad_norm`, `<loss.name>/lr`, and the
-        update's speed (speed_metrics)."""
+        """One optimizer step; the loss's metrics over this replica's rows, `<loss.name>/grad_norm`, `<loss.name>/lr`, what routers have
+        counted, as `<loss.name>/moe/...`, and the update's speed (speed_metrics)."""
         begin_s = time.monotonic()
         metrics = self._engine.forward_backward(part.columns, part.meta_info[MICRO_BATCHES], loss, loss.extras)
         step = self._engine.step()  # it reads the gradient's norm, so that the device has come as far
         speed = speed_metrics(self._spec, part, time.monotonic() - begin_s, loss.name, platform.current().peak_tflops(self._spec.dtype))
-        return {**metrics, f"{loss.name}/grad_norm": Metric.same(step.grad_norm), f"{loss.name}/lr": Metric.same(step.lr), **speed}
+        routers = {f"{loss.name}/moe/{name}": metric for name, metric in self._engine.router_metrics().items()}
+        return {
+            **metrics,
+            f"{loss.name}/grad_norm": Metric.same(step.grad_norm),
+            f"{loss.name}/lr": Metric.same(step.lr),
+            **routers,
+            **speed,
+        }
 
     def _train_scored(self, part: DataProto, loss: Loss) -> ScoredUpdate:
         """As `_train`; also what the model made of the rows on the way, before the step. Without rows where `_forward` gives none."""

@@ -215,6 +215,7 @@ COMMANDS: dict[str, Executed | InTest | Make | ByHand] = {
     "pip install -r requirements/cpu.txt": ByHand(),
     "pip install .": ByHand(),
     "pip wheel --no-deps .": ByHand(),
+    "python -m tests.soak.experts": ByHand(),
     "python -m tests.soak.memory": ByHand(),
     "python -m tests.soak.real_model": ByHand(),
 }

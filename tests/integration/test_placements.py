@@ -157,14 +157,15 @@ def test_sglang_takes_turns_too(inputs: Path, tmp_path: Path) -> None:
 
 
 def test_experts_and_a_cool_temperature(inputs: Path, tmp_path: Path) -> None:
-    """A policy whose experts are dealt over the actor's two replicas, the critic's two tensor-parallel ranks and SGLang's: after every push
-    the engine holds the actor's weights to the bit, and both mean the same by a log-prob, at another temperature than the runs above."""
+    """A policy whose experts are dealt over the actor's two ranks, which share the tokens of each row, the critic's two tensor-parallel
+    ranks and SGLang's: after every push the engine holds the actor's weights to the bit, and both mean the same by a log-prob, at
+    another temperature than the runs above. That it learns: tests/soak/experts.py."""
     save_policy(tmp_path / "experts", with_experts=True)
     settings = config(inputs, tmp_path / "run", PlacementStrategy.split_collocate, RolloutEngineKind.sglang)
     settings = dataclasses.replace(
         settings,
         model=dataclasses.replace(settings.model, path=str(tmp_path / "experts")),
-        actor=dataclasses.replace(settings.actor, parallel=ParallelConfig(data_parallel_size=2, expert_parallel_size=2)),
+        actor=dataclasses.replace(settings.actor, parallel=ParallelConfig(context_parallel_size=2, expert_parallel_size=2)),
         critic=dataclasses.replace(
             settings.critic, parallel=ParallelConfig(tensor_parallel_size=2, sequence_parallel=True, expert_parallel_size=2)
         ),

@@ -41,6 +41,7 @@ from megarl.config.schema.models import (
     CriticModelConfig,
     Decay,
     DType,
+    ExpertsConfig,
     MicroBatchConfig,
     ModelConfig,
     OptimConfig,

@@ -132,10 +132,23 @@ class MicroBatchConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ExpertsConfig:
+    """How the routers of a model with experts are trained. The field trains policies without losses of their own: they pull log-probs away
+    from those that generated the samples."""
+
+    # Of the load-balancing loss, in each layer E * sum over experts of (share of tokens) * (mean probability), 1 where all are alike.
+    # Shares are of the whole mini-batch, before its first gradient: an update has one more forward pass
+    aux_loss_coefficient: float = ranged(0.0, at_least=0)
+    z_loss_coefficient: float = ranged(0.0, at_least=0)  # of the mean squared log-sum-exp of a router's logits, in each layer
+    freeze_router: bool = False  # routers stay as they are; their gradients are not computed
+
+
+@dataclass(frozen=True, kw_only=True)
 class ActorConfig:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     micro_batch: MicroBatchConfig = field(default_factory=lambda: MicroBatchConfig(max_tokens=16384))
+    experts: ExpertsConfig = field(default_factory=ExpertsConfig)
     recompute: Recompute = Recompute.none  # activations that are not kept
     recompute_modules: list[RecomputeModule] = field(default_factory=lambda: [RecomputeModule.core_attn])  # of each layer; selective
     recompute_num_layers: int | None = ranged(None, at_least=1)  # full: the first so many of each (virtual) stage; None: all
@@ -156,6 +169,7 @@ class CriticConfig:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-5))
     micro_batch: MicroBatchConfig = field(default_factory=lambda: MicroBatchConfig(max_tokens=16384))
+    experts: ExpertsConfig = field(default_factory=ExpertsConfig)
     recompute: Recompute = Recompute.none  # activations that are not kept
     recompute_modules: list[RecomputeModule] = field(default_factory=lambda: [RecomputeModule.core_attn])  # of each layer; selective
     recompute_num_layers: int | None = ranged(None, at_least=1)  # full: the first so many of each (virtual) stage; None: all

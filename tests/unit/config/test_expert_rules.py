@@ -48,6 +48,7 @@ def test_good_layouts_have_none(ppo: str) -> None:
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
+        (["critic.experts.z_loss_coefficient=0.001"], "critic.experts.z_loss_coefficient: is 0.001, but "),
         (["critic.parallel.expert_parallel_size=2"], "critic.parallel.expert_parallel_size: is 2, but "),
         (["actor.parallel.sequence_parallel=false"], "has experts: with tensor_parallel_size 2 each token would go to them as often"),
         ([f"{_EP}=8"], "expert_parallel_size 8 x expert_tensor_parallel_size 1 = 8 does not divide the 4 ranks of a stage"),

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from megarl.batch.metrics import Metric
 from megarl.checkpoints.role_folder import Description, Layout, write_manifest
 from megarl.checkpoints.torch_dist import read_chunk, read_index
-from megarl.config.schema import Decay, OptimConfig, ParallelConfig
+from megarl.config.schema import Decay, ExpertsConfig, OptimConfig, ParallelConfig
 from tests.unit.engine.models import make_batch
 from tests.unit.engine.rank_side import Tensors, build, deal, replica_rows, start, take
 
@@ -30,6 +30,7 @@ class Settings(NamedTuple):
     folder: str
     head: str = "lm"
     dtype: torch.dtype = torch.float32
+    experts: ExpertsConfig = ExpertsConfig()
 
 
 class Steps(NamedTuple):
@@ -41,7 +42,8 @@ class Steps(NamedTuple):
 
 
 def open_engine(settings: Settings) -> MegatronEngine:
-    return build(start(settings.parallel), settings.folder, head=settings.head, dtype=settings.dtype, optim=OPTIM, total_optimizer_steps=8)
+    options = {"head": settings.head, "dtype": settings.dtype, "experts": settings.experts}
+    return build(start(settings.parallel), settings.folder, optim=OPTIM, total_optimizer_steps=8, **options)
 
 
 def _loss(outputs: Any, rows: Any) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -21,6 +21,7 @@ from transformers import (
     Qwen3Config,
     Qwen3MoeConfig,
 )
+from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
 from tests.unit.weights.models import as_stored
 
@@ -123,6 +124,41 @@ def load_critic(folder: Path) -> Critic:
     trunk = AutoModel.from_pretrained(folder, dtype=torch.float32)
     head = load_file(folder / "model.safetensors").get("score.weight")
     return Critic(trunk, torch.zeros(1, trunk.config.hidden_size) if head is None else head)
+
+
+def record_routers(model: torch.nn.Module) -> dict[str, list[Tensor]]:
+    """By router the logits (T, E) of every forward pass that is to come."""
+    recorded: dict[str, list[Tensor]] = {}
+
+    def record(name: str, router: torch.nn.Module, hidden: Tensor) -> None:
+        assert isinstance(router.weight, Tensor)
+        recorded.setdefault(name, []).append(hidden.reshape(-1, router.weight.shape[1]) @ router.weight.T)
+
+    for name, module in model.named_modules():
+        if name.endswith("mlp.gate"):
+            module.register_forward_hook(lambda router, inputs, output, name=name: record(name, router, inputs[0]))
+    return recorded
+
+
+class RouterLosses(NamedTuple):
+    """As means over the layers, and the largest share of a layer's tokens that went to one expert."""
+
+    aux_loss: Tensor
+    z_loss: Tensor
+    largest_share: float
+
+
+def router_losses(recorded: dict[str, list[Tensor]], num_experts_per_tok: int) -> RouterLosses:
+    """Of all that was recorded, layer by layer: Hugging Face's load-balancing loss, which counts a token once for each of its experts; z
+    loss as in Zoph et al. 2022, equation 5."""
+    layers = [torch.cat(parts) for parts in recorded.values()]
+    chosen = [layer.topk(num_experts_per_tok).indices.flatten().bincount(minlength=layer.shape[1]) for layer in layers]
+    balance = [load_balancing_loss_func((layer,), layer.shape[1], num_experts_per_tok) / num_experts_per_tok for layer in layers]
+    return RouterLosses(
+        torch.stack(balance).mean(),
+        torch.stack([layer.logsumexp(-1).square().mean() for layer in layers]).mean(),
+        max(float(counts.max() / counts.sum()) for counts in chosen),
+    )
 
 
 def gradients_of(model: torch.nn.Module) -> dict[str, Tensor]:

@@ -125,13 +125,14 @@ def hf_weights(engine: MegatronEngine) -> Tensors:
 
 
 def hf_gradients(engine: MegatronEngine) -> Tensors:
-    """Each data-parallel rank holds its own slice of the reduced gradient: the slices are joined first."""
+    """Each data-parallel rank holds its own slice of the reduced gradient: the slices are joined first. Of frozen parameters: 0."""
     for chunk in engine._chunks:
         for buffers, group in ((chunk.buffers, engine.groups.data_context), (chunk.expert_parallel_buffers, engine.groups.expert_data)):
             for bucket in (bucket for buffer in buffers for bucket in buffer.buckets):
                 slices = list(bucket.grad_data.chunk(group.size()))
                 dist.all_gather(slices, slices[group.rank()].clone(), group=group)
-    return _hf_tensors(engine, engine.gradients())
+    nothing = {name: torch.zeros_like(value) for name, value in engine.parameters().items()}
+    return _hf_tensors(engine, nothing | engine.gradients())
 
 
 def _hf_tensors(engine: MegatronEngine, named: Tensors) -> Tensors:

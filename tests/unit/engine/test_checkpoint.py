@@ -14,7 +14,7 @@ import xxhash
 from transformers import AutoModelForCausalLM
 
 from megarl.checkpoints.torch_dist import read_index
-from megarl.config.schema import ParallelConfig
+from megarl.config.schema import ExpertsConfig, ParallelConfig
 from tests.ranks import RankPool
 from tests.unit.engine.checkpoint_side import (
     Saved,
@@ -121,14 +121,17 @@ def test_in_another_layout_the_next_steps_agree(
     tmp_path: Path,
 ) -> None:
     """From the first layout to each other. What is saved there again is the same to the bit, and so is what goes on from that in the
-    first."""
-    source = Settings({**LAYOUTS, **EXPERT_LAYOUTS}[first], folders[model], head, dtype)
+    first. The routers of one model are frozen: they have no moments."""
+    experts = ExpertsConfig(freeze_router=model == "qwen2-moe")
+    source = Settings({**LAYOUTS, **EXPERT_LAYOUTS}[first], folders[model], head, dtype, experts)
     want = saved(rank_pool, source, tmp_path / "source")
     stored = stored_tensors(tmp_path / "source")
     assert {name.split(".")[2] for name in stored if name.startswith("optimizer.")} == {"param", "exp_avg", "exp_avg_sq"}
+    of_routers = {name.startswith("optimizer.") for name in stored if name.endswith("router.weight")}
+    assert of_routers == ({False} if experts.freeze_router else {False, True} if "moe" in model else set())
     for number, parallel in enumerate(others):
         again = tmp_path / str(number)
-        got = loaded(rank_pool, Settings(parallel, folders[model], head, dtype), tmp_path / "source", again=again)
+        got = loaded(rank_pool, Settings(parallel, folders[model], head, dtype, experts), tmp_path / "source", again=again)
         assert same([stored_tensors(again)], [stored]), parallel
         for rank in got:
             tolerance = 1e-5 if dtype == torch.float32 else 2e-2
@@ -137,6 +140,10 @@ def test_in_another_layout_the_next_steps_agree(
         back = loaded(rank_pool, source, again)
         assert [rank.after.losses for rank in back] == [rank.after.losses for rank in want], parallel
         assert same([rank.after.state for rank in back], [rank.after.state for rank in want]), parallel
+    if "moe" in model:
+        other = Settings(ParallelConfig(), folders[model], head, dtype, ExpertsConfig(freeze_router=not experts.freeze_router))
+        (said,) = rank_pool.run(refused_load, world_size=1, settings=other, folder=tmp_path / "source")
+        assert said.endswith(f"it {'was frozen there' if experts.freeze_router else 'is frozen here'} (experts.freeze_router)")
 
 
 def test_a_vocabulary_that_is_padded_to_another_size(rank_pool: RankPool, tmp_path: Path) -> None:

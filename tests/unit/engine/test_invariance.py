@@ -3,6 +3,7 @@ prompts."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -11,12 +12,24 @@ import torch.distributed as dist
 
 from megarl.algorithms.losses import ActorLoss, CriticLoss, MiniBatchCounts
 from megarl.batch.metrics import merge_metrics, values_of
-from megarl.config.schema import AlgorithmConfig, KLConfig, KLEstimator, KLWhere, OptimConfig, ParallelConfig, ValueLossConfig
+from megarl.config.schema import (
+    AlgorithmConfig,
+    ExpertsConfig,
+    KLConfig,
+    KLEstimator,
+    KLWhere,
+    OptimConfig,
+    ParallelConfig,
+    Recomputation,
+    Recompute,
+    RecomputeModule,
+    ValueLossConfig,
+)
 from megarl.data.packing import BatchPlan, MicroBatchRows, RankPlan, plan_micro_batches
 from tests.ranks import RankPool
 from tests.unit.engine.comparison import assert_same
 from tests.unit.engine.models import load_lm, make_batch, reference_logits, save_critic, save_model, scores_of, with_one_prompt
-from tests.unit.engine.rank_side import ALL_LAYOUTS, LAYOUTS, Tensors, build, hf_gradients, merge, start, take
+from tests.unit.engine.rank_side import ALL_LAYOUTS, EXPERT_LAYOUTS, LAYOUTS, Tensors, build, hf_gradients, merge, start, take
 
 FAMILY = "qwen2-tied"
 NUM_ROWS = 9
@@ -24,6 +37,12 @@ TOLERANCE = 1e-5  # of the tensor's norm
 FLOOR = 1e-4  # of the whole gradient's norm
 WAYS = ((True, False), (False, False), (True, True))  # packing, and shared prompts
 PROMPT_GROUPS = ((0, 5, 6, 3), (4, 2, 8))  # rows of one prompt
+ROUTERS = ExpertsConfig(aux_loss_coefficient=10.0, z_loss_coefficient=1.0)  # so that they make much of the routers' gradients
+RECOMPUTED = {
+    "whole layers": Recomputation(Recompute.full),
+    "one layer of a stage": Recomputation(Recompute.full, num_layers=1),
+    "experts": Recomputation(Recompute.selective, (RecomputeModule.mlp,)),
+}
 LOSS_INPUTS = ("old_log_probs", "advantages", "ref_log_prob", "values", "returns")
 
 
@@ -34,6 +53,7 @@ class Split(NamedTuple):
     packing: bool = True
     share_prompts: bool = False
     poisoned: bool = False  # NaN in every masked slot of the loss's inputs, random ids where there is padding
+    recomputation: Recomputation = Recomputation()
 
 
 class Result(NamedTuple):
@@ -87,19 +107,24 @@ def poison(batch: Tensors) -> Tensors:
     return {**batch, **nan, "input_ids": torch.where(batch["attention_mask"].bool(), batch["input_ids"], garbage)}
 
 
-def run_splits(parallel: ParallelConfig, folders: dict[str, str], batch: Tensors, splits: dict[str, Split]) -> dict[str, dict[str, Result]]:
+def run_splits(
+    parallel: ParallelConfig, folders: dict[str, str], batch: Tensors, splits: dict[str, Split], experts: ExpertsConfig
+) -> dict[str, dict[str, Result]]:
     """In a rank: head -> split -> the stage's gradients and the mini-batch's metrics."""
     groups = start(parallel)
     results: dict[str, dict[str, Result]] = {}
     for head, folder in folders.items():
-        engines = {way: build(groups, folder, head=head, packing=way[0], share_prompts=way[1], optim=OptimConfig()) for way in WAYS}
+        engines: dict[Any, Any] = {}
         for name, split in splits.items():
-            engine = engines[split.packing, split.share_prompts]
+            way = {"packing": split.packing, "share_prompts": split.share_prompts, "recomputation": split.recomputation}
+            if (key := tuple(way.values())) not in engines:
+                engines[key] = build(groups, folder, head=head, optim=OptimConfig(), experts=experts, **way)
+            engine = engines[key]
             mine = split.plan.ranks[groups.data_rank]
             part = take(poison(batch) if split.poisoned else batch, mine.rows)
             for micro_batch, rows in zip(mine.micro_batches, mine.local_micro_batches, strict=True):
                 part["response_mask"][list(rows)] &= not micro_batch.is_filler
-            metrics = engine.forward_backward(part, mine.local_micro_batches, loss_for(head, batch))
+            metrics = engine.forward_backward(part, mine.local_micro_batches, loss_for(head, batch)) | engine.router_metrics()
             gathered: list[Any] = [None] * parallel.world_size
             dist.all_gather_object(gathered, metrics if groups.tensor_rank == groups.context_rank == 0 else {})
             results.setdefault(head, {})[name] = Result(hf_gradients(engine), values_of(merge_metrics(gathered)))
@@ -110,6 +135,7 @@ class Setting(NamedTuple):
     folders: dict[str, str]
     batch: Tensors
     whole: dict[str, Result]  # head -> all rows in one packed micro-batch on one rank
+    experts: ExpertsConfig
 
 
 @pytest.fixture(scope="module")
@@ -117,18 +143,29 @@ def setting(rank_pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Se
     folder = tmp_path_factory.mktemp("invariance")
     save_model(FAMILY, folder / "lm")
     save_critic(folder / "lm", folder / "value")
-    folders = {head: str(folder / head) for head in ("lm", "value")}
+    return make_setting(rank_pool, {head: folder / head for head in ("lm", "value")}, ExpertsConfig())
+
+
+@pytest.fixture(scope="module")
+def with_experts(rank_pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Setting:
+    save_model("qwen3-moe", folder := tmp_path_factory.mktemp("experts"))
+    return make_setting(rank_pool, {"lm": folder}, ROUTERS)
+
+
+def make_setting(rank_pool: RankPool, folders: dict[str, Path], experts: ExpertsConfig) -> Setting:
     batch = with_one_prompt(make_batch(num_rows=NUM_ROWS), *PROMPT_GROUPS)
     batch["response_mask"][0, 2:4] = False  # what a tool wrote
+    batch["response_mask"][7] = False  # a row of which the loss reads nothing
     with torch.no_grad():
-        log_probs = scores_of(reference_logits(load_lm(folder / "lm"), batch), batch)["log_probs"]
+        log_probs = scores_of(reference_logits(load_lm(folders["lm"]), batch), batch)["log_probs"]
     generator = torch.Generator().manual_seed(3)
     noise = {key: torch.randn(log_probs.shape, generator=generator) for key in LOSS_INPUTS}
     near = {key: log_probs + 0.2 * noise[key] for key in ("old_log_probs", "ref_log_prob")}
     batch = {**batch, **noise, **near}
     whole = {"whole": Split(by_hand(tuple(range(NUM_ROWS))))}
-    (result,) = rank_pool.run(run_splits, world_size=1, parallel=ParallelConfig(), folders=folders, batch=batch, splits=whole)
-    return Setting(folders, batch, {head: named["whole"] for head, named in result.items()})
+    made = Setting({head: str(path) for head, path in folders.items()}, batch, {}, experts)
+    found = run(rank_pool, made, ParallelConfig(), whole)
+    return made._replace(whole={head: result for (head, _), result in found.items()})
 
 
 def total_norm(gradients: Tensors) -> float:
@@ -138,7 +175,13 @@ def total_norm(gradients: Tensors) -> float:
 def run(rank_pool: RankPool, setting: Setting, parallel: ParallelConfig, splits: dict[str, Split]) -> dict[tuple[str, str], Result]:
     """(head, split) -> the whole model's gradients."""
     ranks = rank_pool.run(
-        run_splits, world_size=parallel.world_size, parallel=parallel, folders=setting.folders, batch=setting.batch, splits=splits
+        run_splits,
+        world_size=parallel.world_size,
+        parallel=parallel,
+        folders=setting.folders,
+        batch=setting.batch,
+        splits=splits,
+        experts=setting.experts,
     )
     return {
         (head, name): Result(merge([rank[head][name].gradients for rank in ranks]), ranks[0][head][name].metrics)
@@ -153,10 +196,27 @@ def test_gradient_and_metrics_do_not_depend_on_the_split(setting: Setting, layou
     splits = splits_of(parallel, lengths)
     if parallel.data_parallel_size > 1:  # an odd number of rows, one each: a filler must not count
         assert any(micro_batch.is_filler for rank in splits["one row each"].plan.ranks for micro_batch in rank.micro_batches)
-    for (head, _), result in run(rank_pool, setting, parallel, splits).items():
+    assert_all_alike(setting, run(rank_pool, setting, parallel, splits))
+
+
+def assert_all_alike(setting: Setting, results: dict[tuple[str, str], Result]) -> None:
+    for (head, _), result in results.items():
         want = setting.whole[head]
         assert_same(result.gradients, want.gradients, TOLERANCE, floor=FLOOR * total_norm(want.gradients))
         assert result.metrics == pytest.approx(want.metrics, rel=1e-5, abs=1e-6)
+
+
+@pytest.mark.parametrize("layout", ["DP2xEP2", "TP2+SPxEP2", "CP2xEP2", "PP2"])
+def test_losses_of_routers_do_not_either(with_experts: Setting, layout: str, rank_pool: RankPool) -> None:
+    """Nor on which activations are computed again: in a pipeline, a micro-batch's backward pass comes after the next one's forward."""
+    assert with_experts.whole["lm"].metrics["aux_loss"] > 1.1
+    lengths, parallel = with_experts.batch["attention_mask"].sum(1).tolist(), EXPERT_LAYOUTS[layout]
+    every = splits_of(parallel, lengths)
+    names = ("one row each", "two rows each, padded", "all rows, shared", "a budget of 40 tokens, shared")
+    splits = {name: every[name] for name in names if name in every}
+    if parallel.pipeline_parallel_size > 1:
+        splits |= {how: splits["one row each"]._replace(recomputation=recomputed) for how, recomputed in RECOMPUTED.items()}
+    assert_all_alike(with_experts, run(rank_pool, with_experts, parallel, splits))
 
 
 @pytest.mark.parametrize("layout", ["TP1", "TP2+SP"])

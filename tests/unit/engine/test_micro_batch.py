@@ -36,7 +36,8 @@ def make(
 
     options = {"packing": packing, "share_prompts": share_prompts, "align": align, "place": ContextPlace(*place)}
     made = make_micro_batch(batch, rows, device=torch.device("cpu"), **options)
-    plain = {key: getattr(made, key).tolist() for key in ("tokens", "positions", "predictors", "targets", "cells")}
+    plain = {key: getattr(made, key).tolist() for key in ("tokens", "positions", "counts", "predictors", "targets", "cells")}
+    assert made.num_counted == made.counts.sum()
     if made.packed is not None:
         plain["boundaries"] = made.packed.cu_seqlens_q.tolist()
         plain["longest"] = made.packed.max_seqlen_kv
@@ -93,7 +94,9 @@ def test_ranks_that_share_rows_and_a_prompt(rank_pool: RankPool) -> None:
     }
     outer, inner = (made(rank_pool, rows=[0, 1], packing=True, place=(2, rank), batch=batch) for rank in range(2))
     assert outer["tokens"] == [[1, 0, 7, 0, 4, 0]]
+    assert outer["counts"] == [[2, 0, 1, 0, 1, 0]]  # what pads never counts
     assert inner["tokens"] == [[2, 3, 8, 0, 0, 0]]
+    assert inner["counts"] == [[2, 2, 1, 0, 0, 0]]
     assert inner["positions"] == [[1, 2, 4, 0, 0, 0]]
     assert (outer["targets"], outer["predictors"], outer["cells"]) == ([8], [2], [1])
     assert (inner["targets"], inner["predictors"], inner["cells"]) == ([7, 4], [1, 1], [0, 3])
@@ -139,6 +142,7 @@ def test_rows_of_one_prompt_share_it(rank_pool: RankPool) -> None:
     got = made(rank_pool, rows=[0, 1, 2, 3], packing=True, align=7, batch=batch)
     assert got["tokens"] == [[5, 6, 7, 8, 4, 3, 2, 1, 2, 3, 4, 0, 0, 0]]
     assert got["positions"] == [[0, 1, 2, 3, 2, 3, 4, 0, 1, 2, 3, 0, 0, 0]]
+    assert got["counts"] == [[2, 2, 1, 1, 1, 1, 1, 1, 1, 1, 1, 0, 0, 0]]  # in row 3 the loss reads nothing
     assert got["boundaries"] == [0, 2, 4, 7, 11, 14]
     assert got["prompt_of"] == [None, 0, 0, None, None]
     assert got["longest"] == 5  # for angles: the last of row 2
@@ -164,6 +168,7 @@ def test_padded(rank_pool: RankPool) -> None:
     got = made(rank_pool, rows=[0, 1], packing=False, align=3)
     assert got["tokens"] == [[5, 6, 7, 8, 0, 0], [1, 2, 3, 4, 0, 0]]
     assert got["positions"] == [[0, 1, 2, 3, 4, 5]] * 2
+    assert got["counts"] == [[1, 1, 1, 1, 0, 0]] * 2
     assert got["predictors"] == [2, 4, 5]
     assert got["targets"] == [7, 8, 4]
     assert got["cells"] == [0, 1, 3]

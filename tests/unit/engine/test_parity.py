@@ -9,9 +9,11 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch import Tensor
 
-from megarl.config.schema import OptimConfig, ParallelConfig
+from megarl.batch.metrics import values_of
+from megarl.config.schema import ExpertsConfig, OptimConfig, ParallelConfig
 from tests.ranks import RankPool
 from tests.unit.engine.comparison import assert_same, max_difference
 from tests.unit.engine.models import (
@@ -22,8 +24,10 @@ from tests.unit.engine.models import (
     load_critic,
     load_lm,
     make_batch,
+    record_routers,
     reference_logits,
     reference_values,
+    router_losses,
     save_critic,
     save_model,
     scores_of,
@@ -52,6 +56,7 @@ OUTPUT_TOLERANCE = 1e-5  # absolute
 GRADIENT_TOLERANCE = 1e-4  # of the tensor's norm
 GRADIENT_FLOOR = 1e-5  # of the whole gradient's norm: below it a tensor is noise
 TEMPERATURE = 0.7
+AUX_COEFFICIENT, Z_COEFFICIENT = 100.0, 10.0  # so that they make much of the routers' gradients
 
 
 class Case(NamedTuple):
@@ -64,13 +69,23 @@ class Case(NamedTuple):
 
 CASES = {
     "policy": Case("lm", {"share_prompts": True}, ("log_probs", "entropy")),
+    "policy with experts": Case(
+        "lm",
+        {"share_prompts": True, "experts": ExpertsConfig(aux_loss_coefficient=AUX_COEFFICIENT, z_loss_coefficient=Z_COEFFICIENT)},
+        ("log_probs", "entropy"),
+    ),
     "policy at a temperature": Case("lm", {"temperature": TEMPERATURE}, ("log_probs", "entropy")),
     "critic": Case("critic", {"head": "value", "share_prompts": True}, ("values",)),
+    "critic with frozen routers": Case(
+        "critic", {"head": "value", "share_prompts": True, "experts": ExpertsConfig(freeze_router=True)}, ("values",)
+    ),
     "critic without a stored head": Case("lm", {"head": "value"}, ("values",)),
 }
 
 
-OF_EXPERTS = ("policy", "critic")  # what else differs is nothing of the layers
+OF_EXPERTS = ("policy with experts", "critic with frozen routers")  # what else differs is nothing of the layers
+OF_DENSE = [name for name in CASES if name not in OF_EXPERTS]
+WITH_LOGITS = ("policy", "policy with experts")
 
 
 class Compared(NamedTuple):
@@ -81,6 +96,7 @@ class Compared(NamedTuple):
     gradients: Tensors
     grad_norm: float
     weights: Tensors = {}
+    routers: dict[str, float] = {}
 
 
 def weighted_batch() -> Tensors:
@@ -124,10 +140,11 @@ def run_engine(parallel: ParallelConfig, folders: dict[str, str], batch: Tensors
         engine = build(groups, folders[case.folder], optim=OptimConfig(), **case.spec)
         engine.forward_backward(part, micro_batches, weighted_sum(case.keys))
         gradients = hf_gradients(engine)
-        if name == "policy":
+        routers = values_of(engine.router_metrics()) if name in OF_EXPERTS else {}
+        if name in WITH_LOGITS:
             engine = with_logits(engine)
         outputs = join_rows(rows, engine.forward(part, micro_batches), num_rows)
-        results[name] = Compared(outputs, gradients, engine.step().grad_norm, hf_weights(engine))
+        results[name] = Compared(outputs, gradients, engine.step().grad_norm, hf_weights(engine), routers)
     return results
 
 
@@ -140,14 +157,23 @@ def run_reference(folders: dict[str, str], batch: Tensors, names: Collection[str
             outputs = {"values": reference_values(model, batch)}
         else:
             model = load_lm(Path(folders[case.folder]))
+            recorded = record_routers(model)
             logits = reference_logits(model, batch)
             outputs = scores_of(logits / case.spec.get("temperature", 1.0), batch)
-        sum((outputs[key] * batch[f"weight/{key}"]).sum() for key in case.keys).backward()
+        loss, routers = sum((outputs[key] * batch[f"weight/{key}"]).sum() for key in case.keys), {}
+        if "experts" in case.spec and case.spec["experts"].aux_loss_coefficient:
+            losses = router_losses(recorded, model.config.num_experts_per_tok)
+            loss = loss + len(recorded) * (AUX_COEFFICIENT * losses.aux_loss + Z_COEFFICIENT * losses.z_loss)
+            routers = {"aux_loss": losses.aux_loss.item(), "z_loss": losses.z_loss.item(), "expert_share/max": losses.largest_share}
+        loss.backward()
+        for parameter in (value for key, value in model.named_parameters() if key.endswith("mlp.gate.weight")):
+            if "frozen" in name:
+                parameter.grad.zero_()
         gradients = gradients_of(model)
         norm = torch.stack([gradient.norm() for gradient in gradients.values()]).norm()
-        if name == "policy":
+        if name in WITH_LOGITS:
             outputs["logits"] = logits
-        results[name] = Compared({key: value.detach() for key, value in outputs.items()}, gradients, float(norm))
+        results[name] = Compared({key: value.detach() for key, value in outputs.items()}, gradients, float(norm), routers=routers)
     return results
 
 
@@ -163,7 +189,7 @@ def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     save_model(request.param, folder / "lm")
     save_critic(folder / "lm", folder / "critic")
     folders, batch = {key: str(folder / key) for key in ("lm", "critic")}, weighted_batch()
-    names = OF_EXPERTS if request.param in EXPERT_FAMILIES else CASES
+    names = OF_EXPERTS if request.param in EXPERT_FAMILIES else OF_DENSE
     return Reference(folders, batch, run_reference(folders, batch, names))
 
 
@@ -191,7 +217,7 @@ def test_experts(reference: Reference, layout: str, rank_pool: RankPool) -> None
 @pytest.mark.parametrize("reference", EXPERT_FAMILIES, indirect=True)
 def test_one_expert_has_no_tokens(reference: Reference) -> None:
     """In some layers; most have."""
-    gradients = reference.results["policy"].gradients
+    gradients = reference.results["policy with experts"].gradients
     idle = {name: float(value.norm()) == 0 for name, value in gradients.items() if ".experts." in name}
     assert any(is_idle for name, is_idle in idle.items() if f".experts.{IDLE_EXPERT}." in name)
     assert sum(idle.values()) < len(idle) / 4
@@ -210,12 +236,20 @@ def compare(reference: Reference, parallel: ParallelConfig, rank_pool: RankPool)
     for name, want in reference.results.items():
         gradients = merge([rank[name].gradients for rank in ranks])
         assert_same(gradients, want.gradients, GRADIENT_TOLERANCE, floor=GRADIENT_FLOOR * want.grad_norm)
-        assert merge([rank[name].weights for rank in ranks]).keys() == gradients.keys()  # and copies agree to the bit
+        weights = merge([rank[name].weights for rank in ranks])
+        assert weights.keys() == gradients.keys()  # and copies agree to the bit
+        if "frozen" in name:
+            stored = load_file(Path(reference.folders[CASES[name].folder]) / "model.safetensors")
+            routers = [key for key in weights if key.endswith((".mlp.gate.weight", ".block_sparse_moe.gate.weight"))]
+            assert routers
+            assert all(torch.equal(weights[key], stored[key]) for key in routers)
+            assert not torch.equal(weights["model.norm.weight"], stored["model.norm.weight"])
         for rank in ranks:
             assert rank[name].outputs.keys() == want.outputs.keys()
             for key, value in want.outputs.items():
                 assert max_difference(rank[name].outputs[key], value) <= OUTPUT_TOLERANCE, (name, key)
             assert rank[name].grad_norm == pytest.approx(want.grad_norm, rel=1e-5), name
+            assert {key: rank[name].routers[key] for key in want.routers} == pytest.approx(want.routers, rel=1e-5), name
 
 
 def test_reference_is_not_trivial(reference: Reference) -> None:
