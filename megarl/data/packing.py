@@ -6,6 +6,7 @@ number of micro-batches (the ranks meet in collectives and in the pipeline), eac
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -197,7 +198,7 @@ def _round_up(value: int, multiple: int) -> int:
 
 
 def _over_ranks(sizes: _Sizes, dp_size: int) -> list[dict[int, list[int]]]:
-    """Rows of [rank][group]: the costliest group first, to the rank with the least work (LPT). Then the rank with the most gives some rows
+    """Rows of [rank][group], of each group the longest first: the costliest group first, to the rank with the least work (LPT). Then the rank with the most gives some rows
     of a group, and with them its prompt once more, to the one with the least, until that makes the work no more even."""
     groups: dict[int, list[int]] = {}
     for row in sorted(range(len(sizes.own)), key=lambda row: -sizes.own_cost[row]):
@@ -218,10 +219,12 @@ def _over_ranks(sizes: _Sizes, dp_size: int) -> list[dict[int, list[int]]]:
         if max(best.giver, best.taker) >= load[giver]:
             break
         group = sizes.group[best.rows[0]]
-        hands[giver][group] = [row for row in hands[giver][group] if row not in best.rows]
+        moved = set(best.rows)
+        hands[giver][group] = [row for row in hands[giver][group] if row not in moved]
         if not hands[giver][group]:
             del hands[giver][group]
-        hands[taker][group] = [*hands[taker].get(group, []), *best.rows]
+        joined = [*hands[taker].get(group, []), *best.rows]
+        hands[taker][group] = sorted(joined, key=lambda row: -sizes.own_cost[row])
         load[giver], load[taker] = best.giver, best.taker
     return hands
 
@@ -257,34 +260,36 @@ def _over_micro_batches(
     room, load = np.full(most, capacity, dtype=np.int64), np.zeros(most)
     micro_batches: list[list[int]] = [[] for _ in range(num_micro_batches)]
     for group in sorted(hand, key=lambda group: -sizes.cost(hand[group])):
-        left = hand[group]
+        left = list(hand[group])
+        weight = sizes.weight(left)
         while left:
             count = len(micro_batches)
-            has_room = room[:count] >= sizes.weight(left)
+            has_room = room[:count] >= weight
             if has_room.any():
                 target = int(np.argmin(np.where(has_room, load[:count], np.inf))) if spread else int(has_room.argmax())
-                taken = left
+                taken, left = left, []
             else:
                 target = int(room[:count].argmax())
-                taken = _within(left, sizes, int(room[target]))
+                taken = _take_within(left, sizes, int(room[target]))
                 if not taken:
                     micro_batches.append([])
                     continue
             micro_batches[target] += taken
             room[target] -= sizes.weight(taken)
             load[target] += sizes.cost(taken)
-            left = [row for row in left if row not in taken] if taken is not left else []
+            weight -= sum(sizes.own[row] for row in taken)
     return micro_batches
 
 
-def _within(rows: list[int], sizes: _Sizes, room: int) -> list[int]:
-    """Rows of one group, longest first, that have room with their prompt."""
+def _take_within(rows: list[int], sizes: _Sizes, room: int) -> list[int]:
+    """Takes out of rows of one group, longest first, those that have room with their prompt."""
     room -= sizes.prompt[rows[0]]
-    taken = []
-    for row in rows:
-        if sizes.own[row] <= room:
-            taken.append(row)
-            room -= sizes.own[row]
+    taken: list[int] = []
+    place = 0
+    while (place := bisect_left(rows, -room, lo=place, key=lambda row: -sizes.own[row])) < len(rows):
+        row = rows.pop(place)
+        taken.append(row)
+        room -= sizes.own[row]
     return taken
 
 
