@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from megarl.algorithms.masked import map_tokens, masked, row_lengths, row_sums
+from megarl.algorithms.masked import empty_like, masked, of_form, row_lengths, row_sums, token_blocks
 from megarl.batch.ragged import Column
 from megarl.config.schema import KLConfig, KLControllerKind, KLEstimator
 
@@ -76,20 +76,31 @@ def kl_per_token(log_probs: Tensor, ref_log_prob: Tensor, mask: Tensor, estimato
 
 def sequence_mean_kl(log_probs: Column, ref_log_prob: Column, mask: Column, estimator: KLEstimator) -> float:
     """What a controller watches: the mean of the estimates over each row's valid tokens, then over the rows that have any."""
-    num_tokens = row_lengths(mask)
-    row_means = row_sums(KL_ESTIMATORS[estimator], mask, log_probs, ref_log_prob) / num_tokens.clamp(min=1)
-    return float(row_means.sum() / (num_tokens > 0).sum().clamp(min=1))
+    return _mean_over_sequences(row_sums(KL_ESTIMATORS[estimator], mask, log_probs, ref_log_prob), mask)
+
+
+class PenalisedRewards(NamedTuple):
+    token_level_rewards: Column  # (B, R)
+    mean_kl: float  # sequence_mean_kl of the batch
 
 
 def apply_kl_penalty(
     token_level_scores: Column, old_log_probs: Column, ref_log_prob: Column, mask: Column, beta: float, estimator: KLEstimator
-) -> Column:
+) -> PenalisedRewards:
     """`token_level_rewards` (B, R): scores - beta * KL on valid tokens, 0 elsewhere (Ouyang et al. 2022, eq. 2)."""
+    rewards, sums = empty_like(mask, token_level_scores.dtype), torch.empty(mask.shape[0], dtype=old_log_probs.dtype)
+    for block in token_blocks(mask, token_level_scores, old_log_probs, ref_log_prob):
+        scores, old, reference = block.columns
+        estimates = block.only_valid(KL_ESTIMATORS[estimator](old, reference))
+        sums[block.rows] = block.row_sums(estimates)
+        rewards.values[block.tokens] = block.only_valid(scores - beta * estimates)
+    return PenalisedRewards(of_form(rewards, mask), _mean_over_sequences(sums, mask))
 
-    def reward(scores: Tensor, old: Tensor, reference: Tensor) -> Tensor:
-        return scores - beta * KL_ESTIMATORS[estimator](old, reference)
 
-    return map_tokens(reward, mask, token_level_scores, old_log_probs, ref_log_prob)
+def _mean_over_sequences(sums: Tensor, mask: Column) -> float:
+    """Of each row's sum over valid tokens (B,)."""
+    num_tokens = row_lengths(mask)
+    return float((sums / num_tokens.clamp(min=1)).sum() / (num_tokens > 0).sum().clamp(min=1))
 
 
 class KLController(Protocol):

@@ -108,9 +108,10 @@ def masked_column(x: Column, mask: Column) -> Column:
 
 def on_every_token(per_row: Tensor, mask: Column) -> Column:
     """The value (B,) of a row on each of its valid tokens; 0 or False where the mask is False."""
-    lengths = as_rows(mask).lengths
-    values = torch.from_numpy(np.repeat(per_row.numpy(), lengths.numpy()))
-    return masked_column(of_form(RaggedTensor.packed_rows(values, lengths), mask), mask)
+    values = empty_like(mask, per_row.dtype)
+    for row, value in zip(values.each(), per_row.tolist(), strict=True):
+        row.fill_(value)
+    return masked_column(of_form(values, mask), mask)
 
 
 def row_sums(value: Callable[..., Tensor], mask: Column, *columns: Column) -> Tensor:

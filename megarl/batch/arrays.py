@@ -12,6 +12,8 @@ import torch
 
 def object_array(rows: np.ndarray | Sequence[Any]) -> np.ndarray:
     """(B,) object array with one element per row; an array of more dimensions gives one sub-array per row."""
+    if isinstance(rows, np.ndarray) and rows.dtype == object and rows.ndim == 1:
+        return rows.copy()
     array = np.empty(len(rows), dtype=object)
     for index, row in enumerate(rows):  # one by one: numpy would read rows that are lists as a second dimension
         array[index] = row

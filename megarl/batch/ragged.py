@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from megarl.batch.arrays import same
+from megarl.batch.memory import new_values
 
 _CACHED_ELEMENTS = 1 << 17  # of a block: what is in between of several operations on it stays in a core's cache
-_LARGE_BYTES = 1 << 22  # from which on numpy asks for large pages
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,10 +39,10 @@ class RaggedTensor:
         cls, rows: Sequence[Sequence[int] | np.ndarray], dtype: torch.dtype, padding: int = 0, on_left: bool = False
     ) -> RaggedTensor:
         """From the values of each row."""
-        joined = np.concatenate([np.empty(0, np.bool_), *(np.asarray(row) for row in rows)])
-        return cls.packed_rows(
-            torch.from_numpy(joined).to(dtype), torch.tensor([len(row) for row in rows], dtype=torch.int64), padding, on_left
-        )
+        lengths = torch.tensor([len(row) for row in rows], dtype=torch.int64)
+        values = new_values(int(lengths.sum()), dtype, lengths.device)
+        np.concatenate([np.empty(0, np.bool_), *(np.asarray(row) for row in rows)], out=values.numpy(), casting="unsafe")
+        return cls.packed_rows(values, lengths, padding, on_left)
 
     @classmethod
     def of_slots(cls, x: Tensor) -> RaggedTensor:
@@ -220,14 +220,6 @@ class RaggedTensor:
 
 
 Column = Tensor | RaggedTensor  # (B, ...)
-
-
-def new_values(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """(count,), not set. Much of it on the host is numpy's memory, which asks for large pages, as torch's does not: the first touch of new
-    memory, page by page, takes longer than what is written."""
-    if device.type != "cpu" or count * dtype.itemsize < _LARGE_BYTES:
-        return torch.empty(count, dtype=dtype, device=device)
-    return torch.from_numpy(np.empty(count * dtype.itemsize, np.uint8)).view(dtype)
 
 
 def _joined(parts: list[Tensor]) -> Tensor:

@@ -171,9 +171,13 @@ def _plan(lengths: tuple[int, ...], parallel: ParallelConfig, limit: MicroBatchC
 
 
 def _prompts(prompts: RaggedTensor) -> list[RowPrompt]:
-    """Of each row."""
-    lengths = prompts.lengths.tolist()
-    return [RowPrompt(first, length) for first, length in zip(first_with_prompt(prompts.each()), lengths, strict=True)]
+    """Of each row. Where rows are of the same values, as samples of a prompt are, its tokens are looked at once."""
+    places = list(zip(prompts.starts.tolist(), prompts.lengths.tolist(), strict=True))
+    row_at = {place: row for row, place in reversed(list(enumerate(places)))}
+    rows = sorted(row_at.values())
+    firsts = first_with_prompt(prompts.select(torch.tensor(rows)).each())
+    first_at = {places[row]: rows[first] for row, first in zip(rows, firsts, strict=True)}
+    return [RowPrompt(first_at[place], place[1]) for place in places]
 
 
 def _restored(parts: Sequence[DataProto], plan: BatchPlan, batch: DataProto, names: Mapping[str, str]) -> DataProto:

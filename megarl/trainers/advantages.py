@@ -61,12 +61,12 @@ class AdvantageStep:
         rewards = masked_column(tensors["token_level_scores"], mask)
         if self._algorithm.overlong.buffer_share:
             rewards, metrics = penalise_overlong(rewards, mask, self._max_response_length, self._algorithm.overlong)
-        metrics |= self.kl_metrics(tensors)
-        if (config := self._algorithm.kl).in_reward:
-            beta = self.kl_controller.coefficient
-            rewards = apply_kl_penalty(rewards, tensors["old_log_probs"], tensors["ref_log_prob"], mask, beta, config.estimator)
-            self.kl_controller.update(metrics["actor/reward_kl_penalty"], num_rows)
-        return rewards, metrics
+        if not (config := self._algorithm.kl).in_reward:
+            return rewards, metrics | self.kl_metrics(tensors)
+        beta = self.kl_controller.coefficient
+        rewards, kl = apply_kl_penalty(rewards, tensors["old_log_probs"], tensors["ref_log_prob"], mask, beta, config.estimator)
+        self.kl_controller.update(kl, num_rows)
+        return rewards, metrics | _kl_metrics(kl, beta)
 
     def kl_metrics(self, tensors: Mapping[str, Column]) -> Metrics:
         """`actor/reward_kl_penalty`, the mean KL per token over rows (sequence_mean_kl), and its coefficient of now, where a batch has both
@@ -75,7 +75,11 @@ class AdvantageStep:
             return {}
         mask, estimator = tensors["response_mask"], self._algorithm.kl.estimator
         kl = sequence_mean_kl(tensors["old_log_probs"], tensors["ref_log_prob"], mask, estimator)
-        return {"actor/reward_kl_penalty": kl, "actor/reward_kl_penalty_coeff": self.kl_controller.coefficient}
+        return _kl_metrics(kl, self.kl_controller.coefficient)
+
+
+def _kl_metrics(kl: float, coefficient: float) -> Metrics:
+    return {"actor/reward_kl_penalty": kl, "actor/reward_kl_penalty_coeff": coefficient}
 
 
 def correct_rollout(batch: DataProto, config: RolloutCorrectionConfig) -> tuple[DataProto, Metrics]:

@@ -109,8 +109,9 @@ def test_penalties_metrics_and_corrections(case: Case) -> None:
         correction = correct(old, columns["rollout_log_probs"], columns["response_mask"], config)
         penalised = penalise_overlong(scores, columns["response_mask"], WIDTH, OverlongConfig(buffer_share=0.5, penalty=1.0))
         assert correction.weights is not None
+        with_kl = apply_kl_penalty(scores, old, reference, columns["response_mask"], 0.1, KLEstimator.k3)
         tokens = [
-            apply_kl_penalty(scores, old, reference, columns["response_mask"], 0.1, KLEstimator.k1),
+            with_kl.token_level_rewards,
             correction.weights,
             penalised.token_level_scores,
         ]
@@ -120,6 +121,7 @@ def test_penalties_metrics_and_corrections(case: Case) -> None:
             **data_metrics({**columns, "advantages": columns["values"], "returns": scores}, WIDTH),
             **age_metrics(columns, 3),
             "kl": sequence_mean_kl(old, reference, columns["response_mask"], KLEstimator.k3),
+            "kl of the penalty": with_kl.mean_kl,
             "mean": masked_mean(columns["values"], columns["response_mask"]),
         }
         results.append((tokens, padded(correction.mask), metrics, MiniBatchCounts.of(columns["response_mask"])))

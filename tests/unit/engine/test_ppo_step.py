@@ -57,7 +57,7 @@ def algorithm() -> AlgorithmConfig:
 def add_advantages(batch: Tensors) -> Tensors:
     """What the driver does between scoring and updating."""
     config, mask = algorithm(), batch["response_mask"]
-    rewards = apply_kl_penalty(
+    rewards, _ = apply_kl_penalty(
         place_scores(SCORES, mask), batch["old_log_probs"], batch["ref_log_prob"], mask, config.kl.coefficient, config.kl.estimator
     )
     inputs = AdvantageInputs(token_level_rewards=rewards, response_mask=mask, uid=np.arange(len(mask)), values=batch["values"])
