@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from megarl.config.schema import (
     AlgorithmConfig,
+    ExpertsConfig,
     KLConfig,
     ParallelConfig,
     PlacementConfig,
@@ -44,6 +45,8 @@ SHARING_WITH_ENGINES = {
     PlacementStrategy.custom: {"memory/reference", "memory/rollout"},
 }
 NOT_COMPARED = ("timing_s/", "perf/", "memory/", "rollout/", "rollout_correction/", "resharding/", ENGINE_AND_TRAINER)
+# Metrics of routers by the first step that has them.
+ROUTERS = {"critic/moe/expert_share/max": 1, **{f"actor/moe/{name}": 2 for name in ("expert_share/max", "aux_loss", "z_loss")}}
 AGREEMENT = 1e-4  # of engine and trainer about the log-probs of the same tokens
 
 
@@ -165,9 +168,15 @@ def test_experts_and_a_cool_temperature(inputs: Path, tmp_path: Path) -> None:
     settings = dataclasses.replace(
         settings,
         model=dataclasses.replace(settings.model, path=str(tmp_path / "experts")),
-        actor=dataclasses.replace(settings.actor, parallel=ParallelConfig(context_parallel_size=2, expert_parallel_size=2)),
+        actor=dataclasses.replace(
+            settings.actor,
+            parallel=ParallelConfig(context_parallel_size=2, expert_parallel_size=2),
+            experts=ExpertsConfig(aux_loss_coefficient=1e-2, z_loss_coefficient=1e-3),
+        ),
         critic=dataclasses.replace(
-            settings.critic, parallel=ParallelConfig(tensor_parallel_size=2, sequence_parallel=True, expert_parallel_size=2)
+            settings.critic,
+            parallel=ParallelConfig(tensor_parallel_size=2, sequence_parallel=True, expert_parallel_size=2),
+            experts=ExpertsConfig(freeze_router=True),
         ),
         rollout=dataclasses.replace(settings.rollout, num_replicas=1, tensor_parallel_size=2, expert_parallel_size=2, temperature=0.6),
         trainer=dataclasses.replace(settings.trainer, total_steps=3),
@@ -176,6 +185,8 @@ def test_experts_and_a_cool_temperature(inputs: Path, tmp_path: Path) -> None:
     assert len(finished.metrics) == 4
     for line in finished.metrics:
         assert_agreement(line)
+        assert {name for name in line if "/moe/" in name} == {name for name, first_step in ROUTERS.items() if line["step"] >= first_step}
+        assert all(1 / 4 <= line[name] <= 1 / 2 for name in line if name.endswith("/expert_share/max"))  # two of four experts
     model, loading = AutoModelForCausalLM.from_pretrained(finished.policy, output_loading_info=True)
     assert not loading["missing_keys"]
     assert not loading["unexpected_keys"]
