@@ -14,6 +14,7 @@ from megarl.batch.ragged import Column, RaggedTensor
 RAGGED_KEYS = ("prompts", "responses", "response_mask")
 _IDS = ("prompts", "responses")
 PADDED_KEYS = ("input_ids", "attention_mask", "response_mask")
+ROUTED_EXPERTS = "routed_experts"  # rows of the numbers of experts, of a row's tokens but the last: see engine/routing.py
 RESPONSE_KEYS = (
     *(
         "response_mask",
@@ -30,6 +31,11 @@ RESPONSE_KEYS = (
 )
 
 
+def route_dtype(num_experts: int) -> torch.dtype:
+    """Of ROUTED_EXPERTS: the smallest that counts so many."""
+    return torch.uint8 if num_experts <= 256 else torch.int16
+
+
 def model_keys(columns: Mapping[str, Column]) -> tuple[str, str, str]:
     """What a model reads of the batch."""
     return RAGGED_KEYS if isinstance(columns.get("responses"), RaggedTensor) else PADDED_KEYS
@@ -43,7 +49,8 @@ def token_rows(columns: Mapping[str, Column], keys: Iterable[str] = ()) -> dict[
     one run around the prompt's end, and for a tensor that does not hold a row's tokens.
     """
     if model_keys(columns) == PADDED_KEYS:
-        columns = _unpadded({key: column for key, column in columns.items() if isinstance(column, Tensor)})
+        ragged = {key: column for key, column in columns.items() if isinstance(column, RaggedTensor)}
+        columns = {**ragged, **_unpadded({key: column for key, column in columns.items() if isinstance(column, Tensor)})}
     responses = columns["responses"]
     assert isinstance(responses, RaggedTensor)
     others = [key for key in keys if key not in (*RAGGED_KEYS, *PADDED_KEYS)]

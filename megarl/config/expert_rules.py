@@ -1,16 +1,17 @@
-"""What layouts of models with experts must satisfy: how experts are dealt and cut, in training and in an engine; and which models have the
-routers that keys are about."""
+"""What models with experts ask for: how experts are dealt and cut, in training and in an engine; which models have the routers that keys
+are about; and whose routes an update may replay."""
 
 from __future__ import annotations
 
 from dataclasses import fields
 
 from megarl.config.architecture import Architecture
-from megarl.config.roles import ModelRole
-from megarl.config.schema import ParallelConfig, PPOConfig, RolloutEngineKind
+from megarl.config.roles import ModelRole, scores_in_update
+from megarl.config.schema import ParallelConfig, PPOConfig, RolloutEngineKind, RoutingReplay, SFTConfig
 from megarl.config.violation import Violation, Violations, either, nearest_divisors
 
 _ENGINE_KEY = "rollout.expert_parallel_size"
+_REPLAY = "engine.routing_replay"
 
 
 def fit_layout(role: ModelRole, architecture: Architecture) -> Violations:
@@ -110,3 +111,56 @@ def engine_fits(config: PPOConfig, policy: Architecture) -> Violations:
                 (_ENGINE_KEY, "rollout.tensor_parallel_size"),
                 f"{what} {width} of {path} does not divide over {size} ranks; use {either(nearest_divisors(width, size))} of them",
             )
+
+
+def routing_replay(config: PPOConfig | SFTConfig, policy: Architecture) -> Violations:
+    """Routes that there are, for an actor that can take them."""
+    replay = config.engine.routing_replay
+    if replay is RoutingReplay.off:
+        return
+    if isinstance(config, SFTConfig) or policy.experts is None:
+        why = "chats have no routes" if isinstance(config, SFTConfig) else f"{config.model.path} ({policy.model_type}) has no experts"
+        yield Violation((_REPLAY,), f"is {replay.value}, but {why}; use off")
+        return
+    if not config.engine.packing:
+        yield Violation(
+            (_REPLAY, "engine.packing"), f"is {replay.value}, which needs rows that are packed; use engine.packing=true, or off"
+        )
+    if replay is RoutingReplay.trainer:
+        yield from _routes_of_scoring(config)
+    else:
+        yield from _routes_of_engine(config)
+
+
+def _routes_of_scoring(config: PPOConfig) -> Violations:
+    if config.algorithm.rollout_correction.bypass:
+        yield Violation(
+            (_REPLAY, "algorithm.rollout_correction.bypass"),
+            "is trainer, but with bypass no pass of the trainer computes old_log_probs, whose routes could be replayed; use rollout or off",
+        )
+    elif scores_in_update(config.algorithm, one_update=config.trainer.one_update):
+        yield Violation(
+            (_REPLAY, "trainer.updates_per_step", "trainer.epochs_per_batch"),
+            "is trainer, but with one update per batch that update's own pass computes old_log_probs, and there is nothing to replay; use "
+            "off, rollout, or more updates",
+        )
+
+
+def _routes_of_engine(config: PPOConfig) -> Violations:
+    engine = config.rollout.engine
+    if not engine.needs.returns_routes:
+        others = " or ".join(kind.name for kind in RolloutEngineKind if kind.needs.returns_routes)
+        yield Violation(
+            (_REPLAY, "rollout.engine"),
+            f"is rollout, but the engine {engine.name!r} does not say its routes; use the engine {others}, or off",
+        )
+    if config.rollout.max_staleness:
+        yield Violation(
+            (_REPLAY, "rollout.max_staleness"),
+            f"is rollout, but with max_staleness {config.rollout.max_staleness} samples go on under new weights, which route what stands "
+            "anew: the routes that come back are not those of the log-probs; use max_staleness=0, or trainer",
+        )
+    if config.agent.is_used:
+        yield Violation(
+            (_REPLAY, "agent"), "is rollout, but an episode is written in several requests, whose routes are not put together; use trainer"
+        )

@@ -108,6 +108,7 @@ class RolloutEngineNeeds:
 
     packages: Mapping[str, str]  # with their versions, beside those that every run needs
     cuts_models: bool  # over several devices: `rollout.tensor_parallel_size` may be above 1
+    returns_routes: bool  # says which experts of each layer saw a token: `engine.routing_replay` may be rollout
     answers_meanwhile: bool  # every few seconds while a batch is on its way; else it answers when that is done, however long it takes
     section: str | None
     memory_arg: str | None
@@ -122,11 +123,21 @@ class RolloutEngineKind(Kind):
     needs: RolloutEngineNeeds
 
     # transformers in the worker's process: for tests and tiny models
-    hf = "hf", RolloutEngineNeeds(packages={}, cuts_models=False, answers_meanwhile=False, section=None, memory_arg=None)
+    hf = (
+        "hf",
+        RolloutEngineNeeds(packages={}, cuts_models=False, returns_routes=False, answers_meanwhile=False, section=None, memory_arg=None),
+    )
     # for everything else
     sglang = (
         "sglang",
-        RolloutEngineNeeds(packages=SGLANG, cuts_models=True, answers_meanwhile=True, section="sglang", memory_arg="mem_fraction_static"),
+        RolloutEngineNeeds(
+            packages=SGLANG,
+            cuts_models=True,
+            returns_routes=True,
+            answers_meanwhile=True,
+            section="sglang",
+            memory_arg="mem_fraction_static",
+        ),
     )
 
 

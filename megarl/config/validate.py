@@ -71,6 +71,8 @@ def validate(config: RunConfig, with_files: bool = True) -> list[Violation]:
     if isinstance(config, PPOConfig) and "actor" in architectures and not broken.intersection(_ENGINE_SIZES):
         violations += rollout_rules.engine_fits_model(config, architectures["actor"])
         violations += expert_rules.engine_fits(config, architectures["actor"])
+    if "actor" in architectures:
+        violations += expert_rules.routing_replay(config, architectures["actor"])
     if isinstance(config, PPOConfig) and REWARD_MODEL in architectures and not any(key.startswith("reward.model.") for key in broken):
         violations += reward_rules.reads_conversations(config, architectures[REWARD_MODEL])
     violations += _lengths_fit(config, architectures)

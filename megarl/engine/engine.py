@@ -19,8 +19,8 @@ from torch import Tensor
 
 from megarl.batch.metrics import Metric, merge_metrics
 from megarl.batch.ragged import Column, RaggedTensor
-from megarl.batch.token_rows import padded_rows
-from megarl.config.schema import OptimConfig, ParallelConfig
+from megarl.batch.token_rows import ROUTED_EXPERTS, padded_rows
+from megarl.config.schema import OptimConfig, ParallelConfig, RoutingReplay
 from megarl.engine import platform
 from megarl.engine.context import ContextPlace
 from megarl.engine.groups import ParallelGroups
@@ -31,6 +31,7 @@ from megarl.engine.offload import MovableState, OffloadableState, StatePart
 from megarl.engine.optimizer import Optimizer, StepStatistics
 from megarl.engine.platform import to_device
 from megarl.engine.router import RoutedTokens, RouterTally, freeze_routers, told_to_routers
+from megarl.engine.routing import RouteKeeper
 from megarl.engine.spec import ModelSpec
 from megarl.engine.vocab_parallel import ENTROPY, Extra, token_scores
 from megarl.weights.load import load_into_shards, value_head_of
@@ -78,6 +79,7 @@ class MegatronEngine:
             model.train(trainable).requires_grad_(trainable)
             if spec.experts.freeze_router:
                 freeze_routers(model)
+        self._routes = self._route_keeper()
         # Wrapped before loading: Megatron moves parameters into its own contiguous buffers.
         self._chunks: list[Any] = self._data_parallel(self._models) if trainable else list(self._models)
         self._state = OffloadableState(self._offloadable_parts())
@@ -86,6 +88,14 @@ class MegatronEngine:
         self._load(spec.path)
         self._expect_no_gather()
         self._optimizer = self._build_optimizer(spec.optim, dtype) if spec.optim else None
+
+    def _route_keeper(self) -> RouteKeeper | None:
+        """Of a policy that trains: others are compared with nobody."""
+        experts, replay = self.spec.architecture.experts, self.spec.engine.routing_replay
+        if replay is RoutingReplay.off or experts is None or self.spec.optim is None or self.spec.head != "lm":
+            return None
+        layers = [layer for model in self._models for layer in model.decoder.layers]
+        return RouteKeeper(experts, self.groups, layers, self._device)
 
     def _build_optimizer(self, optim: OptimConfig, dtype: torch.dtype) -> Optimizer:
         return Optimizer(optim, self._chunks, dtype, self.spec.total_optimizer_steps)
@@ -189,12 +199,15 @@ class MegatronEngine:
         """Scores the rows of `micro_batches` (each row once): (B, R) float32 per output, on the last pipeline stage; else None.
 
         batch: see `make_micro_batch`, or rows of tokens, whose scores are such; B is this replica's number of rows. extras: outputs of a
-        language model beside `log_probs`.
+        language model beside `log_probs`. Where updates replay the routes of this pass, they come besides.
         """
         self._state.require("score", StatePart.parameters)
         with torch.no_grad():
             results = self._run(batch, micro_batches, None, extras)
-        return self.in_order_of_rows(results, batch, micro_batches) if self.groups.holds_last_stage else None
+        chosen = {}
+        if self._routes is not None and ROUTED_EXPERTS not in batch:
+            chosen = {ROUTED_EXPERTS: self._routes.collect(micro_batches)}
+        return {**self.in_order_of_rows(results, batch, micro_batches), **chosen} if self.groups.holds_last_stage else None
 
     def in_order_of_rows(self, outputs: Sequence[Outputs], batch: Rows, micro_batches: MicroBatches) -> dict[str, Column]:
         """(B, R) of all rows of the batch, or rows of tokens where it has these, from (b, R) of each micro-batch."""
@@ -283,6 +296,7 @@ class MegatronEngine:
             )
             for rows in micro_batches
         ]
+        made = self._with_routes(made, micro_batches, batch.get(ROUTED_EXPERTS), trains=loss is not None)
         if tally is not None:
             tally.begin(sum(micro_batch.num_counted for micro_batch in made), self.groups)
         iterators = [_taken(deque(made)) for _ in self._chunks]
@@ -300,6 +314,21 @@ class MegatronEngine:
             collect_non_loss_data=loss is None,
         )
 
+    def _with_routes(self, made: list[MicroBatch], micro_batches: MicroBatches, column: Column | None, *, trains: bool) -> list[MicroBatch]:
+        """Raises ValueError for a batch without routes where they are replayed, and for one with them where they are not."""
+        replay = self.spec.engine.routing_replay
+        if self._routes is None:
+            if column is not None:
+                raise ValueError(
+                    f"the batch has {ROUTED_EXPERTS}, but engine.routing_replay is {replay.value}, or this model has no use for it"
+                )
+            return made
+        if column is None and (trains or replay is RoutingReplay.rollout):
+            whose = "the rollout's samples have" if replay is RoutingReplay.rollout else "actor.old_log_probs(batch, step) gives"
+            raise ValueError(f"the batch has no {ROUTED_EXPERTS}, which {whose} with engine.routing_replay={replay.value}")
+        assert column is None or isinstance(column, RaggedTensor), "routes are rows"
+        return self._routes.enter(made, micro_batches, column)
+
     def _forward_step(
         self,
         micro_batches: Iterator[MicroBatch],
@@ -309,7 +338,7 @@ class MegatronEngine:
         tally: RouterTally | None,
     ) -> tuple[Tensor, Callable[..., Any]]:
         micro_batch = next(micro_batches)
-        routed = {} if self.spec.architecture.experts is None else told_to_routers(RoutedTokens.of(micro_batch.counts, tally, self.groups))
+        routed = {} if self.spec.architecture.experts is None else told_to_routers(RoutedTokens.of(micro_batch, tally, self.groups))
         hidden = chunk(micro_batch.tokens, micro_batch.positions, None, packed_seq_params=micro_batch.packed, **routed)
 
         def scores(hidden: Tensor, non_loss_data: bool = True) -> Any:
@@ -360,6 +389,7 @@ def _main_grad(parameter: torch.nn.Parameter) -> Tensor:
 
 def _of_rows(batch: Rows, rows: Sequence[int]) -> tuple[Mapping[str, Tensor], Sequence[int]]:
     """Tensors, and which of their rows are meant. Rows of tokens are padded to the longest of them, a micro-batch at a time."""
+    batch = {key: column for key, column in batch.items() if key != ROUTED_EXPERTS}
     tensors = {key: column for key, column in batch.items() if isinstance(column, Tensor)}
     return (tensors, rows) if len(tensors) == len(batch) else (padded_rows(batch, rows), range(len(rows)))
 

@@ -29,6 +29,28 @@ from megarl.engine.rotary import set_positions
 MODEL_INPUTS = ("input_ids", "attention_mask", "position_ids", "prompts", "responses")
 
 
+class TokenPlaces(NamedTuple):
+    """Of a rank's packed tokens, on the host. sources: (T,) their places among the tokens of the rows, one row's behind the other's, and
+    the place behind these of what pads. lengths: (b,) tokens of each row. origins: (N,) for each of the rows' tokens the one that stands
+    for it: of a prompt that rows share that of the first row, else itself."""
+
+    sources: Tensor
+    lengths: Tensor
+    origins: Tensor
+
+
+class MicroBatchRoutes:
+    """The experts of a rank's tokens in one micro-batch, in the order in which its routers see them, by layer among those with experts:
+    (T, K), on the device.
+
+    given: the experts to take, for the tokens of `is_given` (T,); without them a router chooses. chosen: what it chose, where that is kept.
+    """
+
+    def __init__(self, given: Mapping[int, Tensor] | None, is_given: Tensor | None) -> None:
+        self.given, self.is_given = given, is_given
+        self.chosen: dict[int, Tensor] = {}
+
+
 @dataclass(frozen=True, kw_only=True)
 class MicroBatch:
     """Model inputs for b rows, and where their response tokens are.
@@ -45,12 +67,14 @@ class MicroBatch:
     packed: PackedRows | None
     counts: Tensor
     num_counted: int
+    places: TokenPlaces | None  # of packed rows
     predictors: Tensor
     targets: Tensor
     cells: Tensor
     rows: Mapping[str, Tensor]  # the batch's (b, R) tensors, for the loss
     num_rows: int
     response_length: int
+    routes: MicroBatchRoutes | None = None  # where they are replayed
 
     def scatter(self, values: Tensor) -> Tensor:
         """(N,) per response token -> (b, R), zero elsewhere. Differentiable."""
@@ -135,6 +159,12 @@ class _Rows(NamedTuple):
         """(N,) of each response token the place in its row of what predicts it."""
         return self.prompts[self.response_row] + self.response_offset - 1
 
+    def origins(self, firsts: Sequence[int]) -> Tensor:
+        """See TokenPlaces. firsts: of each row the first one with its prompt."""
+        lengths = self.prompts + self.responses
+        starts = (lengths.cumsum(0) - lengths)[torch.tensor(firsts)]
+        return torch.where(self.offset < self.prompts[self.row_of], starts[self.row_of] + self.offset, torch.arange(len(self.offset)))
+
 
 class _ModelInputs(NamedTuple):
     """As in MicroBatch, on the host but for `packed`. scored: (N,) which of the rows' response tokens these predictors are of."""
@@ -143,6 +173,7 @@ class _ModelInputs(NamedTuple):
     positions: Tensor
     packed: PackedRows | None
     counts: Tensor
+    places: TokenPlaces | None
     predictors: Tensor
     scored: Tensor
 
@@ -173,6 +204,7 @@ def _packed(rows: _Rows, share_prompts: bool, align: int, place: ContextPlace, d
         positions=F.pad(rows.offset, (0, 1))[sources][None],
         packed=packed,
         counts=counts[own][None],
+        places=TokenPlaces(sources, rows.prompts + rows.responses, rows.origins(firsts)),
         predictors=predictors[scored],
         scored=scored,
     )
@@ -185,7 +217,7 @@ def _padded(rows: _Rows, align: int) -> _ModelInputs:
     counts = torch.zeros_like(tokens)
     counts[rows.row_of, rows.offset] = rows.counts
     predictors = rows.predictors * num_rows + rows.response_row  # hidden states are (S', b, H)
-    return _ModelInputs(tokens, torch.arange(longest).expand(num_rows, -1), None, counts, predictors, torch.arange(len(predictors)))
+    return _ModelInputs(tokens, torch.arange(longest).expand(num_rows, -1), None, counts, None, predictors, torch.arange(len(predictors)))
 
 
 def make_micro_batch(
@@ -227,6 +259,7 @@ def make_micro_batch(
         packed=inputs.packed,
         counts=to_device(inputs.counts, device),
         num_counted=int(inputs.counts.sum()),
+        places=inputs.places,
         predictors=to_device(inputs.predictors, device),
         targets=to_device(ids[response_row, prompt_length + response_offset], device),
         cells=to_device(response_row * response_length + response_offset, device),

@@ -24,24 +24,26 @@ from megarl.batch.metrics import Metric
 from megarl.config.architecture import Architecture
 from megarl.config.schema import ExpertsConfig
 from megarl.engine.groups import ParallelGroups
+from megarl.engine.micro_batch import MicroBatch, MicroBatchRoutes
 
 
 class RoutedTokens(NamedTuple):
     """What routers are told of the tokens of a micro-batch that are on this rank.
 
-    counts: (T,) how often each counts (see MicroBatch). tally: what they are counted in, or None.
+    counts: (T,) how often each counts (see MicroBatch). tally: what they are counted in, or None. routes: see routing.py.
     """
 
     counts: Tensor
     tally: RouterTally | None
+    routes: MicroBatchRoutes | None
 
     @classmethod
-    def of(cls, counts: Tensor, tally: RouterTally | None, groups: ParallelGroups) -> RoutedTokens:
-        """counts: (b, S) of the micro-batch, of which ranks that are sequence-parallel have each a part."""
-        flat = counts.t().flatten()  # hidden states are (S, b, H)
+    def of(cls, micro_batch: MicroBatch, tally: RouterTally | None, groups: ParallelGroups) -> RoutedTokens:
+        """Of tokens of which ranks that are sequence-parallel have each a part."""
+        flat = micro_batch.counts.t().flatten()  # hidden states are (S, b, H)
         if groups.parallel.sequence_parallel:
             flat = flat.chunk(groups.parallel.tensor_parallel_size)[groups.tensor_rank]
-        return cls(flat, tally)
+        return cls(flat, tally, micro_batch.routes)
 
 
 class RouterTally:

@@ -18,7 +18,7 @@ from megarl.algorithms.user_functions import policy_loss_of
 from megarl.batch.data_proto import DataProto
 from megarl.batch.metrics import Metric, merge_metrics, over_updates, values_of
 from megarl.batch.ragged import RaggedTensor
-from megarl.batch.token_rows import first_with_prompt, model_keys, of_one_form, token_rows
+from megarl.batch.token_rows import ROUTED_EXPERTS, first_with_prompt, model_keys, of_one_form, token_rows
 from megarl.config.roles import needs_sum_pi_squared, scores_in_update
 from megarl.config.schema import AlgorithmConfig, CorrectionLevel, MicroBatchConfig, ParallelConfig, ValueLossConfig
 from megarl.controller.futures import DerivedFuture, WorkerFuture
@@ -114,10 +114,12 @@ class MegatronRole:
         phase: str,
         call: Callable[[list[DataProto]], WorkerFuture[list[DataProto]]],
         keys: Mapping[str, str] = MappingProxyType({}),
+        reads: Iterable[str] = (),
     ) -> DerivedFuture:
-        """`phase`: of placement/dataflow.py. keys: what a score of the workers is called in the batch, where it has another name."""
+        """`phase`: of placement/dataflow.py. keys: what a score of the workers is called in the batch, where it has another name. reads:
+        what the workers read beside the tokens."""
         moves = self._schedule.before(phase)
-        plan, parts = self._split(batch, ())
+        plan, parts = self._split(batch, reads)
 
         def restore(results: list[Any]) -> DataProto:
             return _restored(results[0], plan, batch, keys)
@@ -187,7 +189,7 @@ def _restored(parts: Sequence[DataProto], plan: BatchPlan, batch: DataProto, nam
     if batch.ragged:
         return DataProto.from_dict(rows)
     width = batch.tensors["response_mask"].shape[1]
-    return DataProto.from_dict({key: column.padded(width) for key, column in rows.items()})
+    return DataProto.from_dict({key: column if key == ROUTED_EXPERTS else column.padded(width) for key, column in rows.items()})
 
 
 def _without(mask: RaggedTensor, rows: Sequence[bool]) -> RaggedTensor:
@@ -311,12 +313,14 @@ class Actor(MegatronRole):
     def log_probs(self, batch: DataProto) -> DerivedFuture:
         """`old_log_probs`, `entropys`, and `sum_pi_squared` where the advantages are made of it, rows of tokens.
 
+        With engine.routing_replay=rollout by the routes that the batch has, and with trainer ROUTED_EXPERTS comes besides.
         Raises LogProbMismatchError.
         """
         check = self._check_log_probs
         squares = self._algorithm is not None and needs_sum_pi_squared(self._algorithm)
         extras: tuple[Extra, ...] = ("entropy", "sum_pi_squared") if squares else ("entropy",)
-        future = self._score(batch, "old_log_prob", lambda parts: self.group.call(ActorWorker.log_probs, parts, extras), _OF_ACTOR)
+        routes = [ROUTED_EXPERTS] if ROUTED_EXPERTS in batch.ragged else []
+        future = self._score(batch, "old_log_prob", lambda parts: self.group.call(ActorWorker.log_probs, parts, extras), _OF_ACTOR, routes)
         if check is None or check.passed:
             return future
 
@@ -399,6 +403,8 @@ def actor_rows(mini_batch: DataProto, algorithm: AlgorithmConfig, *, one_update:
         keys.append("old_log_probs")
     if algorithm.kl.in_loss:
         keys.append("ref_log_prob")
+    if ROUTED_EXPERTS in columns:
+        keys.append(ROUTED_EXPERTS)
     if "rollout_weights" in columns:
         keys.append("rollout_weights")
     elif algorithm.rollout_correction.level is not CorrectionLevel.none:

@@ -10,7 +10,7 @@ from megarl.agents.episode import EpisodeLimits
 from megarl.config.architecture import Architecture
 from megarl.config.load import with_dtype
 from megarl.config.roles import ENVIRONMENT, REWARD_MODEL, ModelRole, model_roles
-from megarl.config.schema import Device, PPOConfig, SFTConfig
+from megarl.config.schema import Device, PPOConfig, RoutingReplay, SFTConfig
 from megarl.controller.group import RayWorkerGroup, RoleGroup
 from megarl.controller.resource_pool import RayResourcePool, ResourcePoolManager
 from megarl.controller.worker import RayClassWithInitArgs, Worker, create_colocated_worker_cls
@@ -252,7 +252,13 @@ def visible_gpus(pool: RayResourcePool) -> list[str]:
 
 
 def _start_replicas(config: PPOConfig, device: Device, plan: PlacementPlan, pools: ResourcePoolManager, takes_turns: bool) -> Replicas:
-    spec = RolloutEngineSpec(model=config.model, rollout=config.rollout, device=device, release_memory=takes_turns)
+    spec = RolloutEngineSpec(
+        model=config.model,
+        rollout=config.rollout,
+        device=device,
+        release_memory=takes_turns,
+        returns_routes=config.engine.routing_replay is RoutingReplay.rollout,
+    )
     limit_s = config.trainer.phase_time_limit_s
     return Replicas(
         replica_places(plan, device, pools),
@@ -293,7 +299,8 @@ def _rollout(
     """With an agent its samples are episodes."""
     agent, limits, limit_s = config.agent, _rollout_limits(config), config.trainer.phase_time_limit_s
     if not agent.is_used:
-        return Rollout(replicas, weights, rules, limits, config.trainer.seed)
+        routes_of = config.rollout.training if config.engine.routing_replay is RoutingReplay.rollout else None
+        return Rollout(replicas, weights, rules, limits, config.trainer.seed, routes_of)
     pool = pools.get_resource_pool(ENVIRONMENT)
     environments = Environments(
         [pool.part([number]) for (number,) in plan.bundles(ENVIRONMENT)],

@@ -22,12 +22,13 @@ _WAIT_S = 1.0
 @dataclass(frozen=True, kw_only=True)
 class RolloutEngineSpec:
     """What an engine is made from. model: the policy; no weights are read from its folder. device: cpu or cuda.
-    release_memory: the engine takes turns with others."""
+    release_memory: the engine takes turns with others. returns_routes: samples may ask for their routes."""
 
     model: ModelConfig
     rollout: RolloutConfig
     device: Device
     release_memory: bool = False
+    returns_routes: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +38,7 @@ class SamplingParameters:
     n: samples per prompt. temperature: 0 is greedy. top_k: the k most probable tokens, -1 for all; then top_p: of these the
     fewest whose probability reaches top_p. min_new_tokens: until then no token that would end the sample is drawn.
     stop_token_ids: end a sample, beside the model's own end tokens. ignore_eos: no token ends a sample (for benchmarks).
+    with_routes: samples have `routed_experts`; of an engine that returns routes.
     seed: the same seed on the same weights gives the same sample, whatever else is generated at the same time.
     Raises ValueError that names the field.
     """
@@ -50,6 +52,7 @@ class SamplingParameters:
     min_new_tokens: int = 0
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    with_routes: bool = False
 
     def __post_init__(self) -> None:
         for name, value in (("n", self.n), ("max_new_tokens", self.max_new_tokens)):
@@ -90,12 +93,14 @@ class Sample(NamedTuple):
     whole vocabulary, before top-k and top-p; with temperature 0, log_softmax(logits).
     finish_reason: "stop" where the last token ended it, "length" where max_new_tokens did.
     spans: which weights drew which tokens, in order; the last ends at N. More than one where weights were updated in the middle.
+    routed_experts: a row of ROUTED_EXPERTS, of prompt and sample, where that was asked for.
     """
 
     token_ids: np.ndarray
     log_probs: np.ndarray
     finish_reason: Literal["stop", "length"]
     spans: tuple[VersionSpan, ...]
+    routed_experts: np.ndarray | None = None
 
     @property
     def weight_versions(self) -> tuple[int, ...]:

@@ -81,6 +81,7 @@ from megarl.config.schema.run import (
     KeepBestConfig,
     Layers,
     MetricMode,
+    RoutingReplay,
     RunKind,
     SFTTrainerConfig,
     TrackingConfig,

@@ -35,12 +35,21 @@ class Layers(str, Enum):
     local = "local"  # torch's and megarl's own, on CUDA and on a CPU
 
 
+class RoutingReplay(str, Enum):
+    """Which experts an update sends a token to."""
+
+    off = "off"  # those that its routers choose
+    trainer = "trainer"  # those of the pass that computed `old_log_probs`, which must be there: not with one update per batch alone
+    rollout = "rollout"  # those of the engine that wrote it; `old_log_probs` are of these too
+
+
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     layers: Layers = Layers.auto  # of which the models are built; checkpoints and weights do not depend on it
     packing: bool = True  # False: right-padded batches, kept as the reference
     share_prompts: bool = True  # samples of one prompt in a micro-batch have its tokens once, if they are packed
     log_prob_chunk_tokens: int = ranged(1024, at_least=1)  # logits are made for so many tokens at a time
+    routing_replay: RoutingReplay = RoutingReplay.off  # of an actor with experts
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,6 +6,7 @@ source that makes it necessary: a test fails when a new SGLang no longer holds i
 
 from __future__ import annotations
 
+import importlib.util
 from typing import Any, NamedTuple
 
 import torch
@@ -54,6 +55,12 @@ EVIDENCE = (
         "counts tokens by expert, and has no place for -1, which stands for an expert of another rank",
     ),
     SGLangEvidence(
+        "srt.state_capturer.base",
+        "BaseHostCache.__init__",
+        "pin_memory=True",
+        "keeps the routes of tokens in memory that it has CUDA pin",
+    ),
+    SGLangEvidence(
         "srt.managers.scheduler",
         "Scheduler.event_loop_overlap",
         "self._record_scheduler_state_for_paused_engine()\n                continue",
@@ -79,6 +86,7 @@ def install_in_scheduler() -> None:
     _release_memory_for_real()
     _sleep_while_paused()
     _skip_experts_of_others()
+    _leave_memory_unpinned()
 
 
 def _replace_murmur_hash() -> None:
@@ -242,6 +250,14 @@ def _skip_experts_of_others() -> None:
         return own_experts(x, weights, ids, layer.w13_weight, layer.w2_weight)
 
     fused_moe_native.moe_forward_native = forward_own
+
+
+def _leave_memory_unpinned() -> None:
+    if importlib.util.find_spec("sglang.srt.state_capturer") is None:
+        return  # an older version, which has this place elsewhere
+    from sglang.srt.mem_cache.pool_host import common
+
+    common._cuda_host_register = lambda buffer, granularity=None: None
 
 
 def own_experts(x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor) -> torch.Tensor:

@@ -16,6 +16,8 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from safetensors import safe_open
 
+from megarl.batch.token_rows import route_dtype
+from megarl.config.architecture import read_architecture
 from megarl.config.schema import SGLangMode
 from megarl.rollout.interface import (
     EngineDeadError,
@@ -73,6 +75,10 @@ class SGLangEngine(RolloutEngine):
         self._end_token_ids = end_token_ids(spec.model.path)
         self._vocab_size = vocab_size(spec.model.path)
         self._max_length = context_length(spec.model.path)
+        self._routes_as = None
+        if spec.returns_routes:
+            architecture = read_architecture(spec.model.path, spec.model.trust_remote_code)
+            self._routes_as = torch.empty(0, dtype=route_dtype(architecture.num_experts)).numpy().dtype
         self._lifecycle = EngineLifecycle()
         self._loop = LoopThread(self._backend.start)
         self._failed: list[FailedRequest] = []
@@ -99,6 +105,8 @@ class SGLangEngine(RolloutEngine):
         self._raise_if_dead()
         for request in requests:
             check_request(request, self._vocab_size, self._max_length)
+            if request.sampling.with_routes and self._routes_as is None:
+                raise ValueError("routes are asked for, but the engine was started without returns_routes")
             if request.sampling.min_new_tokens and not self._has_tokenizer:
                 raise ValueError(
                     "min_new_tokens needs an engine with a tokenizer, from which SGLang takes the end tokens that it suppresses: "
@@ -115,7 +123,7 @@ class SGLangEngine(RolloutEngine):
         outcome: FinishedRequest | BaseException
         try:
             answer = await self._backend.generate(generation_payload(request, self._end_token_ids, _name(ticket)))
-            outcome = FinishedRequest(request.request_id, read_sample(answer, request.sampling, submitted))
+            outcome = FinishedRequest(request.request_id, read_sample(answer, request.sampling, submitted, self._routes_as))
         except Exception as error:  # noqa: BLE001  the boundary of the loop's thread: `collect` raises it
             outcome = error
         self._finished.put((ticket, outcome))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Collection
 from typing import Any, Literal
 
@@ -29,11 +30,12 @@ def generation_payload(request: GenerationRequest, end_token_ids: Collection[int
             "skip_special_tokens": False,
         },
         "return_logprob": True,
+        **({"return_routed_experts": True} if sampling.with_routes else {}),
     }
 
 
-def read_sample(answer: dict[str, Any], sampling: SamplingParameters, submitted: int) -> Sample:
-    """submitted: version of the weights when the request was submitted.
+def read_sample(answer: dict[str, Any], sampling: SamplingParameters, submitted: int, routes_as: np.dtype | None = None) -> Sample:
+    """submitted: version of the weights when the request was submitted. routes_as: of the numbers of experts, where they are asked for.
 
     Raises RequestFailedError where the request was ended by something else than a token or its length.
     """
@@ -49,4 +51,5 @@ def read_sample(answer: dict[str, Any], sampling: SamplingParameters, submitted:
     else:  # the oldest that can have written any of it
         spans = (VersionSpan(submitted, len(tokens)),)
     token_ids = np.array([token for _, token, *_ in tokens], dtype=np.int32)
-    return Sample(token_ids, np.array([log_prob for log_prob, *_ in tokens], dtype=np.float32), ended, spans)
+    routes = np.frombuffer(base64.b64decode(meta["routed_experts"]), np.int32).astype(routes_as) if sampling.with_routes else None
+    return Sample(token_ids, np.array([log_prob for log_prob, *_ in tokens], dtype=np.float32), ended, spans, routes)

@@ -36,6 +36,7 @@ _OWN = {
     "init_expert_location": None,
     "max_running_requests": "rollout.max_concurrency",
     "enable_deterministic_inference": "rollout.sglang.deterministic",
+    "enable_return_routed_experts": "engine.routing_replay",
     "dp_size": "rollout.num_replicas",
     "data_parallel_size": "rollout.num_replicas",
     "pp_size": None,
@@ -84,6 +85,7 @@ def build_server_args(spec: RolloutEngineSpec) -> dict[str, Any]:
         "enable_deterministic_inference": rollout.sglang.deterministic or on_cpu,
         "log_level": "error",
         "sleep_on_idle": True,  # else its schedulers take a core each while others train
+        **({"enable_return_routed_experts": True} if spec.returns_routes else {}),
     }
     if on_cpu:
         arguments |= {

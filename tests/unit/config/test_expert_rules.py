@@ -60,6 +60,26 @@ def test_good_layouts_have_none(ppo: str) -> None:
         ),
         (["rollout.engine=hf"], "rollout.engine: the engine 'hf' does not take weights of experts"),
         (
+            ["engine.routing_replay=trainer", "trainer.updates_per_step=1", "trainer.epochs_per_batch=1", "algorithm.kl.where=loss"],
+            "trainer.epochs_per_batch: is trainer, but with one update per batch that update's own pass",
+        ),
+        (
+            ["engine.routing_replay=trainer", "algorithm.rollout_correction.bypass=true", "algorithm.kl.where=loss"],
+            "algorithm.rollout_correction.bypass: is trainer, but with bypass no pass of the trainer computes old_log_probs",
+        ),
+        (["engine.routing_replay=rollout", "engine.packing=false"], "is rollout, which needs rows that are packed"),
+        (
+            [
+                "engine.routing_replay=rollout",
+                *("rollout.max_staleness=1", "placement.strategy=split_collocate", "algorithm.rollout_correction.level=token"),
+            ],
+            "engine.routing_replay, rollout.max_staleness: is rollout, but with max_staleness 1 samples go on under new weights",
+        ),
+        (
+            ["engine.routing_replay=rollout", f"agent.environment.path={__file__}"],
+            "engine.routing_replay, agent: is rollout, but an episode is written in several requests",
+        ),
+        (
             ["rollout.tensor_parallel_size=2", "rollout.expert_parallel_size=4"],
             "expert_parallel_size 4 does not divide tensor_parallel_size 2, whose ranks share the experts; use 2",
         ),

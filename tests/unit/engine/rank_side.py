@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megarl.batch.metrics import Metric
 from megarl.config.architecture import read_architecture
-from megarl.config.schema import Device, DType, EngineConfig, Layers, ParallelConfig
+from megarl.config.schema import Device, DType, EngineConfig, Layers, ParallelConfig, RoutingReplay
 from megarl.engine import platform
 from megarl.engine.spec import ModelSpec
 from megarl.weights.name_mapping import EMBEDDING_TENSOR
@@ -78,6 +78,7 @@ def build(
     share_prompts: bool = False,
     chunk_tokens: int = 8,
     layers: Layers = Layers.auto,
+    routing_replay: RoutingReplay = RoutingReplay.off,
     **spec: Any,
 ) -> MegatronEngine:
     """`spec`: other fields of ModelSpec. Chunks of 8 tokens, so that every micro-batch of more has several."""
@@ -88,7 +89,13 @@ def build(
         architecture=read_architecture(folder),
         dtype=DType(str(dtype).removeprefix("torch.")),
         parallel=groups.parallel,
-        engine=EngineConfig(packing=packing, share_prompts=share_prompts, log_prob_chunk_tokens=chunk_tokens, layers=layers),
+        engine=EngineConfig(
+            packing=packing,
+            share_prompts=share_prompts,
+            log_prob_chunk_tokens=chunk_tokens,
+            layers=layers,
+            routing_replay=routing_replay,
+        ),
         device=Device(platform.current().name),
         **{"head": "lm", "seed": 0, **spec},
     )

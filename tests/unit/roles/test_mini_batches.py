@@ -11,6 +11,8 @@ import torch
 from megarl.algorithms.losses import MiniBatchCounts, SFTLoss
 from megarl.batch.data_proto import DataProto
 from megarl.batch.metrics import Metric
+from megarl.batch.ragged import RaggedTensor
+from megarl.batch.token_rows import ROUTED_EXPERTS
 from megarl.config.errors import RunError
 from megarl.config.schema import (
     AlgorithmConfig,
@@ -99,6 +101,12 @@ def test_parts_have_what_the_role_reads_without_padding() -> None:
             int(tensors["attention_mask"][row].sum()) + 2 * int(real[row].sum()) for row in rank.rows
         )
         assert torch.equal(arrived["advantages"].flat(), advantages[rank.rows][real[rank.rows]])
+    routes = RaggedTensor.of_rows([[row] * (3 * row) for row in range(5)], torch.uint8)  # they go with their row, as they are
+    _, parts = role(ParallelConfig(data_parallel_size=2), 2)._split(
+        batch.union(DataProto.from_dict({ROUTED_EXPERTS: routes})), (ROUTED_EXPERTS,)
+    )
+    for part, rank in zip(parts, plan.ranks, strict=True):
+        assert part.ragged[ROUTED_EXPERTS] == routes.select(torch.tensor(rank.rows))
     with pytest.raises(ValueError, match=r"'score' is not of the batch's responses: a tensor of shape \(5,\) does not hold 5 rows"):
         role(ParallelConfig(), 2)._split(batch, ("score",))
 

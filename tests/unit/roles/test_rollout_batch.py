@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from megarl.batch.data_proto import DataProto
 from megarl.batch.ragged import RaggedTensor
+from megarl.batch.token_rows import ROUTED_EXPERTS
 from megarl.config.schema import SamplingConfig
 from megarl.controller.worker import RemoteMethod
 from megarl.roles.pump import RolloutLimits
@@ -65,6 +67,10 @@ def test_samples_become_a_batch() -> None:
     assert batch.non_tensor_batch["data_source"].tolist() == ["one", "one", "two", "two"]
     assert batch.non_tensor_batch["weight_version"].tolist() == [3, 3, 3, 4]  # the oldest
     assert batch.non_tensor_batch["finish_reason"].tolist() == ["stop", "stop", "stop", "length"]
+    routes = [np.full(2 * place, place, np.uint8) for place in range(1, 5)]
+    routed = [each._replace(routed_experts=row) for each, row in zip(SAMPLES, routes, strict=True)]
+    with_routes = batch_of_samples(prompts().repeat(2), routed, version=5, pad_token_id=PAD)
+    assert with_routes.ragged[ROUTED_EXPERTS] == RaggedTensor.of_rows(routes, torch.uint8)
 
 
 class Answer:

@@ -40,6 +40,7 @@ def spec_for(
     tensor_parallel_size: int = 1,
     expert_parallel_size: int = 1,
     min_new_tokens: int = 0,
+    returns_routes: bool = False,
 ) -> RolloutEngineSpec:
     """From a folder that holds no weights."""
     model.config.architectures = [type(model).__name__]  # as saving the whole model does
@@ -53,7 +54,8 @@ def spec_for(
         validation=SamplingConfig(min_new_tokens=min_new_tokens),
         sglang=SGLangConfig(mode=mode),
     )
-    return RolloutEngineSpec(model=ModelConfig(path=str(folder), dtype=DType.float32), rollout=rollout, device=Device.cpu)
+    policy = ModelConfig(path=str(folder), dtype=DType.float32)
+    return RolloutEngineSpec(model=policy, rollout=rollout, device=Device.cpu, returns_routes=returns_routes)
 
 
 @pytest.fixture(scope="package")
@@ -66,8 +68,10 @@ def sglang_server(warm_processes: None, tmp_path_factory: pytest.TempPathFactory
 
 @pytest.fixture(scope="package")
 def sglang_in_process(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RemoteEngine]:
-    """An engine with two ranks in a Ray actor, for `in_process_model`; each has half of the experts."""
-    spec = spec_for(in_process_model(), tmp_path_factory.mktemp("in_process"), tensor_parallel_size=2, expert_parallel_size=2)
+    """An engine with two ranks in a Ray actor, for `in_process_model`; each has half of the experts.
+    It returns routes."""
+    folder = tmp_path_factory.mktemp("in_process")
+    spec = spec_for(in_process_model(), folder, tensor_parallel_size=2, expert_parallel_size=2, returns_routes=True)
     engine = RemoteEngine(spec)
     yield engine
     engine.close()

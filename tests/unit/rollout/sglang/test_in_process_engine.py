@@ -9,8 +9,10 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
+import torch
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
@@ -34,14 +36,33 @@ def resident_bytes(engine: RemoteEngine) -> int:
     return sum(psutil.Process(behind(pid)).memory_info().rss for pid in engine.process_ids())
 
 
+def routes_of(model: PreTrainedModel, ids: list[int]) -> torch.Tensor:
+    """(tokens, L, K): the experts to which Hugging Face's routers send them."""
+    layers: list[torch.Tensor] = []
+    handles = [
+        layer.mlp.gate.register_forward_hook(lambda router, inputs, outputs: layers.append(outputs[2])) for layer in model.model.layers
+    ]
+    with torch.no_grad():
+        model(torch.tensor([ids]))
+    for handle in handles:
+        handle.remove()
+    return torch.stack(layers, dim=1)
+
+
 def test_two_ranks_hold_and_use_the_models_weights(sglang_in_process: RemoteEngine, model: PreTrainedModel) -> None:
     push(model, sglang_in_process, version=3)
     assert sglang_in_process.checksums() == {name: checksum(value) for name, value in weights_of(model).items()}
     for temperature in (0.6, 0.0):
-        sampling = SamplingParameters(max_new_tokens=20, seed=1, temperature=temperature)
+        sampling = SamplingParameters(max_new_tokens=20, seed=1, temperature=temperature, with_routes=True)
         for prompt, sample in zip(PROMPTS, sglang_in_process.generate(PROMPTS, sampling), strict=True):
             assert difference(model, prompt, sample, temperature).max() < 1e-4
             assert sample.weight_versions == (3,)
+            assert sample.routed_experts is not None
+            assert sample.routed_experts.dtype == np.uint8
+            expected = routes_of(model, [*prompt, *sample.token_ids.tolist()])[:-1]  # the last token was never fed
+            assert torch.equal(torch.from_numpy(sample.routed_experts).view(expected.shape).sort().values, expected.sort().values)
+    plain = SamplingParameters(max_new_tokens=2, seed=1)
+    assert [sample.routed_experts for sample in sglang_in_process.generate(PROMPTS, plain)] == [None] * len(PROMPTS)
 
 
 def test_its_ranks_meet_at_the_port_that_was_held_for_them(sglang_in_process: RemoteEngine) -> None:

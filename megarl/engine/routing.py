@@ -1,0 +1,136 @@
+"""Experts that are chosen anew where they were chosen before: routers take them as they were, and weigh them by their own weights of now.
+
+A router's choice jumps where its scores hardly change. What an engine wrote, or a scoring pass has scored, is of other experts than the
+pass that trains then: replayed, both are of one function. (Ma et al. 2025, arXiv 2510.11370, of the engine's choice; Zheng et al. 2025,
+arXiv 2507.18071, section 5.3, of the scoring pass's.) Gradients go to the router through the weights of the chosen.
+
+Each router has its replay to itself. Which micro-batch it is in, also where that is computed again, it is told with the tokens (router.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megarl.batch.ragged import RaggedTensor
+from megarl.batch.token_rows import ROUTED_EXPERTS, route_dtype
+from megarl.config.architecture import Experts
+from megarl.engine.groups import ParallelGroups
+from megarl.engine.micro_batch import MicroBatch, MicroBatchRoutes, TokenPlaces
+from megarl.engine.platform import to_device
+from megarl.engine.router import ExpertRouter
+
+
+class RouterReplay:
+    """In the place of Megatron's own, of one router. layer: its number among those with experts. dtype: as which it keeps experts."""
+
+    def __init__(self, layer: int, router: ExpertRouter, dtype: torch.dtype) -> None:
+        self._layer, self._router, self._dtype = layer, router, dtype
+
+    def get_replay_topk(
+        self,
+        scores: Tensor,
+        topk: int,
+        num_groups: int | None = None,
+        group_topk: int | None = None,
+        default_compute_topk: Callable[..., tuple[Tensor, Tensor]] | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """The K experts of each token and their scores, (T, K) both, by Megatron's name for it. scores: (T, E)."""
+        assert default_compute_topk is not None
+        assert self._router.tokens is not None, "each layer tells its router"
+        assert (routes := self._router.tokens.routes) is not None, "each micro-batch has some"
+        values, experts = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
+        if routes.given is None or routes.is_given is None:
+            routes.chosen[self._layer] = experts.to(self._dtype)
+            return values, experts
+        experts = torch.where(routes.is_given[:, None], routes.given[self._layer].to(experts.dtype), experts)
+        return scores.gather(1, experts), experts
+
+
+class RouteKeeper:
+    """Gives the routers of a rank's layers the routes of a batch, or keeps what they choose.
+
+    A batch's column has for each row (tokens - 1, L, K) small integers, flat: L layers with experts in their order, K experts each. The
+    last token has none: nobody reads what comes of it, and an engine has not even seen it. Its router chooses.
+    """
+
+    def __init__(self, experts: Experts, groups: ParallelGroups, layers: Sequence[Any], device: torch.device) -> None:
+        """layers: Megatron's, of all virtual stages of this rank."""
+        numbers = {layer: number for number, layer in enumerate(sorted(experts.layers))}
+        self._layers = []
+        self._dtype = route_dtype(experts.num_experts)
+        for layer in layers:
+            if layer.is_moe_layer:
+                self._layers.append(numbers[layer.layer_number - 1])
+                layer.mlp.router.router_replay = RouterReplay(self._layers[-1], layer.mlp.router, self._dtype)
+        self._shape = (len(experts.layers), experts.num_experts_per_tok)
+        self._groups, self._device = groups, device
+        self._kept: list[tuple[TokenPlaces, MicroBatchRoutes]] = []
+
+    def enter(self, made: Sequence[MicroBatch], micro_batches: Sequence[Sequence[int]], column: RaggedTensor | None) -> list[MicroBatch]:
+        """The micro-batches of a pass, with their routes. column: of the batch, of whose rows they are; None: routers choose, and `collect`
+        has what they chose.
+
+        Raises ValueError for a row whose routes are not of its tokens.
+        """
+        self._kept, entered = [], []
+        for micro_batch, rows in zip(made, micro_batches, strict=True):
+            assert micro_batch.places is not None, "routes are replayed in packed rows"
+            places = micro_batch.places._replace(sources=self._own_part(micro_batch.places.sources))
+            given = None if column is None else self._given(column.select(torch.as_tensor(rows)), places, rows)
+            routes = MicroBatchRoutes(*(given or (None, None)))
+            entered.append(replace(micro_batch, routes=routes))
+            if column is None:
+                self._kept.append((places, routes))
+        return entered
+
+    def _own_part(self, tokens: Tensor) -> Tensor:
+        """Of those of a rank: under sequence parallelism each router sees a part of them."""
+        if not self._groups.parallel.sequence_parallel:
+            return tokens
+        return tokens.chunk(self._groups.parallel.tensor_parallel_size)[self._groups.tensor_rank]
+
+    def _given(self, column: RaggedTensor, places: TokenPlaces, rows: Sequence[int]) -> tuple[dict[int, Tensor], Tensor]:
+        size, lengths = self._shape[0] * self._shape[1], places.lengths.tolist()
+        table = torch.zeros(sum(lengths) + 1, *self._shape, dtype=self._dtype)
+        is_given = torch.zeros(len(table), dtype=torch.bool)
+        begin = 0
+        for routes, length, row in zip(column.each(), lengths, rows, strict=True):
+            if len(routes) != (length - 1) * size or routes.dtype != self._dtype:
+                raise ValueError(
+                    f"row {row} of the batch: {ROUTED_EXPERTS} has {len(routes)} numbers of {routes.dtype}, but its {length} tokens need "
+                    f"{length - 1} x {self._shape[0]} layers x {self._shape[1]} experts of {self._dtype}"
+                )
+            table[begin : begin + length - 1] = routes.view(-1, *self._shape)
+            is_given[begin : begin + length - 1] = True
+            begin += length
+        own = to_device(table[places.sources][:, self._layers].transpose(0, 1).contiguous(), self._device)
+        return dict(zip(self._layers, own, strict=True)), to_device(is_given[places.sources], self._device)
+
+    def collect(self, micro_batches: Sequence[Sequence[int]]) -> RaggedTensor:
+        """After a pass without a column: the column of what was chosen, on every rank. All ranks of a replica ask."""
+        parts, self._kept = [self._rows(*kept) for kept in self._kept], []
+        rows = [row for micro_batch in micro_batches for row in micro_batch]
+        return RaggedTensor.concat(parts).select(torch.tensor(rows).argsort())
+
+    def _rows(self, places: TokenPlaces, routes: MicroBatchRoutes) -> RaggedTensor:
+        """Each rank has what its layers chose for its tokens: the rest is 0, so that a sum makes it whole."""
+        groups = self._groups
+        lengths = places.lengths.tolist()
+        table = torch.zeros(sum(lengths) + 1, *self._shape, dtype=self._dtype, device=self._device)  # the last for what pads
+        sources = to_device(places.sources, self._device)
+        for layer, experts in routes.chosen.items():
+            table[sources, layer] = experts
+        parts = [groups.tensor] if groups.parallel.sequence_parallel else []
+        for group in (*parts, groups.context, groups.pipeline):
+            if group.size() > 1:
+                dist.all_reduce(table.view(torch.uint8), group=group)  # of two-byte numbers too: only one rank's are not 0
+        whole = table.cpu()[places.origins].split(lengths)
+        lasts = places.lengths - 1
+        values = torch.cat([row[:-1] for row in whole]).flatten()
+        return RaggedTensor.packed_rows(values, lasts * self._shape[0] * self._shape[1])

@@ -1,0 +1,215 @@
+"""Experts that are chosen before a pass, by the trainer's own scoring or by an engine: Hugging Face's, in whose routers one token in a
+hundred goes elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from megarl.batch.ragged import RaggedTensor
+from megarl.batch.token_rows import ROUTED_EXPERTS, route_dtype
+from megarl.config.schema import OptimConfig, ParallelConfig, Recomputation, Recompute, RecomputeModule, RoutingReplay
+from tests.ranks import RankPool
+from tests.unit.engine.comparison import assert_same, max_difference
+from tests.unit.engine.models import gradients_of, load_lm, make_batch, reference_logits, save_model, scores_of, with_one_prompt
+from tests.unit.engine.rank_side import (
+    EXPERT_LAYOUTS,
+    Tensors,
+    build,
+    deal,
+    hf_gradients,
+    join_rows,
+    merge,
+    replica_rows,
+    start,
+    take,
+    weighted_sum,
+)
+
+NUM_ROWS = 11
+ROW, PLACE = 0, 8  # of the token that goes elsewhere, in every layer: in a response
+LAYOUTS = {
+    **EXPERT_LAYOUTS,
+    "PP2xVPP2": ParallelConfig(pipeline_parallel_size=2, virtual_pipeline_parallel_size=2),
+    "CP2xPP2": ParallelConfig(context_parallel_size=2, pipeline_parallel_size=2),
+}
+FULL = Recomputation(Recompute.full)
+OF_EXPERTS = Recomputation(Recompute.selective, (RecomputeModule.mlp,))
+
+
+class Routed(NamedTuple):
+    """What Hugging Face makes of the rows. routes: of each row (tokens - 1, L, K), flat."""
+
+    log_probs: Tensor
+    gradients: Tensors
+    routes: list[Tensor]
+
+
+class Replayed(NamedTuple):
+    """What an engine makes of them: by its own routes and by Hugging Face's."""
+
+    own: Tensors
+    again: Tensors  # by the routes of `own`
+    given: Tensors
+    own_gradients: Tensors
+    again_gradients: Tensors
+    given_gradients: Tensors
+    routes: dict[int, Tensor]  # of `own`, by the row of the batch
+
+
+def weighted_batch() -> Tensors:
+    batch = with_one_prompt(make_batch(NUM_ROWS), (3, 4, 2), (1, 5))
+    weights = torch.randn(batch["response_mask"].shape, generator=torch.Generator().manual_seed(2))
+    return {**batch, "weight/log_probs": weights * batch["response_mask"]}
+
+
+@contextmanager
+def watched_routers(model: PreTrainedModel, disturbed: bool) -> Iterator[list[list[Tensor]]]:
+    """For each row that the model sees the experts of each layer, (tokens, K); of the row ROW, where it is disturbed, others at PLACE."""
+    rows: list[list[Tensor]] = []
+    routers = [layer.mlp.gate for layer in model.model.layers if hasattr(layer.mlp, "gate")]
+
+    def watch(router: Any, inputs: tuple[Tensor], outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        logits, scores, experts = outputs
+        if router is routers[0]:
+            rows.append([])
+        if disturbed and len(rows) == ROW + 1:
+            experts, scores = experts.clone(), scores.clone()
+            experts[PLACE] = logits[PLACE].topk(2 * experts.shape[1]).indices[experts.shape[1] :]  # the next best
+            own = logits[PLACE].softmax(-1)[experts[PLACE]]
+            scores[PLACE] = own / own.sum() if router.norm_topk_prob else own
+        rows[-1].append(experts)
+        return logits, scores, experts
+
+    handles = [router.register_forward_hook(watch) for router in routers]
+    try:
+        yield rows
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def run_reference(folder: Path, batch: Tensors, disturbed: bool) -> Routed:
+    model = load_lm(folder)
+    with watched_routers(model, disturbed) as rows:
+        log_probs = scores_of(reference_logits(model, batch), batch)["log_probs"]
+    (log_probs * batch["weight/log_probs"]).sum().backward()
+    routes = [torch.stack(layers, dim=1)[:-1].flatten().to(route_dtype(8)) for layers in rows]
+    return Routed(log_probs.detach(), gradients_of(model), routes)
+
+
+class Setting(NamedTuple):
+    folder: str
+    batch: Tensors
+    plain: Routed
+    disturbed: Routed
+
+
+@pytest.fixture(scope="module", params=["qwen3-moe", "qwen2-moe"])
+def setting(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Setting:
+    save_model(request.param, folder := tmp_path_factory.mktemp(request.param))
+    batch = weighted_batch()
+    return Setting(str(folder), batch, *(run_reference(folder, batch, disturbed) for disturbed in (False, True)))
+
+
+def routes_of_all(rows: list[int], outputs: dict[str, Any] | None) -> dict[int, Tensor]:
+    """By the row of the batch, on every rank, as a driver would collect and deal them: the last stage has them."""
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, None if outputs is None else dict(zip(rows, outputs[ROUTED_EXPERTS].each(), strict=True)))
+    return {row: routes for part in gathered if part is not None for row, routes in part.items()}
+
+
+def run_engine(parallel: ParallelConfig, folder: str, batch: Tensors, routes: list[Tensor], recomputation: Recomputation) -> Replayed:
+    """In a rank. Outputs are those of the whole batch; gradients those of the rank's stage."""
+    groups = start(parallel)
+    rows = replica_rows(groups, NUM_ROWS)
+    part, micro_batches = take(batch, rows), deal(len(rows), 2)
+    plain, replaying = (
+        build(groups, folder, optim=OptimConfig(), share_prompts=True, recomputation=recomputation, routing_replay=replay)
+        for replay in (RoutingReplay.off, RoutingReplay.trainer)
+    )
+
+    def outputs(engine: Any, columns: dict[str, Any]) -> Tensors:
+        scores = engine.forward(columns, micro_batches)
+        tensors = None if scores is None else {key: value for key, value in scores.items() if key != ROUTED_EXPERTS}
+        return join_rows(rows, tensors, NUM_ROWS)
+
+    def gradients(engine: Any, columns: dict[str, Any]) -> Tensors:
+        engine.forward_backward(columns, micro_batches, weighted_sum(("log_probs",)))
+        return hf_gradients(engine)
+
+    own = outputs(plain, part)
+    chosen = routes_of_all(rows, replaying.forward(part, micro_batches))
+    column = RaggedTensor.of_rows([chosen[row] for row in rows], route_dtype(8))
+    given = RaggedTensor.of_rows([routes[row] for row in rows], route_dtype(8))
+    again, by_given = {**part, ROUTED_EXPERTS: column}, {**part, ROUTED_EXPERTS: given}
+    return Replayed(
+        own=own,
+        again=outputs(replaying, again),
+        given=outputs(replaying, by_given),
+        own_gradients=gradients(plain, part),
+        again_gradients=gradients(replaying, again),
+        given_gradients=gradients(replaying, by_given),
+        routes=chosen,
+    )
+
+
+CASES = [
+    ("qwen3-moe", "CP2xEP2", FULL),
+    ("qwen2-moe", "PP2xVPP2", FULL),
+    ("qwen2-moe", "TP2+SPxEP2", OF_EXPERTS),
+    ("qwen3-moe", "CP2xPP2", OF_EXPERTS),
+]
+
+
+@pytest.mark.parametrize(
+    ("setting", "layout", "recomputation"),
+    CASES,
+    indirect=["setting"],
+    ids=lambda value: value.how.value if isinstance(value, Recomputation) else value,
+)
+def test_routes_are_replayed(setting: Setting, layout: str, recomputation: Recomputation, rank_pool: RankPool) -> None:
+    """Bit for bit by the engine's own; by those of another whose routers send a token elsewhere, outputs and gradients are that one's."""
+    ranks: list[Replayed] = rank_pool.run(
+        run_engine,
+        world_size=LAYOUTS[layout].world_size,
+        parallel=LAYOUTS[layout],
+        folder=setting.folder,
+        batch=setting.batch,
+        routes=setting.disturbed.routes,
+        recomputation=recomputation,
+    )
+    for rank in ranks:
+        for row, routes in enumerate(setting.plain.routes):
+            assert torch.equal(rank.routes[row].view(-1, 2).sort().values, routes.view(-1, 2).sort().values), row
+        assert torch.equal(rank.again["log_probs"], rank.own["log_probs"])
+        assert max_difference(rank.given["log_probs"], setting.disturbed.log_probs) <= 1e-5
+        for name, gradient in rank.own_gradients.items():
+            assert torch.equal(rank.again_gradients[name], gradient), name
+    assert_same(merge([rank.given_gradients for rank in ranks]), setting.disturbed.gradients, 1e-4, floor=1e-5 * norm(setting.disturbed))
+
+
+def norm(of: Routed) -> float:
+    return float(torch.stack([gradient.norm() for gradient in of.gradients.values()]).norm())
+
+
+def test_a_token_in_a_hundred_matters(setting: Setting) -> None:
+    """What would hide a mistake. Later tokens of its row go elsewhere too, as in an engine."""
+    mask = setting.batch["response_mask"]
+    differ = [not torch.equal(*rows) for rows in zip(setting.plain.routes, setting.disturbed.routes, strict=True)]
+    assert differ == [row == ROW for row in range(NUM_ROWS)]
+    assert 90 < int(setting.batch["attention_mask"].sum()) < 130
+    assert float((setting.plain.log_probs - setting.disturbed.log_probs)[mask].abs().mean()) > 1e-3
+    changed = {
+        name: float((value - setting.disturbed.gradients[name]).norm()) / norm(setting.plain)
+        for name, value in setting.plain.gradients.items()
+    }
+    assert max(changed.values()) > 1e-3
