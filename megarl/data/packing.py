@@ -198,8 +198,9 @@ def _round_up(value: int, multiple: int) -> int:
 
 
 def _over_ranks(sizes: _Sizes, dp_size: int) -> list[dict[int, list[int]]]:
-    """Rows of [rank][group], of each group the longest first: the costliest group first, to the rank with the least work (LPT). Then the rank with the most gives some rows
-    of a group, and with them its prompt once more, to the one with the least, until that makes the work no more even."""
+    """Rows of [rank][group], of each group the longest first: the costliest group first, to the rank with the least work (LPT). Then the
+    rank with the most gives some rows of a group, and with them its prompt once more, to the one with the least, until that makes the work
+    no more even."""
     groups: dict[int, list[int]] = {}
     for row in sorted(range(len(sizes.own)), key=lambda row: -sizes.own_cost[row]):
         groups.setdefault(sizes.group[row], []).append(row)
