@@ -2,7 +2,7 @@
 
 PPO with the actor's and the reference's rows shared by two ranks (CP2 x EP2), the critic's layers by two (TP2 with sequence parallelism x
 EP2), and SGLang's by two (TP2 x EP2); weights are compared to the bit after every push. Prints the share of held-out sums that are right,
-before and after, and ends with status 1 where a seed gains less than 20 points. A seed takes some ten minutes on two quiet cores.
+before and after, and ends with status 1 where a seed gains less than 20 points. A seed takes some ten minutes on two cores.
 """
 
 from __future__ import annotations
