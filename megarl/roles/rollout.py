@@ -240,7 +240,7 @@ def batch_of_samples(prompts: DataProto, samples: Sequence[Sample], version: int
         "token_versions": _token_versions(samples, responses.lengths),
     }
     if routes := [sample.routed_experts for sample in samples if sample.routed_experts is not None]:
-        tensors[ROUTED_EXPERTS] = RaggedTensor.of_rows(routes, torch.from_numpy(routes[0]).dtype)
+        tensors[ROUTED_EXPERTS] = RaggedTensor.of_rows(routes, torch.from_numpy(np.empty(0, routes[0].dtype)).dtype)
     arrays: dict[str, list] = {
         "weight_version": [min(sample.weight_versions) for sample in samples],
         "finish_reason": [sample.finish_reason for sample in samples],

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from megarl.config.schema import (
     AlgorithmConfig,
+    EngineConfig,
     ExpertsConfig,
     KLConfig,
     ParallelConfig,
@@ -23,6 +24,7 @@ from megarl.config.schema import (
     PPOConfig,
     ReshardingConfig,
     RolloutEngineKind,
+    RoutingReplay,
     Verify,
 )
 from megarl.roles.start import PPORoles
@@ -162,7 +164,8 @@ def test_sglang_takes_turns_too(inputs: Path, tmp_path: Path) -> None:
 def test_experts_and_a_cool_temperature(inputs: Path, tmp_path: Path) -> None:
     """A policy whose experts are dealt over the actor's two ranks, which share the tokens of each row, the critic's two tensor-parallel
     ranks and SGLang's: after every push the engine holds the actor's weights to the bit, and both mean the same by a log-prob, at
-    another temperature than the runs above. That it learns: tests/soak/experts.py."""
+    another temperature than the runs above. The actor sends tokens to the experts that SGLang has sent them to. That it learns:
+    tests/soak/experts.py."""
     save_policy(tmp_path / "experts", with_experts=True)
     settings = config(inputs, tmp_path / "run", PlacementStrategy.split_collocate, RolloutEngineKind.sglang)
     settings = dataclasses.replace(
@@ -179,6 +182,7 @@ def test_experts_and_a_cool_temperature(inputs: Path, tmp_path: Path) -> None:
             experts=ExpertsConfig(freeze_router=True),
         ),
         rollout=dataclasses.replace(settings.rollout, num_replicas=1, tensor_parallel_size=2, expert_parallel_size=2, temperature=0.6),
+        engine=EngineConfig(routing_replay=RoutingReplay.rollout),
         trainer=dataclasses.replace(settings.trainer, total_steps=3),
     )
     finished = run_ppo(settings)
