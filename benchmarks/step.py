@@ -157,9 +157,10 @@ def trl_python() -> Path:
     python, ready = folder / "bin" / "python", folder / "ready"
     if not ready.exists():
         venv.create(folder, with_pip=True, clear=True)
-        (site,) = folder.glob("lib/python*/site-packages")
-        own = [path for path in sys.path if path.endswith("site-packages")]
-        (site / "beside.pth").write_text("\n".join(own) + "\n")
+    (site,) = folder.glob("lib/python*/site-packages")
+    own = [path for path in sys.path if path.endswith("site-packages")]
+    (site / "beside.pth").write_text("\n".join(own) + "\n")  # each time, as it may have been made beside another one
+    if not ready.exists():
         subprocess.run([python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", TRL], check=True)
         ready.touch()
     return python

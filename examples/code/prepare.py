@@ -95,7 +95,9 @@ def make_tasks(seed: int) -> list[Task]:
     chance, found = random.Random(seed), dict[Task, None]()
     while len(found) < NUM_TASKS:
         found[tuple(Operation(chance.choice(list(KINDS)), chance.randint(2, 9)) for _ in range(chance.randint(2, 3)))] = None
-    return list(found)
+    tasks = list(found)
+    chance.shuffle(tasks)  # there are few of two operations, and these are found first: held-out tasks are to be like those trained on
+    return tasks
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:

@@ -35,6 +35,10 @@ class RolloutWeights:
         """The next weights to be sent are those of `version`, which engines had before the run was resumed."""
         self.version = version - 1
 
+    def await_actor(self) -> None:
+        """Until the actor has done what it was asked last. Raises its failure."""
+        self._schedule.finish("actor")
+
     def push(self, again: bool = False) -> None:
         """Every replica gets the weights that the actor has when it has done what it was asked last; `again`: with the version that they
         had.
@@ -43,7 +47,7 @@ class RolloutWeights:
         failure of what the actor was asked, what WeightSync.push raises, RestartLimitError, and RunError where a replica does not say
         the version that it was sent.
         """
-        self._schedule.finish("actor")
+        self.await_actor()
         with self._replicas.alone(for_weights=True):
             self.version += 0 if again else 1
             self._schedule.before_push()

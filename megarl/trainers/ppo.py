@@ -157,7 +157,9 @@ class PPOTrainer:
         updates = [critic.update(batch, step)]
         if step > self.config.trainer.critic_warmup_steps:
             updates.append(actor.update(batch, step))
-            with phase("update_weights"):  # as soon as the actor's update is done
+            with phase("update_actor"):
+                weights.await_actor()  # the critic may go on
+            with phase("update_weights"):
                 weights.push()
         results = gather(*updates)
 
