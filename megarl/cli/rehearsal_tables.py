@@ -6,7 +6,7 @@ from collections import Counter
 
 from rich.table import Table
 
-from megarl.rehearsal.prediction import PredictedMemory
+from megarl.rehearsal.prediction import UNEVEN, PredictedMemory
 from megarl.rehearsal.record import RankRecord
 
 _MOST_PLACES = 12  # of a rank where the host waits
@@ -29,7 +29,8 @@ def memory_table(record: RankRecord, predicted: PredictedMemory, device_gb: floa
             f"{phase.flops / 1e12:,.1f}",
         )
     size = "its size is not given (placement.device_memory_gb)" if device_gb is None else f"the device has {device_gb:g} GiB for them"
-    table.caption = f"of tensors, with {num_micro_batches} micro-batches a pass; {size}"
+    uneven = "; uneven: one expert has twice its share of the tokens" if any(phase.name.endswith(UNEVEN) for phase in record.phases) else ""
+    table.caption = f"of tensors, with {num_micro_batches} micro-batches a pass; {size}{uneven}"
     return table
 
 

@@ -59,11 +59,6 @@ def run(
         )
     role = _role(config, role_name)
     architectures, _ = read_architectures(config)
-    if architectures[role.name].experts:
-        raise ValueError(
-            f"{role.path} has experts: which tokens go to which of them is decided by values, and rehearsed devices have none; "
-            "`megarl plan` says what such a model needs"
-        )
     numbers = chosen_ranks(ranks, role.parallel)
     num_micro_batches = max(2, role.parallel.pipeline_parallel_size)
     console = Console()

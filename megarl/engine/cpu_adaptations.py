@@ -49,7 +49,6 @@ EVIDENCE = (
     MegatronEvidence(
         "distributed.param_and_grad_buffer", "_ParamAndGradBucketGroup", "dist_reduce_scatter_func(", "reduces in a group of one"
     ),
-    MegatronEvidence(_EXPERTS + "moe_utils", "RouterGatingLinearFunction", "te_general_gemm is not None", "names what is not imported"),
     MegatronEvidence(_EXPERTS + "moe_utils", "maybe_move_tensor_to_cpu", "tensor.is_cuda", "numbers of tokens stay tensors"),
     MegatronEvidence(_EXPERTS + "token_dispatcher", "MoEAlltoAllTokenDispatcher", "self.d2h_event.synchronize()", "waits for a stream"),
     MegatronEvidence(_MAPPINGS, "_gather_along_first_dim", "torch.distributed.all_gather(", "gathers parts of unequal sizes"),
@@ -254,8 +253,6 @@ def _adapt_experts() -> None:
     from megatron.core.tensor_parallel import mappings
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
-    if not hasattr(moe_utils, "te_general_gemm"):
-        moe_utils.te_general_gemm = None
     moe_utils.maybe_move_tensor_to_cpu = token_dispatcher.maybe_move_tensor_to_cpu = _numbers_on_host
     mappings._gather_along_first_dim = _gather_unequal(mappings._gather_along_first_dim)
     mappings._reduce_scatter_along_first_dim = _scatter_unequal(mappings._reduce_scatter_along_first_dim)

@@ -32,6 +32,7 @@ EVIDENCE = (
     MegatronEvidence("optimizer.distrib_optimizer", "DistributedOptimizer", "'torch.cuda.FloatTensor'", "sorts parameters by type()"),
     MegatronEvidence("pipeline_parallel.p2p_communication", "P2PCommunicator", "torch.cuda.current_device()", "receives on the GPU"),
     MegatronEvidence("utils", "local_multi_tensor_l2_norm", "torch.tensor(l2)", "reads the norm of each gradient, in a list"),
+    MegatronEvidence("transformer.moe.moe_utils", "maybe_move_tensor_to_cpu", "tensor.record_stream(", "gives streams to torch"),
     MegatronEvidence("jit", "enable_jit_fuser", "torch.compile", "jit_fuser compiles small functions when first called"),
 )
 
@@ -53,6 +54,9 @@ def _adapt_cuda(on_wait: Callable[[], None]) -> None:
 
     class Stream(InertStream):
         device = CUDA
+
+        def record_event(self, event: InertStream | None = None) -> InertStream:
+            return event or Stream()
 
         def synchronize(self) -> None:
             on_wait()
@@ -139,6 +143,7 @@ def _adapt_tensors() -> None:
     torch.Tensor.type = spell
     torch.Tensor.cuda = _to_cuda
     torch.Tensor.pin_memory = lambda tensor, *arguments: tensor
+    torch.Tensor.record_stream = lambda tensor, stream: None
     torch.nn.Module.cuda = lambda module, device=None: module.to(CUDA)
     torch.nn.Module._apply = _apply
     # Adam takes all parameters at a time on a GPU, and so needs more memory than one by one.

@@ -7,7 +7,8 @@ which is that of the local layers.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from typing import Any
 
 import torch
 from megatron.core.models.gpt import gpt_layer_specs
@@ -17,6 +18,8 @@ from megatron.core.tensor_parallel.layers import (
     VocabParallelEmbedding,
     set_tensor_model_parallel_attributes,
 )
+from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -79,10 +82,18 @@ def _local_layer(config: TransformerConfig, is_sparse: bool) -> ModuleSpec:
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
-    if is_sparse:  # Transformer Engine has this norm by itself where experts follow, and Megatron's checkpoints are to be the same
+    if is_sparse:
+        _name_absent_product()
+        # Transformer Engine has this norm by itself where experts follow, and Megatron's checkpoints are to be the same.
         stored = {name: key for name, key in layer.submodules.sharded_state_dict_keys_map.items() if name != "pre_mlp_layernorm."}
         layer.submodules.sharded_state_dict_keys_map = stored
     return layer
+
+
+def _name_absent_product() -> None:
+    """Megatron's router asks whether Transformer Engine's product is None; where that cannot be imported there is no such name."""
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None
 
 
 _LAYER_PARAMETER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
@@ -129,6 +140,24 @@ def mark_cut_parameters(model: torch.nn.Module) -> None:
             is_cut = name.startswith("weight") or (name == "bias" and type(module) in columns)  # what a row-parallel layer adds is whole
             if is_cut and not getattr(parameter, "tensor_model_parallel", False):
                 set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=int(type(module) in rows), stride=1)
+
+
+def forget_routes(model: torch.nn.Module) -> None:
+    """Megatron's dispatchers keep the routes of a layer's last pass, and with them the graph of what was computed again:
+    a layer's input and its gradient, of each layer, until the next pass."""
+    for module in model.modules():
+        if isinstance(module, MoELayer):
+            dispatcher: Any = module.token_dispatcher
+            dispatcher.combine_postprocess = _and_forget(dispatcher, dispatcher.combine_postprocess)
+
+
+def _and_forget(dispatcher: Any, combine: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
+    def run(tokens: torch.Tensor) -> torch.Tensor:
+        combined = combine(tokens)
+        dispatcher.probs = dispatcher.routing_map = dispatcher.reversed_local_input_permutation_mapping = None
+        return combined
+
+    return run
 
 
 def fuse_gradient_accumulation(model: torch.nn.Module) -> None:

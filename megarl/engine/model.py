@@ -18,7 +18,7 @@ from megarl.config.architecture import Architecture
 from megarl.config.derive import padded_vocab_size
 from megarl.config.schema import Layers, ParallelConfig, Recomputation, Recompute, RecomputeModule
 from megarl.engine.groups import ParallelGroups
-from megarl.engine.layer_specs import block_spec, canonical_name, fuse_gradient_accumulation, mark_cut_parameters
+from megarl.engine.layer_specs import block_spec, canonical_name, forget_routes, fuse_gradient_accumulation, mark_cut_parameters
 from megarl.weights.name_mapping import Head
 
 
@@ -173,6 +173,7 @@ class ModelChunk(GPTModel):
         if self.post_process and head == "value":
             self.output_layer = ValueHead(config)
         mark_cut_parameters(self)
+        forget_routes(self)
         if layers is Layers.transformer_engine:
             fuse_gradient_accumulation(self)
 

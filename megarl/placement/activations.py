@@ -16,6 +16,7 @@ from megarl.config.architecture import Architecture
 from megarl.config.derive import Row, fullest_micro_batch, micro_batch_tokens, padded_vocab_size, rows_of_prompt, rows_of_replica
 from megarl.config.roles import ModelRole
 from megarl.config.schema import Device, DType, ParallelConfig, PPOConfig, Recompute, RecomputeModule, SFTConfig
+from megarl.placement.expert_activations import sparse_layer
 
 _FLOAT32 = 4
 # Of each token of a pass, all of whose micro-batches are on the device when it begins: id, position and three places of 8 bytes, which are
@@ -26,12 +27,15 @@ _CPU_BLOCK = 2**17
 
 
 class WorkingMemory(NamedTuple):
-    """Bytes beside the state: at most while it scores, trains (0 where it is frozen) and steps, and what stays when that is over."""
+    """Bytes beside the state: at most while it scores, trains (0 where it is frozen) and steps, and what stays when that is over.
+    scored_batch, trained_batch: of the first two, what is the batch's, all of whose micro-batches are there."""
 
     score: int
     train: int
     step: int
     stays: int
+    scored_batch: int
+    trained_batch: int
 
 
 class _Kernels(Enum):
@@ -55,25 +59,30 @@ class _Widths(NamedTuple):
     squares: int
 
 
-def working_memory(config: PPOConfig | SFTConfig, role: ModelRole, architecture: Architecture, stage: int, gradients: int) -> WorkingMemory:
-    """Of a rank of a pipeline stage. gradients: bytes of them."""
-    work = _Work(config, role, architecture, stage)
+def working_memory(
+    config: PPOConfig | SFTConfig, role: ModelRole, architecture: Architecture, stage: int, moments: int, *, uneven: bool = True
+) -> WorkingMemory:
+    """Of a rank of a pipeline stage. moments: bytes of the second moments that an optimizer of the rank has. uneven: one of its
+    experts has twice its share of the tokens."""
+    work = _Work(config, role, architecture, stage, uneven)
     trains = role.optim is not None
     stays = work.stays(trains)
-    # On CUDA Adam takes the square roots of all its second moments, float32 as gradients are, at a time.
-    roots = 0 if work.kernels is _Kernels.cpu else -(-gradients // role.parallel.num_copies)
+    # On CUDA Adam takes the square roots of all its second moments at a time.
+    roots = 0 if work.kernels is _Kernels.cpu else moments
     return WorkingMemory(
         score=stays + work.score(),
         train=stays + work.train() if trains else 0,
         step=stays + roots if trains else 0,
         stays=stays,
+        scored_batch=work.batch(trains=False),
+        trained_batch=work.batch(trains=True) if trains else 0,
     )
 
 
 class _Work:
     """Of one rank. Sizes are in bytes but where they are said to be elements of a token."""
 
-    def __init__(self, config: PPOConfig | SFTConfig, role: ModelRole, architecture: Architecture, stage: int) -> None:
+    def __init__(self, config: PPOConfig | SFTConfig, role: ModelRole, architecture: Architecture, stage: int, uneven: bool) -> None:
         self._config = config
         self._role = role
         self._architecture = architecture
@@ -94,6 +103,7 @@ class _Work:
         self._context = parallel.context_parallel_size
         self._keys_of_token = self._gathered_keys(rows)
         self._widths = _widths(architecture, parallel, self._longest if self.kernels is _Kernels.plain else 0)
+        self._sparse = sparse_layer(architecture, parallel, self._element, uneven=uneven)
 
     def _gathered_keys(self, rows: list[Row]) -> float:
         """Keys for each of the rank's tokens that are gathered for attention: where it is a product of matrices every response has its
@@ -116,7 +126,7 @@ class _Work:
         cut = self._parallel.tensor_parallel_size
         return -(-tokens // cut) * cut
 
-    def _batch(self, trains: bool) -> int:
+    def batch(self, trains: bool) -> int:
         """Of all rows of a pass at their longest."""
         rows = rows_of_replica(self._config, self._role, trains=trains)
         longest = max(row.tokens for row in self._rows(trains))
@@ -146,13 +156,14 @@ class _Work:
                 2 * width.whole * self._is_first,
                 2 * width.query + 2 * width.squares,
                 self._attention_apart,
+                self._sparse.scoring,
             )
             layer = tokens * max(6 * width.part + inside, self._products_of_shared)
         head = 0
         if self._is_last:
             head = tokens * 2 * width.whole * self._element + (0 if self._role.with_value_head else self._scores(tokens))
         moments = [layer * self._element, tokens * width.part * self._element + head]
-        return self._most(moments) + self._batch(trains=False)
+        return self._most(moments) + self.batch(trains=False)
 
     @property
     def _attention_apart(self) -> int:
@@ -194,7 +205,7 @@ class _Work:
             moments.append(self._way_back_of_head(tokens))
         if self._is_first and self.kernels is not _Kernels.cpu:
             moments.append(self._way_back_of_embedding(tokens))
-        return kept + self._most(moments) + self._batch(trains=True)
+        return kept + self._most(moments) + self.batch(trains=True)
 
     def _most(self, moments: list[int]) -> int:
         """On a CPU their sum, from above: its allocator gives back later."""
@@ -231,8 +242,8 @@ class _Work:
 
     @property
     def _kept_of_mlp(self) -> int:
-        """Gate and up, and their product."""
-        return 3 * self._widths.gate
+        """Gate and up, and their product; or what experts keep."""
+        return max(3 * self._widths.gate, self._sparse.kept)
 
     @property
     def _mlp_is_computed_again(self) -> bool:
@@ -258,7 +269,7 @@ class _Work:
             again += width.part  # its output
         gradients = (1 + (not self._is_last)) * width.part  # of its output, and what the next stage sends
         if self.kernels is _Kernels.cpu:
-            return tokens * (again + gradients + 4 * width.gate + 2 * width.whole) * self._element
+            return tokens * (again + gradients + max(4 * width.gate, self._sparse.beside) + 2 * width.whole) * self._element
         first, second = 2 * width.gate * width.whole, width.gate * width.whole  # elements of the MLP's two matrices
         # In the activation, the product's gradient in the place of the product, that of gate and up, and two steps towards it; in the
         # second matrix its output's gradient whole, in the first its input's, and the matrix's own; in attention by products, theirs.
@@ -268,6 +279,7 @@ class _Work:
             tokens * (width.whole + width.part - width.gate) + first,
             tokens * (3 * width.squares + 2 * width.query - 3 * width.gate),
             tokens * (self._way_back_of_attention_apart - 3 * width.gate),
+            tokens * self._sparse.beside,
         )
         # A tied embedding has its gradient from the head until it has its own.
         tied = self._architecture.tie_word_embeddings and self._is_first and self._is_last and not self._role.with_value_head
@@ -315,19 +327,9 @@ def _widths(architecture: Architecture, parallel: ParallelConfig, row: int) -> _
         part=architecture.hidden_size // (cut if parallel.sequence_parallel else 1),
         query=heads * architecture.head_dim,
         key=architecture.num_key_value_heads * architecture.head_dim // cut,
-        gate=max(architecture.intermediate_size // cut * (architecture.num_dense_layers > 0), _gate_of_experts(architecture, parallel)),
+        gate=architecture.intermediate_size // cut * (architecture.num_dense_layers > 0),
         squares=heads * row,
     )
-
-
-def _gate_of_experts(architecture: Architecture, parallel: ParallelConfig) -> int:
-    """Of a token of a sparse layer, where as many come to each rank as leave it: the experts that it meets, with what goes to them and
-    comes back, which is kept as gate and up are."""
-    experts, cut = architecture.experts, parallel.tensor_parallel_size
-    if experts is None:
-        return 0
-    met, sent = experts.num_experts_per_tok * experts.intermediate_size, experts.num_experts_per_tok * architecture.hidden_size
-    return (met + experts.shared_intermediate_size + sent) // cut
 
 
 def _chunks_under_way(parallel: ParallelConfig, stage: int) -> int:

@@ -18,6 +18,7 @@ from megarl.config.roles import ModelRole, model_roles
 from megarl.config.schema import Device, DType, OverBudget, ParallelConfig, PPOConfig, SFTConfig, Transport
 from megarl.placement.activations import working_memory
 from megarl.placement.dataflow import ENGINE, GRADIENTS, OPTIMIZER, PARAMETERS, Item, Phase
+from megarl.placement.expert_activations import sparse_layers_of
 from megarl.placement.offload_plan import OffloadPlan
 from megarl.placement.placement_plan import PlacementPlan
 from megarl.placement.transport import choose_transport
@@ -158,7 +159,8 @@ class _Sizes:
         model = self._roles[role]
         state = model_state(model, self._architectures[role], self._config.model.dtype, stage)
         parts = {part: getattr(state, part) for part in (PARAMETERS, GRADIENTS, OPTIMIZER) if Item(role, part) in held}
-        work = working_memory(self._config, model, self._architectures[role], stage, state.gradients)
+        moments = second_moments(model, self._architectures[role], stage)
+        work = working_memory(self._config, model, self._architectures[role], stage, moments)
         if Item(role, GRADIENTS) in phase.needs:
             activations = max(work.train, work.step)
         else:
@@ -247,11 +249,19 @@ def model_state(model: ModelRole, architecture: Architecture, dtype: DType, stag
     )
 
 
+def second_moments(model: ModelRole, architecture: Architecture, stage: int) -> int:
+    """Bytes of those that one optimizer of a rank has: experts have one of their own."""
+    parallel = model.parallel
+    dense = stage_parameters(architecture, parallel, stage, with_value_head=model.with_value_head)
+    of_experts = stage_expert_parameters(architecture, parallel, stage)
+    return _FLOAT32 * max(-(-dense // parallel.num_copies), -(-of_experts // parallel.expert_data_parallel_size))
+
+
 def stage_parameters(architecture: Architecture, parallel: ParallelConfig, stage: int, with_value_head: bool) -> int:
     """Elements that one rank of a pipeline stage holds beside experts: cut over tensor-parallel ranks, but for norms, routers and a value
     head."""
     cut, stages = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
-    layers, num_sparse = architecture.num_hidden_layers // stages, len(_sparse_layers(architecture, parallel, stage))
+    layers, num_sparse = architecture.num_hidden_layers // stages, len(sparse_layers_of(architecture, parallel, stage))
     hidden, head_dim = architecture.hidden_size, architecture.head_dim
     query, key_value = architecture.num_attention_heads * head_dim, architecture.num_key_value_heads * head_dim
     linear = hidden * (query + 2 * key_value) + query * hidden
@@ -277,11 +287,4 @@ def stage_expert_parameters(architecture: Architecture, parallel: ParallelConfig
         return 0
     held = experts.num_experts // parallel.expert_parallel_size
     each = 3 * architecture.hidden_size * experts.intermediate_size // parallel.expert_tensor_parallel_size
-    return len(_sparse_layers(architecture, parallel, stage)) * held * each
-
-
-def _sparse_layers(architecture: Architecture, parallel: ParallelConfig, stage: int) -> list[int]:
-    """Those of a stage that have experts. Layers go to virtual stages in turn."""
-    num_chunks = parallel.virtual_pipeline_parallel_size or 1
-    per_chunk = architecture.num_hidden_layers // (parallel.pipeline_parallel_size * num_chunks)
-    return [layer for layer in architecture.sparse_layers if layer // per_chunk % parallel.pipeline_parallel_size == stage]
+    return len(sparse_layers_of(architecture, parallel, stage)) * held * each

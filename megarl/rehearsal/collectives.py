@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 import torch.distributed as dist
@@ -19,6 +21,7 @@ _KINDS = {
     "_reduce_scatter_base_": "reduce_scatter",
     "reduce_scatter_": "reduce_scatter",
     "reduce_scatter_tensor_coalesced_": "reduce_scatter",
+    "alltoall_base_": "all_to_all",
     "broadcast_": "broadcast",
     "recv_": "recv",
 }
@@ -39,7 +42,18 @@ def collective_of(operator: Any, arguments: Any, keywords: Any) -> tuple[Collect
         ranks = (mine, peer) if name == "send" else (peer, mine)
     largest = max(tensors, key=lambda tensor: tensor.numel() * tensor.itemsize)
     dtype, elements = str(largest.dtype).removeprefix("torch."), largest.numel()
-    return Collective(kind_of(operator), group.group_desc, ranks, dtype, elements, elements * largest.itemsize, place()), largest
+    call = Collective(kind_of(operator), group.group_desc, ranks, dtype, elements, elements * largest.itemsize, place())
+    if call.kind == "all_to_all":
+        sent = _split(named["input"], named["input_split_sizes"], len(ranks))
+        call = call._replace(sent=sent, received=_split(named["output"], named["output_split_sizes"], len(ranks)))
+    return call, largest
+
+
+def _split(tensor: Tensor, rows: Sequence[int], num_ranks: int) -> tuple[int, ...]:
+    """Elements of each rank's part of a tensor, which has so many rows; where nobody says how many, as many as another's."""
+    if not len(rows):
+        return (tensor.numel() // num_ranks,) * num_ranks
+    return tuple(int(number) * prod(tensor.shape[1:]) for number in rows)
 
 
 def kind_of(operator: Any) -> str:

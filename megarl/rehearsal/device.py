@@ -1,12 +1,13 @@
 """A CUDA device that is not there: its tensors are fake ones, with a shape and no memory; those of the host are real.
 
 Integers on the device that follow from integers of the host (ids, boundaries of sequences, shapes) are also kept on the host, so that
-where the engine reads them it gets what a real device would give. Every other number that it reads is 1.
+where the engine reads them it gets what a real device would give. Every other number that it reads is 1. Which experts a router takes is
+given (`FakeDevice.routes`), and what other ranks have to say about it is taken to be the same.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any
 
@@ -29,11 +30,14 @@ from megarl.rehearsal.collectives import collective_of, kind_of, tensors_of
 from megarl.rehearsal.ledger import Ledger, place
 from megarl.rehearsal.record import RehearsalError
 
-_MOST_KNOWN = 2**20  # elements of a tensor of integers of which the host keeps a copy
+_MOST_KNOWN = 2**22  # elements of a tensor of integers of which the host keeps a copy
 _KNOWN = "megarl_known"  # on a fake tensor: its copy
+_IS_ZERO = "megarl_is_zero"  # on a fake tensor of other numbers that was made so
 _MOST_REAL = 2**26  # elements of a tensor of the host: what is larger (the shelf of a model's state) has no memory either
+_INTEGERS = (torch.int64, torch.int32, torch.bool)
 _COPIES = (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default)
 _READ = torch.ops.aten._local_scalar_dense.default
+_ZEROS, _TOP_K, _SELECT = torch.ops.aten.zeros_like.default, torch.ops.aten.topk.default, torch.ops.aten.masked_select.default
 
 
 class _FakeTensors(FakeTensorMode):
@@ -45,12 +49,14 @@ class FakeDevice(TorchDispatchMode):
 
     received_integers: what a message of integers holds that comes from another rank: the shape of hidden states, which pipeline stages
     tell each other.
+    routes: the experts (T, K) that a router takes for so many tokens: of each row of numbers for experts the indices of the largest K.
     """
 
     def __init__(self, ledger: Ledger) -> None:
         super().__init__()
         self.ledger = ledger
         self.received_integers: Sequence[int] = ()
+        self.routes: Callable[[int], Tensor] | None = None
         self._fake = _FakeTensors(allow_non_fake_inputs=True)
         self._send_batch = dist.batch_isend_irecv
         self._num_batches = 0
@@ -85,10 +91,15 @@ class FakeDevice(TorchDispatchMode):
         if known is None:
             for mutated in _mutated(operator, arguments, keywords):
                 vars(mutated).pop(_KNOWN, None)
+                vars(mutated).pop(_IS_ZERO, None)
         elif not operator._schema.is_mutable:
             for fake, value in zip(_tensors(result), _tensors(known), strict=True):
                 if isinstance(fake, FakeTensor):
                     vars(fake)[_KNOWN] = value
+        if operator is _ZEROS:
+            vars(result)[_IS_ZERO] = True
+        if operator is _TOP_K and self.routes is not None and arguments[0].dim() == 2:
+            vars(result[1])[_KNOWN] = self._routes_of(*arguments[:2])
         if operator in _COPIES:
             self._count_copy(operator, arguments, keywords, result)
             if operator is _COPIES[0] and result.device.type == "cpu" and result.numel() <= _MOST_KNOWN:
@@ -115,6 +126,8 @@ class FakeDevice(TorchDispatchMode):
             with self._fake:
                 result = operator(*arguments, **keywords)
         except (DynamicOutputShapeException, DataDependentOutputException) as error:
+            if operator is _SELECT and (mask := _value(arguments[1])) is not None:
+                known = torch.empty(int(mask.sum()), dtype=arguments[0].dtype)
             if known is None:
                 raise RehearsalError(
                     f"{operator} needs numbers of the device that follow from no number of the host, at {place()}"
@@ -133,16 +146,24 @@ class FakeDevice(TorchDispatchMode):
 
     def _known(self, operator: Any, tensors: Sequence[Tensor], arguments: Any, keywords: Any) -> Any:
         """What the operator gives, on the host; None where it is not known. Changes the host's copy where the operator changes a tensor."""
+        if operator is _COPIES[0] and vars(tensors[0]).get(_IS_ZERO) and keywords.get("dtype") in _INTEGERS and _has_room(tensors[0]):
+            return torch.zeros(tensors[0].shape, dtype=keywords["dtype"])
         values = [_value(each) for each in tensors]
         if any(value is None for value in values) or "empty" in operator._opname:
             return None
-        if not tensors and keywords.get("dtype") not in (torch.int64, torch.int32, torch.bool) and operator._opname != "arange":
+        if not tensors and keywords.get("dtype") not in _INTEGERS and operator._opname != "arange":
             return None
         arguments, keywords = tree_map_only(Tensor, _value, (arguments, keywords))
         if keywords.get("device") is not None:
             keywords = {**keywords, "device": torch.device("cpu")}
         result = operator(*arguments, **keywords)
         return result if all(_is_small(value) for value in _tensors(result)) else None
+
+    def _routes_of(self, scores: Tensor, num_chosen: int) -> Tensor:
+        assert self.routes is not None
+        routes = self.routes(scores.shape[0])
+        assert routes.shape[1] == num_chosen, "the largest of other numbers than a router's"
+        return routes
 
     def _read(self, tensor: FakeTensor) -> Any:
         if tensor.device.type == "cuda":
@@ -169,6 +190,8 @@ class FakeDevice(TorchDispatchMode):
             collective, tensor = call
             if collective.kind == "recv" and not tensor.is_floating_point():
                 vars(tensor)[_KNOWN] = torch.tensor(self.received_integers, dtype=tensor.dtype).view(tensor.shape)
+            if collective.kind == "all_gather":
+                _gather_known(arguments[0], arguments[1], len(collective.ranks))
             number = self.ledger.communicates(collective._replace(batch=self._batch))
             work = PythonCallbackWork(lambda limit: self._end(number)).boxed()
         else:
@@ -192,6 +215,12 @@ def _tensors(result: Any) -> list[Tensor]:
     return [each for each in tree_iter(result) if isinstance(each, Tensor)]
 
 
+def _gather_known(gathered: Any, part: Any, num_ranks: int) -> None:
+    """Of a tensor into which one is gathered: the other ranks, whose tokens are as many and go to the same experts, send the same."""
+    if isinstance(gathered, FakeTensor) and isinstance(part, FakeTensor) and (value := _value(part)) is not None:
+        vars(gathered)[_KNOWN] = torch.cat([value] * num_ranks).view(gathered.shape)
+
+
 def _mutated(operator: Any, arguments: Any, keywords: Any) -> list[Tensor]:
     if not operator._schema.is_mutable:
         return []
@@ -202,7 +231,11 @@ def _mutated(operator: Any, arguments: Any, keywords: Any) -> list[Tensor]:
 
 
 def _is_small(tensor: Tensor) -> bool:
-    return not tensor.is_floating_point() and tensor.numel() <= _MOST_KNOWN
+    return not tensor.is_floating_point() and _has_room(tensor)
+
+
+def _has_room(tensor: Tensor) -> bool:
+    return tensor.numel() <= _MOST_KNOWN
 
 
 def _value(tensor: Tensor) -> Tensor | None:

@@ -27,8 +27,10 @@ from megarl.engine.offload import StatePart
 from megarl.engine.spec import spec_of
 from megarl.rehearsal.device import FakeDevice
 from megarl.rehearsal.ledger import Ledger, place_of
+from megarl.rehearsal.prediction import UNEVEN
 from megarl.rehearsal.push import push_weights
 from megarl.rehearsal.record import PhaseRecord, RankRecord, RankRequest, RehearsalError
+from megarl.rehearsal.routes import even_routes, uneven_routes
 from megarl.rehearsal.rows import RehearsedBatch, make_rows, with_loss
 from megarl.weights.load import check_parameters
 from megarl.weights.shard_layout import shard_shapes
@@ -94,6 +96,12 @@ class _Rehearsal:
         self._request = request
         self._ledger = ledger
         self._device = FakeDevice(ledger)
+        if architecture.experts is not None:
+            self._device.routes = partial(even_routes, experts=architecture.experts)
+
+    def _crowd(self) -> None:
+        assert self._architecture.experts is not None
+        self._device.routes = partial(uneven_routes, experts=self._architecture.experts)
 
     def phases(self) -> Iterator[PhaseRecord]:
         with self._device, _world(self._request.rank, self._role.parallel.world_size):
@@ -125,7 +133,8 @@ class _Rehearsal:
         self.num_parameters = sum(parameter.numel() for parameter in engine.parameters().values())
         yield end("build")
         push = partial(push_weights, engine, self._request.push, self._ledger, self._request.rank) if self._request.push else None
-        yield from run_phases(engine, self._config, self._role, self._batch, end, push)
+        crowd = self._crowd if self._architecture.experts else None
+        yield from run_phases(engine, self._config, self._role, self._batch, end, push, crowd)
 
 
 def run_phases(
@@ -135,9 +144,10 @@ def run_phases(
     batch_of: Callable[[bool], RehearsedBatch],
     end: Callable[[str], PhaseRecord],
     push: Callable[[], None] | None = None,
+    crowd: Callable[[], None] | None = None,
 ) -> Iterator[PhaseRecord]:
     """What an engine that is built does in a step of a run, and `end` of each phase. On any device: tests compare fake with real ones.
-    `batch_of`: the batch of a pass, by whether it trains.
+    `batch_of`: the batch of a pass, by whether it trains. `crowd`: makes the routes to experts uneven, for passes that come once more.
 
     Trains again where gradients are reduced beside the computation: in its first pass Megatron learns when they are ready, and reduces at
     the end.
@@ -147,21 +157,35 @@ def run_phases(
     extras: set[Extra] = {"entropy"}
     if isinstance(config, PPOConfig) and needs_sum_pi_squared(config.algorithm) and role.name == "actor":
         extras.add("sum_pi_squared")
-    batch = batch_of(False)
-    engine.forward(batch.tensors, batch.micro_batches, extras)
-    yield end("score")
-    parts: tuple[StatePart, ...] = (StatePart.parameters,)
-    if engine.spec.optim is not None:
+
+    def score() -> None:
+        batch = batch_of(False)
+        engine.forward(batch.tensors, batch.micro_batches, extras)
+
+    def train() -> None:
         batch = batch_of(True)
         rows, loss = with_loss(config, role, batch.tensors)
         engine.forward_backward(rows, batch.micro_batches, loss, loss.extras)
+
+    trains = engine.spec.optim is not None
+    score()
+    yield end("score")
+    if trains:
+        train()
         yield end("train")
         engine.step()
         yield end("step")
         if engines.overlaps(engine.spec.parallel, platform.current().is_cuda):
-            engine.forward_backward(rows, batch.micro_batches, loss, loss.extras)
+            train()
             yield end("train again")
-        parts = tuple(StatePart)
+    if crowd is not None:
+        crowd()
+        score()
+        yield end(f"score{UNEVEN}")
+        if trains:
+            train()
+            yield end(f"train{UNEVEN}")
+    parts: tuple[StatePart, ...] = tuple(StatePart) if trains else (StatePart.parameters,)
     engine.offload(*parts)
     yield end("offload")
     if push is not None:  # as where engines share the device: of the model there is nothing but the weights

@@ -39,17 +39,17 @@ def hangs(records: Sequence[RankRecord]) -> list[str]:
     """Where members of a group would not make the same calls in the same order, of the same element type and size; and where what a rank
     sends is not what its peer receives. One line for each group and pair, of its first call that differs. Where there is none, one line
     if ranks wait for each other because their orders differ between groups (order.py)."""
-    sequences: dict[tuple[str, tuple[int, ...]], dict[str, list[Collective]]] = defaultdict(dict)
+    sequences: dict[tuple[str, tuple[int, ...]], dict[int, list[Collective]]] = defaultdict(dict)
     for record in records:
         for phase in record.phases:
             for call in phase.collectives:
                 message = call.kind in POINT_TO_POINT
                 group = (f"messages in {call.group}" if message else call.group, call.ranks)
-                sequences[group].setdefault(f"rank {record.rank}", []).append(call)
+                sequences[group].setdefault(record.rank, []).append(call)
     rehearsed = {record.rank for record in records}
     problems = []
     for (name, ranks), calls in sequences.items():
-        members = [f"rank {rank}" for rank in ranks if rank in rehearsed]
+        members = [rank for rank in ranks if rank in rehearsed]
         first = members[0]
         for other in members[1:]:
             problem = _difference(first, calls.get(first, []), other, calls.get(other, []))
@@ -74,16 +74,25 @@ def rounded_sums(records: Sequence[RankRecord]) -> list[str]:
     return list(problems)
 
 
-def _difference(one: str, calls: list[Collective], other: str, others: list[Collective]) -> str | None:
+def _difference(one: int, calls: list[Collective], other: int, others: list[Collective]) -> str | None:
     for number, (mine, theirs) in enumerate(zip_longest(calls, others), start=1):
-        if mine is None or theirs is None or _what(mine) != _what(theirs):
-            return f"call {number} of {one} is {_told(mine)}, of {other} {_told(theirs)}"
+        if mine is None or theirs is None or not _agree(one, mine, other, theirs):
+            return f"call {number} of rank {one} is {_told(mine)}, of rank {other} {_told(theirs)}"
     return None
 
 
-def _what(call: Collective) -> tuple[str, str, int]:
-    kind = "message" if call.kind in POINT_TO_POINT else call.kind
-    return kind, call.dtype, call.elements
+def _agree(one: int, mine: Collective, other: int, theirs: Collective) -> bool:
+    """Whether they are one call of both ranks. Of an all_to_all each has another size, but what goes from one to the other is the same."""
+    if _what(mine) != _what(theirs):
+        return False
+    if not mine.sent:
+        return mine.elements == theirs.elements
+    first, second = mine.ranks.index(one), mine.ranks.index(other)
+    return mine.sent[second] == theirs.received[first] and mine.received[second] == theirs.sent[first]
+
+
+def _what(call: Collective) -> tuple[str, str]:
+    return "message" if call.kind in POINT_TO_POINT else call.kind, call.dtype
 
 
 def _told(call: Collective | None) -> str:

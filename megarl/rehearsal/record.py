@@ -37,7 +37,7 @@ class RankRequest(NamedTuple):
 class Collective(NamedTuple):
     """One call, in the order in which the rank made it. group: what Megatron calls it. ranks: who is in it, or the two of a message, from
     its sender to its receiver. elements, nbytes: of the larger side of one rank. place: the line that asked for it. batch: of messages that
-    are given to NCCL at once."""
+    are given to NCCL at once. sent, received: of an all_to_all, elements for and from each of the ranks."""
 
     kind: str
     group: str
@@ -47,6 +47,8 @@ class Collective(NamedTuple):
     nbytes: int
     place: str
     batch: int | None = None
+    sent: tuple[int, ...] = ()
+    received: tuple[int, ...] = ()
 
 
 class Await(NamedTuple):

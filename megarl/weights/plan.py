@@ -197,15 +197,15 @@ def _cells(
     Layers look alike: a cut is made once for all tensors of which the same ranks hold and need the same boxes.
     """
     held, needed = _by_name(sources), _by_name(targets)
-    cuts: dict[tuple, list[tuple[tuple[int, ...], int, Rectangle]]] = {}
+    cuts: dict[tuple, tuple[list[tuple[tuple[int, ...], int, Rectangle]], int]] = {}
     found: list[dict[tuple[int, ...], list[_Cell]]] = [defaultdict(list) for _ in targets]
     faults = [f"{name} is not a tensor of the model" for name in needed if name not in shapes]
     for name in shapes:
         key = held.get(name, ()), needed.get(name, ())
         if key not in cuts:
-            cuts[key] = list(_cut(*key, sources, targets))
-        cut = cuts[key]
-        missing = sum(box.volume for _, box in key[1]) - sum(box.volume for _, _, box in cut)
+            made = list(_cut(*key, sources, targets))
+            cuts[key] = made, sum(box.volume for _, box in key[1]) - sum(box.volume for _, _, box in made)
+        cut, missing = cuts[key]
         if missing:
             faults.append(f"{name}: {missing} elements that are needed are held by nobody, or twice with other cuts")
         for candidates, target, box in cut:

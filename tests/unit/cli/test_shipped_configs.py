@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -37,27 +38,29 @@ RUNS = {
     "qwen2.5_7b_ppo_split": Cluster(2, "split_collocate", {"actor": 8, "critic": 4, "rollout": 4}),
     "qwen3_32b_grpo": Cluster(4, "hybrid", {"actor": 32, "reward": 0}),
     "qwen3_30b_a3b_grpo": Cluster(4, "hybrid", {"actor": 32, "reward": 0}),
+    "qwen3_235b_a22b_grpo": Cluster(16, "hybrid", {"actor": 128, "reward": 0}),
     "llama3_70b_ppo": Cluster(16, "split_collocate", {"actor": 64, "critic": 32, "rollout": 32}),
     "qwen2.5_32b_dapo_16k": Cluster(8, "hybrid", {"actor": 64, "reward": 0}),
     "llama3.1_8b_grpo_128k": Cluster(4, "hybrid", {"actor": 32, "reward": 0}),
 }
 
 
-# A push of its 18,000 tensors takes seconds to plan: commands that plan one are tried with the others.
-MANY_TENSORS = {"qwen3_30b_a3b_grpo"}
+# A push of their 18,000 and 36,000 tensors takes seconds to plan: commands that plan one are tried with the others.
+MANY_TENSORS = {"qwen3_30b_a3b_grpo", "qwen3_235b_a22b_grpo"}
 FEW_TENSORS = [run for run in RUNS if run not in MANY_TENSORS]
 
-# Parameters, as the model cards say: 7.61B, 8.03B, 32.5B, 32.8B, 30.5B, 70.6B. A model's own file would say so to the element.
+# Parameters, as the model cards say: 7.61B, 8.03B, 32.5B, 32.8B, 30.5B, 235B, 70.6B. A model's own file would say so to the element.
 NUM_PARAMETERS = {
     "Qwen2.5-7B-Instruct": 7_615_616_512,
     "Llama-3.1-8B-Instruct": 8_030_261_248,
     "Qwen2.5-32B": 32_763_876_352,
     "Qwen3-32B": 32_762_123_264,
     "Qwen3-30B-A3B": 30_532_122_624,
+    "Qwen3-235B-A22B": 235_093_634_560,
     "Meta-Llama-3-70B-Instruct": 70_553_706_496,
 }
 
-NUM_EXPERT_PARAMETERS = {"Qwen3-30B-A3B": 48 * 128 * 3 * 2048 * 768}
+NUM_EXPERT_PARAMETERS = {"Qwen3-30B-A3B": 48 * 128 * 3 * 2048 * 768, "Qwen3-235B-A22B": 94 * 128 * 3 * 4096 * 1536}
 
 
 @pytest.fixture(autouse=True)
@@ -125,9 +128,12 @@ def test_check_finds_nothing_wrong_and_every_device_within_its_budget(run: str, 
 
 @pytest.mark.parametrize("run", RUNS)
 def test_weights_do_not_go_through_files(run: str) -> None:
-    """Engines beside trainers get them there, others over the network; all engines get all of the model."""
+    """Engines beside trainers get them there, others over the network; all engines get all of the model. Of models with experts four
+    layers, for the sake of time."""
     config = load(run)
     plan, policy = plan_placement(config), read_architectures(config)[0]["actor"]
+    if policy.experts is not None:
+        policy = replace(policy, num_hidden_layers=4, experts=replace(policy.experts, layers=tuple(range(4))))
     assert choose_transport(config, plan) is (Transport.device if RUNS[run].strategy == "hybrid" else Transport.group)
     assert (forecast := forecast_weights(config, plan, policy)) is not None
     num_replicas, size = config.rollout.num_replicas, 2 * num_parameters(policy)
@@ -191,6 +197,21 @@ def test_plan_puts_tensor_parallel_groups_and_engines_inside_a_node(run: str, ca
     assert {len(engine.devices) for engine in engines} == {config.rollout.tensor_parallel_size}
     assert len({(engine.node, engine.devices) for engine in engines}) == config.rollout.num_replicas
     assert all(process.node < RUNS[run].nodes for process in plan.processes)
+
+
+@pytest.mark.parametrize(
+    ("layout", "gib"),
+    [
+        (["data_parallel_size=2"], "78.7"),  # each expert once, the rest twice
+        (["data_parallel_size=1", "pipeline_parallel_size=2", "expert_parallel_size=4"], "77.6"),  # everything once
+    ],
+)
+def test_experts_of_30_billion_parameters_do_not_train_on_one_node(layout: list[str], gib: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """18 bytes of 30.5 billion parameters are 64 GiB of each of eight devices, and the roots of Adam's moments 13 GiB more."""
+    changes = [f"actor.parallel.{each}" for each in layout]
+    one_node = ["placement.num_nodes=1", "rollout.num_replicas=2", "actor.micro_batch.max_tokens=9216"]
+    assert main(["check", "--fast", path_of("qwen3_30b_a3b_grpo"), *one_node, *changes]) == 2
+    assert f"would hold {gib}" in capsys.readouterr().err
 
 
 def test_longer_responses_are_refused_where_an_engine_has_no_room(capsys: pytest.CaptureFixture[str]) -> None:

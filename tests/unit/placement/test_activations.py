@@ -9,7 +9,7 @@ import pytest
 from megarl.config.roles import model_roles
 from megarl.config.schema import Device, DType, ModelConfig, ParallelConfig, PPOConfig, Recompute, RecomputeModule
 from megarl.placement.activations import WorkingMemory, working_memory
-from megarl.placement.memory import model_state
+from megarl.placement.memory import model_state, second_moments
 from tests.unit.placement.test_memory import QWEN_7B, PlacementStrategy, config
 
 TOKENS, HIDDEN = 4096, 3584  # of a micro-batch, which is two rows of 2,048
@@ -23,7 +23,7 @@ ANGLES = 2048 * 128 * 4
 
 def of_actor(run: PPOConfig) -> WorkingMemory:
     role = model_roles(run)[0]
-    return working_memory(run, role, QWEN_7B, 0, model_state(role, QWEN_7B, run.model.dtype, 0).gradients)
+    return working_memory(run, role, QWEN_7B, 0, second_moments(role, QWEN_7B, 0))
 
 
 def with_recompute(how: Recompute, **settings: object) -> PPOConfig:

@@ -23,10 +23,13 @@ HELD, PEAK = 0.05, 0.10  # how far the plan may be above what is measured
 _COUNTED = 1e-4  # of a peak: numbers and flags that are no state, padding of Megatron's buffers
 
 
-def recompute_modes(role: ModelRole) -> dict[str, list[str]]:
-    """Overrides by name. `full, half`: of the first half of each stage's layers."""
+def recompute_modes(role: ModelRole, *, has_experts: bool) -> dict[str, list[str]]:
+    """Overrides by name. `full, half`: of the first half of each stage's layers. Of a model with experts, whose rehearsal takes as long as
+    there are many, the run's own."""
     if role.optim is None:
         return {FROZEN: []}
+    if has_experts:
+        return {role.recomputation.how.value: []}
     key = f"{role.name}.recompute"
     return {
         "none": [f"{key}=none"],
@@ -53,8 +56,10 @@ class Compared(NamedTuple):
 
 def cases_of(run: str) -> Iterator[Case]:
     """Of a file of `configs/`, on a device that has memory enough for all modes."""
-    for role in model_roles(_load(run, [])):
-        for mode, overrides in recompute_modes(role).items():
+    loaded = _load(run, [])
+    architectures = read_architectures(loaded)[0]
+    for role in model_roles(loaded):
+        for mode, overrides in recompute_modes(role, has_experts=architectures[role.name].experts is not None).items():
             config = _load(run, overrides)
             for rank in distinct_ranks(role.parallel):
                 yield Case(run, role.name, mode, config, rank)
@@ -109,6 +114,11 @@ def problems_of(compared: Iterable[Compared]) -> list[str]:
     ]
 
 
+def measured_most(measured: int, above: float) -> float:
+    """What is left of a small model when its state has gone is less than a page."""
+    return measured * (1 + above) + 4096
+
+
 def beyond_bounds(record: RankRecord, plan: PredictedMemory) -> list[str]:
     """What of the plan is below what was measured, or too far above it."""
     if record.error is not None:
@@ -118,11 +128,11 @@ def beyond_bounds(record: RankRecord, plan: PredictedMemory) -> list[str]:
     for phase in record.phases:
         if phase.name not in plan.peaks:  # a push, whose buffers are the plan's own
             continue
-        sizes = [("peak", phase.peak, plan.peaks[phase.name], PEAK)]
+        # A rehearsal has a few micro-batches of the batch.
+        sizes = [("peak", phase.peak, plan.peaks[phase.name], measured_most(phase.peak, PEAK) + plan.batches.get(phase.name, 0))]
         if phase.name in held:
-            sizes.append(("held", phase.held, held[phase.name], HELD))
-        for name, measured, planned, above in sizes:
-            # What is left of a small model when its state has gone is less than a page.
-            if not measured * (1 - _COUNTED) - 4096 <= planned <= measured * (1 + above) + 4096:
+            sizes.append(("held", phase.held, held[phase.name], measured_most(phase.held, HELD)))
+        for name, measured, planned, most in sizes:
+            if not measured * (1 - _COUNTED) - 4096 <= planned <= most:
                 problems.append(f"{phase.name}: {name} is {measured:,} bytes, in the plan {planned:,} ({planned / measured:.3f})")
     return problems

@@ -69,7 +69,7 @@ def beside_those_of(one: list[Collective], other: list[Collective]) -> list[Coll
     """What `other` has beside the calls of `one`, if it has those in their order; None if not."""
     left, beside = list(one), []
     for call in other:
-        if left and call[:-2] == left[0][:-2]:  # from other lines: it is another linear layer
+        if left and call._replace(place="") == left[0]._replace(place=""):  # from other lines: it is another linear layer
             left.pop(0)
         else:
             beside.append(call)

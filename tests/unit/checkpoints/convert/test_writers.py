@@ -28,7 +28,9 @@ from megarl.checkpoints.convert.source import ModelSource
 from megarl.checkpoints.convert.streaming import Progress, no_progress
 from megarl.checkpoints.role_folder import Layout, read_manifest
 from megarl.checkpoints.torch_dist import read_chunk, read_index
+from megarl.config.architecture import read_architecture
 from megarl.config.errors import CheckpointError
+from megarl.config.shipped import CONFIGS_DIR
 from tests.unit.checkpoints.convert.test_source import everything, stacked
 from tests.unit.weights.models import VOCAB, architecture_of, config_of, random_model, save, stored_state
 
@@ -73,6 +75,33 @@ def test_there_and_back_is_the_same_to_the_bit(family: str, tied: bool, tmp_path
     loaded, info = AutoModelForCausalLM.from_pretrained(back, output_loading_info=True, dtype="auto")
     assert not any(info.values())
     assert same(loaded.state_dict(), model.state_dict())
+
+
+def test_a_published_configuration_with_experts_at_reduced_width(tmp_path: Path) -> None:
+    """Qwen3-30B-A3B's own config.json: its 128 experts, of which a token meets 8, and its heads, in two layers; by published names."""
+    published = json.loads((CONFIGS_DIR / "models" / "Qwen3-30B-A3B" / "config.json").read_text())
+    narrow = {"hidden_size": 16, "head_dim": 2, "moe_intermediate_size": 4, "intermediate_size": 24}
+    narrow |= {"vocab_size": 199, "num_hidden_layers": 2}
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(published | narrow))
+    shapes = {"model.embed_tokens.weight": (199, 16), "model.norm.weight": (16,), "lm_head.weight": (199, 16)}
+    of_layer = {"input_layernorm": (16,), "post_attention_layernorm": (16,), "mlp.gate": (128, 16)}
+    of_layer |= {f"self_attn.{name}_proj": (rows, 16) for name, rows in (("q", 64), ("k", 8), ("v", 8))}
+    of_layer |= {"self_attn.o_proj": (16, 64), "self_attn.q_norm": (2,), "self_attn.k_norm": (2,)}
+    for expert in range(128):
+        of_layer |= {f"mlp.experts.{expert}.{name}_proj": shape for name, shape in (("gate", (4, 16)), ("up", (4, 16)), ("down", (16, 4)))}
+    shapes |= {f"model.layers.{layer}.{name}.weight": shape for layer in range(2) for name, shape in of_layer.items()}
+    generator = torch.Generator().manual_seed(0)
+    weights = {name: torch.randn(shape, generator=generator).bfloat16() for name, shape in shapes.items()}
+    save_file(weights, tmp_path / "hf" / "model.safetensors")
+
+    write_distributed(open_model(tmp_path / "hf"), tmp_path / "megatron", layout_of(2, 2))
+    experts = read_index(tmp_path / "megatron").tensors["decoder.layers.mlp.experts.experts.linear_fc1.weight"]
+    assert tuple(experts.shape) == (2, 128, 8, 16)
+    write_hugging_face(open_model(tmp_path / "megatron"), tmp_path / "back")
+    assert same(everything(open_model(tmp_path / "back")), weights)
+    assert read_architecture(str(tmp_path / "back")) == read_architecture(str(tmp_path / "hf"))
+    assert json.loads((tmp_path / "back" / "config.json").read_text())["num_experts"] == 128
 
 
 def test_what_is_written_is_what_slow_loops_make(tmp_path: Path) -> None:

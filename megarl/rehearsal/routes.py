@@ -1,0 +1,24 @@
+"""Which experts the tokens of a rehearsal go to: in a run the router's numbers decide it, and rehearsed devices have none."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megarl.config.architecture import Experts
+
+
+def even_routes(num_tokens: int, experts: Experts) -> Tensor:
+    """(T, K) integers, the K experts of each token: each expert has as many tokens as another, or one more."""
+    chosen = experts.num_experts_per_tok
+    return torch.arange(num_tokens * chosen).view(num_tokens, chosen) % experts.num_experts
+
+
+def uneven_routes(num_tokens: int, experts: Experts) -> Tensor:
+    """As `even_routes`, but for expert 0, which has twice its share of the tokens, or all of them."""
+    chosen, others = experts.num_experts_per_tok, experts.num_experts - 1
+    crowd = min(num_tokens, 2 * num_tokens * chosen // experts.num_experts)
+    rest = 1 + torch.arange(num_tokens * chosen - crowd) % others
+    first, second = rest.split([crowd * (chosen - 1), (num_tokens - crowd) * chosen])
+    with_crowded = torch.cat([torch.zeros(crowd, 1, dtype=torch.int64), first.view(crowd, chosen - 1)], dim=1)
+    return torch.cat([with_crowded, second.view(num_tokens - crowd, chosen)])

@@ -1,0 +1,89 @@
+"""Models with experts: every rank of a small layout, and one of Qwen3-30B-A3B's with two of its layers beside the plan."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from megarl.config.architecture import read_architecture
+from megarl.config.roles import model_roles
+from megarl.config.schema import ParallelConfig, PPOConfig, Recompute
+from megarl.config.shipped import CONFIGS_DIR
+from megarl.rehearsal.prediction import predicted_memory
+from megarl.rehearsal.processes import rehearse_ranks
+from megarl.rehearsal.ranks import hangs, rounded_sums
+from megarl.rehearsal.record import PhaseRecord, RankRecord
+from tests.unit.rehearsal.memory_cases import beyond_bounds
+from tests.unit.rehearsal.runs import TINY, TOKENS, ppo, requests, save_config
+
+pytestmark = pytest.mark.usefixtures("warm_rehearsals")
+
+EXPERTS = {
+    "model_type": "qwen3_moe",
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "head_dim": 16,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+}
+SMALL = ParallelConfig(
+    tensor_parallel_size=2, data_parallel_size=2, sequence_parallel=True, expert_parallel_size=2, expert_tensor_parallel_size=1
+)
+LARGE = replace(SMALL, tensor_parallel_size=4, data_parallel_size=8, expert_parallel_size=8)
+MICRO_BATCHES, LAYERS, HIDDEN = 2, 2, 64
+
+
+@pytest.fixture(scope="module")
+def configs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, PPOConfig]:
+    root = tmp_path_factory.mktemp("models")
+    published = json.loads((CONFIGS_DIR / "models" / "Qwen3-30B-A3B" / "config.json").read_text())
+    large = save_config(root / "large", published | {"num_hidden_layers": 2})
+    return {
+        "small": ppo(save_config(root / "small", TINY | EXPERTS), SMALL),
+        "none": ppo(large, LARGE, prompt=1024, response=8192, max_tokens=18432),
+        "full": ppo(large, LARGE, prompt=1024, response=8192, max_tokens=18432, recompute=Recompute.full),
+    }
+
+
+@pytest.fixture(scope="module")
+def records(configs: dict[str, PPOConfig]) -> dict[str, list[RankRecord]]:
+    ranks = {"small": [0, 1, 2, 3], "none": [0], "full": [0]}
+    found = list(rehearse_ranks((each for name in ranks for each in requests(configs[name], ranks[name])), 1))
+    return {name: [found.pop(0) for _ in some] for name, some in ranks.items()}
+
+
+def phases(records: list[RankRecord], name: str) -> Iterator[PhaseRecord]:
+    for record in records:
+        yield next(phase for phase in record.phases if phase.name == name)
+
+
+def test_no_mistake_is_found(records: dict[str, list[RankRecord]]) -> None:
+    for ranks in records.values():
+        assert [record.error for record in ranks] == [None] * len(ranks)
+        assert hangs(ranks) == []
+        assert rounded_sums(ranks) == []
+
+
+def test_tokens_go_to_experts_and_come_back(records: dict[str, list[RankRecord]]) -> None:
+    """Of 512 tokens a rank has half, each of which meets two experts: with even routes half of those 512 go to each rank, with their
+    weights, and come back. In uneven routes expert 0 has 128 tokens, twice its share, and 384 are left for seven others."""
+    sent = TOKENS // 2 * 2
+    for name, numbers in (("score", (256, 256)), ("score, uneven", (293, 219))):
+        for phase in phases(records["small"], name):
+            calls = [call for call in phase.collectives if call.kind == "all_to_all"]
+            assert len(calls) == MICRO_BATCHES * LAYERS * 3
+            out = [call.sent for call in calls if call.dtype == "bfloat16"][::2]
+            assert set(out) == {tuple(number * HIDDEN for number in numbers)}
+            assert {call.sent for call in calls if call.dtype == "float32"} == {numbers}
+            assert sum(numbers) == sent
+
+
+@pytest.mark.parametrize("mode", ["none", "full"])
+def test_the_plan_of_memory_is_near_and_never_below(mode: str, records: dict[str, list[RankRecord]], configs: dict[str, PPOConfig]) -> None:
+    (role,) = [role for role in model_roles(configs[mode]) if role.name == "actor"]
+    plan = predicted_memory(configs[mode], role, read_architecture(configs[mode].model.path), 0)
+    assert {"score, uneven", "train, uneven"} < plan.peaks.keys()
+    assert beyond_bounds(records[mode][0], plan) == []

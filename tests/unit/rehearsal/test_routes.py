@@ -1,0 +1,38 @@
+"""Where tokens of a rehearsal go: to as many experts as a router takes, each once, evenly or to one twice as often."""
+
+from __future__ import annotations
+
+import pytest
+from torch import Tensor
+
+from megarl.config.architecture import Experts
+from megarl.rehearsal.routes import even_routes, uneven_routes
+
+
+def experts(number: int, chosen: int) -> Experts:
+    return Experts(
+        num_experts=number,
+        num_experts_per_tok=chosen,
+        intermediate_size=1,
+        shared_intermediate_size=0,
+        norm_topk_prob=True,
+        layers=(0,),
+    )
+
+
+def counts(routes: Tensor, number: int) -> list[int]:
+    """Tokens of each expert."""
+    assert all(len(set(row)) == len(row) for row in routes.tolist())  # a token meets an expert once
+    return [int((routes == expert).sum()) for expert in range(number)]
+
+
+@pytest.mark.parametrize(("tokens", "number", "chosen"), [(12, 6, 2), (128, 128, 8), (5, 4, 4), (7, 3, 2), (1, 8, 2)])
+def test_routes(tokens: int, number: int, chosen: int) -> None:
+    share = tokens * chosen / number
+    even = counts(even_routes(tokens, experts(number, chosen)), number)
+    assert sum(even) == tokens * chosen
+    assert max(even) - min(even) <= 1
+    uneven = counts(uneven_routes(tokens, experts(number, chosen)), number)
+    assert sum(uneven) == tokens * chosen
+    assert uneven[0] == min(tokens, int(2 * share))
+    assert max(uneven[1:]) - min(uneven[1:]) <= 1
