@@ -10,12 +10,14 @@ import re
 from itertools import groupby
 from pathlib import Path
 
+from megarl.rehearsal.prediction import UNEVEN
 from tests.failure_pages import WRITE
 from tests.unit.rehearsal.memory_cases import CONFIGS, Compared, cases_of, problems_of, rehearse_cases
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "memory.md"
 _TABLES = re.compile(r"(?<=<!-- tables: made by tests/soak/test_rehearsed_memory.py -->\n).*", re.DOTALL)
 _PHASES = ("score", "train", "step")
+_UNEVEN = tuple(f"{name}{UNEVEN}" for name in ("score", "train"))  # of models with experts
 
 
 def test_the_plan_is_near_and_never_below() -> None:
@@ -32,16 +34,17 @@ def test_the_plan_is_near_and_never_below() -> None:
 
 def _table(run: str, compared: list[Compared]) -> str:
     unit, size = ("MiB", 2**20) if run.startswith("quickstart") else ("GiB", 2**30)
+    names = [name for name in (*_PHASES, *_UNEVEN) if name in compared[0].plan.peaks]
     lines = [
         f"### {run}",
         "",
-        f"| role | stage | recompute | state, {unit} | {' | '.join(f'{phase}, {unit}' for phase in _PHASES)} |",
-        f"|---|---|---|{'---|' * (1 + len(_PHASES))}",
+        f"| role | stage | recompute | state, {unit} | {' | '.join(f'{name}, {unit}' for name in names)} |",
+        f"|---|---|---|{'---|' * (1 + len(names))}",
     ]
     for case, record, plan in compared:
         phases = {phase.name: phase for phase in record.phases}
         cells = [_cell(phases["build"].held, plan.held, size)]
-        cells += [_cell(phases[name].peak, plan.peaks[name], size) if name in phases else "" for name in _PHASES]
+        cells += [_cell(phases[name].peak, plan.peaks[name], size) if name in phases else "" for name in names]
         lines.append(f"| {case.role} | {record.pipeline_rank} | {case.mode} | {' | '.join(cells)} |")
     return "\n".join([*lines, ""])
 
