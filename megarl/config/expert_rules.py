@@ -7,7 +7,7 @@ from dataclasses import fields
 
 from megarl.config.architecture import Architecture
 from megarl.config.roles import ModelRole, scores_in_update
-from megarl.config.schema import ParallelConfig, PPOConfig, RolloutEngineKind, RoutingReplay, SFTConfig
+from megarl.config.schema import OnUpdate, ParallelConfig, PPOConfig, RolloutEngineKind, RoutingReplay, SFTConfig
 from megarl.config.violation import Violation, Violations, either, nearest_divisors
 
 _ENGINE_KEY = "rollout.expert_parallel_size"
@@ -154,11 +154,11 @@ def _routes_of_engine(config: PPOConfig) -> Violations:
             (_REPLAY, "rollout.engine"),
             f"is rollout, but the engine {engine.name!r} does not say its routes; use the engine {others}, or off",
         )
-    if config.rollout.max_staleness:
+    if config.rollout.max_staleness and config.rollout.on_update is OnUpdate.go_on:
         yield Violation(
-            (_REPLAY, "rollout.max_staleness"),
+            (_REPLAY, "rollout.max_staleness", "rollout.on_update"),
             f"is rollout, but with max_staleness {config.rollout.max_staleness} samples go on under new weights, which route what stands "
-            "anew: the routes that come back are not those of the log-probs; use max_staleness=0, or trainer",
+            "anew: the routes that come back are not those of the log-probs; use on_update=drain, max_staleness=0, or trainer",
         )
     if config.agent.is_used:
         yield Violation(

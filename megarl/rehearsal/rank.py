@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -20,7 +21,7 @@ from megarl.config.architecture import Architecture
 from megarl.config.derive import fullest_micro_batch
 from megarl.config.load import with_dtype
 from megarl.config.roles import ModelRole, model_roles, needs_sum_pi_squared
-from megarl.config.schema import Device, PPOConfig, SFTConfig
+from megarl.config.schema import Device, PPOConfig, RoutingReplay, SFTConfig
 from megarl.config.validate import read_architectures
 from megarl.engine import platform
 from megarl.engine.offload import StatePart
@@ -128,7 +129,8 @@ class _Rehearsal:
                 check_parameters(self.parameters(), shard_shapes(self.spec.architecture, self.layout, self.spec.head))
 
         end = self._ledger.end_phase
-        spec = spec_of(self._config, self._role, self._architecture, Device.cuda)
+        own_routes = replace(self._config.engine, routing_replay=RoutingReplay.off)  # those of a batch are values, which there are none of
+        spec = spec_of(replace(self._config, engine=own_routes), self._role, self._architecture, Device.cuda)
         engine = RehearsedEngine(spec, groups.initialize(spec.parallel, spec.seed))
         self.num_parameters = sum(parameter.numel() for parameter in engine.parameters().values())
         yield end("build")

@@ -13,6 +13,7 @@ from megarl.agents.protocol import CallErrorKind
 from megarl.agents.trajectory import Author, EpisodeEnd, Segment, Trajectory
 from megarl.batch.data_proto import DataProto
 from megarl.batch.ragged import Column, RaggedTensor
+from megarl.batch.token_rows import ROUTED_EXPERTS
 from megarl.rollout.interface import Sample, VersionSpan
 
 Written = Sample | Trajectory
@@ -45,6 +46,7 @@ def to_bytes(groups: Sequence[FinishedGroup]) -> bytes:
     arrays: dict[str, list] = {"uid": [group.uid for group, _ in rows]}
     if samples := [sample for sample in written if isinstance(sample, Sample)]:
         arrays["finish_reason"] = [sample.finish_reason for sample in samples]
+        tensors |= route_column(samples)
     else:
         episodes = [sample for sample in written if isinstance(sample, Trajectory)]
         tensors["is_model"] = RaggedTensor.of_rows([episode.mask for episode in episodes], torch.bool)
@@ -54,6 +56,14 @@ def to_bytes(groups: Sequence[FinishedGroup]) -> bytes:
         arrays["call_errors"] = [{kind.value: count for kind, count in episode.call_errors.items()} for episode in episodes]
         arrays["tool_s"] = [episode.tool_s for episode in episodes]
     return DataProto.from_dict(tensors, arrays).to_bytes()
+
+
+def route_column(samples: Sequence[Sample]) -> dict[str, RaggedTensor]:
+    """ROUTED_EXPERTS, where samples have routes: all or none of them."""
+    routes = [sample.routed_experts for sample in samples if sample.routed_experts is not None]
+    if not routes:
+        return {}
+    return {ROUTED_EXPERTS: RaggedTensor.of_rows(routes, torch.from_numpy(np.empty(0, routes[0].dtype)).dtype)}
 
 
 def from_bytes(data: bytes) -> dict[str, FinishedGroup]:
@@ -79,9 +89,11 @@ def _tokens(rows: DataProto, *keys: str) -> Iterator[tuple[np.ndarray, ...]]:
 def _samples(rows: DataProto) -> list[Sample]:
     samples = []
     reasons = rows.non_tensor_batch["finish_reason"]
-    for (ids, log_probs, versions), reason in zip(_tokens(rows, *_OF_TOKENS), reasons, strict=True):
+    routes = [routes for (routes,) in _tokens(rows, ROUTED_EXPERTS)] if ROUTED_EXPERTS in rows.ragged else [None] * len(rows)
+    for (ids, log_probs, versions), reason, experts in zip(_tokens(rows, *_OF_TOKENS), reasons, routes, strict=True):
         ends = [*(np.flatnonzero(np.diff(versions)) + 1).tolist(), len(versions)]
-        samples.append(Sample(ids, log_probs, reason, tuple(VersionSpan(int(versions[end - 1]), end) for end in ends)))
+        spans = tuple(VersionSpan(int(versions[end - 1]), end) for end in ends)
+        samples.append(Sample(ids, log_probs, reason, spans, experts))
     return samples
 
 

@@ -12,10 +12,10 @@ import torch
 
 from megarl.batch.data_proto import DataProto
 from megarl.batch.ragged import RaggedTensor
-from megarl.batch.token_rows import ROUTED_EXPERTS, with_prompt_rows
+from megarl.batch.token_rows import with_prompt_rows
 from megarl.config.schema import SamplingConfig
 from megarl.controller.group import RoleGroup
-from megarl.roles.finished_groups import Written
+from megarl.roles.finished_groups import Written, route_column
 from megarl.roles.pump import EngineFaultError, GiveUp, Pump, PumpTotals, ReplicaState, RequestState, RolloutLimits
 from megarl.roles.replicas import Alone, Replicas
 from megarl.roles.weights import RolloutWeights
@@ -94,7 +94,7 @@ class Rollout:
         """B = prompts x n rows, the samples of a prompt side by side: the prompts' columns (see with_prompt_rows), and as rows of tokens
         `responses`, `response_mask`, `rollout_log_probs` and `token_versions` (int32, the weights that drew a token, -1 where the model
         wrote none), and the arrays `weight_version` (the oldest that wrote a sample) and `finish_reason` (B,). The meta information has
-        `weight_version`: of the weights that were sent last. Where the engines are asked for it, also ROUTED_EXPERTS.
+        `weight_version`: of the weights that were sent last. Where the engines are asked for it, also `routed_experts`.
 
         scoring: begins with the prompts whose samples are there while those of others are written.
         The same prompts, weights, seed, step and generation (a step may have several) give the same samples, however many replicas there
@@ -238,9 +238,8 @@ def batch_of_samples(prompts: DataProto, samples: Sequence[Sample], version: int
         "response_mask": RaggedTensor.constant(True, responses.lengths, torch.bool),
         "rollout_log_probs": RaggedTensor.of_rows([sample.log_probs for sample in samples], torch.float32),
         "token_versions": _token_versions(samples, responses.lengths),
+        **route_column(samples),
     }
-    if routes := [sample.routed_experts for sample in samples if sample.routed_experts is not None]:
-        tensors[ROUTED_EXPERTS] = RaggedTensor.of_rows(routes, torch.from_numpy(np.empty(0, routes[0].dtype)).dtype)
     arrays: dict[str, list] = {
         "weight_version": [min(sample.weight_versions) for sample in samples],
         "finish_reason": [sample.finish_reason for sample in samples],

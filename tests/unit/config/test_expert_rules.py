@@ -20,6 +20,7 @@ EXPERTS = {
     "moe_intermediate_size": 24,
     "shared_expert_intermediate_size": 40,
 }
+_AHEAD = ("rollout.max_staleness=1", "placement.strategy=split_collocate", "algorithm.rollout_correction.level=token")
 _EP, _ETP = "actor.parallel.expert_parallel_size", "actor.parallel.expert_tensor_parallel_size"
 
 
@@ -43,6 +44,8 @@ def test_good_layouts_have_none(ppo: str) -> None:
     for overrides in ([], [f"{_EP}=4"], [f"{_EP}=2", f"{_ETP}=2"], [f"{_ETP}=4"]):
         assert violations(ppo, *overrides) == []
     assert violations(ppo, "rollout.tensor_parallel_size=4", "rollout.expert_parallel_size=2") == []
+    assert violations(ppo, "engine.routing_replay=rollout", *_AHEAD, "rollout.on_update=drain") == []
+    assert violations(ppo, "engine.routing_replay=trainer") == []
 
 
 @pytest.mark.parametrize(
@@ -69,11 +72,8 @@ def test_good_layouts_have_none(ppo: str) -> None:
         ),
         (["engine.routing_replay=rollout", "engine.packing=false"], "is rollout, which needs rows that are packed"),
         (
-            [
-                "engine.routing_replay=rollout",
-                *("rollout.max_staleness=1", "placement.strategy=split_collocate", "algorithm.rollout_correction.level=token"),
-            ],
-            "engine.routing_replay, rollout.max_staleness: is rollout, but with max_staleness 1 samples go on under new weights",
+            ["engine.routing_replay=rollout", *_AHEAD],
+            "rollout.max_staleness, rollout.on_update: is rollout, but with max_staleness 1 samples go on under new weights",
         ),
         (
             ["engine.routing_replay=rollout", f"agent.environment.path={__file__}"],

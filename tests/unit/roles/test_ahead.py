@@ -278,6 +278,8 @@ def test_a_run_that_goes_on_trains_the_same_prompts_and_generates_nothing_twice(
     with pytest.raises(ValueError, match="is corrupt"):
         from_bytes(to_bytes(groups)[:-1])
     assert str(list(stored.values())) == str(groups)
+    routed = groups[0]._replace(samples=[sample._replace(routed_experts=np.arange(6, dtype=np.uint8)) for sample in groups[0].samples])
+    assert str(list(from_bytes(to_bytes([routed])).values())) == str([routed])
     with scene(2, 10, OnUpdate.drain, position=position, next_step=5, version=version) as other:
         other.ahead.restore(stored)
         after = train(other, range(5, 11))

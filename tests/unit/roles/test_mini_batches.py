@@ -28,7 +28,7 @@ from megarl.config.schema import (
     RolloutCorrectionConfig,
 )
 from megarl.roles.checks import FirstRatioGate
-from megarl.roles.models import Actor, MegatronRole, UpdatePlan, actor_rows
+from megarl.roles.models import Actor, MegatronRole, UpdatePlan, _restored, actor_rows
 from megarl.workers.megatron import MICRO_BATCHES, ActorWorker, Loss
 from tests.unit.engine.models import make_batch
 from tests.unit.roles.test_checks import first_update
@@ -107,6 +107,7 @@ def test_parts_have_what_the_role_reads_without_padding() -> None:
     )
     for part, rank in zip(parts, plan.ranks, strict=True):
         assert part.ragged[ROUTED_EXPERTS] == routes.select(torch.tensor(rank.rows))
+    assert _restored([part.select([ROUTED_EXPERTS]) for part in parts], plan, batch, {}).ragged[ROUTED_EXPERTS] == routes
     with pytest.raises(ValueError, match=r"'score' is not of the batch's responses: a tensor of shape \(5,\) does not hold 5 rows"):
         role(ParallelConfig(), 2)._split(batch, ("score",))
 
