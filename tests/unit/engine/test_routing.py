@@ -151,6 +151,18 @@ def run_engine(parallel: ParallelConfig, folder: str, batch: Tensors, routes: li
     column = RaggedTensor.of_rows([chosen[row] for row in rows], route_dtype(8))
     given = RaggedTensor.of_rows([routes[row] for row in rows], route_dtype(8))
     again, by_given = {**part, ROUTED_EXPERTS: column}, {**part, ROUTED_EXPERTS: given}
+    cut = RaggedTensor.packed_rows(given.flat(), given.lengths - 1)
+    for engine, columns, said in (
+        (replaying, part, r"no routed_experts, which actor\.old_log_probs\(batch, step\) gives"),
+        (
+            replaying,
+            {**part, ROUTED_EXPERTS: cut},
+            r"row \d+ of the batch: routed_experts has \d+ numbers of torch\.uint8, but its \d+ tokens",
+        ),
+        (plain, again, r"has routed_experts, but engine\.routing_replay is off"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            engine.forward_backward(columns, micro_batches, weighted_sum(("log_probs",)))
     return Replayed(
         own=own,
         again=outputs(replaying, again),
