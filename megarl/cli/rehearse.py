@@ -19,7 +19,7 @@ from megarl.config.architecture import Architecture
 from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
 from megarl.config.roles import ModelRole, model_roles
-from megarl.config.schema import Device, DType, Layers, ParallelConfig, PPOConfig, SFTConfig
+from megarl.config.schema import Device, DType, Layers, ParallelConfig, PPOConfig, RoutingReplay, SFTConfig
 from megarl.config.validate import read_architectures, validate
 from megarl.doctor.checked_config import find_inputs
 from megarl.placement.plan import plan_placement
@@ -64,7 +64,8 @@ def run(
     console = Console()
     records: list[RankRecord] = []
     with ProgressBar("rehearsed", len(numbers), console) as bar:
-        local = replace(config, engine=replace(config.engine, layers=Layers.local))
+        # Routes are given, whoever chose them first.
+        local = replace(config, engine=replace(config.engine, layers=Layers.local, routing_replay=RoutingReplay.off))
         pushes = _pushes(config, role, architectures)
         requests = [RankRequest(local, role.name, rank, num_micro_batches, pushes.get(rank)) for rank in numbers]
         for record in rehearse_ranks(requests, num_processes=len(os.sched_getaffinity(0))):

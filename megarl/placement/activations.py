@@ -135,13 +135,13 @@ class _Work:
     def stays(self, trains: bool) -> int:
         """Megatron's buffer for tokens that sequence parallelism gathers where weights train, what a (virtual) stage received last: a
         micro-batch, and the gradient that it gave back; its angles of the longest row; and of models with experts how often each token
-        counts, and what routers counted."""
+        counts, and what routers that train counted."""
         tokens = max(self._tokens(trains), self._tokens(trains=False))
         gathered = self._widths.whole * self._parallel.sequence_parallel * trains
         chunks = self._parallel.virtual_pipeline_parallel_size or 1
         received = self._widths.part * (1 + trains) * (chunks - self._is_first)
         angles = chunks * self._longest * self._architecture.head_dim * _FLOAT32
-        counted = 8 * tokens + 2 * 8 * self._architecture.num_hidden_layers * self._architecture.num_experts
+        counted = 8 * tokens + 2 * 8 * self._architecture.num_hidden_layers * self._architecture.num_experts * trains
         return tokens * (gathered + received) * self._element + angles + counted * (self._architecture.experts is not None)
 
     def score(self) -> int:
