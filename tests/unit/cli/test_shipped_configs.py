@@ -10,7 +10,7 @@ import pytest
 
 from megarl.cli.main import main
 from megarl.config.architecture import read_architecture
-from megarl.config.derive import num_parameters
+from megarl.config.derive import num_active_parameters, num_parameters
 from megarl.config.schema import PPOConfig, Transport
 from megarl.config.shipped import CONFIGS_DIR
 from megarl.config.validate import read_architectures
@@ -46,7 +46,8 @@ RUNS = {
 
 
 # A push of their 18,000 and 36,000 tensors takes seconds to plan: commands that plan one are tried with the others.
-MANY_TENSORS = {"qwen3_30b_a3b_grpo", "qwen3_235b_a22b_grpo"}
+LARGEST = "qwen3_235b_a22b_grpo"
+MANY_TENSORS = {"qwen3_30b_a3b_grpo", LARGEST}
 FEW_TENSORS = [run for run in RUNS if run not in MANY_TENSORS]
 
 # Parameters, as the model cards say: 7.61B, 8.03B, 32.5B, 32.8B, 30.5B, 235B, 70.6B. A model's own file would say so to the element.
@@ -92,6 +93,8 @@ def peaks_gib(config: PPOConfig) -> dict[str, float]:
 
 def test_the_published_models_have_the_parameters_of_their_cards() -> None:
     assert {model: num_parameters(read_architecture(str(CONFIGS_DIR / "models" / model))) for model in NUM_PARAMETERS} == NUM_PARAMETERS
+    active = {model: num_active_parameters(read_architecture(str(CONFIGS_DIR / "models" / model))) for model in NUM_EXPERT_PARAMETERS}
+    assert {model: number // 10**8 for model, number in active.items()} == {"Qwen3-30B-A3B": 33, "Qwen3-235B-A22B": 221}
 
 
 def test_every_configuration_is_tested_here_or_with_the_quickstart() -> None:
@@ -114,14 +117,15 @@ def test_neither_model_nor_data_need_to_be_here(
 
 @pytest.mark.parametrize("run", RUNS)
 def test_check_finds_nothing_wrong_and_every_device_within_its_budget(run: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["check", "--fast", path_of(run)]) == 0
-    out, err = capsys.readouterr()
-    assert err == ""
     config = load(run)
     nodes, strategy, pools = RUNS[run]
-    assert f"Placement: {strategy} on {nodes} x 8 devices" in out
+    if run != LARGEST:
+        assert main(["check", "--fast", path_of(run)]) == 0
+        out, err = capsys.readouterr()
+        assert err == ""
+        assert f"Placement: {strategy} on {nodes} x 8 devices" in out
     plan = plan_placement(config)
-    assert plan.pools == pools
+    assert (plan.strategy.value, plan.pools) == (strategy, pools)
     assert sum(pools.values()) == nodes * 8  # none is idle
     assert config.placement.device_memory_gb == 72
 
@@ -148,7 +152,7 @@ def test_the_head_of_a_file_says_the_memory_that_it_takes(run: str) -> None:
     assert f"# Memory, GiB of the fullest device: {said}.\n" in (CONFIGS_DIR.parent / path_of(run)).read_text()
 
 
-@pytest.mark.parametrize("run", [run for run in RUNS if run != "qwen3_235b_a22b_grpo"])  # whose engines take more than half of a device
+@pytest.mark.parametrize("run", [run for run in RUNS if run != LARGEST])  # whose engines take more than half of a device
 def test_a_device_that_is_a_little_too_small_is_refused(run: str, capsys: pytest.CaptureFixture[str]) -> None:
     """What fits is refused where the fullest device has a quarter of a GiB less; an engine's share stays as it was, but where it has the
     device for itself: there it is half, and what trains does not fit."""
