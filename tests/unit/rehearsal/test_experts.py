@@ -46,7 +46,7 @@ def configs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, PPOConfig]:
     large = save_config(root / "large", published | {"num_hidden_layers": 2})
     return {
         "small": ppo(save_config(root / "small", TINY | EXPERTS), SMALL),
-        "large": ppo(large, LARGE, prompt=1024, response=8192, max_tokens=18432),
+        "large": ppo(large, LARGE, prompt=8192, response=1024, max_tokens=18432),
     }
 
 
