@@ -184,6 +184,8 @@ class Generating:
 
 
 class Weights:
+    def await_actor(self) -> None: ...
+
     def push(self) -> None: ...
 
     def drain_metrics(self) -> dict[str, float]:
