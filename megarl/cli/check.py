@@ -16,7 +16,7 @@ from megarl.placement.plan import plan_placement
 
 def run(config_path: str, overrides: Sequence[str], schema: type[PPOConfig] | type[SFTConfig] = PPOConfig, fast: bool = False) -> int:
     """Prints models, arithmetic and placement of a good configuration; 0. Raises ConfigError for any other. fast: of the files that a run
-    reads only `config.json`s are looked into."""
+    reads only `config.json`s are looked into, and no push of weights is planned."""
     if fast:
         (config, absent), warnings = load_checked_anywhere(schema, config_path, overrides), list[str]()
     else:
@@ -24,7 +24,7 @@ def run(config_path: str, overrides: Sequence[str], schema: type[PPOConfig] | ty
 
         config, absent, warnings = load_examined_anywhere(schema, config_path, overrides)
     console = Console()
-    print_run(config, console)
+    print_run(config, console, with_push=not fast)
     for warning in warnings:
         console.print(f"warning: {warning}", style="yellow", soft_wrap=True, highlight=False, markup=False)
     plan = plan_placement(config)

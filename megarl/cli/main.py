@@ -130,7 +130,9 @@ def _parser() -> argparse.ArgumentParser:
     for command in (train, sft):
         command.add_argument("--verbose", action="store_true", help="print all that is known before the run starts, as `megarl check` does")
     check = _add_run(commands, "check", "find every error in a configuration, and print what the run would do", _start_check)
-    check.add_argument("--fast", action="store_true", help="in a second: without tokenizers, data, weights and reward functions")
+    check.add_argument(
+        "--fast", action="store_true", help="in a second: without tokenizers, data, weights, reward functions and the plan of a push"
+    )
     plan = _add_run(commands, "plan", "print, and draw, where each role would run and what each device would hold", _start_plan)
     plan.add_argument("--output", metavar="FILE", help="draw it to a .svg or .png")
     plan.add_argument("--simulate", action="store_true", help="step time and idleness, for several max_staleness and splits of the devices")

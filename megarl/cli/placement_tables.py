@@ -25,14 +25,15 @@ _MOST_ROWS = 64  # processes of a group beyond which it is one row
 
 
 def print_placement(
-    config: PPOConfig | SFTConfig, plan: PlacementPlan, architectures: Mapping[str, Architecture], console: Console
+    config: PPOConfig | SFTConfig, plan: PlacementPlan, architectures: Mapping[str, Architecture], console: Console, with_push: bool = True
 ) -> None:
-    """Warns where devices have too little memory and the configuration allows it."""
+    """Warns where devices have too little memory and the configuration allows it. with_push: also what a push of weights takes, whose plan
+    takes seconds for a model with many experts."""
     memory = plan_memory(config, plan, architectures)
     console.print(placement_table(plan, generates_ahead=isinstance(config, PPOConfig) and config.rollout.max_staleness > 0))
     console.print(memory_table(memory))
     console.print(parts_table(memory))
-    if isinstance(config, PPOConfig):
+    if with_push and isinstance(config, PPOConfig):
         console.print(push_table(config, plan, architectures["actor"]))
     if not refuses(config):
         for problem in budget_problems(config, memory):

@@ -37,8 +37,8 @@ from megarl.placement.plan import plan_placement
 BFLOAT16_ON_A_CPU = "most processors compute bfloat16 many times as slowly as float32: on a CPU use model.dtype=float32, or leave it out"
 
 
-def print_run(config: PPOConfig | SFTConfig, console: Console) -> None:
-    """Everything that a run will do, as tables."""
+def print_run(config: PPOConfig | SFTConfig, console: Console, with_push: bool = True) -> None:
+    """Everything that a run will do, as tables. with_push: as in print_placement."""
     architectures, _ = read_architectures(config)
     arithmetic = derive(config, architectures)
     print_models(config, architectures, console)
@@ -52,7 +52,7 @@ def print_run(config: PPOConfig | SFTConfig, console: Console) -> None:
         print_reward(config, architectures, console)
         if config.agent.is_used:
             print_agent(config.agent, console)
-    print_placement(config, plan, architectures, console)
+    print_placement(config, plan, architectures, console, with_push)
     _print_checkpoints(config, architectures, console)
     for warning in warnings_of(config, architectures):
         print_line(console, f"warning: {warning}", style="yellow")

@@ -11,7 +11,7 @@ import random
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -101,7 +101,7 @@ class PendingSave:
             write_index(self._folder, [item for part in parts for item in part], self._common)
             return item_checksums(self._folder, WHOLE_FILES)
 
-        return {item_name(item.stored): item.checksum for item in written} | _on_all_ranks(complete, self._folder)
+        return {item_name(item.stored): item.checksum for item in written} | _on_all_ranks(complete, self._folder, "written")
 
 
 def begin_save(engine: MegatronEngine, folder: Path) -> PendingSave:
@@ -110,7 +110,7 @@ def begin_save(engine: MegatronEngine, folder: Path) -> PendingSave:
     Called by all ranks of the model. Training may go on when it returns. Raises CheckpointError, on all ranks, where the folder cannot
     be made, also where the one that it is to be in has gone: a run's folder that was moved away must not come to be a second time.
     """
-    _on_all_ranks(lambda: folder.mkdir(exist_ok=True) if dist.get_rank() == 0 else None, folder)
+    _on_all_ranks(lambda: folder.mkdir(exist_ok=True) if dist.get_rank() == 0 else None, folder, "written")
     state = engine.training_state()
     common = _common_state(state) if dist.get_rank() == 0 else {}
     return PendingSave(folder, BackgroundWriter(folder / f"__{dist.get_rank()}_0.distcp", list(_host_items(state))), common)
@@ -164,16 +164,16 @@ def load(engine: MegatronEngine, folder: Path) -> None:
     state = engine.training_state()
     offloaded = state.places.offloaded
     engine.restore(*offloaded)
-    index = _on_all_ranks(lambda: _checked_index(folder), folder)
+    index = _on_all_ranks(lambda: _checked_index(folder), folder, "read")
     sharding = sharding_of(state.models, state.groups)
     shards = [*sharding.of_parameters(), *sharding.of_optimizer(state.optimizer.slices())]
-    _on_all_ranks(lambda: _check_shards(index, shards, state.vocab_size), folder)
+    _on_all_ranks(lambda: _check_shards(index, shards, state.vocab_size), folder, "read")
     _check_complete(index, shards)
     for shard in shards:
         shard.view.fill_(float("nan"))
     wanted = {str(number): _sharded_tensor(shard, index.tensors[shard.key]) for number, shard in enumerate(shards)}
     common = dist_checkpointing.load({"shards": wanted}, str(folder), validate_access_integrity=False)
-    _on_all_ranks(lambda: _check_loaded(folder, shards), folder)
+    _on_all_ranks(lambda: _check_loaded(folder, shards), folder, "read")
     state.optimizer.set_counts(StepCounts(**common["step_counts"]))
     _load_random_state(index, state.groups)
     engine.offload(*offloaded)
@@ -246,7 +246,7 @@ def _load_random_state(index: TorchDistIndex, groups: ParallelGroups) -> None:
     set_random_state(state)
 
 
-def _on_all_ranks(action: Callable[[], Result], folder: Path) -> Result:
+def _on_all_ranks(action: Callable[[], Result], folder: Path, done: Literal["read", "written"]) -> Result:
     """What `action` returns here. What it raises of files, on any rank, is raised on every rank."""
     failure = None
     try:
@@ -254,7 +254,7 @@ def _on_all_ranks(action: Callable[[], Result], folder: Path) -> Result:
     except CheckpointError as error:
         failure = str(error)
     except OSError as error:
-        failure = f"{error.filename or folder}: {error.strerror or error}"
+        failure = f"{error.filename or folder}: cannot be {done}: {error.strerror or error}"
     _agree(failure)
     return result  # there is none only with a failure
 

@@ -8,9 +8,11 @@ stream, so that no rank sends or receives more than one message's worth at a tim
 
 from __future__ import annotations
 
+import gc
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
 from math import ceil, prod
@@ -154,8 +156,26 @@ def plan_transfer(
     Raises WeightTransferError that names the tensors of which a target needs elements that no source holds, ValueError where
     `message_numel` is too few for the number of ranks.
     """
+    with _without_collections():
+        return _plan(shapes, sources, targets, message_numel, list(loads or [0] * len(sources)))
+
+
+@contextmanager
+def _without_collections() -> Iterator[None]:
+    """A plan is a million small tuples that stay: to look for garbage among them takes as long as making them."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def _plan(
+    shapes: Mapping[str, Sequence[int]], sources: Sequence[RankBoxes], targets: Sequence[RankBoxes], message_numel: int, loads: list[int]
+) -> TransferPlan:
     by_candidates = _cells(shapes, sources, targets)
-    loads = list(loads or [0] * len(sources))
     parts: dict[tuple[int, int], list[Part]] = defaultdict(list)
     for candidates, cells in sorted(by_candidates.items(), key=lambda item: (len(item[0]), item[0])):
         volume = sum(part.box.volume for _, part in cells)

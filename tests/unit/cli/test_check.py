@@ -55,6 +55,10 @@ def test_a_good_file_prints_models_arithmetic_and_places(
     assert "critic reward 0 reward 0 cpu" in rows
     assert "engine hf rollout.engine" in rows
     assert "replicas 1 x 1 devices devices of their own" in rows
+    assert "good (8 processes, 7 devices)" in out
+    assert "A push of weights" not in out
+    assert main(["plan", ppo]) == 0
+    rows = [" ".join(line.replace("│", " ").split()) for line in capsys.readouterr().out.splitlines()]
     assert "weights by group resharding.transport=auto" in rows
     layer = 2 * 48 * 48 + 2 * 48 * 24 + (48 + 2 * 24) + 3 * 48 * 96 + 2 * 48
     size = 2 * (2 * 101 * 48 + 4 * layer + 48) / 2**20
@@ -62,7 +66,6 @@ def test_a_good_file_prints_models_arithmetic_and_places(
     assert any(row.startswith("a trainer rank gives 0.") and row.endswith(" MiB 4 ranks") for row in rows)
     assert "rounds 1 of at most 512.00 MiB a rank: resharding.bucket_mb=512" in rows
     assert "weights compared first resharding.verify" in rows
-    assert "good (8 processes, 7 devices)" in out
 
 
 def test_at_80_columns_no_word_or_number_is_broken(ppo: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,11 +182,13 @@ def test_engines_on_the_devices_of_the_actor(ppo: str, capsys: pytest.CaptureFix
     assert "engine sglang rollout.engine" in rows
     assert "rollout.sglang: {deterministic: false, mode: engine, server_args: {}}" in rows
     assert "replicas 2 x 2 devices devices shared with actor, reference" in rows
+    assert "actor rollout 1 rollout 0 2, 3" in rows
+    assert "good (9 processes, 6 devices)" in out
+    assert main(["plan", ppo, *overrides]) == 0
+    rows = [" ".join(line.replace("│", " ").split()) for line in capsys.readouterr().out.splitlines()]
     assert "weights by device resharding.transport=auto" in rows
     assert any(row.startswith("of that to other devices 0.") for row in rows)
     assert "rounds 1 of at most 256.00 MiB a rank: resharding.bucket_mb=512, on a CPU less" in rows
-    assert "actor rollout 1 rollout 0 2, 3" in rows
-    assert "good (9 processes, 6 devices)" in out
 
 
 def test_a_file_says_its_kind(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -246,7 +251,7 @@ def test_a_way_for_the_weights_that_does_not_exist(ppo: str, capsys: pytest.Capt
 
 def test_weights_through_files_are_said_to_be(ppo: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")
-    assert main(["check", "--fast", ppo, "resharding.transport=folder", "trainer.output_dir=outputs/far"]) == 0
+    assert main(["plan", ppo, "resharding.transport=folder", "trainer.output_dir=outputs/far"]) == 0
     rows = [" ".join(line.replace("│", " ").split()) for line in capsys.readouterr().out.splitlines()]
     assert "weights by folder resharding.transport=folder" in rows
     assert "through files in trainer.output_dir, which all nodes must see" in rows

@@ -284,5 +284,5 @@ def test_a_save_that_fails(rank_pool: RankPool, folders: dict[str, str], tmp_pat
         f"{tmp_path}/items/__1_0.distcp: cannot be written: No space left on device",
         f"{tmp_path}/index: No space left on device",
         f"{tmp_path}/file: File exists",
-        f"{tmp_path}/gone/actor: No such file or directory",
+        f"{tmp_path}/gone/actor: cannot be written: No such file or directory",
     ]
