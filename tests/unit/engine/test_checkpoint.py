@@ -282,7 +282,7 @@ def test_a_save_that_fails(rank_pool: RankPool, folders: dict[str, str], tmp_pat
     assert ranks[0] == ranks[1]
     assert ranks[0] == [
         f"{tmp_path}/items/__1_0.distcp: cannot be written: No space left on device",
-        f"{tmp_path}/index: No space left on device",
-        f"{tmp_path}/file: File exists",
+        f"{tmp_path}/index: cannot be written: No space left on device",
+        f"{tmp_path}/file: cannot be written: File exists",
         f"{tmp_path}/gone/actor: cannot be written: No such file or directory",
     ]

@@ -18,8 +18,9 @@ def times_in_memory() -> int:
     """That the three parts stand behind each other in this process's memory."""
     first, second, third = (part.encode() for part in PARTS)
     count = 0
-    with open("/proc/self/maps") as maps, open("/proc/self/mem", "rb", buffering=0) as memory:
-        for line in maps:
+    regions = Path("/proc/self/maps").read_text().splitlines()  # at once: what is read makes new ones, which would be read in their turn
+    with open("/proc/self/mem", "rb", buffering=0) as memory:
+        for line in regions:
             begin, end, rights = re.match(r"(\w+)-(\w+) (\S+)", line).groups()
             if rights.startswith("rw"):
                 memory.seek(int(begin, 16))
@@ -40,6 +41,7 @@ def looked(context: SpawnContext) -> tuple[int, list[str], list[str]]:
     here, there = context.Pipe(duplex=False)
     process = context.Process(target=look, args=(there,))
     process.start()
+    there.close()  # so that a process that fails ends the wait
     found = here.recv()
     process.join()
     return found

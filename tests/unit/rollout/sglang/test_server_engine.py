@@ -120,12 +120,14 @@ def test_updates_in_the_middle_show_in_the_versions(changed: SGLangEngine, model
         samples |= dict(changed.collect(1.0))
     goes_on = changed._backend.features.has("begin_weight_update")  # before 0.5.21 what waits for the update starts anew
     assert {(1,), (3,), *([(1, 2, 3)] if goes_on else [])} <= {sample.weight_versions for sample in samples.values()}
+    only_one = []
     for request in planned:
         sample = samples[request.request_id]
         is_by = torch.stack([difference(writer, request.prompt, sample) < 1e-4 for writer in writers.values()])
         versions = torch.from_numpy(sample.token_versions).long()
         assert is_by.gather(0, versions[None] - 1).all()
-        assert (is_by.sum(0) == 1).all()  # so that a wrong version shows
+        only_one += (is_by.sum(0) == 1).tolist()
+    assert sum(only_one) > 0.98 * len(only_one)  # so that a wrong version shows: now and then two models agree about a token
 
 
 def test_an_incomplete_folder_is_named(changed: SGLangEngine, tmp_path: Path) -> None:
