@@ -79,16 +79,14 @@ def _geometry(architecture: Architecture, layout: ShardLayout, head: Head) -> _G
 def held_boxes(architecture: Architecture, layout: ShardLayout, head: Head = "lm") -> dict[str, tuple[Rectangle, ...]]:
     """What a rank holds: also what others hold as well, as replicated tensors and the tied copy of the embedding."""
     found: dict[str, tuple[Rectangle, ...]] = {}
-    alike: dict[
-        tuple, list[tuple[int, Rectangle]]
-    ] = {}  # layers look alike, and experts do: by what a piece follows from, but for its name
+    # Layers look alike, and experts do: numbers of tensors and their boxes, by what these follow from.
+    alike: dict[tuple, list[tuple[int, Rectangle]]] = {}
     for weight in held_weights(architecture, layout, head):
         names = [tensor.name for tensor in weight.tensors]
-        key = weight.cut, weight.place, weight.is_copy, tuple((tensor.view, tensor.shape) for tensor in weight.tensors)
+        key = weight.cut, weight.place, tuple((tensor.view, tensor.shape) for tensor in weight.tensors)
         if key not in alike:
-            numbers = [names.index(piece.hf_name) for piece in pieces(weight, layout)]
-            boxes = [_in_shape(piece, weight.tensors[number].shape) for number, piece in zip(numbers, pieces(weight, layout), strict=True)]
-            alike[key] = list(zip(numbers, boxes, strict=True))
+            numbered = [(names.index(piece.hf_name), piece) for piece in pieces(weight, layout)]
+            alike[key] = [(number, _in_shape(piece, weight.tensors[number].shape)) for number, piece in numbered]
         found |= {names[number]: (box,) for number, box in alike[key]}
     return found
 
