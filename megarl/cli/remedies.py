@@ -84,7 +84,7 @@ def _device_memory(cause: Cause, config: RunConfig | None) -> list[str]:
         lines.append(f"activations: {recompute[0]}; full keeps the fewest and takes about a third more time")
     sizes = [f"{section}.parallel.{size}_parallel_size" for size in ("tensor", "context", "pipeline", "data")]
     lines.append(f"more devices for the model: {_now(config, *sizes)}; the optimizer's state is cut over data_parallel_size as well")
-    lines.append(f"logits: {_now(config, 'engine.log_prob_chunk_tokens')}; try half")
+    lines.append(f"logits: {_now(config, 'engine.log_prob_chunk_tokens') or 'engine.log_prob_chunk_tokens is 1024 by default'}; try half")
     if isinstance(config, PPOConfig):
         lines.append(f"who shares its devices: {_now(config, 'placement.strategy')}; `megarl plan` prints the memory of each device")
     if "push" in cause.method or "weight" in cause.method:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from megarl.config.architecture import Architecture
 from megarl.config.roles import ModelRole, model_roles
-from megarl.config.schema import DType, MicroBatchConfig, ParallelConfig, PPOConfig, RewardModelConfig, SFTConfig
+from megarl.config.schema import DType, EngineConfig, MicroBatchConfig, ParallelConfig, PPOConfig, RewardModelConfig, SFTConfig
 
 VOCABULARY_DIVISOR = 128  # a rank's vocabulary rows are a multiple of it, as matrix units like
 
@@ -308,6 +308,11 @@ def padded_vocab_size(vocab_size: int, tensor_parallel_size: int) -> int:
     """The smallest multiple of VOCABULARY_DIVISOR x tensor_parallel_size that holds the vocabulary, as Megatron-Core pads it."""
     multiple = VOCABULARY_DIVISOR * tensor_parallel_size
     return -(-vocab_size // multiple) * multiple
+
+
+def logit_chunk_tokens(config: EngineConfig, architecture: Architecture) -> int:
+    """For how many tokens logits are made at a time. Those of a small vocabulary take less to keep than to make again."""
+    return config.log_prob_chunk_tokens or max(1024, 2**24 // architecture.vocab_size)
 
 
 def num_parameters(architecture: Architecture, with_value_head: bool = False) -> int:

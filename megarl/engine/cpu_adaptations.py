@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from megarl.engine import rotary
-from megarl.engine.cpu_kernels import linear, swiglu
+from megarl.engine.cpu_kernels import gated_linear, linear
 
 CPU = torch.device("cpu")
 
@@ -179,14 +179,22 @@ def _linear(
         input = mappings.gather_from_sequence_parallel_region(input, group=tp_group)
     elif allreduce_dgrad:
         input = mappings.copy_to_tensor_model_parallel_region(input, group=tp_group)
+    if getattr(weight, "partition_stride", 1) == 2:  # a gate's rows, and those of what it lets through (see mark_cut_parameters)
+        assert bias is None
+        return gated_linear(input, weight)
     return linear(input, weight, bias)
 
 
-def _bias_swiglu(input: torch.Tensor, bias: torch.Tensor | None, *unused: bool) -> torch.Tensor:
-    """Megatron's gated activation, on ours."""
+def _bias_swiglu(activated: torch.Tensor, bias: torch.Tensor | None, *unused: bool) -> torch.Tensor:
+    """Megatron's gated activation, which `_linear` has applied already."""
     assert bias is None
     assert not any(unused)
-    return swiglu(input)
+    return activated
+
+
+def _weighted_bias_swiglu(activated: torch.Tensor, bias: torch.Tensor | None, weights: torch.Tensor, *unused: bool) -> torch.Tensor:
+    """As `_bias_swiglu`, of an expert, whose tokens have weights (..., 1) float32."""
+    return (_bias_swiglu(activated, bias, *unused) * weights).to(activated.dtype)
 
 
 def _unless_alone(collective: Callable[..., Any]) -> Callable[..., Any]:
@@ -258,13 +266,21 @@ def _adapt_experts() -> None:
     mappings._reduce_scatter_along_first_dim = _scatter_unequal(mappings._reduce_scatter_along_first_dim)
 
 
+def adapt_products() -> None:
+    """Linear layers, and activations, of which one is in a linear layer now."""
+    from megatron.core.tensor_parallel import layers
+    from megatron.core.transformer import mlp
+
+    layers.linear_with_grad_accumulation_and_async_allreduce = layers.linear_with_frozen_weight = _linear
+    mlp.bias_swiglu_impl, mlp.weighted_bias_swiglu_impl = _bias_swiglu, _weighted_bias_swiglu
+
+
 def _adapt_megatron() -> None:
     import megatron.core.optimizer as optimizer
     from megatron.core.distributed import param_and_grad_buffer as buffers
     from megatron.core.optimizer import clip_grads, distrib_optimizer
     from megatron.core.optimizer import optimizer as base_optimizer
-    from megatron.core.tensor_parallel import layers, random
-    from megatron.core.transformer import mlp
+    from megatron.core.tensor_parallel import random
 
     random._get_cuda_rng_state = lambda device="cpu", clone=False, graph_safe=False: torch.get_rng_state()
     random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
@@ -273,8 +289,7 @@ def _adapt_megatron() -> None:
             module.clip_grad_by_total_norm_fp32 = _clip_by_total_norm
     rotary.install()
     _adapt_experts()
-    layers.linear_with_grad_accumulation_and_async_allreduce = layers.linear_with_frozen_weight = _linear
-    mlp.bias_swiglu_impl = _bias_swiglu
+    adapt_products()
     buffers.dist_reduce_scatter_func = _unless_alone(buffers.dist_reduce_scatter_func)
     buffers.dist_all_gather_func = _unless_alone(buffers.dist_all_gather_func)
 

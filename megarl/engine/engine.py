@@ -20,6 +20,7 @@ from torch import Tensor
 from megarl.batch.metrics import Metric, merge_metrics
 from megarl.batch.ragged import Column, RaggedTensor
 from megarl.batch.token_rows import ROUTED_EXPERTS, padded_rows
+from megarl.config.derive import logit_chunk_tokens
 from megarl.config.schema import OptimConfig, ParallelConfig, RoutingReplay
 from megarl.engine import platform
 from megarl.engine.context import ContextPlace
@@ -365,7 +366,7 @@ class MegatronEngine:
             micro_batch.targets,
             vocab_size=self.spec.architecture.vocab_size,
             temperature=self.spec.temperature,
-            chunk_tokens=self.spec.engine.log_prob_chunk_tokens,
+            chunk_tokens=logit_chunk_tokens(self.spec.engine, self.spec.architecture),
             group=self.groups.tensor,
             extras=extras,
         )

@@ -123,7 +123,8 @@ def canonical_name(name: str, first_layer: int, first_expert: int) -> str:
 def mark_cut_parameters(model: torch.nn.Module) -> None:
     """Marks the parameters that are cut over ranks, which Megatron does only while it initialises them.
 
-    Unmarked, a cut parameter passes for a copy and all but rank 0's part is left out of the gradient norm: silently.
+    Unmarked, a cut parameter passes for a copy and all but rank 0's part is left out of the gradient norm: silently. A stride of 2 says
+    that each rank has two parts of the whole, of the gate and of what it lets through.
     """
     columns, rows = {ColumnParallelLinear, VocabParallelEmbedding}, {RowParallelLinear}
     if gpt_layer_specs.HAVE_TE:
@@ -133,13 +134,14 @@ def mark_cut_parameters(model: torch.nn.Module) -> None:
         _, grouped = modules.grouped_mlp_modules(moe_use_grouped_gemm=True, moe_use_legacy_grouped_gemm=False)
         columns.add(grouped.linear_fc1)
         rows.add(grouped.linear_fc2)
-    for module in model.modules():
+    for path, module in model.named_modules():
         if type(module) not in columns | rows:
             continue
+        stride = 2 if path.endswith("linear_fc1") else 1
         for name, parameter in module.named_parameters(recurse=False):
             is_cut = name.startswith("weight") or (name == "bias" and type(module) in columns)  # what a row-parallel layer adds is whole
             if is_cut and not getattr(parameter, "tensor_model_parallel", False):
-                set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=int(type(module) in rows), stride=1)
+                set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=int(type(module) in rows), stride=stride)
 
 
 def forget_routes(model: torch.nn.Module) -> None:

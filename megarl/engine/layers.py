@@ -145,7 +145,7 @@ class AttentionCore(torch.nn.Module):
         mixed = []
         for call in zip(_cut(queries, query_shapes, dim), _cut(keys, key_shapes, dim), _cut(values, key_shapes, dim), strict=True):
             mixed.append(self._attend(*call).transpose(1, 2).reshape(-1, heads * dim))
-        joined = torch.cat(mixed)
+        joined = torch.cat(mixed) if len(mixed) > 1 else mixed[0]
         return joined if plan.scatter is None else joined.index_select(0, plan.scatter)
 
 

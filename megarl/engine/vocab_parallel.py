@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megarl.engine.cpu_kernels import product, product_over_rows
+from megarl.engine.cpu_kernels import add_product_over_rows, in_main_grad, product
 
 # Of logits that a core works on at a time: half a MiB, which with as much that is made of them stays in its cache.
 BLOCK_ELEMENTS = 2**17
@@ -84,7 +84,8 @@ class _Scores(torch.autograd.Function):
             None if gradient is None else gradient / vocabulary.temperature for gradient in (grad_log_probs, grad_entropy)
         )
         grad_hidden = torch.empty_like(hidden)
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32)
+        buffer: Tensor | None = getattr(weight, "main_grad", None)  # Megatron's, of a weight that it trains
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if buffer is None else buffer
         starts = range(0, hidden.shape[0], vocabulary.chunk_tokens)
         for start in reversed(starts):
             part = slice(start, start + vocabulary.chunk_tokens)
@@ -99,9 +100,8 @@ class _Scores(torch.autograd.Function):
             )
             gradient = logits.to(hidden.dtype)
             grad_hidden[part] = product(gradient, weight[: vocabulary.size].t())
-            # Added up as it is, the part is never in memory in float32, nor beside the one before it.
-            grad_weight[: vocabulary.size].add_(product_over_rows(gradient, hidden[part]))
-        return grad_hidden, grad_weight.to(weight.dtype), None, None
+            add_product_over_rows(grad_weight[: vocabulary.size], gradient, hidden[part])
+        return grad_hidden, grad_weight.to(weight.dtype) if buffer is None else in_main_grad(weight), None, None
 
 
 def _score(logits: Tensor, targets: Tensor, vocabulary: _Vocabulary) -> Tensor:

@@ -13,7 +13,15 @@ from math import ceil
 from typing import NamedTuple
 
 from megarl.config.architecture import Architecture
-from megarl.config.derive import Row, fullest_micro_batch, micro_batch_tokens, padded_vocab_size, rows_of_prompt, rows_of_replica
+from megarl.config.derive import (
+    Row,
+    fullest_micro_batch,
+    logit_chunk_tokens,
+    micro_batch_tokens,
+    padded_vocab_size,
+    rows_of_prompt,
+    rows_of_replica,
+)
 from megarl.config.roles import ModelRole
 from megarl.config.schema import Device, DType, ParallelConfig, PPOConfig, Recompute, RecomputeModule, SFTConfig
 from megarl.placement.expert_activations import sparse_layer
@@ -114,6 +122,10 @@ class _Work:
             return (tokens * (2 * self._context + 1) / 2 + 2 * prompts * self._context) / tokens
         return (tokens + prompts) / tokens
 
+    @property
+    def _chunk_tokens(self) -> int:
+        return logit_chunk_tokens(self._config.engine, self._architecture)
+
     def _rows(self, trains: bool) -> list[Row]:
         return fullest_micro_batch(self._config, self._role, self._architecture, trains=trains)
 
@@ -197,7 +209,7 @@ class _Work:
 
     def _chunk(self, tokens: int) -> int:
         """Logits."""
-        return min(tokens, self._config.engine.log_prob_chunk_tokens) * self._vocabulary
+        return min(tokens, self._chunk_tokens) * self._vocabulary
 
     def train(self) -> int:
         tokens = self._tokens(trains=True)
@@ -244,8 +256,8 @@ class _Work:
 
     @property
     def _kept_of_mlp(self) -> int:
-        """Gate and up, and their product; or what experts keep."""
-        return max(3 * self._widths.gate, self._sparse.kept)
+        """Gate and up, and their product, and on a CPU the activated gate; or what experts keep."""
+        return max((3 + (self.kernels is _Kernels.cpu)) * self._widths.gate, self._sparse.kept)
 
     @property
     def _mlp_is_computed_again(self) -> bool:
@@ -271,7 +283,7 @@ class _Work:
             again += width.part  # its output
         gradients = (1 + (not self._is_last)) * width.part  # of its output, and what the next stage sends
         if self.kernels is _Kernels.cpu:
-            return tokens * (again + gradients + max(4 * width.gate, self._sparse.beside) + 2 * width.whole) * self._element
+            return tokens * (again + gradients + max(3 * width.gate, self._sparse.beside) + 2 * width.whole) * self._element
         first, second = 2 * width.gate * width.whole, width.gate * width.whole  # elements of the MLP's two matrices
         # In the activation, the product's gradient in the place of the product, that of gate and up, and two steps towards it; in the
         # second matrix its output's gradient whole, in the first its input's, and the matrix's own; in attention by products, theirs.
@@ -298,17 +310,17 @@ class _Work:
         return (6 * width.query + 6 * width.key) * self._shares_prompts
 
     def _way_back_of_head(self, tokens: int) -> int:
-        """Hidden states that were scored, and their gradient; of a critic that of all, whole. Of a language model the output layer's
-        gradient, added up in float32; of a chunk its logits, those kept of the last, and the gradient before; and either a part of the
-        layer's gradient, or the probabilities of which the next gradient is made."""
+        """Hidden states that were scored, and their gradient; of a critic that of all, whole. Of a language model a chunk's logits, those
+        kept of the last, and the gradient before; and either what the output layer's gradient gets of it, or the probabilities of which
+        the next gradient is made."""
         hidden = tokens * self._widths.whole * self._element
         if self._role.with_value_head:
             return 3 * hidden
         rows, chunk = self._vocabulary * self._widths.whole, self._chunk(tokens)
-        logits = 1 + (tokens > self._config.engine.log_prob_chunk_tokens)
+        logits = 1 + (tokens > self._chunk_tokens)
         inside = chunk * logits * _FLOAT32 + max(rows * self._element, self._block(tokens) * _FLOAT32)
         received = tokens * self._widths.part * self._element
-        return 2 * hidden + received + rows * _FLOAT32 + chunk * self._element + inside
+        return 2 * hidden + received + chunk * self._element + inside
 
     def _way_back_of_embedding(self, tokens: int) -> int:
         return (tokens * 2 * self._widths.whole + self._vocabulary * self._widths.whole) * self._element

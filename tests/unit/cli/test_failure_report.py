@@ -73,7 +73,11 @@ def test_where_when_and_which_rows(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("role", "known", "not_known"),
     [
-        ("actor+reference", ["actor.micro_batch.max_tokens=12345", "actor.recompute=none", "engine.log_prob_chunk_tokens=1024"], "critic"),
+        (
+            "actor+reference",
+            ["actor.micro_batch.max_tokens=12345", "actor.recompute=none", "engine.log_prob_chunk_tokens is 1024"],
+            "critic",
+        ),
         ("critic", ["critic.micro_batch.sequences=7", "critic.parallel.tensor_parallel_size=1"], "actor.micro_batch"),
         ("rollout", ["rollout.max_concurrency=99", "mem_fraction_static=0.83", "rollout.tensor_parallel_size=1"], "micro_batch"),
     ],

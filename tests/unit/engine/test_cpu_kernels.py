@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 from megarl.engine import cpu_kernels
-from megarl.engine.cpu_kernels import MIN_ONEDNN_SIZE, linear, product, product_over_rows, swiglu
+from megarl.engine.cpu_kernels import MIN_ONEDNN_SIZE, gated_linear, linear, product, product_and_sum, product_over_rows
 
 SMALL, LARGE = (3, 5, 7), (70, 130, 150)  # M, K, N
 
@@ -41,19 +43,58 @@ def test_product_over_rows(shape: tuple[int, int, int], wide: bool, by_onednn: b
     torch.testing.assert_close(product_over_rows(left, right).double(), expected, rtol=1e-5, atol=2e-5)
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 2e-2)])
-def test_swiglu(dtype: torch.dtype, tolerance: float):
+@pytest.mark.parametrize("shape", [SMALL, LARGE], ids=["small", "large"])
+def test_product_and_sum(shape: tuple[int, int, int]):
+    rows, inner, columns = shape
     torch.manual_seed(0)
-    halves = (torch.randn(3, 2, 14) * 3).to(dtype).requires_grad_()
-    weight = torch.randn(3, 2, 7, dtype=dtype)
-    ours = swiglu(halves)
-    (gradient,) = torch.autograd.grad((ours * weight).sum(), halves)
-    doubles = halves.detach().double().requires_grad_()
-    expected = torch.nn.functional.silu(doubles[..., :7]) * doubles[..., 7:]
-    (reference,) = torch.autograd.grad((expected * weight.double()).sum(), doubles)
-    for mine, wanted in ((ours, expected), (gradient, reference)):
+    left, right, summand = torch.randn(rows, inner), torch.randn(inner, columns).t(), torch.randn(rows, columns)
+    expected = left.double() @ right.double().t() + summand.double()
+    torch.testing.assert_close(product_and_sum(left, right, summand).double(), expected, rtol=1e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.bfloat16, 2e-2)])
+@pytest.mark.parametrize("shape", [SMALL, LARGE], ids=["small", "large"])
+def test_gated_linear(shape: tuple[int, int, int], dtype: torch.dtype, tolerance: float):
+    rows, inner, columns = shape
+    torch.manual_seed(0)
+    leaves = [torch.randn(size, dtype=dtype).requires_grad_() for size in ((rows, 2, inner), (2 * columns, inner))]
+    weight = torch.randn(rows, 2, columns, dtype=dtype)
+    ours = gated_linear(*leaves)
+    gradients = torch.autograd.grad((ours * weight).sum(), leaves)
+    doubles = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    gate, up = torch.nn.functional.linear(*doubles).chunk(2, -1)
+    expected = torch.nn.functional.silu(gate) * up
+    references = torch.autograd.grad((expected * weight.double()).sum(), doubles)
+    for mine, wanted in zip((ours, *gradients), (expected, *references), strict=True):
         assert mine.dtype == dtype
         assert float((mine.double() - wanted).norm() / wanted.norm()) < tolerance
+
+
+@pytest.mark.parametrize("of_half_precision", [False, True])
+@pytest.mark.parametrize("by_onednn", [False, True])
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("embeds", [False, True])
+def test_a_gradient_is_added_to_megatrons_buffer(
+    gated: bool, embeds: bool, by_onednn: bool, of_half_precision: bool, monkeypatch: pytest.MonkeyPatch
+):
+    """What is returned is no part of it: of an embedding's weight, whose own gradient Megatron adds to that, it is zero."""
+    monkeypatch.setattr(cpu_kernels, "WEIGHT_GRADIENTS_BY_ONEDNN", by_onednn)
+    rows, inner, columns = LARGE
+    torch.manual_seed(0)
+    dtype = torch.bfloat16 if of_half_precision else torch.float32
+    hidden, weight = torch.randn(rows, inner, dtype=dtype), torch.randn(2 * columns, inner, dtype=dtype).requires_grad_()
+    before = torch.randn(2 * columns, inner)
+    call = (lambda: gated_linear(hidden, weight)) if gated else (lambda: linear(hidden, weight, None))
+    (reference,) = torch.autograd.grad(call().sum(), weight)
+    buffered: Any = weight
+    buffered.main_grad, buffered.grad_added_to_main_grad, buffered.zero_out_wgrad = before.clone(), False, embeds
+    for passes in (1, 2):
+        (returned,) = torch.autograd.grad(call().sum(), weight)
+        added = (buffered.main_grad - before).double()
+        assert float((added - passes * reference.double()).norm() / reference.double().norm()) < (2e-2 if of_half_precision else 2e-5)
+        assert buffered.grad_added_to_main_grad
+        assert (returned.dtype, returned.shape) == (dtype, weight.shape)
+        assert not embeds or not returned.any()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -80,6 +121,10 @@ def test_no_rows_give_no_rows_and_gradients_of_zero(shape: tuple[int, ...]) -> N
     output.sum().backward()
     assert hidden.grad is not None
     assert hidden.grad.shape == shape
-    for parameter in (weight, bias):
+    gated = torch.randn(6, 8, requires_grad=True)
+    activated = gated_linear(hidden, gated)
+    assert activated.shape == (*shape[:-1], 3)
+    activated.sum().backward()
+    for parameter in (weight, bias, gated):
         assert parameter.grad is not None
         assert not parameter.grad.any()

@@ -34,13 +34,12 @@ def make_ready_with_switches() -> None:
 def _switch() -> None:
     """All that sends something and depends on the device. Where parameters are made, and which kernels compute, sends nothing."""
     from megatron.core.distributed import param_and_grad_buffer as buffers
-    from megatron.core.tensor_parallel import layers
 
     from megarl.engine import engine
-    from megarl.engine.cpu_adaptations import _linear, _unless_alone
+    from megarl.engine.cpu_adaptations import _unless_alone, adapt_products
 
     engine.overlaps = lambda parallel, on_cuda: False
-    layers.linear_with_grad_accumulation_and_async_allreduce = layers.linear_with_frozen_weight = _linear
+    adapt_products()
     buffers.dist_reduce_scatter_func = _unless_alone(buffers.dist_reduce_scatter_func)
     buffers.dist_all_gather_func = _unless_alone(buffers.dist_all_gather_func)
 
