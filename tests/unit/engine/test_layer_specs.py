@@ -100,7 +100,8 @@ def train_with(stand_ins: bool, settings: Settings) -> Trained:
     from tests.unit.engine import transformer_engine_stand_ins
 
     transformer_engine_stand_ins.install(stand_ins)
-    engine = build(start(settings.parallel), settings.folder, head=settings.head, dtype=settings.dtype, optim=OptimConfig(lr=1e-2))
+    optim = OptimConfig(lr=1e-2, clip_grad=0.0)  # the norm's last bits, by which it would clip, depend on the order of the parameters
+    engine = build(start(settings.parallel), settings.folder, head=settings.head, dtype=settings.dtype, optim=optim)
     transformer_engine_stand_ins.install(False)
     named = dict(pair for model in engine._models for pair in model.canonical_parameters())
     cut = {name: parameter.partition_dim for name, parameter in named.items() if getattr(parameter, "tensor_model_parallel", False)}
@@ -128,7 +129,7 @@ def test_parameters_have_one_name_and_training_is_the_same(
         assert one.cut == other.cut
         assert one.cut
         assert one.losses == other.losses
-        assert one.statistics == other.statistics
+        assert one.statistics == [pytest.approx(each, rel=1e-6) for each in other.statistics]
     for part in ("parameters", "weights"):
         assert same([getattr(rank, part) for rank in local], [getattr(rank, part) for rank in fused]), part
 
