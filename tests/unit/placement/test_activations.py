@@ -32,9 +32,9 @@ def with_recompute(how: Recompute, **settings: object) -> PPOConfig:
 
 
 def test_recompute_keeps_one_hidden_state_per_layer_and_token() -> None:
-    """The head is the fullest moment: scored hidden states and their gradient and that of all, the output layer's gradient in float32 and
-    a part of it, of 1,024 tokens two chunks of logits and a gradient of 2 bytes."""
-    head = TOKENS * 3 * HIDDEN * 2 + ROWS * HIDDEN * (4 + 2) + 1024 * ROWS * (2 * 4 + 2)
+    """The head is the fullest moment: scored hidden states and their gradient and that of all, what the output layer's gradient gets of
+    1,024 tokens, and of these two chunks of logits and a gradient of 2 bytes."""
+    head = TOKENS * 3 * HIDDEN * 2 + ROWS * HIDDEN * 2 + 1024 * ROWS * (2 * 4 + 2)
     none, full = (of_actor(with_recompute(how)).train for how in (Recompute.none, Recompute.full))
     assert none == TOKENS * (28 * LAYER + HIDDEN) * 2 + head + BATCH + ANGLES
     assert full == TOKENS * (28 * HIDDEN + HIDDEN) * 2 + head + BATCH + ANGLES
