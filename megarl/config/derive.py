@@ -311,7 +311,8 @@ def padded_vocab_size(vocab_size: int, tensor_parallel_size: int) -> int:
 
 
 def logit_chunk_tokens(config: EngineConfig, architecture: Architecture) -> int:
-    """For how many tokens logits are made at a time. Those of a small vocabulary take less to keep than to make again."""
+    """For how many tokens logits are made at a time: where nothing is set 1,024, or as many as have 2**24 logits, which in float32 are
+    64 MiB. Those of a small vocabulary take less to keep than to make again."""
     return config.log_prob_chunk_tokens or max(1024, 2**24 // architecture.vocab_size)
 
 

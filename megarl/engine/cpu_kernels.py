@@ -36,7 +36,7 @@ def product(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def product_and_sum(left: Tensor, right: Tensor, summand: Tensor) -> Tensor:
-    """`product`, added to `summand` (M, N), which may be overwritten."""
+    """`product` of left (M, K) and right (N, K), with `summand` (M, N) added, which may be overwritten."""
     if _by_onednn(left, left.shape[0] * right.numel()):
         return torch.ops.mkldnn._linear_pointwise.binary(left, summand, right, None, "add")
     return summand.addmm_(left, right.t())

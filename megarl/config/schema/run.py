@@ -48,7 +48,7 @@ class EngineConfig:
     layers: Layers = Layers.auto  # of which the models are built; checkpoints and weights do not depend on it
     packing: bool = True  # False: right-padded batches, kept as the reference
     share_prompts: bool = True  # samples of one prompt in a micro-batch have its tokens once, if they are packed
-    log_prob_chunk_tokens: int | None = ranged(None, at_least=1)  # that have logits at a time; None: 1024, or what 64 MiB hold
+    log_prob_chunk_tokens: int | None = ranged(None, at_least=1)  # tokens whose logits exist at a time; None: 1024, or what 64 MiB hold
     routing_replay: RoutingReplay = RoutingReplay.off  # of an actor with experts
 
 
