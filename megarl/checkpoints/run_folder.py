@@ -146,9 +146,10 @@ class CheckpointFolder:
 
     def remove_old(self, keep: int, best: BestCheckpoint | None = None) -> None:
         """All but `latest`, the `keep` - 1 newest before it, and the best; `keep` 0 keeps every one. Those of later steps are of a
-        future given up."""
+        future given up. Raises CheckpointError where there is none, though one was committed."""
         latest = self.latest()
-        assert latest is not None, "there is nothing to keep"
+        if latest is None:
+            raise CheckpointError(f"{self.path / LATEST_FILE}: is no longer there, nor is any checkpoint; put back what was removed")
         whole = self.whole()
         position = whole.index(latest)
         stay = whole[: position + 1] if keep == 0 else whole[max(0, position + 1 - keep) : position + 1]

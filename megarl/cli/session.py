@@ -27,7 +27,7 @@ from megarl.placement.plan import plan_placement
 from megarl.roles.weight_sync import PUSHED_FOLDERS
 from megarl.tracking.loggers import Tracker
 from megarl.tracking.progress import ProgressBar
-from megarl.tracking.run_files import CONFIG_FILE, FAILURE_FILE, METRICS_FILE, SUMMARY_FILE
+from megarl.tracking.run_files import CONFIG_FILE, FAILURE_FILE, METRICS_FILE, SUMMARY_FILE, writing
 from megarl.tracking.timeline import Timeline
 from megarl.tracking.tracked_run import TrackedRun
 from megarl.tracking.truncate_logs import clear
@@ -157,5 +157,6 @@ def open_monitor(session: Session, config: PPOConfig | SFTConfig, groups: Sequen
 
 
 def write_summary(output_dir: Path, summary: Mapping[str, Any]) -> None:
-    """`summary.json`, all of it or nothing."""
-    write_whole(output_dir / SUMMARY_FILE, json.dumps(summary, indent=2) + "\n")
+    """`summary.json`, all of it or nothing. Raises RunError where that cannot be."""
+    with writing(output_dir):
+        write_whole(output_dir / SUMMARY_FILE, json.dumps(summary, indent=2) + "\n")

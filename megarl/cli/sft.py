@@ -16,6 +16,7 @@ from megarl.data.tokenizer import load_tokenizer
 from megarl.doctor.examined_config import load_for_run
 from megarl.roles.saved_models import sft_models
 from megarl.roles.start import start_sft
+from megarl.tracking.run_files import writing
 from megarl.trainers.resume import find_resume
 from megarl.trainers.sft import SFTTrainer
 
@@ -57,7 +58,8 @@ def _run(config: SFTConfig, context: RunContext) -> int:
             return say_stopped(session, checkpoints)
         if config.checkpoint.save_hf:
             folder = session.output_dir / "huggingface"
-            actor.save_hf(folder, config.model.path)
+            with writing(session.output_dir):
+                actor.save_hf(folder, config.model.path)
             session.console.print(f"the trained model is in {folder}")
         steps, seconds = checkpoints.last_step, round(checkpoints.seconds, 1)
         told = say_ended(session, checkpoints)

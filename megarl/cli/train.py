@@ -27,6 +27,7 @@ from megarl.doctor.examined_config import load_for_run
 from megarl.roles.rollout import TokenRules
 from megarl.roles.saved_models import ppo_models
 from megarl.roles.start import start_ppo
+from megarl.tracking.run_files import writing
 from megarl.trainers.evaluation import Evaluation, possible_metrics
 from megarl.trainers.ppo import PPOTrainer
 from megarl.trainers.resume import Resume, find_resume
@@ -109,7 +110,8 @@ def _finish(config: PPOConfig, session: Session, ppo: PPOTrainer) -> None:
     steps, seconds = ppo.checkpoints.last_step, ppo.checkpoints.seconds
     folder = session.output_dir / "huggingface"
     if config.checkpoint.save_hf:
-        ppo.roles.actor.save_hf(folder, config.model.path)
+        with writing(session.output_dir):
+            ppo.roles.actor.save_hf(folder, config.model.path)
     samples = steps * config.trainer.prompts_per_step * config.rollout.n
     scores = dict(ppo.monitor.validations)
     summary = {

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -67,7 +68,8 @@ class SavedModels:
 
     def save_policy(self, folder: Path) -> None:
         """The policy as it is now, as a whole Hugging Face folder."""
-        self._save_policy(folder)
+        with _in_their_words():
+            self._save_policy(folder)
 
     def load(self, folder: Path) -> None:
         """Every model's state becomes that of the checkpoint."""
@@ -75,12 +77,19 @@ class SavedModels:
 
     def _on_all(self, ask: Callable[[SavedModel], WorkerFuture[list[T]]]) -> list[list[T]]:
         """By model and rank. All models' ranks work at the same time."""
-        try:
+        with _in_their_words():
             return gather(*map(ask, self.models))
-        except WorkerError as error:
-            if error.error_type == qualified_name(CheckpointError):
-                raise CheckpointError(error.summary.removeprefix(f"{error.error_type}: ")) from error
-            raise
+
+
+@contextmanager
+def _in_their_words() -> Iterator[None]:
+    """A CheckpointError of a rank is the driver's."""
+    try:
+        yield
+    except WorkerError as error:
+        if error.error_type == qualified_name(CheckpointError):
+            raise CheckpointError(error.summary.removeprefix(f"{error.error_type}: ")) from error
+        raise
 
 
 def _complete(model: SavedModel, folder: Path, step: int, ranks: Sequence[Mapping[str, str]]) -> None:

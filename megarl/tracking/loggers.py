@@ -10,11 +10,10 @@ from typing import Any, Protocol
 
 from torch.utils.tensorboard import SummaryWriter
 
-from megarl.config.errors import RunError
 from megarl.config.schema import LoggerKind
 from megarl.config.validate import logger_problem
 from megarl.tracking.background import BackgroundLogger
-from megarl.tracking.run_files import GENERATIONS_FILE, METRICS_FILE
+from megarl.tracking.run_files import GENERATIONS_FILE, METRICS_FILE, check_run_folder, writing
 from megarl.tracking.samples import SAMPLES_FOLDER, SampleTable, SampleWriter
 from megarl.tracking.tracked_run import TrackedRun
 
@@ -151,27 +150,21 @@ class Tracker:
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Raises RunError where the run's folder is no longer there: what is written would go nowhere."""
-        self._check_folder()
+        check_run_folder(self._output_dir)
         for name, logger in self._loggers.items():
             self._guarded(name, lambda logger=logger: logger.log(metrics, step))  # type: ignore[misc]
 
     def log_generations(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Appends to `generations.jsonl`: {"step": ..., **row} per row; services get a table. Raises RunError as `log` does."""
-        self._check_folder()
+        """Appends to `generations.jsonl`: {"step": ..., **row} per row; services get a table. Raises RunError as `log` does, and
+        where that file cannot be written."""
+        check_run_folder(self._output_dir)
         for name, logger in self._loggers.items():
             if rows and isinstance(logger, BackgroundLogger):
                 self._guarded(name, lambda logger=logger: logger.log_generations(step, rows))  # type: ignore[misc]
-        with (self._output_dir / GENERATIONS_FILE).open("a", encoding="utf-8") as file:
+        with writing(self._output_dir), (self._output_dir / GENERATIONS_FILE).open("a", encoding="utf-8") as file:
             file.writelines(json.dumps({"step": step, **row}, ensure_ascii=False, default=str) + "\n" for row in rows)
             file.flush()
             os.fsync(file.fileno())
-
-    def _check_folder(self) -> None:
-        if not self._output_dir.is_dir():
-            raise RunError(
-                f"{self._output_dir}: the run's folder was removed, or taken by something else, while it went on; what it had logged and "
-                "saved there is gone with it. Start the run again, or put the folder back first to go on from its latest checkpoint"
-            )
 
     def log_samples(self, step: int, make: Callable[[], SampleTable], max_bytes: int) -> None:
         """Writes the step's file of `samples/` in the background; see SampleWriter."""

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megarl.machine.files import write_whole
+from megarl.tracking.run_files import writing
 
 TIMELINE_FILE = "timeline.json"
 _MAX_EVENTS = 200_000  # a browser still opens it; later steps replace the earliest
@@ -31,7 +32,7 @@ class Timeline:
     """One process row per pool, one thread row per rank and role, and one of curves. The file on disk is whole at all times."""
 
     def __init__(self, output_dir: Path) -> None:
-        self._path = output_dir / TIMELINE_FILE
+        self._output_dir = output_dir
         self._events: list[dict[str, Any]] = []
         self._counts: deque[dict[str, Any]] = deque(maxlen=_MAX_COUNTS)
         self._processes: dict[str, int] = {}
@@ -51,6 +52,7 @@ class Timeline:
         self._counts.append({"name": name, "ph": "C", "pid": -1, "ts": at_s * 1e6, "args": dict(values)})
 
     def write(self) -> None:
+        """Raises RunError where that cannot be."""
         names = [
             {"name": "process_name", "ph": "M", "pid": process, "args": {"name": f"pool {pool}"}}
             for pool, process in self._processes.items()
@@ -61,4 +63,6 @@ class Timeline:
         ]
         if counts := list(self._counts.copy()):
             names.append({"name": "process_name", "ph": "M", "pid": -1, "args": {"name": _COUNTERS}})
-        write_whole(self._path, json.dumps({"traceEvents": names + self._events + counts, "displayTimeUnit": "ms"}))
+        content = json.dumps({"traceEvents": names + self._events + counts, "displayTimeUnit": "ms"})
+        with writing(self._output_dir):
+            write_whole(self._output_dir / TIMELINE_FILE, content)

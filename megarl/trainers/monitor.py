@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Protocol
 
+from megarl.config.errors import RunError
 from megarl.machine.clock import Began
 from megarl.placement.dataflow import STEP
 from megarl.tracking.loggers import Tracker
@@ -78,7 +79,7 @@ class Monitor:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._progress.__exit__(kind, error, trace)
-        with suppress(OSError) if kind is not None else nullcontext():  # what ended the run is to be told, not what follows from it
+        with suppress(RunError) if kind is not None else nullcontext():  # what ended the run is to be told, not what follows from it
             self._timeline.write()
         self._tracker.close(failed=kind is not None)
 

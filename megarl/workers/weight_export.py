@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
+from megarl.config.errors import CheckpointError
 from megarl.controller.worker import Worker, register
 from megarl.weights.carriers.device import DeviceTrainerEnd
 from megarl.weights.carriers.ends import Sending, SendReport, TrainerEnd
@@ -149,7 +150,7 @@ class WeightExport(Worker):
         """This rank's part in writing all weights into `folder`: its files, and what others need for theirs; every rank is to be asked.
         None where others say nothing for a while, to be called again. durable: the files are to outlive a power cut.
 
-        Raises OSError that names a file which could not be written, when this rank has taken and sent all the same.
+        Raises CheckpointError for a file that could not be written, when this rank has taken and sent all the same.
         """
         if is_first:
             self._files = FolderTrainerEnd(self._trainers_wire(), dist.get_rank(), part, Path(folder), durable)
@@ -160,6 +161,8 @@ class WeightExport(Worker):
         try:
             report = self._writing.run(())
             has_ended = report is not None
+        except OSError as error:
+            raise CheckpointError(f"{error.filename}: cannot be written: {error.strerror}") from error
         finally:
             if has_ended:
                 self._files.close()

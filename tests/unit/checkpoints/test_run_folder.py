@@ -133,6 +133,10 @@ def test_a_latest_that_is_gone_is_an_error_that_lists_the_others(folder: Checkpo
     (folder.path / "latest").write_bytes(b"\xff\xfe")
     with pytest.raises(CheckpointError, match=r"latest: names .*xff.*whole ones: step_00000002"):
         folder.latest()
+    folder.remove(folder.path / "step_00000002")
+    (folder.path / "latest").unlink()
+    with pytest.raises(CheckpointError, match=r"latest: is no longer there, nor is any checkpoint; put back what was removed"):
+        folder.remove_old(keep=1)
 
 
 def test_the_best_is_named_where_it_is_there_and_stays(folder: CheckpointFolder) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -16,11 +17,13 @@ from torch import Tensor
 
 from megarl.batch.data_proto import DataProto
 from megarl.batch.ragged import RaggedTensor
+from megarl.config.errors import CheckpointError
 from megarl.config.schema import ParallelConfig, SamplingConfig
 from megarl.controller.errors import WorkerError
 from megarl.controller.worker import RayClassWithInitArgs
 from megarl.roles.models import Actor
 from megarl.roles.rollout import Rollout
+from megarl.roles.saved_models import SavedModels
 from megarl.roles.weight_sync import WeightSync
 from megarl.workers.megatron import ActorWorker, PolicyWorker
 from tests.rollout_replicas import StartedRollout
@@ -309,6 +312,22 @@ def test_small_buckets_carry_the_same_weights(live: Live, folders: Folders, tmp_
     small, large = (stored(tmp_path / name) for name in ("small", "large"))
     assert small.keys() == large.keys()
     assert all(torch.equal(small[name], large[name]) for name in large)
+
+
+@pytest.mark.parametrize("live", ["TP2"], indirect=True)
+def test_a_rank_that_cannot_write_its_file_says_which_and_why(live: Live, folders: Folders, tmp_path: Path) -> None:
+    group = live.models.actor.group
+    source = weight_source(group, folders, LAYOUTS["TP2"], bucket_bytes=4_000)
+    models = SavedModels([], lambda folder: source.save_hf(folder, str(folders.policy)).clear())
+    writer = psutil.Process(group._actors.locations[0].pid)
+    before = writer.rlimit(psutil.RLIMIT_FSIZE)
+    writer.rlimit(psutil.RLIMIT_FSIZE, (100_000, before[1]))
+    with pytest.raises(CheckpointError, match=r"^\S*/new/model\.safetensors: cannot be written: File too large$"):
+        models.save_policy(tmp_path / "policy")
+    writer.rlimit(psutil.RLIMIT_FSIZE, before)
+    assert list(tmp_path.iterdir()) == []
+    models.save_policy(tmp_path / "policy")
+    assert stored(tmp_path / "policy")
 
 
 @pytest.mark.parametrize("live", ["TP2"], indirect=True)
