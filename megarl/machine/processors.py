@@ -7,14 +7,17 @@ import runpy
 from importlib.util import find_spec
 from pathlib import Path
 
-INTEL = "GenuineIntel"
+ZEN_5 = ("AuthenticAMD", "26")
 _QUOTA = Path("/sys/fs/cgroup/cpu.max")  # of the container, in microseconds of each period
 
 
-def processor_vendor(information: Path = Path("/proc/cpuinfo")) -> str:
-    """As the processor names its maker; nothing where it does not, as on ARM."""
+def processor_family(information: Path = Path("/proc/cpuinfo")) -> tuple[str, str]:
+    """The processor's maker and its family, as it names them; nothing where it does not, as on ARM."""
     lines = information.read_text().splitlines() if information.is_file() else []
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("vendor_id")), "")
+    maker, family = (
+        next((line.partition(":")[2].strip() for line in lines if line.startswith(name)), "") for name in ("vendor_id", "cpu family")
+    )
+    return maker, family
 
 
 def usable_cores(quota: Path = _QUOTA) -> int:
