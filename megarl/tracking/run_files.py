@@ -1,4 +1,7 @@
-"""The names of what a run writes into its folder, `trainer.output_dir`; those of a format of its own stand beside that format."""
+"""What a run writes into its folder, `trainer.output_dir`: the names, and what is raised where that cannot be.
+
+The names of what has a format of its own stand beside that format.
+"""
 
 from __future__ import annotations
 
@@ -32,5 +35,7 @@ def writing(output_dir: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        if isinstance(error, RunError):  # a rank that hangs is a TimeoutError as well
+            raise
         check_run_folder(output_dir)
         raise RunError(f"{error.filename or output_dir}: cannot be written: {error.strerror or error}") from error

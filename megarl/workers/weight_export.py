@@ -162,6 +162,8 @@ class WeightExport(Worker):
             report = self._writing.run(())
             has_ended = report is not None
         except OSError as error:
+            if error.filename is None:  # of no file: a connection, say
+                raise
             raise CheckpointError(f"{error.filename}: cannot be written: {error.strerror}") from error
         finally:
             if has_ended:

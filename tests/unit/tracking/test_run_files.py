@@ -10,7 +10,9 @@ import pytest
 
 from megarl.cli.session import write_summary
 from megarl.config.errors import RunError
+from megarl.controller.errors import PhaseTimeoutError
 from megarl.tracking.loggers import Tracker
+from megarl.tracking.run_files import writing
 from megarl.tracking.timeline import Timeline
 from megarl.tracking.tracked_run import TrackedRun
 
@@ -38,3 +40,9 @@ def test_a_folder_that_has_gone_is_said_and_not_made_anew(tmp_path: Path, name: 
     with pytest.raises(RunError, match=f"^{folder}: the run's folder was removed, or taken by something else"):
         write()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_rank_that_hangs_is_called_that(tmp_path: Path) -> None:
+    """Its error is a TimeoutError, which is an OSError."""
+    with pytest.raises(PhaseTimeoutError, match="actor.write_weight_files took longer"), writing(tmp_path):
+        raise PhaseTimeoutError("actor", "write_weight_files", 90.0, [])
