@@ -28,6 +28,7 @@ from megarl.config.schema import (
     Verify,
 )
 from megarl.roles.start import PPORoles
+from tests.integration.meeting import meeting_in_step
 from tests.integration.tiny_run import Finished, run_ppo, save_inputs, save_policy, tiny_config
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
@@ -75,7 +76,9 @@ def config(inputs: Path, output_dir: Path, strategy: PlacementStrategy, engine: 
 
 @pytest.fixture(scope="module")
 def split(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Finished:
-    return run_ppo(config(inputs, tmp_path_factory.mktemp("split"), PlacementStrategy.split_collocate))
+    settings = config(inputs, tmp_path_factory.mktemp("split"), PlacementStrategy.split_collocate)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        return run_ppo(settings, meeting_in_step(2, tmp_path_factory.mktemp("meeting"), monkeypatch))
 
 
 def assert_agreement(line: dict[str, float]) -> None:
@@ -125,10 +128,15 @@ def test_actor_and_critic_train_at_the_same_time_where_they_share_no_device(spli
         PlacementStrategy.custom,
     ],
 )
-def test_it_is_the_same_run(strategy: PlacementStrategy, split: Finished, inputs: Path, tmp_path: Path) -> None:
-    finished = run_ppo(config(inputs, tmp_path, strategy))
+def test_it_is_the_same_run(
+    strategy: PlacementStrategy, split: Finished, inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at_the_same_time = strategy in (PlacementStrategy.hybrid, PlacementStrategy.stand_alone)
+    settings, meeting = config(inputs, tmp_path / "run", strategy), tmp_path / "meeting"
+    meeting.mkdir()
+    finished = run_ppo(settings, meeting_in_step(2, meeting, monkeypatch)) if at_the_same_time else run_ppo(settings)
     assert_same_run(finished, split)
-    assert overlap(finished) == (strategy in (PlacementStrategy.hybrid, PlacementStrategy.stand_alone))
+    assert overlap(finished) == at_the_same_time
     measured = {key.split("_rss")[0] for line in finished.metrics[2:] for key in line if key.startswith("memory/")}
     assert measured == SHARING_WITH_ENGINES.get(strategy, set())
     for line in finished.metrics[2:]:  # in the first, no turn of the trainer has ended
