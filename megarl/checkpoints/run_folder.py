@@ -14,7 +14,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -55,16 +55,22 @@ class CheckpointFolder:
 
         Raises CheckpointError where `latest` names one that is not there: an older one is never taken in its place.
         """
-        pointer, whole = self.path / LATEST_FILE, self.whole()
+        pointer = self.path / LATEST_FILE
         if not pointer.is_file():  # killed between the first checkpoint's last two renames
-            return whole[-1] if whole else None
-        name = pointer.read_bytes().decode(errors="backslashreplace").strip()
-        if not _STEP.fullmatch(name) or self.path / name not in whole:
-            others = ", ".join(path.name for path in whole) or "none"
-            raise CheckpointError(
-                f"{pointer}: names {name!r}, which is not a whole checkpoint in {self.path}; whole ones: {others}; "
-                "give the folder of one of them (a run goes on from it with checkpoint.resume=PATH)"
-            )
+            return next(reversed(self.whole()), None)
+        return self._named_by(pointer, lambda: pointer.read_bytes().decode(errors="backslashreplace").strip())
+
+    def _named_by(self, pointer: Path, read: Callable[[], str]) -> Path:
+        """A run that goes on may, since the name was read, have written another and removed that checkpoint: then it is read again."""
+        name = read()
+        while not (_STEP.fullmatch(name) and (self.path / name / DESCRIPTION_FILE).is_file()):
+            before, name = name, read()
+            if name == before:
+                others = ", ".join(path.name for path in self.whole()) or "none"
+                raise CheckpointError(
+                    f"{pointer}: names {name!r}, which is not a whole checkpoint in {self.path}; whole ones: {others}; "
+                    "give the folder of one of them (a run goes on from it with checkpoint.resume=PATH)"
+                )
         return self.path / name
 
     def prepare(self) -> None:
@@ -135,14 +141,14 @@ class CheckpointFolder:
         pointer = self.path / BEST_FILE
         if not pointer.is_file():
             return None
-        try:
-            name = json.loads(pointer.read_text(encoding="utf-8"))["checkpoint"]
-        except (OSError, ValueError, LookupError, TypeError) as error:
-            raise CheckpointError(f"{pointer}: does not name a checkpoint ({error}); the file is damaged") from error
-        whole = {path.name: path for path in self.whole()}
-        if name not in whole:
-            raise CheckpointError(f"{pointer}: names {name!r}, which is not a whole checkpoint in {self.path}")
-        return whole[name]
+
+        def read() -> str:
+            try:
+                return str(json.loads(pointer.read_text(encoding="utf-8"))["checkpoint"])
+            except (OSError, ValueError, LookupError, TypeError) as error:
+                raise CheckpointError(f"{pointer}: does not name a checkpoint ({error}); the file is damaged") from error
+
+        return self._named_by(pointer, read)
 
     def remove_old(self, keep: int, best: BestCheckpoint | None = None) -> None:
         """All but `latest`, the `keep` - 1 newest before it, and the best; `keep` 0 keeps every one. Those of later steps are of a

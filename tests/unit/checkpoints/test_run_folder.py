@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ import pytest
 
 from megarl.checkpoints.run_folder import BestCheckpoint, CheckpointFolder, check_files
 from megarl.config.errors import CheckpointError
+
+Reader = Callable[[CheckpointFolder], Path | None]
 
 
 def add(folder: CheckpointFolder, step: int, content: str = "") -> Path:
@@ -148,9 +151,39 @@ def test_the_best_is_named_where_it_is_there_and_stays(folder: CheckpointFolder)
         folder.point_at_best(best)
         folder.remove_old(1, best)
     assert names(folder) == ["best.json", "latest", "step_00000002", "step_00000006"]
+    (folder.path / "best.json").write_text('{"checkpoint": "step_00000004"}')
+    with pytest.raises(
+        CheckpointError, match=r"best.json: names 'step_00000004', which is not a whole.*whole ones: step_00000002, step_00000006"
+    ):
+        folder.best()
+    (folder.path / "best.json").write_text('{"step": 4}')
+    with pytest.raises(CheckpointError, match=r"best.json: does not name a checkpoint"):
+        folder.best()
     folder.point_at_best(None)
     folder.remove_old(1)
     assert names(folder) == ["latest", "step_00000006"]
+
+
+@pytest.mark.parametrize("reads", [CheckpointFolder.latest, CheckpointFolder.best])
+def test_a_run_that_goes_on_while_the_name_is_read(folder: CheckpointFolder, monkeypatch: pytest.MonkeyPatch, reads: Reader) -> None:
+    """Between the name and the look at the checkpoint the run has written the next one and removed this one, twice."""
+    add(folder, 2)
+    folder.point_at_best(BestCheckpoint(2, "val/loss", 0.5))
+    is_file = Path.is_file
+    left = [4, 6]
+
+    def later(path: Path) -> bool:
+        if path.name == "checkpoint.json" and left:
+            step = left.pop(0)
+            with monkeypatch.context() as undisturbed:
+                undisturbed.setattr(Path, "is_file", is_file)
+                add(folder, step)
+                folder.point_at_best(best := BestCheckpoint(step, "val/loss", 0.5))
+                folder.remove_old(1, best)
+        return is_file(path)
+
+    monkeypatch.setattr(Path, "is_file", later)
+    assert reads(folder) == folder.path / "step_00000006"
 
 
 def described(checkpoint: Path, **changes: Any) -> None:
