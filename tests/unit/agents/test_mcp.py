@@ -74,7 +74,7 @@ def respond(tools: list[McpTool], *calls: ToolCall) -> Reply:
 def test_tools_of_a_server_over_http_with_an_error_and_a_time_out() -> None:
     price = ToolCall("price", {"item": "ab"})
     with running() as port:
-        server = McpServer(f"http://127.0.0.1:{port}/mcp", time_limit_s=0.5)
+        server = McpServer(f"http://127.0.0.1:{port}/mcp", time_limit_s=3.0)
         tools = [server.tool("price"), server.tool("wait")]
         function = tools[0].schema["function"]
         assert (function["name"], function["description"]) == ("price", "The price of an item.")
@@ -84,7 +84,7 @@ def test_tools_of_a_server_over_http_with_an_error_and_a_time_out() -> None:
         wait = ToolCall("wait", {"seconds": 60})
         reply = respond(tools, wait, price, ToolCall("price", {"item": "zz"}), ToolCall("price", {"items": "ab"}))
         assert [message["content"] for message in reply.messages] == [
-            "tool error (timed out): wait: the server did not answer within 0.5 s",
+            "tool error (timed out): wait: the server did not answer within 3 s",
             "42",
             "tool error (raised): price raised McpCallError: Error executing tool price",
             "tool error (refused arguments): price: 'item' is a required property",

@@ -157,14 +157,14 @@ def test_each_failure_has_its_line_and_its_kind_and_costs_no_other_call() -> Non
         call("price", '{"item": "ab"}'),
     ]
     start_s = time.monotonic()
-    reply = respond("".join(calls), price, stuck, deaf, max_parallel=8, time_limit_s=0.1)
-    assert time.monotonic() - start_s < 5  # nothing waits for what hangs
+    reply = respond("".join(calls), price, stuck, deaf, max_parallel=8, time_limit_s=1.0)
+    assert time.monotonic() - start_s < 30  # nothing waits for what hangs
     lines = [message["content"] for message in reply.messages]
     assert lines[7] == "42"
     expected = [
         "tool error (raised): price raised KeyError: 'zz'",
-        "tool error (timed out): stuck took longer than 0.1 s",
-        "tool error (timed out): deaf took longer than 0.1 s",
+        "tool error (timed out): stuck took longer than 1 s",
+        "tool error (timed out): deaf took longer than 1 s",
         "tool error (refused arguments): price: ",
         "tool error (refused arguments): arguments must be an object, not 3",
         "tool error (unknown tool): there is no tool 'cost'; there are: price, stuck, deaf",
