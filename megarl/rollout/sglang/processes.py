@@ -10,6 +10,7 @@ import traceback
 from typing import Any
 
 import psutil
+import torch
 
 from megarl.machine.ports import listen
 from megarl.rollout.sglang import last_words
@@ -23,6 +24,7 @@ def run_scheduler(server_args: Any, *arguments: Any, **keywords: Any) -> Any:
         from megarl.rollout.sglang import cpu_adaptations
 
         cpu_adaptations.install_in_scheduler()
+    _fall_asleep_together()
     from sglang.srt.managers.scheduler import run_scheduler_process
 
     return run_scheduler_process(server_args, *arguments, **keywords)
@@ -64,3 +66,17 @@ def _stay_on_this_machine() -> None:
         return open_store(host_name, port, world_size, is_master, **options)
 
     rendezvous.TCPStore = make  # type: ignore[attr-defined]
+
+
+def _fall_asleep_together() -> None:
+    """The first rank's answer stands for all of them: whoever reads it takes memory that the others may not have given back yet."""
+    from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager as Manager
+
+    release = Manager.release_memory_occupation
+
+    def release_together(self: Any, request: Any) -> Any:
+        answer = release(self, request)
+        torch.distributed.barrier(self.tp_cpu_group)
+        return answer
+
+    Manager.release_memory_occupation = release_together

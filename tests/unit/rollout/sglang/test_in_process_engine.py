@@ -78,13 +78,14 @@ def test_asleep_it_gives_the_memory_of_its_weights_back(sglang_in_process: Remot
     weights = sum(parameter.nbytes for parameter in model.parameters())
     assert weights > 30e6
     sglang_in_process.sleep()
-    assert awake - resident_bytes(sglang_in_process) > 0.9 * weights
+    asleep = resident_bytes(sglang_in_process)
     sglang_in_process.wake()
     push(model, sglang_in_process)
     sglang_in_process.wake_cache()
     assert [sample.token_ids.tolist() for sample in sglang_in_process.generate(PROMPTS, sampling)] == [
         sample.token_ids.tolist() for sample in before
     ]
+    assert awake - asleep > 0.9 * weights  # at last: other tests use the engine, and need it awake
 
 
 @pytest.fixture(scope="module")
