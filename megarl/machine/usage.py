@@ -12,9 +12,8 @@ from types import TracebackType
 import torch
 
 _PROCESS = Path("/proc/self")
-# Of glibc's malloc.h, and the most that it takes for the second.
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
-_KEPT, _LARGEST_HEAP_BLOCK = 2**30, 32 * 2**20
+_TRIM_THRESHOLD, _MMAP_MAX = -1, -4  # of glibc's malloc.h
+_KEPT = 2**30
 
 
 class PeakMemory:
@@ -42,14 +41,14 @@ def _status(field: str) -> int:
 
 def keep_freed_memory() -> None:
     """Up to 1 GiB of freed blocks stays for the next ones, until `trim_heap`. By itself glibc gives it back as soon as it is the last of
-    the heap, and the tensors of the next pass begin with pages that the system has to make again."""
+    the heap, and blocks of more than 32 MiB always: the tensors of the next pass begin with pages that the system has to make again."""
     if (mallopt := _of_c_library("mallopt")) is not None:
-        mallopt(_MMAP_THRESHOLD, _LARGEST_HEAP_BLOCK)
+        mallopt(_MMAP_MAX, 0)  # no block apart from the heap, however large
         mallopt(_TRIM_THRESHOLD, _KEPT)
 
 
 def trim_heap() -> None:
-    """glibc keeps freed blocks of up to 32 MiB that lie between used ones until it is asked; other C libraries have no such call."""
+    """glibc keeps freed blocks that lie between used ones until it is asked; other C libraries have no such call."""
     if (trim := _of_c_library("malloc_trim")) is not None:
         trim(0)
 
