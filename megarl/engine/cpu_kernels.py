@@ -109,14 +109,16 @@ def linear(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 class _GatedLinear(torch.autograd.Function):
-    """Each half is a product of its own: activations read and write them about twice as fast as halves of the rows of one tensor. There
-    is one backward pass, which writes where the forward pass's activations lie: memory that was just read is in a cache."""
+    """Each half is a product of its own: activations read and write them about twice as fast as halves of the rows of one tensor. What was
+    just written is read next, from a cache, and the one backward pass writes where the forward pass's activations lie."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:
         rows = hidden.flatten(0, -2)
-        gate, up = (product(rows, half) for half in weight.chunk(2))
+        of_gate, of_up = weight.chunk(2)
+        gate = product(rows, of_gate)
         activated = F.silu(gate)
+        up = product(rows, of_up)
         ctx.save_for_backward(hidden, weight, gate, up, activated)
         return (activated * up).view(*hidden.shape[:-1], up.shape[-1])
 

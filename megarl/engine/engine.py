@@ -25,8 +25,8 @@ from megarl.config.schema import OptimConfig, ParallelConfig, RoutingReplay
 from megarl.engine import platform
 from megarl.engine.context import ContextPlace
 from megarl.engine.groups import ParallelGroups
-from megarl.engine.layer_specs import layers_for
-from megarl.engine.micro_batch import MicroBatch, make_micro_batch
+from megarl.engine.layer_specs import ends_with_predictors, layers_for
+from megarl.engine.micro_batch import UNCUT, MicroBatch, SequenceCut, make_micro_batch
 from megarl.engine.model import ModelChunk, build_chunks
 from megarl.engine.offload import MovableState, OffloadableState, StatePart
 from megarl.engine.optimizer import Optimizer, StepStatistics
@@ -291,8 +291,9 @@ class MegatronEngine:
                 *_of_rows(batch, rows),
                 packing=self.spec.engine.packing,
                 share_prompts=self.spec.engine.share_prompts,
-                align=parallel.tensor_parallel_size if parallel.sequence_parallel else 1,
+                ends_with_predictors=ends_with_predictors(self.spec.architecture.sparse_layers),
                 device=self._device,
+                cut=SequenceCut(parallel.tensor_parallel_size, self.groups.tensor_rank) if parallel.sequence_parallel else UNCUT,
                 place=ContextPlace(parallel.context_parallel_size, self.groups.context_rank),
             )
             for rows in micro_batches

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 
 from megarl.config.layers import LayerChoice, choose_layers
 from megarl.config.schema import DType, Layers
-from megarl.engine.layers import AttentionCore, RMSNorm, sharing_prompts
+from megarl.engine.layers import AttentionCore, LastLayer, RMSNorm, sharing_prompts
 from megarl.engine.router import ExpertRouter, RoutedLayer
 from megarl.weights.name_mapping import EXPERT
 
@@ -59,7 +60,15 @@ def block_spec(config: TransformerConfig, sparse_layers: Collection[int], layers
         kinds[True].submodules.mlp.submodules.router = ExpertRouter
     first = get_transformer_layer_offset(config, vp_stage=chunk)
     held = range(first, first + get_num_layers_to_build(config, vp_stage=chunk))
-    return TransformerBlockSubmodules(layer_specs=[kinds[layer in sparse_layers] for layer in held], layer_norm=norm)
+    layer_specs = [kinds[layer in sparse_layers] for layer in held]
+    if config.num_layers - 1 in held and ends_with_predictors(sparse_layers):
+        layer_specs[-1] = replace(layer_specs[-1], module=LastLayer)
+    return TransformerBlockSubmodules(layer_specs=layer_specs, layer_norm=norm)
+
+
+def ends_with_predictors(sparse_layers: Collection[int]) -> bool:
+    """Whether the model's last layer is a LastLayer. Routers count all tokens in each layer."""
+    return not sparse_layers
 
 
 def _transformer_engine_layer(config: TransformerConfig, is_sparse: bool) -> ModuleSpec:

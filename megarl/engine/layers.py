@@ -1,4 +1,5 @@
-"""The two local layers that are not Megatron's: RMSNorm and the attention core, for padded and for packed batches, on a CPU and on CUDA.
+"""The local layers that are not Megatron's: RMSNorm and the attention core, for padded and for packed batches, on a CPU and on CUDA; and a
+model's last layer.
 
 None of them reads anything from the device: what it needs of the sequences' lengths was known on the host when the batch was made.
 """
@@ -14,6 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
@@ -134,12 +136,11 @@ class AttentionCore(torch.nn.Module):
         return mixed.flatten(1)
 
     def _attend_packed(self, query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan) -> Tensor:
-        tokens, heads, dim = query.shape
-        queries, keys, values = (tensor.flatten(1) for tensor in (query, key, value))
+        heads, dim = query.shape[1:]
+        queries, keys, values = query, key, value
         if plan.gather is not None and plan.gather_keys is not None:
-            queries, keys, values = (
-                tensor.index_select(0, at) for tensor, at in ((queries, plan.gather), (keys, plan.gather_keys), (values, plan.gather_keys))
-            )
+            gathered = ((query, plan.gather), (key, plan.gather_keys), (value, plan.gather_keys))
+            queries, keys, values = (tensor.flatten(1).index_select(0, at) for tensor, at in gathered)
         query_shapes = [(call.sequences, call.length) for call in plan.calls]
         key_shapes = [(call.sequences, call.before + call.length) for call in plan.calls]
         mixed = []
@@ -150,8 +151,10 @@ class AttentionCore(torch.nn.Module):
 
 
 def _cut(heads: Tensor, shapes: list[tuple[int, int]], dim: int) -> Iterator[Tensor]:
-    """(N, heads * dim) -> (count, heads, length, dim) for each shape."""
-    for part, shape in zip(heads.split([count * length for count, length in shapes]), shapes, strict=True):
+    """(N, heads, dim) or (N, heads * dim) -> (count, heads, length, dim) for each shape."""
+    # A split's gradient is a copy, also where it has one part.
+    parts = heads.split([count * length for count, length in shapes]) if len(shapes) > 1 else [heads]
+    for part, shape in zip(parts, shapes, strict=True):
         yield part.view(*shape, -1, dim).transpose(1, 2)
 
 
@@ -205,3 +208,14 @@ def sharing_prompts(attention: type) -> Any:
             return super().forward(query, key, value, *arguments, packed_seq_params=packed_seq_params, **options)
 
     return SharingAttention
+
+
+class LastLayer(TransformerLayer):
+    """Behind its attention, for which other tokens are keys and values, it goes on with those of packed rows that predict a token."""
+
+    def _forward_attention(self, *arguments: Any, packed_seq_params: PackedRows | None = None, **options: Any) -> tuple[Tensor, Any]:
+        """hidden (T, 1, H) -> (K, 1, H), and Megatron's context."""
+        hidden, context = super()._forward_attention(*arguments, packed_seq_params=packed_seq_params, **options)
+        if packed_seq_params is not None and packed_seq_params.predicting is not None:
+            hidden = hidden.index_select(0, packed_seq_params.predicting)
+        return hidden, context

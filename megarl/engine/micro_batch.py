@@ -3,7 +3,8 @@
 Either way a sequence starts at its first real token. Packed rows of one prompt may share its tokens: they stand there once, as a sequence
 that the responses continue, each a sequence of its own (shared_prompts.py). Ranks that share rows have some tokens of each sequence
 (context.py), and score those response tokens whose predictors these are. The logits that predict response token j of a row with p prompt
-tokens stand at position p + j - 1; values are read there too, V(s_t) being the value before token t is written.
+tokens stand at position p + j - 1; values are read there too, V(s_t) being the value before token t is written. Of packed rows these
+tokens alone go on behind the attention of a dense model's last layer, where nobody reads the others any more.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ class MicroBatch:
 
     tokens, positions: (1, T) packed or (b, S') padded. counts: of the same shape, how often a token counts in what routers of experts
     count: once for each row that it is of and of which the loss reads a token, and not where it pads; num_counted: their sum.
-    predictors: (N,) places in the flattened (sequence-major) hidden states that predict the N response tokens; targets: (N,) those
+    predictors: (N,) places in the model's flattened (sequence-major) output that predict the N response tokens; targets: (N,) those
     tokens; cells: (N,) their places in a flattened (b, R).
     Where ranks share the rows all of this is of the rank's own tokens, and N may be 0; `rows` are whole.
     """
@@ -178,15 +179,39 @@ class _ModelInputs(NamedTuple):
     scored: Tensor
 
 
-def _packed(rows: _Rows, share_prompts: bool, align: int, place: ContextPlace, device: torch.device) -> _ModelInputs:
+class SequenceCut(NamedTuple):
+    """Over how many ranks sequence parallelism cuts the tokens of a micro-batch, and which of them this is."""
+
+    size: int
+    rank: int
+
+
+UNCUT = SequenceCut(1, 0)
+
+
+def _predicting(predictors: Tensor, num_tokens: int, cut: SequenceCut) -> tuple[Tensor, Tensor]:
+    """predictors: (N,) places among T tokens. Returns (K,) the places of those tokens, each once, in this rank's part of the T, and (N,)
+    the places of `predictors` among what all ranks have chosen, one rank's behind the other's. Ranks choose equally many, at least one,
+    for which the first token of a part stands in."""
+    size = num_tokens // cut.size
+    chosen, number = predictors.unique(return_inverse=True)
+    part = chosen // size
+    counts = part.bincount(minlength=cut.size)
+    most = max(1, int(counts.max()))
+    among = torch.arange(len(chosen)) + (torch.arange(cut.size) * most - (counts.cumsum(0) - counts))[part]
+    own = chosen[part == cut.rank] - cut.rank * size
+    return F.pad(own, (0, most - len(own))), among[number]
+
+
+def _packed(rows: _Rows, share_prompts: bool, cut: SequenceCut, place: ContextPlace, device: torch.device) -> _ModelInputs:
     firsts: Sequence[int] = range(len(rows.prompts))
     if share_prompts:
         of_rows = zip(rows.ids.split((rows.prompts + rows.responses).tolist()), rows.prompts.tolist(), strict=True)
         firsts = first_with_prompt(tokens[:num_prompt] for tokens, num_prompt in of_rows)
     layout = _lay_out(rows.prompts.tolist(), rows.responses.tolist(), firsts, place.size)
     num_tokens = len(layout.sources)
-    # Every rank's part is a multiple of `align`, and what pads the whole is one more sequence, of which all have their chunks.
-    padding = _aligned(num_tokens, align if place.size == 1 else place.size * lcm(2, align)) - num_tokens
+    # Every rank's part is a multiple of the cut, and what pads the whole is one more sequence, of which all have their chunks.
+    padding = _aligned(num_tokens, cut.size if place.size == 1 else place.size * lcm(2, cut.size)) - num_tokens
     last = [padding] if padding else []
     in_response = layout.responses[rows.response_row] + rows.response_offset - 1
     prompts = rows.prompts[rows.row_of]
@@ -210,8 +235,8 @@ def _packed(rows: _Rows, share_prompts: bool, align: int, place: ContextPlace, d
     )
 
 
-def _padded(rows: _Rows, align: int) -> _ModelInputs:
-    num_rows, longest = len(rows.prompts), _aligned(int((rows.prompts + rows.responses).max()), align)
+def _padded(rows: _Rows, cut: SequenceCut) -> _ModelInputs:
+    num_rows, longest = len(rows.prompts), _aligned(int((rows.prompts + rows.responses).max()), cut.size)
     tokens = torch.zeros(num_rows, longest, dtype=torch.long)
     tokens[rows.row_of, rows.offset] = rows.ids
     counts = torch.zeros_like(tokens)
@@ -226,15 +251,16 @@ def make_micro_batch(
     *,
     packing: bool,
     share_prompts: bool,
-    align: int,
+    ends_with_predictors: bool,
     device: torch.device,
+    cut: SequenceCut = UNCUT,
     place: ContextPlace = ALONE,
 ) -> MicroBatch:
     """Cuts `rows` out of `batch`: `input_ids`, `attention_mask` (B, S) and any (B, R) tensors, of which `response_mask` gives R.
 
-    `align`: the number of this rank's tokens is made a multiple of it by padding (sequence parallelism cuts along tokens).
-    `share_prompts`: of packed rows with the same prompt its tokens stand there once. `place`: of the
-    rank among those that share packed rows.
+    `share_prompts`: of packed rows with the same prompt its tokens stand there once. `ends_with_predictors`: of packed rows the model's
+    last layer goes on with the tokens alone that predict one, and gives these. `cut`: the number of this rank's tokens is made a multiple
+    of its size by padding. `place`: of the rank among those that share packed rows.
     Raises ValueError when a row has no prompt token, when its real tokens are not one run around the prompt's end, and when ranks are to
     share rows that are not packed.
     """
@@ -248,11 +274,14 @@ def make_micro_batch(
     _check_layout(mask, prompt_length, prompts, responses, rows)
     ids = batch["input_ids"][index]
     real = _Rows.of(prompts, responses, ids[mask], batch["response_mask"][index].bool().any(1))
-    inputs = _packed(real, share_prompts, align, place, device) if packing else _padded(real, align)
+    inputs = _packed(real, share_prompts, cut, place, device) if packing else _padded(real, cut)
     response_row, response_offset = real.response_row[inputs.scored], real.response_offset[inputs.scored]
-    positions = to_device(inputs.positions, device)
+    positions, predictors = to_device(inputs.positions, device), inputs.predictors
     if inputs.packed is not None and inputs.packed.needs_positions:
         set_positions(inputs.packed.cu_seqlens_q, positions[0])
+    if inputs.packed is not None and ends_with_predictors:
+        chosen, predictors = _predicting(predictors, inputs.tokens.numel(), cut)
+        inputs.packed.predicting = to_device(chosen, device)
     return MicroBatch(
         tokens=to_device(inputs.tokens, device),
         positions=positions,
@@ -260,7 +289,7 @@ def make_micro_batch(
         counts=to_device(inputs.counts, device),
         num_counted=int(inputs.counts.sum()),
         places=inputs.places,
-        predictors=to_device(inputs.predictors, device),
+        predictors=to_device(predictors, device),
         targets=to_device(ids[response_row, prompt_length + response_offset], device),
         cells=to_device(response_row * response_length + response_offset, device),
         rows={

@@ -37,6 +37,7 @@ class PackedRows(PackedSeqParams):
         self.lengths = [padded_length(length, place.size) for length in lengths]
         assert min(self.lengths) > 0, "a packed batch holds no empty sequence"
         self.place = place
+        self.predicting: Tensor | None = None  # (K,) of this rank's tokens those that the last layer goes on with (see micro_batch.py)
         self.attention_plan: AttentionPlan | None = None
         self.key_places: KeyPlaces | None = None
         prompt_of = prompt_of or [None] * len(lengths)
