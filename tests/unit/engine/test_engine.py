@@ -143,6 +143,43 @@ def test_recomputation_changes_no_gradient(layout: str, rank_pool: RankPool, fol
             assert torch.equal(gradients[name], gradient), (recomputation, name)
 
 
+# ---- what the last layer leaves out
+
+
+def count_tokens(parallel: ParallelConfig, folder: str) -> dict[str, int]:
+    """In a rank: how many tokens the MLPs of its first and its last layer are given, and the norm behind the last."""
+    engine = build(start(parallel), folder, optim=OptimConfig())
+    decoder = engine._models[0].decoder
+    counted = {}
+
+    def count(key: str) -> Any:
+        def hook(module: torch.nn.Module, arguments: tuple[Any, ...]) -> None:
+            counted[key] = arguments[0].shape[0]
+
+        return hook
+
+    for key, module in {"first": decoder.layers[0].mlp, "last": decoder.layers[-1].mlp, "norm": decoder.final_layernorm}.items():
+        if module is not None:
+            module.register_forward_pre_hook(count(key))
+    engine.forward_backward(make_batch(), [range(7)], negative_log_likelihood)
+    return counted
+
+
+def test_the_last_layer_ends_with_tokens_that_predict_one(rank_pool: RankPool, folder: str) -> None:
+    """Of all rows in one micro-batch. That the numbers are the same is test_parity's."""
+    mask, responses = make_batch()["attention_mask"], make_batch()["response_mask"]
+    tokens, predicting = int(mask.sum()), int(responses.sum())
+    assert predicting < tokens - 14
+    (alone,) = rank_pool.run(count_tokens, world_size=1, parallel=LAYOUTS["TP1"], folder=folder)
+    assert alone == {"first": tokens, "last": predicting, "norm": predicting}
+    stages = rank_pool.run(count_tokens, world_size=2, parallel=LAYOUTS["PP2"], folder=folder)
+    assert stages == [{"first": tokens, "last": tokens}, {"first": tokens, "last": predicting, "norm": predicting}]
+    halves = rank_pool.run(count_tokens, world_size=2, parallel=LAYOUTS["TP2+SP"], folder=folder)
+    assert halves[0] == halves[1]
+    assert halves[0]["first"] == -(-tokens // 2)
+    assert predicting / 2 <= halves[0]["last"] == halves[0]["norm"] < halves[0]["first"]
+
+
 # ---- a frozen model, and gradients that do not pile up
 
 

@@ -23,25 +23,33 @@ BATCH = {
     "uid_number": torch.tensor([3, 4]),  # (B,): not per token, so not for the loss
 }
 
+# Rows 0 and 2 have the prompt 5 6, which is padded with other tokens, and row 3 has it without a response.
+ONE_PROMPT = {
+    "input_ids": torch.tensor([[9, 5, 6, 7, 8, 9], [1, 2, 3, 4, 9, 9], [0, 5, 6, 4, 3, 2], [7, 5, 6, 1, 1, 1]]),
+    "attention_mask": torch.tensor([[0, 1, 1, 1, 1, 0], [1, 1, 1, 1, 0, 0], [0, 1, 1, 1, 1, 1], [0, 1, 1, 0, 0, 0]]),
+    "response_mask": torch.tensor([[True, True, False], [True, False, False], [True, True, True], [False] * 3]),
+}
+
 
 def make(
-    batch: dict[str, Tensor], rows: list[int], packing: bool, share_prompts: bool, align: int, place: tuple[int, int]
+    batch: dict[str, Tensor], rows: list[int], packing: bool, share_prompts: bool, ends: bool, cut: tuple[int, int], place: tuple[int, int]
 ) -> dict[str, Any]:
     """In a rank: the micro-batch as plain values."""
     from megarl.engine import platform
 
     platform.activate(Device.cpu)
     from megarl.engine.context import ContextPlace
-    from megarl.engine.micro_batch import make_micro_batch
+    from megarl.engine.micro_batch import SequenceCut, make_micro_batch
 
-    options = {"packing": packing, "share_prompts": share_prompts, "align": align, "place": ContextPlace(*place)}
-    made = make_micro_batch(batch, rows, device=torch.device("cpu"), **options)
+    options = {"packing": packing, "share_prompts": share_prompts, "ends_with_predictors": ends}
+    made = make_micro_batch(batch, rows, device=torch.device("cpu"), cut=SequenceCut(*cut), place=ContextPlace(*place), **options)
     plain = {key: getattr(made, key).tolist() for key in ("tokens", "positions", "counts", "predictors", "targets", "cells")}
     assert made.num_counted == made.counts.sum()
     if made.packed is not None:
         plain["boundaries"] = made.packed.cu_seqlens_q.tolist()
         plain["longest"] = made.packed.max_seqlen_kv
         plain["prompt_of"] = made.packed.shared and made.packed.shared.prompt_of
+        plain["predicting"] = None if made.packed.predicting is None else made.packed.predicting.tolist()
     plain["rows"] = {key: value.tolist() for key, value in made.rows.items()}
     plain["scattered"] = made.scatter(torch.arange(1.0, len(made.cells) + 1)).tolist()
     return plain
@@ -53,11 +61,12 @@ def made(
     rows: list[int],
     packing: bool,
     share_prompts: bool = True,  # of other prompts there is nothing to share
-    align: int = 1,
+    ends: bool = False,
+    cut: tuple[int, int] = (1, 0),
     place: tuple[int, int] = (1, 0),
     batch: dict[str, Tensor] = BATCH,
 ) -> dict[str, Any]:
-    options = {"packing": packing, "share_prompts": share_prompts, "align": align, "place": place}
+    options = {"packing": packing, "share_prompts": share_prompts, "ends": ends, "cut": cut, "place": place}
     (got,) = rank_pool.run(make, world_size=1, batch=batch, rows=rows, **options)
     return got
 
@@ -79,7 +88,7 @@ def test_ranks_that_share_rows(rank_pool: RankPool) -> None:
 
 def test_what_pads_the_parts_of_ranks_that_share_rows(rank_pool: RankPool) -> None:
     """Each row is padded to 6 tokens, and the whole to 18, so that each of three ranks has a multiple of 3."""
-    third = made(rank_pool, rows=[0, 1], packing=True, place=(3, 0), align=3)
+    third = made(rank_pool, rows=[0, 1], packing=True, place=(3, 0), cut=(3, 0))
     assert third["boundaries"] == [0, 6, 12, 18]
     assert third["tokens"] == [[5, 0, 1, 0, 0, 0]]
     assert third["positions"] == [[0, 0, 0, 0, 0, 0]]
@@ -133,13 +142,7 @@ def test_packed_rows_in_another_order(rank_pool: RankPool) -> None:
 
 
 def test_rows_of_one_prompt_share_it(rank_pool: RankPool) -> None:
-    """Rows 0 and 2 have the prompt 5 6, which is padded with other tokens, and row 3 has it without a response."""
-    batch = {
-        "input_ids": torch.tensor([[9, 5, 6, 7, 8, 9], [1, 2, 3, 4, 9, 9], [0, 5, 6, 4, 3, 2], [7, 5, 6, 1, 1, 1]]),
-        "attention_mask": torch.tensor([[0, 1, 1, 1, 1, 0], [1, 1, 1, 1, 0, 0], [0, 1, 1, 1, 1, 1], [0, 1, 1, 0, 0, 0]]),
-        "response_mask": torch.tensor([[True, True, False], [True, False, False], [True, True, True], [False] * 3]),
-    }
-    got = made(rank_pool, rows=[0, 1, 2, 3], packing=True, align=7, batch=batch)
+    got = made(rank_pool, rows=[0, 1, 2, 3], packing=True, cut=(7, 0), batch=ONE_PROMPT)
     assert got["tokens"] == [[5, 6, 7, 8, 4, 3, 2, 1, 2, 3, 4, 0, 0, 0]]
     assert got["positions"] == [[0, 1, 2, 3, 2, 3, 4, 0, 1, 2, 3, 0, 0, 0]]
     assert got["counts"] == [[2, 2, 1, 1, 1, 1, 1, 1, 1, 1, 1, 0, 0, 0]]  # in row 3 the loss reads nothing
@@ -149,23 +152,43 @@ def test_rows_of_one_prompt_share_it(rank_pool: RankPool) -> None:
     assert got["predictors"] == [1, 2, 9, 1, 4, 5]  # the prompt's last token predicts both first ones
     assert got["targets"] == [7, 8, 4, 4, 3, 2]
     assert got["cells"] == [0, 1, 3, 6, 7, 8]
-    apart = made(rank_pool, rows=[0, 1, 2, 3], packing=True, share_prompts=False, batch=batch)
+    apart = made(rank_pool, rows=[0, 1, 2, 3], packing=True, share_prompts=False, batch=ONE_PROMPT)
     assert apart["boundaries"] == [0, 4, 8, 13, 15]
     assert apart["predictors"] == [1, 2, 6, 9, 10, 11]
 
 
+def test_the_last_layer_ends_with_what_predicts(rank_pool: RankPool) -> None:
+    """Above, the tokens 1, 2, 4, 5 and 9 predict one, 1 two of them. Over two ranks the 12 tokens are cut behind token 5, and the second,
+    which has token 9 alone, goes on with as many as the first: its own first token stands in three times."""
+    one = made(rank_pool, rows=[0, 1, 2, 3], packing=True, ends=True, batch=ONE_PROMPT)
+    assert one["predicting"] == [1, 2, 4, 5, 9]
+    assert one["predictors"] == [0, 1, 4, 0, 2, 3]
+    first, second = (made(rank_pool, rows=[0, 1, 2, 3], packing=True, ends=True, cut=(2, rank), batch=ONE_PROMPT) for rank in range(2))
+    assert first["predicting"] == [1, 2, 4, 5]
+    assert second["predicting"] == [3, 0, 0, 0]
+    assert first["predictors"] == second["predictors"] == [0, 1, 4, 0, 2, 3]
+    assert first["targets"] == second["targets"] == one["targets"] == [7, 8, 4, 4, 3, 2]
+    assert made(rank_pool, rows=[0, 1], packing=False, ends=True)["predictors"] == [2, 4, 5]  # padded: as it was
+
+
+def test_a_rank_that_predicts_nothing_goes_on_with_a_token(rank_pool: RankPool) -> None:
+    outer, inner = (made(rank_pool, rows=[0, 1], packing=True, ends=True, place=(2, rank)) for rank in range(2))
+    assert (outer["predicting"], outer["predictors"]) == ([0], [])
+    assert (inner["predicting"], inner["predictors"]) == ([0, 1, 3], [0, 1, 2])
+
+
 def test_packed_and_aligned(rank_pool: RankPool) -> None:
     """The padding is a sequence of its own at the end, so no real token attends to it."""
-    got = made(rank_pool, rows=[0, 1], packing=True, align=3)
+    got = made(rank_pool, rows=[0, 1], packing=True, cut=(3, 0))
     assert got["tokens"] == [[5, 6, 7, 8, 1, 2, 3, 4, 0]]
     assert got["boundaries"] == [0, 4, 8, 9]
     assert got["predictors"] == [1, 2, 6]
-    assert made(rank_pool, rows=[0, 1], packing=True, align=4)["boundaries"] == [0, 4, 8]
+    assert made(rank_pool, rows=[0, 1], packing=True, cut=(4, 0))["boundaries"] == [0, 4, 8]
 
 
 def test_padded(rank_pool: RankPool) -> None:
     """Places are those of sequence-major hidden states (S', b): position 2 of row 0 is place 2 * 2 + 0."""
-    got = made(rank_pool, rows=[0, 1], packing=False, align=3)
+    got = made(rank_pool, rows=[0, 1], packing=False, cut=(3, 0))
     assert got["tokens"] == [[5, 6, 7, 8, 0, 0], [1, 2, 3, 4, 0, 0]]
     assert got["positions"] == [[0, 1, 2, 3, 4, 5]] * 2
     assert got["counts"] == [[1, 1, 1, 1, 0, 0]] * 2
