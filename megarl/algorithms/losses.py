@@ -188,5 +188,6 @@ def clipped_value_loss(values: Tensor, old_values: Tensor, returns: Tensor, mask
     plain = (values - returns).square()
     if clip is None:
         return ValueLoss(0.5 * plain, torch.zeros_like(mask))
-    bounded = (old_values + (values - old_values).clamp(-clip, clip) - returns).square()
+    # Within the bounds a value is itself to the bit: by old_values + a clamped difference rounding would pass for clipping.
+    bounded = (values.clamp(old_values - clip, old_values + clip) - returns).square()
     return ValueLoss(0.5 * torch.maximum(plain, bounded), bounded > plain)

@@ -40,3 +40,11 @@ def test_value_loss_gradcheck(clip):
     mask = torch.tensor([[True, True, False], [True, True, True]])
     values, old, returns = (normal(mask, k) for k in range(3))
     assert torch.autograd.gradcheck(lambda x: clipped_value_loss(x, old, returns, mask, clip).loss, (values.requires_grad_(),))
+
+
+def test_rounding_is_not_clipping() -> None:
+    """Values that moved by less than the bound, many of which are not old value + difference to the bit."""
+    generator = torch.Generator().manual_seed(0)
+    values, old, returns = 0.1 * (2 * torch.rand(3, 1, 1000, generator=generator) - 1)
+    assert (old + (values - old) != values).sum() > 50
+    assert not clipped_value_loss(values, old, returns, torch.ones(1, 1000, dtype=torch.bool), 0.2).clipped.any()
