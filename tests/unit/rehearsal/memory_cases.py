@@ -69,6 +69,8 @@ def _load(run: str, overrides: list[str]) -> PPOConfig | SFTConfig:
     schema = SFTConfig if run.endswith("_sft") else PPOConfig
     path = str(CONFIGS / f"{run}.yaml")
     size = ["placement.device_memory_gb=null", "device=cuda"]
+    if run == "quickstart":  # of two layers; the plan has all tokens go on in the last, where those of a prompt do not
+        size.append("data.max_response_length=64")
     known, _ = with_published_models(load_config(schema, path, size), path)
     name = overrides[0].partition(".")[0] if overrides else "actor"
     architecture, parallel = read_architectures(known)[0][name], role_of(known, name).parallel

@@ -103,14 +103,14 @@ def test_collectives_of_the_first_stage(records: list[RankRecord]) -> None:
 
 def test_collectives_of_the_last_stage(records: list[RankRecord]) -> None:
     """Log-probs over the vocabulary: for each chunk of 128 tokens the largest logit, then four sums, float32; on the way back one sum of
-    the head's gradient of the hidden states."""
-    hidden = TOKENS * HIDDEN * BFLOAT16
+    the head's gradient of the hidden states. The last layer's MLP has two, and has the tokens alone that predict a response's."""
+    hidden, predicting = TOKENS * HIDDEN * BFLOAT16, ROWS * RESPONSE * HIDDEN * BFLOAT16
     chunks = ROWS * RESPONSE // 128
     scores = MICRO_BATCHES * chunks * 128 * (1 + 4) * FLOAT32
     for record, train in phases(records[4:], "train"):
-        sums = MICRO_BATCHES * (4 * LAYERS + 1)
+        sums, of_predicting = MICRO_BATCHES * (4 * LAYERS + 1), MICRO_BATCHES * 3
         found = calls(train)
-        assert found["all_reduce", "tensor", "bfloat16"] == (sums, sums * hidden), record.rank
+        assert found["all_reduce", "tensor", "bfloat16"] == (sums, (sums - of_predicting) * hidden + of_predicting * predicting), record.rank
         assert found["all_reduce", "tensor", "float32"] == (2 * chunks * MICRO_BATCHES, scores)
         assert found["reduce_scatter", "data", "float32"] == (1, PADDED[1] * FLOAT32)
 
