@@ -4,9 +4,10 @@
 
 Measured is forward + backward of a batch (no optimizer step) in float32, in one process with as many threads as cores, of
 Qwen2-style models with random weights. The loss is the mean log-prob of all response tokens. A speed is real tokens
-(prompt + response, padding not counted) per second, of the fastest of several repeats. The repeats of two contestants
-alternate, so that what else runs on the machine slows both; read the ratios, not the speeds. Where much else runs, two
-threads wait for each other for most of the time: `--cpu-time` takes one thread and its seconds on the processor.
+(prompt + response, padding not counted) per second, the median of several repeats. The repeats of two contestants alternate, so that
+what else runs on the machine slows both, and a ratio is the median of those of neighbouring repeats, of as many as bring its standard
+error below 1 %, if five times the fewest do; read the ratios, not the speeds. Where much else runs, two threads wait for
+each other for most of the time: `--cpu-time` takes one thread and its seconds on the processor.
 
 hugging_face   the engine (packed) over `Qwen2ForCausalLM` (sdpa attention) on the same rows, with the same product of matrices on both
                sides: torch's own, which is MKL's on x86, and oneDNN's, which the engine takes (megarl/engine/cpu_kernels.py). The peer
@@ -28,6 +29,7 @@ shared_prompts eight samples of one prompt in a micro-batch, all packed: the pro
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import platform as host
 import sys
@@ -35,6 +37,7 @@ import tempfile
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from statistics import median, quantiles
 from typing import Literal
 from unittest import mock
 
@@ -61,6 +64,7 @@ LONGEST = 256  # tokens of a row, prompt and response
 PROMPT = 64  # a quarter of each row
 LENGTH_SIGMA = 0.6  # of log(length): about 2 % of the rows are cut off at LONGEST
 SAME_LOSS = 1e-4
+ERROR = 0.01
 SAMPLES = 8  # of a prompt, where prompts are shared
 COMPARISONS = ("hugging_face", "packing", "shared_prompts", "token_budget")
 PRODUCTS = ("torch", "oneDNN") if torch.backends.mkldnn.is_available() else ("torch",)
@@ -109,16 +113,28 @@ MODELS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """`ratio`: tokens per second of the first contestant over those of the second. `target` None: shown only."""
+    """seconds: of each of two contestants, repeat by repeat. `target` None: shown only."""
 
     name: str
-    tokens_per_second: Mapping[str, float]
+    num_tokens: int
+    seconds: Mapping[str, Sequence[float]]
     target: float | None
 
     @property
+    def ratios(self) -> list[float]:
+        """Speeds of the first contestant over those of the second."""
+        ours, peer = self.seconds.values()
+        return [theirs / our for our, theirs in zip(ours, peer, strict=True)]
+
+    @property
     def ratio(self) -> float:
-        ours, peer = self.tokens_per_second.values()
-        return ours / peer
+        return median(self.ratios)
+
+    @property
+    def error(self) -> float:
+        """Standard error of the ratio: of a median of normally distributed ones, whose quartiles are 1.35 deviations apart."""
+        lower, _, upper = quantiles(self.ratios, n=4)
+        return math.sqrt(math.pi / 2 / len(self.ratios)) * (upper - lower) / 1.35
 
     @property
     def is_met(self) -> bool:
@@ -126,8 +142,8 @@ class Result:
 
     def __str__(self) -> str:
         target = "" if self.target is None else f"{self.target:.1f} {'met' if self.is_met else 'MISSED'}"
-        speeds = ", ".join(f"{name} {speed:,.0f}" for name, speed in self.tokens_per_second.items())
-        return f"{self.name:<31} {self.ratio:5.2f}   {target:<11} {speeds}"
+        speeds = ", ".join(f"{name} {self.num_tokens / median(seconds):,.0f}" for name, seconds in self.seconds.items())
+        return f"{self.name:<31} {self.ratio:6.3f} ± {self.error:.3f}   {target:<11} {speeds}"
 
 
 def make_batch(lengths: Sequence[int], vocab_size: int) -> dict[str, Tensor]:
@@ -160,36 +176,34 @@ def log_normal_lengths(num_rows: int, longest: int = LONGEST) -> list[int]:
 
 @dataclass(frozen=True, kw_only=True)
 class Timing:
-    """`clock` gives seconds. Of each contestant at least `repeats` calls are timed, and up to twice as many until
-    its two fastest differ by less than 3 %."""
+    """`clock` gives seconds. Of each contestant at least `repeats` calls are timed, and up to five times as many until the ratio's error is
+    below ERROR."""
 
     clock: Callable[[], float]
     repeats: int
 
-    def is_settled(self, seconds: Sequence[float]) -> bool:
-        if len(seconds) < self.repeats:
-            return False
-        fastest, second = sorted(seconds)[:2]
-        return second < fastest * 1.03
-
 
 def compare(name: str, contestants: Mapping[str, Step], num_tokens: int, timing: Timing, target: float | None) -> Result:
-    """Calls the contestants in turns, once without timing.
+    """Calls two contestants in turns, which of them is first too; twice without timing, in which the process gets its memory.
 
     Raises ValueError when their losses differ: then they did not do the same work.
     """
-    losses = {key: step() for key, step in contestants.items()}
+    for _ in range(2):
+        losses = {key: step() for key, step in contestants.items()}
     if max(losses.values()) - min(losses.values()) > SAME_LOSS:
         raise ValueError(f"{name}: the contestants disagree on the loss: {losses}")
     seconds: dict[str, list[float]] = {key: [] for key in contestants}
-    for _ in range(2 * timing.repeats):
-        for key, step in contestants.items():
+    result = Result(name=name, num_tokens=num_tokens, seconds=seconds, target=target)
+    order = list(contestants)
+    for repeat in range(1, 5 * timing.repeats + 1):
+        for key in order:
             start = timing.clock()
-            step()
+            contestants[key]()
             seconds[key].append(timing.clock() - start)
-        if all(timing.is_settled(times) for times in seconds.values()):
+        if repeat >= timing.repeats and result.error < ERROR:
             break
-    return Result(name=name, tokens_per_second={key: num_tokens / min(times) for key, times in seconds.items()}, target=target)
+        order.reverse()
+    return result
 
 
 class Contest:
@@ -358,12 +372,12 @@ def race(results: Callable[[Timing], Iterable[Result]], what: str, repeats: int,
     disable_progress_bar()
     print(f"{processor_name()}, {num_cores} cores, load {os.getloadavg()[0]:.1f}, torch {torch.__version__}")
     print(f"{torch.get_num_threads()} threads, seconds {'on the processor' if cpu_time else 'on the clock'}")
-    print(f"{what:<31} ratio   target      tokens/s")
+    print(f"{what:<31}  ratio           target      tokens/s")
     missed = []
     with tempfile.TemporaryDirectory() as store:
         dist.init_process_group("gloo", init_method=f"file://{store}/rendezvous", rank=0, world_size=1)
         for result in results(Timing(clock=time.process_time if cpu_time else time.perf_counter, repeats=repeats)):
-            print(result, flush=True)
+            print(result, f"({len(result.ratios)} repeats)", flush=True)
             if not result.is_met:
                 missed.append(result.name)
         dist.destroy_process_group()
@@ -374,7 +388,7 @@ def race(results: Callable[[Timing], Iterable[Result]], what: str, repeats: int,
 def main() -> int:
     """Returns 1 when a target is missed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="the 10M model only, three repeats")
+    parser.add_argument("--quick", action="store_true", help="the 10M model only, half as many repeats")
     parser.add_argument("--cpu-time", action="store_true", help="one thread, and its seconds on the processor")
     parser.add_argument("--only", choices=COMPARISONS, nargs="+", default=COMPARISONS, help="these comparisons")
     arguments = parser.parse_args()
@@ -383,7 +397,7 @@ def main() -> int:
         for size in ["10M"] if arguments.quick else MODELS:
             yield from run_contests(size, arguments.only, timing)
 
-    return race(results, "comparison", 3 if arguments.quick else 5, arguments.cpu_time)
+    return race(results, "comparison", 5 if arguments.quick else 10, arguments.cpu_time)
 
 
 if __name__ == "__main__":

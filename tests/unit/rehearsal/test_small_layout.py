@@ -108,9 +108,9 @@ def test_collectives_of_the_last_stage(records: list[RankRecord]) -> None:
     chunks = ROWS * RESPONSE // 128
     scores = MICRO_BATCHES * chunks * 128 * (1 + 4) * FLOAT32
     for record, train in phases(records[4:], "train"):
-        sums, of_predicting = MICRO_BATCHES * (4 * LAYERS + 1), MICRO_BATCHES * 3
+        sums, fewer = MICRO_BATCHES * (4 * LAYERS + 1), MICRO_BATCHES * 3
         found = calls(train)
-        assert found["all_reduce", "tensor", "bfloat16"] == (sums, (sums - of_predicting) * hidden + of_predicting * predicting), record.rank
+        assert found["all_reduce", "tensor", "bfloat16"] == (sums, (sums - fewer) * hidden + fewer * predicting), record.rank
         assert found["all_reduce", "tensor", "float32"] == (2 * chunks * MICRO_BATCHES, scores)
         assert found["reduce_scatter", "data", "float32"] == (1, PADDED[1] * FLOAT32)
 
