@@ -168,7 +168,8 @@ class _Rows(NamedTuple):
 
 
 class _ModelInputs(NamedTuple):
-    """As in MicroBatch, on the host but for `packed`. scored: (N,) which of the rows' response tokens these predictors are of."""
+    """As in MicroBatch, on the host but for `packed`. predictors: (N,) places among all tokens. scored: (N,) which of the rows' response
+    tokens these are of."""
 
     tokens: Tensor
     positions: Tensor
