@@ -24,8 +24,9 @@ CANONICAL = {
 
 
 def everything(source: ModelSource) -> dict[str, torch.Tensor]:
+    """Copies: a block that lies in a file holds that open."""
     return {
-        name: tensor.block(Rectangle.whole(tensor.hf.view), tensor.dtype).reshape(tensor.hf.shape)
+        name: tensor.block(Rectangle.whole(tensor.hf.view), tensor.dtype).reshape(tensor.hf.shape).clone()
         for name, tensor in source.tensors.items()
     }
 
