@@ -23,21 +23,22 @@ LAYERS = (
     ("roles",),
     ("trainers", "simulation"),
     ("doctor", "recipes"),
+    ("launch",),
     ("cli",),
     ("api",),
 )
 LAYER_OF = {package: number for number, packages in enumerate(LAYERS) for package in packages}
 
-# Library -> the only package (a dotted prefix) that may import it.
+# Library -> the only packages (dotted prefixes) that may import it.
 HOMES = {
-    "ray": "megarl.controller",
-    "megatron": "megarl.engine",
-    "transformer_engine": "megarl.engine",
-    "sglang": "megarl.rollout.sglang",
-    "mcp": "megarl.agents.tools.mcp_server",
-    "wandb": "megarl.tracking",
-    "mlflow": "megarl.tracking",
-    "swanlab": "megarl.tracking",
+    "ray": ("megarl.controller", "megarl.launch"),
+    "megatron": ("megarl.engine",),
+    "transformer_engine": ("megarl.engine",),
+    "sglang": ("megarl.rollout.sglang",),
+    "mcp": ("megarl.agents.tools.mcp_server",),
+    "wandb": ("megarl.tracking",),
+    "mlflow": ("megarl.tracking",),
+    "swanlab": ("megarl.tracking",),
 }
 WITHOUT_TORCH = ("megarl.config", "megarl.placement", "megarl.agents")
 # Roles make the losses on the driver; to what runs in a worker's process they come with the rows, so that it knows no algorithm.
@@ -68,8 +69,8 @@ def breaches(source: str, module: str, is_package: bool = False) -> list[str]:
         target = rest.split(".")[0]
         if top == "megarl" and target in LAYER_OF and own not in ("", "__main__", target) and LAYER_OF[target] >= LAYER_OF[own]:
             found.append(f"{module}:{line} imports {imported}: {own} is in layer {LAYER_OF[own]}, {target} in {LAYER_OF[target]}")
-        if top in HOMES and not within(module, HOMES[top]):
-            found.append(f"{module}:{line} imports {imported}: only {HOMES[top]} may import {top}")
+        if top in HOMES and not any(within(module, home) for home in HOMES[top]):
+            found.append(f"{module}:{line} imports {imported}: only {' and '.join(HOMES[top])} may import {top}")
         if top == "torch" and any(within(module, package) for package in WITHOUT_TORCH):
             found.append(f"{module}:{line} imports {imported}: {own} must not import torch")
         if within(imported, LOSSES) and own in WITHOUT_LOSSES:

@@ -31,6 +31,8 @@ _TAKE_OVERRIDES: dict[str, tuple[str, ...]] = dict.fromkeys(("train", "sft", "ch
     "plan": ("--output", "--lengths", "--from", "--training-s", "--tokens-per-s"),
     "rehearse": ("--role", "--ranks", "--json"),
     "eval": ("--config", "--data", "--reward", "--n", "--temperature", "--max-tokens", "--step", "--against", "--output"),
+    "submit": ("--address",),
+    "launch": (),
 }
 GOOD, FAILED, USER_ERROR = 0, 1, 2
 _AS_WRITTEN = argparse.RawDescriptionHelpFormatter
@@ -148,6 +150,13 @@ def _parser() -> argparse.ArgumentParser:
         "--ranks", metavar="RANKS", default="distinct", help="distinct (one of the first, a middle and the last stage), all, or 0,8"
     )
     rehearse.add_argument("--json", metavar="FILE", help="write everything to a file, each collective and wait with its line")
+    summary = "run `megarl train` as a job of an existing Ray cluster, and follow it"
+    submit = _add_run(
+        commands, "submit", summary, lambda parsed: _run("submit", "megarl.launch")(parsed.config, parsed.overrides, parsed.address)
+    )
+    submit.add_argument("--address", metavar="URL", help="of the job server, http://HEAD:8265; the default is RAY_API_SERVER_ADDRESS")
+    summary = "run `megarl train` on the nodes of a torchrun, as the command that torchrun starts on each node"
+    _add_run(commands, "launch", summary, lambda parsed: _run("torchrun_node", "megarl.launch")(parsed.config, parsed.overrides))
     summary = "examine this machine, the cluster and what a run reads: each line ok, a warning or an error with the remedy"
     doctor = commands.add_parser("doctor", help=summary, description=summary, allow_abbrev=False)
     doctor.add_argument("config", metavar="CONFIG", nargs="?", help="the run to examine them for; without it the machine alone is examined")

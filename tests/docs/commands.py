@@ -182,8 +182,8 @@ COMMANDS: dict[str, Executed | InTest | Make | ByHand] = {
     "megarl convert megatron-to-hf --input outputs/run/checkpoints --output HF_DIR --role actor --max-shard-size 5GB": Executed(
         given=(("outputs/run", "outputs/quickstart"), ("HF_DIR", "outputs/hf"))
     ),
-    "python launch/ray_submit.py --address http://HEAD:8265 configs/quickstart.yaml trainer.total_steps=10": InTest(
-        f"{_LAUNCH}::test_a_submitted_run_trains_and_its_status_is_the_commands", ("launch/ray_submit.py", "--address")
+    "megarl submit --address http://HEAD:8265 configs/quickstart.yaml trainer.total_steps=10": InTest(
+        f"{_LAUNCH}::test_a_submitted_run_trains_and_its_status_is_the_commands", ("submit", "--address")
     ),
     "megarl convert inspect CKPT_OR_HF_DIR": InTest("tests/unit/cli/test_convert.py::test_what_is_in_a_folder", ("inspect",)),
     "megarl convert verify A B": InTest(_CONVERT, ("verify",)),

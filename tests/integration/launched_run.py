@@ -74,7 +74,7 @@ def free_port() -> int:
 def two_node_cluster(env: dict[str, str]) -> Iterator[str]:
     """The address of its job server."""
     port = free_port()
-    node = [*warm.PYTHON, str(ROOT / "launch" / "ray_node.py"), "--address", "127.0.0.1", "--num-cpus", "8"]
+    node = [*warm.PYTHON, "-m", "megarl.launch.ray_node", "--address", "127.0.0.1", "--num-cpus", "8"]
     nodes: list[subprocess.Popen[str]] = []
 
     def start(*arguments: str) -> str:

@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import json
 import secrets
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file, save_file
 
+from megarl.cli.main import main
 from megarl.config.load import load_config
 from megarl.config.schema import SFTConfig
-from tests.command import ROOT, Command
+from tests.command import Command
 from tests.integration.launched_run import STEPS, environment, free_port, save_ppo_run, save_sft_run, two_node_cluster
 from tests.integration.tiny_run import run_sft
 from tests.processes import gone_within
-
-sys.path.append(str(ROOT / "launch"))
-import ray_submit  # noqa: E402
 
 TORCHRUN = ["-m", "torch.distributed.run"]
 WITHOUT_CRITIC = ("algorithm.advantage.estimator=rloo", "rollout.n=2")  # a process less to start
@@ -45,8 +42,8 @@ def cluster(env: dict[str, str]) -> Iterator[str]:
 
 
 def submit(address: str, env: dict[str, str], config: Path, *arguments: str) -> Command:
-    script = ["launch/ray_submit.py", "--address", address, str(config)]
-    return Command([*script, *arguments], config.with_name("submit.log"), env)
+    command = ["-m", "megarl", "submit", "--address", address, str(config)]
+    return Command([*command, *arguments], config.with_name("submit.log"), env)
 
 
 def test_a_submitted_run_trains_and_its_status_is_the_commands(cluster: str, env: dict[str, str], tmp_path: Path) -> None:
@@ -69,9 +66,9 @@ def test_a_submitted_run_that_fails_shows_its_first_cause(cluster: str, env: dic
 
 def test_what_is_wrong_is_said_before_anything_is_sent(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config, nobody = save_ppo_run(tmp_path), f"http://127.0.0.1:{free_port()}"
-    assert ray_submit.main(["--address", nobody, str(config), "actor.optm.lr=1"]) == 2
+    assert main(["submit", "--address", nobody, str(config), "actor.optm.lr=1"]) == 2
     assert "did you mean actor.optim" in capsys.readouterr().err
-    assert ray_submit.main(["--address", nobody, str(config)]) == 2
+    assert main(["submit", "--address", nobody, str(config)]) == 2
     assert f"no job server answers at {nobody}" in capsys.readouterr().err
 
 

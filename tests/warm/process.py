@@ -23,7 +23,7 @@ from tests.warm.client import DAEMON, SGLANG, TRAINING, end_as
 
 _PR_SET_PDEATHSIG = 1
 # Programs that start runs, or nodes of Ray, by sys.executable: what they start is warm as well.
-_STARTERS = ("examples.resume", "torch.distributed.run", "ray_node.py", "torchrun_node.py")
+_STARTERS = ("-m examples.resume", "-m torch.distributed.run", "-m megarl.launch.ray_node", "-m megarl launch")
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ def become(request: Request, files: list[int], kind: str) -> None:
     if kind == SGLANG:
         multiprocessing.set_executable(launcher(kind))
     else:
-        if any(word.endswith(_STARTERS) for word in request.program[:2]):
+        if " ".join(request.program[:3]).startswith(_STARTERS):
             sys.executable = launcher(TRAINING)
         # What it spawns, such as processes that score, imports little, and is known by its process id.
         sys.meta_path.insert(0, _SGLangComes())

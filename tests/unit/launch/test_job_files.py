@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import get_args, get_type_hints
@@ -21,9 +20,7 @@ from megarl.config.schema import (
     SFTConfig,
     TrainerConfig,
 )
-
-sys.path.append(str(Path(__file__).parents[3] / "launch"))
-import job_files  # noqa: E402
+from megarl.launch import job_files
 
 
 @pytest.fixture

@@ -1,12 +1,11 @@
-"""What each node does under `torchrun --nproc-per-node 1`: node 0 starts Ray and drives the run, the others join and wait; see torchrun.sh.
+"""`megarl launch`: one node of a run under `torchrun --nproc-per-node 1`. Node 0 starts Ray and drives the run, the others join and wait.
 
-The nodes talk through the store that torchrun has for its own rendezvous. They end together, with the driver's exit status: also where
-the driver, a node's Ray or a whole node dies.
+The nodes communicate through torchrun's rendezvous store. They all end with the driver's exit status, even when the driver, a
+node's Ray or a whole node dies.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import signal
@@ -19,7 +18,6 @@ from collections.abc import Mapping, Sequence
 from types import FrameType
 from typing import Any, NamedTuple
 
-from ray_node import AUTH_MODE, AUTH_TOKEN, RayNode, add_key, logical_cpus
 from torch.distributed import DistError, PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
@@ -27,6 +25,7 @@ from megarl.config.errors import ConfigError
 from megarl.config.load import load_config, schema_of
 from megarl.config.schema import PPOConfig, SFTConfig
 from megarl.doctor.checked_config import checked
+from megarl.launch.ray_node import AUTH_MODE, AUTH_TOKEN, RayNode, add_key, logical_cpus
 from megarl.machine.reaper import OWNER, end_processes_of, start_reaper
 from megarl.placement.plan import plan_placement
 
@@ -134,11 +133,11 @@ class Driver:
         return FAILED
 
 
-def drive(meeting: Meeting, parsed: argparse.Namespace) -> int:
-    """Node 0. Whatever happens, the others are told."""
+def drive(meeting: Meeting, config_path: str, overrides: Sequence[str]) -> int:
+    """Run node 0. The other nodes are told the exit status whatever happens."""
     status = FAILED
     try:
-        status = _drive(meeting, parsed)
+        status = _drive(meeting, config_path, overrides)
     except ConfigError as error:
         print(f"megarl train: {error}", file=sys.stderr)
         status = USER_ERROR
@@ -150,9 +149,9 @@ def drive(meeting: Meeting, parsed: argparse.Namespace) -> int:
     return status
 
 
-def _drive(meeting: Meeting, parsed: argparse.Namespace) -> int:
-    schema = schema_of(parsed.config, parsed.overrides)
-    config: PPOConfig | SFTConfig = checked(load_config(schema, parsed.config, parsed.overrides), parsed.config, with_files=True)
+def _drive(meeting: Meeting, config_path: str, overrides: Sequence[str]) -> int:
+    schema = schema_of(config_path, overrides)
+    config: PPOConfig | SFTConfig = checked(load_config(schema, config_path, overrides), config_path, with_files=True)
     num_cpus = logical_cpus(plan_placement(config).num_cpus)
     names = [meeting.first_of(f"{_NODE} {rank}") for rank in meeting.members]
     # As the others know it: its own name may well be loopback to itself.
@@ -168,7 +167,7 @@ def _drive(meeting: Meeting, parsed: argparse.Namespace) -> int:
                 raise LaunchError(f"node {rank} has left: {meeting.what(f'{_LEFT} {rank}')}")
         meeting.forget(_HEAD)  # it has the key
         _say(f"{meeting.num_nodes} nodes are up, Ray is at {node.gcs_address}")
-        command = [sys.executable, "-m", "megarl", "train", parsed.config, *parsed.overrides]
+        command = [sys.executable, "-m", "megarl", "train", config_path, *overrides]
         return Driver(command, {**environment, "RAY_ADDRESS": node.gcs_address}).watch(Silence(meeting))
     finally:
         node.stop()
@@ -218,29 +217,29 @@ def _of_children() -> dict[str, str]:
 
 
 def _say(text: str) -> None:
-    print(f"torchrun.sh: {text}", file=sys.stderr, flush=True)
+    print(f"megarl launch: {text}", file=sys.stderr, flush=True)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="torchrun.sh", description="Runs `megarl train` on the nodes of a torchrun.")
-    parser.add_argument("config", metavar="CONFIG", help="a YAML file, as for `megarl train`, seen by node 0")
-    parser.add_argument("overrides", metavar="key=value", nargs="*", help="as for `megarl train`")
-    parsed = parser.parse_args(arguments)
+def run(config_path: str, overrides: Sequence[str]) -> int:
+    """Take part in a run as the node that torchrun has started this process for.
+
+    Returns:
+        The exit status of the run, the same on every node.
+
+    Raises:
+        ValueError: torchrun did not start this process, or started several of them on this node.
+    """
     if "TORCHELASTIC_RUN_ID" not in os.environ:
-        parser.error("run it under torchrun: torchrun --nnodes N --nproc-per-node 1 --no-python launch/torchrun.sh CONFIG")
+        raise ValueError("run it under torchrun: torchrun --nnodes N --nproc-per-node 1 --no-python megarl launch CONFIG key=value ...")
     if os.environ["LOCAL_WORLD_SIZE"] != "1":
-        parser.error(f"megarl starts its own processes: use --nproc-per-node 1, not {os.environ['LOCAL_WORLD_SIZE']}")
+        raise ValueError(f"megarl starts its own processes: use --nproc-per-node 1, not {os.environ['LOCAL_WORLD_SIZE']}")
     owner = os.environ[OWNER] = uuid.uuid4().hex
     start_reaper(owner, whole_group=False)
     try:
         meeting = Meeting()
-        return drive(meeting, parsed) if meeting.rank == 0 else join(meeting)
+        return drive(meeting, config_path, overrides) if meeting.rank == 0 else join(meeting)
     except (LaunchError, DistError, RuntimeError) as error:
         _say(f"{type(error).__name__}: {error}")
         return FAILED
     finally:
         end_processes_of(owner)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

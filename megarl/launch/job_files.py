@@ -1,4 +1,4 @@
-"""What a job takes along: the configuration that was checked, resolved, and the code that it was checked with."""
+"""The files of a submitted job: the resolved configuration that was checked, and the code that checked it."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""One node of a Ray cluster, head or member, as a process: it ends when its standard input does, and its daemons end with it.
+"""One node of a Ray cluster, head or member, as a process that ends when its standard input closes, together with its daemons.
 
-    python launch/ray_node.py --address IP [--head HOST:PORT] --num-cpus N [--dashboard-port PORT] [--temp-dir DIR]
+    python -m megarl.launch.ray_node --address IP [--head HOST:PORT] --num-cpus N [--dashboard-port PORT] [--temp-dir DIR]
 
-It prints the cluster's address when it is up. Every port is a free one, so that several nodes can be on one host. `ray start` would do
-but for two things: it takes loopback for a mistake, and leaves its daemons behind when whoever started it is killed.
+The process prints the cluster's address when the node is up. It takes free ports, so several nodes can run on one host. `ray start`
+cannot be used here: it rejects loopback addresses, and its daemons keep running when the process that started it is killed.
 """
 
 from __future__ import annotations
@@ -39,7 +39,16 @@ class RayNode:
     """
 
     def __init__(self, address: str, head: str | None = None, *, num_cpus: int, environment: Mapping[str, str]) -> None:
-        command = [sys.executable, __file__, "--address", address, "--num-cpus", str(num_cpus), *(["--head", head] if head else [])]
+        command = [
+            sys.executable,
+            "-m",
+            "megarl.launch.ray_node",
+            "--address",
+            address,
+            "--num-cpus",
+            str(num_cpus),
+            *(["--head", head] if head else []),
+        ]
         # A session of its own: what ends the run must not end the cluster before the run has saved.
         self._process = subprocess.Popen(
             command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
@@ -68,7 +77,7 @@ def logical_cpus(needed: int) -> int:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="ray_node.py")
+    parser = argparse.ArgumentParser(prog="python -m megarl.launch.ray_node")
     parser.add_argument("--address", required=True)
     parser.add_argument("--head")
     parser.add_argument("--num-cpus", type=int, required=True)

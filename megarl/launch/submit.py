@@ -1,0 +1,146 @@
+"""`megarl submit`: submit a run to an existing Ray cluster, follow its log, and return the job's exit status.
+
+The configuration is checked on this machine first. The job receives the resolved configuration and the code that checked it.
+Data, models and the output folder are not uploaded: they must be on a disk that all nodes mount at the same path.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import aiohttp
+from ray.job_submission import JobInfo, JobStatus, JobSubmissionClient
+
+from megarl.config.load import load_config, schema_of
+from megarl.controller.environment import users_settings
+from megarl.doctor.checked_config import checked
+from megarl.launch.job_files import RUN_FILE, pack
+
+FAILED, INTERRUPTED, TERMINATED = 1, 130, 143
+LOG_COLUMNS = "140"  # of the tables in a log, which no window limits
+STOP_LIMIT_S = 900  # a job that is told to stop finishes its step and saves; then it is killed
+_LOOK_S = 1.0
+_RECONNECT_S = 3.0
+
+
+class SubmissionError(ValueError):
+    """Raised when the cluster cannot take the job. The message says why."""
+
+
+def run(config_path: str, overrides: Sequence[str], address: str | None) -> int:
+    """Submit `megarl train` with this configuration and follow the job until it ends.
+
+    Args:
+        address: URL of the cluster's job server. None reads RAY_API_SERVER_ADDRESS.
+
+    Returns:
+        The exit status of the job's own command.
+
+    Raises:
+        ConfigError: The configuration is wrong. Nothing has been sent.
+        SubmissionError: The cluster cannot be reached or refuses the job.
+    """
+    logging.getLogger("ray").setLevel(logging.WARNING)  # silence progress messages about uploads and connections
+    config = checked(load_config(schema_of(config_path, overrides), config_path, overrides), config_path, with_files=True)
+    address = address or os.environ.get("RAY_API_SERVER_ADDRESS")
+    client = _connect(address)
+    with tempfile.TemporaryDirectory(prefix="megarl-job-") as folder:
+        package = pack(config, Path(folder), Path.cwd())
+        print(f"{config_path}: good; sending {package.num_files} files, {package.nbytes / 2**20:.1f} MiB", flush=True)
+        job = Job(client, folder)
+    print(f"job {job.name} at {address}", flush=True)
+    return job.stay()
+
+
+def _connect(address: str | None) -> JobSubmissionClient:
+    if not address or "://" not in address:
+        raise SubmissionError(f"the job server's address is {address!r}; give --address http://HEAD:8265, or set RAY_API_SERVER_ADDRESS")
+    try:
+        return JobSubmissionClient(address)
+    except (ConnectionError, RuntimeError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise SubmissionError(
+            f"no job server answers at {address} ({reason}): is the cluster up, with `ray[default]` and its dashboard, and is its "
+            "key in RAY_AUTH_TOKEN?"
+        ) from error
+
+
+class Job:
+    """Submitted when it is made. `folder`: its files."""
+
+    def __init__(self, client: JobSubmissionClient, folder: str) -> None:
+        self._client = client
+        self._shown = 0  # characters of the log
+        environment = {"COLUMNS": LOG_COLUMNS, **users_settings(), "RAY_JOB_STOP_WAIT_TIME_S": str(STOP_LIMIT_S)}
+        try:
+            self.name = client.submit_job(
+                entrypoint=f"exec python -m megarl train {RUN_FILE}", runtime_env={"working_dir": folder, "env_vars": environment}
+            )
+        except RuntimeError as error:
+            raise SubmissionError(f"the cluster has refused the job: {str(error).strip()}") from error
+
+    def stay(self) -> int:
+        """Shows the log until the job has ended; its exit status. Ctrl-C asks whether to stop it."""
+        stopped = False
+        while True:
+            try:
+                info = asyncio.run(self._follow())
+                return INTERRUPTED if stopped else _status(info)
+            except KeyboardInterrupt:
+                if stopped or not self._is_to_stop():
+                    print(f"\nleft the job: ray job status {self.name}; ray job logs --follow {self.name}", file=sys.stderr)
+                    return INTERRUPTED
+                stopped = True
+                print(
+                    f"\nstopping the job: it finishes its step and saves, for {STOP_LIMIT_S} s at most; Ctrl-C to leave it", file=sys.stderr
+                )
+                self._client.stop_job(self.name)
+
+    def _is_to_stop(self) -> bool:
+        """Where nobody can be asked, a job that nobody follows would go on unseen: it is stopped."""
+        if not sys.stdin.isatty():
+            return True
+        return not input("\nstop the job? [Y/n: leave it running] ").strip().lower().startswith("n")
+
+    async def _follow(self) -> JobInfo:
+        """Also across a connection that breaks, and to the last line: the server may close before the log's end is sent."""
+        while True:
+            seen = 0
+            try:
+                async for text in self._client.tail_job_logs(self.name):
+                    seen += len(text)
+                    self._show(text, seen)
+            except (RuntimeError, aiohttp.ClientError) as error:
+                print(f"megarl submit: lost the log ({error}); asking again", file=sys.stderr)
+                await asyncio.sleep(_RECONNECT_S)
+            info = self._client.get_job_info(self.name)
+            if info.status.is_terminal():
+                log = self._client.get_job_logs(self.name)
+                self._show(log[self._shown :], len(log))
+                return info
+            await asyncio.sleep(_LOOK_S)
+
+    def _show(self, text: str, end: int) -> None:
+        """`end`: where the text ends in the log; what has been shown is not shown again."""
+        new = end - self._shown
+        if new > 0:
+            print(text[-new:], end="", flush=True)
+            self._shown = end
+
+
+def _status(info: JobInfo) -> int:
+    if info.status is JobStatus.SUCCEEDED:
+        return 0
+    if info.status is JobStatus.STOPPED:
+        print("megarl submit: somebody has stopped the job", file=sys.stderr)
+        return TERMINATED
+    if info.driver_exit_code is None:  # it ended before, or beside, its command
+        print(f"megarl submit: the job failed: {info.message}", file=sys.stderr)
+        return FAILED
+    return info.driver_exit_code if info.driver_exit_code > 0 else 128 - info.driver_exit_code
