@@ -10,6 +10,7 @@ from typing import Protocol
 from megarl.agents.episode import AnswerTurn, TurnAnswer
 from megarl.agents.protocol import CallError, Environment, Message, Reply, Task, ToolCall, Turn
 from megarl.config.errors import RunError
+from megarl.machine.unicode_text import replace_surrogates
 from megarl.machine.user_functions import last_line
 
 _CLOSE_S = 10.0
@@ -47,6 +48,8 @@ class Responder:
         text = self._tokens.read(turn.token_ids)
         with self._explained(f"respond, in turn {turn.place.turn + 1}"):
             reply = await self._environment.respond(Turn(turn.place.turn, text, self._parse(text), turn.is_last))
+            # A tool's text may hold what no tokenizer can write, even text that the policy chose: that must not end the run.
+            reply = reply._replace(messages=[replace_surrogates(message) for message in reply.messages])
             goes_on = not reply.is_done and not turn.is_last
             if goes_on and not reply.messages:
                 raise ValueError("it gave no message, and did not say that the episode is done")

@@ -3,11 +3,10 @@ is told to the model and never taken for an answer."""
 
 from __future__ import annotations
 
-import json
 import re
-from typing import Any
 
 from megarl.agents.protocol import CallError, CallErrorKind, ToolCall
+from megarl.machine.strict_json import load_strictly
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 _TAGS = re.compile(f"({OPEN}|{CLOSE})")
@@ -42,21 +41,6 @@ def _read(text: str) -> ToolCall | CallError:
     if unknown := sorted(call.keys() - {"name", "arguments"}):
         return unreadable(f'{unknown[0]!r} stands beside "name" and "arguments"')
     return ToolCall(call["name"], call.get("arguments", {}))
-
-
-def load_strictly(text: str) -> Any:
-    """JSON without NaN, and without a key that stands in an object twice. Raises ValueError, RecursionError."""
-    return json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=_without_doubles)
-
-
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is no number of JSON")
-
-
-def _without_doubles(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    if len(found := dict(pairs)) < len(pairs):
-        raise ValueError("a key stands in it twice")
-    return found
 
 
 def unreadable(reason: str) -> CallError:

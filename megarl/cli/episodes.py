@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -21,6 +20,7 @@ from megarl.cli.named_model import find_model
 from megarl.config.load import load_config
 from megarl.config.schema import AgentConfig, EnvironmentConfig, PPOConfig, ToolConfig
 from megarl.data.turns import TurnTemplate
+from megarl.machine.strict_json import dump_readable
 from megarl.rollout.interface import GenerationRequest
 from megarl.rollout.sglang.tool_calls import call_parser
 
@@ -55,7 +55,7 @@ def run(parsed: argparse.Namespace) -> int:
             print(f"--- {chat[-1]['content']}" + (f" [{sample + 1} of {parsed.n}]" if parsed.n > 1 else ""))
         played = asyncio.run(_play(writer, template, responder, request, agent, parsed))
         if parsed.json:
-            print(json.dumps({"messages": chat, "sample": sample, **_values(played, parsed.log_probs)}, ensure_ascii=False))
+            print(dump_readable({"messages": chat, "sample": sample, **_values(played, parsed.log_probs)}))
     return 0
 
 

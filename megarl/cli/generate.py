@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Sequence
@@ -16,6 +15,7 @@ import torch
 from megarl.cli.named_model import NamedModel, find_model, hugging_face_folder
 from megarl.config.schema import Device, DType, LossyText, ModelConfig, RolloutConfig
 from megarl.data.tokenizer import Tools, load_tokenizer, render_whole
+from megarl.machine.strict_json import dump_readable
 from megarl.rollout.hf.engine import HFEngine
 from megarl.rollout.interface import GenerationRequest, RolloutEngineSpec, Sample, SamplingParameters, check_request, plan_requests
 
@@ -147,7 +147,7 @@ def _print(chats: Sequence[_Messages], written: Sequence[Continuation], parsed: 
         if parsed.json:
             tokens = {"token_ids": continuation.token_ids, "log_probs": continuation.log_probs} if parsed.log_probs else {}
             values = {"messages": chat, "sample": sample, "text": continuation.text, "finish_reason": continuation.finish_reason}
-            print(json.dumps({**values, **tokens}, ensure_ascii=False))
+            print(dump_readable({**values, **tokens}))
             continue
         if len(written) > 1:
             print(f"--- {chat[-1]['content']}" + (f" [{sample + 1} of {parsed.n}]" if parsed.n > 1 else ""))

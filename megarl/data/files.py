@@ -16,6 +16,7 @@ import pyarrow.parquet
 
 from megarl.config.data_rules import FORMATS, JSON_LINES, SAVED_TO_DISK, SPLITS
 from megarl.config.errors import one_line
+from megarl.machine.strict_json import refuse_repeated_keys
 
 Row = dict[str, Any]
 # What pyarrow raises for damaged files: a bad page is an OSError, a bad footer or batch one of Arrow's, bad text a UnicodeError.
@@ -100,7 +101,8 @@ def _json_lines(path: str) -> Iterator[Row]:
             if line.isspace():
                 continue
             try:
-                values = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
+                text = line.decode("utf-8-sig" if number == 1 else "utf-8")
+                values = json.loads(text, object_pairs_hook=refuse_repeated_keys)
             except (ValueError, RecursionError) as error:  # a RecursionError where it is too deep
                 raise DataError(f"{path}, line {number}: is not JSON ({one_line(error)}){_of_whole_document(line)}") from error
             if not isinstance(values, dict):

@@ -18,6 +18,7 @@ from megarl.config.data_rules import JSON_LINES
 from megarl.config.schema import Overlong
 from megarl.data.files import DataError, open_file
 from megarl.data.tool_columns import calls_of, holds_null, schemas_of
+from megarl.machine import unicode_text
 
 logger = logging.getLogger(__name__)
 ROLES = ("system", "user", "assistant", "tool")
@@ -49,9 +50,18 @@ def read_rows(files: Sequence[str], required: Sequence[str], optional: Sequence[
             row = DataRow(file, number, values)
             if absent := [name for name in required if name not in values]:
                 raise row.error(absent[0], f"is missing; the row has {list(values)}")
+            _refuse_surrogates(row, (*required, *optional))
             yield row
         if number < 0:
             raise DataError(f"{file}: the file has no rows; leave it out of the list or write it again")
+
+
+def _refuse_surrogates(row: DataRow, columns: Sequence[str]) -> None:
+    """Refuses text that cannot be encoded in any column that is read, at any depth."""
+    for name in columns:
+        place = unicode_text.lone_surrogate(row.values.get(name))
+        if place is not None:
+            raise row.error(name, f"{place or 'its text'} has {unicode_text.PROBLEM}; remove it")
 
 
 def _refuse_absent(file: str, required: Sequence[str], columns: Sequence[str], hint: str) -> None:
@@ -82,8 +92,6 @@ def chat_messages(row: DataRow, column: str, system_prompt: str | None = None) -
             raise row.error(column, f"message {index} is {_show(message)}, expected role and content as strings, such as {example}")
         if message.get("role") not in ROLES:
             raise row.error(column, f"message {index} has role {message.get('role')!r}, expected one of {list(ROLES)}")
-        if not _is_unicode(message["content"]):
-            raise row.error(column, f"message {index} has half of a character (a lone surrogate), which no tokenizer can read; remove it")
     if not any(message["content"].strip() or "tool_calls" in message for message in messages):
         raise row.error(column, "all of its messages are empty; give the model something to answer")
     if system_prompt is not None and messages[0]["role"] != "system":
@@ -119,14 +127,6 @@ def _refuse_filled(row: DataRow, column: str, value: Any, is_text: bool, what: s
             column,
             f"{what} of a tool holds null, as this format fills in what other rows have; write it as JSON text, or the rows as JSON lines",
         )
-
-
-def _is_unicode(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def typed_value(row: DataRow, column: str, kind: type, example: str) -> Any:

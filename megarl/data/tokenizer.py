@@ -14,6 +14,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from megarl.config.errors import one_line
 from megarl.config.schema import LossyText
+from megarl.machine import unicode_text
 from megarl.machine.files import read_json_object
 
 if TYPE_CHECKING:
@@ -143,6 +144,8 @@ def rendered_chat(
         message = f"the chat template fails for messages of the roles {roles} ({reason}); mend chat_template.jinja"
         raise TemplateFailureError(message) from error
     assert isinstance(text, str)
+    if not unicode_text.is_encodable(text):
+        raise ValueError(f"the chat has {unicode_text.PROBLEM}; remove it")
     return text
 
 

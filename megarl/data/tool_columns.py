@@ -6,9 +6,11 @@ The form is OpenAI's: {"type": "function", "function": {"name", "description", "
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
+
+from megarl.machine.strict_json import load_strictly
 
 _TOOL = "{'type': 'function', 'function': {'name': 'price', 'parameters': {...}}}"
 _CALL = "{'type': 'function', 'function': {'name': 'price', 'arguments': {'item': 'ab'}}}"
@@ -24,6 +26,8 @@ def schemas_of(value: Any) -> list[dict[str, Any]] | None:
     for tool in tools:
         if not _has_name(tool):
             raise ValueError(f"found the tool {_short(tool)}, expected one such as {_TOOL}")
+        if _holds_nan(tool):
+            raise ValueError(f"the tool {tool['function']['name']!r} holds NaN or an infinity, which JSON does not have; remove it")
     return tools
 
 
@@ -47,6 +51,11 @@ def _call(call: Any) -> dict[str, Any]:
         raise ValueError(
             f"a call of {call['function']['name']!r} has the arguments {_short(arguments)}, expected an object, or its JSON text"
         )
+    if _holds_nan(arguments):
+        raise ValueError(
+            f"a call of {call['function']['name']!r} has the arguments {_short(arguments)}, with NaN or an infinity, which JSON does not "
+            "have; write a number, or a text"
+        )
     known = {key: each for key, each in call.items() if each is not None}
     return known | {"function": call["function"] | {"arguments": arguments}}
 
@@ -60,16 +69,29 @@ def _parsed(value: Any) -> Any:
     if not isinstance(value, str):
         return value
     try:
-        return json.loads(value)
-    except ValueError as error:
-        raise ValueError(f"found the text {_short(value)}, which is not JSON ({error})") from error
+        return load_strictly(value)
+    except (ValueError, RecursionError) as error:
+        reason = str(error) or type(error).__name__
+        raise ValueError(f"found the text {_short(value)}, which is not JSON ({reason})") from error
 
 
 def holds_null(value: Any) -> bool:
-    """Anywhere in it. Column formats fill a field with null where only other rows have it, and a model would be told of that null."""
-    if isinstance(value, Mapping):
-        return any(map(holds_null, value.values()))
-    return any(map(holds_null, value)) if isinstance(value, list) else value is None
+    """Returns whether a null is anywhere in `value`. Column formats fill a field with null where only other rows have it, and a model
+    would be told of that null."""
+    return any(each is None for each in _leaves(value))
+
+
+def _holds_nan(value: Any) -> bool:
+    """Returns whether a number is anywhere in `value` that JSON does not have: NaN or an infinity."""
+    return any(isinstance(each, float) and not math.isfinite(each) for each in _leaves(value))
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    if isinstance(value, Mapping | list):
+        for each in value.values() if isinstance(value, Mapping) else value:
+            yield from _leaves(each)
+    else:
+        yield value
 
 
 def _short(value: Any) -> str:

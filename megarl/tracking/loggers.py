@@ -12,6 +12,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from megarl.config.schema import LoggerKind
 from megarl.config.validate import logger_problem
+from megarl.machine.strict_json import dump_readable
 from megarl.tracking.background import BackgroundLogger
 from megarl.tracking.run_files import GENERATIONS_FILE, METRICS_FILE, check_run_folder, writing
 from megarl.tracking.samples import SAMPLES_FOLDER, SampleTable, SampleWriter
@@ -162,7 +163,7 @@ class Tracker:
             if rows and isinstance(logger, BackgroundLogger):
                 self._guarded(name, lambda logger=logger: logger.log_generations(step, rows))  # type: ignore[misc]
         with writing(self._output_dir), (self._output_dir / GENERATIONS_FILE).open("a", encoding="utf-8") as file:
-            file.writelines(json.dumps({"step": step, **row}, ensure_ascii=False, default=str) + "\n" for row in rows)
+            file.writelines(dump_readable({"step": step, **row}, default=str) + "\n" for row in rows)
             file.flush()
             os.fsync(file.fileno())
 

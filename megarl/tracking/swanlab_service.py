@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import swanlab
 
+from megarl.machine.strict_json import dump_readable
 from megarl.tracking.tracked_run import TrackedRun
 
 _NAME = "swanlab"
@@ -34,7 +34,7 @@ class SwanLabService:
         swanlab.log(dict(metrics), step=step)
 
     def log_generations(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        texts = [swanlab.Text(json.dumps(row, ensure_ascii=False, default=str)) for row in rows]
+        texts = [swanlab.Text(dump_readable(row, default=str)) for row in rows]
         swanlab.log({"generations": texts}, step=step)
 
     def close(self, failed: bool) -> None:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from megarl.algorithms.sampling_metrics import Estimate, mean_difference, mean_over_prompts
 from megarl.config.errors import ConfigError
+from megarl.machine.strict_json import dump_readable
 from megarl.trainers.evaluation import ScoredSample, by_data_source, prompt_values
 
 ALL = "all"  # the sources together
@@ -70,7 +71,7 @@ def check_same_prompts(name: Path, others: Sequence[ScoredSample], prompts: Mapp
 
 def sample_lines(samples: Sequence[ScoredSample]) -> str:
     """A JSON object for each sample, in a line; what JSON does not know is written as Python shows it."""
-    return "".join(json.dumps(sample._asdict(), ensure_ascii=False, default=repr) + "\n" for sample in samples)
+    return "".join(dump_readable(sample._asdict(), default=repr) + "\n" for sample in samples)
 
 
 def read_samples(path: Path) -> list[ScoredSample]:

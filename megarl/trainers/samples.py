@@ -18,6 +18,7 @@ from megarl.batch.ragged import RaggedTensor
 from megarl.batch.token_rows import token_rows
 from megarl.config.schema import PPOConfig
 from megarl.data.tokenizer import decode_rows, load_tokenizer, token_texts
+from megarl.machine.strict_json import dump_readable
 from megarl.tracking.samples import OF_EPISODES, SCHEMA, SampleTable, list_column
 
 _REWARD_MODEL = "reward_model"
@@ -121,4 +122,4 @@ def _of_episodes(arrays: Mapping[str, np.ndarray], lengths: list[int], is_model:
 
 
 def _text(ground_truth: Any) -> str:
-    return ground_truth if isinstance(ground_truth, str) else json.dumps(ground_truth, ensure_ascii=False, default=str)
+    return ground_truth if isinstance(ground_truth, str) else dump_readable(ground_truth, default=str)

@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from megarl.agents.protocol import CallError, Schema, ToolCall
-from megarl.agents.strict_calls import load_strictly, parse_calls, unreadable
+from megarl.agents.strict_calls import parse_calls, unreadable
+from megarl.machine.strict_json import load_strictly
 
 CallParser = Callable[[str], Sequence[ToolCall | CallError]]
 _NAMES = "srt/function_call/parser_names.py"

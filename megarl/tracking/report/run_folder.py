@@ -13,6 +13,7 @@ import yaml
 from megarl.config.compare import flat
 from megarl.config.load import plain_values
 from megarl.config.schema import PPOConfig, SFTConfig
+from megarl.machine.strict_json import dump_readable
 from megarl.tracking.metrics_file import MetricsFileError, read_metrics
 from megarl.tracking.report.sample_part import finite, sample_part
 from megarl.tracking.report.timeline_part import timeline_part
@@ -133,7 +134,7 @@ def _flat_config(text: str) -> dict[str, str]:
 
 
 def _text(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+    return value if isinstance(value, str) else dump_readable(value, default=str)
 
 
 @cache

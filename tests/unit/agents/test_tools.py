@@ -15,8 +15,10 @@ from typing import Annotated, Any, Literal
 import psutil
 import pytest
 
+from megarl.agents.episode import AnswerTurn, TurnPlace
 from megarl.agents.function_tool import FunctionTool, function_schema
-from megarl.agents.protocol import BrokenToolError, CallErrorKind, Reply, SessionTool, Task, Tool, ToolCall, ToolResult, Turn
+from megarl.agents.protocol import BrokenToolError, CallErrorKind, Environment, Reply, SessionTool, Task, Tool, ToolCall, ToolResult, Turn
+from megarl.agents.responder import Responder
 from megarl.agents.strict_calls import parse_calls
 from megarl.agents.tool_environment import CallLimits, Toolbox, ToolEnvironment
 from megarl.agents.tools.calculator import calculator
@@ -25,8 +27,10 @@ from megarl.agents.tools.python import PythonSessions, PythonTool
 from megarl.agents.tools.search import FolderSearch
 from megarl.agents.user_tools import load_agent
 from megarl.config.schema import AgentConfig, EnvironmentConfig, ToolConfig
+from megarl.data.turns import TurnTemplate
 from megarl.machine import confined
 from megarl.machine.sandbox import SandboxError, SandboxLimits
+from tests.unit.data.test_turns import FAMILIES, tokenizer_of
 
 TASK = Task(extra_info={"prices": {"ab": 42}})
 HANG = threading.Event()
@@ -178,6 +182,64 @@ def test_each_failure_has_its_line_and_its_kind_and_costs_no_other_call() -> Non
     kinds = [error.kind for error in reply.errors]
     assert set(kinds) == set(CallErrorKind)
     assert len(kinds) == 8
+
+
+HALF = "\ud83d"
+
+
+def echo(text: str) -> str:
+    return text
+
+
+def raise_half() -> str:
+    raise ValueError(f"c{HALF}")
+
+
+class _Chat:
+    """An environment that says what it was given."""
+
+    def __init__(self, messages: list[dict[str, Any]]) -> None:
+        self.messages = messages
+
+    async def start(self, task: Task) -> None: ...
+
+    async def respond(self, turn: Turn) -> Reply:
+        return Reply(messages=self.messages)
+
+    async def close(self) -> None: ...
+
+
+def answered(environment: Environment, text: str) -> str:
+    """The text of the bridge behind a turn of `text`."""
+    tokenizer = tokenizer_of(*FAMILIES["chatml"])
+    is_tools = isinstance(environment, ToolEnvironment)
+    template = TurnTemplate(tokenizer, [function_schema(echo)] if is_tools else None)
+    responder = Responder(environment, template, parse_calls, TASK)
+
+    async def play() -> str:
+        await responder.start()
+        written = [*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id]
+        answer, reply = await responder.answer(AnswerTurn(TurnPlace(0, 0), written, is_last=False))
+        assert str(reply.messages).encode()  # it can be printed, and written to a file
+        await responder.close()
+        return str(tokenizer.decode(answer.token_ids))
+
+    return asyncio.run(play())
+
+
+def test_no_text_of_a_tool_or_of_the_model_ends_the_run_because_it_cannot_be_encoded() -> None:
+    tools = Toolbox([FunctionTool(each) for each in (echo, raise_half)])
+    environment = ToolEnvironment(tools, CallLimits())
+    spelled = call("echo", '{"text": "\\ud83d"}')
+    assert "unreadable): the call could not be read: it is not JSON (arguments.text holds half of a" in answered(environment, spelled)
+    assert "ValueError: c<unk>" in answered(environment, call("raise_half"))
+
+    async def shout(text: str) -> str:
+        return f"{text}{HALF}!"
+
+    shouting = ToolEnvironment(Toolbox([FunctionTool(shout)]), CallLimits())
+    assert "<tool_response>\nab<unk>!\n" in answered(shouting, call("shout", '{"text": "ab"}'))
+    assert "<|im_start|>user\nno<unk>" in answered(_Chat([{"role": "user", "content": f"no{HALF}"}]), "a")
 
 
 def test_a_tool_that_ends_its_program_or_cancels_itself_ends_its_call_alone() -> None:

@@ -72,6 +72,13 @@ def test_generations_keep_their_text(tmp_path):
     ]
 
 
+def test_generations_are_written_whatever_their_text(tmp_path):
+    tracker = Tracker([], TrackedRun(output_dir=tmp_path))
+    row = {"response": "48−61", "answer": "\ud83d", "ground_truth": {"\ud83d": [1]}}
+    tracker.log_generations(5, [row])
+    assert _lines(tmp_path / "generations.jsonl") == [{"step": 5, **row}]
+
+
 def test_a_failing_logger_warns_once_and_the_others_go_on(tmp_path, monkeypatch, caplog):
     class Broken:
         def __init__(self, run):

@@ -11,6 +11,7 @@ import torch
 from megarl.batch.data_proto import DataProto
 from megarl.config.schema import SamplingConfig
 from megarl.trainers.evaluation import Evaluation, ScoredSample, prompt_values
+from megarl.trainers.evaluation_results import read_samples, sample_lines
 
 SOURCES = ["sums", "sums", "words", "sums", "words"]
 
@@ -138,3 +139,22 @@ def test_each_sample_has_what_is_kept_of_it() -> None:
         num_tokens=3,
         finish_reason="stop",
     )
+
+
+def test_samples_are_written_and_read_again_whatever_their_text(tmp_path):
+    """A reward function may give any text as the answer that it found."""
+    sample = ScoredSample(
+        uid="0",
+        data_source="sums",
+        messages=[{"role": "user", "content": "48−61"}],
+        response="a",
+        answer="\ud83d",
+        ground_truth="5",
+        extra_info={},
+        score=1.0,
+        num_tokens=1,
+        finish_reason="stop",
+    )
+    file = tmp_path / "samples.jsonl"
+    file.write_text(sample_lines([sample]), encoding="utf-8")
+    assert read_samples(file) == [sample]
