@@ -25,6 +25,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from megarl.machine.sandbox import Level, SandboxLimits, run_program, strongest
+from megarl.rewards.encodable import refuse_unencodable
 
 LIMITS = SandboxLimits(memory_mb=512, cpu_s=4, wall_s=6.0, output_kb=256)
 _LONGEST_VALUE = 10_000  # characters of a value's text
@@ -59,6 +60,17 @@ def compute_score(data_source: str, solution_str: str, ground_truth: Any, extra_
     program = program_of(solution_str)
     passed = run_tests(program, read_tests(ground_truth))
     return {"score": sum(passed) / len(passed), "all_passed": float(all(passed)), "answer": program}
+
+
+def answer_from_truth(ground_truth: Any) -> str | None:
+    """Returns None: a program cannot be derived from its tests."""
+    return None
+
+
+def check_truth(ground_truth: Any) -> None:
+    """Raises ValueError for a ground truth that no program can pass: not a list of tests, or a test that cannot be carried out."""
+    for test in read_tests(ground_truth):
+        refuse_unencodable(tuple(test), "a test of the ground truth,")
 
 
 def program_of(response: str) -> str:
