@@ -99,7 +99,8 @@ class MegatronEngine:
         return RouteKeeper(experts, self.groups, layers, self._device)
 
     def _build_optimizer(self, optim: OptimConfig, dtype: torch.dtype) -> Optimizer:
-        return Optimizer(optim, self._chunks, dtype, self.spec.total_optimizer_steps)
+        names = {parameter: name for model in self._models for name, parameter in model.canonical_parameters()}
+        return Optimizer(optim, self._chunks, names, dtype, self.spec.total_optimizer_steps)
 
     def _offloadable_parts(self) -> dict[StatePart, MovableState]:
         parts = {StatePart.parameters: MovableState(self._parameter_list)}

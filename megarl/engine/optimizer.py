@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
-from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
+from megatron.core.optimizer import MegatronOptimizer, clip_grads, get_megatron_optimizer
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
@@ -52,9 +53,19 @@ class Optimizer:
 
     Update k (from 1) uses lr * k / warmup_steps while warming up; decay reaches `min_lr` at update `total_steps`.
     As is usual, biases and norms are not decayed.
+
+    Args:
+        names: the canonical name of every parameter of `chunks`; the global gradient norm is summed in their order.
     """
 
-    def __init__(self, config: OptimConfig, chunks: list[DistributedDataParallel], dtype: torch.dtype, total_steps: int) -> None:
+    def __init__(
+        self,
+        config: OptimConfig,
+        chunks: list[DistributedDataParallel],
+        names: Mapping[torch.nn.Parameter, str],
+        dtype: torch.dtype,
+        total_steps: int,
+    ) -> None:
         megatron_config = MegatronOptimizerConfig(
             optimizer="adam",
             lr=config.lr,
@@ -86,6 +97,8 @@ class Optimizer:
             wd_incr_style="constant",
         )
         self._chunks = chunks
+        self._names = dict(names)
+        self._clip_grad = config.clip_grad
 
     def zero_grad(self) -> None:
         for chunk in self._chunks:
@@ -149,16 +162,45 @@ class Optimizer:
         return dict(self._schedule.state_dict())
 
     def step(self) -> StepStatistics:
-        """Raises TrainingDivergedError, before anything is changed, when the gradient is not finite."""
-        self._optimizer.prepare_grads()  # without it the norm would be that of no gradients: 0
-        norm = float(self._optimizer.get_grad_norm())
+        """Clip the gradients by their global norm and update the parameters.
+
+        Raises:
+            TrainingDivergedError: the gradient is not finite. Nothing has been changed.
+        """
+        self._optimizer.prepare_grads()  # attaches the gradients to the float32 masters, whose norm is taken
+        norm = self._gradient_norm()
         if not math.isfinite(norm):
             raise TrainingDivergedError(
                 f"the gradient norm is {norm}: no update was made. Look for NaN in rewards or advantages, or lower optim.lr"
             )
+
         self._schedule.step(1)
-        self._optimizer.step()
+        if self._clip_grad > 0:
+            for part in self._parts():
+                clip_grads.clip_grad_by_total_norm_fp32(part.get_parameters(), self._clip_grad, norm)
+        self._optimizer.step_with_ready_grads()
         return StepStatistics(grad_norm=norm, lr=self._optimizer.param_groups[0]["lr"])
+
+    def _gradient_norm(self) -> float:
+        """Return the L2 norm of all gradients, over all ranks.
+
+        Floating-point sums depend on their order, and Megatron adds gradients in the order in which layers register their
+        parameters, which differs between layer implementations. Sorting by canonical name makes the norm, and everything that
+        it clips, independent of the implementation.
+        """
+        gradients: dict[Any, list[torch.Tensor]] = defaultdict(list)  # by the process group that sums them
+        for part in self._parts():
+            by_name = sorted(part.get_main_grads_for_grad_norm(), key=self._gradient_names(part).__getitem__)
+            gradients[part.get_grad_stats_parallel_group()] += by_name
+
+        norms = [float(clip_grads.get_grad_norm_fp32(each, grad_stats_parallel_group=group)) for group, each in gradients.items()]
+        return norms[0] if len(norms) == 1 else math.hypot(*norms)
+
+    def _gradient_names(self, part: Any) -> dict[torch.Tensor, str]:
+        """Return the canonical parameter name of each gradient that this rank holds for one of Megatron's optimizers."""
+        masters = [group["params"] for group in part.optimizer.param_groups]
+        places = part.model_param_group_index_map.items()
+        return {masters[group][number].grad: self._names[parameter] for parameter, (group, number) in places}
 
 
 def _make_moments(optimizer: torch.optim.Optimizer) -> None:
