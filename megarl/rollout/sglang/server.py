@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import json
 import os
@@ -9,21 +10,19 @@ import secrets
 import select
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Collection
-from contextlib import asynccontextmanager
+from collections.abc import Collection
 from typing import Any
 
-import aiohttp
 import psutil
 
 from megarl.rollout.interface import EngineDeadError
 from megarl.rollout.sglang.backend import Backend, CallRefusedError
 from megarl.rollout.sglang.features import Features
+from megarl.rollout.sglang.http_client import ServerClient
 from megarl.rollout.sglang.last_words import LastWords
 
 _END_LIMIT_S = 10.0
 _POLL_S = 0.2
-_OK = 200
 
 
 class ServerBackend(Backend):
@@ -66,37 +65,21 @@ class ServerBackend(Backend):
         return self._features
 
     async def open(self) -> None:
-        # Generation takes as long as it takes: `is_responsive` and `dead_process` say when it will not end.
-        self._session = aiohttp.ClientSession(
-            self.url,
-            headers={"Authorization": f"Bearer {self._key}"},
-            connector=aiohttp.TCPConnector(limit=0),
-            timeout=aiohttp.ClientTimeout(total=None),
-        )
-
-    @asynccontextmanager
-    async def _post(self, path: str, **body: Any) -> AsyncIterator[aiohttp.ClientResponse]:
-        """Raises EngineDeadError where the connection breaks: the server is on this machine."""
-        try:
-            async with self._session.post(path, **body) as response:
-                yield response
-        except aiohttp.ClientError as error:
-            raise EngineDeadError(f"the connection to SGLang's server broke: {error or type(error).__name__}") from error
+        self._client = ServerClient(self.url, self._key)
 
     async def generate(self, payload: dict[str, Any]) -> dict[str, Any]:
-        async with self._post("/generate", json=payload) as response:
-            if response.status != _OK:
-                raise ValueError(await _message(response))
-            return await response.json()
+        answer = await self._client.post("generate", payload)
+        if not answer.ok:
+            raise ValueError(answer.message)
+        return answer.json()
 
     async def call(self, endpoint: str, payload: dict[str, Any]) -> None:
-        async with self._post(f"/{endpoint}", json=_as_json(payload)) as response:
-            if response.status != _OK:
-                raise CallRefusedError(f"{endpoint}: {await _message(response)}")
+        answer = await self._client.post(endpoint, _as_json(payload))
+        if not answer.ok:
+            raise CallRefusedError(f"{endpoint}: {answer.message}")
 
     async def flush_cache(self) -> bool:
-        async with self._post("/flush_cache") as response:
-            return response.status == _OK
+        return (await self._client.post("flush_cache")).ok
 
     async def abort(self, names: Collection[str] | None) -> None:
         for body in [{"abort_all": True}] if names is None else [{"rid": name} for name in names]:
@@ -104,9 +87,9 @@ class ServerBackend(Backend):
 
     async def is_responsive(self, limit_s: float) -> bool:
         try:
-            async with self._session.get("/health_generate", timeout=aiohttp.ClientTimeout(total=limit_s)) as response:
-                return response.status == _OK
-        except (TimeoutError, aiohttp.ClientError):
+            async with asyncio.timeout(limit_s):
+                return (await self._client.get("health_generate")).ok
+        except (TimeoutError, EngineDeadError):
             return False
 
     def dead_process(self) -> str | None:
@@ -124,7 +107,7 @@ class ServerBackend(Backend):
         return [self._process.pid, *(child.pid for child in self._children)]
 
     async def close(self) -> None:
-        await self._session.close()
+        await self._client.close()
 
     def stop(self) -> None:
         """Its standard input ends, and with it the server and what it spawned; what is slow is killed."""
@@ -149,19 +132,6 @@ def _as_json(payload: dict[str, Any]) -> dict[str, Any]:
         name: [base64.b64encode(item).decode() if isinstance(item, bytes) else item for item in value] if isinstance(value, list) else value
         for name, value in payload.items()
     }
-
-
-async def _message(response: aiohttp.ClientResponse) -> str:
-    """What the server says is wrong, out of the shapes that its endpoints give it."""
-    text = await response.text()
-    try:
-        answer = json.loads(text)
-    except json.JSONDecodeError:
-        return text
-    if not isinstance(answer, dict):
-        return text
-    error = answer.get("error")
-    return str(answer.get("message") or (error.get("message") if isinstance(error, dict) else error) or text)
 
 
 def _is_alive(process: psutil.Process) -> bool:
