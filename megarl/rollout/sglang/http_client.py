@@ -26,7 +26,7 @@ _FIRST_WAIT_S = 0.1  # doubled after every attempt
 _OK = 200
 
 
-class Answer(NamedTuple):
+class ServerAnswer(NamedTuple):
     status: int
     text: str
 
@@ -67,23 +67,23 @@ class ServerClient:
             timeout=aiohttp.ClientTimeout(total=None),
         )
 
-    async def post(self, endpoint: str, payload: dict[str, Any] | None = None) -> Answer:
+    async def post(self, endpoint: str, payload: dict[str, Any] | None = None) -> ServerAnswer:
         """Returns the answer, whatever its status. Raises EngineDeadError if there is none."""
         return await self._ask("POST", endpoint, payload)
 
-    async def get(self, endpoint: str) -> Answer:
+    async def get(self, endpoint: str) -> ServerAnswer:
         """Same as `post`, for a GET request."""
         return await self._ask("GET", endpoint, None)
 
     async def close(self) -> None:
         await self._session.close()
 
-    async def _ask(self, method: str, endpoint: str, payload: dict[str, Any] | None) -> Answer:
+    async def _ask(self, method: str, endpoint: str, payload: dict[str, Any] | None) -> ServerAnswer:
         wait_s = _FIRST_WAIT_S
         for attempt in range(1, _NUM_ATTEMPTS + 1):
             try:
                 async with self._session.request(method, f"/{endpoint}", json=payload) as response:
-                    return Answer(response.status, await response.text())
+                    return ServerAnswer(response.status, await response.text())
             except aiohttp.ClientError as error:
                 if attempt == _NUM_ATTEMPTS or not _can_repeat(endpoint, error):
                     why = str(error) or type(error).__name__
