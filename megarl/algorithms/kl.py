@@ -38,8 +38,12 @@ def k3(log_probs: Tensor, ref_log_prob: Tensor) -> Tensor:
 
 
 def k3_unclamped(log_probs: Tensor, ref_log_prob: Tensor) -> Tensor:
-    """q/p - 1 - log(q/p): unbiased, never negative."""
-    log_ratio = (ref_log_prob - log_probs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    """q/p - 1 - log(q/p): unbiased, never negative.
+
+    Only the side that overflows is bounded: at q/p > e^20 the estimate is constant and has no gradient. A token that the reference
+    finds nearly impossible (q/p close to 0) keeps its full value and pull.
+    """
+    log_ratio = (ref_log_prob - log_probs).clamp(max=LOG_RATIO_LIMIT)
     return torch.expm1(log_ratio) - log_ratio
 
 

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
+import torch.utils._device
 
 from megarl.engine import rotary
 from megarl.engine.cpu_kernels import gated_linear, linear
@@ -100,6 +101,9 @@ def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
 
 
 def _adapt_torch() -> None:
+    # torch caches the set of functions that `with torch.device(...)` applies to. It has to hold the originals, which the wrappers call:
+    # built later, it would hold the wrappers, and the context would change nothing.
+    torch.utils._device._device_constructors()
     for name in FACTORIES:
         setattr(torch, name, _on_cpu(getattr(torch, name)))
 
@@ -167,14 +171,20 @@ def _linear(
     gradient_accumulation_fusion: bool,
     allreduce_dgrad: bool,
     sequence_parallel: bool,
+    grad_output_buffer: list[torch.Tensor] | None = None,
+    wgrad_deferral_limit: int | None = 0,
+    async_grad_allreduce: bool | None = None,
     tp_group: torch.distributed.ProcessGroup | None = None,
-    **deferral: Any,
 ) -> torch.Tensor:
-    """Megatron's tensor-parallel linear layer on our product. Its own also overlaps collectives with products, on CUDA."""
+    """Computes Megatron's tensor-parallel linear layer with our product, instead of overlapping collectives with products as on CUDA.
+
+    The signature is that of Megatron's `linear_with_grad_accumulation_and_async_allreduce`. `async_grad_allreduce` is deprecated there
+    and has no effect.
+    """
     from megatron.core.tensor_parallel import mappings
 
     assert not gradient_accumulation_fusion
-    assert not any(deferral.values()), deferral
+    assert grad_output_buffer is None, "the weight gradients of the last layer are not deferred on the CPU"
     if sequence_parallel:
         input = mappings.gather_from_sequence_parallel_region(input, group=tp_group)
     elif allreduce_dgrad:
@@ -183,6 +193,32 @@ def _linear(
         assert bias is None
         return gated_linear(input, weight)
     return linear(input, weight, bias)
+
+
+def _linear_with_frozen_weight(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    gradient_accumulation_fusion: bool,
+    allreduce_dgrad: bool,
+    sequence_parallel: bool,
+    tp_group: torch.distributed.ProcessGroup | None,
+    grad_output_buffer: list[torch.Tensor] | None = None,
+    wgrad_deferral_limit: int | None = None,
+    async_grad_allreduce: bool | None = None,
+) -> torch.Tensor:
+    """Computes the same as `_linear`, with the signature of Megatron's function of this name: `tp_group` comes earlier."""
+    assert wgrad_deferral_limit is None
+    return _linear(
+        input,
+        weight,
+        bias,
+        gradient_accumulation_fusion,
+        allreduce_dgrad,
+        sequence_parallel,
+        grad_output_buffer=grad_output_buffer,
+        tp_group=tp_group,
+    )
 
 
 def _bias_swiglu(activated: torch.Tensor, bias: torch.Tensor | None, *unused: bool) -> torch.Tensor:
@@ -271,7 +307,8 @@ def adapt_products() -> None:
     from megatron.core.tensor_parallel import layers
     from megatron.core.transformer import mlp
 
-    layers.linear_with_grad_accumulation_and_async_allreduce = layers.linear_with_frozen_weight = _linear
+    layers.linear_with_grad_accumulation_and_async_allreduce = _linear
+    layers.linear_with_frozen_weight = _linear_with_frozen_weight
     mlp.bias_swiglu_impl, mlp.weighted_bias_swiglu_impl = _bias_swiglu, _weighted_bias_swiglu
 
 

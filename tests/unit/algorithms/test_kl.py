@@ -56,6 +56,18 @@ def test_k3_is_cut_at_ten_and_has_no_gradient_beyond():
     assert torch.isfinite(plain).all()
 
 
+def test_k3_unclamped_is_bounded_only_where_it_would_overflow():
+    """At log q/p = -21 it is e^-21 - 1 + 21, with the gradient 1 - e^-21: the reference pulls back a token that it finds impossible."""
+    log_ratio = [-21.0, -29.0, -80.0, 21.0, 500.0]
+    log_probs = torch.zeros(5, requires_grad=True)
+    kl = KL_ESTIMATORS[KLEstimator.k3_unclamped](log_probs, torch.tensor(log_ratio))
+    kl.sum().backward()
+    torch.testing.assert_close(kl.detach()[:3], torch.tensor([20.0, 28.0, 79.0]))
+    torch.testing.assert_close(log_probs.grad[:3], torch.ones(3))
+    torch.testing.assert_close(kl.detach()[3:], torch.full((2,), math.exp(20) - 21))
+    assert log_probs.grad[3:].tolist() == [0.0, 0.0]
+
+
 @pytest.mark.parametrize("kind", list(KLEstimator))
 def test_masked_nan_reaches_neither_value_nor_gradient(kind):
     mask = torch.tensor([[True, False, False]])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import inspect
 import os
 import subprocess
 import sys
@@ -72,6 +73,22 @@ heads, frequencies = torch.randn(12, 2, 8), torch.randn(7, 1, 1, 4).repeat(1, 1,
 want = rope_utils._apply_rotary_pos_emb_thd(heads, boundaries, frequencies, cp_group=dist.group.WORLD)
 if torch.allclose(rotary_packed(heads, boundaries, frequencies, cp_group=dist.group.WORLD), want, rtol=0, atol=1e-6):
     print("rotary")
+
+# The device of a context is honored by the adapted functions too, and so by models that are loaded with one.
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from megarl.engine import cpu_adaptations
+
+folder = tempfile.mkdtemp()
+sizes = dict(hidden_size=8, num_attention_heads=2, num_key_value_heads=2, num_hidden_layers=1, intermediate_size=8, vocab_size=8)
+LlamaForCausalLM(LlamaConfig(**sizes)).save_pretrained(folder)
+cpu_adaptations.install()
+with torch.device("meta"):
+    made = [torch.tensor([1]), torch.full((2,), 3), *(getattr(torch, name)(2) for name in ("zeros", "ones", "empty", "arange"))]
+if {tensor.device.type for tensor in made} == {"meta"} and torch.zeros(2, device="cuda").device.type == "cpu":
+    print("device context")
+inv_freq = AutoModelForCausalLM.from_pretrained(folder).model.rotary_emb.inv_freq
+if torch.equal(inv_freq, torch.tensor([1.0, 0.01])):
+    print("inv_freq")
 """
 
 
@@ -88,7 +105,44 @@ def test_without_adaptations_megatron_fails_here() -> None:
         check=False,
     )
     assert run.returncode == 0, run.stderr
-    assert run.stdout.split("\n")[:-1] == ["clip", "norm", "get rng", "seed", "current device", "compiler", "rotary"]
+    assert run.stdout.split("\n")[:-1] == [
+        "clip",
+        "norm",
+        "get rng",
+        "seed",
+        "current device",
+        "compiler",
+        "rotary",
+        "device context",
+        "inv_freq",
+    ]
+
+
+LINEAR = ("linear_with_grad_accumulation_and_async_allreduce", "linear_with_frozen_weight")
+
+
+def linear_parameters() -> dict[str, list[str]]:
+    """Names of the parameters that the adapted functions take, in order; each is also called with all of them by position."""
+    from megarl.config.schema import Device
+    from megarl.engine import platform
+
+    platform.activate(Device.cpu)
+    from megatron.core.tensor_parallel import layers
+
+    input, weight, bias = torch.ones(2, 1, 3), torch.arange(6.0).reshape(2, 3), torch.ones(2)
+    unused = {LINEAR[0]: (None, 0, None, None), LINEAR[1]: (None, None, None, None)}
+    for name in LINEAR:
+        output = getattr(layers, name)(input, weight, bias, False, False, False, *unused[name])
+        assert output.tolist() == [[[4.0, 13.0]]] * 2
+    return {name: list(inspect.signature(getattr(layers, name)).parameters) for name in LINEAR}
+
+
+def test_linear_layers_have_the_originals_signature(rank_pool: RankPool) -> None:
+    (parameters,) = rank_pool.run(linear_parameters, world_size=1)
+    for name in LINEAR:
+        definition = ast.parse(megatron_source("tensor_parallel.layers", name)).body[0]
+        assert isinstance(definition, ast.FunctionDef)
+        assert parameters[name] == [argument.arg for argument in definition.args.args]
 
 
 def clip(max_norm: float, total_norm: float) -> list[float]:
