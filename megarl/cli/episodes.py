@@ -41,10 +41,10 @@ def run(parsed: argparse.Namespace) -> int:
     chats = read_chats(parsed)
     agent = _agent(parsed)
     make_environment, tools = load_agent(agent)
-    parse = call_parser(agent.parser, tools)
     writer = Writer(find_model(Path(parsed.model), parsed.step), parsed)
     template = TurnTemplate(writer.tokenizer, tools, agent.max_result_tokens)
     template.check()
+    parse = call_parser(agent, tools, opens_thinking=template.opens_thinking)
     requests = writer.requests([writer.render(chat, tools) for chat in chats])
     writer.load()
     for index, request in enumerate(requests):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -38,6 +39,19 @@ class TurnTemplate:
         self._special_ids = frozenset(special)
         spelt = sorted((text for text in special.values() if len(text) > 1), key=len, reverse=True)
         self._special = re.compile("|".join(map(re.escape, spelt)) or "(?!)")  # the latter matches nothing
+
+    @property
+    def _opened(self) -> str:
+        """The shortest chat, opened for the model's first answer."""
+        return rendered_chat(self._tokenizer, [{"role": "user", "content": "?"}], for_generation=True, tools=self._tools)
+
+    @cached_property
+    def opens_thinking(self) -> bool:
+        """Whether the template opens the thinking of each turn, so that the model writes only its end.
+
+        Raises ValueError where the template refuses a chat of one question.
+        """
+        return self._opened.rstrip().endswith("<think>")
 
     def read(self, token_ids: list[int]) -> str:
         """What the model wrote, without the token that ended it."""
@@ -96,9 +110,15 @@ class TurnTemplate:
         return str(self._tokenizer.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     def check(self) -> None:
-        """Tries conversations of one result, of two at once, and of two turns. Raises ValueError for a template that does not tell the
-        model of the tools, or that is not append-only: it writes what came before in another way once something follows."""
-        opened = rendered_chat(self._tokenizer, [{"role": "user", "content": "?"}], for_generation=True, tools=self._tools)
+        """Tries conversations of one result, of two at once, and of two turns.
+
+        What a template writes of the thinking at the beginning of an earlier answer is not compared: templates open it for generation,
+        and leave it out, or empty, once something follows. A conversation keeps it as it was.
+
+        Raises ValueError for a template that does not tell the model of the tools, or that is not append-only: it writes what came before
+        in another way once something follows.
+        """
+        opened = self._opened
         refuse_silent_template(names_of(list(self._tools or ())), opened)
         role = "tool" if self._tools else "user"
         one, two = {"role": role, "content": "a first result"}, {"role": role, "content": "a second result"}
@@ -108,7 +128,7 @@ class TurnTemplate:
                 chat += [{"role": "assistant", "content": _ANSWER}, *messages]
                 expected += _ANSWER + self._after(messages)
             found = rendered_chat(self._tokenizer, chat, for_generation=True, tools=self._tools)
-            if found != expected:
+            if _without_opened_thinking(found) != _without_opened_thinking(expected):
                 raise ValueError(self._not_appended(expected, found))
 
     def _not_appended(self, expected: str, found: str) -> str:
@@ -120,6 +140,11 @@ class TurnTemplate:
             f"the tokens {tokens[0]}, and the template writes {tokens[1]} for the whole. Use a template that renders a message in the "
             "same way whatever follows it"
         )
+
+
+def _without_opened_thinking(chat: str) -> str:
+    """Leaves out thinking that the template opens or closes in front of each answer."""
+    return re.sub(rf"<think>\s*(?:</think>\s*)?(?={_ANSWER})", "", chat)
 
 
 def _text(message: Mapping[str, Any]) -> str:

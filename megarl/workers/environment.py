@@ -84,9 +84,9 @@ class EnvironmentWorker(Worker):
     def __init__(self, agent: AgentConfig, tokenizer_path: str, trust_remote_code: bool) -> None:
         super().__init__()
         make, tools = load_agent(agent)
-        parse = call_parser(agent.parser, tools)
         tokenizer = load_tokenizer(tokenizer_path, trust_remote_code)
         template = TurnTemplate(tokenizer, tools, agent.max_result_tokens)
+        parse = call_parser(agent, tools, opens_thinking=template.opens_thinking)
         self._desk = TurnDesk(lambda task: Responder(make(), template, parse, task), agent.time_limit_s + _GRACE_S, agent.max_concurrency)
         self._reports: SimpleQueue[TurnReport | Exception | None] = SimpleQueue()
         self._loop = asyncio.new_event_loop()

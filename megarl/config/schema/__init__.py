@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from megarl.config.kinds import AdvantageEstimator, Aggregation, LoggerKind, PolicyLossKind, RolloutEngineKind
-from megarl.config.schema.agent import AgentConfig, EnvironmentConfig, ToolConfig
+from megarl.config.schema.agent import AgentConfig, CallsInThinking, EnvironmentConfig, ToolConfig
 from megarl.config.schema.algorithm import (
     AdvantageConfig,
     AlgorithmConfig,

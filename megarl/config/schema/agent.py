@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from enum import Enum
 
 from megarl.config.schema.keys import MISSING, InputKind, names, ranged
+
+
+class CallsInThinking(str, Enum):
+    ignore = "ignore"  # they are drafts: only what follows the thinking is a call, as behind a server's reasoning parser
+    execute = "execute"  # those that can be read are run as well
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +37,7 @@ class AgentConfig:
     environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
     # None: calls are <tool_call> JSON, as Qwen2.5, Qwen3 and Hermes write; else one of SGLang's parsers, such as llama3, mistral, pythonic
     parser: str | None = None
+    calls_in_thinking: CallsInThinking = CallsInThinking.ignore  # calls that stand between <think> and </think>
     max_turns: int = ranged(8, at_least=1, at_most=10000)  # of the model in an episode
     max_turn_tokens: int | None = ranged(None, at_least=1)  # of one turn; None: what is left of data.max_response_length
     max_result_tokens: int = ranged(512, at_least=16)  # of one result; longer ones are cut in their middle

@@ -17,20 +17,32 @@ from pathlib import Path
 from typing import Any
 
 from megarl.agents.protocol import CallError, Schema, ToolCall
-from megarl.agents.strict_calls import parse_calls, unreadable
+from megarl.agents.strict_calls import CLOSE, OPEN, parse_calls, unreadable
+from megarl.agents.thinking import CallParser, CallTags, parse_outside_thinking
+from megarl.config.schema import AgentConfig
 from megarl.machine.strict_json import load_strictly
 
-CallParser = Callable[[str], Sequence[ToolCall | CallError]]
 _NAMES = "srt/function_call/parser_names.py"
 
 
-def call_parser(name: str | None, tools: Sequence[Schema] | None) -> CallParser:
-    """name: of one of SGLang's, or None for megarl's own of `<tool_call>` JSON, which imports nothing of SGLang.
+def call_parser(agent: AgentConfig, tools: Sequence[Schema] | None, *, opens_thinking: bool) -> CallParser:
+    """Returns what reads the calls of a turn, as `agent.parser` and `agent.calls_in_thinking` say.
 
-    Raises ValueError where there is no such parser, or SGLang does not take the schema of a tool.
+    Without a name in `agent.parser` it is megarl's own parser of `<tool_call>` JSON, which imports nothing of SGLang.
+
+    Args:
+        opens_thinking: Whether the chat template opens the thinking of each turn.
+
+    Raises:
+        ValueError: There is no such parser, or SGLang does not take the schema of a tool.
     """
-    if name is None:
-        return parse_calls
+    if agent.parser is None:
+        return parse_outside_thinking(parse_calls, CallTags(OPEN, CLOSE), agent.calls_in_thinking, opens_thinking=opens_thinking)
+    parser = _sglang_parser(agent.parser, tools)
+    return parse_outside_thinking(parser, parser.tags, agent.calls_in_thinking, opens_thinking=opens_thinking)
+
+
+def _sglang_parser(name: str, tools: Sequence[Schema] | None) -> _SGLangParser:
     known = _names()
     if known is None:
         raise ValueError(f"agent.parser is {name!r}, which is SGLang's, but SGLang is not installed")
@@ -41,7 +53,7 @@ def call_parser(name: str | None, tools: Sequence[Schema] | None) -> CallParser:
 
 def check_parser(name: str, tools: Sequence[Schema]) -> None:
     """In a process of its own, which imports SGLang. Raises ValueError, see call_parser."""
-    call_parser(name, tools)
+    _sglang_parser(name, tools)
 
 
 def _names() -> list[str] | None:
@@ -62,7 +74,10 @@ class _SGLangParser:
         self._name = name
         self._tools = [Tool.model_validate(tool) for tool in tools]
         self._make: Callable[[list[Any], str], Any] = FunctionCallParser
-        self._make(self._tools, name)
+        detector = self._make(self._tools, name).detector
+        begin, end = detector.bot_token.strip(), detector.eot_token.strip()
+        # A bracket is no mark of a call: texts have others.
+        self.tags = CallTags(begin, end if len(end) > 1 else "") if len(begin) > 1 else None
 
     def __call__(self, text: str) -> list[ToolCall | CallError]:
         parser = self._make(self._tools, self._name)  # some remember what they have read

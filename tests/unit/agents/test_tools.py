@@ -30,7 +30,8 @@ from megarl.config.schema import AgentConfig, EnvironmentConfig, ToolConfig
 from megarl.data.turns import TurnTemplate
 from megarl.machine import confined
 from megarl.machine.sandbox import SandboxError, SandboxLimits
-from tests.unit.data.test_turns import FAMILIES, tokenizer_of
+from megarl.rollout.sglang.tool_calls import call_parser
+from tests.unit.data.test_turns import CHATML, OPENING, tokenizer_of
 
 TASK = Task(extra_info={"prices": {"ab": 42}})
 HANG = threading.Event()
@@ -209,12 +210,12 @@ class _Chat:
     async def close(self) -> None: ...
 
 
-def answered(environment: Environment, text: str) -> str:
+def answered(environment: Environment, text: str, template: str = CHATML) -> str:
     """The text of the bridge behind a turn of `text`."""
-    tokenizer = tokenizer_of(*FAMILIES["chatml"])
+    tokenizer = tokenizer_of(template, "<|im_end|>")
     is_tools = isinstance(environment, ToolEnvironment)
-    template = TurnTemplate(tokenizer, [function_schema(echo)] if is_tools else None)
-    responder = Responder(environment, template, parse_calls, TASK)
+    turns = TurnTemplate(tokenizer, [function_schema(echo)] if is_tools else None)
+    responder = Responder(environment, turns, call_parser(AgentConfig(), None, opens_thinking=turns.opens_thinking), TASK)
 
     async def play() -> str:
         await responder.start()
@@ -240,6 +241,15 @@ def test_no_text_of_a_tool_or_of_the_model_ends_the_run_because_it_cannot_be_enc
     shouting = ToolEnvironment(Toolbox([FunctionTool(shout)]), CallLimits())
     assert "<tool_response>\nab<unk>!\n" in answered(shouting, call("shout", '{"text": "ab"}'))
     assert "<|im_start|>user\nno<unk>" in answered(_Chat([{"role": "user", "content": f"no{HALF}"}]), "a")
+
+
+@pytest.mark.parametrize(("template", "begin"), [(CHATML, "<think>"), (OPENING, "")])
+def test_only_the_calls_behind_the_thinking_are_answered(template: str, begin: str) -> None:
+    tools = ToolEnvironment(Toolbox([FunctionTool(echo)]), CallLimits())
+    text = begin + call("echo", '{"text": "draft"}') + "</think>" + call("echo", '{"text": "meant"}')
+    said = answered(tools, text, template)
+    assert said.count("<tool_response>") == 1
+    assert "meant" in said
 
 
 def test_a_tool_that_ends_its_program_or_cancels_itself_ends_its_call_alone() -> None:

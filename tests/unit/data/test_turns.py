@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import string
 
 import pytest
@@ -40,6 +41,21 @@ THINKING = CHATML.replace(
     "{% if loop.last and '</think>' not in message.content %}<think>\n\n</think>\n\n{% endif %}"
     "{{ message.content if loop.last else message.content.split('</think>')[-1].lstrip('\n') }}<|im_end|>\n"
     "{% else %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endif %}",
+)
+# In the manner of Qwen3.5: thinking is opened for generation, and earlier answers have it left out, or empty behind the last question.
+OPENING = CHATML.replace(
+    "{% else %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endif %}",
+    "{% elif message.role == 'assistant' %}<|im_start|>assistant\n"
+    "{% if messages[loop.index0 + 1:] | selectattr('role', 'equalto', 'user') | list | length == 0 %}<think>\n\n</think>\n\n{% endif %}"
+    "{{ message.content.split('</think>')[-1].lstrip('\n') }}<|im_end|>\n"
+    "{% else %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endif %}",
+).replace("<|im_start|>assistant\n{% endif %}", "<|im_start|>assistant\n<think>\n{% endif %}")
+# In the manner of R1's distilled models: no tools, thinking is opened for generation and left out of every answer.
+R1 = (
+    "<|begin_of_text|>{% for message in messages %}"
+    "{% if message.role == 'user' %}<|start_header_id|>{{ message.content }}<|end_header_id|>"
+    "{% else %}{{ message.content.split('</think>')[-1] }}<|eot_id|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<think>\n{% endif %}"
 )
 FAMILIES = {"chatml": (CHATML, "<|im_end|>"), "llama": (LLAMA, "<|eot_id|>"), "thinking": (THINKING, "<|im_end|>")}
 
@@ -91,6 +107,37 @@ def test_tokens_that_were_written_stay_whatever_their_text_would_become(family: 
     other = [*upper, tokenizer.convert_tokens_to_ids("<|other|>")]
     assert template.bridge_from(other, [result("x")]) == [tokenizer.eos_token_id, *template.bridge([result("x")])]
     assert template.read(other) == template.read(written)
+
+
+@pytest.mark.parametrize(("template", "end", "tools"), [(OPENING, "<|im_end|>", [PRICE]), (R1, "<|eot_id|>", None)])
+def test_templates_that_open_the_thinking_of_each_turn(template: str, end: str, tools: list[dict[str, object]] | None) -> None:
+    """What the model wrote stays behind the thinking that was opened for it, and the next turn begins in thinking too."""
+    tokenizer = tokenizer_of(template, end)
+    turns = TurnTemplate(tokenizer, tools)
+    turns.check()
+    assert turns.opens_thinking
+    prompt = render_chat(tokenizer, user("price?"), for_generation=True, tools=tools)
+    written = [*tokenizer.encode("so</think>4", add_special_tokens=False), tokenizer.eos_token_id]
+    message = result("busy") if tools else user("and?")[0]
+    grown = tokenizer.decode(prompt + written + turns.bridge_from(written, [message]))
+    assert grown.count("<think>\n") == 2
+    assert grown.endswith("<think>\n")
+    assert f"<think>\nso</think>4{end}" in grown
+    # But for the thinking it is what the template writes.
+    rendered = tokenizer.decode(render_chat(tokenizer, user("price?") + assistant("4") + [message], for_generation=True, tools=tools))
+    plain = [re.sub("(?s)<think>\n?(so|\n)</think>(\n\n)?", "", text) for text in (grown, rendered)]
+    assert plain[0] == plain[1]
+
+
+@pytest.mark.parametrize("template", [CHATML, THINKING, LLAMA])
+def test_other_templates_do_not_open_it(template: str) -> None:
+    assert not TurnTemplate(tokenizer_of(template, "<|im_end|>"), [PRICE]).opens_thinking
+
+
+def test_a_change_behind_the_thinking_is_still_one() -> None:
+    changed = OPENING.replace("{{ message.content.split", "{{ '' if loop.last else '.' }}{{ message.content.split")
+    with pytest.raises(ValueError, match="not append-only"):
+        TurnTemplate(tokenizer_of(changed, "<|im_end|>"), [PRICE]).check()
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from megarl.config.schema import AgentConfig
 from megarl.rollout.sglang.tool_calls import call_parser
 from tests import warm
 from tests.warm.client import SGLANG
@@ -47,6 +48,16 @@ READ: list[tuple[str, str, list[Any]]] = [
     ("qwen3_coder", "<tool_call>\n<function=price\n</tool_call>", [UNREADABLE]),
     ("deepseekv3", DEEPSEEK.format('{"item": "ab"}'), [CALL]),
     ("deepseekv3", DEEPSEEK.format('{"item": '), [UNREADABLE]),
+    # What stands in thinking is a draft, and what is mentioned there no slip.
+    ("qwen25", f"<think>a <tool_call>\n{PRICE}\n</tool_call></think>\n\n<tool_call>\n{PRICE}\n</tool_call>", [CALL]),
+    ("qwen25", "<think>no need of a <tool_call>\n here</think>The answer is 5.", []),
+    ("hermes", f"<think>never closed <tool_call>{PRICE}</tool_call>", []),
+    ("llama3", f"<think><|python_tag|>{LLAMA}</think><|python_tag|>{LLAMA}", [CALL]),
+    ("mistral", f"<think>[TOOL_CALLS] [{PRICE}]</think>[TOOL_CALLS] [{PRICE}]", [CALL]),
+    ("pythonic", "<think>[cost()]</think>[price(item='ab')]", [CALL]),
+    ("qwen3_coder", f"<think>{CODER}</think>{CODER}", [CALL]),
+    ("deepseekv3", "<think>" + DEEPSEEK.format("{}") + "</think>" + DEEPSEEK.format('{"item": "ab"}'), [CALL]),
+    ("qwen25", f"<tool_call>\n{PRICE.replace('ab', '<think>a</think>')}\n</tool_call>", [["price", {"item": "<think>a</think>"}]]),
 ]
 SCHEMA = {
     "type": "function",
@@ -56,13 +67,14 @@ SCHEMA = {
 PROGRAM = """
 import json, sys
 from megarl.agents.protocol import CallError
+from megarl.config.schema import AgentConfig
 from megarl.rollout.sglang.tool_calls import call_parser
 schema, texts = json.load(sys.stdin)
 for name, text in texts:
-    read = [each.kind.value if isinstance(each, CallError) else each for each in call_parser(name, [schema])(text)]
-    print(json.dumps(read))
+    parse = call_parser(AgentConfig(parser=name), [schema], opens_thinking=False)
+    print(json.dumps([each.kind.value if isinstance(each, CallError) else each for each in parse(text)]))
 try:
-    call_parser("llama3", [{"function": {}}])
+    call_parser(AgentConfig(parser="llama3"), [{"function": {}}], opens_thinking=False)
 except ValueError:
     print("refused")
 """
@@ -82,8 +94,8 @@ def test_calls_of_other_families(warm_processes: None) -> None:
 
 def test_a_parser_that_there_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match=r"agent\.parser is 'gpt', but SGLang has no such parser; there are: .*llama3, .*qwen3_coder"):
-        call_parser("gpt", [SCHEMA])
+        call_parser(AgentConfig(parser="gpt"), [SCHEMA], opens_thinking=False)
     assert "sglang" not in sys.modules
     monkeypatch.setattr("megarl.rollout.sglang.tool_calls.find_spec", lambda name: None)
     with pytest.raises(ValueError, match="SGLang is not installed"):
-        call_parser("llama3", [SCHEMA])
+        call_parser(AgentConfig(parser="llama3"), [SCHEMA], opens_thinking=False)
