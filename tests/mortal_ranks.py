@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
+import multiprocessing.process
 import os
 import signal
 import traceback
@@ -57,6 +58,12 @@ class MortalRank:
 
     rank: int
     connection: Connection
+    process: multiprocessing.process.BaseProcess
+
+    def ended_by(self) -> int | None:
+        """Wait until the process has ended; return its exit code, or minus the number of the signal that ended it."""
+        self.process.join(ANSWER_LIMIT_S)
+        return self.process.exitcode
 
     def tell(self, value: Any) -> None:
         self.connection.send(value)
@@ -100,7 +107,7 @@ def mortal_ranks(
             with warm.spawned():
                 process.start()
             theirs.close()
-            ranks.append(MortalRank(rank, ours))
+            ranks.append(MortalRank(rank, ours, process))
             processes.append(process)
         yield ranks
     finally:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import queue
+import signal
 import threading
 import time
 from collections import deque
@@ -17,6 +19,7 @@ ENDED = "NCCL communicator was aborted or shut down: the group is of no use"
 
 _NEVER = timedelta(days=1)  # for gloo, which needs a limit
 _POLL_S = 0.005
+_WATCH_S = 0.1  # between two looks of the watchdog, as in torch
 
 Begin = Callable[[dist.ProcessGroup], dist.Work]  # on gloo
 
@@ -34,6 +37,7 @@ class QueuedWork(dist.Work):
     def __init__(self, communicator: Communicator, begins: Sequence[Begin]) -> None:
         super().__init__()
         self._communicator, self._begins = communicator, begins
+        self.submitted_s = time.monotonic()
         self._ended = threading.Event()
         self._error: Exception | None = None
         self._is_mistake = False
@@ -77,14 +81,20 @@ class Communicator:
     """One rank's end. It is made when all `size` ranks have come, and nothing else ends that but `limit`, as in NCCL's blocking mode.
     There it is a limit for all ranks but the first, which waits for ever.
 
-    Raises RuntimeError when they have not all come within `limit`, and where two of them are on one device.
+    Args:
+        has_watchdog: a peer that dies, or an operation that takes longer than `limit`, ends this process with SIGABRT, as torch's
+            watchdog thread does. Without it nobody notices, until the caller aborts.
+
+    Raises:
+        RuntimeError: the ranks have not all come within `limit`, or two of them are on one device.
 
     The thread is a daemon: after `abort` it may remain in gloo, with the tensors, until the peer that it waits for is gone.
     """
 
-    def __init__(self, store: dist.Store, rank: int, size: int, device: int | None, limit: timedelta) -> None:
+    def __init__(self, store: dist.Store, rank: int, size: int, device: int | None, limit: timedelta, *, has_watchdog: bool) -> None:
         _meet(store, rank, size, device, limit)
         self._gloo = _connect(store, rank, size, limit)
+        self._has_watchdog, self._limit = has_watchdog, limit
         self._queue: queue.SimpleQueue[QueuedWork | None] = queue.SimpleQueue()
         self._unfinished: deque[QueuedWork] = deque()
         self._lock = threading.Lock()
@@ -92,6 +102,8 @@ class Communicator:
         self._thread = threading.Thread(target=self._serve, daemon=True)
         _live.add(self)
         self._thread.start()
+        if has_watchdog:
+            threading.Thread(target=self._watch, daemon=True).start()
 
     def submit(self, begins: Sequence[Begin]) -> QueuedWork:
         work = QueuedWork(self, begins)
@@ -110,12 +122,22 @@ class Communicator:
                 work.run(self._gloo)
             except (RuntimeError, TypeError, ValueError) as raised:
                 error = raised
-                if "gloo/transport" in str(raised):  # a peer is gone: gloo says so, NCCL does not
+                if "gloo/transport" in str(raised):  # a peer is gone: gloo raises, NCCL tells its watchdog at most
+                    if self._has_watchdog and not self._over.is_set():
+                        os.kill(os.getpid(), signal.SIGABRT)
                     self._over.wait()
             with self._lock:
                 if not self._over.is_set():
                     self._unfinished.popleft().end(error, is_mistake=error is not None)
         del self._gloo
+
+    def _watch(self) -> None:
+        """End the process when an operation has been in the queue for longer than the limit."""
+        while not self._over.wait(_WATCH_S):
+            with self._lock:
+                oldest = self._unfinished[0].submitted_s if self._unfinished else None
+            if oldest is not None and time.monotonic() - oldest > self._limit.total_seconds():
+                os.kill(os.getpid(), signal.SIGABRT)
 
     def abort(self) -> None:
         with self._lock:

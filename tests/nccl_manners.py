@@ -5,11 +5,13 @@ gloo forgives: it connects in its constructor, raises when a peer dies, and does
 - The first operation makes a communicator, and blocks its caller until all ranks are there: those of the group for collectives and for
   coalesced transfers, the two of a pair for another send or receive. After `eager_connect_single_device` all use the group's.
 - Operations return at once. Those of a communicator run one after another: one that cannot end holds up all later ones.
-- `wait` neither returns nor raises when a peer has died or hangs: only `abort` ends it, and the use of the group.
+- A watchdog ends the process (SIGABRT) when a peer dies during an operation, or an operation exceeds the limit of the group. It does
+  not where `TORCH_NCCL_ASYNC_ERROR_HANDLING` is 0 when the group is constructed. Then `wait` neither returns nor raises when a peer
+  has died or hangs: only `abort` ends it, and the use of the group.
 - Two ranks on one device are refused.
 - A communicator lives until `abort` or `shutdown`, whether its group is still there or not.
 
-CPU tensors stand for those of devices, and `wait` for what waits on a stream. NCCL's watchdog, which ends the process, has no stand-in.
+CPU tensors stand for those of devices, and `wait` for what waits on a stream.
 
     group = NcclManners(store, rank, size, timedelta(seconds=60))      # bare, as dist.ProcessGroupNCCL
     register(); dist.init_process_group(BACKEND, ...)                  # or as the backend of all groups
@@ -17,6 +19,7 @@ CPU tensors stand for those of devices, and `wait` for what waits on a stream. N
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
@@ -25,6 +28,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megarl.weights.wire import ASYNC_ERROR_HANDLING
 from tests.logical_devices import VisibleDevices
 from tests.nccl_communicator import ENDED, Begin, Communicator, QueuedWork
 
@@ -66,6 +70,7 @@ class NcclManners(_ProcessGroup):
         self._communicators: dict[str, Communicator] = {}
         self._coalesced: list[Begin] | None = None
         self._is_eager = self._is_over = False
+        self._has_watchdog = os.environ.get(ASYNC_ERROR_HANDLING) != "0"
         self._name = BACKEND
 
     @property
@@ -98,7 +103,8 @@ class NcclManners(_ProcessGroup):
         if self._is_over:
             raise RuntimeError(ENDED)
         if key not in self._communicators:
-            made = Communicator(dist.PrefixStore(key, self._store), rank, size, self._device, self._limit)
+            store = dist.PrefixStore(key, self._store)
+            made = Communicator(store, rank, size, self._device, self._limit, has_watchdog=self._has_watchdog)
             self._communicators[key] = made
             if self._is_over:  # while it was made
                 made.abort()
@@ -155,7 +161,10 @@ class NcclManners(_ProcessGroup):
     alltoall = _collective("alltoall")
     all_to_all_single = alltoall_base = _collective("all_to_all_single")
 
-    # What torch asks of a group that it has made.
+    # What torch, and megarl.weights.wire, ask of a group that torch has made.
+
+    def _is_initialized(self) -> bool:
+        return _FULL in self._communicators
 
     def _get_backend(self, device: torch.device) -> NcclManners:
         return self

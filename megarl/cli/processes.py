@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -20,6 +20,7 @@ from megarl.controller.environment import Where, describe
 from megarl.controller.resource_pool import ResourcePoolManager
 from megarl.machine.files import write_whole
 from megarl.placement.plan import plan_placement
+from megarl.placement.transport import joins_weight_groups
 
 ENVIRONMENT_FILE = "environment.txt"  # in `trainer.output_dir`
 
@@ -57,7 +58,8 @@ def ray_processes(context: RunContext, console: Console) -> Iterator[RayProcesse
         if device is Device.auto:
             device = Device.cuda if num_cluster_gpus() else Device.cpu
         pools = ResourcePoolManager.of_plan(plan, device is Device.cuda)
-        environment = _environment(device, given)
+        joins_engines = joins_weight_groups(config, plan)
+        environment = _environment(device, given, [where for where in Where if joins_engines or where is not Where.weight_group_workers])
         if context.output_dir is not None:
             write_whole(context.output_dir / ENVIRONMENT_FILE, environment)
         if context.verbose:
@@ -70,7 +72,7 @@ def ray_processes(context: RunContext, console: Console) -> Iterator[RayProcesse
         shutdown()
 
 
-def _environment(device: Device, given: Mapping[str, str]) -> str:
-    """The variables of the processes, a line each."""
-    rows = describe(device is Device.cuda, list(Where), given)
+def _environment(device: Device, given: Mapping[str, str], places: Sequence[Where]) -> str:
+    """Return the environment variables of the run's processes, one per line."""
+    rows = describe(device is Device.cuda, places, given)
     return "".join(f"{name}={value}  # {source}\n" for name, value, source in rows)

@@ -21,6 +21,7 @@ class Where(str, Enum):
     workers = "worker processes"
     cpu_workers = "worker processes without a GPU"
     gpu_workers = "worker processes with GPUs"
+    weight_group_workers = "the actor's processes with GPUs, with `resharding.transport=group`"
 
 
 class Setting(NamedTuple):
@@ -43,8 +44,9 @@ SETTINGS: Mapping[str, Setting] = MappingProxyType(
         ),
         "NCCL_CUMEM_ENABLE": Setting(
             "0",
-            Where.gpu_workers,
-            "SGLang's default; trainers and engines meet in NCCL groups (resharding.transport=group), and must agree",
+            Where.weight_group_workers,
+            "the actor joins NCCL groups with SGLang's engines, which set it to 0, and all ranks of a group must agree; elsewhere NCCL's "
+            "default lets communicators connect their peers when they are first used, which saves device memory",
         ),
         "NCCL_DEBUG": Setting("WARN", Where.gpu_workers, "NCCL says why it fails"),
         "NCCL_SOCKET_IFNAME": Setting(
@@ -122,6 +124,15 @@ def fill_in(environment: MutableMapping[str, str], node: str, use_gpu: bool) -> 
             environment.setdefault(name, value)
 
 
+def weight_group_settings(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Return the variables that trainer processes need to join NCCL groups with engines, except those the user has set."""
+    return {
+        name: setting.value
+        for name, setting in SETTINGS.items()
+        if setting.where is Where.weight_group_workers and setting.value is not None and name not in environment
+    }
+
+
 def interface_of(address: str) -> str | None:
     """The network interface of this machine that has the address; None where none has it (an address that is translated)."""
     import psutil  # here, so that reading the table needs nothing
@@ -138,8 +149,7 @@ def interface_of(address: str) -> str | None:
 
 def describe(use_gpu: bool, places: Collection[Where], environment: Mapping[str, str] = os.environ) -> list[tuple[str, str, str]]:
     """(name, value, whose value it is) in those of `places` that a run has which this process drives, for its first page."""
-    hidden = Where.cpu_workers if use_gpu else Where.gpu_workers
-    yours = users_settings(environment)
+    absent = {Where.cpu_workers} if use_gpu else {Where.gpu_workers, Where.weight_group_workers}
     rows = [
         (
             name,
@@ -147,6 +157,7 @@ def describe(use_gpu: bool, places: Collection[Where], environment: Mapping[str,
             "yours" if name in environment else "megarl's",
         )
         for name, setting in SETTINGS.items()
-        if setting.where in places and setting.where is not hidden
+        if setting.where in places and setting.where not in absent
     ]
-    return rows + [(name, value, "yours") for name, value in sorted(yours.items()) if name not in SETTINGS]
+    listed = {name for name, _, _ in rows}
+    return rows + [(name, value, "yours") for name, value in sorted(users_settings(environment).items()) if name not in listed]

@@ -4,7 +4,7 @@ and on CUDA."""
 from __future__ import annotations
 
 from megarl.config.errors import ConfigError
-from megarl.config.schema import PPOConfig, Transport
+from megarl.config.schema import PPOConfig, SFTConfig, Transport
 from megarl.placement.placement_plan import PlacementPlan
 
 _KEY = "resharding.transport"
@@ -24,6 +24,13 @@ def choose_transport(config: PPOConfig, plan: PlacementPlan) -> Transport:
         others = " or ".join(transport.value for transport in working)
         raise ConfigError("placement", [f"{_KEY}, placement.strategy: is {asked.value}, but {reason}; use {others}, or auto"])
     return asked
+
+
+def joins_weight_groups(config: PPOConfig | SFTConfig, plan: PlacementPlan) -> bool:
+    """Return whether the actor's ranks meet engines in groups of the communication library (`resharding.transport=group`)."""
+    if not isinstance(config, PPOConfig) or not {"actor", "rollout"} <= set(plan.roles):
+        return False
+    return choose_transport(config, plan) is Transport.group
 
 
 def _why_not(transport: Transport, plan: PlacementPlan) -> str | None:

@@ -11,7 +11,8 @@ from megarl.config.architecture import Architecture
 from megarl.config.load import with_dtype
 from megarl.config.roles import ENVIRONMENT, REWARD_MODEL, ModelRole, model_roles
 from megarl.config.schema import Device, PPOConfig, RoutingReplay, SFTConfig
-from megarl.controller.group import RayWorkerGroup, RoleGroup
+from megarl.controller.environment import weight_group_settings
+from megarl.controller.group import NO_ENVIRONMENT, RayWorkerGroup, RoleGroup
 from megarl.controller.resource_pool import RayResourcePool, ResourcePoolManager
 from megarl.controller.worker import RayClassWithInitArgs, Worker, create_colocated_worker_cls
 from megarl.engine.offload import StatePart
@@ -20,7 +21,7 @@ from megarl.placement.cores import at_work
 from megarl.placement.offload_plan import OffloadPlan
 from megarl.placement.placement_plan import GroupPlan, PlacementPlan
 from megarl.placement.plan import plan_placement
-from megarl.placement.transport import choose_transport
+from megarl.placement.transport import choose_transport, joins_weight_groups
 from megarl.roles.checks import FirstRatioGate, LogProbGate
 from megarl.roles.environments import Environments
 from megarl.roles.episodes import EpisodeRollout
@@ -108,7 +109,10 @@ class _Starter:
             self._make_room(group.roles[0], groups)
             pool, limit_s = group_pool(plan, self._pools, group), self._config.trainer.phase_time_limit_s
             fused = create_colocated_worker_cls({role: workers[role] for role in group.roles})
-            groups |= RayWorkerGroup(pool, fused, phase_time_limit_s=limit_s, at_work=at_work(plan)).spawn()
+            joins_engines = self._device is Device.cuda and "actor" in group.roles and joins_weight_groups(self._config, plan)
+            environment = weight_group_settings() if joins_engines else NO_ENVIRONMENT
+            started = RayWorkerGroup(pool, fused, phase_time_limit_s=limit_s, environment=environment, at_work=at_work(plan))
+            groups |= started.spawn()
         if "rollout" in plan.roles:
             self._make_room("rollout", groups)
         return groups

@@ -7,12 +7,14 @@ what NCCL has under way can be asked about, its `wait` never raises and only `ab
 
 from __future__ import annotations
 
+import os
 import queue
 import socket
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -21,6 +23,7 @@ import torch.distributed as dist
 
 from megarl.weights.tensors import WeightTransferError
 
+ASYNC_ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"  # 0: none; 3, torch's default: the watchdog ends the process
 _MEETING_LIMIT = timedelta(seconds=120)
 _POLL_S = 50e-6  # of what is under way on a device, at first
 _LONGEST_POLL_S = 2e-3
@@ -75,7 +78,8 @@ class Wire:
             # Those who make a communicator wait for each other without a limit, or with one that nobody else sees: first all are here.
             store.set(f"here/{rank}", "")
             store.wait([f"here/{each}" for each in range(address.world_size)], min(limit, _MEETING_LIMIT))
-            backend = BACKENDS[address.backend](store, rank, address.world_size, limit, address.host, address.port)
+            with _without_watchdog():
+                backend = BACKENDS[address.backend](store, rank, address.world_size, limit, address.host, address.port)
             backend.eager_connect_single_device(device)
         except RuntimeError as error:  # all that torch.distributed raises derives from it
             raise WeightTransferError(f"{address}: rank {rank} could not join: {error}") from error
@@ -83,9 +87,15 @@ class Wire:
 
     @classmethod
     def of_default_group(cls, device: torch.device) -> Wire:
-        """Among all ranks of the process group that this process is in, by the numbers they have there. Not to be closed."""
-        group = dist.distributed_c10d._get_default_group()
-        return cls(group._get_backend(device), device, "trainers")
+        """Return the wire among all ranks of the default process group, by their ranks there. It must not be closed.
+
+        All ranks have to call it: NCCL creates the communicator here unless a collective has already done so. Created by the first
+        messages, it would wait for ranks that have none to exchange.
+        """
+        backend: Any = dist.distributed_c10d._get_default_group()._get_backend(device)
+        if not isinstance(backend, dist.ProcessGroupGloo) and not backend._is_initialized():
+            backend.eager_connect_single_device(device)
+        return cls(backend, device, "trainers")
 
     def start(self, sends: Sequence[Message], receives: Sequence[Message], tag: int) -> UnderWay:
         """All at once. The tensors are not to be touched before they have arrived. Messages with one `tag` meet."""
@@ -205,6 +215,25 @@ def _nccl(store: dist.Store, rank: int, size: int, limit: timedelta, host: str, 
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = limit
     return dist.ProcessGroupNCCL(store, rank, size, options)
+
+
+@contextmanager
+def _without_watchdog() -> Iterator[None]:
+    """Groups of NCCL that are constructed in this block leave errors and timeouts of their operations to the caller.
+
+    By default the watchdog thread of such a group ends the process when a peer dies or an operation exceeds its time limit. In a
+    group of trainers and engines that would let the death of one engine end all its trainers. ProcessGroupNCCL reads the variable
+    in its constructor only.
+    """
+    before = os.environ.get(ASYNC_ERROR_HANDLING)
+    os.environ[ASYNC_ERROR_HANDLING] = "0"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[ASYNC_ERROR_HANDLING]
+        else:
+            os.environ[ASYNC_ERROR_HANDLING] = before
 
 
 # Name -> makes a bare backend from (store, rank, size, time limit, host and port of the meeting).

@@ -119,12 +119,12 @@ def _process_groups(spec: ModelSpec) -> ParallelGroups:
 
     if _groups is None:
         active = platform.current()
-        # With its device NCCL makes the communicator at once, of all ranks: later it would wait for ranks that have nothing to send.
-        device = active.device if active.is_cuda else None
         limit = timedelta(seconds=spec.collective_limit_s)
         rank, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         store = open_store(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), rank, num_ranks, limit)
-        dist.init_process_group(active.distributed_backend, store=store, rank=rank, world_size=num_ranks, device_id=device, timeout=limit)
+        # Without a `device_id`: with one, NCCL would create a communicator for each of Megatron's groups at once, by splits in which
+        # all ranks take part. There are hundreds of groups at scale, and most of them are never used.
+        dist.init_process_group(active.distributed_backend, store=store, rank=rank, world_size=num_ranks, timeout=limit)
         _groups = groups.initialize(spec.parallel, spec.seed, spec.collective_limit_s)
     if _groups.parallel != spec.parallel:
         raise ValueError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import signal
 import threading
 from collections.abc import Callable
@@ -16,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megarl.weights.wire import ASYNC_ERROR_HANDLING
 from tests.mortal_ranks import Place, mortal_ranks
 from tests.nccl_communicator import num_live_communicators
 from tests.nccl_manners import NcclManners
@@ -26,8 +28,9 @@ A_WHILE_S = 1.0  # in which what does not hang would have ended
 pytestmark = pytest.mark.usefixtures("warm_processes")
 
 
-def join(place: Place, *, eager: bool) -> NcclManners:
-    """As the constructor of a weight group: rank 0 is the trainer, others are engines."""
+def join(place: Place, *, eager: bool, watchdog: bool = False) -> NcclManners:
+    """Make a group, by default without a watchdog, as weight groups are: rank 0 is the trainer, others are engines."""
+    os.environ[ASYNC_ERROR_HANDLING] = "3" if watchdog else "0"
     group = NcclManners(dist.FileStore(place.store_path, place.size), place.rank, place.size, LIMIT, device=place.rank)
     if eager:
         group.eager_connect_single_device(torch.device("cpu"))
@@ -161,6 +164,44 @@ def test_a_group_that_is_dropped_leaves_its_communicator(tmp_path: Path) -> None
         assert engine.hear() == "joined"
         trainer.tell("broadcast")
         assert trainer.hear() == 1
+
+
+# ---- the watchdog
+
+
+def watched_trainer(watchdog: bool, limit_s: float, place: Place) -> None:
+    """Broadcast to an engine that is lost, and say so if this process outlives the watchdog."""
+    group = join(place, eager=True, watchdog=watchdog)
+    for communicator in group._communicators.values():
+        communicator._limit = timedelta(seconds=limit_s)  # of operations only: connecting may take its time on a busy machine
+    place.say("joined")
+    work = broadcast(group, torch.ones(4))
+    place.listen()
+    place.say(work.is_completed())
+    group.abort()
+    place.say("alive")
+
+
+def engine_to_lose(place: Place) -> None:
+    join(place, eager=True)
+    place.say("joined")
+    place.listen()
+
+
+@pytest.mark.parametrize("fault", ["peer dies", "peer is late"])
+@pytest.mark.parametrize("watchdog", [True, False], ids=["watchdog", "none"])
+def test_a_lost_peer_ends_the_process_unless_the_group_has_no_watchdog(fault: str, watchdog: bool, tmp_path: Path) -> None:
+    limit_s = 2.0 if fault == "peer is late" else LIMIT.total_seconds()
+    with mortal_ranks(tmp_path, [partial(watched_trainer, watchdog, limit_s), engine_to_lose]) as (trainer, engine):
+        assert [trainer.hear(), engine.hear()] == ["joined"] * 2
+        if fault == "peer dies":
+            engine.process.kill()
+        if watchdog:
+            assert trainer.ended_by() == -signal.SIGABRT
+        else:
+            assert trainer.is_silent(limit_s + A_WHILE_S if fault == "peer is late" else A_WHILE_S)
+            trainer.tell("go on")
+            assert [trainer.hear(), trainer.hear()] == [False, "alive"]
 
 
 # ---- limits

@@ -5,7 +5,16 @@ from pathlib import Path
 
 import psutil
 
-from megarl.controller.environment import SETTINGS, Where, daemon_settings, describe, fill_in, interface_of, users_settings
+from megarl.controller.environment import (
+    SETTINGS,
+    Where,
+    daemon_settings,
+    describe,
+    fill_in,
+    interface_of,
+    users_settings,
+    weight_group_settings,
+)
 
 DOCS = Path(__file__).parents[3] / "docs" / "launch.md"
 
@@ -18,7 +27,6 @@ def test_what_nobody_has_set_is_filled_in_and_nothing_else() -> None:
         "PATH": "/bin",
         "NCCL_DEBUG": "INFO",
         "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-        "NCCL_CUMEM_ENABLE": "0",
         "NCCL_SOCKET_IFNAME": loopback,
         "GLOO_SOCKET_IFNAME": loopback,
         "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": "1800",
@@ -60,6 +68,17 @@ def test_what_the_user_set_goes_to_the_workers() -> None:
     assert rows["RAY_USAGE_STATS_ENABLED"] == ("0", "megarl's")
     assert "NCCL_DEBUG" not in rows
     assert "RAY_USAGE_STATS_ENABLED" in daemon_settings()
+
+
+def test_only_ranks_that_join_groups_with_engines_get_their_variables() -> None:
+    assert weight_group_settings({}) == {"NCCL_CUMEM_ENABLE": "0"}
+    assert weight_group_settings({"NCCL_CUMEM_ENABLE": "1"}) == {}
+    with_groups = {name: value for name, value, _ in describe(True, list(Where), {})}
+    assert with_groups["NCCL_CUMEM_ENABLE"] == "0"
+    others = [where for where in Where if where is not Where.weight_group_workers]
+    assert "NCCL_CUMEM_ENABLE" not in [name for name, _, _ in describe(True, others, {})]
+    assert ("NCCL_CUMEM_ENABLE", "1", "yours") in describe(True, others, {"NCCL_CUMEM_ENABLE": "1"})
+    assert "NCCL_CUMEM_ENABLE" not in [name for name, _, _ in describe(False, list(Where), {})]
 
 
 def test_the_documentation_has_the_table() -> None:

@@ -116,11 +116,11 @@ def test_collectives_of_the_last_stage(records: list[RankRecord]) -> None:
 
 
 def test_a_step_sends_the_norm_and_the_parameters(records: list[RankRecord]) -> None:
-    """The norm twice: this engine looks at it before Megatron clips by it."""
+    """The squared norm is summed over the ranks once: it is checked, reported and used for clipping."""
     for record, step in phases(records, "step"):
         assert calls(step) == {
             ("all_gather", "data", "bfloat16"): (1, PADDED[record.pipeline_rank] * BFLOAT16),
-            ("all_reduce", "intra", "float32"): (2, 2 * FLOAT32),
+            ("all_reduce", "intra", "float32"): (1, FLOAT32),
         }
 
 
