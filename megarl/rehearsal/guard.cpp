@@ -1,5 +1,6 @@
-// A CUDA device on which nothing happens. A build of torch for CPUs only has no guard for CUDA devices, without which autograd and indexing
-// refuse tensors that say they are on one, even where these have no memory. Loaded before torch asks, once, which accelerator there is.
+// A CUDA device on which nothing happens. Autograd and indexing ask torch's guard and hooks of a CUDA device about tensors on it, even
+// about those without memory. A CPU build of torch has neither; those of a CUDA build fail without a GPU. The library is loaded before
+// torch looks, once, for the hooks, and after the libraries of a CUDA build, whose guard and hooks it replaces in this process.
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
@@ -26,7 +27,7 @@ struct InertGuard final : c10::impl::NoOpDeviceGuardImpl<c10::DeviceType::CUDA> 
   void destroyEvent(void*, const c10::DeviceIndex) const noexcept override {}
 };
 
-// torch looks for hooks of this name.
+// torch looks for hooks of this name, and takes those of the highest priority.
 struct CUDAHooks final : at::CUDAHooksInterface {
   explicit CUDAHooks(at::CUDAHooksArgs) {}
   void init() const override {}
@@ -45,5 +46,5 @@ const c10::impl::DeviceGuardImplRegistrar registrar(c10::DeviceType::CUDA, new I
 
 namespace at {
 using ::CUDAHooks;
-REGISTER_CUDA_HOOKS(CUDAHooks)
+C10_REGISTER_CLASS_WITH_PRIORITY(CUDAHooksRegistry, CUDAHooks, c10::REGISTRY_PREFERRED, CUDAHooks)
 }  // namespace at

@@ -1,4 +1,4 @@
-"""The inert guard of CUDA devices (guard.cpp) for a build of torch that has none: compiled at first use, loaded before torch.
+"""The inert guard of CUDA devices (guard.cpp), for machines without a GPU: compiled at first use, loaded before torch.
 
 Imports no torch.
 """
@@ -21,17 +21,18 @@ _FLAGS = ("-shared", "-fPIC", "-std=c++20", "-O0")
 
 
 def load_guard() -> None:
-    """Nothing for a build of torch for CUDA, which has its own. Must run before torch is imported.
+    """Load the guard into this process, which then has a CUDA device on which nothing happens. Must run before torch is imported.
 
-    Raises ValueError where there is no C++ compiler, and where it refuses the source.
+    Raises:
+        ValueError: there is no C++ compiler, or it refuses the source.
     """
-    torch_dir = _torch_dir()
-    if any((torch_dir / "lib").glob("libtorch_cuda*")):
-        return
     assert "torch" not in sys.modules, "the guard comes too late: torch has been imported, and may have looked for its accelerator"
     library = compiled_guard()
-    for name in ("libc10.so", "libtorch_cpu.so"):  # what the guard is linked with, for all to see
-        ctypes.CDLL(str(torch_dir / "lib" / name), mode=ctypes.RTLD_GLOBAL)
+    libraries = _torch_dir() / "lib"
+    # The guard links to the first two; a CUDA build registers its own guard when the others are loaded, so they have to come first.
+    for name in ("libc10.so", "libtorch_cpu.so", "libc10_cuda.so", "libtorch_cuda.so"):
+        if (libraries / name).exists():
+            ctypes.CDLL(str(libraries / name), mode=ctypes.RTLD_GLOBAL)
     ctypes.CDLL(str(library))
 
 
@@ -45,8 +46,7 @@ def compiled_guard() -> Path:
     compiler = shutil.which("g++")
     if compiler is None:
         raise ValueError(
-            "a rehearsal on a CPU build of torch compiles a guard for CUDA devices once, and there is no g++ on PATH: install it "
-            "(apt install g++), or use a CUDA build of torch, which needs none"
+            "a dry run on fake devices compiles a guard for CUDA devices once, and there is no g++ on PATH: install it (apt install g++)"
         )
     library.parent.mkdir(parents=True, exist_ok=True)
     includes = [f"-I{torch_dir / 'include'}", f"-I{torch_dir / 'include/torch/csrc/api/include'}"]
@@ -58,7 +58,7 @@ def compiled_guard() -> Path:
         if run.returncode:
             raise ValueError(
                 f"g++ cannot compile the guard of CUDA devices against torch {torch_version} (status {run.returncode}):\n"
-                f"{run.stderr[-2000:]}\nuse a g++ that knows C++20, or a CUDA build of torch, which needs no guard"
+                f"{run.stderr[-2000:]}\nuse a g++ that supports C++20"
             )
         made.replace(library)  # at once: others may be compiling it
     return library
