@@ -95,6 +95,7 @@ def _samples(step: int, num_samples: int, num_tokens: int, vocabulary: list[str]
         "ground_truth": ["42"] * num_samples,
         "score": (generator.random(num_samples) < 0.5).astype(float),
         "score_parts": list_column([1] * num_samples, np.zeros(num_samples, np.float32), pa.float32()),
+        "reward_numbers": ["{}"] * num_samples,
         "advantage": advantages[::num_tokens].astype(np.float32),
         "advantages": list_column(lengths, advantages.astype(np.float32), pa.float32()),
         "log_probs": list_column(lengths, (own + gaps).astype(np.float32), pa.float32()),

@@ -18,12 +18,13 @@ FOR_A_NUMBER = 0.1
 
 
 def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any]) -> dict[str, Any]:
-    """`score` is what counts; `answer` is compared between samples by val/.../maj@k; other numbers are kept as metrics.
+    """`score` is trained on; `answer` is compared between samples by val/.../maj@k, with None for a sample that has none; each other
+    number is a metric, as reward/has_number/mean.
 
     An exception here would be an error of the sample, never a silent 0: so there is no `except`.
     """
     numbers = re.findall(r"-?\d+", solution_str)
     if not numbers:
-        return {"score": 0.0, "has_number": 0.0}
+        return {"score": 0.0, "answer": None, "has_number": 0.0}
     right = int(numbers[-1]) == int(ground_truth)
     return {"score": 1.0 if right else FOR_A_NUMBER, "answer": numbers[-1], "has_number": 1.0}

@@ -68,18 +68,35 @@ class Groups:
         return self.maximum(x) + self.maximum(-x)
 
 
-def rows_with_signal(scores: Tensor, uid: np.ndarray) -> Tensor:
-    """(B,) bool: whether the scores (B,) of the samples with the row's uid (B,) differ (Yu et al. 2025, arXiv 2503.14476, section 3.2).
+def rows_with_signal(scores: Tensor, uid: np.ndarray, is_scored: Tensor | None = None) -> Tensor:
+    """Return (B,) bool: whether the scores (B,) of the samples with the row's uid (B,) differ (Yu et al. 2025, arXiv 2503.14476,
+    section 3.2).
 
     A group without signal has advantages of 0 under every estimator that compares a prompt's samples. A group of one has none.
-    Raises ValueError for a score that is NaN or infinite, with its uid.
+
+    Args:
+        scores: (B,) float.
+        uid: (B,), of the prompt.
+        is_scored: (B,) bool, False for samples whose scoring failed: their score of 0 is compared with no other. None: all are scored.
+
+    Raises:
+        ValueError: A score is NaN or infinite; the message has its uid.
     """
-    return _groups_of(scores, uid).spread(scores) > 0
+    groups = _groups_of(scores, uid)
+    if is_scored is None:
+        return groups.spread(scores) > 0
+    largest, smallest = (torch.where(is_scored, sign * scores, -torch.inf) for sign in (1, -1))
+    return groups.maximum(largest) + groups.maximum(smallest) > 0
 
 
-def group_metrics(scores: Tensor, uid: np.ndarray) -> dict[str, float]:
-    """`groups/without_signal`: share of prompts whose samples all have the same score; `groups/at_best`, `groups/at_worst`: share of
-    prompts whose samples all have the batch's largest, or smallest, score (where those differ). Nothing for an empty batch."""
+def group_metrics(scores: Tensor, uid: np.ndarray, is_scored: Tensor | None = None) -> dict[str, float]:
+    """Return the shares of prompts whose samples have the same score, without samples whose scoring failed (see rows_with_signal).
+
+    `groups/without_signal`: all samples have the same score; `groups/at_best`, `groups/at_worst`: all have the batch's largest, or
+    smallest, score (where those differ). Nothing for an empty batch.
+    """
+    if is_scored is not None:
+        scores, uid = scores[is_scored], uid[is_scored.numpy()]
     if len(scores) == 0:
         return {}
     groups = _groups_of(scores, uid)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from math import sqrt
 
 import numpy as np
@@ -109,6 +109,23 @@ def agent_metrics(arrays: Mapping[str, np.ndarray]) -> dict[str, float]:
     metrics |= {f"agent/errors/{kind.replace(' ', '_')}": count / calls for kind, count in errors.items()}
     ends = Counter(arrays["episode_end"].tolist())
     return metrics | {f"agent/ended/{end}": count / ends.total() for end, count in ends.items()}
+
+
+def reward_number_metrics(numbers: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """Return `reward/<name>/{mean,max,min}` of the numbers that reward functions gave beside their score.
+
+    Args:
+        numbers: For each sample, its numbers by name (see rewards.process.Outcome). A sample without a number of some name, such as
+            one whose scoring failed, does not count in that name's metrics.
+    """
+    by_name: dict[str, list[float]] = {}
+    for of_sample in numbers:
+        for name, value in of_sample.items():
+            by_name.setdefault(name, []).append(value)
+    metrics: dict[str, float] = {}
+    for name, values in sorted(by_name.items()):
+        metrics |= _summary(f"reward/{name}", torch.tensor(values))
+    return metrics
 
 
 def reward_model_metrics(batch: Mapping[str, Tensor]) -> dict[str, float]:

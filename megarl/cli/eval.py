@@ -16,7 +16,6 @@ import torch
 from rich.console import Console
 
 from megarl.agents.user_tools import load_agent
-from megarl.algorithms.sampling_metrics import Estimate
 from megarl.cli.evaluation_config import evaluation_config
 from megarl.cli.evaluation_tables import PassProgress, print_result
 from megarl.cli.named_model import NamedModel, find_model, hugging_face_folder
@@ -40,6 +39,7 @@ from megarl.trainers.evaluation import Evaluation, ScoredSample
 from megarl.trainers.evaluation_results import (
     PARTIAL_FILE,
     SAMPLES_FILE,
+    SourceComparison,
     SourceResult,
     check_same_prompts,
     compare,
@@ -80,17 +80,17 @@ def run(parsed: argparse.Namespace) -> int:
         rules, weights = token_rules(config, tokenizer), FolderWeights(folder, manifest)
         roles = start_evaluation(config, architectures, weights, rules, processes.device, processes.pools)
         samples = _samples(config, data, roles, output / PARTIAL_FILE, console)
-    results = results_of(samples)
-    differences = None if others is None else compare(samples, others)
+    results = results_of(samples, config.reward.pass_score)
+    comparisons = None if others is None else compare(samples, others, config.reward.pass_score)
     write_whole(output / SAMPLES_FILE, sample_lines(samples))
     (output / PARTIAL_FILE).unlink()
     dump_config(config, output / CONFIG_FILE)
-    report = _report(model, config, parsed.against, results, differences, time.monotonic() - start_s)
+    report = _report(model, config, parsed.against, results, comparisons, time.monotonic() - start_s)
     write_whole(output / RESULTS_FILE, json.dumps(report, indent=2) + "\n")  # the last: with it the folder is whole
     if parsed.json:
         print(json.dumps(report, indent=2))
     else:
-        _print(output, results, differences)
+        _print(output, results, comparisons, parsed.against)
     return 0
 
 
@@ -120,7 +120,7 @@ def _others(against: str | None, data: PromptDataset) -> list[ScoredSample] | No
 
 def _samples(config: PPOConfig, data: PromptDataset, roles: EvaluationRoles, partial: Path, console: Console) -> list[ScoredSample]:
     """They are in `partial` as soon as they are there: an evaluation of hours that is killed leaves what it has."""
-    evaluation = Evaluation(data, config.rollout.validation, config.trainer.prompts_per_step)
+    evaluation = Evaluation(data, config.rollout.validation, config.trainer.prompts_per_step, pass_score=config.reward.pass_score)
     samples: list[ScoredSample] = []
     with PassProgress(len(data), console) as progress:
         for batch in evaluation.samples(roles.rollout, roles.reward):
@@ -136,7 +136,7 @@ def _report(
     config: PPOConfig,
     against: str | None,
     results: Mapping[str, SourceResult],
-    differences: Mapping[str, Mapping[str, Estimate]] | None,
+    comparisons: Mapping[str, SourceComparison] | None,
     seconds: float,
 ) -> dict[str, Any]:
     report = {
@@ -147,16 +147,22 @@ def _report(
         "seconds": round(seconds, 1),
         "results": {source: result.as_json() for source, result in results.items()},
     }
-    if differences is not None:
+    if comparisons is not None:
         report["against"] = against
-        report["differences"] = {
-            source: {name: estimate._asdict() for name, estimate in of_source.items()} for source, of_source in differences.items()
+        report["differences"] = {source: comparison.as_json() for source, comparison in comparisons.items()}
+        report["not_compared"] = {
+            source: {"only_here": comparison.only_here, "only_there": comparison.only_there} for source, comparison in comparisons.items()
         }
     return report
 
 
-def _print(output: Path, results: Mapping[str, SourceResult], differences: Mapping[str, Mapping[str, Estimate]] | None) -> None:
+def _print(
+    output: Path, results: Mapping[str, SourceResult], comparisons: Mapping[str, SourceComparison] | None, against: str | None
+) -> None:
     console = Console()
     for source, result in results.items():
-        print_result(source, result, None if differences is None else differences[source], console)
+        comparison = None if comparisons is None else comparisons[source]
+        print_result(source, result, comparison, console)
+        if comparison is not None and comparison.only_there:
+            console.print(f"only in {against}: {', '.join(comparison.only_there)}", soft_wrap=True, highlight=False)
     console.print(f"{output}: {RESULTS_FILE}, {SAMPLES_FILE}", soft_wrap=True, highlight=False)

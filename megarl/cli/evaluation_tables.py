@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 from types import TracebackType
 
 from rich.console import Console
@@ -11,7 +10,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from megarl.algorithms.sampling_metrics import Estimate
-from megarl.trainers.evaluation_results import SourceResult
+from megarl.trainers.evaluation_results import SourceComparison, SourceResult
 
 
 class PassProgress:
@@ -50,18 +49,18 @@ class PassProgress:
             self._console.print(f"{done}, score {mean_score:.3g}, {left_s:.0f} s left", highlight=False, soft_wrap=True)
 
 
-def print_result(source: str, result: SourceResult, differences: Mapping[str, Estimate] | None, console: Console) -> None:
-    """differences: to what the evaluation is compared with."""
+def print_result(source: str, result: SourceResult, comparison: SourceComparison | None, console: Console) -> None:
+    """Print the table of one data source. comparison: with the evaluation that `--against` names."""
     counted = f"{result.num_prompts:,} prompts, {result.num_samples:,} samples of {result.mean_tokens:.1f} tokens on average"
     console.print(f"{source}: {counted}, {result.truncated:.1%} of them cut", highlight=False, soft_wrap=True)
     table = Table()
-    for column in ("metric", "value", "standard error", *([] if differences is None else ["difference", "its standard error"])):
+    for column in ("metric", "value", "standard error", *([] if comparison is None else ["difference", "its standard error"])):
         table.add_column(column, justify="left" if column == "metric" else "right")
     for name, estimate in result.metrics.items():
         cells = [f"{estimate.value:.4f}", _error(estimate)]
-        if differences is not None:
-            difference = differences.get(name)
-            cells += ["-", "-"] if difference is None else [f"{difference.value:+.4f}", _error(difference)]
+        if comparison is not None:
+            difference = comparison.differences.get(name)
+            cells += ["only here", "-"] if difference is None else [f"{difference.value:+.4f}", _error(difference)]
         table.add_row(name, *cells)
     console.print(table)
 

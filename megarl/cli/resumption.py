@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ from rich.console import Console
 from megarl.cli.session import Session, of_another_run, read_summary
 from megarl.cli.tables import print_line
 from megarl.cli.termination import TERMINATED
-from megarl.config.errors import CheckpointError, ConfigError
+from megarl.config.errors import CheckpointError
 from megarl.config.schema import PPOConfig, SFTConfig
 from megarl.roles.saved_models import SavedModels
 from megarl.tracking.run_files import SUMMARY_FILE
@@ -55,21 +54,6 @@ def _to_train_on(config: PPOConfig | SFTConfig, why_it_ended_early: str | None) 
         f"It ended early: {why_it_ended_early}. To train further, raise trainer.early_stop.patience "
         f"(now {config.trainer.early_stop.patience}), or set trainer.early_stop.metric=null"
     )
-
-
-def check_compared_metrics(config: PPOConfig, possible: Sequence[str]) -> None:
-    """Raises ConfigError where `checkpoint.keep_best` or `trainer.early_stop` compare what no validation of these data measures."""
-    compared = {
-        "checkpoint.keep_best.metric": config.checkpoint.keep_best.metric,
-        "trainer.early_stop.metric": config.trainer.early_stop.metric,
-    }
-    problems = [
-        f"{key}: no validation of this run measures {metric!r}; there are {', '.join(possible)}"
-        for key, metric in compared.items()
-        if metric is not None and metric not in possible
-    ]
-    if problems:
-        raise ConfigError("data.val_files", problems)
 
 
 def load_checkpoint(session: Session, config: PPOConfig | SFTConfig, models: SavedModels, resume: Resume | None) -> None:

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from megarl.agents.user_tools import load_agent
 from megarl.cli import sft
 from megarl.cli.processes import refuse_launched_ranks
-from megarl.cli.resumption import check_compared_metrics, is_complete, load_checkpoint, open_checkpoints, say_ended, say_stopped
+from megarl.cli.resumption import is_complete, load_checkpoint, open_checkpoints, say_ended, say_stopped
 from megarl.cli.run_context import RunContext, run_context_of
 from megarl.cli.run_summary import title_of
 from megarl.cli.session import Session, open_monitor, open_session, report_filtered, write_summary
@@ -28,7 +28,7 @@ from megarl.roles.rollout import TokenRules
 from megarl.roles.saved_models import ppo_models
 from megarl.roles.start import start_ppo
 from megarl.tracking.run_files import writing
-from megarl.trainers.evaluation import Evaluation, possible_metrics
+from megarl.trainers.evaluation import Evaluation
 from megarl.trainers.ppo import PPOTrainer
 from megarl.trainers.resume import Resume, find_resume
 from megarl.workers.reward_model import Reading, conversation_encoder
@@ -68,9 +68,13 @@ def open_ppo(config: PPOConfig, context: RunContext, resume: Resume | None) -> I
     if data.val_files:
         held_out = PromptDataset(data.val_files, tokenizer, data, tools)
         data_sets["data.val_files"] = held_out
-        sources = (held_out[row].data_source for row in range(len(held_out)))
-        check_compared_metrics(config, possible_metrics(sources, config.rollout.validation.n, config.agent.is_used))
-        evaluation = Evaluation(held_out, config.rollout.validation, trainer.prompts_per_step, config.tracking.log_generations)
+        evaluation = Evaluation(
+            held_out,
+            config.rollout.validation,
+            trainer.prompts_per_step,
+            config.tracking.log_generations,
+            pass_score=config.reward.pass_score,
+        )
 
     if REWARD_MODEL in models:
         check_reward_chats(config, models[REWARD_MODEL], data_sets)

@@ -6,6 +6,7 @@ import tempfile
 from pathlib import Path
 
 from megarl.config.schema import RESUME_AUTO, RESUME_DISABLE, MetricMode, PPOConfig, SFTConfig
+from megarl.config.validation_metrics import RewardKeys, may_be_measured, nearest, source_metrics
 from megarl.config.violation import Violation, Violations
 from megarl.machine.files import existing_folder
 
@@ -48,8 +49,9 @@ def validation_metrics(config: RunConfig) -> Violations:
                 yield Violation((f"{key}.metric",), f"is {metric!r}, but `megarl sft` measures {SFT_METRIC} alone; use that, or null")
             elif section.mode is MetricMode.max:
                 yield Violation((f"{key}.mode",), f"is max, but the smaller {SFT_METRIC} is the better one; use min")
-        elif not metric.startswith("val/"):
-            yield Violation((f"{key}.metric",), f"is {metric!r}, but must be a metric of validation, as val/score/mean, or null")
+        elif not may_be_measured(config, metric):
+            measured = [f"val/{name}" for name in source_metrics(config, RewardKeys(has_answer=True))]
+            yield Violation((f"{key}.metric",), f"no validation of this run measures {metric!r}; {nearest(metric, measured)}")
         if config.trainer.validate_every_steps == 0:
             yield Violation(
                 ("trainer.validate_every_steps", f"{key}.metric"),

@@ -26,6 +26,8 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 RewardFunction = Callable[..., Any]
 ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 TURNS = "turns"  # is given to functions that name it
+_RESERVED = {"model", "functions"}  # metrics of runs with a reward model
+Answer = list[str | None] | None  # the value under the key "answer" as a list of one; None: there is no such key
 EXAMPLE = "def compute_score(data_source, solution_str, ground_truth, extra_info):"
 
 
@@ -53,18 +55,23 @@ class ScoreRequest(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """`score` is the weighted sum of the functions; `metrics` holds `name/score` and the numbers that `name` returned beside it.
-    `parts`: the score of each function in their order, before its weight. `answer`: the text under "answer" in the first dict that
-    has one: what the function took for the sample's answer.
+    """What the functions say about one sample. With an `error`, the score is 0 and means nothing, and all else is empty.
 
-    With an `error`, the score is 0 and means nothing, and there are no parts.
+    Attributes:
+        score: The weighted sum of the functions' scores.
+        numbers: What is logged as `reward/<name>/mean`, by name: the other numbers that a function returned, and with several
+            functions also the score of each, under the function's label (see `function_labels`).
+        parts: The score of each function, in their order, before its weight.
+        answer: The text under "answer" in the dict of the first function that has this key; None where the sample has no answer.
+        has_answer: For each function, whether its dict has the key "answer".
     """
 
     score: float
-    metrics: dict[str, float]
+    numbers: dict[str, float]
     error: str | None = None
     parts: tuple[float, ...] = ()
     answer: str | None = None
+    has_answer: tuple[bool, ...] = ()
 
 
 class NotAScoreError(ConfinedCallError):
@@ -127,36 +134,60 @@ def score(request: ScoreRequest) -> Outcome:
     """Calls all functions on one sample. Never raises: what goes wrong is the outcome's `error`."""
     if _load_error is not None:
         return Outcome(0.0, {}, _load_error)
-    total, metrics, parts, answer = 0.0, {}, [], None
-    for function in _functions:
-        name = function.config.name if len(_functions) == 1 else f"{Path(function.config.path).stem}.{function.config.name}"
+    total = 0.0
+    numbers: dict[str, float] = {}
+    parts, answers = list[float](), list[Answer]()
+    for function, name in zip(_functions, function_labels([each.config for each in _functions]), strict=True):
         try:
             if function.config.sandbox:
-                values, said = _checked(call_confined(partial(_evaluate, function, request), _limits))
+                values, answer = _checked(call_confined(partial(_evaluate, function, request), _limits))
             else:
-                values, said = _evaluate(function, request)
+                values, answer = _evaluate(function, request)
         except ConfinedCallError as error:
             return Outcome(0.0, {}, f"{name} {error}")
         except BaseException as error:  # noqa: BLE001  (the boundary of the process: the user's code may raise anything, SystemExit too)
             return Outcome(0.0, {}, f"{name} raised {last_line(error)}")
-        total += function.config.weight * values["score"]
-        parts.append(values["score"])
-        answer = said if answer is None else answer
-        metrics.update({f"{name}/{key}": value for key, value in values.items()})
-    return Outcome(total, metrics, parts=tuple(parts), answer=answer)
+        score = values.pop("score")
+        total += function.config.weight * score
+        parts.append(score)
+        answers.append(answer)
+        if len(_functions) > 1:
+            numbers[name] = score
+            values = {f"{name}/{key}": value for key, value in values.items()}
+        numbers |= values
+    has_answer = tuple(answer is not None for answer in answers)
+    given = next((answer for answer in answers if answer is not None), [None])
+    return Outcome(total, numbers, parts=tuple(parts), answer=given[0], has_answer=has_answer)
 
 
-def _evaluate(function: LoadedFunction, request: ScoreRequest) -> tuple[dict[str, float], str | None]:
-    """The numbers that a function returns, and its answer. Raises NotAScoreError where it returns something else."""
+def function_labels(configs: Sequence[RewardFunctionConfig]) -> list[str]:
+    """Return the name of each function in messages and metrics: its own, or `<file>.<name>` where there are several, with its
+    position behind it where that is not unique."""
+    if len(configs) == 1:
+        return [configs[0].name]
+    labels = [f"{Path(config.path).stem}.{config.name}" for config in configs]
+    return [label if labels.count(label) == 1 else f"{label}.{position}" for position, label in enumerate(labels)]
+
+
+def _evaluate(function: LoadedFunction, request: ScoreRequest) -> tuple[dict[str, float], Answer]:
+    """Return the numbers that a function returns, and its answer. Raises NotAScoreError where it returns something else."""
     returned = function.call(**function.arguments(request))
-    answer = returned.get("answer") if isinstance(returned, dict) else None
-    return _numbers(returned), answer if isinstance(answer, str) else None
+    numbers = _numbers(returned)
+    if not isinstance(returned, dict) or "answer" not in returned:
+        return numbers, None
+    answer = returned["answer"]
+    if answer is not None and not isinstance(answer, str):
+        raise NotAScoreError(
+            f"returned the {type(answer).__name__} {repr(answer)[:60]} as its answer, expected a text in a normal form, or None for a "
+            "sample without an answer"
+        )
+    return numbers, [answer]
 
 
-def _checked(said: Any) -> tuple[dict[str, float], str | None]:
+def _checked(said: Any) -> tuple[dict[str, float], Answer]:
     """What a process said in which a model's program was: that could have said anything. Raises NotAScoreError."""
     match said:
-        case [dict() as numbers, None | str() as answer]:
+        case [dict() as numbers, None | [None | str()] as answer]:
             return _numbers(numbers), answer
     raise NotAScoreError(f"returned {str(said)[:60]!r}, which is not what a function returns")
 
@@ -169,6 +200,9 @@ def _numbers(returned: Any) -> dict[str, float]:
         raise NotAScoreError(
             f"returned a dict without 'score', with the keys {sorted(map(str, returned))}; expected a number or such a dict"
         )
+    if reserved := _RESERVED & set(map(str, returned)):
+        name = min(reserved)
+        raise NotAScoreError(f"returned {name!r}, but reward/{name}/mean is a metric of the reward model; give it another name")
     numbers = {str(key): number for key, value in returned.items() if (number := _number(value)) is not None}
     if "score" not in numbers:
         value = returned["score"]

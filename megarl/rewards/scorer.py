@@ -42,13 +42,20 @@ class ScoreError:
 
 
 class ScoreReport(NamedTuple):
-    """In the order of the requests. A sample with an error scores 0, with each function too, and has no metrics."""
+    """The scores of a batch, in the order of the requests; see Outcome. A sample with an error scores 0, with each function too."""
 
     scores: list[float]
-    metrics: list[dict[str, float]]
+    numbers: list[dict[str, float]]
     errors: list[ScoreError]
-    parts: list[tuple[float, ...]]  # of each function, in their order, before its weight
-    answers: list[str | None]  # what a function took for the sample's answer, where it says so
+    parts: list[tuple[float, ...]]
+    answers: list[str | None]
+    has_answer: list[bool]  # whether a function returned the key "answer"
+
+    @property
+    def is_scored(self) -> list[bool]:
+        """False for the samples with an error."""
+        failed = {error.index for error in self.errors}
+        return [index not in failed for index in range(len(self.scores))]
 
 
 class BegunScore(NamedTuple):
@@ -108,6 +115,7 @@ class RewardScorer:
         self._start_time_limit_s = start_time_limit_s
         self._sandbox = sandbox
         self._context = _context(functions, sandbox)
+        self._has_answer: dict[str, tuple[bool, ...]] = {}  # by data source: whether each function returns the key "answer"
         # The kernel ends a process with the *thread* that started it (PR_SET_PDEATHSIG), so the pool is started in a thread that
         # lives as long as the scorer; later processes are started by the pool's own thread.
         self._starter = ThreadPoolExecutor(max_workers=1, thread_name_prefix="reward_pool_starter")
@@ -153,10 +161,11 @@ class RewardScorer:
         rows = [outcomes.get(index, failed) for index in range(len(requests))]
         return ScoreReport(
             scores=[row.score for row in rows],
-            metrics=[row.metrics for row in rows],
+            numbers=[row.numbers for row in rows],
             errors=errors,
             parts=[row.parts for row in rows],
             answers=[row.answer for row in rows],
+            has_answer=[any(row.has_answer) for row in rows],
         )
 
     def _start(self) -> ProcessPool:
@@ -189,6 +198,8 @@ class RewardScorer:
         unscored = []
         for index in waiting:
             result = self._result(futures[index])
+            if isinstance(result, Outcome) and result.error is None:
+                result = self._consistent(requests[index], result)
             if result is None:
                 unscored.append(index)
             elif isinstance(result, Outcome) and result.error is None:
@@ -199,6 +210,22 @@ class RewardScorer:
                     self._stop()  # the pool starts again if there is a next time
                     raise RewardError(self._too_many(errors, len(requests)))
         return unscored
+
+    def _consistent(self, request: ScoreRequest, outcome: Outcome) -> Outcome:
+        """Return the outcome, or an error where a function has an `answer` for it and not for other samples of its data source.
+
+        `maj@k` exists where a function returns answers, so that must not depend on the sample."""
+        declared = self._has_answer.setdefault(request.data_source, outcome.has_answer)
+        if declared == outcome.has_answer:
+            return outcome
+        index = next(index for index, has in enumerate(outcome.has_answer) if has != declared[index])
+        this, others = ("an", "none") if outcome.has_answer[index] else ("no", "one")
+        return Outcome(
+            0.0,
+            {},
+            f"{process.function_labels(self._functions)[index]} returned {this} 'answer' for it, and {others} for other samples of "
+            f"{request.data_source!r}; return this key for all samples or for none, with None for a sample without an answer",
+        )
 
     def _ensure_pool(self) -> None:
         if not self._pool.active:

@@ -280,7 +280,7 @@ class GroupsAhead:
     def _judge(self, scored: Mapping[str, Sequence[float]]) -> None:
         for uid, scores in scored.items():
             number = self._in_judgement.pop(uid)
-            if bool(rows_with_signal(torch.tensor(scores, dtype=torch.float64), np.full(len(scores), uid))[0]):
+            if bool(rows_with_signal(torch.tensor(scores, dtype=torch.float64), np.full(len(scores), uid)).any()):
                 self.ledger.finish(number)
             else:
                 self._groups[number].is_dropped = True

@@ -108,6 +108,7 @@ class Reward:
         return DataProto.from_dict(
             {
                 "score_parts": torch.cat([functions.tensors["score_parts"], model.tensors["reward_model_scores"][:, None]], dim=1),
+                "is_scored": functions.tensors["is_scored"],
                 "reward_function_scores": of_functions,
                 **model.tensors,
             },

@@ -34,6 +34,7 @@ SCHEMA = pa.schema(
         "ground_truth": pa.string(),
         "score": pa.float64(),
         "score_parts": pa.list_(pa.float32()),
+        "reward_numbers": pa.string(),  # what reward functions returned beside the score: name -> number, as JSON
         "advantage": pa.float32(),
         "advantages": pa.list_(pa.float32()),
         "log_probs": pa.list_(pa.float32()),
@@ -50,6 +51,7 @@ SCHEMA = pa.schema(
         "episode_end": pa.string(),
     }
 )
+_NUMBERS = "reward_numbers"
 OF_EPISODES = ("is_model", "turn_rewards", "num_calls", "call_errors", "episode_end")
 
 
@@ -122,7 +124,7 @@ def read_samples(path: Path) -> SampleTable:
         table = pq.read_table(path)
         metadata = table.schema.metadata or {}
         tokens, parts = json.loads(metadata[_TOKENS]), json.loads(metadata[_PARTS])
-        for name in OF_EPISODES:
+        for name in (*OF_EPISODES, _NUMBERS):
             if name not in table.schema.names:  # an older version wrote the file
                 table = table.append_column(SCHEMA.field(name), pa.nulls(len(table), SCHEMA.field(name).type))
         rows = table.select(SCHEMA.names).cast(SCHEMA)

@@ -8,7 +8,7 @@ import torch
 
 from megarl.algorithms.advantages import AdvantageInputs
 from megarl.algorithms.kl import KL_CONTROLLERS, apply_kl_penalty, sequence_mean_kl
-from megarl.algorithms.masked import map_tokens, masked_column, row_lengths
+from megarl.algorithms.masked import map_tokens, masked_column, on_every_token, row_lengths
 from megarl.algorithms.rollout_correction import correct
 from megarl.algorithms.scores import penalise_overlong
 from megarl.algorithms.user_functions import estimator_of
@@ -34,7 +34,10 @@ class AdvantageStep:
         self.kl_controller = KL_CONTROLLERS[algorithm.kl.controller.kind](algorithm.kl)
 
     def __call__(self, batch: DataProto) -> tuple[DataProto, Metrics]:
-        """Adds `token_level_rewards`, `advantages`, `returns` (B, R). Raises ValueError for rewards that are NaN or infinite.
+        """Add `token_level_rewards`, `advantages`, `returns` (B, R).
+
+        A sample whose scoring failed is compared with no other: its advantages are 0, and those of the other samples of its prompt
+        are what they would be without it. Raises ValueError for rewards that are NaN or infinite.
 
         Metrics: those of `penalise_overlong` where there is such a penalty, and of `kl_metrics`.
         """
@@ -42,7 +45,7 @@ class AdvantageStep:
         rewards, metrics = self._rewards(tensors, len(batch))
         inputs = AdvantageInputs(
             token_level_rewards=rewards,
-            response_mask=tensors["response_mask"],
+            response_mask=_scored_tokens(tensors["response_mask"], batch.tensors),
             uid=batch.non_tensor_batch["uid"],
             values=tensors.get("values"),
             baseline_scores=batch.tensors.get("baseline_scores"),
@@ -76,6 +79,17 @@ class AdvantageStep:
         mask, estimator = tensors["response_mask"], self._algorithm.kl.estimator
         kl = sequence_mean_kl(tensors["old_log_probs"], tensors["ref_log_prob"], mask, estimator)
         return _kl_metrics(kl, self.kl_controller.coefficient)
+
+
+def _scored_tokens(mask: Column, tensors: Mapping[str, torch.Tensor]) -> Column:
+    """Return the mask (B, R) without the rows whose sample, or whose prompt's greedy response (ReMax), could not be scored: estimators
+    take a row without a token for one that does not count."""
+    is_scored = torch.ones(len(mask), dtype=torch.bool)
+    for name in ("is_scored", "is_baseline_scored"):
+        is_scored = is_scored & tensors.get(name, is_scored)
+    if bool(is_scored.all()):
+        return mask
+    return on_every_token(is_scored, mask)
 
 
 def _kl_metrics(kl: float, coefficient: float) -> Metrics:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megarl.config.errors import RunError
 from megarl.config.schema import EarlyStopConfig, KeepBestConfig, MetricMode
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -30,13 +32,14 @@ class BestSoFar:
         return cls(config.metric, config.mode, config.min_delta if isinstance(config, EarlyStopConfig) else 0.0)
 
     def see(self, step: int, metrics: Mapping[str, float]) -> bool:
-        """Of the validation after `step`: is it the best? Equal values are not better, and nan is never.
+        """Record the validation after `step`, and return whether it is the best.
 
-        Raises RunError where the metric is not among them.
+        Equal values are not better, and nan never is. A validation without the metric, where for instance no sample could be scored, is
+        not better either: it must not end a run before the step's checkpoint is saved.
         """
+        value = metrics.get(self.metric, math.nan)
         if self.metric not in metrics:
-            raise RunError(f"the validation after step {step} has no metric {self.metric!r}; it has {', '.join(sorted(metrics))}")
-        value = metrics[self.metric]
+            _log.warning("the validation after step %d has no metric %s, so it does not count as better", step, self.metric)
         gain = value - self.value if self.mode is MetricMode.max else self.value - value
         is_best = gain > self.min_delta or (self.step is None and not math.isnan(value))
         if is_best:

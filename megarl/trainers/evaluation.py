@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from statistics import fmean
 from typing import Any, NamedTuple
 
 from megarl.algorithms.masked import row_lengths
 from megarl.algorithms.sampling_metrics import best_at_k, majority_at_k
 from megarl.config.schema import SamplingConfig
+from megarl.config.validation_metrics import sample_counts
 from megarl.data.loader import one_pass
 from megarl.data.prompts import PromptDataset
 from megarl.roles.reward import Reward
@@ -16,12 +18,22 @@ from megarl.roles.rollout import Rollout
 
 # Validation draws from the same seeds each time, so that two validations differ by the weights alone.
 _STEP = 0
+_ROUNDING = 1e-6  # of a sum of weighted scores
 
 
 class ScoredSample(NamedTuple):
-    """uid: the row of its prompt in the data set, the same for all samples of it. answer: what the score is about, where a reward
-    function says so, else the response. num_tokens: of the response. finish_reason: stop, or length where it was cut. num_turns: of the
-    model, where the sample is an episode."""
+    """A sample with its score.
+
+    Attributes:
+        uid: The row of its prompt in the data set, the same for all samples of it.
+        answer: What the score is about, where a reward function says so (`has_answer`), in a normal form; None: there is none.
+        num_tokens: Tokens of the response.
+        finish_reason: "stop", or "length" where the response was cut.
+        num_turns: Turns of the model, where the sample is an episode.
+        has_answer: Whether a reward function returns the key "answer".
+        is_scored: False where the scoring failed; the score is 0 and means nothing.
+        reward_numbers: The numbers that reward functions return beside the score, by name.
+    """
 
     uid: str
     data_source: str
@@ -30,10 +42,13 @@ class ScoredSample(NamedTuple):
     ground_truth: Any
     extra_info: dict[str, Any]
     score: float
-    answer: str
+    answer: str | None
     num_tokens: int
     finish_reason: str
     num_turns: int | None = None
+    has_answer: bool = False
+    is_scored: bool = True
+    reward_numbers: dict[str, float] = {}  # noqa: RUF012  (nobody changes it)
 
 
 class ValidationResult(NamedTuple):
@@ -44,23 +59,57 @@ class ValidationResult(NamedTuple):
     generations: list[dict[str, Any]]
 
 
-def prompt_values(samples: Sequence[ScoredSample]) -> dict[str, list[float]]:
-    """Of each prompt, in their order: the mean score of its samples (`score/mean`), and what k of them achieve, k = 2, 4, ... up to n,
-    estimated from all n without bias. `pass@k`: one of the k is right, where every score is 0 or 1; `best@k`: the best score, elsewhere.
-    `maj@k`: the score of the answer that most of the k give. Of episodes also `turns/mean`."""
-    by_prompt: dict[str, list[ScoredSample]] = {}
-    for sample in samples:
-        by_prompt.setdefault(sample.uid, []).append(sample)
-    prompts = list(by_prompt.values())
-    scores = [[sample.score for sample in prompt] for prompt in prompts]
-    best = "pass" if all(score in (0.0, 1.0) for prompt in scores for score in prompt) else "best"
-    values = {"score/mean": [fmean(prompt) for prompt in scores]}
-    for k in (2**power for power in range(1, min(map(len, prompts)).bit_length())):
-        values[f"{best}@{k}"] = [best_at_k(prompt, k) for prompt in scores]
-        answers = ([sample.answer for sample in prompt] for prompt in prompts)
-        values[f"maj@{k}"] = [majority_at_k(given, of_it, k) for given, of_it in zip(answers, scores, strict=True)]
+def prompt_values(samples: Sequence[ScoredSample], pass_score: float | None) -> dict[str, list[float]]:
+    """Return each metric's value for each prompt, in the order of the prompts. Samples whose scoring failed do not count, and a prompt
+    that is left with too few samples for a metric has the value nan.
+
+    `score/mean` is the mean score of a prompt's samples. What k of them achieve, for k = 2, 4, ... up to n, is estimated from all
+    without bias: `best@k`, the best score; `pass@k`, whether one of them passes, with a score of `pass_score` or more (None: there is no
+    such metric); `maj@k`, the score of the answer that most of them give, where reward functions return answers.
+    `reward/<name>/mean` is the mean of a number that reward functions return. Episodes also have `turns/mean`.
+
+    The names follow from the arguments and from what reward functions return, as `config.validation_metrics` states.
+    """
+    prompts = _by_prompt(samples)
+    scored = [[sample for sample in prompt if sample.is_scored] for prompt in prompts]
+    values = {"score/mean": [_mean([sample.score for sample in prompt]) for prompt in scored]}
+    has_answer = any(scored) and all(sample.has_answer for prompt in scored for sample in prompt)
+    for k in sample_counts(min(map(len, prompts))):
+        values[f"best@{k}"] = [_of_k(best_at_k, k, [sample.score for sample in prompt]) for prompt in scored]
+        if pass_score is not None:
+            passes = [[float(sample.score >= pass_score - _ROUNDING) for sample in prompt] for prompt in scored]
+            values[f"pass@{k}"] = [_of_k(best_at_k, k, of_prompt) for of_prompt in passes]
+        if has_answer:
+            values[f"maj@{k}"] = [
+                _of_k(majority_at_k, k, [sample.answer for sample in prompt], [sample.score for sample in prompt]) for prompt in scored
+            ]
+    for name in sorted({name for prompt in scored for sample in prompt for name in sample.reward_numbers}):
+        numbers = [[sample.reward_numbers[name] for sample in prompt if name in sample.reward_numbers] for prompt in scored]
+        values[f"reward/{name}/mean"] = [_mean(of_prompt) for of_prompt in numbers]
+    values["reward/error_rate"] = [fmean(not sample.is_scored for sample in prompt) for prompt in prompts]
     turns = [[sample.num_turns for sample in prompt if sample.num_turns is not None] for prompt in prompts]
-    return values | ({"turns/mean": [fmean(of_it) for of_it in turns]} if all(turns) else {})
+    return values | ({"turns/mean": [fmean(of_prompt) for of_prompt in turns]} if all(turns) else {})
+
+
+def _by_prompt(samples: Sequence[ScoredSample]) -> list[list[ScoredSample]]:
+    by_uid: dict[str, list[ScoredSample]] = {}
+    for sample in samples:
+        by_uid.setdefault(sample.uid, []).append(sample)
+    return list(by_uid.values())
+
+
+def _mean(values: Sequence[float]) -> float:
+    return fmean(values) if values else math.nan
+
+
+def _of_k(estimate: Callable[..., float], k: int, *values: Sequence[Any]) -> float:
+    """Return the estimate over subsets of k of a prompt's samples, or nan where it has fewer."""
+    return estimate(*values, k) if len(values[0]) >= k else math.nan
+
+
+def without_nan(values: Sequence[float]) -> list[float]:
+    """Return the values of the prompts that have one."""
+    return [value for value in values if not math.isnan(value)]
 
 
 def by_data_source(samples: Sequence[ScoredSample]) -> dict[str, list[ScoredSample]]:
@@ -71,20 +120,22 @@ def by_data_source(samples: Sequence[ScoredSample]) -> dict[str, list[ScoredSamp
     }
 
 
-def possible_metrics(sources: Iterable[str], num_samples: int, are_episodes: bool = False) -> list[str]:
-    """What a validation with so many samples of each prompt may measure. Whether `pass@k` or `best@k` is for the scores to say."""
-    ks = [2**power for power in range(1, num_samples.bit_length())]
-    names = ["score/mean", *(f"{what}@{k}" for k in ks for what in ("pass", "best", "maj")), *(["turns/mean"] if are_episodes else [])]
-    return [f"{part}/{name}" for part in ("val", *(f"val/{source}" for source in sorted(set(sources)))) for name in names]
-
-
 class Evaluation:
-    def __init__(self, dataset: PromptDataset, sampling: SamplingConfig, batch_size: int, num_generations: int = 0) -> None:
-        """num_generations: of the samples, those that `run` gives back."""
+    def __init__(
+        self,
+        dataset: PromptDataset,
+        sampling: SamplingConfig,
+        batch_size: int,
+        num_generations: int = 0,
+        *,
+        pass_score: float | None,
+    ) -> None:
+        """num_generations: how many of the samples `run` gives back. pass_score: see `prompt_values`."""
         self._dataset = dataset
         self._sampling = sampling
         self._batch_size = batch_size
         self._num_generations = num_generations
+        self._pass_score = pass_score
 
     def samples(self, rollout: Rollout, reward: Reward) -> Iterator[list[ScoredSample]]:
         """`sampling.n` of each prompt, a batch of prompts at a time."""
@@ -105,6 +156,9 @@ class Evaluation:
                     num_tokens=lengths[row],
                     finish_reason=arrays["finish_reason"][row],
                     num_turns=arrays["num_turns"][row] if "num_turns" in arrays else None,
+                    has_answer=arrays["has_answer"][row],
+                    is_scored=bool(batch.tensors["is_scored"][row]),
+                    reward_numbers=arrays["reward_numbers"][row],
                 )
                 for row in range(len(batch))
             ]
@@ -112,14 +166,19 @@ class Evaluation:
     def run(self, rollout: Rollout, reward: Reward) -> ValidationResult:
         """Scores the samples of all prompts; a mean is over the prompts of its source, so over their samples as well."""
         samples = [sample for batch in self.samples(rollout, reward) for sample in batch]
-        return ValidationResult(_metrics(samples), [_to_be_read(sample) for sample in samples[: self._num_generations]])
+        return ValidationResult(_metrics(samples, self._pass_score), [_to_be_read(sample) for sample in samples[: self._num_generations]])
 
 
 def _to_be_read(sample: ScoredSample) -> dict[str, Any]:
-    return {name: getattr(sample, name) for name in ("uid", "data_source", "response", "ground_truth", "extra_info", "score")}
+    shown = ("uid", "data_source", "response", "ground_truth", "extra_info", "score", "reward_numbers")
+    return {name: getattr(sample, name) for name in shown}
 
 
-def _metrics(samples: Sequence[ScoredSample]) -> dict[str, float]:
+def _metrics(samples: Sequence[ScoredSample], pass_score: float | None) -> dict[str, float]:
     parts: dict[str, Sequence[ScoredSample]] = {f"val/{source}": part for source, part in by_data_source(samples).items()}
     parts["val"] = samples
-    return {f"{name}/{metric}": fmean(values) for name, part in parts.items() for metric, values in prompt_values(part).items()}
+    return {
+        f"{name}/{metric}": _mean(without_nan(values))
+        for name, part in parts.items()
+        for metric, values in prompt_values(part, pass_score).items()
+    }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,9 +11,10 @@ from typing import Any, NamedTuple
 from megarl.algorithms.sampling_metrics import Estimate, mean_difference, mean_over_prompts
 from megarl.config.errors import ConfigError
 from megarl.machine.strict_json import dump_readable
-from megarl.trainers.evaluation import ScoredSample, by_data_source, prompt_values
+from megarl.trainers.evaluation import ScoredSample, by_data_source, prompt_values, without_nan
 
 ALL = "all"  # the sources together
+_UNKNOWN = Estimate(math.nan, None)  # no prompt has a value
 SAMPLES_FILE = "samples.jsonl"
 PARTIAL_FILE = "samples.partial.jsonl"  # while there are more to come
 
@@ -30,34 +32,67 @@ class SourceResult(NamedTuple):
         return {**self._asdict(), "metrics": {name: estimate._asdict() for name, estimate in self.metrics.items()}}
 
 
-def results_of(samples: Sequence[ScoredSample]) -> dict[str, SourceResult]:
-    """By data source; where there are several, `all` is last."""
+class SourceComparison(NamedTuple):
+    """How the samples of one data source differ from those of another evaluation.
+
+    Attributes:
+        differences: By metric, the value here less the value there, with its standard error.
+        only_here: Metrics that only this evaluation has, such as `maj@k` where only its reward returns answers.
+        only_there: Metrics that only the other evaluation has, such as `best@8` where it drew more samples.
+    """
+
+    differences: dict[str, Estimate]
+    only_here: list[str]
+    only_there: list[str]
+
+    def as_json(self) -> dict[str, Any]:
+        return {name: estimate._asdict() for name, estimate in self.differences.items()}
+
+
+def results_of(samples: Sequence[ScoredSample], pass_score: float | None) -> dict[str, SourceResult]:
+    """Return the results by data source; where there are several, `all` is last. pass_score: see `prompt_values`."""
     parts = by_data_source(samples)
     if len(parts) > 1:
         parts[ALL] = list(samples)
-    return {source: _of_source(part) for source, part in parts.items()}
+    return {source: _of_source(part, pass_score) for source, part in parts.items()}
 
 
-def _of_source(samples: Sequence[ScoredSample]) -> SourceResult:
+def _of_source(samples: Sequence[ScoredSample], pass_score: float | None) -> SourceResult:
     return SourceResult(
         num_prompts=len({sample.uid for sample in samples}),
         num_samples=len(samples),
-        metrics={name: mean_over_prompts(values) for name, values in prompt_values(samples).items()},
+        metrics={name: _estimate(values) for name, values in prompt_values(samples, pass_score).items()},
         mean_tokens=sum(sample.num_tokens for sample in samples) / len(samples),
         truncated=sum(sample.finish_reason == "length" for sample in samples) / len(samples),
     )
 
 
-def compare(samples: Sequence[ScoredSample], others: Sequence[ScoredSample]) -> dict[str, dict[str, Estimate]]:
-    """By data source, of the metrics that both have: `samples` less `others`, of the same prompts in the same order."""
-    found: dict[str, dict[str, Estimate]] = {}
+def compare(samples: Sequence[ScoredSample], others: Sequence[ScoredSample], pass_score: float | None) -> dict[str, SourceComparison]:
+    """Return by data source how `samples` differ from `others`, which are of the same prompts in the same order."""
+    found: dict[str, SourceComparison] = {}
     parts, of_others = by_data_source(samples), by_data_source(others)
     if len(parts) > 1:
         parts[ALL], of_others[ALL] = list(samples), list(others)
     for source, part in parts.items():
-        values, other_values = prompt_values(part), prompt_values(of_others[source])
-        found[source] = {name: mean_difference(values[name], other_values[name]) for name in values if name in other_values}
+        values, other_values = prompt_values(part, pass_score), prompt_values(of_others[source], pass_score)
+        pairs = {name: _pairs(values[name], other_values[name]) for name in values if name in other_values}
+        found[source] = SourceComparison(
+            differences={name: mean_difference(*both) if both[0] else _UNKNOWN for name, both in pairs.items()},
+            only_here=[name for name in values if name not in other_values],
+            only_there=[name for name in other_values if name not in values],
+        )
     return found
+
+
+def _pairs(values: Sequence[float], others: Sequence[float]) -> tuple[list[float], list[float]]:
+    """Return the values of the prompts that have one on both sides."""
+    pairs = [(value, other) for value, other in zip(values, others, strict=True) if not math.isnan(value) and not math.isnan(other)]
+    return [value for value, _ in pairs], [other for _, other in pairs]
+
+
+def _estimate(values: Sequence[float]) -> Estimate:
+    known = without_nan(values)
+    return mean_over_prompts(known) if known else _UNKNOWN
 
 
 def check_same_prompts(name: Path, others: Sequence[ScoredSample], prompts: Mapping[str, tuple[str, list[dict[str, Any]]]]) -> None:

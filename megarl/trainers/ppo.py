@@ -12,7 +12,7 @@ import torch
 
 from megarl.algorithms.groups import group_metrics
 from megarl.algorithms.masked import masked_mean
-from megarl.algorithms.metrics import age_metrics, agent_metrics, data_metrics, reward_model_metrics
+from megarl.algorithms.metrics import age_metrics, agent_metrics, data_metrics, reward_model_metrics, reward_number_metrics
 from megarl.algorithms.rollout_correction import correct
 from megarl.batch.data_proto import DataProto
 from megarl.batch.token_rows import of_one_form
@@ -185,14 +185,19 @@ class PPOTrainer:
         return self._batch_metrics(batch)
 
     def _batch_metrics(self, batch: DataProto) -> Metrics:
-        """Those of data_metrics, age_metrics and group_metrics; `actor/entropy`: of the policy that wrote the samples, in nats, a mean over
-        the response tokens, where the actor has scored them; `critic/baseline/mean`: of the greedy responses' scores, over samples."""
+        """Return the metrics of data_metrics, age_metrics, group_metrics and reward_number_metrics, and
+
+        - `actor/entropy`: of the policy that wrote the samples, in nats, the mean over response tokens, where the actor scored them;
+        - `critic/baseline/mean`: the mean score of the greedy responses, over samples.
+        """
         columns, arrays = of_one_form(batch.columns), batch.non_tensor_batch
         if self.config.algorithm.rollout_correction.bypass:
             del columns["old_log_probs"]  # they are the engine's, so that comparing both would say nothing
         metrics = data_metrics(columns, self.config.data.max_response_length)
         metrics |= age_metrics(columns, batch.meta_info["weight_version"])
-        metrics |= group_metrics(torch.tensor([float(score) for score in arrays["score"]]), arrays["uid"])
+        is_scored = batch.tensors.get("is_scored")  # a loop of the user's own may score by itself
+        metrics |= group_metrics(torch.tensor([float(score) for score in arrays["score"]]), arrays["uid"], is_scored)
+        metrics |= reward_number_metrics(arrays.get("reward_numbers", ()))
         if "entropys" in columns:
             metrics["actor/entropy"] = masked_mean(columns["entropys"], columns["response_mask"])
         if "baseline_scores" in columns:

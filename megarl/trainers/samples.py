@@ -79,6 +79,7 @@ class SampleRows:
             "response_ids": of_tokens("responses", pa.int32()),
             "ground_truth": [_text(model["ground_truth"]) for model in arrays["reward_model"]],
             "score": [float(score) for score in arrays["score"]],
+            "reward_numbers": [json.dumps(numbers) for numbers in arrays["reward_numbers"]] if "reward_numbers" in arrays else nothing,
             "score_parts": list_column([parts.shape[1]] * len(batch), parts.flatten().numpy(), pa.float32()),
             "advantage": advantages.numpy(),
             "advantages": of_tokens("advantages", pa.float32()),

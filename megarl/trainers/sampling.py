@@ -78,13 +78,15 @@ class GreedyBaseline(PlainSampling):
     """ReMax: also the greedy response to each prompt, of the same weights and scored by the same functions."""
 
     def __call__(self, prompts: DataProto, step: int) -> Samples:
-        """Adds `baseline_scores` (B,) float32: to each sample the score of the greedy response to its prompt."""
+        """Add `baseline_scores` (B,) float32, for each sample the score of the greedy response to its prompt, and `is_baseline_scored`
+        (B,) bool, False where the scoring of that response failed."""
         batch, scores, metrics = super().__call__(prompts, step)
         greedy = self._reward.score(self._rollout.generate(prompts, GREEDY, step))
 
         def baseline(results: list[DataProto]) -> DataProto:
             of_prompts = torch.tensor([float(score) for score in results[0].non_tensor_batch["score"]])
-            return DataProto.from_dict({"baseline_scores": of_prompts.repeat_interleave(self._sampling.n)})
+            columns = {"baseline_scores": of_prompts, "is_baseline_scored": results[0].tensors["is_scored"]}
+            return DataProto.from_dict({name: values.repeat_interleave(self._sampling.n) for name, values in columns.items()})
 
         return Samples(batch, [*scores, DerivedFuture([greedy], baseline)], metrics)
 
@@ -128,7 +130,7 @@ class DynamicSampling:
             scored = self._scored(prompts, step, generation)
             error_rate = scored.meta_info.pop("reward/error_rate")
             score = scored.non_tensor_batch["score"].astype(np.float64)
-            with_signal = rows_with_signal(torch.from_numpy(score), scored.non_tensor_batch["uid"])
+            with_signal = rows_with_signal(torch.from_numpy(score), scored.non_tensor_batch["uid"], scored.tensors.get("is_scored"))
             kept.append(scored.select_idxs(with_signal))
             scores.append(score)
             num_errors += error_rate * len(scored)

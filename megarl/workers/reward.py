@@ -43,8 +43,8 @@ class RewardWorker(Worker):
 
     @register(dispatch_mode=Dispatch.RANK_ZERO, blocking=False)
     def scored(self, wait_s: float) -> dict[str, list[float]]:
-        """By uid, the scores of the groups that were begun and have been scored since the last time; waits at most `wait_s` for the first.
-        A sample that failed scores 0."""
+        """Return by uid the scores of the groups that were begun and have been scored since the last call, without those of samples
+        whose scoring failed. Waits at most `wait_s` for the first group."""
         if self._scorer is None:
             return {}
         for uid in self._unreported:
@@ -52,7 +52,7 @@ class RewardWorker(Worker):
                 self._begun[uid] = self._scorer.begin([begun.request for begun in self._begun[uid]])
         wait([begun.outcome for uid in self._unreported for begun in self._begun[uid]], timeout=wait_s, return_when=FIRST_COMPLETED)
         scores = {
-            uid: [_score_of(begun) for begun in self._begun[uid]]
+            uid: [score for begun in self._begun[uid] if (score := _score_of(begun)) is not None]
             for uid in sorted(self._unreported)
             if all(begun.outcome.done() for begun in self._begun[uid])
         }
@@ -71,8 +71,9 @@ class RewardWorker(Worker):
 
     @register(dispatch_mode=Dispatch.RANK_ZERO, blocking=False)
     def score(self, batch: DataProto, with_texts: bool = False) -> DataProto:
-        """`score_parts` (B, K) of the K reward functions before their weights, and the array `score`; with texts also the arrays
-        `response_text` and `answer` (what a function took for it, else the whole text).
+        """Return `score_parts` (B, K) of the K reward functions before their weights, `is_scored` (B,) bool, False for samples whose
+        scoring failed, and the arrays `score` and `reward_numbers` (see Outcome); with texts also the arrays `response_text`,
+        `answer` and `has_answer`.
 
         Raises RewardError above the allowed error rate.
         """
@@ -105,21 +106,34 @@ class RewardWorker(Worker):
 
     def _scores(self, samples: Sequence[ScoreRequest | BegunScore], texts: Sequence[str] | None = None) -> DataProto:
         report = self._scorer.score(samples) if self._scorer else _no_scores(len(samples))
-        arrays: dict[str, list] = {"score": list(report.scores)}
+        arrays: dict[str, list] = {"score": list(report.scores), "reward_numbers": list(report.numbers)}
         if texts is not None:
-            answers = [text if answer is None else answer for text, answer in zip(texts, report.answers, strict=True)]
-            arrays |= {"response_text": list(texts), "answer": answers}
+            arrays |= {"response_text": list(texts), "answer": list(report.answers), "has_answer": list(report.has_answer)}
         return DataProto.from_dict(
-            tensors={"score_parts": torch.tensor(report.parts, dtype=torch.float32)},
+            tensors={
+                "score_parts": torch.tensor(report.parts, dtype=torch.float32),
+                "is_scored": torch.tensor(report.is_scored, dtype=torch.bool),
+            },
             non_tensors=arrays,
             meta_info={"reward/error_rate": len(report.errors) / len(samples)},
         )
 
 
-def _score_of(begun: BegunScore) -> float:
-    """0 for one that failed, as in a ScoreReport."""
-    return 0.0 if begun.outcome.exception() is not None else begun.outcome.result().score
+def _score_of(begun: BegunScore) -> float | None:
+    """Return the score of a sample that is done, or None where its scoring failed."""
+    if begun.outcome.exception() is not None:
+        return None
+    outcome = begun.outcome.result()
+    return outcome.score if outcome.error is None else None
 
 
 def _no_scores(num_samples: int) -> ScoreReport:
-    return ScoreReport(scores=[0.0] * num_samples, metrics=[], errors=[], parts=[()] * num_samples, answers=[None] * num_samples)
+    """Return the report of a run that has a reward model and no functions."""
+    return ScoreReport(
+        scores=[0.0] * num_samples,
+        numbers=[{}] * num_samples,
+        errors=[],
+        parts=[()] * num_samples,
+        answers=[None] * num_samples,
+        has_answer=[False] * num_samples,
+    )

@@ -65,7 +65,7 @@ def test_remax_generates_a_greedy_response_to_each_prompt(inputs: Path, tmp_path
         assert baseline * 4 * NUM_PROMPTS == pytest.approx(round(baseline * 4 * NUM_PROMPTS))
         # The advantage is the sample's score less its prompt's greedy one, on each token.
         assert line["critic/advantages/max"] <= line["critic/score/max"] + 1e-6
-    assert {"val/count/best@2", "val/count/best@4", "val/count/maj@4"} <= finished.metrics[-1].keys()
+    assert {"val/count/best@2", "val/count/best@4", "val/count/pass@4"} <= finished.metrics[-1].keys()
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1])

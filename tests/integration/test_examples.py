@@ -21,6 +21,7 @@ from megarl.config.load import dump_config
 from megarl.config.schema import (
     CheckpointConfig,
 )
+from megarl.tracking.samples import read_samples, sample_files
 from tests import warm
 from tests.integration.tiny_run import save_inputs, tiny_config, tiny_sft_config
 
@@ -97,6 +98,13 @@ def test_data_estimator_and_reward_of_ones_own_train(folder: Path, call: Callabl
     assert shares == [round(share) for share in shares]  # GRPO's are divided by a standard deviation
     assert -SAMPLES_PER_PROMPT < shares[0] < 0 < shares[1] < SAMPLES_PER_PROMPT
     assert set(metrics) >= {"val/questions/score/mean"}
+    held_out_rows = [json.loads(line) for line in (folder / "ppo" / "generations.jsonl").read_text().splitlines()]
+    numbers = [row["reward_numbers"]["has_number"] for row in held_out_rows]  # what the function returns beside its score
+    assert metrics["val/reward/has_number/mean"] == metrics["val/questions/reward/has_number/mean"] == pytest.approx(sum(numbers) / 8)
+    (samples,) = sample_files(folder / "ppo").values()
+    kept = [json.loads(text)["has_number"] for text in read_samples(samples).rows["reward_numbers"].to_pylist()]
+    assert metrics["reward/has_number/mean"] == pytest.approx(sum(kept) / len(kept))
+    assert (metrics["reward/has_number/min"], metrics["reward/has_number/max"]) == (min(kept), max(kept))
     assert metrics["actor/pg_clipfrac"] == 0.0
 
     capsys.readouterr()

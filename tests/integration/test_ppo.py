@@ -160,7 +160,8 @@ def finished(inputs: Path, watch: PolicyWatch, tmp_path_factory: pytest.TempPath
 def test_every_step_has_its_metrics(finished: Finished) -> None:
     before, *steps = finished.metrics
     assert [line["step"] for line in finished.metrics] == list(range(STEPS + 1))
-    assert before.keys() == {"step", "val/count/score/mean", "val/score/mean", "timing_s/testing"}
+    validated = {f"val/{source}{name}" for source in ("", "count/") for name in ("score/mean", "reward/error_rate")}
+    assert before.keys() == {"step", "timing_s/testing", *validated}
     for line in steps:
         expected = {*ALWAYS, *(IN_TRAINING if line["step"] > WARMUP_STEPS else [])}
         expected |= {"val/count/score/mean", "timing_s/testing"} if line["step"] in (2, 4, STEPS) else set()
@@ -233,7 +234,7 @@ def test_neither_update_waits_for_the_other(watch: PolicyWatch, finished: Finish
 def test_generations_are_written(finished: Finished) -> None:
     rows = [json.loads(line) for line in (finished.output_dir / "generations.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [step for step in (0, 2, 4, STEPS) for _ in range(3)]
-    assert rows[0].keys() == {"step", "uid", "data_source", "response", "ground_truth", "extra_info", "score"}
+    assert rows[0].keys() == {"step", "uid", "data_source", "response", "ground_truth", "extra_info", "score", "reward_numbers"}
     assert [row["extra_info"] for row in rows] == [{"index": 32 + int(row["uid"])} for row in rows]  # the held-out numbers
     assert [row["response"] for row in rows[:3]] == [row["response"] for row in rows[3:6]]  # greedy, with the same weights
 

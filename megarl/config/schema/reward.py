@@ -54,7 +54,8 @@ class RewardConfig:
     functions: list[RewardFunctionConfig] = field(default_factory=list)  # their weighted scores are added; see the page on rewards
     sandbox: RewardSandboxConfig = field(default_factory=RewardSandboxConfig)
     model: RewardModelConfig = field(default_factory=RewardModelConfig)
+    pass_score: float | None = 1.0  # a sample with this score or more passes, for the metric pass@k; null: no pass@k
     time_limit_s: float = ranged(10.0, above=0)  # of one sample, from when its scoring begins
-    # share of a batch's samples whose scoring may fail (scored as 0 and reported)
+    # share of a batch's samples whose scoring may fail: they score 0, are compared with no other sample, and are counted
     max_error_rate: float = ranged(0.0, at_least=0, at_most=1)
     num_processes: int = ranged(2, at_least=1, at_most=10000)  # that score at the same time

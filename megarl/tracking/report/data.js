@@ -97,6 +97,7 @@ function readSamples(bytes) {
     sample.source = header.data_source[row];
     sample.maxGap = header.max_gap[row];
     sample.episode = header.episode[row];
+    sample.numbers = header.numbers[row];
     sample.tokens = { header, places: of(places), logProbs: of(logProbs), gaps: of(gaps), advantages: of(advantages) };
     return sample;
   });

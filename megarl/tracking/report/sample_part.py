@@ -69,6 +69,7 @@ def _packed(rows: pa.Table, table: SampleTable) -> tuple[dict[str, Any], list[np
         "prompts": prompts,
         "prompt": [place_of[prompt] for prompt in rows["prompt"].to_pylist()],
         "episode": [_episode(*row) for row in zip(*(rows[name].to_pylist() for name in OF_EPISODES), strict=True)],
+        "numbers": [None if text is None else json.loads(text) for text in rows["reward_numbers"].to_pylist()],
         "max_gap": _most_of_each(np.abs(gaps), rows["response_length"].to_pylist()),
         **{name: rows[name].to_pylist() for name in _SHOWN},
     }

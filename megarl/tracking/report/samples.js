@@ -162,6 +162,7 @@ const samplesTab = {
     if (!row.isHeldOut) {
       const { parts } = row.tokens.header;
       if (parts.length > 1) row.score_parts.forEach((value, index) => facts.push([parts[index], formatted(value)]));
+      for (const [name, value] of Object.entries(row.numbers ?? {})) facts.push([name, formatted(value)]);
       facts.push(["advantage", formatted(row.advantage)], ["largest gap", formatted(row.maxGap, 3)], ["weights", `version ${row.weight_version}`]);
       facts.push(["tokens", `${row.prompt_length} + ${row.response_length}`], ["ended by", row.episode ? row.episode.end : row.finish]);
     }

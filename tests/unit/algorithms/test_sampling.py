@@ -57,6 +57,18 @@ def test_group_metrics_by_hand():
     assert group_metrics(torch.zeros(0), uids("")) == {}
 
 
+def test_samples_whose_scoring_failed_are_compared_with_no_other():
+    """a: one of two failed; b: the failed one is not why they differ; c: all failed. Of prompts with a score, a and d are flat."""
+    scores = torch.tensor([1.0, 0.0, 1.0, 0.5, 0.0, 0.0, 0.0, 1.0])
+    is_scored = torch.tensor([True, False, True, True, False, False, False, True])
+    names = uids("aabbbccd")
+    assert rows_with_signal(scores, names, is_scored).tolist() == [False, False, True, True, True, False, False, False]
+    metrics = group_metrics(scores, names, is_scored)
+    assert metrics == pytest.approx({"groups/without_signal": 2 / 3, "groups/at_best": 2 / 3, "groups/at_worst": 0})
+    assert group_metrics(scores[1:2], names[1:2], is_scored[1:2]) == {}
+    assert rows_with_signal(torch.zeros(0), uids("")).tolist() == []
+
+
 def test_a_score_that_is_no_number_is_not_taken_for_equal():
     with pytest.raises(ValueError, match=r"the score is nan for 1 of 2 samples \(uid a\)"):
         rows_with_signal(torch.tensor([NAN, 0.0]), uids("ab"))

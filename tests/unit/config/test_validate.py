@@ -25,6 +25,7 @@ from megarl.config.schema import (
     RewardModelConfig,
     RolloutConfig,
     RolloutCorrectionConfig,
+    SamplingConfig,
     SFTConfig,
     SFTTrainerConfig,
     TrainerConfig,
@@ -266,7 +267,9 @@ def test_what_is_compared_must_be_a_metric_of_validation() -> None:
     early_stop, best = EarlyStopConfig(metric="score"), KeepBestConfig(metric="val/score/mean")
     trainer, of_ppo = TrainerConfig(early_stop=early_stop, validate_every_steps=2), CheckpointConfig(keep_best=best)
     (found,) = validation_metrics(PPOConfig(trainer=trainer, checkpoint=of_ppo))
-    assert str(found) == "trainer.early_stop.metric: is 'score', but must be a metric of validation, as val/score/mean, or null"
+    assert str(found) == (
+        "trainer.early_stop.metric: no validation of this run measures 'score'; the metrics are val/score/mean, val/reward/error_rate"
+    )
     loss = KeepBestConfig(metric="val/loss")
     for keep_best, said in (
         (best, "checkpoint.keep_best.metric: is 'val/score/mean', but `megarl sft` measures val/loss alone; use that, or null"),
@@ -274,6 +277,39 @@ def test_what_is_compared_must_be_a_metric_of_validation() -> None:
     ):
         sft = SFTConfig(trainer=SFTTrainerConfig(validate_every_steps=2), checkpoint=CheckpointConfig(keep_best=keep_best))
         assert [str(each) for each in validation_metrics(sft)] == [said]
+
+
+@pytest.mark.parametrize(
+    ("metric", "said"),
+    [
+        ("val/best@2", None),
+        ("val/pass@4", None),
+        ("val/some/source/maj@4", None),  # whether the reward returns answers is not known here
+        ("val/reward/exact/mean", None),
+        ("val/sums/reward/error_rate", None),
+        ("val/pass@8", "did you mean val/pass@4 or val/pass@2"),  # there are 4 samples of a prompt
+        ("val/best@3", "did you mean val/best@4 or val/best@2"),
+        ("val/score/maen", "did you mean val/score/mean?"),
+        ("val/turns/mean", "did you mean "),  # without an agent
+        ("critic/score/mean", "did you mean val/score/mean?"),
+    ],
+)
+def test_compared_metrics_are_those_that_the_configuration_measures(metric: str, said: str | None) -> None:
+    trainer, checkpoint = TrainerConfig(validate_every_steps=2), CheckpointConfig(keep_best=KeepBestConfig(metric=metric))
+    rollout = RolloutConfig(validation=SamplingConfig(n=4))
+    found = [str(each) for each in validation_metrics(PPOConfig(trainer=trainer, checkpoint=checkpoint, rollout=rollout))]
+    if said is None:
+        assert found == []
+        return
+    (problem,) = found
+    assert problem.startswith(f"checkpoint.keep_best.metric: no validation of this run measures {metric!r}; {said}")
+
+
+def test_pass_at_k_needs_a_threshold() -> None:
+    trainer = TrainerConfig(validate_every_steps=2, early_stop=EarlyStopConfig(metric="val/pass@2"))
+    run = PPOConfig(trainer=trainer, rollout=RolloutConfig(validation=SamplingConfig(n=2)))
+    assert list(validation_metrics(run)) == []
+    assert len(list(validation_metrics(replace(run, reward=RewardConfig(pass_score=None))))) == 1
 
 
 def test_all_are_listed_at_once(ppo: str) -> None:
@@ -346,6 +382,7 @@ def test_a_number_without_a_range_is_so_on_purpose() -> None:
         "algorithm.policy_loss.covariance.low",
         "algorithm.policy_loss.covariance.high",
         "reward.model.weight",
+        "reward.pass_score",
         "rollout.top_k",  # -1, or 1 and above
         "rollout.validation.top_k",
     }

@@ -1,5 +1,6 @@
 """A reward file with everything that can happen in one. `solution_str` says what happens."""
 
+import json
 import os
 import re
 import signal
@@ -15,7 +16,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
         case "equal":
             return ground_truth == extra_info.get("answer")
         case "dict":
-            return {"score": 0.5, "format": 1, "note": "kept out", "answer": "7"}
+            return {"score": 0.5, "format": 1, "note": "kept out"}
         case "raise":
             return 1 / 0
         case "exit":
@@ -47,6 +48,11 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
 
 def length(solution_str, **kwargs):
     return len(solution_str)
+
+
+def keys_of(solution_str, **kwargs):
+    """Returns the keys that the sample names, as JSON."""
+    return {"score": 1.0, **json.loads(solution_str)}
 
 
 def takes_too_few(solution_str):

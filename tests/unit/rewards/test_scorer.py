@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from megarl.config.schema import RewardFunctionConfig
-from megarl.rewards.process import RewardFunctionError
+from megarl.rewards.process import RewardFunctionError, function_labels
 from megarl.rewards.scorer import RewardError, RewardScorer, ScoreRequest
 from tests.unit.rewards import functions_under_test
 
@@ -50,7 +50,8 @@ def test_numbers_truth_values_and_dicts_are_scores(scorer):
     report = scorer.score(requests("right", "equal", "dict", "wrong"))
     assert report.scores == [1.0, 1.0, 0.5, 0.0]
     assert report.errors == []
-    assert report.metrics[2] == {"compute_score/score": 0.5, "compute_score/format": 1.0}
+    assert report.numbers == [{}, {}, {"format": 1.0}, {}]  # the score is no number beside itself
+    assert report.is_scored == [True] * 4
 
 
 def test_each_failure_is_reported_for_its_sample_and_the_others_are_scored(scorer):
@@ -104,11 +105,35 @@ def test_weights_combine_functions():
     functions = [RewardFunctionConfig(path=FILE, weight=2.0), RewardFunctionConfig(path=FILE, name="length", weight=-0.1)]
     with RewardScorer(functions, time_limit_s=5.0, max_error_rate=0.0, num_processes=1) as scorer:
         report = scorer.score(requests("right"))
-        assert scorer.score(requests("dict", "right")).answers == ["7", None]
+        of_dict = scorer.score(requests("dict")).numbers
     assert report.scores == pytest.approx([2.0 * 1.0 - 0.1 * 5])
-    assert report.metrics == [{"functions_under_test.compute_score/score": 1.0, "functions_under_test.length/score": 5.0}]
+    assert report.numbers == [{"functions_under_test.compute_score": 1.0, "functions_under_test.length": 5.0}]
+    assert of_dict[0]["functions_under_test.compute_score/format"] == 1.0
     assert report.parts == [(1.0, 5.0)]  # before their weights
     assert report.answers == [None]
+
+
+def test_labels_of_functions_are_unique():
+    same = [RewardFunctionConfig(path=path) for path in ("a/reward.py", "b/reward.py", "c/other.py")]
+    assert function_labels(same) == ["reward.compute_score.0", "reward.compute_score.1", "other.compute_score"]
+    assert function_labels(same[:1]) == ["compute_score"]
+
+
+def test_a_function_returns_answers_for_all_samples_of_a_data_source_or_for_none():
+    """Whether there is maj@k must not depend on a sample."""
+    keys_of = RewardFunctionConfig(path=FILE, name="keys_of")
+    samples = requests('{"answer": "5"}', '{"answer": null}', "{}", '{"answer": 5}', '{"model": 1}')
+    with RewardScorer([keys_of], time_limit_s=20.0, max_error_rate=1.0, num_processes=1) as scorer:
+        report = scorer.score([*samples, samples[2]._replace(data_source="without answers")])
+        later = scorer.score(requests("{}"))
+    assert report.answers == ["5", None, None, None, None, None]
+    assert report.has_answer == [True, True, False, False, False, False]
+    assert report.is_scored == [True, True, False, False, False, True]
+    said = [error.message for error in report.errors]
+    assert said[0].startswith("keys_of returned no 'answer' for it, and one for other samples of 's'; return this key for all samples")
+    assert said[1].startswith("keys_of returned the int 5 as its answer, expected a text in a normal form, or None")
+    assert said[2] == "keys_of returned 'model', but reward/model/mean is a metric of the reward model; give it another name"
+    assert later.errors[0].message == said[0]  # of the next batch too
 
 
 def test_a_process_that_is_killed_while_idle_is_replaced(scorer):

@@ -63,7 +63,9 @@ def test_scores_stand_on_the_last_token_that_was_written(worker: RewardWorker) -
         },
     )
     scored = Reward(InThisProcess(worker)).score(batch, with_texts=True).get()  # type: ignore[arg-type]
-    assert scored.non_tensor_batch["response_text"].tolist() == scored.non_tensor_batch["answer"].tolist() == ["12", "3+4", "", "7= "]
+    assert scored.non_tensor_batch["response_text"].tolist() == ["12", "3+4", "", "7= "]
+    assert scored.non_tensor_batch["answer"].tolist() == [None] * 4  # the function returns none
+    assert scored.tensors["is_scored"].tolist() == [True, True, False, True]
     assert scored.non_tensor_batch["score"].tolist() == [12, 103, 0, 3.5]
     assert scored.tensors["token_level_scores"].tolist() == [[0, 0, 12, 0], [0, 0, 0, 103], [0, 0, 0, 0], [0, 0, 3.5, 0]]
     assert scored.tensors["score_parts"].tolist() == [[12], [103], [0], [3.5]]  # of the only function
@@ -74,6 +76,10 @@ def test_scores_stand_on_the_last_token_that_was_written(worker: RewardWorker) -
     while not (early := reward.scored()):
         pass
     assert early == {"a": [12, 103]}
+    reward.begin(batch[2:])
+    while not (late := reward.scored()):
+        pass
+    assert late == {"b": [3.5]}  # the sample that failed is compared with no other
     finished = reward.finish(batch[[2, 3, 0, 1]]).get()
     assert finished.non_tensor_batch["score"].tolist() == [0, 3.5, 12, 103]
     assert finished.meta_info == scored.meta_info
@@ -131,7 +137,7 @@ def test_of_an_episode_the_last_turn_is_scored_and_rewards_of_turns_are_added(wo
     said = {"extra_info": [{"bonus": 0, "said": ["="]}, {"bonus": 0}]}
     made = DataProto.from_dict({**columns, **of_rows}, {**batch.non_tensor_batch, **said})
     scored = Reward(InThisProcess(worker)).score(made, with_texts=True).get()  # type: ignore[arg-type]
-    assert scored.non_tensor_batch["answer"].tolist() == ["12", "7= "]
+    assert scored.non_tensor_batch["response_text"].tolist() == ["12", "7= "]
     parts = scored.tensors["score_parts"][:, 0].tolist()
     assert scored.non_tensor_batch["score"].tolist() == [parts[0] + 0.25, parts[1] - 1]
     assert scored.tensors["token_level_scores"].tolist() == [[0, 0, 0.25, 0, 0, 0, parts[0]], [0, 0, parts[1] - 1, 0, 0, 0, 0]]

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from megarl.batch.data_proto import DataProto
+from megarl.batch.ragged import RaggedTensor
 from megarl.config.schema import (
     AdvantageConfig,
     AdvantageEstimator,
@@ -27,6 +28,7 @@ from megarl.config.schema import (
 from megarl.trainers.advantages import AdvantageStep, correct_rollout, leave_out_late
 
 MASK = torch.tensor([[True, True], [True, False]])
+_OF_TOKENS = ("token_level_scores", "response_mask")
 NAN = float("nan")  # what stands outside the mask must not count
 
 
@@ -72,6 +74,37 @@ def test_a_penalty_in_the_loss_leaves_rewards_and_controller_alone() -> None:
     assert torch.equal(result.tensors["token_level_rewards"], torch.tensor([[0.0, 1.0], [0.5, 0.0]]))
     assert metrics["actor/reward_kl_penalty"] == pytest.approx(0.3)
     assert step.kl_controller.coefficient == 0.5
+
+
+def test_a_sample_whose_scoring_failed_is_compared_with_no_other() -> None:
+    """Prompt a: outcomes 1, 0.5 and one that failed; without it the mean is 0.75 and the deviation 0.5 / sqrt 2, so that the advantages are
+    +-0.25 / 0.35355 = +-0.7071. Of prompt b one sample is left, which has nothing to compare. Were the failed ones worth 0, a's first
+    would have 1 - 0.5 over a deviation of 0.5, and b's +-0.7071."""
+    algorithm = AlgorithmConfig(advantage=AdvantageConfig(estimator=AdvantageEstimator.grpo), kl=KLConfig(where=KLWhere.none))
+    scores = torch.tensor([[0.0, 1.0], [0.0, 0.5], [0.0, 0.0], [0.0, 1.0], [0.0, 0.0]])
+    columns = {"token_level_scores": scores, "response_mask": torch.ones(5, 2, dtype=torch.bool)}
+    failed = torch.tensor([True, True, False, True, False])
+    made = DataProto.from_dict({**columns, "is_scored": failed}, {"uid": list("aaabb")})
+    for rows in (made, of_tokens(made)):
+        result, _ = AdvantageStep(algorithm, max_response_length=2)(rows)
+        advantages = result.columns["advantages"]
+        found = advantages if isinstance(advantages, Tensor) else advantages.padded()
+        assert torch.allclose(found, torch.tensor([[1.0], [-1.0], [0.0], [0.0], [0.0]]).expand(5, 2) * 0.5**0.5, atol=1e-4)
+
+
+def test_samples_whose_greedy_baseline_failed_get_no_advantage() -> None:
+    """Prompt a: 1 - 0.25; prompt b's greedy response could not be scored, so that its score of 0 is no baseline."""
+    algorithm = AlgorithmConfig(advantage=AdvantageConfig(estimator=AdvantageEstimator.remax), kl=KLConfig(where=KLWhere.none))
+    columns = {"token_level_scores": torch.tensor([[1.0], [1.0]]), "response_mask": torch.ones(2, 1, dtype=torch.bool)}
+    baselines = {"baseline_scores": torch.tensor([0.25, 0.0]), "is_baseline_scored": torch.tensor([True, False])}
+    result, _ = AdvantageStep(algorithm, max_response_length=1)(DataProto.from_dict({**columns, **baselines}, {"uid": ["a", "b"]}))
+    assert result.tensors["advantages"].tolist() == [[0.75], [0.0]]
+
+
+def of_tokens(made: DataProto) -> DataProto:
+    """The same batch with rows of tokens, all of whose slots are valid."""
+    rows = {name: RaggedTensor.of_rows(list(made.tensors[name].numpy()), made.tensors[name].dtype) for name in _OF_TOKENS}
+    return DataProto.from_dict({**rows, "is_scored": made.tensors["is_scored"]}, made.non_tensor_batch)
 
 
 def test_grpo_compares_the_samples_of_a_prompt() -> None:

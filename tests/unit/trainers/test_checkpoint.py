@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from megarl.checkpoints.run_folder import BestCheckpoint, CheckpointFolder, check_files
-from megarl.config.errors import CheckpointError, RunError
+from megarl.config.errors import CheckpointError
 from megarl.config.schema import (
     CheckpointConfig,
     EarlyStopConfig,
@@ -214,11 +214,18 @@ def test_patience_goes_on_where_a_resumed_run_was(tmp_path: Path) -> None:
     assert list(other.train()) == [4, 5]
 
 
-def test_a_metric_that_was_not_measured_is_named(tmp_path: Path) -> None:
-    case = Case(tmp_path, early_stop=replace(EARLY_STOP, metric="val/score"))
+def test_a_metric_that_was_not_measured_loses_no_step(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Every step is saved, and a validation without the metric is no better one."""
+    best = KeepBestConfig(metric="val/score", mode=MetricMode.max)
+    case = Case(tmp_path, total_steps=3, every_steps=1, keep=0, keep_best=best)
     case.losses = LOSSES
-    with pytest.raises(RunError, match="step 1 has no metric 'val/score'; it has val/loss"):
-        list(case.train())
+    assert list(case.train()) == [1, 2, 3]
+    assert (case.saved, case.checkpoints.best) == ([1, 2, 3], None)
+    assert caplog.messages[0] == "the validation after step 1 has no metric val/score, so it does not count as better"
+    case = Case(tmp_path / "early", early_stop=replace(EARLY_STOP, metric="val/score"))
+    case.losses = LOSSES
+    assert list(case.train()) == [1, 2]  # the end of its patience
+    assert case.saved == [2]
 
 
 def test_a_validation_that_is_no_number_is_no_better_one(tmp_path: Path) -> None:

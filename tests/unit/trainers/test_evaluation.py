@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,9 +11,10 @@ import pytest
 import torch
 
 from megarl.batch.data_proto import DataProto
-from megarl.config.schema import SamplingConfig
+from megarl.config.schema import PPOConfig, RewardConfig, RolloutConfig, SamplingConfig
+from megarl.config.validation_metrics import RewardKeys, source_metrics, validation_metrics
 from megarl.trainers.evaluation import Evaluation, ScoredSample, prompt_values
-from megarl.trainers.evaluation_results import read_samples, sample_lines
+from megarl.trainers.evaluation_results import compare, read_samples, results_of, sample_lines
 
 SOURCES = ["sums", "sums", "words", "sums", "words"]
 
@@ -54,12 +57,15 @@ class FakeReward:
         prompts = batch.tensors["prompts"][:, 0].tolist()
         scores = [prompt + 0.5 * (row % 2) for row, prompt in enumerate(prompts)]
         texts = [f"text {prompt}" for prompt in prompts]
-        return DataProto.from_dict(non_tensors={"score": scores, "response_text": texts, "answer": texts})
+        arrays = {"score": scores, "response_text": texts, "answer": texts, "has_answer": [True] * len(batch)}
+        numbers = [{"length": prompt + 2.0} for prompt in prompts]
+        is_scored = torch.ones(len(batch), dtype=torch.bool)
+        return DataProto.from_dict({"is_scored": is_scored}, {**arrays, "reward_numbers": numbers})
 
 
 def run(num_generations: int) -> tuple[Any, FakeRollout]:
     rollout = FakeRollout()
-    evaluation = Evaluation(Rows(), SamplingConfig(n=2, temperature=0.3), batch_size=2, num_generations=num_generations)  # type: ignore[arg-type]
+    evaluation = Evaluation(Rows(), SamplingConfig(n=2, temperature=0.3), batch_size=2, num_generations=num_generations, pass_score=1)  # type: ignore[arg-type]
     return evaluation.run(rollout, FakeReward()), rollout  # type: ignore[arg-type]
 
 
@@ -77,6 +83,15 @@ def test_means_are_over_all_samples_of_a_source() -> None:
             "val/sums/maj@2": 4 / 3 + 0.25,
             "val/words/maj@2": 3.25,
             "val/maj@2": 2.25,  # both give the same answer
+            "val/sums/pass@2": 2 / 3,  # all but prompt 0, whose samples score 0 and 0.5
+            "val/words/pass@2": 1,
+            "val/pass@2": 4 / 5,
+            "val/sums/reward/length/mean": 4 / 3 + 2,
+            "val/words/reward/length/mean": 5,
+            "val/reward/length/mean": 4,
+            "val/sums/reward/error_rate": 0,
+            "val/words/reward/error_rate": 0,
+            "val/reward/error_rate": 0,
         }
     )
     assert [num_prompts for num_prompts, _, _ in rollout.asked] == [2, 2, 1]
@@ -94,11 +109,12 @@ def test_the_first_rows_are_kept_to_be_read() -> None:
         "ground_truth": "truth 0",
         "extra_info": {"index": 0},
         "score": 0.5,
+        "reward_numbers": {"length": 2},
     }
 
 
 def sample(uid: str, score: float, answer: str) -> ScoredSample:
-    return ScoredSample(uid, "sums", [], answer, "", {}, score, answer, 1, "stop")
+    return ScoredSample(uid, "sums", [], answer, "", {}, score, answer, 1, "stop", has_answer=True)
 
 
 def test_what_k_of_four_samples_achieve() -> None:
@@ -111,22 +127,93 @@ def test_what_k_of_four_samples_achieve() -> None:
         *(sample("0", *given) for given in zip(right, "7789", strict=True)),
         *(sample("1", *given) for given in zip(wrong, "1111", strict=True)),
     ]
-    assert prompt_values(samples) == {
+    assert prompt_values(samples, 1.0) == {
         "score/mean": [0.5, 0],
+        "best@2": pytest.approx([5 / 6, 0]),
         "pass@2": pytest.approx([5 / 6, 0]),
         "maj@2": pytest.approx([1 / 2, 0]),
+        "best@4": [1, 0],
         "pass@4": [1, 0],
         "maj@4": [1, 0],
+        "reward/error_rate": [0, 0],
     }
-    assert prompt_values([sample("0", 1.0, "7")]) == {"score/mean": [1]}
-    partial = [sample("0", *given) for given in zip([0.5, 0.0, 1.0], "abc", strict=True)]
-    assert prompt_values(partial)["best@2"] == pytest.approx([(0.5 + 1 + 1) / 3])
+    assert prompt_values([sample("0", 1.0, "7")], 1.0) == {"score/mean": [1], "reward/error_rate": [0]}
     episodes = [sample(uid, 1.0, "7")._replace(num_turns=turns) for uid, turns in (("0", 2), ("0", 3), ("1", 1))]
-    assert prompt_values(episodes)["turns/mean"] == [2.5, 1]
+    assert prompt_values(episodes, 1.0)["turns/mean"] == [2.5, 1]
+
+
+def test_names_of_metrics_do_not_depend_on_scores() -> None:
+    """Of 0.5, 0 and 1 (0.1 * 3 + 0.7 in floating point) one passes with 1, two with 0.5: best of pairs 0.5, 1, 1."""
+    partial = [sample("0", *given) for given in zip([0.5, 0.0, 0.1 + 0.1 + 0.1 + 0.7 - 1e-9], "abc", strict=True)]
+    right = [one._replace(score=1.0) for one in partial]
+    assert list(prompt_values(partial, 1.0)) == list(prompt_values(right, 1.0))
+    assert prompt_values(partial, 1.0)["best@2"] == pytest.approx([(0.5 + 1 + 1) / 3])
+    assert prompt_values(partial, 1.0)["pass@2"] == pytest.approx([2 / 3])
+    assert prompt_values(partial, 0.5)["pass@2"] == [1]
+    assert "pass@2" not in prompt_values(partial, None)
+
+
+def test_answers_are_compared_only_where_the_reward_returns_them() -> None:
+    """Whole responses never stand in for answers. Samples without an answer (None) agree with each other."""
+    texts = [sample("0", *given)._replace(has_answer=False) for given in ((1.0, "so 18"), (1.0, "18!"), (1.0, "it is 18"), (0.0, "7"))]
+    assert not any(name.startswith("maj") for name in prompt_values(texts, 1.0))
+    answers = [one._replace(has_answer=True, answer=answer) for one, answer in zip(texts, ("18", "18", "18", "7"), strict=True)]
+    assert prompt_values(answers, 1.0)["maj@4"] == [1]
+    silent = [one._replace(answer=answer) for one, answer in zip(answers, ("18", None, None, None), strict=True)]
+    assert prompt_values(silent, 1.0)["maj@4"] == pytest.approx([2 / 3])  # the mean score of the three that agree
+
+
+def test_samples_whose_scoring_failed_do_not_count() -> None:
+    """Prompt 0 is left with 1, 0 and 0 of four, prompt 1 with none: 1 of the 3 pairs has no 1 in it."""
+    samples = [sample("0", *given) for given in ((1.0, "7"), (0.0, "8"), (0.0, "9"), (0.0, "failed"))]
+    samples += [sample("1", 0.0, "failed") for _ in range(4)]
+    samples = [
+        one._replace(is_scored=one.answer != "failed", reward_numbers={"length": 4.0} if one.answer == "7" else {}) for one in samples
+    ]
+    values = prompt_values(samples, 1.0)
+    expected: dict[str, list[float]] = {
+        "score/mean": [1 / 3, math.nan],
+        "best@2": [2 / 3, math.nan],
+        "pass@2": [2 / 3, math.nan],
+        "maj@2": [1 / 3, math.nan],  # each pair disagrees
+        "best@4": [math.nan] * 2,
+        "pass@4": [math.nan] * 2,
+        "maj@4": [math.nan] * 2,
+        "reward/length/mean": [4, math.nan],
+        "reward/error_rate": [1 / 4, 1],
+    }
+    assert values.keys() == expected.keys()
+    for name, of_prompts in expected.items():
+        assert values[name] == pytest.approx(of_prompts, nan_ok=True), name
+    found = results_of(samples, 1.0)["sums"].metrics
+    assert found["best@2"] == (pytest.approx(2 / 3), None)
+    assert math.isnan(found["best@4"].value)
+
+
+def test_a_comparison_names_what_only_one_side_has() -> None:
+    """Here 4 samples without answers, there 2 with: the difference of the only prompt's means is 0.25 - 1."""
+    here = [sample("0", score, "7")._replace(has_answer=False, reward_numbers={"length": 1.0}) for score in (1.0, 0.0, 0.0, 0.0)]
+    there = [sample("0", 1.0, "7") for _ in range(2)]
+    (comparison,) = compare(here, there, 1.0).values()
+    assert comparison.differences["score/mean"] == (-0.75, None)
+    assert comparison.only_here == ["best@4", "pass@4", "reward/length/mean"]
+    assert comparison.only_there == ["maj@2"]
+
+
+def test_names_of_metrics_are_known_before_a_run() -> None:
+    """The names that follow from a configuration are those that a validation measures, in every combination."""
+    for n, pass_score, has_answer in itertools.product((1, 2, 5), (None, 0.5), (False, True)):
+        config = PPOConfig(rollout=RolloutConfig(validation=SamplingConfig(n=n)), reward=RewardConfig(pass_score=pass_score))
+        keys = RewardKeys(has_answer, frozenset(["length"]))
+        samples = [sample("0", 0.3, "a")._replace(has_answer=has_answer, reward_numbers={"length": 1.0}) for _ in range(n)]
+        assert set(prompt_values(samples, pass_score)) == set(source_metrics(config, keys))
+    names = validation_metrics(config, {"a": keys, "b": RewardKeys()})
+    assert {"val/best@4", "val/a/maj@4", "val/reward/length/mean", "val/a/reward/length/mean", "val/b/pass@2"} <= set(names)
+    assert not {"val/maj@4", "val/b/maj@4", "val/b/reward/length/mean"} & set(names)  # not all samples have an answer
 
 
 def test_each_sample_has_what_is_kept_of_it() -> None:
-    (first, _), *_ = Evaluation(Rows(), SamplingConfig(n=1), batch_size=2).samples(FakeRollout(), FakeReward())  # type: ignore[arg-type]
+    (first, _), *_ = Evaluation(Rows(), SamplingConfig(n=1), batch_size=2, pass_score=1).samples(FakeRollout(), FakeReward())  # type: ignore[arg-type]
     assert first == ScoredSample(
         uid="0",
         data_source="sums",
@@ -138,6 +225,8 @@ def test_each_sample_has_what_is_kept_of_it() -> None:
         answer="text 0",
         num_tokens=3,
         finish_reason="stop",
+        has_answer=True,
+        reward_numbers={"length": 2},
     )
 
 

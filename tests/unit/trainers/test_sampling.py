@@ -57,8 +57,9 @@ class FakeRollout:
 class FakeReward:
     """The samples of a prompt whose number is in `mixed` score 1 and 0, those of the others all 1; greedy ones score their number."""
 
-    def __init__(self, mixed: Sequence[int]) -> None:
-        self._mixed = mixed
+    def __init__(self, mixed: Sequence[int], failed: tuple[int, int] | None = None) -> None:
+        """failed: the number of a prompt, and which of its samples could not be scored."""
+        self._mixed, self._failed = mixed, failed
 
     def finish(self, batch: DataProto) -> Any:
         return self.score(batch)
@@ -69,16 +70,22 @@ class FakeReward:
         scores = [float(k == 0 or number not in self._mixed) for number, k in zip(numbers, sample, strict=True)]
         zeros = RaggedTensor.constant(0.0, batch.ragged["response_mask"].lengths, torch.float32)
         return DataProto.from_dict(
-            {"token_level_scores": zeros, "score_parts": torch.tensor(scores)[:, None]},
+            {
+                "token_level_scores": zeros,
+                "score_parts": torch.tensor(scores)[:, None],
+                "is_scored": torch.tensor([(number, k) != self._failed for number, k in zip(numbers, sample, strict=True)]),
+            },
             {"score": scores},
             {"reward/error_rate": 0.25 if len(batch) == 8 else 0.0},
         )
 
 
-def dynamic(mixed: Sequence[int], max_generations: int, size: int = 12) -> tuple[DynamicSampling, BatchLoader, FakeRollout]:
+def dynamic(
+    mixed: Sequence[int], max_generations: int, size: int = 12, failed: tuple[int, int] | None = None
+) -> tuple[DynamicSampling, BatchLoader, FakeRollout]:
     rollout, loader = FakeRollout(), BatchLoader(Rows(size), 4, shuffle=False, seed=0)
     config = DynamicSamplingConfig(enabled=True, max_generations=max_generations)
-    return DynamicSampling(rollout, FakeReward(mixed), loader, SAMPLING, config, wanted=4), loader, rollout  # type: ignore[arg-type]
+    return DynamicSampling(rollout, FakeReward(mixed, failed), loader, SAMPLING, config, wanted=4), loader, rollout  # type: ignore[arg-type]
 
 
 def prompts_of(batch: DataProto) -> list[int]:
@@ -104,6 +111,12 @@ def test_prompts_without_signal_are_replaced() -> None:
         }
     )
     assert samples.batch.meta_info == {"reward/error_rate": pytest.approx(0.25)}
+
+
+def test_a_sample_that_failed_makes_no_signal() -> None:
+    """Prompt 1's second sample scores 0 for its scoring failed: its first has nothing to be compared with, and 5 takes its place."""
+    sampling, loader, _ = dynamic(mixed=[0, 1, 2, 3, 5], max_generations=2, failed=(1, 1))
+    assert prompts_of(sampling(next(loader), step=1).batch) == [0, 0, 2, 2, 3, 3, 5, 5]
 
 
 def test_samples_of_all_generations_have_one_width() -> None:
@@ -165,7 +178,9 @@ def test_the_greedy_baseline_is_generated_and_scored() -> None:
 
     class ByTemperature(FakeReward):
         def score(self, batch: DataProto) -> Done:
-            return Done(DataProto.from_dict(non_tensors={"score": [float(number) for number in prompts_of(batch)]}))
+            numbers = prompts_of(batch)
+            is_scored = torch.tensor([number != 0 for number in numbers])
+            return Done(DataProto.from_dict({"is_scored": is_scored}, {"score": [float(number) for number in numbers]}))
 
     rollout = FakeRollout()
     prompts = Rows().batch([4, 0, 2], ["a", "b", "c"])
@@ -176,6 +191,7 @@ def test_the_greedy_baseline_is_generated_and_scored() -> None:
     ]
     _, baseline = samples.scores
     assert baseline.get().tensors["baseline_scores"].tolist() == [4, 4, 0, 0, 2, 2]
+    assert baseline.get().tensors["is_baseline_scored"].tolist() == [True, True, False, False, True, True]
 
 
 def test_plain_samples_are_scored_while_the_loop_goes_on() -> None:

@@ -1,0 +1,70 @@
+"""The names of the metrics that a validation measures: they follow from the configuration, the data sources and the keys that reward
+functions return, and never from a score."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from megarl.config.schema import PPOConfig
+
+
+class RewardKeys(NamedTuple):
+    """What the reward functions return beside the score, for the samples of one data source.
+
+    Attributes:
+        has_answer: Whether a function returns the key "answer", so that samples can vote (`maj@k`).
+        numbers: Names of the numbers that become `reward/<name>/mean`.
+    """
+
+    has_answer: bool = False
+    numbers: frozenset[str] = frozenset()
+
+
+def sample_counts(num_samples: int) -> list[int]:
+    """Return the k of `best@k` and its kin: 2, 4, ... up to the number of samples of each prompt."""
+    return [2**power for power in range(1, num_samples.bit_length())]
+
+
+def source_metrics(config: PPOConfig, keys: RewardKeys) -> list[str]:
+    """Return the names of what is measured of one data source, such as `score/mean` and `best@4`."""
+    of_k = ["best", *(["pass"] if config.reward.pass_score is not None else []), *(["maj"] if keys.has_answer else [])]
+    return [
+        "score/mean",
+        *(f"{what}@{k}" for k in sample_counts(config.rollout.validation.n) for what in of_k),
+        *(f"reward/{name}/mean" for name in sorted(keys.numbers)),
+        "reward/error_rate",
+        *(["turns/mean"] if config.agent.is_used else []),
+    ]
+
+
+def validation_metrics(config: PPOConfig, sources: Mapping[str, RewardKeys]) -> list[str]:
+    """Return the names of all metrics that the validations of a run log.
+
+    Args:
+        config: The run's configuration.
+        sources: What the reward functions return for the samples of each data source of `data.val_files`.
+    """
+    together = RewardKeys(
+        has_answer=bool(sources) and all(keys.has_answer for keys in sources.values()),
+        numbers=frozenset().union(*(keys.numbers for keys in sources.values())),
+    )
+    names = [f"val/{name}" for name in source_metrics(config, together)]
+    return [*names, *(f"val/{source}/{name}" for source in sorted(sources) for name in source_metrics(config, sources[source]))]
+
+
+def may_be_measured(config: PPOConfig, metric: str) -> bool:
+    """Return whether some data and some reward functions give a validation of this run a metric of this name."""
+    if not metric.startswith("val/"):
+        return False
+    is_reward_number = "reward/" in metric and metric.endswith("/mean")
+    known = source_metrics(config, RewardKeys(has_answer=True))
+    return is_reward_number or any(metric.endswith(f"/{name}") for name in known)
+
+
+def nearest(metric: str, measured: Iterable[str]) -> str:
+    """Return the words that suggest another metric in an error: the names nearest to `metric`, and else all of them."""
+    measured = list(measured)
+    close: Sequence[str] = difflib.get_close_matches(metric, measured, n=3)
+    return f"did you mean {' or '.join(close)}?" if close else f"the metrics are {', '.join(measured)}"
