@@ -141,6 +141,31 @@ def _died(cause: Cause, config: RunConfig | None) -> list[str]:
     ]
 
 
+def _oom_killed(cause: Cause, config: RunConfig | None) -> list[str]:
+    return [*_host_memory(cause, config), "`dmesg -T | grep -i 'killed process'` names the process that the kernel ended and its size"]
+
+
+def _exited(cause: Cause, config: RunConfig | None) -> list[str]:
+    return [
+        "the end of its log (below) shows what it was doing; for a crash, `dmesg -T` on its node also has segfaults and a GPU's Xid",
+        "a signal or an exit code of its own means that the node's memory did not end it: look at whoever sent the signal, "
+        "or at code that calls exit (rewards, tools, environments, libraries)",
+        "the same command continues from the latest checkpoint",
+    ]
+
+
+def _node_lost(cause: Cause, config: RunConfig | None) -> list[str]:
+    lines = [
+        "is the node up, and is the network between it and the driver? `ray list nodes`, and `ping` from another node",
+        "if it is up: raylet.out and raylet.err of Ray's logs on that node say why its raylet ended; `dmesg -T` and `last -x` say "
+        "whether the machine crashed, restarted, or ran out of memory",
+        "the same command continues from the latest checkpoint once the node is back, or another one has joined the cluster",
+    ]
+    if every := _settings(config, "checkpoint.every_steps"):
+        lines.append(f"steps since the latest checkpoint are repeated: {every[0]} (0: it saves only at the end)")
+    return lines
+
+
 def _monitored(cause: Cause, config: RunConfig | None) -> list[str]:
     threshold = "Ray ends processes when a node has used 95 % of its memory (RAY_memory_usage_threshold, set before Ray starts)"
     return [*_host_memory(cause, config), threshold]
@@ -259,6 +284,9 @@ _NO_RESOURCES = r"InsufficientResourcesError|ActorUnschedulableError|ActorPlacem
 REMEDIES: tuple[Remedy, ...] = (
     Remedy(_says(_DEVICE_MEMORY), _device_memory),
     Remedy(_says(r"memory monitor ended the process|node running low on memory"), _monitored),
+    Remedy(_says(r"^(\S+NodeLostError: )?node .* is lost: |^a value that was kept on node"), _node_lost),
+    Remedy(_says(r"^the process ended; the kernel's OOM killer"), _oom_killed),
+    Remedy(_says(r"^the process (was ended by|crashed|ended with|cannot be reached)"), _exited),
     Remedy(_says(_HOST_MEMORY), _host_memory),
     Remedy(_says(r"No space left on device|Disk quota exceeded|OutOfDiskError"), _disk),
     Remedy(_says(r"Address already in use|EADDRINUSE"), _port),

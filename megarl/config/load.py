@@ -26,6 +26,7 @@ from megarl.config.trl_names import trl_problem
 from megarl.config.verl_names import VerlProblem, verl_problems
 from megarl.machine.files import write_whole
 from megarl.machine.processors import has_gpu
+from megarl.machine.ray_address import cluster_address
 
 Config = typing.TypeVar("Config")
 RunConfig = typing.TypeVar("RunConfig", bound=PPOConfig | SFTConfig)
@@ -58,7 +59,7 @@ def with_dtype(config: RunConfig, is_on_cuda: bool) -> RunConfig:
 
 def is_on_cuda(device: Device) -> bool:
     """As far as it can be known before a run starts: a cluster that is joined by its address is taken for one with GPUs."""
-    return device is Device.cuda or (device is Device.auto and (has_gpu() or "RAY_ADDRESS" in os.environ))
+    return device is Device.cuda or (device is Device.auto and (has_gpu() or cluster_address() is not None))
 
 
 def schema_of(path: str, overrides: Sequence[str] = ()) -> type[PPOConfig] | type[SFTConfig]:

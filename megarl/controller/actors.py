@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -18,7 +19,7 @@ from megarl.batch.data_proto import DataProto
 from megarl.controller.cluster import worker_owner
 from megarl.controller.dispatch import Arguments, CallPlan
 from megarl.controller.errors import PhaseTimeoutError, RankReport
-from megarl.controller.futures import Call, WorkerFuture
+from megarl.controller.futures import NODE_LOOK_S, Call, WorkerFuture
 from megarl.controller.host import WorkerHost
 from megarl.controller.messages import CONSTRUCTION, Location, OnRecord, RankIdentity
 from megarl.controller.resource_pool import RayResourcePool
@@ -42,13 +43,14 @@ class ActorSet:
         on_record: OnRecord,
         at_work: Mapping[str, Mapping[str, int]],
     ) -> None:
-        self.pool_name, self._use_gpu = resource_pool.name, resource_pool.use_gpu
+        self.pool_name, self._use_gpu, self._pool = resource_pool.name, resource_pool.use_gpu, resource_pool
         self.title = "+".join(roles)
         self.phase_time_limit_s = phase_time_limit_s
         self.locations: dict[int, Location] = {}
         self.alive = True
         self._ended_by: PhaseTimeoutError | None = None
         self.construction: tuple[Call, ...] = ()
+        self._looked_s, self._lost_nodes = time.monotonic(), dict[int, str]()
         bundles = resource_pool.bundles()
         actor_class = ray.remote(concurrency_groups={_MONITOR: 1})(WorkerHost)  # type: ignore[call-overload]
         self._handles = [
@@ -110,6 +112,16 @@ class ActorSet:
 
     def rank_of(self, actor_id: str | None, otherwise: int) -> int:
         return otherwise if actor_id is None else self._rank_of.get(actor_id, otherwise)
+
+    def lost_nodes(self) -> dict[int, str]:
+        """Returns the ranks that have not answered yet and never will: the address of the node that each was to run on.
+
+        Asks Ray at most once in NODE_LOOK_S.
+        """
+        now_s = time.monotonic()
+        if now_s - self._looked_s >= NODE_LOOK_S:
+            self._looked_s, self._lost_nodes = now_s, self._pool.lost_nodes()
+        return {rank: node for rank, node in self._lost_nodes.items() if rank not in self.locations}
 
     def reports(self) -> list[RankReport]:
         """What every rank is doing; takes at most a few seconds, whatever they do."""

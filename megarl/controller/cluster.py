@@ -12,9 +12,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 
 import ray
-from ray._private import node, ray_constants
+from ray._private import node, ray_constants, services
 
 from megarl.controller.environment import daemon_settings
+from megarl.controller.lost_process import num_oom_kills
+from megarl.machine.ray_address import AUTO, VARIABLE, cluster_address, host_and_port
 from megarl.machine.reaper import (
     OWNER,
     descendants,
@@ -35,11 +37,12 @@ _RAY = "/ray"  # added to the driver's mark on all that runs under Ray
 
 _owner: str | None = None
 _daemons: list[int] = []  # descriptors of the processes that ray.init started here
+_oom_kills_before = 0  # by this machine's kernel, when Ray was started or joined
 _needed: dict[str, int] = {}  # of those without which no other goes on, by their names
 
 
 def start_ray(*, num_cpus: int, num_gpus: int = 0, object_store_mb: float = OBJECT_STORE_MB) -> None:
-    """Joins the cluster of RAY_ADDRESS if that is set; else starts one on this machine, reachable from this machine only.
+    """Joins the cluster of RAY_ADDRESS if that names one; else starts one on this machine, reachable from this machine only.
 
     `num_cpus` is logical: one per process that the run needs, however few cores there are. `object_store_mb` bounds the
     shared memory for what travels between processes. Raises ValueError for values that Ray would refuse, and for a RAY_ADDRESS
@@ -49,10 +52,12 @@ def start_ray(*, num_cpus: int, num_gpus: int = 0, object_store_mb: float = OBJE
         raise ValueError(
             f"start_ray: num_cpus={num_cpus} must be at least 1, object_store_mb={object_store_mb:g} at least {_MIN_OBJECT_STORE_MB}"
         )
+    global _oom_kills_before
+    _oom_kills_before = num_oom_kills()
     if ray.is_initialized():
         raise ValueError("start_ray: Ray runs in this process already; call shutdown() first")
-    if address := os.environ.get("RAY_ADDRESS"):
-        _check_answers(address)
+    if (named := cluster_address()) is not None:
+        address = _found(named)
         with _loopback_only() if address.startswith(_LOOPBACK) else nullcontext():
             ray.init(address=address, logging_level=logging.ERROR, log_to_driver=False)
         start_reaper(process_owner(), whole_group=False)  # a driver may share its group with the shell's pipeline
@@ -78,24 +83,39 @@ def start_ray(*, num_cpus: int, num_gpus: int = 0, object_store_mb: float = OBJE
             _needed.update((name, descriptor) for descriptor in hold([pid]))
 
 
+def oom_kills(node: str) -> int:
+    """Returns how many processes the OOM killer of a node's kernel has ended during this run; 0 for other nodes than the driver's."""
+    is_here = ray.is_initialized() and node == ray._private.worker.global_worker.node_ip_address
+    return max(0, num_oom_kills() - _oom_kills_before) if is_here else 0
+
+
 def ended_daemon() -> str | None:
     """Which of Ray's own processes, of those that this one has started and that none goes on without, has ended."""
     return next((name for name, descriptor in _needed.items() if has_ended(descriptor)), None)
 
 
-def _check_answers(address: str) -> None:
-    """Ray itself tries for minutes. `auto` and names of files are left to it."""
-    host, separator, port = address.rpartition(":")
-    if "://" in address:
-        raise ValueError(f"RAY_ADDRESS={address}: the driver must run inside the cluster (submit it as a Ray job); give HOST:PORT or auto")
-    if not separator:
-        return
+def _found(address: str) -> str:
+    """Returns the address of the cluster that is to be joined, which answers: Ray itself tries for minutes. Raises ValueError."""
+    if address != AUTO:
+        _check_answers(f"{VARIABLE}={address}", *host_and_port(address))
+        return address
     try:
-        socket.create_connection((host, int(port)), timeout=_ANSWER_S).close()
-    except OSError as error:
+        found = services.canonicalize_bootstrap_address(AUTO)
+    except ConnectionError:
+        found = None
+    if found is None:
         raise ValueError(
-            f"RAY_ADDRESS={address} does not answer ({error}); start the cluster, or unset it to run on this machine"
-        ) from error
+            f"{VARIABLE}=auto: no Ray cluster runs on this machine; start one (ray start --head), give HOST:PORT, or unset {VARIABLE}"
+        )
+    _check_answers(f"{VARIABLE}=auto: {found}, the cluster that was last started here,", *host_and_port(found))
+    return found
+
+
+def _check_answers(named: str, host: str, port: int) -> None:
+    try:
+        socket.create_connection((host, port), timeout=_ANSWER_S).close()
+    except OSError as error:
+        raise ValueError(f"{named} does not answer ({error}); start the cluster, or unset it to run on this machine") from error
 
 
 @contextmanager

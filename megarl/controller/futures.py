@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
@@ -12,15 +11,17 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 import ray
-from ray.exceptions import OutOfMemoryError, RayActorError, RayError
+from ray.exceptions import RayActorError, RayError
 
 from megarl.batch.future import DataProtoFuture
-from megarl.controller.cluster import ended_daemon
+from megarl.controller.cluster import ended_daemon, oom_kills
 from megarl.controller.dispatch import Collect, collect
-from megarl.controller.errors import PhaseTimeoutError, RankFailure, RankReport, RayEndedError, first_failure
-from megarl.controller.messages import CallFailure, CallRecord, FailureKind, Location, OnRecord, RankActivity, Rows
+from megarl.controller.errors import PhaseTimeoutError, RankFailure, RankReport, RayEndedError, WorkerError, first_failure
+from megarl.controller.lost_process import LOST, node_lost, why_lost
+from megarl.controller.messages import CONSTRUCTION, CallFailure, CallRecord, FailureKind, Location, OnRecord, RankActivity, Rows
 
 GRACE_S = 2.0  # after the first failure is seen, for an earlier one of another rank that is still on its way
+NODE_LOOK_S = 5.0  # between two looks at whether the nodes of processes that are still to start are there
 _LOG_LINES = 30
 _SHOWN_UIDS = 4
 
@@ -36,6 +37,8 @@ class Processes(Protocol):
     construction: tuple[Call, ...]
 
     def rank_of(self, actor_id: str | None, otherwise: int) -> int: ...
+
+    def lost_nodes(self) -> dict[int, str]: ...
 
     def reports(self) -> list[RankReport]: ...
 
@@ -84,25 +87,39 @@ class Call:
                 self.role, self.rank, location.node, location.pid, self.method, self.record.failure, self.rows, location.stderr_path
             )
 
+    def fetch_result(self) -> Any:
+        """Returns what the call returned. Raises WorkerError where that was lost with the node that kept it."""
+        try:
+            return ray.get(self.result)
+        except RayError as error:
+            self.failure = self._failure_outside(error)
+            raise WorkerError(self.failure) from error
+
     def _failure_outside(self, error: RayError) -> RankFailure:
-        """Ray's own: the process ended, or a value could not be sent or received."""
+        """Builds the failure for an error of Ray's own: the process is gone, or a value could not be sent or received."""
         rank = self.rank
-        if isinstance(error, OutOfMemoryError):
-            used = re.search(r"(\S+) used / (\S+) limit", str(error))
-            memory = f" ({used[1]} of {used[2]} used)" if used else ""
-            kind, summary = FailureKind.death, f"Ray's memory monitor ended the process: its node is running out of memory{memory}"
-        elif isinstance(error, RayActorError):  # may be about the process that should have made an argument
+        if isinstance(error, RayActorError):  # may be about the process that should have made an argument
             rank = self.processes.rank_of(error.actor_id, self.rank)
             if daemon := ended_daemon():
                 raise RayEndedError(daemon) from error
-            kind, summary = FailureKind.death, "the process ended (killed, out of memory, or crashed)"
-        else:
-            kind, summary = FailureKind.exception, f"{type(error).__name__}: {str(error).strip().splitlines()[-1]}"
         location = self.processes.locations.get(rank)
-        text = f"{error}\n{_end_of_log(location.stderr_path)}" if location and kind is FailureKind.death else str(error)
         node, pid, log_path = location or ("not known yet", None, "")
+        if not isinstance(error, LOST):
+            kind, text = FailureKind.exception, str(error)
+            summary = f"{type(error).__name__}: {text.strip().splitlines()[-1]}"
+        else:
+            log = _end_of_log(log_path) if location else ""
+            kind, text = FailureKind.death, f"{error}\n{log}"
+            summary = why_lost(error, location.node if location else None, log, oom_kills(node))
         failure = CallFailure(kind, summary, text, time.time())
         return RankFailure(self.role, rank, node, pid, self.method, failure, self.rows if rank == self.rank else None, log_path)
+
+    def fail_without_node(self, node: str) -> RankFailure:
+        """Records that the process will never start, because `node` left the cluster and no other may take its place."""
+        summary = node_lost(node, f"{self.role} rank {self.rank} has nowhere to start")
+        failure = CallFailure(FailureKind.death, summary, summary, time.time())
+        self.failure = RankFailure(self.role, self.rank, node, None, self.method, failure, self.rows)
+        return self.failure
 
 
 # ---- futures
@@ -133,7 +150,7 @@ class WorkerFuture(RemoteFuture[T_co]):
     def get(self, timeout: float | None = None) -> T_co:
         """Raises WorkerError with the first failure of any rank, PhaseTimeoutError, or TimeoutError after `timeout` seconds."""
         wait_for_calls(self.calls, timeout)
-        return collect(ray.get([call.result for call in self._kept]), self._how)
+        return collect([call.fetch_result() for call in self._kept], self._how)
 
 
 class DerivedFuture(RemoteFuture[T_co]):
@@ -214,15 +231,37 @@ def _collect_ended(pending: dict[ray.ObjectRef, Call], wait_s: float) -> list[Ra
     references = list(pending)
     if not references:
         return []
-    ray.wait(references, num_returns=1, timeout=max(0.0, wait_s), fetch_local=False)
+    if failures := _wait(references, pending, wait_s):
+        return failures
     ended, _ = ray.wait(references, num_returns=len(references), timeout=0, fetch_local=False)
-    failures = []
     for reference in ended:
         call = pending.pop(reference)
         call.fetch()
         if call.failure is not None:
             failures.append(call.failure)
     return failures
+
+
+def _wait(references: list[ray.ObjectRef], pending: dict[ray.ObjectRef, Call], wait_s: float) -> list[RankFailure]:
+    """Waits at most `wait_s` for one of the calls to end. Returns the failures of processes that will never start.
+
+    Ray reports the loss of a running process. One that is still to be placed on a node that is gone it keeps waiting for ever.
+    """
+    end_s = time.monotonic() + wait_s
+    while True:
+        starting = {reference: call for reference, call in pending.items() if call.method == CONSTRUCTION}
+        remaining_s = max(0.0, end_s - time.monotonic())
+        ended, _ = ray.wait(
+            references, num_returns=1, timeout=min(remaining_s, NODE_LOOK_S) if starting else remaining_s, fetch_local=False
+        )
+        if ended:
+            return []
+        lost = {processes: processes.lost_nodes() for processes in dict.fromkeys(call.processes for call in starting.values())}
+        unplaceable = {reference: call for reference, call in starting.items() if call.rank in lost[call.processes]}
+        for reference in unplaceable:
+            del pending[reference]
+        if unplaceable or time.monotonic() >= end_s:
+            return [call.fail_without_node(lost[call.processes][call.rank]) for call in unplaceable.values()]
 
 
 def _late_failures(pending: dict[ray.ObjectRef, Call]) -> list[RankFailure]:
@@ -265,7 +304,7 @@ def _age_s(activity: RankActivity | None, call: Call, now_s: float) -> float:
 
 
 def _end_of_log(path: str) -> str:
-    """The last words of a process that died, when it ran on this machine."""
+    """Returns the end of what a process that died has printed, if it ran on this machine."""
     try:
         lines = Path(path).read_text(errors="replace").splitlines()
     except OSError:

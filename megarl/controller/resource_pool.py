@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 import ray
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 
 from megarl.placement.placement_plan import PlacementPlan
 
@@ -65,6 +65,7 @@ class RayResourcePool:
         self.nodes = None if nodes is None else tuple(nodes)
         self._node_ids: list[str] | None = None  # Ray's, of `nodes`
         self._groups: list[PlacementGroup] = []
+        self._reserved_on: list[str] = []  # Ray's ids of their nodes
 
     @property
     def world_size(self) -> int:
@@ -85,6 +86,7 @@ class RayResourcePool:
             if not all(group.wait(max(0.0, deadline_s - time.monotonic())) for group in self._groups):
                 self.release()
                 raise InsufficientResourcesError(explain([self], free_nodes(), f"still not free after {self.wait_limit_s:g} s"))
+            self._reserved_on = [placement_group_table(group)["bundles_to_node_id"][0] for group in self._groups]
         return [
             PoolBundle(group, index, index)
             for group, count in zip(self._groups, self.process_on_nodes, strict=True)
@@ -102,6 +104,17 @@ class RayResourcePool:
     def pin(self, node_ids: Sequence[str]) -> None:
         """Reserves on these nodes, by Ray's ids, one for each of `process_on_nodes`."""
         self._node_ids = list(node_ids)
+
+    def lost_nodes(self) -> dict[int, str]:
+        """Returns the ranks whose node has left the cluster, with its address, where no other node can take its place.
+
+        A planned pool stays on the nodes that it was reserved on. Ray moves another pool to a node that has room.
+        """
+        if self._node_ids is None and fits(node_demands([self]), living_nodes()):
+            return {}
+        gone = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes() if not node["Alive"]}
+        node_of = [node for node, count in zip(self._reserved_on, self.process_on_nodes, strict=True) for _ in range(count)]
+        return {rank: gone[node] for rank, node in enumerate(node_of) if node in gone}
 
     def release(self) -> None:
         """Gives the devices back; ends the processes that still use them."""
@@ -125,6 +138,10 @@ class _PoolPart(RayResourcePool):
     def bundles(self) -> list[PoolBundle]:
         whole = self._whole.bundles()
         return [whole[rank]._replace(local_rank=local_rank) for rank, local_rank in zip(self.ranks, self._local_ranks, strict=True)]
+
+    def lost_nodes(self) -> dict[int, str]:
+        lost = self._whole.lost_nodes()
+        return {index: lost[rank] for index, rank in enumerate(self.ranks) if rank in lost}
 
     def release(self) -> None:
         raise ValueError(f"pool {self.name!r}: a part of a pool cannot be released; release the whole pool")

@@ -68,7 +68,7 @@ def run(config_path: str | None, overrides: Sequence[str], as_document: bool = F
 def examine(config_path: str | None, overrides: Sequence[str], console: Console) -> list[CheckResult]:
     """Every check, one after the other."""
     gpus = devices.probe()
-    subject, results = read_subject(config_path, overrides, len(gpus.gpus), os.environ.get("RAY_ADDRESS"))
+    subject, results = read_subject(config_path, overrides, len(gpus.gpus), cluster_address())
     results += [*software.check(subject), *devices.check(subject, gpus)]
     for check in (each for each in CHECKS if subject.config is not None or not each.of_run):
         with console.status(f"examining {check.title}"):

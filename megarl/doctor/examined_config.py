@@ -45,7 +45,7 @@ def load_examined_anywhere(schema: type[RunConfig], path: str, overrides: Sequen
 
 def absent_gpus(config: PPOConfig | SFTConfig) -> Iterator[str]:
     """A run on this machine alone, for GPUs that it does not have."""
-    if config.device is Device.cuda and not os.environ.get("RAY_ADDRESS") and not devices.probe().gpus:
+    if config.device is Device.cuda and cluster_address() is None and not devices.probe().gpus:
         yield "device: is cuda, and this machine has no GPU; use device=cpu, or join a cluster that has some (RAY_ADDRESS=HOST:PORT)"
 
 

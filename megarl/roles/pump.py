@@ -282,7 +282,7 @@ class Pump:
 
     def _outcome(self, replica: int, task: _Task | None) -> list[FinishedRequest | FailedRequest]:
         """Samples, or none where the replica has just started or has to start anew. `task`: None where it took too long."""
-        if task is not None and task.is_start:
+        if task is not None and task.is_start and not _is_lost(task.future):
             self._admit(replica)
             return []
         try:
@@ -330,6 +330,15 @@ class Pump:
         self._last_sample_s[replica] = self._clock()
         self._num_tokens[replica] += len(sample.token_ids)
         deliver(replica, finished._replace(request_id=request.request_id))
+
+
+def _is_lost(start: WorkerFuture[Any]) -> bool:
+    """Whether the process of a replica that was starting is gone. Another failure of its start is for who gives it weights."""
+    try:
+        start.get()
+    except (WorkerError, PhaseTimeoutError) as error:
+        return is_dead(error)
+    return False
 
 
 def check_sample(replica: int, request: GenerationRequest, sample: Sample) -> None:

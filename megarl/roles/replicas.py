@@ -38,6 +38,10 @@ class RestartLimitError(RunError):
     """Replicas ended too often. The message ends with the last words of the one that ended last."""
 
 
+class NodeLostError(RunError):
+    """The node of a replica has left the cluster. The message ends with the replica's last words."""
+
+
 class ReplicaPlace(NamedTuple):
     """Where a replica runs: a pool of one process, and what its environment must say beside what Ray puts there."""
 
@@ -109,10 +113,15 @@ class Replicas:
     def restart(self, number: int, why: str) -> None:
         """Ends a replica that died or hangs and starts another in its place; it needs weights when its group is ready.
 
-        Raises RestartLimitError when there were too many.
+        Raises RestartLimitError when there were too many, NodeLostError when its node has left the cluster.
         """
         last_words = f"rollout replica {number} of {len(self.groups)} ended or hung: {why}"
         self.kill(number)
+        if lost := self._places[number].pool.lost_nodes():
+            raise NodeLostError(
+                f"node {', '.join(dict.fromkeys(lost.values()))} is lost: rollout replica {number} of {len(self.groups)} ran there, and "
+                f"the placement of this run has no other place for it\n\n{last_words}"
+            )
         if self.num_restarts == self._restart_limit:
             raise RestartLimitError(
                 f"{last_words}\n\nrollout.restart_limit: {self._restart_limit} restarts are used up. The cause is in the words above; "
@@ -126,7 +135,7 @@ class Replicas:
 
     def replace(self, lost: Mapping[int, Exception]) -> None:
         """Starts those anew that are lost, with the reason. Raises it where one never came up and none has ever worked, as another
-        attempt would not either; RestartLimitError."""
+        attempt would not either; RestartLimitError; NodeLostError."""
         for number, error in lost.items():
             if self.weight_version is None and isinstance(error, (WorkerError, PhaseTimeoutError)) and is_failed_start(error):
                 raise error

@@ -138,6 +138,9 @@ def test_every_remedy_is_for_something_else() -> None:
     shown = (
         "torch.OutOfMemoryError: CUDA out of memory",
         "1 worker(s) were killed due to the node running low on memory",
+        "node 10.0.0.7 is lost: health check failed due to missing too many heartbeats",
+        "the process ended; the kernel's OOM killer has ended 1 process of its node during this run",
+        "the process crashed (SIGSEGV)",
         "DefaultCPUAllocator: can't allocate memory",
         "OSError: [Errno 28] No space left on device",
         "DistNetworkError: port: 29500, code: -98, name: EADDRINUSE",

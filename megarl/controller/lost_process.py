@@ -1,0 +1,81 @@
+"""Says why a process is gone: what Ray reports about it, told apart by whether the process, its node or the network failed."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from ray.exceptions import (
+    ActorUnavailableError,
+    LocalRayletDiedError,
+    NodeDiedError,
+    ObjectLostError,
+    OutOfMemoryError,
+    RayActorError,
+    RayError,
+    WorkerCrashedError,
+)
+
+# Errors that mean that the process, or what it returned, no longer exists.
+LOST = (ActorUnavailableError, LocalRayletDiedError, NodeDiedError, ObjectLostError, OutOfMemoryError, RayActorError, WorkerCrashedError)
+UNKNOWN = "the process ended (killed, out of memory, or crashed)"
+
+_NODE_DIED = re.compile(r"its node has died|health check failed|missed too many heartbeats|node (?:is|was) (?:dead|terminated)")
+_NODE_REASON = re.compile(r"node was terminated(?: \w+)?: ([^\n]+)")
+_NODE_ADDRESS = re.compile(r"^\s*ip: (\S+)$", re.MULTILINE)
+_MEMORY_USED = re.compile(r"(\S+) used / (\S+) limit")
+_SIGNAL = re.compile(r"The process receives a (SIG[A-Z]+)")
+_EXIT_CODE = re.compile(r"exits with an exit code (-?\d+)")
+_CRASH = re.compile(r"\*\*\* (SIG[A-Z]+) received|^Fatal Python error: ([^\n]+)", re.MULTILINE)
+
+
+def why_lost(error: RayError, node: str | None, log: str, oom_kills: int) -> str:
+    """Describe in one line why a process is gone.
+
+    Args:
+        error: Ray's error, one of `LOST`.
+        node: The address of the process's node, None where it is not known.
+        log: The end of the process's standard error, empty where it cannot be read.
+        oom_kills: Processes of that node that the kernel's OOM killer has ended during this run, 0 where it is not known.
+    """
+    text = str(error)
+    if isinstance(error, OutOfMemoryError):
+        used = _MEMORY_USED.search(text)
+        memory = f" ({used[1]} of {used[2]} used)" if used else ""
+        return f"Ray's memory monitor ended the process: its node is running out of memory{memory}"
+    if isinstance(error, NodeDiedError) or _NODE_DIED.search(text):
+        address = _NODE_ADDRESS.search(text)
+        reason = _NODE_REASON.search(text)
+        return node_lost(address[1] if address else node, reason[1].strip() if reason else "it no longer answers")
+    if isinstance(error, ActorUnavailableError):
+        return "the process cannot be reached: the connection to it broke, and its node is still part of the cluster"
+    if isinstance(error, ObjectLostError):
+        return f"a value that was kept on node {node or 'not known'} is lost: the process or the node that kept it is gone"
+    return _why_ended(text, log, oom_kills)
+
+
+def node_lost(address: str | None, reason: str) -> str:
+    """Describe a node that left the cluster. The failure page recognizes this line."""
+    return f"node {address or '(address not known)'} is lost: {reason}"
+
+
+def _why_ended(text: str, log: str, oom_kills: int) -> str:
+    if signal := _SIGNAL.search(text):
+        return f"the process was ended by {signal[1]}"
+    if crash := _CRASH.search(log):
+        return f"the process crashed ({crash[1] or crash[2]})"
+    if code := _EXIT_CODE.search(text):
+        return f"the process ended with exit code {code[1]}"
+    if oom_kills:
+        processes = "1 process" if oom_kills == 1 else f"{oom_kills} processes"
+        return f"the process ended; the kernel's OOM killer has ended {processes} of its node during this run"
+    return UNKNOWN
+
+
+def num_oom_kills() -> int:
+    """Count the processes that the OOM killer of this machine's kernel has ended since boot, 0 where it does not say."""
+    try:
+        lines = Path("/proc/vmstat").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)
