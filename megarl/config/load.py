@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import os
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -16,6 +16,7 @@ from megarl import __version__
 from megarl.doctor import devices, software
 from megarl.doctor.check_result import CheckResult, Status, as_json, worst, wrong
 from megarl.doctor.examined_run import ExaminedRun, read_subject
+from megarl.machine.ray_address import cluster_address
 
 GOOD, USER_ERROR = 0, 2
 _WIDTH = 140  # where nobody's window limits it

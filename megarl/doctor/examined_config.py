@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from megarl.doctor import devices
 from megarl.doctor.check_result import DATA, CheckResult, Status
 from megarl.doctor.checked_config import RunConfig, checked_anywhere, find_inputs, problems_of, refuse
 from megarl.doctor.inputs import ROWS, findings
+from megarl.machine.ray_address import cluster_address
 
 
 def load_for_run(schema: type[RunConfig], source: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> RunConfig:

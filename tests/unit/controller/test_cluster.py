@@ -1,11 +1,15 @@
 """Starting and joining a cluster: what is refused, and quickly."""
 
+import os
 import socket
+import subprocess
 
 import psutil
 import pytest
 
 from megarl.controller.cluster import start_ray
+from megarl.machine.ray_address import cluster_address
+from tests import warm
 from tests.failure_pages import check_documented
 
 
@@ -30,7 +34,17 @@ def ray_daemons() -> list[psutil.Process]:
 
 
 @pytest.mark.parametrize(
-    ("address", "message"), [("127.0.0.1:{free}", "does not answer"), ("ray://head:10001", "must run inside the cluster")]
+    ("address", "message"),
+    [
+        ("127.0.0.1:{free}", "does not answer"),
+        ("[::1]:{free}", "does not answer"),
+        ("ray://head:10001", "does not connect as a Ray client; submit the run as a Ray job"),
+        ("http://head:8265", "must run inside the cluster"),
+        ("head", "RAY_ADDRESS=head is not of the form HOST:PORT"),
+        ("head:gcs", "RAY_ADDRESS=head:gcs is not of the form HOST:PORT"),
+        ("head:70000", "RAY_ADDRESS=head:70000 is not of the form HOST:PORT"),
+        (":6379", "RAY_ADDRESS=:6379 is not of the form HOST:PORT"),
+    ],
 )
 def test_an_address_that_cannot_work_is_refused_at_once(address: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megarl.controller.cluster.ray.is_initialized", lambda: False)
@@ -47,3 +61,36 @@ def test_a_cluster_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None
     with pytest.raises(ValueError, match="unset it to run on this machine") as caught:
         start_ray(num_cpus=1)
     check_documented("ray-does-not-answer", f"megarl train: {caught.value}")
+
+
+@pytest.mark.parametrize("value", ["local", " local ", "", None])
+def test_local_is_a_ray_of_its_own(value: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    if value is not None:
+        monkeypatch.setenv("RAY_ADDRESS", value)
+    assert cluster_address() is None
+
+
+def test_a_run_with_local_has_the_processors_it_asks_for(warm_processes: None) -> None:
+    """Ray by itself gives such a cluster as many as the machine has."""
+    program = (
+        "import ray; from megarl.controller.cluster import *; start_ray(num_cpus=37); print(ray.cluster_resources()['CPU']); shutdown()"
+    )
+    environment = {**os.environ, "RAY_ADDRESS": "local"}
+    done = subprocess.run([*warm.PYTHON, "-c", program], env=environment, capture_output=True, text=True, timeout=280, check=False)
+    assert done.stdout.strip() == "37.0", done.stderr
+
+
+@pytest.mark.parametrize(
+    ("found", "message"),
+    [
+        (None, "no Ray cluster runs on this machine"),
+        ("127.0.0.1:1", "RAY_ADDRESS=auto: 127.0.0.1:1, the cluster that was last started here, does not answer"),
+    ],
+)
+def test_auto_without_a_cluster_that_answers(found: str | None, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megarl.controller.cluster.ray.is_initialized", lambda: False)
+    monkeypatch.setattr("megarl.controller.cluster.services.canonicalize_bootstrap_address", lambda address: found)
+    monkeypatch.setenv("RAY_ADDRESS", "auto")
+    with pytest.raises(ValueError, match=message):
+        start_ray(num_cpus=1)
