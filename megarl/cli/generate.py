@@ -14,7 +14,8 @@ import torch
 
 from megarl.cli.named_model import NamedModel, find_model, hugging_face_folder
 from megarl.config.schema import Device, DType, LossyText, ModelConfig, RolloutConfig
-from megarl.data.tokenizer import Tools, load_tokenizer, render_whole
+from megarl.data.tokenizer import Tools, load_tokenizer
+from megarl.data.whole_chat import render_whole
 from megarl.machine.strict_json import dump_readable
 from megarl.rollout.hf.engine import HFEngine
 from megarl.rollout.interface import GenerationRequest, RolloutEngineSpec, Sample, SamplingParameters, check_request, plan_requests

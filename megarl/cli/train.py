@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
@@ -24,6 +25,7 @@ from megarl.data.loader import train_loader
 from megarl.data.prompts import PromptDataset
 from megarl.data.tokenizer import load_tokenizer
 from megarl.doctor.examined_config import load_for_run
+from megarl.doctor.inputs import endless_turns
 from megarl.roles.rollout import TokenRules
 from megarl.roles.saved_models import ppo_models
 from megarl.roles.start import start_ppo
@@ -32,6 +34,8 @@ from megarl.trainers.evaluation import Evaluation
 from megarl.trainers.ppo import PPOTrainer
 from megarl.trainers.resume import Resume, find_resume
 from megarl.workers.reward_model import Reading, conversation_encoder
+
+_log = logging.getLogger(__name__)
 
 
 def run(config_path: str, overrides: Sequence[str], verbose: bool = False) -> int:
@@ -59,6 +63,8 @@ def open_ppo(config: PPOConfig, context: RunContext, resume: Resume | None) -> I
     """The roles of a run and its trainer, in the state of `resume`; they end with the block."""
     models = {role.name: read_architecture(role.path, config.model.trust_remote_code) for role in model_roles(config)}
     tokenizer = load_tokenizer(config.model.path, config.model.trust_remote_code)
+    if problem := endless_turns(config.model.path, tokenizer):
+        _log.warning("model.path=%s: %s", config.model.path, problem)
     rules = token_rules(config, tokenizer)
     data, trainer = config.data, config.trainer
     tools = load_agent(config.agent).tools if config.agent.tools else None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -11,6 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from megarl.batch.ragged import RaggedTensor
 from megarl.config.schema import OverlongConversation
+from megarl.data.special_tokens import spelled
 from megarl.data.tokenizer import render_chat
 
 if TYPE_CHECKING:  # workers read no tables
@@ -51,8 +51,6 @@ class ConversationEncoder:
         self._pad_token_id = pad_token_id
         self._max_length = max_length
         self._overlong = overlong
-        special = sorted({token.content for token in tokenizer.added_tokens_decoder.values() if token.special})
-        self._special = re.compile("|".join(map(re.escape, special)) or "(?!)")  # the latter matches nothing
 
     def encode(self, uid: str, messages: Sequence[Mapping[str, Any]], answer: str) -> Conversation:
         """Raises ConversationError for a chat that the template refuses, one that is too long, and tokens that the model lacks."""
@@ -77,7 +75,7 @@ class ConversationEncoder:
                 "reward.model.max_length and micro_batch as far as its positions go, use shorter prompts or responses, "
                 "or set reward.model.overlong=truncate to leave the oldest tokens out"
             )
-        return Conversation(token_ids[-self._max_length :], length > self._max_length, self._special.search(answer) is not None)
+        return Conversation(token_ids[-self._max_length :], length > self._max_length, spelled(self._tokenizer, [answer]) is not None)
 
 
 def check_chats(encoder: ConversationEncoder, prompts: Iterable[Prompt]) -> None:

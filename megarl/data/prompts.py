@@ -14,8 +14,9 @@ from megarl.batch.data_proto import DataProto
 from megarl.batch.ragged import RaggedTensor
 from megarl.config.schema import DataConfig, PromptColumnsConfig
 from megarl.data.files import DataError
-from megarl.data.tables import DataRow, Fingerprint, Measured, chat_messages, keep_within, read_rows, typed_value
-from megarl.data.tokenizer import Tools, render_whole
+from megarl.data.tables import DataRow, Fingerprint, Measured, chat_messages, keep_within, read_rows, typed_value, warn_of_escapes
+from megarl.data.tokenizer import Tools
+from megarl.data.whole_chat import render_whole, spelled_special
 
 GROUND_TRUTH_EXAMPLE = "{'style': 'rule', 'ground_truth': '5'}"
 
@@ -44,6 +45,7 @@ class PromptDataset:
             prompt = read_prompt(row, tokenizer, data, tools)
             prompts.append(prompt)
             measured.append(Measured.of(row, len(prompt.token_ids)))
+        warn_of_escapes([spelled_special(tokenizer, prompt.messages) for prompt in prompts])
         kept = keep_within(range(len(prompts)), measured, data.max_prompt_length, "data.max_prompt_length", data.overlong)
         self._prompts = [prompts[index] for index in kept]
         self.row_files = [measured[index].file for index in kept]
@@ -103,7 +105,12 @@ def read_prompt(row: DataRow, tokenizer: PreTrainedTokenizerBase, data: DataConf
     else:
         reward_model = {"style": "rule", "ground_truth": row.values[columns.ground_truth]}
     extra_info = {} if row.values.get(columns.extra_info) is None else typed_value(row, columns.extra_info, dict, "{'index': 0}")
-    source = Path(row.file).stem if columns.data_source is None else typed_value(row, columns.data_source, str, "'openai/gsm8k'")
+    source = Path(row.file).stem
+    if columns.data_source is not None:
+        source = typed_value(row, columns.data_source, str, "'openai/gsm8k'")
+        if not source.strip() or not source.isprintable():
+            problem = f"is {source!r}, but names the kind of task in metrics such as val/<data_source>/score/mean"
+            raise row.error(columns.data_source, f"{problem}; give it a name, or set data.columns.data_source=null for the file's")
     try:
         token_ids = render_whole(tokenizer, messages, data.lossy, for_generation=True, tools=tools)
     except ValueError as error:

@@ -16,12 +16,24 @@ from transformers import PreTrainedTokenizerBase
 from megarl.batch.data_proto import DataProto
 from megarl.batch.ragged import RaggedTensor
 from megarl.config.schema import ChatColumnsConfig, SFTDataConfig
-from megarl.data.tables import DataRow, Fingerprint, Measured, chat_messages, keep_within, read_rows, tool_schemas, typed_value
-from megarl.data.tokenizer import Tools, encode_rendered, render_whole, rendered_chat
-from megarl.data.tool_columns import names_of
+from megarl.data.tables import (
+    DataRow,
+    Fingerprint,
+    Measured,
+    chat_messages,
+    keep_within,
+    read_rows,
+    tool_schemas,
+    typed_value,
+    warn_of_escapes,
+)
+from megarl.data.tokenizer import Tools, encode_rendered, rendered_chat
+from megarl.data.tool_columns import looks_like_tools, names_of
 from megarl.data.turns import TurnTemplate, refuse_silent_template
+from megarl.data.whole_chat import refuse_unsaid_answer, render_whole, spelled_special
 
 _log = logging.getLogger(__name__)
+_OTHER_NAMES_OF_TOOLS = ("tools", "functions", "tool_defs", "tool_definitions", "tool_schemas", "available_tools")
 
 
 class Example(NamedTuple):
@@ -31,6 +43,7 @@ class Example(NamedTuple):
     response_ids: list[int]  # from the first answer that is trained to the end token of the last
     is_trained: list[bool]
     is_as_rendered: bool  # the template renders the whole chat to the same tokens
+    escaped: str | None = None  # a special token that a text which is not the assistant's spells; see megarl/data/special_tokens.py
 
 
 class SFTDataset:
@@ -47,6 +60,7 @@ class SFTDataset:
             example = read_example(row, tokenizer, data)
             examples.append(example)
             measured.append(Measured.of(row, len(example.prompt_ids) + len(example.response_ids)))
+        warn_of_escapes([example.escaped for example in examples])
         kept = keep_within(range(len(examples)), measured, data.max_length, "data.max_length", data.overlong)
         self._examples = [examples[index] for index in kept]
         self.row_files = [measured[index].file for index in kept]
@@ -84,7 +98,23 @@ def read_chat_rows(files: Sequence[str], columns: ChatColumnsConfig) -> Iterator
     """With the columns of SFTDataset. Raises DataError, see `read_rows`."""
     two = [name for name in (columns.prompt, columns.answer) if name is not None]
     hint = "; data.columns says which columns are read, such as {prompt: question, answer: answer}"
-    return read_rows(files, two or [columns.messages], [columns.tools], hint)
+    others = [name for name in _OTHER_NAMES_OF_TOOLS if name != columns.tools]
+    for row in read_rows(files, two or [columns.messages], [columns.tools, *others], hint):
+        _refuse_tools_elsewhere(row, columns.tools, others)
+        yield row
+
+
+def _refuse_tools_elsewhere(row: DataRow, column: str, others: Sequence[str]) -> None:
+    """Tools in a column of another name would be left out, and the calls trained without them."""
+    if row.values.get(column):
+        return
+    for name in others:
+        if looks_like_tools(row.values.get(name)):
+            raise row.error(
+                name,
+                f"holds tools, but tools are read from the column {column!r}, which has none in this row; set data.columns.tools={name} "
+                "(each as {'type': 'function', 'function': {...}}), or leave the column out of the file",
+            )
 
 
 def _chat(row: DataRow, data: SFTDataConfig) -> tuple[str, list[dict[str, Any]]]:
@@ -122,7 +152,8 @@ def read_example(row: DataRow, tokenizer: PreTrainedTokenizerBase, data: SFTData
     except ValueError as error:
         raise row.error(column, str(error)) from error
     whole_ids = whole_ids[: len(prompt_ids) + len(response_ids)]
-    return Example(prompt_ids, response_ids, is_trained, is_as_rendered=whole_ids == prompt_ids + response_ids)
+    is_as_rendered = whole_ids == prompt_ids + response_ids
+    return Example(prompt_ids, response_ids, is_trained, is_as_rendered, spelled_special(tokenizer, messages))
 
 
 def _is_trained(row: DataRow, column: str, message: dict[str, Any]) -> bool:
@@ -141,6 +172,7 @@ def _answer(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], 
     refuse_silent_template(names_of(messages[-1].get("tool_calls")), chat[len(prompt) :])
     if chat_ids[: len(prompt_ids)] != prompt_ids:
         raise ValueError(_not_a_prefix(tokenizer, prompt_ids, chat_ids))
+    refuse_unsaid_answer(tokenizer, messages, prompt, chat[len(prompt) :])
     answer_ids = chat_ids[len(prompt_ids) :]
     if tokenizer.eos_token_id not in answer_ids:
         raise ValueError(

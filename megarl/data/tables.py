@@ -10,6 +10,7 @@ import difflib
 import hashlib
 import json
 import logging
+import re
 from array import array
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -19,10 +20,12 @@ from megarl.config.schema import Overlong
 from megarl.data.files import DataError, open_file
 from megarl.data.tool_columns import calls_of, holds_null, schemas_of
 from megarl.machine import unicode_text
+from megarl.machine.strict_json import load_strictly
 
 logger = logging.getLogger(__name__)
 ROLES = ("system", "user", "assistant", "tool")
 Item = TypeVar("Item")
+_LOOKS_LIKE_MESSAGES = re.compile(r"""\s*\[?\s*\{\s*["'](role|content|from|value)["']\s*:""")
 
 
 class DataRow(NamedTuple):
@@ -75,13 +78,17 @@ def _refuse_absent(file: str, required: Sequence[str], columns: Sequence[str], h
 
 
 def chat_messages(row: DataRow, column: str, system_prompt: str | None = None) -> list[dict[str, Any]]:
-    """The row's messages, each a dict with `role` and `content` as strings; of the assistant also with `tool_calls`, and then `content`
-    may be null. A text is one message of the user. `system_prompt` comes before a chat that begins with none of its own. Fields that
-    are null, as parquet fills them where only other messages have them, are dropped. Raises DataError for anything else."""
+    """Returns the row's messages, each a dict with `role` and `content` as strings; of the assistant also with `tool_calls`, and then
+    `content` may be null.
+
+    A text is one message of the user, unless it is the JSON text of messages. `system_prompt` comes before a chat that begins with none
+    of its own. Fields that are null, as parquet fills them where only other messages have them, are dropped. Raises DataError for anything
+    else.
+    """
     example = "[{'role': 'user', 'content': 'What is 2 + 3?'}]"
     messages = row.values[column]
     if isinstance(messages, str):
-        messages = [{"role": "user", "content": messages}]
+        messages = _messages_in(row, column, messages) or [{"role": "user", "content": messages}]
     if not isinstance(messages, list):
         raise row.error(column, f"found {_show(messages)}, expected a text or a list of chat messages such as {example}")
     if not messages:
@@ -97,6 +104,24 @@ def chat_messages(row: DataRow, column: str, system_prompt: str | None = None) -
     if system_prompt is not None and messages[0]["role"] != "system":
         messages = [{"role": "system", "content": system_prompt}, *messages]
     return [{key: value for key, value in message.items() if value is not None} for message in messages]
+
+
+def _messages_in(row: DataRow, column: str, text: str) -> list[Any] | None:
+    """Returns the messages of a text that is their JSON, as CSV files have them; None for any other text."""
+    if not _LOOKS_LIKE_MESSAGES.match(text):
+        return None
+    try:
+        messages = load_strictly(text)
+    except (ValueError, RecursionError) as error:
+        reason = f"it is not JSON ({str(error) or type(error).__name__})"
+        if "'" in text[: text.index(":")]:
+            reason = "it is the Python text of a list"
+        raise row.error(
+            column, f"found the text {_show(text)}: chat messages as a text, but {reason}; write them with json.dumps"
+        ) from error
+    if not isinstance(messages, list):
+        raise row.error(column, f"found the text {_show(text)}: one chat message; write a list of them, or its JSON text")
+    return messages
 
 
 def _with_calls(row: DataRow, column: str, index: int, message: Any) -> Any:
@@ -173,6 +198,20 @@ def keep_within(items: Sequence[Item], measured: Sequence[Measured], limit: int,
         raise DataError(f"{first.file}: no row is left after filtering: {summary}. Raise {option}")
     logger.warning("%s: left out (data.overlong=filter)", summary)
     return [item for item, row in zip(items, measured, strict=True) if row.length <= limit]
+
+
+def warn_of_escapes(spelled: Sequence[str | None]) -> None:
+    """Says how many rows spell special tokens, given the one that each of them spells."""
+    if found := [token for token in spelled if token is not None]:
+        logger.warning("%s", escapes_message(found, len(spelled)))
+
+
+def escapes_message(found: Sequence[str], num_rows: int) -> str:
+    return (
+        f"{len(found)} of {num_rows} rows spell special tokens such as {found[0]!r} in a text that is not the assistant's: these get a "
+        f"blank ({found[0][0]} {found[0][1:]}), as only the chat template may begin and end turns. Chats that were rendered before belong "
+        "into the data as messages"
+    )
 
 
 class Fingerprint:

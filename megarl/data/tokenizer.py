@@ -13,7 +13,7 @@ from jinja2 import TemplateError, TemplateSyntaxError
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from megarl.config.errors import one_line
-from megarl.config.schema import LossyText
+from megarl.data.special_tokens import escaped
 from megarl.machine import unicode_text
 from megarl.machine.files import read_json_object
 
@@ -113,24 +113,18 @@ def render_chat(
     return encode_rendered(tokenizer, rendered_chat(tokenizer, messages, for_generation=for_generation, tools=tools))
 
 
-def render_whole(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, Any]], lossy: LossyText, *, for_generation: bool, tools: Tools = None
-) -> list[int]:
-    """As `render_chat`. Raises ValueError too where the tokens do not hold the text, unless `lossy` allows it."""
-    text = rendered_chat(tokenizer, messages, for_generation=for_generation, tools=tools)
-    token_ids = encode_rendered(tokenizer, text)
-    if lossy is LossyText.refuse and (problem := lost_text(tokenizer, text, token_ids)):
-        raise ValueError(problem)
-    return token_ids
-
-
 def rendered_chat(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, Any]], *, for_generation: bool, tools: Tools = None
 ) -> str:
-    """As `render_chat`, the text."""
-    known: list[Any] | None = None if tools is None else [dict(tool) for tool in tools]
+    """Renders a chat as text, as `render_chat`.
+
+    Special tokens that are spelled in the tools, or in a message that is not the assistant's, get a blank: only the template writes real
+    ones, so that no text ends a turn or begins another.
+    """
+    known: list[Any] | None = None if tools is None else [escaped(tokenizer, tool) for tool in tools]
+    safe = [_with_plain_text(tokenizer, message) for message in messages]
     try:
-        text = tokenizer.apply_chat_template(list(messages), tools=known, add_generation_prompt=for_generation, tokenize=False)
+        text = tokenizer.apply_chat_template(safe, tools=known, add_generation_prompt=for_generation, tokenize=False)
     except TemplateSyntaxError as error:
         raise TemplateFailureError(
             f"the chat template is none ({one_line(error)}, line {error.lineno}); mend chat_template.jinja"
@@ -147,6 +141,10 @@ def rendered_chat(
     if not unicode_text.is_encodable(text):
         raise ValueError(f"the chat has {unicode_text.PROBLEM}; remove it")
     return text
+
+
+def _with_plain_text(tokenizer: PreTrainedTokenizerBase, message: dict[str, Any]) -> dict[str, Any]:
+    return message if message["role"] == "assistant" else escaped(tokenizer, message) | {"role": message["role"]}
 
 
 def encode_rendered(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:

@@ -31,6 +31,17 @@ def schemas_of(value: Any) -> list[dict[str, Any]] | None:
     return tools
 
 
+def looks_like_tools(value: Any) -> bool:
+    """Returns whether a value of any column is a list of tools, or its JSON text: in OpenAI's form, or as functions without their frame."""
+    try:
+        tools = _parsed(value)
+    except ValueError:
+        return False
+    if not isinstance(tools, list) or not tools:
+        return False
+    return all(_has_name(tool) or (isinstance(tool, Mapping) and {"name", "parameters"} <= tool.keys()) for tool in tools)
+
+
 def calls_of(value: Any) -> list[dict[str, Any]]:
     """Of a message's `tool_calls`, each with its arguments as an object. Raises ValueError."""
     calls = _parsed(value)

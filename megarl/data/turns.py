@@ -14,6 +14,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from megarl.data.special_tokens import escaped
 from megarl.data.tokenizer import encode_rendered, rendered_chat
 from megarl.data.tool_columns import names_of
 
@@ -35,10 +36,7 @@ class TurnTemplate:
         self._tokenizer = tokenizer
         self._tools = tools
         self._max_result_tokens = max_result_tokens
-        special = {number: token.content for number, token in tokenizer.added_tokens_decoder.items() if token.special}
-        self._special_ids = frozenset(special)
-        spelt = sorted((text for text in special.values() if len(text) > 1), key=len, reverse=True)
-        self._special = re.compile("|".join(map(re.escape, spelt)) or "(?!)")  # the latter matches nothing
+        self._special_ids = frozenset(number for number, token in tokenizer.added_tokens_decoder.items() if token.special)
 
     @property
     def _opened(self) -> str:
@@ -73,8 +71,8 @@ class TurnTemplate:
 
     def _after(self, messages: Sequence[dict[str, Any]]) -> str:
         """The text of `bridge`, with the end token before it: some tokenizers treat the beginning of a text in another way."""
-        safe = [message | {"content": self._cut(self._escaped(text))} if (text := _text(message)) else message for message in messages]
-        chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}, *safe]
+        short = [message | {"content": self._shortened(text)} if (text := _text(message)) else message for message in messages]
+        chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}, *short]
         rendered = rendered_chat(self._tokenizer, chat, for_generation=True, tools=self._tools)
         before, answer, after = rendered.rpartition(_ANSWER)
         if not answer or _ANSWER in before or encode_rendered(self._tokenizer, after)[:1] != [self._tokenizer.eos_token_id]:
@@ -85,12 +83,9 @@ class TurnTemplate:
             )
         return after
 
-    def _escaped(self, text: str) -> str:
-        while self._special.search(text):
-            text = self._special.sub(lambda found: f"{found[0][0]} {found[0][1:]}", text)
-        return text
-
-    def _cut(self, text: str) -> str:
+    def _shortened(self, text: str) -> str:
+        """Cuts a text to the limit of a result, counted with the blanks that special tokens get."""
+        text = escaped(self._tokenizer, text)
         limit = self._max_result_tokens
         if limit is None:
             return text
@@ -150,6 +145,17 @@ def _without_opened_thinking(chat: str) -> str:
 def _text(message: Mapping[str, Any]) -> str:
     text = message.get("content")
     return text if isinstance(text, str) else ""
+
+
+def closing_token(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """Returns the special token with which the chat template closes an answer, or None if it writes none behind it."""
+    chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}]
+    try:
+        rendered = rendered_chat(tokenizer, chat, for_generation=False)
+    except ValueError:  # a template may refuse so short a chat
+        return None
+    special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+    return next((token for token in encode_rendered(tokenizer, rendered.rpartition(_ANSWER)[2]) if token in special), None)
 
 
 def refuse_silent_template(names: Sequence[str], rendered: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
+from typing import NamedTuple
 
 from pebble import ProcessExpired, ProcessPool
 from transformers import PreTrainedTokenizerBase
@@ -20,9 +21,11 @@ from megarl.config.schema import AlgorithmConfig, Overlong, PPOConfig, RewardCon
 from megarl.data.files import DataError, open_file
 from megarl.data.prompts import Prompt, read_prompt, read_prompt_rows
 from megarl.data.sft import read_chat_rows, read_example
+from megarl.data.tables import escapes_message
 from megarl.data.tokenizer import Tools, load_tokenizer
 from megarl.data.tool_columns import names_of
-from megarl.data.turns import TurnTemplate
+from megarl.data.turns import TurnTemplate, closing_token
+from megarl.data.whole_chat import spelled_special
 from megarl.doctor.check_result import DATA, CheckResult, Status, doubtful, good, refused, size, wrong
 from megarl.doctor.examined_run import ExaminedRun
 from megarl.machine.spawn import FreshContext
@@ -112,7 +115,22 @@ def judge_tokenizer(role: ModelRole, tokenizer: PreTrainedTokenizerBase) -> Chec
         )
         remedy = "set eos_token in tokenizer_config.json to the one with which the chat template ends an answer"
         return doubtful(TOKENIZERS, message, remedy, **facts)
+    if role.reads_policy_tokens and (problem := endless_turns(role.path, tokenizer)):
+        remedy = "set eos_token in tokenizer_config.json, or eos_token_id in generation_config.json, to that token"
+        return doubtful(TOKENIZERS, f"{role.path}: {problem}", remedy, **facts)
     return good(TOKENIZERS, f"{role.path}: {len(tokenizer):,} tokens, ends with {tokenizer.eos_token!r}, has a chat template", **facts)
+
+
+def endless_turns(folder: str, tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """Says what happens if the chat template closes an answer with a token that ends no sample, as in folders of base models."""
+    closing = closing_token(tokenizer)
+    if closing is None or closing in {tokenizer.eos_token_id, *end_token_ids(folder)}:
+        return None
+    return (
+        f"the chat template closes an answer with {tokenizer.decode([closing])!r} ({closing}), which ends no sample: the tokenizer ends "
+        f"with {tokenizer.eos_token!r}, and neither generation_config.json nor config.json names it. A policy that learns to write it goes "
+        "on to data.max_response_length"
+    )
 
 
 def data(
@@ -126,7 +144,7 @@ def data(
             continue
         for file in dict.fromkeys(config.data.train_files if key == "data.train_files" else config.data.val_files):
             try:
-                prompts, lengths = _rendered(config, file, tokenizer, num_rows, tools)
+                prompts, lengths, spelled = _rendered(config, file, tokenizer, num_rows, tools)
             except DataError as error:
                 example = "as in docs/rewards.md" if isinstance(config, PPOConfig) else "each a chat that ends with the assistant's answer"
                 remedy = f"write the file again with the columns that are named, {example}"
@@ -136,6 +154,9 @@ def data(
             rows = open_file(file, ()).num_rows if len(lengths) == num_rows else len(lengths)
             counts += [rows] if key == "data.train_files" else []
             results.append(judge_rows(config, key, file, rows, lengths))
+            if spelled:
+                message = f"{key}: {file}: {escapes_message(spelled, len(lengths))}"
+                results.append(doubtful(DATA, message, "remove them from the texts, if that is not meant", file=file))
     if "data.train_files" not in skipped and len(counts) == len(set(config.data.train_files)):
         results += judge_count(config, counts)
     return results, first
@@ -150,14 +171,25 @@ def judge_count(config: Config, counts: Sequence[int | None]) -> Iterator[CheckR
         yield refused(DATA, key, ValueError(problem), f"lower {key}, or give more rows")
 
 
-def _rendered(config: Config, file: str, tokenizer: PreTrainedTokenizerBase, num_rows: int, tools: Tools) -> tuple[list[Prompt], list[int]]:
-    """The first prompts, and tokens of each row: of the prompt, in SFT of the whole chat."""
+class _RenderedRows(NamedTuple):
+    """lengths: tokens of each row, in SFT of the whole chat. spelled: special tokens in texts that are not the assistant's."""
+
+    prompts: list[Prompt]
+    lengths: list[int]
+    spelled: list[str]
+
+
+def _rendered(config: Config, file: str, tokenizer: PreTrainedTokenizerBase, num_rows: int, tools: Tools) -> _RenderedRows:
+    """Reads and renders the first rows as a run does."""
     if isinstance(config, PPOConfig):
         rows = islice(read_prompt_rows([file], config.data.columns), num_rows)
         prompts = [read_prompt(row, tokenizer, config.data, tools) for row in rows]
-        return prompts, [len(prompt.token_ids) for prompt in prompts]
-    examples = (read_example(row, tokenizer, config.data) for row in islice(read_chat_rows([file], config.data.columns), num_rows))
-    return [], [len(example.prompt_ids) + len(example.response_ids) for example in examples]
+        spelled = [token for prompt in prompts if (token := spelled_special(tokenizer, prompt.messages))]
+        return _RenderedRows(prompts, [len(prompt.token_ids) for prompt in prompts], spelled)
+    chats = islice(read_chat_rows([file], config.data.columns), num_rows)
+    examples = [read_example(row, tokenizer, config.data) for row in chats]
+    lengths = [len(example.prompt_ids) + len(example.response_ids) for example in examples]
+    return _RenderedRows([], lengths, [example.escaped for example in examples if example.escaped])
 
 
 def judge_rows(config: Config, key: str, file: str, rows: int | None, lengths: Sequence[int]) -> CheckResult:
