@@ -21,20 +21,25 @@ _MARK = "TESTS_COMMAND"  # environment variable
 
 
 class Command:
-    """Python with these arguments, warm where there are such processes, from the repository's root; its output goes to `log`.
+    """Python with these arguments, warm where there are such processes, from the repository's root or `cwd`; its output goes to `log`.
 
     What comes of it is known by a mark that processes inherit, also where the one that started them has ended.
     """
 
     def __init__(
-        self, arguments: Sequence[str], log: Path, environment: Mapping[str, str] = os.environ, python: Sequence[str] = warm.PYTHON
+        self,
+        arguments: Sequence[str],
+        log: Path,
+        environment: Mapping[str, str] = os.environ,
+        python: Sequence[str] = warm.PYTHON,
+        cwd: Path = ROOT,
     ) -> None:
         self.log = log
         self._mark = uuid.uuid4().hex
         with log.open("w") as out:
             self.process = psutil.Popen(
                 [*python, *arguments],
-                cwd=ROOT,
+                cwd=cwd,
                 env={**environment, _MARK: self._mark},
                 stdin=subprocess.DEVNULL,
                 stdout=out,

@@ -19,7 +19,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from megarl.config.errors import ConfigError
 from megarl.config.schema import MISSING, Device, DType, PPOConfig, RunKind, SFTConfig
-from megarl.config.schema.keys import InputKind, leaves
+from megarl.config.schema.keys import InputKind, OutputFolder, leaves
 from megarl.config.sources import Layer, in_one_line, is_hub_name, read_layers, source_name
 from megarl.config.trl_names import trl_problem
 from megarl.config.verl_names import VerlProblem, verl_problems
@@ -132,20 +132,30 @@ def plain_values(config: Any) -> dict[str, Any]:
     return typing.cast(dict[str, Any], yaml.safe_load(_as_yaml(config)))
 
 
+def with_absolute_paths(config: Config) -> Config:
+    """Returns the configuration with the absolute path of everything that the run reads or writes.
+
+    Processes on other nodes have another current folder than the driver, and must see the same files.
+    """
+    return _with_whole_paths(config, outputs=True)
+
+
 def _as_yaml(config: Any) -> str:
     return OmegaConf.to_yaml(OmegaConf.structured(_with_whole_paths(config)))
 
 
-def _with_whole_paths(section: Any) -> Any:
+def _with_whole_paths(section: Any, outputs: bool = False) -> Any:
     changes: dict[str, Any] = {}
     for entry in fields(section):
         value = getattr(section, entry.name)
         if is_dataclass(value):
-            changes[entry.name] = _with_whole_paths(value)
+            changes[entry.name] = _with_whole_paths(value, outputs)
         elif isinstance(value, list) and _item_section(_hints(typing.cast(type, type(section)))[entry.name]):
-            changes[entry.name] = [_with_whole_paths(item) for item in value]
+            changes[entry.name] = [_with_whole_paths(item, outputs) for item in value]
         elif InputKind in entry.metadata:
             changes[entry.name] = _each_text(value, _whole_path)
+        elif outputs and OutputFolder in entry.metadata and value is not None:
+            changes[entry.name] = str(Path(value).absolute())
     return replace(section, **changes)
 
 

@@ -55,7 +55,7 @@ class SavedModels:
 
     def begin_save(self, folder: Path) -> None:
         """Returns when the state of now has been copied, or written: training may change it."""
-        self._on_all(lambda model: model.group.call(MegatronWorker.begin_save, str(folder / model.name)))
+        self._on_all(lambda model: model.group.call(MegatronWorker.begin_save, str(folder.absolute() / model.name)))
 
     def is_written(self) -> bool:
         """Also where a rank has failed: `finish_save` raises that."""
@@ -73,7 +73,7 @@ class SavedModels:
 
     def load(self, folder: Path) -> None:
         """Every model's state becomes that of the checkpoint."""
-        self._on_all(lambda model: model.group.call(MegatronWorker.load_checkpoint, str(folder / model.name)))
+        self._on_all(lambda model: model.group.call(MegatronWorker.load_checkpoint, str(folder.absolute() / model.name)))
 
     def _on_all(self, ask: Callable[[SavedModel], WorkerFuture[list[T]]]) -> list[list[T]]:
         """By model and rank. All models' ranks work at the same time."""

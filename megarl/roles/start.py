@@ -8,7 +8,7 @@ from functools import partial
 
 from megarl.agents.episode import EpisodeLimits
 from megarl.config.architecture import Architecture
-from megarl.config.load import with_dtype
+from megarl.config.load import with_absolute_paths, with_dtype
 from megarl.config.roles import ENVIRONMENT, REWARD_MODEL, ModelRole, model_roles
 from megarl.config.schema import Device, PPOConfig, RoutingReplay, SFTConfig
 from megarl.controller.environment import weight_group_settings
@@ -146,7 +146,8 @@ def start_ppo(
     Returns before the workers have loaded their weights; the first call to each waits for it. Models that share devices with others
     have loaded theirs, and made room.
     """
-    config = with_dtype(config, device is Device.cuda)  # of one that no file has given
+    # The dtype of a configuration that no file has given; the paths because workers may run in another folder.
+    config = with_absolute_paths(with_dtype(config, device is Device.cuda))
     plan = plan_placement(config)
     turns = OffloadPlan(plan)
     starter = _Starter(config, device, pools, turns)
@@ -341,6 +342,7 @@ def start_evaluation(
 ) -> EvaluationRoles:
     """Starts what samples and scores, of a run whose engines share no device with others, and nothing that trains; `models`: as for
     `start_ppo`. The engines have their weights when it returns. Raises what RolloutWeights.push raises."""
+    config = with_absolute_paths(config)
     plan = plan_placement(config)
     starter, schedule = _Starter(config, device, pools, OffloadPlan(plan)), OffloadSchedule()
     workers = {role: worker for role, worker in _workers(config, models, starter).items() if role in ("reward", REWARD_MODEL)}
@@ -355,7 +357,7 @@ def start_evaluation(
 
 
 def start_sft(config: SFTConfig, architecture: Architecture, device: Device, pools: ResourcePoolManager) -> Actor:
-    config = with_dtype(config, device is Device.cuda)
+    config = with_absolute_paths(with_dtype(config, device is Device.cuda))
     plan = plan_placement(config)
     starter = _Starter(config, device, pools, OffloadPlan(plan))
     (role,) = model_roles(config)

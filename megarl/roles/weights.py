@@ -108,7 +108,7 @@ class FolderWeights:
         """As WeightSync.push; there is no report, as no trainer sends anything."""
         lost: dict[int, Exception] = {}
         loading = {
-            number: replica.call_rank(0, RolloutWorker.load_folder, str(self._folder), self._manifest, version)
+            number: replica.call_rank(0, RolloutWorker.load_folder, str(self._folder.absolute()), self._manifest, version)
             for number, replica in replicas.items()
         }
         results_of(loading, lost, is_dead_or_unborn)

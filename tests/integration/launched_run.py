@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import NamedTuple
 
 from megarl.config.load import dump_config
 from megarl.config.schema import (
@@ -70,9 +71,13 @@ def free_port() -> int:
             return port
 
 
+class ClusterAddress(NamedTuple):
+    gcs: str  # what RAY_ADDRESS takes
+    jobs: str  # of its job server
+
+
 @contextmanager
-def two_node_cluster(env: dict[str, str]) -> Iterator[str]:
-    """The address of its job server."""
+def two_node_cluster(env: dict[str, str]) -> Iterator[ClusterAddress]:
     port = free_port()
     node = [*warm.PYTHON, "-m", "megarl.launch.ray_node", "--address", "127.0.0.1", "--num-cpus", "8"]
     nodes: list[subprocess.Popen[str]] = []
@@ -87,7 +92,7 @@ def two_node_cluster(env: dict[str, str]) -> Iterator[str]:
         try:
             gcs_address = start("--dashboard-port", str(port), "--temp-dir", first)
             assert start("--head", gcs_address, "--temp-dir", second) == gcs_address
-            yield f"http://127.0.0.1:{port}"
+            yield ClusterAddress(gcs_address, f"http://127.0.0.1:{port}")
         finally:
             for process in reversed(nodes):
                 process.communicate(timeout=60)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import secrets
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,8 +14,8 @@ from safetensors.torch import load_file, save_file
 from megarl.cli.main import main
 from megarl.config.load import load_config
 from megarl.config.schema import SFTConfig
-from tests.command import Command
-from tests.integration.launched_run import STEPS, environment, free_port, save_ppo_run, save_sft_run, two_node_cluster
+from tests.command import ROOT, Command
+from tests.integration.launched_run import STEPS, ClusterAddress, environment, free_port, save_ppo_run, save_sft_run, two_node_cluster
 from tests.integration.tiny_run import run_sft
 from tests.processes import gone_within
 
@@ -36,9 +37,14 @@ def env(warm_processes: None) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def cluster(env: dict[str, str]) -> Iterator[str]:
+def nodes(env: dict[str, str]) -> Iterator[ClusterAddress]:
     with two_node_cluster(env) as address:
         yield address
+
+
+@pytest.fixture(scope="module")
+def cluster(nodes: ClusterAddress) -> str:
+    return nodes.jobs
 
 
 def submit(address: str, env: dict[str, str], config: Path, *arguments: str) -> Command:
@@ -80,6 +86,33 @@ def test_ctrl_c_stops_the_job(cluster: str, env: dict[str, str], tmp_path: Path)
     assert job.status() == 130, job.said()
     assert "which is saved; the same command goes on from there" in job.said(), job.said()[-3000:]
     assert list((tmp_path / "run" / "checkpoints").glob("step_*"))
+
+
+# ---- a driver in another folder than the cluster's nodes
+
+
+def test_workers_find_what_the_driver_names_relative_to_its_own_folder(nodes: ClusterAddress, env: dict[str, str], tmp_path: Path) -> None:
+    """The nodes were started in the repository's root. Every key that names a file or a folder is relative here."""
+    save_ppo_run(tmp_path)
+    (tmp_path / "own").mkdir()
+    (tmp_path / "reward.py").rename(tmp_path / "own" / "reward.py")
+    shutil.copy(ROOT / "examples" / "custom_maths.py", tmp_path / "own" / "maths.py")
+    relative = [
+        "model.path=policy",
+        "data.train_files=[train.parquet]",
+        "reward.functions=[{path: own/reward.py}]",
+        "algorithm.policy_loss.function=own/maths.py:unclipped",
+        "trainer.output_dir=run",
+        "checkpoint.dir=saved",
+        "checkpoint.at_end=true",
+        "resharding.transport=folder",
+    ]
+    command = ["-m", "megarl", "train", "run.yaml", *relative, *WITHOUT_CRITIC]
+    run = Command(command, tmp_path / "train.log", {**env, "RAY_ADDRESS": nodes.gcs}, cwd=tmp_path)
+    assert run.status() == 0, run.said()
+    assert [line["step"] for line in metrics(tmp_path / "run")] == list(range(1, STEPS + 1))
+    assert (tmp_path / "saved" / f"step_{STEPS:08d}" / "actor").is_dir()
+    assert (tmp_path / "run" / "huggingface" / "model.safetensors").is_file()
 
 
 # ---- torchrun

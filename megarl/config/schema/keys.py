@@ -67,6 +67,15 @@ def names(kind: InputKind) -> dict[Any, InputKind]:
     return {InputKind: kind}
 
 
+class OutputFolder:
+    """Marks, in a key's metadata, a folder that a run writes. It is relative to the current folder."""
+
+
+def written() -> dict[Any, bool]:
+    """Returns the metadata of a key that names a folder which a run writes."""
+    return {OutputFolder: True}
+
+
 class Leaf(NamedTuple):
     """A value of a configuration. key: dotted, and with the number of an element in a list of sections. is_prose: see `prose`."""
 

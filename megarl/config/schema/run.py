@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from megarl.config.kinds import LoggerKind
-from megarl.config.schema.keys import ranged
+from megarl.config.schema.keys import ranged, written
 
 RESUME_AUTO, RESUME_DISABLE = "auto", "disable"  # what `checkpoint.resume` is beside the path of a checkpoint
 
@@ -74,7 +74,7 @@ class EarlyStopConfig:
 class CheckpointConfig:
     """When a run's whole state is saved, where, and what a run that starts does with what is there."""
 
-    dir: str | None = None  # None: `checkpoints` in `trainer.output_dir`
+    dir: str | None = field(default=None, metadata=written())  # None: `checkpoints` in `trainer.output_dir`
     every_steps: int = ranged(0, at_least=0)  # 0: not by the number of the step
     every_minutes: float = ranged(0.0, at_least=0)  # after the step in which so much time has passed since the last one; 0: not by time
     at_end: bool = True  # after the last step, so that the run can be trained on; SIGTERM saves in any case
@@ -97,7 +97,7 @@ class TrainerConfig:
     early_stop: EarlyStopConfig = field(default_factory=EarlyStopConfig)
     phase_time_limit_s: float = ranged(1800.0, at_least=1)  # a phase that takes longer ends the run, with every rank's stack
     seed: int = ranged(0, at_least=0)  # of sampled tokens, mini-batches and new weights
-    output_dir: str = "outputs/run"  # metrics, timeline, checkpoints, the trained model
+    output_dir: str = field(default="outputs/run", metadata=written())  # metrics, timeline, checkpoints, the trained model
 
     @property
     def one_update(self) -> bool:
@@ -113,7 +113,7 @@ class SFTTrainerConfig:
     early_stop: EarlyStopConfig = field(default_factory=EarlyStopConfig)
     phase_time_limit_s: float = ranged(1800.0, at_least=1)  # a phase that takes longer ends the run, with every rank's stack
     seed: int = ranged(0, at_least=0)  # of new weights
-    output_dir: str = "outputs/sft"  # metrics, timeline, checkpoints, the trained model
+    output_dir: str = field(default="outputs/sft", metadata=written())  # metrics, timeline, checkpoints, the trained model
 
 
 @dataclass(frozen=True, kw_only=True)
