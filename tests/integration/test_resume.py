@@ -261,7 +261,8 @@ def test_a_run_that_meets_one_fault_after_another_ends_as_an_undisturbed_one(str
     assert "what    RayEndedError: Ray's gcs_server has ended" in page
     assert "raylet.err of Ray's logs (below)" in page
     page = run.disturb(lambda command: run.output_dir.rename(away))
-    assert "No such file or directory); put back the folder" in page or "the run's folder was removed" in page
+    # Which file is missed first depends on how far the save is when the folder goes away.
+    assert "put back the folder" in page or "the run's folder was removed" in page
     assert not run.output_dir.exists()
     away.rename(run.output_dir)
     if can_mount := mounts(tmp_path / "probe"):
