@@ -27,6 +27,7 @@ from megarl.controller.futures import gather
 from megarl.controller.group import RoleGroup
 from megarl.controller.resource_pool import RayResourcePool
 from megarl.data.loader import BatchLoader
+from megarl.data.tables import RowIdentity
 from megarl.roles.ahead import GenerationAhead
 from megarl.roles.groups_ahead import GroupRules
 from megarl.roles.offload_schedule import OffloadSchedule
@@ -150,7 +151,7 @@ class _Stamp:
 
 
 class _Rows:
-    fingerprint = "numbers"
+    identity = RowIdentity("numbers")
 
     def __len__(self) -> int:
         return 10_000

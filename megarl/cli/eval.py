@@ -27,6 +27,7 @@ from megarl.config.errors import ConfigError
 from megarl.config.load import dump_config
 from megarl.config.roles import REWARD_MODEL, model_roles
 from megarl.config.schema import PPOConfig
+from megarl.data.chat_clock import chat_time, reads_clock, set_chat_time
 from megarl.data.prompts import PromptDataset
 from megarl.data.tokenizer import load_tokenizer
 from megarl.doctor.check_result import Status
@@ -43,6 +44,7 @@ from megarl.trainers.evaluation_results import (
     SourceResult,
     check_same_prompts,
     compare,
+    read_chat_time,
     read_samples,
     results_of,
     sample_lines,
@@ -58,11 +60,13 @@ def run(parsed: argparse.Namespace) -> int:
     model = find_model(Path(parsed.model), parsed.step)
     config = evaluation_config(model, parsed)
     tokenizer = load_tokenizer(config.model.path, config.model.trust_remote_code)
+    if parsed.against is not None:  # otherwise prompts with a date would differ by it
+        set_chat_time(tokenizer, read_chat_time(Path(parsed.against) / RESULTS_FILE))
     tools = load_agent(config.agent).tools if config.agent.tools else None
     data = PromptDataset(config.data.val_files, tokenizer, config.data, tools)
     architectures = {role.name: read_architecture(role.path, config.model.trust_remote_code) for role in model_roles(config)}
     if REWARD_MODEL in architectures:
-        check_reward_chats(config, architectures[REWARD_MODEL], {"data": data})
+        check_reward_chats(config, architectures[REWARD_MODEL], {"data": data}, chat_time(tokenizer))
     if config.reward.functions and (found := judge_rewards(config.reward, data[0])).status is Status.error:
         raise ConfigError("the reward", [str(found)])
     others = _others(parsed.against, data)
@@ -86,6 +90,8 @@ def run(parsed: argparse.Namespace) -> int:
     (output / PARTIAL_FILE).unlink()
     dump_config(config, output / CONFIG_FILE)
     report = _report(model, config, parsed.against, results, comparisons, time.monotonic() - start_s)
+    if reads_clock(tokenizer):
+        report["chat_time"] = data.identity.chat_time
     write_whole(output / RESULTS_FILE, json.dumps(report, indent=2) + "\n")  # the last: with it the folder is whole
     if parsed.json:
         print(json.dumps(report, indent=2))

@@ -10,6 +10,7 @@ from megarl.cli.run_context import RunContext, run_context_of
 from megarl.cli.session import open_monitor, open_session, report_filtered, write_summary
 from megarl.config.architecture import read_architecture
 from megarl.config.schema import SFTConfig
+from megarl.data.chat_clock import saved_chat_time, set_chat_time
 from megarl.data.loader import train_loader
 from megarl.data.sft import SFTDataset
 from megarl.data.tokenizer import load_tokenizer
@@ -35,6 +36,8 @@ def _run(config: SFTConfig, context: RunContext) -> int:
         return 0
     architecture = read_architecture(config.model.path, config.model.trust_remote_code)
     tokenizer = load_tokenizer(config.model.path, config.model.trust_remote_code)
+    if resume is not None:
+        set_chat_time(tokenizer, saved_chat_time(resume.state["data"]))
     data, trainer = config.data, config.trainer
     train = SFTDataset(data.train_files, tokenizer, data)
     loader = train_loader(train, data, trainer.samples_per_step, "trainer.samples_per_step")

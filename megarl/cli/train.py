@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from datetime import datetime
 
 from rich.table import Table
 from transformers import PreTrainedTokenizerBase
@@ -20,6 +21,7 @@ from megarl.config.architecture import Architecture, read_architecture
 from megarl.config.load import schema_of
 from megarl.config.roles import REWARD_MODEL, model_roles
 from megarl.config.schema import PPOConfig, SFTConfig
+from megarl.data.chat_clock import chat_time, saved_chat_time, set_chat_time
 from megarl.data.conversations import check_chats
 from megarl.data.loader import train_loader
 from megarl.data.prompts import PromptDataset
@@ -63,6 +65,8 @@ def open_ppo(config: PPOConfig, context: RunContext, resume: Resume | None) -> I
     """The roles of a run and its trainer, in the state of `resume`; they end with the block."""
     models = {role.name: read_architecture(role.path, config.model.trust_remote_code) for role in model_roles(config)}
     tokenizer = load_tokenizer(config.model.path, config.model.trust_remote_code)
+    if resume is not None:
+        set_chat_time(tokenizer, saved_chat_time(resume.state["data"]))
     if problem := endless_turns(config.model.path, tokenizer):
         _log.warning("model.path=%s: %s", config.model.path, problem)
     rules = token_rules(config, tokenizer)
@@ -83,7 +87,7 @@ def open_ppo(config: PPOConfig, context: RunContext, resume: Resume | None) -> I
         )
 
     if REWARD_MODEL in models:
-        check_reward_chats(config, models[REWARD_MODEL], data_sets)
+        check_reward_chats(config, models[REWARD_MODEL], data_sets, rules.chat_time)
     if resume is not None:
         loader.load_state_dict(resume.state["data"])  # other data are refused before a process is started
 
@@ -105,13 +109,16 @@ def token_rules(config: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> TokenR
         pad_token_id=tokenizer.pad_token_id,
         stop_token_ids=(tokenizer.eos_token_id,),
         max_response_length=config.data.max_response_length,
+        chat_time=chat_time(tokenizer),
     )
 
 
-def check_reward_chats(config: PPOConfig, architecture: Architecture, data_sets: Mapping[str, PromptDataset]) -> None:
+def check_reward_chats(
+    config: PPOConfig, architecture: Architecture, data_sets: Mapping[str, PromptDataset], chat_time: datetime | None
+) -> None:
     """Raises ConversationError for prompts that the reward model could not read."""
     assert config.reward.model.path is not None
-    encoder = conversation_encoder(config.reward.model.path, architecture.vocab_size, Reading.of(config, architecture))
+    encoder = conversation_encoder(config.reward.model.path, architecture.vocab_size, Reading.of(config, architecture, chat_time))
     for data_set in data_sets.values():
         check_chats(encoder, (data_set[index] for index in range(len(data_set))))
 

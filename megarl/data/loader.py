@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple, Protocol
@@ -12,13 +13,16 @@ from megarl.batch.data_proto import DataProto
 from megarl.config import data_rules
 from megarl.config.schema import DataConfig, SFTDataConfig
 from megarl.data.files import DataError
+from megarl.data.tables import RowIdentity
+
+_log = logging.getLogger(__name__)
 
 
 class RowSource(Protocol):
-    """A data set whose rows can be made into a batch; `uids` name this visit to each row. fingerprint: of all rows, in order."""
+    """A data set whose rows can be made into a batch; `uids` name this visit to each row. identity: of all rows, in order."""
 
     @property
-    def fingerprint(self) -> str: ...
+    def identity(self) -> RowIdentity: ...
 
     def __len__(self) -> int: ...
 
@@ -120,7 +124,8 @@ class BatchLoader:
         return sum(self._num_served)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"num_served": list(self._num_served), **self._identity()}
+        _, tokens, chat_time = self._dataset.identity
+        return {"num_served": list(self._num_served), **self._identity(), "tokens": tokens, "chat_time": chat_time}
 
     def behind(self, state: Mapping[str, Any], num_rows: int) -> dict[str, Any]:
         """The state of one that had `state`, and has served `num_rows` since."""
@@ -140,6 +145,7 @@ class BatchLoader:
                 f"cannot resume the data: the checkpoint does not say {', '.join(missing)}; it is damaged or of another version, so start "
                 "without resuming, or with the version that wrote it"
             )
+        state = self._with_known_rows(state)
         for name, now in self._identity().items():
             if state[name] != now:
                 raise ValueError(
@@ -148,10 +154,30 @@ class BatchLoader:
                 )
         self._num_served = list(state["num_served"])
 
+    def _with_known_rows(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Compares the tokens of the rows, which may be others for the same rows: that is said, and no reason not to resume.
+
+        Checkpoints of versions that knew rows by their tokens alone have these as `rows`. The state that is returned has the rows' own.
+        """
+        rows, tokens, _ = self._dataset.identity
+        if "tokens" in state:
+            if None not in (tokens, state["tokens"]) and state["tokens"] != tokens:
+                _log.warning(
+                    "the rows of the data are those of the checkpoint, but they become other tokens: the tokenizer, its chat template or "
+                    "transformers has changed since"
+                )
+            return state
+        if tokens is None:
+            _log.warning(
+                "the checkpoint is of a version that knew rows by their tokens, which the chat template changes with the date: whether "
+                "the data files are the same cannot be compared"
+            )
+        return {**state, "rows": rows} if tokens in (None, state["rows"]) else state
+
     def _identity(self) -> dict[str, Any]:
         return {
             "num_rows": len(self._dataset),
-            "rows": self._dataset.fingerprint,
+            "rows": self._dataset.identity.rows,
             "parts": [list(part) for part in self._parts],
             "shuffle": self._shuffle,
             "seed": self._seed,

@@ -14,9 +14,19 @@ from megarl.batch.data_proto import DataProto
 from megarl.batch.ragged import RaggedTensor
 from megarl.config.schema import DataConfig, PromptColumnsConfig
 from megarl.data.files import DataError
-from megarl.data.tables import DataRow, Fingerprint, Measured, chat_messages, keep_within, read_rows, typed_value, warn_of_escapes
+from megarl.data.tables import (
+    DataRow,
+    Fingerprint,
+    Measured,
+    RowIdentity,
+    chat_messages,
+    keep_within,
+    read_rows,
+    typed_value,
+    warn_of_escapes,
+)
 from megarl.data.tokenizer import Tools
-from megarl.data.whole_chat import render_whole, spelled_special
+from megarl.data.whole_chat import render_whole, rendering_identity, spelled_special
 
 GROUND_TRUTH_EXAMPLE = "{'style': 'rule', 'ground_truth': '5'}"
 
@@ -50,10 +60,15 @@ class PromptDataset:
         self._prompts = [prompts[index] for index in kept]
         self.row_files = [measured[index].file for index in kept]
         self.num_filtered = len(prompts) - len(self._prompts)
-        fingerprint = Fingerprint()
+        self.identity = self._identity(tokenizer)
+
+    def _identity(self, tokenizer: PreTrainedTokenizerBase) -> RowIdentity:
+        rows, tokens = Fingerprint(), Fingerprint()
         for prompt in self._prompts:
-            fingerprint.add(prompt.token_ids, values=[prompt.data_source, prompt.reward_model, prompt.extra_info])
-        self.fingerprint = fingerprint.hex()
+            values = [prompt.data_source, prompt.reward_model, prompt.extra_info]
+            rows.add(values=[prompt.messages, *values])
+            tokens.add(prompt.token_ids, values=values)
+        return RowIdentity(rows.hex(), *rendering_identity(tokenizer, tokens))
 
     def __len__(self) -> int:
         return len(self._prompts)

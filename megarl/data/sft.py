@@ -20,6 +20,7 @@ from megarl.data.tables import (
     DataRow,
     Fingerprint,
     Measured,
+    RowIdentity,
     chat_messages,
     keep_within,
     read_rows,
@@ -30,7 +31,7 @@ from megarl.data.tables import (
 from megarl.data.tokenizer import Tools, encode_rendered, rendered_chat
 from megarl.data.tool_columns import looks_like_tools, names_of
 from megarl.data.turns import TurnTemplate, refuse_silent_template
-from megarl.data.whole_chat import refuse_unsaid_answer, render_whole, spelled_special
+from megarl.data.whole_chat import refuse_unsaid_answer, render_whole, rendering_identity, spelled_special
 
 _log = logging.getLogger(__name__)
 _OTHER_NAMES_OF_TOOLS = ("tools", "functions", "tool_defs", "tool_definitions", "tool_schemas", "available_tools")
@@ -43,7 +44,8 @@ class Example(NamedTuple):
     response_ids: list[int]  # from the first answer that is trained to the end token of the last
     is_trained: list[bool]
     is_as_rendered: bool  # the template renders the whole chat to the same tokens
-    escaped: str | None = None  # a special token that a text which is not the assistant's spells; see megarl/data/special_tokens.py
+    fingerprint: str  # of its messages and tools
+    escaped: str | None  # a special token that a text which is not the assistant's spells; see megarl/data/special_tokens.py
 
 
 class SFTDataset:
@@ -72,10 +74,14 @@ class SFTDataset:
                 others,
                 len(self._examples),
             )
-        fingerprint = Fingerprint()
+        self.identity = self._identity(tokenizer)
+
+    def _identity(self, tokenizer: PreTrainedTokenizerBase) -> RowIdentity:
+        rows, tokens = Fingerprint(), Fingerprint()
         for example in self._examples:
-            fingerprint.add(example.prompt_ids, example.response_ids, values=None if all(example.is_trained) else example.is_trained)
-        self.fingerprint = fingerprint.hex()
+            rows.add(values=example.fingerprint)
+            tokens.add(example.prompt_ids, example.response_ids, values=None if all(example.is_trained) else example.is_trained)
+        return RowIdentity(rows.hex(), *rendering_identity(tokenizer, tokens))
 
     def __len__(self) -> int:
         return len(self._examples)
@@ -153,7 +159,9 @@ def read_example(row: DataRow, tokenizer: PreTrainedTokenizerBase, data: SFTData
         raise row.error(column, str(error)) from error
     whole_ids = whole_ids[: len(prompt_ids) + len(response_ids)]
     is_as_rendered = whole_ids == prompt_ids + response_ids
-    return Example(prompt_ids, response_ids, is_trained, is_as_rendered, spelled_special(tokenizer, messages))
+    fingerprint = Fingerprint()
+    fingerprint.add(values=[messages, tools])
+    return Example(prompt_ids, response_ids, is_trained, is_as_rendered, fingerprint.hex(), spelled_special(tokenizer, messages))
 
 
 def _is_trained(row: DataRow, column: str, message: dict[str, Any]) -> bool:

@@ -214,6 +214,20 @@ def escapes_message(found: Sequence[str], num_rows: int) -> str:
     )
 
 
+class RowIdentity(NamedTuple):
+    """What a data set is known by when a run is resumed.
+
+    Attributes:
+        rows: Fingerprint of what the rows say.
+        tokens: Fingerprint of the tokens that they become; None where they follow the clock, or there are none.
+        chat_time: The time that the chat template is told, in ISO format; None where there is no template.
+    """
+
+    rows: str
+    tokens: str | None = None
+    chat_time: str | None = None
+
+
 class Fingerprint:
     """Of token ids and plain values, row after row."""
 

@@ -13,6 +13,7 @@ from jinja2 import TemplateError, TemplateSyntaxError
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from megarl.config.errors import one_line
+from megarl.data.chat_clock import clock_arguments
 from megarl.data.special_tokens import escaped
 from megarl.machine import unicode_text
 from megarl.machine.files import read_json_object
@@ -124,7 +125,9 @@ def rendered_chat(
     known: list[Any] | None = None if tools is None else [escaped(tokenizer, tool) for tool in tools]
     safe = [_with_plain_text(tokenizer, message) for message in messages]
     try:
-        text = tokenizer.apply_chat_template(safe, tools=known, add_generation_prompt=for_generation, tokenize=False)
+        text = tokenizer.apply_chat_template(
+            safe, tools=known, add_generation_prompt=for_generation, tokenize=False, **clock_arguments(tokenizer)
+        )
     except TemplateSyntaxError as error:
         raise TemplateFailureError(
             f"the chat template is none ({one_line(error)}, line {error.lineno}); mend chat_template.jinja"

@@ -15,7 +15,9 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from megarl.config.schema import LossyText
+from megarl.data.chat_clock import chat_time, reads_clock
 from megarl.data.special_tokens import escaped, spelled
+from megarl.data.tables import Fingerprint
 from megarl.data.tokenizer import Tools, encode_rendered, lost_text, rendered_chat
 from megarl.data.tool_columns import names_of
 
@@ -74,6 +76,11 @@ def refuse_unsaid_answer(tokenizer: PreTrainedTokenizerBase, messages: Sequence[
 def spelled_special(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]]) -> str | None:
     """Returns a special token that a message of another role than the assistant's spells, and that is therefore written with a blank."""
     return spelled(tokenizer, (text for message in messages if message["role"] != "assistant" for _, text in _said(message)))
+
+
+def rendering_identity(tokenizer: PreTrainedTokenizerBase, tokens: Fingerprint) -> tuple[str | None, str]:
+    """Returns the `tokens` and the `chat_time` of a RowIdentity. Tokens of a template that reads the clock do not tell rows apart."""
+    return None if reads_clock(tokenizer) else tokens.hex(), chat_time(tokenizer).isoformat()
 
 
 def _refuse_turn_tokens(tokenizer: PreTrainedTokenizerBase, index: int, message: Mapping[str, Any]) -> None:

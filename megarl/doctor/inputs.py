@@ -18,6 +18,7 @@ from megarl.config.data_rules import too_few_rows
 from megarl.config.derive import max_row_tokens
 from megarl.config.roles import REWARD_MODEL, ModelRole, model_roles
 from megarl.config.schema import AlgorithmConfig, Overlong, PPOConfig, RewardConfig, SFTConfig
+from megarl.data.chat_clock import reads_clock
 from megarl.data.files import DataError, open_file
 from megarl.data.prompts import Prompt, read_prompt, read_prompt_rows
 from megarl.data.sft import read_chat_rows, read_example
@@ -118,7 +119,10 @@ def judge_tokenizer(role: ModelRole, tokenizer: PreTrainedTokenizerBase) -> Chec
     if role.reads_policy_tokens and (problem := endless_turns(role.path, tokenizer)):
         remedy = "set eos_token in tokenizer_config.json, or eos_token_id in generation_config.json, to that token"
         return doubtful(TOKENIZERS, f"{role.path}: {problem}", remedy, **facts)
-    return good(TOKENIZERS, f"{role.path}: {len(tokenizer):,} tokens, ends with {tokenizer.eos_token!r}, has a chat template", **facts)
+    template = "has a chat template"
+    if reads_clock(tokenizer):
+        template += " that writes the date: a run's prompts have that of its start, also when it is resumed"
+    return good(TOKENIZERS, f"{role.path}: {len(tokenizer):,} tokens, ends with {tokenizer.eos_token!r}, {template}", **facts)
 
 
 def endless_turns(folder: str, tokenizer: PreTrainedTokenizerBase) -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import datetime
 from itertools import zip_longest
 from typing import NamedTuple, Protocol, cast
 
@@ -32,11 +33,15 @@ class _Told(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class TokenRules:
-    """What the tokenizer fixes for generation."""
+    """What the tokenizer fixes for generation.
+
+    chat_time: What chat templates are told in other processes; None: the time of their first use.
+    """
 
     pad_token_id: int
     stop_token_ids: tuple[int, ...]
     max_response_length: int
+    chat_time: datetime | None = None
 
 
 class Scoring(Protocol):

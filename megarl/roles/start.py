@@ -157,7 +157,7 @@ def start_ppo(
         seed=config.trainer.seed,
         critic_warmup_steps=config.trainer.critic_warmup_steps,
     )
-    groups = starter.groups(plan, _workers(config, models, starter))
+    groups = starter.groups(plan, _workers(config, models, starter, rules))
     replicas = _start_replicas(config, device, plan, pools, turns.engines_move)
     schedule = OffloadSchedule(turns, {role: group for role, group in groups.items() if role != "reward"}, replicas)
     source = starter.weight_source(plan, groups["actor"], models["actor"])
@@ -204,12 +204,14 @@ def start_ppo(
     )
 
 
-def _workers(config: PPOConfig, models: Mapping[str, Architecture], starter: _Starter) -> dict[str, RayClassWithInitArgs]:
+def _workers(
+    config: PPOConfig, models: Mapping[str, Architecture], starter: _Starter, rules: TokenRules
+) -> dict[str, RayClassWithInitArgs]:
     """Of each role but the rollout."""
     workers = {"reward": RayClassWithInitArgs(RewardWorker, config.reward, config.model.path, config.model.trust_remote_code)}
     for role in model_roles(config):
         architecture = models[role.name]
-        reading = () if role.reads_policy_tokens else (Reading.of(config, architecture),)
+        reading = () if role.reads_policy_tokens else (Reading.of(config, architecture, rules.chat_time),)
         workers[role.name] = RayClassWithInitArgs(_WORKERS[role.name], starter.model(role, architecture), *reading)
     return workers
 
@@ -309,7 +311,7 @@ def _rollout(
     pool = pools.get_resource_pool(ENVIRONMENT)
     environments = Environments(
         [pool.part([number]) for (number,) in plan.bundles(ENVIRONMENT)],
-        RayClassWithInitArgs(EnvironmentWorker, agent, config.model.path, config.model.trust_remote_code),
+        RayClassWithInitArgs(EnvironmentWorker, agent, config.model.path, config.model.trust_remote_code, rules.chat_time),
         restart_limit=config.rollout.restart_limit,
         hang_limit_s=agent.time_limit_s + _ANSWER_GRACE_S,
         phase_time_limit_s=limit_s,
@@ -345,7 +347,7 @@ def start_evaluation(
     config = with_absolute_paths(config)
     plan = plan_placement(config)
     starter, schedule = _Starter(config, device, pools, OffloadPlan(plan)), OffloadSchedule()
-    workers = {role: worker for role, worker in _workers(config, models, starter).items() if role in ("reward", REWARD_MODEL)}
+    workers = {role: worker for role, worker in _workers(config, models, starter, rules).items() if role in ("reward", REWARD_MODEL)}
     groups = starter.groups(plan, workers)
     replicas = _start_replicas(config, device, plan, pools, takes_turns=False)
     rollout_weights = RolloutWeights(weights, replicas, schedule)

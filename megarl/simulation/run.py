@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from megarl.batch.data_proto import DataProto
 from megarl.config.schema import Late, OnUpdate, SamplingConfig
 from megarl.data.loader import BatchLoader
+from megarl.data.tables import RowIdentity
 from megarl.roles.finished_groups import FinishedGroup, Written
 from megarl.roles.groups_ahead import GroupRules, GroupsAhead, Taken
 from megarl.roles.pump import GiveUp, Pump, RolloutLimits
@@ -241,7 +242,7 @@ class Simulation:
 class _Rows:
     """Prompts that are nothing but a number."""
 
-    fingerprint = "simulated"
+    identity = RowIdentity("simulated")
 
     def __init__(self, count: int) -> None:
         self._count = count

@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from megarl.algorithms.sampling_metrics import Estimate, mean_difference, mean_over_prompts
 from megarl.config.errors import ConfigError
+from megarl.data.chat_clock import saved_chat_time
+from megarl.machine.files import read_json_object
 from megarl.machine.strict_json import dump_readable
 from megarl.trainers.evaluation import ScoredSample, by_data_source, prompt_values, without_nan
 
@@ -107,6 +110,19 @@ def check_same_prompts(name: Path, others: Sequence[ScoredSample], prompts: Mapp
 def sample_lines(samples: Sequence[ScoredSample]) -> str:
     """A JSON object for each sample, in a line; what JSON does not know is written as Python shows it."""
     return "".join(dump_readable(sample._asdict(), default=repr) + "\n" for sample in samples)
+
+
+def read_chat_time(results: Path) -> datetime | None:
+    """Returns the time that the chat template of an evaluation was told, given its results; None if it read none, or they are absent.
+
+    Raises ConfigError for a file that is damaged.
+    """
+    if not results.is_file():
+        return None
+    try:
+        return saved_chat_time(read_json_object(results))
+    except (OSError, ValueError) as error:
+        raise ConfigError(str(results), [str(error)]) from error
 
 
 def read_samples(path: Path) -> list[ScoredSample]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Coroutine, Sequence
+from datetime import datetime
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
@@ -15,6 +16,7 @@ from megarl.agents.user_tools import load_agent
 from megarl.config.schema import AgentConfig
 from megarl.controller.dispatch import Dispatch
 from megarl.controller.worker import Worker, register
+from megarl.data.chat_clock import set_chat_time
 from megarl.data.tokenizer import load_tokenizer
 from megarl.data.turns import TurnTemplate
 from megarl.rollout.sglang.tool_calls import call_parser
@@ -81,10 +83,11 @@ class TurnDesk:
 class EnvironmentWorker(Worker):
     """A desk in a thread of its own, which takes orders and gives reports of many episodes in one call."""
 
-    def __init__(self, agent: AgentConfig, tokenizer_path: str, trust_remote_code: bool) -> None:
+    def __init__(self, agent: AgentConfig, tokenizer_path: str, trust_remote_code: bool, chat_time: datetime | None) -> None:
         super().__init__()
         make, tools = load_agent(agent)
         tokenizer = load_tokenizer(tokenizer_path, trust_remote_code)
+        set_chat_time(tokenizer, chat_time)
         template = TurnTemplate(tokenizer, tools, agent.max_result_tokens)
         parse = call_parser(agent, tools, opens_thinking=template.opens_thinking)
         self._desk = TurnDesk(lambda task: Responder(make(), template, parse, task), agent.time_limit_s + _GRACE_S, agent.max_concurrency)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 
 import torch
@@ -15,6 +16,7 @@ from megarl.config.derive import max_conversation_tokens
 from megarl.config.schema import MicroBatchConfig, OverlongConversation, PPOConfig
 from megarl.controller.dispatch import Dispatch
 from megarl.controller.worker import register
+from megarl.data.chat_clock import set_chat_time
 from megarl.data.conversations import Conversation, ConversationEncoder, conversation_batch
 from megarl.data.packing import plan_micro_batches
 from megarl.data.tokenizer import decode_rows, load_tokenizer
@@ -34,10 +36,11 @@ class Reading:
     max_length: int
     overlong: OverlongConversation
     micro_batch: MicroBatchConfig
+    chat_time: datetime | None = None
 
     @classmethod
-    def of(cls, config: PPOConfig, architecture: Architecture) -> Reading:
-        """`architecture`: the reward model's."""
+    def of(cls, config: PPOConfig, architecture: Architecture, chat_time: datetime | None) -> Reading:
+        """`architecture`: the reward model's. chat_time: see TokenRules."""
         model = config.reward.model
         return cls(
             policy_path=config.model.path,
@@ -45,13 +48,16 @@ class Reading:
             max_length=max_conversation_tokens(model, architecture),
             overlong=model.overlong,
             micro_batch=model.micro_batch,
+            chat_time=chat_time,
         )
 
 
 def conversation_encoder(path: str, vocab_size: int, reading: Reading) -> ConversationEncoder:
     """Of the reward model in the folder `path`. Raises ValueError for a folder without a tokenizer or a chat template."""
+    tokenizer = load_tokenizer(path, reading.trust_remote_code, key="reward.model.path")
+    set_chat_time(tokenizer, reading.chat_time)
     return ConversationEncoder(
-        load_tokenizer(path, reading.trust_remote_code, key="reward.model.path"),
+        tokenizer,
         vocab_size=vocab_size,
         pad_token_id=json.loads((Path(path) / "config.json").read_text()).get("pad_token_id"),
         max_length=reading.max_length,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 import signal
 import subprocess
 from collections.abc import Callable, Iterator
@@ -72,6 +73,22 @@ def test_sft_killed_in_a_save_and_told_to_end_goes_on_as_if_nothing_had_been(str
     best = json.loads(straight.best)["step"]
     newest = {SFT_STEPS - 1, SFT_STEPS}
     assert [int(path.name[5:]) for path in run.checkpoints.whole()] == sorted({best, *newest})  # old ones from before are removed as well
+
+
+def test_a_template_that_reads_the_clock_is_told_one_time_however_often_a_run_is_started(inputs: Path, tmp_path: Path) -> None:
+    """Here the clock is in every prompt, to the microsecond."""
+    shutil.copytree(inputs, own := tmp_path / "inputs")
+    template = own / "policy" / "chat_template.jinja"
+    template.write_text("{{ strftime_now('%S%f') }}" + template.read_text())
+    (tmp_path / "run").mkdir()
+    config = sft_config(own, DType.float32, 1, every_steps=1)
+    config = replace(config, data=replace(config.data, max_length=32))
+    Run(config, tmp_path / "run").finish()
+    Run(replace(config, trainer=replace(config.trainer, total_steps=2)), tmp_path / "run").finish()
+    states = [json.loads(file.read_text())["data"] for file in sorted((tmp_path / "run").rglob("step_*/trainer.json"))]
+    assert [sum(state["num_served"]) for state in states] == [7, 14]
+    assert states[0]["chat_time"] == states[1]["chat_time"]
+    assert states[0]["tokens"] is None
 
 
 def test_a_cold_start_from_the_weights_is_another_run(ray_cluster: None, straight: Outcome, straight_run: Run, tmp_path: Path) -> None:

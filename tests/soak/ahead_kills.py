@@ -36,6 +36,7 @@ from megarl.controller.group import RayWorkerGroup, RoleGroup
 from megarl.controller.resource_pool import RayResourcePool
 from megarl.controller.worker import RayClassWithInitArgs
 from megarl.data.loader import BatchLoader
+from megarl.data.tables import RowIdentity
 from megarl.machine.files import write_whole
 from megarl.roles.ahead import GenerationAhead
 from megarl.roles.finished_groups import from_bytes, to_bytes
@@ -60,7 +61,7 @@ FUNCTION = "def compute_score(data_source, solution_str, ground_truth, extra_inf
 class Rows:
     """Prompts of one to eight tokens."""
 
-    fingerprint = "rows"
+    identity = RowIdentity("rows")
 
     def __len__(self) -> int:
         return 10_000

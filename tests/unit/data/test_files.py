@@ -61,7 +61,7 @@ def test_columns_of_other_names_and_texts_with_a_system_prompt(tmp_path):
         )
         assert prompts[1].reward_model == {"style": "rule", "ground_truth": "007"}
         assert (prompts[0].data_source, prompts[0].extra_info) == ("sums", {})
-        fingerprints.add(prompts.fingerprint)
+        fingerprints.add(prompts.identity)
     assert len(fingerprints) == 1
     own = [{"role": "system", "content": "be kind"}, *user("a")]
     kept = PromptDataset([write(tmp_path / "own.parquet", [prompt_row(prompt=own)])], tokenizer, DataConfig(system_prompt="not this"))

@@ -9,14 +9,15 @@ from hypothesis import strategies as st
 from megarl.batch.data_proto import DataProto
 from megarl.data.files import DataError
 from megarl.data.loader import BatchLoader, Share, one_pass, parts_of
+from megarl.data.tables import RowIdentity
 
 
 class Numbers:
     """A data set whose row i is the number i."""
 
-    def __init__(self, size, fingerprint="numbers"):
+    def __init__(self, size, rows="numbers", tokens=None, chat_time=None):
         self.size = size
-        self.fingerprint = fingerprint
+        self.identity = RowIdentity(rows, tokens, chat_time)
 
     def __len__(self):
         return self.size
@@ -153,3 +154,33 @@ def test_the_order_of_a_mix_by_hand_and_its_refusals():
         )
     with pytest.raises(DataError, match="b: no row is left of it"):
         parts_of(["a", "b"], [1, 1], ["a"])
+
+
+def test_the_same_rows_may_become_other_tokens(caplog):
+    """A new version of a library may render one blank otherwise: that is no reason not to resume."""
+    state = json.loads(json.dumps(BatchLoader(Numbers(8, tokens="before"), 2, shuffle=True, seed=0).state_dict()))
+    BatchLoader(Numbers(8, tokens="before"), 2, shuffle=True, seed=0).load_state_dict(state)
+    BatchLoader(Numbers(8, tokens=None), 2, shuffle=True, seed=0).load_state_dict(state)
+    assert caplog.text == ""
+    BatchLoader(Numbers(8, tokens="now"), 2, shuffle=True, seed=0).load_state_dict(state)
+    assert "they become other tokens: the tokenizer, its chat template or transformers has changed since" in caplog.text
+
+
+def test_a_checkpoint_that_knows_rows_by_their_tokens_is_resumed(caplog):
+    old = BatchLoader(Numbers(8, rows="tokens of before"), 2, shuffle=True, seed=0)
+    expected = take(old, 3)[1:]
+    state = {name: value for name, value in old.state_dict().items() if name not in ("tokens", "chat_time")} | {"num_served": [2]}
+    same = BatchLoader(Numbers(8, tokens="tokens of before"), 2, shuffle=True, seed=0)
+    same.load_state_dict(state)
+    assert take(same, 2) == expected
+    assert same.state_dict()["rows"] == "numbers"
+    assert caplog.text == ""
+    with pytest.raises(ValueError, match="rows=tokens of before, this run has numbers; use the same data files"):
+        BatchLoader(Numbers(8, tokens="others"), 2, shuffle=True, seed=0).load_state_dict(state)
+    # A template that reads the clock has made other tokens of the same rows, so that there is nothing to compare.
+    dated = BatchLoader(Numbers(8, tokens=None), 2, shuffle=True, seed=0)
+    dated.load_state_dict(state)
+    assert take(dated, 2) == expected
+    assert "whether the data files are the same cannot be compared" in caplog.text
+    with pytest.raises(ValueError, match="num_rows=8, this run has 9"):
+        BatchLoader(Numbers(9, tokens=None), 2, shuffle=True, seed=0).load_state_dict(state)

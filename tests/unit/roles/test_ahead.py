@@ -17,6 +17,7 @@ from megarl.batch.ragged import RaggedTensor
 from megarl.config.errors import RunError
 from megarl.config.schema import DynamicSamplingConfig, OnUpdate, SamplingConfig
 from megarl.data.loader import BatchLoader
+from megarl.data.tables import RowIdentity
 from megarl.roles.ahead import GenerationAhead
 from megarl.roles.finished_groups import FinishedGroup, from_bytes, to_bytes
 from megarl.roles.groups_ahead import GREEDY, GroupRules
@@ -35,7 +36,7 @@ LIMITS = RolloutLimits(max_concurrency=2, answer_limit_s=60, sample_limit_s=200)
 class Prompts:
     """Row i asks for a sample of some tokens."""
 
-    fingerprint = "prompts"
+    identity = RowIdentity("prompts")
 
     def __len__(self) -> int:
         return NUM_ROWS

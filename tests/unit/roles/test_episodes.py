@@ -365,7 +365,7 @@ def episode_rollout(folder: Path, fails: int = -1, deaths: Sequence[int] = (), m
     def some(futures: Sequence[Any], wait_s: float) -> list[Any]:
         return list(wait(futures, wait_s, return_when=FIRST_COMPLETED).done)
 
-    worker = RayClassWithInitArgs(EnvironmentWorker, agent, str(folder), False)
+    worker = RayClassWithInitArgs(EnvironmentWorker, agent, str(folder), False, None)
     limits = {"restart_limit": 5, "hang_limit_s": 60.0, "phase_time_limit_s": 60.0}
     environments = Threads([None, None], worker, **limits, wait=some)  # type: ignore[list-item, arg-type]
     weights = SimpleNamespace(admit=lambda replica: True, bring_in=lambda: None, version=3)

@@ -18,6 +18,7 @@ from megarl.batch.data_proto import DataProto
 from megarl.batch.ragged import RaggedTensor
 from megarl.config.schema import OnUpdate, SamplingConfig
 from megarl.data.loader import BatchLoader
+from megarl.data.tables import RowIdentity
 from megarl.roles.ahead import GenerationAhead
 from megarl.roles.episodes import EpisodeRollout
 from megarl.roles.finished_groups import from_bytes, to_bytes
@@ -48,7 +49,7 @@ def length_of(request: GenerationRequest) -> int:
 
 
 class Rows:
-    fingerprint = "rows"
+    identity = RowIdentity("rows")
 
     def __len__(self) -> int:
         return NUM_ROWS

@@ -5,16 +5,18 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
+from datetime import datetime
 from typing import Any
 
 import pytest
 import torch
 
 from megarl.batch.data_proto import DataProto
+from megarl.config.errors import ConfigError
 from megarl.config.schema import PPOConfig, RewardConfig, RolloutConfig, SamplingConfig
 from megarl.config.validation_metrics import RewardKeys, source_metrics, validation_metrics
 from megarl.trainers.evaluation import Evaluation, ScoredSample, prompt_values
-from megarl.trainers.evaluation_results import compare, read_samples, results_of, sample_lines
+from megarl.trainers.evaluation_results import compare, read_chat_time, read_samples, results_of, sample_lines
 
 SOURCES = ["sums", "sums", "words", "sums", "words"]
 
@@ -247,3 +249,16 @@ def test_samples_are_written_and_read_again_whatever_their_text(tmp_path):
     file = tmp_path / "samples.jsonl"
     file.write_text(sample_lines([sample]), encoding="utf-8")
     assert read_samples(file) == [sample]
+
+
+def test_an_evaluation_is_compared_at_the_time_that_the_others_template_was_told(tmp_path):
+    results = tmp_path / "results.json"
+    assert read_chat_time(results) is None
+    results.write_text('{"step": 1}')
+    assert read_chat_time(results) is None
+    results.write_text('{"step": 1, "chat_time": "2026-03-02T23:59:59"}')
+    assert read_chat_time(results) == datetime(2026, 3, 2, 23, 59, 59)
+    for damaged in ("{", '{"chat_time": 5}'):
+        results.write_text(damaged)
+        with pytest.raises(ConfigError, match="results.json"):
+            read_chat_time(results)

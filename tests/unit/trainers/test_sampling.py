@@ -14,6 +14,7 @@ from megarl.config.errors import RunError
 from megarl.config.schema import DynamicSamplingConfig, SamplingConfig
 from megarl.controller.futures import RemoteFuture
 from megarl.data.loader import BatchLoader
+from megarl.data.tables import RowIdentity
 from megarl.trainers.sampling import DynamicSampling, GreedyBaseline, PlainSampling
 
 NUM_SAMPLES = 2
@@ -23,7 +24,7 @@ SAMPLING = SamplingConfig(n=NUM_SAMPLES, temperature=0.7)
 class Rows:
     """Prompt i is the token i + 1."""
 
-    fingerprint = "rows"
+    identity = RowIdentity("rows")
 
     def __init__(self, size: int = 12) -> None:
         self._size = size
