@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from own_means import messages_seconds
@@ -13,19 +14,37 @@ from own_means import messages_seconds
 from megarl.controller.worker import register
 from megarl.rollout.interface import RolloutEngineSpec
 from megarl.rollout.sglang import loader
+from megarl.weights.tensors import Manifest
 from megarl.weights.wire import Wire, WireAddress
 from megarl.workers.engines import build_engine
 from megarl.workers.rollout_worker import RolloutWorker
 
 _tensors: list[tuple[str, torch.Tensor]] = []  # of the whole model, in the scheduler's process
 _copies: list[torch.Tensor] = []
+_processor_s: list[float] = []  # of each of megarl's commands so far, in the scheduler's process
+
+
+class PlanningSeconds(NamedTuple):
+    """Processor seconds. own: of SGLang's own loading of all tensors; first: of the first plan of where they go; later, after_sleep: of
+    making ready for a push with the same tensors; checksums: of reading all of them back."""
+
+    own: float
+    first: float
+    later: float
+    after_sleep: float
+    checksums: float
 
 
 def run(model: Any, named_tensors: list[tuple[str, torch.Tensor]]) -> None:
     """SGLang's entry, in the place of megarl's loader: one more command."""
     message = json.loads(bytes(named_tensors[0][1].numpy()))
+    if message["command"] == "processor_seconds":
+        _answer(message, _processor_s)
+        return
     if message["command"] != "own_loading":
+        start_s = time.process_time()
         loader.run(model, named_tensors)
+        _processor_s.append(time.process_time() - start_s)
         return
     if not _tensors:
         for name, shape in message["arguments"]["shapes"]:
@@ -34,10 +53,14 @@ def run(model: Any, named_tensors: list[tuple[str, torch.Tensor]]) -> None:
     start_s = time.perf_counter()
     for (_, tensor), copy in zip(_tensors, _copies, strict=True):
         copy.copy_(tensor)
-    copied_s = time.perf_counter()
+    copied_s, copied_processor_s = time.perf_counter(), time.process_time()
     model.load_weights(_tensors)
-    answer = {"result": [copied_s - start_s, time.perf_counter() - copied_s]}
-    (Path(message["answers"]) / f"{message['number']}.{torch.distributed.get_rank()}.json").write_text(json.dumps(answer))
+    _answer(message, [copied_s - start_s, time.perf_counter() - copied_s, time.process_time() - copied_processor_s])
+
+
+def _answer(message: dict[str, Any], result: list[float]) -> None:
+    path = Path(message["answers"]) / f"{message['number']}.{torch.distributed.get_rank()}.json"
+    path.write_text(json.dumps({"result": result}))
 
 
 def build_measured_engine(spec: RolloutEngineSpec) -> Any:
@@ -55,8 +78,38 @@ class MeasuredWorker(RolloutWorker):
         afterwards."""
         engine: Any = self._engine
         with engine._paused():
-            [(copy_s, load_s)] = engine._loader._ask("own_loading", shapes=shapes)
+            [(copy_s, load_s, _)] = engine._loader._ask("own_loading", shapes=shapes)
         return copy_s, load_s
+
+    @register()
+    def planning_seconds(self, manifest: Manifest) -> PlanningSeconds:
+        engine: Any = self._engine
+
+        def measure(action: Callable[[], object]) -> float:
+            """Adds up this process and what the commands of `action` took in the scheduler's."""
+            with engine._paused():
+                [before] = engine._loader._ask("processor_seconds")
+            start_s = time.process_time()
+            action()
+            own_s = time.process_time() - start_s
+            with engine._paused():
+                [after] = engine._loader._ask("processor_seconds")
+            return own_s + sum(after[len(before) :])
+
+        def checksums() -> None:
+            with engine._paused():
+                engine._loader.checksums()
+
+        with engine._paused():
+            engine._loader._ask("meet")  # first uses are no part of a plan
+            shapes = [(name, meta.shape) for name, meta in manifest.items()]
+            [(_, _, own_s)] = engine._loader._ask("own_loading", shapes=shapes)
+        first_s = measure(lambda: engine.needed_boxes(manifest))
+        later_s = measure(lambda: engine.begin_weight_update(manifest))
+        engine.sleep()
+        engine.wake()
+        after_sleep_s = measure(lambda: engine.begin_weight_update(manifest))
+        return PlanningSeconds(own_s, first_s, later_s, after_sleep_s, measure(checksums))
 
     @register()
     def messages_seconds(self, address: WireAddress, nbytes: int, message_bytes: int) -> float:

@@ -1,6 +1,7 @@
 """How fast trained weights reach engines on this machine's CPU, beside limits measured in the same run.
 
     python benchmarks/weights.py [--repeats 5] [--bucket-mb 64] [--transports device group folder] [--tensor-parallel 1 2]
+    python benchmarks/weights.py --planning    # only where tensors go
 
 A Qwen2-style model of 100 million parameters in float32, in real Megatron-Core ranks on Ray, is pushed into one real SGLang
 engine by each carrier, as a training step does: pause, receive, stamp, flush, resume; without verification. Measured are the
@@ -18,6 +19,9 @@ contiguous (TP1) and half where they must be packed (TP2: some are columns).
 Then one trainer rank pushes to 1, 2 and 4 engines of transformers by `group`, in turns: seconds for each byte sent, over those of one
 engine. The target is 1.3 at most.
 
+Last, how long an SGLang engine takes to find out where the tensors of Qwen3-30B-A3B and Qwen3-235B-A22B go (engine_planning.py): 5
+processor seconds at most at the first push, and 0.2 at every later one.
+
 `extra` is the most memory that a trainer rank took for a push, as the kernel counts it, in buckets. Packing and waiting are shares of the
 push's time on the slowest trainer rank.
 """
@@ -34,6 +38,7 @@ from math import prod
 from pathlib import Path
 
 import torch
+from engine_planning import measure_planning
 from own_loading import MeasuredWorker, build_measured_engine
 from own_means import MeasuredTrainer
 from transformers import Qwen2Config, Qwen2ForCausalLM
@@ -212,6 +217,15 @@ def measure_replicas(folder: Path, source: WeightSource, repeats: int, scratch: 
     return max(ratios.values()) <= MOST_PER_BYTE
 
 
+def _measure_all(arguments: argparse.Namespace) -> bool:
+    with tempfile.TemporaryDirectory() as scratch:
+        num_parameters = save_model(Path(scratch) / "model")
+        print(f"{num_parameters / 1e6:.1f} million parameters", flush=True)
+        bucket_bytes = int(arguments.bucket_mb * 2**20)
+        met = measure(Path(scratch) / "model", arguments.tensor_parallel, arguments.transports, arguments.repeats, bucket_bytes)
+    return measure_planning() and met
+
+
 def main() -> int:
     """Returns 1 when a target is missed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -219,17 +233,14 @@ def main() -> int:
     parser.add_argument("--bucket-mb", type=float, default=64.0)
     parser.add_argument("--transports", type=Transport, nargs="+", default=[Transport.device, Transport.group, Transport.folder])
     parser.add_argument("--tensor-parallel", type=int, nargs="+", default=[1, 2], help="sizes of the trainer")
+    parser.add_argument("--planning", action="store_true", help="measure only how long it takes to find out where tensors go")
     arguments = parser.parse_args()
     disable_progress_bar()
     load = os.getloadavg()[0]
     print(f"{len(os.sched_getaffinity(0))} cores, load {load:.1f}, torch {torch.__version__}, bucket {arguments.bucket_mb:g} MiB")
     start_ray(num_cpus=8, object_store_mb=256)
     try:
-        with tempfile.TemporaryDirectory() as scratch:
-            num_parameters = save_model(Path(scratch) / "model")
-            print(f"{num_parameters / 1e6:.1f} million parameters", flush=True)
-            bucket_bytes = int(arguments.bucket_mb * 2**20)
-            met = measure(Path(scratch) / "model", arguments.tensor_parallel, arguments.transports, arguments.repeats, bucket_bytes)
+        met = measure_planning() if arguments.planning else _measure_all(arguments)
     finally:
         shutdown()
     print("every target is met" if met else "a target is missed")

@@ -1,8 +1,8 @@
-"""Where an engine's model keeps the elements of each Hugging Face tensor, learnt from the model's own `load_weights`.
+"""Finds where an engine's model keeps the elements of each Hugging Face tensor, using the model's own `load_weights`.
 
-The model is given tensors without data ("meta" tensors) and every copy out of them is noted instead of made: from which
-rectangle of the tensor, into which view of which parameter. With this plan a rank says what it needs of each tensor, boxes of any
-size are copied straight to where they belong, and the model is read back in Hugging Face's terms.
+The model is given tensors without data (on the "meta" device). Every copy out of them is recorded instead of executed: the slice of
+the tensor that is read and the view of the parameter that would be written. The resulting plan says which slices a rank needs, copies
+slices of any size to their destination, and reads the model back under Hugging Face names.
 """
 
 from __future__ import annotations
@@ -48,10 +48,14 @@ class TensorPlan:
 
 
 class ParameterPlace(NamedTuple):
-    """Where a parameter lies. A plan's views keep the storages that they are of, so that no other can come to the same address."""
+    """Identifies the memory of a parameter.
 
-    storage: int  # address in memory
-    address: int
+    A plan's views keep their storages alive, so no other storage can take the same identity. A storage that is emptied and refilled,
+    as an engine's sleep does on a CPU, keeps its identity.
+    """
+
+    storage: int
+    offset: int
     shape: torch.Size
     stride: tuple[int, ...]
 
@@ -80,22 +84,34 @@ class Plan(NamedTuple):
         return {name: list(dict.fromkeys(part.rectangle for part in tensor.parts)) for name, tensor in self.tensors.items()}
 
     def is_of(self, model: Any) -> bool:
-        """Whether the model's parameters are where they were, and the plan's views with them."""
+        """Returns whether the model's parameters still use the memory that this plan's views refer to."""
         storages = {place.storage for place in self.places}
         return self.places == _places(model) and all(_storage(destination.elements) in storages for destination in self.destinations)
 
 
 def record_plan(model: Any, manifest: Manifest) -> Plan:
-    """Asks `model.load_weights` about every tensor of the manifest; the weights are not changed.
+    """Records where `model.load_weights` would copy each tensor of the manifest. The weights do not change.
 
-    Raises WeightTransferError with the model's own words about a tensor that it refuses.
+    All tensors go through one call: a loader may build tables of all parameters and experts each time it is called. If that call
+    fails, each tensor is tried by itself to find the one at fault.
+
+    Raises:
+        WeightTransferError: The model refuses a tensor. The message names it and quotes the model's own error.
     """
-    plan = Plan({}, {}, [], _places(model))
-    for name, meta in manifest.items():
+    try:
+        recorded = _record(model, manifest)
+    except _LOADER_ERRORS:
+        recorded = _record_one_by_one(model, manifest)
+    plan = Plan({}, recorded.not_followed, [], _places(model))
+    for name, copies in recorded.copies.items():
+        shape = manifest[name].shape
         try:
-            plan.tensors[name] = TensorPlan(meta, _destinations(model, name, meta))
-        except (_NotFollowedError, NotImplementedError) as error:  # the second: torch, about data that a meta tensor lacks
+            parts = tuple(_destination(shape, source, target) for source, target in copies if target.numel())
+        except _NotFollowedError as error:
             plan.not_followed[name] = str(error)
+            continue
+        plan.tensors[name] = TensorPlan(manifest[name], parts)
+
     reached = {_storage(destination.elements) for destination in plan.destinations}
     named = model.named_parameters()
     plan.unreached.extend(name for name, parameter in named if parameter.numel() and _storage(parameter) not in reached)
@@ -115,20 +131,58 @@ def zero_what_is_not_written(model: Any, plan: Plan) -> None:
             parameter.detach().zero_()
 
 
-def _destinations(model: Any, name: str, meta: TensorMeta) -> tuple[Destination, ...]:
-    try:
-        with torch.no_grad(), _Recorder() as recorder:
-            model.load_weights([(name, torch.empty(meta.shape, dtype=meta.dtype, device="meta"))])
-    except (AssertionError, ValueError, KeyError, IndexError, RuntimeError) as error:
-        if isinstance(error, (_NotFollowedError, NotImplementedError)):
-            raise
-        raise WeightTransferError(f"the engine's model refuses {name} of shape {meta.shape}: {type(error).__name__} {error}") from error
-    return tuple(_destination(meta.shape, source, target) for source, target in recorder.copies if target.numel())
+class _Recorded(NamedTuple):
+    """Copies (source, target) of each tensor that could be followed, and why the others could not be."""
+
+    copies: dict[str, list[tuple[torch.Tensor, torch.Tensor]]]
+    not_followed: dict[str, str]
+
+
+def _record(model: Any, manifest: Manifest) -> _Recorded:
+    """Records one call of `load_weights` with all tensors of the manifest.
+
+    A copy belongs to the tensor whose storage it reads, so the loader may hold tensors back and copy them in any order.
+    """
+    tensors = {name: torch.empty(meta.shape, dtype=meta.dtype, device="meta") for name, meta in manifest.items()}
+    with torch.no_grad(), _Recorder() as recorder:
+        model.load_weights(iter(tensors.items()))
+
+    names = {_storage(tensor): name for name, tensor in tensors.items()}
+    not_followed: dict[str, str] = {}
+    for storage, reason in recorder.computed.items():
+        if storage in names:
+            not_followed[names[storage]] = reason
+    copies: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {name: [] for name in manifest if name not in not_followed}
+    for source, target in recorder.copies:
+        name = names.get(_storage(source))
+        if name in copies:  # otherwise the source was computed
+            copies[name].append((source, target))
+    return _Recorded(copies, not_followed)
+
+
+def _record_one_by_one(model: Any, manifest: Manifest) -> _Recorded:
+    """Records one call of `load_weights` per tensor. Raises WeightTransferError for the first tensor that the model refuses."""
+    all_recorded = _Recorded({}, {})
+    for name, meta in manifest.items():
+        try:
+            recorded = _record(model, {name: meta})
+        except (_NotFollowedError, NotImplementedError) as error:  # the second: torch, for elements that a meta tensor lacks
+            all_recorded.not_followed[name] = str(error)
+        except _LOADER_ERRORS as error:
+            raise WeightTransferError(f"the engine's model refuses {name} of shape {meta.shape}: {type(error).__name__} {error}") from error
+        else:
+            all_recorded.copies.update(recorded.copies)
+            all_recorded.not_followed.update(recorded.not_followed)
+    return all_recorded
 
 
 def _destination(shape: Sequence[int], source: torch.Tensor, target: torch.Tensor) -> Destination:
-    """`source` is a view of the meta tensor of `shape`: which rectangle is it, and how do its dimensions lie in `target`?"""
+    """Finds which slice of a tensor of `shape` its view `source` is, and the view of `target` that holds this slice.
+
+    Raises _NotFollowedError when `source` is not a slice with its dimensions in any order.
+    """
     strides = row_major_strides(shape)
+    source = source if source.shape == target.shape else source.expand(target.shape)
     position, starts = source.storage_offset(), []
     for stride in strides:
         starts.append(position // stride)
@@ -150,31 +204,56 @@ def _destination(shape: Sequence[int], source: torch.Tensor, target: torch.Tenso
 
 
 def _places(model: Any) -> list[ParameterPlace]:
-    return [ParameterPlace(_storage(each), each.data_ptr(), each.shape, each.stride()) for each in model.parameters()]
+    return [ParameterPlace(_storage(each), each.storage_offset(), each.shape, each.stride()) for each in model.parameters()]
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
+    """Returns the identity of the tensor's storage, which views share and meta tensors have as well."""
+    return tensor.untyped_storage()._cdata
 
 
 class _NotFollowedError(RuntimeError):
     pass
 
 
+# What the code of a model raises for a tensor that it does not expect.
+_LOADER_ERRORS = (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+
+
 class _Recorder(TorchDispatchMode):
-    """Notes copies out of meta tensors; views of them may be taken, anything else cannot be followed."""
+    """Records copies out of meta tensors instead of executing them.
+
+    Views of meta tensors are followed. `computed` says of each storage which other function it was first given to.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.copies: list[tuple[torch.Tensor, torch.Tensor]] = []  # source, target
+        self.computed: dict[int, str] = {}  # storage -> reason
+        self._views: set[Any] = set()  # functions known to return views; asking takes longer than looking up
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
-        if function is torch.ops.aten.copy_.default and args[1].is_meta and not args[0].is_meta:
-            self.copies.append((args[1].expand(args[0].shape), args[0]))
+        if function is _COPY and args[1].is_meta and not args[0].is_meta:
+            self.copies.append((args[1], args[0]))
             return args[0]
-        if not function.is_view and any(isinstance(argument, torch.Tensor) and argument.is_meta for argument in _flattened(args)):
-            raise _NotFollowedError(f"it calls {function}")
+        if function not in self._views:
+            if function.is_view:
+                self._views.add(function)
+            elif sources := [each for each in _flattened(args) if isinstance(each, torch.Tensor) and each.is_meta]:
+                return self._compute(function, sources, args, kwargs or {})
         return function(*args, **(kwargs or {}))
+
+    def _compute(self, function: Any, sources: Sequence[torch.Tensor], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        reason = f"it calls {function}"
+        for source in sources:
+            self.computed.setdefault(_storage(source), reason)
+        try:
+            return function(*args, **kwargs)
+        except RuntimeError as error:  # it needs the elements
+            raise _NotFollowedError(reason) from error
+
+
+_COPY = torch.ops.aten.copy_.default
 
 
 def _flattened(args: Sequence[Any]) -> list[Any]:

@@ -227,7 +227,7 @@ class SGLangEngine(RolloutEngine):
         for chunk, dtype in _tensors_of(folder):
             self._lifecycle.record(chunk, dtype)
         self._close_session()
-        self._loader.forget()
+        self._loader.forget_padding()
         try:
             self._call("update_weights_from_disk", model_path=str(folder), load_format="auto", flush_cache=False, abort_all_requests=False)
         except CallRefusedError as error:
@@ -337,7 +337,7 @@ class SGLangEngine(RolloutEngine):
         self._pause()
         self._flush()
         self._lifecycle.leave(LifecycleState.ASLEEP)
-        self._loader.forget()
+        self._loader.forget_padding()
         self._call("release_memory_occupation")
         self._has_cache = False
         self._resume()  # a paused scheduler takes a core for itself; nothing is asked of it until it is awake

@@ -35,12 +35,16 @@ _MAX_NAMED = 8  # faults in one message
 
 
 class RankLoader:
-    """One scheduler process; keeps its plan and its place among the trainers from message to message. It answers in JSON's terms."""
+    """Executes the commands of a LoaderClient in one scheduler process. It keeps its plan and its transport between commands.
+
+    Arguments and results are JSON values.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._receiver = WeightReceiver(device)
         self._plan = Plan({}, {}, [], [])
-        self._has_moved = False  # where things go, since weights came last
+        self._has_moved = False  # the plan is another than at the last update
+        self._must_zero = False  # elements that no tensor fills may not be zero
         # What SGLang made at its start lives as long as its process. Its flush of the prefix cache collects garbage on the CPU,
         # and would look at all of it at the end of every update, for nearly half a second.
         gc.freeze()
@@ -50,7 +54,9 @@ class RankLoader:
         if command == "prepare":
             return self._prepare(model, arguments["manifest"])
         if command == "zero":
-            return zero_what_is_not_written(model, self._plan)
+            self._must_zero = True
+            self._follow(model)
+            return self._zero_padding(model)
         if command == "join":
             return self._receiver.join(EngineLink.decode(arguments["links"][rank]), self._plan.boxes, self._places)
         if command == "receive":
@@ -62,6 +68,7 @@ class RankLoader:
         if command == "meet":
             return None
         assert command == "checksums", command
+        self._follow(model)
         return {name: [[*encode_box(box), part] for box, part in tensor.checksums()] for name, tensor in self._plan.tensors.items()}
 
     def _places(self, part: Part) -> Iterable[torch.Tensor]:
@@ -74,20 +81,29 @@ class RankLoader:
         return {"boxes": boxes, "not_followed": self._plan.not_followed, "unreached": self._plan.unreached}
 
     def _begin(self, model: Any) -> None:
-        """SGLang may have moved its parameters since the plan was made, as it may between two updates; then there is a new plan.
-
-        Raises WeightTransferError where it holds other parts of the tensors now.
-        """
-        if not self._plan.is_of(model):
-            plan = record_plan(model, self._plan.manifest)
-            if plan.not_followed or plan.boxes != self._plan.boxes:
-                raise WeightTransferError(
-                    "SGLang has cut its parameters anew since it was asked where its tensors go: start the engine anew"
-                )
-            self._plan, self._has_moved = plan, True
-            zero_what_is_not_written(model, plan)
+        self._follow(model)
+        self._zero_padding(model)
         self._receiver.begin(self._has_moved)
         self._has_moved = False
+
+    def _zero_padding(self, model: Any) -> None:
+        if self._must_zero:
+            zero_what_is_not_written(model, self._plan)
+            self._must_zero = False
+
+    def _follow(self, model: Any) -> None:
+        """Records the plan again if SGLang has moved its parameters since it was recorded.
+
+        Raises WeightTransferError if this rank now holds other slices of the tensors.
+        """
+        if self._plan.not_followed or self._plan.is_of(model):
+            return
+        plan = record_plan(model, self._plan.manifest)
+        if plan.not_followed or plan.boxes != self._plan.boxes:
+            raise WeightTransferError(
+                "SGLang has sliced its parameters differently since it was asked where its tensors go: restart the engine"
+            )
+        self._plan, self._has_moved, self._must_zero = plan, True, True
 
 
 _rank_loader: RankLoader | None = None
@@ -129,32 +145,37 @@ class LoaderClient:
         self._manifest: Manifest = {}
         self._boxes: list[Boxes] = []
         self._not_followed: dict[str, str] = {}
-        self._is_known = False  # where the tensors go
+        self._is_recorded = False  # whether the ranks' plans are for `_manifest`
+        self._must_zero = True  # padding may not be zero
         self._waiting: set[int] = set()  # ranks that have not received everything
 
     def needed_boxes(self, manifest: Manifest) -> list[Boxes]:
-        """What each rank keeps of the tensors. Raises as `prepare`, and for tensors that cannot be received in pieces."""
+        """Returns which slices of the tensors each rank keeps. Raises as `prepare`, and for tensors that cannot be received in pieces."""
         self.prepare(manifest)
         self._check_followed()
         return self._boxes
 
     def prepare(self, manifest: Manifest) -> None:
-        """Finds out where the tensors go in the model as it lies in memory now. What was found out before is kept; the first `receive`
-        of an update looks whether it still holds.
+        """Makes every rank ready to receive the tensors of the manifest.
 
-        Raises WeightTransferError that names tensors that are not the model's, and parameters that no tensor fills; then the
-        model is unchanged. A tensor that only SGLang's own loader can load is an error when it is to be received.
+        The plan of where they go is recorded once and kept: ranks compare it with the model before they use it.
+
+        Raises:
+            WeightTransferError: The manifest has tensors that the model does not have, or lacks some. The message names them, and
+                the model is unchanged. A tensor that only SGLang's own loader can load is an error when it is received.
         """
         self._waiting = set()
-        if manifest != self._manifest or not self._is_known:
-            self._is_known = False  # until it has gone well: ranks have a new plan where it has not
+        if manifest != self._manifest or not self._is_recorded:
+            self._is_recorded = False  # if it fails, the ranks have plans for the refused manifest
             self._record(manifest)
+            self._is_recorded, self._must_zero = True, True
+        if self._must_zero:
             self._ask("zero")
-            self._is_known = True
+            self._must_zero = False
 
-    def forget(self) -> None:
-        """Memory was given back, or SGLang has loaded by itself: what no tensor fills need not be zero, and tensors may go elsewhere."""
-        self._is_known = False
+    def forget_padding(self) -> None:
+        """Notes that elements that no tensor fills may not be zero: memory was given back, or SGLang loaded weights by itself."""
+        self._must_zero = True
 
     def _record(self, manifest: Manifest) -> None:
         encoded = [(name, list(meta.shape), str(meta.dtype).removeprefix("torch.")) for name, meta in manifest.items()]
@@ -202,12 +223,11 @@ class LoaderClient:
         self._ask("meet")
 
     def checksums(self) -> dict[str, int]:
-        """Of every tensor of the last manifest, read back from the parameters: the ranks' parts are added, copies must agree.
+        """Returns the checksum of every tensor of the last manifest, read back from the parameters and summed over the ranks' slices.
 
-        Raises WeightTransferError that names tensors whose copies differ between ranks.
+        Raises WeightTransferError with the names of tensors whose copies differ between ranks.
         """
         self._check_followed()
-        self._record(self._manifest)  # SGLang may have moved its parameters since
         answers = self._ask("checksums")
         sums, differing = {}, []
         for name in self._manifest:

@@ -1,0 +1,102 @@
+"""One rank that builds SGLang's own models and records the transfer plan of each in three ways. Runs in a process of its own.
+
+    python plans_of_models.py RANK NUM_RANKS RENDEZVOUS FOLDER...
+
+Each folder has a model's config.json and `manifest.json`, which maps names to shapes. Prints one JSON object per folder.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from megarl.rollout.sglang import cpu_adaptations, environment
+
+environment.prepare("cpu")
+
+import torch  # noqa: E402
+
+from megarl.rollout.sglang.destinations import Plan, record_plan  # noqa: E402
+from megarl.weights.tensors import TensorMeta  # noqa: E402
+
+
+class CountedModel:
+    """Passes `load_weights` on to a model and counts the calls. one_by_one: refuse more than one tensor in a call."""
+
+    def __init__(self, model: Any, one_by_one: bool = False) -> None:
+        self._model, self._one_by_one = model, one_by_one
+        self.num_calls = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        self.num_calls += 1
+        tensors = list(weights)
+        if self._one_by_one and len(tensors) > 1:
+            raise ValueError("one at a time")
+        self._model.load_weights(iter(tensors))
+
+
+def build_model(folder: Path, rank: int, num_ranks: int, rendezvous: str, is_first: bool) -> Any:
+    from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.distributed.bootstrap import _init_parallel_groups
+    from sglang.srt.models.registry import ModelRegistry
+    from sglang.srt.runtime_context import SpawnRanks, publish
+    from sglang.srt.server_args import ServerArgs
+
+    arguments = ServerArgs(
+        model_path=str(folder),
+        device="cpu",
+        load_format="dummy",
+        dtype="float32",
+        tp_size=num_ranks,
+        ep_size=num_ranks,
+        attention_backend="torch_native",
+        sampling_backend="pytorch",
+        disable_cuda_graph=True,
+        skip_tokenizer_init=True,
+    )
+    publish(arguments, role="scheduler", ranks=SpawnRanks(world_rank=rank, gpu_id=rank, dp_rank=None))
+    if is_first:
+        _init_parallel_groups(backend="gloo", dist_init_method=rendezvous, server_args=arguments, gpu_id=rank)
+    config = ModelConfig.from_server_args(arguments).hf_config
+    kind, _ = ModelRegistry.resolve_model_cls(config.architectures)
+    return kind(config=config)
+
+
+def described(plan: Plan) -> dict[str, Any]:
+    """Returns what a plan says about each tensor, without addresses of objects that differ between two plans of one model."""
+    return {
+        name: [[str(box), view.data_ptr(), list(view.shape), list(view.stride())] for box, view in tensor.parts]
+        for name, tensor in plan.tensors.items()
+    }
+
+
+def main(rank: int, num_ranks: int, rendezvous: str, folders: list[Path]) -> None:
+    cpu_adaptations.install_in_arguments()
+    for number, folder in enumerate(folders):
+        model = build_model(folder, rank, num_ranks, rendezvous, is_first=number == 0)
+        shapes = json.loads((folder / "manifest.json").read_text())
+        manifest = {name: TensorMeta(tuple(shape), torch.float32) for name, shape in shapes.items()}
+        at_once, one_by_one = CountedModel(model), CountedModel(model, one_by_one=True)
+        plan, expected = record_plan(at_once, manifest), record_plan(one_by_one, manifest)
+        backwards = record_plan(model, dict(reversed(manifest.items())))
+        result = {
+            "model": type(model).__name__,
+            "num_calls": at_once.num_calls,
+            "num_calls_one_by_one": one_by_one.num_calls,
+            "num_parts": sum(len(tensor.parts) for tensor in plan.tensors.values()),
+            "is_the_same": described(plan) == described(expected),
+            "is_the_same_backwards": described(plan) == described(backwards),
+            "not_followed": plan.not_followed,
+            "unreached": plan.unreached,
+        }
+        print(json.dumps(result), flush=True)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], [Path(folder) for folder in sys.argv[4:]])

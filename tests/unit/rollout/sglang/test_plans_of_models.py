@@ -1,0 +1,63 @@
+"""The transfer plan of SGLang's own models: recorded in one call, and the same as recorded tensor by tensor."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import warm
+from tests.unit.rollout.models import manifest_of, random_model
+
+MODELS = {
+    "qwen2-untied": ("qwen2", False, "Qwen2ForCausalLM"),
+    "qwen2-tied": ("qwen2", True, "Qwen2ForCausalLM"),
+    "qwen3-tied": ("qwen3", True, "Qwen3ForCausalLM"),
+    "llama": ("llama", False, "LlamaForCausalLM"),
+    "qwen3_moe": ("qwen3_moe", False, "Qwen3MoeForCausalLM"),
+}
+PROGRAM = Path(__file__).with_name("plans_of_models.py")
+
+
+def save(folder: Path, family: str, tied: bool, architecture: str) -> int:
+    """Saves what the ranks read and returns the number of tensors."""
+    model = random_model(family, tied=tied)
+    model.config.architectures = [architecture]
+    model.config.save_pretrained(folder)
+    manifest = manifest_of(model)
+    (folder / "manifest.json").write_text(json.dumps({name: meta.shape for name, meta in manifest.items()}))
+    return len(manifest)
+
+
+def plans(num_ranks: int, folders: list[Path], rendezvous: Path) -> list[list[dict[str, Any]]]:
+    """Returns the results of each rank."""
+    command = [*warm.PYTHON, "--sglang", str(PROGRAM)]
+    processes = [
+        subprocess.Popen(
+            [*command, str(rank), str(num_ranks), f"file://{rendezvous}", *map(str, folders)], stdout=subprocess.PIPE, text=True
+        )
+        for rank in range(num_ranks)
+    ]
+    printed = [process.communicate()[0] for process in processes]
+    assert [process.returncode for process in processes] == [0] * num_ranks
+    return [[json.loads(line) for line in text.splitlines() if line.startswith("{")] for text in printed]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_one_call_records_the_plan_of_every_family(warm_processes: None, tmp_path: Path, num_ranks: int) -> None:
+    """Experts are distributed over the ranks of `qwen3_moe`."""
+    folders, counts = [tmp_path / name for name in MODELS], []
+    for folder, (family, tied, architecture) in zip(folders, MODELS.values(), strict=True):
+        counts.append(save(folder, family, tied, architecture))
+    for results in plans(num_ranks, folders, tmp_path / "rendezvous"):
+        for result, count, (*_, architecture) in zip(results, counts, MODELS.values(), strict=True):
+            assert result["model"] == architecture
+            assert result["is_the_same"], result
+            assert result["is_the_same_backwards"], result
+            assert result["num_calls"] == 1
+            assert result["num_calls_one_by_one"] == 1 + count
+            assert (result["not_followed"], result["unreached"]) == ({}, [])
+            assert result["num_parts"] >= count / num_ranks
