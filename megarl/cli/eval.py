@@ -6,7 +6,7 @@ import argparse
 import json
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
@@ -27,16 +27,17 @@ from megarl.config.errors import ConfigError
 from megarl.config.load import dump_config
 from megarl.config.roles import REWARD_MODEL, model_roles
 from megarl.config.schema import PPOConfig
+from megarl.config.validation_metrics import RewardKeys, source_metrics
 from megarl.data.chat_clock import chat_time, reads_clock, set_chat_time
 from megarl.data.prompts import PromptDataset
 from megarl.data.tokenizer import load_tokenizer
 from megarl.doctor.check_result import Status
-from megarl.doctor.inputs import judge_rewards
+from megarl.doctor.reward_functions import choose_truths, judge_rewards
 from megarl.machine.files import write_whole
 from megarl.roles.start import EvaluationRoles, start_evaluation
 from megarl.roles.weights import FolderWeights
 from megarl.trainers.checkpoint import CONFIG_FILE
-from megarl.trainers.evaluation import Evaluation, ScoredSample
+from megarl.trainers.evaluation import Evaluation, ScoredSample, by_data_source, prompt_values
 from megarl.trainers.evaluation_results import (
     PARTIAL_FILE,
     SAMPLES_FILE,
@@ -67,12 +68,13 @@ def run(parsed: argparse.Namespace) -> int:
     architectures = {role.name: read_architecture(role.path, config.model.trust_remote_code) for role in model_roles(config)}
     if REWARD_MODEL in architectures:
         check_reward_chats(config, architectures[REWARD_MODEL], {"data": data}, chat_time(tokenizer))
-    if config.reward.functions and (found := judge_rewards(config.reward, data[0])).status is Status.error:
-        raise ConfigError("the reward", [str(found)])
+    keys = _try_reward(config)
     others = _others(parsed.against, data)
     output = Path(config.trainer.output_dir)
     _claim(output)
     console, start_s = Console(stderr=True), time.monotonic()
+    if others is not None and (lacking := _not_compared(config, keys, others)):
+        console.print(f"not compared, for only one side has it: {', '.join(lacking)}", highlight=False, soft_wrap=True)
     what = f"{len(data):,} prompts x {config.rollout.validation.n} samples of {model.source.folder}"
     console.print(f"{what}, by the engine {config.rollout.engine.name}", highlight=False, soft_wrap=True)
     dtype = getattr(torch, config.model.dtype.value)
@@ -98,6 +100,25 @@ def run(parsed: argparse.Namespace) -> int:
     else:
         _print(output, results, comparisons, parsed.against)
     return 0
+
+
+def _try_reward(config: PPOConfig) -> Mapping[str, RewardKeys]:
+    """Return what the reward functions return beside the score, by data source. Raises ConfigError where they cannot be used."""
+    if not config.reward.functions:
+        return {}
+    results, keys = judge_rewards(config.reward, choose_truths(config, ["data.train_files"], most=1).rows)
+    if problems := [str(found) for found in results if found.status is Status.error]:
+        raise ConfigError("the reward", problems)
+    return keys
+
+
+def _not_compared(config: PPOConfig, keys: Mapping[str, RewardKeys], others: Sequence[ScoredSample]) -> list[str]:
+    """Return the metrics that this evaluation or the other one will not have, of the data sources whose reward was tried."""
+    theirs = by_data_source(others)
+    lacking: set[str] = set()
+    for source in keys.keys() & theirs.keys():
+        lacking |= set(source_metrics(config, keys[source])) ^ prompt_values(theirs[source], config.reward.pass_score).keys()
+    return sorted(lacking)
 
 
 def _claim(output: Path) -> None:

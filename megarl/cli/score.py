@@ -3,72 +3,113 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from megarl.config.load import load_config
-from megarl.config.schema import PPOConfig
+from megarl.config.schema import PPOConfig, RewardConfig
 from megarl.data.tables import DataRow, read_rows, typed_value
-from megarl.rewards.scorer import RewardScorer, ScoreReport, ScoreRequest
+from megarl.rewards.scorer import RewardScorer
+from megarl.rewards.truths import NUM_SHOWN, TRUTH_FORM_HINT, Trial, TruthRow, refused, try_truths, worthless
 
 GOOD, FAILED = 0, 1
-_NUM_SHOWN = 5
 _NUM_CHARACTERS = 60
 _COLUMNS = ("data_source", "uid", "response", "reward_model", "ground_truth", "extra_info")
 
 
-def run(config_path: str, overrides: Sequence[str], rows_path: str, of_ground_truth: bool) -> int:
-    """Prints scores, and every kind of error with its row. 1 where more rows fail than `reward.max_error_rate` allows: there a run would
-    end. of_ground_truth: the ground truth of each row is scored in the place of a response.
+class _Scored(NamedTuple):
+    row: int
+    uid: str
+    response: str
+    score: float
 
-    Raises ConfigError, DataError for rows that have no response, and RewardFunctionError for functions that cannot be loaded.
+
+def run(config_path: str, overrides: Sequence[str], rows_path: str, of_ground_truth: bool) -> int:
+    """Print scores, and every kind of error with its row.
+
+    Args:
+        of_ground_truth: Score the ground truth of each row as a response (see rewards.truths).
+
+    Returns:
+        1 where more rows fail than `reward.max_error_rate` allows, with which a run would end, or a ground truth is refused; else 0.
+
+    Raises:
+        ConfigError, DataError for rows that have no response, RewardFunctionError for functions that cannot be loaded.
     """
     reward = load_config(PPOConfig, config_path, overrides).reward
-    requests = [_request(row, of_ground_truth) for row in read_rows([rows_path], (), _COLUMNS)]
+    rows = list(read_rows([rows_path], (), _COLUMNS))
+    truths = [_truth(row) for row in rows]
     with RewardScorer(reward.functions, reward.time_limit_s, 1.0, reward.num_processes, sandbox=reward.sandbox) as scorer:
-        report = scorer.score(requests)
-    _print(requests, report)
-    if len(report.errors) <= reward.max_error_rate * len(requests):
-        return GOOD
-    failed = f"{len(report.errors)} of {len(requests)} rows failed"
-    print(f"{failed}, more than reward.max_error_rate={reward.max_error_rate:g} allows: a run would end")
-    return FAILED
+        if of_ground_truth:
+            return _print_trials(reward, rows, try_truths(scorer, truths))
+        responses = [_response(row) for row in rows]
+        report = scorer.score(
+            [truth.request(response)._replace(uid=_uid(row)) for row, truth, response in zip(rows, truths, responses, strict=True)]
+        )
+    scored = zip(rows, responses, report.scores, report.is_scored, strict=True)
+    _print_scores([_Scored(index, _uid(row), text, score) for index, (row, text, score, is_scored) in enumerate(scored) if is_scored])
+    return _print_errors(reward, [str(error) for error in report.errors], len(rows))
 
 
-def _request(row: DataRow, of_ground_truth: bool) -> ScoreRequest:
+def _truth(row: DataRow) -> TruthRow:
     values = row.values
     model = values.get("reward_model") or {}
     if "ground_truth" not in values and "ground_truth" not in model:
         raise row.error("ground_truth", "is missing; give it in a column, or in reward_model as the training data have it")
     truth = values["ground_truth"] if "ground_truth" in values else model["ground_truth"]
-    if of_ground_truth:
-        response = str(truth)
-    elif "response" in values:
-        response = typed_value(row, "response", str, "'the answer is 5'")
-    else:
-        raise row.error("response", "is missing: what a model would write. With --ground-truth that is scored, which should be right")
     if "data_source" not in values:
         raise row.error("data_source", "is missing; the function gets it as its first argument")
-    return ScoreRequest(
-        uid=str(values.get("uid", row.number)),
-        data_source=values["data_source"],
-        solution_str=response,
-        ground_truth=truth,
-        extra_info=values.get("extra_info") or {},
-    )
+    return TruthRow(row.file, row.number, values["data_source"], truth, values.get("extra_info") or {})
 
 
-def _print(requests: Sequence[ScoreRequest], report: ScoreReport) -> None:
-    failed = {error.index for error in report.errors}
-    scores = [score for index, score in enumerate(report.scores) if index not in failed]
-    if scores:
-        mean = sum(scores) / len(scores)
-        print(f"{len(scores)} rows scored: mean {mean:.4g}, least {min(scores):.4g}, most {max(scores):.4g}")
-    for index in [index for index in range(len(requests)) if index not in failed][:_NUM_SHOWN]:
-        print(f"  row {index} (uid {requests[index].uid}): {report.scores[index]:.4g}  {_short(requests[index].solution_str)}")
-    if report.errors:
+def _response(row: DataRow) -> str:
+    if "response" not in row.values:
+        raise row.error("response", "is missing: what a model would write. With --ground-truth the right answers are scored instead")
+    return str(typed_value(row, "response", str, "'the answer is 5'"))
+
+
+def _uid(row: DataRow) -> str:
+    return str(row.values.get("uid", row.number))
+
+
+def _print_trials(reward: RewardConfig, rows: Sequence[DataRow], trials: Sequence[Trial]) -> int:
+    scored = [
+        _Scored(index, _uid(rows[index]), trial.text or "", trial.outcome.score)
+        for index, trial in enumerate(trials)
+        if trial.outcome is not None and trial.error is None
+    ]
+    _print_scores(scored)
+    if underivable := sum(trial.is_underivable for trial in trials):
+        print(f"{underivable} ground truths can be read, but no response can be derived from them (answer_from_truth returns None)")
+    if alike := worthless(trials):
+        print(f"{len(alike)} score no better than an empty response, such as row {alike[0].row.number}; {TRUTH_FORM_HINT}")
+    status = GOOD
+    for file, lines in refused(trials).items():
+        print(f"refused, {len(lines)} rows of {file}:")
+        print("\n".join(f"  {line}" for line in lines[:NUM_SHOWN]))
+        status = FAILED
+    errors = [f"sample {index} (uid {_uid(rows[index])}): {trial.error}" for index, trial in enumerate(trials) if trial.error is not None]
+    return max(status, _print_errors(reward, errors, len(trials)))
+
+
+def _print_scores(scored: Sequence[_Scored]) -> None:
+    if scored:
+        scores = [each.score for each in scored]
+        print(f"{len(scores)} rows scored: mean {sum(scores) / len(scores):.4g}, least {min(scores):.4g}, most {max(scores):.4g}")
+    for each in scored[:NUM_SHOWN]:
+        print(f"  row {each.row} (uid {each.uid}): {each.score:.4g}  {_short(each.response)}")
+
+
+def _print_errors(reward: RewardConfig, errors: Sequence[str], num_rows: int) -> int:
+    """Return the exit status."""
+    if errors:
         print("failed:")
-    for error in report.errors[:_NUM_SHOWN]:
+    for error in errors[:NUM_SHOWN]:
         print(f"  {error}")
+    if len(errors) <= reward.max_error_rate * num_rows:
+        return GOOD
+    failed = f"{len(errors)} of {num_rows} rows failed"
+    print(f"{failed}, more than reward.max_error_rate={reward.max_error_rate:g} allows: a run would end")
+    return FAILED
 
 
 def _short(value: Any) -> str:

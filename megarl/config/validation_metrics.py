@@ -4,6 +4,7 @@ functions return, and never from a score."""
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -58,9 +59,14 @@ def may_be_measured(config: PPOConfig, metric: str) -> bool:
     """Return whether some data and some reward functions give a validation of this run a metric of this name."""
     if not metric.startswith("val/"):
         return False
-    is_reward_number = "reward/" in metric and metric.endswith("/mean")
-    known = source_metrics(config, RewardKeys(has_answer=True))
-    return is_reward_number or any(metric.endswith(f"/{name}") for name in known)
+    known = source_metrics(config, RewardKeys(True, number_in(metric)))
+    return any(metric.endswith(f"/{name}") for name in known)
+
+
+def number_in(metric: str) -> frozenset[str]:
+    """Return the name of the reward functions' number of which a metric is the mean, if it is one."""
+    found = re.search(r"/reward/(.+)/mean$", metric)
+    return frozenset([found.group(1)] if found else [])
 
 
 def nearest(metric: str, measured: Iterable[str]) -> str:

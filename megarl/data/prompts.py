@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from megarl.batch.data_proto import DataProto
 from megarl.batch.ragged import RaggedTensor
 from megarl.config.schema import DataConfig, PromptColumnsConfig
-from megarl.data.files import DataError
+from megarl.data.files import DataError, open_file
 from megarl.data.tables import (
     DataRow,
     Fingerprint,
@@ -28,7 +28,12 @@ from megarl.data.tables import (
 from megarl.data.tokenizer import Tools
 from megarl.data.whole_chat import render_whole, rendering_identity, spelled_special
 
+GROUND_TRUTH = "ground_truth"
 GROUND_TRUTH_EXAMPLE = "{'style': 'rule', 'ground_truth': '5'}"
+_HINT = (
+    "; data.columns says which columns are read, such as "
+    "data.columns.prompt=question data.columns.ground_truth=answer data.columns.data_source=null"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +47,8 @@ class Prompt:
 
 class PromptDataset:
     """The rows of `files`, read as `data` says: `prompt` (chat messages, or a text), `data_source` (str), `reward_model`
-    ({style, ground_truth}), and `extra_info` (a dict), which may be absent, each in the column that `data.columns` names. The chat is
+    ({style, ground_truth}; or a column `ground_truth`), and `extra_info` (a dict), which may be absent, each in the column that
+    `data.columns` names. The chat is
     rendered by the tokenizer's template, with the `tools` that the model is told of, opened for the assistant's answer.
 
     `num_filtered` counts the rows left out as too long. Raises DataError for a row that cannot be used.
@@ -94,15 +100,62 @@ class PromptDataset:
 
 
 def read_prompt_rows(files: Sequence[str], columns: PromptColumnsConfig) -> Iterator[DataRow]:
-    """With the columns of PromptDataset. Raises DataError, see `read_rows`."""
+    """Yield rows with the columns of PromptDataset. Raises DataError, see `read_rows`."""
+    if not files:
+        yield from read_rows(files, ())
+    for file in files:
+        yield from read_rows([file], *columns_of(file, columns), hint=_HINT)
+
+
+def read_reward_rows(files: Sequence[str], columns: PromptColumnsConfig) -> Iterator[DataRow]:
+    """Yield rows with what `read_reward_inputs` reads, without the prompts. Raises DataError, see `read_rows`."""
+    for file in files:
+        required, optional = columns_of(file, columns)
+        yield from read_rows([file], [name for name in required if name != columns.prompt], optional, hint=_HINT)
+
+
+def columns_of(file: str, columns: PromptColumnsConfig) -> tuple[list[str], list[str]]:
+    """Return the columns that each row of the file must have, and those that it may have.
+
+    Ground truths are found in the mapping `reward_model`, or without configuration in a column `ground_truth`.
+    """
     answers = columns.reward_model if columns.ground_truth is None else columns.ground_truth
+    if columns.ground_truth is None:
+        there = open_file(file, (columns.reward_model, GROUND_TRUTH)).columns
+        answers = GROUND_TRUTH if GROUND_TRUTH in there and columns.reward_model not in there else answers
     required = [name for name in (columns.prompt, columns.data_source, answers) if name is not None]
-    optional = [columns.extra_info]
     if columns.extra_info != PromptColumnsConfig().extra_info:  # who names a column has one
-        required, optional = [*required, *optional], []
-    example = "data.columns.prompt=question data.columns.ground_truth=answer data.columns.data_source=null"
-    hint = f"; data.columns says which columns are read, such as {example}"
-    return read_rows(files, required, optional, hint)
+        return [*required, columns.extra_info], []
+    return required, [columns.extra_info]
+
+
+class RewardInputs(NamedTuple):
+    """What a reward function is given about a row, beside the response."""
+
+    data_source: str
+    reward_model: dict[str, Any]
+    extra_info: dict[str, Any]
+
+
+def read_reward_inputs(row: DataRow, columns: PromptColumnsConfig) -> RewardInputs:
+    """Return what a row of `read_prompt_rows` or `read_reward_rows` says to reward functions. Raises DataError."""
+    if columns.ground_truth is not None:
+        reward_model = {"style": "rule", GROUND_TRUTH: row.values[columns.ground_truth]}
+    elif GROUND_TRUTH in row.values and columns.reward_model not in row.values:
+        reward_model = {"style": "rule", GROUND_TRUTH: row.values[GROUND_TRUTH]}
+    else:
+        reward_model = typed_value(row, columns.reward_model, dict, GROUND_TRUTH_EXAMPLE)
+        if GROUND_TRUTH not in reward_model:
+            problem = f"it has no 'ground_truth', only {sorted(reward_model)}; expected {GROUND_TRUTH_EXAMPLE}"
+            raise row.error(columns.reward_model, problem)
+    extra_info = {} if row.values.get(columns.extra_info) is None else typed_value(row, columns.extra_info, dict, "{'index': 0}")
+    source = Path(row.file).stem
+    if columns.data_source is not None:
+        source = typed_value(row, columns.data_source, str, "'openai/gsm8k'")
+        if not source.strip() or not source.isprintable():
+            problem = f"is {source!r}, but names the kind of task in metrics such as val/<data_source>/score/mean"
+            raise row.error(columns.data_source, f"{problem}; give it a name, or set data.columns.data_source=null for the file's")
+    return RewardInputs(source, reward_model, extra_info)
 
 
 def read_prompt(row: DataRow, tokenizer: PreTrainedTokenizerBase, data: DataConfig, tools: Tools = None) -> Prompt:
@@ -112,24 +165,11 @@ def read_prompt(row: DataRow, tokenizer: PreTrainedTokenizerBase, data: DataConf
     if messages[-1]["role"] == "assistant":
         problem = "the last message is the assistant's, and the answer to it would be a second one"
         raise row.error(columns.prompt, f"{problem}; end the prompt with what is to be answered")
-    if columns.ground_truth is None:
-        reward_model = typed_value(row, columns.reward_model, dict, GROUND_TRUTH_EXAMPLE)
-        if "ground_truth" not in reward_model:
-            problem = f"it has no 'ground_truth', only {sorted(reward_model)}; expected {GROUND_TRUTH_EXAMPLE}"
-            raise row.error(columns.reward_model, problem)
-    else:
-        reward_model = {"style": "rule", "ground_truth": row.values[columns.ground_truth]}
-    extra_info = {} if row.values.get(columns.extra_info) is None else typed_value(row, columns.extra_info, dict, "{'index': 0}")
-    source = Path(row.file).stem
-    if columns.data_source is not None:
-        source = typed_value(row, columns.data_source, str, "'openai/gsm8k'")
-        if not source.strip() or not source.isprintable():
-            problem = f"is {source!r}, but names the kind of task in metrics such as val/<data_source>/score/mean"
-            raise row.error(columns.data_source, f"{problem}; give it a name, or set data.columns.data_source=null for the file's")
+    inputs = read_reward_inputs(row, columns)
     try:
         token_ids = render_whole(tokenizer, messages, data.lossy, for_generation=True, tools=tools)
     except ValueError as error:
         raise row.error(columns.prompt, str(error)) from error
     if not token_ids:
         raise DataError(f"{row.file}, row {row.number}: the chat template renders the prompt to no token at all")
-    return Prompt(token_ids=tuple(token_ids), messages=messages, data_source=source, reward_model=reward_model, extra_info=extra_info)
+    return Prompt(token_ids=tuple(token_ids), messages=messages, **inputs._asdict())

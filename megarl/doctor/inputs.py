@@ -17,10 +17,10 @@ from megarl.config.architecture import Architecture
 from megarl.config.data_rules import too_few_rows
 from megarl.config.derive import max_row_tokens
 from megarl.config.roles import REWARD_MODEL, ModelRole, model_roles
-from megarl.config.schema import AlgorithmConfig, Overlong, PPOConfig, RewardConfig, SFTConfig
+from megarl.config.schema import AlgorithmConfig, Overlong, PPOConfig, SFTConfig
 from megarl.data.chat_clock import reads_clock
 from megarl.data.files import DataError, open_file
-from megarl.data.prompts import Prompt, read_prompt, read_prompt_rows
+from megarl.data.prompts import read_prompt, read_prompt_rows
 from megarl.data.sft import read_chat_rows, read_example
 from megarl.data.tables import escapes_message
 from megarl.data.tokenizer import Tools, load_tokenizer
@@ -29,21 +29,18 @@ from megarl.data.turns import TurnTemplate, closing_token
 from megarl.data.whole_chat import spelled_special
 from megarl.doctor.check_result import DATA, CheckResult, Status, doubtful, good, refused, size, wrong
 from megarl.doctor.examined_run import ExaminedRun
+from megarl.doctor.reward_functions import LOAD_LIMIT_S, MOST_TRUTHS, choose_truths, judge_compared_metrics, judge_rewards
 from megarl.machine.spawn import FreshContext
 from megarl.machine.user_functions import UserFunctionError
-from megarl.rewards.process import RewardFunctionError
-from megarl.rewards.scorer import RewardError, RewardScorer, ScoreRequest
 from megarl.rollout.interface import end_token_ids
 from megarl.rollout.sglang.tool_calls import check_parser
 from megarl.weights.load import check_headers
 from megarl.weights.tensors import WeightTransferError
 
 Config = PPOConfig | SFTConfig
-MODELS, TOKENIZERS, REWARDS, FUNCTIONS = "models", "tokenizers", "reward functions", "functions of the algorithm"
+MODELS, TOKENIZERS, FUNCTIONS = "models", "tokenizers", "functions of the algorithm"
 AGENT = "agent"
 ROWS = 256  # of each file that are rendered
-_REWARD_LIMIT_S = 30.0  # for the imports of a file
-_SAMPLE_LIMIT_S = 5.0  # for the first sample; a run may give it more
 
 
 def check(subject: ExaminedRun) -> Iterator[CheckResult]:
@@ -58,7 +55,6 @@ def findings(
     is known to be wrong, or absent. num_rows: of each file that are rendered."""
     for role in (each for each in _distinct_models(config, architectures) if each.path_key not in skipped):
         yield judge_model(Path(role.path), role.path_key, architectures[role.name], role)
-    prompt = None
     for role in model_roles(config):
         if role.name not in architectures or role.name not in ("actor", REWARD_MODEL):
             continue
@@ -76,10 +72,12 @@ def findings(
                 yield judged
                 if judged.status is Status.error:
                     continue
-            found, prompt = data(config, tokenizer, skipped, num_rows, tools)
-            yield from found
+            yield from data(config, tokenizer, skipped, num_rows, tools)
     if isinstance(config, PPOConfig) and config.reward.functions and not any(key.startswith("reward.functions") for key in skipped):
-        yield judge_rewards(config.reward, prompt)
+        truths = choose_truths(config, skipped, MOST_TRUTHS if num_rows > 1 else 1)
+        results, keys = judge_rewards(config.reward, truths.rows)
+        yield from results
+        yield from judge_compared_metrics(config, truths.val_sources, keys)
     if isinstance(config, PPOConfig) and not any(key.endswith(".function") for key in skipped):
         yield from judge_functions(config.algorithm)
 
@@ -139,22 +137,21 @@ def endless_turns(folder: str, tokenizer: PreTrainedTokenizerBase) -> str | None
 
 def data(
     config: Config, tokenizer: PreTrainedTokenizerBase, skipped: Collection[str], num_rows: int, tools: Tools = None
-) -> tuple[list[CheckResult], Prompt | None]:
-    """The first rows of each file, read and rendered as the run does; and the first prompt of all."""
+) -> list[CheckResult]:
+    """Judge the first rows of each file, read and rendered as the run does."""
     results: list[CheckResult] = []
-    first, counts = None, list[int | None]()
+    counts = list[int | None]()
     for key in ("data.train_files", "data.val_files"):
         if key in skipped:
             continue
         for file in dict.fromkeys(config.data.train_files if key == "data.train_files" else config.data.val_files):
             try:
-                prompts, lengths, spelled = _rendered(config, file, tokenizer, num_rows, tools)
+                lengths, spelled = _rendered(config, file, tokenizer, num_rows, tools)
             except DataError as error:
                 example = "as in docs/rewards.md" if isinstance(config, PPOConfig) else "each a chat that ends with the assistant's answer"
                 remedy = f"write the file again with the columns that are named, {example}"
                 results.append(refused(DATA, key, error, remedy, file=file))
                 continue
-            first = next(iter(prompts), first) if first is None else first
             rows = open_file(file, ()).num_rows if len(lengths) == num_rows else len(lengths)
             counts += [rows] if key == "data.train_files" else []
             results.append(judge_rows(config, key, file, rows, lengths))
@@ -163,7 +160,7 @@ def data(
                 results.append(doubtful(DATA, message, "remove them from the texts, if that is not meant", file=file))
     if "data.train_files" not in skipped and len(counts) == len(set(config.data.train_files)):
         results += judge_count(config, counts)
-    return results, first
+    return results
 
 
 def judge_count(config: Config, counts: Sequence[int | None]) -> Iterator[CheckResult]:
@@ -178,7 +175,6 @@ def judge_count(config: Config, counts: Sequence[int | None]) -> Iterator[CheckR
 class _RenderedRows(NamedTuple):
     """lengths: tokens of each row, in SFT of the whole chat. spelled: special tokens in texts that are not the assistant's."""
 
-    prompts: list[Prompt]
     lengths: list[int]
     spelled: list[str]
 
@@ -189,11 +185,11 @@ def _rendered(config: Config, file: str, tokenizer: PreTrainedTokenizerBase, num
         rows = islice(read_prompt_rows([file], config.data.columns), num_rows)
         prompts = [read_prompt(row, tokenizer, config.data, tools) for row in rows]
         spelled = [token for prompt in prompts if (token := spelled_special(tokenizer, prompt.messages))]
-        return _RenderedRows(prompts, [len(prompt.token_ids) for prompt in prompts], spelled)
+        return _RenderedRows([len(prompt.token_ids) for prompt in prompts], spelled)
     chats = islice(read_chat_rows([file], config.data.columns), num_rows)
     examples = [read_example(row, tokenizer, config.data) for row in chats]
     lengths = [len(example.prompt_ids) + len(example.response_ids) for example in examples]
-    return _RenderedRows([], lengths, [example.escaped for example in examples if example.escaped])
+    return _RenderedRows(lengths, [example.escaped for example in examples if example.escaped])
 
 
 def judge_rows(config: Config, key: str, file: str, rows: int | None, lengths: Sequence[int]) -> CheckResult:
@@ -211,33 +207,7 @@ def judge_rows(config: Config, key: str, file: str, rows: int | None, lengths: S
     return good(DATA, f"{file}: {of_all}the first {len(lengths)} have at most {longest} tokens", **facts)
 
 
-def judge_rewards(reward: RewardConfig, prompt: Prompt | None, limit_s: float = _REWARD_LIMIT_S) -> CheckResult:
-    """Loads the functions in a process of their own, for the files are a user's and may do anything, and has them score an answer that
-    is the ground truth of `prompt`. Without a prompt they are only loaded."""
-    files = ", ".join(dict.fromkeys(function.path for function in reward.functions))
-    remedy = f"mend {files}; `megarl score` runs it on a file of responses"
-    sample = None if prompt is None else _answered_right(prompt)
-    try:
-        with RewardScorer(reward.functions, min(reward.time_limit_s, _SAMPLE_LIMIT_S), 1.0, 1, limit_s, reward.sandbox) as scorer:
-            report = None if sample is None else scorer.score([sample])
-    except (RewardFunctionError, RewardError) as error:
-        return refused(REWARDS, "reward.functions", error, remedy, files=files)
-    names = ", ".join(f"{function.name} in {function.path}" for function in reward.functions)
-    if sample is None or report is None:
-        return good(REWARDS, f"{names} loads and takes the four arguments", files=files)
-    if not report.errors:
-        given = f"{report.scores[0]:g} for {sample.solution_str[:40]!r}, the first row's ground truth"
-        return good(REWARDS, f"{names} loads, and gives {given}", files=files)
-    if report.errors[0].kind == "time_limit" and reward.time_limit_s > _SAMPLE_LIMIT_S:
-        slow = f"reward.functions: the first row's ground truth has no score after {_SAMPLE_LIMIT_S:g} s"
-        return doubtful(REWARDS, slow, f"see whether it gets one in reward.time_limit_s={reward.time_limit_s:g} s: {remedy}", files=files)
-    problem = f"reward.functions: for {sample.solution_str[:40]!r}, the first row's ground truth, {report.errors[0].message}"
-    if reward.max_error_rate == 0:
-        return wrong(REWARDS, problem, remedy, files=files)
-    return doubtful(REWARDS, problem, f"{remedy}; at most reward.max_error_rate={reward.max_error_rate:g} may fail", files=files)
-
-
-def judge_agent(config: PPOConfig, tokenizer: PreTrainedTokenizerBase, limit_s: float = _REWARD_LIMIT_S) -> tuple[CheckResult, Tools]:
+def judge_agent(config: PPOConfig, tokenizer: PreTrainedTokenizerBase, limit_s: float = LOAD_LIMIT_S) -> tuple[CheckResult, Tools]:
     """Loads tools or the environment in a process that can be ended, and plays a turn with tools (try_agent), whose schemas it gives. The
     chat template is tried for conversations that grow."""
     agent = config.agent
@@ -263,7 +233,7 @@ def judge_agent(config: PPOConfig, tokenizer: PreTrainedTokenizerBase, limit_s: 
     return good(AGENT, f"{what} of {files} can be used, and the chat template takes conversations that grow", files=files), tools
 
 
-def judge_functions(algorithm: AlgorithmConfig, limit_s: float = _REWARD_LIMIT_S) -> Iterator[CheckResult]:
+def judge_functions(algorithm: AlgorithmConfig, limit_s: float = LOAD_LIMIT_S) -> Iterator[CheckResult]:
     """An estimator and a policy loss of the user's own, on two samples (try_functions), in a process that can be ended."""
     references = [reference for reference in (algorithm.advantage.function, algorithm.policy_loss.function) if reference is not None]
     if not references:
@@ -283,10 +253,3 @@ def judge_functions(algorithm: AlgorithmConfig, limit_s: float = _REWARD_LIMIT_S
             yield wrong(FUNCTIONS, f"algorithm: {names}: {ended}, on two samples", remedy, names=names)
         else:
             yield good(FUNCTIONS, f"{names} loads, and gives values for two samples", names=names)
-
-
-def _answered_right(prompt: Prompt) -> ScoreRequest:
-    truth = prompt.reward_model["ground_truth"]
-    return ScoreRequest(
-        uid="first", data_source=prompt.data_source, solution_str=str(truth), ground_truth=truth, extra_info=dict(prompt.extra_info)
-    )

@@ -68,8 +68,21 @@ def load_name(path: str, name: str, expected: Expected) -> Any:
     return getattr(module, name)
 
 
+def _module_name(path: str) -> str:
+    return "megarl_user_" + hashlib.sha256(str(Path(path).absolute()).encode()).hexdigest()[:16]
+
+
+def companion(path: str, function: Callable[..., Any], name: str) -> Callable[..., Any] | None:
+    """Return the function `name` that stands beside one that `load_function` loaded from `path`: in that file, or in the module that
+    the file imported the function from. None: there is none."""
+    for namespace in (vars(sys.modules[_module_name(path)]), getattr(function, "__globals__", {})):
+        if callable(found := namespace.get(name)):
+            return found
+    return None
+
+
 def _run_file(path: str, expected: Expected) -> ModuleType:
-    module_name = "megarl_user_" + hashlib.sha256(str(Path(path).absolute()).encode()).hexdigest()[:16]
+    module_name = _module_name(path)
     spec = importlib.util.spec_from_file_location(module_name, path)
     if spec is None or spec.loader is None:
         raise expected.error(f"{expected.what} file {path!r} is not a Python file; its name must end in .py")

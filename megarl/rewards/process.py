@@ -130,6 +130,11 @@ def load_error() -> str | None:
     return _load_error
 
 
+def loaded_functions() -> list[LoadedFunction]:
+    """Return the functions of this process, which are none where they could not be loaded."""
+    return _functions
+
+
 def score(request: ScoreRequest) -> Outcome:
     """Calls all functions on one sample. Never raises: what goes wrong is the outcome's `error`."""
     if _load_error is not None:

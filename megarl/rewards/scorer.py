@@ -7,12 +7,12 @@ never becomes a silent 0, and it never stops the other samples.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeVar
 
 from pebble import ProcessExpired, ProcessPool
 
@@ -25,6 +25,7 @@ from megarl.rewards.process import Outcome, RewardFunctionError, ScoreRequest
 START_TIME_LIMIT_S = 120.0  # for a reward file's imports on a busy machine
 MAX_POOL_RESTARTS = 3  # in a row, without a sample scored in between
 NUM_SHOWN_ERRORS = 5
+Result = TypeVar("Result")
 _ALWAYS_GIVEN = ("PATH", "HOME", "LANG", "LC_ALL", "TZ", "TMPDIR", OWNER)
 
 
@@ -109,7 +110,7 @@ class RewardScorer:
         if not functions:
             raise RewardFunctionError("reward.functions is empty; give at least one {path, name}")
         self._functions = list(functions)
-        self._time_limit_s = time_limit_s
+        self.time_limit_s = time_limit_s
         self._max_error_rate = max_error_rate
         self._num_processes = num_processes
         self._start_time_limit_s = start_time_limit_s
@@ -135,8 +136,15 @@ class RewardScorer:
     def begin(self, requests: Sequence[ScoreRequest]) -> list[BegunScore]:
         """Returns at once; `score` waits for them."""
         self._ensure_pool()
-        pool, limit_s = self._pool, self._time_limit_s
+        pool, limit_s = self._pool, self.time_limit_s
         return [BegunScore(request, pool.schedule(process.score, args=[request], timeout=limit_s), pool) for request in requests]
+
+    def run(self, function: Callable[[ScoreRequest], Result], request: ScoreRequest) -> Future[Result]:
+        """Call a function of megarl's in a process that has loaded the reward functions, within the time limit of a sample. The future
+        raises TimeoutError or ProcessExpired where the call took too long or its process died."""
+        self._ensure_pool()
+        future: Future[Result] = self._pool.schedule(function, args=[request], timeout=self.time_limit_s)
+        return future
 
     def score(self, samples: Sequence[ScoreRequest | BegunScore]) -> ScoreReport:
         """Raises RewardError as soon as the share of failed samples is above `max_error_rate`; what is left is then not scored."""
@@ -170,7 +178,7 @@ class RewardScorer:
 
     def _start(self) -> ProcessPool:
         """Starts the processes, and waits until one of them has loaded the functions."""
-        initial = [self._functions, self._sandbox, self._time_limit_s]
+        initial = [self._functions, self._sandbox, self.time_limit_s]
         pool = ProcessPool(max_workers=self._num_processes, initializer=process.start, initargs=initial, context=self._context)
         loading = pool.schedule(process.load_error)
         if not wait([loading], timeout=self._start_time_limit_s).done:
@@ -254,7 +262,7 @@ class RewardScorer:
             return ScoreError(index, uid, "function", result.error)
         if isinstance(result, ProcessExpired):
             return ScoreError(index, uid, "process_died", f"its process died while scoring it (exit code {result.exitcode})")
-        return ScoreError(index, uid, "time_limit", f"it took more than reward.time_limit_s={self._time_limit_s:g} s and was killed")
+        return ScoreError(index, uid, "time_limit", f"it took more than reward.time_limit_s={self.time_limit_s:g} s and was killed")
 
     def _too_many(self, errors: Sequence[ScoreError], num_requests: int) -> str:
         shown = "\n".join(f"  {error}" for error in errors[:NUM_SHOWN_ERRORS])

@@ -26,7 +26,7 @@ class PromptColumnsConfig:
 
     prompt: str = "prompt"  # a chat up to the answer, or a text: a message of the user
     data_source: str | None = "data_source"  # names the kind of task; null: the file's name, without its ending
-    ground_truth: str | None = None  # what the right answer is; null: it is in the mapping reward_model
+    ground_truth: str | None = None  # the right answer; null: in the mapping reward_model, or in a column ground_truth
     reward_model: str = "reward_model"  # a mapping with ground_truth; not read where ground_truth has a column of its own
     extra_info: str = "extra_info"  # a mapping for reward functions; may be absent
 

@@ -221,7 +221,29 @@ MISTAKES: dict[str, Mistake] = {
     "a reward that never ends": Mistake(
         "took more than reward.time_limit_s=0.5 s", ("reward.time_limit_s=0.5",), reward("import time; time.sleep(1000)")
     ),
+    "a ground truth that is null": Mistake(
+        "train.parquet: row 1: the ground truth None: it is null, and compute_score reads it; give the right answer, or leave the row out",
+        prepare=rows({}, {"reward_model": {"style": "rule", "ground_truth": None}}, *[{}] * 6),
+    ),
+    "a metric to keep that the reward does not make": Mistake(
+        "checkpoint.keep_best.metric: no validation of this run measures 'val/maj@2', which needs reward functions that return an 'answer'",
+        (
+            "rollout.validation.n=2",
+            "rollout.validation.temperature=1",
+            "checkpoint.keep_best.metric=val/maj@2",
+            "trainer.validate_every_steps=1",
+        ),
+    ),
+    "a metric to keep that is misspelt": Mistake(
+        "checkpoint.keep_best.metric: no validation of this run measures 'val/cuont/score/mean'; did you mean val/count/score/mean",
+        ("checkpoint.keep_best.metric=val/cuont/score/mean", "trainer.validate_every_steps=1"),
+    ),
     # what train refuses by the same code, before a process starts
+    "training with a ground truth that is null": Mistake(
+        "train.parquet: row 1: the ground truth None: it is null, and compute_score reads it",
+        prepare=rows({}, {"reward_model": {"style": "rule", "ground_truth": None}}, *[{}] * 6),
+        command="train",
+    ),
     "training with a reward of other arguments": Mistake(
         "cannot be called with the keywords", prepare=text("reward.py", "def compute_score(completions):\n    return 0\n"), command="train"
     ),

@@ -161,6 +161,21 @@ def test_a_column_that_is_named_must_be_there(tmp_path):
         PromptDataset([file], tokenizer, DataConfig(columns=PromptColumnsConfig(ground_truth="answer")))
 
 
+def test_a_column_of_ground_truths_is_found_by_itself(tmp_path):
+    """In each format and for each file by itself; where there is a mapping, that is read."""
+    tokenizer, row = character_tokenizer(), {"prompt": "a", "data_source": "sums"}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row | {"ground_truth": "5"}) + "\n")
+    files = [
+        str(tmp_path / "rows.jsonl"),
+        write(tmp_path / "mapping.parquet", [row | {"reward_model": {"ground_truth": "6"}, "ground_truth": "no"}]),
+        write(tmp_path / "column.parquet", [row | {"ground_truth": "7"}]),
+    ]
+    data = PromptDataset(files, tokenizer, DataConfig())
+    assert [data[number].reward_model["ground_truth"] for number in range(3)] == ["5", "6", "7"]
+    with pytest.raises(DataError, match="column 'reward_model' is missing"):
+        PromptDataset([write(tmp_path / "none.parquet", [row])], tokenizer, DataConfig())
+
+
 def test_text_that_is_lost_may_be_allowed(tmp_path):
     """Blanks and capitals that a tokenizer's own normalizer takes away are not lost."""
     file = write(tmp_path / "a.parquet", [prompt_row("how many? \u00e9")])

@@ -27,15 +27,12 @@ from megarl.config.schema import (
     PlacementStrategy,
     PolicyLossConfig,
     PPOConfig,
-    RewardConfig,
-    RewardFunctionConfig,
     SFTConfig,
     ToolConfig,
 )
 from megarl.config.versions import SGLANG
 from megarl.controller.inspection import ClusterReport, Limits, NodeReport, Software, here, inspect_cluster
 from megarl.controller.resource_pool import NodeResources, ResourcePoolManager
-from megarl.data.prompts import Prompt
 from megarl.doctor import devices, inputs, machine, network, software, storage
 from megarl.doctor import ray_cluster as ray_checks
 from megarl.doctor.check_result import CheckResult, Status, doubtful, good, worst, wrong
@@ -390,15 +387,6 @@ def test_a_model_that_may_not_be_read(shards: Path) -> None:
     assert "Permission denied" in judged(shards).message
 
 
-PROMPT = Prompt(token_ids=(1,), messages=[], data_source="sums", reward_model={"ground_truth": "5"}, extra_info={})
-
-
-def test_a_reward_file_that_never_ends_loading(tmp_path: Path) -> None:
-    (tmp_path / "reward.py").write_text("import time\ntime.sleep(1000)\n")
-    found = inputs.judge_rewards(RewardConfig(functions=[RewardFunctionConfig(path=str(tmp_path / "reward.py"))]), None, limit_s=1.0)
-    assert "takes more than 1 s; move slow work out of them" in found.message
-
-
 def test_a_loss_that_does_not_end_is_ended(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text("while True: ...\n")
     loss = PolicyLossConfig(function=f"{tmp_path}/own.py:my_loss")
@@ -414,26 +402,6 @@ def test_tools_that_do_not_end_loading_are_ended(tmp_path: Path) -> None:
     found, tools = inputs.judge_agent(PPOConfig(agent=agent), character_tokenizer(), limit_s=1.0)
     assert (found.check, found.status, tools) == (inputs.AGENT, Status.error, None)
     assert f"{tmp_path}/slow.py: no end after 1 s, in a first turn" in found.message
-
-
-def test_a_reward_function_that_may_fail_is_warned_of(tmp_path: Path) -> None:
-    (tmp_path / "reward.py").write_text(
-        "def compute_score(data_source, solution_str, ground_truth, extra_info):\n    return 1 / (int(ground_truth) - 5)\n"
-    )
-    functions = [RewardFunctionConfig(path=str(tmp_path / "reward.py"))]
-    found = inputs.judge_rewards(RewardConfig(functions=functions), PROMPT)
-    assert found.status is Status.error
-    assert "for '5', the first row's ground truth, compute_score raised ZeroDivisionError: division by zero (reward.py:2)" in found.message
-    assert inputs.judge_rewards(RewardConfig(functions=functions, max_error_rate=0.5), PROMPT).status is Status.warning
-
-
-def test_a_reward_function_that_a_run_gives_more_time_is_warned_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inputs, "_SAMPLE_LIMIT_S", 0.2)
-    (tmp_path / "reward.py").write_text(
-        "import time\ndef compute_score(data_source, solution_str, ground_truth, extra_info):\n    time.sleep(1000)\n"
-    )
-    found = inputs.judge_rewards(RewardConfig(functions=[RewardFunctionConfig(path=str(tmp_path / "reward.py"))]), PROMPT)
-    assert (found.status, "has no score after 0.2 s" in found.message) == (Status.warning, True)
 
 
 def test_rows_that_are_too_long() -> None:

@@ -1,0 +1,207 @@
+"""Reward functions are loaded and tried on the ground truths of the data, in processes that can be killed."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from megarl.config.schema import PPOConfig, RewardConfig
+from megarl.config.validation_metrics import RewardKeys, may_be_measured, nearest, number_in, validation_metrics
+from megarl.data.files import DataError
+from megarl.data.prompts import GROUND_TRUTH, read_reward_inputs, read_reward_rows
+from megarl.doctor.check_result import CheckResult, doubtful, good, refused, wrong
+from megarl.rewards.process import RewardFunctionError
+from megarl.rewards.scorer import RewardError, RewardScorer
+from megarl.rewards.truths import (
+    TRUTH_FORM_HINT,
+    Trial,
+    TruthRow,
+    Unfinished,
+    in_files,
+    is_null,
+    keys_by_source,
+    listed,
+    mixed_answers,
+    try_truths,
+    worthless,
+)
+from megarl.rewards.truths import (
+    refused as refused_truths,
+)
+
+REWARDS = "reward functions"
+MOST_TRUTHS = 1000  # rows whose ground truths are tried
+_MOST_NULLS = 10
+LOAD_LIMIT_S = 30.0  # for the imports of a file
+_SAMPLE_LIMIT_S = 5.0  # for a sample; a run may give it more
+_TRIALS_LIMIT_S = 30.0  # for all of them: of a slow function fewer rows are tried
+_MOST_PROCESSES = 2
+
+
+class Truths(NamedTuple):
+    """Rows whose ground truths are tried, and the data sources of `data.val_files`."""
+
+    rows: list[TruthRow]
+    val_sources: set[str]
+
+
+def choose_truths(config: PPOConfig, skipped: Collection[str] = (), most: int = MOST_TRUTHS) -> Truths:
+    """Choose rows of the training and validation files, the same each time: the first of each data source, rows whose ground truth is
+    null, and `most` others at random. With `most` 1, as at the start of a run: the first row and the first null one.
+
+    All rows are read, without their prompts. A row that cannot be read ends its file: that is said about the data.
+    """
+    firsts, nulls, others = dict[str, TruthRow](), list[TruthRow](), list[TruthRow]()
+    val_sources: set[str] = set()
+    draw = random.Random(0)
+    for num_seen, (row, is_held_out) in enumerate(_rows(config, skipped), 1):
+        if is_held_out:
+            val_sources.add(row.data_source)
+        firsts.setdefault(row.data_source, row)
+        if is_null(row.ground_truth) and len(nulls) < _MOST_NULLS:
+            nulls.append(row)
+        if len(others) < most:
+            others.append(row)
+        elif (place := draw.randrange(num_seen)) < most:
+            others[place] = row
+    chosen = [*list(firsts.values())[:1], *nulls[:1]] if most == 1 else [*firsts.values(), *nulls, *others]
+    return Truths(list({(row.file, row.number): row for row in chosen}.values()), val_sources)
+
+
+def _rows(config: PPOConfig, skipped: Collection[str]) -> Iterator[tuple[TruthRow, bool]]:
+    for key, files in (("data.train_files", config.data.train_files), ("data.val_files", config.data.val_files)):
+        for file in dict.fromkeys(files if key not in skipped else ()):
+            try:
+                for row in read_reward_rows([file], config.data.columns):
+                    inputs = read_reward_inputs(row, config.data.columns)
+                    truth = inputs.reward_model[GROUND_TRUTH]
+                    yield TruthRow(file, row.number, inputs.data_source, truth, inputs.extra_info), key == "data.val_files"
+            except DataError:
+                continue
+
+
+class Judgement(NamedTuple):
+    """What is found, and what the functions return beside the score, by data source."""
+
+    results: list[CheckResult]
+    keys: Mapping[str, RewardKeys]
+
+
+def judge_rewards(reward: RewardConfig, rows: Sequence[TruthRow], limit_s: float = LOAD_LIMIT_S) -> Judgement:
+    """Load the functions in a process of their own, for the files are a user's and may do anything, and try the ground truths of the rows
+    and empty responses. Without rows they are only loaded."""
+    files = ", ".join(dict.fromkeys(function.path for function in reward.functions))
+    remedy = f"correct {files}; `megarl score` runs it on a file of responses"
+    time_limit_s, processes = min(reward.time_limit_s, _SAMPLE_LIMIT_S), min(reward.num_processes, _MOST_PROCESSES, max(1, len(rows)))
+    try:
+        with RewardScorer(reward.functions, time_limit_s, 1.0, processes, limit_s, reward.sandbox) as scorer:
+            trials = try_truths(scorer, rows, _TRIALS_LIMIT_S) if rows else []
+    except (RewardFunctionError, RewardError) as error:
+        return Judgement([refused(REWARDS, "reward.functions", error, remedy, files=files)], {})
+    results = [*_refusals(trials, files), *_failures(reward, trials, remedy, files), *_doubts(reward, trials, files)]
+    if not results:
+        names = ", ".join(f"{function.name} in {function.path}" for function in reward.functions)
+        results = [good(REWARDS, f"{names} loads{_scores(trials)}", files=files)]
+    return Judgement(results, keys_by_source(trials))
+
+
+def _scores(trials: Sequence[Trial]) -> str:
+    if not trials:
+        return " and takes the four arguments"
+    truths = [trial.outcome.score for trial in trials if trial.outcome is not None]
+    empty = [trial.empty.score for trial in trials if not isinstance(trial.empty, Unfinished)]
+    scored = f"{len(truths):,} ground truths score {_span(truths)}" if truths else f"{len(trials):,} ground truths can be read"
+    return f"; {scored}, empty responses {_span(empty)}"
+
+
+def _span(scores: Sequence[float]) -> str:
+    least, most = min(scores), max(scores)
+    return f"{least:g}" if least == most else f"{least:g} to {most:g}"
+
+
+def _refusals(trials: Sequence[Trial], files: str) -> Iterator[CheckResult]:
+    """Ground truths that no response can match, and functions whose keys differ between samples."""
+    if lines := refused_truths(trials):
+        yield wrong(
+            REWARDS, in_files(lines), "correct these rows, or leave them out; `megarl score --ground-truth` lists them", files=files
+        )
+    for source, (with_it, without_it) in mixed_answers(trials).items():
+        problem = f"reward.functions: of {source!r} there is an 'answer' for {with_it}, and none for {without_it}"
+        yield wrong(REWARDS, problem, 'return "answer" for all samples or for none, with None for a sample without an answer', files=files)
+
+
+def _failures(reward: RewardConfig, trials: Sequence[Trial], remedy: str, files: str) -> Iterator[CheckResult]:
+    """Ground truths and empty responses that a function has no score for."""
+    failed = [trial for trial in trials if trial.error is not None]
+    slow = [trial for trial in failed if isinstance(trial.response, Unfinished) and trial.response.timed_out]
+    if slow and reward.time_limit_s > _SAMPLE_LIMIT_S:
+        message = f"reward.functions: {listed([_place(trial) for trial in slow])} has no score after {_SAMPLE_LIMIT_S:g} s"
+        yield doubtful(REWARDS, message, f"see whether it gets one in reward.time_limit_s={reward.time_limit_s:g} s: {remedy}", files=files)
+        failed = [trial for trial in failed if trial not in slow]
+    if failed:
+        problem = f"reward.functions: {listed([f'for {_place(trial)}, {trial.error}' for trial in failed])}"
+        if len(failed) > reward.max_error_rate * len(trials):
+            yield wrong(REWARDS, problem, remedy, files=files)
+        else:
+            allowed = f"at most reward.max_error_rate={reward.max_error_rate:g} may fail"
+            yield doubtful(REWARDS, problem, f"{remedy}; {allowed}", files=files)
+    elif not slow and (silent := [trial for trial in trials if trial.empty_error is not None]):
+        problem = f"reward.functions: for an empty response to row {silent[0].row.number} of {silent[0].row.file}, {silent[0].empty_error}"
+        yield doubtful(
+            REWARDS, problem, "return a score for it: a model may end its response at once, which would end the run", files=files
+        )
+
+
+def _doubts(reward: RewardConfig, trials: Sequence[Trial], files: str) -> Iterator[CheckResult]:
+    """Ground truths that get less than they should, as far as that can be known."""
+    if alike := worthless(trials):
+        first = alike[0]
+        assert first.outcome is not None
+        message = (
+            f"reward.functions: {len(alike):,} of {len(trials):,} ground truths score no better than an empty response, such as "
+            f"{_place(first)}, with {first.outcome.score:g}"
+        )
+        yield doubtful(REWARDS, message, TRUTH_FORM_HINT, files=files)
+    threshold = reward.pass_score
+    if threshold is None or len(reward.functions) > 1 or reward.model.path is not None:
+        return
+    low = [
+        trial
+        for trial in trials
+        if trial.has_own_form and (trial.gain or 0) > 0 and trial.outcome is not None and trial.outcome.score < threshold - 1e-6
+    ]
+    if low:
+        outcome = low[0].outcome
+        assert outcome is not None
+        message = (
+            f"reward.functions: {len(low):,} of {len(trials):,} ground truths score less than reward.pass_score={threshold:g}, such as "
+            f"{_place(low[0])}, with {outcome.score:g}"
+        )
+        yield doubtful(REWARDS, message, "set reward.pass_score to what a right response scores; pass@k counts samples by it", files=files)
+
+
+def _place(trial: Trial) -> str:
+    text = repr(trial.row.ground_truth)
+    return f"{text if len(text) <= 40 else text[:37] + '...'}, the ground truth of {trial.row.file}, row {trial.row.number}"
+
+
+def judge_compared_metrics(config: PPOConfig, val_sources: Collection[str], keys: Mapping[str, RewardKeys]) -> Iterator[CheckResult]:
+    """Check that `checkpoint.keep_best` and `trainer.early_stop` compare metrics that the run's validations log.
+
+    Args:
+        val_sources: The data sources of the validation files.
+        keys: What the reward functions return, by data source. A source that was not tried may have any metric that depends on it.
+    """
+    for key, metric in (
+        ("checkpoint.keep_best.metric", config.checkpoint.keep_best.metric),
+        ("trainer.early_stop.metric", config.trainer.early_stop.metric),
+    ):
+        if metric is None or not val_sources or not may_be_measured(config, metric):
+            continue  # the last is refused without looking into the data
+        untried = RewardKeys(True, number_in(metric)) if config.reward.functions else RewardKeys()
+        measured = validation_metrics(config, {source: keys.get(source, untried) for source in val_sources})
+        if metric not in measured:
+            why = ", which needs reward functions that return an 'answer'" if "maj@" in metric else ""
+            message = f"{key}: no validation of this run measures {metric!r}{why}; {nearest(metric, measured)}"
+            yield wrong(REWARDS, message, f"change {key}")

@@ -1,0 +1,271 @@
+"""Ground truths are tried against themselves: each is scored as a response in its own form, beside an empty response.
+
+A reward file may define two functions beside its reward function:
+
+    def check_truth(ground_truth) -> None:                 raises ValueError for a ground truth that no response can match
+    def answer_from_truth(ground_truth) -> str | None:     a response that is right; None: none can be derived, as from tests of code
+
+Without the second one the text of the ground truth is the response, of which it is not known whether it should get full marks.
+"""
+
+from __future__ import annotations
+
+import dis
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, wait
+from typing import Any, NamedTuple
+
+from pebble import ProcessExpired
+
+from megarl.config.validation_metrics import RewardKeys
+from megarl.machine.user_functions import companion, last_line
+from megarl.rewards.process import LoadedFunction, Outcome, ScoreRequest, function_labels, load_error, loaded_functions, score
+from megarl.rewards.scorer import RewardScorer
+
+NUM_SHOWN = 5
+TRUTH_FORM_HINT = (
+    "the function may want the answer in another form, such as \\boxed{...}: define answer_from_truth(ground_truth) in its file, which "
+    "returns such a response (see docs/rewards.md); otherwise correct the data or the function"
+)
+
+
+class TruthRow(NamedTuple):
+    """A row of the data: where it is, and what reward functions are given about it."""
+
+    file: str
+    number: int  # in the file, from 0
+    data_source: str
+    ground_truth: Any
+    extra_info: dict[str, Any]
+
+    def request(self, response: str = "") -> ScoreRequest:
+        return ScoreRequest(f"row {self.number}", self.data_source, response, self.ground_truth, self.extra_info)
+
+
+class Response(NamedTuple):
+    """A ground truth as a response, and its outcome.
+
+    Attributes:
+        text: None where no response can be derived.
+        form_of: The position of the function whose `answer_from_truth` made the text; None: it is the text of the ground truth.
+        refusal: Why the ground truth is refused, before it is scored.
+    """
+
+    text: str | None = None
+    form_of: int | None = None
+    refusal: str | None = None
+    outcome: Outcome | None = None
+
+
+class Unfinished(NamedTuple):
+    """Why scoring has no end: it timed out, or its process died."""
+
+    message: str
+    timed_out: bool
+
+
+class Trial(NamedTuple):
+    """What became of one ground truth, and of an empty response to the same row."""
+
+    row: TruthRow
+    response: Response | Unfinished
+    empty: Outcome | Unfinished
+
+    @property
+    def outcome(self) -> Outcome | None:
+        return None if isinstance(self.response, Unfinished) else self.response.outcome
+
+    @property
+    def text(self) -> str | None:
+        return None if isinstance(self.response, Unfinished) else self.response.text
+
+    @property
+    def has_own_form(self) -> bool:
+        return isinstance(self.response, Response) and self.response.form_of is not None
+
+    @property
+    def is_underivable(self) -> bool:
+        """The ground truth is good, as far as can be seen, but no response follows from it."""
+        return isinstance(self.response, Response) and self.response.text is None and self.response.refusal is None
+
+    @property
+    def error(self) -> str | None:
+        """Why scoring the ground truth failed."""
+        if isinstance(self.response, Unfinished):
+            return self.response.message
+        return None if self.outcome is None else self.outcome.error
+
+    @property
+    def empty_error(self) -> str | None:
+        return self.empty.message if isinstance(self.empty, Unfinished) else self.empty.error
+
+    @property
+    def gain(self) -> float | None:
+        """How much more the ground truth scores than an empty response, by the function whose form it has; None: it is not known."""
+        outcome, empty = self.outcome, self.empty
+        if outcome is None or outcome.error or isinstance(empty, Unfinished) or empty.error:
+            return None
+        assert isinstance(self.response, Response)
+        position = self.response.form_of
+        return outcome.score - empty.score if position is None else outcome.parts[position] - empty.parts[position]
+
+
+def as_response(request: ScoreRequest) -> Response:
+    """Score the ground truth of a request as a response. Runs in a reward process; `solution_str` is not read."""
+    if (problem := load_error()) is not None:
+        return Response(refusal=problem)
+    functions, truth = loaded_functions(), request.ground_truth
+    labels = function_labels([function.config for function in functions])
+    for function, label in zip(functions, labels, strict=True):
+        if (refusal := _refusal(function, label, truth)) is not None:
+            return Response(refusal=refusal)
+
+    # The first function that knows how a ground truth is shown decides for all.
+    text, form_of = truth if isinstance(truth, str) else str(truth), None
+    for position, (function, label) in enumerate(zip(functions, labels, strict=True)):
+        if (shown := companion(function.config.path, function.call, "answer_from_truth")) is None:
+            continue
+        try:
+            derived = shown(truth)
+        except Exception as error:  # noqa: BLE001  (the boundary of the process: the user's code may raise anything)
+            return Response(refusal=f"answer_from_truth, which stands beside {label}, raised {last_line(error)}")
+        if derived is None:
+            return Response(form_of=position)
+        text, form_of = derived, position
+        break
+    return Response(text, form_of, outcome=score(request._replace(solution_str=text)))
+
+
+def _refusal(function: LoadedFunction, label: str, truth: Any) -> str | None:
+    if is_null(truth) and reads_truth(function.call):
+        return f"it is {'null' if truth is None else 'NaN'}, and {label} reads it; give the right answer, or leave the row out"
+    if (check := companion(function.config.path, function.call, "check_truth")) is None or not reads_truth(function.call):
+        return None
+    try:
+        check(truth)
+    except ValueError as error:
+        return str(error)
+    except Exception as error:  # noqa: BLE001  (the boundary of the process: the user's code may raise anything)
+        return f"check_truth, which stands beside {label}, raised {last_line(error)}"
+    return None
+
+
+def is_null(truth: Any) -> bool:
+    return truth is None or (isinstance(truth, float) and math.isnan(truth))
+
+
+def reads_truth(function: Callable[..., Any]) -> bool:
+    """Return whether the code of a function uses its argument `ground_truth`; True where that cannot be seen."""
+    code = getattr(function, "__code__", None)
+    if code is None or "ground_truth" not in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]:
+        return True  # one of its keyword arguments
+    loaded = (each.argval for each in dis.get_instructions(code) if "LOAD" in each.opname)
+    return "ground_truth" in code.co_cellvars or any("ground_truth" in (value if isinstance(value, tuple) else [value]) for value in loaded)
+
+
+def try_truths(scorer: RewardScorer, rows: Sequence[TruthRow], limit_s: float | None = None) -> list[Trial]:
+    """Score the ground truth of each row as a response, and an empty response.
+
+    Args:
+        limit_s: For all rows, so that functions that are slow or never end are tried on some. None: there is no limit.
+
+    Returns:
+        A trial for each row, in order; for fewer of them, but at least one, where `limit_s` seconds are over, or the first has no end.
+    """
+    end_s = None if limit_s is None else time.monotonic() + limit_s
+    trials: list[Trial] = []
+    for part in (rows[:1], rows[1:]):
+        requests = [row.request() for row in part]
+        begun: list[tuple[Future[Any], Future[Any]]] = [(scorer.run(as_response, each), scorer.run(score, each)) for each in requests]
+        for row, futures in zip(part, begun, strict=True):
+            if trials and end_s is not None and wait(futures, timeout=max(0.0, end_s - time.monotonic())).not_done:
+                return trials
+            response, empty = (_result_of(future, scorer) for future in futures)
+            trials.append(Trial(row, response, empty))
+        if end_s is not None and any(isinstance(each, Unfinished) for trial in trials for each in (trial.response, trial.empty)):
+            break
+    return trials
+
+
+def _result_of(future: Future[Any], scorer: RewardScorer) -> Any:
+    try:
+        return future.result()
+    except TimeoutError:
+        return Unfinished(f"it took more than reward.time_limit_s={scorer.time_limit_s:g} s and was killed", timed_out=True)
+    except ProcessExpired as error:
+        return Unfinished(f"its process died while scoring it (exit code {error.exitcode})", timed_out=False)
+
+
+def refused(trials: Iterable[Trial]) -> dict[str, list[str]]:
+    """Return why ground truths are refused, by file: a line for each row. Scoring that failed is not among them."""
+    lines: dict[str, list[str]] = {}
+    for trial in trials:
+        if isinstance(trial.response, Unfinished):
+            continue
+        text, refusal = trial.response.text, trial.response.refusal
+        if refusal is None and trial.response.form_of is not None and trial.gain is not None and trial.gain <= 0:
+            assert trial.outcome is not None
+            score_of_it = trial.outcome.parts[trial.response.form_of]
+            refusal = (
+                f"shown as the response {_short(text)} it scores {score_of_it:g}, no better than an empty one, so no response can be right"
+            )
+        if refusal is not None:
+            lines.setdefault(trial.row.file, []).append(
+                f"row {trial.row.number}: the ground truth {_short(trial.row.ground_truth)}: {refusal}"
+            )
+    return lines
+
+
+def worthless(trials: Iterable[Trial]) -> list[Trial]:
+    """Return the trials in which the bare text of the ground truth scores no better than an empty response."""
+    return [
+        trial
+        for trial in trials
+        if isinstance(trial.response, Response) and trial.response.form_of is None and trial.gain is not None and trial.gain <= 0
+    ]
+
+
+def keys_by_source(trials: Iterable[Trial]) -> dict[str, RewardKeys]:
+    """Return what the functions returned beside the score, by data source."""
+    found: dict[str, RewardKeys] = {}
+    for trial in trials:
+        for outcome in (trial.outcome, trial.empty):
+            if isinstance(outcome, Outcome) and outcome.error is None:
+                before = found.get(trial.row.data_source, RewardKeys())
+                found[trial.row.data_source] = RewardKeys(
+                    before.has_answer or any(outcome.has_answer), before.numbers | frozenset(outcome.numbers)
+                )
+    return found
+
+
+def mixed_answers(trials: Iterable[Trial]) -> dict[str, tuple[str, str]]:
+    """Return the data sources for whose samples functions return the key "answer" sometimes: a sample with it, and one without."""
+    seen: dict[str, dict[tuple[bool, ...], str]] = {}
+    for trial in trials:
+        for outcome, what in ((trial.outcome, "ground truth"), (trial.empty, "empty response")):
+            if isinstance(outcome, Outcome) and outcome.error is None:
+                place = f"the {what} of {trial.row.file}, row {trial.row.number}"
+                seen.setdefault(trial.row.data_source, {}).setdefault(outcome.has_answer, place)
+    mixed: dict[str, tuple[str, str]] = {}
+    for source, places in seen.items():
+        if len(places) > 1:
+            by_number = sorted(places, key=sum)
+            mixed[source] = places[by_number[-1]], places[by_number[0]]
+    return mixed
+
+
+def listed(lines: Sequence[str]) -> str:
+    """Return the first lines, and how many more there are."""
+    more = f"; and {len(lines) - NUM_SHOWN:,} more" if len(lines) > NUM_SHOWN else ""
+    return "; ".join(lines[:NUM_SHOWN]) + more
+
+
+def in_files(lines: Mapping[str, Sequence[str]]) -> str:
+    return "; ".join(f"{file}: {listed(of_file)}" for file, of_file in lines.items())
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
