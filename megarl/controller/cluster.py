@@ -6,14 +6,23 @@ import atexit
 import logging
 import os
 import socket
-import sys
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 
 import ray
-from ray._private import node, ray_constants, services
+from ray._private import services
 
+from megarl.controller.daemons import (
+    LOOPBACK,
+    OBJECT_STORE_MB,
+    add_key,
+    loopback_only,
+    read_key,
+    small_nodes,
+    start_patiently,
+    without_job_server,
+)
 from megarl.controller.environment import daemon_settings
 from megarl.controller.lost_process import num_oom_kills
 from megarl.machine.ray_address import AUTO, VARIABLE, cluster_address, host_and_port
@@ -29,14 +38,15 @@ from megarl.machine.reaper import (
 )
 
 _ANSWER_S = 10.0
-OBJECT_STORE_MB = 512
-_LOOPBACK = "127."  # Ray would look for such a cluster at the address of a network card
 _MIN_OBJECT_STORE_MB = 80  # Ray refuses less than 75 MiB
+
+_log = logging.getLogger(__name__)
 
 _RAY = "/ray"  # added to the driver's mark on all that runs under Ray
 
 _owner: str | None = None
 _daemons: list[int] = []  # descriptors of the processes that ray.init started here
+_added_variables: list[str] = []  # of the key of a Ray that was started here
 _oom_kills_before = 0  # by this machine's kernel, when Ray was started or joined
 _needed: dict[str, int] = {}  # of those without which no other goes on, by their names
 
@@ -58,29 +68,35 @@ def start_ray(*, num_cpus: int, num_gpus: int = 0, object_store_mb: float = OBJE
         raise ValueError("start_ray: Ray runs in this process already; call shutdown() first")
     if (named := cluster_address()) is not None:
         address = _found(named)
-        with _loopback_only() if address.startswith(_LOOPBACK) else nullcontext():
+        with loopback_only() if address.startswith(LOOPBACK) else nullcontext():
             ray.init(address=address, logging_level=logging.ERROR, log_to_driver=False)
         start_reaper(process_owner(), whole_group=False)  # a driver may share its group with the shell's pipeline
         return
     for name, value in daemon_settings().items():
         os.environ.setdefault(name, value)
+    _added_variables.extend(add_key(os.environ))
+    read_key()
     before = set(descendants(os.getpid()))
-    with _loopback_only(), _few_daemons(), _without_job_server(), _marked_as_ray():
-        ray.init(
-            address="local",  # without it, one that happens to run on this machine would be joined
-            num_cpus=num_cpus,
-            num_gpus=num_gpus,
-            object_store_memory=int(object_store_mb * 2**20),
-            include_dashboard=False,
-            logging_level=logging.ERROR,
-            log_to_driver=False,
-        )
+    with loopback_only(), small_nodes(), without_job_server(), _marked_as_ray():
+        start_patiently(lambda: _start_here(num_cpus, num_gpus, object_store_mb), _log.warning)
     daemons = [pid for pid in descendants(os.getpid()) if pid not in before]
     start_reaper(process_owner(), whole_group=False, named=daemons)
     _daemons.extend(hold(daemons))
     for pid in daemons:
         if (name := name_of(pid)) in ("gcs_server", "raylet"):
             _needed.update((name, descriptor) for descriptor in hold([pid]))
+
+
+def _start_here(num_cpus: int, num_gpus: int, object_store_mb: float) -> None:
+    ray.init(
+        address="local",  # without it, one that happens to run on this machine would be joined
+        num_cpus=num_cpus,
+        num_gpus=num_gpus,
+        object_store_memory=int(object_store_mb * 2**20),
+        include_dashboard=False,
+        logging_level=logging.ERROR,
+        log_to_driver=False,
+    )
 
 
 def oom_kills(node: str) -> int:
@@ -119,55 +135,6 @@ def _check_answers(named: str, host: str, port: int) -> None:
 
 
 @contextmanager
-def _loopback_only() -> Iterator[None]:
-    """Ray on Linux listens on every interface, and whoever reaches its ports can run code. This switch, made for laptops with
-    other systems, makes it bind to 127.0.0.1; it is read when ray is imported, and from the environment by the daemons."""
-    os.environ[ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR] = "0"
-    ray_constants.ENABLE_RAY_CLUSTER = False
-    try:
-        yield
-    finally:
-        del os.environ[ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR]
-        ray_constants.ENABLE_RAY_CLUSTER = True
-
-
-class _SmallNode(node.Node):
-    """It does without two daemons of Ray's that a cluster of one machine, for one run, has no use for: each takes half a second of a core
-    to start, and the run ends a second later for them."""
-
-    def start_monitor(self) -> None:
-        """No node comes or goes."""
-
-    def start_log_monitor(self) -> None:
-        """It sends what workers print to the driver, which reads their files itself where it needs them."""
-
-
-@contextmanager
-def _few_daemons() -> Iterator[None]:
-    full = node.Node
-    node.Node = _SmallNode  # type: ignore[misc]
-    try:
-        yield
-    finally:
-        node.Node = full  # type: ignore[misc]
-
-
-@contextmanager
-def _without_job_server() -> Iterator[None]:
-    """Where the packages of ray[default] are installed, each node has an agent that takes jobs from whoever reaches its port, also
-    without a dashboard, and needs seconds to start. Without them it is the small one; Ray asks for them by this import."""
-    name = "ray.dashboard.optional_deps"
-    before = sys.modules.get(name)
-    sys.modules[name] = None  # type: ignore[assignment]  # importing it raises ImportError
-    try:
-        yield
-    finally:
-        del sys.modules[name]
-        if before is not None:
-            sys.modules[name] = before
-
-
-@contextmanager
 def _marked_as_ray() -> Iterator[None]:
     """Ray's daemons, and so its workers, inherit a mark of their own."""
     os.environ[OWNER] = process_owner() + _RAY
@@ -186,6 +153,8 @@ def shutdown() -> list[int]:
     end_held([*_daemons, *_needed.values()])
     _daemons.clear()
     _needed.clear()
+    while _added_variables:
+        os.environ.pop(_added_variables.pop(), None)
     return end_processes_of(process_owner() + _RAY)
 
 

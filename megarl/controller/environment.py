@@ -90,6 +90,12 @@ SETTINGS: Mapping[str, Setting] = MappingProxyType(
             "false", Where.workers, "the tokenizers' threads do not survive a fork, and warn of it at length"
         ),
         "RAY_USAGE_STATS_ENABLED": Setting("0", Where.daemons, "nothing is sent out of the cluster"),
+        "RAY_agent_register_timeout_ms": Setting(
+            "600000", Where.daemons, "a node whose agents start slowly, from a busy or slow disk, is not ended for it"
+        ),
+        "RAY_worker_register_timeout_seconds": Setting(
+            "600", Where.daemons, "nor is a worker; by default Ray ends it after 60 s and starts another, which is as slow"
+        ),
         "RAY_enable_worker_prestart": Setting(
             "0", Where.daemons, "workers are started when they are needed, not one per logical CPU in advance"
         ),

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import psutil
 
-from megarl.controller.cluster import OBJECT_STORE_MB
+from megarl.controller.daemons import OBJECT_STORE_MB
 from megarl.doctor.check_result import CheckResult, doubtful, good, size, wrong
 from megarl.doctor.examined_run import ExaminedRun
 from megarl.machine.processors import usable_cores

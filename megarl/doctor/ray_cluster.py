@@ -12,7 +12,8 @@ from pathlib import Path
 from megarl.config.derive import checkpoint_path
 from megarl.config.roles import model_roles
 from megarl.config.schema import PPOConfig
-from megarl.controller.cluster import OBJECT_STORE_MB, shutdown, start_ray
+from megarl.controller.cluster import shutdown, start_ray
+from megarl.controller.daemons import OBJECT_STORE_MB
 from megarl.controller.inspection import ClusterReport, NodeReport, Software, here, inspect_cluster
 from megarl.controller.resource_pool import RayResourcePool, ResourcePoolManager, explain, fits, node_demands
 from megarl.doctor.check_result import CheckResult, Status, doubtful, good, wrong

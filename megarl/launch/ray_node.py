@@ -10,26 +10,27 @@ from __future__ import annotations
 
 import argparse
 import os
-import secrets
 import select
 import subprocess
 import sys
 import uuid
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping
 
+from megarl.controller.daemons import (
+    NodeStartError,
+    add_key,
+    last_words,
+    object_store_bytes,
+    read_key,
+    start_node,
+    start_patiently,
+    too_little_shared_memory,
+)
 from megarl.controller.environment import daemon_settings
 from megarl.machine.reaper import descendants, end_held, hold, start_reaper
 
-AUTH_MODE, AUTH_TOKEN = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN"
 _LOOK_S = 1.0
 _STOP_LIMIT_S = 20.0
-
-
-def add_key(environment: MutableMapping[str, str]) -> None:
-    """Whoever reaches a Ray cluster can run code in it, so its daemons and drivers have a key, made here where the user gave none."""
-    environment.setdefault(AUTH_MODE, "token")
-    if environment[AUTH_MODE] == "token" and "RAY_AUTH_TOKEN_PATH" not in environment:
-        environment.setdefault(AUTH_TOKEN, secrets.token_hex(32))
 
 
 class RayNode:
@@ -87,43 +88,44 @@ def main() -> int:
     add_key(os.environ)
     for name, value in daemon_settings().items():
         os.environ.setdefault(name, value)
-    if parsed.address.startswith("127."):
-        os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # Ray's name for staying on loopback; it would take the network card's
-    from ray._private.node import Node  # Ray reads the environment when it is imported
-    from ray._private.parameter import RayParams
-    from ray._private.utils import write_ray_address
-
-    parameters = RayParams(
-        node_ip_address=parsed.address,
-        gcs_address=parsed.head,
-        num_cpus=parsed.num_cpus,
-        min_worker_port=0,
-        max_worker_port=0,
-        node_manager_port=0,
-        include_dashboard=parsed.dashboard_port is not None,
-        dashboard_host=parsed.address,
-        dashboard_port=parsed.dashboard_port,
-        temp_dir=parsed.temp_dir,
-        include_log_monitor=False,  # type: ignore[arg-type]  # Ray's hint says a text
-    )
-    node = Node(parameters, head=parsed.head is None, shutdown_at_exit=False, spawn_reaper=True)
-    if parsed.head is None:
-        write_ray_address(node.gcs_address, node.get_temp_dir_path())  # by which the job server finds its own cluster, among several
+    read_key()
+    memory = object_store_bytes()
+    if warning := too_little_shared_memory(memory):
+        _say(f"warning: {parsed.address}: {warning}")
+    try:
+        node = start_patiently(
+            lambda: start_node(
+                parsed.address,
+                parsed.head,
+                num_cpus=parsed.num_cpus,
+                object_store_memory=memory,
+                dashboard_port=parsed.dashboard_port,
+                temp_dir=parsed.temp_dir,
+            ),
+            _say,
+        )
+    except NodeStartError as error:
+        _say(f"{parsed.address}: {error}")
+        return 1
     # Ray's agents would take a minute to find out that their raylet has ended, and they are nobody's children when it ends first.
     start_reaper(f"ray-node-{uuid.uuid4().hex}", whole_group=False, named=descendants(os.getpid()))
     print(node.gcs_address, flush=True)
     try:
         while not select.select([sys.stdin], [], [], _LOOK_S)[0]:
             if dead := [str(kind) for kind, _ in node.dead_processes()]:
-                print(
-                    f"ray_node: {', '.join(dead)} of {parsed.address} ended; their logs are in {node.get_logs_dir_path()}", file=sys.stderr
-                )
+                _say(f"{', '.join(dead)} of {parsed.address} ended; their logs are in {node.get_logs_dir_path()}")
+                for line in last_words(node.get_logs_dir_path()):
+                    _say(line)
                 return 1
     finally:
         agents = hold(descendants(os.getpid()))  # also those that were started since
         node.kill_all_processes(check_alive=False, allow_graceful=False)
         end_held(agents)
     return 0
+
+
+def _say(text: str) -> None:
+    print(f"ray_node: {text}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -24,8 +24,9 @@ from torch.distributed.rendezvous import rendezvous
 from megarl.config.errors import ConfigError
 from megarl.config.load import load_config, schema_of
 from megarl.config.schema import PPOConfig, SFTConfig
+from megarl.controller.daemons import AUTH_MODE, AUTH_TOKEN, add_key
 from megarl.doctor.checked_config import checked
-from megarl.launch.ray_node import AUTH_MODE, AUTH_TOKEN, RayNode, add_key, logical_cpus
+from megarl.launch.ray_node import RayNode, logical_cpus
 from megarl.machine.reaper import OWNER, end_processes_of, start_reaper
 from megarl.placement.plan import plan_placement
 

@@ -3,9 +3,11 @@
 import os
 import socket
 import subprocess
+import sys
 
 import psutil
 import pytest
+import ray
 
 from megarl.controller.cluster import start_ray
 from megarl.machine.ray_address import cluster_address
@@ -26,6 +28,17 @@ def test_it_runs_once_and_listens_to_this_machine_only(ray_cluster: None) -> Non
     listening = [one.laddr.ip for daemon in ray_daemons() for one in daemon.net_connections("inet") if one.status == psutil.CONN_LISTEN]
     assert len(listening) >= 3
     assert {address.removeprefix("::ffff:") for address in listening} == {"127.0.0.1"}
+
+
+def test_who_has_no_key_is_refused(ray_cluster: None) -> None:
+    """Also on one machine, where its other users reach loopback."""
+    address = ray.get_runtime_context().gcs_address
+    program = f"from ray._raylet import GcsClient; print(GcsClient(address='{address}').internal_kv_keys(b'', namespace=None, timeout=60))"
+    without = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH")}
+    for environment in (without, {**without, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0" * 64}):
+        done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=280, check=False)
+        assert done.returncode != 0
+        assert "AuthenticationError" in done.stderr, done.stderr
 
 
 def ray_daemons() -> list[psutil.Process]:

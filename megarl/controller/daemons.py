@@ -1,0 +1,240 @@
+"""Ray's daemons on one node: which of them run, their ports and key, how much memory they share, and why they did not start."""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import shutil
+import sys
+from collections.abc import Callable, Iterator, MutableMapping
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any, TypeVar
+
+from ray._private import node, ray_constants, services
+from ray._private.parameter import RayParams
+from ray._private.utils import write_ray_address
+from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
+
+from megarl.config.errors import RunError
+from megarl.machine.ports import hold_port
+from megarl.machine.reaper import descendants, end_held, hold
+
+LOOPBACK = "127."  # addresses of which Ray would take that of a network card in their place
+OBJECT_STORE_MB = 512
+SHARED_MEMORY = "/dev/shm"
+AUTH_MODE, AUTH_TOKEN, _AUTH_FILE = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
+_STORE_BYTES = "RAY_DEFAULT_OBJECT_STORE_MAX_MEMORY_BYTES"  # Ray's variable for the most that a node's object store takes
+_NUM_ATTEMPTS = 2
+_TIMED_OUT = "node timed out during startup"
+_SEVERE = re.compile(r"^\[[^\]]* [CE] \d+ \d+\]")  # CRITICAL and ERROR in the logs of Ray's C++ processes
+_NUM_LINES, _NUM_CHARACTERS = 4, 400
+
+T = TypeVar("T")
+
+
+class NodeStartError(RunError):
+    """Ray did not start on a node. The message has the last severe lines of its daemons' logs."""
+
+
+class SmallNode(node.Node):
+    """A node of a cluster for one run, which does without two of Ray's daemons and does not wait for two others.
+
+    A raylet ends the node when its agents, which are Python programs, have not written the numbers of their ports to files within
+    15 s. On a busy machine, or from an environment on a slow shared disk, their imports alone take longer. Here the ports are chosen
+    beforehand, so that the raylet starts at once and the agents when they can.
+    """
+
+    def __init__(self, ray_params: Any, *args: Any, **kwargs: Any) -> None:
+        held = [hold_port(ray_params.node_ip_address or "") for _ in range(4)]
+        self._agent_ports = [each.getsockname()[1] for each in held]
+        names = ("metrics_agent_port", "metrics_export_port", "runtime_env_agent_port", "dashboard_agent_listen_port")
+        ray_params.update_if_absent(**dict(zip(names, self._agent_ports, strict=True)))
+        # The agents' servers cannot listen beside a socket that is only bound.
+        for each in held:
+            each.close()
+        try:
+            super().__init__(ray_params, *args, **kwargs)
+        except Exception as error:  # Ray raises no class of its own here
+            raise NodeStartError("\n".join([f"Ray did not start: {error}", *last_words(getattr(self, "_logs_dir", None))])) from error
+
+    def start_raylet(self, *args: Any, **kwargs: Any) -> None:
+        with _with_raylet_options(f"--dashboard_agent_listen_port={self._agent_ports[-1]}"):
+            super().start_raylet(*args, **kwargs)
+
+    def start_monitor(self) -> None:
+        """Starts no autoscaler: the nodes of a run are fixed."""
+
+    def start_log_monitor(self) -> None:
+        """Starts no log monitor: the driver reads the workers' files itself where it needs them."""
+
+
+@contextmanager
+def _with_raylet_options(*options: str) -> Iterator[None]:
+    """Ray's Python has no parameter for them."""
+    start: Callable[..., Any] = services.start_ray_process
+
+    def start_with_options(command: list[str], *args: Any, **kwargs: Any) -> Any:
+        return start([*command, *options] if command[0] == services.RAYLET_EXECUTABLE else command, *args, **kwargs)
+
+    services.start_ray_process = start_with_options
+    try:
+        yield
+    finally:
+        services.start_ray_process = start
+
+
+@contextmanager
+def small_nodes() -> Iterator[None]:
+    """Makes `ray.init` start a `SmallNode`."""
+    full = node.Node
+    node.Node = SmallNode  # type: ignore[misc]
+    try:
+        yield
+    finally:
+        node.Node = full  # type: ignore[misc]
+
+
+@contextmanager
+def without_job_server() -> Iterator[None]:
+    """Starts the small agent, which takes no jobs.
+
+    Where the packages of ray[default] are installed, the agent of each node takes jobs from whoever reaches its port, also without a
+    dashboard, and needs seconds to start. Ray asks for these packages by this import.
+    """
+    name = "ray.dashboard.optional_deps"
+    before = sys.modules.get(name)
+    sys.modules[name] = None  # type: ignore[assignment]  # importing it raises ImportError
+    try:
+        yield
+    finally:
+        del sys.modules[name]
+        if before is not None:
+            sys.modules[name] = before
+
+
+@contextmanager
+def loopback_only() -> Iterator[None]:
+    """Makes Ray use 127.0.0.1 as the node's address, at which alone its daemons then listen.
+
+    With any other address they listen at every address of the machine. The switch was made for laptops with other systems; it is read
+    when ray is imported, and from the environment by the daemons.
+    """
+    os.environ[ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR] = "0"
+    ray_constants.ENABLE_RAY_CLUSTER = False
+    try:
+        yield
+    finally:
+        del os.environ[ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR]
+        ray_constants.ENABLE_RAY_CLUSTER = True
+
+
+# ---- start
+
+
+def start_node(
+    address: str,
+    head: str | None,
+    *,
+    num_cpus: int,
+    object_store_memory: int,
+    dashboard_port: int | None = None,
+    temp_dir: str | None = None,
+) -> SmallNode:
+    """Starts a node of a cluster at an address of this machine, by itself or as a member of `head`'s. Its ports are free ones.
+
+    With `dashboard_port` it has Ray's dashboard, which is the job server. Raises NodeStartError.
+    """
+    parameters = RayParams(
+        node_ip_address=address,
+        gcs_address=head,
+        num_cpus=num_cpus,
+        object_store_memory=object_store_memory,
+        min_worker_port=0,
+        max_worker_port=0,
+        node_manager_port=0,
+        include_dashboard=dashboard_port is not None,
+        dashboard_host=address,
+        dashboard_port=dashboard_port,  # type: ignore[arg-type]  # and here a bool
+        temp_dir=temp_dir,
+        include_log_monitor=False,  # type: ignore[arg-type]  # Ray's hint says a text
+    )
+    is_loopback = address.startswith(LOOPBACK)
+    with (
+        loopback_only() if is_loopback else nullcontext(),
+        without_job_server() if dashboard_port is None else nullcontext(),
+    ):
+        started = SmallNode(parameters, head=head is None, shutdown_at_exit=False, spawn_reaper=True)
+    if head is None:
+        # The job server finds its own cluster, among several on a machine, by this file.
+        write_ray_address(started.gcs_address, started.get_temp_dir_path())
+    return started
+
+
+def start_patiently(start: Callable[[], T], say: Callable[[str], None]) -> T:
+    """Calls `start`, which starts a `SmallNode`, and once more where it timed out. Raises NodeStartError.
+
+    The second attempt finds the files of Ray's programs in memory. `say` gets the cause of the first failure.
+    """
+    for attempt in range(1, _NUM_ATTEMPTS + 1):
+        before = set(descendants(os.getpid()))
+        try:
+            return start()
+        except NodeStartError as error:
+            end_held(hold([pid for pid in descendants(os.getpid()) if pid not in before]))
+            if attempt == _NUM_ATTEMPTS or _TIMED_OUT not in str(error):
+                raise
+            say(f"{error}\nstarting Ray again (attempt {attempt + 1} of {_NUM_ATTEMPTS})")
+    raise AssertionError("the last attempt returns or raises")
+
+
+def last_words(logs: str | None) -> list[str]:
+    """Returns the last CRITICAL and ERROR lines of the raylet and the GCS of a node, with the name of their file."""
+    words = []
+    for file in sorted(Path(logs).glob("*.out")) if logs else ():
+        if not file.name.startswith(("raylet", "gcs_server")):
+            continue
+        severe = [line for line in file.read_text(errors="replace").splitlines() if _SEVERE.match(line)]
+        words += [f"  {file}: {line[:_NUM_CHARACTERS]}" for line in dict.fromkeys(severe[-_NUM_LINES:])]
+    return words
+
+
+# ---- the object store
+
+
+def object_store_bytes(object_store_mb: float = OBJECT_STORE_MB) -> int:
+    """Returns the size of a node's object store: as given, or what the user's variable says."""
+    given = os.environ.get(_STORE_BYTES)
+    return int(given) if given else int(object_store_mb * 2**20)
+
+
+def too_little_shared_memory(needed: int, folder: str = SHARED_MEMORY) -> str | None:
+    """Returns a warning where the object store does not fit into shared memory, in which case Ray keeps it in files on a disk."""
+    free = shutil.disk_usage(folder).free if os.path.isdir(folder) else 0
+    if free >= needed:
+        return None
+    sizes = f"{free / 2**20:,.0f} MiB free, less than the {needed / 2**20:,.0f} MiB of Ray's object store"
+    return (
+        f"{folder} has {sizes}, which is therefore kept in files of Ray's temporary folder; give the node or container a larger {folder}, "
+        f"or set {_STORE_BYTES}"
+    )
+
+
+# ---- the key
+
+
+def add_key(environment: MutableMapping[str, str]) -> list[str]:
+    """Adds a key for the cluster, without which whoever reaches its ports can run code. Returns the variables that it has set."""
+    added = [] if AUTH_MODE in environment else [AUTH_MODE]
+    environment.setdefault(AUTH_MODE, "token")
+    if environment[AUTH_MODE] == "token" and _AUTH_FILE not in environment and AUTH_TOKEN not in environment:
+        environment[AUTH_TOKEN] = secrets.token_hex(32)
+        added.append(AUTH_TOKEN)
+    return added
+
+
+def read_key() -> None:
+    """Makes Ray in this process, which has read the environment when it was imported, take the key that is there now."""
+    Config.initialize("")
+    AuthenticationTokenLoader.instance().reset_cache()
