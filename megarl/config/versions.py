@@ -7,9 +7,9 @@ PYTHON = ">=3.11"
 
 # Without these nothing of megarl runs. Name of the distribution -> versions that can work; empty: any.
 REQUIRED = {
-    "torch": ">=2.11",
-    "megatron-core": ">=0.16.1,<0.20",
-    "transformers": ">=5.12,<6",
+    "torch": ">=2.11,<2.15",
+    "megatron-core": ">=0.16.1,<0.17",
+    "transformers": ">=5.12,<5.25",
     "safetensors": "",
     "jinja2": "",
     "huggingface-hub": ">=1",

@@ -1,8 +1,11 @@
-"""What a decoding step on transformers' models costs beside its products: keys and values stay where they are, and are read once a step.
+"""Keys, values and attention of the decoding loop. Per step, keys and values are neither copied nor repeated, and are read once.
 
-transformers' own cache is copied whole for every token, and its attention repeats keys and values for each head of a group where there
-is a mask. Here a token's keys and values are written into memory that is there already, the heads of a group are queries of one
-product, and so are the samples of a prompt, whose keys and values are kept once.
+transformers' growing cache copies all keys and values for every token, and its attention repeats them for each query head of a
+group when there is a mask. Here the attention function itself appends a token's keys and values to buffers with spare capacity. The
+query heads of a group become rows of one matrix product, and so do the samples of a prompt, whose keys and values are stored once.
+
+The cache is passed to the attention function as a keyword argument of the model's forward pass. transformers' own cache interface is
+not used, because its required methods and argument names change between minor releases.
 """
 
 from __future__ import annotations
@@ -14,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
@@ -23,82 +25,71 @@ SLOTS = 16  # rows that read a prompt together
 _ROOM = 64  # tokens of the first enlargement; each further one doubles
 
 
-class KVCache(Cache):
-    """Of every layer that asks for it; rows of equal length, which is that of the longest with its padding."""
+class KVCache:
+    """The keys and values of every layer for a batch of rows of equal length (padding included)."""
 
     def __init__(self) -> None:
-        super().__init__(layer_class_to_replicate=_KVLayer)
+        self._layers: dict[int, _LayerCache] = {}
+
+    def append(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Append the keys and values of new tokens to a layer.
+
+        Args:
+            layer: Index of the layer. Layers are first appended to in ascending order.
+            keys: Shape (B, K, N, D).
+            values: Shape (B, K, N, D).
+
+        Returns:
+            Keys and values of all L tokens so far, each (B, K, L, D), as views of the buffers.
+        """
+        if layer not in self._layers:
+            assert layer == len(self._layers), "layers are computed in order"
+            self._layers[layer] = _LayerCache(keys, values)
+        return self._layers[layer].append(keys, values)
 
     def select(self, rows: Tensor) -> None:
-        """rows: (A,) of the B, repeats allowed; they become the rows of the cache, in that order."""
-        for layer in self._own():
+        """Replace the rows of the cache by these of its B rows, (A,), in this order. Repeats are allowed."""
+        for layer in self._layers.values():
             layer.select(rows)
 
     def written(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Keys and values of each layer, (B, K, L, D) float32."""
-        return [layer.written(layer.keys) for layer in self._own()], [layer.written(layer.values) for layer in self._own()]
-
-    def _own(self) -> list[_KVLayer]:
-        return [layer for layer in self.layers if isinstance(layer, _KVLayer)]
+        """Return the keys and the values of each layer, (B, K, L, D) float32."""
+        layers = self._layers.values()
+        return [layer.written(layer.keys) for layer in layers], [layer.written(layer.values) for layer in layers]
 
 
-class _KVLayer(CacheLayerMixin):
-    """`keys`, `values`: (B, H, capacity, D), of which the first `length` tokens are written."""
+class _LayerCache:
+    """Buffers `keys` and `values` of one layer, (B, K, capacity, D), of which the first `_length` tokens are written."""
 
-    is_sliding = False
-
-    def __init__(self, *_: Any) -> None:
-        super().__init__()
+    def __init__(self, keys: Tensor, values: Tensor) -> None:
+        self.keys, self.values = keys[:, :, :0], values[:, :, :0]
         self._length, self._room = 0, _ROOM
 
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        batch, heads, _, _ = key_states.shape
-        self.keys = key_states.new_empty(batch, heads, 0, key_states.shape[-1])
-        self.values = value_states.new_empty(batch, heads, 0, value_states.shape[-1])
-        self.is_initialized = True
-
-    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """Writes (B, H, N, D) behind what is there; (B, H, L, D) of all tokens, without a copy."""
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        assert self.keys is not None
-        assert self.values is not None
-        begin, end = self._length, self._length + key_states.shape[-2]
-        if end > self.keys.shape[-2]:
-            self.keys, self.values = (self._enlarged(states, end + self._room) for states in (self.keys, self.values))
+    def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        begin, end = self._length, self._length + keys.shape[2]
+        if end > self.keys.shape[2]:
+            self.keys, self.values = (self._enlarged(buffer, end + self._room) for buffer in (self.keys, self.values))
             self._room *= 2
-        self.keys[:, :, begin:end], self.values[:, :, begin:end] = key_states, value_states
+        self.keys[:, :, begin:end], self.values[:, :, begin:end] = keys, values
         self._length = end
         return self.keys[:, :, :end], self.values[:, :, :end]
 
-    def _enlarged(self, states: Tensor, capacity: int) -> Tensor:
-        batch, heads, _, size = states.shape
-        larger = states.new_empty(batch, heads, capacity, size)
-        larger[:, :, : self._length] = states[:, :, : self._length]
+    def _enlarged(self, buffer: Tensor, capacity: int) -> Tensor:
+        batch, heads, _, size = buffer.shape
+        larger = buffer.new_empty(batch, heads, capacity, size)
+        larger[:, :, : self._length] = buffer[:, :, : self._length]
         return larger
 
     def select(self, rows: Tensor) -> None:
-        assert self.keys is not None
-        assert self.values is not None
-        self.keys, self.values = (self._selected(states, rows) for states in (self.keys, self.values))
+        self.keys, self.values = (self._selected(buffer, rows) for buffer in (self.keys, self.values))
 
-    def written(self, states: Tensor | None) -> Tensor:
-        assert states is not None
-        return states[:, :, : self._length].float().contiguous()
+    def written(self, buffer: Tensor) -> Tensor:
+        return buffer[:, :, : self._length].float().contiguous()
 
-    def _selected(self, states: Tensor, rows: Tensor) -> Tensor:
-        chosen = states.new_empty(len(rows), *states.shape[1:])
-        torch.index_select(states[:, :, : self._length], 0, rows, out=chosen[:, :, : self._length])
+    def _selected(self, buffer: Tensor, rows: Tensor) -> Tensor:
+        chosen = buffer.new_empty(len(rows), *buffer.shape[1:])
+        torch.index_select(buffer[:, :, : self._length], 0, rows, out=chosen[:, :, : self._length])
         return chosen
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self._length + query_length, 0
-
-    def get_seq_length(self) -> int:
-        return self._length
-
-    def get_max_cache_shape(self) -> int:
-        return -1
 
 
 @dataclass(frozen=True)
@@ -175,18 +166,30 @@ def grouped_attention(
     value: Tensor,
     attention_mask: Tensor | None,
     scaling: float | None = None,
+    kv_cache: KVCache | None = None,
     prompts: SharedPrompts | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' interface: query (A, H, 1, D), key and value (A, K, L, D) of what rows have written themselves -> (A, 1, H, D). All
-    rows are of one length, so that nothing is masked beside the padding of `prompts`. The H / K heads of a group are as many queries.
+    """Attend to what rows have written and, in decoding steps, to the prompts that they share. Has transformers' attention interface.
 
-    Without `prompts`, transformers' own.
+    Args:
+        query: Shape (A, H, N, D); N is 1 when `prompts` is given.
+        key: Shape (A, K, N, D), of the same tokens. The H / K query heads of a group share a key head.
+        value: Shape (A, K, N, D).
+        attention_mask: Passed to transformers' attention when `prompts` is None. Otherwise unused: all rows have the same length,
+            so that only the padding of `prompts` is masked.
+        kv_cache: Receives the keys and values. The rows attend to everything in it.
+        prompts: The prompts that the rows continue. Without them, transformers' own attention is computed.
+
+    Returns:
+        The output, (A, N, H, D), and None in place of the attention weights.
     """
+    layer: int = module.layer_idx  # type: ignore[assignment]
+    if kv_cache is not None:
+        key, value = kv_cache.append(layer, key, value)
     if prompts is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **options)
     rows, heads, _, size = query.shape
-    layer: int = module.layer_idx  # type: ignore[assignment]
     queries = query.view(rows, key.shape[1], heads // key.shape[1], size).float() * (size**-0.5 if scaling is None else scaling)
     scores = torch.cat([prompts.scores(queries, layer), queries @ key.float().transpose(-1, -2)], dim=-1)
     of_prompt, own = scores.softmax(dim=-1).split([prompts.bias.shape[-1], key.shape[2]], dim=-1)

@@ -80,7 +80,14 @@ def _prefill(model: PreTrainedModel, prompts: list[list[int]]) -> tuple[torch.Te
     token_ids, mask = _left_pad([list(prompt) for prompt in distinct], model.device)
     positions = (mask.cumsum(dim=-1) - 1).clamp(min=0)
     cache = KVCache()
-    output = model(input_ids=token_ids, attention_mask=mask.long(), position_ids=positions, past_key_values=cache, logits_to_keep=1)
+    output = model(
+        input_ids=token_ids,
+        attention_mask=mask.long(),
+        position_ids=positions,
+        use_cache=False,  # transformers' own
+        kv_cache=cache,
+        logits_to_keep=1,
+    )
     owners = [distinct[tuple(prompt)] for prompt in prompts]
     chosen = torch.tensor(owners, device=model.device)
     shared = SharedPrompts.of(cache, mask, owners)
@@ -93,7 +100,8 @@ def _step(model: PreTrainedModel, token_ids: torch.Tensor, rows: _Rows) -> torch
         input_ids=token_ids[:, None],
         attention_mask=rows.prompts.bias,  # of four dimensions it is taken as it is: transformers would build another at every step
         position_ids=rows.positions[:, None],
-        past_key_values=rows.written,
+        use_cache=False,  # transformers' own
+        kv_cache=rows.written,
         prompts=rows.prompts,
     )
     return output.logits[:, -1]
@@ -106,8 +114,7 @@ def _drop_ended(rows: _Rows, stopped: torch.Tensor) -> _Rows:
         return rows
     if not len(alive):
         return rows._replace(indices=alive)
-    if rows.written.layers:
-        rows.written.select(alive)
+    rows.written.select(alive)
     return _Rows(rows.indices[alive], rows.positions[alive], rows.prompts.select(alive), rows.written)
 
 

@@ -24,10 +24,10 @@ def test_the_cache_holds_what_transformers_holds_over_enlargements_and_selection
     for step in range(210):  # enlarged at 1, 65 tokens behind the prompt, and so on
         for layer in range(2):
             new = states(generator, rows, 5 if step == 0 else 1)
-            got, expected = ours.update(*new, layer), theirs.update(*new, layer)
+            got, expected = ours.append(layer, *new), theirs.update(*new, layer)
             for mine, true in zip(got, expected, strict=True):
                 assert torch.equal(mine, true)
-        assert ours.get_seq_length() == theirs.get_seq_length() == 5 + step
+            assert got[0].shape == (rows, 2, 5 + step, 4)
         if step in (0, 40, 150):
             chosen = {0: torch.tensor([0, 0, 1, 2, 2, 2]), 40: torch.tensor([5, 1, 3]), 150: torch.tensor([2])}[step]
             ours.select(chosen)
@@ -38,9 +38,9 @@ def test_the_cache_holds_what_transformers_holds_over_enlargements_and_selection
 def test_a_tokens_keys_are_written_into_memory_that_is_there() -> None:
     generator = torch.Generator().manual_seed(0)
     cache = KVCache()
-    keys, _ = cache.update(*states(generator, 2, 5), 0)
+    keys, _ = cache.append(0, *states(generator, 2, 5))
     for _ in range(60):
-        later, _ = cache.update(*states(generator, 2, 1), 0)
+        later, _ = cache.append(0, *states(generator, 2, 1))
         assert later.data_ptr() == keys.data_ptr()
 
 
@@ -64,7 +64,7 @@ def test_prompts_that_are_kept_once_give_the_attention_of_transformers(groups: i
     mask = torch.arange(WIDTH) >= WIDTH - LENGTHS[:, None]
     of_prompts = torch.randn(2, NUM_PROMPTS, 4 // groups, WIDTH, SIZE, generator=generator)
     cache = KVCache()
-    cache.update(*of_prompts, 0)
+    cache.append(0, *of_prompts)
     prompts = SharedPrompts.of(cache, mask, owners)
     assert len(prompts.bias) == len({(owner, owners[:row].count(owner) // SLOTS) for row, owner in enumerate(owners)})
     rows = torch.arange(len(owners))
