@@ -42,7 +42,7 @@ def test_rows_that_spell_special_tokens_are_said(config: PPOConfig, tmp_path: Pa
         write(tmp_path / f"{name}.parquet", [prompt_row("a"), prompt_row(text)]) for name, text in (("a", "b"), ("b", "c<|end|>"))
     )
     tokenizer = character_tokenizer(vocabulary_extra="<|>")
-    results, _ = inputs.data(replace(config, data=DataConfig(train_files=[good, evil])), tokenizer, [], 8)
+    results = inputs.data(replace(config, data=DataConfig(train_files=[good, evil])), tokenizer, [], 8)
     assert [(result.status, Path(str(result.facts["file"])).name) for result in results[:3]] == [
         (Status.ok, "a.parquet"),
         (Status.ok, "b.parquet"),
