@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rich.console import Console
-
 from megarl.cli.placement_tables import print_absent
 from megarl.cli.run_tables import print_run
-from megarl.cli.tables import counted, print_line
+from megarl.cli.tables import output_console, print_line
 from megarl.config.schema import PPOConfig, SFTConfig
 from megarl.doctor.checked_config import load_checked_anywhere
+from megarl.machine.wording import counted
 from megarl.placement.plan import plan_placement
 
 
@@ -23,7 +22,7 @@ def run(config_path: str, overrides: Sequence[str], schema: type[PPOConfig] | ty
         from megarl.doctor.examined_config import load_examined_anywhere  # which imports torch
 
         config, absent, warnings = load_examined_anywhere(schema, config_path, overrides)
-    console = Console()
+    console = output_console()
     print_run(config, console, with_push=not fast)
     for warning in warnings:
         console.print(f"warning: {warning}", style="yellow", soft_wrap=True, highlight=False, markup=False)

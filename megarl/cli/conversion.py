@@ -27,6 +27,7 @@ from megarl.checkpoints.convert.streaming import Progress as Report
 from megarl.checkpoints.convert.streaming import Written, check_new
 from megarl.checkpoints.convert.verify import Comparison, Match, TensorComparison, compare
 from megarl.checkpoints.role_folder import Layout
+from megarl.cli.tables import output_console
 from megarl.config.errors import CheckpointError
 from megarl.weights.hf_folder import CONFIG_FILE
 
@@ -89,7 +90,7 @@ def inspect(parsed: argparse.Namespace) -> int:
     if parsed.json:
         print(json.dumps(description.as_json(), indent=2))
     else:
-        print_description(description, Console())
+        print_description(description, output_console())
     return GOOD
 
 
@@ -98,7 +99,7 @@ def verify(parsed: argparse.Namespace) -> int:
     left, right = _open(parsed.left, parsed), _open(parsed.right, parsed)
     with _progress_bar("verify") as report:
         comparison = compare(left, right, report)
-    print_comparison(comparison, Console())
+    print_comparison(comparison, output_console())
     return GOOD if comparison.is_same else NOT_THE_SAME
 
 
@@ -112,7 +113,7 @@ def _open(folder: Path, parsed: argparse.Namespace, check_contents: bool = True)
 def _progress_bar(name: str) -> Iterator[Report]:
     """On the terminal, none in a log; gives what workers report to."""
     columns = (TextColumn(name), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TextColumn("left:"), TimeRemainingColumn())
-    console = Console(stderr=True)
+    console = output_console(stderr=True)
     with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as bar:
         task = bar.add_task(name, total=None)
         yield lambda nbytes, total: bar.update(task, advance=nbytes, total=total)

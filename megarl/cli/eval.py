@@ -21,6 +21,7 @@ from megarl.cli.evaluation_tables import PassProgress, print_result
 from megarl.cli.named_model import NamedModel, find_model, hugging_face_folder
 from megarl.cli.processes import ray_processes, refuse_launched_ranks
 from megarl.cli.run_context import run_context_of
+from megarl.cli.tables import output_console
 from megarl.cli.train import check_reward_chats, token_rules
 from megarl.config.architecture import read_architecture
 from megarl.config.errors import ConfigError
@@ -72,7 +73,7 @@ def run(parsed: argparse.Namespace) -> int:
     others = _others(parsed.against, data)
     output = Path(config.trainer.output_dir)
     _claim(output)
-    console, start_s = Console(stderr=True), time.monotonic()
+    console, start_s = output_console(stderr=True), time.monotonic()
     if others is not None and (lacking := _not_compared(config, keys, others)):
         console.print(f"not compared, for only one side has it: {', '.join(lacking)}", highlight=False, soft_wrap=True)
     what = f"{len(data):,} prompts x {config.rollout.validation.n} samples of {model.source.folder}"
@@ -186,7 +187,7 @@ def _report(
 def _print(
     output: Path, results: Mapping[str, SourceResult], comparisons: Mapping[str, SourceComparison] | None, against: str | None
 ) -> None:
-    console = Console()
+    console = output_console()
     for source, result in results.items():
         comparison = None if comparisons is None else comparisons[source]
         print_result(source, result, comparison, console)

@@ -11,17 +11,19 @@ import importlib
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 
 from megarl import __version__
 from megarl.cli.convert import add_commands, positive
 from megarl.cli.run_context import RunContext, RunFailedError
-from megarl.cli.termination import INTERRUPTED
+from megarl.cli.termination import INTERRUPTED, ends_by_signal
 from megarl.config.errors import ConfigError
 from megarl.config.load import schema_of
 from megarl.config.schema import Device, PPOConfig, RunKind, SFTConfig
+from megarl.machine.reaper import end_processes_of, owned_processes
 from megarl.tracking.run_files import STATUS_FILE
 
 _OVERRIDE = re.compile(r"[A-Za-z_+~][\w.\[\]]*=")
@@ -34,6 +36,8 @@ _TAKE_OVERRIDES: dict[str, tuple[str, ...]] = dict.fromkeys(("train", "sft", "ch
     "submit": ("--address",),
     "launch": (),
 }
+# Commands whose processes end with them. `launch` ends its node's processes itself, and a submitted job continues on its cluster.
+_START_PROCESSES = ("train", "sft", "check", "rehearse", "doctor", "eval", "generate", "score", "quickstart", "init")
 GOOD, FAILED, USER_ERROR = 0, 1, 2
 _AS_WRITTEN = argparse.RawDescriptionHelpFormatter
 _EXAMPLES = """examples:
@@ -58,7 +62,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         importlib.import_module("megarl.cli.completion").answer(parser)
     parsed = parser.parse_args(_in_argparses_order(sys.argv[1:] if arguments is None else arguments))
     try:
-        return parsed.start(parsed)
+        with _own_processes(parsed):
+            return parsed.start(parsed)
     except KeyboardInterrupt:
         print(f"megarl {parsed.command}: interrupted", file=sys.stderr)
         return INTERRUPTED
@@ -66,6 +71,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _end(failed.error, parsed.command, failed.context)
     except Exception as error:  # noqa: BLE001  (the boundary of the process)
         return _end(error, parsed.command, None)
+
+
+@contextmanager
+def _own_processes(parsed: argparse.Namespace) -> Iterator[None]:
+    """End the processes that a command starts with the command, however it ends."""
+    if parsed.command not in _START_PROCESSES or getattr(parsed, "fast", False):
+        yield
+        return
+    with owned_processes() as owner, ends_by_signal(lambda: end_processes_of(owner)):
+        yield
 
 
 def _in_argparses_order(arguments: Sequence[str]) -> list[str]:
@@ -331,7 +346,7 @@ def _start_check(parsed: argparse.Namespace) -> int:
 
 
 def _start_doctor(parsed: argparse.Namespace) -> int:
-    return _run("command", "megarl.doctor")(parsed.config, parsed.overrides, parsed.json)
+    return _run("doctor")(parsed.config, parsed.overrides, parsed.json)
 
 
 def _schema(parsed: argparse.Namespace) -> type[PPOConfig] | type[SFTConfig]:

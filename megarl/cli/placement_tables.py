@@ -5,23 +5,23 @@ Imports no torch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
 
 from rich.console import Console
 from rich.table import Table
 
-from megarl.cli.tables import counted, print_line, table, table_of_numbers
+from megarl.cli.tables import print_line, table, table_of_numbers
 from megarl.config.architecture import Architecture
 from megarl.config.derive import num_parameters
 from megarl.config.schema import Device, PPOConfig, SFTConfig, Transport
+from megarl.machine.wording import counted
 from megarl.placement.dataflow import overlaps
 from megarl.placement.memory import DeviceMemory, Usage, budget_problems, plan_memory, refuses, weight_bytes
 from megarl.placement.offload_plan import OffloadPlan
-from megarl.placement.placement_plan import PlacementPlan
+from megarl.placement.placement_plan import GroupPlan, PlacementPlan, ProcessPlan
 from megarl.placement.transport import choose_transport
 from megarl.roles.weight_forecast import forecast_weights
-
-_MOST_ROWS = 64  # processes of a group beyond which it is one row
 
 
 def print_placement(
@@ -50,17 +50,42 @@ def placement_table(plan: PlacementPlan, *, generates_ahead: bool = False) -> Ta
     size = f"{plan.num_nodes} x {plan.devices_per_node} devices"
     drawn = table(f"Placement: {plan.strategy.value} on {size}", "pool", "process", "roles", "node", "device", wraps="roles")
     for group in plan.groups:
-        roles = " + ".join(group.roles)
-        if len(group.processes) > _MOST_ROWS:
-            last = group.processes[-1]
-            ranks, nodes = f"{group.name} 0 to {last.rank}", f"{group.processes[0].node} to {last.node}"
-            drawn.add_row(group.pool, ranks, roles, nodes, f"{len(group.devices):,} in order")
-            continue
-        for process in group.processes:
-            device = ", ".join(map(str, process.devices)) or "cpu"
-            drawn.add_row(process.pool, f"{process.group} {process.rank}", roles, str(process.node), device)
+        for ranks, nodes, devices in _folded(group):
+            drawn.add_row(group.pool, f"{group.name} {_spans(ranks)}", " + ".join(group.roles), _spans(nodes), devices)
     drawn.caption = _turns(plan, generates_ahead)
     return drawn
+
+
+def _folded(group: GroupPlan) -> Iterator[tuple[list[int], list[int], str]]:
+    """The ranks, nodes and devices of a group: one row for consecutive nodes whose processes have the same devices."""
+    by_node = [(node, list(processes)) for node, processes in groupby(group.processes, key=lambda process: process.node)]
+    for devices, nodes in groupby(by_node, key=lambda each: _devices(each[1])):
+        rows = list(nodes)
+        ranks = [process.rank for _, processes in rows for process in processes]
+        yield ranks, [node for node, _ in rows], f"{devices} of each" if len(rows) > 1 and group.uses_devices else devices
+
+
+def _devices(processes: Sequence[ProcessPlan]) -> str:
+    """The devices of a node's processes, and how many each process has where that is several."""
+    sizes = {len(process.devices) for process in processes}
+    if sizes == {0}:
+        return "cpu"
+    if max(sizes) == 1:
+        return _spans([process.devices[0] for process in processes])
+    if len(processes) == 1:
+        return _spans(processes[0].devices)
+    return "; ".join(_spans(process.devices) for process in processes)
+
+
+def _spans(numbers: Sequence[int]) -> str:
+    """Numbers in ascending order with consecutive ones joined, as 0-7, 16-23."""
+    spans: list[list[int]] = []
+    for number in numbers:
+        if spans and number == spans[-1][-1] + 1:
+            spans[-1].append(number)
+        else:
+            spans.append([number])
+    return ", ".join(str(span[0]) if len(span) == 1 else f"{span[0]}-{span[-1]}" for span in spans)
 
 
 def _turns(plan: PlacementPlan, generates_ahead: bool) -> str:

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich.console import Console
-
 from megarl.cli.placement_tables import print_absent, print_placement
+from megarl.cli.tables import output_console
 from megarl.config.schema import PPOConfig, SFTConfig
 from megarl.config.validate import read_architectures
 from megarl.doctor.checked_config import load_checked_anywhere
@@ -30,7 +29,7 @@ def run(
     ValueError for a file that is no drawing."""
     check_drawing(output)
     config, absent = load_checked_anywhere(schema, config_path, overrides)
-    plan, console = plan_placement(config), Console()
+    plan, console = plan_placement(config), output_console()
     architectures, _ = read_architectures(config)
     print_placement(config, plan, architectures, console)
     print_absent(absent, console)

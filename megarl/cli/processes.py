@@ -12,13 +12,14 @@ from rich.console import Console
 
 from megarl.cli.run_context import RunContext
 from megarl.cli.run_tables import BFLOAT16_ON_A_CPU
-from megarl.cli.tables import counted, print_line
+from megarl.cli.tables import print_line
 from megarl.config.load import is_on_cuda
 from megarl.config.schema import Device, DType
 from megarl.controller.cluster import log_folder, node_addresses, num_cluster_gpus, shutdown, start_ray
 from megarl.controller.environment import Where, describe
 from megarl.controller.resource_pool import ResourcePoolManager
 from megarl.machine.files import write_whole
+from megarl.machine.wording import counted
 from megarl.placement.plan import plan_placement
 from megarl.placement.transport import joins_weight_groups
 

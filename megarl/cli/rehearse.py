@@ -14,7 +14,9 @@ from pathlib import Path
 from rich.console import Console
 
 from megarl.cli.placement_tables import print_absent
+from megarl.cli.rehearsal_progress import RehearsalProgress
 from megarl.cli.rehearsal_tables import collectives_table, memory_table, waits_table
+from megarl.cli.tables import output_console
 from megarl.config.architecture import Architecture
 from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
@@ -22,13 +24,13 @@ from megarl.config.roles import ModelRole, model_roles
 from megarl.config.schema import Device, DType, Layers, ParallelConfig, PPOConfig, RoutingReplay, SFTConfig
 from megarl.config.validate import read_architectures, validate
 from megarl.doctor.checked_config import find_inputs
+from megarl.machine.wording import counted
 from megarl.placement.plan import plan_placement
 from megarl.rehearsal.prediction import PredictedMemory, predicted_memory
 from megarl.rehearsal.processes import rehearse_ranks
 from megarl.rehearsal.ranks import chosen_ranks, hangs, rounded_sums
 from megarl.rehearsal.record import RankPush, RankRecord, RankRequest
 from megarl.roles.weight_forecast import forecast_weights
-from megarl.tracking.progress import ProgressBar
 from megarl.weights.plan import NUM_SLOTS
 
 GOOD, MISTAKES = 0, 2
@@ -61,16 +63,16 @@ def run(
     architectures, _ = read_architectures(config)
     numbers = chosen_ranks(ranks, role.parallel)
     num_micro_batches = max(2, role.parallel.pipeline_parallel_size)
-    console = Console()
+    console = output_console()
     records: list[RankRecord] = []
-    with ProgressBar("rehearsed", len(numbers), console) as bar:
+    with RehearsalProgress(len(numbers)) as progress:
         # Routes are given, whoever chose them first.
         local = replace(config, engine=replace(config.engine, layers=Layers.local, routing_replay=RoutingReplay.off))
         pushes = _pushes(config, role, architectures)
         requests = [RankRequest(local, role.name, rank, num_micro_batches, pushes.get(rank)) for rank in numbers]
-        for record in rehearse_ranks(requests, num_processes=len(os.sched_getaffinity(0))):
+        for record in rehearse_ranks(requests, num_processes=len(os.sched_getaffinity(0)), report=progress.report):
             records.append(record)
-            bar.advance({})
+            progress.rank_finished()
     records.sort(key=lambda record: record.rank)
     predicted = {record.rank: predicted_memory(config, role, architectures[role.name], record.rank) for record in records}
     mistakes = _mistakes(records)
@@ -90,9 +92,9 @@ def run(
         console.print(f"mistake: {mistake}", style="red", soft_wrap=True, highlight=False, markup=False)
     if json_path is not None:
         _write(Path(json_path), records, predicted, mistakes)
-    _say(
-        console, f"{config_path}: {len(records)} of {role.parallel.world_size} ranks of the {role.name} rehearsed, {len(mistakes)} mistakes"
-    )
+    ranks_of_role = f"{len(records)} of {counted(role.parallel.world_size, 'rank')} of the {role.name}"
+    found = counted(len(mistakes), "mistake") if mistakes else "no mistakes"
+    _say(console, f"{config_path}: {ranks_of_role} rehearsed, {found}")
     return MISTAKES if mistakes else GOOD
 
 

@@ -8,11 +8,12 @@ from pathlib import Path
 from rich.console import Console
 
 from megarl.cli.run_tables import print_models, print_reward, print_run, warnings_of, when_saved
-from megarl.cli.tables import counted, print_line
+from megarl.cli.tables import print_line
 from megarl.config.derive import checkpoint_path, derive
 from megarl.config.schema import AdvantageEstimator, AlgorithmConfig, PolicyLossKind, PPOConfig, SFTConfig
 from megarl.config.validate import read_architectures
 from megarl.machine.files import write_whole
+from megarl.machine.wording import counted
 from megarl.placement.memory import plan_memory
 from megarl.placement.plan import plan_placement
 from megarl.placement.transport import choose_transport

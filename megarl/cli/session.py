@@ -17,7 +17,7 @@ from megarl.cli.processes import RayProcesses, ray_processes
 from megarl.cli.run_context import RunContext
 from megarl.cli.run_summary import PLAN_FILE, print_summary, title_of, write_plan
 from megarl.cli.run_tables import print_run
-from megarl.cli.tables import print_line
+from megarl.cli.tables import output_console, print_line
 from megarl.cli.termination import Termination
 from megarl.config.compare import other_run
 from megarl.config.load import dump_config, plain_values
@@ -54,7 +54,7 @@ def open_session(context: RunContext, resume: Resume | None) -> Iterator[Session
     """
     config, position = context.config, Position()
     output_dir = Path(config.trainer.output_dir)
-    console = Console()
+    console = output_console()
     _claim(output_dir, config, resume, console)
     (output_dir / FAILURE_FILE).unlink(missing_ok=True)  # of the run before this one
     context.output_dir, context.position = output_dir, position

@@ -9,9 +9,10 @@ from typing import NamedTuple
 from rich.console import Console
 
 from megarl.cli.plan import check_drawing
-from megarl.cli.tables import counted, print_line, table
+from megarl.cli.tables import output_console, print_line, table
 from megarl.config.schema import PPOConfig, SFTConfig
 from megarl.doctor.checked_config import load_checked_anywhere
+from megarl.machine.wording import counted
 from megarl.placement.plan import plan_placement
 from megarl.simulation.forecast import STALENESSES, Forecast, Times, Work, forecast, log_normal, measured, splits_of
 
@@ -38,7 +39,7 @@ def run(
         raise ValueError("--simulate: a run of fine-tuning generates nothing; give one of reinforcement learning")
     config, _ = load_checked_anywhere(PPOConfig, config_path, overrides)
     assert isinstance(config, PPOConfig)
-    plan, console = plan_placement(config), Console()
+    plan, console = plan_placement(config), output_console()
     splits, (lengths, times) = splits_of(config, plan), _work(config, Given(*options))
     work = Work.of(config, lengths)
     forecasts = [forecast(work, times, split, max_staleness) for split in splits for max_staleness in STALENESSES]

@@ -7,11 +7,12 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from megarl.cli.tables import counted, print_line, table
+from megarl.cli.tables import output_console, print_line, table
+from megarl.machine.wording import counted
 from megarl.tracking.run_files import FAILURE_FILE
 from megarl.tracking.status import ENDED, EVERY_S, RUNNING, STOPPED, RunStatus, StatusRecord, read_status
 
@@ -22,7 +23,7 @@ _WATCH_S = 1.0
 def run(run_dir: str, watch: bool = False) -> int:
     """Prints it once; or, to watch, each time that it is written, in one place on a terminal, until the run ends. Raises StatusError where
     there is none."""
-    folder, console = Path(run_dir), Console()
+    folder, console = Path(run_dir), output_console()
     record = read_status(folder)
     records = _until_it_ends(folder, record) if watch else iter([record])
     with Live(console=console, auto_refresh=False, transient=True) if watch and console.is_terminal else nullcontext() as live:

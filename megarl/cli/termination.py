@@ -4,11 +4,43 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any
 
+_ENDING = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 TERMINATED, INTERRUPTED = 128 + signal.SIGTERM, 128 + signal.SIGINT  # exit statuses, as a shell gives them
+
+
+@contextmanager
+def ends_by_signal(end_children: Callable[[], object]) -> Iterator[None]:
+    """Within the block SIGTERM, SIGHUP and Ctrl-C end the child processes first, then unwind this process.
+
+    SIGTERM and SIGHUP raise SystemExit with the status that a shell reports, Ctrl-C raises KeyboardInterrupt. Further signals do not
+    interrupt the cleanup. Signals that are ignored (nohup, background jobs of a shell) stay ignored. `Termination` and `Interruption`
+    replace these handlers while a run is active.
+    """
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        for each in handled:
+            signal.signal(each, lambda number, frame: None)
+        end_children()
+        if number == signal.SIGINT:
+            raise KeyboardInterrupt
+        raise SystemExit(128 + number)
+
+    is_main = threading.current_thread() is threading.main_thread()  # no other thread may set handlers
+    before = {number: signal.getsignal(number) for number in _ENDING if is_main}
+    handled = [number for number, handler in before.items() if handler is not signal.SIG_IGN]
+    for number in handled:
+        signal.signal(number, on_signal)
+    try:
+        yield
+    finally:
+        for number in handled:
+            signal.signal(number, before[number])
 
 
 class Termination:
@@ -36,26 +68,32 @@ class Termination:
 
 
 class Interruption:
-    """Ctrl-C within its block is KeyboardInterrupt the first time. Pressed again while the run's processes are ended it does not break into
-    that, which would leave half of it undone; the third time this process ends where it is, and the others by themselves, as when it is
-    killed. Where the signal is ignored, as by what a shell has started in the background, it stays so."""
+    """Make Ctrl-C end a run in order within the block, and the loss of the terminal (SIGHUP) too.
+
+    The first Ctrl-C raises KeyboardInterrupt. The second one, pressed while the run's processes are being ended, does not interrupt that.
+    The third one ends this process immediately; its child processes then end by themselves, as when it is killed. A signal that is
+    ignored (nohup, background jobs of a shell) stays ignored.
+    """
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say
-        self._before: Any = None
+        self._before: dict[signal.Signals, Any] = {}
         self._times = 0
 
     def __enter__(self) -> None:
-        self._before = signal.getsignal(signal.SIGINT)
-        if self._before is signal.default_int_handler:
-            signal.signal(signal.SIGINT, self._on_signal)
+        for number in (signal.SIGINT, signal.SIGHUP):
+            if (handler := signal.getsignal(number)) is not signal.SIG_IGN:
+                self._before[number] = handler
+                signal.signal(number, self._on_signal)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if self._before is signal.default_int_handler:
-            signal.signal(signal.SIGINT, self._before)
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._times += 1
+        if self._times == 1 and number == signal.SIGHUP:
+            raise SystemExit(128 + number)
         if self._times == 1:
             raise KeyboardInterrupt
         if self._times > 2:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from megarl.machine.wording import counted
+
 
 class ConfigError(ValueError):
     """What a user wrote cannot be run. Every problem found in one place, one line each, that says what to change.
@@ -14,8 +16,7 @@ class ConfigError(ValueError):
     def __init__(self, source: str, problems: Sequence[str]) -> None:
         self.source = source
         self.problems = tuple(problems)
-        count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
-        super().__init__("\n".join([f"{source}: {count}", *(f"  - {problem}" for problem in problems)]))
+        super().__init__("\n".join([f"{source}: {counted(len(problems), 'problem')}", *(f"  - {problem}" for problem in problems)]))
 
 
 class RunError(RuntimeError):

@@ -167,7 +167,7 @@ def process_owner() -> str:
     """By which this driver's descendants are known."""
     global _owner
     if _owner is None:
-        _owner = uuid.uuid4().hex
+        _owner = os.environ.get(OWNER, "") + uuid.uuid4().hex
         os.environ[OWNER] = _owner
         atexit.register(shutdown)
     return _owner

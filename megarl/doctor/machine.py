@@ -18,6 +18,7 @@ from megarl.doctor.check_result import CheckResult, doubtful, good, size, wrong
 from megarl.doctor.examined_run import ExaminedRun
 from megarl.machine.processors import usable_cores
 from megarl.machine.sandbox import Level, why_not
+from megarl.machine.wording import counted
 from megarl.placement.cores import at_work
 from megarl.placement.memory import plan_memory
 
@@ -152,9 +153,10 @@ def judge_threads(setting: str | None, cores: int, processes: int, use_gpu: bool
         return good("threads", f"{cores} cores; OMP_NUM_THREADS is not set", **facts)
     each = int(setting)
     if not use_gpu and each > 1 and each * processes > cores:
-        message = f"OMP_NUM_THREADS={each} in {processes} processes is {each * processes} threads on {cores} cores"
+        asked = f"OMP_NUM_THREADS={each} in {counted(processes, 'process')}"
+        message = f"{asked} is {counted(each * processes, 'thread')} on {counted(cores, 'core')}"
         return doubtful("threads", message, f"export OMP_NUM_THREADS={max(1, cores // processes)}, or unset it", **facts)
-    return good("threads", f"{each} in each of {processes} processes, {cores} cores", **facts)
+    return good("threads", f"{each} in each of {counted(processes, 'process')}, {counted(cores, 'core')}", **facts)
 
 
 class _Timex(ctypes.Structure):

@@ -18,6 +18,7 @@ from megarl.controller.environment import fill_in
 from megarl.doctor.check_result import CheckResult, doubtful, good, wrong
 from megarl.doctor.examined_run import ExaminedRun
 from megarl.machine.ports import hold_port
+from megarl.machine.wording import counted
 
 LOOPBACK, PORTS = "ranks", "ports"
 _MOST_CPU_RANKS = 4
@@ -90,7 +91,7 @@ def _reason(text: str) -> str:
 def judge_loopback(found: Loopback) -> CheckResult:
     variable = VARIABLE[found.backend]
     over = f"over {found.interface} ({variable})" if found.interface else f"over the interface that {found.backend} chose itself"
-    what = f"{found.backend} all-reduce between {found.ranks} ranks {over}"
+    what = f"{found.backend} all-reduce between {counted(found.ranks, 'rank')} {over}"
     facts = {"backend": found.backend, "ranks": found.ranks, "interface": found.interface, "interfaces": list(found.interfaces)}
     remedy = f"export {variable}=NAME on every node, NAME the interface of the cluster's network, one of {', '.join(found.interfaces)}"
     if found.error is not None:

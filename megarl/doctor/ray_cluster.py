@@ -21,6 +21,7 @@ from megarl.doctor.examined_run import ExaminedRun
 from megarl.doctor.machine import judge_open_files, judge_shared_memory
 from megarl.doctor.storage import MARK
 from megarl.machine.files import existing_folder
+from megarl.machine.wording import counted
 
 RAY, NODES, RESOURCES, CLOCKS = "ray", "nodes", "resources", "clocks"
 _ANSWER_S = 60.0  # a worker's first start on a node
@@ -146,7 +147,7 @@ def judge_clocks(nodes: Sequence[NodeReport]) -> CheckResult:
         message = f"the clocks of {first.address} and {last.address} are {apart:.2f} s apart"
         remedy = "switch NTP on (timedatectl set-ntp true, or chrony) on both: logs and timelines are put in order by their clocks"
         return doubtful(CLOCKS, message, remedy, apart_s=round(apart, 3))
-    return good(CLOCKS, f"those of {len(nodes)} nodes are within {max(apart, known) * 1000:,.0f} ms", apart_s=round(apart, 6))
+    return good(CLOCKS, f"those of {counted(len(nodes), 'node')} are within {max(apart, known) * 1000:,.0f} ms", apart_s=round(apart, 6))
 
 
 def judge_resources(report: ClusterReport, pools: Sequence[RayResourcePool]) -> CheckResult:

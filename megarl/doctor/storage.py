@@ -14,6 +14,7 @@ from megarl.config.derive import checkpoint_bytes, checkpoint_path, most_checkpo
 from megarl.doctor.check_result import CheckResult, doubtful, good, size, wrong
 from megarl.doctor.examined_run import ExaminedRun
 from megarl.machine.files import existing_folder
+from megarl.machine.wording import counted
 
 CHECK = "checkpoints"
 MARK = ".megarl-doctor-"  # what names of our files begin with, which are gone at the end
@@ -90,7 +91,7 @@ def judge(disk: Disk, *, num_nodes: int, one: int, most: int) -> Iterator[CheckR
         faults.append(doubtful(CHECK, message, f"raise checkpoint.every_steps, or {elsewhere}", **facts))
     yield from faults
     if not faults:
-        room = f"; {most} checkpoints of {size(one)}" if most else ""
+        room = f"; {counted(most, 'checkpoint')} of {size(one)}" if most else ""
         yield good(CHECK, f"{disk.folder} ({disk.kind}): {size(disk.free)} free, {size(disk.speed)}/s{room}", **facts)
 
 
@@ -100,7 +101,7 @@ def _room(disk: Disk, one: int, most: int, facts: dict[str, object]) -> Iterator
         message = f"{disk.folder} has {size(disk.free)} free, and one checkpoint is {size(one)}"
         yield wrong(CHECK, message, remedy, **facts)
     elif disk.free < most * one:
-        message = f"{disk.folder} has {size(disk.free)} free, and {most} checkpoints of {size(one)} will be there at a time"
+        message = f"{disk.folder} has {size(disk.free)} free, and {counted(most, 'checkpoint')} of {size(one)} will be there at a time"
         yield doubtful(CHECK, message, remedy, **facts)
 
 

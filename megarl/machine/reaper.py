@@ -18,15 +18,42 @@ import select
 import signal
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 OWNER = "MEGARL_PROCESS_OWNER"  # a worker's value begins with its driver's
 
 
-def start_reaper(owner: str, whole_group: bool, named: Sequence[int] = ()) -> None:
-    """Watches over this process. `whole_group`: all of its process group belongs to it, if it is the leader (Ray sees to that).
-    `named`: processes that belong to it whatever they look like."""
+@contextmanager
+def owned_processes() -> Iterator[str]:
+    """End every process that is started in the block, and all their descendants, when the block ends or this process is killed.
+
+    Yields the mark by which they are known (see `end_processes_of`). Blocks may be nested, also across processes.
+    """
+    before = os.environ.get(OWNER)
+    owner = f"{before or ''}{os.getpid()}.{time.monotonic_ns()}/"
+    os.environ[OWNER] = owner
+    reaper = start_reaper(owner, whole_group=False)
+    try:
+        yield owner
+    finally:
+        if before is None:
+            os.environ.pop(OWNER, None)
+        else:
+            os.environ[OWNER] = before
+        end_processes_of(owner)
+        os.kill(reaper, signal.SIGKILL)
+
+
+def start_reaper(owner: str, whole_group: bool, named: Sequence[int] = ()) -> int:
+    """Start a process that watches over this one, and return its pid.
+
+    Args:
+        owner: The mark in the environment of the processes that end with this one.
+        whole_group: All of this process's group ends with it, if it is the leader (Ray sees to that).
+        named: Processes that end with this one whatever their environment is.
+    """
     import hashlib  # here: the script, of which each process of a run starts one, begins in half the time without these
     import multiprocessing
     import subprocess
@@ -37,7 +64,10 @@ def start_reaper(owner: str, whole_group: bool, named: Sequence[int] = ()) -> No
     environment = {key: value for key, value in os.environ.items() if key != OWNER}
     arguments = [str(number) for number in (os.getpid(), group, *named)]
     command = [sys.executable, "-I", "-S", __file__, owner, semaphores, *arguments]
-    subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=True)
+    started = subprocess.run(
+        command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=True
+    )
+    return int(started.stdout)
 
 
 def descendants(pid: int) -> list[int]:
@@ -132,6 +162,10 @@ def _watch(owner: str, semaphores: str, pid: int, group: int, *named: int) -> No
 
 
 if __name__ == "__main__":
-    if os.fork() == 0:  # not a child of the watched process: Ray kills the children of a worker that ends
+    # Not a child of the watched process: Ray kills the children of a worker that ends.
+    if reaper := os.fork():
+        print(reaper)
+    else:
         os.setsid()
+        os.dup2(0, 1)  # closes the pipe to the watched process, which reads until nobody has it open
         _watch(sys.argv[1], sys.argv[2], *(int(number) for number in sys.argv[3:]))

@@ -9,16 +9,28 @@ from collections.abc import Callable, Iterable, Iterator
 from multiprocessing.connection import Connection, wait
 
 from megarl.rehearsal.guard import load_guard
-from megarl.rehearsal.record import RankRecord, RankRequest, RehearsalError
+from megarl.rehearsal.record import RankProgress, RankRecord, RankRequest, RehearsalError
 
-Answer = RankRecord | Exception | None  # None: there is no more
+Answer = RankProgress | RankRecord | Exception | None  # None: the end
 
 
-def rehearse_ranks(requests: Iterable[RankRequest], num_processes: int, prepare: Callable[[], None] | None = None) -> Iterator[RankRecord]:
-    """Records as they come. prepare: called in the process from which ranks are forked; it is to make what it needs ready, and by
-    itself makes the guard and the engine ready.
+def rehearse_ranks(
+    requests: Iterable[RankRequest],
+    num_processes: int,
+    prepare: Callable[[], None] | None = None,
+    report: Callable[[RankProgress], None] = lambda progress: None,
+) -> Iterator[RankRecord]:
+    """Rehearse each requested rank in a process of its own and yield the records as they arrive.
 
-    Raises ValueError where the guard cannot be compiled, RehearsalError where a rank's process died.
+    Args:
+        requests: The ranks.
+        num_processes: How many ranks run at the same time.
+        prepare: Called in the process from which the ranks are forked. The default loads the guard and the engine.
+        report: Called for each phase that a rank has finished.
+
+    Raises:
+        ValueError: The guard cannot be compiled.
+        RehearsalError: The process of a rank died.
     """
     context = multiprocessing.get_context("spawn")
     mine, theirs = context.Pipe(duplex=False)
@@ -29,7 +41,10 @@ def rehearse_ranks(requests: Iterable[RankRequest], num_processes: int, prepare:
         while (answer := _received(mine)) is not None:
             if isinstance(answer, Exception):
                 raise answer
-            yield answer
+            if isinstance(answer, RankProgress):
+                report(answer)
+            else:
+                yield answer
     finally:
         process.terminate()
         process.join()
@@ -70,16 +85,19 @@ def _serve(connection: Connection, requests: list[RankRequest], num_processes: i
             running[mine] = request
         for ready in wait(list(running)):
             assert isinstance(ready, Connection)
-            request = running.pop(ready)
             try:
-                connection.send(ready.recv())
+                message = ready.recv()
             except EOFError:
-                connection.send(RehearsalError(f"the process of rank {request.rank} ended without a word, perhaps for want of memory"))
+                rank = running[ready].rank
+                connection.send(RehearsalError(f"the process of rank {rank} ended without a word, perhaps for want of memory"))
                 return
+            connection.send(message)
+            if not isinstance(message, RankProgress):
+                del running[ready]
     connection.send(None)
 
 
 def _rehearse(connection: Connection, request: RankRequest) -> None:
     from megarl.rehearsal.rank import rehearse
 
-    connection.send(rehearse(request))
+    connection.send(rehearse(request, lambda phase: connection.send(RankProgress(request.rank, phase))))

@@ -57,8 +57,8 @@ def prepare() -> None:
         torch.ones(2, 2) @ torch.ones(2, 2)
 
 
-def rehearse(request: RankRequest) -> RankRecord:
-    """All phases, or those up to the one that fails."""
+def rehearse(request: RankRequest, report: Callable[[str], None] = lambda phase: None) -> RankRecord:
+    """Run all phases, or those up to the one that fails. `report` is called with the name of each finished phase."""
     global _ledger
     config = with_dtype(request.config, is_on_cuda=True)
     role = next(role for role in model_roles(config) if role.name == request.role)
@@ -72,6 +72,7 @@ def rehearse(request: RankRequest) -> RankRecord:
     try:
         for phase in rehearsal.phases():
             phases.append(phase)
+            report(phase.name)
     except Exception as failure:  # noqa: BLE001  (what the engine would do on a device; it is the answer)
         error = _described(failure)
     return RankRecord(

@@ -34,6 +34,13 @@ class RankRequest(NamedTuple):
     push: RankPush | None = None
 
 
+class RankProgress(NamedTuple):
+    """A rank has finished a phase."""
+
+    rank: int
+    phase: str
+
+
 class Collective(NamedTuple):
     """One call, in the order in which the rank made it. group: what Megatron calls it. ranks: who is in it, or the two of a message, from
     its sender to its receiver. elements, nbytes: of the larger side of one rank. place: the line that asked for it. batch: of messages that

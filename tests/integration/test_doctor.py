@@ -129,7 +129,7 @@ FAULTS = {
     "a full disk": ("checkpoints", "error", "cannot be written: No space left on device", "checkpoint.dir"),
     "a model that is cut off": ("models", "error", "truncated or not a safetensors file", "download it again"),
     "a column that is missing": ("data", "error", "column 'reward_model' is missing", "write the file again"),
-    "a reward file that is no Python": ("reward functions", "error", "SyntaxError", "mend "),
+    "a reward file that is no Python": ("reward functions", "error", "SyntaxError", "correct "),
     "an interface that is not there": ("ranks", "error", "GLOO_SOCKET_IFNAME=bond7", "lo"),
     "a cluster that does not answer": ("ray", "error", "cannot be joined", "start the cluster"),
 }

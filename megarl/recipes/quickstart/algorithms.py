@@ -12,14 +12,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import shlex
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from megarl.config.shipped import CONFIGS_DIR
 from megarl.recipes.quickstart.run import OUTPUT_DIR as START_DIR
+from megarl.recipes.quickstart.stages import run_stages
 
 OUTPUT_DIR = Path("outputs/algorithms")
 ALGORITHMS = tuple(sorted(file.stem for file in (CONFIGS_DIR / "algorithm").glob("*.yaml")))
@@ -28,12 +27,8 @@ SUMMARY = "summary.json"
 
 def main(names: Sequence[str], only_table: bool) -> int:
     """The status of the first command that fails, and 0 where none does."""
-    if not only_table:
-        for stage in stages(names):
-            print("$ " + shlex.join(["python", *stage[1:]]), flush=True)
-            status = subprocess.run(stage, check=False).returncode
-            if status:
-                return status
+    if not only_table and (status := run_stages(stages(names))):
+        return status
     print(table(names))
     return 0
 

@@ -7,14 +7,14 @@ is a command of its own, printed before it runs, so that it can be run alone.
 from __future__ import annotations
 
 import json
-import shlex
 import shutil
-import subprocess
 import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
+
+from megarl.recipes.quickstart.stages import run_stages
 
 OUTPUT_DIR = Path("outputs/quickstart")
 SEED, RUN_DIR = "trainer.seed=", "trainer.output_dir="
@@ -53,11 +53,8 @@ def run_recipe(recipe: WarmedUp, overrides: Sequence[str]) -> int:
         [*megarl, "plot", str(folder)],
         [*megarl, "report", str(folder)],
     )
-    for stage in stages:
-        print("$ " + shlex.join(["python", *stage[1:]]), flush=True)
-        status = subprocess.run(stage, check=False).returncode
-        if status:
-            return status
+    if status := run_stages(stages):
+        return status
     run_dir = next((Path(override.removeprefix(RUN_DIR)) for override in overrides if override.startswith(RUN_DIR)), folder)
     validation = json.loads((run_dir / "summary.json").read_text())["validation"]
     words = {"before": "before training by rewards", "after": "after"}

@@ -99,7 +99,7 @@ def test_a_plan_is_printed_and_drawn(
     command = ["plan", ppo, "placement.strategy=hybrid", "--output", str(drawing)]
     assert main(command) == 0
     rows = rows_of(capsys.readouterr().out)
-    assert "actor actor 3 actor + reference 0 3" in rows
+    assert "actor actor 0-3 actor + reference 0 0-3" in rows
     assert "actor rollout 0 rollout 0 0" in rows
     assert "take turns: actor and rollout" in rows
     assert "weights by device resharding.transport=auto" in rows

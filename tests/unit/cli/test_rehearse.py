@@ -51,7 +51,7 @@ def test_all_ranks_are_rehearsed_and_compared(run: dict[str, Any], tmp_path: Pat
     assert "Compared: the calls of all 2 ranks" in out
     assert "Layers: local. Where Transformer Engine is installed the run takes its layers" in out
     assert "NCCL's buffers" in out
-    assert "2 of 2 ranks of the actor rehearsed, 0 mistakes" in out
+    assert "2 of 2 ranks of the actor rehearsed, no mistakes" in out
     document = json.loads(written.read_text())
     assert document["mistakes"] == []
     assert [rank["num_parameters"] for rank in document["ranks"]] == [parameters, parameters + 64]

@@ -23,10 +23,10 @@ def make_ready_with_switches() -> None:
 
     rehearse = rank.rehearse
 
-    def switched(request: Any) -> Any:
+    def switched(request: Any, *report: Any) -> Any:
         if Path(request.config.model.path).name == WITH_CPU_SWITCHES:
             _switch()
-        return rehearse(request)
+        return rehearse(request, *report)
 
     rank.rehearse = switched  # type: ignore[assignment]
 

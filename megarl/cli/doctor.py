@@ -1,0 +1,52 @@
+"""`megarl doctor [CONFIG]`: examines this machine, the cluster and what a run reads, and prints whether each is good."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+
+from rich.table import Table
+
+from megarl.cli.tables import output_console, print_line
+from megarl.doctor.check_result import CheckResult, Status, worst
+from megarl.doctor.examination import counts, document, examine
+from megarl.machine.wording import counted
+
+GOOD, USER_ERROR = 0, 2
+_COLOURS = {Status.warning: "yellow", Status.error: "red"}
+
+
+def run(config_path: str | None, overrides: Sequence[str], as_document: bool = False) -> int:
+    """Print the findings as a table or as one JSON document. Return 0, or 2 where one of them is an error."""
+    begin = time.monotonic()
+    console = output_console(stderr=as_document)
+    results = examine(config_path, overrides, console)
+    seconds = time.monotonic() - begin
+    if as_document:
+        print(json.dumps(document(config_path, results, seconds), indent=2))
+    else:
+        console.print(table(results))
+        print_line(console, summary(results, seconds))
+    return USER_ERROR if worst(results) is Status.error else GOOD
+
+
+def table(results: Sequence[CheckResult]) -> Table:
+    drawn = Table(box=None, show_header=False, pad_edge=False)
+    drawn.add_column(width=max(len(status.value) for status in Status))
+    drawn.add_column(no_wrap=True)
+    drawn.add_column(overflow="fold")
+    for finding in results:
+        drawn.add_row(
+            finding.status.value, finding.check, finding.message, style=None if finding.status is Status.ok else _COLOURS[finding.status]
+        )
+        if finding.remedy is not None:
+            drawn.add_row("", "", f"-> {finding.remedy}")
+    return drawn
+
+
+def summary(results: Sequence[CheckResult], seconds: float) -> str:
+    counted_by = counts(results)
+    said = {Status.ok: "good", Status.warning: "good, with warnings", Status.error: "not good"}[worst(results)]
+    found = (f"{counted_by['ok']} ok", counted(counted_by["warning"], "warning"), counted(counted_by["error"], "error"))
+    return f"{said}: {', '.join(found)}, in {seconds:.0f} s"
