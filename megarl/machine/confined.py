@@ -14,6 +14,7 @@ Sources: landlock(7), seccomp(2), bpf(4), include/uapi/linux/{landlock,seccomp,f
 
 from __future__ import annotations
 
+import builtins
 import ctypes
 import errno
 import json
@@ -234,6 +235,7 @@ def _run(order: Order) -> None:
     else:
         limit(ProcessLimits(*order.limits))
     sys.excepthook = _without_this_file
+    vars(builtins).update(exit=sys.exit, quit=sys.exit)  # as the module site does, which `python -S` leaves out
     os.write(order.begun, b"1")
     os.close(order.begun)
     exec(compile(program, "<program>", "exec"), {"__name__": "__main__"})

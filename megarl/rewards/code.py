@@ -1,65 +1,58 @@
-"""The reward of code: which of its tests a program passes, in the sandbox.
+"""Scores a program by the share of its tests that it passes in the sandbox.
 
     # reward.py, which reward.functions names
-    from megarl.rewards.code import compute_score
+    from megarl.rewards.code import answer_from_truth, check_truth, compute_score
 
-A sample's program is its last block between ```python and ```, or the whole response. Its ground truth is a list of tests, or such a
-list as JSON:
+The ground truth is a list of tests, or such a list as JSON:
 
-    {"call": "add(2, 3)", "returns": 5}              an expression, and its value, which is compared outside of the sandbox
-    "assert add(2, 3) == 5"                          the same
-    {"stdin": "2 3\\n", "stdout": "5\\n"}              what the whole program reads and prints, but for spaces at the ends of lines
+    {"call": "add(2, 3)", "returns": 5}              an expression of the program, and its value
+    "assert add(2, 3) == 5"                          an assertion, with imports of the standard library before it where it needs them
+    {"stdin": "2 3\\n", "stdout": "5\\n"}              what the whole program reads and prints, except for spaces at the ends of lines
 
-Expected values never enter the sandbox: a program cannot pass a test without making the value.
+Expected values never enter the process that runs the program, and values are compared where the program does not run.
 """
 
 from __future__ import annotations
 
-import ast
 import functools
-import json
-import re
-import secrets
+import signal
+import time
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from megarl.machine.sandbox import Level, SandboxLimits, run_program, strongest
-from megarl.rewards.encodable import refuse_unencodable
+from megarl.rewards.code_blocks import program_of
+from megarl.rewards.code_interpreters import Judge, ProgramSide, Value
+from megarl.rewards.code_tests import AssertTest, CallTest, CodeTest, StreamTest, read_tests
+from megarl.rewards.code_values import decode, same_as_json
+from megarl.rewards.time_limit import sample_limit_s
 
-LIMITS = SandboxLimits(memory_mb=512, cpu_s=4, wall_s=6.0, output_kb=256)
-_LONGEST_VALUE = 10_000  # characters of a value's text
-_BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL | re.IGNORECASE)
-# The program is imported, as it were: what it does only as a script, such as to ask for input, is not done.
-_CALLER = """
-import sys
-namespace = {{"__name__": "program"}}
-exec(compile({program!r}, "<program>", "exec", dont_inherit=True), namespace)
-for number, call in enumerate({calls!r}):
-    try:
-        value = repr(eval(call, namespace))
-    except Exception:
-        value = None
-    sys.__stdout__.write(f"\\n{mark} {{number}} {{value}}\\n")
-    sys.__stdout__.flush()
-"""
+__all__ = ["answer_from_truth", "check_truth", "compute_score", "program_of", "read_tests", "run_tests"]
 
-
-class CodeTest(NamedTuple):
-    """Either a call and the value that it should return, or what is read and what should be printed."""
-
-    call: str | None
-    returns: Any
-    stdin: str = ""
-    stdout: str = ""
+LIMITS = SandboxLimits(memory_mb=512, cpu_s=4, wall_s=6.0, output_kb=4096)  # of one test
+QUICK_WALL_S = 1.0  # of a test at the first attempt, in a process that it shares with others
+_SHARED_CPU_S = 60  # of all tests that share a process
+_SHARE_OF_TIME = 0.7  # of the time for a sample, after which tests count as failed if one of them has run out of time
 
 
 def compute_score(data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> dict[str, Any]:
-    """score: the share of the tests that pass. all_passed: 1.0 or 0.0. answer: the program. Raises ValueError for a ground truth that is
-    not a list of tests, SandboxError where no sandbox works on this machine."""
+    """Scores a response by its program.
+
+    Returns:
+        score: The share of the tests that pass.
+        all_passed: 1.0 or 0.0.
+
+    There is no `answer`, and so no maj@k: two programs that do the same are rarely the same text.
+
+    Raises:
+        ValueError: `ground_truth` is not a list of tests that can be carried out.
+        SandboxError: No sandbox works on this machine.
+    """
     program = program_of(solution_str)
     passed = run_tests(program, read_tests(ground_truth))
-    return {"score": sum(passed) / len(passed), "all_passed": float(all(passed)), "answer": program}
+    return {"score": sum(passed) / len(passed), "all_passed": float(all(passed))}
 
 
 def answer_from_truth(ground_truth: Any) -> str | None:
@@ -69,86 +62,98 @@ def answer_from_truth(ground_truth: Any) -> str | None:
 
 def check_truth(ground_truth: Any) -> None:
     """Raises ValueError for a ground truth that no program can pass: not a list of tests, or a test that cannot be carried out."""
-    for test in read_tests(ground_truth):
-        refuse_unencodable(tuple(test), "a test of the ground truth,")
-
-
-def program_of(response: str) -> str:
-    blocks = _BLOCK.findall(response)
-    return blocks[-1] if blocks else response
-
-
-def read_tests(ground_truth: Any) -> list[CodeTest]:
-    """Raises ValueError."""
-    tests = json.loads(ground_truth) if isinstance(ground_truth, str) else ground_truth
-    if not isinstance(tests, Sequence) or isinstance(tests, str) or not tests:
-        raise ValueError(f"the ground truth {str(tests)[:60]!r} is not a list of tests with at least one; see megarl/rewards/code.py")
-    return [_test(test) for test in tests]
-
-
-def _test(test: Any) -> CodeTest:
-    match test:
-        case str():
-            return _of_assert(test)
-        case {"call": str(call), "returns": value, **others} if not others:
-            return CodeTest(call, value)
-        case {"stdin": str(stdin), "stdout": str(stdout), **others} if not others:
-            return CodeTest(None, None, stdin, stdout)
-    raise ValueError(f"the test {str(test)[:100]!r} is none of {{call, returns}}, {{stdin, stdout}} and 'assert CALL == VALUE'")
-
-
-def _of_assert(text: str) -> CodeTest:
-    try:
-        match ast.parse(text.strip()).body:
-            case [ast.Assert(test=ast.Compare(left=call, ops=[ast.Eq()], comparators=[value]))]:
-                return CodeTest(ast.unparse(call), ast.literal_eval(value))
-    except (SyntaxError, ValueError):
-        pass
-    raise ValueError(f"the test {text[:100]!r} is not 'assert CALL == VALUE' with a value that Python can read without running anything")
+    read_tests(ground_truth)
 
 
 def run_tests(program: str, tests: Sequence[CodeTest]) -> list[bool]:
-    """Whether each passes. All calls are made in one process, one after the other; each input has a process of its own."""
-    calls = [test.call for test in tests if test.call is not None]
-    values = iter(_values(program, calls) if calls else [])
-    return [_prints(program, test) if test.call is None else _same(next(values), test.returns) for test in tests]
+    """Returns whether each test passes.
+
+    At first the tests share a process and have QUICK_WALL_S each. A test that takes longer, or whose process ends after another test has
+    run in it, is tried again by itself with all of LIMITS. The first test that runs out of time there is the last one to be tried.
+    The order of `tests` makes no difference: they are always run in the order of their texts.
+    """
+    passed = [False] * len(tests)
+    if not program.strip():
+        return passed
+    start = time.monotonic()
+    deadline = start + _SHARE_OF_TIME * sample_limit_s()
+    again: list[int] = []
+
+    # The quick attempt, of all tests.
+    quick = replace(LIMITS, wall_s=min(QUICK_WALL_S, LIMITS.wall_s))
+    with closing(_Tester(program, quick, shared=True)) as tester:
+        for number in sorted(range(len(tests)), key=lambda number: repr(tests[number])):
+            if again and time.monotonic() > deadline:
+                break
+            outcome = tester.passes(number, tests[number])
+            passed[number] = outcome is True
+            again += [number] if outcome is None else []
+
+    # The second attempt, one process a test.
+    for number in again:
+        left = deadline - time.monotonic()
+        if left <= 0:
+            break
+        with closing(_Tester(program, replace(LIMITS, wall_s=min(left, LIMITS.wall_s)), shared=False)) as tester:
+            outcome = tester.passes(number, tests[number])
+        passed[number] = outcome is True
+        if outcome is None:
+            break
+    return passed
 
 
-def _values(program: str, calls: Sequence[str]) -> list[str | None]:
-    """The text of what each returns; None where it raises, or was not reached."""
-    mark = secrets.token_hex(16)  # what the program prints itself is not taken for an answer
-    finished = run_program(_CALLER.format(program=program, calls=calls, mark=mark), _level(), LIMITS)
-    found = dict(re.findall(rf"^{mark} (\d+) (.*)$", finished.output, re.MULTILINE))
-    return [found.get(str(number)) for number in range(len(calls))]
+class _Tester:
+    """Runs tests of one program under the same limits.
+
+    Args:
+        shared: Processes are for several tests, so one that ends may have been harmed by an earlier test.
+    """
+
+    def __init__(self, program: str, limits: SandboxLimits, shared: bool) -> None:
+        self._program, self._limits, self._shared = program, limits, shared
+        of_processes = replace(limits, cpu_s=_SHARED_CPU_S) if shared else limits
+        self._side = ProgramSide(program, _level(), of_processes)
+        self._judge = Judge(_level(), replace(LIMITS, cpu_s=_SHARED_CPU_S))
+
+    def passes(self, number: int, test: CodeTest) -> bool | None:
+        """Returns whether the test with this number passes; None if a second attempt may end otherwise."""
+        match test:
+            case StreamTest():
+                return self._prints(test)
+            case CallTest():
+                value = self._side.value(number, test.call, test.imports)
+                return _same(value.data, test) if value.how == "value" else self._failure(value)
+            case AssertTest():
+                holds, missing = self._judge.holds(number, test, self._side)
+                return holds if missing is None else self._failure(missing)
+
+    def close(self) -> None:
+        self._side.close()
+        self._judge.close()
+
+    def _failure(self, value: Value) -> bool | None:
+        may_change = value.how == "time" or (value.how == "died" and self._shared and not value.was_fresh)
+        return None if may_change else False
+
+    def _prints(self, test: StreamTest) -> bool | None:
+        output_kb = max(self._limits.output_kb, 2 * len(test.stdout.encode()) // 1024)
+        finished = run_program(self._program, _level(), replace(self._limits, output_kb=output_kb), test.stdin)
+        if finished.ended == "time" or finished.status in (-signal.SIGKILL, 128 + signal.SIGKILL):
+            return None
+        return finished.ended == "itself" and finished.status == 0 and _lines(finished.output) == _lines(test.stdout)
 
 
-def _same(text: str | None, expected: Any) -> bool:
-    if text is None or len(text) > _LONGEST_VALUE:
-        return False
+def _same(data: Any, test: CallTest) -> bool:
+    """Compares a value that the program's process has sent, which may have written anything there."""
     try:
-        value = ast.literal_eval(text)
-    except (ValueError, SyntaxError, MemoryError, RecursionError):  # not a value of plain Python
+        value = decode(data)
+        return same_as_json(value, test.returns) if test.is_json else bool(value == test.returns)
+    except (ValueError, TypeError, ArithmeticError, RecursionError, MemoryError):  # no value, or one that compares with nothing
         return False
-    return bool(_as_json(value) == _as_json(expected)) and isinstance(value, bool) == isinstance(expected, bool)
-
-
-def _as_json(value: Any) -> Any:
-    """Tuples are lists, as in data."""
-    match value:
-        case tuple() | list():
-            return [_as_json(each) for each in value]
-        case dict():
-            return {key: _as_json(each) for key, each in value.items()}
-    return value
-
-
-def _prints(program: str, test: CodeTest) -> bool:
-    finished = run_program(program, _level(), replace(LIMITS, output_kb=max(LIMITS.output_kb, 2 * len(test.stdout) // 1024)), test.stdin)
-    return finished.status == 0 and _lines(finished.output) == _lines(test.stdout)
 
 
 def _lines(text: str) -> list[str]:
-    return [line.rstrip() for line in text.rstrip().splitlines()]
+    return [line.rstrip() for line in text.rstrip().split("\n")]
 
 
 @functools.cache

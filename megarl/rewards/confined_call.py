@@ -38,7 +38,7 @@ def call_confined(call: Callable[[], Any], limits: ProcessLimits) -> Any:
     _, status = os.waitpid(child, 0)
     try:
         kind, value = json.loads(answer)
-    except ValueError:  # nothing, or cut off, or what the sample's own program wrote
+    except (ValueError, TypeError, RecursionError):  # nothing, or cut off, or what the sample's own program wrote
         ended = f"signal {os.WTERMSIG(status)}" if os.WIFSIGNALED(status) else f"status {os.WEXITSTATUS(status)}"
         raise ConfinedCallError(f"ended its process ({ended}) without an answer") from None
     if kind == "error":

@@ -21,8 +21,10 @@ from megarl.machine.confined import ProcessLimits, landlock_abi
 from megarl.machine.reaper import OWNER, start_reaper
 from megarl.machine.user_functions import Expected, UserFunctionError, last_line, load_function
 from megarl.rewards.confined_call import ConfinedCallError, call_confined
+from megarl.rewards.time_limit import set_sample_limit
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
+MOST_NUMBERS = 64  # that a function may return for a sample, its score included
 RewardFunction = Callable[..., Any]
 ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 TURNS = "turns"  # is given to functions that name it
@@ -100,6 +102,7 @@ def start(configs: Sequence[RewardFunctionConfig], sandbox: RewardSandboxConfig,
     """The pool's initializer. It never raises: the pool would start processes again and again. See `load_error`."""
     global _limits, _load_error
     _die_with_parent()
+    set_sample_limit(time_limit_s)
     _limits = ProcessLimits(sandbox.memory_mb, cpu_s=math.ceil(time_limit_s))
     if any(config.sandbox for config in configs) and not landlock_abi():
         _load_error = "reward.functions' sandbox: this kernel has no Landlock (Linux 5.13), or it is switched off; leave it false"
@@ -211,12 +214,27 @@ def _numbers(returned: Any) -> dict[str, float]:
     numbers = {str(key): number for key, value in returned.items() if (number := _number(value)) is not None}
     if "score" not in numbers:
         value = returned["score"]
-        raise NotAScoreError(f"returned the {type(value).__name__} {repr(value)[:60]} as its score, expected a finite number")
+        raise NotAScoreError(f"returned the {type(value).__name__} {_shown(value)} as its score, expected a finite number")
+    if len(numbers) > MOST_NUMBERS:
+        raise NotAScoreError(f"returned {len(numbers)} numbers, at most {MOST_NUMBERS} can become metrics; return fewer")
     return numbers
 
 
 def _number(value: Any) -> float | None:
-    """A finite float, or None. Scalars of numpy and torch count as numbers."""
+    """Return a finite float, or None. Scalars of numpy and torch count as numbers."""
     if getattr(value, "shape", None) == ():
         value = value.item()
-    return float(value) if isinstance(value, Real) and math.isfinite(value) else None
+    if not isinstance(value, Real):
+        return None
+    try:
+        number = float(value)
+    except OverflowError:  # an integer beyond the range of floats
+        return None
+    return number if math.isfinite(number) else None
+
+
+def _shown(value: Any) -> str:
+    """Return the beginning of the value's text. Python refuses to write integers of more than some thousand digits."""
+    if isinstance(value, int) and value.bit_length() > 1000:
+        return f"of {value.bit_length()} bits"
+    return repr(value)[:60]

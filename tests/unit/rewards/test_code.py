@@ -7,6 +7,7 @@ import pytest
 from megarl.machine.sandbox import SandboxLimits
 from megarl.rewards import code
 from megarl.rewards.code import compute_score, program_of, read_tests, run_tests
+from megarl.rewards.code_interpreters import Judge, ProgramSide
 
 ADD = "def add(left, right):\n    return left + right\n"
 TESTS = [
@@ -19,20 +20,17 @@ TESTS = [
 
 def test_the_score_is_the_share_that_passes():
     said = compute_score("mbpp", f"Here it is:\n```python\n{ADD}```\nDone.", json.dumps(TESTS), {})
-    assert said == {"score": 0.75, "all_passed": 0.0, "answer": ADD}
-    assert compute_score("mbpp", ADD, TESTS[:3], {}) == {"score": 1.0, "all_passed": 1.0, "answer": ADD}
+    assert said == {"score": 0.75, "all_passed": 0.0}
+    assert compute_score("mbpp", ADD, TESTS[:3], {}) == {"score": 1.0, "all_passed": 1.0}
 
 
 @pytest.mark.parametrize(
     ("program", "passed"),
     [
         ("def f(x):\n    return x", [True, True, True, False]),
-        (
-            "def f(x):\n    if x == 2:\n        while True: pass\n    return x",
-            [True, False, False, False],
-        ),  # those after it are not reached
+        ("def f(x):\n    if x == 2:\n        while True: pass\n    return x", [True, False, True, False]),
         ("def f(x):\n    if x == 2: raise ValueError\n    return 3 if x == 3 else x", [True, False, True, False]),
-        ("def f(x):\n    print('7 3', x)\n    return {1: True, 2: 2.0, 3: '3', 4: {'a': (1, None)}}[x]", [False, True, False, True]),
+        ("def f(x):\n    print('7 3', x)\n    return {1: True, 2: 2.0, 3: '3', 4: {'a': (1, None)}}[x]", [True, True, False, True]),
         ("def f(x):\n    return x\nif __name__ == '__main__':\n    print(f(input()))", [True, True, True, False]),
         ("from __future__ import annotations\ndef f(x: int) -> Any:\n    return x", [True, True, True, False]),
         ("import sys\nsys.exit(0)", [False] * 4),
@@ -74,9 +72,12 @@ def test_the_last_block_is_the_program(response, program):
     [
         ("42", "the ground truth '42' is not a list of tests"),
         ([], "is not a list of tests with at least one"),
-        (["assert f(1)"], "the test 'assert f(1)' is not 'assert CALL == VALUE'"),
-        (["assert f(1) == f(2)"], "with a value that Python can read without running anything"),
-        ([{"call": "f(1)"}], "is none of {call, returns}, {stdin, stdout} and 'assert CALL == VALUE'"),
+        (["assert (f(1) == 1, 'wrong')"], "asserts a tuple, which is always true"),
+        (["assert 1 == 1"], "calls nothing that only the program defines"),
+        (["x = f(1)"], "a statement that is neither an assert nor an import"),
+        (["assert f(1) =="], "is not an assert statement of Python"),
+        (["import numpy\nassert f(1) == numpy.ones(1)"], "imports numpy, and the sandbox has the standard library alone"),
+        ([{"call": "f(1)"}], "is none of {call, returns}, {stdin, stdout} and an assert statement"),
         ([{"call": "f(1)", "returns": 1, "points": 3}], "is none of"),
     ],
 )
@@ -86,10 +87,15 @@ def test_tests_that_cannot_be_read(truth, says):
     assert says in str(raised.value)
 
 
-def test_expected_values_do_not_enter_the_sandbox(monkeypatch):
-    seen = []
-    inner = code.run_program
-    monkeypatch.setattr(code, "run_program", lambda program, *rest: seen.append((program, rest)) or inner(program, *rest))
-    assert run_tests(ADD, read_tests([{"call": "add(1, 2)", "returns": 3}, {"stdin": "", "stdout": "hunter2"}])) == [True, False]
+def test_expected_values_do_not_enter_the_process_of_the_program(monkeypatch):
+    """The judge's process gets them, and never runs the program."""
+    seen, judged = [], []
+    run, ask = code.run_program, ProgramSide.value
+    monkeypatch.setattr(code, "run_program", lambda program, *rest: seen.append((program, rest)) or run(program, *rest))
+    monkeypatch.setattr(ProgramSide, "value", lambda side, *asked: seen.append(asked) or ask(side, *asked))
+    monkeypatch.setattr(Judge, "holds", lambda judge, number, test, side: judged.append(test) or (False, None))
+    tests = [{"call": "add(1, 2)", "returns": "hunter2"}, {"stdin": "", "stdout": "hunter2"}, "assert add(1, 2) < 'hunter2'"]
+    assert run_tests(ADD, read_tests(tests)) == [False] * 3
     assert len(seen) == 2
     assert not any("hunter2" in str(each) for each in seen)
+    assert "hunter2" in str(judged)

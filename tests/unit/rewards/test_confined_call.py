@@ -81,6 +81,26 @@ def test_what_its_program_says_itself_is_looked_at(scorer):
     assert said[4] == 1.0
 
 
+@pytest.mark.parametrize(
+    "text", [b"5", b"null", b"[" * 60_000, b'["value"]', b'["value", [{"score": 1}, null], 3]', b'["value", [' + b"9" * 5000 + b", null]]"]
+)
+def test_an_answer_that_is_none_is_an_error_of_its_sample(scorer, text):
+    say = f"import os\nfor number in range(3, 64):\n    try: os.write(number, {text!r})\n    except OSError: pass\nos._exit(0)"
+    said = score(scorer, say, "score = 1")
+    assert said == ["compute_score ended its process (status 0) without an answer", 1.0]
+
+
+def test_a_number_that_is_too_large_and_too_many_numbers_are_errors_of_their_samples(scorer):
+    write = "    try: os.write(number, json.dumps({}).encode())\n    except OSError: pass"
+    say = f"import json, os\nfor number in range(3, 64):\n{write}\nos._exit(0)"
+    large = '["value", [{"score": 10**4000}, None]]'
+    many = '["value", [{"score": 1, **{str(n): n for n in range(100)}}, None]]'
+    said = score(scorer, say.format(large), say.format(many), "score = 1")
+    assert said[0] == "compute_score returned the int of 13288 bits as its score, expected a finite number"
+    assert said[1] == "compute_score returned 101 numbers, at most 64 can become metrics; return fewer"
+    assert said[2] == 1.0
+
+
 def test_a_kernel_without_landlock_is_said_before_anything_is_scored(monkeypatch):
     monkeypatch.setattr(process, "landlock_abi", lambda: 0)
     monkeypatch.setattr(process, "_die_with_parent", lambda: None)

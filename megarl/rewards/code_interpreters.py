@@ -1,0 +1,189 @@
+"""Runs a sampled program and the judge of its tests in two processes of the sandbox that share nothing.
+
+The program's process computes values and never sees what is expected. The judge's process sees what is expected and never runs the
+program: it gets values of built-in types. So what the program does to its own process decides nothing.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple
+
+from megarl.machine.sandbox import Level, SandboxLimits
+from megarl.machine.sandbox_session import SandboxSession
+from megarl.rewards import code_values
+from megarl.rewards.code_tests import REMOTE, AssertTest
+
+_GIVEN, _NAMED = "__given__", "__named__"  # arguments with which an assertion calls a function that is a value of the program
+_IMPORTS = """
+import importlib
+def imported(imports):
+    found = {}
+    for name, path in imports.items():
+        module, _, member = path.rpartition(".")
+        try:
+            found[name] = importlib.import_module(path)
+        except ImportError:
+            found[name] = getattr(importlib.import_module(module), member)
+        if "." in path and member != name and module.split(".")[0] == name:
+            found[name] = importlib.import_module(name)
+    return found
+"""
+
+# The program is run once for each test, as a module would be, so that no test sees what another has left in its variables. What it prints
+# and writes to the streams goes nowhere.
+_PROGRAM_SIDE = """
+import os, sys
+_source, _code, _test, _names = {program!r}, None, None, {{}}
+def _begin(test):
+    global _code, _test, _names
+    _code = _code or compile(_source, "<program>", "exec", dont_inherit=True)
+    _test, _names = test, {{"__name__": "program"}}
+    exec(_code, _names)
+def _value(test, call, imports, bound):
+    try:
+        if test != _test:
+            _begin(test)
+        return {{"value": encode(eval(call, {{**imported(imports), **_names, **bound}}))}}
+    except BaseException as error:
+        return {{"raised": type(error).__name__}}
+def answer(test, call, imports, bound):
+    kept, nowhere = [os.dup(1), os.dup(2)], os.open(os.devnull, os.O_WRONLY)
+    for stream in (1, 2):
+        os.dup2(nowhere, stream)
+    os.close(nowhere)
+    try:
+        said = json.dumps(_value(test, call, imports, decode(bound)))
+        sys.__stdout__.flush()
+        sys.__stderr__.flush()
+    finally:
+        for stream, descriptor in zip((1, 2), kept):
+            os.dup2(descriptor, stream)
+            os.close(descriptor)
+    said = said.encode() + b"\\n"
+    while said:
+        said = said[os.write(1, said):]
+"""
+
+# An expression is evaluated again from its beginning whenever a value of the program has come, until it needs no other.
+_JUDGE_SIDE = """
+class _Needed(BaseException):
+    pass
+_known = []
+def judge(judged, imports, is_new, value):
+    if is_new:
+        _known.clear()
+    else:
+        _known.append(value)
+    values = iter(_known)
+    def call_program(number, bound):
+        try:
+            data = next(values)
+        except StopIteration:
+            raise _Needed(number, bound) from None
+        def call(*args, **named):
+            return call_program(number, {{**bound, {given!r}: args, {named!r}: named}})
+        return decode(data, None if {given!r} in bound else call)
+    try:
+        said = {{"holds": bool(eval(judged, {{**imported(imports), {remote!r}: call_program}}))}}
+    except _Needed as needed:
+        number, bound = needed.args
+        said = {{"needs": number, "bound": encode(bound)}}
+    except Exception:
+        said = {{"holds": False}}
+    print(json.dumps(said))
+"""
+
+
+class Value(NamedTuple):
+    """What came of an expression that the program was to evaluate.
+
+    Attributes:
+        data: As `code_values.encode` gives it; None unless `how` is "value".
+        how: "value"; "raised"; "time": it ran out of time; "died": the process ended or said too much.
+        was_fresh: Nothing had run in its process before.
+    """
+
+    data: Any
+    how: Literal["value", "raised", "time", "died"]
+    was_fresh: bool
+
+
+class _Interpreter:
+    """A Python in the sandbox that has run `setup`, and is started again when it has ended."""
+
+    def __init__(self, setup: str, level: Level, limits: SandboxLimits) -> None:
+        self._setup = "\n".join((inspect.getsource(code_values), _IMPORTS, setup))
+        self._session = SandboxSession(level, limits)
+        self._is_ready = False
+
+    def ask(self, expression: str) -> tuple[Any, Literal["value", "time", "died"], bool]:
+        """Returns what the expression prints as JSON, how that went, and whether the process was a fresh one."""
+        was_fresh = not self._is_ready
+        program = expression if self._is_ready else f"{self._setup}\n{expression}"
+        ran = self._session.run(program)
+        self._is_ready = ran.is_alive
+        finished = ran.finished
+        if finished.ended == "time" or finished.status in (-9, 137):  # 137: as a shell says that a process was killed
+            return None, "time", was_fresh
+        if finished.ended == "output":
+            return None, "died", was_fresh
+        try:
+            return json.loads(finished.output), "value", was_fresh
+        except (ValueError, RecursionError):
+            return None, "died", was_fresh
+
+    def close(self) -> None:
+        self._session.close()
+
+
+class ProgramSide:
+    """A sampled program, which evaluates expressions in its own process."""
+
+    def __init__(self, program: str, level: Level, limits: SandboxLimits) -> None:
+        self._interpreter = _Interpreter(_PROGRAM_SIDE.format(program=program), level, limits)
+
+    def value(self, test: int, source: str, imports: Mapping[str, str], bound: Any = None) -> Value:
+        """Evaluates `source` after the program itself, which is run anew for each `test`.
+
+        Args:
+            bound: Further variables, encoded.
+        """
+        given = ["dict", []] if bound is None else bound
+        said, how, was_fresh = self._interpreter.ask(f"answer({test!r}, {source!r}, {dict(imports)!r}, json.loads({json.dumps(given)!r}))")
+        if how != "value":
+            return Value(None, how, was_fresh)
+        if isinstance(said, dict) and "value" in said:
+            return Value(said["value"], "value", was_fresh)
+        return Value(None, "raised", was_fresh)
+
+    def close(self) -> None:
+        self._interpreter.close()
+
+
+class Judge:
+    """Decides assertions about values of a program, in a process that never runs it."""
+
+    def __init__(self, level: Level, limits: SandboxLimits) -> None:
+        self._interpreter = _Interpreter(_JUDGE_SIDE.format(remote=REMOTE, given=_GIVEN, named=_NAMED), level, limits)
+
+    def holds(self, number: int, test: AssertTest, program: ProgramSide) -> tuple[bool, Value | None]:
+        """Returns whether the assertion holds, and the value of the program for want of which it does not."""
+        imports, is_new, data = dict(test.imports), True, None
+        while True:
+            arguments = f"{test.judged!r}, {imports!r}, {is_new}, json.loads({json.dumps(data)!r})"
+            said, how, _ = self._interpreter.ask(f"judge({arguments})")
+            if how != "value" or "holds" in said:
+                return how == "value" and said["holds"], None
+            source = test.sources[said["needs"]]
+            if any(key == _GIVEN for key, _ in said["bound"][1]):
+                source = f"({source})(*{_GIVEN}, **{_NAMED})"
+            value = program.value(number, source, imports, said["bound"])
+            if value.how != "value":
+                return False, value
+            is_new, data = False, value.data
+
+    def close(self) -> None:
+        self._interpreter.close()

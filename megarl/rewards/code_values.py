@@ -1,0 +1,183 @@
+"""Carries Python values out of the sandbox as JSON, and compares them there.
+
+`encode` runs beside a sampled program, which controls what it says; `decode` builds values of built-in types only, so comparing them
+runs nothing that the program wrote. Standard library only: the text of this module is also run inside the sandbox.
+"""
+
+from __future__ import annotations
+
+import collections
+import collections.abc
+import importlib
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator
+from itertools import count, islice
+from typing import Any
+
+MOST_PARTS = 300_000  # of a value with all that it contains
+LONGEST_ITERATOR = 100_000  # items that are carried of an iterator, which may be endless
+_MOST_OF_ONE_HASH = 100  # keys of a dict or set that have the same hash: building it takes time that grows with their square
+_LONGEST_FRACTION = 10_000  # digits
+_EXACT_IN_JSON = 2**53
+# Types of the standard library that are carried by the arguments of their constructors. Type -> attributes of a value.
+_CONSTRUCTED = {
+    "fractions.Fraction": ("numerator", "denominator"),
+    "datetime.date": ("year", "month", "day"),
+    "datetime.time": ("hour", "minute", "second", "microsecond"),
+    "datetime.datetime": ("year", "month", "day", "hour", "minute", "second", "microsecond"),
+    "datetime.timedelta": ("days", "seconds", "microseconds"),
+    "builtins.range": ("start", "stop", "step"),
+    "builtins.complex": ("real", "imag"),
+}
+
+
+class Opaque:
+    """A value whose type cannot be carried. It equals nothing but itself, and is true or false as the program said."""
+
+    def __init__(self, truth: bool, call: Callable[..., Any] | None = None) -> None:
+        self._truth, self._call = truth, call
+
+    def __bool__(self) -> bool:
+        return self._truth
+
+    def __call__(self, *args: Any, **named: Any) -> Any:
+        if self._call is None:
+            raise TypeError("this value of the program cannot be called here")
+        return self._call(*args, **named)
+
+
+def encode(value: Any) -> Any:
+    """Returns JSON data for `value`: numbers, text and None as they are, all else as [type, content].
+
+    Values of subclasses are encoded as their built-in type (a Counter as a dict, an IntEnum as an int), which is what `==` compares.
+
+    Raises:
+        ValueError: The value has more than MOST_PARTS parts.
+    """
+    return _encode(value, count(1))
+
+
+def _encode(value: Any, parts: Iterator[int]) -> Any:
+    if next(parts) > MOST_PARTS:
+        raise ValueError(f"the value has more than {MOST_PARTS} parts")
+    if value is None or value is True or value is False:
+        return value
+    if isinstance(value, int):
+        plain = int.__pos__(value)
+        return plain if -_EXACT_IN_JSON < plain < _EXACT_IN_JSON else ["int", hex(plain)]
+    if isinstance(value, float):
+        return float.__pos__(value)
+    if isinstance(value, str):
+        return str.__getitem__(value, slice(None))
+    if isinstance(value, (bytes, bytearray)):
+        return ["bytes", bytes(value).hex()]
+    return _encode_by_type(value, parts)
+
+
+def _encode_by_type(value: Any, parts: Iterator[int]) -> Any:
+    def each_of(items: Iterable[Any]) -> list[Any]:
+        return [_encode(item, parts) for item in items]
+
+    name = f"{type(value).__module__}.{type(value).__qualname__}"
+    if name in _CONSTRUCTED and getattr(value, "tzinfo", None) is None:
+        return [name, each_of(getattr(value, attribute) for attribute in _CONSTRUCTED[name])]
+    if name == "decimal.Decimal":
+        return [name, [str(value)]]
+    if isinstance(value, (tuple, list)):
+        return ["tuple" if isinstance(value, tuple) else "list", each_of(value)]
+    if isinstance(value, collections.abc.Mapping):
+        return ["dict", [each_of((key, value[key])) for key in value]]
+    if isinstance(value, collections.abc.Set):
+        return ["set", each_of(value)]
+    if name == "collections.deque":
+        return ["deque", each_of(value)]
+    if isinstance(value, (collections.abc.Iterator, collections.abc.ValuesView)):
+        return ["iterator", each_of(islice(iter(value), LONGEST_ITERATOR))]
+    return ["opaque", [bool(value), callable(value)]]
+
+
+def decode(data: Any, call: Callable[..., Any] | None = None) -> Any:
+    """Builds the value that `encode` was given.
+
+    Args:
+        call: Is called where an opaque value that the program can call is called.
+
+    Raises:
+        ValueError, TypeError, RecursionError: `data` is not what `encode` makes; the program may have written it.
+    """
+    if data is None or isinstance(data, (bool, int, float, str)):
+        return data
+    kind, content = data
+    if kind == "int":
+        return int(content, 16)
+    if kind == "bytes":
+        return bytes.fromhex(content)
+    if kind == "opaque":
+        return Opaque(bool(content[0]), call if content[1] else None)
+    if kind == "dict":
+        keys, values = [decode(key, call) for key, _ in content], [decode(value, call) for _, value in content]
+        return dict(zip(_hashable(keys), values, strict=True))
+    items = [decode(each, call) for each in content]
+    if kind in ("list", "tuple", "iterator"):
+        return {"list": list, "tuple": tuple, "iterator": iter}[kind](items)  # type: ignore[operator]
+    if kind == "set":
+        return frozenset(_hashable(items))
+    if kind == "deque":
+        return collections.deque(items)
+    if kind not in _CONSTRUCTED and kind != "decimal.Decimal":
+        raise ValueError(f"{kind!r} is no kind of value")
+    if kind == "fractions.Fraction" and max(abs(each) for each in items) >= 10**_LONGEST_FRACTION:
+        raise ValueError("the fraction is too long")
+    module, name = kind.split(".")
+    return getattr(importlib.import_module(module), name)(*items)
+
+
+def _hashable(keys: list[Any]) -> list[Any]:
+    if len(keys) > _MOST_OF_ONE_HASH and max(collections.Counter(map(hash, keys)).values()) > _MOST_OF_ONE_HASH:
+        raise ValueError(f"more than {_MOST_OF_ONE_HASH} keys have the same hash")
+    return keys
+
+
+def same_as_json(value: Any, expected: Any) -> bool:
+    """Whether `value` is `expected`, which may have come through JSON.
+
+    It is Python's `==`, except that tuples equal lists, NaN equals NaN, and keys equal their JSON text ("1" equals 1).
+    """
+    return bool(_plain(value, _same_key) == _plain(expected, _same_key) or _plain(value, _json_key) == _plain(expected, _json_key))
+
+
+_NAN = object()
+
+
+def _plain(value: Any, as_key: Callable[[Any], Any]) -> Any:
+    match value:
+        case float() if math.isnan(value):
+            return _NAN
+        case tuple() | list():
+            return [_plain(each, as_key) for each in value]
+        case dict():
+            return {as_key(key): _plain(each, as_key) for key, each in value.items()}
+    return value
+
+
+def _same_key(key: Any) -> Any:
+    return key
+
+
+def _json_key(key: Any) -> Any:
+    return json.dumps(key) if key is None or isinstance(key, (bool, int, float)) else key
+
+
+def holds_nan(value: Any) -> bool:
+    """Whether NaN is anywhere in `value`, so that it does not equal itself."""
+    return any(isinstance(each, float) and math.isnan(each) for each in _leaves(value))
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    if isinstance(value, dict):
+        yield from (leaf for pair in value.items() for leaf in _leaves(pair))
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        yield from (leaf for each in value for leaf in _leaves(each))
+    else:
+        yield value
