@@ -23,6 +23,7 @@ REQUIRED = {
     "pebble": ">=5.2",
     "psutil": "",
     "rich": "",
+    "markdown-it-py": ">=3",
     "xxhash": ">=3.4",
     "tensorboard": "",
     "matplotlib": "",
