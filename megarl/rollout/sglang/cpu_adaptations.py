@@ -49,6 +49,12 @@ EVIDENCE = (
         "frees memory only with torch_memory_saver, which is CUDA",
     ),
     SGLangEvidence(
+        _UPDATER,
+        "SchedulerWeightUpdaterManager.release_memory_occupation",
+        "torch.get_device_module().synchronize()",
+        "synchronizes CUDA with a CUDA build of torch, also where there is no GPU",
+    ),
+    SGLangEvidence(
         "srt.layers.moe.fused_moe_native",
         "moe_forward_native",
         "cnts.scatter_(1, topk_ids.to(torch.int64), 1)",
@@ -80,6 +86,7 @@ def install_in_arguments() -> None:
 
 def install_in_scheduler() -> None:
     """In a scheduler process, before its model is made."""
+    _name_the_cpu_as_device()
     _replace_murmur_hash()
     _disable_batch_invariant_kernels()
     _batch_decode_attention()
@@ -87,6 +94,12 @@ def install_in_scheduler() -> None:
     _sleep_while_paused()
     _skip_experts_of_others()
     _leave_memory_unpinned()
+
+
+def _name_the_cpu_as_device() -> None:
+    """Make `torch.get_device_module()` return torch.cpu, as it does in a CPU build. A CUDA build returns torch.cuda, GPU or not."""
+    get_device_module = torch.get_device_module
+    torch.get_device_module = lambda device=None: torch.cpu if device is None else get_device_module(device)  # type: ignore[assignment]
 
 
 def _replace_murmur_hash() -> None:

@@ -27,6 +27,8 @@ def prepare(device: str, num_ranks: int = 1) -> None:
             # It decides once, when it is imported, which of its classes there are, and SGLang asks for those for images.
             raise RuntimeError("transformers was imported in this process before SGLang: start the engine in a process of its own")
         os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
+        # A CUDA build of torch brings NCCL. SGLang would load it for ranks on the CPU, and fail.
+        os.environ["SGLANG_NCCL_SO_PATH"] = os.devnull
         os.environ["TORCHDYNAMO_DISABLE"] = "1"  # a few small functions would be compiled: seconds, and a C++ compiler is needed
         # By default each rank is bound to a NUMA node of its own, and more ranks than nodes are refused.
         cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
