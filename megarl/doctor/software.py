@@ -19,7 +19,7 @@ from megarl.doctor.examined_run import ExaminedRun
 
 CHECK = "versions"
 _OF_ENGINES = tuple(name for engine in RolloutEngineKind for name in engine.needs.packages)
-_SHOWN = ("torch", "megatron-core", "transformers", "ray", *_OF_ENGINES)
+_SHOWN = ("torch", "megatron-core", "transformers", "ray", "sglang")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +33,7 @@ class Installed:
 
 def probe() -> Installed:
     coupled = [name for names in COUPLED.values() for name in names]
-    names = [*REQUIRED, *_OF_ENGINES, *(Requirement(name).name for name in CUDA), *coupled]
+    names = [*(Requirement(name).name for name in REQUIRED), *_OF_ENGINES, *(Requirement(name).name for name in CUDA), *coupled]
     versions = {name: _version(name) for name in names}
     return Installed(
         python=platform.python_version(),
@@ -68,13 +68,16 @@ def _faults(installed: Installed, of_engine: Mapping[str, str]) -> Iterator[Chec
     if not _within(installed.python, PYTHON):
         remedy = "make the virtual environment with another Python, as 3.11"
         yield wrong(CHECK, f"Python {installed.python} is not {PYTHON}", remedy, python=installed.python)
-    for name, versions in {**REQUIRED, **of_engine}.items():
+    for required, versions in {**REQUIRED, **of_engine}.items():
+        name = Requirement(required).name
         found = installed.versions.get(name)
         if found is None:
-            yield wrong(CHECK, f"{name} is not installed", f"pip install '{name}{versions}'", name=name)
+            yield wrong(CHECK, f"{name} is not installed", f"pip install '{required}{versions}'", name=name)
         elif not _within(found, versions):
             message = f"{name} {found} is outside {versions}, the versions that megarl works with"
-            yield wrong(CHECK, message, f"pip install '{name}{versions}' (the exact versions are in requirements/)", name=name, found=found)
+            yield wrong(
+                CHECK, message, f"pip install '{required}{versions}' (the exact versions are in requirements/)", name=name, found=found
+            )
     for name, versions in {Requirement(key).name: value for key, value in CUDA.items()}.items():
         found = installed.versions.get(name)
         if found is not None and not _within(found, versions):

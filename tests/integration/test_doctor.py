@@ -121,7 +121,7 @@ def test_any_error_is_the_users_to_mend(faulty: Answer) -> None:
 
 FAULTS = {
     "a batch that does not divide": ("configuration", "error", "do not divide into updates_per_step 3", "megarl check"),
-    "a wrong version": ("versions", "error", "ray 1.13.0 is outside", "pip install 'ray>=2.60,<3'"),
+    "a wrong version": ("versions", "error", "ray 1.13.0 is outside", "pip install 'ray[default]>=2.60,<3'"),
     "tiny shared memory": ("shared memory", "error", "/dev/shm has 64.0 MiB", "--shm-size"),
     "few open files": ("open files", "error", "512 files open", "ulimit -n 65536"),
     "too many threads": ("threads", "warning", "OMP_NUM_THREADS=64 in 5 processes", "OMP_NUM_THREADS=1"),

@@ -66,7 +66,7 @@ def test_a_library_of_a_wrong_version_is_named_with_the_command_that_mends_it(tm
     fault = only(software.judge(software.probe(), SGLANG))
     assert fault.status is Status.error
     assert fault.message.startswith("ray 1.13.0 is outside >=2.60,<3")
-    assert "pip install 'ray>=2.60,<3'" in (fault.remedy or "")
+    assert "pip install 'ray[default]>=2.60,<3'" in (fault.remedy or "")
 
 
 def test_libraries_that_are_built_for_each_other() -> None:
