@@ -1,39 +1,48 @@
-"""Runs what a model wrote, in a process that can do no harm: without network, without other processes, with its own files only, for so
-long and with so much memory and output.
+"""Runs programs that a model wrote in a process that can do no harm: without network and other processes, with a few readable files,
+and with limits of time, memory and output.
 
-What that process gives up by itself is in megarl/machine/confined.py. Where the machine has more, it is put into namespaces too: by
-bubblewrap, which shows it a file system of its own with a `/tmp` to write to, or by `unshare`. A level is used where it is seen to work:
-a container may forbid namespaces, a kernel may have no Landlock.
+What that process gives up by itself is in megarl/machine/confined.py. Where the machine allows it, the process also gets its own
+namespaces, from bubblewrap, which shows it a file system of its own with a `/tmp` to write to, or from `unshare`. A level is used where a
+trial shows that it works: a container may forbid namespaces, and a kernel may have no Landlock.
 """
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import functools
-import json
 import os
+import select
 import selectors
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from typing import IO, Literal, NamedTuple
 
-from megarl.machine import confined
+import megarl
+from megarl.machine import readable_files
+from megarl.machine.reaper import OWNER
+from megarl.machine.sandbox_program import BEGUN, ENDED, PROCESSES, Order
 
-_SCRIPT = Path(confined.__file__).absolute()
-_SYSTEM = ("/usr", "/bin", "/lib", "/lib64", "/etc/ld.so.cache", "/etc/localtime")  # what programs begin with; read only
 START_LIMIT_S = 60.0  # until a program begins, on a busy machine; its own time counts from there
-# Folders that this interpreter reads its libraries from, beside the system's.
+_END_LIMIT_S = 10.0  # after which the kernel is asked to end what should end by itself
+_MAX_THREADS = 128
+WRITABLE = ("/dev/null",)
+_PACKAGE = Path(megarl.__file__).absolute().parent
+_SYSTEM = ("/usr", "/bin", "/lib", "/lib64", "/etc/ld.so.cache", "/etc/localtime", "/etc/mime.types")
+# Folders in which bubblewrap's processes start Python. The program itself may read what readable_files names.
 _PYTHONS = tuple(
     sorted({sys.prefix, sys.base_prefix, *map(os.path.realpath, (sys.base_prefix, os.__file__ + "/..", sys.executable + "/.."))})
 )
-READABLE = (*_SYSTEM, *_PYTHONS, "/dev/null", "/dev/zero", "/dev/urandom")
-WRITABLE = ("/dev/null",)
+_SHOWN = (*_SYSTEM, *_PYTHONS, str(_PACKAGE / "__init__.py"), str(_PACKAGE / "machine"))
 
 
 class Level(str, Enum):
@@ -71,28 +80,49 @@ class Finished(NamedTuple):
 
 
 def run_program(program: str, level: Level, limits: SandboxLimits, stdin: str = "") -> Finished:
-    """Runs the text of a Python program, with the standard library and nothing else, from an empty environment.
+    """Run the text of a Python program with the standard library and an empty environment.
 
-    When this returns, none of its processes and files is left. Raises SandboxError where `level` does not work here.
+    None of its processes and files is left when this returns, or raises.
+
+    Raises:
+        SandboxError: `level` does not work on this machine.
     """
-    with open(os.memfd_create("stdin", 0), "w+b") as given:
-        given.write(stdin.encode())
-        given.seek(0)
+    with _sealed_file("stdin", stdin.encode()) as given:
         started = StartedProgram(program, level, limits, given.fileno())
         try:
             said = started.read()
-            if said.ended == "itself" and not started.ends(said.deadline):
-                said = said._replace(ended="time")
         finally:
             status = started.end()
     return started.finished(said, status)
 
 
-def _command(level: Level, limits: SandboxLimits, program: int, begun: int) -> list[str]:
-    readable, writable = ((*READABLE, "/proc"), (*WRITABLE, "/tmp")) if level is Level.bubblewrap else (READABLE, WRITABLE)
-    of_process = confined.ProcessLimits(limits.memory_mb, limits.cpu_s, limits.disk_mb)
-    order = confined.Order(program, begun, of_process, readable, writable, level is not Level.process)
-    python = [sys.executable, "-I", "-S", "-B", str(_SCRIPT), json.dumps(order)]
+def _sealed_file(name: str, content: bytes) -> IO[bytes]:
+    """A file in memory at its beginning, which nobody can change: as one that is written to, it would be memory without a limit."""
+    file = open(os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING), "w+b")  # noqa: SIM115  (the caller closes it)
+    file.write(content)
+    file.seek(0)
+    seals = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
+    fcntl.fcntl(file, fcntl.F_ADD_SEALS, seals)
+    return file
+
+
+def _order(program: str, level: Level, limits: SandboxLimits, channel: int) -> Order:
+    has_own_files = level is Level.bubblewrap
+    return Order(
+        program=program,
+        limits=(limits.memory_mb, limits.cpu_s, limits.disk_mb, _MAX_THREADS),
+        readable=readable_files.for_programs(),
+        writable=(*WRITABLE, "/tmp") if has_own_files else WRITABLE,
+        is_confined=level is not Level.process,
+        has_own_init=level in (Level.bubblewrap, Level.namespaces),
+        temporary_mb=limits.disk_mb if has_own_files else 0,
+        channel=channel,
+    )
+
+
+def _command(level: Level, order: int) -> list[str]:
+    start = f"import sys; sys.path.insert(0, {str(_PACKAGE.parent)!r}); from megarl.machine.sandbox_program import run; run({order})"
+    python = [readable_files.PYTHON, "-I", "-S", "-B", "-c", start]
     if level not in (Level.bubblewrap, Level.namespaces):
         return python
     around = [_tool("setpriv", level), "--pdeathsig", "KILL"]  # of the outermost process: the innermost says it for itself
@@ -100,20 +130,10 @@ def _command(level: Level, limits: SandboxLimits, program: int, begun: int) -> l
         around += [_tool("unshare", level), "--fork", "--kill-child", "--pid", "--net", "--ipc", "--uts", "--mount", "--mount-proc"]
         around += [] if os.geteuid() == 0 else ["--map-root-user"]
     else:
-        around += [
-            _tool("bwrap", level),
-            "--unshare-all",
-            "--die-with-parent",
-            "--new-session",
-            "--cap-drop",
-            "ALL",
-            "--proc",
-            "/proc",
-            "--dev",
-            "/dev",
-        ]
-        around += ["--size", str(limits.disk_mb * 2**20), "--tmpfs", "/tmp", "--chdir", "/tmp"]
-        for path in (*_SYSTEM, *_PYTHONS, str(_SCRIPT)):
+        around += [_tool("bwrap", level), "--unshare-all", "--die-with-parent", "--new-session"]
+        around += ["--cap-drop", "ALL", "--cap-add", "CAP_SYS_ADMIN"]  # which the order's process gives up once it has a /tmp
+        around += ["--proc", "/proc", "--dev", "/dev", "--dir", "/tmp"]
+        for path in _SHOWN:
             around += ["--ro-bind-try", path, path]
     return [*around, *python]
 
@@ -126,59 +146,64 @@ def _tool(name: str, level: Level) -> str:
 
 
 class Said(NamedTuple):
-    """What has been read of a program's streams. deadline: of time.monotonic."""
+    """What has been read of a program's streams, and what ended the reading."""
 
     output: bytes
     errors: bytes
     ended: Literal["itself", "time", "output"]
-    deadline: float
 
 
 class StartedProgram:
-    """A process in the sandbox, whose output is read while it runs. stdin: a descriptor, or subprocess.PIPE.
+    """A program in the sandbox, whose output is read while it runs. Call `end` in any case.
 
-    The kernel ends it with the thread that made it. Call `end`, whatever happens.
+    The kernel ends it with the thread that made this.
+
+    Args:
+        stdin: A descriptor, or subprocess.PIPE.
     """
 
     def __init__(self, program: str, level: Level, limits: SandboxLimits, stdin: int) -> None:
         self._level, self._limits = level, limits
-        begun, says_begun = os.pipe()
-        self._start: IO[bytes] | None = open(begun, "rb", buffering=0)  # noqa: SIM115  (until the program begins)
         self._has_begun = False
-        with open(os.memfd_create("program", 0), "w+b") as text:
-            text.write(program.encode())
-            text.seek(0)
-            try:
+        self._status: int | None = None
+        self._held: list[int] = []  # descriptors of the sandbox's processes: the program's, and those that are above it in the sandbox
+        self._ending = threading.Lock()
+        self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        owner = {OWNER: os.environ[OWNER]} if OWNER in os.environ else {}  # by which the reaper knows the processes
+        try:
+            with theirs, _sealed_file("order", _order(program, level, limits, theirs.fileno()).encode()) as order:
                 self.process = subprocess.Popen(
-                    _command(level, limits, text.fileno(), says_begun),
+                    _command(level, order.fileno()),
                     stdin=stdin,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.PIPE,
-                    pass_fds=[text.fileno(), says_begun],
-                    env={},
+                    pass_fds=[order.fileno(), theirs.fileno()],
+                    env=owner,
                     cwd="/",
                     start_new_session=True,
                 )
-            except BaseException:
-                self._start.close()
-                raise
-            finally:
-                os.close(says_begun)
+        except BaseException:
+            self._channel.close()
+            raise
 
     def read(self, given: bytes = b"", until: bytes | None = None) -> Said:
-        """Until `until` stands in what it prints, both streams end, too much has come, or the time is over, which counts from here or
-        from when the program begins. given: is written to its standard input meanwhile."""
+        """Read until `until` was printed, the program has ended, too much was printed, or the time is over.
+
+        The time counts from here, or from when the program begins.
+
+        Args:
+            given: What is written to its standard input meanwhile.
+        """
         process, limits = self.process, self._limits
         assert process.stdout is not None
         assert process.stderr is not None
         room, output, errors = limits.output_kb * 1024, bytearray(), bytearray()
-        deadline = time.monotonic() + (START_LIMIT_S if self._start is not None else limits.wall_s)
+        deadline = time.monotonic() + (limits.wall_s if self._has_begun else START_LIMIT_S)
         ended: Literal["itself", "time", "output"] = "itself"
         with selectors.DefaultSelector() as streams:
             streams.register(process.stdout, selectors.EVENT_READ, output)
             streams.register(process.stderr, selectors.EVENT_READ, errors)
-            if self._start is not None:
-                streams.register(self._start, selectors.EVENT_READ)
+            streams.register(self._channel, selectors.EVENT_READ)
             if given:
                 assert process.stdin is not None
                 os.set_blocking(process.stdin.fileno(), False)
@@ -189,10 +214,12 @@ class StartedProgram:
                 if is_enough and not ready:  # nor is there anything more on the other stream
                     break
                 for key, _ in ready:
-                    if key.fileobj is self._start:
-                        self._has_begun, deadline = bool(os.read(key.fd, 1)), time.monotonic() + limits.wall_s
-                        streams.unregister(key.fileobj)
-                        self._close_start()
+                    if key.fileobj is self._channel:
+                        message = self._receive()
+                        if message == BEGUN:
+                            deadline = time.monotonic() + limits.wall_s
+                        elif not message:
+                            streams.unregister(key.fileobj)
                     elif key.fileobj is process.stdin:
                         given = given[_written(key.fd, given) :]
                         if not given:
@@ -203,32 +230,50 @@ class StartedProgram:
                         streams.unregister(key.fileobj)
                 if len(output) + len(errors) > room + len(until or b""):
                     ended = "output"
-                elif time.monotonic() >= deadline:
+                elif time.monotonic() >= deadline and streams.get_map():
                     ended = "time"
-        return Said(bytes(output), bytes(errors), ended, deadline)
+        return Said(bytes(output), bytes(errors), ended)
 
-    def ends(self, deadline: float) -> bool:
-        """By itself."""
-        try:
-            self.process.wait(max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            return False
-        return True
+    def _receive(self) -> bytes:
+        """Take one message from the sandbox; empty where all who could send one have ended."""
+        message, descriptors, _, _ = socket.recv_fds(self._channel, 64, 3)
+        if message == PROCESSES:
+            self._held = descriptors
+        elif message == BEGUN:
+            self._has_begun = True
+        elif message.startswith(ENDED):
+            self._status = int(message.removeprefix(ENDED))
+        return message
 
     def kill(self) -> None:
-        """By any thread. What it started ends with it."""
-        if self.process.poll() is None:
-            os.killpg(self.process.pid, signal.SIGKILL)
+        """End the program. Any thread may call this. What is above the program in the sandbox then ends by itself."""
+        with self._ending:
+            if self._held:
+                with contextlib.suppress(ProcessLookupError):
+                    signal.pidfd_send_signal(self._held[0], signal.SIGKILL)
+            elif self.process.poll() is None:
+                os.killpg(self.process.pid, signal.SIGKILL)
 
     def end(self) -> int:
-        """Its status, when nothing of it lives."""
+        """End the program where it runs, wait until none of the sandbox's processes is left, and return the program's status."""
         self.kill()
-        status = self.process.wait()
-        for stream in (self.process.stdin, self.process.stdout, self.process.stderr):
+        try:
+            self.process.wait(_END_LIMIT_S)
+        except subprocess.TimeoutExpired:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+        with contextlib.suppress(OSError):
+            self._channel.setblocking(False)
+            while self._receive():
+                pass
+        with self._ending:
+            for descriptor in self._held:
+                _end_held(descriptor)
+            self._held = []
+        for stream in (self.process.stdin, self.process.stdout, self.process.stderr, self._channel):
             if stream is not None:
                 stream.close()
-        self._close_start()
-        return status
+        return self.process.returncode if self._status is None else self._status
 
     def finished(self, said: Said, status: int) -> Finished:
         """Raises SandboxError where the program did not begin."""
@@ -239,10 +284,16 @@ class StartedProgram:
             raise SandboxError(f"the sandbox {self._level.value} does not work here: {' '.join(errors.split()) or finished}")
         return finished
 
-    def _close_start(self) -> None:
-        if self._start is not None:
-            self._start.close()
-            self._start = None
+
+def _end_held(descriptor: int) -> None:
+    """Wait until the process of a process descriptor has ended, killing it where it does not do so by itself; then close it."""
+    poll = select.poll()
+    poll.register(descriptor, select.POLLIN)
+    if not poll.poll(_END_LIMIT_S * 1000):
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+        poll.poll()
+    os.close(descriptor)
 
 
 def _written(descriptor: int, data: bytes) -> int:

@@ -28,7 +28,6 @@ from megarl.agents.tools.search import FolderSearch
 from megarl.agents.user_tools import load_agent
 from megarl.config.schema import AgentConfig, EnvironmentConfig, ToolConfig
 from megarl.data.turns import TurnTemplate
-from megarl.machine import confined
 from megarl.machine.sandbox import SandboxError, SandboxLimits
 from megarl.rollout.sglang.tool_calls import call_parser
 from tests.unit.data.test_turns import CHATML, OPENING, tokenizer_of
@@ -328,7 +327,7 @@ def texts_of(reply: Reply) -> list[str]:
 
 def sandboxed_children() -> list[psutil.Process]:
     children = psutil.Process().children(recursive=True)
-    return [child for child in children if child.is_running() and str(confined.__file__) in child.cmdline()]
+    return [child for child in children if child.is_running() and any("megarl.machine.sandbox_program" in word for word in child.cmdline())]
 
 
 LONG = "print('a' * 5000)"

@@ -42,18 +42,112 @@ ATTACKS = {
     "get the privileges of a new user namespace": "called(libc.unshare(0x10000000))",
     "mount a file system": "called(libc.mount(b'none', b'/tmp', b'tmpfs', 0, None)); libc.umount2(b'/tmp', 2)",
     "write to a descriptor of the parent": "assert [os.write(number, b'x') for number in range(3, 64) if can_write(number)]",
+    "own another process's signals (F_SETOWN)": "fcntl.fcntl(socket.socketpair()[0], fcntl.F_SETOWN, {victim})",
+    "own another process's signals (F_SETOWN_EX)": "fcntl.fcntl(socket.socketpair()[0], 15, struct.pack('ii', 1, {victim}))",
+    "own another process's signals (FIOSETOWN)": "fcntl.ioctl(socket.socketpair()[0], 0x8901, struct.pack('i', {victim}))",
+    "choose the signal of a socket (F_SETSIG)": "fcntl.fcntl(socket.socketpair()[0], 10, signal.SIGCONT)",
+    "let a socket send signals (O_ASYNC)": "end = socket.socketpair()[0]\n"
+    "fcntl.fcntl(end, fcntl.F_SETFL, fcntl.fcntl(end, fcntl.F_GETFL) | 0o20000)",
+    "let a socket send signals (FIOASYNC)": "fcntl.ioctl(socket.socketpair()[0], 0x5452, struct.pack('i', 1))",
+    "send another process a signal": "os.kill({victim}, 0)",
+    "take another process's descriptor (pidfd)": "os.pidfd_open({victim})",
+    "read another process's command line": "assert b'sleep' in open('/proc/{victim}/cmdline', 'rb').read()",
+    "read all variables of the machine's processes": "assert [found for found in os.listdir('/proc') if found.isdigit() and reads(found)]",
+    "leave the process session": "os.setsid()",
+    "leave the process group": "os.setpgid(0, 0)",
+    "outlive the caller (PR_SET_PDEATHSIG)": "called(libc.prctl(1, 0))",
+    "adopt processes (PR_SET_CHILD_SUBREAPER)": "called(libc.prctl(36, 1)); libc.prctl(36, 0)",
+    "start a process (clone3)": "order = ctypes.create_string_buffer(bytes(32) + struct.pack('Q', 17) + bytes(48))\n"
+    "if called(libc.syscall(435, order, 88)) == 0: os._exit(0)",
+    "become another program": "os.execv(sys.executable, [sys.executable, '-c', 'print(\\'OUT\\')'])",
+    "become another program by its descriptor": "os.execve(os.open('/bin/sh', os.O_RDONLY), ['sh', '-c', 'echo OUT'], {{}})",
+    "become another program by the loader": "loader = next(line.split()[-1] for line in open('/proc/self/maps') if '/ld-linux' in line)\n"
+    "os.execv(loader, ['ld', '/bin/sh', '-c', 'echo OUT'])",
+    "start 2,000 threads with small stacks": "threading.stack_size(32768)\n"
+    "for _ in range(2000): threading.Thread(target=time.sleep, args=(60,), daemon=True).start()",
+    "start 2,000 threads on one stack (clone)": "stack = ctypes.create_string_buffer(65536)\n"
+    "for _ in range(2000): called(libc.clone(ctypes.cast(libc.pause, ctypes.c_void_p), "
+    "ctypes.c_void_p(ctypes.addressof(stack) + 60000 & -16), 0x50F00, None))",
+    "send a datagram to a socket's path": "socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)[0].sendto(b'x', '{dgram}')",
+    "send a datagram to an abstract socket": "end = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)[0]\n"
+    "end.connect('\\0{abstract}'); end.send(b'x')",
+    "listen at an abstract name": "socket.socketpair()[0].bind('\\0megarl-listens-{pid}')",
+    "pass descriptors on": "left, right = socket.socketpair(); socket.send_fds(left, [b'x'], [0])",
+    "ask the kernel about the network (netlink)": "socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, 0)",
+    "read shared memory of another process": "libc.shmat.restype = ctypes.c_void_p\n"
+    "assert libc.shmat({shm}, None, 0x1000) not in (None, 2**64 - 1), 'refused'",
+    "look at shared memory of another process": "called(libc.shmctl({shm}, 2, ctypes.create_string_buffer(256)))",
+    "write to a message queue of another process": "called(libc.msgsnd({queue}, ctypes.create_string_buffer(struct.pack('l', 1) + b'x'), 1, 0o4000))",
+    "read a semaphore of another process": "called(libc.semctl({semaphore}, 0, 12))",
+    "make a message queue (POSIX)": "called(libc.mq_open(b'/megarl-{pid}-' + str(os.getpid()).encode(), 0o102, 0o600, None))\n"
+    "libc.mq_unlink(b'/megarl-{pid}-' + str(os.getpid()).encode())",
+    "make a file in memory (memfd)": "os.memfd_create('x')",
+    "grow a pipe": "fcntl.fcntl(os.pipe()[1], 1031, 2**20)",
+    "write to the file that is its standard input": "os.pwrite(0, b'x', 0)",
+    "make a file of 1 TB with holes": "file = open('/tmp/sparse-{pid}', 'wb')\ntry: file.truncate(2**40)\nfinally: os.remove('/tmp/sparse-{pid}')",
+    "make 1,500 files": "folder = '/tmp/files-{pid}-' + str(os.getpid()); os.mkdir(folder)\n"
+    "try:\n    for number in range(1500): open(folder + '/' + str(number), 'w').close()\n"
+    "finally:\n    import shutil; shutil.rmtree(folder)",
+    "lock a file of the library": "fcntl.flock(open(os.__file__), fcntl.LOCK_EX)",
+    "watch files (inotify)": "called(libc.inotify_init1(0))",
+    "read an installed package": "open('{package}').read()",
+    "list the installed packages": "os.listdir('{packages}')",
+    "list /usr/local": "os.listdir('/usr/local')",
+    "list the root folder": "os.listdir('/')",
+    "read a file of /etc": "open('/etc/hostname').read()",
+    "read what starts it": "open('{code}').read()",
+    "write to its own memory by /proc": "open('/proc/self/mem', 'r+b')",
+    "raise its own limits": "resource.setrlimit(resource.RLIMIT_AS, (-1, -1))",
+    "take more of the processor": "os.nice(-5)",
+    "change how it is scheduled": "os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))",
+    "change the root folder": "os.chroot('/tmp')",
+    "change the machine's name": "socket.sethostname(socket.gethostname())",
+    "make a device": "os.mknod('/tmp/device-{pid}', 0o20600, os.makedev(1, 3)); os.remove('/tmp/device-{pid}')",
+    "use io_uring": "called(libc.syscall(425, 8, ctypes.create_string_buffer(120)))",
+    "handle its own page faults (userfaultfd)": "called(libc.syscall({userfaultfd}, 1))",
+    "measure other programs (perf)": "called(libc.syscall({perf_event_open}, ctypes.create_string_buffer(struct.pack('II', 1, 112) + bytes(104)), 0, -1, -1, 0))",
+    "load a program into the kernel (bpf)": "called(libc.syscall({bpf}, 0, ctypes.create_string_buffer(struct.pack('IIII', 1, 4, 4, 1) + bytes(56)), 72))",
+    "keep a key in the kernel": "called(libc.syscall({add_key}, b'user', b'megarl-{pid}', b'x', 1, -2))",
+    "call by the numbers of another ABI (x32)": "called(libc.syscall(0x40000000 | 39))",
     "compute for ever": "while True: pass",
     "sleep for ever": "time.sleep(3600)",
     "print without end": "while True: print('x' * 4096, flush=True)",
 }
+# System calls that a kernel may lack or refuse to everybody.
+OF_KERNEL = {
+    "use io_uring",
+    "handle its own page faults (userfaultfd)",
+    "measure other programs (perf)",
+    "load a program into the kernel (bpf)",
+    "keep a key in the kernel",
+    "call by the numbers of another ABI (x32)",
+    "make a message queue (POSIX)",
+}
+OF_ROOT = {  # that only root could do without a sandbox
+    "get the privileges of a new user namespace",
+    "mount a file system",
+    "trace the parent (ptrace)",
+    "read the parent's memory",
+    "raise its own limits",
+    "take more of the processor",
+    "change the root folder",
+    "change the machine's name",
+    "make a device",
+}
 BY_LIMITS = ("compute for ever", "sleep for ever", "print without end")  # which do not end by themselves
 
 HEAD = """
-import ctypes, os, signal, socket, subprocess, sys, threading, time
+import ctypes, fcntl, os, resource, signal, socket, struct, subprocess, sys, threading, time
 libc = ctypes.CDLL(None, use_errno=True)
 def called(result):
     if result < 0:
         raise OSError(ctypes.get_errno(), 'refused')
+    return result
+def reads(process):
+    try:
+        return b'hunter2' in open(f'/proc/{process}/environ', 'rb').read()
+    except OSError:
+        return False
 def can_write(number):
     try:
         import stat

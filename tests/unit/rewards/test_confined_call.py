@@ -106,6 +106,7 @@ def test_a_kernel_without_landlock_is_said_before_anything_is_scored(monkeypatch
     monkeypatch.setattr(process, "_die_with_parent", lambda: None)
     monkeypatch.setattr(process, "start_reaper", lambda *_, **__: None)
     monkeypatch.setattr(process, "_load_error", None)
+    monkeypatch.setattr(process, "set_sample_limit", lambda seconds: None)  # it would hold for later tests in this process
     monkeypatch.setattr(process.os, "setpgid", lambda *_: None)
     monkeypatch.setattr(process.signal, "signal", lambda *_: None)
     monkeypatch.setenv(process.OWNER, "")

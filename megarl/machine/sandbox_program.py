@@ -1,0 +1,178 @@
+"""Runs inside of a sandbox: confines a process, runs one program in it, and watches it from the process above.
+
+`megarl.machine.sandbox` starts it with an order. The process splits in two: the child gives up what it may do and runs the program; the
+parent bounds the child's threads, ends it when the caller has gone, and tells the caller how it ended.
+
+This module runs at the start of every sandboxed program, so it imports only what loads quickly: not typing, nor collections.
+"""
+
+from __future__ import annotations
+
+import _socket  # socket.socket without the module `socket`, which takes 5 ms to load
+import builtins
+import ctypes
+import errno
+import marshal
+import os
+import resource
+import sys
+
+from megarl.machine.confined import SIGKILL, ConfinementError, ProcessLimits, close_descriptors_from, confine, end_with, limit
+from megarl.machine.supervisor import send_descriptors, supervise
+from megarl.machine.system_calls import notify_of_threads
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from types import TracebackType
+    from typing import NoReturn
+
+NAME = "<program>"  # of the program, in tracebacks
+PROCESSES, BEGUN, ENDED = b"processes", b"begun", b"ended "  # messages to the caller
+_TEMPORARY_FILES = 1024  # each takes memory of the kernel that no other limit counts
+_SUPERVISION_CPU_S = 10
+_NOSUID_NODEV = 2 | 4
+
+
+class Order:
+    """What to run, and how.
+
+    Args:
+        program: The text of a Python program.
+        limits: The arguments of ProcessLimits, in their order.
+        readable, writable: See confine.
+        is_confined: False to set limits only.
+        has_own_init: Whether process 1 belongs to the sandbox, as in a process namespace.
+        temporary_mb: The size of the /tmp to make; 0 for none.
+        channel: The descriptor of a socket for messages to the caller.
+    """
+
+    def __init__(
+        self,
+        program: str,
+        limits: tuple[int, int, int, int],
+        readable: tuple[str, ...],
+        writable: tuple[str, ...],
+        is_confined: bool,
+        has_own_init: bool,
+        temporary_mb: int,
+        channel: int,
+    ) -> None:
+        self.program = program
+        self.limits = limits
+        self.readable = readable
+        self.writable = writable
+        self.is_confined = is_confined
+        self.has_own_init = has_own_init
+        self.temporary_mb = temporary_mb
+        self.channel = channel
+
+    def encode(self) -> bytes:
+        return marshal.dumps(vars(self))
+
+
+def run(descriptor: int) -> None:
+    """Run the order in the file `descriptor`. Returns in the child process, when the program has ended."""
+    with open(descriptor, "rb") as file:
+        order = Order(**marshal.load(file))
+    channel = _socket.socket(fileno=order.channel)
+    end_with(os.getppid())
+    if order.temporary_mb:
+        _make_temporary_folder(order.temporary_mb)
+
+    # Split into the supervisor and the process of the program.
+    to_child, to_supervisor = _socket.socketpair()
+    supervisor = os.getpid()
+    child = os.fork()
+    if child:
+        to_supervisor.close()
+        _supervise(child, order, channel, to_child)
+    end_with(supervisor)
+    to_child.close()
+    try:
+        _confine_program(order, channel, to_supervisor, supervisor)
+    except ConfinementError as failure:
+        sys.exit(str(failure))
+
+    # Run the program, which finds nothing of what started it. `exit` and `quit` come from the module site, which -S leaves out.
+    vars(builtins).update(exit=sys.exit, quit=sys.exit)
+    os.environ.clear()
+    sys.path_importer_cache.pop(sys.path.pop(0), None)
+    sys.excepthook = _ExceptionPrinter(order.program)
+    exec(compile(order.program, NAME, "exec", dont_inherit=True), {"__name__": "__main__"})
+
+
+def _confine_program(order: Order, channel: _socket.socket, to_supervisor: _socket.socket, supervisor: int) -> None:
+    """Confine this process, and tell the caller when it is done."""
+    processes = [os.getpid(), supervisor, *([1] if order.has_own_init else [])]
+    send_descriptors(channel, PROCESSES, [os.pidfd_open(process) for process in processes])
+    if order.is_confined:
+        send_thread_calls(to_supervisor)
+        confine(ProcessLimits(*order.limits), order.readable, order.writable)
+    else:
+        limit(ProcessLimits(*order.limits))
+    channel.send(BEGUN)
+    channel.close()
+    to_supervisor.close()
+    close_descriptors_from(3)
+
+
+def send_thread_calls(to_supervisor: _socket.socket) -> None:
+    """Let the process at the other end of the socket answer this process's calls that start threads.
+
+    Raises:
+        ConfinementError: A process above this one already answers calls for it, which only one can.
+    """
+    try:
+        listener = notify_of_threads()
+    except OSError as error:
+        reason = "another supervisor of system calls runs above this process" if error.errno == errno.EBUSY else error.strerror
+        raise ConfinementError(error.errno, f"threads cannot be limited: {reason}") from error
+    send_descriptors(to_supervisor, b"threads", [listener])
+    os.close(listener)
+
+
+def _supervise(child: int, order: Order, channel: _socket.socket, to_child: _socket.socket) -> NoReturn:
+    # The program's streams end with the program. What it makes the supervisor do is bounded too.
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for stream in range(3):
+        os.dup2(nowhere, stream)
+    limits = ProcessLimits(*order.limits)
+    _, hard = resource.getrlimit(resource.RLIMIT_CPU)
+    if hard == resource.RLIM_INFINITY:
+        resource.setrlimit(resource.RLIMIT_CPU, (limits.cpu_s + _SUPERVISION_CPU_S, hard))
+
+    def end_without_caller() -> bool:
+        os.kill(child, SIGKILL)
+        return False
+
+    status = supervise(child, limits.threads, to_child, {channel.fileno(): end_without_caller})
+    try:
+        channel.send(ENDED + b"%d" % os.waitstatus_to_exitcode(status))
+    except OSError:
+        os._exit(1)  # the caller has gone
+    os._exit(0)
+
+
+def _make_temporary_folder(megabytes: int) -> None:
+    """Mount a /tmp with a bounded number of files, which bubblewrap cannot, and give up the privilege for it."""
+    options = f"size={megabytes}m,nr_inodes={_TEMPORARY_FILES},mode=700".encode()
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.mount(b"tmpfs", b"/tmp", b"tmpfs", _NOSUID_NODEV, options) < 0:
+        sys.exit(f"/tmp cannot be mounted: {os.strerror(ctypes.get_errno())}")
+    os.chdir("/tmp")
+
+
+class _ExceptionPrinter:
+    """An excepthook that shows the lines of the program, and none of this module's."""
+
+    def __init__(self, program: str) -> None:
+        self._program = program
+
+    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        import linecache  # here: they take as long to load as everything else together
+        import traceback
+
+        linecache.cache[NAME] = (len(self._program), None, self._program.splitlines(keepends=True), NAME)
+        while trace is not None and trace.tb_frame.f_code.co_filename != NAME:
+            trace = trace.tb_next
+        traceback.print_exception(kind, error, trace)

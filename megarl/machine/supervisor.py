@@ -1,0 +1,100 @@
+"""Bounds the threads of a confined process, and waits for its end.
+
+No limit of the kernel binds the threads of one process for root and for other users alike. So each call that starts a thread waits for
+an answer from this side (seccomp_unotify(2)), which counts the threads that live.
+
+This module runs at the start of every sandboxed program, so it imports only what loads quickly: not typing, nor collections.
+"""
+
+from __future__ import annotations
+
+import _socket  # socket.socket without the module `socket`, which takes 5 ms to load
+import errno
+import fcntl
+import os
+import select
+import struct
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+_RECEIVE, _SEND = 0xC0502100, 0xC0182101  # SECCOMP_IOCTL_NOTIF_RECV, SECCOMP_IOCTL_NOTIF_SEND
+_NOTIFICATION_BYTES = 80
+_CONTINUE = 1  # SECCOMP_USER_NOTIF_FLAG_CONTINUE
+_SCM_RIGHTS = _socket.SCM_RIGHTS
+
+
+def send_descriptors(to: _socket.socket, message: bytes, descriptors: list[int]) -> None:
+    to.sendmsg([message], [(_socket.SOL_SOCKET, _SCM_RIGHTS, struct.pack(f"{len(descriptors)}i", *descriptors))])
+
+
+def receive_descriptors(of: _socket.socket, limit_bytes: int = 64) -> tuple[bytes, list[int]]:
+    """Return one message, and the descriptors that came with it."""
+    message, ancillary, _, _ = of.recvmsg(limit_bytes, _socket.CMSG_SPACE(8 * 4), _socket.MSG_CMSG_CLOEXEC)
+    data = b"".join(data for level, kind, data in ancillary if (level, kind) == (_socket.SOL_SOCKET, _SCM_RIGHTS))
+    return message, list(struct.unpack(f"{len(data) // 4}i", data))
+
+
+class ThreadLimit:
+    """Answers the calls of a process that start threads: at most `most` of its threads live at the same time."""
+
+    def __init__(self, process: int, most: int) -> None:
+        self._tasks = f"/proc/{process}/task"
+        self._most = most
+
+    def answer(self, listener: int) -> None:
+        """Answer one call that waits at `listener`, the descriptor that notify_of_threads returned."""
+        notification = bytearray(_NOTIFICATION_BYTES)
+        try:
+            fcntl.ioctl(listener, _RECEIVE, notification)
+            number = struct.unpack_from("Q", notification)[0]
+            is_allowed = os.stat(self._tasks).st_nlink - 2 < self._most
+            answer = (number, 0, 0, _CONTINUE) if is_allowed else (number, 0, -errno.EAGAIN, 0)
+            fcntl.ioctl(listener, _SEND, struct.pack("QqiI", *answer))
+        except OSError as error:
+            if error.errno not in (errno.ENOENT, errno.EINTR):  # the thread or the process has ended, or was interrupted
+                raise
+
+
+def supervise(process: int, most_threads: int, listener_source: _socket.socket, also: Mapping[int, Callable[[], bool]]) -> int:
+    """Answer the calls of the child `process` that start threads, until it ends.
+
+    Args:
+        process: A child of this process.
+        most_threads: See ThreadLimit.
+        listener_source: A socket by which the child sends the descriptor from notify_of_threads. Closed here.
+        also: Further descriptors, with functions that are called when one can be read or was closed at its other end. A descriptor
+            is no longer watched once its function returns False.
+
+    Returns:
+        The child's status, as from os.waitpid.
+    """
+    threads = ThreadLimit(process, most_threads)
+    ended = os.pidfd_open(process)
+    listeners: list[int] = []  # one, once the child has sent it
+    callbacks = dict(also)
+    poll = select.poll()
+    for descriptor in (ended, listener_source.fileno(), *callbacks):
+        poll.register(descriptor, select.POLLIN)
+    try:
+        while True:
+            ready = dict(poll.poll())
+            if listeners and ready.get(listeners[0], 0) & select.POLLIN:
+                threads.answer(listeners[0])
+            if listener_source.fileno() in ready:
+                _, listeners = receive_descriptors(listener_source)
+                poll.unregister(listener_source.fileno())
+                listener_source.close()
+                for listener in listeners:
+                    poll.register(listener, select.POLLIN)
+            for descriptor in ready.keys() & callbacks.keys():
+                if not callbacks[descriptor]():
+                    poll.unregister(descriptor)
+                    del callbacks[descriptor]
+            if ended in ready:
+                return os.waitpid(process, 0)[1]
+    finally:
+        listener_source.close()
+        for descriptor in (ended, *listeners):
+            os.close(descriptor)
