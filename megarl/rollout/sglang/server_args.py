@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 from collections.abc import Collection, Iterable, Iterator
 from difflib import get_close_matches
 from functools import cache
@@ -58,6 +59,23 @@ _OWN = {
     "port": None,
     "api_key": None,
     "admin_api_key": None,
+}
+# Families of arguments that megarl does not support, by a pattern of their names, and why.
+_UNSUPPORTED = {
+    r"speculative_|decoupled_spec_|spec_trace_|.*_draft_|enable_multi_layer_eagle": (
+        "a draft model would keep its old weights when the trainer sends new ones"
+    ),
+    r"(?!enable_quant_communications).*quant|modelopt_|kt_": (
+        "quantized weights are not laid out as the trainer sends them, so the first weight sync would fail"
+    ),
+    r".*lora": "the trainer sends whole weights, and engines have no adapters",
+    r"disaggregation_|enable_pd|pdmux_|encoder_|.*_to_encoder": "prefill and decode run in one engine, which gets all weights",
+    r"cpu_offload_gb|offload_|ple_offload_|weight_cache_|remote_instance_|startup_weight_load_mode|checkpoint_engine_|model_loader_": (
+        "weights come from the trainer into the memory of the device, and from nowhere else"
+    ),
+    r"(enable_)?elastic_|ep_join_|max_ep_size|eplb_": "experts must stay on the ranks to which the trainer sends them",
+    r"is_embedding|language_only|language_model_only|enable_multimodal|dllm_": "engines generate text with a causal language model",
+    r"use_ray|smg_|grpc_|ssl_|sidecar": "megarl starts the engine's processes and its server, which only this machine reaches",
 }
 _SPARE_TOKENS = 8  # SGLang keeps a few of the context, and of the cache, for itself
 _CPU_CACHE_TOKENS = 65536  # or enough for max_concurrency sequences, whichever is less
@@ -124,14 +142,21 @@ def _model_config(path: str) -> dict[str, Any]:
 
 
 def refuse_own_server_args(names: Iterable[str]) -> None:
-    """Raises ConfigError for arguments that megarl sets itself."""
+    """Raise ConfigError for arguments that megarl sets itself, and for those that it does not support."""
     problems = []
     for name in names:
         if name in _OWN:
             instead = f"; set {_OWN[name]}" if _OWN[name] else ", and it has no other value that works here"
             problems.append(f"rollout.sglang.server_args.{name} is set by megarl{instead}")
+        elif reason := why_unsupported(name):
+            problems.append(f"rollout.sglang.server_args.{name} is not supported: {reason}; remove it")
     if problems:
         raise ConfigError("rollout.sglang.server_args", problems)
+
+
+def why_unsupported(name: str) -> str | None:
+    """Return why megarl cannot run an engine with this argument; None for one that it sets itself or passes on."""
+    return next((reason for pattern, reason in _UNSUPPORTED.items() if re.match(pattern, name)), None)
 
 
 def refuse_unknown_server_args(names: Collection[str]) -> None:

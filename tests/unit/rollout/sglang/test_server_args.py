@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from megarl.rollout.sglang.server_args import (
     context_length,
     refuse_unknown_server_args,
     vocab_size,
+    why_unsupported,
 )
 from tests import warm
 
@@ -93,3 +96,58 @@ def test_the_arguments_that_are_read_from_its_source_are_those_of_sglang(warm_pr
     )
     ended = subprocess.run([*warm.PYTHON, "--sglang", "-c", program], capture_output=True, text=True, check=True)
     assert _known_server_args() == set(json.loads(ended.stdout.splitlines()[-1]))
+
+
+PASSED_ON = {  # names that sound like an unsupported feature and are none
+    "enable_quant_communications",
+    "kv_cache_dtype",
+    "prefill_kv_cache_dequant_dtype",
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("speculative_algorithm", "draft model"),
+        ("speculative_draft_model_path", "draft model"),
+        ("quantization", "quantized weights"),
+        ("modelopt_quant", "quantized weights"),
+        ("enable_lora", "adapters"),
+        ("lora_paths", "adapters"),
+        ("disaggregation_mode", "one engine"),
+        ("cpu_offload_gb", "weights come from the trainer"),
+        ("elastic_ep_backend", "experts must stay"),
+        ("use_ray", "megarl starts"),
+    ],
+)
+def test_what_megarl_does_not_support_is_refused_by_name(name: str, why: str) -> None:
+    with pytest.raises(ConfigError, match=rf"server_args\.{name} is not supported: .*{why}.*; remove it"):
+        refuse_unknown_server_args({name: 1})
+
+
+def test_no_argument_of_an_unsupported_feature_is_passed_on() -> None:
+    """Also those that a later SGLang may add: their names tell what they are for."""
+    risky = re.compile(r"lora|quant|speculative|draft|disaggregation|offload|remote_instance|elastic")
+    found = {name for name in _known_server_args() if risky.search(name) and not name.startswith("_")}
+    assert len(found) > 80
+    assert {name for name in found if why_unsupported(name) is None} <= PASSED_ON
+
+
+def test_ordinary_arguments_are_passed_on() -> None:
+    passed = ["mem_fraction_static", "chunked_prefill_size", "schedule_policy", "disable_radix_cache", "cuda_graph_bs_decode", "page_size"]
+    assert [why_unsupported(name) for name in passed] == [None] * len(passed)
+
+
+def test_a_scheduler_does_not_import_megatron() -> None:
+    """SGLang's own module that would: it takes Megatron-Core for absent."""
+    program = (
+        "from megarl.rollout.sglang import environment\n"
+        "environment.prepare('cpu')\n"
+        "from megarl.rollout.sglang.processes import hide_megatron\n"
+        "hide_megatron()\n"
+        "import sys\n"
+        "from sglang.srt.debug_utils import dumper\n"
+        "print(dumper._MegatronPlugin._available, [name for name in sys.modules if name.startswith('megatron.')])\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert ended.stdout.splitlines()[-1:] == ["False []"], ended.stderr
