@@ -43,24 +43,31 @@ class SmallNode(node.Node):
 
     A raylet ends the node when its agents, which are Python programs, have not written the numbers of their ports to files within
     15 s. On a busy machine, or from an environment on a slow shared disk, their imports alone take longer. Here the ports are chosen
-    beforehand, so that the raylet starts at once and the agents when they can.
+    beforehand, so that the raylet starts at once and the agents when they can. A node with a job server waits for its agents, since it
+    reaches them at the ports that they report.
     """
 
     def __init__(self, ray_params: Any, *args: Any, **kwargs: Any) -> None:
-        held = [hold_port(ray_params.node_ip_address or "") for _ in range(4)]
-        self._agent_ports = [each.getsockname()[1] for each in held]
-        names = ("metrics_agent_port", "metrics_export_port", "runtime_env_agent_port", "dashboard_agent_listen_port")
-        ray_params.update_if_absent(**dict(zip(names, self._agent_ports, strict=True)))
-        # The agents' servers cannot listen beside a socket that is only bound.
-        for each in held:
-            each.close()
+        self._options: list[str] = []  # of the raylet
+        if not ray_params.include_dashboard:
+            self._choose_agent_ports(ray_params)
         try:
             super().__init__(ray_params, *args, **kwargs)
         except Exception as error:  # Ray raises no class of its own here
             raise NodeStartError("\n".join([f"Ray did not start: {error}", *last_words(getattr(self, "_logs_dir", None))])) from error
 
+    def _choose_agent_ports(self, ray_params: Any) -> None:
+        held = [hold_port(ray_params.node_ip_address or "") for _ in range(4)]
+        ports = [each.getsockname()[1] for each in held]
+        names = ("metrics_agent_port", "metrics_export_port", "runtime_env_agent_port", "dashboard_agent_listen_port")
+        ray_params.update_if_absent(**dict(zip(names, ports, strict=True)))
+        self._options.append(f"--dashboard_agent_listen_port={ports[-1]}")
+        # The agents' servers cannot listen beside a socket that is only bound.
+        for each in held:
+            each.close()
+
     def start_raylet(self, *args: Any, **kwargs: Any) -> None:
-        with _with_raylet_options(f"--dashboard_agent_listen_port={self._agent_ports[-1]}"):
+        with _with_raylet_options(*self._options):
             super().start_raylet(*args, **kwargs)
 
     def start_monitor(self) -> None:
