@@ -22,8 +22,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # What is imported before the first test stays, and is much: the collector would look at all of it again and again.
 gc.disable()
 
-# A shell's background job is started with Ctrl-C ignored, and so would be all that the tests start: those that send it would fail.
+# A shell's background job is started with Ctrl-C ignored, and under nohup SIGHUP is. What the tests start would inherit that, and the
+# tests that send these signals would fail.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 SHARED = ("tests/docs/", "tests/unit/rollout/")  # a reader's folder; SGLang's engines

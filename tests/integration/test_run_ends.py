@@ -32,7 +32,7 @@ LIMIT_S = 30.0
 SLOW_REWARD = """
 import pathlib, time
 def compute_score(data_source, solution_str, ground_truth, extra_info):
-    if solution_str == ground_truth:  # as it is tried before the run
+    if solution_str in (ground_truth, ""):  # as it is tried before the run
         return 1.0
     pathlib.Path(__file__).with_name("scoring").touch()
     time.sleep(100)
