@@ -29,6 +29,7 @@ def data_metrics(batch: Mapping[str, Column], max_response_length: int) -> dict[
     key adds its metrics.
 
     - `critic/score/*` and `critic/rewards/*`: over rows, of the row's sum of `token_level_scores` / `token_level_rewards`.
+    - `reward/mean`: the same number as `critic/score/mean`, by the name that other frameworks use.
     - `critic/advantages/*`, `critic/returns/*`, `critic/values/*`: over valid tokens; `std` is the square root of the mean squared
       deviation.
     - `critic/vf_explained_var`: 1 - Var(returns - values) / Var(returns) over valid tokens (0 where Var(returns) is 0).
@@ -48,6 +49,8 @@ def data_metrics(batch: Mapping[str, Column], max_response_length: int) -> dict[
     for key, name in (("token_level_scores", "score"), ("token_level_rewards", "rewards")):
         if key in batch:
             metrics |= _summary(f"critic/{name}", masked_row_sums(batch[key], mask))
+    if "critic/score/mean" in metrics:
+        metrics["reward/mean"] = metrics["critic/score/mean"]
     over_tokens = {id(column): moments(itself, mask, column) for column in map(batch.get, _SPREAD_KEYS) if column is not None}
     for name in _SPREAD_KEYS:
         if name in batch and (tokens := over_tokens[id(batch[name])]).number:

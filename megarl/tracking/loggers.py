@@ -34,27 +34,39 @@ class Logger(Protocol):
 
 
 class ConsoleLogger:
-    """One line a step of what people look at first, and how long the run will take yet if its steps stay as they were; all of it is in the
-    files."""
+    """Prints one line per step with the metrics that people look at first, and the time that is left. The files have all metrics."""
 
-    SHOWN = (
-        *("critic/score/mean", "val/score/mean", "sft/loss", "val/loss"),
-        *("actor/reward_kl_penalty", "actor/kl_loss", "actor/entropy", "perf/throughput"),
-    )
+    # Metric -> what it is called on the line, and its unit.
+    SHOWN: Mapping[str, tuple[str, str]] = {
+        "reward/mean": ("reward", ""),
+        "val/score/mean": ("val/score", ""),
+        "sft/loss": ("loss", ""),
+        "val/loss": ("val/loss", ""),
+        "actor/reward_kl_penalty": ("kl_penalty", ""),
+        "actor/kl_loss": ("kl_loss", ""),
+        "actor/entropy": ("entropy", ""),
+        "actor/lr": ("lr", ""),
+        "sft/lr": ("lr", ""),
+        "actor/grad_norm": ("grad_norm", ""),
+        "sft/grad_norm": ("grad_norm", ""),
+        "response_length/mean": ("response", " tokens"),
+        "perf/throughput": ("throughput", " tokens/s"),
+        "timing_s/step": ("time", " s"),
+    }
 
     def __init__(self, run: TrackedRun, write: Callable[[str], None] = print) -> None:
         self._write, self._total_steps = write, run.total_steps
         self._seconds: list[float] = []  # of the steps up to now
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        left_out = {"actor/reward_kl_penalty"} if "actor/kl_loss" in metrics else set()  # there is no such penalty
-        shown = [f"{name} {metrics[name]:.4g}" for name in self.SHOWN if name in metrics and name not in left_out]
+        shown = [f"{name} {metrics[key]:.4g}{unit}" for key, (name, unit) in self.SHOWN.items() if key in metrics]
         if "timing_s/step" in metrics:
             self._seconds.append(metrics["timing_s/step"])
         if self._seconds and self._total_steps is not None and step < self._total_steps:
             usual = self._seconds[1:] or self._seconds  # the first makes much ready
             shown.append(f"{_duration(sum(usual) / len(usual) * (self._total_steps - step))} left")
-        self._write(f"step {step}  " + "  ".join(shown))
+        total = "" if self._total_steps is None else f"/{self._total_steps}"
+        self._write(f"step {step}{total}  " + "  ".join(shown))
 
     def flush(self) -> None:
         pass

@@ -65,16 +65,18 @@ class AdvantageStep:
         if self._algorithm.overlong.buffer_share:
             rewards, metrics = penalise_overlong(rewards, mask, self._max_response_length, self._algorithm.overlong)
         if not (config := self._algorithm.kl).in_reward:
-            return rewards, metrics | self.kl_metrics(tensors)
+            return rewards, metrics
         beta = self.kl_controller.coefficient
         rewards, kl = apply_kl_penalty(rewards, tensors["old_log_probs"], tensors["ref_log_prob"], mask, beta, config.estimator)
         self.kl_controller.update(kl, num_rows)
         return rewards, metrics | _kl_metrics(kl, beta)
 
     def kl_metrics(self, tensors: Mapping[str, Column]) -> Metrics:
-        """`actor/reward_kl_penalty`, the mean KL per token over rows (sequence_mean_kl), and its coefficient of now, where a batch has both
-        policies' log-probs."""
-        if not {"old_log_probs", "ref_log_prob"} <= tensors.keys():
+        """Return `actor/reward_kl_penalty`, the mean KL per token over rows (sequence_mean_kl), and its current coefficient.
+
+        Nothing where no penalty is taken off the reward, or the batch lacks log-probs of one of the two policies.
+        """
+        if not self._algorithm.kl.in_reward or not {"old_log_probs", "ref_log_prob"} <= tensors.keys():
             return {}
         mask, estimator = tensors["response_mask"], self._algorithm.kl.estimator
         kl = sequence_mean_kl(tensors["old_log_probs"], tensors["ref_log_prob"], mask, estimator)

@@ -50,9 +50,12 @@ def test_tensorboard_files_hold_the_values(tmp_path):
 def test_console_line_shows_the_main_metrics_that_exist(tmp_path):
     written = []
     logger = ConsoleLogger(TrackedRun(output_dir=tmp_path), written.append)
-    logger.log({"critic/score/mean": 0.51234, "timing_s/gen": 2.0, "perf/throughput": 1500.0}, 7)
-    logger.log({"actor/reward_kl_penalty": 0.5, "actor/kl_loss": 0.25}, 8)  # it is measured, and no penalty
-    assert written == ["step 7  critic/score/mean 0.5123  perf/throughput 1500", "step 8  actor/kl_loss 0.25"]
+    logger.log({"reward/mean": 0.51234, "timing_s/gen": 2.0, "perf/throughput": 1500.0, "timing_s/step": 12.34}, 7)
+    logger.log({"actor/kl_loss": 0.25, "actor/lr": 1e-6, "actor/grad_norm": 0.5, "response_length/mean": 23.46}, 8)
+    assert written == [
+        "step 7  reward 0.5123  throughput 1500 tokens/s  time 12.34 s",
+        "step 8  kl_loss 0.25  lr 1e-06  grad_norm 0.5  response 23.46 tokens",
+    ]
 
 
 def test_console_line_says_how_long_the_rest_takes(tmp_path):
@@ -60,7 +63,10 @@ def test_console_line_says_how_long_the_rest_takes(tmp_path):
     logger = ConsoleLogger(TrackedRun(output_dir=tmp_path, total_steps=100), written.append)
     for step, seconds in ((0, None), (1, 80.0), (2, 40.0), (98, 30.0), (99, 30.0), (100, 30.0)):
         logger.log({"actor/entropy": 1.0} | ({} if seconds is None else {"timing_s/step": seconds}), step)
-    assert [line.partition("entropy 1")[2].strip() for line in written] == ["", "2.2 h left", "65 min left", "70 s left", "33 s left", ""]
+    left = [line.rpartition("  ")[2] for line in written]
+    assert left[1:5] == ["2.2 h left", "65 min left", "70 s left", "33 s left"]
+    assert not any("left" in line for line in (written[0], written[5]))
+    assert written[1].startswith("step 1/100  entropy 1  time 80 s")
 
 
 def test_generations_keep_their_text(tmp_path):
