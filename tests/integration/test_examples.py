@@ -167,7 +167,7 @@ def test_what_init_writes_trains(folder: Path, tmp_path: Path) -> None:
     lines = said.splitlines()
     (first,) = [number for number, line in enumerate(lines) if re.match(r"step 1(/\d+)?  ", line)]
     assert first <= 40
-    assert "actor/kl_loss" in lines[first]
+    assert "kl_loss" in lines[first]
     assert lines[first].endswith(" left")
     assert "KL: in the loss, k3 x 0.001" in lines
     assert any("GRPO run" in line for line in lines[first:])

@@ -44,6 +44,7 @@ def test_data_metrics_by_hand():
         "prompt_length/max": 3.0,
         "prompt_length/min": 2.0,
         "critic/score/mean": 0.25,
+        "reward/mean": 0.25,
         "critic/score/max": 1.0,
         "critic/score/min": -0.5,
         "critic/rewards/mean": 0.3,
