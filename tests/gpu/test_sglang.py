@@ -57,6 +57,7 @@ def engine(device: torch.device, tmp_path_factory: pytest.TempPathFactory) -> It
     rollout = RolloutConfig(max_concurrency=16, sglang=sglang)
     policy = ModelConfig(path=str(folder), dtype=DType.bfloat16)
     engine = SGLangEngine(RolloutEngineSpec(model=policy, rollout=rollout, device=Device.cuda, release_memory=True))
+    engine.wake_cache()  # it starts without
     yield engine
     engine.close()
 

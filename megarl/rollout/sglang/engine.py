@@ -59,6 +59,9 @@ class _InFlight(NamedTuple):
     future: Future[None]
 
 
+_CACHE = ["kv_cache", "cuda_graph"]  # SGLang's tags of memory that only generation needs
+
+
 class SGLangEngine(RolloutEngine):
     """Starts without weights. Raises EngineDeadError with SGLang's last words where it does not start."""
 
@@ -91,6 +94,9 @@ class SGLangEngine(RolloutEngine):
         self._last_sign_s = time.monotonic()
         self._wait_for(self._backend.open())
         self._loader = LoaderClient(self._send_to_loader, self._num_ranks)
+        if spec.release_memory:
+            # The trainer's weights and message buffers come next, and have no room beside a full cache.
+            self._release(_CACHE)
 
     @property
     def weight_version(self) -> int | None:
@@ -338,8 +344,7 @@ class SGLangEngine(RolloutEngine):
         self._flush()
         self._lifecycle.leave(LifecycleState.ASLEEP)
         self._loader.forget_padding()
-        self._call("release_memory_occupation")
-        self._has_cache = False
+        self._release(["weights", *(_CACHE if self._has_cache else [])])
         self._resume()  # a paused scheduler takes a core for itself; nothing is asked of it until it is awake
 
     def wake(self) -> None:
@@ -350,8 +355,13 @@ class SGLangEngine(RolloutEngine):
 
     def wake_cache(self) -> None:
         if not self._has_cache:
-            self._call("resume_memory_occupation", tags=["kv_cache", "cuda_graph"])
+            self._call("resume_memory_occupation", tags=_CACHE)
             self._has_cache = True
+
+    def _release(self, tags: list[str]) -> None:
+        """Give back the memory of weights or cache, which nothing may use now. SGLang refuses to release a tag twice."""
+        self._call("release_memory_occupation", tags=tags)
+        self._has_cache = False
 
     def process_ids(self) -> list[int]:
         return self._backend.process_ids()

@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from megarl.config.schema import SGLangMode
 from megarl.rollout.interface import EngineDeadError, SamplingParameters
+from megarl.rollout.lifecycle import EngineStateError
 from megarl.rollout.sglang.engine import SGLangEngine
 from megarl.weights.checksum import checksum
 from tests.unit.rollout.models import VOCAB, push, weights_of
@@ -90,14 +92,23 @@ def test_asleep_it_gives_the_memory_of_its_weights_back(sglang_in_process: Remot
 
 @pytest.fixture(scope="module")
 def mortal(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RemoteEngine]:
-    """One rank, with a tokenizer; the last test kills it."""
+    """One rank that shares its device, with a tokenizer; the last test kills it."""
     folder = tmp_path_factory.mktemp("mortal")
     words = Tokenizer(models.WordLevel({f"w{token}": token for token in range(VOCAB)}, unk_token="w0"))
     PreTrainedTokenizerFast(tokenizer_object=words, eos_token=f"w{END_TOKEN}", unk_token="w0").save_pretrained(folder)
-    engine = RemoteEngine(spec_for(server_model(), folder, min_new_tokens=10))
+    engine = RemoteEngine(replace(spec_for(server_model(), folder, min_new_tokens=10), release_memory=True))
     push(server_model(), engine)
     yield engine
     engine.close()
+
+
+def test_an_engine_that_shares_its_device_starts_without_a_cache(mortal: RemoteEngine) -> None:
+    """So that the trainer's state has room when the first weights come."""
+    with pytest.raises(EngineStateError, match="gave the memory of its cache back: wake_cache first"):
+        mortal.generate([[5, 6]], SamplingParameters(max_new_tokens=2, seed=0))
+    mortal.wake_cache()
+    [sample] = mortal.generate([[5, 6]], SamplingParameters(max_new_tokens=12, seed=0, ignore_eos=True))
+    assert len(sample.token_ids) == 12
 
 
 def test_min_new_tokens_keeps_end_tokens_away(mortal: RemoteEngine) -> None:
