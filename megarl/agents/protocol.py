@@ -15,14 +15,26 @@ Schema = Mapping[str, Any]  # {"type": "function", "function": {"name", "descrip
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """What an episode is about: the row of the data, and what its environment may need of it. messages: the prompt's. seed: the episode's
-    own, for what an environment draws. memory: what tools keep from one call of the episode to the next, empty when it begins."""
+    """What an episode is about: a row of the data, given to the environment and to tools that name it.
+
+    Attributes:
+        messages: The prompt.
+        reward_model: The row's mapping with `ground_truth`.
+        extra_info: The row's further columns for rewards and environments.
+        seed: The episode's own, for random draws of the environment.
+        memory: What tools keep from one call of the episode to the next; empty when it begins.
+    """
 
     messages: Sequence[Message] = ()
     reward_model: Mapping[str, Any] = field(default_factory=dict)
     extra_info: Mapping[str, Any] = field(default_factory=dict)
     seed: int = 0
     memory: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def ground_truth(self) -> Any:
+        """The right answer in the data, or None for a row without one."""
+        return self.reward_model.get("ground_truth")
 
 
 class CallErrorKind(str, Enum):

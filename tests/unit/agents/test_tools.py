@@ -528,3 +528,8 @@ def test_a_tool_whose_schema_is_none_is_refused() -> None:
     odd: Tool = Odd()
     with pytest.raises(ValueError, match="parameters of the tool odd are no JSON schema"):
         Toolbox([odd])
+
+
+def test_a_task_knows_its_ground_truth() -> None:
+    assert Task(reward_model={"style": "rule", "ground_truth": "5"}).ground_truth == "5"
+    assert Task().ground_truth is None
