@@ -18,6 +18,7 @@ from pathlib import Path
 
 from megarl import __version__
 from megarl.cli.convert import add_commands, positive
+from megarl.cli.examples import epilog
 from megarl.cli.run_context import RunContext, RunFailedError
 from megarl.cli.termination import INTERRUPTED, ends_by_signal
 from megarl.config.errors import ConfigError
@@ -46,21 +47,17 @@ _EXAMPLES = """examples:
   megarl check my_run/run.yaml                             every error at once
   megarl train my_run/run.yaml                             and again, to go on after a crash
 """
-_EXAMPLES_OF_RUNS = """examples:
-  megarl {name} run.yaml
-  megarl {name} run.yaml trainer.total_steps=10 algorithm=grpo
-  megarl {name} configs/quickstart.yaml 'reward.functions=[{{path: reward.py}}]'
-
-Every key is on the page docs/configuration.md; a misspelt one is answered with the nearest.
-"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; returns the exit status, except for argparse's own exits (2 for a wrong command line)."""
-    parser = _parser()
+    parser = build_parser()
+    if not (sys.argv[1:] if arguments is None else arguments) and "_ARGCOMPLETE" not in os.environ:
+        parser.print_help(sys.stderr)
+        return USER_ERROR
     if "_ARGCOMPLETE" in os.environ:  # a shell asks what may come next
         importlib.import_module("megarl.cli.completion").answer(parser)
-    parsed = parser.parse_args(_in_argparses_order(sys.argv[1:] if arguments is None else arguments))
+    parsed = parser.parse_args(in_argparse_order(sys.argv[1:] if arguments is None else arguments))
     try:
         with _own_processes(parsed):
             return parsed.start(parsed)
@@ -83,7 +80,7 @@ def _own_processes(parsed: argparse.Namespace) -> Iterator[None]:
         yield
 
 
-def _in_argparses_order(arguments: Sequence[str]) -> list[str]:
+def in_argparse_order(arguments: Sequence[str]) -> list[str]:
     """Options first, then what has a place, then overrides: argparse takes what has no name in one run only, and people put it anywhere.
     `--key.sub=value` and `--key.sub value` are overrides as well."""
     if not arguments or arguments[0] not in _TAKE_OVERRIDES:
@@ -134,7 +131,8 @@ def _raised_by_megarl(error: ValueError) -> bool:
     return module.split(".")[0] == "megarl"
 
 
-def _parser() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of the whole command line."""
     description = "Reinforcement learning of large language models on Megatron-Core and Ray."
     parser = argparse.ArgumentParser(prog="megarl", description=description, epilog=_EXAMPLES, formatter_class=_AS_WRITTEN)
     parser.add_argument("--version", action="version", version=f"megarl {__version__}")
@@ -158,7 +156,10 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--tokens-per-s", metavar="N", type=float, help="to simulate: with which an engine writes one sample")
     plan.add_argument("--from", metavar="RUN_DIR", dest="run_dir", help="to simulate: a run at max_staleness 0 that has measured all that")
     rehearse = _add_run(
-        commands, "rehearse", "run a role's engine rank by rank on GPUs that are not there: memory, collectives, waits", _start_rehearse
+        commands,
+        "rehearse",
+        "dry run on fake devices: memory, collectives and synchronizations of each rank, without a GPU",
+        _start_rehearse,
     )
     rehearse.add_argument("--role", metavar="ROLE", default="actor", help="actor, reference, critic or reward_model; without it the actor")
     rehearse.add_argument(
@@ -185,7 +186,7 @@ def _parser() -> argparse.ArgumentParser:
     status.add_argument("run_dir", metavar="RUN_DIR", help="the run's trainer.output_dir")
     status.add_argument("--watch", action="store_true", help="again and again, until the run ends or Ctrl-C")
     status.set_defaults(start=lambda parsed: _run("status")(parsed.run_dir, parsed.watch))
-    summary = "ask a run that goes on to have another number of rollout replicas"
+    summary = "change the number of rollout replicas of a running job"
     scale = commands.add_parser("scale", help=summary, description=f"{summary}; it looks between two steps")
     scale.add_argument("run_dir", metavar="RUN_DIR", help="the run's trainer.output_dir")
     scale.add_argument("--replicas", metavar="N", type=int, required=True, help="engines, each with a whole copy of the model")
@@ -193,13 +194,22 @@ def _parser() -> argparse.ArgumentParser:
     plot = commands.add_parser("plot", help="draw a run's curves to a PNG")
     plot.add_argument("run_dir", metavar="RUN_DIR", help="the run's trainer.output_dir")
     plot.set_defaults(start=lambda parsed: _run("plot")(parsed.run_dir))
-    report = commands.add_parser("report", help="write a page of one or several runs: curves, samples, timeline, configuration, failures")
-    report.add_argument("run_dirs", metavar="RUN_DIR", nargs="+", help="runs' trainer.output_dir; several are laid over each other")
+    report = commands.add_parser(
+        "report",
+        help="write a page of one or several runs: curves, samples, timeline, configuration, failures",
+        description="write a page of one or several runs: curves, samples, timeline, configuration, failures",
+    )
+    report.add_argument("run_dirs", metavar="RUN_DIR", nargs="+", help="runs' trainer.output_dir; several are overlaid")
     report.add_argument("--output", metavar="FILE", help="without it, report.html in the first folder")
     report.add_argument("--live", action="store_true", help="serve it on this machine and follow the runs, until Ctrl-C")
     report.add_argument("--port", metavar="PORT", type=int, default=0, help="for --live; without it, any that is free")
     report.set_defaults(start=lambda parsed: _run("report")(parsed.run_dirs, parsed.output, parsed.live, parsed.port))
-    score = commands.add_parser("score", help="run the reward functions of a configuration on a file of responses", allow_abbrev=False)
+    score = commands.add_parser(
+        "score",
+        help="run the reward functions of a configuration on a file of responses",
+        description="run the reward functions of a configuration on a file of responses",
+        allow_abbrev=False,
+    )
     score.add_argument("config", metavar="CONFIG", help="a YAML file with reward.functions")
     score.add_argument(
         "rows", metavar="ROWS", help=".parquet, .jsonl or .csv with response, data_source and ground truth, as a run's generations.jsonl"
@@ -207,15 +217,32 @@ def _parser() -> argparse.ArgumentParser:
     score.add_argument("overrides", metavar="key=value", nargs="*", help="such as reward.time_limit_s=2")
     score.add_argument("--ground-truth", action="store_true", help="score each row's ground truth in the place of a response")
     score.set_defaults(start=lambda parsed: _run("score")(parsed.config, parsed.overrides, parsed.rows, parsed.ground_truth))
-    quickstart = commands.add_parser("quickstart", help="make a tiny model and its data, and train it: minutes on two cores")
+    quickstart = commands.add_parser(
+        "quickstart",
+        help="create a tiny model and its data, and train it: minutes on two cores",
+        description="create a tiny model and its data, and train it: minutes on two cores",
+    )
     quickstart.add_argument("overrides", metavar="key=value", nargs="*", help="of configs/quickstart.yaml, such as trainer.total_steps=10")
     quickstart.set_defaults(start=lambda parsed: _run("run", "megarl.recipes.quickstart")(parsed.overrides))
     _add_init(commands)
-    completion = commands.add_parser("completion", help="print what makes a shell complete commands, files and keys")
+    completion = commands.add_parser(
+        "completion",
+        help="print what makes a shell complete commands, files and keys",
+        description="print what makes a shell complete commands, files and keys",
+    )
     completion.add_argument("shell", choices=("bash", "zsh", "fish"), help='as in: eval "$(megarl completion bash)"')
     completion.set_defaults(start=lambda parsed: _run("completion")(parsed.shell))
-    convert = commands.add_parser("convert", help="convert, inspect and compare checkpoints, between Hugging Face and Megatron")
+    convert = commands.add_parser(
+        "convert",
+        help="convert, inspect and compare checkpoints, between Hugging Face and Megatron",
+        description="convert, inspect and compare checkpoints, between Hugging Face and Megatron",
+    )
     add_commands(convert)
+    summaries = {action.dest: action.help for action in commands._choices_actions}
+    for name, command in commands.choices.items():
+        command.description = command.description or summaries[name]
+        command.formatter_class = _AS_WRITTEN
+        command.epilog = epilog(name)
     return parser
 
 
@@ -263,8 +290,7 @@ def _add_run(
     commands: argparse._SubParsersAction[argparse.ArgumentParser], name: str, summary: str, start: Callable[[argparse.Namespace], int]
 ) -> argparse.ArgumentParser:
     """A subcommand that reads a configuration."""
-    epilog = _EXAMPLES_OF_RUNS.format(name=name)
-    command = commands.add_parser(name, help=summary, description=summary, epilog=epilog, formatter_class=_AS_WRITTEN, allow_abbrev=False)
+    command = commands.add_parser(name, help=summary, description=summary, allow_abbrev=False)
     command.add_argument("config", metavar="CONFIG", help="a YAML file; configs/quickstart.yaml and its like ship with megarl")
     command.add_argument("overrides", metavar="key=value", nargs="*", help="such as trainer.total_steps=10 or algorithm=grpo")
     command.set_defaults(start=start)
@@ -289,7 +315,7 @@ def _add_eval(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
 
 
 def _add_generate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    summary = "write on from prompts, or chat, with a model folder or a run's checkpoint"
+    summary = "generate from prompts, or chat, with a model folder or a run's checkpoint"
     parser = commands.add_parser("generate", help=summary, description=summary, allow_abbrev=False)
     _add_model(parser)
     parser.add_argument("prompts", metavar="PROMPT", nargs="*", help="without one the standard input; on a terminal, a chat")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -53,18 +54,18 @@ def find_model(path: Path, step: str = LATEST) -> NamedModel:
     if source.head != "lm":
         raise ValueError(f"{source.folder}: is a critic or a reward model, whose head gives numbers; give a model that writes text")
     return NamedModel(
-        source=source, run=run, run_file=run_file, run_dir=path if (path / CONFIG_FILE).is_file() and path != folder else None
+        source=source, run=run, run_file=run_file, run_dir=path if os.path.isfile(path / CONFIG_FILE) and path != folder else None
     )
 
 
 def _model_folder(path: Path, step: str) -> tuple[Path, Path | None]:
     """The folder of one model, and the file of its run's configuration."""
-    if not path.is_dir():
-        raise CheckpointError(f"{path}: {'is a file, not the folder of a model' if path.exists() else 'there is no such folder'}")
-    if (path / DESCRIPTION_FILE).is_file():
+    if not os.path.isdir(path):
+        raise CheckpointError(f"{path}: {'is a file, not the folder of a model' if os.path.exists(path) else 'there is no such folder'}")
+    if os.path.isfile(path / DESCRIPTION_FILE):
         _refuse_step(path, step, "is a checkpoint of one step")
         return path, path / CONFIG_FILE
-    if (path / CONFIG_FILE).is_file():
+    if os.path.isfile(path / CONFIG_FILE):
         return _of_run(path, step)
     if CheckpointFolder(path).whole():
         chosen = _of_step(CheckpointFolder(path), step)
@@ -79,7 +80,7 @@ def _of_run(path: Path, step: str) -> tuple[Path, Path]:
     if checkpoints.whole():
         chosen = _of_step(checkpoints, step)
         return chosen, chosen / CONFIG_FILE
-    if step == LATEST and (path / _HUGGING_FACE).is_dir():  # a run that saved nothing but the trained model
+    if step == LATEST and os.path.isdir(path / _HUGGING_FACE):  # a run that saved nothing but the trained model
         return path / _HUGGING_FACE, path / CONFIG_FILE
     raise CheckpointError(f"{path}: is the folder of a run that has no checkpoint in {checkpoints.path}, and no trained model yet")
 

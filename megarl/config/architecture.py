@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -229,8 +230,8 @@ def read_architecture(path: str, trust_remote_code: bool = False) -> Architectur
 
 
 def _read_json(file: Path) -> dict[str, Any]:
-    if not file.is_file():
-        reason = "the folder has no such file" if file.parent.is_dir() else f"there is no folder {str(file.parent)!r}"
+    if not os.path.isfile(file):
+        reason = "the folder has no such file" if os.path.isdir(file.parent) else f"there is no folder {str(file.parent)!r}"
         raise ConfigError(str(file), [f"{reason}; a model is a local Hugging Face folder (config.json, safetensors, tokenizer)"])
     try:
         return read_json_object(file)

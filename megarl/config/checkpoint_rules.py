@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from pathlib import Path
 
@@ -34,7 +35,7 @@ def folders(config: RunConfig) -> Violations:
 
 def resumed_folder(config: RunConfig) -> Violations:
     resume = config.checkpoint.resume
-    if resume not in (RESUME_AUTO, RESUME_DISABLE) and not (resume.strip() and Path(resume).is_dir()):
+    if resume not in (RESUME_AUTO, RESUME_DISABLE) and not (resume.strip() and os.path.isdir(resume)):
         yield Violation(("checkpoint.resume",), f"there is no folder {resume!r}; give auto, disable, or the path of a checkpoint")
 
 

@@ -17,9 +17,9 @@ SAVED_TO_DISK, SPLITS = "state.json", "dataset_dict.json"  # in folders of `data
 def unusable(path: str) -> str | None:
     """Why a path cannot be a data file of a run, as far as its name says and the folder that it is in."""
     if os.path.isdir(path):
-        if (Path(path) / SPLITS).is_file():
+        if os.path.isfile(Path(path) / SPLITS):
             return f"{path!r} holds several splits of a data set; name the folder of one of them, such as {str(Path(path) / 'train')!r}"
-        saved = (Path(path) / SAVED_TO_DISK).is_file()
+        saved = os.path.isfile(Path(path) / SAVED_TO_DISK)
         return None if saved else f"{path!r} is a folder; name the files in it, each by itself, or a folder that `datasets` has saved"
     if problem := no_file(path):
         return problem

@@ -37,7 +37,7 @@ def _published(path: Path, folders: Sequence[Path]) -> Path | None:
     """`models/Qwen3-32B` is the folder `Qwen3-32B` of one of `folders`; `outputs/quickstart/model` is their `quickstart/model`."""
     endings = [Path(*path.parts[start:]) for start in range(1 if path.is_absolute() else 0, len(path.parts))]
     found = (folder / ending for folder in folders for ending in endings)
-    return next((folder for folder in found if (folder / "config.json").is_file()), None)
+    return next((folder for folder in found if os.path.isfile(folder / "config.json")), None)
 
 
 def _changed(section: Any, key: Sequence[str], value: str) -> Any:

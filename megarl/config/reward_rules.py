@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +84,7 @@ def _lengths(config: PPOConfig, architecture: Architecture) -> Violations:
 
 def has_chat_template(folder: Path) -> bool:
     """Whether conversations can be rendered for the model of a Hugging Face folder."""
-    if any((folder / name).is_file() for name in _TEMPLATE_FILES):
+    if any(os.path.isfile(folder / name) for name in _TEMPLATE_FILES):
         return True
     return bool(_fields(folder / "tokenizer_config.json").get("chat_template"))
 

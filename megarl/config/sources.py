@@ -137,7 +137,7 @@ def _group_layers(values: dict[str, Any], source: str, near: Path) -> list[Layer
 def _group_file(section: str, name: object, source: str, near: Path) -> Path:
     folders = list(dict.fromkeys([near / section, CONFIGS_DIR / section]))
     for folder in folders:
-        if (folder / f"{name}.yaml").is_file():
+        if os.path.isfile(folder / f"{name}.yaml"):  # False also of what no file can be called
             return folder / f"{name}.yaml"
     there = sorted({file.stem for folder in folders for file in folder.glob("*.yaml")})
     looked = ", ".join(shown(folder) for folder in folders)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Callable
 from math import gcd, lcm
 from pathlib import Path
@@ -128,7 +129,7 @@ def absent_files(config: RunConfig) -> Violations:
 
 def _weights(config: RunConfig) -> Violations:
     for folder, key in {role.path: role.path_key for role in model_roles(config)}.items():
-        if (Path(folder) / "config.json").is_file() and not any(Path(folder).glob("*.safetensors")):
+        if os.path.isfile(Path(folder) / "config.json") and not any(Path(folder).glob("*.safetensors")):
             yield Violation((key,), f"{folder!r} holds no *.safetensors; save the model with save_pretrained(..., safe_serialization=True)")
 
 

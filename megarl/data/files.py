@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -41,9 +42,9 @@ def open_file(path: str, wanted: Sequence[str]) -> OpenTable:
 
     Raises DataError for a path that is absent or of no known format, and, also while rows are taken, for what is damaged.
     """
-    if Path(path).is_dir():
+    if os.path.isdir(path):
         return _open_saved_to_disk(Path(path), wanted)
-    if not Path(path).is_file():
+    if not os.path.isfile(path):
         raise DataError(f"{path}: there is no such file (looked in {Path(path).absolute().parent}); give the path of a data file")
     match Path(path).suffix.lower():
         case ".parquet":
@@ -153,10 +154,10 @@ def _csv_records(path: str) -> Iterator[list[str]]:
 
 def _open_saved_to_disk(folder: Path, wanted: Sequence[str]) -> OpenTable:
     """Of `datasets.Dataset.save_to_disk`: `state.json` names Arrow files in the folder, which are streams of batches."""
-    if (folder / SPLITS).is_file():
+    if os.path.isfile(folder / SPLITS):
         splits = _read_object(folder / SPLITS).get("splits")
         raise DataError(f"{folder}: holds the splits {splits}; name the folder of one of them, such as {str(folder / 'train')!r}")
-    if not (folder / SAVED_TO_DISK).is_file():
+    if not os.path.isfile(folder / SAVED_TO_DISK):
         raise DataError(f"{folder}: is a folder without {SAVED_TO_DISK}, so `datasets` has not saved it; name the files in it")
     entries = _read_object(folder / SAVED_TO_DISK).get("_data_files")
     names = [entry.get("filename") for entry in entries if isinstance(entry, dict)] if isinstance(entries, list) else []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import unicodedata
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -32,11 +33,11 @@ def load_tokenizer(path: str, trust_remote_code: bool = False, key: str = "model
     Raises ValueError for a folder without a tokenizer, an end token or a chat template, for a tokenizer without a vocabulary, and for
     one with tokens that the model in the folder does not have.
     """
-    if not Path(path).is_dir():
+    if not os.path.isdir(path):
         raise ValueError(f"{key}={path!r} is not a folder; download the model first, for example with `hf download NAME --local-dir DIR`")
     for name in _JSON_FILES:
         try:
-            if (Path(path) / name).is_file():
+            if os.path.isfile(Path(path) / name):
                 read_json_object(Path(path) / name)
         except (OSError, ValueError) as error:
             raise ValueError(f"{key}={path!r}: the folder's tokenizer cannot be loaded; copy its {name} again: it {error}") from error
@@ -67,13 +68,13 @@ def load_tokenizer(path: str, trust_remote_code: bool = False, key: str = "model
 def _refuse_foreign(tokenizer: PreTrainedTokenizerBase, folder: Path, key: str) -> None:
     """A model may embed more tokens than its tokenizer writes, because sizes are rounded up; the other way round it is another's."""
     files = sorted(tokenizer.vocab_files_names.values())
-    if not any((folder / name).is_file() for name in files):
+    if not any(os.path.isfile(folder / name) for name in files):
         raise ValueError(
             f"{key}={str(folder)!r}: the folder holds no vocabulary ({' or '.join(files)}), so all texts would be the same to the model; "
             "copy tokenizer.json into it: it is missing, as after a download that was broken off"
         )
     name_of = {index: token for token, index in tokenizer.get_vocab().items()}
-    if not (folder / "config.json").is_file():
+    if not os.path.isfile(folder / "config.json"):
         return
     try:
         size = read_json_object(folder / "config.json").get("vocab_size")

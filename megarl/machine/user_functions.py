@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import inspect
+import os
 import sys
 import traceback
 from collections.abc import Callable
@@ -59,7 +60,7 @@ def load_name(path: str, name: str, expected: Expected) -> Any:
     """What the Python file `path`, which is run once, calls `name`. Raises `expected.error` where there is no such file or name, or the
     file cannot be run."""
     what, error = expected.what, expected.error
-    if not Path(path).is_file():
+    if not os.path.isfile(path):
         raise error(f"{what} file {path!r}: there is no such file (looked in {Path(path).absolute().parent})")
     module = _run_file(path, expected)
     if not hasattr(module, name):

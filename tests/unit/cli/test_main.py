@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from megarl.algorithms.scores import refuse_unusable
-from megarl.cli.main import _TAKE_OVERRIDES, _parser, main
+from megarl.cli.main import _TAKE_OVERRIDES, build_parser, main
 from megarl.cli.run_context import run_context_of
 from megarl.config.errors import ConfigError
 from megarl.config.schema import PPOConfig, SFTConfig
@@ -67,7 +67,7 @@ def test_overrides_may_be_written_as_options(arguments: list[str], command: Call
 
 def test_the_options_that_a_value_follows_are_known() -> None:
     """By argparse's own account."""
-    (commands,) = (action for action in _parser()._actions if isinstance(action, argparse._SubParsersAction))
+    (commands,) = (action for action in build_parser()._actions if isinstance(action, argparse._SubParsersAction))
     for name, command in commands.choices.items():
         with_value = {text for action in command._actions if action.nargs != 0 for text in action.option_strings}
         takes_overrides = any(action.dest == "overrides" for action in command._actions)
@@ -118,7 +118,7 @@ def test_failures_and_interrupts(command: Callable[[str, Callable[..., int]], No
     assert capsys.readouterr().err == "megarl train: interrupted\n"
 
 
-@pytest.mark.parametrize("arguments", [[], ["fly"], ["train"], ["plot"]])
+@pytest.mark.parametrize("arguments", [["fly"], ["train"], ["plot"]])
 def test_a_wrong_command_line_is_status_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(arguments)

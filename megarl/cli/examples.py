@@ -1,0 +1,33 @@
+"""Command lines that work, for the help of each command and its page of the documentation. A test parses them all."""
+
+from __future__ import annotations
+
+EXAMPLES: dict[str, tuple[str, ...]] = {
+    "train": ("megarl train run.yaml", "megarl train run.yaml trainer.total_steps=10 algorithm=grpo"),
+    "sft": ("megarl sft sft.yaml", "megarl sft configs/quickstart_sft.yaml trainer.total_steps=10 actor.optim.lr=1e-4"),
+    "check": ("megarl check run.yaml", "megarl check --fast run.yaml trainer.updates_per_step=2"),
+    "plan": ("megarl plan configs/qwen2.5_7b_grpo.yaml --output placement.svg", "megarl plan run.yaml --simulate --lengths 900,4096"),
+    "rehearse": (
+        "megarl rehearse configs/qwen2.5_7b_grpo.yaml",
+        "megarl rehearse configs/llama3_70b_ppo.yaml --role critic --ranks 0,8 --json ranks.json",
+    ),
+    "submit": ("megarl submit run.yaml --address http://HEAD:8265",),
+    "launch": ("torchrun --nnodes 2 --nproc-per-node 1 --no-python megarl launch run.yaml",),
+    "doctor": ("megarl doctor", "megarl doctor run.yaml --json"),
+    "eval": ("megarl eval outputs/run", "megarl eval MODEL_DIR --data test.jsonl --reward reward.py:compute_score --n 8 --temperature 0.6"),
+    "generate": ('megarl generate outputs/run "12 + 30"', "megarl generate MODEL_DIR --lines --json --n 4 --temperature 1"),
+    "status": ("megarl status outputs/run", "megarl status outputs/run --watch"),
+    "scale": ("megarl scale outputs/run --replicas 4",),
+    "plot": ("megarl plot outputs/run",),
+    "report": ("megarl report outputs/run", "megarl report outputs/run outputs/other --live"),
+    "score": ("megarl score run.yaml outputs/run/generations.jsonl", "megarl score run.yaml train.jsonl --ground-truth"),
+    "quickstart": ("megarl quickstart", "megarl quickstart trainer.total_steps=10"),
+    "init": ("megarl init my_run --model MODEL_DIR --data rows.jsonl", "megarl init my_run --model MODEL_DIR --kind sft"),
+    "completion": ('eval "$(megarl completion bash)"',),
+    "convert": ("megarl convert hf-to-megatron --help",),
+}
+
+
+def epilog(command: str) -> str:
+    """Return the examples of a command as the end of its help."""
+    return "\n".join(["examples:", *(f"  {line}" for line in EXAMPLES[command])])
