@@ -11,8 +11,10 @@ import logging
 import os
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 from ray.job_submission import JobInfo, JobStatus, JobSubmissionClient
@@ -27,6 +29,7 @@ LOG_COLUMNS = "140"  # of the tables in a log, which no window limits
 STOP_LIMIT_S = 900  # a job that is told to stop finishes its step and saves; then it is killed
 _LOOK_S = 1.0
 _RECONNECT_S = 3.0
+_NO_AGENT, _AGENT_LIMIT_S = "No available agent", 60.0  # what Ray's job server says until an agent has registered
 
 
 class SubmissionError(ValueError):
@@ -71,6 +74,22 @@ def _connect(address: str | None) -> JobSubmissionClient:
         ) from error
 
 
+def _submit(client: JobSubmissionClient, **job: Any) -> str:
+    """Submit a job and return its name. The agents of a cluster that has just started need a while until one can take it.
+
+    Raises:
+        SubmissionError: The cluster refuses the job, or has no agent for it after a minute.
+    """
+    end_s = time.monotonic() + _AGENT_LIMIT_S
+    while True:
+        try:
+            return str(client.submit_job(**job))
+        except RuntimeError as error:
+            if _NO_AGENT not in str(error) or time.monotonic() > end_s:
+                raise SubmissionError(f"the cluster has refused the job: {str(error).strip()}") from error
+            time.sleep(1)
+
+
 class Job:
     """Submitted when it is made. `folder`: its files."""
 
@@ -78,12 +97,9 @@ class Job:
         self._client = client
         self._shown = 0  # characters of the log
         environment = {"COLUMNS": LOG_COLUMNS, **users_settings(), "RAY_JOB_STOP_WAIT_TIME_S": str(STOP_LIMIT_S)}
-        try:
-            self.name = client.submit_job(
-                entrypoint=f"exec python -m megarl train {RUN_FILE}", runtime_env={"working_dir": folder, "env_vars": environment}
-            )
-        except RuntimeError as error:
-            raise SubmissionError(f"the cluster has refused the job: {str(error).strip()}") from error
+        self.name = _submit(
+            client, entrypoint=f"exec python -m megarl train {RUN_FILE}", runtime_env={"working_dir": folder, "env_vars": environment}
+        )
 
     def stay(self) -> int:
         """Shows the log until the job has ended; its exit status. Ctrl-C asks whether to stop it."""
