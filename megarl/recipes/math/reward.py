@@ -1,28 +1,65 @@
-"""A mathematical answer is right or wrong, as Math-Verify judges: the last \\boxed{} or, failing that, the last number or formula.
+"""Scores a mathematical answer: 1 if it is the ground truth, else 0.
 
     reward:
       functions: [{path: reward.py}]
 
-Needs `pip install math-verify` (in requirements/cuda.txt). Its own clock uses signals of the main thread and would hide a time-out as a
-wrong answer; here megarl ends the process after `reward.time_limit_s`, so it is switched off.
+The answer is in the last \\boxed{}; see final_answer.py for responses without one. Numbers are compared exactly, formulas by their values
+at several points, and lists, sets, tuples, intervals, inequalities and equations by their parts. Math-Verify decides about what is left,
+such as matrices and integrals, within LIMIT_S of the processor. It needs `pip install math-verify` (in requirements/cuda.txt).
 """
 
 from __future__ import annotations
 
+import functools
 import math
+import re
+import signal
+import threading
+from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 from math_verify import parse, verify
 
+from megarl.recipes.math.equality import normal_form, same
+from megarl.recipes.math.final_answer import final_answer
+from megarl.recipes.math.reading import Answer, Items, Unread, read
 from megarl.rewards.encodable import refuse_unencodable
 
+LIMIT_S = 2.0  # of the processor, for one comparison by Math-Verify
+_LONGEST, _LONGEST_FOR_MATH_VERIFY = 2000, 500  # characters of an answer that is read
+# Formulas that Math-Verify would compute for minutes, some of them in C, where no signal interrupts: high powers, factorials of large
+# numbers, long sums.
+_HUGE = re.compile(r"!|\^[^\^]*\^|\^\s*\{?\s*-?\d{4,}|\d{300}|(?:\\sum|\\prod|\\binom|\\int).*(?:\d{5,}|\^\s*\{?\s*\d+\s*\^)", re.DOTALL)
+_CHOICE = re.compile(r"\(?([A-J])\)?")
+_CHOSEN = re.compile(r'(?:(?:[Oo]ption|[Cc]hoice) )?[("\s]*([A-J])(?:[")\s]*$|[").:]+(?=[\s\d\\"(-]).*)', re.DOTALL)
 
-def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any]) -> float:
-    """1 or 0."""
-    wanted = parse(f"\\boxed{{{ground_truth}}}", parsing_timeout=None)
-    if not wanted:
-        raise ValueError(f"the ground truth {ground_truth!r} is no mathematical expression")
-    return float(verify(wanted, parse(solution_str, parsing_timeout=None), timeout_seconds=None))
+
+def compute_score(data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> dict[str, Any]:
+    """Scores a response by its final answer.
+
+    Returns:
+        score: 1.0 or 0.0.
+        answer: The final answer in a normal form, so that equal answers have one text; None if the response has none.
+
+    Raises:
+        ValueError: The ground truth is not text or a finite number, or it is empty or unreadable.
+    """
+    text, truth = _truth(ground_truth)
+    given = final_answer(solution_str)
+    if given is None:
+        return {"score": 0.0, "answer": None}
+    if len(given) > _LONGEST:
+        return {"score": float(given == text), "answer": given[:_LONGEST]}
+    choice = _CHOICE.fullmatch(_unwrapped(text))
+    chosen = _CHOSEN.fullmatch(_unwrapped(given)) if choice else None
+    if choice and chosen:
+        return {"score": float(choice.group(1) == chosen.group(1)), "answer": chosen.group(1)}
+    answer = read(given)
+    verdict = same(truth, answer)
+    if verdict is None:
+        verdict = _verified(text, given)
+    return {"score": float(verdict), "answer": normal_form(answer)[:_LONGEST]}
 
 
 def answer_from_truth(ground_truth: Any) -> str | None:
@@ -32,12 +69,84 @@ def answer_from_truth(ground_truth: Any) -> str | None:
 
 def check_truth(ground_truth: Any) -> None:
     """Raises ValueError for a ground truth that no response can match: not text or a finite number, empty, or unreadable."""
+    refuse_unencodable(ground_truth, "the ground truth")
+    _truth(ground_truth)
+
+
+@functools.lru_cache(maxsize=1024)
+def _read_truth(text: str) -> Answer:
+    boxed = final_answer(text) if "\\boxed" in text else None
+    answer = read(boxed or text)
+    unread = _unread(answer)
+    if not text.strip() or text.strip().lower() in ("nan", "null") or any(not _parsed(each) for each in unread):
+        raise ValueError(
+            f"the ground truth {text[:100]!r} is no mathematical expression; write the answer alone, such as '18' or '\\frac{{1}}{{2}}'"
+        )
+    return answer
+
+
+def _truth(ground_truth: Any) -> tuple[str, Answer]:
     is_number = isinstance(ground_truth, int | float) and not isinstance(ground_truth, bool) and math.isfinite(ground_truth)
     if not is_number and not isinstance(ground_truth, str):
         raise ValueError(
             f"the ground truth {str(ground_truth)[:60]!r} is a {type(ground_truth).__name__}, expected text or a finite number; "
             "write the answer as text, such as '18'"
         )
-    refuse_unencodable(ground_truth, "the ground truth")
-    if not parse(f"\\boxed{{{ground_truth}}}", parsing_timeout=None):
-        raise ValueError(f"the ground truth {ground_truth!r} is no mathematical expression")
+    text = str(ground_truth).strip()
+    return text, _read_truth(text)
+
+
+def _unread(answer: Answer) -> list[str]:
+    match answer:
+        case Unread(text):
+            return [text]
+        case Items(items=items):
+            return [text for item in items for text in _unread(item)]
+    return []
+
+
+def _unwrapped(text: str) -> str:
+    """Returns the text without the commands around it."""
+    return re.sub(r"\\(?:text|textbf|mathrm|mathbf|boxed|textrm|mbox)\s*\{([^{}]*)\}", r"\1", text).strip().strip("*$").strip()
+
+
+# ---- what only Math-Verify reads
+
+
+class _TooSlow(BaseException):
+    """No Exception, which Math-Verify would catch."""
+
+
+def _verified(truth: str, answer: str) -> bool:
+    left, right = _parsed(truth), _parsed(answer)
+    if not left or not right:
+        return False
+    return bool(_within_limit(lambda: verify(left, right, timeout_seconds=None, allow_set_relation_comp=True)))
+
+
+def _parsed(text: str) -> list[Any]:
+    if len(text) > _LONGEST_FOR_MATH_VERIFY or _HUGE.search(text):
+        return []
+    return _within_limit(lambda: parse(f"\\boxed{{{text}}}", parsing_timeout=None)) or []
+
+
+def _within_limit(call: Callable[[], Any]) -> Any:
+    """Returns what `call` returns, or None if it takes more than LIMIT_S of the processor.
+
+    Signals reach the main thread alone, which is where reward processes score. Elsewhere `reward.time_limit_s` is the only limit.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return call()
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise _TooSlow
+
+    before = signal.signal(signal.SIGVTALRM, stop)
+    signal.setitimer(signal.ITIMER_VIRTUAL, LIMIT_S)
+    try:
+        return call()
+    except _TooSlow:
+        return None
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)

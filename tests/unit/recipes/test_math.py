@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
 import pyarrow
 import pyarrow.parquet
@@ -12,32 +17,113 @@ import pytest
 
 from megarl.config.schema import DataConfig, LossyText
 from megarl.data.prompts import PromptDataset
+from megarl.recipes.math import reward
 from megarl.recipes.math.prepare import convert_gsm8k
-from megarl.recipes.math.reward import compute_score
+from megarl.recipes.math.reward import answer_from_truth, check_truth, compute_score
 from megarl.recipes.quickstart.prepare import make_tokenizer
+from tests.unit.recipes.math_cases import CASES, MISSES
 
 REPOSITORY = Path(__file__).parents[3]
 
 
+def test_answers_are_judged_as_a_mathematician_does() -> None:
+    """All but the named misses, which are less than 1 % of the table."""
+    misses = {(response, truth) for response, truth, right in CASES if compute_score("d", response, truth, {})["score"] != right}
+    assert misses == {(f"\\boxed{{{answer}}}", truth) for answer, truth in MISSES}
+    assert len(misses) <= 0.01 * len(CASES)
+
+
+def test_the_table_has_both_kinds() -> None:
+    assert len({case[:2] for case in CASES}) == len(CASES) >= 450
+    assert sum(right for *_, right in CASES) >= 300
+    assert sum(not right for *_, right in CASES) >= 120
+
+
 @pytest.mark.parametrize(
-    ("solution", "truth", "score"),
+    "answers",
     [
-        ("so it is \\boxed{18}", "18", 1.0),
-        ("the answer is 18.", "18", 1.0),
-        ("\\boxed{\\frac{1}{2}}", "0.5", 1.0),
-        ("\\boxed{1,000}", "1000", 1.0),
-        ("first \\boxed{5} but then \\boxed{6}", "6", 1.0),
-        ("\\boxed{17}", "18", 0.0),
-        ("I do not know", "18", 0.0),
+        ["18", "18.0", "1.8e1", r"\frac{36}{2}", r"x = 18", r"18\text{ cm}", r"\text{The answer is } 18", "１８"],
+        [r"\frac{1}{3}", "1/3", r"0.\overline{3}", "2/6"],
+        [r"\sqrt{2}", r"2^{1/2}", r"\frac{2}{\sqrt{2}}"],
+        ["x^2+2x+1", "(x+1)^2", "(1+x)(x+1)", "y = (x+1)^2"],
+        ["1, 2", "2, 1", r"\{1, 2\}", r"x=1 \text{ or } x=2"],
+        [r"x \le 3", r"(-\infty, 3]", r"3 \ge x"],
+        [r"\emptyset", r"\text{no solution}", "∅"],
+        ["(A)", "A", r"\textbf{(A)}"],
+        [r"\text{Friday}", "friday"],
     ],
+    ids=lambda answers: answers[0],
 )
-def test_an_answer_is_right_or_wrong(solution: str, truth: str, score: float) -> None:
-    assert compute_score("gsm8k", solution, truth, {}) == score
+def test_equal_answers_have_one_text(answers: list[str]) -> None:
+    """Which maj@k counts."""
+    scored = [compute_score("d", f"\\boxed{{{answer}}}", answers[0].strip("()"), {}) for answer in answers]
+    assert len({score["answer"] for score in scored}) == 1, scored
+    others = [compute_score("d", rf"\boxed{{{answer}}}", "18", {})["answer"] for answer in ("17", r"\sqrt{3}", "x", "(1,2)", r"x<3", "B")]
+    assert not {score["answer"] for score in scored} & set(others)
 
 
-def test_a_ground_truth_that_is_no_mathematics_is_an_error() -> None:
-    with pytest.raises(ValueError, match="the ground truth '' is no mathematical expression"):
-        compute_score("gsm8k", "\\boxed{1}", "", {})
+def test_different_answers_have_different_texts() -> None:
+    answers = ["18", "-18", "1/18", r"\sqrt{18}", "x", "y", "x^2", "(1,2)", "(2,1)", "[1,2]", "1,2", "x<1", r"x\le 1", "x>1", r"50\%", "50"]
+    assert len({compute_score("d", f"\\boxed{{{answer}}}", "7", {})["answer"] for answer in answers}) == len(answers)
+
+
+def test_a_response_without_an_answer_has_none() -> None:
+    assert compute_score("d", "<think>18", "18", {}) == {"score": 0.0, "answer": None}
+
+
+@pytest.mark.parametrize("truth", [None, math.nan, math.inf, True, ["5", "6"], {"a": 1}, "", " ", "nan", "null", "\ud800"])
+def test_ground_truths_that_no_answer_matches(truth: Any) -> None:
+    with pytest.raises(ValueError, match="^the ground truth "):
+        check_truth(truth)
+    if truth != "\ud800":
+        with pytest.raises(ValueError, match="^the ground truth "):
+            compute_score("d", "\\boxed{18}", truth, {})
+
+
+def test_numbers_that_json_reads_are_ground_truths() -> None:
+    for truth in (18, 18.0, "18"):
+        check_truth(truth)
+        assert compute_score("d", "\\boxed{18}", truth, {})["score"] == 1.0
+
+
+def test_ground_truths_are_right_answers_in_their_own_form() -> None:
+    truths = {truth for _, truth, _ in CASES}
+    wrong = [truth for truth in truths if compute_score("d", answer_from_truth(truth), truth, {})["score"] != 1.0]
+    assert wrong == []
+    for truth in truths:
+        check_truth(truth)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "9^{9^{9^{9}}}", "x" * 1999, "1+" * 999 + "1", r"\frac{" * 300, r"\sqrt{" * 300 + "2" + "}" * 300, "2^" * 900 + "2", "x!" * 900,
+        "|" * 1900, "1," * 900 + "1", "x=" * 900 + "1", r"\{" * 300 + r"\}" * 300, "a or " * 380 + "b", "is " * 600, "no " * 600,
+        "0." + "1" * 1900 + "...", "-" * 1900 + "1", "5000!" * 380, "A long sentence of words, which is " * 50, "1 " * 900,
+        r"\sum_{i=1}^{9999}\sum_{j=1}^{9999} ij", r"\prod_{k=1}^{9999}(k!)", r"\tan 7^{7^7}", "(10^{10})!", r"\int \frac{1}{x^5+x+1} dx",
+        r"\(" * 20_000, r"\boxed{" * 9000,
+    ],
+    ids=range(26),
+)  # fmt: skip
+def test_slow_answers_are_wrong_in_little_time(answer: str) -> None:
+    """Without a limit some of these would take hours of the processor."""
+    before = time.process_time()
+    for response in (f"\\boxed{{{answer}}}", answer):
+        assert compute_score("d", response, "18", {})["score"] == 0.0
+    assert time.process_time() - before < 20
+
+
+def test_a_comparison_by_math_verify_that_takes_long_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    def endless(*given: Any, **named: Any) -> bool:
+        while True:
+            with contextlib.suppress(Exception):  # as sympy does
+                math.factorial(100)
+
+    monkeypatch.setattr(reward, "LIMIT_S", 0.05)
+    monkeypatch.setattr(reward, "verify", endless)
+    matrix = r"\begin{pmatrix}1\\2\end{pmatrix}"
+    assert compute_score("d", f"\\boxed{{{matrix}}}", matrix.replace("1", "3"), {})["score"] == 0.0
+    assert signal.getitimer(signal.ITIMER_VIRTUAL) == (0.0, 0.0)
 
 
 def gsm8k(file: Path, *answers: str) -> Path:

@@ -1,0 +1,436 @@
+"""Parses a formula in LaTeX or plain text, and evaluates it at given values of its variables."""
+
+from __future__ import annotations
+
+import functools
+import re
+import string
+from collections.abc import Callable, Mapping
+from fractions import Fraction
+from typing import Any, NamedTuple
+
+from megarl.recipes.math import numbers
+from megarl.recipes.math.numbers import NoNumberError, Number, TooLargeError, context
+
+_DEEPEST = 60  # brackets within brackets
+_LONGEST_NUMBER = 5000  # digits
+_LONGEST_PERIOD = 20  # digits of a repeating decimal that ends in dots
+_TOKEN = re.compile(
+    r"\s*(?:(?P<based>[0-9A-Za-z]*\d[0-9A-Za-z]*_(?:\{\d+\}|\d+))"
+    r"|(?P<number>\d{1,3}(?:(?:,|\{,\})\d{3})+(?!\d)(?:\.\d+)?|(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d+(?![A-Za-z]))?)"
+    r"|(?P<command>\\[A-Za-z]+|\\[{}|%])|(?P<word>[A-Za-z]+)|(?P<sign>\*\*|.))",
+    re.DOTALL,
+)
+_REPEATING = re.compile(
+    r"(?<![\d.])(\d*)\.(\d*)(?:\\overline\s*\{\s*(\d+)\s*\}|\\bar\s*\{\s*(\d+)\s*\}|\\dot\s*\{\s*(\d)\s*\}|\(\s*(\d+)\s*\))"
+)
+_DOTS = re.compile(r"(?<![\d.])(\d*)\.(\d+)\s*(?:\\ldots|\\dots|\\cdots|\.\.\.|…)")
+_MIXED = re.compile(
+    r"(?<![\w.^_{/\\)])(\d+)\s*\\frac\s*\{\s*(\d+)\s*\}\s*\{\s*(\d+)\s*\}|(?<![\w.^_{/\\)])(\d+)\s+(\d+)\s*/\s*(\d+)(?![\d.])"
+)
+_SHORT_FRACTION = re.compile(r"\\frac\s*(\d)\s*(\d)|\\frac\s*(\{[^{}]*\})\s*(\d|[A-Za-z])(?![\d])|\\frac\s*(\d)\s*(?=\{)")
+_FUNCTIONS: dict[str, Callable[[Any], Any]] = {
+    **{name: getattr(context, name) for name in ("sin", "cos", "tan", "sec", "csc", "cot", "sinh", "cosh", "tanh", "exp", "ln")},
+    **{f"arc{name}": getattr(context, f"a{name}") for name in ("sin", "cos", "tan")},
+    "log": context.ln,
+}
+_CONSTANTS = {"pi": context.pi, "e": context.e, "i": context.mpc(0, 1), "imath": context.mpc(0, 1)}
+_GREEK = (
+    "alpha beta gamma delta epsilon varepsilon zeta eta theta vartheta iota kappa lambda mu nu xi rho sigma tau phi varphi chi psi omega"
+)
+_GREEK_NAMES = frozenset(_GREEK.split()) | frozenset(name.capitalize() for name in _GREEK.split())
+_SHORT_WORDS = ("no", "if", "in", "is", "it", "of", "on", "or", "so", "to", "we")  # no products of two variables
+_TIMES, _OVER = ("*", "\\cdot", "\\times", "\\ast"), ("/", "\\div")
+_OPENING = {"(": ")", "[": "]", "{": "}", "\\{": "\\}", "|": "|"}
+Value = Callable[[Mapping[str, Number]], Number]
+
+
+class UnreadableError(ValueError):
+    """Text that is no formula that this module reads."""
+
+
+class Expression(NamedTuple):
+    """A formula.
+
+    Attributes:
+        value: Computes the value from those of the variables. Raises NoNumberError, TooLargeError.
+        names: The variables.
+        last_place: What one unit of the last place of a decimal number is worth; None for all other formulas.
+        percent: The formula ends in a percent sign, which is left out of its value.
+    """
+
+    value: Value
+    names: frozenset[str]
+    last_place: Fraction | None = None
+    percent: bool = False
+
+
+def parse(text: str) -> Expression:
+    """Reads a formula that has one value for each choice of its variables.
+
+    Raises:
+        UnreadableError: It is something else, such as a set, an equation or a sentence.
+    """
+    if not text.strip():
+        raise UnreadableError("it is empty")
+    percent = re.search(r"\s*\\?%$", text)
+    if percent:
+        text = text[: percent.start()]
+    decimal = _decimal(text)
+    if decimal is not None:
+        return Expression(_constant(decimal[0]), frozenset(), decimal[1], percent is not None)
+    parser = _Parser(_prepared(text))
+    try:
+        value = parser.whole()
+    except RecursionError:
+        raise UnreadableError("it is nested too deeply") from None
+    return Expression(functools.partial(_evaluated, value), frozenset(parser.names), None, percent is not None)
+
+
+def _evaluated(value: Value, variables: Mapping[str, Number]) -> Number:
+    try:
+        return value(variables)
+    except RecursionError:
+        raise TooLargeError("the formula is too long") from None
+    except (ArithmeticError, TypeError, ValueError) as error:  # of mpmath, at a pole or for an order of complex numbers
+        raise NoNumberError(str(error)) from None
+
+
+def _decimal(text: str) -> tuple[Fraction, Fraction] | None:
+    """Returns the value and last place of a decimal number, also in scientific notation."""
+    dots = _DOTS.fullmatch(text.strip().lstrip("+-"))
+    if dots and _period(dots.group(2)) is None:
+        text = text.strip()[: len(text.strip()) - len(dots.group()) + dots.end(2)]
+    found = re.fullmatch(
+        r"\s*([+-]?)\s*(\d{1,3}(?:(?:,|\{,\})\d{3})+|\d*)\.(\d+)\s*(?:[eE]([+-]?\d+)|(?:\\times|\\cdot|\*)\s*10\s*(?:\^|\*\*)\s*\{?\s*(-?\d+)\s*\}?)?\s*",
+        text,
+    )
+    if found is None or len(text) > _LONGEST_NUMBER:
+        return None
+    sign, whole, decimals, short, long = found.groups()
+    exponent = int(short or long or 0)
+    if abs(exponent) > _LONGEST_NUMBER:
+        return None
+    scale = Fraction(10) ** (exponent - len(decimals))
+    digits = int(re.sub(r"\D", "", whole) + decimals)
+    return (-digits if sign == "-" else digits) * scale, scale
+
+
+def _period(decimals: str) -> tuple[str, str] | None:
+    """Returns what comes before the period of decimals that go on, and the period, if they show it three times, or twice if it is long."""
+    for length in range(1, min(len(decimals) // 2, _LONGEST_PERIOD) + 1):
+        period = decimals[-length:]
+        shown = len(re.search(f"(?:{period})+$", decimals).group()) // length  # type: ignore[union-attr]
+        if shown >= (3 if length == 1 else 2):
+            return decimals[: len(decimals) - shown * length], period
+    return None
+
+
+def _prepared(text: str) -> str:
+    """Returns the text with repeating decimals and mixed numbers as fractions in parentheses, and braces around the parts of fractions."""
+
+    def repeating(whole: str, before: str, period: str) -> str:
+        value = Fraction(int(whole or 0)) + Fraction(int(before or 0), 10 ** len(before))
+        value += Fraction(int(period), (10 ** len(period) - 1) * 10 ** len(before))
+        return f"({value.numerator}/{value.denominator})"
+
+    def with_dots(found: re.Match[str]) -> str:
+        period = _period(found.group(2))
+        return repeating(found.group(1), *period) if period else found.group()
+
+    def mixed(found: re.Match[str]) -> str:
+        whole, above, below = (group for group in found.groups() if group is not None)
+        return f"({whole}+{above}/{below})" if int(above) < int(below) else found.group()
+
+    def short(found: re.Match[str]) -> str:
+        one, two, braced, after, alone = found.groups()
+        if one:
+            return f"\\frac{{{one}}}{{{two}}}"
+        return f"\\frac{braced}{{{after}}}" if braced else f"\\frac{{{alone}}}"
+
+    if len(text) > _LONGEST_NUMBER:
+        raise UnreadableError("it is too long")
+    text = _SHORT_FRACTION.sub(short, text)
+    text = _REPEATING.sub(lambda found: repeating(found.group(1), found.group(2), next(filter(None, found.groups()[2:]))), text)
+    return _MIXED.sub(mixed, _DOTS.sub(with_dots, text))
+
+
+def _constant(value: Number) -> Value:
+    return lambda variables: value
+
+
+def _of(function: Callable[..., Number], *arguments: Value) -> Value:
+    return lambda variables: function(*(argument(variables) for argument in arguments))
+
+
+def _applied(name: str, value: Number) -> Number:
+    if name == "ln" and value == 1:
+        return Fraction(0)
+    approximate = numbers.approximate(value)
+    if name == "exp":
+        return numbers.power(context.mpf(context.e), value)
+    if name in ("ln", "log") and approximate == 0:
+        raise NoNumberError("the logarithm of zero")
+    if abs(approximate) >= 2**60:
+        raise TooLargeError("the argument is too large")
+    result = _FUNCTIONS[name](approximate)
+    if not context.isfinite(result) or abs(result) > 2.0**300:
+        raise NoNumberError("the value is not finite")
+    return Fraction(0) if abs(result) < 2.0**-350 else result
+
+
+def _root(value: Number, degree: Number) -> Number:
+    if degree == 0:
+        raise NoNumberError("the root of degree zero")
+    if isinstance(value, Fraction) and value >= 0 and isinstance(degree, Fraction) and degree.denominator == 1 and degree > 0:
+        exact = [_exact_root(part, degree.numerator) for part in (value.numerator, value.denominator)]
+        if None not in exact:
+            return Fraction(exact[0], exact[1])  # type: ignore[arg-type]
+    return numbers.power(value, 1 / degree if isinstance(degree, Fraction) else context.mpf(1) / degree)
+
+
+def _exact_root(value: int, degree: int) -> int | None:
+    if value.bit_length() > 2000 or degree > 64:
+        return None
+    root = int(context.nint(context.power(value, context.mpf(1) / degree)))
+    return root if root**degree == value else None
+
+
+def _logarithm(value: Number, base: Number) -> Number:
+    return numbers.divide(_applied("ln", value), _applied("ln", base))
+
+
+class _Parser:
+    """A recursive descent over tokens; each method returns the value of what it has read."""
+
+    def __init__(self, text: str) -> None:
+        self._tokens = [
+            (found.lastgroup or "", found.group(found.lastgroup or 0)) for found in _TOKEN.finditer(text) if found.group().strip()
+        ]
+        self._at, self._depth, self._bars = 0, 0, 0
+        self.names: set[str] = set()
+
+    def whole(self) -> Value:
+        value = self._sum()
+        if self._at < len(self._tokens):
+            raise UnreadableError(f"{self._token()!r} is not expected")
+        return value
+
+    def _token(self) -> str:
+        return self._tokens[self._at][1] if self._at < len(self._tokens) else ""
+
+    def _kind(self) -> str:
+        return self._tokens[self._at][0] if self._at < len(self._tokens) else ""
+
+    def _take(self, *tokens: str) -> bool:
+        if self._token() in tokens and self._token():
+            self._at += 1
+            return True
+        return False
+
+    def _sum(self) -> Value:
+        value = self._product()
+        while self._token() in ("+", "-"):
+            is_minus = self._take("-") or not self._take("+")
+            term = self._product()
+            value = _of(lambda a, b, minus=is_minus: numbers.add(a, -b if minus else b), value, term)
+        return value
+
+    def _product(self) -> Value:
+        if self._take("-"):
+            return _of(lambda a: -a, self._product())
+        if self._take("+"):
+            return self._product()
+        value = self._power()
+        while True:
+            if self._take(*_TIMES):
+                value = _of(numbers.multiply, value, self._signed_power())
+            elif self._take(*_OVER):
+                value = _of(numbers.divide, value, self._signed_power())
+            elif self._begins_factor():
+                if self._kind() in ("number", "based") and self._tokens[self._at - 1][0] in ("number", "based"):
+                    raise UnreadableError("two numbers beside each other")
+                value = _of(numbers.multiply, value, self._power())
+            else:
+                return value
+
+    def _signed_power(self) -> Value:
+        if self._take("-"):
+            return _of(lambda a: -a, self._signed_power())
+        return self._power()
+
+    def _begins_factor(self) -> bool:
+        kind, token = self._kind(), self._token()
+        if kind in ("number", "word", "based") or token in ("(", "[", "{", "\\{"):
+            return True
+        if token == "|":
+            return self._bars == 0
+        return kind == "command" and (token[1:] in _FUNCTIONS or token[1:] in _CONSTANTS or token[1:] in _GREEK_NAMES or token in _ATOMS)
+
+    def _power(self) -> Value:
+        value = self._atom()
+        while True:
+            if self._take("^", "**"):
+                if self._take("\\circ"):
+                    value = _of(lambda a: numbers.multiply(a, context.pi / 180), value)
+                    continue
+                value = _of(numbers.power, value, self._argument())
+            elif self._take("!"):
+                value = _of(numbers.double_factorial if self._take("!") else numbers.factorial, value)
+            else:
+                return value
+
+    def _argument(self) -> Value:
+        """Reads what a command or a power applies to: what is in braces, or one token."""
+        if self._take("{"):
+            return self._until("}")
+        if self._take("-"):
+            return _of(lambda a: -a, self._argument())
+        kind, token = self._kind(), self._token()
+        if kind == "word" and len(token) > 1 and token not in _CONSTANTS and token not in ("sqrt", *_FUNCTIONS):
+            self._tokens[self._at] = (kind, token[1:])
+            return self._name(token[0])
+        value = self._atom()
+        return _of(numbers.power, value, self._argument()) if self._take("^", "**") else value
+
+    def _until(self, closing: str) -> Value:
+        self._depth += 1
+        if self._depth > _DEEPEST:
+            raise UnreadableError("it is nested too deeply")
+        bars, self._bars = self._bars, self._bars + 1 if closing == "|" else 0
+        value = self._sum()
+        if not self._take(closing):
+            raise UnreadableError(f"{closing!r} is missing")
+        self._depth, self._bars = self._depth - 1, bars
+        return value
+
+    def _atom(self) -> Value:
+        kind, token = self._kind(), self._token()
+        self._at += 1
+        if kind == "number":
+            return _constant(_number(token))
+        if kind == "based":
+            return _constant(_in_base(token))
+        if token in _OPENING and token != "\\{":
+            value = self._until(_OPENING[token])
+            return _of(abs, value) if token == "|" else value
+        if kind == "word":
+            return self._word(token)
+        if token in _ATOMS:
+            return _ATOMS[token](self)
+        if kind == "command" and token[1:] in _FUNCTIONS:
+            return self._function(token[1:])
+        if kind == "command" and (token[1:] in _CONSTANTS or token[1:] in _GREEK_NAMES):
+            return self._name(token[1:])
+        raise UnreadableError(f"{token or 'the end'!r} is not expected")
+
+    def _word(self, word: str) -> Value:
+        if word == "sqrt":
+            return self._square_root()
+        if word in ("asin", "acos", "atan"):
+            return self._function(f"arc{word[1:]}")
+        if word in _FUNCTIONS:
+            return self._function(word)
+        if len(word) == 1 or word in _CONSTANTS or word in _GREEK_NAMES:
+            if len(word) == 1 and word in "fghFG" and self._token() == "(":
+                raise UnreadableError("a function without a definition")
+            return self._name(word)
+        if word.lower() in _SHORT_WORDS or (len(word) > 2 and set(word.lower()) & set("aeiou") and not _is_run(word)):
+            raise UnreadableError(f"the word {word!r}")
+        self._tokens[self._at : self._at] = [("word", letter) for letter in word[1:]]
+        return self._name(word[0])
+
+    def _name(self, name: str) -> Value:
+        if self._take("_"):
+            if self._take("{"):
+                end = next((at for at in range(self._at, len(self._tokens)) if self._tokens[at][1] == "}"), None)
+                if end is None:
+                    raise UnreadableError("'}' is missing")
+                below = "".join(token for _, token in self._tokens[self._at : end])
+                self._at = end + 1
+            else:
+                below = self._token()
+                self._at += 1
+            name = f"{name}_{below}"
+        if name in _CONSTANTS:
+            constant = _CONSTANTS[name]
+            return _constant(constant if name in ("i", "imath") else +context.mpf(constant))
+        self.names.add(name)
+        return lambda variables: variables[name]
+
+    def _function(self, name: str) -> Value:
+        base, exponent = None, None
+        if name == "log" and self._take("_"):
+            base = self._argument()
+        if self._take("^"):
+            exponent = self._argument()
+        if self._take("_"):
+            raise UnreadableError("a function with an index")
+        argument = self._function_argument()
+        value = _of(_logarithm, argument, base) if base else _of(functools.partial(_applied, name), argument)
+        if exponent is None:
+            return value
+        inverse = functools.partial(_applied, f"arc{name}") if name in ("sin", "cos", "tan") else None
+
+        def raised(variables: Mapping[str, Number]) -> Number:
+            degree = exponent(variables)
+            if degree == -1 and inverse:
+                return inverse(argument(variables))
+            return numbers.power(value(variables), degree)
+
+        return raised
+
+    def _function_argument(self) -> Value:
+        if self._take("("):
+            return self._until(")")
+        if self._take("{"):
+            return self._until("}")
+        value = self._power()
+        while self._begins_factor() and self._token().lstrip("\\") not in _FUNCTIONS:
+            value = _of(numbers.multiply, value, self._power())
+        if self._take("/"):
+            value = _of(numbers.divide, value, self._power())
+        return value
+
+    def _square_root(self) -> Value:
+        degree: Value = _constant(Fraction(2))
+        if self._take("["):
+            degree = self._until("]")
+        if self._take("("):
+            return _of(_root, self._until(")"), degree)
+        return _of(_root, self._argument(), degree)
+
+    def _fraction(self) -> Value:
+        above = self._argument()
+        return _of(numbers.divide, above, self._argument())
+
+    def _binomial(self) -> Value:
+        above = self._argument()
+        return _of(numbers.binomial, above, self._argument())
+
+
+_ATOMS: dict[str, Callable[[_Parser], Value]] = {
+    "\\sqrt": _Parser._square_root,
+    "\\frac": _Parser._fraction,
+    "\\binom": _Parser._binomial,
+}
+
+
+def _number(token: str) -> Fraction:
+    digits, _, exponent = re.sub(r"[,{}]", "", token).lower().partition("e")
+    if len(digits) > _LONGEST_NUMBER or abs(int(exponent or 0)) > _LONGEST_NUMBER:
+        raise UnreadableError("the number is too long")
+    return Fraction(digits.rstrip(".")) * Fraction(10) ** int(exponent or 0)
+
+
+def _in_base(token: str) -> Fraction:
+    digits, _, base = token.partition("_")
+    try:
+        return Fraction(int(digits, int(base.strip("{}"))))
+    except ValueError:
+        raise UnreadableError(f"{token!r} is no number") from None
+
+
+def _is_run(word: str) -> bool:
+    """Whether the letters follow each other in the alphabet, as variables such as abc do."""
+    return "".join(sorted(word)) in string.ascii_lowercase

@@ -1,0 +1,378 @@
+"""Reads an answer as a mathematical object: a formula, a list, a set, a tuple, intervals, an equation or words."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from megarl.recipes.math.expression import Expression, UnreadableError, parse
+from megarl.recipes.math.numbers import NoNumberError, TooLargeError
+from megarl.recipes.math.plain_latex import plain_latex
+
+
+class Formula(NamedTuple):
+    """unit: The words after it, such as "cm"; empty if there are none."""
+
+    expression: Expression
+    unit: str = ""
+
+
+class Items(NamedTuple):
+    """kind: "list" for what only commas separate, "set" for braces, else the two brackets, such as "(]"."""
+
+    kind: str
+    items: tuple[Answer, ...]
+
+
+class Interval(NamedTuple):
+    """Part of the real line. An end is a number, or None where there is no end."""
+
+    low: Expression | None
+    high: Expression | None
+    has_low: bool
+    has_high: bool
+
+
+class Union(NamedTuple):
+    """Intervals; none for the empty set."""
+
+    parts: tuple[Interval, ...]
+
+
+class Equation(NamedTuple):
+    """sides: At least two, of an equation or a chain of them."""
+
+    sides: tuple[Answer, ...]
+
+
+class Words(NamedTuple):
+    text: str
+
+
+class Unread(NamedTuple):
+    """What only Math-Verify may read."""
+
+    text: str
+
+
+Answer = Formula | Items | Union | Equation | Words | Unread
+EMPTY = Union(())
+_NOTHING = re.compile(
+    r"(?:there (?:is|are|exists?) )?(?:none|no(?: such)?(?: (?:real|integer|positive|rational|valid|possible))*"
+    r" (?:solutions?|roots?|values?|numbers?|integers?|answers?)(?: (?:exists?|in (?:the )?reals?))?)"
+    r"|(?:the )?empty set|\\emptyset|\\\{ *\\\}|\{ *\}"
+)
+_SAME_WORDS = {
+    "dne": "does not exist",
+    "doesn't exist": "does not exist",
+    "infinite": "infinitely many",
+    "infinitely many solutions": "infinitely many",
+}
+_INTRODUCTION = re.compile(
+    r"^(?:[A-Za-z',]+ )*?(?:is|are|equals|to be)(?: (?:approximately|about|exactly|equal to|simply))? *:? *(?=\S)|^[A-Za-z ]+: *",
+    re.IGNORECASE,
+)
+_APPROXIMATELY = re.compile(r"^(?:approximately|approx\.?|about|\\approx|\\sim|=)\s*", re.IGNORECASE)
+_KNOWN_UNITS = (
+    "mm",
+    "cm",
+    "dm",
+    "km",
+    "m",
+    "mg",
+    "kg",
+    "g",
+    "lb",
+    "oz",
+    "ml",
+    "l",
+    "s",
+    "ms",
+    "min",
+    "h",
+    "hr",
+    "hrs",
+    "mph",
+    "kph",
+    "km/h",
+    "m/s",
+)
+_UNITS = (*_KNOWN_UNITS, "ft", "in", "yd", "deg", "rad", "N", "J", "W", "Hz")
+_CLEAR_UNIT = re.compile(
+    rf"\s*(?:(?P<known>(?<=[\d\s}}])(?:{'|'.join(map(re.escape, sorted(_UNITS, key=len, reverse=True)))}))(?:\^\{{?[23]\}}?)?"
+    r"|(?P<words>[A-Za-z]{3,}(?:[ /-][A-Za-z]+)*)(?:\^\{?[23]\}?)?)\s*$"
+)
+_SAME_UNITS = {
+    **dict.fromkeys(("centimeter", "centimetre"), "cm"), **dict.fromkeys(("meter", "metre"), "m"), **dict.fromkeys(("liter", "litre"), "l"),
+    **dict.fromkeys(("kilometer", "kilometre"), "km"), **dict.fromkeys(("inche", "inch"), "in"), **dict.fromkeys(("foot", "feet"), "ft"),
+    **dict.fromkeys(("second", "sec"), "s"), **dict.fromkeys(("hour", "hr"), "h"), **dict.fromkeys(("square inche", "square inch"), "in^2"),
+    **dict.fromkeys(("square foot", "square feet"), "ft^2"), "millimeter": "mm", "gram": "g", "kilogram": "kg", "minute": "min", "usd": "dollar",
+    "percent": "%", "deg": "degree", "square centimeter": "cm^2", "square meter": "m^2", "cubic meter": "m^3", "cubic centimeter": "cm^3",
+}  # fmt: skip
+_NO_UNIT = frozenset({"unit", "square unit", "cubic unit", "sq unit", "unit^2", "unit^3", "each", "total", "in total", "way", "solution"})
+_RELATIONS = re.compile(r"(\\le(?![A-Za-z])|\\ge(?![A-Za-z])|\\ne(?![A-Za-z])|\\in(?![A-Za-z])|\\approx|<=|>=|!=|<|>|=)")
+_LESS, _MORE = {"<": False, "\\le": True, "<=": True}, {">": False, "\\ge": True, ">=": True}
+_OR, _AND = (
+    re.compile(r'\s*(?:"\s*,?or\s*"|\bor\b|\\lor|\\vee)\s*'),
+    re.compile(r'\s*(?:,\s*)?(?:"\s*,?and\s*"|\band\b|\\land|\\wedge|\\&)\s*'),
+)
+_VARIABLE = re.compile(r"\\?[A-Za-z]+(?:_\{?\w+\}?)?'?|[A-Za-z]+(?:_\{?\w+\}?)?'*\s*\([A-Za-z0-9, ]*\)|\|?[A-Z]{1,3}\|?|\\angle [A-Z]+")
+_ALL_REALS = re.compile(r"(?:x \\in )?\\mathbb\{R\}|all real(?: number)?s?|(?:the )?set of(?: all)? real numbers|all reals", re.IGNORECASE)
+
+
+def read(text: str) -> Answer:
+    """Reads an answer. Never raises: what it cannot read is Unread."""
+    try:
+        return _read(plain_latex(text))
+    except RecursionError:
+        return Unread(text)
+
+
+def _read(text: str) -> Answer:
+    words = _as_words(text)
+    if _NOTHING.fullmatch(words.lower()):
+        return EMPTY
+    if _ALL_REALS.fullmatch(words):
+        return Union((Interval(None, None, False, False),))
+    if "\\forall" in text or "\\exists" in text:
+        return Words(re.sub(r"\s+", "", text))  # it says more than the formula in it
+    for parsed in (_several(text), _relation(text), _brackets(text), _formula(text)):
+        if parsed is not None:
+            return parsed
+    shorter = _APPROXIMATELY.sub("", _INTRODUCTION.sub("", words)) if " " in words else words
+    if shorter != words and re.search(r"[\d\\]", shorter):
+        return _read(plain_latex(shorter))
+    if re.fullmatch(r"[A-Za-z][A-Za-z ,.'()-]*", words):
+        lower = words.lower().strip(" .")
+        return Words(_SAME_WORDS.get(lower, lower))
+    return Unread(text)
+
+
+def _as_words(text: str) -> str:
+    return re.sub(r"\s+", " ", text.replace('"', " ")).strip()
+
+
+# ---- lists, sets, tuples and intervals
+
+
+def split(text: str, separator: str = ",") -> list[str]:
+    """Splits text at commas that are in no bracket, and in no number such as 1,000."""
+    parts, depth, start = [], 0, 0
+    thousands = (
+        {at for found in re.finditer(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?![\d,])", text) for at in range(*found.span())}
+        if separator == ","
+        else set()
+    )
+    for at, character in enumerate(text):
+        if character in "([{":
+            depth += 1
+        elif character in ")]}":
+            depth -= 1
+        elif depth == 0 and at not in thousands and text.startswith(separator, at):
+            parts.append(text[start:at])
+            start = at + len(separator)
+    return [*parts, text[start:]]
+
+
+def _several(text: str) -> Answer | None:
+    """Reads what commas, "and", "or", a union sign or plus-minus join."""
+    if "\\cup" in text:
+        unions = [as_union(_read(part.strip())) for part in text.split("\\cup")]
+        if all(union is not None for union in unions):
+            return Union(tuple(each for union in unions if union is not None for each in union.parts))
+        return None
+    for pattern in (_OR, _AND):
+        joined = pattern.split(text)
+        if len(joined) > 1 and all(joined):
+            return _joined([_read(part) for each in joined for part in split(each) if part.strip()], pattern is _OR)
+    parts = split(text)
+    if len(parts) > 1 and all(part.strip() for part in parts):
+        return _joined([_read(part.strip()) for part in parts], False)
+    if len(split(text, ";")) > 1 and text[:1] not in "([":
+        return _joined([_read(part.strip()) for part in split(text, ";")], False)
+    if text.count("\\pm") == 1 and "=" not in text and text[:1] not in "([":
+        return Items("list", tuple(_read(text.replace("\\pm", sign)) for sign in ("+", "-")))
+    return None
+
+
+def _joined(answers: Sequence[Answer], is_or: bool) -> Answer | None:
+    unions = [as_union(answer) if isinstance(answer, Union) else None for answer in answers]
+    if all(union is not None for union in unions):
+        if is_or:
+            return Union(tuple(part for union in unions if union for part in union.parts))
+        return _intersection([part for union in unions if union for part in union.parts])
+    return Items("list", tuple(item for answer in answers for item in (answer.items if _is_list(answer) else (answer,))))  # type: ignore[union-attr]
+
+
+def _is_list(answer: Answer) -> bool:
+    return isinstance(answer, Items) and answer.kind == "list"
+
+
+def _intersection(parts: Sequence[Interval]) -> Union | None:
+    if len(parts) == 2 and {part.low is None for part in parts} == {part.high is None for part in parts} == {True, False}:
+        below, above = sorted(parts, key=lambda part: part.low is None)
+        return Union((Interval(below.low, above.high, below.has_low, above.has_high),))
+    return None
+
+
+def _brackets(text: str) -> Answer | None:
+    opening = "\\{" if text.startswith("\\{") else text[:1]
+    closing = "\\}" if text.endswith("\\}") else text[-1:]
+    if opening not in ("(", "[", "{", "\\{") or closing not in (")", "]", "}", "\\}"):
+        return None
+    inner = text[len(opening) : len(text) - len(closing)]
+    is_set = opening.endswith("{") and closing.endswith("}")
+    parts = re.sub(r"(?<=\d),(?=\d)", ", ", inner) if not is_set else inner
+    items = split(parts)
+    if not is_set and len(items) == 1 and ";" in inner:
+        items = split(inner, ";")
+    if _unbalanced(inner) or (len(items) == 1 and not (is_set and opening == "\\{")):
+        return None
+    builder = re.fullmatch(r"\s*\w+\s*(?:\\in\s*\\mathbb\{R\})?\s*[|:](.*)", inner) if is_set else None
+    if builder:
+        return _relation(builder.group(1).strip())
+    if is_set:
+        elements: list[Answer] = []
+        for part in items:
+            element = _read(part.strip())
+            elements += element.items if isinstance(element, Items) and _is_list(element) else (element,)
+        return Items("set", tuple(elements))
+    if len(items) == 2 and (opening + closing not in ("()", "[]") or "\\infty" in inner):
+        low, high = (_end(item) for item in items)
+        if low is not None and high is not None:
+            return Union((Interval(low[0], high[0], opening == "[" and low[0] is not None, closing == "]" and high[0] is not None),))
+    return Items(opening + closing, tuple(_read(part.strip()) for part in items))
+
+
+def _unbalanced(text: str) -> bool:
+    depth = 0
+    for character in text:
+        depth += (character in "([{") - (character in ")]}")
+        if depth < 0:
+            return True
+    return depth != 0
+
+
+def _end(text: str) -> tuple[Expression | None] | None:
+    """Returns one end of an interval, which is None for infinity, or nothing if it is no number."""
+    text = text.strip()
+    if re.fullmatch(r"[+-]?\s*(?:\\infty|oo|inf|infinity)", text):
+        return (None,)
+    formula = _formula(text)
+    return (formula.expression,) if isinstance(formula, Formula) and not formula.unit else None
+
+
+def as_union(answer: Answer) -> Union | None:
+    match answer:
+        case Union():
+            return answer
+        case Items(kind="()" | "[]" as kind, items=(Formula(low), Formula(high))):
+            return Union((Interval(low, high, kind[0] == "[", kind[1] == "]"),))
+        case Items(kind="set", items=items) if all(isinstance(item, Formula) for item in items):
+            return Union(tuple(Interval(item.expression, item.expression, True, True) for item in items if isinstance(item, Formula)))
+    return None
+
+
+# ---- equations and inequalities
+
+
+def _relation(text: str) -> Answer | None:
+    parts = _RELATIONS.split(text)
+    if len(parts) == 1 or _unbalanced(parts[0]) or text.startswith("\\{"):
+        return None
+    sides, signs = [part.strip() for part in parts[::2]], parts[1::2]
+    if not sides[0] and signs[0] in ("=", "\\approx") and len(sides) == 2:
+        return _read(sides[1])
+    if not all(sides):
+        return None
+    if set(signs) <= {"=", "\\approx"}:
+        if signs == ["="] and sides[1].count("\\pm") == 1 and _VARIABLE.fullmatch(sides[0]):
+            return _several(sides[1])
+        return Equation(tuple(_side(side) for side in sides))
+    if signs == ["\\in"] and _VARIABLE.fullmatch(sides[0]):
+        inner = _read(sides[1])
+        return inner if isinstance(inner, Items) and inner.kind == "set" else as_union(inner) or inner
+    return _inequality(sides, signs)
+
+
+def _side(text: str) -> Answer:
+    return Words(re.sub(r"\s+", "", text)) if _VARIABLE.fullmatch(text) and "(" in text else _read(text)
+
+
+def _inequality(sides: Sequence[str], signs: Sequence[str]) -> Answer | None:
+    """Reads inequalities between one variable and numbers."""
+    ends = [None if _VARIABLE.fullmatch(side) and side not in ("\\infty", "\\pi", "e") else _end(side) for side in sides]
+    if sum(end is None for end in ends) != 1:
+        return None
+    if len(sides) == 2:
+        at = ends.index(None)
+        value = ends[1 - at]
+        assert value is not None
+        if signs[0] in ("\\ne", "!="):
+            return Union((Interval(None, value[0], False, False), Interval(value[0], None, False, False)))
+        is_below = signs[0] in _LESS
+        if not is_below and signs[0] not in _MORE:
+            return None
+        includes = (_LESS | _MORE)[signs[0]]
+        upper = is_below == (at == 0)
+        return Union((Interval(None, value[0], False, includes) if upper else Interval(value[0], None, includes, False),))
+    if len(sides) == 3 and ends[1] is None:
+        left, right = ends[0], ends[2]
+        assert left is not None
+        assert right is not None
+        if all(sign in _LESS for sign in signs):
+            return Union((Interval(left[0], right[0], _LESS[signs[0]] and left[0] is not None, _LESS[signs[1]] and right[0] is not None),))
+        if all(sign in _MORE for sign in signs):
+            return Union((Interval(right[0], left[0], _MORE[signs[1]] and right[0] is not None, _MORE[signs[0]] and left[0] is not None),))
+    return None
+
+
+# ---- formulas and their units
+
+
+def _formula(text: str) -> Formula | None:
+    for without, unit in _units(text):
+        try:
+            expression = parse(without)
+        except (UnreadableError, NoNumberError, TooLargeError):
+            continue
+        if unit == "%":
+            return Formula(expression._replace(percent=True))
+        if unit and expression.names:
+            continue
+        return Formula(expression, unit)
+    return None
+
+
+def _units(text: str) -> list[tuple[str, str]]:
+    """Returns the text without its unit, and the unit, in each way in which the text may be understood."""
+    ways = []
+    if re.search(r"\\?(?:sin|cos|tan|cot|sec|csc)(?![A-Za-z])", text):  # of an angle in degrees, perhaps
+        return [(text, "")]
+    degrees = re.sub(r"\s*\^\s*\\circ\s*(?:C|F)?\s*$", "", text)
+    if degrees != text:
+        return [(degrees, "degree")]
+    quoted = re.search(r'^(.*?)\s*"([^"]*)"\s*((?:\^\{?[23]\}?)?)\s*$', text)
+    if quoted and '"' not in quoted.group(1) and re.search(r"[\d\\A-Za-z]", quoted.group(1)):
+        ways.append((quoted.group(1), _unit(quoted.group(2) + re.sub(r"[{}]", "", quoted.group(3)))))
+    dollars = re.search(r'^(-?)\s*"dollars"\s*(-?.*)$', text)
+    if dollars and '"' not in dollars.group(2):
+        ways.append((dollars.group(1) + dollars.group(2), "dollar"))
+    if '"' not in text:
+        plain = _APPROXIMATELY.sub("", text)
+        ways.append((plain, ""))
+        known = _CLEAR_UNIT.search(plain)
+        if known and re.search(r"\d\W*$", plain[: known.start()]):
+            way = (plain[: known.start()], _unit(known.group().strip()))
+            is_clear = len(known.group("known") or known.group("words")) > 1  # one letter is a variable
+            ways.insert(0 if is_clear else 1, way)
+    return ways
+
+
+def _unit(text: str) -> str:
+    """Returns one spelling of a unit, in the singular; empty for what is no unit."""
+    text = re.sub(r"\s+", " ", text.lower().strip(" .,")).replace("{", "").replace("}", "")
+    singular = text[:-1] if text.endswith("s") and len(text) > 2 and not text.endswith("ss") else text
+    singular = _SAME_UNITS.get(singular, _SAME_UNITS.get(text, singular))
+    return "" if singular in _NO_UNIT else singular
