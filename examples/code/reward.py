@@ -6,6 +6,9 @@ import functools
 from typing import Any
 
 from megarl.rewards import code
+from megarl.rewards.code import answer_from_truth, check_truth
+
+__all__ = ["answer_from_truth", "check_truth", "compute_score"]  # the first two: how `megarl check` tries ground truths
 
 
 def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any]) -> dict[str, Any]:
