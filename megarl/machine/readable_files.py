@@ -10,7 +10,7 @@ import sys
 import sysconfig
 
 PYTHON = os.path.realpath(sys.executable)
-_DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom")
+DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom")
 _SYSTEM = ("/etc/ld.so.cache", "/etc/localtime", "/etc/mime.types", "/usr/share/zoneinfo")
 _LIBRARY_FOLDERS = ("/lib", "/lib64", "/usr/lib", "/usr/lib64")
 # The standard library's entries whose names are no module's.
@@ -46,7 +46,7 @@ def for_programs() -> tuple[str, ...]:
         modules = sorted(entry.path for entry in entries if _is_of_standard_library(entry.name))
     command = [PYTHON, "-I", "-S", "-B", "-c", _PROBE]
     libraries = subprocess.run(command, env={}, cwd="/", capture_output=True, text=True, check=True).stdout.split("\n")
-    return (*_DEVICES, *_SYSTEM, *modules, *filter(None, libraries))
+    return (*DEVICES, *_SYSTEM, *modules, *filter(None, libraries))
 
 
 def for_functions() -> tuple[str, ...]:

@@ -132,7 +132,10 @@ def _command(level: Level, order: int) -> list[str]:
     else:
         around += [_tool("bwrap", level), "--unshare-all", "--die-with-parent", "--new-session"]
         around += ["--cap-drop", "ALL", "--cap-add", "CAP_SYS_ADMIN"]  # which the order's process gives up once it has a /tmp
-        around += ["--proc", "/proc", "--dev", "/dev", "--dir", "/tmp"]
+        around += ["--proc", "/proc", "--dir", "/tmp"]
+        # Not `--dev`: for users other than root it adds a user namespace in which that capability does not cover the mounts.
+        for path in readable_files.DEVICES:
+            around += ["--dev-bind", path, path]
         for path in _SHOWN:
             around += ["--ro-bind-try", path, path]
     return [*around, *python]

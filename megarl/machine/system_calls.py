@@ -76,6 +76,7 @@ _O_ASYNC, _MAP_HUGETLB = 0o20000, 0x40000
 _FCNTL, _F_SETFL = (0, 1, 2, 3, 1030), 4
 _IOCTL = (0x5401, 0x802C542A, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)  # TCGETS(2), TIOCGWINSZ, FIONREAD, FIONBIO, FIO(N)CLEX
 _PRCTL = (15, 16)  # PR_SET_NAME, PR_GET_NAME
+_PR_SET_NO_NEW_PRIVS = 38
 _AF_UNIX, _SOCK_STREAM, _SOCK_TYPE = 1, 1, 0xF
 _WHOLE = 0xFFFFFFFF
 
@@ -115,6 +116,7 @@ def notify_of_threads() -> int:
     Raises:
         OSError: EBUSY where a process above this one already answers calls for it.
     """
+    _libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)  # without which only root may install a filter
     column = _own_column()
     clone = numbers_of(_CHECKED_CALLS, column)["clone"]
     program = [*_load_number(column), (_EQUAL, 0, 1, clone), _NOTIFY, _ALLOW]

@@ -7,8 +7,10 @@ import ctypes
 import os
 import platform
 import re
+import shutil
 import socket
 import subprocess
+import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -333,3 +335,28 @@ def test_the_numbers_of_allowed_calls_are_those_of_the_kernel() -> None:
         for calls in tables:
             for name, number in system_calls.numbers_of(calls, column).items():
                 assert numbers.get(name, str(number)) == str(number), name
+
+
+def test_every_level_holds_for_another_user_than_root() -> None:
+    """Without root's privileges a filter of system calls and mounts need more preparation."""
+    interpreter = shutil.which("python3", path="/usr/bin:/bin")  # one that every user can run
+    if (
+        os.geteuid()
+        or interpreter is None
+        or subprocess.run([interpreter, "-c", "import sys; assert sys.version_info >= (3, 11)"]).returncode
+    ):
+        pytest.skip("needs root, to become another user, and the system's own Python 3.11 or later")
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        shutil.copytree(Path(megarl.__file__).parent, Path(folder) / "megarl", ignore=shutil.ignore_patterns("__pycache__"))
+        for path in (Path(folder), *Path(folder).rglob("*")):
+            path.chmod(0o755)
+        user = ["setpriv", "--reuid", "65534", "--regid", "65534", "--clear-groups"]
+        has_namespaces = subprocess.run([*user, "unshare", "--user", "true"], capture_output=True).returncode == 0
+        levels = STRONG if has_namespaces else [Level.landlock]
+        names = [level.value for level in levels if not why_not(level)]
+        program = f"import sys; sys.path.insert(0, {folder!r})\nfrom megarl.machine.sandbox import Level, why_not\n"
+        program += f"print([why_not(Level(name)) for name in {names!r}])"
+        ended = subprocess.run(
+            [*user, interpreter, "-B", "-c", program], env={"PATH": os.environ["PATH"]}, cwd="/", capture_output=True, text=True
+        )
+    assert (ended.stdout.strip(), ended.stderr) == (str([""] * len(names)), "")
