@@ -17,17 +17,17 @@ def run(config_path: str, overrides: Sequence[str], schema: type[PPOConfig] | ty
     """Prints models, arithmetic and placement of a good configuration; 0. Raises ConfigError for any other. fast: of the files that a run
     reads only `config.json`s are looked into, and no push of weights is planned."""
     if fast:
-        (config, absent), warnings = load_checked_anywhere(schema, config_path, overrides), list[str]()
+        config, absent, warnings = load_checked_anywhere(schema, config_path, overrides)
     else:
         from megarl.doctor.examined_config import load_examined_anywhere  # which imports torch
 
         config, absent, warnings = load_examined_anywhere(schema, config_path, overrides)
     console = output_console()
-    print_run(config, console, with_push=not fast)
+    print_run(config, console, with_push=not fast, is_here=not absent)
     for warning in warnings:
         console.print(f"warning: {warning}", style="yellow", soft_wrap=True, highlight=False, markup=False)
     plan = plan_placement(config)
     print_absent(absent, console)
-    good = "good, but for what is not here" if absent else "good"
+    good = "good, except for what is not on this machine" if absent else "good"
     print_line(console, f"{config_path}: {good} ({counted(plan.num_processes, 'process')}, {counted(plan.num_devices, 'device')})")
     return 0

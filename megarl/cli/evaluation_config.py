@@ -10,7 +10,7 @@ from typing import Any
 
 from megarl.cli.named_model import NamedModel
 from megarl.config.errors import ConfigError
-from megarl.config.load import load_config
+from megarl.config.load import PartialConfig, load_config
 from megarl.config.schema import (
     ActorConfig,
     AdvantageConfig,
@@ -30,9 +30,9 @@ from megarl.config.schema import (
     TrainerConfig,
 )
 from megarl.config.sources import Layer
-from megarl.config.validate import absent_files
+from megarl.config.validate import validate
 from megarl.data.hub import with_hub_inputs
-from megarl.doctor.checked_config import checked
+from megarl.doctor.checked_config import problems_of, refuse
 
 _EVALUATIONS = "evaluations"  # in a run's folder, and in `outputs`
 
@@ -52,10 +52,11 @@ def evaluation_config(model: NamedModel, options: argparse.Namespace) -> PPOConf
     if not config.data.val_files:
         raise ConfigError(source, ["data.val_files: is empty; name what to evaluate on, as --data FILE"])
     output = _output(model, config, options)  # by the names of the data as they are given
-    config, _ = with_hub_inputs(_without_training(config, str(output)), source, large=True)
-    if absent := [str(problem) for problem in absent_files(config)]:
-        raise ConfigError(source, absent)
-    return checked(config, source, with_files=False)
+    config = with_hub_inputs(_without_training(config, str(output)), fetch=True).required(source)
+    # The weights may be those of a checkpoint, so that the model's folder need not have any.
+    violations = [each for each in validate(config) if each.absence is None or each.keys != ("model.path",)]
+    refuse(source, problems_of(PartialConfig(source, config), violations))
+    return config
 
 
 def _values(model: NamedModel, options: argparse.Namespace) -> dict[str, Any]:

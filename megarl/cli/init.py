@@ -81,7 +81,7 @@ def _folder_of(model: str) -> str:
         return model
     from megarl.data.hub import model_folder  # whose library takes half a second
 
-    return str(model_folder(model, "--model", large=False))
+    return str(model_folder(model, "--model", fetch=False))
 
 
 def _look_at(path: str, kind: RunKind) -> _Data:

@@ -44,7 +44,7 @@ def find_model(path: Path, step: str = LATEST) -> NamedModel:
     A name on the hub is fetched. Raises ValueError for a folder that holds no language model, is damaged, or has no such step.
     """
     if is_hub_name(str(path)):
-        path = model_folder(str(path), "MODEL", large=True)
+        path = model_folder(str(path), "MODEL", fetch=True)
     try:
         folder, run_file = _model_folder(path, step)
         run = None if run_file is None else _run_config(run_file)

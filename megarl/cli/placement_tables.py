@@ -41,9 +41,9 @@ def print_placement(
 
 
 def print_absent(lines: Sequence[str], console: Console) -> None:
-    """What of the run is not on this machine, and so is not looked at."""
+    """Print what the run needs and this machine lacks, a line each."""
     for line in lines:
-        print_line(console, f"not here: {line}", style="yellow")
+        print_line(console, f"not on this machine: {line}", style="yellow")
 
 
 def placement_table(plan: PlacementPlan, *, generates_ahead: bool = False) -> Table:

@@ -28,7 +28,7 @@ def run(
     """Prints the placement of a good configuration; with `output` draws it too. Raises ConfigError for any other configuration, and
     ValueError for a file that is no drawing."""
     check_drawing(output)
-    config, absent = load_checked_anywhere(schema, config_path, overrides)
+    config, absent, _ = load_checked_anywhere(schema, config_path, overrides)
     plan, console = plan_placement(config), output_console()
     architectures, _ = read_architectures(config)
     print_placement(config, plan, architectures, console)

@@ -18,12 +18,11 @@ from megarl.cli.rehearsal_progress import RehearsalProgress
 from megarl.cli.rehearsal_tables import collectives_table, memory_table, waits_table
 from megarl.cli.tables import output_console
 from megarl.config.architecture import Architecture
-from megarl.config.errors import ConfigError
-from megarl.config.load import load_config
+from megarl.config.load import read_config
 from megarl.config.roles import ModelRole, model_roles
 from megarl.config.schema import Device, DType, Layers, ParallelConfig, PPOConfig, RoutingReplay, SFTConfig
-from megarl.config.validate import read_architectures, validate
-from megarl.doctor.checked_config import find_inputs
+from megarl.config.validate import read_architectures
+from megarl.doctor.checked_config import find_inputs, refuse
 from megarl.machine.wording import counted
 from megarl.placement.plan import plan_placement
 from megarl.rehearsal.prediction import PredictedMemory, predicted_memory
@@ -46,12 +45,13 @@ def run(
 ) -> int:
     """0, or 2 where the engine would fail or hang. Raises ConfigError for a bad configuration, and ValueError for a role or a rank that
     there is not, for layers that need a GPU, and where the guard of the devices cannot be compiled."""
-    given = load_config(schema, config_path, overrides)
-    if given.device is Device.auto:  # what that means is another matter here than on the machines of the run, also for model.dtype
-        given = load_config(schema, config_path, [*overrides, "device=cuda"])
-    config, absent = find_inputs(given, config_path)
-    if violations := validate(config, with_files=False):
-        raise ConfigError(config_path, [str(violation) for violation in violations])
+    reading = read_config(schema, config_path, overrides)
+    if reading.config.device is Device.auto:  # resolved for the run's machines, not for this one; model.dtype depends on it
+        reading = read_config(schema, config_path, [*overrides, "device=cuda"])
+    inputs = find_inputs(reading)
+    violations, absences = inputs.divided()
+    refuse(config_path, [*inputs.reading.problems, *map(str, violations)])
+    config, absent = inputs.reading.config, [*inputs.substituted, *map(str, absences)]
     if config.device is Device.cpu:
         raise ValueError(f"{config_path} has device: cpu, and a rehearsal is of GPUs: add device=cuda to see what the run would do on some")
     if config.engine.layers is Layers.transformer_engine:

@@ -38,8 +38,13 @@ from megarl.placement.plan import plan_placement
 BFLOAT16_ON_A_CPU = "most processors compute bfloat16 many times as slowly as float32: on a CPU use model.dtype=float32, or leave it out"
 
 
-def print_run(config: PPOConfig | SFTConfig, console: Console, with_push: bool = True) -> None:
-    """Everything that a run will do, as tables. with_push: as in print_placement."""
+def print_run(config: PPOConfig | SFTConfig, console: Console, with_push: bool = True, is_here: bool = True) -> None:
+    """Print everything that a run will do, as tables.
+
+    Args:
+        with_push: As in print_placement.
+        is_here: The run will start on this machine, so that its disks are those of the run.
+    """
     architectures, _ = read_architectures(config)
     arithmetic = derive(config, architectures)
     print_models(config, architectures, console)
@@ -55,12 +60,14 @@ def print_run(config: PPOConfig | SFTConfig, console: Console, with_push: bool =
             print_agent(config.agent, console)
     print_placement(config, plan, architectures, console, with_push)
     _print_checkpoints(config, architectures, console)
-    for warning in warnings_of(config, architectures):
+    for warning in warnings_of(config, architectures, is_here):
         print_line(console, f"warning: {warning}", style="yellow")
 
 
-def warnings_of(config: PPOConfig | SFTConfig, architectures: Mapping[str, Architecture]) -> Iterator[str]:
-    yield from _of_a_full_disk(config, architectures)
+def warnings_of(config: PPOConfig | SFTConfig, architectures: Mapping[str, Architecture], is_here: bool = True) -> Iterator[str]:
+    """Find what will run and is rarely meant. is_here: as in print_run."""
+    if is_here:
+        yield from _of_a_full_disk(config, architectures)
     yield from _of_a_long_warmup(config)
     yield from _of_bfloat16(config)
     yield from _of_another_engine(config)

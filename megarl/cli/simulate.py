@@ -37,8 +37,7 @@ def run(
     check_drawing(output)
     if schema is not PPOConfig:
         raise ValueError("--simulate: a run of fine-tuning generates nothing; give one of reinforcement learning")
-    config, _ = load_checked_anywhere(PPOConfig, config_path, overrides)
-    assert isinstance(config, PPOConfig)
+    config = load_checked_anywhere(PPOConfig, config_path, overrides).config
     plan, console = plan_placement(config), output_console()
     splits, (lengths, times) = splits_of(config, plan), _work(config, Given(*options))
     work = Work.of(config, lengths)

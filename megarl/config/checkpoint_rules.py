@@ -2,41 +2,25 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
 from pathlib import Path
 
-from megarl.config.schema import RESUME_AUTO, RESUME_DISABLE, MetricMode, PPOConfig, SFTConfig
+from megarl.config.schema import MetricMode, PPOConfig, SFTConfig
 from megarl.config.validation_metrics import RewardKeys, may_be_measured, nearest, source_metrics
 from megarl.config.violation import Violation, Violations
-from megarl.machine.files import existing_folder
 
 RunConfig = PPOConfig | SFTConfig
 SFT_METRIC = "val/loss"  # the only one that `megarl sft` measures
 
 
-def folders(config: RunConfig) -> Violations:
-    """Those that a run writes to: a folder is made in the nearest one that there is, and removed."""
+def output_folders(config: RunConfig) -> Violations:
+    """Folders that the run writes are named, and are not the root of the file system."""
     for key, folder in (("trainer.output_dir", config.trainer.output_dir), ("checkpoint.dir", config.checkpoint.dir)):
         if folder is None:
             continue
         if not folder.strip():
             yield Violation((key,), f"is {folder!r}, which names no folder; give one of the run's own")
-            continue
-        path = Path(folder).absolute()
-        if path == Path(path.anchor):
+        elif (path := Path(folder).absolute()) == Path(path.anchor):
             yield Violation((key,), f"is {folder!r}, the root of the file system; give a folder of the run's own")
-            continue
-        try:
-            tempfile.TemporaryDirectory(dir=(nearest := existing_folder(path))).cleanup()
-        except OSError as error:
-            yield Violation((key,), f"{folder!r} cannot be written: {nearest}: {error.strerror}; give a folder that can be")
-
-
-def resumed_folder(config: RunConfig) -> Violations:
-    resume = config.checkpoint.resume
-    if resume not in (RESUME_AUTO, RESUME_DISABLE) and not (resume.strip() and os.path.isdir(resume)):
-        yield Violation(("checkpoint.resume",), f"there is no folder {resume!r}; give auto, disable, or the path of a checkpoint")
 
 
 def validation_metrics(config: RunConfig) -> Violations:

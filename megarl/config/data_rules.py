@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
-
 from megarl.config.schema import PPOConfig, SFTConfig
 from megarl.config.schema.keys import LARGEST
 from megarl.config.violation import Violation, Violations
@@ -12,30 +9,6 @@ from megarl.config.violation import Violation, Violations
 JSON_LINES = (".jsonl", ".json")
 FORMATS = (".parquet", *JSON_LINES, ".csv")
 SAVED_TO_DISK, SPLITS = "state.json", "dataset_dict.json"  # in folders of `datasets`: of one split, and of several
-
-
-def unusable(path: str) -> str | None:
-    """Why a path cannot be a data file of a run, as far as its name says and the folder that it is in."""
-    if os.path.isdir(path):
-        if os.path.isfile(Path(path) / SPLITS):
-            return f"{path!r} holds several splits of a data set; name the folder of one of them, such as {str(Path(path) / 'train')!r}"
-        saved = os.path.isfile(Path(path) / SAVED_TO_DISK)
-        return None if saved else f"{path!r} is a folder; name the files in it, each by itself, or a folder that `datasets` has saved"
-    if problem := no_file(path):
-        return problem
-    if Path(path).suffix.lower() not in FORMATS:
-        return f"{path!r} is no data file: its name must end in {', '.join(FORMATS)}"
-    return None
-
-
-def no_file(path: str) -> str | None:
-    """Why there is no file of that name."""
-    if os.path.isdir(path):
-        return f"{path!r} is a folder; name the file in it"
-    if os.path.isfile(path):  # False also of what this user may not look at, of which Path's own raises
-        return None
-    pattern = "; patterns are not spread out, so name each file" if set(path) & set("*?[") else ""
-    return f"there is no file {path!r} (the current directory is {Path.cwd()}){pattern}"
 
 
 def train_files(config: PPOConfig | SFTConfig) -> Violations:

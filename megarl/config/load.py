@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields, is_dataclass, make_dataclass, 
 from enum import Enum
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic
 
 import yaml
 from omegaconf import OmegaConf
@@ -32,6 +32,7 @@ RunConfig = typing.TypeVar("RunConfig", bound=PPOConfig | SFTConfig)
 _KIND = "kind"
 _SIGNS = ("+", "~")  # of Hydra: to add a key, to take one away
 _SCHEMAS: dict[str | None, type[PPOConfig] | type[SFTConfig]] = {RunKind.ppo: PPOConfig, RunKind.sft: SFTConfig}
+_REQUIRED_LISTS = ("data.train_files",)  # the keys without a default whose value is a list; others are strings
 _LONGEST_NAME, _LONGEST_TEXT = 255, 4000  # bytes of a name in Linux's file systems; characters, below what a path may have
 
 
@@ -46,7 +47,56 @@ def load_config(
     Raises ConfigError with every unknown key (and the nearest known one), wrong value and missing value, and its source; and for a run of
     another kind.
     """
+    return resolved(read_config(schema, source, overrides, options).required())
+
+
+@dataclass(frozen=True)
+class PartialConfig(Generic[Config]):
+    """A configuration as far as it could be read, so that all its problems can be reported together.
+
+    Attributes:
+        source: The file, as messages name it.
+        config: Refused and missing values have their default, or an empty one. `model.dtype` may still be `auto`.
+        problems: What does not fit the schema, one line each.
+        refused: The dotted keys of `problems`. What is checked later says nothing about these.
+    """
+
+    source: str
+    config: Config
+    problems: tuple[str, ...] = ()
+    refused: frozenset[str] = frozenset()
+
+    def required(self) -> Config:
+        """Return the configuration. Raises ConfigError if there are problems."""
+        if self.problems:
+            raise ConfigError(self.source, self.problems)
+        return self.config
+
+    def refuses(self, keys: Sequence[str]) -> bool:
+        """Whether one of `keys` was refused, or is in a section that was, or is a section that holds a refused key."""
+        return any(_overlap(key, refused) for key in keys for refused in self.refused)
+
+
+def _overlap(one: str, other: str) -> bool:
+    one, other = one.replace("[", ".["), other.replace("[", ".[")
+    return one == other or one.startswith(f"{other}.") or other.startswith(f"{one}.")
+
+
+def read_config(
+    schema: type[Config], source: str | Path | Mapping[str, Any], overrides: Sequence[str] = (), options: Layer | None = None
+) -> PartialConfig[Config]:
+    """Read a configuration as `load_config` does, and keep what does not fit the schema as problems.
+
+    Raises:
+        ConfigError: A file cannot be read, the run is of another kind, or a value refers to another one that does not exist.
+    """
     return _fit(schema, source_name(source), [*read_layers(source, overrides), *([] if options is None else [options])])
+
+
+def resolved(config: Config) -> Config:
+    """Return the configuration with the `model.dtype` that `auto` means on its device, as far as that is known before the start."""
+    run = typing.cast(PPOConfig | SFTConfig, config)
+    return typing.cast(Config, with_dtype(run, is_on_cuda(run.device)))
 
 
 def with_dtype(config: RunConfig, is_on_cuda: bool) -> RunConfig:
@@ -72,7 +122,7 @@ def _kind_of(layers: Sequence[Layer]) -> str | None:
     return kind if isinstance(kind, str) else None
 
 
-def _fit(schema: type[Config], path: str, layers: Sequence[Layer]) -> Config:
+def _fit(schema: type[Config], path: str, layers: Sequence[Layer]) -> PartialConfig[Config]:
     kind = _kind_of(layers)
     if (meant := _SCHEMAS.get(kind, schema)) is not schema:
         starts = {PPOConfig: "`megarl train` starts it", SFTConfig: "it cannot be read as one of reinforcement learning"}[meant]
@@ -80,50 +130,56 @@ def _fit(schema: type[Config], path: str, layers: Sequence[Layer]) -> Config:
     review = _Review(schema)
     given: Any = OmegaConf.create()
     for layer in layers:
+        review.add(layer)
         for section in layer.replaces:
             given.pop(section, None)
         given = OmegaConf.unsafe_merge(given, review.fitting(schema, layer.values, "", layer))
-    problems = list(review.problems)
+    problems, refused = list(review.problems), set(review.refused)
     try:
-        merged = OmegaConf.unsafe_merge(deepcopy(_structured(typing.cast(type, schema))), given)
-        missing = [key for key in sorted(OmegaConf.missing_keys(merged)) if key not in review.refused]
-        problems += [f"{key}: is missing; give it in the file or as {key}=..." for key in missing]
-        if not problems:
-            config = OmegaConf.to_object(merged)
-            problems += _unusable_texts(config)
-            if not problems:
-                run = typing.cast(PPOConfig | SFTConfig, config)
-                return typing.cast(Config, with_dtype(run, is_on_cuda(run.device)))
+        merged = _merged(schema, given)
+        missing = sorted(OmegaConf.missing_keys(merged))
+        problems += [f"{key}: is missing; give it in the file or as {key}=..." for key in missing if key not in refused]
+        for key in missing:
+            OmegaConf.update(given, key, [] if key in _REQUIRED_LISTS else "")
+        config = OmegaConf.to_object(_merged(schema, given) if missing else merged)
     except (OmegaConfBaseException, ValueError) as error:  # of a value that refers to another: ${...}
         key = f"{error.full_key}: " if isinstance(error, OmegaConfBaseException) and error.full_key else ""
-        problems.append(key + in_one_line(error))
-    if schema is PPOConfig and kind is None and _fits(SFTConfig, path, layers):
-        problems = [f"is of supervised fine-tuning, but does not say so: write `{_KIND}: sft` into it, or {_KIND}=sft on the command line"]
-    raise ConfigError(path, problems)
+        raise ConfigError(path, [*problems, key + in_one_line(error)]) from error
+    refused.update(missing)
+    for key, problem in _unusable_texts(config):
+        refused.add(key)
+        problems.append(f"{key}: {problem}")
+    if problems and schema is PPOConfig and kind is None and _fits(SFTConfig, path, layers):
+        remedy = f"write `{_KIND}: sft` into it, or {_KIND}=sft on the command line"
+        raise ConfigError(path, [f"is of supervised fine-tuning, but does not say so: {remedy}"])
+    return PartialConfig(path, typing.cast(Config, config), tuple(problems), frozenset(refused))
+
+
+def _merged(schema: type, given: Any) -> Any:
+    return OmegaConf.unsafe_merge(deepcopy(_structured(schema)), given)
 
 
 def _fits(schema: type, path: str, layers: Sequence[Layer]) -> bool:
     try:
-        _fit(schema, path, layers)
+        return not _fit(schema, path, layers).problems
     except ConfigError:
         return False
-    return True
 
 
-def _unusable_texts(config: Any) -> Iterator[str]:
-    """Texts that nothing can be called, so that a file cannot even be looked for; and another language's word for null."""
+def _unusable_texts(config: Any) -> Iterator[tuple[str, str]]:
+    """Find texts that no file can have as its name, half characters, and another language's word for null. Yields keys and problems."""
     for key, value, _, is_prose in leaves(config):
         for text in value if isinstance(value, list) else [value]:
             if not isinstance(text, str) or isinstance(text, Enum):
                 continue
             if text == "None":
-                yield f"{key}: is the text 'None'; write null for nothing"
+                yield key, "is the text 'None'; write null for nothing"
             elif is_prose:
                 if any("\ud800" <= character <= "\udfff" for character in text):
-                    yield f"{key}: has half of a character (a lone surrogate), which no tokenizer can read; remove it"
+                    yield key, "has half of a character (a lone surrogate), which no tokenizer can read; remove it"
             elif not text.isprintable() or len(text) > _LONGEST_TEXT or any(len(part.encode()) > _LONGEST_NAME for part in text.split("/")):
                 shown = f"{text[:40]!r}..." if len(text) > 40 else repr(text)
-                yield f"{key}: is {shown}, which has characters that cannot be printed, or is longer than the name of a file can be"
+                yield key, f"is {shown}, which has characters that cannot be printed, or is longer than the name of a file can be"
 
 
 def plain_values(config: Any) -> dict[str, Any]:
@@ -182,6 +238,13 @@ class _Review:
     schema: type
     problems: list[str] = field(default_factory=list)
     refused: set[str] = field(default_factory=set)  # full dotted keys
+
+    def add(self, layer: Layer) -> None:
+        """Keep what could not be read of a layer."""
+        for key, problem in layer.refused:
+            self.problems.append(f"{problem} [{layer.source}]")
+            if key is not None:
+                self.refused.add(key)
 
     def fitting(self, section: type, values: Mapping[Any, Any], prefix: str, layer: Layer) -> dict[str, Any]:
         """`values` without what does not fit, so that the search for problems can go on."""

@@ -1,4 +1,4 @@
-"""The `config.json` of the models that configs/ names, for what is asked on a machine that has neither a model nor the data of its run."""
+"""The `config.json` of a model that is not on this machine, from the `models` folder beside a configuration or from `configs/models`."""
 
 from __future__ import annotations
 
@@ -17,8 +17,11 @@ _MODELS = "models"
 
 
 def with_published_models(config: RunConfig, config_path: str) -> tuple[RunConfig, list[str]]:
-    """The configuration with a folder that holds no more than the published `config.json` in the place of each model's that is not here,
-    and a line about each of these. A path that does not end with the name of a published model stays as it is."""
+    """Replace the path of each model that is not on this machine by a folder with its `config.json`, if there is one.
+
+    Returns:
+        The configuration, and a line, which begins with the key, about each replaced path. Other paths stay as they are.
+    """
     folders = [Path(config_path).parent / _MODELS, CONFIGS_DIR / _MODELS]
     said: dict[str, str] = {}
     for role in model_roles(config):
@@ -27,9 +30,7 @@ def with_published_models(config: RunConfig, config_path: str) -> tuple[RunConfi
         published = _published(Path(role.path), folders)
         if published is not None:
             config = _changed(config, role.path_key.split("."), str(published))
-            said[role.path_key] = (
-                f"{role.path_key}: there is no {role.path} on this machine; read is the published {shown(published)}/config.json"
-            )
+            said[role.path_key] = f"{role.path_key}: there is no {role.path} on this machine; using {shown(published)}/config.json"
     return config, list(said.values())
 
 

@@ -34,14 +34,29 @@ _ENDINGS = (".parquet", ".json", ".jsonl", ".csv", ".arrow")  # of files
 _UNREADABLE = (yaml.YAMLError, OmegaConfBaseException, UnicodeError, RecursionError)
 
 
+class Refused(NamedTuple):
+    """A choice or an override that cannot be read: the key that it was meant for, None if unknown, and why."""
+
+    key: str | None
+    problem: str
+
+
 class Layer(NamedTuple):
-    """Values from one source; a later layer wins. `replaces`: sections that start afresh, because a group's file was chosen. `file`: the
-    one that they stand in, None for the command line."""
+    """Values from one source; a later layer wins.
+
+    Attributes:
+        source: The name of the source in messages.
+        values: By section and key.
+        replaces: Sections that start from their defaults, because a group's file was chosen.
+        file: The file that has the values, None for the command line.
+        refused: What could not be read. Everything else of the configuration can still be checked.
+    """
 
     source: str
     values: dict[str, Any]
     replaces: tuple[str, ...] = ()
     file: Path | None = None
+    refused: tuple[Refused, ...] = ()
 
     def place_of(self, kind: InputKind, path: str) -> str:
         """Where an input lies that this layer names `path`: relative to the file that names it, and to the current folder on the command
@@ -67,7 +82,7 @@ def is_hub_name(path: str) -> bool:
 def read_layers(source: str | Path | Mapping[str, Any], overrides: Sequence[str]) -> list[Layer]:
     """All layers of a run, the least important first. Group choices on the command line come before its other overrides.
 
-    source: a file, or what would stand in one. Raises ConfigError for a file or override that cannot be read, and for a cycle of `base`.
+    source: a file, or what would stand in one. Raises ConfigError for a file that cannot be read, and for a cycle of `base`.
     """
     if isinstance(source, Mapping):
         near, layers = Path(), _given_layers(source)
@@ -82,7 +97,7 @@ def read_layers(source: str | Path | Mapping[str, Any], overrides: Sequence[str]
     layers += _group_layers({name: {BASE: group} for name, group in chosen.items()}, COMMAND_LINE, near)
     others = [override for override in overrides if not override.startswith(tuple(f"{section}=" for section in GROUPS))]
     if others:
-        layers.append(Layer(COMMAND_LINE, _parse_overrides(others)))
+        layers.append(_parse_overrides(others))
     return layers
 
 
@@ -125,7 +140,11 @@ def _group_layers(values: dict[str, Any], source: str, near: Path) -> list[Layer
             name = choice.pop(BASE)
         else:
             continue
-        inherited = _file_layers(_group_file(section, name, source, near), ())
+        found = _group_file(section, name, near)
+        if isinstance(found, Refused):
+            layers.append(Layer(source, {}, refused=(found,)))
+            continue
+        inherited = _file_layers(found, ())
         for number, layer in enumerate(inherited):
             others = layer.values.pop(WITH, {})
             if not isinstance(others, dict) or section in others:
@@ -134,14 +153,14 @@ def _group_layers(values: dict[str, Any], source: str, near: Path) -> list[Layer
     return layers
 
 
-def _group_file(section: str, name: object, source: str, near: Path) -> Path:
+def _group_file(section: str, name: object, near: Path) -> Path | Refused:
     folders = list(dict.fromkeys([near / section, CONFIGS_DIR / section]))
     for folder in folders:
         if os.path.isfile(folder / f"{name}.yaml"):  # False also of what no file can be called
             return folder / f"{name}.yaml"
     there = sorted({file.stem for folder in folders for file in folder.glob("*.yaml")})
     looked = ", ".join(shown(folder) for folder in folders)
-    raise ConfigError(source, [f"{section}={name}: there is no such file; there are {', '.join(there) or 'none'} (looked in {looked})"])
+    return Refused(section, f"{section}={name}: there is no such file; there are {', '.join(there) or 'none'} (looked in {looked})")
 
 
 def _read_yaml(file: Path) -> dict[str, Any]:
@@ -164,20 +183,18 @@ def in_one_line(error: Exception) -> str:
     return " ".join(str(error).partition("\n    full_key: ")[0].split())
 
 
-def _parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
-    problems: list[str] = []
+def _parse_overrides(overrides: Sequence[str]) -> Layer:
+    refused: list[Refused] = []
     values: Any = OmegaConf.create()
     for override in overrides:
         key, equals, _ = override.partition("=")
         if not equals or not key:
-            problems.append(f"{override!r} is not an override; write key.sub=value")
+            refused.append(Refused(None, f"{override!r} is not an override; write key.sub=value"))
             continue
         try:
             values = OmegaConf.merge(values, OmegaConf.from_dotlist([override]))
         except (*_UNREADABLE, TypeError) as error:  # a TypeError for a list and a mapping of one key
-            problems.append(f"{override!r}: {in_one_line(error)}")
-    if problems:
-        raise ConfigError(COMMAND_LINE, problems)
+            refused.append(Refused(key, f"{override!r}: {in_one_line(error)}"))
     container = OmegaConf.to_container(values)
     assert isinstance(container, Mapping)
-    return {str(key): value for key, value in container.items()}
+    return Layer(COMMAND_LINE, {str(key): value for key, value in container.items()}, refused=tuple(refused))

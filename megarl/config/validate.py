@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
 from collections.abc import Callable
 from math import gcd, lcm
-from pathlib import Path
 
 from megarl.config import (
     agent_rules,
@@ -14,6 +11,7 @@ from megarl.config import (
     checkpoint_rules,
     data_rules,
     expert_rules,
+    machine_rules,
     reward_rules,
     rollout_rules,
     staleness_rules,
@@ -26,7 +24,6 @@ from megarl.config.schema import (
     Device,
     DType,
     Layers,
-    LoggerKind,
     OptimConfig,
     PPOConfig,
     Recomputation,
@@ -37,14 +34,13 @@ from megarl.config.schema.keys import leaves
 from megarl.config.violation import Violation, Violations, either, nearest_divisors, nearest_multiples
 
 RunConfig = PPOConfig | SFTConfig
-# tracking's, each with the package that it needs; kept here too because tracking imports torch. A service's module has its logger's name.
 
 
-def validate(config: RunConfig, with_files: bool = True) -> list[Violation]:
-    """Everything that is wrong with a configuration and with the files that it names. Reads `config.json`s, nothing larger.
+def validate(config: RunConfig) -> list[Violation]:
+    """Return every problem of a configuration, including what this machine lacks for it (`Violation.absence`).
 
-    A rule whose own numbers are out of range is left out: the range is the message. with_files False: of the machine of the run nothing
-    but the models' `config.json`s is here.
+    Reads the models' `config.json`, and of other files only whether they exist. A rule is skipped if one of its own numbers is out of
+    range: the range is the message.
     """
     violations = list(_ranges(config))
     broken = {key for violation in violations for key in violation.keys}
@@ -53,8 +49,10 @@ def validate(config: RunConfig, with_files: bool = True) -> list[Violation]:
         data_rules.train_files,
         data_rules.columns,
         _layers,
+        _validation,
         checkpoint_rules.validation_metrics,
-        *(_OF_FILES if with_files else ()),
+        checkpoint_rules.output_folders,
+        *machine_rules.RULES,
     ):
         violations += rule(config)
     if isinstance(config, PPOConfig):
@@ -109,30 +107,6 @@ def _optim(config: RunConfig) -> Violations:
             yield Violation((f"{key}.min_lr", f"{key}.lr"), f"min_lr {optim.min_lr:g} is above lr {optim.lr:g}; the rate decays to min_lr")
 
 
-def absent_files(config: RunConfig) -> Violations:
-    """Files of data and of reward functions that are not on this machine."""
-    for kind in ("train", "val"):
-        for path in getattr(config.data, f"{kind}_files"):
-            if problem := data_rules.unusable(path):
-                yield Violation((f"data.{kind}_files",), problem)
-    programs: list[tuple[str, str]] = []
-    if isinstance(config, PPOConfig):
-        programs += [(f"reward.functions[{index}].path", function.path) for index, function in enumerate(config.reward.functions)]
-        tools = [(f"agent.tools[{index}].path", tool.path) for index, tool in enumerate(config.agent.tools)]
-        named = [*tools, ("agent.environment.path", config.agent.environment.path)]
-        programs += [(key, path) for key, path in named if path is not None]
-        programs += [(key, reference.rpartition(":")[0]) for key, reference in algorithm_rules.function_references(config)]
-    for key, path in programs:
-        if problem := data_rules.no_file(path):
-            yield Violation((key,), problem)
-
-
-def _weights(config: RunConfig) -> Violations:
-    for folder, key in {role.path: role.path_key for role in model_roles(config)}.items():
-        if os.path.isfile(Path(folder) / "config.json") and not any(Path(folder).glob("*.safetensors")):
-            yield Violation((key,), f"{folder!r} holds no *.safetensors; save the model with save_pretrained(..., safe_serialization=True)")
-
-
 def _layers(config: RunConfig) -> Violations:
     if config.engine.layers is not Layers.transformer_engine:
         return
@@ -147,18 +121,7 @@ def _layers(config: RunConfig) -> Violations:
         )
 
 
-def logger_problem(logger: LoggerKind) -> str | None:
-    """Why it cannot be in `tracking.loggers` here."""
-    package = logger.needs.package
-    if package is not None and importlib.util.find_spec(logger.value) is None:
-        return f"{logger.value!r} needs a package that is not installed: pip install {package}"
-    return None
-
-
-def _tracking(config: RunConfig) -> Violations:
-    for logger in config.tracking.loggers:
-        if problem := logger_problem(logger):
-            yield Violation(("tracking.loggers",), problem)
+def _validation(config: RunConfig) -> Violations:
     if config.trainer.validate_every_steps > 0 and not config.data.val_files:
         yield Violation(
             ("trainer.validate_every_steps", "data.val_files"),
@@ -179,7 +142,6 @@ def _mini_batches(config: PPOConfig) -> Violations:
         )
 
 
-_OF_FILES = (absent_files, _weights, _tracking, checkpoint_rules.folders, checkpoint_rules.resumed_folder)
 _ENGINE_KEYS = ("rollout.num_replicas", "rollout.tensor_parallel_size")
 _ENGINE_SIZES = ("rollout.tensor_parallel_size", "rollout.expert_parallel_size")
 

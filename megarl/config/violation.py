@@ -1,16 +1,32 @@
-"""One thing that is wrong with a configuration, the keys that can mend it, and the nearest values that work."""
+"""A problem of a configuration: the keys that can solve it, and the nearest values that work."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from enum import Enum, auto
 from typing import NamedTuple
 
 
+class Absence(Enum):
+    """What this machine lacks. The machines of the run may have it."""
+
+    input = auto()  # a file or a folder that the run reads
+    gpu = auto()
+    machine = auto()  # an installed package, or a folder that can be written
+
+
 class Violation(NamedTuple):
-    """`keys`: the dotted keys of which one has to change."""
+    """A problem of a configuration.
+
+    Attributes:
+        keys: The dotted keys, one of which has to change.
+        message: What is wrong, with the value and the fix.
+        absence: Set if the only problem is that something is not on this machine.
+    """
 
     keys: tuple[str, ...]
     message: str
+    absence: Absence | None = None
 
     def __str__(self) -> str:
         return f"{', '.join(self.keys)}: {self.message}"

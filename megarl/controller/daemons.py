@@ -49,7 +49,11 @@ class SmallNode(node.Node):
 
     def __init__(self, ray_params: Any, *args: Any, **kwargs: Any) -> None:
         self._options: list[str] = []  # of the raylet
-        if not ray_params.include_dashboard:
+        if ray_params.include_dashboard:
+            # Any free port. Ray's default is a fixed one that the system also hands out to connections. If the agent finds it in use it
+            # stays alive without a server, and the node never takes a job.
+            ray_params.dashboard_agent_listen_port = 0
+        else:
             self._choose_agent_ports(ray_params)
         try:
             super().__init__(ray_params, *args, **kwargs)

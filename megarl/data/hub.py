@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
@@ -24,55 +24,103 @@ _COMPANIONS = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")
 _FAILED = (HfHubHTTPError, HFValidationError, OSError)
 
 
-def with_hub_inputs(config: RunConfig, path: str, large: bool) -> tuple[RunConfig, list[str]]:
-    """The configuration, of the file `path`, with the local folder of each model, and the local file of each data set, that it names by a
-    name on the hub. large False: weights and data that are not here are not fetched, and the second value has a line about each.
+class HubInputs(NamedTuple, Generic[RunConfig]):
+    """A configuration whose names on the hub were looked up.
 
-    Raises ConfigError, with what to do, where the hub does not answer or does not have it.
+    Attributes:
+        config: Local folders and files replace the names that were found.
+        lines: A line, which begins with the key, about each model's weights and each data set that were not fetched.
+        problems: Names that the hub does not have, or that it does not answer for, one line each.
     """
-    said: list[str] = []
+
+    config: RunConfig
+    lines: list[str]
+    problems: list[str]
+
+    def required(self, source: str) -> RunConfig:
+        """Return the configuration. Raises ConfigError, which names `source`, if there are problems."""
+        if self.problems:
+            raise ConfigError(source, self.problems)
+        return self.config
+
+
+def with_hub_inputs(config: RunConfig, fetch: bool) -> HubInputs[RunConfig]:
+    """Replace each model's and data set's name on the hub by its local folder or file.
+
+    Args:
+        fetch: Download weights and data. Otherwise only a model's configuration and tokenizer.
+    """
+    lines, problems = list[str](), list[str]()
     for role in model_roles(config):
         if is_hub_name(role.path):
-            folder, has_weights = _model(path, role.path_key, role.path, large)
+            try:
+                folder, has_weights = _model(role.path_key, role.path, fetch)
+            except _NotFoundError as error:
+                problems.append(str(error))
+                continue
             config = _changed(config, role.path_key.split("."), str(folder))
             if not has_weights:
-                said.append(f"{role.path_key}: {role.path} is on the hub; `megarl train` fetches its weights")
-    for kind in ("train", "val"):
-        names = getattr(config.data, f"{kind}_files")
-        files = [_data_file(path, f"data.{kind}_files", name, large) if is_hub_name(name) else name for name in names]
-        said += [f"data.{kind}_files: {name} is on the hub; `megarl train` fetches it" for name in files if is_hub_name(name)]
-        config = _changed(config, ["data", f"{kind}_files"], files)
-    return config, list(dict.fromkeys(said))
+                lines.append(f"{role.path_key}: {role.path} is on the hub; `megarl train` fetches its weights")
+    for key in ("train_files", "val_files"):
+        files = list[str]()
+        for name in getattr(config.data, key):
+            try:
+                files.append(_data_file(f"data.{key}", name, fetch) if is_hub_name(name) else name)
+            except _NotFoundError as error:
+                problems.append(str(error))
+        lines += [f"data.{key}: {name} is on the hub; `megarl train` fetches it" for name in files if is_hub_name(name)]
+        config = _changed(config, ["data", key], files)
+    return HubInputs(config, list(dict.fromkeys(lines)), list(dict.fromkeys(problems)))
 
 
-def model_folder(name: str, key: str, large: bool) -> Path:
-    """Of the model that `key`, of a command, names; large: with its weights. Raises ConfigError as `with_hub_inputs`."""
-    folder, _ = _model(name, key, name, large)
+def with_cached_models(config: RunConfig) -> RunConfig:
+    """Replace the names of models that are whole in the hub's cache by their folders. Asks no hub."""
+    for role in model_roles(config):
+        if is_hub_name(role.path) and (folder := _whole_model(role.path)) is not None:
+            config = _changed(config, role.path_key.split("."), str(folder))
+    return config
+
+
+def model_folder(name: str, key: str, fetch: bool) -> Path:
+    """Return the folder of the model that a command's option `key` names. fetch: with its weights.
+
+    Raises:
+        ConfigError: The hub does not have it, or does not answer.
+    """
+    try:
+        folder, _ = _model(key, name, fetch)
+    except _NotFoundError as error:
+        raise ConfigError(name, [str(error)]) from error
     return folder
 
 
-def _model(path: str, key: str, name: str, large: bool) -> tuple[Path, bool]:
+class _NotFoundError(Exception):
+    """Raised for a name that the hub does not have, or does not answer for. The message begins with the key."""
+
+
+def _whole_model(name: str) -> Path | None:
+    folder = _in_cache(name, "model", [*_COMPANIONS, _WEIGHTS])
+    return folder if folder is not None and any(folder.glob(_WEIGHTS)) else None
+
+
+def _model(key: str, name: str, fetch: bool) -> tuple[Path, bool]:
     """Its folder, and whether the weights are there."""
-    wanted = [*_COMPANIONS, _WEIGHTS]
-    whole = _in_cache(name, "model", wanted)
-    if whole is not None and any(whole.glob(_WEIGHTS)):
+    if (whole := _whole_model(name)) is not None:
         return whole, True
-    return _fetched(path, key, name, "model", wanted if large else _COMPANIONS), large
+    return _fetched(key, name, "model", [*_COMPANIONS, _WEIGHTS] if fetch else _COMPANIONS), fetch
 
 
-def _data_file(path: str, key: str, name: str, large: bool) -> str:
+def _data_file(key: str, name: str, fetch: bool) -> str:
     """The only file of a data set; its name where it is not to be fetched."""
     wanted = [f"*{ending}" for ending in FORMATS]
     folder = _in_cache(name, "dataset", wanted)
-    if folder is None and not large:
+    if folder is None and not fetch:
         return name
-    folder = folder or _fetched(path, key, name, "dataset", wanted)
+    folder = folder or _fetched(key, name, "dataset", wanted)
     files = sorted(file for file in folder.rglob("*") if file.suffix in FORMATS)
     if len(files) != 1:
         listed = ", ".join(map(str, files)) or "none"
-        raise ConfigError(
-            path, [f"{key}: {name} of the hub has {len(files)} files of data, of which those to read must be named: {listed}"]
-        )
+        raise _NotFoundError(f"{key}: {name} of the hub has {len(files)} files of data, of which those to read must be named: {listed}")
     return str(files[0])
 
 
@@ -83,15 +131,17 @@ def _in_cache(name: str, kind: str, patterns: Sequence[str]) -> Path | None:
         return None
 
 
-def _fetched(path: str, key: str, name: str, kind: str, patterns: Sequence[str]) -> Path:
+def _fetched(key: str, name: str, kind: str, patterns: Sequence[str]) -> Path:
     try:
         return Path(snapshot_download(name, repo_type=kind, allow_patterns=list(patterns), etag_timeout=_ANSWER_LIMIT_S))
     except _FAILED as error:
         of_kind = " --repo-type dataset" if kind == "dataset" else ""
         named = "DIR" if kind == "model" else "the files in DIR"
         remedy = f"download it where one can be reached (hf download{of_kind} {name} --local-dir DIR), and set {key} to {named}"
-        problem = f"there is no {name!r} here, and no hub gives it ({type(error).__name__}: {one_line(error)[:100]})"
-        raise ConfigError(path, [f"{key}: {problem}; {remedy}"]) from error
+        if kind == "model":
+            remedy += f"; to check or plan a run, its config.json in models/{name.rpartition('/')[2]}/ beside the configuration is enough"
+        problem = f"there is no {name!r} here, and the hub does not give it ({type(error).__name__}: {one_line(error).split('. ')[0]})"
+        raise _NotFoundError(f"{key}: {problem}; {remedy}") from error
 
 
 def _changed(section: Any, key: Sequence[str], value: Any) -> Any:

@@ -1,18 +1,23 @@
-"""A configuration that is read and checked in every way that needs no process; all that is wrong with it is said at once."""
+"""A configuration with every check that starts no process; all its problems are reported together.
+
+`megarl train` needs everything that a run reads on its machine. The commands that only plan a run (`check`, `plan`, `rehearse`, and a
+submission to a cluster) need the `config.json` of each model: what else is missing is listed, and what exists is examined.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeVar
+from dataclasses import dataclass, replace
+from typing import Generic, NamedTuple, TypeVar
 
 from megarl.config.errors import ConfigError
-from megarl.config.load import load_config
+from megarl.config.load import PartialConfig, read_config, resolved
 from megarl.config.published import with_published_models
 from megarl.config.roles import model_roles
 from megarl.config.schema import PPOConfig, RolloutConfig, RolloutEngineKind, SFTConfig
 from megarl.config.sources import is_hub_name
-from megarl.config.validate import absent_files, read_architectures, validate
-from megarl.config.violation import Violation
+from megarl.config.validate import read_architectures, validate
+from megarl.config.violation import Absence, Violation
 from megarl.placement.memory import budget_problems, plan_memory, refuses
 from megarl.placement.plan import plan_placement
 from megarl.placement.transport import choose_transport
@@ -20,47 +25,116 @@ from megarl.placement.transport import choose_transport
 RunConfig = TypeVar("RunConfig", bound=PPOConfig | SFTConfig)
 # Without these a placement cannot even be counted.
 _PLACEMENT_KEYS = (
-    *("placement.", "actor.parallel.", "critic.parallel.", "reward.model.parallel"),
+    *("placement", "actor.parallel", "critic.parallel", "reward.model.parallel"),
     *("rollout.num_replicas", "rollout.tensor_parallel_size"),
 )
 
 
-def load_checked_anywhere(schema: type[RunConfig], path: str, overrides: Sequence[str] = ()) -> tuple[RunConfig, list[str]]:
-    """`load_config`, and every check that reads no more of a run's files than its models' `config.json`; also on a machine without the
-    run's models: those that are published, or on a hub, are known, and files that a run reads may be elsewhere too. The second value:
-    what is not here, a line each; empty where the models are. Raises ConfigError that lists all that is wrong."""
-    return checked_anywhere(*find_inputs(load_config(schema, path, overrides), path), path)
+class Checked(NamedTuple, Generic[RunConfig]):
+    """A configuration without problems.
+
+    Attributes:
+        config: Each model's path is a folder with a `config.json` on this machine.
+        absent: What the run needs and this machine lacks, one line each. Empty if the run could start here.
+        warnings: What will run and is rarely meant, one line each.
+    """
+
+    config: RunConfig
+    absent: list[str]
+    warnings: list[str]
 
 
-def find_inputs(config: RunConfig, path: str) -> tuple[RunConfig, list[str]]:
-    """The configuration, of the file `path`, with a folder for each model that is not here but published, or on a hub. The second value:
-    a line about each of them, and about data on a hub, that a run would fetch. Raises ConfigError where a hub does not answer."""
-    config, absent = with_published_models(config, path)
-    config, on_hub = find_on_hub(config, path)
-    return config, [*absent, *on_hub]
+@dataclass(frozen=True)
+class Inputs(Generic[RunConfig]):
+    """What `find_inputs` or `find_on_hub` finds.
+
+    Attributes:
+        reading: The configuration, with a folder for each model that has one, and the problems found so far.
+        substituted: A line, which begins with the key, about each model of which only `config.json` was found, and about what a run
+            would fetch from a hub.
+    """
+
+    reading: PartialConfig[RunConfig]
+    substituted: list[str]
+
+    def violations(self) -> list[Violation]:
+        """Return all violations, except those about keys that were refused already, or that `substituted` explains."""
+        explained = {line.partition(":")[0] for line in self.substituted}
+        return [
+            each
+            for each in validate(self.reading.config)
+            if not self.reading.refuses(each.keys) and not (each.absence is Absence.input and explained.issuperset(each.keys))
+        ]
+
+    def divided(self) -> tuple[list[Violation], list[Violation]]:
+        """Return the violations that make the run impossible anywhere, and those that another machine may not have.
+
+        If all files and GPUs of the run are here, the run is taken to start here: then it also needs this machine's packages and folders.
+        """
+        violations = self.violations()
+        is_elsewhere = bool(self.substituted) or any(each.absence in (Absence.input, Absence.gpu) for each in violations)
+        absent = [each for each in violations if is_elsewhere and each.absence is not None]
+        return [each for each in violations if each not in absent], absent
 
 
-def find_on_hub(config: RunConfig, path: str) -> tuple[RunConfig, list[str]]:
-    """As `find_inputs`, of what is on a hub alone."""
-    if not any(map(is_hub_name, (*(role.path for role in model_roles(config)), *config.data.train_files, *config.data.val_files))):
-        return config, []
-    # Here, because the hub's library takes half a second; nobody else shall wait for it.
+def load_checked_anywhere(schema: type[RunConfig], path: str, overrides: Sequence[str] = ()) -> Checked[RunConfig]:
+    """Load a configuration and check it, reading no more of the run's files than each model's `config.json`.
+
+    Raises:
+        ConfigError: It lists every problem.
+    """
+    inputs = find_inputs(read_config(schema, path, overrides))
+    errors, absent = inputs.divided()
+    refuse(path, problems_of(inputs.reading, errors))
+    return Checked(inputs.reading.config, [*inputs.substituted, *map(str, absent)], [])
+
+
+def load_checked_here(schema: type[RunConfig], path: str, overrides: Sequence[str] = ()) -> RunConfig:
+    """Load a configuration for a run on this machine and check it as `load_checked_anywhere` does. What is on a hub is fetched.
+
+    Raises:
+        ConfigError: It lists every problem, and everything that is absent.
+    """
+    inputs = find_on_hub(read_config(schema, path, overrides), fetch=True)
+    refuse(path, problems_of(inputs.reading, inputs.violations()))
+    return inputs.reading.config
+
+
+def find_inputs(reading: PartialConfig[RunConfig]) -> Inputs[RunConfig]:
+    """Find a folder with a `config.json` for each model, for a run that need not start on this machine.
+
+    In order: the given folder, the hub's cache, the `models` folders beside the configuration and in `configs/`, the hub.
+    """
+    config, lines = with_published_models(_from_cache(reading.config), reading.source)
+    inputs = find_on_hub(replace(reading, config=config), fetch=False)
+    return Inputs(inputs.reading, [*lines, *inputs.substituted])
+
+
+def find_on_hub(reading: PartialConfig[RunConfig], fetch: bool) -> Inputs[RunConfig]:
+    """Replace names on the hub by local folders and files. fetch: download weights and data too."""
+    config = resolved(reading.config)
+    if not names_a_hub(config):
+        return Inputs(replace(reading, config=config), [])
+    # Here, because the hub's library takes half a second to import.
     from megarl.data.hub import with_hub_inputs
 
-    return with_hub_inputs(config, path, large=False)
+    hub = with_hub_inputs(config, fetch)
+    refused = {problem.partition(":")[0] for problem in hub.problems}
+    found = replace(reading, config=hub.config, problems=(*reading.problems, *hub.problems), refused=reading.refused | refused)
+    return Inputs(found, hub.lines)
 
 
-def checked_anywhere(config: RunConfig, absent: Sequence[str], path: str) -> tuple[RunConfig, list[str]]:
-    """What `find_inputs` gave, checked as far as that can be; and all that is not here, a line each."""
-    checked(config, path, with_files=not absent)
-    said = {line.partition(":")[0] for line in absent}
-    return config, [*absent, *(str(each) for each in absent_files(config) if each.keys[0] not in said)]
+def names_a_hub(config: PPOConfig | SFTConfig) -> bool:
+    """Whether a model or data are given by a name on the Hugging Face hub."""
+    return any(map(is_hub_name, (*(role.path for role in model_roles(config)), *config.data.train_files, *config.data.val_files)))
 
 
-def checked(config: RunConfig, path: str, with_files: bool) -> RunConfig:
-    """The configuration, of the file `path`, with every check that needs no process; with_files: as for `validate`. Raises ConfigError."""
-    refuse(path, problems_of(config, validate(config, with_files)))
-    return config
+def _from_cache(config: RunConfig) -> RunConfig:
+    if not names_a_hub(config):
+        return config
+    from megarl.data.hub import with_cached_models
+
+    return with_cached_models(config)
 
 
 def refuse(path: str, problems: Sequence[str]) -> None:
@@ -69,15 +143,15 @@ def refuse(path: str, problems: Sequence[str]) -> None:
         raise ConfigError(path, problems)
 
 
-def problems_of(config: PPOConfig | SFTConfig, violations: Sequence[Violation]) -> list[str]:
-    """The violations, a line each, and what is wrong with the placement and with the arguments for an engine's own library."""
-    problems = [str(violation) for violation in violations]
-    if not any(_is_about_placement(violation) for violation in violations):
+def problems_of(reading: PartialConfig[RunConfig], violations: Sequence[Violation]) -> list[str]:
+    """Return what does not fit the schema, the violations, and problems of the placement and of an engine's own arguments."""
+    config, problems = reading.config, [*reading.problems, *map(str, violations)]
+    if not any(_is_about_placement(violation) for violation in violations) and not reading.refuses(_PLACEMENT_KEYS):
         try:
             plan = plan_placement(config)
             if isinstance(config, PPOConfig):
                 choose_transport(config, plan)
-            if not violations and refuses(config) and config.placement.device_memory_gb is not None:
+            if not problems and refuses(config) and config.placement.device_memory_gb is not None:
                 problems += budget_problems(config, plan_memory(config, plan, read_architectures(config)[0]))
         except ConfigError as error:
             problems += error.problems

@@ -8,12 +8,12 @@ from pathlib import Path
 
 from megarl.config.architecture import Architecture
 from megarl.config.errors import ConfigError
-from megarl.config.load import load_config, schema_of
+from megarl.config.load import read_config, schema_of
 from megarl.config.roles import model_roles
 from megarl.config.schema import Device, PPOConfig, SFTConfig
 from megarl.config.validate import read_architectures
 from megarl.doctor.check_result import CheckResult, doubtful, good, wrong
-from megarl.doctor.checked_config import checked, find_on_hub
+from megarl.doctor.checked_config import find_on_hub, problems_of
 from megarl.placement.placement_plan import PlacementPlan
 from megarl.placement.plan import plan_placement
 
@@ -59,19 +59,15 @@ def read_subject(
     """The run in the file `path`, and what is wrong with it. What cannot be read is left out, so that the rest is examined."""
     if path is None:
         return ExaminedRun(num_gpus=num_gpus, ray_address=ray_address), []
-    on_hub: list[str] = []
     try:
-        config: PPOConfig | SFTConfig
-        config, on_hub = find_on_hub(load_config(schema_of(path, overrides), path, overrides), path)
-        checked(config, path, with_files=not on_hub)
-        results = [good(CONFIGURATION, f"{path} is good")]
-        results += [doubtful(CONFIGURATION, line, "`hf download` fetches it now") for line in on_hub]
+        inputs = find_on_hub(read_config(schema_of(path, overrides), path, overrides), fetch=False)
     except ConfigError as error:
-        results = list(_problems(error))
-        try:
-            config = load_config(schema_of(path, overrides), path, overrides)
-        except ConfigError:
-            return ExaminedRun(num_gpus=num_gpus, ray_address=ray_address), results
+        return ExaminedRun(num_gpus=num_gpus, ray_address=ray_address), list(_problems(error.source, error.problems))
+    config, problems = inputs.reading.config, problems_of(inputs.reading, inputs.violations())
+    results = list(_problems(path, problems)) or [good(CONFIGURATION, f"{path} is good")]
+    results += [doubtful(CONFIGURATION, line, "`hf download` fetches it now") for line in inputs.substituted]
+    if inputs.reading.problems:
+        return ExaminedRun(num_gpus=num_gpus, ray_address=ray_address), results
     try:
         plan = plan_placement(config)
     except ConfigError:  # which `checked` has said
@@ -83,10 +79,10 @@ def read_subject(
         architectures=architectures,
         num_gpus=num_gpus,
         ray_address=ray_address,
-        unfetched=[line.partition(":")[0] for line in on_hub],
+        unfetched=[line.partition(":")[0] for line in inputs.substituted],
     ), results
 
 
-def _problems(error: ConfigError) -> Iterator[CheckResult]:
-    for problem in error.problems:
-        yield wrong(CONFIGURATION, problem, f"change it in {error.source} or on the command line; `megarl check` finds it too")
+def _problems(source: str, problems: Sequence[str]) -> Iterator[CheckResult]:
+    for problem in problems:
+        yield wrong(CONFIGURATION, problem, f"change it in {source} or on the command line; `megarl check` finds it too")

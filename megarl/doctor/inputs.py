@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
@@ -16,6 +17,7 @@ from megarl.algorithms.user_functions import try_functions
 from megarl.config.architecture import Architecture
 from megarl.config.data_rules import too_few_rows
 from megarl.config.derive import max_row_tokens
+from megarl.config.machine_rules import has_tokenizer, has_weights
 from megarl.config.roles import REWARD_MODEL, ModelRole, model_roles
 from megarl.config.schema import AlgorithmConfig, Overlong, PPOConfig, SFTConfig
 from megarl.data.chat_clock import reads_clock
@@ -51,12 +53,17 @@ def check(subject: ExaminedRun) -> Iterator[CheckResult]:
 def findings(
     config: Config, architectures: Mapping[str, Architecture], skipped: Collection[str] = (), num_rows: int = ROWS
 ) -> Iterator[CheckResult]:
-    """Of all that a run reads. `architectures`: of the models that can be read, by role; the others are left out. `skipped`: keys of what
-    is known to be wrong, or absent. num_rows: of each file that are rendered."""
-    for role in (each for each in _distinct_models(config, architectures) if each.path_key not in skipped):
+    """Examine all that a run reads and that is on this machine.
+
+    Args:
+        architectures: By role, of the models to examine.
+        skipped: Keys to leave out.
+        num_rows: Rows of each data file that are rendered.
+    """
+    for role in (each for each in _distinct_models(config, architectures) if has_weights(each.path)):
         yield judge_model(Path(role.path), role.path_key, architectures[role.name], role)
     for role in model_roles(config):
-        if role.name not in architectures or role.name not in ("actor", REWARD_MODEL):
+        if role.name not in architectures or role.name not in ("actor", REWARD_MODEL) or not has_tokenizer(role.path):
             continue
         try:
             tokenizer = load_tokenizer(role.path, config.model.trust_remote_code, role.path_key)
@@ -78,7 +85,7 @@ def findings(
         results, keys = judge_rewards(config.reward, truths.rows)
         yield from results
         yield from judge_compared_metrics(config, truths.val_sources, keys)
-    if isinstance(config, PPOConfig) and not any(key.endswith(".function") for key in skipped):
+    if isinstance(config, PPOConfig) and not any(key.endswith(".function") or key == "algorithm" for key in skipped):
         yield from judge_functions(config.algorithm)
 
 
@@ -145,6 +152,8 @@ def data(
         if key in skipped:
             continue
         for file in dict.fromkeys(config.data.train_files if key == "data.train_files" else config.data.val_files):
+            if not os.path.exists(file):  # absent, which is said elsewhere
+                continue
             try:
                 lengths, spelled = _rendered(config, file, tokenizer, num_rows, tools)
             except DataError as error:

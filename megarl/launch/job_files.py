@@ -13,6 +13,7 @@ from omegaconf import OmegaConf
 import megarl
 from megarl.config.errors import ConfigError
 from megarl.config.schema import PPOConfig, SFTConfig
+from megarl.config.sources import is_hub_name
 
 RUN_FILE = "run.yaml"
 LIMIT_MB = 100  # Ray keeps the package in the head's memory
@@ -30,7 +31,9 @@ SHARED = frozenset(
         "trainer.output_dir",
     }
 )
-CODE = frozenset({"reward.functions.path", "agent.tools.path", "agent.environment.path"})  # keys of Python files, which the job takes along
+# Keys of Python files, which the job takes along; those of FUNCTIONS are written FILE.py:NAME.
+FUNCTIONS = frozenset({"algorithm.advantage.function", "algorithm.policy_loss.function"})
+CODE = frozenset({"reward.functions.path", "agent.tools.path", "agent.environment.path"}) | FUNCTIONS
 _WORDS = frozenset({"auto", "disable"})  # values of checkpoint.resume that are no path
 _IGNORE_FILES = (".gitignore", ".rayignore")  # they have been obeyed, and Ray would read them again
 
@@ -87,8 +90,16 @@ def _moved(value: Any, key: str, here: Path, take_along: Callable[[str], str]) -
     if not isinstance(value, str) or value in _WORDS:
         return value
     if key in SHARED:
-        return str(here / value)
+        return value if _is_on_hub(value, here) else str(here / value)
+    if key in FUNCTIONS:
+        path, colon, name = value.rpartition(":")
+        return f"{take_along(path)}{colon}{name}"
     return take_along(value) if key in CODE else value
+
+
+def _is_on_hub(value: str, here: Path) -> bool:
+    """`models/Qwen3-8B` has the form of a name on the hub, and is a path if there is a folder `models`."""
+    return is_hub_name(value) and not (here / value.partition("/")[0]).is_dir()
 
 
 def _take_along(path: str, folder: Path, here: Path, files: dict[Path, Path]) -> str:

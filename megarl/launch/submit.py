@@ -1,7 +1,8 @@
 """`megarl submit`: submit a run to an existing Ray cluster, follow its log, and return the job's exit status.
 
-The configuration is checked on this machine first. The job receives the resolved configuration and the code that checked it.
-Data, models and the output folder are not uploaded: they must be on a disk that all nodes mount at the same path.
+The configuration is checked on this machine first, as far as its files are here. The job receives the resolved configuration and the
+code that checked it. Data, models and the output folder are not uploaded: they must be on a disk that all nodes mount at the same path,
+or be names on the Hugging Face hub.
 """
 
 from __future__ import annotations
@@ -19,9 +20,10 @@ from typing import Any
 import aiohttp
 from ray.job_submission import JobInfo, JobStatus, JobSubmissionClient
 
-from megarl.config.load import load_config, schema_of
+from megarl.config.load import read_config, schema_of
+from megarl.config.machine_rules import code_files
 from megarl.controller.environment import users_settings
-from megarl.doctor.checked_config import checked
+from megarl.doctor.checked_config import load_checked_anywhere, refuse
 from megarl.launch.job_files import RUN_FILE, pack
 
 FAILED, INTERRUPTED, TERMINATED = 1, 130, 143
@@ -30,6 +32,9 @@ STOP_LIMIT_S = 900  # a job that is told to stop finishes its step and saves; th
 _LOOK_S = 1.0
 _RECONNECT_S = 3.0
 _NO_AGENT, _AGENT_LIMIT_S = "No available agent", 60.0  # what Ray's job server says until an agent has registered
+_AGENT_REMEDY = (
+    "dashboard_agent.log of the head says why its agent takes none; two Ray nodes on one machine need a --dashboard-agent-listen-port each"
+)
 
 
 class SubmissionError(ValueError):
@@ -50,7 +55,13 @@ def run(config_path: str, overrides: Sequence[str], address: str | None) -> int:
         SubmissionError: The cluster cannot be reached or refuses the job.
     """
     logging.getLogger("ray").setLevel(logging.WARNING)  # silence progress messages about uploads and connections
-    config = checked(load_config(schema_of(config_path, overrides), config_path, overrides), config_path, with_files=True)
+    schema = schema_of(config_path, overrides)
+    absent = load_checked_anywhere(schema, config_path, overrides).absent
+    # As it is written: names on the hub, and a dtype that depends on the device, are resolved on the cluster.
+    config = read_config(schema, config_path, overrides).required()
+    refuse(config_path, [str(violation) for violation in code_files(config)])  # the job takes the code along
+    for line in absent:
+        print(f"not on this machine: {line}", flush=True)
     address = address or os.environ.get("RAY_API_SERVER_ADDRESS")
     client = _connect(address)
     with tempfile.TemporaryDirectory(prefix="megarl-job-") as folder:
@@ -85,8 +96,10 @@ def _submit(client: JobSubmissionClient, **job: Any) -> str:
         try:
             return str(client.submit_job(**job))
         except RuntimeError as error:
-            if _NO_AGENT not in str(error) or time.monotonic() > end_s:
-                raise SubmissionError(f"the cluster has refused the job: {str(error).strip()}") from error
+            has_no_agent = _NO_AGENT in str(error)
+            if not has_no_agent or time.monotonic() > end_s:
+                reason = f"the cluster has refused the job: {str(error).strip()}"
+                raise SubmissionError(f"{reason} {_AGENT_REMEDY}" if has_no_agent else reason) from error
             time.sleep(1)
 
 
@@ -98,7 +111,9 @@ class Job:
         self._shown = 0  # characters of the log
         environment = {"COLUMNS": LOG_COLUMNS, **users_settings(), "RAY_JOB_STOP_WAIT_TIME_S": str(STOP_LIMIT_S)}
         self.name = _submit(
-            client, entrypoint=f"exec python -m megarl train {RUN_FILE}", runtime_env={"working_dir": folder, "env_vars": environment}
+            client,
+            entrypoint=f"exec python -m megarl.launch.job train {RUN_FILE}",
+            runtime_env={"working_dir": folder, "env_vars": environment},
         )
 
     def stay(self) -> int:

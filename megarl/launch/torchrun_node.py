@@ -22,10 +22,10 @@ from torch.distributed import DistError, PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from megarl.config.errors import ConfigError
-from megarl.config.load import load_config, schema_of
+from megarl.config.load import schema_of
 from megarl.config.schema import PPOConfig, SFTConfig
 from megarl.controller.daemons import AUTH_MODE, AUTH_TOKEN, add_key
-from megarl.doctor.checked_config import checked
+from megarl.doctor.checked_config import load_checked_here
 from megarl.launch.ray_node import RayNode, logical_cpus
 from megarl.machine.reaper import OWNER, end_processes_of, start_reaper
 from megarl.placement.plan import plan_placement
@@ -152,7 +152,7 @@ def drive(meeting: Meeting, config_path: str, overrides: Sequence[str]) -> int:
 
 def _drive(meeting: Meeting, config_path: str, overrides: Sequence[str]) -> int:
     schema = schema_of(config_path, overrides)
-    config: PPOConfig | SFTConfig = checked(load_config(schema, config_path, overrides), config_path, with_files=True)
+    config: PPOConfig | SFTConfig = load_checked_here(schema, config_path, overrides)
     num_cpus = logical_cpus(plan_placement(config).num_cpus)
     names = [meeting.first_of(f"{_NODE} {rank}") for rank in meeting.members]
     # As the others know it: its own name may well be loopback to itself.

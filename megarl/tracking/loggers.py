@@ -10,8 +10,8 @@ from typing import Any, Protocol
 
 from torch.utils.tensorboard import SummaryWriter
 
+from megarl.config.machine_rules import logger_problem
 from megarl.config.schema import LoggerKind
-from megarl.config.validate import logger_problem
 from megarl.machine.strict_json import dump_readable
 from megarl.tracking.background import BackgroundLogger
 from megarl.tracking.run_files import GENERATIONS_FILE, METRICS_FILE, check_run_folder, writing

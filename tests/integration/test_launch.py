@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
 import secrets
 import shutil
+import socket
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from ray._private.ray_constants import DEFAULT_DASHBOARD_AGENT_LISTEN_PORT
 from safetensors.torch import load_file, save_file
 
 from megarl.cli.main import main
@@ -38,8 +42,14 @@ def env(warm_processes: None) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def nodes(env: dict[str, str]) -> Iterator[ClusterAddress]:
-    with two_node_cluster(env) as address:
-        yield address
+    """Started while another program has the port that Ray's agents prefer: the head must take jobs all the same."""
+    with socket.socket() as other:
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        with suppress(OSError):  # another test's program has it already
+            other.bind(("127.0.0.1", DEFAULT_DASHBOARD_AGENT_LISTEN_PORT))
+            other.listen()
+        with two_node_cluster(env) as address:
+            yield address
 
 
 @pytest.fixture(scope="module")
@@ -76,6 +86,23 @@ def test_what_is_wrong_is_said_before_anything_is_sent(tmp_path: Path, capsys: p
     assert "did you mean actor.optim" in capsys.readouterr().err
     assert main(["submit", "--address", nobody, str(config)]) == 2
     assert f"no job server answers at {nobody}" in capsys.readouterr().err
+
+
+def test_a_run_is_submitted_from_a_machine_without_its_model_and_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its code must be here, since the job takes it along."""
+    config, nobody = save_ppo_run(tmp_path), f"http://127.0.0.1:{free_port()}"
+    for file in (tmp_path / "policy").iterdir():
+        if file.name != "config.json":
+            file.unlink()
+    (tmp_path / "train.parquet").unlink()
+    assert main(["submit", "--address", nobody, str(config)]) == 2
+    out, err = capsys.readouterr()
+    assert f"no job server answers at {nobody}" in err
+    listed = [line.split(": ")[1] for line in out.splitlines() if line.startswith("not on this machine: ")]
+    assert {"model.path", "data.train_files"} <= set(listed)
+    (tmp_path / "reward.py").unlink()
+    assert main(["submit", "--address", nobody, str(config)]) == 2
+    assert re.search(r"1 problem\n.*reward.functions\[0\].path: there is no file", capsys.readouterr().err)
 
 
 def test_ctrl_c_stops_the_job(cluster: str, env: dict[str, str], tmp_path: Path) -> None:

@@ -79,7 +79,7 @@ def test_at_80_columns_no_word_or_number_is_broken(ppo: str, capsys: pytest.Capt
 
 
 def test_what_a_run_says_when_it_starts_is_a_dozen_lines(ppo: str, tmp_path: Path) -> None:
-    config, _ = load_checked_anywhere(PPOConfig, ppo, ["algorithm=grpo", "trainer.critic_warmup_steps=0"])
+    config, _, _ = load_checked_anywhere(PPOConfig, ppo, ["algorithm=grpo", "trainer.critic_warmup_steps=0"])
     print_summary(config, console := Console(file=io.StringIO(), width=80))
     said = console.file.getvalue()
     assert said.startswith("GRPO: 10 steps of 12 prompts x 4 = 48 rows of at most 24 tokens, mini-batches: 3\n")
@@ -220,7 +220,7 @@ BROKEN = [
     ("rollout.num_replicas=0", "must be in [1, 10000]"),
     ("algorithm=nothing", "algorithm=nothing: there is no such file"),
     ("trainer.seed", "write key.sub=value"),
-    ("checkpoint.resume=nowhere", "there is no folder 'nowhere'; give auto, disable, or the path of a checkpoint"),
+    ("checkpoint.resume=''", "there is no folder ''; give auto, disable, or the path of a checkpoint"),
     ("checkpoint.keep=-1", "must be at least 0"),
 ]
 

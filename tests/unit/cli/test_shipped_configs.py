@@ -111,8 +111,8 @@ def test_neither_model_nor_data_need_to_be_here(
     assert main([command, path_of(run)]) == 0
     out, err = capsys.readouterr()
     assert err == ""
-    assert "not here: model.path: there is no " in out
-    assert "not here: data.train_files: there is no file " in out
+    assert "not on this machine: model.path: there is no " in out
+    assert "not on this machine: data.train_files: there is no file " in out
 
 
 @pytest.mark.parametrize("run", RUNS)

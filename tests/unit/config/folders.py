@@ -28,6 +28,7 @@ def model_folder(folder: Path, **changes: Any) -> Path:
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(ARCHITECTURE | changes))
     (folder / "model.safetensors").touch()
+    (folder / "tokenizer.json").touch()
     return folder
 
 

@@ -147,7 +147,7 @@ def test_a_group_that_ships_is_found_from_any_folder_and_one_of_ones_own_comes_f
     assert load_config(PPOConfig, path).algorithm.entropy_coefficient == 0.3
     (problem,) = problems_of(path, "algorithm=pppo")
     assert problem.startswith("algorithm=pppo: there is no such file; there are async_dapo, async_grpo, async_ppo, ")
-    assert problem.endswith(f"(looked in {tmp_path}/elsewhere/algorithm, configs/algorithm)")
+    assert problem.endswith(f"(looked in {tmp_path}/elsewhere/algorithm, configs/algorithm) [command line]")
 
 
 def test_a_file_that_ships_has_one_name_in_every_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -264,7 +264,7 @@ def test_files_that_are_no_configuration(tmp_path: Path, text: str, said: str) -
 
 
 def test_overrides_that_are_none(minimal: str) -> None:
-    assert problems_of(minimal, "fast", "trainer.seed=[1")[0] == "'fast' is not an override; write key.sub=value"
+    assert problems_of(minimal, "fast", "trainer.seed=[1")[0] == "'fast' is not an override; write key.sub=value [command line]"
     assert len(problems_of(minimal, "fast", "trainer.seed=[1")) == 2
     assert "there is no such file" in problems_of("nowhere.yaml")[0]
 

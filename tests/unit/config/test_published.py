@@ -13,7 +13,7 @@ from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
 from megarl.config.published import with_published_models
 from megarl.config.schema import PPOConfig
-from megarl.doctor.checked_config import checked, load_checked_anywhere
+from megarl.doctor.checked_config import load_checked_anywhere, load_checked_here
 from tests.unit.config.folders import ARCHITECTURE, model_folder, ppo_values, write_yaml
 
 
@@ -30,18 +30,19 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 def test_a_model_that_is_here_is_read_itself(run: str, tmp_path: Path) -> None:
     model_folder(tmp_path / "models" / "Tiny")
-    config, absent = load_checked_anywhere(PPOConfig, run, ["model.path=models/Tiny"])
-    assert (config.model.path, absent) == ("models/Tiny", [])
+    config, absent, _ = load_checked_anywhere(PPOConfig, run, ["model.path=models/Tiny"])
+    assert config.model.path == "models/Tiny"
+    assert absent == []
 
 
 @pytest.mark.parametrize(
     ("path", "hidden_size"), [("models/Tiny", 96), ("/on/the/cluster/Tiny", 96), ("Tiny", 96), ("outputs/maker/tuned", 192)]
 )
 def test_one_that_is_not_is_found_by_the_end_of_its_path(path: str, hidden_size: int, run: str) -> None:
-    config, absent = load_checked_anywhere(PPOConfig, run, [f"model.path={path}", "data.train_files=[far/away.parquet]"])
+    config, absent, _ = load_checked_anywhere(PPOConfig, run, [f"model.path={path}", "data.train_files=[far/away.parquet]"])
     assert read_architecture(config.model.path).hidden_size == hidden_size
     about_model, about_data = absent
-    assert about_model == f"model.path: there is no {path} on this machine; read is the published {config.model.path}/config.json"
+    assert about_model == f"model.path: there is no {path} on this machine; using {config.model.path}/config.json"
     assert about_data.startswith("data.train_files: there is no file 'far/away.parquet'")
 
 
@@ -59,13 +60,16 @@ def test_each_role_has_its_own(run: str, tmp_path: Path) -> None:
 def test_a_name_that_is_none_of_theirs_is_refused(path: str, run: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It might be one of a hub's, of which none is asked here."""
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(ConfigError, match=f"there is no '{path}' here, and no hub gives it"):
+    with pytest.raises(ConfigError, match=f"there is no '{path}' here, and the hub does not give it"):
         load_checked_anywhere(PPOConfig, run, [f"model.path={path}"])
 
 
-def test_where_the_model_is_here_its_data_must_be_too(run: str) -> None:
+def test_data_may_be_elsewhere_where_the_model_is_here(run: str) -> None:
+    """Until a run is to start here."""
+    config, (line,), _ = load_checked_anywhere(PPOConfig, run, ["data.train_files=[far/away.parquet]"])
+    assert line.startswith("data.train_files: there is no file 'far/away.parquet'")
     with pytest.raises(ConfigError, match="there is no file 'far/away.parquet'"):
-        load_checked_anywhere(PPOConfig, run, ["data.train_files=[far/away.parquet]"])
+        load_checked_here(PPOConfig, run, ["data.train_files=[far/away.parquet]"])
 
 
 def test_everything_else_is_checked_as_ever(run: str) -> None:
@@ -77,4 +81,4 @@ def test_everything_else_is_checked_as_ever(run: str) -> None:
 
 def test_a_run_wants_the_model(run: str) -> None:
     with pytest.raises(ConfigError, match="there is no folder 'models/Tiny'"):
-        checked(load_config(PPOConfig, run, ["model.path=models/Tiny"]), run, with_files=True)
+        load_checked_here(PPOConfig, run, ["model.path=./models/Tiny"])

@@ -7,18 +7,21 @@ from hashlib import sha1
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from huggingface_hub import constants
 
 from megarl.cli.main import main
 from megarl.config.errors import ConfigError
 from megarl.config.schema import ModelConfig, SFTConfig, SFTDataConfig
-from megarl.data.hub import with_hub_inputs
+from megarl.data.hub import with_cached_models, with_hub_inputs
 from megarl.doctor.check_result import Status
 from megarl.doctor.examined_run import read_subject
 from megarl.doctor.inputs import MODELS, TOKENIZERS, check
-from tests.integration.tiny_run import save_policy
+from tests.integration.tiny_run import REWARD, save_policy
 from tests.unit.config.folders import ppo_values, write_yaml
+from tests.unit.data.chats import prompt_row
 
 SHA = "a" * 40
 FILES = {
@@ -91,7 +94,10 @@ def run(hub: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     save_policy(tmp_path / "policy")
     policy = {file.name: file.read_bytes() for file in (tmp_path / "policy").iterdir()}
     monkeypatch.setitem(FILES, "models/maker/policy", policy)
-    return write_yaml(tmp_path / "run.yaml", ppo_values(tmp_path) | {"model": {"path": "maker/policy"}})
+    path = write_yaml(tmp_path / "run.yaml", ppo_values(tmp_path) | {"model": {"path": "maker/policy"}})
+    pq.write_table(pa.Table.from_pylist([prompt_row(f"{number}+1=") for number in range(12)]), tmp_path / "train.parquet")
+    (tmp_path / "reward.py").write_text(REWARD)
+    return path
 
 
 def config(model: str = "model", *files: str) -> SFTConfig:
@@ -99,38 +105,40 @@ def config(model: str = "model", *files: str) -> SFTConfig:
 
 
 def test_a_model_is_fetched_once_and_its_weights_for_a_run_alone(hub: str) -> None:
-    checked, said = with_hub_inputs(config("maker/tiny"), "run.yaml", large=False)
+    checked, said, problems = with_hub_inputs(config("maker/tiny"), fetch=False)
+    assert problems == []
     assert Hub.asked.count("model.safetensors") == 0
     assert said == ["model.path: maker/tiny is on the hub; `megarl train` fetches its weights"]
     assert (Path(checked.model.path) / "config.json").read_bytes() == b"{}"
-    run, said = with_hub_inputs(config("maker/tiny"), "run.yaml", large=True)
+    run = with_hub_inputs(config("maker/tiny"), fetch=True).required("run.yaml")
     assert (Path(run.model.path) / "model.safetensors").read_bytes() == b"weights"
     assert not (Path(run.model.path) / "README.md").exists()
     num_asked = len(Hub.asked)
-    assert with_hub_inputs(config("maker/tiny"), "run.yaml", large=False) == (run, [])
+    assert with_hub_inputs(config("maker/tiny"), fetch=False) == (run, [], [])
+    assert with_cached_models(config("maker/tiny")) == run
     assert len(Hub.asked) == num_asked
 
 
 def test_the_only_file_of_a_data_set_is_taken_and_several_must_be_named(hub: str) -> None:
     mixed = config("model", "own.parquet", "maker/one")
-    unfetched = (mixed, ["data.train_files: maker/one is on the hub; `megarl train` fetches it"])
-    assert with_hub_inputs(mixed, "run.yaml", large=False) == unfetched
-    found, _ = with_hub_inputs(mixed, "run.yaml", large=True)
+    unfetched = (mixed, ["data.train_files: maker/one is on the hub; `megarl train` fetches it"], [])
+    assert with_hub_inputs(mixed, fetch=False) == unfetched
+    found = with_hub_inputs(mixed, fetch=True).required("run.yaml")
     assert found.data.train_files[0] == "own.parquet"
     assert Path(found.data.train_files[1]).read_text() == '{"prompt": "1"}\n'
     with pytest.raises(ConfigError, match="has 2 files of data, of which those to read must be named: .*a.jsonl, .*b.parq"):
-        with_hub_inputs(config("model", "maker/many"), "run.yaml", large=True)
+        with_hub_inputs(config("model", "maker/many"), fetch=True).required("run.yaml")
 
 
 def test_what_no_hub_gives_is_one_line_with_how_to_download_it(hub: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match="model.path: there is no 'maker/absent' here, and no hub gives it"):
-        with_hub_inputs(config("maker/absent"), "run.yaml", large=True)
+    with pytest.raises(ConfigError, match="model.path: there is no 'maker/absent' here, and the hub does not give it"):
+        with_hub_inputs(config("maker/absent"), fetch=True).required("run.yaml")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(ConfigError, match=r"\(hf download maker/tiny --local-dir DIR\), and set model.path to DIR") as caught:
-        with_hub_inputs(config("maker/tiny"), "run.yaml", large=True)
+        with_hub_inputs(config("maker/tiny"), fetch=True).required("run.yaml")
     assert len(str(caught.value).splitlines()) == 2
     with pytest.raises(ConfigError, match=r"--repo-type dataset maker/one --local-dir DIR\), and set data.train_files to the files in DIR"):
-        with_hub_inputs(config("model", "maker/one"), "run.yaml", large=True)
+        with_hub_inputs(config("model", "maker/one"), fetch=True).required("run.yaml")
 
 
 def test_commands_know_its_models_and_data(run: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -155,4 +163,4 @@ def test_commands_know_its_models_and_data(run: str, capsys: pytest.CaptureFixtu
     assert main(["init", "mine", "--model", "maker/policy", "--device", "cpu"]) == 0
     assert main(["check", "--fast", "mine/run.yaml"]) == 0
     assert main(["generate", "maker/absent", "1"]) == 2
-    assert "MODEL: there is no 'maker/absent' here, and no hub gives it" in capsys.readouterr().err
+    assert "MODEL: there is no 'maker/absent' here, and the hub does not give it" in capsys.readouterr().err

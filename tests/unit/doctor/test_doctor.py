@@ -422,8 +422,9 @@ def test_what_is_wrong_with_a_configuration_is_found_and_the_rest_is_still_exami
     assert fault.status is Status.error
     assert "do not divide into updates_per_step 5 mini-batches" in fault.message
     assert subject.plan is not None
-    subject, (fault,) = read_subject(str(tmp_path / "run.yaml"), ["trainer.nnodes=2"], 0, None)
-    assert "here it is placement.num_nodes" in fault.message
+    subject, (unknown, fault) = read_subject(str(tmp_path / "run.yaml"), ["trainer.nnodes=2"], 0, None)
+    assert "here it is placement.num_nodes" in unknown.message
+    assert "do not divide into updates_per_step 5 mini-batches" in fault.message
     assert subject.config is None
 
 

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import subprocess
-from dataclasses import fields, is_dataclass
+import sys
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import get_args, get_type_hints
 
 import pytest
 
 from megarl.config.errors import ConfigError
-from megarl.config.load import load_config
+from megarl.config.load import load_config, read_config
 from megarl.config.schema import (
+    AlgorithmConfig,
     DataConfig,
+    DType,
     ModelConfig,
+    PolicyLossConfig,
     PPOConfig,
     RewardConfig,
     RewardFunctionConfig,
@@ -21,6 +25,7 @@ from megarl.config.schema import (
     TrainerConfig,
 )
 from megarl.launch import job_files
+from tests.unit.config.folders import write_yaml
 
 
 @pytest.fixture
@@ -67,6 +72,42 @@ def test_outside_a_work_tree_only_what_the_configuration_names_is_taken(here: Pa
     assert {name for name in names if not name.startswith("megarl/")} == {"run.yaml", "rewards/count.py"}
 
 
+def test_functions_of_the_algorithm_go_along_and_names_on_the_hub_stay(here: Path, tmp_path: Path) -> None:
+    (here / "data").mkdir()
+    given = replace(
+        config("rewards/count.py"),
+        model=ModelConfig(path="Qwen/Qwen3-8B"),
+        data=DataConfig(train_files=["openai/gsm8k", "data/train"]),  # `data` is a folder
+        algorithm=AlgorithmConfig(policy_loss=PolicyLossConfig(function="rewards/neighbour.py:loss")),
+    )
+    job_files.pack(given, job := tmp_path / "job", here)
+    found = load_config(PPOConfig, str(job / "run.yaml"))
+    assert found.model.path == "Qwen/Qwen3-8B"
+    assert found.data.train_files == ["openai/gsm8k", str(here / "data/train")]
+    assert found.algorithm.policy_loss.function == f"{job / 'rewards/neighbour.py'}:loss"
+    assert (job / "rewards/neighbour.py").is_file()
+
+
+def test_a_dtype_that_depends_on_the_device_is_chosen_where_the_job_runs(here: Path, tmp_path: Path) -> None:
+    path = write_yaml(tmp_path / "run.yaml", {"model": {"path": "model"}, "data": {"train_files": ["train.parquet"]}})
+    given = read_config(PPOConfig, path).required()
+    job_files.pack(given, job := tmp_path / "job", here)
+    found = read_config(PPOConfig, str(job / "run.yaml")).required()
+    assert (given.model.dtype, found.model.dtype) == (DType.auto, DType.auto)
+
+
+def test_a_python_without_the_packages_is_named(here: Path, tmp_path: Path) -> None:
+    """As on a head whose Ray was started from another environment: only the standard library and the job's own files are there."""
+    job_files.pack(config(), job := tmp_path / "job", here)
+    command = [sys.executable, "-S", "-m", "megarl.launch.job", "train", "run.yaml"]
+    ended = subprocess.run(command, cwd=job, env={}, capture_output=True, text=True, check=False)
+    assert ended.returncode == 2
+    assert ended.stderr.count("\n") == 1, ended.stderr
+    assert f"the cluster runs jobs with {sys.executable}" in ended.stderr
+    assert "which lacks torch, " in ended.stderr
+    assert "Install megarl there" in ended.stderr
+
+
 def test_too_much_is_refused_with_what_is_large(here: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     subprocess.run(["git", "init", "--quiet", here], check=True)
     monkeypatch.setattr(job_files, "LIMIT_MB", 0.1)
@@ -77,7 +118,7 @@ def test_too_much_is_refused_with_what_is_large(here: Path, tmp_path: Path, monk
 
 def test_every_key_of_a_path_is_known() -> None:
     """A new one must be given a place in a job: code that goes along, or a file that all nodes see."""
-    words = ("path", "dir", "files", "folder", "file")
+    words = ("path", "dir", "files", "folder", "file", "function")
     keys = {key for schema in (PPOConfig, SFTConfig) for key in leaves(schema) if key.rsplit(".", 1)[-1].rsplit("_", 1)[-1] in words}
     assert keys | {"checkpoint.resume"} == job_files.SHARED | job_files.CODE
 

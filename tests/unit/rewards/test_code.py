@@ -102,7 +102,7 @@ UNREADABLE = [
     (["assert (f(1) == 2, 'two')"], "asserts a tuple, which is always true; leave out the parentheses"),
     (["assert 1 == 1"], "calls nothing that only the program defines; it must call a function of the program"),
     (["assert set(list(x for x in [1])) == set([1])"], "calls nothing that only the program defines"),
-    (["assert " + "-" * 5000 + "f(1)"], "^the test "),
+    (["assert " + "-" * 100_000 + "f(1)"], "^the test "),  # too deep at any recursion limit
     (["assert f(1) == '\ud800'"], "has the lone surrogate '\\ud800' at position 16"),
     ([{"stdin": "\ud800", "stdout": "1"}], "has the lone surrogate '\\ud800' at position 0, which no response can contain"),
     ([{"call": "f()", "returns": {"a": ["x\udfff"]}}], "has the lone surrogate '\\udfff' at position 1"),

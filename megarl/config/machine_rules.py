@@ -1,0 +1,151 @@
+"""What a run needs from the machine that it runs on: files that it reads, packages, and folders that can be written.
+
+A violation of these rules has an `absence`: `megarl train` refuses it, and commands that only plan a run list it, because the machine of
+the run may have what this one lacks. Wrong names (a folder instead of a file, an unknown file format) are plain violations.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from megarl.config.algorithm_rules import function_references
+from megarl.config.data_rules import FORMATS, SAVED_TO_DISK, SPLITS
+from megarl.config.roles import REWARD_MODEL, model_roles
+from megarl.config.schema import RESUME_AUTO, RESUME_DISABLE, Device, LoggerKind, PPOConfig, SFTConfig
+from megarl.config.violation import Absence, Violation, Violations
+from megarl.machine.files import existing_folder
+from megarl.machine.processors import has_gpu
+from megarl.machine.ray_address import cluster_address
+
+RunConfig = PPOConfig | SFTConfig
+_WEIGHTS = "*.safetensors"
+_OTHER_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.gguf")
+_TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt", "*.tiktoken", "*.spm")
+
+
+def has_weights(folder: str) -> bool:
+    """Whether a model's folder has weights that megarl reads."""
+    return any(Path(folder).glob(_WEIGHTS))
+
+
+def has_tokenizer(folder: str) -> bool:
+    """Whether a model's folder has files of a tokenizer."""
+    return any(any(Path(folder).glob(pattern)) for pattern in _TOKENIZERS)
+
+
+def data_files(config: RunConfig) -> Violations:
+    for key, files in (("data.train_files", config.data.train_files), ("data.val_files", config.data.val_files)):
+        for path in files:
+            yield from _data_file(key, path)
+
+
+def _data_file(key: str, path: str) -> Violations:
+    """A file in a known format, or a folder that `datasets` saved."""
+    if os.path.isdir(path):
+        if os.path.isfile(Path(path) / SPLITS):
+            message = f"{path!r} holds several splits of a data set; name the folder of one of them, such as {str(Path(path) / 'train')!r}"
+            yield Violation((key,), message)
+        elif not os.path.isfile(Path(path) / SAVED_TO_DISK):
+            message = f"{path!r} is a folder; name the files in it, each by itself, or a folder that `datasets` has saved"
+            yield Violation((key,), message)
+    elif os.path.isfile(path):
+        if Path(path).suffix.lower() not in FORMATS:
+            yield Violation((key,), f"{path!r} is not a data file: its name must end in {', '.join(FORMATS)}")
+    else:
+        yield _no_file(key, path)
+
+
+def _no_file(key: str, path: str) -> Violation:
+    if set(path) & set("*?["):
+        return Violation((key,), f"there is no file {path!r}; patterns are not expanded, so name each file")
+    return Violation((key,), f"there is no file {path!r} (the current directory is {Path.cwd()})", Absence.input)
+
+
+def code_files(config: RunConfig) -> Violations:
+    """Python files of reward functions, tools, environments, estimators and losses."""
+    for key, path in _code_files(config):
+        if os.path.isdir(path):
+            yield Violation((key,), f"{path!r} is a folder; name the file in it")
+        elif not os.path.isfile(path):
+            yield _no_file(key, path)
+
+
+def _code_files(config: RunConfig) -> Iterator[tuple[str, str]]:
+    if isinstance(config, SFTConfig):
+        return
+    for index, function in enumerate(config.reward.functions):
+        yield f"reward.functions[{index}].path", function.path
+    for index, tool in enumerate(config.agent.tools):
+        if tool.path is not None:
+            yield f"agent.tools[{index}].path", tool.path
+    if config.agent.environment.path is not None:
+        yield "agent.environment.path", config.agent.environment.path
+    for key, reference in function_references(config):
+        yield key, reference.rpartition(":")[0]
+
+
+def model_files(config: RunConfig) -> Violations:
+    """Weights of all models, and tokenizers of those whose tokenizer a run uses. A folder without `config.json` is another rule's."""
+    folders = {role.path: role.path_key for role in model_roles(config)}
+    with_tokenizer = {role.path for role in model_roles(config) if role.name in ("actor", REWARD_MODEL)}
+    for folder, key in folders.items():
+        if not os.path.isfile(Path(folder) / "config.json"):
+            continue
+        if not has_weights(folder):
+            others = any(any(Path(folder).glob(pattern)) for pattern in _OTHER_WEIGHTS)
+            message = f"{folder!r} has no weights in safetensors files"
+            if others:
+                yield Violation((key,), f"{message}; convert those that it has: save_pretrained(..., safe_serialization=True)")
+            else:
+                yield Violation((key,), f"{message}; download them (hf download NAME --local-dir {folder})", Absence.input)
+        if folder in with_tokenizer and not has_tokenizer(folder):
+            message = f"{folder!r} has no tokenizer; copy the model's tokenizer.json, tokenizer_config.json and chat_template.jinja into it"
+            yield Violation((key,), message, Absence.input)
+
+
+def logger_problem(logger: LoggerKind) -> str | None:
+    """Return why a logger cannot be used on this machine, or None. A service's Python module has its logger's name."""
+    package = logger.needs.package
+    if package is not None and importlib.util.find_spec(logger.value) is None:
+        return f"{logger.value!r} needs a package that is not installed: pip install {package}"
+    return None
+
+
+def gpus(config: RunConfig) -> Violations:
+    """A run on this machine alone that is meant for GPUs needs one."""
+    if config.device is Device.cuda and cluster_address() is None and not has_gpu():
+        message = "is cuda, and this machine has no GPU; use device=cpu, or join a cluster that has some (RAY_ADDRESS=HOST:PORT)"
+        yield Violation(("device",), message, Absence.gpu)
+
+
+def loggers(config: RunConfig) -> Violations:
+    for logger in config.tracking.loggers:
+        if problem := logger_problem(logger):
+            yield Violation(("tracking.loggers",), problem, Absence.machine)
+
+
+def writable_folders(config: RunConfig) -> Violations:
+    """Folders that the run writes. A temporary folder is made in the nearest existing one, and removed."""
+    for key, folder in (("trainer.output_dir", config.trainer.output_dir), ("checkpoint.dir", config.checkpoint.dir)):
+        if folder is None or not folder.strip():
+            continue
+        try:
+            tempfile.TemporaryDirectory(dir=(nearest := existing_folder(Path(folder).absolute()))).cleanup()
+        except OSError as error:
+            message = f"{folder!r} cannot be written: {nearest}: {error.strerror}; give a folder that can be"
+            yield Violation((key,), message, Absence.machine)
+
+
+def resumed_folder(config: RunConfig) -> Violations:
+    resume = config.checkpoint.resume
+    if resume in (RESUME_AUTO, RESUME_DISABLE) or (resume.strip() and os.path.isdir(resume)):
+        return
+    message = f"there is no folder {resume!r}; give auto, disable, or the path of a checkpoint"
+    yield Violation(("checkpoint.resume",), message, Absence.input if resume.strip() else None)
+
+
+RULES = (data_files, code_files, model_files, gpus, loggers, writable_folders, resumed_folder)
