@@ -30,9 +30,7 @@ from megarl.config.schema import (
     TrainerConfig,
 )
 from megarl.config.sources import Layer
-from megarl.config.validate import validate
-from megarl.data.hub import with_hub_inputs
-from megarl.doctor.checked_config import problems_of, refuse
+from megarl.doctor.checked_config import find_on_hub, problems_of, refuse
 
 _EVALUATIONS = "evaluations"  # in a run's folder, and in `outputs`
 
@@ -52,11 +50,11 @@ def evaluation_config(model: NamedModel, options: argparse.Namespace) -> PPOConf
     if not config.data.val_files:
         raise ConfigError(source, ["data.val_files: is empty; name what to evaluate on, as --data FILE"])
     output = _output(model, config, options)  # by the names of the data as they are given
-    config = with_hub_inputs(_without_training(config, str(output)), fetch=True).required(source)
-    # The weights may be those of a checkpoint, so that the model's folder need not have any.
-    violations = [each for each in validate(config) if each.absence is None or each.keys != ("model.path",)]
-    refuse(source, problems_of(PartialConfig(source, config), violations))
-    return config
+    inputs = find_on_hub(PartialConfig(source, _without_training(config, str(output))), fetch=True)
+    # The weights may be those of a checkpoint, and an evaluation logs nothing.
+    violations = [each for each in inputs.violations() if each.absence is None or each.keys[0] not in ("model.path", "tracking.loggers")]
+    refuse(source, problems_of(inputs.partial, violations))
+    return inputs.partial.config
 
 
 def _values(model: NamedModel, options: argparse.Namespace) -> dict[str, Any]:

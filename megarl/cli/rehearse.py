@@ -45,13 +45,13 @@ def run(
 ) -> int:
     """0, or 2 where the engine would fail or hang. Raises ConfigError for a bad configuration, and ValueError for a role or a rank that
     there is not, for layers that need a GPU, and where the guard of the devices cannot be compiled."""
-    reading = read_config(schema, config_path, overrides)
-    if reading.config.device is Device.auto:  # resolved for the run's machines, not for this one; model.dtype depends on it
-        reading = read_config(schema, config_path, [*overrides, "device=cuda"])
-    inputs = find_inputs(reading)
-    violations, absences = inputs.divided()
-    refuse(config_path, [*inputs.reading.problems, *map(str, violations)])
-    config, absent = inputs.reading.config, [*inputs.substituted, *map(str, absences)]
+    partial = read_config(schema, config_path, overrides)
+    if partial.config.device is Device.auto:  # resolved for the run's machines, not for this one; model.dtype depends on it
+        partial = read_config(schema, config_path, [*overrides, "device=cuda"])
+    inputs = find_inputs(partial)
+    violations, absences = inputs.divided(starts_elsewhere=True)
+    refuse(config_path, [*inputs.partial.problems, *map(str, violations)])
+    config, absent = inputs.partial.config, [*inputs.substituted, *map(str, absences)]
     if config.device is Device.cpu:
         raise ValueError(f"{config_path} has device: cpu, and a rehearsal is of GPUs: add device=cuda to see what the run would do on some")
     if config.engine.layers is Layers.transformer_engine:

@@ -40,7 +40,7 @@ def planned_memory(config_path: Path) -> dict[str, list[Any]] | None:
     try:
         config = load_config(schema_of(str(config_path)), config_path)
         architectures, absent = read_architectures(config)
-        if absent or any(violation.absence is None for violation in validate(config)):
+        if absent or validate(config):
             return None
         table = parts_table(plan_memory(config, plan_placement(config), architectures))
     except ConfigError:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Generic
 
 import yaml
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from megarl.config.errors import ConfigError
@@ -135,16 +135,21 @@ def _fit(schema: type[Config], path: str, layers: Sequence[Layer]) -> PartialCon
             given.pop(section, None)
         given = OmegaConf.unsafe_merge(given, review.fitting(schema, layer.values, "", layer))
     problems, refused = list(review.problems), set(review.refused)
-    try:
-        merged = _merged(schema, given)
-        missing = sorted(OmegaConf.missing_keys(merged))
-        problems += [f"{key}: is missing; give it in the file or as {key}=..." for key in missing if key not in refused]
-        for key in missing:
-            OmegaConf.update(given, key, [] if key in _REQUIRED_LISTS else "")
-        config = OmegaConf.to_object(_merged(schema, given) if missing else merged)
-    except (OmegaConfBaseException, ValueError) as error:  # of a value that refers to another: ${...}
-        key = f"{error.full_key}: " if isinstance(error, OmegaConfBaseException) and error.full_key else ""
-        raise ConfigError(path, [*problems, key + in_one_line(error)]) from error
+    while True:
+        try:
+            merged = _merged(schema, given)
+            missing = sorted(OmegaConf.missing_keys(merged))
+            for key in missing:
+                OmegaConf.update(given, key, [] if key in _REQUIRED_LISTS else "")
+            config = OmegaConf.to_object(_merged(schema, given) if missing else merged)
+            break
+        except (OmegaConfBaseException, ValueError) as error:  # a value refers to another one: ${...}
+            key = str(getattr(error, "full_key", None) or "")
+            problems.append(f"{key}: {in_one_line(error)}" if key else in_one_line(error))
+            if not _drop(given, key):
+                raise ConfigError(path, problems) from error
+            refused.add(key)
+    problems += [f"{key}: is missing; give it in the file or as {key}=..." for key in missing if key not in refused]
     refused.update(missing)
     for key, problem in _unusable_texts(config):
         refused.add(key)
@@ -157,6 +162,16 @@ def _fit(schema: type[Config], path: str, layers: Sequence[Layer]) -> PartialCon
 
 def _merged(schema: type, given: Any) -> Any:
     return OmegaConf.unsafe_merge(deepcopy(_structured(schema)), given)
+
+
+def _drop(given: Any, key: str) -> bool:
+    """Remove a value, so that its key has its default. Returns whether there was one."""
+    section, _, name = key.rpartition(".")
+    values = OmegaConf.select(given, section) if section else given
+    if not isinstance(values, DictConfig) or name not in values:
+        return False
+    del values[name]
+    return True
 
 
 def _fits(schema: type, path: str, layers: Sequence[Layer]) -> bool:

@@ -1,7 +1,7 @@
-"""What a run needs from the machine that it runs on: files that it reads, packages, and folders that can be written.
+"""What a run needs from the machine that it runs on: files that it reads, GPUs, packages, and folders that it can write.
 
-A violation of these rules has an `absence`: `megarl train` refuses it, and commands that only plan a run list it, because the machine of
-the run may have what this one lacks. Wrong names (a folder instead of a file, an unknown file format) are plain violations.
+A violation with an `absence` holds on this machine only: `megarl train` refuses it, and commands that plan a run for another
+machine list it. Wrong names (a folder instead of a file, an unknown file format) are plain violations.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from megarl.config.algorithm_rules import function_references
 from megarl.config.data_rules import FORMATS, SAVED_TO_DISK, SPLITS
 from megarl.config.roles import REWARD_MODEL, model_roles
 from megarl.config.schema import RESUME_AUTO, RESUME_DISABLE, Device, LoggerKind, PPOConfig, SFTConfig
+from megarl.config.sources import is_hub_name
 from megarl.config.violation import Absence, Violation, Violations
 from megarl.machine.files import existing_folder
 from megarl.machine.processors import has_gpu
@@ -37,10 +38,18 @@ def has_tokenizer(folder: str) -> bool:
     return any(any(Path(folder).glob(pattern)) for pattern in _TOKENIZERS)
 
 
-def data_files(config: RunConfig) -> Violations:
+def missing(config: RunConfig) -> list[Violation]:
+    """Return the violations about what the run reads and uses: data, code, models, GPUs, packages, a checkpoint to resume."""
+    violations = [each for rule in _RULES for each in rule(config)]
+    return list(dict.fromkeys(violations))
+
+
+def _data_files(config: RunConfig) -> Violations:
+    """Check names of local files. Names on the hub are looked up by `megarl.data.hub`."""
     for key, files in (("data.train_files", config.data.train_files), ("data.val_files", config.data.val_files)):
         for path in files:
-            yield from _data_file(key, path)
+            if not is_hub_name(path):
+                yield from _data_file(key, path)
 
 
 def _data_file(key: str, path: str) -> Violations:
@@ -66,7 +75,7 @@ def _no_file(key: str, path: str) -> Violation:
 
 
 def code_files(config: RunConfig) -> Violations:
-    """Python files of reward functions, tools, environments, estimators and losses."""
+    """Check the Python files of reward functions, tools, environments, estimators and losses."""
     for key, path in _code_files(config):
         if os.path.isdir(path):
             yield Violation((key,), f"{path!r} is a folder; name the file in it")
@@ -88,8 +97,8 @@ def _code_files(config: RunConfig) -> Iterator[tuple[str, str]]:
         yield key, reference.rpartition(":")[0]
 
 
-def model_files(config: RunConfig) -> Violations:
-    """Weights of all models, and tokenizers of those whose tokenizer a run uses. A folder without `config.json` is another rule's."""
+def _model_files(config: RunConfig) -> Violations:
+    """Check weights of all models, and tokenizers of those whose tokenizer a run uses. `validate` reports a missing `config.json`."""
     folders = {role.path: role.path_key for role in model_roles(config)}
     with_tokenizer = {role.path for role in model_roles(config) if role.name in ("actor", REWARD_MODEL)}
     for folder, key in folders.items():
@@ -115,21 +124,27 @@ def logger_problem(logger: LoggerKind) -> str | None:
     return None
 
 
-def gpus(config: RunConfig) -> Violations:
-    """A run on this machine alone that is meant for GPUs needs one."""
+def _gpus(config: RunConfig) -> Violations:
+    """Check that a run on GPUs, which joins no cluster, has one."""
     if config.device is Device.cuda and cluster_address() is None and not has_gpu():
-        message = "is cuda, and this machine has no GPU; use device=cpu, or join a cluster that has some (RAY_ADDRESS=HOST:PORT)"
+        message = (
+            "is cuda, and this machine has no GPU that torch can use; use device=cpu, or join a cluster with GPUs (RAY_ADDRESS=HOST:PORT)"
+        )
         yield Violation(("device",), message, Absence.gpu)
 
 
-def loggers(config: RunConfig) -> Violations:
+def _loggers(config: RunConfig) -> Violations:
     for logger in config.tracking.loggers:
         if problem := logger_problem(logger):
-            yield Violation(("tracking.loggers",), problem, Absence.machine)
+            yield Violation(("tracking.loggers",), problem, Absence.package)
 
 
 def writable_folders(config: RunConfig) -> Violations:
-    """Folders that the run writes. A temporary folder is made in the nearest existing one, and removed."""
+    """Check that a run which starts on this machine can write its folders.
+
+    Creates a temporary folder in the nearest existing one and removes it. Never call this for a run on another machine: the
+    same path may be on another disk there.
+    """
     for key, folder in (("trainer.output_dir", config.trainer.output_dir), ("checkpoint.dir", config.checkpoint.dir)):
         if folder is None or not folder.strip():
             continue
@@ -137,10 +152,10 @@ def writable_folders(config: RunConfig) -> Violations:
             tempfile.TemporaryDirectory(dir=(nearest := existing_folder(Path(folder).absolute()))).cleanup()
         except OSError as error:
             message = f"{folder!r} cannot be written: {nearest}: {error.strerror}; give a folder that can be"
-            yield Violation((key,), message, Absence.machine)
+            yield Violation((key,), message)
 
 
-def resumed_folder(config: RunConfig) -> Violations:
+def _resumed_folder(config: RunConfig) -> Violations:
     resume = config.checkpoint.resume
     if resume in (RESUME_AUTO, RESUME_DISABLE) or (resume.strip() and os.path.isdir(resume)):
         return
@@ -148,4 +163,4 @@ def resumed_folder(config: RunConfig) -> Violations:
     yield Violation(("checkpoint.resume",), message, Absence.input if resume.strip() else None)
 
 
-RULES = (data_files, code_files, model_files, gpus, loggers, writable_folders, resumed_folder)
+_RULES = (_data_files, code_files, _model_files, _gpus, _loggers, _resumed_folder)

@@ -1,4 +1,4 @@
-"""The `config.json` of a model that is not on this machine, from the `models` folder beside a configuration or from `configs/models`."""
+"""The `config.json` of a model that is not on this machine, from the `models` folder next to a configuration or from `configs/models`."""
 
 from __future__ import annotations
 

@@ -11,7 +11,6 @@ from megarl.config import (
     checkpoint_rules,
     data_rules,
     expert_rules,
-    machine_rules,
     reward_rules,
     rollout_rules,
     staleness_rules,
@@ -37,10 +36,10 @@ RunConfig = PPOConfig | SFTConfig
 
 
 def validate(config: RunConfig) -> list[Violation]:
-    """Return every problem of a configuration, including what this machine lacks for it (`Violation.absence`).
+    """Return the violations of all rules that hold on every machine.
 
-    Reads the models' `config.json`, and of other files only whether they exist. A rule is skipped if one of its own numbers is out of
-    range: the range is the message.
+    Of all files that the configuration names, only the models' `config.json` is read. A rule is skipped if one of its own
+    numbers is out of range: the range is the message. `machine_rules` has what the run's machine needs.
     """
     violations = list(_ranges(config))
     broken = {key for violation in violations for key in violation.keys}
@@ -52,7 +51,6 @@ def validate(config: RunConfig) -> list[Violation]:
         _validation,
         checkpoint_rules.validation_metrics,
         checkpoint_rules.output_folders,
-        *machine_rules.RULES,
     ):
         violations += rule(config)
     if isinstance(config, PPOConfig):

@@ -12,7 +12,7 @@ class Absence(Enum):
 
     input = auto()  # a file or a folder that the run reads
     gpu = auto()
-    machine = auto()  # an installed package, or a folder that can be written
+    package = auto()
 
 
 class Violation(NamedTuple):

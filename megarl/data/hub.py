@@ -37,12 +37,6 @@ class HubInputs(NamedTuple, Generic[RunConfig]):
     lines: list[str]
     problems: list[str]
 
-    def required(self, source: str) -> RunConfig:
-        """Return the configuration. Raises ConfigError, which names `source`, if there are problems."""
-        if self.problems:
-            raise ConfigError(source, self.problems)
-        return self.config
-
 
 def with_hub_inputs(config: RunConfig, fetch: bool) -> HubInputs[RunConfig]:
     """Replace each model's and data set's name on the hub by its local folder or file.
@@ -139,7 +133,7 @@ def _fetched(key: str, name: str, kind: str, patterns: Sequence[str]) -> Path:
         named = "DIR" if kind == "model" else "the files in DIR"
         remedy = f"download it where one can be reached (hf download{of_kind} {name} --local-dir DIR), and set {key} to {named}"
         if kind == "model":
-            remedy += f"; to check or plan a run, its config.json in models/{name.rpartition('/')[2]}/ beside the configuration is enough"
+            remedy += f"; to check or plan a run, its config.json in models/{name.rpartition('/')[2]}/ next to the configuration is enough"
         problem = f"there is no {name!r} here, and the hub does not give it ({type(error).__name__}: {one_line(error).split('. ')[0]})"
         raise _NotFoundError(f"{key}: {problem}; {remedy}") from error
 

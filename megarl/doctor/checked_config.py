@@ -6,12 +6,13 @@ submission to a cluster) need the `config.json` of each model: what else is miss
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Generic, NamedTuple, TypeVar
 
 from megarl.config.errors import ConfigError
 from megarl.config.load import PartialConfig, read_config, resolved
+from megarl.config.machine_rules import missing, writable_folders
 from megarl.config.published import with_published_models
 from megarl.config.roles import model_roles
 from megarl.config.schema import PPOConfig, RolloutConfig, RolloutEngineKind, SFTConfig
@@ -49,44 +50,63 @@ class Inputs(Generic[RunConfig]):
     """What `find_inputs` or `find_on_hub` finds.
 
     Attributes:
-        reading: The configuration, with a folder for each model that has one, and the problems found so far.
+        partial: The configuration, with a folder for each model that has one, and the problems found so far.
         substituted: A line, which begins with the key, about each model of which only `config.json` was found, and about what a run
             would fetch from a hub.
     """
 
-    reading: PartialConfig[RunConfig]
+    partial: PartialConfig[RunConfig]
     substituted: list[str]
 
     def violations(self) -> list[Violation]:
-        """Return all violations, except those about keys that were refused already, or that `substituted` explains."""
-        explained = {line.partition(":")[0] for line in self.substituted}
+        """Return all violations for a run that starts on this machine."""
+        return [*self._shared_violations(), *self._about_open_keys(writable_folders(self.partial.config))]
+
+    def divided(self, starts_elsewhere: bool = False) -> tuple[list[Violation], list[Violation]]:
+        """Divide the violations into errors, and what this machine lacks and the machine of the run may have.
+
+        If all files and GPUs of a run are here, the run is expected to start here: then everything is an error.
+
+        Args:
+            starts_elsewhere: The run starts on another machine in any case.
+        """
+        violations = self._shared_violations()
+        lacks_inputs = any(each.absence in (Absence.input, Absence.gpu) for each in violations)
+        if not (starts_elsewhere or self.substituted or lacks_inputs):
+            return self.violations(), []
+        return [each for each in violations if each.absence is None], [each for each in violations if each.absence is not None]
+
+    def _shared_violations(self) -> list[Violation]:
+        """Return all violations but those about folders that the run writes."""
+        config = self.partial.config
+        lines = {line.partition(":")[0] for line in self.substituted}
+        explained = {role.path_key for role in model_roles(config) if role.path_key in lines}
         return [
             each
-            for each in validate(self.reading.config)
-            if not self.reading.refuses(each.keys) and not (each.absence is Absence.input and explained.issuperset(each.keys))
+            for each in self._about_open_keys([*validate(config), *missing(config)])
+            if not (each.absence is Absence.input and explained.issuperset(each.keys))
         ]
 
-    def divided(self) -> tuple[list[Violation], list[Violation]]:
-        """Return the violations that make the run impossible anywhere, and those that another machine may not have.
-
-        If all files and GPUs of the run are here, the run is taken to start here: then it also needs this machine's packages and folders.
-        """
-        violations = self.violations()
-        is_elsewhere = bool(self.substituted) or any(each.absence in (Absence.input, Absence.gpu) for each in violations)
-        absent = [each for each in violations if is_elsewhere and each.absence is not None]
-        return [each for each in violations if each not in absent], absent
+    def _about_open_keys(self, violations: Iterable[Violation]) -> list[Violation]:
+        """Leave out violations about keys whose value was refused."""
+        return [each for each in violations if not self.partial.refuses(each.keys)]
 
 
-def load_checked_anywhere(schema: type[RunConfig], path: str, overrides: Sequence[str] = ()) -> Checked[RunConfig]:
-    """Load a configuration and check it, reading no more of the run's files than each model's `config.json`.
+def load_checked_anywhere(
+    schema: type[RunConfig], path: str, overrides: Sequence[str] = (), *, starts_elsewhere: bool = False
+) -> Checked[RunConfig]:
+    """Load a configuration and check it. Of the run's files only each model's `config.json` is read.
+
+    Args:
+        starts_elsewhere: As in `Inputs.divided`.
 
     Raises:
         ConfigError: It lists every problem.
     """
     inputs = find_inputs(read_config(schema, path, overrides))
-    errors, absent = inputs.divided()
-    refuse(path, problems_of(inputs.reading, errors))
-    return Checked(inputs.reading.config, [*inputs.substituted, *map(str, absent)], [])
+    errors, absent = inputs.divided(starts_elsewhere)
+    refuse(path, problems_of(inputs.partial, errors))
+    return Checked(inputs.partial.config, [*inputs.substituted, *map(str, absent)], [])
 
 
 def load_checked_here(schema: type[RunConfig], path: str, overrides: Sequence[str] = ()) -> RunConfig:
@@ -96,31 +116,31 @@ def load_checked_here(schema: type[RunConfig], path: str, overrides: Sequence[st
         ConfigError: It lists every problem, and everything that is absent.
     """
     inputs = find_on_hub(read_config(schema, path, overrides), fetch=True)
-    refuse(path, problems_of(inputs.reading, inputs.violations()))
-    return inputs.reading.config
+    refuse(path, problems_of(inputs.partial, inputs.violations()))
+    return inputs.partial.config
 
 
-def find_inputs(reading: PartialConfig[RunConfig]) -> Inputs[RunConfig]:
+def find_inputs(partial: PartialConfig[RunConfig]) -> Inputs[RunConfig]:
     """Find a folder with a `config.json` for each model, for a run that need not start on this machine.
 
-    In order: the given folder, the hub's cache, the `models` folders beside the configuration and in `configs/`, the hub.
+    In order: the given folder, the hub's cache, the `models` folders next to the configuration and in `configs/`, the hub.
     """
-    config, lines = with_published_models(_from_cache(reading.config), reading.source)
-    inputs = find_on_hub(replace(reading, config=config), fetch=False)
-    return Inputs(inputs.reading, [*lines, *inputs.substituted])
+    config, lines = with_published_models(_from_cache(partial.config), partial.source)
+    inputs = find_on_hub(replace(partial, config=config), fetch=False)
+    return Inputs(inputs.partial, [*lines, *inputs.substituted])
 
 
-def find_on_hub(reading: PartialConfig[RunConfig], fetch: bool) -> Inputs[RunConfig]:
+def find_on_hub(partial: PartialConfig[RunConfig], fetch: bool) -> Inputs[RunConfig]:
     """Replace names on the hub by local folders and files. fetch: download weights and data too."""
-    config = resolved(reading.config)
+    config = resolved(partial.config)
     if not names_a_hub(config):
-        return Inputs(replace(reading, config=config), [])
+        return Inputs(replace(partial, config=config), [])
     # Here, because the hub's library takes half a second to import.
     from megarl.data.hub import with_hub_inputs
 
     hub = with_hub_inputs(config, fetch)
     refused = {problem.partition(":")[0] for problem in hub.problems}
-    found = replace(reading, config=hub.config, problems=(*reading.problems, *hub.problems), refused=reading.refused | refused)
+    found = replace(partial, config=hub.config, problems=(*partial.problems, *hub.problems), refused=partial.refused | refused)
     return Inputs(found, hub.lines)
 
 
@@ -138,15 +158,15 @@ def _from_cache(config: RunConfig) -> RunConfig:
 
 
 def refuse(path: str, problems: Sequence[str]) -> None:
-    """Raises ConfigError where there are any."""
+    """Raise ConfigError if there are problems."""
     if problems:
         raise ConfigError(path, problems)
 
 
-def problems_of(reading: PartialConfig[RunConfig], violations: Sequence[Violation]) -> list[str]:
+def problems_of(partial: PartialConfig[RunConfig], violations: Sequence[Violation]) -> list[str]:
     """Return what does not fit the schema, the violations, and problems of the placement and of an engine's own arguments."""
-    config, problems = reading.config, [*reading.problems, *map(str, violations)]
-    if not any(_is_about_placement(violation) for violation in violations) and not reading.refuses(_PLACEMENT_KEYS):
+    config, problems = partial.config, [*partial.problems, *map(str, violations)]
+    if not any(_is_about_placement(violation) for violation in violations) and not partial.refuses(_PLACEMENT_KEYS):
         try:
             plan = plan_placement(config)
             if isinstance(config, PPOConfig):

@@ -28,8 +28,8 @@ def load_for_run(schema: type[RunConfig], source: str | Path | Mapping[str, Any]
     inputs = find_on_hub(read_config(schema, source, overrides), fetch=True)
     violations = inputs.violations()
     found = [each for each in _examine(inputs, violations, 1) if each.status is Status.error and each.check != DATA]
-    refuse(inputs.reading.source, [*problems_of(inputs.reading, violations), *map(str, found)])
-    return inputs.reading.config
+    refuse(inputs.partial.source, [*problems_of(inputs.partial, violations), *map(str, found)])
+    return inputs.partial.config
 
 
 def load_examined_anywhere(schema: type[RunConfig], path: str, overrides: Sequence[str] = ()) -> Checked[RunConfig]:
@@ -43,22 +43,22 @@ def load_examined_anywhere(schema: type[RunConfig], path: str, overrides: Sequen
     inputs = find_inputs(read_config(schema, path, overrides))
     errors, absent = inputs.divided()
     found = _examine(inputs, [*errors, *absent], ROWS)
-    refuse(path, [*problems_of(inputs.reading, errors), *(str(each) for each in found if each.status is Status.error)])
+    refuse(path, [*problems_of(inputs.partial, errors), *(str(each) for each in found if each.status is Status.error)])
     warnings = [str(each) for each in found if each.status is Status.warning]
-    return Checked(inputs.reading.config, [*inputs.substituted, *map(str, absent)], warnings)
+    return Checked(inputs.partial.config, [*inputs.substituted, *map(str, absent)], warnings)
 
 
 def _examine(inputs: Inputs[RunConfig], violations: Sequence[Violation], num_rows: int) -> list[CheckResult]:
     """Examine the files that a run reads, except those that have a problem already. num_rows: see `findings`."""
-    config, reading = inputs.reading.config, inputs.reading
+    config, partial = inputs.partial.config, inputs.partial
     # Files of models and data that are absent are skipped one by one; code that is absent is skipped with its section.
     skipped = {key for each in violations for key in each.keys if each.absence is not Absence.input or key.startswith(_CODE_KEYS)}
-    skipped |= {key for key in ("data.train_files", "data.val_files") if reading.refuses(["data"])}
-    skipped |= {key for key in _CODE_KEYS if reading.refuses([key])}
+    skipped |= {key for key in ("data.train_files", "data.val_files") if partial.refuses(["data"])}
+    skipped |= {key for key in _CODE_KEYS if partial.refuses([key])}
     architectures, _ = read_architectures(config)
     known = {
         role.name: architectures[role.name]
         for role in model_roles(config)
-        if role.path_key not in skipped and not reading.refuses([role.path_key]) and role.name in architectures
+        if role.path_key not in skipped and not partial.refuses([role.path_key]) and role.name in architectures
     }
     return list(findings(config, known, skipped, num_rows))

@@ -60,13 +60,14 @@ def read_subject(
     if path is None:
         return ExaminedRun(num_gpus=num_gpus, ray_address=ray_address), []
     try:
-        inputs = find_on_hub(read_config(schema_of(path, overrides), path, overrides), fetch=False)
+        read = read_config(schema_of(path, overrides), path, overrides)
     except ConfigError as error:
         return ExaminedRun(num_gpus=num_gpus, ray_address=ray_address), list(_problems(error.source, error.problems))
-    config, problems = inputs.reading.config, problems_of(inputs.reading, inputs.violations())
+    inputs = find_on_hub(read, fetch=False)
+    config, problems = inputs.partial.config, problems_of(inputs.partial, inputs.violations())
     results = list(_problems(path, problems)) or [good(CONFIGURATION, f"{path} is good")]
     results += [doubtful(CONFIGURATION, line, "`hf download` fetches it now") for line in inputs.substituted]
-    if inputs.reading.problems:
+    if read.problems:
         return ExaminedRun(num_gpus=num_gpus, ray_address=ray_address), results
     try:
         plan = plan_placement(config)

@@ -8,24 +8,26 @@ from __future__ import annotations
 
 import os
 import sys
-from importlib.metadata import PackageNotFoundError, distribution
+from importlib.util import find_spec
 
 from megarl.config.versions import REQUIRED
 
 CANNOT_RUN = 2
+# Modules that are not called like their distribution. Modules are looked for, since images often have Megatron-Core as a checkout.
+_MODULES = {"megatron-core": "megatron.core", "pyyaml": "yaml", "markdown-it-py": "markdown_it"}
 
 
 def missing_packages() -> list[str]:
-    """Return the required distributions that this Python does not have."""
-    return [name for name in (each.partition("[")[0] for each in REQUIRED) if not _is_installed(name)]
+    """Return the required distributions whose modules this Python does not find."""
+    names = [each.partition("[")[0] for each in REQUIRED]
+    return [name for name in names if not _is_importable(_MODULES.get(name, name.replace("-", "_")))]
 
 
-def _is_installed(name: str) -> bool:
+def _is_importable(module: str) -> bool:
     try:
-        distribution(name)
-    except PackageNotFoundError:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:  # the package that holds it
         return False
-    return True
 
 
 def run(arguments: list[str]) -> int:

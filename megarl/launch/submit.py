@@ -56,7 +56,7 @@ def run(config_path: str, overrides: Sequence[str], address: str | None) -> int:
     """
     logging.getLogger("ray").setLevel(logging.WARNING)  # silence progress messages about uploads and connections
     schema = schema_of(config_path, overrides)
-    absent = load_checked_anywhere(schema, config_path, overrides).absent
+    absent = load_checked_anywhere(schema, config_path, overrides, starts_elsewhere=True).absent
     # As it is written: names on the hub, and a dtype that depends on the device, are resolved on the cluster.
     config = read_config(schema, config_path, overrides).required()
     refuse(config_path, [str(violation) for violation in code_files(config)])  # the job takes the code along

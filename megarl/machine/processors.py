@@ -44,6 +44,6 @@ def torch_cuda() -> str | None:
 
 
 def has_gpu(devices: Path = Path("/dev")) -> bool:
-    """A device of NVIDIA's driver that this process may see, and a torch that can use it."""
+    """Return whether this process may see a device of NVIDIA's driver, and torch can use it. In WSL 2 the device is `dxg`."""
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "all").strip() in ("", "-1", "NoDevFiles")
-    return not hidden and any(devices.glob("nvidia[0-9]*")) and torch_cuda() is not None
+    return not hidden and (any(devices.glob("nvidia[0-9]*")) or (devices / "dxg").exists()) and torch_cuda() is not None

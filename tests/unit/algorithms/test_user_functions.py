@@ -13,6 +13,7 @@ from megarl.algorithms.losses import ActorLoss, MiniBatchCounts
 from megarl.algorithms.policy_losses.covariance import SELECTED_TOKENS
 from megarl.algorithms.user_functions import estimator_of, policy_loss_of, try_functions
 from megarl.config.load import load_config
+from megarl.config.machine_rules import code_files
 from megarl.config.schema import AdvantageConfig, AdvantageEstimator, AlgorithmConfig, PolicyLossConfig, PolicyLossKind, PPOConfig
 from megarl.config.validate import validate
 from megarl.machine.user_functions import UserFunctionError
@@ -117,5 +118,5 @@ def test_what_would_fail_in_a_run_is_refused_before(file: str, name: str, sectio
 )
 def test_check_knows_a_reference(reference: str, message: str) -> None:
     config = load_config(PPOConfig, "configs/quickstart.yaml", [f"algorithm.policy_loss.function='{reference}'"])
-    found = "\n".join(map(str, validate(config)))
+    found = "\n".join(map(str, [*validate(config), *code_files(config)]))
     assert re.search(re.escape(message), found), found

@@ -65,7 +65,7 @@ def test_a_name_that_is_none_of_theirs_is_refused(path: str, run: str, monkeypat
 
 
 def test_data_may_be_elsewhere_where_the_model_is_here(run: str) -> None:
-    """Until a run is to start here."""
+    """A run that starts on this machine needs both."""
     config, (line,), _ = load_checked_anywhere(PPOConfig, run, ["data.train_files=[far/away.parquet]"])
     assert line.startswith("data.train_files: there is no file 'far/away.parquet'")
     with pytest.raises(ConfigError, match="there is no file 'far/away.parquet'"):

@@ -32,7 +32,7 @@ def problems_of(schema: type[PPOConfig] | type[SFTConfig], path: str, *overrides
 
 def single_values(schema: type[PPOConfig] | type[SFTConfig]) -> list[str]:
     """Every key of the schema but `kind`, and those whose value is a mapping."""
-    return [leaf.key for leaf in leaves(schema()) if leaf.key != "kind" and not isinstance(leaf.value, dict) and leaf.key != "extra"]
+    return [leaf.key for leaf in leaves(schema()) if leaf.key != "kind" and not isinstance(leaf.value, dict)]
 
 
 @pytest.mark.parametrize("schema", [PPOConfig, SFTConfig])
@@ -77,6 +77,26 @@ def test_an_unknown_preset_hides_nothing_else(ppo: str) -> None:
         "'a=[1': ",
     ]
     assert [text for text in said if not any(text in problem for problem in found)] == []
+
+
+def test_a_reference_to_nothing_hides_nothing_else(ppo: str) -> None:
+    references = ["trainer.output_dir=${nothing}", "data.max_prompt_length=${nothing}", "data.train_files=['${nothing}']"]
+    found = problems_of(PPOConfig, ppo, *references[:2], "trainer.updates_per_step=5", "actor.optim.lr=abc")
+    for said in ("trainer.output_dir: Interp", "data.max_prompt_length: Interp", "updates_per_step 5", "actor.optim.lr: is 'abc'"):
+        assert [said in problem for problem in found].count(True) == 1, found
+    assert len(found) == 4
+    (only,) = problems_of(PPOConfig, ppo, references[2])
+    assert "Interpolation key 'nothing' not found" in only
+
+
+@pytest.mark.parametrize("schema", [PPOConfig, SFTConfig])
+def test_all_missing_keys_are_listed(schema: type[Any], tmp_path: Path) -> None:
+    path = write_yaml(tmp_path / "run.yaml", {"kind": "ppo" if schema is PPOConfig else "sft"})
+    found = problems_of(schema, path, *(["reward.functions=[{}]", "agent.tools=[{}]"] if schema is PPOConfig else []))
+    missing = [problem.partition(":")[0] for problem in found if ": is missing; give it" in problem]
+    of_lists = {"agent.tools[0].name", "reward.functions[0].path"} if schema is PPOConfig else set()
+    assert set(missing) == {"data.train_files", "model.path"} | of_lists
+    assert len(missing) == len(set(missing))
 
 
 @pytest.mark.parametrize("missing", ["model", "data"])

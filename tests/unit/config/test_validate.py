@@ -11,6 +11,7 @@ import pytest
 
 from megarl.config.checkpoint_rules import validation_metrics
 from megarl.config.load import load_config
+from megarl.config.machine_rules import missing, writable_folders
 from megarl.config.schema import (
     AlgorithmConfig,
     CheckpointConfig,
@@ -45,8 +46,9 @@ def ppo(tmp_path: Path) -> str:
 
 
 def violations(path: str, *overrides: str) -> list[str]:
-    """All but that this machine has no GPU."""
-    found = validate(load_config(PPOConfig, path, list(overrides)))
+    """Return all violations of a run that starts here, except that this machine has no GPU."""
+    config = load_config(PPOConfig, path, list(overrides))
+    found = [*validate(config), *missing(config), *writable_folders(config)]
     return [str(violation) for violation in found if violation.absence is not Absence.gpu]
 
 
@@ -363,7 +365,8 @@ def test_sft(tmp_path: Path) -> None:
     path = write_yaml(tmp_path / "sft.yaml", sft_values(tmp_path))
     assert validate(load_config(SFTConfig, path)) == []
     overrides = ["data.max_length=65", "actor.micro_batch.max_tokens=64", "actor.parallel.data_parallel_size=9", "data.train_files=[x]"]
-    violations_found = validate(load_config(SFTConfig, path, overrides))
+    config = load_config(SFTConfig, path, overrides)
+    violations_found = [*validate(config), *missing(config)]
     assert len(violations_found) == 4
     found = " | ".join(map(str, violations_found))
     assert "data.max_length: is 65, more than max_position_embeddings 64" in found

@@ -1,6 +1,7 @@
 """Models and data sets by their names on a hub: one that answers over HTTP on this machine, and none."""
 
 import json
+import re
 import threading
 from collections.abc import Iterator
 from hashlib import sha1
@@ -13,7 +14,6 @@ import pytest
 from huggingface_hub import constants
 
 from megarl.cli.main import main
-from megarl.config.errors import ConfigError
 from megarl.config.schema import ModelConfig, SFTConfig, SFTDataConfig
 from megarl.data.hub import with_cached_models, with_hub_inputs
 from megarl.doctor.check_result import Status
@@ -110,7 +110,8 @@ def test_a_model_is_fetched_once_and_its_weights_for_a_run_alone(hub: str) -> No
     assert Hub.asked.count("model.safetensors") == 0
     assert said == ["model.path: maker/tiny is on the hub; `megarl train` fetches its weights"]
     assert (Path(checked.model.path) / "config.json").read_bytes() == b"{}"
-    run = with_hub_inputs(config("maker/tiny"), fetch=True).required("run.yaml")
+    run, _, problems = with_hub_inputs(config("maker/tiny"), fetch=True)
+    assert problems == []
     assert (Path(run.model.path) / "model.safetensors").read_bytes() == b"weights"
     assert not (Path(run.model.path) / "README.md").exists()
     num_asked = len(Hub.asked)
@@ -123,22 +124,22 @@ def test_the_only_file_of_a_data_set_is_taken_and_several_must_be_named(hub: str
     mixed = config("model", "own.parquet", "maker/one")
     unfetched = (mixed, ["data.train_files: maker/one is on the hub; `megarl train` fetches it"], [])
     assert with_hub_inputs(mixed, fetch=False) == unfetched
-    found = with_hub_inputs(mixed, fetch=True).required("run.yaml")
+    found = with_hub_inputs(mixed, fetch=True).config
     assert found.data.train_files[0] == "own.parquet"
     assert Path(found.data.train_files[1]).read_text() == '{"prompt": "1"}\n'
-    with pytest.raises(ConfigError, match="has 2 files of data, of which those to read must be named: .*a.jsonl, .*b.parq"):
-        with_hub_inputs(config("model", "maker/many"), fetch=True).required("run.yaml")
+    (problem,) = with_hub_inputs(config("model", "maker/many"), fetch=True).problems
+    assert re.search("has 2 files of data, of which those to read must be named: .*a.jsonl, .*b.parq", problem)
 
 
-def test_what_no_hub_gives_is_one_line_with_how_to_download_it(hub: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match="model.path: there is no 'maker/absent' here, and the hub does not give it"):
-        with_hub_inputs(config("maker/absent"), fetch=True).required("run.yaml")
+def test_every_name_that_the_hub_does_not_give_is_one_line_with_how_to_download_it(hub: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    absent, several = with_hub_inputs(config("maker/absent", "maker/many"), fetch=True).problems
+    assert absent.startswith("model.path: there is no 'maker/absent' here, and the hub does not give it (")
+    assert several.startswith("data.train_files: maker/many of the hub has 2 files")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(ConfigError, match=r"\(hf download maker/tiny --local-dir DIR\), and set model.path to DIR") as caught:
-        with_hub_inputs(config("maker/tiny"), fetch=True).required("run.yaml")
-    assert len(str(caught.value).splitlines()) == 2
-    with pytest.raises(ConfigError, match=r"--repo-type dataset maker/one --local-dir DIR\), and set data.train_files to the files in DIR"):
-        with_hub_inputs(config("model", "maker/one"), fetch=True).required("run.yaml")
+    model, data = with_hub_inputs(config("maker/tiny", "maker/one"), fetch=True).problems
+    assert "(hf download maker/tiny --local-dir DIR), and set model.path to DIR" in model
+    assert "--repo-type dataset maker/one --local-dir DIR), and set data.train_files to the files in DIR" in data
+    assert "\n" not in model + data
 
 
 def test_commands_know_its_models_and_data(run: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""On a machine that has a run's configuration and not its files: one rule for `check`, `check --fast`, `plan` and a submission."""
+"""The commands that plan a run on a machine which has its configuration and not its files follow one rule."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ import pytest
 
 from megarl.cli.main import main
 from megarl.config.errors import ConfigError
+from megarl.config.load import dump_config
 from megarl.config.schema import PPOConfig
-from megarl.doctor.checked_config import load_checked_anywhere, load_checked_here
+from megarl.doctor.checked_config import load_checked_anywhere
 from megarl.doctor.examined_config import load_examined_anywhere
+from tests.integration.tiny_run import save_inputs, tiny_config
 from tests.unit.config.folders import ARCHITECTURE, ppo_values, write_yaml
 
 COMMANDS = (["check"], ["check", "--fast"], ["plan"])
@@ -20,7 +22,7 @@ COMMANDS = (["check"], ["check", "--fast"], ["plan"])
 
 @pytest.fixture
 def laptop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A run for a cluster: its reward function is here, and a `config.json` that somebody wrote for its model."""
+    """Write a run for a cluster, with its reward function and a hand-written `config.json` for its model."""
     monkeypatch.chdir(tmp_path)
     values: dict[str, Any] = ppo_values(tmp_path)
     for file in (tmp_path / "model").iterdir():
@@ -44,7 +46,6 @@ def test_a_config_json_is_enough_and_the_rest_is_listed(command: list[str], lapt
         "model.path",
         "device",
         "tracking.loggers",
-        "trainer.output_dir",
         "checkpoint.resume",
     ]
     assert "has no weights" in listed[1]
@@ -52,27 +53,41 @@ def test_a_config_json_is_enough_and_the_rest_is_listed(command: list[str], lapt
     assert "are free" not in out  # its checkpoints do not go to this machine's disk
 
 
-@pytest.mark.parametrize("command", [["train"]])
-def test_a_run_needs_all_of_it(command: list[str], laptop: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*command, laptop]) == 2
-    assert "4 problems" in capsys.readouterr().err
+def test_a_run_needs_all_of_it(laptop: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", laptop]) == 2
+    err = capsys.readouterr().err
+    assert "4 problems" in err
+    for said in ("data.train_files: there is no file", "has no weights", "has no tokenizer", "trainer.output_dir: "):
+        assert said in err
 
 
-def test_what_is_here_is_examined(laptop: str, tmp_path: Path) -> None:
-    assert len(load_examined_anywhere(PPOConfig, laptop).absent) == 4
+def test_code_that_is_here_is_examined(laptop: str, tmp_path: Path) -> None:
+    assert len(load_examined_anywhere(PPOConfig, laptop).absent) == 3
     (tmp_path / "reward.py").write_text("def compute_score(")
     with pytest.raises(ConfigError, match=r"1 problem\n.*reward.functions: .*reward.py"):
         load_examined_anywhere(PPOConfig, laptop)
 
 
-def test_data_that_are_here_are_read_where_the_weights_are_not(laptop: str, tmp_path: Path) -> None:
-    (tmp_path / "train.jsonl").write_text("{broken\n")
-    override = ["data.train_files=[train.jsonl, far/away.parquet]"]
-    with pytest.raises(ConfigError, match="ground truth|train.jsonl|tokenizer"):
-        load_checked_here(PPOConfig, laptop, override)
-    found = load_checked_anywhere(PPOConfig, laptop, override).absent
-    assert [line for line in found if line.startswith("data.train_files")] == [found[0]]
-    assert "far/away.parquet" in found[0]
+def test_data_that_are_here_are_read_where_the_weights_are_not(tmp_path: Path) -> None:
+    save_inputs(tmp_path)
+    (tmp_path / "policy" / "model.safetensors").unlink()
+    dump_config(tiny_config(tmp_path, tmp_path / "run"), path := tmp_path / "run.yaml")
+    (line,) = load_examined_anywhere(PPOConfig, str(path)).absent
+    assert "has no weights" in line
+    (tmp_path / "rows.jsonl").write_text("{broken\n")
+    override = f"data.train_files=[{tmp_path}/rows.jsonl, far/away.parquet]"
+    with pytest.raises(ConfigError, match=r"1 problem\n.*data.train_files: .*rows.jsonl"):
+        load_examined_anywhere(PPOConfig, str(path), [override])
+    assert len(load_checked_anywhere(PPOConfig, str(path), [override]).absent) == 2
+
+
+def test_a_data_set_on_a_hub_does_not_hide_a_file_that_is_missing(laptop: str) -> None:
+    found = load_checked_anywhere(PPOConfig, laptop, ["data.train_files=[maker/rows, far/away.parquet]"]).absent
+    assert [line for line in found if line.startswith("data.train_files: ")] == [
+        "data.train_files: maker/rows is on the hub; `megarl train` fetches it",
+        *(line for line in found if "there is no file 'far/away.parquet'" in line),
+    ]
+    assert any("far/away.parquet" in line for line in found)
 
 
 @pytest.mark.parametrize(
@@ -96,4 +111,6 @@ def test_where_all_inputs_are_here_the_run_needs_this_machine(tmp_path: Path) ->
     for override in ("trainer.output_dir=/proc/x", "tracking.loggers=[swanlab]"):
         with pytest.raises(ConfigError, match=override.partition("=")[0]):
             load_checked_anywhere(PPOConfig, path, [override])
-        assert len(load_checked_anywhere(PPOConfig, path, [override, "device=cuda"]).absent) == 2
+        elsewhere = load_checked_anywhere(PPOConfig, path, [override, "device=cuda"]).absent
+        assert [line.partition(":")[0] for line in elsewhere] == ["device", *(["tracking.loggers"] if "loggers" in override else [])]
+        assert load_checked_anywhere(PPOConfig, path, [override], starts_elsewhere=True).absent == elsewhere[1:]

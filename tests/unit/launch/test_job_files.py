@@ -25,6 +25,7 @@ from megarl.config.schema import (
     TrainerConfig,
 )
 from megarl.launch import job_files
+from megarl.launch.job import missing_packages
 from tests.unit.config.folders import write_yaml
 
 
@@ -97,7 +98,8 @@ def test_a_dtype_that_depends_on_the_device_is_chosen_where_the_job_runs(here: P
 
 
 def test_a_python_without_the_packages_is_named(here: Path, tmp_path: Path) -> None:
-    """As on a head whose Ray was started from another environment: only the standard library and the job's own files are there."""
+    """The job's Python has the standard library alone, as that of a head whose Ray was started from another environment."""
+    assert missing_packages() == []
     job_files.pack(config(), job := tmp_path / "job", here)
     command = [sys.executable, "-S", "-m", "megarl.launch.job", "train", "run.yaml"]
     ended = subprocess.run(command, cwd=job, env={}, capture_output=True, text=True, check=False)

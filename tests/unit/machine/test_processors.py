@@ -35,6 +35,9 @@ def test_a_gpu_is_a_device_that_may_be_seen_and_a_torch_that_can_use_it(tmp_path
     monkeypatch.setattr(processors, "torch_cuda", lambda: "13.0")
     (tmp_path / "nvidiactl").touch()  # of a driver without devices
     assert not processors.has_gpu(tmp_path)
+    (tmp_path / "dxg").touch()  # of WSL 2
+    assert processors.has_gpu(tmp_path)
+    (tmp_path / "dxg").unlink()
     (tmp_path / "nvidia3").touch()
     assert processors.has_gpu(tmp_path)
     for hidden in ("", "-1"):
