@@ -153,10 +153,9 @@ class CheckpointFolder:
     def remove_old(self, keep: int, best: BestCheckpoint | None = None) -> None:
         """All but `latest`, the `keep` - 1 newest before it, and the best; `keep` 0 keeps every one. Those of later steps are of a
         future given up. Raises CheckpointError where there is none, though one was committed."""
-        latest = self.latest()
-        if latest is None:
-            raise CheckpointError(f"{self.path / LATEST_FILE}: is no longer there, nor is any checkpoint; put back what was removed")
-        whole = self.whole()
+        latest, whole = self.latest(), self.whole()
+        if latest not in whole:  # the folder may go away between the two
+            raise CheckpointError(f"{latest or self.path / LATEST_FILE}: is no longer there; put back what was removed")
         position = whole.index(latest)
         stay = whole[: position + 1] if keep == 0 else whole[max(0, position + 1 - keep) : position + 1]
         for path in whole:

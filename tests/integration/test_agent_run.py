@@ -79,23 +79,28 @@ def test_a_model_with_a_tool_is_trained_on_what_it_wrote_and_no_episode_of_a_kil
     called, killed = inputs / "called", list[int]()
 
     def kill_who_hangs(step: int, roles: PPORoles) -> None:
-        """And then, while episodes that have called are written on, the only replica."""
+        """Then kills the only replica, when an episode that has called asks for its next turn."""
         if step > 1:
             return
         assert isinstance(roles.rollout, EpisodeRollout)
-        rollout, environments = roles.rollout, roles.rollout.environments
-        turn, (replica,) = environments.turn, rollout.replicas[0].process_ids()
+        pump, environments = roles.rollout.pump, roles.rollout.environments
+        turn, add, (replica,) = environments.turn, pump.add, roles.rollout.replicas[0].process_ids()
 
-        def killing(wait_s: float) -> Any:
+        def turn_and_kill(wait_s: float) -> Any:
             if not killed and called.exists() and (pids := called.read_text().split()):
                 killed.append(int(pids[0]))
                 os.kill(killed[0], signal.SIGKILL)
-            elif len(killed) == 1 and len(called.read_text().split()) > 3 and rollout.pump.num_unfinished:
-                killed.append(replica)
-                os.kill(replica, signal.SIGKILL)
             return turn(wait_s)
 
-        environments.turn = killing  # type: ignore[method-assign]
+        def add_and_kill(*requests: Any, **options: Any) -> list[int]:
+            numbers = add(*requests, **options)
+            if len(killed) == 1 and len(called.read_text().split()) > 3:
+                killed.append(replica)
+                os.kill(replica, signal.SIGKILL)  # what was just added cannot have been generated yet
+            return numbers
+
+        environments.turn = turn_and_kill  # type: ignore[method-assign]
+        pump.add = add_and_kill  # type: ignore[method-assign]
 
     config = load_config(
         PPOConfig,

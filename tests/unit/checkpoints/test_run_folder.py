@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -138,8 +140,51 @@ def test_a_latest_that_is_gone_is_an_error_that_lists_the_others(folder: Checkpo
         folder.latest()
     folder.remove(folder.path / "step_00000002")
     (folder.path / "latest").unlink()
-    with pytest.raises(CheckpointError, match=r"latest: is no longer there, nor is any checkpoint; put back what was removed"):
+    with pytest.raises(CheckpointError, match=r"latest: is no longer there; put back what was removed"):
         folder.remove_old(keep=1)
+
+
+FILE_CALLS = {"stat", "lstat", "open", "scandir", "listdir", "rename", "replace", "mkdir", "unlink", "rmdir", "fsync"}
+
+
+def save_while_the_folder_goes_away(folder: CheckpointFolder, before_call: int) -> Exception | None:
+    """The error of a save of step 6 when the folder is renamed before that call of the save to the file system; None without one."""
+    best, num_calls = BestCheckpoint(2, "val/loss", 0.5), 0
+
+    def look(frame: object, event: str, function: Any) -> None:
+        nonlocal num_calls
+        if event == "c_call" and function.__module__ in ("posix", "io", "_io") and function.__name__ in FILE_CALLS:
+            num_calls += 1
+            if num_calls == before_call:
+                sys.setprofile(None)
+                folder.path.rename(folder.path.with_name("away"))
+
+    sys.setprofile(look)
+    try:
+        add(folder, 6)
+        folder.point_at_best(best)
+        folder.remove_old(1, best)
+    except (OSError, CheckpointError) as error:
+        return error
+    finally:
+        sys.setprofile(None)
+    return None
+
+
+def test_a_folder_that_goes_away_at_any_call_of_a_save_is_a_file_or_checkpoint_error(tmp_path: Path) -> None:
+    kinds = set[type[Exception]]()
+    for call in itertools.count(1):
+        folder = CheckpointFolder(tmp_path / str(call) / "checkpoints")
+        folder.prepare()
+        for step in (2, 4):
+            add(folder, step)
+        error = save_while_the_folder_goes_away(folder, call)
+        if folder.path.exists():
+            break  # the save has fewer calls
+        kinds |= set() if error is None else {type(error)}
+    assert call > 50
+    assert kinds == {FileNotFoundError, CheckpointError}
+    assert names(folder) == ["best.json", "latest", "step_00000002", "step_00000006"]
 
 
 def test_the_best_is_named_where_it_is_there_and_stays(folder: CheckpointFolder) -> None:
