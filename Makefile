@@ -8,7 +8,7 @@ READY := $(VENV)/.ready
 unexport PYTHONDONTWRITEBYTECODE
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: setup quickstart tutorial algorithms troubleshooting test test-all gpu lint types docs reference clean
+.PHONY: setup quickstart tutorial algorithms troubleshooting test test-all test-wheel gpu lint types docs reference clean
 
 setup: $(READY)
 
@@ -49,6 +49,11 @@ test-all: $(READY) lint types
 # On a machine with a GPU: tests/gpu and benchmarks/gpu, and one table of both. Without SGLang's own packages its tests are left out.
 gpu: $(READY)
 	$(BIN)/python -m tests.gpu.table
+
+# The wheel in fresh environments, as pip resolves them today and with the oldest versions allowed: minutes and GB each.
+# make test-wheel ARGS="--python python3.12 --resolution newest"
+test-wheel: $(READY)
+	$(BIN)/python -m tests.wheel $(ARGS)
 
 lint: $(READY)
 	$(BIN)/ruff check .

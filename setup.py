@@ -1,5 +1,6 @@
 """The package megarl. Exact versions that go together are in requirements/; the ranges that can work in megarl/config/versions.py."""
 
+import re
 import runpy
 from pathlib import Path
 
@@ -12,18 +13,21 @@ def _ranges(table: str) -> list[str]:
     return [f"{name}{versions}" for name, versions in VERSIONS[table].items()]
 
 
+# A package index shows the README without the repository: links into it become plain text.
+README = re.sub(r"!?\[([^\]]*)\]\((?!https?:)[^)]*\)", r"\1", (Path(__file__).parent / "README.md").read_text(encoding="utf-8"))
+
 setup(
     name="megarl",
     version="0.1.0",
     description="Reinforcement learning of large language models on Megatron-Core, SGLang and Ray",
-    long_description=(Path(__file__).parent / "README.md").read_text(encoding="utf-8"),
+    long_description=README,
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     python_requires=VERSIONS["PYTHON"],
     packages=find_packages(include=["megarl", "megarl.*"]),
     package_data={
         "megarl": ["configs/**/*.yaml", "configs/**/*.json"],
-        "megarl.config": ["verl_names.yaml"],
+        "megarl.config": ["verl_names.yaml", "tested_versions.json"],
         "megarl.recipes.starter": ["*.yaml"],
         "megarl.rehearsal": ["guard.cpp"],
         "megarl.tracking.report": ["*.js", "*.css"],
@@ -31,7 +35,7 @@ setup(
     },
     install_requires=_ranges("REQUIRED"),
     extras_require={
-        "quickstart": ["reasoning-gym"],
+        "quickstart": ["reasoning-gym>=0.1.25"],
         "tutorial": ["accelerate>=1.15", "gguf>=0.19"],  # what reads a GGUF; docs/tutorial.md says where the model comes from
         "sglang-cpu": [*_ranges("SGLANG_CPU"), f"aiohttp{VERSIONS['SGLANG']['aiohttp']}"],  # then: pip install --no-deps sglang
         "cuda": [*_ranges("CUDA"), *_ranges("SGLANG")],

@@ -6,6 +6,7 @@ machine list it. Wrong names (a folder instead of a file, an unknown file format
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import os
 import tempfile
@@ -133,6 +134,24 @@ def _gpus(config: RunConfig) -> Violations:
         yield Violation(("device",), message, Absence.gpu)
 
 
+def _engine_packages(config: RunConfig) -> Violations:
+    """Check that a run which joins no cluster has the packages of its rollout engine."""
+    if isinstance(config, SFTConfig) or cluster_address() is not None:
+        return
+    absent = [f"{name}{versions}" for name, versions in config.rollout.engine.needs.packages.items() if not _is_installed(name)]
+    if absent:
+        message = f"{config.rollout.engine.value!r} needs packages that are not installed: pip install {' '.join(map(repr, absent))}"
+        yield Violation(("rollout.engine",), f"{message} (on a CPU see docs/install.md), or use rollout.engine=hf", Absence.package)
+
+
+def _is_installed(distribution: str) -> bool:
+    try:
+        importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
+
+
 def _loggers(config: RunConfig) -> Violations:
     for logger in config.tracking.loggers:
         if problem := logger_problem(logger):
@@ -163,4 +182,4 @@ def _resumed_folder(config: RunConfig) -> Violations:
     yield Violation(("checkpoint.resume",), message, Absence.input if resume.strip() else None)
 
 
-_RULES = (_data_files, code_files, _model_files, _gpus, _loggers, _resumed_folder)
+_RULES = (_data_files, code_files, _model_files, _gpus, _engine_packages, _loggers, _resumed_folder)

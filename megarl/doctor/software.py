@@ -1,4 +1,4 @@
-"""Are the libraries there, and do their versions go together?"""
+"""Whether the libraries are installed, in versions that work together and were tested."""
 
 from __future__ import annotations
 
@@ -13,12 +13,14 @@ from packaging.specifiers import SpecifierSet
 from megarl import __version__
 from megarl.config.layers import choose_layers, has_transformer_engine
 from megarl.config.schema import Layers, PPOConfig, RolloutEngineKind
+from megarl.config.tested_versions import Tested, tested_versions
 from megarl.config.versions import COUPLED, CUDA, PYTHON, REQUIRED
 from megarl.doctor.check_result import CheckResult, doubtful, good, wrong
 from megarl.doctor.examined_run import ExaminedRun
 
 CHECK = "versions"
 _OF_ENGINES = tuple(name for engine in RolloutEngineKind for name in engine.needs.packages)
+_IS_CUDA = "sglang-kernel"  # compiled for one version of torch; on a CPU SGLang runs beside others than it declares
 _SHOWN = ("torch", "megatron-core", "transformers", "ray", "sglang")
 
 
@@ -33,7 +35,7 @@ class Installed:
 
 def probe() -> Installed:
     coupled = [name for names in COUPLED.values() for name in names]
-    names = [*(Requirement(name).name for name in REQUIRED), *_OF_ENGINES, *(Requirement(name).name for name in CUDA), *coupled]
+    names = [*(Requirement(name).name for name in REQUIRED), *_OF_ENGINES, *(Requirement(name).name for name in CUDA), *coupled, _IS_CUDA]
     versions = {name: _version(name) for name in names}
     return Installed(
         python=platform.python_version(),
@@ -60,8 +62,25 @@ def judge(installed: Installed, of_engine: Mapping[str, str]) -> Iterator[CheckR
     yield from faults
     if not faults:
         shown = ", ".join(f"{name} {installed.versions[name]}" for name in _SHOWN if installed.versions.get(name))
-        message = f"megarl {__version__} on Python {installed.python} with {shown}: they go together"
-        yield good(CHECK, message, python=installed.python, versions=dict(installed.versions))
+        message = f"megarl {__version__} on Python {installed.python} with {shown}"
+        facts = {"python": installed.python, "versions": dict(installed.versions)}
+        if untested := _untested(installed, of_engine):
+            what = ", ".join(f"{name} {found} (tested {tested.oldest} to {tested.newest})" for name, found, tested in untested)
+            remedy = "requirements/cpu.txt has versions that are tested together"
+            yield doubtful(CHECK, f"{message}: untested with {what}", remedy, untested=[name for name, _, _ in untested], **facts)
+        else:
+            yield good(CHECK, f"{message}: tested", **facts)
+
+
+def _untested(installed: Installed, of_engine: Mapping[str, str]) -> list[tuple[str, str, Tested]]:
+    """What is older or newer than all that was tested: name, version, what was tested."""
+    python = ".".join(installed.python.split(".")[:2])
+    found = {"python": python} | {name: installed.versions[name] for name in (Requirement(key).name for key in {**REQUIRED, **of_engine})}
+    return [
+        (name, version, tested)
+        for name, version in found.items()
+        if version is not None and not (tested := tested_versions()[name]).contains(version)
+    ]
 
 
 def _faults(installed: Installed, of_engine: Mapping[str, str]) -> Iterator[CheckResult]:
@@ -84,6 +103,8 @@ def _faults(installed: Installed, of_engine: Mapping[str, str]) -> Iterator[Chec
             message = f"{name} {found} is outside {versions}"
             yield doubtful(CHECK, message, f"pip install '{name}{versions}', or uninstall it: torch's own kernels are used then", name=name)
     for name, wants in installed.wants.items():
+        if name == "sglang" and installed.versions.get(_IS_CUDA) is None:
+            continue
         for other, versions in wants.items():
             found = installed.versions.get(other)
             if found is not None and not _within(found, versions):

@@ -114,6 +114,7 @@ def _read(data: Any) -> Any:
 
 
 def _adapt_tensors() -> None:
+    from torch._subclasses import fake_tensor
     from torch._subclasses.fake_tensor import FakeTensor
     from torch.optim import optimizer
 
@@ -138,6 +139,7 @@ def _adapt_tensors() -> None:
             host.reshape(-1)[0].item()
         return host.tolist()
 
+    fake_tensor.init_gpu_context = lambda device: None  # else a CUDA build makes a tensor on the device before the first fake one
     FakeTensor.tolist = read
     torch.tensor = tensor
     torch.Tensor.type = spell
@@ -151,16 +153,20 @@ def _adapt_tensors() -> None:
 
 
 def _adapt_attention() -> None:
-    """torch chooses the kernel by what the device can do. One for CPUs only has none for CUDA but the plain product of matrices."""
+    """Choose the kernel in torch's place, which asks the device and cuDNN what they can do."""
     plain = F.scaled_dot_product_attention
 
     def attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *arguments: Any, **options: Any) -> torch.Tensor:
-        """As on an H100: flash attention of 16-bit numbers, which takes fewer heads of keys than of queries as they are."""
-        if query.device.type == "cuda" and query.dtype in (torch.bfloat16, torch.float16) and options.get("attn_mask") is None:
-            assert not arguments, arguments
-            flash = torch.ops.aten._scaled_dot_product_flash_attention
-            return flash(query, key, value, 0.0, options.get("is_causal", False), False, scale=options.get("scale"))[0]
-        return plain(query, key, value, *arguments, **options)
+        """As on an H100, flash attention of 16-bit numbers without a mask, with fewer heads of keys than of queries. All else is the
+        plain product of matrices, which needs more memory than the kernels that a device has for some of it."""
+        if query.device.type != "cuda":
+            return plain(query, key, value, *arguments, **options)
+        assert not arguments, arguments
+        mask, is_causal, scale = options.get("attn_mask"), options.get("is_causal", False), options.get("scale")
+        if query.dtype in (torch.bfloat16, torch.float16) and mask is None:
+            return torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, 0.0, is_causal, False, scale=scale)[0]
+        product, enable_gqa = torch.ops.aten._scaled_dot_product_attention_math, options.get("enable_gqa", False)
+        return product(query, key, value, mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa)[0]
 
     F.scaled_dot_product_attention = attention
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import math
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
@@ -34,6 +35,7 @@ from megarl.config.schema import (
 from megarl.config.schema.keys import Range, leaves
 from megarl.config.staleness_rules import generation_ahead
 from megarl.config.validate import validate
+from megarl.config.versions import SGLANG
 from megarl.config.violation import Absence, nearest_divisors, nearest_multiples
 from tests.unit.config.folders import model_folder, ppo_values, sft_values, write_yaml
 
@@ -50,6 +52,22 @@ def violations(path: str, *overrides: str) -> list[str]:
     config = load_config(PPOConfig, path, list(overrides))
     found = [*validate(config), *missing(config), *writable_folders(config)]
     return [str(violation) for violation in found if violation.absence is not Absence.gpu]
+
+
+def test_packages_of_an_engine_that_are_not_installed_are_named(ppo: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    version = importlib.metadata.version
+
+    def without_sglang(name: str) -> str:
+        if name == "sglang":
+            raise importlib.metadata.PackageNotFoundError(name)
+        return version(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", without_sglang)
+    assert violations(ppo, "rollout.engine=hf") == []
+    (problem,) = violations(ppo, "rollout.engine=sglang")
+    assert problem.startswith(f"rollout.engine: 'sglang' needs packages that are not installed: pip install 'sglang{SGLANG['sglang']}' ")
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")  # whose nodes have it or have not
+    assert violations(ppo, "rollout.engine=sglang") == []
 
 
 def test_a_good_configuration_has_none(ppo: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -40,6 +41,15 @@ def test_what_is_coupled_is_in_the_table_of_a_file() -> None:
     assert {name for names in COUPLED.values() for name in names} <= set(pins("cpu.txt"))
 
 
+def test_the_page_installs_sglang_by_the_table_and_names_every_extra() -> None:
+    page = (ROOT / "docs" / "install.md").read_text()
+    assert f"pip install --no-deps 'sglang{SGLANG['sglang']}'" in page
+    setup = (ROOT / "setup.py").read_text()
+    extras = re.findall(r'^        "([\w-]+)": \[', setup.partition("extras_require")[2], re.MULTILINE)
+    named = re.findall(r"`([\w-]+)`", " ".join(line.split("|")[1] for line in page.splitlines() if line.startswith("| `")))
+    assert {*extras} - {"dev"} == {name for name in named if not name.startswith("requirements")}
+
+
 def test_setup_installs_by_the_table(tmp_path: Path) -> None:
     command = [sys.executable, "setup.py", "-q", "egg_info", "--egg-base", str(tmp_path)]
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
@@ -49,3 +59,5 @@ def test_setup_installs_by_the_table(tmp_path: Path) -> None:
     expected = [Requirement(f"{name}{versions}") for name, versions in REQUIRED.items()]
     assert sorted(map(str, required)) == sorted(map(str, expected))
     assert f"Requires-Python: {PYTHON}" in metadata
+    assert any("[Megatron-Core](https://" in line for line in metadata)
+    assert [line for line in metadata if re.search(r"\]\((?!https?:)", line)] == []  # a package index has no files of ours

@@ -13,6 +13,7 @@ from dockerfile_parse import DockerfileParser
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from megarl.config.tested_versions import tested_versions
 from megarl.config.versions import COUPLED
 
 ROOT = Path(__file__).parents[3]
@@ -119,6 +120,13 @@ def test_the_lock_has_what_the_libraries_declare() -> None:
     assert problems == []
     assert set(COUPLED) <= set(LOCK)
     assert asked > 200
+
+
+def test_the_page_shows_what_was_tested() -> None:
+    _, _, below = (ROOT / "docs" / "versions.md").read_text().partition("| | oldest | newest |\n|---|---|---|\n")
+    shown = [tuple(cell.strip() for cell in line.strip("|").split("|")) for line in below.partition("\n\n")[0].splitlines()]
+    names = ["python", "torch", "megatron-core", "transformers", "sglang", "ray", "numpy"]
+    assert shown == [(name, *tested_versions()[name]) for name in names]
 
 
 def test_megatrons_range_for_transformer_engine() -> None:

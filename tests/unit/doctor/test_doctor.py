@@ -7,10 +7,12 @@ import os
 import resource
 import socket
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from packaging.requirements import Requirement
 from rich.console import Console
 from safetensors.torch import save_file
 
@@ -31,7 +33,8 @@ from megarl.config.schema import (
     SFTConfig,
     ToolConfig,
 )
-from megarl.config.versions import SGLANG
+from megarl.config.tested_versions import tested_versions
+from megarl.config.versions import REQUIRED, SGLANG, SGLANG_CPU
 from megarl.controller.inspection import ClusterReport, Limits, NodeReport, Software, here, inspect_cluster
 from megarl.controller.resource_pool import NodeResources, ResourcePoolManager
 from megarl.doctor import devices, inputs, machine, network, software, storage
@@ -69,11 +72,24 @@ def test_a_library_of_a_wrong_version_is_named_with_the_command_that_mends_it(tm
     assert "pip install 'ray[default]>=2.60,<3'" in (fault.remedy or "")
 
 
+def test_versions_beyond_those_that_were_tested_are_a_warning() -> None:
+    found, tested = software.probe(), tested_versions()
+    assert only(software.judge(found, SGLANG)).message.endswith(": tested")
+    newer = {"numpy": "2.999.1", "transformers": f"{tested['transformers'].newest}.post1"}  # the second is the same release
+    warning = only(software.judge(replace(found, python="3.13.2", versions={**found.versions, **newer}), SGLANG))
+    assert warning.status is Status.warning
+    of_python, of_numpy = (f"(tested {tested[name].oldest} to {tested[name].newest})" for name in ("python", "numpy"))
+    assert warning.message.endswith(f": untested with python 3.13 {of_python}, numpy 2.999.1 {of_numpy}")
+    assert set(newer) <= set(tested)
+    ours = {Requirement(name).name for name in REQUIRED | SGLANG | SGLANG_CPU}
+    assert set(tested) == {*ours, "python"}  # of all that the wheel installs, both ends
+
+
 def test_libraries_that_are_built_for_each_other() -> None:
     found = software.probe()
-    other_torch = software.Installed(
-        python="3.11.7", versions={**found.versions, "torch": "2.14.0"}, wants={"sglang": {"torch": "==2.13.0"}}
-    )
+    on_cpu = replace(found, versions={**found.versions, "torch": "2.14.0"}, wants={"sglang": {"torch": "==2.13.0"}})
+    assert only(software.judge(on_cpu, SGLANG)).status is Status.ok  # make test-wheel runs such environments
+    other_torch = replace(on_cpu, versions={**on_cpu.versions, "sglang-kernel": "0.4.7"})
     fault = only(software.judge(other_torch, SGLANG))
     assert "is built for torch==2.13.0, but torch 2.14.0 is installed" in fault.message
     absent = software.Installed(python="3.10.1", versions={**found.versions, "sglang": None})

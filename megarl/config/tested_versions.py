@@ -1,0 +1,40 @@
+"""The versions that `make test-wheel` has run with, from the quickstart to a converted checkpoint, with both engines."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+from packaging.version import Version
+
+RECORD = Path(__file__).with_name("tested_versions.json")
+
+
+class Tested(NamedTuple):
+    """The oldest and the newest version that were run."""
+
+    oldest: str
+    newest: str
+
+    def contains(self, version: str) -> bool:
+        """Local parts do not count: 2.13.0+cpu is 2.13.0."""
+        return Version(self.oldest).release <= Version(version).release <= Version(self.newest).release
+
+
+def as_text(environments: Mapping[str, Mapping[str, str]]) -> str:
+    """The content of RECORD. environments: name -> {distribution: version}, and the minor version of "python"."""
+    return json.dumps(environments, indent=2) + "\n"
+
+
+@cache
+def tested_versions() -> Mapping[str, Tested]:
+    """Of "python" and of each distribution."""
+    environments = json.loads(RECORD.read_text(encoding="utf-8"))
+    found: dict[str, list[str]] = {}
+    for versions in environments.values():
+        for name, version in versions.items():
+            found.setdefault(name, []).append(version)
+    return {name: Tested(min(versions, key=Version), max(versions, key=Version)) for name, versions in found.items()}
