@@ -15,11 +15,13 @@ import pytest
 
 from benchmarks.report import make_run
 from megarl.cli.main import main
-from megarl.config.load import dump_config
-from megarl.config.schema import PPOConfig, TrackingConfig, TrainerConfig
+from megarl.config.load import dump_config, load_config
+from megarl.config.schema import PPOConfig, SFTConfig, TrackingConfig, TrainerConfig
+from megarl.config.shipped import CONFIGS_DIR
 from megarl.tracking.report.live import LiveReport
 from megarl.tracking.report.run_folder import open_runs
 from megarl.tracking.samples import SCHEMA, SampleTable, SampleWriter, read_samples, sample_files
+from megarl.tracking.timeline import Span, Timeline
 
 browsers = pytest.importorskip("docs.generate.browser", reason="selenium is not installed")
 if not browsers.is_installed():
@@ -262,7 +264,7 @@ def check_episode(chromium: Chrome) -> None:
     tokens = chromium.find_elements(By.CSS_SELECTOR, "#response [data-index]")
     told = [hover(chromium, tokens[index]) for index in (0, 3, 5)]
     assert ["by the engine 0.607" in each for each in told] == [True, False, True]
-    assert told[1].endswith("token 4 of 6\nnot of the model: in no loss")
+    assert told[1].endswith("token 4 of 6\nnot written by the model, excluded from the loss")
     facts = find(chromium, "#sample .facts").text.replace("\n", " ")
     assert f"ended by {EVIL}" in facts
     assert f"turns 2 calls 3, of which 2 {EVIL}" in facts
@@ -277,7 +279,7 @@ def test_the_timeline_is_shown(chromium: Chrome, page: str) -> None:
     assert set(RUN_COLORS) <= pixels(chromium, canvas)  # update and log_probs
     Select(find(chromium, "#timeline-step")).select_by_value("3")
     told = hover(chromium, canvas, 150, -canvas.size["height"] // 2 + 24 + 11 + 22)  # the second row, in the second half of the step
-    assert told.splitlines()[0].startswith("update 18")
+    assert told.splitlines()[0].startswith("train 18")
     assert told.splitlines()[1] == "actor rank 1, pool actor"
     assert told.splitlines()[2].startswith("step 3, at ")
 
@@ -323,6 +325,122 @@ def test_nothing_is_asked_of_a_network_and_nothing_is_complained_of(chromium: Ch
     assert chromium.get_log("browser") == []
 
 
+@pytest.fixture(scope="module")
+def page_of_kinds(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The address of the page of an SFT run and of a PPO run with planned memory, reward parts and calls of workers in its timeline."""
+    folder = tmp_path_factory.mktemp("kinds")
+    ppo, sft = folder / "ppo", folder / "sft"
+    for path in (ppo, sft):
+        make_run(path, 3, 16, 3, 2)
+    model = CONFIGS_DIR / "models" / "quickstart" / "model"
+    config = load_config(PPOConfig, CONFIGS_DIR / "quickstart.yaml", [f"model.path={model}", "actor.optim.lr=0.5"])
+    dump_config(config, ppo / "config.yaml")
+    dump_config(load_config(SFTConfig, CONFIGS_DIR / "quickstart_sft.yaml", ["actor.optim.lr=0.25"]), sft / "config.yaml")
+    with (ppo / "metrics.jsonl").open("a") as lines:
+        line = {"step": 4, "reward/mean": 0.5, "reward/format/mean": 0.25, "reward/format/max": 1.0, "timing_s/step": 60.0}
+        lines.write(json.dumps(line) + "\n")
+    timeline = Timeline(ppo)
+    names = ("__init__", "submit_and_poll", "receive_weights", "resident_memory_gb", "my_own_phase")
+    timeline.add([Span("rollout", "rollout", 0, name, 10.0 * at, 10.0 * at + 9) for at, name in enumerate(names)], 1)
+    timeline.write()
+    assert main(["report", str(ppo), str(sft)]) == 0
+    return (ppo / "report.html").as_uri()
+
+
+def test_columns_of_numbers_are_right_aligned(chromium: Chrome, page_of_kinds: str) -> None:
+    """In the table of memory every column but the first; in every table heads are aligned as their cells."""
+    script = """
+        return [...document.querySelectorAll("table")].map((table) => [...table.rows].map((row) =>
+            [...row.cells].map((cell) => getComputedStyle(cell).textAlign)));
+    """
+    tables = {}
+    for tab in TABS:
+        show(chromium, page_of_kinds, tab)
+        tables[tab] = chromium.execute_script(script)
+    assert [len(found) for found in tables.values()] == [0, 0, 1, 0, 1, 1, 0]
+    for tab, (head, *rows) in ((tab, table) for tab, found in tables.items() for table in found):
+        assert rows, tab
+        assert all(row == head for row in rows), tab
+    (memory,) = tables["memory"]
+    assert memory[0] == ["left", *["right"] * 4]  # actor, reference, critic, rollout
+    show(chromium, page_of_kinds, "memory")
+    assert "on the fullest device of each pool, as printed by megarl check" in find(chromium, "#tab .card").text
+
+
+@pytest.mark.parametrize("width", [800, 1280])
+def test_hints_in_fields_are_not_cut(chromium: Chrome, page: str, width: int) -> None:
+    script = """
+        return [...document.querySelectorAll("input[placeholder]")].filter((field) => field.placeholder).map((field) => {
+            const style = getComputedStyle(field), context = document.createElement("canvas").getContext("2d");
+            context.font = style.font;
+            const room = field.clientWidth - parseFloat(style.paddingLeft) - parseFloat(style.paddingRight);
+            return [field.placeholder, context.measureText(field.placeholder).width <= room];
+        });
+    """
+    try:
+        browsers.show_as(chromium, width, 900)
+        fits: dict[str, bool] = {}
+        for tab in TABS:
+            show(chromium, page, tab)
+            fits |= dict(chromium.execute_script(script))
+        assert len(fits) == 3
+        assert [hint for hint, does_fit in fits.items() if not does_fit] == []
+    finally:
+        browsers.show_as(chromium, 1280, 900)
+
+
+def test_the_timeline_has_readable_names(chromium: Chrome, page_of_kinds: str) -> None:
+    show(chromium, page_of_kinds, "timeline")
+    named = {entry.text.rsplit(" ", 2)[0] for entry in chromium.find_elements(By.CSS_SELECTOR, ".timeline-legend > span")}
+    assert named == {"start", "generate", "receive weights", "measure memory", "my_own_phase"}
+
+
+def test_curves_have_an_axis_of_steps_and_one_of_wall_time(chromium: Chrome, page: str, runs: Runs) -> None:
+    show(chromium, page, "curves")
+    chart = find(chromium, "[data-metric='actor/entropy']")
+    canvas, label = chart.find_element(By.CSS_SELECTOR, "canvas"), chart.find_element(By.CSS_SELECTOR, ".axis-label")
+    chromium.execute_script("arguments[0].scrollIntoView({block: 'center'})", chart)
+    assert wait(chromium, lambda: label.text) == "step"
+    Select(find(chromium, "select[aria-label='X axis']")).select_by_value("time")
+    assert wait(chromium, lambda: label.text if label.text != "step" else None) == "wall time (min)"
+    assert set(RUN_COLORS) <= pixels(chromium, canvas)
+    told = hover(chromium, canvas).splitlines()
+    minutes, unit = told[0].split(" ")
+    assert unit == "min"
+    for run_dir, line in zip(runs, told[1:], strict=True):
+        name, value, word, step = line.replace(":", "").split()
+        assert (name, word) == (run_dir.name, "step")
+        assert float(minutes) == int(step)  # each step took 60 s
+        assert float(value) == pytest.approx(metrics(run_dir)[int(step)]["actor/entropy"], rel=1e-4)
+    ActionChains(chromium).move_to_element_with_offset(canvas, -50, 0).click_and_hold().move_by_offset(80, 0).release().perform()
+    shown = wait(chromium, lambda: find(chromium, ".pill").text)
+    low, high = (float(edge) for edge in shown.removesuffix(" min ✕").split("–"))
+    assert 1 < low < high < STEPS
+    Select(find(chromium, "select[aria-label='X axis']")).select_by_value("step")
+    assert not find(chromium, ".pill").is_displayed()
+
+
+def test_reward_parts_are_in_the_overview(chromium: Chrome, page_of_kinds: str) -> None:
+    show(chromium, page_of_kinds, "curves")
+    overview = chromium.find_elements(By.CSS_SELECTOR, "[data-group='overview'] .chart")
+    assert [chart.get_attribute("data-metric") for chart in overview][:3] == ["reward/mean", "reward/format/mean", "val/score/mean"]
+    charts = chromium.find_elements(By.CSS_SELECTOR, "[data-group='reward'] .chart")
+    assert {chart.get_attribute("data-metric") for chart in charts} == {"reward/mean", "reward/format/mean", "reward/format/max"}
+
+
+def test_runs_of_two_kinds_are_compared_by_what_both_can_have(chromium: Chrome, page_of_kinds: str) -> None:
+    show(chromium, page_of_kinds, "configuration")
+    assert find(chromium, "#kinds").text.startswith("The kinds of these runs differ (ppo: ppo, sft: sft); only keys that all")
+    rows = {row.get_attribute("data-key"): row.text for row in chromium.find_elements(By.CSS_SELECTOR, "tr[data-key]")}
+    assert rows["actor.optim.lr"] == "actor.optim.lr 0.5 0.25"
+    assert "–" not in "".join(rows.values())  # no key is absent in one of them
+    find(chromium, ".run-chip").click()
+    wait(chromium, lambda: not chromium.find_elements(By.CSS_SELECTOR, "#kinds"))
+    find(chromium, "#all-keys").click()
+    keys = {row.get_attribute("data-key") for row in chromium.find_elements(By.CSS_SELECTOR, "tr[data-key]")}
+    assert "data.columns.messages" in keys  # alone it has all of its keys
+
+
 @contextmanager
 def served(run_dir: Path) -> Iterator[LiveReport]:
     report = LiveReport(list(open_runs([run_dir])))
@@ -354,4 +472,4 @@ def test_a_live_page_follows_its_run(chromium: Chrome, tmp_path: Path) -> None:
         assert "7 of" in find(chromium, ".card.run").text
         assert chromium.execute_script("return window.isTheSame && !window.hacked")
         assert chromium.get_log("browser") == []
-    wait(chromium, lambda: "has ended" in find(chromium, "#status").text)
+    wait(chromium, lambda: "has stopped" in find(chromium, "#status").text)

@@ -22,7 +22,7 @@ const app = {
     this.status = h("span", { id: "status", className: "muted" }, report.isLive ? "live" : "");
     this.links = Object.entries(TABS).map(([name, [title]]) => h("a", { href: `#${name}`, data: { tab: name } }, title));
     this.body = h("div", { id: "tab" });
-    const theme = h("button", { className: "quiet", id: "theme", title: "Light or dark" }, "◐");
+    const theme = h("button", { className: "quiet", id: "theme", title: "Switch between light and dark" }, "◐");
     theme.addEventListener("click", () => {
       const isDark = cssColor("is-dark") === "1";
       document.documentElement.dataset.theme = isDark ? "light" : "dark";
@@ -42,7 +42,7 @@ const app = {
   },
 
   chip(run) {
-    const chip = h("button", { className: "run-chip", "aria-pressed": "true", title: "Shown, or not" }, dotOf(run), ` ${run.name}`);
+    const chip = h("button", { className: "run-chip", "aria-pressed": "true", title: "Show or hide this run" }, dotOf(run), ` ${run.name}`);
     chip.addEventListener("click", () => {
       if (run.isShown && report.shown.length === 1) return;
       run.isShown = !run.isShown;
@@ -96,7 +96,7 @@ const app = {
       }
     } catch (error) {
       if (!(error instanceof TypeError)) throw error; // fetch's, when nobody answers
-      this.status.textContent = "the server has ended";
+      this.status.textContent = "the server has stopped";
       this.status.classList.add("problem");
     }
     setTimeout(() => this.ask(), ASK_EVERY_MS);

@@ -1,7 +1,29 @@
-// A chart of one metric, a curve for each run. All charts share the step under the pointer and the range of steps.
+// A chart of one metric, with a curve for each run. All charts share their x axis, its range, and the place under the pointer.
 "use strict";
 
-const view = { smoothing: 0, isLog: false, range: null, hovered: null };
+// `axis`: "step" or "time". `range` and `hovered` are values on it: steps, or seconds of wall time.
+const view = { smoothing: 0, isLog: false, axis: "step", range: null, hovered: null };
+
+// The wall time in seconds at the end of each step: the sum of what the steps took. Null if the run logged no durations.
+function wallTimes({ steps, values }) {
+  const seconds = values["timing_s/step"];
+  if (!seconds) return null;
+  let sum = 0;
+  return steps.map((_, index) => (sum += seconds[index] ?? 0));
+}
+
+// The unit in which a range of the x axis is written, and how many of the axis' own units it has.
+function unitOf([low, high]) {
+  if (view.axis === "step") return { name: "step", size: 1 };
+  const span = Math.max(Math.abs(low), Math.abs(high));
+  if (span < 120) return { name: "s", size: 1 };
+  return span < 7200 ? { name: "min", size: 60 } : { name: "h", size: 3600 };
+}
+
+function rangeText(range) {
+  const { name, size } = unitOf(range), text = range.map((edge) => formatted(edge / size, 3)).join("–");
+  return view.axis === "step" ? `steps ${text}` : `${text} ${name}`;
+}
 
 // Exponential moving average, without the pull towards zero at the start.
 function smoothed(values, weight) {
@@ -15,13 +37,14 @@ function smoothed(values, weight) {
 }
 
 class Chart {
-  // curves: [{name, color, steps, values}], `values` null where a step has none
+  // curves: [{name, color, steps, times, values}]. `values`: null where a step has none; `times`: null where a run has none
   constructor(title, curves, height = 170) {
     this.title = title;
     this.curves = curves;
     this.canvas = new Canvas(height, (context, width, full) => this.draw(context, width, full));
-    const wide = h("button", { className: "quiet", title: "Larger, or as before" }, "⤢");
+    const wide = h("button", { className: "quiet", title: "Enlarge or shrink this chart" }, "⤢");
     this.element = h("figure", { className: "chart", data: { metric: title } }, h("figcaption", {}, h("span", {}, title), wide), this.canvas.element);
+    this.axisLabel = this.element.appendChild(h("div", { className: "axis-label muted" }));
     wide.addEventListener("click", () => {
       const isLarge = this.element.classList.toggle("large");
       this.canvas.resize(isLarge ? 380 : height);
@@ -34,11 +57,11 @@ class Chart {
       Canvas.redrawAll();
     });
     canvas.addEventListener("pointerdown", (event) => {
-      this.dragFrom = this.stepAt(event);
+      this.dragFrom = this.xAt(event);
       canvas.setPointerCapture(event.pointerId);
     });
     canvas.addEventListener("pointerup", (event) => {
-      const [from, to] = [this.dragFrom, this.stepAt(event)].sort((a, b) => a - b);
+      const [from, to] = [this.dragFrom, this.xAt(event)].sort((a, b) => a - b);
       const isDrag = this.dragFrom !== null && this.dragPixels > 8 && to > from;
       this.dragFrom = null;
       this.dragPixels = 0;
@@ -54,39 +77,57 @@ class Chart {
     return { left, top, width: Math.max(10, this.canvas.width - left - right), height: this.canvas.height - top - bottom };
   }
 
-  get stepRange() {
+  // The curves that have a place on the x axis, each with its places as `xs`.
+  get placed() {
+    const placed = this.curves.map((curve) => ({ curve, xs: view.axis === "step" ? curve.steps : curve.times }));
+    return placed.filter(({ xs }) => xs !== null);
+  }
+
+  get range() {
     if (view.range) return view.range;
-    const all = this.curves.flatMap(({ steps }) => (steps.length ? [steps[0], steps[steps.length - 1]] : []));
+    const all = this.placed.flatMap(({ xs }) => (xs.length ? [xs[0], xs[xs.length - 1]] : []));
+    if (!all.length) return [0, 1];
     const [low, high] = [Math.min(...all), Math.max(...all)];
     return low === high ? [low - 1, high + 1] : [low, high];
   }
 
-  stepAt(event) {
-    const { left, width } = this.bounds, [low, high] = this.stepRange;
+  // The index of the value that a curve shows at `x`: that of the same step, or the one that is closest in time. -1: none.
+  indexAt({ curve, xs }, x) {
+    let nearest = -1;
+    xs.forEach((each, index) => {
+      if (curve.values[index] === null) return;
+      if (nearest < 0 || Math.abs(each - x) < Math.abs(xs[nearest] - x)) nearest = index;
+    });
+    return view.axis === "step" && xs[nearest] !== x ? -1 : nearest;
+  }
+
+  xAt(event) {
+    const { left, width } = this.bounds, [low, high] = this.range;
     const x = event.clientX - this.canvas.element.getBoundingClientRect().left;
     return low + (Math.min(Math.max(x - left, 0), width) / width) * (high - low);
   }
 
   point(event) {
     if (this.dragFrom !== null) this.dragPixels += Math.abs(event.movementX);
-    const at = this.stepAt(event);
+    const at = this.xAt(event), placed = this.placed;
     let nearest = null;
-    for (const { steps, values } of this.curves) {
-      steps.forEach((step, index) => {
-        if (values[index] !== null && (nearest === null || Math.abs(step - at) < Math.abs(nearest - at))) nearest = step;
+    for (const { curve, xs } of placed) {
+      xs.forEach((x, index) => {
+        if (curve.values[index] !== null && (nearest === null || Math.abs(x - at) < Math.abs(nearest - at))) nearest = x;
       });
     }
     if (nearest === null) return;
     view.hovered = nearest;
-    const lines = [];
-    for (const curve of this.curves) {
-      const index = curve.steps.indexOf(nearest);
-      if (index < 0 || curve.values[index] === null) continue;
+    const lines = [], isTime = view.axis === "time";
+    for (const each of placed) {
+      const { curve } = each, index = this.indexAt(each, nearest);
+      if (index < 0) continue;
+      const step = isTime ? h("span", { className: "muted" }, ` step ${curve.steps[index]}`) : null;
       const mean = view.smoothing ? ` (smooth ${formatted(this.smooth(curve)[index])})` : "";
       const dot = h("i", { className: "dot", style: { background: curve.color } });
-      lines.push(h("div", {}, dot, ` ${curve.name}: `, h("b", {}, formatted(curve.values[index], 6)), mean));
+      lines.push(h("div", {}, dot, ` ${curve.name}: `, h("b", {}, formatted(curve.values[index], 6)), mean, step));
     }
-    tooltip.show(event.clientX, event.clientY, h("div", { className: "muted" }, `step ${nearest}`), ...lines);
+    tooltip.show(event.clientX, event.clientY, h("div", { className: "muted" }, isTime ? formattedSeconds(nearest) : `step ${nearest}`), ...lines);
     Canvas.redrawAll();
   }
 
@@ -99,11 +140,12 @@ class Chart {
   }
 
   draw(context, width, height) {
-    const box = this.bounds, [firstStep, lastStep] = this.stepRange;
+    const box = this.bounds, [first, last] = this.range, unit = unitOf([first, last]), placed = this.placed;
+    this.axisLabel.textContent = view.axis === "step" ? "step" : `wall time (${unit.name})`;
     let low = Infinity, high = -Infinity, isPositive = true;
-    for (const { steps, values } of this.curves) {
-      for (let index = 0; index < steps.length; index++) {
-        if (values[index] === null || steps[index] < firstStep || steps[index] > lastStep) continue;
+    for (const { curve: { values }, xs } of placed) {
+      for (let index = 0; index < xs.length; index++) {
+        if (values[index] === null || xs[index] < first || xs[index] > last) continue;
         low = Math.min(low, values[index]);
         high = Math.max(high, values[index]);
         isPositive &&= values[index] > 0;
@@ -114,7 +156,7 @@ class Chart {
     [low, high] = [scale(low), scale(high)];
     const margin = high > low ? (high - low) * 0.06 : Math.abs(high) * 0.1 || 1;
     [low, high] = [low - margin, high + margin];
-    const x = (step) => box.left + ((step - firstStep) / (lastStep - firstStep)) * box.width;
+    const x = (place) => box.left + ((place - first) / (last - first)) * box.width;
     const y = (value) => box.top + (1 - (scale(value) - low) / (high - low)) * box.height;
 
     context.font = `11px ${cssColor("font")}`;
@@ -132,25 +174,26 @@ class Chart {
       context.fillText(formattedTick(value), box.left - 6, at);
     }
     context.textBaseline = "alphabetic";
-    const stepTicks = ticks(firstStep, lastStep, Math.max(2, Math.floor(box.width / 70))).filter(Number.isInteger);
-    stepTicks.forEach((tick, index) => {
-      context.textAlign = index === stepTicks.length - 1 && x(tick) > box.left + box.width - 20 ? "right" : "center";
-      context.fillText(tick.toLocaleString("en-US"), x(tick), height - 6);
-    });
+    const marks = ticks(first / unit.size, last / unit.size, Math.max(2, Math.floor(box.width / 70)));
+    for (const tick of marks.filter((each) => view.axis === "time" || Number.isInteger(each))) {
+      const at = x(tick * unit.size);
+      context.textAlign = at > box.left + box.width - 20 ? "right" : "center";
+      context.fillText(tick.toLocaleString("en-US"), at, height - 6);
+    }
 
     context.save();
     context.beginPath();
     context.rect(box.left - 4, 0, box.width + 8, height);
     context.clip();
     context.lineJoin = "round";
-    for (const curve of this.curves) {
+    for (const { curve, xs } of placed) {
       context.strokeStyle = context.fillStyle = curve.color;
       context.globalAlpha = view.smoothing ? 0.25 : 1;
-      this.line(context, curve, curve.values, x, y, view.smoothing ? 1 : 1.6);
+      this.line(context, curve.color, xs, curve.values, x, y, view.smoothing ? 1 : 1.6);
       context.globalAlpha = 1;
-      if (view.smoothing) this.line(context, curve, this.smooth(curve), x, y, 1.8);
+      if (view.smoothing) this.line(context, curve.color, xs, this.smooth(curve), x, y, 1.8);
     }
-    if (view.hovered !== null && view.hovered >= firstStep && view.hovered <= lastStep) {
+    if (view.hovered !== null && view.hovered >= first && view.hovered <= last) {
       context.strokeStyle = cssColor("muted");
       context.globalAlpha = 0.6;
       context.beginPath();
@@ -158,21 +201,21 @@ class Chart {
       context.lineTo(x(view.hovered), box.top + box.height);
       context.stroke();
       context.globalAlpha = 1;
-      for (const curve of this.curves) {
-        const value = curve.values[curve.steps.indexOf(view.hovered)];
-        if (value !== null && value !== undefined) this.dot(context, x(view.hovered), y(value), curve.color, 3.5);
+      for (const each of placed) {
+        const { curve, xs } = each, index = this.indexAt(each, view.hovered);
+        if (index >= 0) this.dot(context, x(xs[index]), y(curve.values[index]), curve.color, 3.5);
       }
     }
     context.restore();
   }
 
-  line(context, curve, values, x, y, width) {
-    const points = curve.steps.map((step, index) => [step, values[index]]).filter(([, value]) => value !== null);
+  line(context, color, xs, values, x, y, width) {
+    const points = xs.map((place, index) => [place, values[index]]).filter(([, value]) => value !== null);
     context.lineWidth = width;
     context.beginPath();
-    points.forEach(([step, value], index) => context[index ? "lineTo" : "moveTo"](x(step), y(value)));
+    points.forEach(([place, value], index) => context[index ? "lineTo" : "moveTo"](x(place), y(value)));
     context.stroke();
-    if (points.length <= 12) points.forEach(([step, value]) => this.dot(context, x(step), y(value), curve.color, 2.5));
+    if (points.length <= 12) points.forEach(([place, value]) => this.dot(context, x(place), y(value), color, 2.5));
   }
 
   dot(context, x, y, color, radius) {
@@ -184,17 +227,19 @@ class Chart {
 }
 
 function setRange(range) {
-  view.range = range && range.map(Math.round);
+  view.range = range && (view.axis === "step" ? range.map(Math.round) : range);
   if (view.range && view.range[0] === view.range[1]) view.range = null;
   document.dispatchEvent(new Event("range"));
   Canvas.redrawAll();
 }
 
-// Of a metric, of the runs that have it. `metrics`: Run -> its part
+// The curves of a metric, one for each run that has it. `metrics`: Run -> its part
 function curvesOf(name, metrics) {
   const curves = [];
-  for (const [run, { steps, values }] of metrics) {
-    if (name in values) curves.push({ name: run.name, color: run.color, steps, values: values[name] });
+  for (const [run, part] of metrics) {
+    part.times ??= wallTimes(part);
+    if (!(name in part.values)) continue;
+    curves.push({ name: run.name, color: run.color, steps: part.steps, times: part.times, values: part.values[name] });
   }
   return curves;
 }

@@ -1,9 +1,11 @@
 // The tabs of curves: all metrics in groups, and memory.
 "use strict";
 
-const FIRST = [
-  "critic/score/mean", "val/score/mean", "sft/loss", "val/loss", "actor/reward_kl_penalty", "actor/kl_loss", "actor/entropy",
-  "response_length/mean", "actor/pg_clipfrac", "actor/grad_norm", "training/rollout_probs_diff_max", "timing_s/step", "perf/throughput",
+// The charts of the overview, in this order. A pattern stands for every metric that matches it.
+const OVERVIEW = [
+  "reward/mean", /^reward\/.+\/mean$/, "val/score/mean", "sft/loss", "val/loss", "actor/reward_kl_penalty", "actor/kl_loss",
+  "actor/entropy", "response_length/mean", "actor/pg_clipfrac", "actor/grad_norm", "sft/grad_norm",
+  "training/rollout_probs_diff_max", "timing_s/step", "perf/throughput",
 ];
 const ABOUT_MEMORY = /^memory\/|rss|bytes|_gb$|memory/;
 
@@ -22,6 +24,29 @@ function metricNames(metrics) {
   return [...names].sort();
 }
 
+function overviewOf(names) {
+  return OVERVIEW.flatMap((wanted) => names.filter((name) => (wanted instanceof RegExp ? wanted.test(name) : name === wanted)));
+}
+
+// The training reward. Runs of older versions logged it under its other name only.
+const rewardMetric = (names) => (names.includes("reward/mean") ? "reward/mean" : "critic/score/mean");
+
+// The metrics that tell first how a run goes.
+const headlineMetrics = (names) => [rewardMetric(names), "val/score/mean", "sft/loss", "val/loss"].filter((name) => names.includes(name));
+
+// Chooses between steps and wall time as the x axis of all charts.
+function axisSelect(metrics) {
+  const untimed = [...metrics].filter(([, part]) => !wallTimes(part)).map(([run]) => run.name);
+  if (metrics.size && untimed.length === metrics.size) return null;
+  const chosen = select([["step", "step"], ["time", "wall time"]], view.axis, (axis) => {
+    view.axis = axis;
+    setRange(null);
+  }, "X axis");
+  const title = "Wall time is the sum of timing_s/step: start-up and the time between two parts of a resumed run are not in it";
+  const note = untimed.length ? h("span", { className: "muted hint" }, ` no times in ${untimed.join(", ")}`) : null;
+  return h("label", { title }, "x axis ", chosen, note);
+}
+
 const curvesTab = {
   search: "",
   closed: new Set(),
@@ -29,10 +54,10 @@ const curvesTab = {
   async render(root) {
     const metrics = await metricsOfShown(), body = h("div", {});
     const fill = () => this.fill(body, metrics);
-    const reset = h("button", { className: "pill", title: "All steps again" });
+    const reset = h("button", { className: "pill", title: "Show all steps" });
     const showRange = () => {
       reset.hidden = !view.range;
-      reset.textContent = view.range ? `steps ${view.range[0]}–${view.range[1]} ✕` : "";
+      reset.textContent = view.range ? `${rangeText(view.range)} ✕` : "";
     };
     reset.addEventListener("click", () => setRange(null));
     document.addEventListener("range", showRange, { signal: app.signal });
@@ -44,7 +69,7 @@ const curvesTab = {
     };
     root.append(
       h("div", { className: "toolbar" },
-        input("search", { placeholder: "Filter metrics, such as kl|entropy", value: this.search, id: "metric-filter", "aria-label": "Filter metrics" }, (value) => {
+        input("search", { placeholder: "Filter metrics, e.g. kl|entropy", value: this.search, id: "metric-filter", "aria-label": "Filter metrics" }, (value) => {
           this.search = value;
           fill();
         }),
@@ -52,9 +77,10 @@ const curvesTab = {
           view.smoothing = Number(value);
           percent.textContent = view.smoothing.toFixed(2);
         })), percent),
+        axisSelect(metrics),
         h("label", {}, input("checkbox", { checked: view.isLog, id: "log-scale" }, redraw((value) => (view.isLog = value))), " log scale"),
         reset,
-        h("span", { className: "muted hint" }, "drag over a curve to zoom, double-click for all steps"),
+        h("span", { className: "muted hint" }, "drag over a chart to zoom, double-click to reset"),
       ),
       body,
     );
@@ -63,17 +89,17 @@ const curvesTab = {
 
   fill(body, metrics) {
     const names = metricNames(metrics);
-    if (!names.length) return body.replaceChildren(h("p", { className: "muted" }, "No step has ended yet."));
+    if (!names.length) return body.replaceChildren(h("p", { className: "muted" }, "No step is complete yet."));
     const words = this.search.toLowerCase().split("|").map((word) => word.trim()).filter(Boolean);
     const wanted = names.filter((name) => !words.length || words.some((word) => name.toLowerCase().includes(word)));
     const groups = new Map();
-    if (!words.length) groups.set("overview", FIRST.filter((name) => names.includes(name)));
+    if (!words.length) groups.set("overview", overviewOf(names));
     for (const name of wanted) {
       const group = name.includes("/") ? name.split("/")[0] : "others";
       groups.set(group, [...(groups.get(group) || []), name]);
     }
     body.replaceChildren(...[...groups].filter(([, members]) => members.length).map(([group, members]) => this.group(group, members, metrics)));
-    if (!wanted.length) body.append(h("p", { className: "muted" }, "No metric has this in its name."));
+    if (!wanted.length) body.append(h("p", { className: "muted" }, "No metric name matches the filter."));
   },
 
   group(name, members, metrics) {
@@ -87,6 +113,9 @@ const curvesTab = {
   },
 };
 
+// The first column names the kind of memory; all others are numbers.
+const planCell = (tag, text, column) => h(tag, { className: column > 0 ? "number" : "" }, text);
+
 const memoryTab = {
   async render(root) {
     const metrics = await metricsOfShown();
@@ -95,11 +124,11 @@ const memoryTab = {
       if (!plan) continue;
       root.append(
         h("section", { className: "card" },
-          h("h2", {}, h("i", { className: "dot", style: { background: run.color } }), ` ${run.name}: what was planned`),
-          h("p", { className: "muted" }, "GiB at most in the fullest device of each pool, as megarl check reckons them."),
+          h("h2", {}, h("i", { className: "dot", style: { background: run.color } }), ` ${run.name}: planned`),
+          h("p", { className: "muted" }, "Estimated peak memory in GiB of each role, on the fullest device of each pool, as printed by megarl check."),
           h("div", { className: "scroll" }, h("table", { className: "plain" },
-            h("thead", {}, h("tr", {}, plan.columns.map((cell, index) => h("th", { className: index > 1 ? "number" : "" }, cell)))),
-            h("tbody", {}, plan.rows.map((row) => h("tr", {}, row.map((cell, index) => h("td", { className: index > 1 ? "number" : "" }, cell))))),
+            h("thead", {}, h("tr", {}, plan.columns.map((cell, column) => planCell("th", cell, column)))),
+            h("tbody", {}, plan.rows.map((row) => h("tr", {}, row.map((cell, column) => planCell("td", cell, column))))),
           )),
         ),
       );
@@ -108,6 +137,6 @@ const memoryTab = {
     if (names.length) {
       root.append(h("h2", {}, "Measured"), h("div", { className: "charts" }, names.map((name) => new Chart(name, curvesOf(name, metrics)).element)));
     }
-    if (!root.children.length) root.append(h("p", { className: "muted" }, "These runs have logged nothing about memory."));
+    if (!root.children.length) root.append(h("p", { className: "muted" }, "These runs logged no memory metrics."));
   },
 };

@@ -1,4 +1,7 @@
-"""What a page shows of a run's folder, in parts that are read when they are asked for: a live run writes on, a damaged file is one line."""
+"""What the page shows of a run's folder, in parts that are read on request.
+
+A live run keeps writing, and a damaged file becomes one line of the page.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +14,8 @@ from typing import Any
 import yaml
 
 from megarl.config.compare import flat
-from megarl.config.load import plain_values
-from megarl.config.schema import PPOConfig, SFTConfig
+from megarl.config.load import plain_values, schema_keys
+from megarl.config.schema import PPOConfig, RunKind, SFTConfig
 from megarl.machine.strict_json import dump_readable
 from megarl.tracking.metrics_file import MetricsFileError, read_metrics
 from megarl.tracking.report.sample_part import finite, sample_part
@@ -24,6 +27,7 @@ from megarl.tracking.timeline import TIMELINE_FILE
 _MAX_TOKENS = 1_000_000  # of all samples that are in a page
 _MAX_GENERATIONS = 2_000  # the newest
 _ABOUT, _METRICS, _TIMELINE, _GENERATIONS, _SAMPLES = "about", "metrics", "timeline", "generations", "samples/"
+_SCHEMAS: dict[RunKind, type[PPOConfig] | type[SFTConfig]] = {RunKind.ppo: PPOConfig, RunKind.sft: SFTConfig}
 _DAMAGE = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, yaml.YAMLError)
 
 
@@ -82,10 +86,13 @@ class RunFolder:
                 return None
 
         config = read(CONFIG_FILE, _flat_config) or {}
-        defaults = _defaults(PPOConfig if any(key.startswith("algorithm.") for key in config) else SFTConfig)
+        kind = RunKind.ppo if any(key.startswith("algorithm.") for key in config) else RunKind.sft
+        defaults = _defaults(_SCHEMAS[kind])
         return {
             "path": str(self.path),
+            "kind": kind.value,
             "config": config,
+            "foreign": [key for key in config if not all(_can_have(schema, key) for schema in _SCHEMAS.values())],
             "defaults": {key: defaults[key] for key in config if key in defaults and defaults[key] != config[key]},
             "summary": read(SUMMARY_FILE, json.loads),
             "plan": self._plan(self.path / CONFIG_FILE) if config else None,
@@ -135,6 +142,21 @@ def _flat_config(text: str) -> dict[str, str]:
 
 def _text(value: Any) -> str:
     return value if isinstance(value, str) else dump_readable(value, default=str)
+
+
+@cache
+def _known_keys(schema: type[PPOConfig] | type[SFTConfig]) -> frozenset[str]:
+    return frozenset(schema_keys(schema))
+
+
+@cache
+def _can_have(schema: type[PPOConfig] | type[SFTConfig], key: str) -> bool:
+    """Return whether a run of this kind can have a dotted key: the schema has it, or has a mapping or a list that holds it."""
+    known = _known_keys(schema)
+    parts = key.split(".")
+    longest = next((prefix for end in range(len(parts), 0, -1) if (prefix := ".".join(parts[:end])) in known), None)
+    is_section = longest is not None and any(each.startswith(f"{longest}.") for each in known)
+    return longest == key or (longest is not None and not is_section)
 
 
 @cache

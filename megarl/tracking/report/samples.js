@@ -11,6 +11,7 @@ const ORDERS = {
   long: ["longest first", (a, b) => (b.response_length ?? 0) - (a.response_length ?? 0)],
   short: ["shortest first", (a, b) => (a.response_length ?? 0) - (b.response_length ?? 0)],
 };
+const NUMBERS = new Set(["step", "score", "adv.", "tokens"]); // the columns of numbers, by their heads
 const COLORINGS = { probability: "probability", advantage: "advantage", gap: "log-prob gap", none: "nothing" };
 
 async function allSamples(run) {
@@ -54,7 +55,7 @@ const samplesTab = {
     if (!this.rows.some((row) => !row.isHeldOut) && this.rows.length) this.filter.kind = "held-out";
     for (const problem of found.flatMap(({ problems }) => problems)) root.append(h("p", { className: "problem" }, problem));
     if (!this.rows.length) {
-      root.append(h("p", { className: "muted" }, "No samples were kept: tracking.samples_every_steps says of which steps they are."));
+      root.append(h("p", { className: "muted" }, "No samples were kept; set tracking.samples_every_steps to keep some."));
       return;
     }
     const [kept, all] = ["kept", "all"].map((name) => found.reduce((sum, each) => sum + each[name], 0));
@@ -88,7 +89,7 @@ const samplesTab = {
         app.show(); // its steps are others
       }, "Kind of samples")),
       field("step", select([["all", "all"], ...steps.map((step) => [String(step), String(step)])], this.filter.step, set("step"), "Step")),
-      h("label", {}, "score ", number("least", "Least score"), " to ", number("most", "Most score")),
+      h("label", {}, "score ", number("least", "Lowest score"), " to ", number("most", "Highest score")),
       field("ended by", select([["all", "any"], ...finishes.map((each) => [each, each])], this.filter.finish, set("finish"), "Finish reason")),
       field("order", select(Object.entries(ORDERS).map(([key, [text]]) => [key, text]), this.filter.order, set("order"), "Order")),
     ];
@@ -116,7 +117,7 @@ const samplesTab = {
   fill() {
     const found = this.found, first = Math.min(this.page * PAGE_ROWS, Math.max(0, found.length - 1)), shown = found.slice(first, first + PAGE_ROWS);
     const turn = (change, text, isOff) => {
-      const button = h("button", { className: "quiet", disabled: isOff, "aria-label": text === "‹" ? "Before" : "Next" }, text);
+      const button = h("button", { className: "quiet", disabled: isOff, "aria-label": text === "‹" ? "Previous" : "Next" }, text);
       button.addEventListener("click", () => {
         this.page += change;
         this.fill();
@@ -128,10 +129,11 @@ const samplesTab = {
     const severalRuns = report.shown.length > 1, isHeldOut = this.filter.kind === "held-out";
     const head = [...(severalRuns ? [""] : []), "step", "uid", "score", ...(isHeldOut ? [] : ["adv.", "tokens"]), isHeldOut ? "truth" : "prompt", "response"];
     const body = h("tbody", {}, shown.map((row) => this.line(row, severalRuns, isHeldOut)));
-    this.table.replaceChildren(h("table", {}, h("thead", {}, h("tr", {}, head.map((text) => h("th", {}, text)))), body));
+    const cells = head.map((text) => h("th", { className: NUMBERS.has(text) ? "number" : "" }, text));
+    this.table.replaceChildren(h("table", {}, h("thead", {}, h("tr", {}, cells)), body));
     const chosen = shown.find((row) => this.keyOf(row) === this.chosen) || shown[0];
     if (chosen) this.choose(chosen);
-    else this.detail.replaceChildren(h("p", { className: "muted" }, "No sample is like this."));
+    else this.detail.replaceChildren(h("p", { className: "muted" }, "No sample matches the filter."));
   },
 
   line(row, severalRuns, isHeldOut) {
@@ -243,7 +245,7 @@ const samplesTab = {
       : [line("probability, trainer", ...ofLog(own)), line("probability, engine", ...ofLog(own - gap)), line("log-prob gap", formatted(gap, 3))];
     tooltip.show(event.clientX, event.clientY,
       h("div", {}, h("code", {}, JSON.stringify(header.tokens[places[index]])), h("span", { className: "muted" }, ` id ${header.ids[places[index]]}, token ${index + 1} of ${places.length}`)),
-      ...lines, ...(isOthers ? [h("div", { className: "muted" }, "not of the model: in no loss")] : [line("advantage", formatted(advantages[index], 3))]));
+      ...lines, ...(isOthers ? [h("div", { className: "muted" }, "not written by the model, excluded from the loss")] : [line("advantage", formatted(advantages[index], 3))]));
   },
 
   // What colours tokens, and its legend. Two signs have two colours that also eyes without red or green tell apart.

@@ -6,7 +6,6 @@ const MAIN_KEYS = [
   "model.path", "algorithm.policy_loss.kind", "actor.optim.lr", "trainer.total_steps", "trainer.prompts_per_step",
   "trainer.samples_per_step", "rollout.n", "rollout.engine", "placement.strategy", "model.dtype", "trainer.seed",
 ];
-const MAIN_METRICS = ["critic/score/mean", "val/score/mean", "sft/loss", "val/loss", "actor/entropy", "perf/throughput", "timing_s/step"];
 
 function last(values) {
   for (let index = values.length - 1; index >= 0; index--) if (values[index] !== null) return values[index];
@@ -16,14 +15,14 @@ function last(values) {
 function stateOf(about) {
   if (about.failure) return ["failed", "failed"];
   if (about.summary) return ["complete", "complete"];
-  return ["open", report.isLive ? "has not ended" : "had not ended"];
+  return ["open", report.isLive ? "running" : "not finished"];
 }
 
 function writtenAt(run) {
   const milliseconds = Object.entries(run.versions)
     .filter(([name]) => name !== "about")
     .map(([, version]) => Number(version.split(".")[0]) / 1e6);
-  return milliseconds.length ? new Date(Math.max(...milliseconds)).toLocaleString() : "nothing yet";
+  return milliseconds.length ? new Date(Math.max(...milliseconds)).toLocaleString() : "nothing";
 }
 
 const summaryTab = {
@@ -35,8 +34,7 @@ const summaryTab = {
     }
     root.append(cards);
     const metrics = await metricsOfShown(), names = metricNames(metrics);
-    const shown = ["critic/score/mean", "val/score/mean", "sft/loss", "val/loss"].filter((name) => names.includes(name));
-    root.append(h("div", { className: "charts wide" }, shown.map((name) => new Chart(name, curvesOf(name, metrics), 220).element)));
+    root.append(h("div", { className: "charts wide" }, headlineMetrics(names).map((name) => new Chart(name, curvesOf(name, metrics), 220).element)));
   },
 
   card(run, about, metrics) {
@@ -45,7 +43,8 @@ const summaryTab = {
     if (validation) facts.push(["held-out score", `${formatted(validation.before, 3)} → ${formatted(validation.after, 3)}`]);
     if (typeof seconds === "number") facts.push(["time", formattedSeconds(seconds)]);
     if (typeof samples === "number") facts.push(["samples", formatted(samples)]);
-    for (const name of MAIN_METRICS) if (name in values) facts.push([name, formatted(last(values[name]))]);
+    const shown = [...headlineMetrics(Object.keys(values)), "actor/entropy", "perf/throughput", "timing_s/step"];
+    for (const name of shown) if (name in values) facts.push([name, formatted(last(values[name]))]);
     const keys = MAIN_KEYS.filter((key) => key in about.config).map((key) => [key, about.config[key]]);
     const list = (pairs) => h("dl", { className: "facts" }, pairs.map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, value))));
     const problems = [...about.problems, metrics.problem].filter(Boolean);
@@ -69,9 +68,15 @@ const configurationTab = {
   search: "",
   all: false,
 
+  kindsDiffer(runs, abouts) {
+    const kinds = runs.map((run, number) => `${run.name}: ${abouts[number].kind}`).join(", ");
+    return `The kinds of these runs differ (${kinds}); only keys that all of them can have are compared.`;
+  },
+
   async render(root) {
     const runs = report.shown, abouts = await Promise.all(runs.map((run) => run.part("about")));
-    const keys = [...new Set(abouts.flatMap(({ config }) => Object.keys(config)))].sort();
+    const kinds = [...new Set(abouts.map(({ kind }) => kind))], foreign = new Set(kinds.length > 1 ? abouts.flatMap((each) => each.foreign) : []);
+    const keys = [...new Set(abouts.flatMap(({ config }) => Object.keys(config)))].filter((key) => !foreign.has(key)).sort();
     if (!keys.length) return void root.append(h("p", { className: "muted" }, "No configuration was written."));
     const isOne = runs.length === 1, body = h("div", { className: "scroll card" });
     const differs = (key) => (isOne ? key in abouts[0].defaults : new Set(abouts.map(({ config }) => config[key])).size > 1);
@@ -80,10 +85,10 @@ const configurationTab = {
       const head = ["key", ...runs.map((run) => h("span", {}, dotOf(run), ` ${run.name}`)), ...(isOne ? ["default"] : [])];
       const cells = (key) => [
         ...abouts.map(({ config }) => h("td", {}, config[key] ?? "–")),
-        ...(isOne ? [h("td", { className: "muted" }, differs(key) ? abouts[0].defaults[key] : "the same")] : []),
+        ...(isOne ? [h("td", { className: "muted" }, differs(key) ? abouts[0].defaults[key] : "same")] : []),
       ];
       const rows = shown.map((key) => h("tr", { className: differs(key) ? "differs" : "", data: { key } }, h("th", {}, key), cells(key)));
-      const none = isOne ? "Everything is as it is by default." : "The runs do not differ.";
+      const none = isOne ? "Every key has its default." : "The runs do not differ.";
       body.replaceChildren(rows.length ? h("table", { className: "plain" }, h("thead", {}, h("tr", {}, head.map((cell) => h("th", {}, cell)))), h("tbody", {}, rows)) : h("p", { className: "muted" }, none));
     };
     root.append(
@@ -95,7 +100,8 @@ const configurationTab = {
         h("label", {}, input("checkbox", { checked: this.all, id: "all-keys" }, (value) => {
           this.all = value;
           fill();
-        }), isOne ? " also what is as by default" : " also what is the same in all")),
+        }), isOne ? " show keys that have their defaults" : " show keys that are equal in all runs")),
+      ...(kinds.length > 1 ? [h("p", { className: "muted", id: "kinds" }, this.kindsDiffer(runs, abouts))] : []),
       body);
     fill();
   },
@@ -112,8 +118,8 @@ const failuresTab = {
         h("h2", {}, dotOf(run), ` ${run.name}`),
         ...problems.map((problem) => h("p", { className: "problem" }, problem)),
         ...(page ? [h("pre", { className: "failure" }, page)] : []),
-        ...(before ? [h("details", { className: "group" }, h("summary", {}, "what came before it"), h("pre", {}, before))] : [])));
+        ...(before ? [h("details", { className: "group" }, h("summary", {}, "earlier output"), h("pre", {}, before))] : [])));
     }
-    if (!root.children.length) root.append(h("p", { className: "muted" }, "Nothing has failed, and every file can be read."));
+    if (!root.children.length) root.append(h("p", { className: "muted" }, "No failures, and every file is readable."));
   },
 };

@@ -9,7 +9,7 @@ const timelineTab = {
 
   async render(root) {
     const runs = report.shown.filter((run) => run.has("timeline"));
-    if (!runs.length) return void root.append(h("p", { className: "muted" }, "No timeline is written yet; a run writes it every ten steps, and at its end."));
+    if (!runs.length) return void root.append(h("p", { className: "muted" }, "No timeline yet: a run writes it every ten steps and when it ends."));
     if (!runs.includes(this.run)) this.run = runs[0];
     const part = await this.run.part("timeline");
     const parts = [];
@@ -21,7 +21,7 @@ const timelineTab = {
       }, "Run")));
     }
     if (part.problem) root.append(h("p", { className: "problem" }, part.problem));
-    if (!part.row.length) return void root.append(h("div", { className: "toolbar" }, parts), h("p", { className: "muted" }, "It has no spans."));
+    if (!part.row.length) return void root.append(h("div", { className: "toolbar" }, parts), h("p", { className: "muted" }, "The timeline is empty."));
     root.append(new TimelineView(part, parts).element);
   },
 };
@@ -47,7 +47,7 @@ class TimelineView {
     const chooser = select([["", "all steps"], ...steps.map((step) => [String(step), `step ${step}`])], "", (value) => this.show(value), "Step");
     chooser.id = "timeline-step";
     const turn = (text, change) => {
-      const button = h("button", { className: "quiet", "aria-label": change < 0 ? "Step before" : "Next step" }, text);
+      const button = h("button", { className: "quiet", "aria-label": change < 0 ? "Previous step" : "Next step" }, text);
       button.addEventListener("click", () => {
         const at = steps.indexOf(Number(chooser.value || steps[steps.length - 1])) + (chooser.value ? change : 0);
         chooser.value = String(steps[Math.max(0, Math.min(steps.length - 1, at))]);
@@ -58,7 +58,7 @@ class TimelineView {
     const legend = order.slice(0, 16).map((name) =>
       h("span", {}, h("i", { className: "swatch", style: { background: this.color.get(name) } }), ` ${part.names[name]} `, h("span", { className: "muted" }, formattedSeconds(totals[name]))));
     this.element = h("div", {},
-      h("div", { className: "toolbar" }, controls, turn("‹", -1), chooser, turn("›", 1), h("span", { className: "muted hint" }, "the wheel zooms, dragging moves")),
+      h("div", { className: "toolbar" }, controls, turn("‹", -1), chooser, turn("›", 1), h("span", { className: "muted hint" }, "scroll to zoom, drag to move")),
       h("div", { className: "card" }, this.canvas.element),
       h("div", { className: "legend timeline-legend" }, legend));
     this.listen();
@@ -141,10 +141,10 @@ class TimelineView {
     });
     context.fillStyle = cssColor("muted");
     context.strokeStyle = cssColor("grid");
-    context.textAlign = "center";
     const marks = ticks(from, to, Math.max(2, Math.floor((width - LABEL_WIDTH) / 90)));
     for (const tick of marks) {
-      context.fillText(clock(tick, marks[1] - marks[0] || 1), x(tick), 10);
+      context.textAlign = x(tick) > width - 20 ? "right" : "center";
+      context.fillText(clock(tick, marks[1] - marks[0] || 1), Math.min(x(tick), width), 10);
       context.beginPath();
       context.moveTo(x(tick), AXIS_HEIGHT - 6);
       context.lineTo(x(tick), this.canvas.height);
@@ -162,8 +162,8 @@ class TimelineView {
       context.fillStyle = this.color.get(name[index]);
       context.fillRect(left, top, size, ROW_HEIGHT - 6);
       const label = names[name[index]], seen = Math.max(left, LABEL_WIDTH), room = Math.min(left + size, width) - seen;
-      if (room > label.length * 6.5 + 8) {
-        context.fillStyle = label === "step" ? cssColor("text") : COLORS.includes(this.color.get(name[index])) ? "#fff" : "#1b2230";
+      if (label !== "step" && room > label.length * 6.5 + 8) { // the phases of a step lie over it
+        context.fillStyle = COLORS.includes(this.color.get(name[index])) ? "#fff" : "#1b2230";
         context.textAlign = "left";
         context.fillText(label, seen + 4, top + (ROW_HEIGHT - 6) / 2 + 0.5);
       }

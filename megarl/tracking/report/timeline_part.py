@@ -1,4 +1,4 @@
-"""`timeline.json` as the page reads it: columns in place of a mapping for each span."""
+"""The part of the page that holds `timeline.json`, as columns instead of one mapping per span."""
 
 from __future__ import annotations
 
@@ -7,13 +7,20 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from megarl.tracking.report.phase_names import phase_name
+
 _MAX_SPANS = 60_000  # the newest
 _UNIT_US = 100.0  # starts and durations are whole numbers of this
 
 
 def timeline_part(path: Path) -> dict[str, Any]:
-    """rows: of the drawing, sorted by pool. Of each span, in the order of their starts: `row`, `name` (a place in `names`), `step`, and in
-    units of 0.1 ms `length` and `gap`, from the start of the span before."""
+    """Read the timeline of a run.
+
+    Returns:
+        `rows`, the rows of the drawing, sorted by pool, and `names`, the readable names of spans. Spans are sorted by start; each has
+        a place in the lists `row`, `name` (index into `names`), `step`, `length`, and `gap` (the time since the start of the previous
+        span). `length` and `gap` are in units of 0.1 ms. If the file is damaged, `problem` says why.
+    """
     try:
         return _columns(json.loads(path.read_text(encoding="utf-8"))["traceEvents"])
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
@@ -27,14 +34,15 @@ def _columns(events: list[dict[str, Any]]) -> dict[str, Any]:
     order = sorted(threads, key=lambda place: (pools[place[0]], threads[place]))
     row_of = {place: number for number, place in enumerate(order)}
     spans = sorted((event for event in events if event["ph"] == "X"), key=lambda event: event["ts"])[-_MAX_SPANS:]
-    names = sorted({span["name"] for span in spans})
+    span_names = [phase_name(span["name"]) for span in spans]
+    names = sorted(set(span_names))
     name_of = {name: number for number, name in enumerate(names)}
     starts = [round(span["ts"] / _UNIT_US) for span in spans]
     return {
         "rows": [{"pool": pools[place[0]], "label": threads[place]} for place in order],
         "names": names,
         "row": [row_of[span["pid"], span["tid"]] for span in spans],
-        "name": [name_of[span["name"]] for span in spans],
+        "name": [name_of[name] for name in span_names],
         "step": [int(span["args"]["step"]) for span in spans],
         "gap": [start - before for before, start in pairwise([*starts[:1], *starts])],
         "length": [round(span["dur"] / _UNIT_US) for span in spans],

@@ -15,18 +15,26 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from http import HTTPStatus
+from importlib import import_module
 from pathlib import Path
+from pkgutil import iter_modules
 from urllib.parse import urlsplit
 
 import numpy as np
 import pytest
 
+import megarl
 from benchmarks.report import LARGEST_MB, make_run
+from megarl import workers
 from megarl.cli.main import main
+from megarl.controller.worker import Worker, registered_methods
 from megarl.tracking.report.live import LiveReport
+from megarl.tracking.report.phase_names import PHASE_NAMES
 from megarl.tracking.report.run_folder import RunFolder, open_runs
 from megarl.tracking.report.sample_part import sample_part
+from megarl.tracking.report.timeline_part import timeline_part
 from megarl.tracking.samples import read_samples, sample_path
+from megarl.tracking.timeline import Span, Timeline
 
 STEPS, SAMPLES, TOKENS, FILES = 20, 64, 6, 4
 
@@ -101,6 +109,42 @@ def test_a_whole_run_has_no_problem_and_what_is_absent_is_left_out(run_dir: Path
     assert list(opened(run_dir).versions()) == ["about", "metrics"]
     assert problems(run_dir) == []
     assert main(["report", str(run_dir)]) == 0
+
+
+def test_every_phase_and_call_of_megarl_has_a_readable_name() -> None:
+    """Phases are read from the source, calls from the workers."""
+    source = "\n".join(path.read_text() for path in Path(megarl.__file__).parent.rglob("*.py"))
+    phases = set(re.findall(r"""with [^\n]*\bphase\("(\w+)"\)""", source))
+    modules = [import_module(f"{workers.__name__}.{module.name}") for module in iter_modules(workers.__path__)]
+    classes = [each for module in modules for each in vars(module).values() if isinstance(each, type) and issubclass(each, Worker)]
+    calls = {"__init__"}.union(*map(registered_methods, classes))
+    assert {"step", "gen", "save_checkpoint"} <= phases
+    assert {"submit_and_poll", "finish", "update_scored", "resident_memory_gb", "exchange"} <= calls
+    assert set(PHASE_NAMES) == (phases | calls) - {"forward"}  # an example in a docstring
+    assert [name for name in PHASE_NAMES.values() if "_" in name] == []
+
+
+def test_calls_of_one_name_share_it(tmp_path: Path) -> None:
+    timeline = Timeline(tmp_path)
+    names = ("update", "my_own_phase", "update_scored")
+    timeline.add([Span("a", "actor", 0, name, 1.0 * at, 1.0 * at + 0.5) for at, name in enumerate(names)], 1)
+    timeline.write()
+    part = timeline_part(tmp_path / "timeline.json")
+    assert (part["names"], part["name"]) == (["my_own_phase", "train"], [1, 0, 1])
+    written = json.loads((tmp_path / "timeline.json").read_text())["traceEvents"]
+    assert [event["name"] for event in written if event["ph"] == "X"] == list(names)  # the file has the methods
+
+
+def test_keys_that_one_kind_alone_can_have_are_named(run_dir: Path) -> None:
+    def foreign(values: str) -> list[str]:
+        (run_dir / "config.yaml").write_text(values)
+        about = json.loads(opened(run_dir).part("about"))
+        return [about["kind"], *about["foreign"]]
+
+    ppo = "kind: ppo\nalgorithm: {gamma: 1}\nactor: {optim: {lr: 1}}\ntracking: {loggers: [console]}\ndata: {train_weights: [1]}\n"
+    assert foreign(ppo) == ["ppo", "algorithm.gamma"]
+    sft = "kind: sft\nactor: {optim: {lr: 1}}\ndata: {columns: {messages: m}, train_files: []}\n"
+    assert foreign(sft) == ["sft", "data.columns.messages"]
 
 
 DAMAGE = {

@@ -1,0 +1,68 @@
+"""The names under which the timeline of `megarl report` shows phases of the driver and calls of the workers."""
+
+from __future__ import annotations
+
+# Phase of the driver, or method of a worker -> what the page calls it. Methods that do the same share a name.
+PHASE_NAMES = {
+    # Phases of the driver.
+    "step": "step",
+    "gen": "wait for samples",
+    "adv": "compute advantages",
+    "update_actor": "train actor",
+    "update_weights": "sync weights",
+    "testing": "validate",
+    "save_checkpoint": "save checkpoint",
+    # Every worker.
+    "__init__": "start",
+    "visible_gpus": "list GPUs",
+    "resident_memory_gb": "measure memory",
+    # Models that are trained or that score.
+    "log_probs": "compute log-probs",
+    "values": "compute values",
+    "update": "train",
+    "update_scored": "train",
+    "score_conversations": "score",
+    "restore_state": "onload",
+    "offload_state": "offload",
+    "load_checkpoint": "load checkpoint",
+    "begin_save": "save checkpoint",
+    "save_is_written": "check checkpoint",
+    "finish_save": "commit checkpoint",
+    # The sending side of a weight sync.
+    "weights_are_on_cuda": "plan weight sync",
+    "reserve_weight_group": "connect weight sync",
+    "join_weight_group": "connect weight sync",
+    "serve_weights": "prepare weights",
+    "relay_weights": "relay weights",
+    "send_weights": "send weights",
+    "write_weight_files": "write weights",
+    "weight_checksums": "checksum weights",
+    "leave_weights": "disconnect weight sync",
+    "end_weights": "disconnect weight sync",
+    # Engines.
+    "submit_and_poll": "generate",
+    "abort": "cancel requests",
+    "nudge": "wake",
+    "wake": "onload",
+    "wake_cache": "onload KV cache",
+    "sleep": "offload",
+    "needed_boxes": "plan weight sync",
+    "join_weights": "connect weight sync",
+    "receive_weights": "receive weights",
+    "load_folder": "load weights",
+    "checksums": "checksum weights",
+    "weight_version": "check weight version",
+    "process_ids": "list processes",
+    # Reward functions.
+    "score": "score",
+    "begin": "start scoring",
+    "scored": "collect scores",
+    "finish": "collect scores",
+    # Environments of agents.
+    "exchange": "run environment",
+}
+
+
+def phase_name(span_name: str) -> str:
+    """Return the readable name of a span. Phases that a user's own worker names keep their names."""
+    return PHASE_NAMES.get(span_name, span_name)
