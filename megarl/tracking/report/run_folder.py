@@ -87,12 +87,12 @@ class RunFolder:
 
         config = read(CONFIG_FILE, _flat_config) or {}
         kind = RunKind.ppo if any(key.startswith("algorithm.") for key in config) else RunKind.sft
-        defaults = _defaults(_SCHEMAS[kind])
+        defaults = _defaults(kind)
         return {
             "path": str(self.path),
             "kind": kind.value,
             "config": config,
-            "foreign": [key for key in config if not all(_can_have(schema, key) for schema in _SCHEMAS.values())],
+            "foreign": [key for key in config if not all(_can_have(each, key) for each in _SCHEMAS)],
             "defaults": {key: defaults[key] for key in config if key in defaults and defaults[key] != config[key]},
             "summary": read(SUMMARY_FILE, json.loads),
             "plan": self._plan(self.path / CONFIG_FILE) if config else None,
@@ -145,14 +145,14 @@ def _text(value: Any) -> str:
 
 
 @cache
-def _known_keys(schema: type[PPOConfig] | type[SFTConfig]) -> frozenset[str]:
-    return frozenset(schema_keys(schema))
+def _known_keys(kind: RunKind) -> frozenset[str]:
+    return frozenset(schema_keys(_SCHEMAS[kind]))
 
 
 @cache
-def _can_have(schema: type[PPOConfig] | type[SFTConfig], key: str) -> bool:
+def _can_have(kind: RunKind, key: str) -> bool:
     """Return whether a run of this kind can have a dotted key: the schema has it, or has a mapping or a list that holds it."""
-    known = _known_keys(schema)
+    known = _known_keys(kind)
     parts = key.split(".")
     longest = next((prefix for end in range(len(parts), 0, -1) if (prefix := ".".join(parts[:end])) in known), None)
     is_section = longest is not None and any(each.startswith(f"{longest}.") for each in known)
@@ -160,8 +160,8 @@ def _can_have(schema: type[PPOConfig] | type[SFTConfig], key: str) -> bool:
 
 
 @cache
-def _defaults(schema: type[PPOConfig] | type[SFTConfig]) -> dict[str, str]:
-    return {key: _text(value) for key, value in flat(plain_values(schema()))}
+def _defaults(kind: RunKind) -> dict[str, str]:
+    return {key: _text(value) for key, value in flat(plain_values(_SCHEMAS[kind]()))}
 
 
 def _line(error: BaseException) -> str:
