@@ -143,7 +143,12 @@ class _Sizes:
     ) -> None:
         self._config = config
         self._turns = turns
-        self._buckets = _buckets(config, plan) if isinstance(config, PPOConfig) else {}
+        self._buckets: dict[str, int] = {}
+        self._keeps_buckets: dict[str, frozenset[str]] = {}
+        if isinstance(config, PPOConfig):
+            transport = choose_transport(config, plan)
+            self._buckets = _buckets(config, transport)
+            self._keeps_buckets = _keeps_buckets(turns, transport)
         self._roles = {role.name: role for role in model_roles(config)}
         self._architectures = architectures
         self._weight_bytes = weight_bytes(config.model.dtype)
@@ -165,8 +170,11 @@ class _Sizes:
             activations = max(work.train, work.step)
         else:
             activations = work.score if works and phase.name != "update_weights" else work.stays
-        buckets = min(self._buckets[role], state.parameters) if works and phase.name == "update_weights" else 0
-        return Usage(**parts, activations=activations, buckets=buckets)
+        return Usage(**parts, activations=activations, buckets=self._buckets_in(phase, role, state.parameters))
+
+    def _buckets_in(self, phase: Phase, role: str, weights: int) -> int:
+        """Return the bytes of message and IPC buffers that a rank has in a phase: never more than the weights that they carry."""
+        return min(self._buckets[role], weights) if phase.name in self._keeps_buckets.get(role, ()) else 0
 
     def pinned(self, role: str, stage: int) -> int:
         """Gradients and an engine's weights and cache are dropped; on a CPU what leaves goes into a file."""
@@ -188,18 +196,34 @@ class _Sizes:
         return Usage(
             parameters=weights,
             kv_cache=0 if receives and self._turns.engines_move else cache,
-            buckets=min(self._buckets["rollout"], weights) if receives else 0,
+            buckets=self._buckets_in(phase, "rollout", weights),
         )
 
 
-def _buckets(config: PPOConfig, plan: PlacementPlan) -> dict[str, int]:
-    """Bytes that a push takes on each side. `device`: slots of two buckets, which are the trainer's, and two messages of half a bucket to
-    others. `group`: two buckets for what is sent, and two for what is received. `folder`: two where files are written."""
+def _buckets(config: PPOConfig, transport: Transport) -> dict[str, int]:
+    """Return the bytes that a weight push takes on each side.
+
+    `device`: IPC buffers of two buckets, which are the trainer's, and two messages of half a bucket to others. `group`: two buckets for
+    what is sent, and two for what is received. `folder`: two where files are written.
+    """
     bucket = int(config.resharding.bucket_mb * 2**20)
-    transport = choose_transport(config, plan)
     return {
         "actor": 3 * bucket if transport is Transport.device else 2 * bucket,
         "rollout": 2 * bucket if transport is Transport.group else 0,
+    }
+
+
+def _keeps_buckets(turns: OffloadPlan, transport: Transport) -> dict[str, frozenset[str]]:
+    """Return the phases in which each side of a weight push has its buffers.
+
+    With `folder` they exist during the push only. The actor keeps those of the other transports until a part of its state is offloaded,
+    which with `device` is as soon as the engines have their weights. What an engine frees after a push stays with its allocator.
+    """
+    every_phase = frozenset(phase.name for phase in turns.phases)
+    pushing = "update_weights"
+    return {
+        "actor": frozenset({pushing}) if transport is Transport.folder else turns.until_moved("actor", pushing),
+        "rollout": every_phase,
     }
 
 

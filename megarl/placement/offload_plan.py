@@ -64,6 +64,22 @@ class OffloadPlan:
             in_phase[phase.name] = frozenset(held)
         return in_phase
 
+    def until_moved(self, role: str, first: str) -> frozenset[str]:
+        """Return the phases from `first` on, round the step, until something of `role` is offloaded.
+
+        A worker frees the message buffers of a weight push when any part of its state leaves the device.
+        """
+        in_phase = self.held()
+        names = list(self._phases)
+        start = names.index(first)
+        held, kept = in_phase[first], [first]
+        for name in (*names[start + 1 :], *names[:start]):
+            if any(item.role == role for item in held & self.leaving(name)):
+                break
+            held = in_phase[name]
+            kept.append(name)
+        return frozenset(kept)
+
     def takes_turns_with(self, role: str) -> tuple[str, ...]:
         """Roles in other processes on the same devices: what they do must have ended before `role` has its turn."""
         own = self._plan.group_of(role)

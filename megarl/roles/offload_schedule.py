@@ -84,14 +84,24 @@ class OffloadSchedule:
         """Whether they give their memory to others at times."""
         return self._plan is not None and self._plan.engines_move
 
+    @property
+    def actor_is_offloaded(self) -> bool:
+        """Whether the actor's parameters are out of memory, to make room for engines on its devices."""
+        return self._plan is not None and _ACTOR in self._plan.offloadable and _ACTOR not in self._held
+
     def before_push(self) -> None:
-        """Weights may be given to the engines when it returns: nobody else works on their devices, and the actor's parameters are in."""
+        """Make the engines ready for weights: nobody else works on their devices, and the actor's parameters are in memory.
+
+        Engines that are awake sleep first if the actor's parameters were offloaded for them, which have no room beside their caches.
+        """
         if self._plan is None:
             return
         self._wait_for_others(("rollout",))
         if self.engines_are_offloaded and self._resident_gb:
             self._measure("training")
         gather(*self._let_go(_SEND, ("rollout",)))
+        if self.actor_is_offloaded and _ENGINES in self._held:
+            self._put_engines_to_sleep()
         self._actor_came_in = self.bring_in_actor()
 
     def after_push(self) -> None:
@@ -104,8 +114,8 @@ class OffloadSchedule:
         gather(*self._let_go(_GENERATE, ("rollout",)))
 
     def bring_in_actor(self) -> bool:
-        """The actor's parameters are in when it returns, whoever's turn it is; whether they were out, and are to go out again."""
-        if self._plan is None or _ACTOR not in self._plan.offloadable or _ACTOR in self._held:
+        """Bring the actor's parameters into memory, whoever's turn it is. Return whether they were out, and are to go out again."""
+        if not self.actor_is_offloaded:
             return False
         gather(*self._bring_in({_ACTOR}))
         return True
@@ -127,14 +137,17 @@ class OffloadSchedule:
         assert self._plan is not None
         leaving = self._plan.leaving(phase) & self._held
         if _ENGINES in leaving:
-            assert self._engines is not None
-            self._measure("rollout")
-            self._engines.sleep()
-            self._held.discard(_ENGINES)
+            self._put_engines_to_sleep()
             leaving -= {_ENGINES}
         own = {item for item in leaving if any(self._plan.are_fused(item.role, role) for role in roles)}
         gather(*self._take_out(leaving - own))
         return self._take_out(own)
+
+    def _put_engines_to_sleep(self) -> None:
+        assert self._engines is not None
+        self._measure("rollout")
+        self._engines.sleep()
+        self._held.discard(_ENGINES)
 
     def _take_out(self, items: set[Item] | frozenset[Item]) -> list[RemoteFuture]:
         self._held -= items

@@ -90,8 +90,11 @@ class _Task:
 class Pump:
     """Requests may be added and taken back while others run. It works while `turn` is called, by one thread at a time.
 
-    admit: gives a replica that was started anew its weights; False where it was lost in it and is started once more. clock and wait:
-    as time.monotonic and wait_for_any.
+    Args:
+        admit: Sends the current weights to a restarted replica; returns False if it was lost in it and is started once more.
+        can_admit: Whether `admit` may be called now; restarted replicas wait otherwise. It may be false only while another replica works.
+        clock: As time.monotonic.
+        wait: As wait_for_any.
     """
 
     def __init__(
@@ -100,11 +103,13 @@ class Pump:
         admit: Callable[[int], bool],
         limits: RolloutLimits,
         *,
+        can_admit: Callable[[], bool] = lambda: True,
         clock: Callable[[], float] = time.monotonic,
         wait: Callable[[Sequence[RemoteFuture[Any]], float], list[RemoteFuture[Any]]] = wait_for_any,
     ) -> None:
         self._replicas = replicas
         self._admit = admit
+        self._can_admit = can_admit
         self._limits = limits
         self._clock, self._wait = clock, wait
         self._numbers = itertools.count()  # never used twice, so that a late sample is known as such
@@ -232,11 +237,12 @@ class Pump:
                 self._groups[replica] = group
                 self._lose(replica)
                 self._tasks.pop(replica, None)
-            is_starting, task = replica in self._replicas.starting, self._tasks.get(replica)
-            if is_starting and self.may_admit and task is None:
+            is_admissible = replica in self._replicas.starting and self.may_admit and self._can_admit()
+            task = self._tasks.get(replica)
+            if is_admissible and task is None:
                 give_up_s = self._clock() + self._limits.sample_limit_s
                 self._tasks[replica] = _Task(group.ready, give_up_s, is_start=True)
-            elif task is not None and task.is_start and not (is_starting and self.may_admit):
+            elif task is not None and task.is_start and not is_admissible:
                 del self._tasks[replica]
 
     def _hand_out(self) -> None:

@@ -79,7 +79,7 @@ class Rollout:
         self._weights = weights
         self._rules = rules
         self._seed = seed
-        self.pump = Pump(replicas, weights.admit, limits)
+        self.pump = Pump(replicas, weights.admit, limits, can_admit=weights.can_admit)
         self._reported = _Told(0, self.pump.totals())
 
     @property

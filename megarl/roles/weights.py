@@ -43,7 +43,7 @@ class RolloutWeights:
         """Every replica gets the weights that the actor has when it has done what it was asked last; `again`: with the version that they
         had.
 
-        Replicas that are lost in it are started anew, and get the weights when they are there, while the others generate. Raises the
+        Replicas that are lost in it are restarted, and get the weights as `can_admit` says. Raises the
         failure of what the actor was asked, what WeightSync.push raises, RestartLimitError, and RunError where a replica does not say
         the version that it was sent.
         """
@@ -59,15 +59,28 @@ class RolloutWeights:
             self._finish(to, lost | lost_in_push)
 
     def bring_in(self) -> None:
-        """The engines are awake, with the weights that were sent last, when it returns. Raises as `push`."""
-        if self.version and self._schedule.engines_are_offloaded:
+        """Make the engines ready to generate with the weights that were sent last. Raises as `push`.
+
+        Replicas that were restarted in the generation before this one, and could not be admitted in it, get their weights here.
+        """
+        left_out = self._replicas.starting and self._schedule.actor_is_offloaded
+        if self.version and (self._schedule.engines_are_offloaded or left_out):
             self.push(again=True)
 
+    def can_admit(self) -> bool:
+        """Return whether a restarted replica can get its weights now.
+
+        Where the actor has left the devices to the engines, its parameters and IPC buffers have no room beside the caches of the other
+        replicas. Those finish the generation alone, unless there is none.
+        """
+        return not self._schedule.actor_is_offloaded or self._replicas.starting >= self._replicas.all.keys()
+
     def admit(self, number: int) -> bool:
-        """Gives a replica that was started anew the weights that the others have. False: it was lost in it and is started once more.
+        """Send the current weights to a restarted replica. Return False if it was lost in it and is started once more.
 
         Raises as `push`.
         """
+        assert self.can_admit(), "there is no room for the actor's weights beside the caches of the other replicas"
         replicas = {number: self._replicas.groups[number]}
         came_in = self._schedule.bring_in_actor()
         lost = self._replicas.wake(replicas) if self._schedule.engines_move else {}
@@ -88,8 +101,8 @@ class RolloutWeights:
         self._replicas.replace(self._replicas.accept(well, self.version))
 
     def settle(self) -> None:
-        """Waits for the replicas that are starting anew, and gives them the weights. Not needed to generate: the others work meanwhile."""
-        while self._replicas.starting:
+        """Wait for the replicas that are restarting, and send them the weights, as far as they can be admitted now."""
+        while self._replicas.starting and self.can_admit():
             self.admit(min(self._replicas.starting))
 
     def drain_metrics(self) -> dict[str, float]:

@@ -1,9 +1,11 @@
 """Memory of one device that a trainer rank fills and the engine rank on the same device empties, a few slots in turns.
 
 On a CPU it is a memfd: it has no name in any file system, so that it is gone when its process ends, however it ends, and the size of
-/dev/shm does not limit it. On a GPU it is an IPC handle of CUDA, which is opened once and by a process that sees the device because
-it works on it. Who has written or read tells the other by a byte through a pipe, which wakes who waits, orders memory as a lock does,
-and breaks when its process is gone.
+/dev/shm does not limit it. On a GPU it is an IPC handle of CUDA, opened by a process that sees the device because it works on it. The
+memory exists from the first round of a transfer until the trainer frees it, which it does before others need the device.
+
+A writer and a reader tell each other about each round by a byte through a pipe, which wakes who waits, orders memory as a lock does, and
+breaks when its process is gone.
 """
 
 from __future__ import annotations
@@ -30,12 +32,21 @@ _REMEDY = "trainer and engine must run on one node, in one container and as one 
 
 
 class SlotAddress(NamedTuple):
-    """`device`: whose memory it is, by its name in the plan. `memory`: a path under /proc, or an encoded CUDA IPC handle. The inboxes
-    are paths under /proc; all of it is there while the process lives that made it."""
+    """Where an engine rank finds the IPC buffers of the trainer rank on its device.
+
+    Attributes:
+        device: The device that holds the memory, by its name in the plan.
+        is_cuda: Whether the memory is reached by CUDA IPC; otherwise it is a memory file.
+        handle: Path under /proc of a file that says where the memory of the current transfer is.
+        nbytes: Size of all slots together.
+        num_slots: Number of slots.
+        reader_inbox: Path under /proc of the pipe that tells the reader.
+        writer_inbox: Path under /proc of the pipe that tells the writer.
+    """
 
     device: str
     is_cuda: bool
-    memory: str
+    handle: str
     nbytes: int
     num_slots: int
     reader_inbox: str
@@ -43,43 +54,52 @@ class SlotAddress(NamedTuple):
 
 
 class SlotWriter:
-    """The trainer's end: `num_slots` slots of `slot_bytes` each. They stay from one transfer to the next."""
+    """The trainer's end: `num_slots` slots of `slot_bytes` each.
+
+    Their memory is allocated when a transfer first uses it and stays until `empty`. It may be at another place in the next transfer.
+    """
 
     def __init__(self, slot_bytes: int, num_slots: int, device: torch.device, device_name: str) -> None:
+        self._device = device
         self._num_slots = num_slots
-        nbytes = slot_bytes * num_slots
-        self._file: int | None = None
-        self._map: mmap.mmap | None = None
-        if device.type == "cuda":
-            self._bytes = torch.empty(nbytes, dtype=torch.uint8, device=device)
-            memory = _encode_cuda(self._bytes)
-        else:
-            self._file = os.memfd_create(_NAME + uuid.uuid4().hex)
-            os.ftruncate(self._file, nbytes)
-            self._map = mmap.mmap(self._file, nbytes)
-            self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
-            memory = f"/proc/{os.getpid()}/fd/{self._file}"
+        self._memory: _HostMemory | _CudaMemory | None = None
+        self._handle = os.memfd_create(_NAME + uuid.uuid4().hex)
+
         (to_reader, self._told), (heard, from_reader) = os.pipe(), os.pipe()
-        for end in (to_reader, from_reader):  # they are the reader's, who opens them anew: when it dies the pipes break
+        for end in (to_reader, from_reader):  # the reader opens them again: when it dies the pipes break
             os.close(end)
         self._heard = _Ear(heard)
-        inboxes = [f"/proc/{os.getpid()}/fd/{end}" for end in (self._told, heard)]
-        self.address = SlotAddress(device_name, device.type == "cuda", memory, nbytes, num_slots, *inboxes)
+        handle, *inboxes = [f"/proc/{os.getpid()}/fd/{file}" for file in (self._handle, self._told, heard)]
+        self.address = SlotAddress(device_name, device.type == "cuda", handle, slot_bytes * num_slots, num_slots, *inboxes)
 
     @property
     def nbytes(self) -> int:
         return self.address.nbytes
 
+    @property
+    def resident_bytes(self) -> int:
+        """The memory that is allocated now."""
+        return 0 if self._memory is None else self.nbytes
+
     def slot(self, number: int, dtype: torch.dtype) -> torch.Tensor:
-        return self._bytes.chunk(self._num_slots)[number % self._num_slots].view(dtype)
+        if self._memory is None:
+            self._memory = self._allocate()
+        return self._memory.bytes.chunk(self._num_slots)[number % self._num_slots].view(dtype)
+
+    def _allocate(self) -> _HostMemory | _CudaMemory:
+        """Allocate the memory and write its handle where the reader looks when it is told of the first round."""
+        memory = _CudaMemory(self.nbytes, self._device) if self.address.is_cuda else _HostMemory(self.nbytes)
+        os.ftruncate(self._handle, 0)
+        os.pwrite(self._handle, memory.handle.encode(), 0)
+        return memory
 
     def is_free(self, number: int, patience_s: float) -> bool:
         """Whether the reader is done with what was in the slot before. Raises WeightTransferError where it is gone."""
         return self._heard.has_heard(number + 1 - self._num_slots, patience_s)
 
     def has_written(self) -> None:
-        if self._bytes.is_cuda:
-            torch.cuda.current_stream(self._bytes.device).synchronize()  # the reader does not share our stream
+        if self.address.is_cuda:
+            torch.cuda.current_stream(self._device).synchronize()  # the reader does not share our stream
         _tell(self._told)
 
     def is_read(self, num_rounds: int, patience_s: float) -> bool:
@@ -90,22 +110,24 @@ class SlotWriter:
         return True
 
     def empty(self) -> None:
-        """Between two transfers: gives host memory back until the next, also where the reader has it mapped."""
-        if self._map is not None:
-            self._map.madvise(mmap.MADV_REMOVE)
+        """Free the memory between two transfers. The next transfer allocates it again."""
+        if self._memory is not None:
+            self._memory.free()
+            self._memory = None
 
     def close(self) -> None:
-        """Gives the memory back for good, also where it is open elsewhere. A reader that lives does not look at it any more."""
+        """Free the memory for good, also where it is open elsewhere. A live reader no longer looks at it."""
         self.empty()
         self._heard.close()
         os.close(self._told)
-        self._bytes, self._map = torch.empty(0, dtype=torch.uint8), None
-        if self._file is not None:
-            os.close(self._file)
+        os.close(self._handle)
 
 
 class SlotReader:
-    """The engine's end. Raises WeightTransferError where the trainer is gone, or has its memory on another device than `device_name`."""
+    """The engine's end. It keeps the trainer's memory open during a transfer only, so that the trainer can free it afterwards.
+
+    Raises WeightTransferError where the trainer is gone, or has its memory on another device than `device_name`.
+    """
 
     def __init__(self, address: SlotAddress, device: torch.device, device_name: str) -> None:
         if address.device != device_name:
@@ -113,34 +135,75 @@ class SlotReader:
                 f"the weights lie on device {address.device}, which an engine rank on {device_name} cannot see; they must come "
                 "from the trainer rank on its own device"
             )
-        self._num_slots = address.num_slots
-        self._bytes = _decode_cuda(address.memory, device) if address.is_cuda else _map(address)
+        self._address, self._device = address, device
+        self._bytes: torch.Tensor | None = None
         try:
+            if not _is_memory_file(address.handle):
+                raise WeightTransferError(f"{address.handle} is not the trainer's memory of {address.nbytes} bytes; {_REMEDY}")
             self._heard = _Ear(os.open(address.reader_inbox, os.O_RDONLY | os.O_NONBLOCK))
             self._told = os.open(address.writer_inbox, os.O_WRONLY)
         except OSError as error:
             raise WeightTransferError(f"the trainer's slots for weights are gone ({error}); {_REMEDY}") from error
 
     def slot(self, number: int, dtype: torch.dtype) -> torch.Tensor:
-        return self._bytes.chunk(self._num_slots)[number % self._num_slots].view(dtype)
+        """Return the slot of a round that is written."""
+        if self._bytes is None:
+            self._bytes = self._open()
+        return self._bytes.chunk(self._address.num_slots)[number % self._address.num_slots].view(dtype)
+
+    def _open(self) -> torch.Tensor:
+        try:
+            handle = Path(self._address.handle).read_text()
+            return _decode_cuda(handle, self._device) if self._address.is_cuda else _map(handle, self._address.nbytes)
+        except OSError as error:
+            raise WeightTransferError(f"the trainer's slots for weights are gone ({error}); {_REMEDY}") from error
 
     def is_written(self, number: int, patience_s: float) -> bool:
         """Raises WeightTransferError where the trainer is gone."""
         return self._heard.has_heard(number + 1, patience_s)
 
     def has_read(self) -> None:
-        if self._bytes.is_cuda:
-            torch.cuda.current_stream(self._bytes.device).synchronize()  # the writer overwrites it next
+        if self._address.is_cuda:
+            torch.cuda.current_stream(self._device).synchronize()  # the writer overwrites it next
         _tell(self._told)
 
     def end(self, num_rounds: int) -> None:
-        """After all rounds of a transfer."""
+        """After all rounds of a transfer. The trainer may free its memory when the engine has said that it has its weights."""
         self._heard.forget(num_rounds)
+        self._bytes = None
 
     def close(self) -> None:
         self._heard.close()
         os.close(self._told)
-        self._bytes = torch.empty(0, dtype=torch.uint8)
+        self._bytes = None
+
+
+class _HostMemory:
+    """Shared memory without a name in any file system. `handle`: its path under /proc."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._file = os.memfd_create(_NAME + uuid.uuid4().hex)
+        os.ftruncate(self._file, nbytes)
+        self._map = mmap.mmap(self._file, nbytes)
+        self.bytes = torch.frombuffer(self._map, dtype=torch.uint8)
+        self.handle = f"/proc/{os.getpid()}/fd/{self._file}"
+
+    def free(self) -> None:
+        self._map.madvise(mmap.MADV_REMOVE)  # also where a reader that was lost still has it mapped
+        self.bytes = torch.empty(0, dtype=torch.uint8)
+        os.close(self._file)
+
+
+class _CudaMemory:
+    """Device memory that another process opens by CUDA IPC. `handle`: the encoded IPC handle."""
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        self.bytes = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        self.handle = _encode_cuda(self.bytes)
+
+    def free(self) -> None:
+        """Return the memory to torch's allocator, from which the offloading of the trainer's state returns it to the device."""
+        self.bytes = torch.empty(0, dtype=torch.uint8)
 
 
 class _Ear:
@@ -179,15 +242,15 @@ def _tell(file: int) -> None:
         raise WeightTransferError(_GONE) from error
 
 
-def _map(address: SlotAddress) -> torch.Tensor:
-    try:
-        is_ours = os.readlink(address.memory).startswith(f"/memfd:{_NAME}")
-        if not is_ours or os.stat(address.memory).st_size != address.nbytes:
-            raise WeightTransferError(f"{address.memory} is not the trainer's memory of {address.nbytes} bytes; {_REMEDY}")
-        with Path(address.memory).open("rb") as file:
-            mapped = mmap.mmap(file.fileno(), address.nbytes, prot=mmap.PROT_READ)
-    except OSError as error:
-        raise WeightTransferError(f"{address.memory}: the trainer's slots for weights are gone ({error}); {_REMEDY}") from error
+def _is_memory_file(path: str) -> bool:
+    return os.readlink(path).startswith(f"/memfd:{_NAME}")
+
+
+def _map(path: str, nbytes: int) -> torch.Tensor:
+    if not _is_memory_file(path) or os.stat(path).st_size != nbytes:
+        raise WeightTransferError(f"{path} is not the trainer's memory of {nbytes} bytes; {_REMEDY}")
+    with Path(path).open("rb") as file:
+        mapped = mmap.mmap(file.fileno(), nbytes, prot=mmap.PROT_READ)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The given buffer is not writable")
         return torch.frombuffer(mapped, dtype=torch.uint8)

@@ -54,6 +54,9 @@ class MadeUpWeights:
 
     def bring_in(self) -> None: ...
 
+    def can_admit(self) -> bool:
+        return True
+
     def admit(self, number: int) -> bool:
         return self._engines.admit(number)
 

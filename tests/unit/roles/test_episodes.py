@@ -368,7 +368,7 @@ def episode_rollout(folder: Path, fails: int = -1, deaths: Sequence[int] = (), m
     worker = RayClassWithInitArgs(EnvironmentWorker, agent, str(folder), False, None)
     limits = {"restart_limit": 5, "hang_limit_s": 60.0, "phase_time_limit_s": 60.0}
     environments = Threads([None, None], worker, **limits, wait=some)  # type: ignore[list-item, arg-type]
-    weights = SimpleNamespace(admit=lambda replica: True, bring_in=lambda: None, version=3)
+    weights = SimpleNamespace(admit=lambda replica: True, can_admit=lambda: True, bring_in=lambda: None, version=3)
     rules = TokenRules(pad_token_id=0, stop_token_ids=(tokenizer.eos_token_id,), max_response_length=200)
     of_episodes = EpisodeLimits(max_turns=max_turns, max_tokens=200)
     at_once = RolloutLimits(max_concurrency=2, answer_limit_s=60, sample_limit_s=200)

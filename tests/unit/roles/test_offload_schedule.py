@@ -262,17 +262,50 @@ def test_a_step_of_critic_warm_up_sends_the_same_weights_again_and_leaves_the_op
         ]
 
 
-def test_an_engine_that_is_started_anew_gets_weights_that_are_away() -> None:
+def test_a_replica_restarted_in_generation_waits_while_others_have_their_caches() -> None:
+    """The actor's parameters and IPC buffers have no room beside a full cache, so the other replica finishes the generation alone."""
     world = World()
+    world.send()
+    world.generate()
+    world.taken()
+    world.replicas.replace({1: EngineDiedError()})
+    assert not world.weights.can_admit()
+    world.weights.settle()
+    assert world.replicas.starting == {1}
+    assert world.taken() == []
+    world.generate()  # of validation, which follows without a push
+    assert world.taken() == [
+        *("engine0 sleeps", "engine1' sleeps", "actor +parameters", "engine0 wakes", "engine1' wakes"),
+        *("engine0 v1", "engine1' v1", "actor -parameters", "engine0 has its cache", "engine1' has its cache"),
+    ]
+    world.replicas.replace({0: EngineDiedError()})
+    world.score()
+    world.run("update_actor")
+    world.send()
+    assert not world.replicas.starting
+    world.step()
+
+
+def test_a_replica_is_admitted_in_generation_when_no_other_has_a_cache() -> None:
+    world = World()
+    world.send()
+    world.generate()
+    world.taken()
+    world.replicas.replace({0: EngineDiedError(), 1: EngineDiedError()})
+    world.weights.settle()
+    assert world.replicas.starting == {1}
+    assert world.taken() == ["actor +parameters", "engine0' v1", "actor -parameters"]
+
+
+def test_a_replica_restarted_in_generation_is_admitted_at_once_on_devices_of_its_own() -> None:
+    world = World(placed(PlacementStrategy.stand_alone))
     world.send()
     world.generate()
     world.taken()
     world.replicas.replace({1: EngineDiedError()})
     world.weights.settle()
     assert not world.replicas.starting
-    assert world.taken() == ["actor +parameters", "engine1' v1", "actor -parameters"]
-    world.generate()
-    world.step()
+    assert world.taken() == ["engine1' v1"]
 
 
 @pytest.mark.parametrize("generated", [True, False])
@@ -290,13 +323,16 @@ def test_weights_are_there_to_be_saved_whoever_has_the_turn(generated: bool) -> 
     assert world.taken() == (["actor +parameters", "actor -parameters"] if generated else [])
 
 
-def test_a_replica_that_is_lost_in_a_push_gets_weights_when_it_is_there_again() -> None:
+def test_a_replica_that_is_lost_in_a_push_gets_weights_before_the_next_generation() -> None:
     world = World()
     world.failures = [EngineDiedError()]
     world.send()
     assert world.taken() == ["actor +parameters", "engine1 v1", "actor -parameters"]
     world.generate()
-    assert world.taken() == ["actor +parameters", "engine0' v1", "actor -parameters"]
+    assert world.taken() == [
+        *("engine0' sleeps", "engine1 sleeps", "actor +parameters", "engine0' wakes", "engine1 wakes"),
+        *("engine0' v1", "engine1 v1", "actor -parameters", "engine0' has its cache", "engine1 has its cache"),
+    ]
 
 
 def test_without_a_reference() -> None:

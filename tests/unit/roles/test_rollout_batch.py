@@ -118,8 +118,11 @@ class StandInWeights:
 
     def bring_in(self) -> None: ...
 
+    def can_admit(self) -> bool:
+        return True
+
     def admit(self, number: int) -> bool:
-        raise AssertionError("no replica starts anew")
+        raise AssertionError("no replica is restarted")
 
 
 LIMITS = RolloutLimits(max_concurrency=2, answer_limit_s=60, sample_limit_s=60)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -54,17 +55,46 @@ def test_memory_is_given_back_to_all() -> None:
     before = resident_shared_bytes()
     writer = SlotWriter(size, 2, CPU, "device-0")
     reader = SlotReader(writer.address, CPU, "device-0")
+    assert writer.resident_bytes == 0
     for number in range(2):
         writer.slot(number, torch.uint8).fill_(7)
         assert int(reader.slot(number, torch.uint8)[-1]) == 7
     assert resident_shared_bytes() - before >= 2 * size
+    assert writer.resident_bytes == 2 * size
     writer.empty()
+    assert writer.resident_bytes == 0
     assert resident_shared_bytes() - before < size // 4
     assert int(reader.slot(1, torch.uint8)[-1]) == 0  # it has not let go, and holds nothing
-    writer.slot(1, torch.uint8).fill_(3)
-    assert int(reader.slot(1, torch.uint8)[-1]) == 3
     writer.close()
     assert resident_shared_bytes() - before < size // 4
+    reader.close()
+
+
+def transfer(writer: SlotWriter, reader: SlotReader, value: int) -> None:
+    """One transfer of one round."""
+    writer.slot(0, torch.uint8).fill_(value)
+    writer.has_written()
+    assert reader.is_written(0, 1.0)
+    assert reader.slot(0, torch.uint8).unique().tolist() == [value]
+    reader.has_read()
+    assert writer.is_read(1, 1.0)
+    reader.end(1)
+
+
+def test_the_memory_is_freed_between_transfers_and_found_again() -> None:
+    """It is at another place then, as on CUDA, and the reader holds nothing meanwhile."""
+    size = 32 * 2**20
+    before = resident_shared_bytes()
+    writer = SlotWriter(size, 2, CPU, "device-0")
+    reader = SlotReader(writer.address, CPU, "device-0")
+    for value in (7, 3):
+        transfer(writer, reader, value)
+        transfer(writer, reader, value + 1)  # without being freed in between
+        writer.empty()
+        assert resident_shared_bytes() - before < size // 4
+        open_maps = [line for line in Path("/proc/self/maps").read_text().splitlines() if "memfd:megarl-slots-" in line]
+        assert open_maps == []
+    writer.close()
     reader.close()
 
 
@@ -129,6 +159,6 @@ def test_another_device_and_other_files_are_refused(writer: SlotWriter, tmp_path
     with (tmp_path / "file").open("wb+") as file:
         file.write(bytes(SLOT_BYTES * NUM_SLOTS))
         file.flush()
-        other = writer.address._replace(memory=f"/proc/{os.getpid()}/fd/{file.fileno()}")
+        other = writer.address._replace(handle=f"/proc/{os.getpid()}/fd/{file.fileno()}")
         with pytest.raises(WeightTransferError, match="is not the trainer's memory of 120 bytes"):
             SlotReader(other, CPU, "device-0")
