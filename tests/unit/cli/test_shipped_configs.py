@@ -164,7 +164,7 @@ def test_a_device_that_is_a_little_too_small_is_refused(run: str, capsys: pytest
     arguments = [f"placement.device_memory_gb={most - 0.25}", f"rollout.sglang.server_args.mem_fraction_static={share / (most - 0.25)}"]
     assert main(["check", "--fast", path_of(run), *arguments]) == 2
     assert f"GiB ({'actor' if takes_turns else 'rollout'} " in (err := capsys.readouterr().err)
-    assert f"placement.device_memory_gb: in {'update_actor' if takes_turns else 'update_weights'}, device " in err
+    assert f"placement.device_memory_gb: in {'update_actor' if takes_turns else 'gen'}, device " in err
 
 
 @pytest.mark.parametrize("run", RUNS)
