@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import warnings
+from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -22,6 +23,10 @@ def prepare(device: str, num_ranks: int = 1) -> None:
     warnings.filterwarnings("ignore", category=UserWarning, module=r"sglang\.")
     # Otherwise the last token of a sample that fills the model's context could not be generated (server_args.py).
     os.environ["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"
+    if device == "cuda" and (folder := cuda_runtime_folder()) is not None:
+        # SGLang preloads the memory saver into its processes. The loader ends a process whose preloaded library lacks a dependency.
+        paths = [path for path in os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep) if path]
+        os.environ["LD_LIBRARY_PATH"] = os.pathsep.join(dict.fromkeys([*paths, str(folder)]))
     if device == "cpu":
         if "transformers" in sys.modules and find_spec("torchvision") is None:
             # It decides once, when it is imported, which of its classes there are, and SGLang asks for those for images.
@@ -36,3 +41,16 @@ def prepare(device: str, num_ranks: int = 1) -> None:
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # as many threads as cores, per rank, stand in each other's way
         if str(STAND_INS) not in sys.path:
             sys.path.append(str(STAND_INS))
+
+
+def cuda_runtime_folder() -> Path | None:
+    """Return the folder of libcudart that pip installed for torch, which is not on the loader's path. None if it is the system's."""
+    for name in ("nvidia-cuda-runtime", "nvidia-cuda-runtime-cu12"):  # of CUDA 13 and later, and of 12
+        try:
+            files = metadata.files(name) or []
+        except metadata.PackageNotFoundError:
+            continue
+        for file in files:
+            if file.name.startswith("libcudart.so."):
+                return Path(str(file.locate())).resolve().parent
+    return None

@@ -1,0 +1,70 @@
+"""What SGLang's processes find before they import anything, with real shared libraries and the system's loader."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROGRAM = """
+import os, subprocess, sys
+if sys.argv[2] == "prepared":
+    from megarl.rollout.sglang import environment
+    environment.prepare("cuda")
+preloaded = {**os.environ, "LD_PRELOAD": sys.argv[1]}
+print(os.environ.get("LD_LIBRARY_PATH"))
+sys.exit(subprocess.run(["/bin/sh", "-c", "exit 0"], env=preloaded).returncode)
+"""
+
+
+def shared_library(path: Path, *options: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    command = [
+        "gcc",
+        "-shared",
+        "-fPIC",
+        "-x",
+        "c",
+        "/dev/null",
+        f"-Wl,-soname,{path.name}",
+        "-Wl,--no-as-needed",
+        "-o",
+        str(path),
+        "-x",
+        "none",
+    ]
+    subprocess.run([*command, *options], check=True)
+    return path
+
+
+@pytest.fixture
+def packages(tmp_path: Path) -> Path:
+    """A folder of packages with a CUDA runtime where pip puts it, and a library to preload that needs it. No system has that version."""
+    runtime = shared_library(tmp_path / "packages" / "nvidia" / "cu13" / "lib" / "libcudart.so.99")
+    info = tmp_path / "packages" / "nvidia_cuda_runtime-13.0.96.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: nvidia-cuda-runtime\nVersion: 13.0.96\n")
+    (info / "RECORD").write_text("nvidia/cu13/lib/libcudart.so.99,,\n")
+    shared_library(tmp_path / "hook.so", str(runtime))
+    return tmp_path / "packages"
+
+
+@pytest.mark.parametrize("given", [None, "/opt/own"])
+def test_a_preloaded_library_finds_the_cuda_runtime_that_pip_installed(packages: Path, given: str | None) -> None:
+    variables = {**os.environ, "PYTHONPATH": str(packages)}
+    variables.pop("LD_LIBRARY_PATH", None)
+    variables |= {} if given is None else {"LD_LIBRARY_PATH": given}
+    hook = str(packages.parent / "hook.so")
+
+    def run(mode: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-c", PROGRAM, hook, mode]
+        return subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
+
+    assert run("as it is").returncode != 0  # the loader ends a process whose preloaded library lacks a dependency
+    ended = run("prepared")
+    assert ended.returncode == 0, ended.stderr
+    folder = packages / "nvidia" / "cu13" / "lib"
+    assert ended.stdout.splitlines() == [str(folder) if given is None else f"{given}:{folder}"]  # the user's folders come first
