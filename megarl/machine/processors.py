@@ -47,3 +47,14 @@ def has_gpu(devices: Path = Path("/dev")) -> bool:
     """Return whether this process may see a device of NVIDIA's driver, and torch can use it. In WSL 2 the device is `dxg`."""
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "all").strip() in ("", "-1", "NoDevFiles")
     return not hidden and (any(devices.glob("nvidia[0-9]*")) or (devices / "dxg").exists()) and torch_cuda() is not None
+
+
+def waited_for_core_s(pid: int) -> float:
+    """Return the seconds that a process's main thread has been ready to run without a core, which is what a busy machine costs it.
+
+    0 for a process that has ended, and on kernels that do not count it (CONFIG_SCHED_INFO).
+    """
+    try:
+        return int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9
+    except (FileNotFoundError, ProcessLookupError):
+        return 0.0

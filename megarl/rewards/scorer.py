@@ -7,22 +7,27 @@ never becomes a silent 0, and it never stops the other samples.
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
+from multiprocessing import active_children
 from types import TracebackType
 from typing import Literal, NamedTuple, TypeVar
 
 from pebble import ProcessExpired, ProcessPool
+from pebble.pool.process import WORKERS_NAME
 
 from megarl.config.schema import RewardFunctionConfig, RewardSandboxConfig
+from megarl.machine.processors import waited_for_core_s
 from megarl.machine.reaper import OWNER
 from megarl.machine.spawn import BareContext, FreshContext
 from megarl.rewards import process
 from megarl.rewards.process import Outcome, RewardFunctionError, ScoreRequest
 
-START_TIME_LIMIT_S = 120.0  # for a reward file's imports on a busy machine
+START_TIME_LIMIT_S = 120.0  # for a reward file's imports
+_LOOK_S = 0.2
 MAX_POOL_RESTARTS = 3  # in a row, without a sample scored in between
 NUM_SHOWN_ERRORS = 5
 Result = TypeVar("Result")
@@ -181,7 +186,7 @@ class RewardScorer:
         initial = [self._functions, self._sandbox, self.time_limit_s]
         pool = ProcessPool(max_workers=self._num_processes, initializer=process.start, initargs=initial, context=self._context)
         loading = pool.schedule(process.load_error)
-        if not wait([loading], timeout=self._start_time_limit_s).done:
+        if not self._is_done_in_time(loading):
             files = ", ".join(function.path for function in self._functions)
             problem = f"running reward function file(s) {files} takes more than {self._start_time_limit_s:g} s; move slow work out of them"
         else:
@@ -191,6 +196,16 @@ class RewardScorer:
             pool.join()
             raise RewardFunctionError(problem)
         return pool
+
+    def _is_done_in_time(self, loading: Future[str | None]) -> bool:
+        """Wait for the first load, at most `start_time_limit_s` seconds in which a process had a core or needed none."""
+        start_s = time.monotonic()
+        while not wait([loading], timeout=_LOOK_S).done:
+            workers = [child.pid for child in active_children() if child.name == WORKERS_NAME and child.pid is not None]
+            waited_s = min(map(waited_for_core_s, workers), default=0.0)
+            if time.monotonic() - start_s - waited_s > self._start_time_limit_s:
+                return False
+        return True
 
     def _score_some(
         self,

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +28,7 @@ from megarl.config.validation_metrics import RewardKeys
 from megarl.doctor import reward_functions
 from megarl.doctor.check_result import Status
 from megarl.doctor.reward_functions import choose_truths, judge_compared_metrics, judge_rewards
+from megarl.rewards.scorer import RewardScorer
 from megarl.rewards.truths import TruthRow
 
 TRUTH = TruthRow("a.parquet", 0, "sums", "5", {})
@@ -128,6 +133,25 @@ def test_a_reward_file_that_never_ends_loading(tmp_path: Path) -> None:
     reward = RewardConfig(functions=[RewardFunctionConfig(path=str(tmp_path / "reward.py"))])
     (found,) = judge_rewards(reward, [], limit_s=1.0).results
     assert "takes more than 1 s; move slow work out of them" in found.message
+
+
+def test_a_reward_file_that_waits_for_a_busy_core_is_loaded(tmp_path: Path) -> None:
+    """It needs less than half of its limit, and has a ninth of a core."""
+    work = "import time\nwhile time.process_time() < 1.0:\n    pass\n"
+    (tmp_path / "reward.py").write_text(f"{work}def compute_score(data_source, solution_str, ground_truth, extra_info):\n    return 1.0\n")
+    functions = [RewardFunctionConfig(path=str(tmp_path / "reward.py"))]
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(cores)})  # of this thread, and so of the processes that it starts
+    hogs = [subprocess.Popen([sys.executable, "-S", "-c", "while True: pass"]) for _ in range(8)]
+    try:
+        start_s = time.monotonic()
+        RewardScorer(functions, time_limit_s=60.0, max_error_rate=0.0, num_processes=1, start_time_limit_s=2.5).close()
+        assert time.monotonic() - start_s > 2.5
+    finally:
+        os.sched_setaffinity(0, cores)
+        for hog in hogs:
+            hog.kill()
+            hog.wait()
 
 
 def test_a_reward_function_that_may_fail_is_warned_of(tmp_path: Path) -> None:
