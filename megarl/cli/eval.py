@@ -107,7 +107,7 @@ def _try_reward(config: PPOConfig) -> Mapping[str, RewardKeys]:
     """Return what the reward functions return beside the score, by data source. Raises ConfigError where they cannot be used."""
     if not config.reward.functions:
         return {}
-    results, keys = judge_rewards(config.reward, choose_truths(config, ["data.train_files"], most=1).rows)
+    results, keys = judge_rewards(config.reward, choose_truths(config.data, ["data.train_files"], most=1).rows)
     if problems := [str(found) for found in results if found.status is Status.error]:
         raise ConfigError("the reward", problems)
     return keys

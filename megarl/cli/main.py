@@ -252,6 +252,7 @@ def _add_init(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     init.add_argument("folder", metavar="FOLDER", nargs="?", default=".", help="where to; the current one where none is given")
     init.add_argument("--model", metavar="DIR", help="the model to train: a Hugging Face folder, or a name on its hub")
     init.add_argument("--data", metavar="FILE", help="questions and answers: .jsonl, .csv or .parquet; without it, sums are made")
+    init.add_argument("--val", metavar="FILE", help="held-out questions and answers; without it, some of --data are held out")
     init.add_argument("--kind", choices=[kind.value for kind in RunKind], help="ppo: reinforcement learning (the default); or sft")
     init.add_argument("--algorithm", metavar="NAME", help="of reinforcement learning: a preset, such as grpo (the default) or ppo")
     init.add_argument("--device", choices=[device.value for device in Device], help="auto: GPUs where there are any (the default)")
@@ -278,6 +279,7 @@ def _start_init(parsed: argparse.Namespace) -> int:
         folder=Path(parsed.folder),
         model=model,
         data=data or None,
+        validation=parsed.val,
         kind=kind,
         algorithm=wish("algorithm", "by which algorithm", "grpo") if kind is RunKind.ppo else "",
         device=Device(wish("device", "on which devices", Device.auto.value, tuple(each.value for each in Device))),

@@ -81,7 +81,7 @@ def findings(
                     continue
             yield from data(config, tokenizer, skipped, num_rows, tools)
     if isinstance(config, PPOConfig) and config.reward.functions and not any(key.startswith("reward.functions") for key in skipped):
-        truths = choose_truths(config, skipped, MOST_TRUTHS if num_rows > 1 else 1)
+        truths = choose_truths(config.data, skipped, MOST_TRUTHS if num_rows > 1 else 1)
         results, keys = judge_rewards(config.reward, truths.rows)
         yield from results
         yield from judge_compared_metrics(config, truths.val_sources, keys)

@@ -6,7 +6,7 @@ import random
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from megarl.config.schema import PPOConfig, RewardConfig
+from megarl.config.schema import DataConfig, PPOConfig, RewardConfig
 from megarl.config.validation_metrics import RewardKeys, may_be_measured, nearest, number_in, validation_metrics
 from megarl.data.files import DataError
 from megarl.data.prompts import GROUND_TRUTH, read_reward_inputs, read_reward_rows
@@ -46,7 +46,7 @@ class Truths(NamedTuple):
     val_sources: set[str]
 
 
-def choose_truths(config: PPOConfig, skipped: Collection[str] = (), most: int = MOST_TRUTHS) -> Truths:
+def choose_truths(data: DataConfig, skipped: Collection[str] = (), most: int = MOST_TRUTHS) -> Truths:
     """Choose rows of the training and validation files, the same each time: the first of each data source, rows whose ground truth is
     null, and `most` others at random. With `most` 1, as at the start of a run: the first row and the first null one.
 
@@ -55,7 +55,7 @@ def choose_truths(config: PPOConfig, skipped: Collection[str] = (), most: int = 
     firsts, nulls, others = dict[str, TruthRow](), list[TruthRow](), list[TruthRow]()
     val_sources: set[str] = set()
     draw = random.Random(0)
-    for num_seen, (row, is_held_out) in enumerate(_rows(config, skipped), 1):
+    for num_seen, (row, is_held_out) in enumerate(_rows(data, skipped), 1):
         if is_held_out:
             val_sources.add(row.data_source)
         firsts.setdefault(row.data_source, row)
@@ -69,12 +69,12 @@ def choose_truths(config: PPOConfig, skipped: Collection[str] = (), most: int = 
     return Truths(list({(row.file, row.number): row for row in chosen}.values()), val_sources)
 
 
-def _rows(config: PPOConfig, skipped: Collection[str]) -> Iterator[tuple[TruthRow, bool]]:
-    for key, files in (("data.train_files", config.data.train_files), ("data.val_files", config.data.val_files)):
+def _rows(data: DataConfig, skipped: Collection[str]) -> Iterator[tuple[TruthRow, bool]]:
+    for key, files in (("data.train_files", data.train_files), ("data.val_files", data.val_files)):
         for file in dict.fromkeys(files if key not in skipped else ()):
             try:
-                for row in read_reward_rows([file], config.data.columns):
-                    inputs = read_reward_inputs(row, config.data.columns)
+                for row in read_reward_rows([file], data.columns):
+                    inputs = read_reward_inputs(row, data.columns)
                     truth = inputs.reward_model[GROUND_TRUTH]
                     yield TruthRow(file, row.number, inputs.data_source, truth, inputs.extra_info), key == "data.val_files"
             except DataError:
@@ -89,14 +89,11 @@ class Judgement(NamedTuple):
 
 
 def judge_rewards(reward: RewardConfig, rows: Sequence[TruthRow], limit_s: float = LOAD_LIMIT_S) -> Judgement:
-    """Load the functions in a process of their own, for the files are a user's and may do anything, and try the ground truths of the rows
-    and empty responses. Without rows they are only loaded."""
+    """Load the functions, and try the ground truths of the rows and empty responses. Without rows they are only loaded."""
     files = ", ".join(dict.fromkeys(function.path for function in reward.functions))
     remedy = f"correct {files}; `megarl score` runs it on a file of responses"
-    time_limit_s, processes = min(reward.time_limit_s, _SAMPLE_LIMIT_S), min(reward.num_processes, _MOST_PROCESSES, max(1, len(rows)))
     try:
-        with RewardScorer(reward.functions, time_limit_s, 1.0, processes, limit_s, reward.sandbox) as scorer:
-            trials = try_truths(scorer, rows, _TRIALS_LIMIT_S) if rows else []
+        trials = try_reward(reward, rows, limit_s)
     except (RewardFunctionError, RewardError) as error:
         return Judgement([refused(REWARDS, "reward.functions", error, remedy, files=files)], {})
     results = [*_refusals(trials, files), *_failures(reward, trials, remedy, files), *_doubts(reward, trials, files)]
@@ -104,6 +101,24 @@ def judge_rewards(reward: RewardConfig, rows: Sequence[TruthRow], limit_s: float
         names = ", ".join(f"{function.name} in {function.path}" for function in reward.functions)
         results = [good(REWARDS, f"{names} loads{_scores(trials)}", files=files)]
     return Judgement(results, keys_by_source(trials))
+
+
+def try_reward(reward: RewardConfig, rows: Sequence[TruthRow], limit_s: float = LOAD_LIMIT_S) -> list[Trial]:
+    """Score the ground truths of the rows and empty responses, in processes that can be killed: the files are a user's and may do anything.
+
+    Args:
+        limit_s: For the imports of the files.
+
+    Returns:
+        A trial for each row, or for the first ones if they take too long.
+
+    Raises:
+        RewardFunctionError: A function cannot be used.
+        RewardError: The processes die.
+    """
+    time_limit_s, processes = min(reward.time_limit_s, _SAMPLE_LIMIT_S), min(reward.num_processes, _MOST_PROCESSES, max(1, len(rows)))
+    with RewardScorer(reward.functions, time_limit_s, 1.0, processes, limit_s, reward.sandbox) as scorer:
+        return try_truths(scorer, rows, _TRIALS_LIMIT_S) if rows else []
 
 
 def _scores(trials: Sequence[Trial]) -> str:

@@ -31,6 +31,10 @@ def owned_processes() -> Iterator[str]:
 
     Yields the mark by which they are known (see `end_processes_of`). Blocks may be nested, also across processes.
     """
+    # multiprocessing's tracker must outlive this process's last semaphore, or it complains. It ends with this process by itself.
+    from multiprocessing import resource_tracker
+
+    resource_tracker.ensure_running()
     before = os.environ.get(OWNER)
     owner = f"{before or ''}{os.getpid()}.{time.monotonic_ns()}/"
     os.environ[OWNER] = owner

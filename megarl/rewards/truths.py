@@ -202,20 +202,40 @@ def refused(trials: Iterable[Trial]) -> dict[str, list[str]]:
     """Return why ground truths are refused, by file: a line for each row. Scoring that failed is not among them."""
     lines: dict[str, list[str]] = {}
     for trial in trials:
-        if isinstance(trial.response, Unfinished):
-            continue
-        text, refusal = trial.response.text, trial.response.refusal
-        if refusal is None and trial.response.form_of is not None and trial.gain is not None and trial.gain <= 0:
-            assert trial.outcome is not None
-            score_of_it = trial.outcome.parts[trial.response.form_of]
-            refusal = (
-                f"shown as the response {_short(text)} it scores {score_of_it:g}, no better than an empty one, so no response can be right"
-            )
-        if refusal is not None:
-            lines.setdefault(trial.row.file, []).append(
-                f"row {trial.row.number}: the ground truth {_short(trial.row.ground_truth)}: {refusal}"
-            )
+        if (refusal := _refusal_of(trial)) is not None:
+            lines.setdefault(trial.row.file, []).append(_line(trial, refusal))
     return lines
+
+
+def _refusal_of(trial: Trial) -> str | None:
+    """Return why no response can match the ground truth of a trial; None: one may."""
+    if isinstance(trial.response, Unfinished):
+        return None
+    text, refusal = trial.response.text, trial.response.refusal
+    if refusal is None and trial.response.form_of is not None and trial.gain is not None and trial.gain <= 0:
+        assert trial.outcome is not None
+        score_of_it = trial.outcome.parts[trial.response.form_of]
+        return f"shown as the response {short(text)} it scores {score_of_it:g}, no better than an empty one, so no response can be right"
+    return refusal
+
+
+def problem_with(trial: Trial, full_marks: float) -> str | None:
+    """Return a line about a ground truth that does not get full marks as a response, or whose empty response gets any; None: all is well.
+
+    A ground truth from which no response can be derived only has to be readable.
+    """
+    problem = _refusal_of(trial) or trial.error or trial.empty_error
+    if problem is None:
+        assert isinstance(trial.empty, Outcome)
+        if trial.empty.score > 0:
+            problem = f"an empty response scores {trial.empty.score:g}"
+        elif trial.outcome is not None and trial.outcome.score < full_marks:
+            problem = f"as a response it scores {trial.outcome.score:g}"
+    return None if problem is None else _line(trial, problem)
+
+
+def _line(trial: Trial, problem: str) -> str:
+    return f"row {trial.row.number}: the ground truth {short(trial.row.ground_truth)}: {problem}"
 
 
 def worthless(trials: Iterable[Trial]) -> list[Trial]:
@@ -266,6 +286,6 @@ def in_files(lines: Mapping[str, Sequence[str]]) -> str:
     return "; ".join(f"{file}: {listed(of_file)}" for file, of_file in lines.items())
 
 
-def _short(value: Any) -> str:
+def short(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import runpy
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -56,8 +59,12 @@ def test_data_of_ones_own_are_named_with_their_columns(policy: Path, tmp_path: P
     data.write_text("".join(json.dumps({"id": n, "problem": f"{n}+1=", "solution": str(n + 1)}) + "\n" for n in range(9)))
     given = ["--model", str(policy), "--data", str(data), "--device", "cpu"]
     assert main(["init", str(tmp_path / "mine"), *given]) == 0
+    said = capsys.readouterr().out
+    assert "tried: 9 of 9 answers score 1 as their own response, empty responses 0" in said
+    assert f"validation: none, because {data} has fewer than 20 questions; give held-out rows with --val, or set data.val_files" in said
     assert sorted(file.name for file in (tmp_path / "mine").iterdir()) == ["reward.py", "run.yaml"]
     config = load_config(PPOConfig, str(tmp_path / "mine" / "run.yaml"))
+    assert (config.data.val_files, config.trainer.validate_every_steps, config.trainer.validate_before) == ([], 0, False)
     assert (config.data.columns.prompt, config.data.columns.ground_truth, config.trainer.prompts_per_step) == ("problem", "solution", 9)
     assert main(["check", str(tmp_path / "mine" / "run.yaml")]) == 0, capsys.readouterr().err
     data.write_text('{"id": 1, "text": "a"}\n')
@@ -80,3 +87,193 @@ def test_a_terminal_is_asked_and_others_are_told(
     config = load_config(PPOConfig, str(tmp_path / "mine" / "run.yaml"))
     assert (config.algorithm.advantage.estimator, config.device.value) == (AdvantageEstimator.rloo, "cpu")
     assert list(answers) == []
+
+
+def written(folder: Path, policy: Path, rows: Sequence[dict[str, Any]], *more: str) -> Path:
+    """Return the folder that `megarl init` writes for a file of these rows."""
+    data = folder / "rows.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert main(["init", str(folder / "mine"), "--model", str(policy), "--data", str(data), "--device", "cpu", *more]) == 0
+    return folder / "mine"
+
+
+def scores(folder: Path, *pairs: tuple[str, Any]) -> list[float]:
+    """Return what the written reward gives to responses, each with its ground truth."""
+    compute_score = runpy.run_path(str(folder / "reward.py"))["compute_score"]
+    return [compute_score("rows", response, truth, {})["score"] for response, truth in pairs]
+
+
+def gsm8k(total: int) -> str:
+    return f"They have {total - 3}+3=<<{total - 3}+3={total}>>{total} apples.\n#### {total:,}"
+
+
+ADD = "```python\ndef add_{n}(x):\n    return x + {n}\n```"
+KINDS: dict[str, tuple[list[Any], str, list[tuple[str, Any]], list[tuple[str, Any]]]] = {  # answers, what is said, right and wrong ones
+    "gsm8k": (
+        [gsm8k(total) for total in range(985, 1010)],
+        "the answers are numbers",
+        [("998 + 3 makes $1,001.00", gsm8k(1001)), ("<think>7</think> 1001", gsm8k(1001))],
+        [("1001 or 1002", gsm8k(1001)), ("<think>1001", gsm8k(1001)), ("1e4", gsm8k(1001))],
+    ),
+    "numbers": (
+        [*(f"-${n}.5" for n in range(21)), 7, 9007199254740993],
+        "the answers are numbers",
+        [("so x = -3.50", "-$3.5"), ("10-5", 5), ("\u22127", "-7"), ("9007199254740993", 9007199254740993)],
+        [("so x = 3.5", "-$3.5"), ("9007199254740992", 9007199254740993), ("", 7)],
+    ),
+    "mathematics": (
+        [*(f"\\frac{{{n}}}{{7}}" for n in range(1, 21)), "x^2+2x+1", "[0,1)", "3"],
+        "the answers are mathematical expressions",
+        [("\\boxed{6/14}", "\\frac{3}{7}"), ("\\boxed{(x+1)^2}", "x^2+2x+1")],
+        [("\\boxed{\\frac{4}{7}}", "\\frac{3}{7}"), ("I do not know", "3")],
+    ),
+    "letters": (
+        ["B", "(C)", "A.", *"BACBBCAABCABCABCAC"],
+        "the answers are choices",
+        [("B", "B"), ("B) a dog", "B"), ("A dog is no fish.\nAnswer: **C**", "(C)"), ("not A, so the answer is (B). A dog", "B")],
+        [("A", "B"), ("The answer is C", "B"), ("a cat", "A"), ("", "A")],
+    ),
+    "labels": (
+        ["entailment", "not entailment", "Neutral", "neutral"] * 6,
+        "the answers are choices",
+        [("It is Not Entailment.", "not entailment"), ("entailment: it is not neutral", "entailment"), ("NEUTRAL", "Neutral")],
+        [("not entailment", "entailment"), ("entailment", "not entailment"), ("perhaps", "neutral")],
+    ),
+    "words": (
+        ["beg", "C++", "1984-06-08", "It's -5 \u00b0C", *(f"Bront\u00eb {n}" for n in range(20))],
+        "the answers are free texts",
+        [("Beg.", "beg"), ("I think the answer is: Bronte\u0308  3", "Bront\u00eb 3"), ("C++", "C++")],
+        [("C", "C++"), ("5 \u00b0C", "It's -5 \u00b0C"), ("beg or bed", "beg"), ("1970", "1984-06-08")],
+    ),
+    "asserts": (
+        [[f"assert add_{n}(1) == {n + 1}", f"assert add_{n}(2) == {n + 2}"] for n in range(21)],
+        "the answers are tests of programs",
+        [(ADD.format(n=3), ["assert add_3(1) == 4"])],
+        [(ADD.format(n=3), ["assert add_3(1) == 5"]), ("", ["assert add_3(1) == 4"])],
+    ),
+    "one text of asserts": (
+        [f"import math\nassert math.isclose(add_{n}(1), {n + 1})\nassert add_{n}(2) == {n + 2}" for n in range(21)],
+        "the answers are tests of programs",
+        [(ADD.format(n=3), "assert add_3(1) == 4\nassert add_3(2) == 5")],
+        [(ADD.format(n=3), "assert add_3(1) == 4\nassert add_3(2) == 6")],
+    ),
+    "what is printed": (
+        [json.dumps([{"stdin": str(n), "stdout": str(2 * n)}]) for n in range(21)],
+        "the answers are tests of programs",
+        [("print(2 * int(input()))", '[{"stdin": "4", "stdout": "8"}]')],
+        [("print(8)", '[{"stdin": "5", "stdout": "10"}]')],
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_reward_fits_the_answers(kind: str, policy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    answers, said, right, wrong = KINDS[kind]
+    mine = written(tmp_path, policy, [{"question": f"number {n}", "answer": answer} for n, answer in enumerate(answers)])
+    printed = capsys.readouterr()
+    assert f"reward: {said}, so " in printed.out
+    passed = "are tests that can be carried out" if "tests" in said else "score 1 as their own response"
+    assert f"tried: {len(answers)} of {len(answers)} answers {passed}, empty responses 0\n" in printed.out
+    assert ("warning" in printed.out, printed.err) == (False, "")
+    assert scores(mine, *right) == [1.0] * len(right)
+    assert scores(mine, *wrong) == [0.0] * len(wrong)
+    tested = subprocess.run([sys.executable, "-I", str(mine / "reward.py")], capture_output=True, text=True, check=False)
+    assert (tested.returncode, tested.stderr) == (0, "")
+
+
+def test_questions_are_held_out_for_validation(
+    policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """40 questions, each of which is asked twice."""
+    rows = [{"prompt": f"{n}+1=", "answer": n + 1, "extra_info": {"index": n}, "note": "x"} for n in range(40)] * 2
+    mine = written(tmp_path, policy, rows)
+    assert (
+        "validation: 8 of the 80 rows are held out in validation.jsonl; train.jsonl has none of their questions" in capsys.readouterr().out
+    )
+    train, held_out = (
+        [json.loads(line) for line in (mine / name).read_text().splitlines()] for name in ("train.jsonl", "validation.jsonl")
+    )
+    assert (len(train), len(held_out)) == (72, 8)
+    assert not {row["prompt"] for row in train} & {row["prompt"] for row in held_out}
+    assert {"prompt": "0+1=", "answer": 1, "extra_info": {"index": 0}, "data_source": "rows"} in [*train, *held_out]
+    config = load_config(PPOConfig, str(mine / "run.yaml"))
+    assert (config.data.columns.ground_truth, config.data.columns.data_source) == ("answer", "data_source")
+    assert (config.trainer.validate_every_steps, config.trainer.validate_before) == (10, True)
+    monkeypatch.chdir(tmp_path)
+    assert main(["check", "mine/run.yaml"]) == 0, capsys.readouterr().err
+
+
+def test_a_validation_file_and_the_columns_of_the_tutorial_are_taken(
+    policy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [{"prompt": f"{n}+1=", "data_source": "sums", "ground_truth": str(n + 1)} for n in range(40)]
+    held_out = tmp_path / "held_out.jsonl"
+    held_out.write_text(json.dumps(rows[0] | {"ground_truth": "one"}) + "\n")
+    mine = written(tmp_path, policy, rows, "--val", str(held_out))
+    said = capsys.readouterr().out
+    assert f"validation: {held_out}" in said
+    assert "tried: 40 of 41 answers score 1" in said
+    assert (
+        f"warning: 1 of the answers fail, and `megarl check` refuses such rows: {held_out}: row 0: the ground truth 'one': 'one' is" in said
+    )
+    assert sorted(file.name for file in mine.iterdir()) == ["reward.py", "run.yaml"]
+    assert "columns" not in (mine / "run.yaml").read_text()
+    config = load_config(PPOConfig, str(mine / "run.yaml"))
+    assert (config.data.train_files, config.data.val_files) == ([str(tmp_path / "rows.jsonl")], [str(held_out)])
+    held_out.write_text('{"prompt": "1+1="}\n')
+    wishes = ["--model", str(policy), "--data", str(tmp_path / "rows.jsonl"), "--val", str(held_out)]
+    assert main(["init", str(tmp_path / "other"), *wishes]) == 2
+    assert f"{held_out}: column 'ground_truth' is missing" in capsys.readouterr().err
+    assert main(["init", str(tmp_path / "other"), "--model", str(policy), "--val", str(held_out)]) == 2
+    assert "--val names held-out rows of your own data; give those with --data too" in capsys.readouterr().err
+
+
+def test_chats_are_held_out_for_fine_tuning(policy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    chats = [[{"role": "user", "content": f"{n}+1="}, {"role": "assistant", "content": str(n + 1)}] for n in range(30)]
+    mine = written(tmp_path, policy, [{"messages": chat} for chat in chats], "--kind", "sft")
+    assert "validation: 3 of the 30 rows are held out" in capsys.readouterr().out
+    assert main(["check", str(mine / "run.yaml")]) == 0, capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("answers", "reason"),
+    [
+        ([f"Once upon a time, {n} dragons lived in a town. " * 9 for n in range(30)], "they are texts of 414 characters (the median)"),
+        ([[str(n), f"{n}.0"] for n in range(30)], "they are lists or mappings, such as ['0', '0.0']"),
+        ([f"def add(x):\n    return x + {n}" for n in range(30)], "they are programs, and many programs solve the same task; give tests"),
+        ([f"assert add(1) = {n}" for n in range(30)], "they look like tests of programs, and most cannot be carried out: "),
+        ([None] * 30, "all of them are null"),
+    ],
+    ids=["long", "lists", "programs", "broken tests", "null"],
+)
+def test_answers_that_no_reward_fits_are_named(
+    answers: list[Any], reason: str, policy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mine = written(tmp_path, policy, [{"question": f"number {n}", "answer": answer} for n, answer in enumerate(answers)])
+    said = capsys.readouterr().out
+    assert f"warning: no reward fits the answers, because {reason}" in said
+    assert "write compute_score in reward.py, which now raises NotImplementedError" in said
+    with pytest.raises(NotImplementedError, match="write compute_score"):
+        scores(mine, ("", answers[0]))
+
+
+def test_mathematics_without_its_library_is_refused(
+    policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "math_verify", None)
+    data = tmp_path / "rows.jsonl"
+    data.write_text("".join(json.dumps({"question": str(n), "answer": f"\\sqrt{{{n}}}"}) + "\n" for n in range(9)))
+    assert main(["init", str(tmp_path / "mine"), "--model", str(policy), "--data", str(data), "--device", "cpu"]) == 2
+    refused = capsys.readouterr().err
+    assert "the answers, such as '\\\\sqrt{0}', are mathematical expressions, and their reward needs Math-Verify: pip install" in refused
+    assert not (tmp_path / "mine").exists()
+
+
+def test_what_it_says_about_the_reward_is_documented(
+    policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("rows.jsonl").write_text("".join(json.dumps({"question": f"{n}+1=", "answer": str(n + 1)}) + "\n" for n in range(200)))
+    assert main(["init", "my_run", "--model", str(policy), "--data", "rows.jsonl", "--device", "cpu"]) == 0
+    said = capsys.readouterr().out.partition("next:")[0]
+    assert f"```text\n{said}```" in (Path(__file__).parents[3] / "docs" / "rewards.md").read_text(encoding="utf-8")

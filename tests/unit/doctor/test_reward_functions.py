@@ -95,14 +95,14 @@ def test_rows_to_try_are_the_same_each_time_and_hold_every_source(tmp_path: Path
     train, held_out = tmp_path / "train.jsonl", tmp_path / "val.jsonl"
     train.write_text("".join(json.dumps(line) + "\n" for line in lines))
     held_out.write_text(json.dumps(lines[0] | {"data_source": "held out"}) + "\n")
-    config = PPOConfig(data=DataConfig(train_files=[str(train)], val_files=[str(held_out)]))
-    chosen, val_sources = choose_truths(config)
-    assert choose_truths(config) == (chosen, val_sources)
+    data = DataConfig(train_files=[str(train)], val_files=[str(held_out)])
+    chosen, val_sources = choose_truths(data)
+    assert choose_truths(data) == (chosen, val_sources)
     assert val_sources == {"held out"}
     assert {row.data_source for row in chosen} == {"sums", "words", "held out"}
     assert 1000 <= len({(row.file, row.number) for row in chosen}) == len(chosen) <= 1004
     assert [row.number for row in chosen if row.ground_truth is None] == [1300]
-    assert [(row.number, row.ground_truth) for row in choose_truths(config, most=1).rows] == [(0, "0"), (1300, None)]  # when a run starts
+    assert [(row.number, row.ground_truth) for row in choose_truths(data, most=1).rows] == [(0, "0"), (1300, None)]  # when a run starts
 
 
 def test_compared_metrics_are_those_of_the_data_and_the_reward() -> None:

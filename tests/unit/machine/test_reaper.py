@@ -77,3 +77,17 @@ def test_only_the_owners_processes_are_found() -> None:
     assert owner.poll() is None  # its own environment was marked after it had started
     owner.kill()
     owner.wait()
+
+
+OWNED_SCRIPT = """
+import multiprocessing
+from megarl.machine.reaper import owned_processes
+with owned_processes():
+    lock = multiprocessing.get_context("spawn").Lock()
+"""
+
+
+def test_a_semaphore_that_is_kept_to_the_end_of_a_command_is_no_complaint() -> None:
+    """multiprocessing's tracker of semaphores is not ended with the processes of the block."""
+    ended = subprocess.run([sys.executable, "-c", OWNED_SCRIPT], capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stderr) == (0, "")

@@ -1,0 +1,153 @@
+"""The user's data file in `megarl init`: which columns hold questions and answers, and which questions are held out for validation."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from megarl.config.schema import RunKind
+from megarl.data.files import DataError, open_file
+from megarl.data.tables import DataRow, read_rows
+
+TRAIN_FILE, VALIDATION_FILE = "train.jsonl", "validation.jsonl"
+_QUESTIONS = ("question", "prompt", "problem", "instruction", "input", "query", "text")
+_ANSWERS = ("answer", "ground_truth", "solution", "output", "response", "target", "completion", "label")
+_TESTS = ("test_list", "tests")  # of programs; the answer beside them is one program of many
+_FEWEST_QUESTIONS = 20  # of a file of which some are held out
+_MOST_HELD_OUT, _HELD_OUT_SHARE = 256, 0.1
+
+
+class Columns(NamedTuple):
+    """The columns of a data file that a run reads.
+
+    Attributes:
+        question: The column with the question, or with the whole chat.
+        required: The columns that each row has.
+        optional: The columns that a row may have.
+        named: The columns that `data.columns` names, key -> column.
+        has_source: Whether the rows name their data source.
+    """
+
+    question: str
+    required: tuple[str, ...]
+    optional: tuple[str, ...]
+    named: dict[str, str | None]
+    has_source: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class UserData:
+    """A data file, as `megarl init` sets a run up for it.
+
+    Attributes:
+        columns: The value of `data.columns` in the configuration.
+        columns_here: The value of `data.columns` for reading the file itself.
+        num_rows: The rows that are trained on.
+        num_held_out: The held-out rows, if they come from the same file.
+        split: Name -> text of the files to write instead of using the file itself; empty if nothing is held out.
+    """
+
+    path: str
+    columns: dict[str, str | None]
+    columns_here: dict[str, str | None]
+    num_rows: int
+    num_held_out: int
+    split: dict[str, str]
+
+    @property
+    def about_validation(self) -> str:
+        """What is held out of the file for validation, or why nothing is."""
+        if not self.split:
+            return (
+                f"none, because {self.path} has fewer than {_FEWEST_QUESTIONS} questions; give held-out rows with --val, or set "
+                "data.val_files and trainer.validate_every_steps"
+            )
+        num_all = self.num_rows + self.num_held_out
+        return f"{self.num_held_out:,} of the {num_all:,} rows are held out in {VALIDATION_FILE}; {TRAIN_FILE} has none of their questions"
+
+
+def read_user_data(path: str, kind: RunKind, validation: str | None) -> UserData:
+    """Find the columns of a data file, and hold some of its questions out unless there is a validation file.
+
+    Args:
+        validation: The user's own validation file, which must have the same columns.
+
+    Raises:
+        DataError: A file cannot be read, or has no rows or lacks a column.
+        ValueError: The columns of the file are not known ones.
+    """
+    columns = _find_columns(path, kind)
+    if validation is not None:
+        next(read_rows([validation], columns.required))
+    rows = [_Row.of(row, columns) for row in read_rows([path], columns.required, columns.optional)]
+    held_out = set[bytes]() if validation is not None else _choose_held_out(list(dict.fromkeys(row.question for row in rows)))
+    needs_source = kind is RunKind.ppo and not columns.has_source
+    here: dict[str, str | None] = columns.named | ({"data_source": None} if needs_source else {})
+    if not held_out:
+        return UserData(path=path, columns=here, columns_here=here, num_rows=len(rows), num_held_out=0, split={})
+
+    # Both files have the data source of the file that they come from, so that metrics are named after it.
+    source = {"data_source": Path(path).stem} if needs_source else {}
+    train = [row for row in rows if row.question not in held_out]
+    validate = [row for row in rows if row.question in held_out]
+    split = {name: "".join(row.line(path, source) for row in part) for name, part in ((TRAIN_FILE, train), (VALIDATION_FILE, validate))}
+    return UserData(path=path, columns=dict(columns.named), columns_here=here, num_rows=len(train), num_held_out=len(validate), split=split)
+
+
+def _find_columns(path: str, kind: RunKind) -> Columns:
+    found = open_file(path, ()).columns
+    if not found:
+        raise DataError(f"{path}: the file has no rows")
+    if kind is RunKind.sft and "messages" in found:
+        return Columns("messages", ("messages",), ("tools",), {}, False)
+
+    known = _ANSWERS if kind is RunKind.sft else (*_TESTS, "reward_model", *_ANSWERS)
+    question = next((name for name in _QUESTIONS if name in found), None)
+    answer = next((name for name in known if name in found), None)
+    if question is None or answer is None:
+        raise ValueError(
+            f"{path} has the columns {', '.join(found)}: a question is looked for in {', '.join(_QUESTIONS)}, its answer in "
+            f"{', '.join(known)}; leave --data out, and name file and columns in the configuration (data.train_files, data.columns)"
+        )
+    if kind is RunKind.sft:
+        return Columns(question, (question, answer), ("tools",), {"prompt": question, "answer": answer}, False)
+
+    # Columns that are called as `data.columns` calls them by default need no line there.
+    named: dict[str, str | None] = {} if question == "prompt" else {"prompt": question}
+    named |= {} if answer in ("reward_model", "ground_truth") else {"ground_truth": answer}
+    has_source = "data_source" in found
+    required = (question, answer, "data_source") if has_source else (question, answer)
+    return Columns(question, required, ("extra_info",), named, has_source)
+
+
+class _Row(NamedTuple):
+    number: int
+    question: bytes  # a digest, which rows of the same question share
+    values: dict[str, Any]
+
+    @classmethod
+    def of(cls, row: DataRow, columns: Columns) -> _Row:
+        values = {name: row.values[name] for name in (*columns.required, *columns.optional) if name in row.values}
+        text = json.dumps(values[columns.question], default=repr)
+        return cls(row.number, hashlib.sha256(text.encode()).digest(), values)
+
+    def line(self, path: str, more: dict[str, str]) -> str:
+        try:
+            return json.dumps(self.values | more, allow_nan=False) + "\n"
+        except (TypeError, ValueError) as error:
+            raise DataError(
+                f"{path}, row {self.number}: {error}, so no held-out rows can be written as JSON lines; give a validation file with --val"
+            ) from error
+
+
+def _choose_held_out(questions: Sequence[bytes]) -> set[bytes]:
+    """Choose questions at random, the same ones each time; none of a small file."""
+    if len(questions) < _FEWEST_QUESTIONS:
+        return set()
+    count = min(_MOST_HELD_OUT, max(1, int(len(questions) * _HELD_OUT_SHARE)))
+    return set(random.Random(0).sample(questions, count))

@@ -1,0 +1,190 @@
+"""The reward that `megarl init` writes: chosen by the answers in the data, and tried on them before it is written."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import NamedTuple
+
+from megarl.cli.starter_answers import (
+    LOOKS_SHARE,
+    find_choices,
+    looks_like_number,
+    looks_like_tests,
+    looks_mathematical,
+    share,
+    why_not_text,
+)
+from megarl.config.schema import DataConfig, RewardConfig, RewardFunctionConfig
+from megarl.doctor.reward_functions import choose_truths, try_reward
+from megarl.rewards.truths import TruthRow, in_files, is_null, problem_with, short
+
+STARTER = Path(__file__).resolve().parents[1] / "recipes" / "starter"
+_PASS_SHARE = 0.9  # of the answers, from which a reward fits
+_CHOICES_LINE = 'CHOICES = ["A", "B", "C", "D"]\n'
+
+
+class RewardKind(NamedTuple):
+    """A reward in `megarl/recipes/starter`.
+
+    Attributes:
+        answers: The kind of answers that it is for.
+        rule: What it compares.
+        prompt: A system prompt that asks for such answers.
+    """
+
+    name: str
+    answers: str
+    rule: str
+    prompt: str
+
+    def source(self) -> str:
+        return (STARTER / f"{self.name}_reward.py").read_text(encoding="utf-8")
+
+
+NUMBER = RewardKind("number", "numbers", "the last number of a response is compared with the answer", "Answer with a number.")
+MATH = RewardKind(
+    "math",
+    "mathematical expressions",
+    "the last \\boxed{} of a response is compared with the answer by its value",
+    "Put the final answer into \\boxed{}.",
+)
+CHOICE = RewardKind("choice", "choices", "the choice that a response names is compared with the answer", "Answer with your choice alone.")
+TEXT = RewardKind(
+    "text",
+    "free texts",
+    'what follows "the answer is" in a response, otherwise the whole response, must equal the answer, except for case, spaces and the '
+    "punctuation around it",
+    "End with the answer alone, after the words the answer is.",
+)
+CODE = RewardKind(
+    "code",
+    "tests of programs",
+    "the score is the share of the tests that the program of a response passes in a sandbox",
+    "Write a Python program in a Markdown code block.",
+)
+OWN = RewardKind("own", "", "", "Answer the question.")
+
+
+class ChosenReward(NamedTuple):
+    """The reward of a run.
+
+    Attributes:
+        source: The text of its file.
+        prompt: The system prompt that goes with it.
+        lines: What `megarl init` says about it.
+    """
+
+    source: str
+    prompt: str
+    lines: Sequence[str]
+
+
+class _Proof(NamedTuple):
+    """A reward that was tried on answers.
+
+    Attributes:
+        problems: By file, a line for each answer that does not get full marks, or whose empty response gets any.
+        has_responses: Whether right responses follow from the answers, unlike from tests of programs.
+    """
+
+    kind: RewardKind
+    source: str
+    num_tried: int
+    problems: Mapping[str, Sequence[str]]
+    has_responses: bool
+
+    @property
+    def num_failed(self) -> int:
+        return sum(map(len, self.problems.values()))
+
+    @property
+    def pass_share(self) -> float:
+        return 1 - self.num_failed / self.num_tried
+
+
+def choose_reward(data: DataConfig) -> ChosenReward:
+    """Choose a reward by the form of the ground truths in the data, and score the ground truths with it.
+
+    The first reward that all of them pass is taken. Otherwise it is the one that most of them pass, if that is at least 9 of 10. Free
+    text, which nearly everything passes, comes last.
+
+    Raises:
+        ValueError: The answers are mathematical expressions, and Math-Verify is not installed.
+    """
+    rows = choose_truths(data).rows
+    answers = [row.ground_truth for row in rows if not is_null(row.ground_truth)]
+    proofs: list[_Proof] = []
+    if choices := find_choices(data):
+        written = CHOICE.source().replace(_CHOICES_LINE, f"CHOICES = {json.dumps(choices, ensure_ascii=False)}\n")
+        proofs.append(_prove(CHOICE, written, rows))
+    is_plain = all(looks_like_number(answer) or not looks_mathematical(answer) for answer in answers)
+    for kind, looks_like in ((CODE, looks_like_tests), (NUMBER, looks_like_number), (MATH, looks_mathematical)):
+        best_share = max((proof.pass_share for proof in proofs), default=0.0)
+        if best_share == 1 or share(looks_like, answers) < LOOKS_SHARE:
+            continue
+        if kind is MATH and best_share >= _PASS_SHARE and (is_plain or not _has_math_verify()):
+            continue  # what the other reward does not pass is no mathematics, such as "N/A"
+        if kind is MATH and not _has_math_verify():
+            raise ValueError(
+                f"the answers, such as {short(answers[0])}, are mathematical expressions, and their reward needs Math-Verify: "
+                "pip install math-verify, then run this again"
+            )
+        proofs.append(_prove(kind, kind.source(), rows))
+
+    best = max(proofs, key=lambda proof: proof.pass_share, default=None)
+    if best is not None and best.pass_share >= _PASS_SHARE:
+        return _chosen(best)
+    if best is not None and best.kind is CODE:
+        return _unknown(f"they look like tests of programs, and most cannot be carried out: {in_files(best.problems)}")
+    if (reason := why_not_text(answers)) is not None:
+        return _unknown(reason)
+    as_text = _prove(TEXT, TEXT.source(), rows)
+    if as_text.pass_share >= _PASS_SHARE:
+        return _chosen(as_text)
+    return _unknown(f"too many are not passed by their own text: {in_files(as_text.problems)}")
+
+
+def _has_math_verify() -> bool:
+    return importlib.util.find_spec("math_verify") is not None
+
+
+def _prove(kind: RewardKind, source: str, rows: Sequence[TruthRow]) -> _Proof:
+    """Score the ground truths of the rows, and empty responses, with a reward whose file is written to a temporary folder."""
+    with TemporaryDirectory() as folder:
+        file = Path(folder) / "reward.py"
+        file.write_text(source, encoding="utf-8")
+        trials = try_reward(RewardConfig(functions=[RewardFunctionConfig(path=str(file))], num_processes=2), rows)
+    problems: dict[str, list[str]] = {}
+    for trial in trials:
+        if (problem := problem_with(trial, full_marks=1.0)) is not None:
+            problems.setdefault(trial.row.file, []).append(problem)
+    return _Proof(kind, source, len(trials), problems, any(trial.outcome is not None for trial in trials))
+
+
+def _chosen(proof: _Proof) -> ChosenReward:
+    num_passed = proof.num_tried - proof.num_failed
+    what = "score 1 as their own response" if proof.has_responses else "are tests that can be carried out"
+    lines = [
+        f"reward: the answers are {proof.kind.answers}, so {proof.kind.rule}",
+        f"tried: {num_passed:,} of {proof.num_tried:,} answers {what}, empty responses 0",
+    ]
+    if proof.problems:
+        lines.append(
+            f"warning: {proof.num_failed:,} of the answers fail, and `megarl check` refuses such rows: {in_files(proof.problems)}. "
+            "Correct these rows, leave them out, or change reward.py"
+        )
+    return ChosenReward(proof.source, proof.kind.prompt, lines)
+
+
+def _unknown(reason: str) -> ChosenReward:
+    lines = [
+        f"warning: no reward fits the answers, because {reason}",
+        "write compute_score in reward.py, which now raises NotImplementedError: it gets a response and its ground truth, and returns a "
+        "score, such as 1.0 for a right response and 0.0 for a wrong one. If no rule can judge the responses, use a reward model "
+        "(reward.model.path); see docs/rewards.md",
+    ]
+    return ChosenReward(OWN.source(), OWN.prompt, lines)
