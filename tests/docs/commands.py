@@ -116,6 +116,10 @@ COMMANDS: dict[str, Executed | InTest | Make | ByHand] = {
     "megarl status outputs/quickstart --watch": Executed(),  # it has ended
     "megarl init my_run": InTest("tests/unit/cli/test_init.py::test_a_terminal_is_asked_and_others_are_told", ('main(["init"',)),
     "megarl init outputs/mine --model outputs/quickstart/sft/huggingface --device cpu": Executed(),
+    "megarl init my_run --model MODEL_DIR --data FILE": InTest(
+        "tests/unit/cli/test_init.py::test_what_it_says_about_the_reward_is_documented", ("--model", "--data")
+    ),
+    "python my_run/reward.py": InTest("tests/unit/cli/test_init.py::test_the_reward_fits_the_answers", ('"reward.py"',)),
     "python outputs/mine/reward.py": InTest(_INIT, ('"reward.py"',)),
     "megarl check outputs/mine/run.yaml": Executed(),
     "megarl train outputs/mine/run.yaml trainer.total_steps=5": InTest(
