@@ -148,7 +148,7 @@ def test_workers_find_what_the_driver_names_relative_to_its_own_folder(nodes: Cl
 def launch_nodes(config: Path, *arguments: str, num_nodes: int = 2) -> list[Command]:
     """All on this machine."""
     meeting = ["--master-addr", "127.0.0.1", "--master-port", str(free_port())]
-    script = ["--no-python", "launch/torchrun.sh", str(config), *arguments]
+    script = ["-m", "megarl", "launch", str(config), *arguments]
     return [
         Command(
             [*TORCHRUN, "--nnodes", str(num_nodes), "--node-rank", str(rank), "--nproc-per-node", "1", *meeting, *script],
