@@ -160,7 +160,7 @@ def run(arguments: argparse.Namespace, scratch: Path) -> bool:
             results[number].append(in_a_process(job, from_folder, to_folder, arguments))
     good = same_weights(source, back)
     print(f"{folder_bytes(source) / 1e9:.2f} GB, largest tensor {largest / 1e6:.0f} MB, {'cold' if arguments.cold else 'warm'} page cache")
-    print(f"there and back: {'the same bits' if good else 'OTHER BITS'}\n")
+    print(f"there and back: {'bitwise identical' if good else 'DIFFERENT BITS'}\n")
     columns = ["", "seconds", "GB/s", "of the copy's speed", "processor seconds"]
     columns += ["peak memory MB", "allowed", "of it mapped files", "before it began"]
     print(f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}")

@@ -39,7 +39,7 @@ def _read(text: str) -> ToolCall | CallError:
     if not isinstance(call, dict) or not isinstance(call.get("name"), str):
         return unreadable('expected {"name": ..., "arguments": {...}}')
     if unknown := sorted(call.keys() - {"name", "arguments"}):
-        return unreadable(f'{unknown[0]!r} stands beside "name" and "arguments"')
+        return unreadable(f'{unknown[0]!r} is not allowed next to "name" and "arguments"')
     return ToolCall(call["name"], call.get("arguments", {}))
 
 

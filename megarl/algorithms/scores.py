@@ -45,7 +45,7 @@ def refuse_unusable(name: str, per_row: Tensor, uid: np.ndarray) -> None:
         shown = ", ".join([*(str(uid[row]) for row in rows[:8]), *(["..."] if len(rows) > 8 else [])])
         raise ValueError(
             f"{name} is {float(per_row[rows[0]])} for {len(rows)} of {len(per_row)} samples (uid {shown}); "
-            "one of them would make every advantage of its group or batch useless: mend the reward function"
+            "one of them would make every advantage of its group or batch useless: fix the reward function"
         )
 
 

@@ -69,7 +69,7 @@ class CheckpointFolder:
                 others = ", ".join(path.name for path in self.whole()) or "none"
                 raise CheckpointError(
                     f"{pointer}: names {name!r}, which is not a whole checkpoint in {self.path}; whole ones: {others}; "
-                    "give the folder of one of them (a run goes on from it with checkpoint.resume=PATH)"
+                    "give the folder of one of them (a run resumes from it with checkpoint.resume=PATH)"
                 )
         return self.path / name
 

@@ -28,6 +28,6 @@ def run(config_path: str, overrides: Sequence[str], schema: type[PPOConfig] | ty
         console.print(f"warning: {warning}", style="yellow", soft_wrap=True, highlight=False, markup=False)
     plan = plan_placement(config)
     print_absent(absent, console)
-    good = "good, except for what is not on this machine" if absent else "good"
+    good = "good, except for files that are not on this machine" if absent else "good"
     print_line(console, f"{config_path}: {good} ({counted(plan.num_processes, 'process')}, {counted(plan.num_devices, 'device')})")
     return 0

@@ -169,5 +169,5 @@ def _logs(error: Exception, context: RunContext) -> list[str]:
     lines.append(f"{context.output_dir / FAILURE_FILE}: this, with the tracebacks")
     checkpoints = checkpoint_path(context.config)
     if (checkpoints / LATEST_FILE).is_file():
-        lines.append(f"{checkpoints}: checkpoints; the same command goes on from the latest")
+        lines.append(f"{checkpoints}: checkpoints; the same command resumes from the latest")
     return lines

@@ -215,7 +215,7 @@ def build_parser() -> argparse.ArgumentParser:
         "rows", metavar="ROWS", help=".parquet, .jsonl or .csv with response, data_source and ground truth, as a run's generations.jsonl"
     )
     score.add_argument("overrides", metavar="key=value", nargs="*", help="such as reward.time_limit_s=2")
-    score.add_argument("--ground-truth", action="store_true", help="score each row's ground truth in the place of a response")
+    score.add_argument("--ground-truth", action="store_true", help="score each row's ground truth instead of a response")
     score.set_defaults(start=lambda parsed: _run("score")(parsed.config, parsed.overrides, parsed.rows, parsed.ground_truth))
     quickstart = commands.add_parser(
         "quickstart",
@@ -306,7 +306,7 @@ def _add_eval(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     parser.add_argument("overrides", metavar="key=value", nargs="*", help="such as rollout.engine=sglang or data.max_prompt_length=512")
     parser.add_argument("--config", metavar="FILE", help="a run's configuration; without it that of the run that made the model, if any")
     parser.add_argument("--data", metavar="FILE", action="append", help="of prompts, as for training; without it data.val_files")
-    parser.add_argument("--reward", metavar="FILE.py:NAME", help="a reward function in the place of the configuration's")
+    parser.add_argument("--reward", metavar="FILE.py:NAME", help="a reward function instead of the configuration's")
     parser.add_argument("--n", metavar="N", type=int, help="samples per prompt: rollout.validation.n")
     parser.add_argument("--temperature", metavar="T", type=float, help="0 is greedy: rollout.validation.temperature")
     parser.add_argument("--max-tokens", metavar="N", type=int, help="of a response: data.max_response_length")
@@ -332,7 +332,7 @@ def _add_generate(commands: argparse._SubParsersAction[argparse.ArgumentParser])
     parser.add_argument("--log-probs", action="store_true", help="also each token with its log-prob")
     parser.add_argument("--json", action="store_true", help="print a JSON object for each answer, in a line")
     parser.add_argument("--tool", metavar="TOOL", action="append", default=[], help="calculator, or FILE.py:NAME; may be repeated")
-    parser.add_argument("--environment", metavar="FILE.py:NAME", help="a class that answers the model's turns, in the place of tools")
+    parser.add_argument("--environment", metavar="FILE.py:NAME", help="a class that answers the model's turns, instead of tools")
     parser.add_argument(
         "--parser", metavar="NAME", help="of SGLang's, such as llama3, that reads calls; without it they are <tool_call> JSON"
     )

@@ -145,7 +145,7 @@ def push_table(config: PPOConfig, plan: PlacementPlan, policy: Architecture) -> 
         drawn.add_row("a trainer rank gives", about + _range(forecast.sent), counted(len(forecast.sent), "rank"))
         if transport is Transport.device:
             away = about + _range(forecast.sent_away)
-            drawn.add_row("of that to other devices", away, "what the trainer rank beside an engine rank does not have")
+            drawn.add_row("of that to other devices", away, "what the trainer rank on the engine rank's device does not have")
         smaller = ", on a CPU less" if transport is Transport.device and config.device is Device.auto else ""
         largest = f"of at most {_range([forecast.message_bytes])} a rank: resharding.bucket_mb={resharding.bucket_mb:g}{smaller}"
         drawn.add_row("rounds", f"{forecast.plan.num_rounds:,}", largest)

@@ -198,21 +198,21 @@ def _port(cause: Cause, config: RunConfig | None) -> list[str]:
 
 def _unwritten(cause: Cause, config: RunConfig | None) -> list[str]:
     return [
-        "mend the folder, and the same command goes on from the latest checkpoint that is there: what is half written is never taken",
+        "fix the folder and run the same command: it resumes from the latest complete checkpoint",
         f"or save elsewhere: {_now(config, 'checkpoint.dir', 'trainer.output_dir')}",
     ]
 
 
 def _checkpoint(cause: Cause, config: RunConfig | None) -> list[str]:
-    lines = ["what is wrong, and which older ones are whole, is said above; none of them is taken by itself"]
+    lines = ["see above for what is wrong and which older checkpoints are complete; none of them is used automatically"]
     if config is not None:
-        lines.append(f"go on from an older one: the same command with checkpoint.resume=PATH (now {_now(config, 'checkpoint.resume')})")
+        lines.append(f"resume from an older one: the same command with checkpoint.resume=PATH (now {_now(config, 'checkpoint.resume')})")
     return [*lines, "`megarl convert verify` compares a checkpoint's weights with another's"]
 
 
 def _reward(cause: Cause, config: RunConfig | None) -> list[str]:
     return [
-        "mend the function, and try it on the data without training: `megarl score CONFIG ROWS.parquet`",
+        "fix the function, and try it on the data without training: `megarl score CONFIG ROWS.parquet`",
         f"or let some samples fail, scored as 0: {_now(config, 'reward.max_error_rate', 'reward.time_limit_s')}",
     ]
 
@@ -258,7 +258,7 @@ def _ray_ended(cause: Cause, config: RunConfig | None) -> list[str]:
 def _resources(cause: Cause, config: RunConfig | None) -> list[str]:
     strategy = _now(config, "placement.strategy", "placement.num_nodes", "placement.devices_per_node")
     return [
-        f"the cluster has not what the run asks for ({strategy}); `megarl plan` says what that is, `ray status` what there is",
+        f"the cluster does not have the resources this run requests ({strategy}); `megarl plan` shows them, `ray status` what is free",
         "another job may hold it: `ray list actors --filter state=ALIVE`; or a node has left: `ray list nodes`",
     ]
 

@@ -39,7 +39,7 @@ def is_complete(config: PPOConfig | SFTConfig, resume: Resume | None) -> bool:
         return True
     if of_another_run(output_dir, config):
         return False  # which the folder's check refuses
-    weights = f"start from its weights: model.path={output_dir / 'huggingface'}" if config.checkpoint.save_hf else "start anew"
+    weights = f"start from its weights: model.path={output_dir / 'huggingface'}" if config.checkpoint.save_hf else "start again"
     further = f"It has no checkpoint (checkpoint.at_end was false); to train further, {weights}, with another trainer.output_dir"
     if summary["steps"] < steps and "stopped_early" not in summary:
         raise ValueError(f"the run in {output_dir} ended after its step {summary['steps']}, and {steps} are wanted. {further}")
@@ -110,7 +110,7 @@ def say_stopped(session: Session, checkpoints: Checkpointer) -> int:
     """The exit status of a run that was told to end."""
     step = checkpoints.stopped_after
     saved = f"after step {step}, which is saved" if step else "before its first step"
-    session.console.print(f"ended by SIGTERM {saved}; the same command goes on from there", soft_wrap=True, highlight=False)
+    session.console.print(f"ended by SIGTERM {saved}; run the same command to resume from there", soft_wrap=True, highlight=False)
     return TERMINATED
 
 

@@ -66,12 +66,12 @@ def last_words(folder: Path, record: StatusRecord) -> str:
     where = "before its first step" if status.step is None else f"in step {status.step}"
     if status.state == RUNNING:
         return (
-            f"{folder}: its process {record.pid} on {record.host} is gone, {ago}, {where}; `megarl train` goes on from the last checkpoint"
+            f"{folder}: its process {record.pid} on {record.host} is gone, {ago}, {where}; `megarl train` resumes from the last checkpoint"
         )
     if status.state == ENDED:
         return f"{folder}: the run has ended, {ago}"
     if status.state == STOPPED:
-        return f"{folder}: the run was stopped by SIGTERM and saved, {ago}; `megarl train` goes on"
+        return f"{folder}: the run was stopped by SIGTERM and saved, {ago}; `megarl train` resumes it"
     return f"{folder}: the run has failed, {ago}, {where}; see {folder / FAILURE_FILE}"
 
 

@@ -149,5 +149,5 @@ def _finish(config: PPOConfig, session: Session, ppo: PPOTrainer) -> None:
     if config.checkpoint.save_hf:
         table.add_row("policy (Hugging Face)", str(folder))
     table.add_row("metrics, timeline, samples", str(session.output_dir))
-    table.add_row("a page of all this", f"megarl report {session.output_dir}")
+    table.add_row("HTML report", f"megarl report {session.output_dir}")
     session.console.print(table)

@@ -11,7 +11,7 @@ def episodes(config: PPOConfig) -> Violations:
     if agent.tools and agent.environment.path is not None:
         yield Violation(
             ("agent.tools", "agent.environment.path"),
-            "both are given, but an environment answers the model itself, so tools have no use beside it; leave one of them out",
+            "both are given, but an environment answers the model itself, so tools would not be used; leave one of them out",
         )
     if agent.parser is not None and not agent.tools:
         yield Violation(

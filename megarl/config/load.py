@@ -125,8 +125,8 @@ def _kind_of(layers: Sequence[Layer]) -> str | None:
 def _fit(schema: type[Config], path: str, layers: Sequence[Layer]) -> PartialConfig[Config]:
     kind = _kind_of(layers)
     if (meant := _SCHEMAS.get(kind, schema)) is not schema:
-        starts = {PPOConfig: "`megarl train` starts it", SFTConfig: "it cannot be read as one of reinforcement learning"}[meant]
-        raise ConfigError(path, [f"{_KIND}: is {kind}: {starts}"])
+        other = "use `megarl train`" if meant is PPOConfig else "give the configuration of a reinforcement learning run"
+        raise ConfigError(path, [f"{_KIND}: is {kind!r}, which this command does not run; {other}"])
     review = _Review(schema)
     given: Any = OmegaConf.create()
     for layer in layers:

@@ -21,7 +21,7 @@ def generation_ahead(config: PPOConfig) -> Violations:
     if config.rollout.max_error_rate and not staleness:
         yield Violation(
             ("rollout.max_error_rate", _KEY),
-            f"is {config.rollout.max_error_rate:g}, but with max_staleness=0 nothing takes the place of a prompt that is given up; use "
+            f"is {config.rollout.max_error_rate:g}, but with max_staleness=0 nothing replaces a prompt that is dropped; use "
             "max_error_rate=0, or max_staleness above 0",
         )
     if not staleness:

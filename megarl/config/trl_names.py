@@ -47,7 +47,7 @@ _NAMES = {
     "adam_epsilon": "actor.optim.eps",
     "per_device_train_batch_size":
         "actor.micro_batch.sequences; what a device computes at a time (with max_tokens=null); a step has trainer.prompts_per_step prompts",
-    "gradient_accumulation_steps": "trainer.updates_per_step; a step's samples are cut into so many optimizer steps, and those as they fit",
+    "gradient_accumulation_steps": "trainer.updates_per_step; a step's samples are split into that many optimizer steps",
     "gradient_checkpointing": "actor.recompute; true is full",
     "max_steps": "trainer.total_steps",
     "num_train_epochs": "trainer.total_steps; steps = epochs x rows / trainer.prompts_per_step",

@@ -62,7 +62,7 @@ SETTINGS: Mapping[str, Setting] = MappingProxyType(
         "TORCHINDUCTOR_COMPILE_THREADS": Setting(
             "1",
             Where.gpu_workers,
-            "Megatron compiles a few small functions; torch would start a pool of up to 32 processes for it beside each worker",
+            "Megatron compiles a few small functions; torch would start a pool of up to 32 processes for it per worker",
         ),
         "GLOO_SOCKET_IFNAME": Setting(
             None,

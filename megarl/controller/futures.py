@@ -206,7 +206,9 @@ def wait_for_calls(calls: Sequence[Call], timeout: float | None = None) -> None:
             raise first_failure(failures + _late_failures(pending))
         if pending and give_up_s is not None and time.monotonic() >= give_up_s:
             waiting = next(iter(pending.values()))
-            raise TimeoutError(f"{waiting.role}.{waiting.method} has not finished after {timeout:g} s (rank {waiting.rank}); it goes on")
+            raise TimeoutError(
+                f"{waiting.role}.{waiting.method} has not finished after {timeout:g} s (rank {waiting.rank}); it is still running"
+            )
         for processes in look_s:
             own = [call for call in pending.values() if call.processes is processes]
             look_s[processes] = _check_limit(processes, own, look_s[processes])

@@ -131,7 +131,7 @@ def rendered_chat(
         )
     except TemplateSyntaxError as error:
         raise TemplateFailureError(
-            f"the chat template is none ({one_line(error)}, line {error.lineno}); mend chat_template.jinja"
+            f"the chat template is not valid ({one_line(error)}, line {error.lineno}); fix chat_template.jinja"
         ) from error
     except TemplateError as error:
         roles = [message["role"] for message in messages]
@@ -139,7 +139,7 @@ def rendered_chat(
     except (TypeError, ArithmeticError, LookupError, AttributeError, ValueError, RecursionError) as error:  # a template is a program
         roles = [message["role"] for message in messages]
         reason = f"{type(error).__name__}: {one_line(error)}"
-        message = f"the chat template fails for messages of the roles {roles} ({reason}); mend chat_template.jinja"
+        message = f"the chat template fails for messages of the roles {roles} ({reason}); fix chat_template.jinja"
         raise TemplateFailureError(message) from error
     assert isinstance(text, str)
     if not unicode_text.is_encodable(text):

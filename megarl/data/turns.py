@@ -78,7 +78,7 @@ class TurnTemplate:
         if not answer or _ANSWER in before or encode_rendered(self._tokenizer, after)[:1] != [self._tokenizer.eos_token_id]:
             raise ValueError(
                 f"the chat template does not write an earlier answer followed at once by the end token {self._tokenizer.eos_token!r}, so "
-                f"nothing can be put behind what the model wrote; it writes {after[:40]!r}. Use a template that does, or set the "
+                f"nothing can be appended to what the model wrote; it writes {after[:40]!r}. Use a template that does, or set the "
                 "tokenizer's eos_token to what its chat template ends an answer with"
             )
         return after
@@ -131,7 +131,7 @@ class TurnTemplate:
         parting = next((index for index, (a, b) in enumerate(pairs) if a != b), min(len(expected), len(found)))
         tokens = [self._tokenizer.tokenize(text[parting : parting + 80])[:8] for text in (expected, found)]
         return (
-            f"the chat template is not append-only: behind {expected[max(0, parting - 30) : parting]!r} a conversation that grew has "
+            f"the chat template is not append-only: after {expected[max(0, parting - 30) : parting]!r} a conversation that grew has "
             f"the tokens {tokens[0]}, and the template writes {tokens[1]} for the whole. Use a template that renders a message in the "
             "same way whatever follows it"
         )

@@ -222,7 +222,7 @@ def judge_agent(config: PPOConfig, tokenizer: PreTrainedTokenizerBase, limit_s: 
     agent = config.agent
     paths = [*(tool.path for tool in agent.tools), agent.environment.path]
     files = ", ".join(dict.fromkeys(path for path in paths if path is not None)) or "what ships"
-    remedy = f"mend {files}; `megarl generate --tool` plays an episode"
+    remedy = f"fix {files}; `megarl generate --tool` plays an episode"
     with ProcessPool(1, context=FreshContext()) as pool:
         tried = pool.schedule(try_agent, args=[agent], timeout=limit_s)
         try:
@@ -249,7 +249,7 @@ def judge_functions(algorithm: AlgorithmConfig, limit_s: float = LOAD_LIMIT_S) -
         return
     names, remedy = (
         " and ".join(references),
-        "mend the file, or leave the key out; docs/algorithms.md says what such a function gets and gives",
+        "fix the file, or leave the key out; docs/algorithms.md describes the arguments and the result of such a function",
     )
     with ProcessPool(1, context=FreshContext()) as pool:
         tried = pool.schedule(try_functions, args=[algorithm], timeout=limit_s)

@@ -38,7 +38,7 @@ def _why_not(transport: Transport, plan: PlacementPlan) -> str | None:
     trainers, engines = plan.group_of("actor").devices, plan.group_of("rollout").devices
     if transport is Transport.device and (alone := sorted(engines - trainers)):
         places = ", ".join(f"{device} of node {node}" for node, device in alone[:4])
-        return f"in the placement {plan.strategy.value!r} engines work on devices without an actor's rank beside them (device {places})"
+        return f"in the placement {plan.strategy.value!r} engines run on devices that have no actor rank (device {places})"
     if transport is Transport.group and (shared := sorted(engines & trainers)):
         node, device = shared[0]
         return f"actor and rollout share devices (device {device} of node {node}), and NCCL refuses a group with two members on one device"

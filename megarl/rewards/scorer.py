@@ -284,5 +284,5 @@ class RewardScorer:
         return (
             f"scoring failed for at least {len(errors)} of {num_requests} samples, more than "
             f"reward.max_error_rate={self._max_error_rate:g} allows:\n{shown}\n"
-            "Mend the reward function, or raise reward.max_error_rate to score such samples as 0"
+            "Fix the reward function, or raise reward.max_error_rate to score such samples as 0"
         )

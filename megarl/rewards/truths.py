@@ -130,7 +130,7 @@ def as_response(request: ScoreRequest) -> Response:
         try:
             derived = shown(truth)
         except Exception as error:  # noqa: BLE001  (the boundary of the process: the user's code may raise anything)
-            return Response(refusal=f"answer_from_truth, which stands beside {label}, raised {last_line(error)}")
+            return Response(refusal=f"answer_from_truth, defined next to {label}, raised {last_line(error)}")
         if derived is None:
             return Response(form_of=position)
         text, form_of = derived, position
@@ -148,7 +148,7 @@ def _refusal(function: LoadedFunction, label: str, truth: Any) -> str | None:
     except ValueError as error:
         return str(error)
     except Exception as error:  # noqa: BLE001  (the boundary of the process: the user's code may raise anything)
-        return f"check_truth, which stands beside {label}, raised {last_line(error)}"
+        return f"check_truth, defined next to {label}, raised {last_line(error)}"
     return None
 
 

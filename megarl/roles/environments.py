@@ -138,7 +138,7 @@ class Environments:
             limit = f"rollout.restart_limit: {self._restart_limit} restarts of such processes are used up"
             raise EnvironmentLimitError(f"{last_words}\n\n{limit}. The cause is in the words above; where it comes and goes, allow more")
         self.num_restarts += 1
-        _log.warning("%s\nit is started anew, and its episodes begin again", last_words)
+        _log.warning("%s\nit is restarted, and its episodes start again", last_words)
         self._processes[number] = _Process(self._start(number), time.monotonic())
         return sorted(process.episodes)
 

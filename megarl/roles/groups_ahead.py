@@ -261,7 +261,7 @@ class GroupsAhead:
         self.ledger.drop(number)
         self._given_up.append(f"prompt {group.uid}: {why}")
         self.num_given_up += 1
-        _log.warning("given up, %s", self._given_up[-1])
+        _log.warning("dropped: %s", self._given_up[-1])
         if len(self._given_up) > self._rules.max_error_rate * self.ledger.prompts_per_step:
             raise GivenUpError(
                 f"step {self.ledger.next_step}: {len(self._given_up)} prompts have no samples, more than "

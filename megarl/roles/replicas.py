@@ -129,7 +129,7 @@ class Replicas:
             )
         self.num_restarts += 1
         left = self._restart_limit - self.num_restarts
-        _log.warning("%s\nrollout replica %d is started anew; restarts left: %d", last_words, number, left)
+        _log.warning("%s\nrollout replica %d is restarted; restarts left: %d", last_words, number, left)
         self.groups[number] = self._start(number)
         self.starting.add(number)
 

@@ -94,7 +94,7 @@ class WeightLinks:
                 raise WeightTransferError(f"an engine of {len(self._targets[number])} ranks says what {len(needed)} need")
             self._needed, self._plan = needed, self.plan(needed)
         if needed != self._needed:
-            raise WeightTransferError(f"rollout replica {number} keeps other parts of the tensors than the first did; start the run anew")
+            raise WeightTransferError(f"rollout replica {number} keeps other parts of the tensors than the first did; restart the run")
 
     def plan(self, needed: Sequence[Boxes]) -> TransferPlan:
         """`needed`: of the ranks of each replica. Raises as `plan_transfer`."""

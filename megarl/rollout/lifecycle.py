@@ -24,7 +24,7 @@ class LifecycleState(Enum):
 
 _REMEDY = {
     LifecycleState.EMPTY: "it has no complete weights: run a weight update to its end",
-    LifecycleState.UPDATING: "its weights are half loaded: end the weight update, or begin it anew",
+    LifecycleState.UPDATING: "its weights are half loaded: end the weight update, or start it again",
     LifecycleState.READY: "it has complete weights: begin a weight update first",
     LifecycleState.ASLEEP: "it gave its memory back: wake it, then update its weights",
     LifecycleState.CLOSED: "it is closed: start another",

@@ -55,7 +55,7 @@ def _parse(path: Path, number: int, line: str) -> tuple[int, dict[str, float]]:
     try:
         record = json.loads(line)
     except json.JSONDecodeError as error:
-        raise MetricsFileError(f"{path}, line {number}: not JSON ({error}); mend or delete that line") from error
+        raise MetricsFileError(f"{path}, line {number}: not JSON ({error}); fix or delete that line") from error
     if not isinstance(record, dict) or not isinstance(record.get("step"), int):
         raise MetricsFileError(f"{path}, line {number}: expected an object with an integer 'step', found {line[:60]!r}")
     numbers = {name: float(value) for name, value in record.items() if name != "step" and isinstance(value, int | float)}

@@ -24,8 +24,8 @@ def check_run_folder(output_dir: Path) -> None:
     """Raises RunError where a run's folder is no longer there: what is written would go nowhere."""
     if not output_dir.is_dir():
         raise RunError(
-            f"{output_dir}: the run's folder was removed, or taken by something else, while it went on; what it had logged and "
-            "saved there is gone with it. Start the run again, or put the folder back first to go on from its latest checkpoint"
+            f"{output_dir}: the run's folder was removed, or taken by something else, while it was running; what it had logged and "
+            "saved there is gone with it. Start the run again, or restore the folder first to resume from its latest checkpoint"
         )
 
 

@@ -124,7 +124,7 @@ class StatusWriter:
             write_whole(self._path, json.dumps(asdict(record), indent=1) + "\n")
         except OSError as error:
             if not self._has_warned:
-                _log.warning("%s: cannot be written (%s); the run goes on without it", self._path, error)
+                _log.warning("%s: cannot be written (%s); the run continues without it", self._path, error)
             self._has_warned = True
 
 
@@ -140,13 +140,13 @@ def read_status(run_dir: Path) -> StatusRecord:
     except OSError as error:
         raise StatusError(f"{path}: cannot be read ({error.strerror})") from error
     except (ValueError, RecursionError) as error:
-        raise StatusError(f"{path}: is damaged: it is not JSON ({error}); a run that goes on writes it anew in seconds") from error
+        raise StatusError(f"{path}: is damaged: it is not JSON ({error}); a running run rewrites it within seconds") from error
     if isinstance(values, dict) and isinstance(values.get("format"), int) and values["format"] != FORMAT:
         raise StatusError(f"{path}: has the format {values['format']}, this megarl reads {FORMAT}; use the megarl that runs it")
     try:
         return _read(StatusRecord, values, "")
     except _DamageError as error:
-        raise StatusError(f"{path}: is damaged: {error}; a run that goes on writes it anew in seconds") from None
+        raise StatusError(f"{path}: is damaged: {error}; a running run rewrites it within seconds") from None
 
 
 def _why_there_is_none(run_dir: Path) -> str:

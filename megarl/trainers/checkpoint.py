@@ -222,7 +222,7 @@ class Checkpointer:
         background_s = self._clock() - save.started_s - save.blocked_s
         self._say(
             f"checkpoint of step {save.step}: {nbytes / 2**20:,.1f} MiB in {self._folder.path}, "
-            f"training waited {save.blocked_s:.2f} s, written in {background_s:.2f} s more"
+            f"training blocked for {save.blocked_s:.2f} s, then {background_s:.2f} s in the background"
         )
 
     def _commit(self, save: _Save) -> int:

@@ -62,7 +62,7 @@ def find_resume(config: RunConfig) -> Resume | None:
         if folder.whole() and not _is_in(found, folder):
             raise _problem(
                 "checkpoint.resume",
-                f"is {str(found)!r}, but {folder.path} holds checkpoints of this run; go on from those with auto, or use another folder",
+                f"is {str(found)!r}, but {folder.path} holds checkpoints of this run; resume from those with auto, or use another folder",
             )
     return None if found is None else _read(found, folder, config)
 
@@ -97,14 +97,14 @@ def _read(checkpoint: Path, folder: CheckpointFolder, config: RunConfig) -> Resu
         changes.append(Difference("OMP_NUM_THREADS, or cores: the last bits of a CPU's numbers follow from it", state["threads"], now))
     problems = [
         f"{change.key}: is {change.now!r}, but the checkpoint was written with {change.before!r}, and it decides {FIXED[change.key]}; "
-        "use the same value, or start anew in another folder"
+        "use the same value, or start again in another folder"
         for change in changes
         if change.is_fixed
     ]
     problems += _role_problems(checkpoint, description["roles"], config)
     problems += _step_problems(state, config)
     if problems:
-        raise ConfigError(f"{checkpoint}, which the run would go on from", problems)
+        raise ConfigError(f"{checkpoint}, from which the run would resume", problems)
     return Resume(checkpoint=checkpoint, step=state["step"], state=state, differences=changes, is_own=_is_in(checkpoint, folder))
 
 
@@ -118,7 +118,7 @@ def _check_steps(checkpoint: Path, description: dict[str, Any]) -> None:
         if step != description["step"]:
             raise CheckpointError(
                 f"{checkpoint / role}: is of step {step}, and the checkpoint that it lies in is of step {description['step']}: "
-                "models of two steps do not go on together; put the right folder back, or use another checkpoint"
+                "models of two steps cannot be resumed together; restore the right folder, or use another checkpoint"
             )
 
 
@@ -182,8 +182,8 @@ def older_ones(damaged: Path) -> str:
     """What a user can go on from in the place of a checkpoint that is damaged."""
     whole = [path for path in CheckpointFolder(damaged.parent).whole() if path.name < damaged.name and _is_whole(path)]
     if not whole:
-        return "There is no older one that is whole"
-    return "Older ones that are whole: " + ", ".join(map(str, reversed(whole))) + "; go on from one with checkpoint.resume=PATH"
+        return "There is no older complete checkpoint"
+    return "Older complete checkpoints: " + ", ".join(map(str, reversed(whole))) + "; resume from one with checkpoint.resume=PATH"
 
 
 def _is_whole(checkpoint: Path) -> bool:

@@ -98,7 +98,7 @@ class StatusOfRun:
         which = "" if oldest is None else f"; the oldest is of prompt {oldest.uid or '-'}, asked for {oldest.seconds:.0f} s ago"
         return (
             f"rollout replica {number} has finished none of its {replica.in_flight} requests for {replica.silent_s:.0f} s{which}. After "
-            f"{limit_s:g} s (trainer.phase_time_limit_s) it is taken for hung and started anew"
+            f"{limit_s:g} s (trainer.phase_time_limit_s) it is considered hung and restarted"
         )
 
 

@@ -94,7 +94,7 @@ class WeightReceiver:
         if self._end is None or self._landing is None:
             raise WeightTransferError("the engine has joined no trainer")
         if self._end.is_under_way:
-            raise WeightTransferError("the weights before these were given up in the middle: join the trainers anew")
+            raise WeightTransferError("the previous weight update was aborted halfway: join the trainers again")
         if has_moved:
             self._landing.forget()
 

@@ -147,7 +147,7 @@ class Rounds:
         given_up: replicas that are dead. Raises WeightTransferError where someone is gone without whom there is no transfer.
         """
         for replica in set(given_up) - self.lost.keys():
-            self._lose(replica, WeightTransferError("it was given up"))
+            self._lose(replica, WeightTransferError("it was dropped"))
         self._give_up_s = time.monotonic() + self._slice_s
         with torch.no_grad():
             for _ in self._steps:

@@ -111,7 +111,7 @@ def test_ctrl_c_stops_the_job(cluster: str, env: dict[str, str], tmp_path: Path)
     job.wait_for(lambda: written.exists() and written.read_text().count("\n"))
     job.interrupt()
     assert job.status() == 130, job.said()
-    assert "which is saved; the same command goes on from there" in job.said(), job.said()[-3000:]
+    assert "which is saved; run the same command to resume from there" in job.said(), job.said()[-3000:]
     assert list((tmp_path / "run" / "checkpoints").glob("step_*"))
 
 

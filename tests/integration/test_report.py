@@ -227,7 +227,7 @@ def test_samples_are_found_and_read_token_by_token(chromium: Chrome, page: str, 
     alphas = [float(token.value_of_css_property("background-color").split(",")[-1].rstrip(")")) for token in tokens]
     assert max(alphas) == alphas[least]  # what was improbable is coloured most
     assert alphas[least] == pytest.approx(0.75 * (1 - math.exp(wanted["log_probs"][least])), abs=0.01)
-    choose("Colour of tokens", "advantage")
+    choose("Color of tokens", "advantage")
     colors = {token.value_of_css_property("background-color") for token in tokens}
     assert colors == {"rgba(47, 126, 216, 0.75)" if wanted["advantage"] > 0 else "rgba(224, 112, 42, 0.75)"}
     choose("Kind of samples", "held-out")

@@ -65,7 +65,7 @@ def test_sft_killed_in_a_save_and_told_to_end_goes_on_as_if_nothing_had_been(str
     assert latest is not None
     step = int(latest.name[5:])
     assert 5 <= step < SFT_STEPS
-    assert f"ended by SIGTERM after step {step}, which is saved; the same command goes on from there" in run.log.read_text()
+    assert f"ended by SIGTERM after step {step}, which is saved; run the same command to resume from there" in run.log.read_text()
     assert list(run.checkpoints.path.glob(".step_*")) == []
 
     assert_same(run.finish(), straight)
@@ -119,7 +119,7 @@ def test_a_flipped_bit_is_named_with_its_tensor_and_what_is_whole_is_listed(stra
     line = next(line for line in straight_run.log.read_text().splitlines() if str(shard) in line)
     assert "is not what was written (its checksum differs)" in line
     assert "decoder." in line or "embedding." in line
-    assert f"Older ones that are whole: {straight_run.checkpoints.path / f'step_{SFT_STEPS - 1:08d}'}, " in line
+    assert f"Older complete checkpoints: {straight_run.checkpoints.path / f'step_{SFT_STEPS - 1:08d}'}, " in line
     assert "Traceback" not in straight_run.log.read_text()
 
 
@@ -192,7 +192,7 @@ def test_damage_that_the_driver_sees_is_known_before_a_process_starts(
     check_documented("checkpoint-damaged", last_page_of(said))
     err = said.splitlines()
     assert err[0].startswith(f"{state}: its content is not what was written (checksum)")
-    assert "Older ones that are whole: " in err[0]
+    assert "Older complete checkpoints: " in err[0]
 
 
 def test_ppo_whose_driver_is_killed_in_a_save_leaves_no_process_and_goes_on_as_if_nothing_had_been(inputs: Path, tmp_path: Path) -> None:
@@ -273,7 +273,7 @@ def test_a_run_that_meets_one_fault_after_another_ends_as_an_undisturbed_one(str
     run, away = Faulty(sft_config(inputs, DType.float32, SFT_STEPS, every_steps=1), tmp_path), tmp_path / "away"
     page = run.disturb(kill("raylet"), clock_is_set=True)
     assert "what    RayEndedError: Ray's raylet has ended (killed, out of memory, or crashed), and all processes of the run" in page
-    assert "checkpoints; the same command goes on from the latest" in page
+    assert "checkpoints; the same command resumes from the latest" in page
     page = run.disturb(kill("gcs_server"))
     assert "what    RayEndedError: Ray's gcs_server has ended" in page
     assert "raylet.err of Ray's logs (below)" in page
@@ -287,7 +287,7 @@ def test_a_run_that_meets_one_fault_after_another_ends_as_an_undisturbed_one(str
             page = run.disturb(lambda command: made.enter_context(read_only(run.output_dir)), is_read_only=True)
             assert "cannot be written" in page  # by the driver or by a rank
             assert "Read-only file system" in page
-            assert "mend the folder, and the same command goes on from the latest checkpoint that is there" in page
+            assert "fix the folder and run the same command: it resumes from the latest complete checkpoint" in page
             assert "failure.txt could not be written" in run.log.read_text()
     assert_same(run.finish(), straight)
     assert list(run.checkpoints.path.glob(".*")) == []

@@ -118,7 +118,7 @@ def test_a_lost_replica_is_replaced_and_the_batch_is_whole(
     assert 1 <= metrics["rollout/num_resent"] <= 8
     (warning,) = [record.getMessage() for record in caplog.records if record.name == "megarl.roles.replicas"]
     assert why in warning
-    assert "is started anew; restarts left: 2" in warning
+    assert "is restarted; restarts left: 2" in warning
     rollout.settle()
     expected = {name: checksum(tensor) for name, tensor in WEIGHTS.items()}
     assert [replica.checksums() for replica in rollout.replicas] == [expected, expected]

@@ -70,7 +70,7 @@ class RolloutConfig:
     late: Late = Late.wait  # what becomes of prompts that are not finished when their step begins
     # share of a step's prompts that may be given up where an engine cannot write their samples; others take their place, ahead of training
     max_error_rate: float = ranged(0.0, at_least=0, at_most=1)
-    restart_limit: int = ranged(3, at_least=0)  # replicas that may be started anew in one run
+    restart_limit: int = ranged(3, at_least=0)  # replica restarts that one run allows
     health_limit_s: float = ranged(120.0, at_least=1)  # an engine that makes no progress for so long is taken for hung
     validation: SamplingConfig = field(default_factory=SamplingConfig)
     sglang: SGLangConfig = field(default_factory=SGLangConfig)

@@ -249,7 +249,7 @@ class _Parser:
                 value = _of(numbers.divide, value, self._signed_power())
             elif self._begins_factor():
                 if self._kind() in ("number", "based") and self._tokens[self._at - 1][0] in ("number", "based"):
-                    raise UnreadableError("two numbers beside each other")
+                    raise UnreadableError("two adjacent numbers")
                 value = _of(numbers.multiply, value, self._power())
             else:
                 return value

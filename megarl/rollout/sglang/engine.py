@@ -199,7 +199,7 @@ class SGLangEngine(RolloutEngine):
                 return
             futures = {future: futures[future] for future in wait(futures, timeout=_ABORT_POLL_S).not_done}
             if time.monotonic() - start_s > self._health_limit_s:
-                raise EngineDeadError(f"SGLang has not given up {len(futures)} requests within {self._health_limit_s:g} s")
+                raise EngineDeadError(f"SGLang has not aborted {len(futures)} requests within {self._health_limit_s:g} s")
 
     # ---- weights
 

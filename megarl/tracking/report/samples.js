@@ -216,10 +216,10 @@ const samplesTab = {
     const choice = select(Object.entries(COLORINGS), this.coloring, (value) => {
       this.coloring = value;
       paint();
-    }, "Colour of tokens");
+    }, "Color of tokens");
     choice.id = "coloring";
     paint();
-    return [h("div", { className: "toolbar" }, h("label", {}, "colour: ", choice), legend), text];
+    return [h("div", { className: "toolbar" }, h("label", {}, "color: ", choice), legend), text];
   },
 
   // A block for each turn of the model, and for each answer to one, whose tokens nobody drew.

@@ -299,7 +299,7 @@ def test_a_response_that_fills_its_length_is_like_any_other(kind):
 def test_rewards_that_are_no_numbers_are_refused_with_the_uid(value):
     rewards, mask = torch.tensor([[0.0, 1.0], [value, 0.0], [0.0, value]]), torch.tensor([[True, True], [True, True], [True, False]])
     uid = np.array(["good", "bad", "masked"], dtype=object)
-    with pytest.raises(ValueError, match=rf"token_level_rewards is {value} for 1 of 3 samples \(uid bad\).*mend the reward function"):
+    with pytest.raises(ValueError, match=rf"token_level_rewards is {value} for 1 of 3 samples \(uid bad\).*fix the reward function"):
         AdvantageInputs(token_level_rewards=rewards, response_mask=mask, uid=uid)
 
 

@@ -198,11 +198,13 @@ def test_a_file_says_its_kind(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     write_yaml(tmp_path / "sft.yaml", {"kind": "sft"} | values)
     assert main(["check", "--fast", path]) == 0
     assert main(["score", path, "rows.jsonl"]) == 2
-    assert "kind: is sft: it cannot be read as one of reinforcement learning" in capsys.readouterr().err
+    assert (
+        "kind: is 'sft', which this command does not run; give the configuration of a reinforcement learning run" in capsys.readouterr().err
+    )
     assert main(["check", "--fast", path, "kind=grpo"]) == 2
     assert "kind: is 'grpo', but must be one of ppo, sft" in capsys.readouterr().err
     assert main(["sft", path, "kind=ppo"]) == 2
-    assert "kind: is ppo: `megarl train` starts it" in capsys.readouterr().err
+    assert "kind: is 'ppo', which this command does not run; use `megarl train`" in capsys.readouterr().err
 
 
 BROKEN = [

@@ -103,9 +103,9 @@ def test_a_full_gpu_while_weights_are_sent(tmp_path: Path) -> None:
         (CheckpointError("x/metadata: its content is not what was written"), "checkpoint.resume=PATH"),
         (
             CheckpointError("x: the checkpoint of step 3 cannot be written (Read-only file system); ..."),
-            "mend the folder, and the same command",
+            "fix the folder and run the same command",
         ),
-        (CheckpointError("x/__0_0.distcp: cannot be written: Read-only file system"), "mend the folder, and the same command"),
+        (CheckpointError("x/__0_0.distcp: cannot be written: Read-only file system"), "fix the folder and run the same command"),
         (PhaseTimeoutError("actor", "finish_save", 60.0, [SILENT]), "all of them at work: it is slow, not stuck"),
         (PhaseTimeoutError("actor", "update", 60.0, [SILENT]), "raise the limit: trainer.phase_time_limit_s=1800"),
         (PhaseTimeoutError("actor", "__init__", 60.0, [SILENT]), "raise trainer.phase_time_limit_s=1800"),

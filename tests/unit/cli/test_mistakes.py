@@ -177,9 +177,9 @@ MISTAKES: dict[str, Mistake] = {
     "a tokenizer's settings as a list": Mistake("must hold a JSON object, not list", prepare=text("policy/tokenizer_config.json", "[]")),
     "a token that the model lacks": Mistake("the tokenizer has 1 tokens that the model lacks", prepare=with_token),
     "no chat template": Mistake("put chat_template.jinja", prepare=gone("chat_template.jinja")),
-    "a template that fails": Mistake("mend chat_template.jinja", prepare=text("policy/chat_template.jinja", "{{ 1 / 0 }}")),
-    "a template of another language": Mistake("mend chat_template.jinja", prepare=text("policy/chat_template.jinja", "{{ 1 + 'a' }}")),
-    "a template without an end": Mistake("the chat template is none", prepare=text("policy/chat_template.jinja", "{% if %}")),
+    "a template that fails": Mistake("fix chat_template.jinja", prepare=text("policy/chat_template.jinja", "{{ 1 / 0 }}")),
+    "a template of another language": Mistake("fix chat_template.jinja", prepare=text("policy/chat_template.jinja", "{{ 1 + 'a' }}")),
+    "a template without an end": Mistake("the chat template is not valid", prepare=text("policy/chat_template.jinja", "{% if %}")),
     "an end token that is no number": Mistake("eos_token_id is 'x'", prepare=fields("generation_config.json", eos_token_id="x")),
     # data
     "no column of prompts": Mistake(

@@ -33,7 +33,7 @@ def dump(folder: Path, strategy: PlacementStrategy) -> None:
 def test_a_run_is_asked_once(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert take_request(folder) is None
     assert main(["scale", str(folder), "--replicas", "3"]) == 0
-    assert "asked for 3 replicas in the place of 1; the run looks between two steps" in capsys.readouterr().out
+    assert "asked for 3 replicas instead of 1; the run looks between two steps" in capsys.readouterr().out
     assert (take_request(folder), take_request(folder)) == (3, None)
     for count in ("3", "1"):  # the run has not said yet that it has three
         assert main(["scale", str(folder), "--replicas", count]) == 0
@@ -53,7 +53,7 @@ def test_what_cannot_be_asked_is_one_line_and_status_2(folder: Path, capsys: pyt
     dump(folder, PlacementStrategy.hybrid)
     assert "in placement.strategy=hybrid the engines take turns with others" in refused(str(folder), "--replicas", "2")
     write(folder, replace(STATUS, state="ended"))
-    assert "the run has ended, 0 s ago. To go on with 2: rollout.num_replicas=2" in refused(str(folder), "--replicas", "2")
+    assert "the run has ended, 0 s ago. To resume with 2 replicas: rollout.num_replicas=2" in refused(str(folder), "--replicas", "2")
 
 
 @pytest.mark.parametrize(

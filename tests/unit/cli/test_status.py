@@ -54,7 +54,7 @@ def test_it_is_watched_until_it_ends(tmp_path: Path, capsys: pytest.CaptureFixtu
     ("state", "changes", "says"),
     [
         ("ended", {}, "the run has ended, 0 s ago"),
-        ("stopped", {}, "the run was stopped by SIGTERM and saved, 0 s ago; `megarl train` goes on"),
+        ("stopped", {}, "the run was stopped by SIGTERM and saved, 0 s ago; `megarl train` resumes it"),
         ("failed", {}, "the run has failed, 0 s ago, in step 3; see {folder}/failure.txt"),
         (RUNNING, {"pid": 2**22 + 1}, "its process 4194305 on {host} is gone, 5 min ago, in step 3"),
     ],

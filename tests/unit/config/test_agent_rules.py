@@ -26,7 +26,7 @@ GAME = EnvironmentConfig(path="game.py")
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"agent": replace(TOOLS, environment=GAME)}, "an environment answers the model itself, so tools have no use beside it"),
+        ({"agent": replace(TOOLS, environment=GAME)}, "an environment answers the model itself, so tools would not be used"),
         ({"agent": replace(TOOLS, max_turn_tokens=65)}, "max_turn_tokens 65 is above max_response_length 64"),
         ({"rollout": RolloutConfig(validation=SamplingConfig(min_new_tokens=2))}, "min_new_tokens is 2"),
     ],

@@ -49,9 +49,7 @@ def test_a_truth_is_scored_in_its_own_form(tmp_path: Path) -> None:
     assert [trial.is_underivable for trial in trials] == [False, False, True, False, False, False]
     (lines,) = refused(trials).values()
     assert lines[0] == "row 3: the ground truth '': it is empty; write the answer"
-    assert lines[1].startswith(
-        "row 4: the ground truth 'odd': check_truth, which stands beside compute_score, raised RuntimeError: no Value"
-    )
+    assert lines[1].startswith("row 4: the ground truth 'odd': check_truth, defined next to compute_score, raised RuntimeError: no Value")
     assert len(lines) == 2
     assert worthless(trials) == []
 

@@ -62,7 +62,7 @@ def test_a_trainer_that_is_gone_in_the_middle(ready: Subject, carrier: str) -> N
     with pytest.raises(WeightTransferError, match=r"missing from element 0"):
         engine.end_weight_update(2)
     engine.begin_weight_update(ready.manifest)
-    with pytest.raises(WeightTransferError, match="in the middle: join the trainers anew|gone|a peer was lost"):
+    with pytest.raises(WeightTransferError, match="aborted halfway: join the trainers again|gone|a peer was lost"):
         engine.receive_weights()
     engine.leave_weights()
     with pytest.raises(WeightTransferError, match="has joined no trainer"):

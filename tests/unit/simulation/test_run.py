@@ -189,7 +189,7 @@ def test_too_many_prompts_that_are_given_up_end_the_run_with_their_causes(caplog
     simulation = Simulation(one)
     assert [row for step in simulation.run().steps for row in step.uids] == ["0-0", "0-2", "0-3", "0-6", "0-7", "0-8", "1-0", "1-2", "1-3"]
     assert simulation.groups.num_given_up == 4
-    assert "given up, prompt 0-4: scripted" in caplog.text
+    assert "dropped: prompt 0-4: scripted" in caplog.text
     with pytest.raises(
         GivenUpError, match=r"step 1: 2 prompts have no samples, .*max_error_rate=0.4 of 3 allows:\n  prompt 0-1: scripted\n"
     ):

@@ -36,7 +36,7 @@ def test_a_line_that_a_killed_run_left_unfinished_is_skipped(tmp_path):
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
-        (({"step": 1, "a": 1.0}, "{broken\n", {"step": 3, "a": 1.0}), r"metrics.jsonl, line 2: not JSON .*mend or delete"),
+        (({"step": 1, "a": 1.0}, "{broken\n", {"step": 3, "a": 1.0}), r"metrics.jsonl, line 2: not JSON .*fix or delete"),
         (("[1, 2]\n",), r"line 1: expected an object with an integer 'step', found '\[1, 2\]'"),
         (({"a": 1.0},), r"line 1: expected an object with an integer 'step'"),
         (("",), r"no complete step yet"),

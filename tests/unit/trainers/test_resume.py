@@ -93,7 +93,7 @@ def test_a_model_of_another_step_is_refused_and_no_such_checkpoint_is_offered(co
     said = str(caught.value)
     assert said.startswith(f"{latest / 'critic'}: is of step 2, and the checkpoint that it lies in is of step 6: ")
     assert "\n" not in said
-    assert f"Older ones that are whole: {older};" in said
+    assert f"Older complete checkpoints: {older};" in said
 
 
 def test_a_path_is_a_checkpoint_or_a_folder_of_them(config: PPOConfig, tmp_path: Path) -> None:
@@ -105,7 +105,7 @@ def test_a_path_is_a_checkpoint_or_a_folder_of_them(config: PPOConfig, tmp_path:
         assert found is not None
         assert (found.step, found.is_own) == (step, False)
     save(config, 6)
-    with pytest.raises(ConfigError, match="holds checkpoints of this run; go on from those with auto"):
+    with pytest.raises(ConfigError, match="holds checkpoints of this run; resume from those with auto"):
         find_resume(resuming(config, latest))
     own = find_resume(resuming(config, checkpoint_folder(config).path / "step_00000006"))
     assert own is not None
@@ -204,6 +204,6 @@ def test_a_file_that_no_run_writes_is_one_line(config: PPOConfig, name: str, con
 )
 def test_damage_is_named_and_no_older_one_is_taken(config: PPOConfig, damage: Callable[[Path], object], said: str) -> None:
     damage(save(config, 4))
-    with pytest.raises(CheckpointError, match=f"{said}.*There is no older one that is whole") as caught:
+    with pytest.raises(CheckpointError, match=f"{said}.*There is no older complete checkpoint") as caught:
         find_resume(config)
     assert "\n" not in str(caught.value)
