@@ -189,7 +189,7 @@ def test_a_good_configuration_has_none(ppo: str) -> None:
         ),
         (
             ["rollout.max_error_rate=0.1"],
-            "rollout.max_error_rate, rollout.max_staleness: is 0.1, but with max_staleness=0 nothing takes the place",
+            "rollout.max_error_rate, rollout.max_staleness: is 0.1, but with max_staleness=0 nothing replaces a prompt",
         ),
         (["rollout.max_staleness=-1"], "rollout.max_staleness: is -1"),
         (["rollout.tensor_parallel_size=2"], "the engine 'hf' holds a whole model per replica, so tensor_parallel_size 2 must be 1"),

@@ -51,7 +51,7 @@ def test_auto(strategy: PlacementStrategy, num_nodes: int, expected: Transport) 
             SPLIT,
             3,
             DEVICE,
-            "is device, but in the placement 'split_collocate' engines work on devices without an actor's rank.*; use group or",
+            "is device, but in the placement 'split_collocate' engines run on devices that have no actor rank.*; use group or",
         ),
         (SPLIT, 1, DEVICE, "that have no actor rank .device 3 of node 0, 4 of node 0.; use group or folder, or auto"),
         (HYBRID, 1, GROUP, "is group, but actor and rollout share devices .*, and NCCL refuses .*; use device or folder, or auto"),
