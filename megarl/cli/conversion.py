@@ -29,6 +29,7 @@ from megarl.checkpoints.convert.verify import Comparison, Match, TensorCompariso
 from megarl.checkpoints.role_folder import Layout
 from megarl.cli.tables import output_console
 from megarl.config.errors import CheckpointError
+from megarl.machine.wording import counted
 from megarl.weights.hf_folder import CONFIG_FILE
 
 GOOD, NOT_THE_SAME, USER_ERROR = 0, 1, 2
@@ -75,9 +76,9 @@ def _convert(parsed: argparse.Namespace, write: Callable[[ModelSource, torch.dty
     with _progress_bar(parsed.conversion) as report:
         written = write(source, getattr(torch, parsed.dtype) if parsed.dtype else None, report)
     seconds = time.monotonic() - start_s
-    files = f"{written.num_files} file" + ("s" if written.num_files > 1 else "")
     print(
-        f"{parsed.output}: {source.num_parameters:,} parameters, {written.nbytes:,} bytes in {files}, {seconds:.1f} s, "
+        f"{parsed.output}: {counted(source.num_parameters, 'parameter')}, {counted(written.nbytes, 'byte')} in "
+        f"{counted(written.num_files, 'file')}, {seconds:.1f} s, "
         f"{written.nbytes / seconds / 1e9:.2f} GB/s, "
         f"at most {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6:,.0f} MB of memory, the program itself included"
     )
@@ -170,10 +171,10 @@ def print_comparison(comparison: Comparison, console: Console) -> None:
 
 
 def verdict(comparison: Comparison) -> str:
-    """One line."""
-    counts = ", ".join(f"{count:,} {match.value}" for match in Match if (count := comparison.count(match)))
+    """Return one line that says whether the models are the same."""
+    counts = ", ".join(f"{counted(count, 'tensor')} {match.value}" for match in Match if (count := comparison.count(match)))
     if not comparison.is_same:
-        return f"not the same model: of {len(comparison.tensors):,} tensors {counts}"
+        return f"not the same model: {counts}"
     rounded = [tensor for tensor in comparison.tensors if tensor.match is Match.rounded]
     if not rounded:
         return f"the same model: {counts}"

@@ -35,6 +35,7 @@ from megarl.data.tokenizer import load_tokenizer
 from megarl.doctor.check_result import Status
 from megarl.doctor.reward_functions import choose_truths, judge_rewards
 from megarl.machine.files import write_whole
+from megarl.machine.wording import counted
 from megarl.roles.start import EvaluationRoles, start_evaluation
 from megarl.roles.weights import FolderWeights
 from megarl.trainers.checkpoint import CONFIG_FILE
@@ -75,8 +76,8 @@ def run(parsed: argparse.Namespace) -> int:
     _claim(output)
     console, start_s = output_console(stderr=True), time.monotonic()
     if others is not None and (lacking := _not_compared(config, keys, others)):
-        console.print(f"not compared, for only one side has it: {', '.join(lacking)}", highlight=False, soft_wrap=True)
-    what = f"{len(data):,} prompts x {config.rollout.validation.n} samples of {model.source.folder}"
+        console.print(f"not compared, because only one side has it: {', '.join(lacking)}", highlight=False, soft_wrap=True)
+    what = f"{counted(len(data), 'prompt')} x {counted(config.rollout.validation.n, 'sample')} of {model.source.folder}"
     console.print(f"{what}, by the engine {config.rollout.engine.name}", highlight=False, soft_wrap=True)
     dtype = getattr(torch, config.model.dtype.value)
     with (

@@ -10,6 +10,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from megarl.algorithms.sampling_metrics import Estimate
+from megarl.machine.wording import counted
 from megarl.trainers.evaluation_results import SourceComparison, SourceResult
 
 
@@ -45,14 +46,14 @@ class PassProgress:
         self._bar.update(self._task, advance=num_prompts, score=f"score {mean_score:.3g}")
         if not self._console.is_terminal:
             left_s = (time.monotonic() - self._start_s) / self._num_done * (self._num_prompts - self._num_done)
-            done = f"{self._num_done:,} of {self._num_prompts:,} prompts"
+            done = f"{self._num_done:,} of {counted(self._num_prompts, 'prompt')}"
             self._console.print(f"{done}, score {mean_score:.3g}, {left_s:.0f} s left", highlight=False, soft_wrap=True)
 
 
 def print_result(source: str, result: SourceResult, comparison: SourceComparison | None, console: Console) -> None:
     """Print the table of one data source. comparison: with the evaluation that `--against` names."""
-    counted = f"{result.num_prompts:,} prompts, {result.num_samples:,} samples of {result.mean_tokens:.1f} tokens on average"
-    console.print(f"{source}: {counted}, {result.truncated:.1%} of them cut", highlight=False, soft_wrap=True)
+    size = f"{counted(result.num_prompts, 'prompt')}, {counted(result.num_samples, 'sample')} of {result.mean_tokens:.1f} tokens on average"
+    console.print(f"{source}: {size}, {result.truncated:.1%} truncated", highlight=False, soft_wrap=True)
     table = Table()
     for column in ("metric", "value", "standard error", *([] if comparison is None else ["difference", "its standard error"])):
         table.add_column(column, justify="left" if column == "metric" else "right")

@@ -14,6 +14,7 @@ from megarl.config.derive import checkpoint_path
 from megarl.config.errors import RunError
 from megarl.controller.errors import PhaseTimeoutError, WorkerError
 from megarl.machine.files import write_whole
+from megarl.machine.wording import counted
 from megarl.tracking.run_files import CONFIG_FILE, FAILURE_FILE, GENERATIONS_FILE, METRICS_FILE
 from megarl.tracking.samples import SAMPLES_FOLDER
 from megarl.tracking.timeline import TIMELINE_FILE
@@ -77,7 +78,9 @@ def _cause(error: Exception) -> Cause:
         first = str(error).splitlines()[0]
         lines = [first, *(f"  {report.summary}" for report in error.reports[:6])]
         more = len(error.reports) - 6
-        return Cause(_name(error), [*lines, *([f"  and {more} more ranks"] if more > 0 else [])], str(error), error.role, error.method)
+        return Cause(
+            _name(error), [*lines, *([f"  and {counted(more, 'more rank')}"] if more > 0 else [])], str(error), error.role, error.method
+        )
     below = error.__cause__
     inner = _cause(below) if isinstance(below, Exception) else None
     text = f"{_name(error)}: {error}"
@@ -100,7 +103,7 @@ def _shortened(lines: Sequence[str]) -> list[str]:
     shown = [line.rstrip() for line in lines if line.strip()]
     if len(shown) > _NUM_MESSAGE_LINES:
         left = len(shown) - _NUM_MESSAGE_LINES
-        shown = [*shown[: _NUM_MESSAGE_LINES - 1], f"({left + 1} more lines above)"]
+        shown = [*shown[: _NUM_MESSAGE_LINES - 1], f"({left + 1:,} more lines above)"]
     return [line if len(line) <= _NUM_CHARACTERS else line[: _NUM_CHARACTERS - 4] + " ..." for line in shown]
 
 

@@ -47,7 +47,7 @@ def print_absent(lines: Sequence[str], console: Console) -> None:
 
 
 def placement_table(plan: PlacementPlan, *, generates_ahead: bool = False) -> Table:
-    size = f"{plan.num_nodes} x {plan.devices_per_node} devices"
+    size = f"{plan.num_nodes} x {counted(plan.devices_per_node, 'device')}"
     drawn = table(f"Placement: {plan.strategy.value} on {size}", "pool", "process", "roles", "node", "device", wraps="roles")
     for group in plan.groups:
         for ranks, nodes, devices in _folded(group):

@@ -16,6 +16,7 @@ import psutil
 from megarl.config.derive import checkpoint_path, samples_per_step
 from megarl.config.roles import REWARD_MODEL
 from megarl.config.schema import PPOConfig, SFTConfig
+from megarl.machine.wording import counted
 
 RunConfig = PPOConfig | SFTConfig
 _ROLLOUT = "rollout"
@@ -116,7 +117,7 @@ def _host_memory(cause: Cause, config: RunConfig | None) -> list[str]:
     ]
     if config is None:
         return lines
-    lines.append(f"what a step holds: {samples_per_step(config)} samples a step ({_now(config, *_PER_STEP)}); fewer, or shorter")
+    lines.append(f"what a step holds: {counted(samples_per_step(config), 'sample')} a step ({_now(config, *_PER_STEP)}); fewer, or shorter")
     if isinstance(config, PPOConfig):
         lines.append(f"processes: {_now(config, 'rollout.num_replicas', 'reward.num_processes')}; fewer")
         lines.append(f"roles that take turns wait in it: {_now(config, 'placement.strategy')}; with stand_alone none does")

@@ -50,19 +50,24 @@ def print_summary(config: PPOConfig | SFTConfig, console: Console) -> None:
     architectures, _ = read_architectures(config)
     arithmetic, plan = derive(config, architectures), plan_placement(config)
     fullest = max(plan_memory(config, plan, architectures), key=lambda device: device.peak)
-    prompts = f"{arithmetic.prompts_per_step:,} prompts x {arithmetic.samples_per_prompt} = " if isinstance(config, PPOConfig) else ""
-    rows = f"{arithmetic.samples_per_step:,} rows of at most {arithmetic.max_row_tokens:,} tokens"
+    prompts = (
+        f"{counted(arithmetic.prompts_per_step, 'prompt')} x {arithmetic.samples_per_prompt} = " if isinstance(config, PPOConfig) else ""
+    )
+    rows = f"{counted(arithmetic.samples_per_step, 'row')} of at most {arithmetic.max_row_tokens:,} tokens"
     print_line(
         console,
-        f"{title_of(config)}: {arithmetic.total_steps:,} steps of {prompts}{rows}, mini-batches: {arithmetic.mini_batches_per_step:,}",
+        f"{title_of(config)}: {counted(arithmetic.total_steps, 'step')} of {prompts}{rows}, "
+        f"mini-batches: {arithmetic.mini_batches_per_step:,}",
     )
     print_models(config, architectures, console)
     if isinstance(config, PPOConfig):
         print_line(console, f"KL: {_kl(config)}")
         print_reward(config, architectures, console)
-        engines = f"{config.rollout.num_replicas} x {config.rollout.tensor_parallel_size} devices"
+        engines = f"{config.rollout.num_replicas} x {counted(config.rollout.tensor_parallel_size, 'device')}"
         print_line(console, f"rollout: {config.rollout.engine.value} on {engines}, weights by {choose_transport(config, plan).value}")
-    place = f"{plan.strategy.value}, {counted(plan.num_processes, 'process')} on {plan.num_nodes} x {plan.devices_per_node} devices"
+    place = (
+        f"{plan.strategy.value}, {counted(plan.num_processes, 'process')} on {plan.num_nodes} x {counted(plan.devices_per_node, 'device')}"
+    )
     print_line(console, f"placement: {place}; the fullest device, of pool {fullest.pool}, holds {fullest.peak / 2**30:.2f} GiB by the plan")
     print_line(console, f"checkpoints: {when_saved(config)[0]}, in {checkpoint_path(config)}")
     for warning in warnings_of(config, architectures):

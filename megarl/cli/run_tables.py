@@ -104,12 +104,16 @@ def _models(roles: Sequence[ModelRole], architectures: Mapping[str, Architecture
 
 def _arithmetic(arithmetic: RunArithmetic) -> Table:
     drawn = table("One step", "quantity", "value", "from")
-    samples = f"{arithmetic.prompts_per_step:,} prompts x {arithmetic.samples_per_prompt}"
+    samples = f"{counted(arithmetic.prompts_per_step, 'prompt')} x {arithmetic.samples_per_prompt}"
     drawn.add_row("samples", f"{arithmetic.samples_per_step:,}", samples)
     mini_batch = arithmetic.samples_per_step // arithmetic.mini_batches_per_step
-    drawn.add_row("mini-batches", f"{arithmetic.mini_batches_per_step:,} x {mini_batch:,} rows", f"{arithmetic.samples_per_step:,} samples")
-    drawn.add_row("longest row", f"{arithmetic.max_row_tokens:,} tokens", "data")
-    total = f"{arithmetic.total_steps:,} steps x {arithmetic.samples_per_step:,}"
+    drawn.add_row(
+        "mini-batches",
+        f"{arithmetic.mini_batches_per_step:,} x {counted(mini_batch, 'row')}",
+        counted(arithmetic.samples_per_step, "sample"),
+    )
+    drawn.add_row("longest row", counted(arithmetic.max_row_tokens, "token"), "data")
+    total = f"{counted(arithmetic.total_steps, 'step')} x {arithmetic.samples_per_step:,}"
     drawn.add_row("samples of the run", f"{arithmetic.samples_total:,}", total)
     return drawn
 
@@ -143,7 +147,7 @@ def _print_rollout(config: PPOConfig, plan: PlacementPlan, console: Console) -> 
     rollout = config.rollout
     drawn = table("Rollout", "quantity", "value", "from")
     drawn.add_row("engine", rollout.engine.value, "rollout.engine")
-    replicas = f"{rollout.num_replicas} x {rollout.tensor_parallel_size} devices"
+    replicas = f"{rollout.num_replicas} x {counted(rollout.tensor_parallel_size, 'device')}"
     drawn.add_row("replicas", replicas, _whose_devices(plan))
     drawn.add_row("sequences at a time", f"{rollout.num_replicas * rollout.max_concurrency:,}", f"{rollout.max_concurrency:,} per replica")
     console.print(drawn)
@@ -192,8 +196,8 @@ def when_saved(config: PPOConfig | SFTConfig) -> tuple[str, str]:
     """In words, and by which keys."""
     checkpoint = config.checkpoint
     moments = [
-        (bool(checkpoint.every_steps), f"every {checkpoint.every_steps:,} steps", "every_steps"),
-        (bool(checkpoint.every_minutes), f"every {checkpoint.every_minutes:g} minutes", "every_minutes"),
+        (bool(checkpoint.every_steps), f"every {counted(checkpoint.every_steps, 'step')}", "every_steps"),
+        (bool(checkpoint.every_minutes), f"every {checkpoint.every_minutes:g} min", "every_minutes"),
         (checkpoint.keep_best.metric is not None, "after the best validation", "keep_best"),
         (checkpoint.at_end, "at the end", "at_end"),
     ]
@@ -217,8 +221,8 @@ def _of_a_long_warmup(config: PPOConfig | SFTConfig) -> Iterator[str]:
     for role in model_roles(config):
         if role.optim is not None and role.optim.warmup_steps >= (total := optimizer_steps(config, role)):
             yield (
-                f"the {role.name} warms up for {role.optim.warmup_steps:,} optimizer steps, but the run makes {total:,}: its learning "
-                f"rate never gets to {role.optim.lr:g}"
+                f"the {role.name} warms up for {counted(role.optim.warmup_steps, 'optimizer step')}, but the run makes {total:,}: "
+                f"its learning rate never reaches {role.optim.lr:g}"
             )
 
 

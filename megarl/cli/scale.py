@@ -7,6 +7,7 @@ from pathlib import Path
 from megarl.cli.status import is_running, last_words
 from megarl.config.load import load_config
 from megarl.config.schema import PPOConfig
+from megarl.machine.wording import counted
 from megarl.placement.offload_plan import OffloadPlan
 from megarl.placement.plan import plan_placement
 from megarl.tracking.run_files import CONFIG_FILE
@@ -21,7 +22,9 @@ def run(run_dir: str, num_replicas: int) -> int:
         raise ValueError(f"--replicas {num_replicas}: must be in [1, {MOST_REPLICAS}]")
     record = read_status(folder)
     if not is_running(record):
-        raise ValueError(f"{last_words(folder, record)}. To resume with {num_replicas} replicas: rollout.num_replicas={num_replicas}")
+        raise ValueError(
+            f"{last_words(folder, record)}. To resume with {counted(num_replicas, 'replica')}: rollout.num_replicas={num_replicas}"
+        )
     config = load_config(PPOConfig, folder / CONFIG_FILE)
     if OffloadPlan(plan_placement(config)).engines_move:
         raise ValueError(
@@ -30,7 +33,7 @@ def run(run_dir: str, num_replicas: int) -> int:
         )
     ask_for(folder, num_replicas)  # also where the status has as many: it is some seconds old
     print(
-        f"{folder}: asked for {num_replicas} replicas instead of {len(record.run.replicas)}; the run looks between two steps, and new "
-        f"ones get weights before their first request: megarl status {folder} --watch"
+        f"{folder}: asked for {counted(num_replicas, 'replica')} instead of {len(record.run.replicas)}; the run checks between "
+        f"two steps, and new replicas get weights before their first request: megarl status {folder} --watch"
     )
     return 0

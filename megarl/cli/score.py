@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from megarl.config.load import load_config
 from megarl.config.schema import PPOConfig, RewardConfig
 from megarl.data.tables import DataRow, read_rows, typed_value
+from megarl.machine.wording import counted
 from megarl.rewards.scorer import RewardScorer
 from megarl.rewards.truths import NUM_SHOWN, TRUTH_FORM_HINT, Trial, TruthRow, refused, try_truths, worthless
 
@@ -79,12 +80,13 @@ def _print_trials(reward: RewardConfig, rows: Sequence[DataRow], trials: Sequenc
     ]
     _print_scores(scored)
     if underivable := sum(trial.is_underivable for trial in trials):
-        print(f"{underivable} ground truths can be read, but no response can be derived from them (answer_from_truth returns None)")
+        known = counted(underivable, "ground truth")
+        print(f"no response can be derived from {known} that can be read (answer_from_truth returns None)")
     if alike := worthless(trials):
         print(f"{len(alike)} score no better than an empty response, such as row {alike[0].row.number}; {TRUTH_FORM_HINT}")
     status = GOOD
     for file, lines in refused(trials).items():
-        print(f"refused, {len(lines)} rows of {file}:")
+        print(f"refused, {counted(len(lines), 'row')} of {file}:")
         print("\n".join(f"  {line}" for line in lines[:NUM_SHOWN]))
         status = FAILED
     errors = [f"sample {index} (uid {_uid(rows[index])}): {trial.error}" for index, trial in enumerate(trials) if trial.error is not None]
@@ -94,7 +96,9 @@ def _print_trials(reward: RewardConfig, rows: Sequence[DataRow], trials: Sequenc
 def _print_scores(scored: Sequence[_Scored]) -> None:
     if scored:
         scores = [each.score for each in scored]
-        print(f"{len(scores)} rows scored: mean {sum(scores) / len(scores):.4g}, least {min(scores):.4g}, most {max(scores):.4g}")
+        print(
+            f"{counted(len(scores), 'row')} scored: mean {sum(scores) / len(scores):.4g}, least {min(scores):.4g}, most {max(scores):.4g}"
+        )
     for each in scored[:NUM_SHOWN]:
         print(f"  row {each.row} (uid {each.uid}): {each.score:.4g}  {_short(each.response)}")
 
@@ -107,7 +111,7 @@ def _print_errors(reward: RewardConfig, errors: Sequence[str], num_rows: int) ->
         print(f"  {error}")
     if len(errors) <= reward.max_error_rate * num_rows:
         return GOOD
-    failed = f"{len(errors)} of {num_rows} rows failed"
+    failed = f"{len(errors)} of {counted(num_rows, 'row')} failed"
     print(f"{failed}, more than reward.max_error_rate={reward.max_error_rate:g} allows: a run would end")
     return FAILED
 

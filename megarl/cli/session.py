@@ -23,6 +23,7 @@ from megarl.config.compare import other_run
 from megarl.config.load import dump_config, plain_values
 from megarl.config.schema import PPOConfig, SFTConfig
 from megarl.machine.files import write_whole
+from megarl.machine.wording import counted
 from megarl.placement.plan import plan_placement
 from megarl.roles.weight_sync import PUSHED_FOLDERS
 from megarl.tracking.loggers import Tracker
@@ -92,7 +93,7 @@ def _claim(output_dir: Path, config: PPOConfig | SFTConfig, resume: Resume | Non
             "so that two runs are not mixed"
         )
     console.print(
-        f"the run in {output_dir} ended before its first checkpoint, after {num_steps} logged steps: starting over",
+        f"the run in {output_dir} ended before its first checkpoint, after {counted(num_steps, 'logged step')}: starting over",
         style="yellow",
         soft_wrap=True,
         highlight=False,

@@ -34,6 +34,7 @@ from megarl.doctor.examined_run import ExaminedRun
 from megarl.doctor.reward_functions import LOAD_LIMIT_S, MOST_TRUTHS, choose_truths, judge_compared_metrics, judge_rewards
 from megarl.machine.spawn import FreshContext
 from megarl.machine.user_functions import UserFunctionError
+from megarl.machine.wording import counted
 from megarl.rollout.interface import end_token_ids
 from megarl.rollout.sglang.tool_calls import check_parser
 from megarl.weights.load import check_headers
@@ -105,8 +106,12 @@ def judge_model(folder: Path, key: str, architecture: Architecture, role: ModelR
         return wrong(MODELS, f"{key}: {error}", again, folder=str(folder))
     files = {tensor.file for tensor in index.tensors.values()}
     total = sum(file.stat().st_size for file in files)
-    count = "1 file" if len(files) == 1 else f"{len(files)} files"
-    return good(MODELS, f"{folder}: {len(index.tensors):,} tensors in {count}, {size(total)}", files=len(files), bytes=total)
+    return good(
+        MODELS,
+        f"{folder}: {counted(len(index.tensors), 'tensor')} in {counted(len(files), 'file')}, {size(total)}",
+        files=len(files),
+        bytes=total,
+    )
 
 
 def judge_tokenizer(role: ModelRole, tokenizer: PreTrainedTokenizerBase) -> CheckResult:
@@ -212,7 +217,7 @@ def judge_rows(config: Config, key: str, file: str, rows: int | None, lengths: S
         if config.data.overlong is Overlong.refuse:
             return wrong(DATA, message, f"set {limit_key}={longest} or more, or data.overlong=filter to leave them out", **facts)
         return doubtful(DATA, f"{message}; they will be left out", f"set {limit_key}={longest} to keep them", **facts)
-    of_all = "" if rows is None else f"{rows:,} rows; "
+    of_all = "" if rows is None else f"{counted(rows, 'row')}; "
     return good(DATA, f"{file}: {of_all}the first {len(lengths)} have at most {longest} tokens", **facts)
 
 

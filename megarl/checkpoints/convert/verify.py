@@ -19,7 +19,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 class Match(Enum):
     identical = "bitwise identical"
     rounded = "identical after rounding"  # the dtypes differ, and the wider one rounded to the narrower has its bits
-    different = "differs"
+    different = "different"
     missing = "missing"
 
 

@@ -54,7 +54,7 @@ def test_a_good_file_prints_models_arithmetic_and_places(
     assert "actor actor 0-3 actor + reference 0 0-3" in rows
     assert "critic reward 0 reward 0 cpu" in rows
     assert "engine hf rollout.engine" in rows
-    assert "replicas 1 x 1 devices devices of their own" in rows
+    assert "replicas 1 x 1 device devices of their own" in rows
     assert "good (8 processes, 7 devices)" in out
     assert "A push of weights" not in out
     assert main(["plan", ppo]) == 0
@@ -145,7 +145,7 @@ def test_what_saves_and_what_is_kept_is_said(ppo: str, capsys: pytest.CaptureFix
     best = [f"data.val_files=[{held_out}]", "trainer.validate_every_steps=2", "checkpoint.keep_best.metric=val/score/mean"]
     assert main(["check", "--fast", ppo, *best, "checkpoint.every_minutes=30"]) == 0
     rows = [" ".join(line.replace("│", " ").split()) for line in capsys.readouterr().out.splitlines()]
-    assert "saved every 30 minutes, after the best validation and at the end checkpoint.every_minutes" in rows
+    assert "saved every 30 min, after the best validation and at the end checkpoint.every_minutes" in rows
     assert "kept the 2 newest, and the best by val/score/mean checkpoint.keep" in rows
 
 

@@ -33,7 +33,7 @@ def dump(folder: Path, strategy: PlacementStrategy) -> None:
 def test_a_run_is_asked_once(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert take_request(folder) is None
     assert main(["scale", str(folder), "--replicas", "3"]) == 0
-    assert "asked for 3 replicas instead of 1; the run looks between two steps" in capsys.readouterr().out
+    assert "asked for 3 replicas instead of 1; the run checks between two steps" in capsys.readouterr().out
     assert (take_request(folder), take_request(folder)) == (3, None)
     for count in ("3", "1"):  # the run has not said yet that it has three
         assert main(["scale", str(folder), "--replicas", count]) == 0

@@ -68,7 +68,7 @@ def test_a_run_that_died_before_its_first_checkpoint_starts_over(config: SFTConf
     disabled = replace(config, checkpoint=CheckpointConfig(resume="disable"))
     for changed in (config, disabled, replace(config, actor=ActorConfig(recompute=Recompute.full))):
         output_dir = left_by(config)
-        assert "before its first checkpoint, after 1 logged steps: starting over" in claim(changed)
+        assert "before its first checkpoint, after 1 logged step: starting over" in claim(changed)
         assert sorted(path.name for path in output_dir.iterdir()) == ["config.yaml"]
 
 

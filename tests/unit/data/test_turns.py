@@ -143,7 +143,7 @@ def test_a_change_behind_the_thinking_is_still_one() -> None:
 @pytest.mark.parametrize(
     ("template", "said"),
     [
-        ("{{ messages | length }}" + CHATML, r"behind '' .* tokens \['1'.* writes \['3'"),
+        ("{{ messages | length }}" + CHATML, r"after '' .* tokens \['1'.* writes \['3'"),
         # Only the last result is shown.
         (CHATML.replace("{{ message.content }}\n</tool", "{{ message.content if loop.last }}\n</tool"), "not append-only"),
         (CHATML.replace(_TOLD, ""), "leaves out 'price': it knows no tools"),

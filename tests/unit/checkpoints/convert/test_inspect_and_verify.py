@@ -66,7 +66,7 @@ def test_the_same_model_in_two_formats(model: PreTrainedModel, hugging_face: Pat
     assert comparison.is_same
     assert comparison.count(Match.identical) == len(comparison.tensors) == 51
     assert sum(nbytes for nbytes, _ in calls) == calls[0][1] == sum(value.nbytes for value in model.state_dict().values())
-    assert verdict(comparison) == "the same model: 51 bitwise identical"
+    assert verdict(comparison) == "the same model: 51 tensors bitwise identical"
 
 
 def test_one_element_of_one_tensor(hugging_face: Path, copy: Path) -> None:
@@ -78,7 +78,7 @@ def test_one_element_of_one_tensor(hugging_face: Path, copy: Path) -> None:
     assert tensor.max_difference == pytest.approx(0.25, rel=1e-6)
     assert not comparison.is_same
     assert "model.layers.2.mlp.up_proj.weight │ 1 of 640" in printed(comparison)
-    assert printed(comparison).splitlines()[-1] == "not the same model: of 51 tensors 50 bitwise identical, 1 differs"
+    assert printed(comparison).splitlines()[-1] == "not the same model: 50 tensors bitwise identical, 1 tensor different"
 
 
 def test_a_zero_of_another_sign_and_a_number_that_is_none(hugging_face: Path, copy: Path, tmp_path: Path) -> None:
