@@ -14,7 +14,12 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "submit": ("megarl submit run.yaml --address http://HEAD:8265",),
     "launch": ("torchrun --nnodes 2 --nproc-per-node 1 --no-python megarl launch run.yaml",),
     "doctor": ("megarl doctor", "megarl doctor run.yaml --json"),
-    "eval": ("megarl eval outputs/run", "megarl eval MODEL_DIR --data test.jsonl --reward reward.py:compute_score --n 8 --temperature 0.6"),
+    "eval": (
+        "megarl eval outputs/run",
+        "megarl eval MODEL_DIR --data test.jsonl --reward reward.py:compute_score --n 8 --temperature 0.6",
+        "megarl eval MODEL_DIR --data qa.csv --reward reward.py:compute_score "
+        "data.columns.prompt=question data.columns.ground_truth=answer data.columns.data_source=null",
+    ),
     "generate": ('megarl generate outputs/run "12 + 30"', "megarl generate MODEL_DIR --lines --json --n 4 --temperature 1"),
     "status": ("megarl status outputs/run", "megarl status outputs/run --watch"),
     "scale": ("megarl scale outputs/run --replicas 4",),

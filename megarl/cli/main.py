@@ -303,7 +303,7 @@ def _add_eval(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     summary = "sample a model on a data file and score it: mean and pass@k with their errors, every sample kept"
     parser = commands.add_parser("eval", help=summary, description=summary, allow_abbrev=False)
     _add_model(parser)
-    parser.add_argument("overrides", metavar="key=value", nargs="*", help="such as rollout.engine=sglang or data.max_prompt_length=512")
+    parser.add_argument("overrides", metavar="key=value", nargs="*", help="such as rollout.engine=sglang or data.columns.prompt=question")
     parser.add_argument("--config", metavar="FILE", help="a run's configuration; without it that of the run that made the model, if any")
     parser.add_argument("--data", metavar="FILE", action="append", help="of prompts, as for training; without it data.val_files")
     parser.add_argument("--reward", metavar="FILE.py:NAME", help="a reward function instead of the configuration's")

@@ -178,6 +178,11 @@ COMMANDS: dict[str, Executed | InTest | Make | ByHand] = {
         f"{_EVAL}::test_a_model_of_no_run_is_sampled_alike",
         ("--data", "--reward", ":compute_score", "--n", "--temperature", "--max-tokens"),
     ),
+    "megarl eval HF_DIR --data questions.csv --reward reward.py:compute_score "
+    "data.columns.prompt=question data.columns.ground_truth=answer data.columns.data_source=null": InTest(
+        "tests/unit/cli/test_evaluation_config.py::test_columns_with_other_names_are_read",
+        ("--data", "--reward", "data.columns.prompt=question", "data.columns.ground_truth=answer", "data.columns.data_source=null"),
+    ),
     "megarl doctor configs/quickstart.yaml": InTest(_DOCTOR, ("configs/quickstart.yaml",)),
     "megarl doctor configs/quickstart.yaml --json > doctor.json": InTest(_DOCTOR, ("configs/quickstart.yaml", "--json")),
     "megarl sft configs/quickstart_sft.yaml": InTest(_STAGES, ("megarl sft configs",)),

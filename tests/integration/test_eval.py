@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 from rich.console import Console
 
@@ -116,9 +117,14 @@ def test_a_checkpoint_has_the_score_that_validation_found(finished: Finished, ca
 def test_a_model_of_no_run_is_sampled_alike(
     finished: Finished, inputs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The trained model as Hugging Face has it, with what the run's configuration says as options. Its samples are kept, also before all
-    are there."""
+    """The trained model as Hugging Face has it, with what the run's configuration says as options, on the run's rows as the tutorial writes
+    them. Its samples are kept, also before all are there."""
     output, kept = tmp_path / "results", []
+    rows = pq.read_table(inputs / "validation.parquet").to_pylist()
+    lines = [
+        {"prompt": row["prompt"][0]["content"], "data_source": "count", "ground_truth": row["reward_model"]["ground_truth"]} for row in rows
+    ]
+    (tmp_path / "validation.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     advance = PassProgress.advance
 
     def look(progress: PassProgress, num_prompts: int, score: float) -> None:
@@ -127,7 +133,7 @@ def test_a_model_of_no_run_is_sampled_alike(
 
     monkeypatch.setattr(PassProgress, "advance", look)
     options = ["--n", "2", "--temperature", "0.8", "--max-tokens", "8", "--output", str(output)]
-    data = ["--data", str(inputs / "validation.parquet"), "--reward", f"{inputs / 'hash.py'}:compute_score"]
+    data = ["--data", str(tmp_path / "validation.jsonl"), "--reward", f"{inputs / 'hash.py'}:compute_score"]
     overrides = ["model.dtype=float32", "device=cpu", "trainer.prompts_per_step=3", "data.max_prompt_length=8"]
     assert main(["eval", str(finished.policy), *data, *options, *overrides]) == 0
     assert values(output) == of_count(finished.metrics[2])
