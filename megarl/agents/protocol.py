@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import Enum
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 from megarl.config.errors import RunError
 
@@ -35,6 +35,12 @@ class Task:
     def ground_truth(self) -> Any:
         """The right answer in the data, or None for a row without one."""
         return self.reward_model.get("ground_truth")
+
+    if not TYPE_CHECKING:  # type checkers know the attributes
+
+        def __getattr__(self, name: str) -> Any:
+            there = ", ".join([*(each.name for each in fields(self)), "ground_truth"])
+            raise AttributeError(f"a task has no attribute {name!r}, only {there}; a column of your own belongs in extra_info", name=name)
 
 
 class CallErrorKind(str, Enum):

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol
+from numbers import Real
+from typing import Any, Protocol
 
 from megarl.agents.episode import AnswerTurn, TurnAnswer
 from megarl.agents.protocol import CallError, Environment, Message, Reply, Task, ToolCall, Turn
@@ -48,6 +50,7 @@ class Responder:
         text = self._tokens.read(turn.token_ids)
         with self._explained(f"respond, in turn {turn.place.turn + 1}"):
             reply = await self._environment.respond(Turn(turn.place.turn, text, self._parse(text), turn.is_last))
+            _refuse_bad_reply(reply)
             # A tool's text may hold what no tokenizer can write, even text that the policy chose: that must not end the run.
             reply = reply._replace(messages=[replace_surrogates(message) for message in reply.messages])
             goes_on = not reply.is_done and not turn.is_last
@@ -72,3 +75,16 @@ class Responder:
             yield
         except Exception as error:  # noqa: BLE001  (the user's code may raise anything)
             raise EnvironmentFailedError(f"{type(self._environment).__name__}.{method}: {last_line(error)}") from error
+
+
+def _refuse_bad_reply(reply: Any) -> None:
+    """Raise TypeError for what an environment must not return."""
+    if not isinstance(reply, Reply):
+        raise TypeError(
+            f"it returned a {type(reply).__name__}, expected megarl.agents.protocol.Reply(messages=..., reward=..., is_done=...)"
+        )
+    for message in reply.messages:
+        if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
+            raise TypeError(f"it gave the message {message!r}, expected one such as {{'role': 'user', 'content': 'no, again'}}")
+    if not isinstance(reply.reward, Real) or not math.isfinite(reply.reward):
+        raise TypeError(f"it gave the reward {reply.reward!r}, expected a finite number")

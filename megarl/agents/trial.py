@@ -4,44 +4,76 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from megarl.agents.episode import AnswerTurn, TurnPlace
 from megarl.agents.protocol import Message, Task
-from megarl.agents.responder import Responder
+from megarl.agents.responder import EnvironmentFailedError, Responder
 from megarl.agents.strict_calls import parse_calls
 from megarl.agents.user_tools import load_agent
 from megarl.config.schema import AgentConfig
+from megarl.machine.user_functions import last_line
 
-_TURN = '<tool_call>{"name": "a-tool-that-there-is-not", "arguments": {}}</tool_call>'
+ANSWER = "I do not know."  # what an environment is told that the model wrote
+_CALL = '<tool_call>{"name": "a-tool-that-there-is-not", "arguments": {}}</tool_call>'
+
+
+class TriedAgent(NamedTuple):
+    """What the first turn of an agent has shown.
+
+    Attributes:
+        tools: The schemas of the tools; None for an environment.
+        messages: What the environment replied.
+    """
+
+    tools: list[dict[str, Any]] | None
+    messages: Sequence[Message] = ()
 
 
 class _Text:
-    """Tokens are nothing here."""
+    """Stands for the tokens of a turn with this text."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
 
     def read(self, token_ids: list[int]) -> str:
-        return _TURN
+        return self._text
 
     def bridge_from(self, token_ids: Sequence[int], messages: Sequence[Message]) -> list[int]:
         return [len(messages)]
 
 
-def try_agent(agent: AgentConfig) -> list[dict[str, Any]] | None:
-    """Has tools answer a call of one that does not exist, which no tool of the user's hears of; an environment is only loaded, as what it
-    needs of a row, and what a model may write to it, is not known. The schemas of the tools, None of an environment.
+def try_agent(agent: AgentConfig, task: Task | None) -> TriedAgent:
+    """Load an agent's tools or environment, and have them answer a first turn.
 
-    Raises ValueError, EnvironmentFailedError."""
-    make, tools = load_agent(agent)
-    if tools is None:
-        return None
-    responder = Responder(make(), _Text(), parse_calls, Task())
+    Tools answer a call of a tool that does not exist, so none of the user's is run. An environment starts an episode about `task` and
+    answers a turn in which the model wrote ANSWER.
 
-    async def play() -> None:
+    Args:
+        task: The first row of the data. None: there is none on this machine, so an environment is only loaded.
+
+    Raises:
+        ValueError: A file cannot be loaded.
+        EnvironmentFailedError: The environment raised, or replied what no environment may reply.
+    """
+    make, schemas = load_agent(agent)
+    tools = None if schemas is None else [dict(schema) for schema in schemas]
+    if tools is None and task is None:
+        return TriedAgent(None)
+    text = ANSWER if tools is None else _CALL
+
+    async def play() -> Sequence[Message]:
+        try:
+            environment = make()
+        except Exception as error:  # noqa: BLE001  (the user's code may raise anything)
+            raise EnvironmentFailedError(f"agent.environment cannot be made: {last_line(error)}") from error
+        responder = Responder(environment, _Text(text), parse_calls, task or Task())
         await responder.start()
         try:
-            await responder.answer(AnswerTurn(TurnPlace(0, 0), [0], is_last=False))
+            _, reply = await responder.answer(AnswerTurn(TurnPlace(0, 0), [0], is_last=agent.max_turns == 1))
         finally:
             await responder.close()
+        return reply.messages
 
-    asyncio.run(play())
-    return [dict(tool) for tool in tools]
+    messages = asyncio.run(play())
+    return TriedAgent(tools, messages if tools is None else ())

@@ -11,8 +11,9 @@ from typing import NamedTuple
 from pebble import ProcessExpired, ProcessPool
 from transformers import PreTrainedTokenizerBase
 
+from megarl.agents.protocol import Task
 from megarl.agents.responder import EnvironmentFailedError
-from megarl.agents.trial import try_agent
+from megarl.agents.trial import ANSWER, try_agent
 from megarl.algorithms.user_functions import try_functions
 from megarl.config.architecture import Architecture
 from megarl.config.data_rules import too_few_rows
@@ -76,7 +77,7 @@ def findings(
         if role.name == "actor":
             tools = None
             if isinstance(config, PPOConfig) and config.agent.is_used and not any(key.startswith("agent") for key in skipped):
-                judged, tools = judge_agent(config, tokenizer)
+                judged, tools = judge_agent(config, tokenizer, skipped)
                 yield judged
                 if judged.status is Status.error:
                     continue
@@ -221,30 +222,65 @@ def judge_rows(config: Config, key: str, file: str, rows: int | None, lengths: S
     return good(DATA, f"{file}: {of_all}the first {len(lengths)} have at most {longest} tokens", **facts)
 
 
-def judge_agent(config: PPOConfig, tokenizer: PreTrainedTokenizerBase, limit_s: float = LOAD_LIMIT_S) -> tuple[CheckResult, Tools]:
-    """Loads tools or the environment in a process that can be ended, and plays a turn with tools (try_agent), whose schemas it gives. The
-    chat template is tried for conversations that grow."""
+def judge_agent(
+    config: PPOConfig, tokenizer: PreTrainedTokenizerBase, skipped: Collection[str] = (), limit_s: float = LOAD_LIMIT_S
+) -> tuple[CheckResult, Tools]:
+    """Have tools or the environment answer a first turn, in a process that can be ended (see `try_agent`).
+
+    The chat template is tried for conversations that grow, and for the environment's reply.
+
+    Returns:
+        What was found, and the schemas of the tools.
+    """
     agent = config.agent
     paths = [*(tool.path for tool in agent.tools), agent.environment.path]
     files = ", ".join(dict.fromkeys(path for path in paths if path is not None)) or "what ships"
-    remedy = f"fix {files}; `megarl generate --tool` plays an episode"
+    remedy = f"correct {files}; `megarl generate --{'tool' if agent.tools else 'environment'}` plays an episode"
+    first = None if agent.tools else _first_task(config, tokenizer, skipped)
+    of_row = "" if first is None else f", with {first.place} and the answer {ANSWER!r}"
     with ProcessPool(1, context=FreshContext()) as pool:
-        tried = pool.schedule(try_agent, args=[agent], timeout=limit_s)
+        tried = pool.schedule(try_agent, args=[agent, None if first is None else first.task], timeout=limit_s)
         try:
-            tools = tried.result()
+            tools, messages = tried.result()
             if agent.parser is not None:
                 pool.schedule(check_parser, args=[agent.parser, tools], timeout=limit_s).result()
-        except (ValueError, EnvironmentFailedError) as error:
+        except EnvironmentFailedError as error:
+            return wrong(AGENT, f"agent: {error}{of_row}", remedy, files=files), None
+        except ValueError as error:
             return refused(AGENT, "agent", error, remedy, files=files), None
         except (ProcessExpired, TimeoutError) as error:
             ended = f"no end after {limit_s:g} s" if isinstance(error, TimeoutError) else "the process ended"
-            return wrong(AGENT, f"agent: {files}: {ended}, in a first turn", remedy, files=files), None
+            return wrong(AGENT, f"agent: {files}: {ended}, in a first turn{of_row}", remedy, files=files), None
+    template = TurnTemplate(tokenizer, tools, agent.max_result_tokens)
     try:
-        TurnTemplate(tokenizer, tools, agent.max_result_tokens).check()
+        template.check()
+        if messages:
+            template.bridge(messages)
     except ValueError as error:
         return refused(AGENT, "agent", error, "use a model whose chat template takes such conversations", files=files), None
     what = f"the tools {', '.join(names_of(list(tools)))}" if tools else f"the environment {agent.environment.name}"
-    return good(AGENT, f"{what} of {files} can be used, and the chat template takes conversations that grow", files=files), tools
+    does = "can be used" if first is None else f"answers a first turn about {first.place}"
+    return good(AGENT, f"{what} of {files} {does}, and the chat template takes conversations that grow", files=files), tools
+
+
+class _FirstTask(NamedTuple):
+    task: Task
+    place: str
+
+
+def _first_task(config: PPOConfig, tokenizer: PreTrainedTokenizerBase, skipped: Collection[str]) -> _FirstTask | None:
+    """Return the task of the first row that can be read; None if the data are not on this machine."""
+    for key, files in (("data.train_files", config.data.train_files), ("data.val_files", config.data.val_files)):
+        for file in files if key not in skipped else ():
+            if not os.path.exists(file):
+                continue
+            try:
+                prompt = read_prompt(next(read_prompt_rows([file], config.data.columns)), tokenizer, config.data)
+            except DataError:  # the data are judged by themselves
+                continue
+            task = Task(messages=prompt.messages, reward_model=prompt.reward_model, extra_info=prompt.extra_info)
+            return _FirstTask(task, f"the first row of {file}")
+    return None
 
 
 def judge_functions(algorithm: AlgorithmConfig, limit_s: float = LOAD_LIMIT_S) -> Iterator[CheckResult]:

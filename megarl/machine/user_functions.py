@@ -100,7 +100,8 @@ def _run_file(path: str, expected: Expected) -> ModuleType:
 def last_line(error: BaseException) -> str:
     """The last line of the traceback, with the place that raised: `ZeroDivisionError: division by zero (reward.py:12)`."""
     line = traceback.format_exception_only(error)[-1].strip()
-    frames = traceback.extract_tb(error.__traceback__)
+    # A `__getattr__` that refuses an attribute is named by the line that asked for it.
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.name != "__getattr__"]
     if isinstance(error, SyntaxError) and error.filename is not None:
         place = f"{Path(error.filename).name}:{error.lineno}"
     elif frames:

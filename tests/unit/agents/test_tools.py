@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import copy
+import pickle
 import sys
 import threading
 import time
@@ -533,3 +535,11 @@ def test_a_tool_whose_schema_is_none_is_refused() -> None:
 def test_a_task_knows_its_ground_truth() -> None:
     assert Task(reward_model={"style": "rule", "ground_truth": "5"}).ground_truth == "5"
     assert Task().ground_truth is None
+
+
+def test_a_task_says_what_it_has_and_is_sent_between_processes() -> None:
+    task = Task(messages=[{"role": "user", "content": "a"}], seed=3)
+    assert pickle.loads(pickle.dumps(task)) == copy.deepcopy(task) == task
+    with pytest.raises(AttributeError, match="no attribute 'answer', only messages, reward_model, extra_info, seed, memory, ground_truth;"):
+        task.answer  # type: ignore[attr-defined]  # noqa: B018
+    assert not hasattr(task, "prompt")

@@ -10,7 +10,7 @@ import pytest
 
 from megarl.config.load import load_config
 from megarl.config.roles import model_roles
-from megarl.config.schema import DataConfig, PPOConfig
+from megarl.config.schema import AgentConfig, DataConfig, EnvironmentConfig, PPOConfig
 from megarl.doctor import inputs
 from megarl.doctor.check_result import Status
 from tests.unit.config.folders import ppo_values, write_yaml
@@ -49,3 +49,54 @@ def test_rows_that_spell_special_tokens_are_said(config: PPOConfig, tmp_path: Pa
         (Status.warning, "b.parquet"),
     ]
     assert "1 of 2 rows spell special tokens such as '<|end|>'" in results[2].message
+
+
+GAME = """
+from megarl.agents.protocol import Reply
+
+
+class Game:
+    async def start(self, task):
+        self.right, self.prices = task.ground_truth, task.extra_info.get("prices")
+        assert task.messages[-1]["content"] == "a"
+        {start}
+
+    async def respond(self, turn):
+        {respond}
+        return Reply(messages=[{{"role": "user", "content": "no"}}], reward=float(turn.text == self.right))
+
+    async def close(self):
+        {close}
+"""
+
+
+@pytest.mark.parametrize(
+    ("place", "line", "said"),
+    [
+        ("start", "self.right = task.answer", "seed, memory, ground_truth; a column of your own belongs in extra_info (game.py:9), with"),
+        ("start", "task.extra_info['shop']", "Game.start: KeyError: 'shop' (game.py:9), with"),
+        ("respond", "int(turn.text)", "in turn 1: ValueError: invalid literal for int() with base 10: 'I do not know.' (game.py:12), with"),
+        ("respond", "while True: pass", "no end after 2 s, in a first turn, with"),
+    ],
+    ids=["attribute", "column", "answer", "no end"],
+)
+def test_an_environment_is_tried_on_the_first_row(place: str, line: str, said: str, tmp_path: Path) -> None:
+    data = DataConfig(train_files=[write(tmp_path / "rows.parquet", [prompt_row("a"), prompt_row("b")])])
+    agent = AgentConfig(environment=EnvironmentConfig(path=str(tmp_path / "game.py"), name="Game"))
+    config = PPOConfig(data=data, agent=agent)
+    (tmp_path / "game.py").write_text(GAME.format(**dict.fromkeys(("start", "respond", "close"), "pass") | {place: line}))
+    found, tools = inputs.judge_agent(config, character_tokenizer(), limit_s=2.0 if "while" in line else 30.0)
+    assert (found.check, found.status, tools) == (inputs.AGENT, Status.error, None)
+    assert said in found.message
+    assert found.message.endswith(f", with the first row of {tmp_path / 'rows.parquet'} and the answer 'I do not know.'")
+    assert "megarl generate --environment" in (found.remedy or "")
+
+
+def test_an_environment_that_answers_is_good_and_without_data_it_is_only_loaded(tmp_path: Path) -> None:
+    rows = write(tmp_path / "rows.parquet", [prompt_row("a")])
+    (tmp_path / "game.py").write_text(GAME.format(start="pass", respond="pass", close="pass"))
+    agent = AgentConfig(environment=EnvironmentConfig(path=str(tmp_path / "game.py"), name="Game"))
+    for file, does in ((rows, f"answers a first turn about the first row of {rows}"), (str(tmp_path / "absent.parquet"), "can be used")):
+        found, tools = inputs.judge_agent(PPOConfig(data=DataConfig(train_files=[file]), agent=agent), character_tokenizer())
+        assert (found.status, tools) == (Status.ok, None), found.message
+        assert f"the environment Game of {tmp_path / 'game.py'} {does}, and the chat template takes" in found.message
