@@ -11,10 +11,13 @@ from typing import Any
 from megarl.rewards.thinking import outside_thinking
 
 CHOICES = ["A", "B", "C", "D"]
-# The longest first; a single letter only in capitals, because "a" is an article.
-_ANY = "|".join(re.escape(each) if len(each) == 1 else f"(?i:{re.escape(each)})" for each in sorted(CHOICES, key=len, reverse=True))
-_NAMED = re.compile(rf"(?<!\w)(?:{_ANY})(?!\w)")
-_LEADS = re.compile(rf"\W*({_ANY})\W*(?:[.,:;)*\n]|$)")
+# The longest first. A small letter must be followed by punctuation or the end of its line, because "a" is an article.
+WORDS = [f"(?i:{re.escape(each)})" for each in sorted(CHOICES, key=len, reverse=True) if len(each) > 1]
+LETTERS = [rf"{re.escape(each)}|{re.escape(each.lower())}(?=\W*$|[).:])" for each in CHOICES if len(each) == 1]
+ANY = "|".join(WORDS + LETTERS)
+NAMED = re.compile(rf"(?<!\w)(?:{ANY})(?!\w)", re.MULTILINE)
+LEADS = re.compile(rf"\W*({ANY})\W*(?:[.,:;)*]|$)")
+SAYS_SO = re.compile(r"answer|(?:option|choice) is", re.IGNORECASE)
 
 
 def compute_score(data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> dict[str, Any]:
@@ -24,13 +27,13 @@ def compute_score(data_source: str, solution_str: str, ground_truth: Any, extra_
 
 
 def choice_in(response: str) -> str | None:
-    """Return the choice that a response names after the last "answer"; otherwise at the start of its last line ("B. A dog"), or last."""
-    said = re.split("answer", response, flags=re.IGNORECASE)
-    if len(said) > 1 and (named := _NAMED.search(said[-1])):
+    """Return the choice that a response names after its last "answer"; otherwise at the start of its last line ("B. A dog"), or last."""
+    said = SAYS_SO.split(response)
+    if len(said) > 1 and (named := NAMED.search(said[-1])):
         return normal(named.group())
-    if leads := _LEADS.match(response.strip().rpartition("\n")[2]):
+    if leads := LEADS.match(response.strip().rpartition("\n")[2]):
         return normal(leads.group(1))
-    all_named = _NAMED.findall(response)
+    all_named = NAMED.findall(response)
     return normal(all_named[-1]) if all_named else None
 
 

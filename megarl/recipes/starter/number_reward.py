@@ -11,14 +11,16 @@ from typing import Any
 
 from megarl.rewards.thinking import outside_thinking
 
-NUMBER = re.compile(r"(?<![\w.])-?\d*\.?\d+(?:[eE][+-]?\d{1,3})?(?![\d.]*\d)")
+NUMBER = re.compile(r"(?<![\w.])-?(?:\d+(?:\.\d+)?|\.\d+)(?:[eE][+-]?\d{1,3})?")
 
 
 def compute_score(data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> dict[str, Any]:
     """`solution_str` is what the model wrote, the others are columns of the data. An exception is an error of the sample, not a 0."""
     numbers = [Decimal(number) for number in NUMBER.findall(plain(outside_thinking(solution_str)))]
-    score = float(bool(numbers) and numbers[-1] == truth_of(ground_truth))
-    return {"score": score, "answer": str(numbers[-1].normalize()) if numbers else None}
+    if not numbers:
+        return {"score": 0.0, "answer": None}
+    answer = f"{numbers[-1]:f}"
+    return {"score": float(numbers[-1] == truth_of(ground_truth)), "answer": answer.rstrip("0").rstrip(".") if "." in answer else answer}
 
 
 def truth_of(ground_truth: Any) -> Decimal:

@@ -118,7 +118,13 @@ KINDS: dict[str, tuple[list[Any], str, list[tuple[str, Any]], list[tuple[str, An
     "numbers": (
         [*(f"-${n}.5" for n in range(21)), 7, 9007199254740993],
         "the answers are numbers",
-        [("so x = -3.50", "-$3.5"), ("10-5", 5), ("\u22127", "-7"), ("9007199254740993", 9007199254740993)],
+        [
+            ("so x = -3.50", "-$3.5"),
+            ("10-5", 5),
+            ("1" * 20000 + ".1.1, so .5e1", 5),
+            ("\u22127", "-7"),
+            ("9007199254740993", 9007199254740993),
+        ],
         [("so x = 3.5", "-$3.5"), ("9007199254740992", 9007199254740993), ("", 7)],
     ),
     "mathematics": (
@@ -130,8 +136,16 @@ KINDS: dict[str, tuple[list[Any], str, list[tuple[str, Any]], list[tuple[str, An
     "letters": (
         ["B", "(C)", "A.", *"BACBBCAABCABCABCAC"],
         "the answers are choices",
-        [("B", "B"), ("B) a dog", "B"), ("A dog is no fish.\nAnswer: **C**", "(C)"), ("not A, so the answer is (B). A dog", "B")],
-        [("A", "B"), ("The answer is C", "B"), ("a cat", "A"), ("", "A")],
+        [
+            ("B", "B"),
+            ("B) a dog", "B"),
+            ("A dog is no fish.\nAnswer: **C**", "(C)"),
+            ("not A, so the answer is (B). A dog", "B"),
+            ("(b)", "B"),
+            ("a bat is b", "B"),
+            ("The correct option is C: A is no", "C"),
+        ],
+        [("A", "B"), ("The answer is C", "B"), ("a cat", "A"), ("The answer is a dog", "A"), ("", "A")],
     ),
     "labels": (
         ["entailment", "not entailment", "Neutral", "neutral"] * 6,
