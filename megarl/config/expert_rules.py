@@ -157,8 +157,8 @@ def _routes_of_engine(config: PPOConfig) -> Violations:
     if config.rollout.max_staleness and config.rollout.on_update is OnUpdate.go_on:
         yield Violation(
             (_REPLAY, "rollout.max_staleness", "rollout.on_update"),
-            f"is rollout, but with max_staleness {config.rollout.max_staleness} samples go on under new weights, which route what stands "
-            "anew: the routes that come back are not those of the log-probs; use on_update=drain, max_staleness=0, or trainer",
+            f"is rollout, but with max_staleness {config.rollout.max_staleness} samples continue with new weights, which "
+            "route their tokens again: the returned routes do not match the log-probs; use on_update=drain, max_staleness=0, or trainer",
         )
     if config.agent.is_used:
         yield Violation(

@@ -143,8 +143,8 @@ def endless_turns(folder: str, tokenizer: PreTrainedTokenizerBase) -> str | None
         return None
     return (
         f"the chat template closes an answer with {tokenizer.decode([closing])!r} ({closing}), which ends no sample: the tokenizer ends "
-        f"with {tokenizer.eos_token!r}, and neither generation_config.json nor config.json names it. A policy that learns to write it goes "
-        "on to data.max_response_length"
+        f"with {tokenizer.eos_token!r}, and neither generation_config.json nor config.json names it. A policy that learns to write it "
+        "generates until data.max_response_length"
     )
 
 

@@ -119,5 +119,5 @@ def _companions(path: Path, folder: Path, given: Path | None) -> Path:
             return place
     raise CheckpointError(
         f"{path}: a Megatron checkpoint does not say what its model is, and there is no {HUGGING_FACE_FOLDER}/{CONFIG_FILE} in it or "
-        f"beside it; pass --config HF_DIR, a Hugging Face folder with the model's {CONFIG_FILE} and tokenizer (its weights are not read)"
+        f"next to it; pass --config HF_DIR, a Hugging Face folder with the model's {CONFIG_FILE} and tokenizer (its weights are not read)"
     )

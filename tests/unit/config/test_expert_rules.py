@@ -73,7 +73,7 @@ def test_good_layouts_have_none(ppo: str) -> None:
         (["engine.routing_replay=rollout", "engine.packing=false"], "is rollout, which needs rows that are packed"),
         (
             ["engine.routing_replay=rollout", *_AHEAD],
-            "rollout.max_staleness, rollout.on_update: is rollout, but with max_staleness 1 samples go on under new weights",
+            "rollout.max_staleness, rollout.on_update: is rollout, but with max_staleness 1 samples continue with new weights",
         ),
         (
             ["engine.routing_replay=rollout", f"agent.environment.path={__file__}"],

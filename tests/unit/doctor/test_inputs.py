@@ -30,7 +30,7 @@ def test_a_template_that_closes_answers_with_no_end_token(config: PPOConfig) -> 
     assert found.status is Status.warning
     end = base.convert_tokens_to_ids("<|end|>")
     assert f"closes an answer with '<|end|>' ({end}), which ends no sample: the tokenizer ends with '<|pad|>'" in found.message
-    assert "goes on to data.max_response_length" in found.message
+    assert "generates until data.max_response_length" in found.message
     assert inputs.judge_tokenizer(actor, character_tokenizer()).status is Status.ok
     (Path(actor.path) / "generation_config.json").write_text(json.dumps({"eos_token_id": [end, base.eos_token_id]}))
     assert inputs.endless_turns(actor.path, base) is None
