@@ -29,7 +29,7 @@ _VOLATILE = (
     (r"allocate \d+ bytes", "allocate 123456789 bytes"),
     (r"for \d+ s$", "for 2 s"),
     (r"step \d+, phase", "step 2, phase"),
-    (r"(whole: \S+,) .* \.\.\.$", r"\1 ..."),  # where it is cut depends on how long the paths were
+    (r"(complete checkpoints: \S+,) .* \.\.\.$", r"\1 ..."),  # where it is cut depends on how long the paths were
 )
 
 
