@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import ray
 from ray import cloudpickle
-from ray.exceptions import RayError
+from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError, RayError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from megarl.batch.data_proto import DataProto
@@ -25,6 +25,7 @@ from megarl.controller.messages import CONSTRUCTION, Location, OnRecord, RankIde
 from megarl.controller.resource_pool import RayResourcePool
 from megarl.controller.worker import RayClassWithInitArgs
 
+_VERDICT_LIMIT_S, _VERDICT_LOOK_S = 60.0, 0.5
 _MONITOR = "monitor"  # a thread of its own, which answers while a call hangs
 _ANSWER_S = 5.0  # how long a process may take to say what it is doing
 _SMALL = (type(None), bool, int, float, str)
@@ -112,6 +113,25 @@ class ActorSet:
 
     def rank_of(self, actor_id: str | None, otherwise: int) -> int:
         return otherwise if actor_id is None else self._rank_of.get(actor_id, otherwise)
+
+    def last_word(self, rank: int, error: ActorUnavailableError) -> RayError:
+        """Ask an unreachable process until Ray says what became of it, and return that error; `error` if it can be reached again.
+
+        A connection to a node that goes away breaks at once, and Ray's health checks take about 20 s to find that the node is gone.
+        """
+        end_s = time.monotonic() + _VERDICT_LIMIT_S
+        while (left_s := end_s - time.monotonic()) > 0:
+            try:
+                ray.get(self._handles[rank].activity.options(concurrency_group=_MONITOR).remote(), timeout=left_s)
+            except ActorUnavailableError:
+                time.sleep(_VERDICT_LOOK_S)
+            except GetTimeoutError:
+                break
+            except RayActorError as verdict:
+                return verdict
+            else:
+                break
+        return error
 
     def lost_nodes(self) -> dict[int, str]:
         """Returns the ranks that have not answered yet and never will: the address of the node that each was to run on.

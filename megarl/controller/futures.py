@@ -11,7 +11,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 import ray
-from ray.exceptions import RayActorError, RayError
+from ray.exceptions import ActorUnavailableError, RayActorError, RayError
 
 from megarl.batch.future import DataProtoFuture
 from megarl.controller.cluster import ended_daemon, oom_kills
@@ -37,6 +37,8 @@ class Processes(Protocol):
     construction: tuple[Call, ...]
 
     def rank_of(self, actor_id: str | None, otherwise: int) -> int: ...
+
+    def last_word(self, rank: int, error: ActorUnavailableError) -> RayError: ...
 
     def lost_nodes(self) -> dict[int, str]: ...
 
@@ -102,6 +104,8 @@ class Call:
             rank = self.processes.rank_of(error.actor_id, self.rank)
             if daemon := ended_daemon():
                 raise RayEndedError(daemon) from error
+        if isinstance(error, ActorUnavailableError):
+            error = self.processes.last_word(rank, error)
         location = self.processes.locations.get(rank)
         node, pid, log_path = location or ("not known yet", None, "")
         if not isinstance(error, LOST):

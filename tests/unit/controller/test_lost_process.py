@@ -1,8 +1,18 @@
 """What is said of a process that is gone, by the words that Ray and the kernel use."""
 
-import pytest
-from ray.exceptions import ActorUnavailableError, NodeDiedError, ObjectLostError, OutOfMemoryError, RayActorError, RayError
+from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import ray
+from ray.exceptions import ActorUnavailableError, GetTimeoutError, NodeDiedError, ObjectLostError, OutOfMemoryError, RayActorError, RayError
+
+from megarl.controller import actors
+from megarl.controller.actors import ActorSet
+from megarl.controller.futures import Call
 from megarl.controller.lost_process import UNKNOWN, why_lost
 
 DIED = "The actor died unexpectedly before finishing this task.\n\tclass_name: A\n\tip: 10.0.0.7\n"
@@ -54,3 +64,48 @@ def died(text: str) -> RayActorError:
 )
 def test_the_cause_is_told_apart(error: RayError, log: str, oom_kills: int, expected: str) -> None:
     assert why_lost(error, "10.0.0.9", log, oom_kills) == expected
+
+
+class UnreachableSet(ActorSet):
+    """A group of one process whose connection is broken. `answers`: what Ray gives for the first call and for each question after it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, answers: list[Any]) -> None:
+        self.locations = {}
+        monitor = SimpleNamespace(options=lambda concurrency_group: SimpleNamespace(remote=lambda: "reference"))
+        self._handles = [SimpleNamespace(activity=monitor)]
+        self._rank_of = {}
+        self.answers = answers
+
+        def get(reference: object, timeout: float | None = None) -> Any:
+            answer = self.answers.pop(0)
+            if isinstance(answer, Exception):
+                raise answer
+            return answer
+
+        monkeypatch.setattr(ray, "get", get)
+        monkeypatch.setattr(actors, "_VERDICT_LOOK_S", 0.0)
+
+    def summary(self) -> str:
+        call = Call(self, "actor", 0, "update", cast(ray.ObjectRef, None), cast(ray.ObjectRef, None), lambda *arguments: None, np.array([]))
+        call.fetch()
+        assert call.failure is not None
+        return call.failure.failure.summary
+
+
+@pytest.mark.parametrize(
+    ("answers", "expected"),
+    [
+        ([died(NODE_DIED)], LOST),
+        ([ActorUnavailableError("rpc error", None), died(NODE_DIED)], LOST),
+        ([died(WORKER_DIED + TERMINATED)], "the process was ended by SIGTERM"),
+        (["an activity"], UNREACHABLE),
+        ([GetTimeoutError("no answer")], UNREACHABLE),
+    ],
+)
+def test_an_unreachable_process_is_asked_until_its_fate_is_known(
+    monkeypatch: pytest.MonkeyPatch, answers: list[Any], expected: str
+) -> None:
+    """Connections to a node that is lost break long before Ray's health checks find it gone."""
+    unreachable = UnreachableSet(monkeypatch, [ActorUnavailableError("rpc error", None), *answers])
+    assert unreachable.summary() == expected
+    assert unreachable.answers == []
