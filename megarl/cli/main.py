@@ -61,8 +61,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         with _own_processes(parsed):
             return parsed.start(parsed)
-    except KeyboardInterrupt:
-        print(f"megarl {parsed.command}: interrupted", file=sys.stderr)
+    except KeyboardInterrupt as interrupted:
+        print("; ".join([f"megarl {parsed.command}: interrupted", *map(str, interrupted.args)]), file=sys.stderr)
         return INTERRUPTED
     except RunFailedError as failed:
         return _end(failed.error, parsed.command, failed.context)

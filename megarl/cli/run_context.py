@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megarl.cli.run_end import how_to_resume
 from megarl.cli.termination import Interruption
+from megarl.config.derive import checkpoint_path
 from megarl.config.schema import PPOConfig, SFTConfig
 
 if TYPE_CHECKING:
@@ -43,10 +45,14 @@ class RunFailedError(Exception):
 
 @contextmanager
 def run_context_of(config: PPOConfig | SFTConfig, verbose: bool = False) -> Iterator[RunContext]:
-    """Raises RunFailedError from whatever fails inside. How Ctrl-C ends the run: see Interruption."""
+    """Raises RunFailedError from whatever fails inside, and KeyboardInterrupt with what to type next; see Interruption."""
     context = RunContext(config, verbose=verbose)
     try:
         with Interruption(print):
             yield context
+    except KeyboardInterrupt:
+        if context.output_dir is None:
+            raise
+        raise KeyboardInterrupt(how_to_resume(checkpoint_path(config))) from None
     except Exception as error:
         raise RunFailedError(error, context) from error

@@ -11,10 +11,11 @@ from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
+from megarl.cli.run_end import cause_of, checkpoints_of, how_to_resume, result_of
 from megarl.cli.tables import output_console, print_line, table
 from megarl.machine.wording import counted
 from megarl.tracking.run_files import FAILURE_FILE
-from megarl.tracking.status import ENDED, EVERY_S, RUNNING, STOPPED, RunStatus, StatusRecord, read_status
+from megarl.tracking.status import ENDED, EVERY_S, INTERRUPTED, RUNNING, STOPPED, RunStatus, StatusRecord, read_status
 
 _LATE = 4  # files that were not written, after which a run does not write any more
 _WATCH_S = 1.0
@@ -61,18 +62,23 @@ def _age_s(record: StatusRecord) -> float:
 
 
 def last_words(folder: Path, record: StatusRecord) -> str:
-    """Of a run that does not go on, in one line."""
+    """Describe in one line how a run ended, what is saved, and what to type next."""
     status, ago = record.run, f"{duration(_age_s(record))} ago"
-    where = "before its first step" if status.step is None else f"in step {status.step}"
-    if status.state == RUNNING:
-        return (
-            f"{folder}: its process {record.pid} on {record.host} is gone, {ago}, {where}; `megarl train` resumes from the last checkpoint"
-        )
+    where = "before its first step" if status.step is None else f"in step {status.step} of {status.total_steps}"
+    report = f"`megarl report {folder}` shows it"
     if status.state == ENDED:
-        return f"{folder}: the run has ended, {ago}"
-    if status.state == STOPPED:
-        return f"{folder}: the run was stopped by SIGTERM and saved, {ago}; `megarl train` resumes it"
-    return f"{folder}: the run has failed, {ago}, {where}; see {folder / FAILURE_FILE}"
+        how = f"the run is complete, {ago}, after step {status.step}"
+        return "; ".join(part for part in (f"{folder}: {how}", result_of(folder), report) if part)
+    if status.state == RUNNING:
+        how = f"its process {record.pid} on {record.host} is gone, {ago}, {where}"
+    elif status.state == STOPPED:
+        how = f"the run was stopped by SIGTERM and saved, {ago}, {where}"
+    elif status.state == INTERRUPTED:
+        how = f"the run was interrupted, {ago}, {where}"
+    else:
+        cause = cause_of(folder)
+        how = f"the run has failed, {ago}, {where}{f': {cause}' if cause else ''} (all of it: {folder / FAILURE_FILE})"
+    return f"{folder}: {how}; {how_to_resume(checkpoints_of(folder))}; {report}"
 
 
 def shown(folder: Path, record: StatusRecord) -> RenderableType:

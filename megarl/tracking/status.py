@@ -19,7 +19,7 @@ from megarl.tracking.run_files import CONFIG_FILE, FAILURE_FILE, METRICS_FILE, S
 
 FORMAT = 1
 EVERY_S = 5.0
-RUNNING, ENDED, STOPPED, FAILED = "running", "ended", "stopped", "failed"
+RUNNING, ENDED, STOPPED, INTERRUPTED, FAILED = "running", "ended", "stopped", "interrupted", "failed"
 _log = logging.getLogger(__name__)
 _Part = TypeVar("_Part")
 
@@ -50,9 +50,16 @@ class GroupStatus:
 
 @dataclass(frozen=True, kw_only=True)
 class RunStatus:
-    """state: running, ended, stopped (by SIGTERM, after a checkpoint) or failed. phases: of the driver, the innermost last, in which it has
-    been for phase_s. groups: how many prompts are in which state. oldest: ten at most. tokens_per_s and shares of time are of the last
-    minute or so. stalled: what has not moved for long, None where all moves."""
+    """Where a run is.
+
+    Attributes:
+        state: running, ended, stopped (by SIGTERM, after a checkpoint), interrupted (by Ctrl-C) or failed.
+        phases: Of the driver, the innermost last; it has been in that one for phase_s.
+        groups: Number of prompts by state.
+        oldest: At most ten prompts that are not complete.
+        tokens_per_s: Of the last minute or so, as are the shares of time.
+        stalled: What has not moved for long; None if everything moves.
+    """
 
     state: str
     step: int | None
@@ -107,7 +114,8 @@ class StatusWriter:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._has_ended.set()
         self._thread.join()
-        self._write(replace(self._look(), state=self.end_state if kind is None else FAILED, stalled=None))
+        state = self.end_state if kind is None else INTERRUPTED if issubclass(kind, KeyboardInterrupt) else FAILED
+        self._write(replace(self._look(), state=state, stalled=None))
 
     def _run(self) -> None:
         while not self._has_ended.is_set():

@@ -110,7 +110,8 @@ def test_ctrl_c_ends_cleanly_also_when_it_is_pressed_again(start: Callable[..., 
     run.interrupt()
     assert run.status(LIMIT_S) == 130
     assert gone_within(everything, LIMIT_S) == []
-    assert run.said().count("megarl sft: interrupted") == 1
+    assert run.said().count("megarl sft: interrupted; ") == 1
+    assert "; the same command " in run.said().splitlines()[-1]
     assert "Traceback" not in run.said()
     assert (run.output_dir / "timeline.json").exists()
 

@@ -53,7 +53,9 @@ def test_what_cannot_be_asked_is_one_line_and_status_2(folder: Path, capsys: pyt
     dump(folder, PlacementStrategy.hybrid)
     assert "in placement.strategy=hybrid the engines take turns with others" in refused(str(folder), "--replicas", "2")
     write(folder, replace(STATUS, state="ended"))
-    assert "the run has ended, 0 s ago. To resume with 2 replicas: rollout.num_replicas=2" in refused(str(folder), "--replicas", "2")
+    assert f"`megarl report {folder}` shows it. To resume with 2 replicas: rollout.num_replicas=2" in refused(
+        str(folder), "--replicas", "2"
+    )
 
 
 @pytest.mark.parametrize(

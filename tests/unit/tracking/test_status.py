@@ -15,6 +15,7 @@ from megarl.tracking.status import (
     ENDED,
     FAILED,
     FORMAT,
+    INTERRUPTED,
     RUNNING,
     GroupStatus,
     ReplicaStatus,
@@ -61,9 +62,10 @@ def test_it_is_written_until_the_end_and_read_back(tmp_path: Path, caplog: pytes
     assert record.run == replace(STATUS, state=ENDED)
     assert (record.format, record.host, record.is_alive) == (FORMAT, socket.gethostname(), True)
     assert [message for message in caplog.messages if "silent" in message] == ["replica 0 is silent"]  # once
-    with pytest.raises(KeyError), StatusWriter(tmp_path, look):
-        raise KeyError("broken")
-    assert read_status(tmp_path).run.state == FAILED
+    for error, state in ((KeyError("broken"), FAILED), (KeyboardInterrupt(), INTERRUPTED)):
+        with pytest.raises(type(error)), StatusWriter(tmp_path, look):
+            raise error
+        assert read_status(tmp_path).run.state == state
 
 
 def test_a_disk_that_takes_no_file_is_warned_of_once_and_ends_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

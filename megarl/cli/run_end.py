@@ -1,0 +1,54 @@
+"""What a user needs to know when a run no longer runs: how it ended, what is saved, and how to continue. Imports no torch."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import yaml
+
+from megarl.checkpoints.run_folder import CheckpointFolder
+from megarl.config.errors import CheckpointError
+from megarl.tracking.run_files import CONFIG_FILE, FAILURE_FILE, SUMMARY_FILE
+
+_CAUSE = re.compile(r"^what +(\S.*)$", re.MULTILINE)  # on the last page of a failed run
+
+
+def how_to_resume(checkpoints: Path) -> str:
+    """Describe the newest checkpoint in this folder and how to continue from it."""
+    try:
+        latest = CheckpointFolder(checkpoints).latest()
+    except CheckpointError as error:
+        return f"its checkpoints are damaged: {error}"
+    if latest is None:
+        return f"no checkpoint is saved in {checkpoints}; the same command starts from the beginning"
+    return f"the newest checkpoint is {latest}; the same command resumes from it"
+
+
+def checkpoints_of(run_dir: Path) -> Path:
+    """Return the folder of a run's checkpoints, which its resolved configuration names if it is not in the run's own folder."""
+    path = run_dir / CONFIG_FILE
+    values = yaml.safe_load(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    given = values.get("checkpoint", {}).get("dir")
+    return run_dir / "checkpoints" if given is None else Path(given)
+
+
+def result_of(run_dir: Path) -> str:
+    """Describe in a few words what a complete run achieved, empty if it does not say."""
+    path = run_dir / SUMMARY_FILE
+    if not path.is_file():
+        return ""
+    summary = json.loads(path.read_text(encoding="utf-8"))
+    parts = [f"stopped early: {summary['stopped_early']}"] if "stopped_early" in summary else []
+    scores = {when: score for when, score in summary.get("validation", {}).items() if score is not None}
+    if scores:
+        parts.append("validation " + ", ".join(f"{score:.4g} {when}" for when, score in scores.items()))
+    return "; ".join(parts)
+
+
+def cause_of(run_dir: Path) -> str:
+    """Return the cause on the last page of a failed run, empty if it left none."""
+    path = run_dir / FAILURE_FILE
+    found = _CAUSE.search(path.read_text(encoding="utf-8", errors="replace")) if path.is_file() else None
+    return found[1] if found else ""
