@@ -53,6 +53,7 @@ from megarl.roles.rollout import TokenRules
 from megarl.roles.saved_models import SavedModels, ppo_models, sft_models
 from megarl.roles.start import PPORoles, start_ppo, start_sft
 from megarl.tracking.loggers import Tracker
+from megarl.tracking.metric_table import unknown_metrics
 from megarl.tracking.progress import ProgressBar
 from megarl.tracking.samples import read_samples, sample_files
 from megarl.tracking.timeline import Timeline
@@ -303,4 +304,6 @@ def _checkpoints(config: PPOConfig | SFTConfig, models: SavedModels, monitor: Mo
 
 def _finished(config: PPOConfig | SFTConfig) -> Finished:
     output_dir = Path(config.trainer.output_dir)
-    return Finished(output_dir, [json.loads(line) for line in (output_dir / "metrics.jsonl").read_text().splitlines()])
+    metrics = [json.loads(line) for line in (output_dir / "metrics.jsonl").read_text().splitlines()]
+    assert unknown_metrics(name for line in metrics for name in line) == []  # docs/metrics.md lists all
+    return Finished(output_dir, metrics)
