@@ -39,7 +39,7 @@ METRICS: Mapping[str, tuple[MetricRow, ...]] = {
         MetricRow("reward/model/truncated", "share", "Conversations that lost their oldest tokens to fit the reward model."),
         MetricRow("reward/model/spells_special", "share", "Responses whose text contains a special token of the reward model."),
         MetricRow("reward/error_rate", "share", "Samples whose scoring failed."),
-        MetricRow("reward/overlong_penalty", "", "Mean penalty for long responses (`reward.overlong`), 0 or less."),
+        MetricRow("reward/overlong_penalty", "", "Mean penalty for long responses (`algorithm.overlong`), 0 or less."),
         MetricRow("reward/overlong_fraction", "share", "Samples with such a penalty."),
         MetricRow("critic/advantages/{mean,max,min,std}", "", f"Advantage A, {_TOKENS}."),
         MetricRow("critic/returns/{mean,max,min,std}", "", f"Return, the target of the critic, {_TOKENS}."),
