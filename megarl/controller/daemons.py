@@ -18,7 +18,7 @@ from ray._private.utils import write_ray_address
 from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
 
 from megarl.config.errors import RunError
-from megarl.machine.ports import hold_port
+from megarl.machine.ports import hold_lasting_ports
 from megarl.machine.reaper import descendants, end_held, hold
 
 LOOPBACK = "127."  # addresses of which Ray would take that of a network card in their place
@@ -61,7 +61,7 @@ class SmallNode(node.Node):
             raise NodeStartError("\n".join([f"Ray did not start: {error}", *last_words(getattr(self, "_logs_dir", None))])) from error
 
     def _choose_agent_ports(self, ray_params: Any) -> None:
-        held = [hold_port(ray_params.node_ip_address or "") for _ in range(4)]
+        held = hold_lasting_ports(ray_params.node_ip_address or "", 4)
         ports = [each.getsockname()[1] for each in held]
         names = ("metrics_agent_port", "metrics_export_port", "runtime_env_agent_port", "dashboard_agent_listen_port")
         ray_params.update_if_absent(**dict(zip(names, ports, strict=True)))

@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import errno
+import random
 import socket
+from pathlib import Path
+
+_SYSTEM_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
+_FIRST_PORT = 20_000  # Ray's workers have those from 10,002 to 19,999
+_MOST_TRIED = 1_000
 
 
 def hold_port(host: str) -> socket.socket:
@@ -15,6 +21,29 @@ def hold_port(host: str) -> socket.socket:
     held = socket.socket(_family(host))
     held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     held.bind((host, 0))
+    return held
+
+
+def hold_lasting_ports(host: str, count: int) -> list[socket.socket]:
+    """Hold ports that are likely to be free also some seconds after they are released. Nobody can listen on them before.
+
+    The system hands out ports of its own range to connections at any time, so these are below it, and above those of Ray's workers.
+    Where there is no room between the two, they are of the system's range.
+    """
+    candidates = range(_FIRST_PORT, max(int(_SYSTEM_RANGE.read_text().split()[0]), _FIRST_PORT))
+    held: list[socket.socket] = []
+    for port in [*random.SystemRandom().sample(candidates, min(len(candidates), _MOST_TRIED)), *[0] * count]:
+        if len(held) == count:
+            break
+        each = socket.socket(_family(host))
+        try:
+            each.bind((host, port))
+        except OSError as error:
+            each.close()
+            if error.errno != errno.EADDRINUSE:
+                raise
+        else:
+            held.append(each)
     return held
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import socket
+from pathlib import Path
 
 import pytest
 
-from megarl.machine.ports import hold_port, listen, own_address
+from megarl.machine import ports
+from megarl.machine.ports import hold_lasting_ports, hold_port, listen, own_address
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", ""])
@@ -31,3 +33,21 @@ def test_an_address_that_no_interface_has_stands_for_all_of_them() -> None:
     assert own_address("203.0.113.7") == ""  # for documentation only, so nobody's
     with hold_port(own_address("203.0.113.7")) as held, listen("203.0.113.7", port := held.getsockname()[1]):
         socket.create_connection(("127.0.0.2", port)).close()
+
+
+def test_lasting_ports_are_none_that_the_system_hands_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray's agents listen on ports that were chosen seconds before; a connection that gets one of them meanwhile ends the node."""
+    first_of_system = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    held = hold_lasting_ports("127.0.0.1", 4)
+    chosen = [each.getsockname()[1] for each in held]
+    assert len(set(chosen)) == 4
+    assert all(20_000 <= port < first_of_system for port in chosen)
+    monkeypatch.setattr(ports, "_FIRST_PORT", min(chosen))
+    monkeypatch.setattr(ports, "_MOST_TRIED", first_of_system)
+    again = hold_lasting_ports("127.0.0.1", 200)
+    assert not {each.getsockname()[1] for each in again} & set(chosen)  # they are in use
+    monkeypatch.setattr(ports, "_FIRST_PORT", first_of_system)  # no room below the system's range
+    others = hold_lasting_ports("127.0.0.1", 2)
+    assert all(each.getsockname()[1] >= first_of_system for each in others)
+    for each in [*held, *again, *others]:
+        each.close()
