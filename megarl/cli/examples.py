@@ -12,7 +12,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         "megarl rehearse configs/llama3_70b_ppo.yaml --role critic --ranks 0,8 --json ranks.json",
     ),
     "submit": ("megarl submit run.yaml --address http://HEAD:8265",),
-    "launch": ("torchrun --nnodes 2 --nproc-per-node 1 --no-python megarl launch run.yaml",),
+    "launch": ("torchrun --nnodes 2 --nproc-per-node 1 -m megarl launch run.yaml",),
     "doctor": ("megarl doctor", "megarl doctor run.yaml --json"),
     "eval": (
         "megarl eval outputs/run",

@@ -34,7 +34,7 @@ def refuse_launched_ranks(command: str) -> None:
     raise ValueError(
         f"this process was started by torchrun, or by a launcher of its kind, as one of {size} "
         f"(WORLD_SIZE), but `megarl {command}` starts its own processes. On one machine run `megarl {command}` as it is; on several, "
-        f"torchrun --nproc-per-node 1 --no-python megarl launch CONFIG key=value ... on each (docs/launch.md)"
+        f"torchrun --nproc-per-node 1 -m megarl launch CONFIG key=value ... on each (docs/launch.md)"
     )
 
 

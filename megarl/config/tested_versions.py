@@ -25,13 +25,17 @@ class Tested(NamedTuple):
 
 
 def as_text(environments: Mapping[str, Mapping[str, str]]) -> str:
-    """The content of RECORD. environments: name -> {distribution: version}, and the minor version of "python"."""
+    """Return the content of RECORD.
+
+    Args:
+        environments: For each environment, the version of each distribution, and the minor version of "python".
+    """
     return json.dumps(environments, indent=2) + "\n"
 
 
 @cache
 def tested_versions() -> Mapping[str, Tested]:
-    """Of "python" and of each distribution."""
+    """Return the oldest and the newest tested version of each distribution, and of "python"."""
     environments = json.loads(RECORD.read_text(encoding="utf-8"))
     found: dict[str, list[str]] = {}
     for versions in environments.values():

@@ -231,7 +231,7 @@ def run(config_path: str, overrides: Sequence[str]) -> int:
         ValueError: torchrun did not start this process, or started several of them on this node.
     """
     if "TORCHELASTIC_RUN_ID" not in os.environ:
-        raise ValueError("run it under torchrun: torchrun --nnodes N --nproc-per-node 1 --no-python megarl launch CONFIG key=value ...")
+        raise ValueError("run it under torchrun: torchrun --nnodes N --nproc-per-node 1 -m megarl launch CONFIG key=value ...")
     if os.environ["LOCAL_WORLD_SIZE"] != "1":
         raise ValueError(f"megarl starts its own processes: use --nproc-per-node 1, not {os.environ['LOCAL_WORLD_SIZE']}")
     owner = os.environ[OWNER] = uuid.uuid4().hex

@@ -287,9 +287,10 @@ class Pump:
                     self._deliver(replica, finished)
 
     def _outcome(self, replica: int, task: _Task | None) -> list[FinishedRequest | FailedRequest]:
-        """Samples, or none where the replica has just started or has to start anew. `task`: None where it took too long."""
+        """Return samples, or none if the replica has just started or is restarted. `task`: None if it took too long."""
         if task is not None and task.is_start and not _is_lost(task.future):
-            self._admit(replica)
+            if self._can_admit():  # another that started at the same time may have taken the room
+                self._admit(replica)
             return []
         try:
             if task is not None:

@@ -43,9 +43,8 @@ class RolloutWeights:
         """Every replica gets the weights that the actor has when it has done what it was asked last; `again`: with the version that they
         had.
 
-        Replicas that are lost in it are restarted, and get the weights as `can_admit` says. Raises the
-        failure of what the actor was asked, what WeightSync.push raises, RestartLimitError, and RunError where a replica does not say
-        the version that it was sent.
+        Replicas that are lost in it are restarted and get the weights when `can_admit` allows. Raises the failure of what the actor was
+        asked, what WeightSync.push raises, RestartLimitError, and RunError if a replica reports another version than it was sent.
         """
         self.await_actor()
         with self._replicas.alone(for_weights=True):

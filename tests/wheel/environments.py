@@ -73,7 +73,7 @@ def requirements_of(wheel: Path) -> list[str]:
 
 
 def installed_versions(folder: Path) -> dict[str, str]:
-    """Of the virtual environment: distribution -> version; and python."""
+    """Return the version of each distribution in the virtual environment, and of "python"."""
     program = """
 import importlib.metadata, json, platform
 found = {each.metadata["Name"].lower().replace("_", "-"): each.version for each in importlib.metadata.distributions()}

@@ -17,7 +17,7 @@ def test_a_process_of_torchrun_is_told_what_to_run(
     assert main([command, "run.yaml"]) == 2
     said = " ".join(capfd.readouterr().err.split())
     assert f"as one of {given['WORLD_SIZE']} (WORLD_SIZE), but `megarl {command}` starts its own processes" in said
-    assert "torchrun --nproc-per-node 1 --no-python megarl launch CONFIG" in said
+    assert "torchrun --nproc-per-node 1 -m megarl launch CONFIG" in said
 
 
 def test_one_process_alone_may_drive(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:

@@ -24,7 +24,7 @@ TRAINERS_SHARE = {
 
 
 class BufferedTrainer(FakeTrainer):
-    """As a Megatron worker: the message and IPC buffers of a push stay until a part of its state is offloaded."""
+    """Behaves as a Megatron worker: the buffers of a push stay until a part of its state is offloaded."""
 
     has_buffers = False
 

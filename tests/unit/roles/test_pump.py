@@ -45,6 +45,29 @@ class Scene:
         return self.came
 
 
+def test_of_replicas_that_are_up_at_the_same_time_only_those_with_room_are_admitted() -> None:
+    """Both were lost, and once the first has its weights and its cache there is no room for those of the second."""
+    scene = Scene(2)
+    admitted = list[int]()
+
+    def can_admit() -> bool:
+        return len(scene.engines.starting) == 2
+
+    def admit(replica: int) -> bool:
+        assert can_admit()
+        admitted.append(replica)
+        return scene._admit(replica)
+
+    scene.pump = Pump(scene.engines, admit, LIMITS, can_admit=can_admit, clock=lambda: scene.clock.now_s, wait=scene.clock.wait)  # type: ignore[arg-type]
+    for replica in (0, 1):
+        scene.engines.restart(replica, "lost")
+    scene.add(30, 40)
+    scene.pump.turn(wait_s=0.0)
+    scene.clock.pass_by(LIMITS.sample_limit_s / 2)  # nobody looks, and both come up
+    assert [request for _, request in scene.run()] == [30, 40]
+    assert (admitted, scene.engines.starting) == ([0], {1})
+
+
 def test_what_is_added_meanwhile_does_not_wait_behind_a_call() -> None:
     scene = Scene(2)
     scene.add(100, 101)
