@@ -28,11 +28,11 @@ from megarl.batch.token_rows import token_rows
 from megarl.cli.run_context import RunContext
 from megarl.cli.session import Session
 from megarl.cli.train import open_ppo
-from megarl.config.errors import ConfigError
 from megarl.config.schema import PPOConfig
 from megarl.data.loader import BatchLoader
 from megarl.data.tokenizer import decode_rows, load_tokenizer
 from megarl.doctor.examined_config import load_for_run
+from megarl.machine.errors import ConfigError
 from megarl.roles.ahead import GenerationAhead
 from megarl.roles.models import ABSENT, Absent, Actor, Critic, Reference
 from megarl.roles.reward import Reward

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields
 from enum import Enum
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
-from megarl.config.errors import RunError
+from megarl.machine.errors import RunError
 
 Message = dict[str, Any]  # as chat templates take them: role, content
 Schema = Mapping[str, Any]  # {"type": "function", "function": {"name", "description", "parameters"}}

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from megarl.agents.episode import AnswerTurn, TurnAnswer
 from megarl.agents.protocol import CallError, Environment, Message, Reply, Task, ToolCall, Turn
-from megarl.config.errors import RunError
+from megarl.machine.errors import RunError
 from megarl.machine.unicode_text import replace_surrogates
 from megarl.machine.user_functions import last_line
 

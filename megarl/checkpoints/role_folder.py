@@ -25,7 +25,7 @@ from megarl.checkpoints.torch_dist import (
     read_index,
 )
 from megarl.checkpoints.torch_file import refuse_code
-from megarl.config.errors import CheckpointError
+from megarl.machine.errors import CheckpointError
 from megarl.machine.files import write_whole
 from megarl.weights.name_mapping import Head
 

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import xxhash
 
-from megarl.config.errors import CheckpointError
+from megarl.machine.errors import CheckpointError
 from megarl.machine.files import sync_folder, sync_tree, write_whole
 
 LATEST_FILE = "latest"

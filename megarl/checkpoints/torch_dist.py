@@ -20,7 +20,7 @@ import torch
 from torch.distributed.checkpoint import filesystem, metadata, planner
 
 from megarl.checkpoints.torch_file import PICKLE_DAMAGE, FilePart, check_stored, mapped, read_outline, refusal, stored_tensor
-from megarl.config.errors import CheckpointError
+from megarl.machine.errors import CheckpointError
 from megarl.weights.tensors import Rectangle, tiling_fault
 
 METADATA_FILE, COMMON_FILE, BACKEND_FILE = ".metadata", "common.pt", "metadata.json"

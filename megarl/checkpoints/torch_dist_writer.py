@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from megarl.checkpoints.torch_dist import COMMON_FILE, METADATA_FILE, StoredChunk, StoredItem, chunks_fault
-from megarl.config.errors import CheckpointError
+from megarl.machine.errors import CheckpointError
 from megarl.machine.files import write_whole
 
 _ALIGNMENT = 64  # bytes; torch aligns a tensor within its item alike, so that it can be used where it lies in the file

@@ -22,7 +22,7 @@ from typing import IO, Any
 
 import torch
 
-from megarl.config.errors import CheckpointError
+from megarl.machine.errors import CheckpointError
 
 ReadableFile = Path | IO[bytes] | io.RawIOBase  # torch and zipfile want no more of one than the last has, though their hints do
 _CRC_BYTES = 2**20  # read at a time

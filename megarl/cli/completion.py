@@ -8,10 +8,10 @@ from collections.abc import Iterator
 
 import argcomplete
 
-from megarl.config.errors import ConfigError
 from megarl.config.load import schema_keys, schema_of
 from megarl.config.schema import PPOConfig
 from megarl.config.shipped import CONFIGS_DIR, shown
+from megarl.machine.errors import ConfigError
 
 GOOD = 0
 

@@ -28,7 +28,7 @@ from megarl.checkpoints.convert.streaming import Written, check_new
 from megarl.checkpoints.convert.verify import Comparison, Match, TensorComparison, compare
 from megarl.checkpoints.role_folder import Layout
 from megarl.cli.tables import output_console
-from megarl.config.errors import CheckpointError
+from megarl.machine.errors import CheckpointError
 from megarl.machine.wording import counted
 from megarl.weights.hf_folder import CONFIG_FILE
 

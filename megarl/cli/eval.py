@@ -24,7 +24,6 @@ from megarl.cli.run_context import run_context_of
 from megarl.cli.tables import output_console
 from megarl.cli.train import check_reward_chats, token_rules
 from megarl.config.architecture import read_architecture
-from megarl.config.errors import ConfigError
 from megarl.config.load import dump_config
 from megarl.config.roles import REWARD_MODEL, model_roles
 from megarl.config.schema import PPOConfig
@@ -34,6 +33,7 @@ from megarl.data.prompts import PromptDataset
 from megarl.data.tokenizer import load_tokenizer
 from megarl.doctor.check_result import Status
 from megarl.doctor.reward_functions import choose_truths, judge_rewards
+from megarl.machine.errors import ConfigError
 from megarl.machine.files import write_whole
 from megarl.machine.wording import counted
 from megarl.roles.start import EvaluationRoles, start_evaluation

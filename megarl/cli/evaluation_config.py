@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from megarl.cli.named_model import NamedModel
-from megarl.config.errors import ConfigError
 from megarl.config.load import PartialConfig, load_config
 from megarl.config.schema import (
     ActorConfig,
@@ -31,6 +30,7 @@ from megarl.config.schema import (
 )
 from megarl.config.sources import Layer
 from megarl.doctor.checked_config import find_on_hub, problems_of, refuse
+from megarl.machine.errors import ConfigError
 
 _EVALUATIONS = "evaluations"  # in a run's folder, and in `outputs`
 

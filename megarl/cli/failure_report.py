@@ -11,8 +11,8 @@ from megarl.checkpoints.run_folder import LATEST_FILE
 from megarl.cli.remedies import Cause, remedy_for
 from megarl.cli.run_context import RunContext
 from megarl.config.derive import checkpoint_path
-from megarl.config.errors import RunError
 from megarl.controller.errors import PhaseTimeoutError, WorkerError
+from megarl.machine.errors import RunError
 from megarl.machine.files import write_whole
 from megarl.machine.wording import counted
 from megarl.tracking.run_files import CONFIG_FILE, FAILURE_FILE, GENERATIONS_FILE, METRICS_FILE

@@ -21,9 +21,9 @@ from megarl.cli.convert import add_commands, positive
 from megarl.cli.examples import epilog
 from megarl.cli.run_context import RunContext, RunFailedError
 from megarl.cli.termination import INTERRUPTED, ends_by_signal
-from megarl.config.errors import ConfigError
 from megarl.config.load import schema_of
 from megarl.config.schema import Device, PPOConfig, RunKind, SFTConfig
+from megarl.machine.errors import ConfigError
 from megarl.machine.reaper import end_processes_of, owned_processes
 from megarl.tracking.run_files import STATUS_FILE
 

@@ -15,11 +15,11 @@ from megarl.checkpoints.convert.hugging_face import write_hugging_face
 from megarl.checkpoints.convert.open import open_model
 from megarl.checkpoints.convert.source import ModelSource
 from megarl.checkpoints.run_folder import DESCRIPTION_FILE, CheckpointFolder, step_name
-from megarl.config.errors import CheckpointError
 from megarl.config.load import load_config, schema_of
 from megarl.config.schema import PPOConfig, SFTConfig
 from megarl.config.sources import is_hub_name
 from megarl.data.hub import model_folder
+from megarl.machine.errors import CheckpointError
 from megarl.trainers.checkpoint import CONFIG_FILE
 from megarl.weights.manifest import TORCH_DTYPES, manifest_of, read_checkpoint_index
 from megarl.weights.tensors import Manifest, TensorMeta

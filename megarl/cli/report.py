@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from megarl.cli.placement_tables import parts_table
-from megarl.config.errors import ConfigError
 from megarl.config.load import load_config, schema_of
 from megarl.config.validate import read_architectures, validate
+from megarl.machine.errors import ConfigError
 from megarl.placement.memory import plan_memory
 from megarl.placement.plan import plan_placement
 from megarl.tracking.report.live import LiveReport

@@ -11,8 +11,8 @@ from rich.console import Console
 from megarl.cli.session import Session, of_another_run, read_summary
 from megarl.cli.tables import print_line
 from megarl.cli.termination import TERMINATED
-from megarl.config.errors import CheckpointError
 from megarl.config.schema import PPOConfig, SFTConfig
+from megarl.machine.errors import CheckpointError
 from megarl.roles.saved_models import SavedModels
 from megarl.tracking.run_files import SUMMARY_FILE
 from megarl.tracking.truncate_logs import cut_after

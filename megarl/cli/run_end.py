@@ -9,7 +9,7 @@ from pathlib import Path
 import yaml
 
 from megarl.checkpoints.run_folder import CheckpointFolder
-from megarl.config.errors import CheckpointError
+from megarl.machine.errors import CheckpointError
 from megarl.tracking.run_files import CONFIG_FILE, FAILURE_FILE, SUMMARY_FILE
 
 _CAUSE = re.compile(r"^what +(\S.*)$", re.MULTILINE)  # on the last page of a failed run

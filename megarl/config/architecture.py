@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megarl.config.errors import ConfigError
+from megarl.machine.errors import ConfigError
 from megarl.machine.files import read_json_object
 
 

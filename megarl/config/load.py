@@ -17,12 +17,12 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from megarl.config.errors import ConfigError
 from megarl.config.schema import MISSING, Device, DType, PPOConfig, RunKind, SFTConfig
 from megarl.config.schema.keys import InputKind, OutputFolder, leaves
 from megarl.config.sources import Layer, in_one_line, is_hub_name, read_layers, source_name
 from megarl.config.trl_names import trl_problem
 from megarl.config.verl_names import VerlProblem, verl_problems
+from megarl.machine.errors import ConfigError
 from megarl.machine.files import write_whole
 from megarl.machine.processors import has_gpu
 from megarl.machine.ray_address import cluster_address

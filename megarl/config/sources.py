@@ -19,9 +19,9 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from megarl.config.errors import ConfigError
 from megarl.config.schema.keys import MISSING, InputKind
 from megarl.config.shipped import CONFIGS_DIR, find_config, is_shipped, shown
+from megarl.machine.errors import ConfigError
 
 BASE = "base"
 WITH = "with"

@@ -17,7 +17,7 @@ from ray._private.parameter import RayParams
 from ray._private.utils import write_ray_address
 from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
 
-from megarl.config.errors import RunError
+from megarl.machine.errors import RunError
 from megarl.machine.ports import hold_lasting_ports
 from megarl.machine.reaper import descendants, end_held, hold
 

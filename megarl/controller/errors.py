@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from megarl.config.errors import RunError
 from megarl.controller.messages import CONSTRUCTION, CallFailure, RankActivity, Rows
+from megarl.machine.errors import RunError
 
 
 class RankFailure(NamedTuple):

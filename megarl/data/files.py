@@ -16,7 +16,7 @@ import pyarrow
 import pyarrow.parquet
 
 from megarl.config.data_rules import FORMATS, JSON_LINES, SAVED_TO_DISK, SPLITS
-from megarl.config.errors import one_line
+from megarl.machine.errors import one_line
 from megarl.machine.strict_json import refuse_repeated_keys
 
 Row = dict[str, Any]

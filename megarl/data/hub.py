@@ -11,10 +11,10 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
 from megarl.config.data_rules import FORMATS
-from megarl.config.errors import ConfigError, one_line
 from megarl.config.roles import model_roles
 from megarl.config.schema import PPOConfig, SFTConfig
 from megarl.config.sources import is_hub_name
+from megarl.machine.errors import ConfigError, one_line
 
 RunConfig = TypeVar("RunConfig", bound=PPOConfig | SFTConfig)
 _ANSWER_LIMIT_S = 5.0  # for the hub to say what there is

@@ -13,10 +13,10 @@ import numpy as np
 from jinja2 import TemplateError, TemplateSyntaxError
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from megarl.config.errors import one_line
 from megarl.data.chat_clock import clock_arguments
 from megarl.data.special_tokens import escaped
 from megarl.machine import unicode_text
+from megarl.machine.errors import one_line
 from megarl.machine.files import read_json_object
 
 if TYPE_CHECKING:

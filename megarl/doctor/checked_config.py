@@ -10,7 +10,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Generic, NamedTuple, TypeVar
 
-from megarl.config.errors import ConfigError
 from megarl.config.load import PartialConfig, read_config, resolved
 from megarl.config.machine_rules import missing, writable_folders
 from megarl.config.published import with_published_models
@@ -19,6 +18,7 @@ from megarl.config.schema import PPOConfig, RolloutConfig, RolloutEngineKind, SF
 from megarl.config.sources import is_hub_name
 from megarl.config.validate import read_architectures, validate
 from megarl.config.violation import Absence, Violation
+from megarl.machine.errors import ConfigError
 from megarl.placement.memory import budget_problems, plan_memory, refuses
 from megarl.placement.plan import plan_placement
 from megarl.placement.transport import choose_transport

@@ -24,12 +24,12 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megarl.checkpoints.role_folder import WHOLE_FILES, check_folder, item_checksums, item_name
 from megarl.checkpoints.torch_dist import DistributedTensor, TorchDistIndex, read_index
 from megarl.checkpoints.torch_dist_writer import ItemToWrite, WrittenItem, write_index, write_items
-from megarl.config.errors import CheckpointError
 from megarl.engine import platform
 from megarl.engine.engine import MegatronEngine, TrainingState
 from megarl.engine.groups import ParallelGroups
 from megarl.engine.optimizer import StepCounts
 from megarl.engine.sharding import Shard, sharding_of
+from megarl.machine.errors import CheckpointError
 
 Result = TypeVar("Result")
 

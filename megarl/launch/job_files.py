@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 from omegaconf import OmegaConf
 
 import megarl
-from megarl.config.errors import ConfigError
 from megarl.config.schema import PPOConfig, SFTConfig
 from megarl.config.sources import is_hub_name
+from megarl.machine.errors import ConfigError
 
 RUN_FILE = "run.yaml"
 LIMIT_MB = 100  # Ray keeps the package in the head's memory

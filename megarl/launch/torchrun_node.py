@@ -21,12 +21,12 @@ from typing import Any, NamedTuple
 from torch.distributed import DistError, PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from megarl.config.errors import ConfigError
 from megarl.config.load import schema_of
 from megarl.config.schema import PPOConfig, SFTConfig
 from megarl.controller.daemons import AUTH_MODE, AUTH_TOKEN, add_key
 from megarl.doctor.checked_config import load_checked_here
 from megarl.launch.ray_node import RayNode, logical_cpus
+from megarl.machine.errors import ConfigError
 from megarl.machine.reaper import OWNER, end_processes_of, start_reaper
 from megarl.placement.plan import plan_placement
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megarl.config.errors import ConfigError
 from megarl.config.schema import PlacementStrategy, PPOConfig, SFTConfig
+from megarl.machine.errors import ConfigError
 from megarl.placement.assign import assign
 from megarl.placement.custom import custom_problems
 from megarl.placement.placement_plan import PlacementPlan, reserve

@@ -3,8 +3,8 @@ and on CUDA."""
 
 from __future__ import annotations
 
-from megarl.config.errors import ConfigError
 from megarl.config.schema import PPOConfig, SFTConfig, Transport
+from megarl.machine.errors import ConfigError
 from megarl.placement.placement_plan import PlacementPlan
 
 _KEY = "resharding.transport"

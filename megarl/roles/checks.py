@@ -12,8 +12,8 @@ from megarl.algorithms.masked import map_tokens, moments, token_blocks
 from megarl.batch.data_proto import DataProto
 from megarl.batch.ragged import padded
 from megarl.batch.token_rows import of_one_form
-from megarl.config.errors import RunError
 from megarl.config.schema import DType
+from megarl.machine.errors import RunError
 
 # ---- the first batch: engine and trainer must mean the same by a log-prob
 

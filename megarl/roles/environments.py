@@ -8,13 +8,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megarl.config.errors import RunError
 from megarl.config.roles import ENVIRONMENT
 from megarl.controller.errors import PhaseTimeoutError, WorkerError
 from megarl.controller.futures import RemoteFuture, WorkerFuture, wait_for_any
 from megarl.controller.group import RayWorkerGroup, RoleGroup
 from megarl.controller.resource_pool import RayResourcePool
 from megarl.controller.worker import RayClassWithInitArgs
+from megarl.machine.errors import RunError
 from megarl.roles.replicas import is_dead
 from megarl.tracking.timeline import Span
 from megarl.workers.environment import EnvironmentWorker, TurnOrder, TurnReport

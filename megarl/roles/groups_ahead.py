@@ -15,9 +15,9 @@ import torch
 
 from megarl.algorithms.groups import rows_with_signal
 from megarl.batch.data_proto import DataProto
-from megarl.config.errors import RunError
 from megarl.config.schema import SamplingConfig
 from megarl.data.loader import BatchLoader
+from megarl.machine.errors import RunError
 from megarl.roles.finished_groups import FinishedGroup, Written
 from megarl.roles.pump import EngineFaultError, GiveUp
 from megarl.roles.rollout import Deliver, Scoring

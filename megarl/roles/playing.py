@@ -11,7 +11,7 @@ from functools import partial
 from megarl.agents.episode import AnswerTurn, Episode, EpisodeGivenUpError, EpisodeLimits, TurnPlace, WriteTurn
 from megarl.agents.protocol import Task
 from megarl.agents.trajectory import Trajectory
-from megarl.config.errors import RunError
+from megarl.machine.errors import RunError
 from megarl.roles.environments import Environments
 from megarl.roles.pump import GiveUp, Pump, RequestState
 from megarl.rollout.interface import FinishedRequest, GenerationRequest

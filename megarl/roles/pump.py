@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
-from megarl.config.errors import RunError
 from megarl.controller.errors import PhaseTimeoutError, WorkerError
 from megarl.controller.futures import RemoteFuture, WorkerFuture, wait_for_any
 from megarl.controller.group import RoleGroup
+from megarl.machine.errors import RunError
 from megarl.roles.replicas import Replicas, is_dead
 from megarl.rollout.dispatch import RequestQueue
 from megarl.rollout.interface import FailedRequest, FinishedRequest, GenerationRequest, Sample

@@ -7,12 +7,12 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
-from megarl.config.errors import RunError
 from megarl.controller.errors import PhaseTimeoutError, WorkerError
 from megarl.controller.futures import WorkerFuture
 from megarl.controller.group import NO_ENVIRONMENT, RayWorkerGroup, RoleGroup
 from megarl.controller.messages import FailureKind, qualified_name
 from megarl.controller.worker import RayClassWithInitArgs, RemoteMethod
+from megarl.machine.errors import RunError
 from megarl.placement.cores import NOBODY, AtWork
 from megarl.rollout.interface import EngineDeadError, RolloutEngine
 from megarl.tracking.timeline import Span

@@ -11,12 +11,12 @@ from typing import TypeVar
 import torch
 
 from megarl.checkpoints.role_folder import HUGGING_FACE_FOLDER, Description, Layout, write_manifest
-from megarl.config.errors import CheckpointError
 from megarl.config.schema import DType, ParallelConfig, PPOConfig, SFTConfig
 from megarl.controller.errors import WorkerError
 from megarl.controller.futures import WorkerFuture, gather
 from megarl.controller.group import RoleGroup
 from megarl.controller.messages import qualified_name
+from megarl.machine.errors import CheckpointError
 from megarl.roles.models import Actor
 from megarl.roles.start import PPORoles
 from megarl.weights.hf_folder import copy_companions

@@ -11,12 +11,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from megarl.config.errors import RunError
 from megarl.config.schema import Transport, Verify
 from megarl.controller.errors import PhaseTimeoutError, WorkerError
 from megarl.controller.futures import WorkerFuture, gather, wait_for_any
 from megarl.controller.group import RoleGroup
 from megarl.controller.messages import FailureKind
+from megarl.machine.errors import RunError
 from megarl.roles.replicas import results_of
 from megarl.roles.weight_links import WeightLinks, is_lost
 from megarl.roles.weight_source import WeightSource

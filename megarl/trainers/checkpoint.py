@@ -24,9 +24,9 @@ from typing import Any, Protocol
 from megarl import __version__
 from megarl.checkpoints.role_folder import HUGGING_FACE_FOLDER
 from megarl.checkpoints.run_folder import BestCheckpoint, CheckpointFolder
-from megarl.config.errors import CheckpointError, RunError
 from megarl.config.load import dump_config
 from megarl.config.schema import PPOConfig, SFTConfig
+from megarl.machine.errors import CheckpointError, RunError
 from megarl.machine.files import write_whole
 from megarl.machine.processors import threads_setting
 from megarl.tracking.run_files import CONFIG_FILE

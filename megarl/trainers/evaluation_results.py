@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megarl.algorithms.sampling_metrics import Estimate, mean_difference, mean_over_prompts
-from megarl.config.errors import ConfigError
 from megarl.data.chat_clock import saved_chat_time
+from megarl.machine.errors import ConfigError
 from megarl.machine.files import read_json_object
 from megarl.machine.strict_json import dump_readable
 from megarl.trainers.evaluation import ScoredSample, by_data_source, prompt_values, without_nan

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Protocol
 
-from megarl.config.errors import RunError
 from megarl.machine.clock import Began
+from megarl.machine.errors import RunError
 from megarl.placement.dataflow import STEP
 from megarl.tracking.loggers import Tracker
 from megarl.tracking.progress import ProgressBar

@@ -16,11 +16,11 @@ from megarl.algorithms.metrics import age_metrics, agent_metrics, data_metrics, 
 from megarl.algorithms.rollout_correction import correct
 from megarl.batch.data_proto import DataProto
 from megarl.batch.token_rows import of_one_form
-from megarl.config.errors import CheckpointError
 from megarl.config.roles import scores_in_update
 from megarl.config.schema import KLControllerKind, Late, PPOConfig
 from megarl.controller.futures import gather
 from megarl.data.loader import BatchLoader
+from megarl.machine.errors import CheckpointError
 from megarl.roles.ahead import GenerationAhead
 from megarl.roles.finished_groups import from_bytes, to_bytes
 from megarl.roles.models import ABSENT, valid_token_count

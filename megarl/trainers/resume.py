@@ -15,10 +15,10 @@ from megarl.checkpoints.run_folder import DESCRIPTION_FILE, LATEST_FILE, Checkpo
 from megarl.config.architecture import read_architecture
 from megarl.config.compare import FIXED, Difference, differences
 from megarl.config.derive import checkpoint_path
-from megarl.config.errors import CheckpointError, ConfigError, one_line
 from megarl.config.roles import model_roles
 from megarl.config.schema import RESUME_AUTO, RESUME_DISABLE, Device, PPOConfig, SFTConfig
 from megarl.config.validate import read_architectures
+from megarl.machine.errors import CheckpointError, ConfigError, one_line
 from megarl.machine.processors import threads_setting
 from megarl.tracking.run_files import CONFIG_FILE
 from megarl.trainers.checkpoint import STATE_FILE

@@ -10,10 +10,10 @@ import torch
 
 from megarl.algorithms.groups import rows_with_signal
 from megarl.batch.data_proto import DataProto
-from megarl.config.errors import RunError
 from megarl.config.schema import DynamicSamplingConfig, PPOConfig, SamplingConfig
 from megarl.controller.futures import DerivedFuture
 from megarl.data.loader import BatchLoader
+from megarl.machine.errors import RunError
 from megarl.roles.groups_ahead import GREEDY, GroupRules
 from megarl.roles.reward import Reward
 from megarl.roles.rollout import Scoring

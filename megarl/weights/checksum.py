@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
-from megarl.config.errors import RunError
+from megarl.machine.errors import RunError
 from megarl.weights.shard_layout import held_weights, pieces
 from megarl.weights.shards import Shards
 from megarl.weights.tensors import Manifest, contiguous_blocks, flat_index, row_major_strides

@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from megarl.config.errors import CheckpointError
 from megarl.controller.worker import Worker, register
+from megarl.machine.errors import CheckpointError
 from megarl.weights.carriers.device import DeviceTrainerEnd
 from megarl.weights.carriers.ends import Sending, SendReport, TrainerEnd
 from megarl.weights.carriers.folder import FolderTrainerEnd

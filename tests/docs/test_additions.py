@@ -113,7 +113,7 @@ import numpy as np, torch
 from megarl.algorithms.advantages import ADVANTAGE_ESTIMATORS, AdvantageInputs
 from megarl.algorithms.losses import ActorLoss, MiniBatchCounts
 from megarl.algorithms.policy_losses import POLICY_LOSSES
-from megarl.config.errors import ConfigError
+from megarl.machine.errors import ConfigError
 from megarl.config.load import load_config
 from megarl.config.schema import AdvantageConfig, AdvantageEstimator, AlgorithmConfig, PolicyLossConfig, PolicyLossKind, PPOConfig
 from megarl.config.validate import validate

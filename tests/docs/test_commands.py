@@ -15,10 +15,10 @@ import yaml
 from packaging.requirements import Requirement
 
 from megarl.cli.main import main
-from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
 from megarl.config.schema import DataConfig, LossyText, PPOConfig, SFTConfig
 from megarl.data.prompts import PromptDataset
+from megarl.machine.errors import ConfigError
 from megarl.recipes.quickstart.prepare import make_tokenizer
 from tests.docs.clone import Clone, Ended
 from tests.docs.commands import COMMANDS, MARKS, QUICKSTART, ByHand, Executed, InTest, Make

@@ -20,13 +20,13 @@ from ray.cluster_utils import Cluster
 
 from megarl.cli.failure_report import last_page
 from megarl.cli.run_context import RunContext
-from megarl.config.errors import RunError
 from megarl.config.schema import PPOConfig
 from megarl.controller.cluster import shutdown, start_ray
 from megarl.controller.environment import daemon_settings
 from megarl.controller.group import RayWorkerGroup
 from megarl.controller.resource_pool import ResourcePoolManager
 from megarl.controller.worker import RayClassWithInitArgs, Worker, register
+from megarl.machine.errors import RunError
 from megarl.roles.replicas import ReplicaPlace, Replicas
 from tests.fake_engine import MANIFEST, FakeEngine, FakeSpec
 

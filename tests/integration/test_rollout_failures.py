@@ -17,10 +17,10 @@ from megarl.batch.data_proto import DataProto
 from megarl.batch.ragged import RaggedTensor
 from megarl.cli.failure_report import last_page
 from megarl.cli.run_context import RunContext
-from megarl.config.errors import RunError
 from megarl.config.schema import PPOConfig, SamplingConfig
 from megarl.controller.errors import PhaseTimeoutError, WorkerError
 from megarl.controller.group import RoleGroup
+from megarl.machine.errors import RunError
 from megarl.roles.pump import EngineFaultError
 from megarl.roles.replicas import RestartLimitError
 from megarl.roles.rollout import Rollout

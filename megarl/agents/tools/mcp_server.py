@@ -9,7 +9,7 @@ from collections.abc import Coroutine, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from megarl.agents.protocol import BrokenToolError, Schema, Task
-from megarl.config.errors import one_line
+from megarl.machine.errors import one_line
 from megarl.machine.reaper import OWNER
 
 if TYPE_CHECKING:

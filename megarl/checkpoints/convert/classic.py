@@ -20,7 +20,7 @@ from megarl.checkpoints.convert.classic_file import RankFile, read_rank_file
 from megarl.checkpoints.convert.distributed import canonical_rest
 from megarl.checkpoints.convert.source import ModelSource, StoredPiece, checked_tensors
 from megarl.config.architecture import Architecture, read_architecture
-from megarl.config.errors import CheckpointError
+from megarl.machine.errors import CheckpointError
 from megarl.weights.name_mapping import OUTPUT_LAYER, Head, Weight
 from megarl.weights.shard_layout import ShardLayout, held_weights, pieces, shard_shapes
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from megarl.checkpoints.torch_file import Inert, StoredTensor, check_stored, mapped, read_outline_with_objects, stored_tensor
-from megarl.config.errors import CheckpointError
+from megarl.machine.errors import CheckpointError
 
 _EXTRA_STATE = "_extra_state"  # of layers of Transformer Engine: scales for eight-bit training, which are no weights
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from megarl.checkpoints.convert.source import ModelSource
-from megarl.config.errors import CheckpointError
 from megarl.config.reward_rules import has_chat_template
+from megarl.machine.errors import CheckpointError
 from megarl.weights.hf_folder import CONFIG_FILE
 
 TOKENIZER_CONFIG = "tokenizer_config.json"

@@ -16,7 +16,7 @@ from megarl.checkpoints.convert.source import ModelSource
 from megarl.checkpoints.role_folder import HUGGING_FACE_FOLDER, MANIFEST_FILE
 from megarl.checkpoints.run_folder import DESCRIPTION_FILE, LATEST_FILE, CheckpointFolder, read_description
 from megarl.checkpoints.torch_dist import METADATA_FILE, is_torch_dist
-from megarl.config.errors import CheckpointError
+from megarl.machine.errors import CheckpointError
 from megarl.weights.hf_folder import CONFIG_FILE
 
 TRACKER_FILE = "latest_checkpointed_iteration.txt"  # of Megatron's own programs

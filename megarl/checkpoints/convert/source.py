@@ -11,7 +11,7 @@ import torch
 
 from megarl.checkpoints.torch_dist import chunks_fault
 from megarl.config.architecture import Architecture
-from megarl.config.errors import CheckpointError
+from megarl.machine.errors import CheckpointError
 from megarl.weights.name_mapping import Head, HFTensor, weights_of
 from megarl.weights.tensors import Rectangle
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from megarl.config.errors import CheckpointError
+from megarl.machine.errors import CheckpointError
 from megarl.machine.files import whole_folder
 
 Progress = Callable[[int, int], None]  # bytes that were just written, bytes in all; called by several threads

@@ -12,8 +12,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from megarl.config.errors import ConfigError
 from megarl.config.schema import Device, RolloutConfig
+from megarl.machine.errors import ConfigError
 from megarl.rollout.interface import RolloutEngineSpec, end_token_ids
 
 WEIGHT_LOADER = "megarl.rollout.sglang.loader.run"

@@ -23,7 +23,7 @@ from megarl.checkpoints.role_folder import (
 )
 from megarl.checkpoints.torch_dist import TORCH_DIST, chunks_fault, read_chunk, read_index
 from megarl.checkpoints.torch_file import refuse_code
-from megarl.config.errors import CheckpointError
+from megarl.machine.errors import CheckpointError
 from megarl.weights.tensors import Rectangle
 
 LAYOUT = Layout(tensor_parallel_size=1, pipeline_parallel_size=1, virtual_pipeline_parallel_size=None, data_parallel_size=1)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from megarl.checkpoints.run_folder import BestCheckpoint, CheckpointFolder, check_files
-from megarl.config.errors import CheckpointError
+from megarl.machine.errors import CheckpointError
 
 Reader = Callable[[CheckpointFolder], Path | None]
 

@@ -24,7 +24,7 @@ from megarl.checkpoints.torch_file import (
     read_outline_with_objects,
     stored_tensor,
 )
-from megarl.config.errors import CheckpointError
+from megarl.machine.errors import CheckpointError
 
 
 class Leaves:

@@ -14,10 +14,10 @@ from rich.console import Console
 
 from megarl.cli.main import main
 from megarl.cli.run_summary import print_summary, title_of, write_plan
-from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
 from megarl.config.schema import PPOConfig
 from megarl.doctor.checked_config import load_checked_anywhere
+from megarl.machine.errors import ConfigError
 from tests.unit.config.folders import model_folder, ppo_values, sft_values, write_yaml
 
 ROOT = Path(__file__).parents[3]

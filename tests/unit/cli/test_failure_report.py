@@ -11,7 +11,6 @@ import torch
 from megarl.cli.failure_report import last_page, print_failure
 from megarl.cli.remedies import REMEDIES, Cause
 from megarl.cli.run_context import RunContext
-from megarl.config.errors import CheckpointError, RunError
 from megarl.config.schema import (
     ActorConfig,
     CriticConfig,
@@ -25,6 +24,7 @@ from megarl.config.schema import (
 )
 from megarl.controller.errors import PhaseTimeoutError, RankFailure, RankReport, WorkerError
 from megarl.controller.messages import CallFailure, FailureKind, Rows, qualified_name
+from megarl.machine.errors import CheckpointError, RunError
 from megarl.trainers.monitor import Position
 
 CONFIG = PPOConfig(
@@ -144,8 +144,8 @@ def test_every_remedy_is_for_something_else() -> None:
         "DefaultCPUAllocator: can't allocate memory",
         "OSError: [Errno 28] No space left on device",
         "DistNetworkError: port: 29500, code: -98, name: EADDRINUSE",
-        "megarl.config.errors.CheckpointError: a/b: the checkpoint of step 3 cannot be written (Permission denied)",
-        "megarl.config.errors.CheckpointError: it is damaged",
+        "megarl.machine.errors.CheckpointError: a/b: the checkpoint of step 3 cannot be written (Permission denied)",
+        "megarl.machine.errors.CheckpointError: it is damaged",
         "megarl.rewards.scorer.RewardError: scoring failed",
         "megarl.engine.optimizer.TrainingDivergedError: the gradient norm is nan",
         "megarl.controller.errors.PhaseTimeoutError: too long",

@@ -16,9 +16,9 @@ import torch
 from megarl.algorithms.scores import refuse_unusable
 from megarl.cli.main import _TAKE_OVERRIDES, build_parser, main
 from megarl.cli.run_context import run_context_of
-from megarl.config.errors import ConfigError
 from megarl.config.schema import PPOConfig, SFTConfig
 from megarl.controller.errors import PhaseTimeoutError
+from megarl.machine.errors import ConfigError
 from megarl.trainers.monitor import Position
 
 

@@ -12,7 +12,7 @@ from transformers import LlamaConfig, MixtralConfig, PretrainedConfig, Qwen2Conf
 
 from megarl.config.architecture import Architecture, Experts, RopeScaling, read_architecture
 from megarl.config.derive import num_active_parameters, num_parameters
-from megarl.config.errors import ConfigError
+from megarl.machine.errors import ConfigError
 
 SIZES = {
     "hidden_size": 48,

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from megarl.config.errors import ConfigError
 from megarl.config.load import dump_config, load_config, schema_of
 from megarl.config.schema import AdvantageEstimator, CorrectionLevel, DType, KLWhere, OnUpdate, PPOConfig, RewardFunctionConfig, SFTConfig
 from megarl.config.shipped import CONFIGS_DIR
+from megarl.machine.errors import ConfigError
 from tests.unit.config.folders import write_yaml
 
 MINIMAL: dict[str, Any] = {"model": {"path": "models/m"}, "data": {"train_files": ["a.parquet"]}}

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from megarl.cli.main import main
-from megarl.config.errors import ConfigError
 from megarl.config.load import read_config
 from megarl.config.schema import PPOConfig, SFTConfig
 from megarl.config.schema.keys import leaves
 from megarl.config.sources import read_layers
 from megarl.doctor.checked_config import load_checked_anywhere
+from megarl.machine.errors import ConfigError
 from tests.unit.config.folders import ppo_values, sft_values, write_yaml
 
 NO_VALUE = "{no: value}"  # fits no key that holds a single value

@@ -9,10 +9,10 @@ import pytest
 import yaml
 
 from megarl.config import trl_names, verl_names
-from megarl.config.errors import ConfigError
 from megarl.config.load import load_config, schema_keys
 from megarl.config.schema import PPOConfig, SFTConfig
 from megarl.config.verl_names import find_verl_key, verl_keys
+from megarl.machine.errors import ConfigError
 
 # The leaves of verl's generated ppo_trainer and ppo_megatron_trainer configurations (commit 1dda039b9 of August 2026), names only.
 VERL_LEAVES = (Path(__file__).parent / "verl_ppo_keys.txt").read_text().split()

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from megarl.cli.main import main
-from megarl.config.errors import ConfigError
 from megarl.config.load import dump_config
 from megarl.config.schema import PPOConfig
 from megarl.doctor.checked_config import load_checked_anywhere
 from megarl.doctor.examined_config import load_examined_anywhere
+from megarl.machine.errors import ConfigError
 from tests.integration.tiny_run import save_inputs, tiny_config
 from tests.unit.config.folders import ARCHITECTURE, ppo_values, write_yaml
 

@@ -260,7 +260,7 @@ def failing_saves(settings: Settings, folder: Path) -> list[str]:
 
 def failure_of(call: Callable[[], Any]) -> str:
     """The one line of the CheckpointError that `call` raises."""
-    from megarl.config.errors import CheckpointError
+    from megarl.machine.errors import CheckpointError
 
     try:
         call()

@@ -10,7 +10,6 @@ from typing import get_args, get_type_hints
 
 import pytest
 
-from megarl.config.errors import ConfigError
 from megarl.config.load import load_config, read_config
 from megarl.config.schema import (
     AlgorithmConfig,
@@ -26,6 +25,7 @@ from megarl.config.schema import (
 )
 from megarl.launch import job_files
 from megarl.launch.job import missing_packages
+from megarl.machine.errors import ConfigError
 from tests.unit.config.folders import write_yaml
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from megarl.config.errors import ConfigError
 from megarl.config.schema import (
     ActorConfig,
     AdvantageConfig,
@@ -22,6 +21,7 @@ from megarl.config.schema import (
     RolloutConfig,
     SFTConfig,
 )
+from megarl.machine.errors import ConfigError
 from megarl.placement.placement_plan import PlacementPlan
 from megarl.placement.plan import plan_placement
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from megarl.config.errors import ConfigError
 from megarl.config.schema import (
     ActorConfig,
     ParallelConfig,
@@ -15,6 +14,7 @@ from megarl.config.schema import (
     RolloutConfig,
     Transport,
 )
+from megarl.machine.errors import ConfigError
 from megarl.placement.plan import plan_placement
 from megarl.placement.transport import choose_transport
 

@@ -14,10 +14,10 @@ import torch
 
 from megarl.batch.data_proto import DataProto
 from megarl.batch.ragged import RaggedTensor
-from megarl.config.errors import RunError
 from megarl.config.schema import DynamicSamplingConfig, OnUpdate, SamplingConfig
 from megarl.data.loader import BatchLoader
 from megarl.data.tables import RowIdentity
+from megarl.machine.errors import RunError
 from megarl.roles.ahead import GenerationAhead
 from megarl.roles.finished_groups import FinishedGroup, from_bytes, to_bytes
 from megarl.roles.groups_ahead import GREEDY, GroupRules

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from megarl.batch.data_proto import DataProto
-from megarl.config.errors import RunError
 from megarl.config.schema import DType
+from megarl.machine.errors import RunError
 from megarl.roles.checks import FirstRatioError, FirstRatioGate, LogProbGate, LogProbMismatchError
 
 NAN = float("nan")

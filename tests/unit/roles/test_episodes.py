@@ -29,7 +29,6 @@ from megarl.algorithms.metrics import age_metrics, agent_metrics, data_metrics
 from megarl.algorithms.scores import place_scores
 from megarl.batch.data_proto import DataProto
 from megarl.batch.ragged import RaggedTensor
-from megarl.config.errors import RunError
 from megarl.config.schema import (
     AdvantageConfig,
     AdvantageEstimator,
@@ -47,6 +46,7 @@ from megarl.controller.errors import PhaseTimeoutError
 from megarl.controller.worker import RayClassWithInitArgs
 from megarl.data.tokenizer import render_chat
 from megarl.data.turns import TurnTemplate
+from megarl.machine.errors import RunError
 from megarl.roles.environments import Environments
 from megarl.roles.episodes import EpisodeRollout, batch_of_trajectories
 from megarl.roles.playing import Playing

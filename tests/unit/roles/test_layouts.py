@@ -17,10 +17,10 @@ from torch import Tensor
 
 from megarl.batch.data_proto import DataProto
 from megarl.batch.ragged import RaggedTensor
-from megarl.config.errors import CheckpointError
 from megarl.config.schema import ParallelConfig, SamplingConfig
 from megarl.controller.errors import WorkerError
 from megarl.controller.worker import RayClassWithInitArgs
+from megarl.machine.errors import CheckpointError
 from megarl.roles.models import Actor
 from megarl.roles.rollout import Rollout
 from megarl.roles.saved_models import SavedModels

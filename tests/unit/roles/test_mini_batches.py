@@ -13,7 +13,6 @@ from megarl.batch.data_proto import DataProto
 from megarl.batch.metrics import Metric
 from megarl.batch.ragged import RaggedTensor
 from megarl.batch.token_rows import ROUTED_EXPERTS
-from megarl.config.errors import RunError
 from megarl.config.schema import (
     AlgorithmConfig,
     CorrectionLevel,
@@ -27,6 +26,7 @@ from megarl.config.schema import (
     PolicyLossKind,
     RolloutCorrectionConfig,
 )
+from megarl.machine.errors import RunError
 from megarl.roles.checks import FirstRatioGate
 from megarl.roles.models import Actor, MegatronRole, UpdatePlan, _restored, actor_rows
 from megarl.workers.megatron import MICRO_BATCHES, ActorWorker, Loss

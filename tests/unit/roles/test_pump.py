@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megarl.config.errors import RunError
+from megarl.machine.errors import RunError
 from megarl.roles.pump import Pump, RolloutLimits
 from megarl.rollout.interface import FinishedRequest, GenerationRequest, SamplingParameters
 from megarl.simulation.engines import ScriptedEngine, ScriptedEngines, VirtualClock

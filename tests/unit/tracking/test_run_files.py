@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from megarl.cli.session import write_summary
-from megarl.config.errors import RunError
 from megarl.controller.errors import PhaseTimeoutError
+from megarl.machine.errors import RunError
 from megarl.tracking.loggers import Tracker
 from megarl.tracking.run_files import writing
 from megarl.tracking.timeline import Timeline

@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 
 from megarl.checkpoints.run_folder import BestCheckpoint, CheckpointFolder, check_files
-from megarl.config.errors import CheckpointError
 from megarl.config.schema import (
     CheckpointConfig,
     EarlyStopConfig,
@@ -27,6 +26,7 @@ from megarl.config.schema import (
     SFTTrainerConfig,
 )
 from megarl.controller.errors import PhaseTimeoutError
+from megarl.machine.errors import CheckpointError
 from megarl.machine.processors import threads_setting
 from megarl.trainers.best_so_far import ends_early
 from megarl.trainers.checkpoint import Checkpointer, best_checkpoint

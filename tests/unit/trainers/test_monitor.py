@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from megarl.config.errors import RunError
 from megarl.controller.worker import registered_methods
 from megarl.machine import clock as clock_module
+from megarl.machine.errors import RunError
 from megarl.tracking.loggers import Tracker
 from megarl.tracking.progress import ProgressBar
 from megarl.tracking.timeline import Span, Timeline

@@ -16,9 +16,9 @@ import torch.distributed.checkpoint as dcp
 from megarl.checkpoints.role_folder import Description, Layout, item_checksums, write_manifest
 from megarl.checkpoints.run_folder import CheckpointFolder, file_checksum
 from megarl.checkpoints.torch_dist import TORCH_DIST
-from megarl.config.errors import CheckpointError, ConfigError
 from megarl.config.load import dump_config, load_config
 from megarl.config.schema import CheckpointConfig, Device, OptimConfig, PPOConfig
+from megarl.machine.errors import CheckpointError, ConfigError
 from megarl.trainers.resume import checkpoint_folder, find_resume
 from tests.unit.config.folders import ARCHITECTURE, model_folder, ppo_values, write_yaml
 

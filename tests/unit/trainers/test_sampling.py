@@ -10,11 +10,11 @@ import torch
 
 from megarl.batch.data_proto import DataProto
 from megarl.batch.ragged import RaggedTensor
-from megarl.config.errors import RunError
 from megarl.config.schema import DynamicSamplingConfig, SamplingConfig
 from megarl.controller.futures import RemoteFuture
 from megarl.data.loader import BatchLoader
 from megarl.data.tables import RowIdentity
+from megarl.machine.errors import RunError
 from megarl.trainers.sampling import DynamicSampling, GreedyBaseline, PlainSampling
 
 NUM_SAMPLES = 2

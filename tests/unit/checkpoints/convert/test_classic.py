@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from megarl.checkpoints.convert.open import open_model
-from megarl.config.errors import CheckpointError
+from megarl.machine.errors import CheckpointError
 from tests.ranks import RankPool
 from tests.unit.checkpoints.convert.classic_side import save_classic, save_distributed
 from tests.unit.checkpoints.convert.test_source import everything

@@ -7,7 +7,7 @@ import pytest
 
 from megarl.checkpoints.convert.open import open_model
 from megarl.checkpoints.role_folder import item_checksums, write_manifest
-from megarl.config.errors import CheckpointError
+from megarl.machine.errors import CheckpointError
 from tests.unit.checkpoints.convert.test_source import stacked, write
 from tests.unit.checkpoints.test_role_folder import DESCRIPTION
 from tests.unit.weights.models import random_model, save

@@ -11,7 +11,7 @@ from megarl.checkpoints.convert.distributed import open_distributed
 from megarl.checkpoints.convert.hugging_face import open_hugging_face
 from megarl.checkpoints.convert.source import ModelSource
 from megarl.checkpoints.torch_dist import TORCH_DIST
-from megarl.config.errors import CheckpointError
+from megarl.machine.errors import CheckpointError
 from megarl.weights.tensors import Rectangle
 from tests.unit.weights.models import EXPERTS, NUM_LAYERS, architecture_of, random_model, save, slow_shards, stored_state
 

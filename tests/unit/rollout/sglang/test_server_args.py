@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from megarl.config.errors import ConfigError
 from megarl.config.schema import Device, DType, ModelConfig, RolloutConfig, RolloutEngineKind, SamplingConfig, SGLangConfig
+from megarl.machine.errors import ConfigError
 from megarl.rollout.interface import RolloutEngineSpec
 from megarl.rollout.sglang.server_args import (
     _known_server_args,
