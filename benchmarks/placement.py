@@ -54,7 +54,7 @@ from megarl.data.tokenizer import load_tokenizer
 from megarl.placement.dataflow import overlaps
 from megarl.placement.offload_plan import OffloadPlan
 from megarl.placement.plan import plan_placement
-from megarl.roles.rollout import TokenRules
+from megarl.roles.rollout.rollout import TokenRules
 from megarl.roles.start import PPORoles, start_ppo
 from megarl.tracking.timeline import Span
 from megarl.trainers.monitor import PHASES

@@ -43,9 +43,9 @@ from megarl.config.schema import MicroBatchConfig, ParallelConfig, PPOConfig, Sa
 from megarl.controller.futures import RemoteFuture
 from megarl.roles import models
 from megarl.roles.models import Actor, Critic, Reference, UpdatePlan
-from megarl.roles.pump import PumpTotals
 from megarl.roles.reward import Reward
-from megarl.roles.rollout import batch_of_samples
+from megarl.roles.rollout.rollout import batch_of_samples
+from megarl.roles.rollout.scheduler import PumpTotals
 from megarl.roles.start import PPORoles
 from megarl.rollout.interface import Sample, VersionSpan
 from megarl.trainers.monitor import Position

@@ -28,15 +28,15 @@ from megarl.controller.group import RoleGroup
 from megarl.controller.resource_pool import RayResourcePool
 from megarl.data.loader import BatchLoader
 from megarl.data.tables import RowIdentity
-from megarl.roles.ahead import GenerationAhead
-from megarl.roles.groups_ahead import GroupRules
 from megarl.roles.offload_schedule import OffloadSchedule
-from megarl.roles.pump import RolloutLimits
-from megarl.roles.replicas import ReplicaPlace, Replicas
-from megarl.roles.rollout import Rollout, TokenRules
-from megarl.roles.weights import RolloutWeights
+from megarl.roles.rollout.async_rollout import GenerationAhead
+from megarl.roles.rollout.replicas import ReplicaPlace, Replicas
+from megarl.roles.rollout.rollout import Rollout, TokenRules
+from megarl.roles.rollout.rollout_buffer import GroupRules
+from megarl.roles.rollout.scheduler import RolloutLimits
+from megarl.roles.weights.rollout_weights import RolloutWeights
 from megarl.rollout.interface import FinishedRequest, GenerationRequest, RolloutEngine, Sample, VersionSpan
-from megarl.rollout.ledger import AdmissionLedger
+from megarl.rollout.staleness import AdmissionLedger
 from megarl.simulation.run import Script, SimulatedRun, Simulation
 from megarl.weights.plan import Boxes
 from megarl.weights.receiver import EngineLink

@@ -62,8 +62,8 @@ from megarl.controller.group import RayWorkerGroup, RoleGroup
 from megarl.controller.resource_pool import RayResourcePool
 from megarl.controller.worker import RayClassWithInitArgs
 from megarl.engine.spec import ModelSpec
-from megarl.roles.weight_source import WeightSource
-from megarl.roles.weight_sync import PushReport, WeightSync
+from megarl.roles.weights.source import WeightSource
+from megarl.roles.weights.sync import PushReport, WeightSync
 from megarl.rollout.interface import RolloutEngineSpec
 from megarl.weights.plan import RankPlace
 from megarl.weights.wire import WireAddress

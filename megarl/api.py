@@ -33,10 +33,10 @@ from megarl.data.loader import BatchLoader
 from megarl.data.tokenizer import decode_rows, load_tokenizer
 from megarl.doctor.examined_config import load_for_run
 from megarl.machine.errors import ConfigError
-from megarl.roles.ahead import GenerationAhead
 from megarl.roles.models import ABSENT, Absent, Actor, Critic, Reference
 from megarl.roles.reward import Reward
-from megarl.roles.rollout import Rollout
+from megarl.roles.rollout.async_rollout import GenerationAhead
+from megarl.roles.rollout.rollout import Rollout
 from megarl.trainers.ppo import PPOTrainer
 from megarl.trainers.resume import find_resume
 

@@ -15,13 +15,13 @@ from megarl.config.schema import Transport, Verify
 from megarl.controller.group import RoleGroup
 from megarl.controller.resource_pool import RayResourcePool
 from megarl.roles.offload_schedule import OffloadSchedule
-from megarl.roles.pump import RolloutLimits
-from megarl.roles.replicas import ReplicaPlace, Replicas, results_of
-from megarl.roles.rollout import Rollout, TokenRules
-from megarl.roles.weight_links import is_lost
-from megarl.roles.weight_source import WeightSource
-from megarl.roles.weight_sync import WeightSync
-from megarl.roles.weights import RolloutWeights
+from megarl.roles.rollout.replicas import ReplicaPlace, Replicas, results_of
+from megarl.roles.rollout.rollout import Rollout, TokenRules
+from megarl.roles.rollout.scheduler import RolloutLimits
+from megarl.roles.weights.rollout_weights import RolloutWeights
+from megarl.roles.weights.session import is_lost
+from megarl.roles.weights.source import WeightSource
+from megarl.roles.weights.sync import WeightSync
 from megarl.rollout.interface import RolloutEngine
 from megarl.weights.plan import RankPlace
 from megarl.weights.tensors import TensorMeta

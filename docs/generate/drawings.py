@@ -20,7 +20,7 @@ from megarl.config.schema import (
 from megarl.placement.dataflow import Phase, phases_of, waits_for
 from megarl.placement.placement_plan import GroupPlan, PlacementPlan
 from megarl.placement.plan import plan_placement
-from megarl.roles.weight_forecast import WeightForecast, forecast_weights
+from megarl.roles.weights.forecast import WeightForecast, forecast_weights
 from megarl.weights.name_mapping import Weight, weights_of
 from megarl.weights.plan import NUM_SLOTS
 from megarl.weights.shard_layout import Piece, layouts_of, pieces

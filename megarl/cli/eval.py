@@ -37,7 +37,7 @@ from megarl.machine.errors import ConfigError
 from megarl.machine.files import write_whole
 from megarl.machine.wording import counted
 from megarl.roles.start import EvaluationRoles, start_evaluation
-from megarl.roles.weights import FolderWeights
+from megarl.roles.weights.rollout_weights import FolderWeights
 from megarl.trainers.checkpoint import CONFIG_FILE
 from megarl.trainers.evaluation import Evaluation, ScoredSample, by_data_source, prompt_values
 from megarl.trainers.evaluation_results import (

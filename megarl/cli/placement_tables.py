@@ -21,7 +21,7 @@ from megarl.placement.memory import DeviceMemory, Usage, budget_problems, plan_m
 from megarl.placement.offload_plan import OffloadPlan
 from megarl.placement.placement_plan import GroupPlan, PlacementPlan, ProcessPlan
 from megarl.placement.transport import choose_transport
-from megarl.roles.weight_forecast import forecast_weights
+from megarl.roles.weights.forecast import forecast_weights
 
 
 def print_placement(

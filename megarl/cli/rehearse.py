@@ -29,7 +29,7 @@ from megarl.rehearsal.prediction import PredictedMemory, predicted_memory
 from megarl.rehearsal.processes import rehearse_ranks
 from megarl.rehearsal.ranks import chosen_ranks, hangs, rounded_sums
 from megarl.rehearsal.record import RankPush, RankRecord, RankRequest
-from megarl.roles.weight_forecast import forecast_weights
+from megarl.roles.weights.forecast import forecast_weights
 from megarl.weights.plan import NUM_SLOTS
 
 GOOD, MISTAKES = 0, 2

@@ -25,7 +25,7 @@ from megarl.config.schema import PPOConfig, SFTConfig
 from megarl.machine.files import write_whole
 from megarl.machine.wording import counted
 from megarl.placement.plan import plan_placement
-from megarl.roles.weight_sync import PUSHED_FOLDERS
+from megarl.roles.weights.sync import PUSHED_FOLDERS
 from megarl.tracking.loggers import Tracker
 from megarl.tracking.progress import ProgressBar
 from megarl.tracking.run_files import CONFIG_FILE, FAILURE_FILE, METRICS_FILE, SUMMARY_FILE, writing

@@ -28,7 +28,7 @@ from megarl.data.prompts import PromptDataset
 from megarl.data.tokenizer import load_tokenizer
 from megarl.doctor.examined_config import load_for_run
 from megarl.doctor.inputs import endless_turns
-from megarl.roles.rollout import TokenRules
+from megarl.roles.rollout.rollout import TokenRules
 from megarl.roles.saved_models import ppo_models
 from megarl.roles.start import start_ppo
 from megarl.tracking.run_files import writing

@@ -27,7 +27,7 @@ from megarl.controller.worker import RemoteMethod
 from megarl.data.packing import BatchPlan, RowPrompt, plan_micro_batches
 from megarl.roles.checks import FirstRatioGate, LogProbGate
 from megarl.roles.offload_schedule import OffloadSchedule
-from megarl.roles.weight_source import WeightSource
+from megarl.roles.weights.source import WeightSource
 from megarl.workers.megatron import MICRO_BATCHES, ActorWorker, CriticWorker, Loss, PolicyWorker, ScoredUpdate
 
 if TYPE_CHECKING:

@@ -29,7 +29,7 @@ _ACTOR = Item("actor", PARAMETERS)
 
 
 class Engines(Protocol):
-    """What the schedule moves of the rollout (roles/replicas.py)."""
+    """What the schedule moves of the rollout (roles/rollout/replicas.py)."""
 
     def sleep(self) -> None: ...
 

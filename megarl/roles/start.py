@@ -22,20 +22,20 @@ from megarl.placement.offload_plan import OffloadPlan
 from megarl.placement.placement_plan import GroupPlan, PlacementPlan
 from megarl.placement.plan import plan_placement
 from megarl.placement.transport import choose_transport, joins_weight_groups
+from megarl.roles.agents.environments import Environments
+from megarl.roles.agents.episodes import EpisodeRollout
 from megarl.roles.checks import FirstRatioGate, LogProbGate
-from megarl.roles.environments import Environments
-from megarl.roles.episodes import EpisodeRollout
 from megarl.roles.models import Actor, Critic, Reference, UpdatePlan
 from megarl.roles.offload_schedule import OffloadSchedule
-from megarl.roles.pump import RolloutLimits
-from megarl.roles.replicas import ReplicaPlace, Replicas
 from megarl.roles.reward import Reward, RewardModel
-from megarl.roles.rollout import Rollout, TokenRules
-from megarl.roles.scaling import PlannedReplica, ReplicaScaling
-from megarl.roles.weight_forecast import rank_places
-from megarl.roles.weight_source import WeightSource
-from megarl.roles.weight_sync import WeightSync
-from megarl.roles.weights import FolderWeights, RolloutWeights
+from megarl.roles.rollout.replicas import ReplicaPlace, Replicas
+from megarl.roles.rollout.rollout import Rollout, TokenRules
+from megarl.roles.rollout.scaling import PlannedReplica, ReplicaScaling
+from megarl.roles.rollout.scheduler import RolloutLimits
+from megarl.roles.weights.forecast import rank_places
+from megarl.roles.weights.rollout_weights import FolderWeights, RolloutWeights
+from megarl.roles.weights.source import WeightSource
+from megarl.roles.weights.sync import WeightSync
 from megarl.rollout.interface import RolloutEngineSpec
 from megarl.workers.engines import build_engine
 from megarl.workers.environment import EnvironmentWorker

@@ -13,7 +13,7 @@ from megarl.controller.errors import RankFailure, RankReport, WorkerError
 from megarl.controller.messages import CallFailure, FailureKind
 from megarl.controller.worker import RemoteMethod
 from megarl.machine.errors import RunError
-from megarl.roles.replicas import Alone, nobody_else
+from megarl.roles.rollout.replicas import Alone, nobody_else
 from megarl.rollout.interface import FailedRequest, FinishedRequest, GenerationRequest, Sample, VersionSpan
 from megarl.workers.rollout_worker import RolloutWorker
 

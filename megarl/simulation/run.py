@@ -18,12 +18,12 @@ from megarl.batch.data_proto import DataProto
 from megarl.config.schema import Late, OnUpdate, SamplingConfig
 from megarl.data.loader import BatchLoader
 from megarl.data.tables import RowIdentity
-from megarl.roles.finished_groups import FinishedGroup, Written
-from megarl.roles.groups_ahead import GroupRules, GroupsAhead, Taken
-from megarl.roles.pump import GiveUp, Pump, RolloutLimits
-from megarl.roles.rollout import Deliver
+from megarl.roles.rollout.finished_groups import FinishedGroup, Written
+from megarl.roles.rollout.rollout import Deliver
+from megarl.roles.rollout.rollout_buffer import GroupRules, GroupsAhead, Taken
+from megarl.roles.rollout.scheduler import GiveUp, Pump, RolloutLimits
 from megarl.rollout.interface import GenerationRequest, Sample, SamplingParameters
-from megarl.rollout.ledger import AdmissionLedger
+from megarl.rollout.staleness import AdmissionLedger
 from megarl.simulation.engines import ScriptedEngines, VirtualClock
 
 _NEVER_S = 1e12  # nobody hangs in a simulation

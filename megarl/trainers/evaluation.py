@@ -14,7 +14,7 @@ from megarl.config.validation_metrics import sample_counts
 from megarl.data.loader import one_pass
 from megarl.data.prompts import PromptDataset
 from megarl.roles.reward import Reward
-from megarl.roles.rollout import Rollout
+from megarl.roles.rollout.rollout import Rollout
 
 # Validation draws from the same seeds each time, so that two validations differ by the weights alone.
 _STEP = 0

@@ -21,12 +21,12 @@ from megarl.config.schema import KLControllerKind, Late, PPOConfig
 from megarl.controller.futures import gather
 from megarl.data.loader import BatchLoader
 from megarl.machine.errors import CheckpointError
-from megarl.roles.ahead import GenerationAhead
-from megarl.roles.finished_groups import from_bytes, to_bytes
 from megarl.roles.models import ABSENT, valid_token_count
 from megarl.roles.reward import score_weights
+from megarl.roles.rollout.async_rollout import GenerationAhead
+from megarl.roles.rollout.finished_groups import from_bytes, to_bytes
 from megarl.roles.start import PPORoles
-from megarl.rollout.ledger import AdmissionLedger
+from megarl.rollout.staleness import AdmissionLedger
 from megarl.tracking.scale_request import take_request
 from megarl.tracking.status import STOPPED, StatusWriter
 from megarl.trainers.advantages import AdvantageStep, Metrics, correct_rollout, leave_out_late

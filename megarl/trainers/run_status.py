@@ -8,8 +8,8 @@ from itertools import zip_longest
 from typing import NamedTuple
 
 from megarl.config.schema import PPOConfig
-from megarl.roles.ahead import GenerationAhead
-from megarl.roles.pump import PumpTotals, ReplicaState, RequestState
+from megarl.roles.rollout.async_rollout import GenerationAhead
+from megarl.roles.rollout.scheduler import PumpTotals, ReplicaState, RequestState
 from megarl.roles.start import PPORoles
 from megarl.tracking.status import EVERY_S, RUNNING, GroupStatus, ReplicaStatus, RunStatus
 from megarl.trainers.monitor import WAIT, Monitor

@@ -14,9 +14,9 @@ from megarl.config.schema import DynamicSamplingConfig, PPOConfig, SamplingConfi
 from megarl.controller.futures import DerivedFuture
 from megarl.data.loader import BatchLoader
 from megarl.machine.errors import RunError
-from megarl.roles.groups_ahead import GREEDY, GroupRules
 from megarl.roles.reward import Reward
-from megarl.roles.rollout import Scoring
+from megarl.roles.rollout.rollout import Scoring
+from megarl.roles.rollout.rollout_buffer import GREEDY, GroupRules
 
 _MARGIN = 1.2  # a few prompts for nothing cost less than one more round of generation
 

@@ -27,7 +27,7 @@ from megarl.controller.group import RayWorkerGroup
 from megarl.controller.resource_pool import ResourcePoolManager
 from megarl.controller.worker import RayClassWithInitArgs, Worker, register
 from megarl.machine.errors import RunError
-from megarl.roles.replicas import ReplicaPlace, Replicas
+from megarl.roles.rollout.replicas import ReplicaPlace, Replicas
 from tests.fake_engine import MANIFEST, FakeEngine, FakeSpec
 
 # A raylet that has ended is noticed after about two seconds. These are limits of Ray's daemons, of which none is slow here: they are

@@ -20,7 +20,7 @@ from examples.agent import prepare
 from megarl.config.load import load_config
 from megarl.config.schema import PPOConfig
 from megarl.data.tokenizer import load_tokenizer, rendered_chat
-from megarl.roles.episodes import EpisodeRollout
+from megarl.roles.agents.episodes import EpisodeRollout
 from megarl.roles.start import PPORoles
 from megarl.tracking.samples import read_samples, sample_files
 from tests.integration.tiny_run import run_ppo

@@ -36,7 +36,7 @@ from megarl.controller.futures import DerivedFuture, has_ended
 from megarl.placement.plan import plan_placement
 from megarl.roles.models import Critic
 from megarl.roles.start import PPORoles
-from megarl.roles.weights import RolloutWeights
+from megarl.roles.weights.rollout_weights import RolloutWeights
 from megarl.tracking.samples import read_samples, sample_files
 from megarl.trainers.monitor import PHASES
 from tests.integration.tiny_run import Finished, run_ppo, save_inputs, tiny_config

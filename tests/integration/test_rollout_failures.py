@@ -21,11 +21,11 @@ from megarl.config.schema import PPOConfig, SamplingConfig
 from megarl.controller.errors import PhaseTimeoutError, WorkerError
 from megarl.controller.group import RoleGroup
 from megarl.machine.errors import RunError
-from megarl.roles.pump import EngineFaultError
-from megarl.roles.replicas import RestartLimitError
-from megarl.roles.rollout import Rollout
-from megarl.rollout.dispatch import DispatchError
+from megarl.roles.rollout.replicas import RestartLimitError
+from megarl.roles.rollout.rollout import Rollout
+from megarl.roles.rollout.scheduler import EngineFaultError
 from megarl.rollout.interface import GenerationRequest, SamplingParameters
+from megarl.rollout.router import DispatchError
 from megarl.weights.checksum import checksum
 from tests.failure_pages import check_documented
 from tests.fake_engine import LAST_WORDS, MANIFEST, FakeEngine, FakeSpec, Misdeed, What, random_weights, recorded_calls
@@ -116,7 +116,7 @@ def test_a_lost_replica_is_replaced_and_the_batch_is_whole(
     metrics = rollout.drain_metrics()
     assert metrics["rollout/num_restarts"] == 1
     assert 1 <= metrics["rollout/num_resent"] <= 8
-    (warning,) = [record.getMessage() for record in caplog.records if record.name == "megarl.roles.replicas"]
+    (warning,) = [record.getMessage() for record in caplog.records if record.name == "megarl.roles.rollout.replicas"]
     assert why in warning
     assert "is restarted; restarts left: 2" in warning
     rollout.settle()

@@ -11,7 +11,7 @@ import pytest
 
 from megarl.config.schema import Device, DType, ModelConfig, RolloutConfig
 from megarl.controller.futures import gather
-from megarl.roles.rollout import Rollout
+from megarl.roles.rollout.rollout import Rollout
 from megarl.rollout.hf.engine import HFEngine
 from megarl.rollout.interface import RolloutEngineSpec
 from megarl.workers.rollout_worker import RolloutWorker

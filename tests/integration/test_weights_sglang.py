@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from megarl.config.schema import Transport
-from megarl.roles.pump import RolloutLimits
-from megarl.roles.replicas import Replicas
+from megarl.roles.rollout.replicas import Replicas
+from megarl.roles.rollout.scheduler import RolloutLimits
 from megarl.rollout.interface import SamplingParameters, plan_requests
 from megarl.weights.checksum import checksum
 from tests.integration.weight_matrix import (

@@ -49,7 +49,7 @@ from megarl.data.prompts import PromptDataset
 from megarl.data.sft import SFTDataset
 from megarl.data.tokenizer import load_tokenizer
 from megarl.placement.plan import plan_placement
-from megarl.roles.rollout import TokenRules
+from megarl.roles.rollout.rollout import TokenRules
 from megarl.roles.saved_models import SavedModels, ppo_models, sft_models
 from megarl.roles.start import PPORoles, start_ppo, start_sft
 from megarl.tracking.loggers import Tracker

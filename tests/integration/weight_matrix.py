@@ -22,9 +22,9 @@ from megarl.controller.group import RoleGroup
 from megarl.controller.resource_pool import RayResourcePool
 from megarl.controller.worker import RayClassWithInitArgs, register
 from megarl.engine.spec import ModelSpec
-from megarl.roles.replicas import ReplicaPlace, Replicas
-from megarl.roles.weight_source import WeightSource
-from megarl.roles.weight_sync import WeightSync
+from megarl.roles.rollout.replicas import ReplicaPlace, Replicas
+from megarl.roles.weights.source import WeightSource
+from megarl.roles.weights.sync import WeightSync
 from megarl.rollout.interface import RolloutEngineSpec, Sample, SamplingParameters, plan_requests
 from megarl.workers.engines import build_engine
 from megarl.workers.megatron import MegatronWorker

@@ -38,11 +38,11 @@ from megarl.controller.worker import RayClassWithInitArgs
 from megarl.data.loader import BatchLoader
 from megarl.data.tables import RowIdentity
 from megarl.machine.files import write_whole
-from megarl.roles.ahead import GenerationAhead
-from megarl.roles.finished_groups import from_bytes, to_bytes
-from megarl.roles.groups_ahead import GroupRules
 from megarl.roles.reward import Reward
-from megarl.rollout.ledger import AdmissionLedger
+from megarl.roles.rollout.async_rollout import GenerationAhead
+from megarl.roles.rollout.finished_groups import from_bytes, to_bytes
+from megarl.roles.rollout.rollout_buffer import GroupRules
+from megarl.rollout.staleness import AdmissionLedger
 from megarl.workers.reward import RewardWorker
 from tests.command import Command
 from tests.integration.tiny_run import save_policy

@@ -31,8 +31,8 @@ import torch
 from megarl.config.schema import Device, DType, ModelConfig, RolloutConfig, RolloutEngineKind
 from megarl.controller.cluster import shutdown, start_ray
 from megarl.controller.errors import WorkerError
-from megarl.roles.replicas import is_dead
-from megarl.roles.rollout import Rollout
+from megarl.roles.rollout.replicas import is_dead
+from megarl.roles.rollout.rollout import Rollout
 from megarl.rollout.interface import FinishedRequest, GenerationRequest, RolloutEngine, RolloutEngineSpec, SamplingParameters
 from megarl.weights.checksum import checksum
 from megarl.workers.engines import build_engine

@@ -18,7 +18,7 @@ from megarl.doctor.checked_config import load_checked_anywhere
 from megarl.placement.memory import DeviceMemory, Usage, plan_memory
 from megarl.placement.plan import plan_placement
 from megarl.placement.transport import choose_transport
-from megarl.roles.weight_forecast import forecast_weights
+from megarl.roles.weights.forecast import forecast_weights
 
 ROOT = Path(__file__).parents[3]
 

@@ -30,9 +30,9 @@ from megarl.controller.resource_pool import RayResourcePool
 from megarl.controller.worker import RayClassWithInitArgs, create_colocated_worker_cls
 from megarl.engine.spec import ModelSpec
 from megarl.roles.models import Actor, Critic, Reference, UpdatePlan
-from megarl.roles.rollout import TokenRules
-from megarl.roles.weight_source import WeightSource
-from megarl.roles.weight_sync import WeightSync
+from megarl.roles.rollout.rollout import TokenRules
+from megarl.roles.weights.source import WeightSource
+from megarl.roles.weights.sync import WeightSync
 from megarl.rollout.interface import RolloutEngineSpec
 from megarl.weights.name_mapping import Head
 from megarl.workers.engines import build_engine

@@ -24,8 +24,8 @@ from megarl.placement.dataflow import Item
 from megarl.placement.offload_plan import OffloadPlan
 from megarl.placement.plan import plan_placement
 from megarl.roles.offload_schedule import OffloadSchedule
-from megarl.roles.replicas import nobody_else
-from megarl.roles.weights import RolloutWeights
+from megarl.roles.rollout.replicas import nobody_else
+from megarl.roles.weights.rollout_weights import RolloutWeights
 
 GRADIENTS, OPTIMIZER, PARAMETERS = StatePart.gradients, StatePart.optimizer, StatePart.parameters
 EVERYTHING = {GRADIENTS, OPTIMIZER, PARAMETERS}
@@ -92,7 +92,7 @@ class FakeEngine(FakeGroup):
 
 
 class FakeReplicas:
-    """As roles/replicas.py."""
+    """As roles/rollout/replicas.py."""
 
     def __init__(self, log: list[str], count: int = 2) -> None:
         self.alone = nobody_else

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from megarl.config.schema import Late, OnUpdate
-from megarl.roles.groups_ahead import GivenUpError
+from megarl.roles.rollout.rollout_buffer import GivenUpError
 from megarl.simulation.run import Script, SimulatedRun, Simulation, StalledError
 
 

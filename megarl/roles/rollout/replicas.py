@@ -72,7 +72,7 @@ class Replicas:
         self._restart_limit = restart_limit
         self._spans: list[Span] = []
         self.num_restarts = 0
-        # How somebody comes to use them where a thread that generates ahead does (ahead.py); `for_weights`: to give them others.
+        # How somebody comes to use them where a thread that generates ahead does (async_rollout.py); `for_weights`: to give them others.
         self.alone: Alone = nobody_else
         self.weight_version: int | None = None  # that all replicas have
         self.starting: set[int] = set()  # those that were started anew and have no weights yet

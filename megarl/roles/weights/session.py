@@ -11,8 +11,8 @@ from megarl.controller.errors import PhaseTimeoutError, WorkerError
 from megarl.controller.futures import WorkerFuture, gather
 from megarl.controller.group import RoleGroup
 from megarl.controller.messages import qualified_name
-from megarl.roles.replicas import is_dead_or_unborn, results_of
-from megarl.roles.weight_source import WeightSource
+from megarl.roles.rollout.replicas import is_dead_or_unborn, results_of
+from megarl.roles.weights.source import WeightSource
 from megarl.weights.carriers.device import DevicePlace, device_route
 from megarl.weights.carriers.group import GroupPlace, group_route
 from megarl.weights.plan import Boxes, RankBoxes, RankPlace, TransferPlan, message_bytes, plan_transfer

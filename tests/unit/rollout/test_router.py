@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.rollout.dispatch import DispatchError, RequestQueue
+from megarl.rollout.router import DispatchError, RequestQueue
 
 
 def queue(count: int, num_replicas: int, max_concurrency: int) -> RequestQueue[str]:

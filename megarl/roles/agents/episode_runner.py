@@ -12,8 +12,8 @@ from megarl.agents.episode import AnswerTurn, Episode, EpisodeGivenUpError, Epis
 from megarl.agents.protocol import Task
 from megarl.agents.trajectory import Trajectory
 from megarl.machine.errors import RunError
-from megarl.roles.environments import Environments
-from megarl.roles.pump import GiveUp, Pump, RequestState
+from megarl.roles.agents.environments import Environments
+from megarl.roles.rollout.scheduler import GiveUp, Pump, RequestState
 from megarl.rollout.interface import FinishedRequest, GenerationRequest
 from megarl.workers.environment import TurnOrder
 

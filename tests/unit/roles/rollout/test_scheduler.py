@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megarl.machine.errors import RunError
-from megarl.roles.pump import Pump, RolloutLimits
+from megarl.roles.rollout.scheduler import Pump, RolloutLimits
 from megarl.rollout.interface import FinishedRequest, GenerationRequest, SamplingParameters
 from megarl.simulation.engines import ScriptedEngine, ScriptedEngines, VirtualClock
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import pytest
 
-from megarl.rollout.ledger import AdmissionLedger
+from megarl.rollout.staleness import AdmissionLedger
 
 
 class Schedule(NamedTuple):

@@ -1,6 +1,6 @@
 """The way of the weights to the engines: a push is one call to each rank, which works through its part of a plan.
 
-The driver makes the plan and brings the ranks together (weight_links.py); it never holds a weight, and no round needs it.
+The driver makes the plan and brings the ranks together (session.py); it never holds a weight, and no round needs it.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from megarl.controller.futures import WorkerFuture, gather, wait_for_any
 from megarl.controller.group import RoleGroup
 from megarl.controller.messages import FailureKind
 from megarl.machine.errors import RunError
-from megarl.roles.replicas import results_of
-from megarl.roles.weight_links import WeightLinks, is_lost
-from megarl.roles.weight_source import WeightSource
+from megarl.roles.rollout.replicas import results_of
+from megarl.roles.weights.session import WeightLinks, is_lost
+from megarl.roles.weights.source import WeightSource
 from megarl.weights.carriers.ends import SendReport
 from megarl.weights.checksum import WeightMismatchError, add_checksums, compare_checksums
 from megarl.weights.plan import RankPlace

@@ -11,11 +11,11 @@ from typing import Any
 from megarl.batch.data_proto import DataProto
 from megarl.config.schema import OnUpdate, SamplingConfig
 from megarl.data.loader import BatchLoader
-from megarl.roles.finished_groups import FinishedGroup
-from megarl.roles.groups_ahead import GroupRules, GroupsAhead, Taken
-from megarl.roles.rollout import Rollout, Scoring
-from megarl.roles.weights import RolloutWeights
-from megarl.rollout.ledger import AdmissionLedger
+from megarl.roles.rollout.finished_groups import FinishedGroup
+from megarl.roles.rollout.rollout import Rollout, Scoring
+from megarl.roles.rollout.rollout_buffer import GroupRules, GroupsAhead, Taken
+from megarl.roles.weights.rollout_weights import RolloutWeights
+from megarl.rollout.staleness import AdmissionLedger
 
 _TURN_S = 0.02  # after which the thread looks whether somebody else wants the replicas
 _REST_S = 0.0005

@@ -15,9 +15,9 @@ from megarl.controller.errors import PhaseTimeoutError, WorkerError
 from megarl.controller.futures import RemoteFuture, WorkerFuture, wait_for_any
 from megarl.controller.group import RoleGroup
 from megarl.machine.errors import RunError
-from megarl.roles.replicas import Replicas, is_dead
-from megarl.rollout.dispatch import RequestQueue
+from megarl.roles.rollout.replicas import Replicas, is_dead
 from megarl.rollout.interface import FailedRequest, FinishedRequest, GenerationRequest, Sample
+from megarl.rollout.router import RequestQueue
 from megarl.workers.rollout_worker import RolloutWorker
 
 _MOST_SHOWN = 5

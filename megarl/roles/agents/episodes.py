@@ -14,13 +14,13 @@ from megarl.agents.trajectory import EpisodeEnd, Trajectory
 from megarl.batch.data_proto import DataProto
 from megarl.batch.ragged import RaggedTensor
 from megarl.config.schema import SamplingConfig
-from megarl.roles.environments import Environments
-from megarl.roles.finished_groups import Written
-from megarl.roles.playing import Playing
-from megarl.roles.pump import EngineFaultError, GiveUp, ReplicaState, RequestState, RolloutLimits
-from megarl.roles.replicas import Replicas
-from megarl.roles.rollout import Deliver, Rollout, Scoring, TokenRules
-from megarl.roles.weights import RolloutWeights
+from megarl.roles.agents.environments import Environments
+from megarl.roles.agents.episode_runner import Playing
+from megarl.roles.rollout.finished_groups import Written
+from megarl.roles.rollout.replicas import Replicas
+from megarl.roles.rollout.rollout import Deliver, Rollout, Scoring, TokenRules
+from megarl.roles.rollout.scheduler import EngineFaultError, GiveUp, ReplicaState, RequestState, RolloutLimits
+from megarl.roles.weights.rollout_weights import RolloutWeights
 from megarl.rollout.interface import GenerationRequest
 from megarl.tracking.timeline import Span
 

@@ -15,7 +15,7 @@ from megarl.controller.group import RayWorkerGroup, RoleGroup
 from megarl.controller.resource_pool import RayResourcePool
 from megarl.controller.worker import RayClassWithInitArgs
 from megarl.machine.errors import RunError
-from megarl.roles.replicas import is_dead
+from megarl.roles.rollout.replicas import is_dead
 from megarl.tracking.timeline import Span
 from megarl.workers.environment import EnvironmentWorker, TurnOrder, TurnReport
 

@@ -16,10 +16,10 @@ from megarl.batch.ragged import RaggedTensor
 from megarl.batch.token_rows import with_prompt_rows
 from megarl.config.schema import SamplingConfig
 from megarl.controller.group import RoleGroup
-from megarl.roles.finished_groups import Written, route_column
-from megarl.roles.pump import EngineFaultError, GiveUp, Pump, PumpTotals, ReplicaState, RequestState, RolloutLimits
-from megarl.roles.replicas import Alone, Replicas
-from megarl.roles.weights import RolloutWeights
+from megarl.roles.rollout.finished_groups import Written, route_column
+from megarl.roles.rollout.replicas import Alone, Replicas
+from megarl.roles.rollout.scheduler import EngineFaultError, GiveUp, Pump, PumpTotals, ReplicaState, RequestState, RolloutLimits
+from megarl.roles.weights.rollout_weights import RolloutWeights
 from megarl.rollout.interface import FinishedRequest, GenerationRequest, Sample, SamplingParameters, plan_requests
 from megarl.tracking.timeline import Span
 

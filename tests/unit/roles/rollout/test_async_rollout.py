@@ -18,12 +18,12 @@ from megarl.config.schema import DynamicSamplingConfig, OnUpdate, SamplingConfig
 from megarl.data.loader import BatchLoader
 from megarl.data.tables import RowIdentity
 from megarl.machine.errors import RunError
-from megarl.roles.ahead import GenerationAhead
-from megarl.roles.finished_groups import FinishedGroup, from_bytes, to_bytes
-from megarl.roles.groups_ahead import GREEDY, GroupRules
-from megarl.roles.pump import Pump, RolloutLimits
-from megarl.roles.rollout import Rollout, TokenRules
-from megarl.rollout.ledger import AdmissionLedger
+from megarl.roles.rollout.async_rollout import GenerationAhead
+from megarl.roles.rollout.finished_groups import FinishedGroup, from_bytes, to_bytes
+from megarl.roles.rollout.rollout import Rollout, TokenRules
+from megarl.roles.rollout.rollout_buffer import GREEDY, GroupRules
+from megarl.roles.rollout.scheduler import Pump, RolloutLimits
+from megarl.rollout.staleness import AdmissionLedger
 from megarl.simulation.engines import ScriptedEngines, VirtualClock
 from megarl.trainers.sampling import DynamicSampling
 from tests.fake_engine import plain_sample

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from megarl.controller.resource_pool import InsufficientResourcesError
-from megarl.roles import scaling as scaling_module
-from megarl.roles.replicas import ReplicaPlace, nobody_else
-from megarl.roles.scaling import PlannedReplica, ReplicaScaling
+from megarl.roles.rollout import scaling as scaling_module
+from megarl.roles.rollout.replicas import ReplicaPlace, nobody_else
+from megarl.roles.rollout.scaling import PlannedReplica, ReplicaScaling
 from megarl.weights.plan import RankPlace
 
 NUM_FREE = 3  # pools that the cluster has room for, beside the one of the plan

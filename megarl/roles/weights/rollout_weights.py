@@ -9,14 +9,14 @@ from typing import Protocol
 
 from megarl.controller.group import RoleGroup
 from megarl.roles.offload_schedule import OffloadSchedule
-from megarl.roles.replicas import Replicas, is_dead_or_unborn, results_of
-from megarl.roles.weight_sync import PushReport
+from megarl.roles.rollout.replicas import Replicas, is_dead_or_unborn, results_of
+from megarl.roles.weights.sync import PushReport
 from megarl.weights.tensors import Manifest
 from megarl.workers.rollout_worker import RolloutWorker
 
 
 class Pusher(Protocol):
-    """What carries weights to replicas (roles/weight_sync.py)."""
+    """What carries weights to replicas (roles/weights/sync.py)."""
 
     def push(self, replicas: Mapping[int, RoleGroup], version: int) -> tuple[PushReport | None, dict[int, Exception]]: ...
 

@@ -19,18 +19,18 @@ from megarl.batch.ragged import RaggedTensor
 from megarl.config.schema import OnUpdate, SamplingConfig
 from megarl.data.loader import BatchLoader
 from megarl.data.tables import RowIdentity
-from megarl.roles.ahead import GenerationAhead
-from megarl.roles.episodes import EpisodeRollout
-from megarl.roles.finished_groups import from_bytes, to_bytes
-from megarl.roles.groups_ahead import GroupRules
-from megarl.roles.playing import Playing
-from megarl.roles.pump import Pump, RequestState, RolloutLimits
-from megarl.roles.rollout import TokenRules
+from megarl.roles.agents.episode_runner import Playing
+from megarl.roles.agents.episodes import EpisodeRollout
+from megarl.roles.rollout.async_rollout import GenerationAhead
+from megarl.roles.rollout.finished_groups import from_bytes, to_bytes
+from megarl.roles.rollout.rollout import TokenRules
+from megarl.roles.rollout.rollout_buffer import GroupRules
+from megarl.roles.rollout.scheduler import Pump, RequestState, RolloutLimits
 from megarl.rollout.interface import GenerationRequest
-from megarl.rollout.ledger import AdmissionLedger
+from megarl.rollout.staleness import AdmissionLedger
 from megarl.simulation.engines import ScriptedEngines, VirtualClock
 from megarl.workers.environment import TurnOrder, TurnReport
-from tests.unit.roles.test_ahead import MadeUpWeights, Unscored
+from tests.unit.roles.rollout.test_async_rollout import MadeUpWeights, Unscored
 
 SAMPLING, PROMPTS, NUM_ROWS = SamplingConfig(n=2), 3, 48
 TOLD = [9, 9]  # what an environment says

@@ -10,10 +10,11 @@ import pytest
 
 from megarl.config.architecture import read_architecture
 from megarl.config.schema import DType, ParallelConfig, Transport, Verify
+from megarl.config.shipped import CONFIGS_DIR
 from megarl.controller.futures import DerivedFuture
-from megarl.roles.weight_forecast import engine_boxes
-from megarl.roles.weight_source import WeightSource
-from megarl.roles.weight_sync import WeightSync
+from megarl.roles.weights.forecast import engine_boxes
+from megarl.roles.weights.source import WeightSource
+from megarl.roles.weights.sync import WeightSync
 from megarl.weights.carriers.ends import SendReport
 from megarl.weights.plan import Boxes, RankPlace
 from megarl.weights.slots import SlotAddress
@@ -46,7 +47,7 @@ class CountingGroup:
 
 @pytest.mark.parametrize("transport", [Transport.device, Transport.group])
 def test_a_push_is_one_call_to_each_rank(transport: Transport, tmp_path: Path) -> None:
-    model = read_architecture(str(Path(__file__).parents[3] / "megarl/configs/models/Meta-Llama-3-70B-Instruct"))
+    model = read_architecture(str(CONFIGS_DIR / "models" / "Meta-Llama-3-70B-Instruct"))
     needed = engine_boxes(model, ENGINE_SIZE)
     trainers, replicas = CountingGroup(TRAINERS), [CountingGroup(ParallelConfig(), needed) for _ in range(NUM_REPLICAS)]
     source: Any = WeightSource(

@@ -10,9 +10,9 @@ from megarl.batch.ragged import RaggedTensor
 from megarl.batch.token_rows import ROUTED_EXPERTS
 from megarl.config.schema import SamplingConfig
 from megarl.controller.worker import RemoteMethod
-from megarl.roles.pump import RolloutLimits
-from megarl.roles.replicas import nobody_else
-from megarl.roles.rollout import Rollout, TokenRules, batch_of_samples
+from megarl.roles.rollout.replicas import nobody_else
+from megarl.roles.rollout.rollout import Rollout, TokenRules, batch_of_samples
+from megarl.roles.rollout.scheduler import RolloutLimits
 from megarl.rollout.interface import FinishedRequest, GenerationRequest, Sample, VersionSpan
 from megarl.workers.rollout_worker import RolloutWorker
 from tests.fake_engine import plain_sample

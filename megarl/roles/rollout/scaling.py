@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 from megarl.controller.resource_pool import InsufficientResourcesError, RayResourcePool, check_fits
-from megarl.roles.pump import Pump
-from megarl.roles.replicas import ReplicaPlace, Replicas
+from megarl.roles.rollout.replicas import ReplicaPlace, Replicas
+from megarl.roles.rollout.scheduler import Pump
 from megarl.weights.plan import RankPlace
 
 

@@ -18,11 +18,11 @@ from megarl.batch.data_proto import DataProto
 from megarl.config.schema import SamplingConfig
 from megarl.data.loader import BatchLoader
 from megarl.machine.errors import RunError
-from megarl.roles.finished_groups import FinishedGroup, Written
-from megarl.roles.pump import EngineFaultError, GiveUp
-from megarl.roles.rollout import Deliver, Scoring
+from megarl.roles.rollout.finished_groups import FinishedGroup, Written
+from megarl.roles.rollout.rollout import Deliver, Scoring
+from megarl.roles.rollout.scheduler import EngineFaultError, GiveUp
 from megarl.rollout.interface import GenerationRequest
-from megarl.rollout.ledger import AdmissionLedger
+from megarl.rollout.staleness import AdmissionLedger
 
 _log = logging.getLogger(__name__)
 _MOST_SHOWN = 5

@@ -21,7 +21,7 @@ from megarl.config.schema import (
     Transport,
 )
 from megarl.placement.plan import plan_placement
-from megarl.roles.weight_forecast import WeightForecast, engine_boxes, forecast_weights
+from megarl.roles.weights.forecast import WeightForecast, engine_boxes, forecast_weights
 from megarl.weights.name_mapping import weights_of
 from megarl.weights.plan import Boxes, numel_of
 from megarl.weights.shard_layout import layouts_of

@@ -23,9 +23,9 @@ from megarl.controller.futures import gather
 from megarl.controller.group import RoleGroup
 from megarl.controller.resource_pool import RayResourcePool
 from megarl.controller.worker import RayClassWithInitArgs, register
-from megarl.roles.replicas import ReplicaPlace, Replicas
-from megarl.roles.weight_source import WeightSource
-from megarl.roles.weight_sync import WeightSync
+from megarl.roles.rollout.replicas import ReplicaPlace, Replicas
+from megarl.roles.weights.source import WeightSource
+from megarl.roles.weights.sync import WeightSync
 from megarl.rollout.hf.engine import HFEngine
 from megarl.rollout.interface import RolloutEngine, RolloutEngineSpec
 from megarl.weights.carriers.ends import SendReport

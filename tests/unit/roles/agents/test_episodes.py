@@ -47,12 +47,12 @@ from megarl.controller.worker import RayClassWithInitArgs
 from megarl.data.tokenizer import render_chat
 from megarl.data.turns import TurnTemplate
 from megarl.machine.errors import RunError
-from megarl.roles.environments import Environments
-from megarl.roles.episodes import EpisodeRollout, batch_of_trajectories
-from megarl.roles.playing import Playing
-from megarl.roles.pump import RolloutLimits
-from megarl.roles.replicas import nobody_else
-from megarl.roles.rollout import TokenRules
+from megarl.roles.agents.environments import Environments
+from megarl.roles.agents.episode_runner import Playing
+from megarl.roles.agents.episodes import EpisodeRollout, batch_of_trajectories
+from megarl.roles.rollout.replicas import nobody_else
+from megarl.roles.rollout.rollout import TokenRules
+from megarl.roles.rollout.scheduler import RolloutLimits
 from megarl.rollout.interface import FinishedRequest, GenerationRequest
 from megarl.trainers.advantages import AdvantageStep, correct_rollout
 from megarl.workers.environment import EnvironmentWorker
