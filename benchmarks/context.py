@@ -70,11 +70,11 @@ def measure(
 
     torch.set_num_threads(1)
     platform.activate(Device.cpu)
-    from megarl.config.architecture import read_architecture
     from megarl.config.schema import DType, EngineConfig, OptimConfig
     from megarl.engine import groups
     from megarl.engine.engine import MegatronEngine
     from megarl.engine.spec import ModelSpec
+    from megarl.models.architecture import read_architecture
 
     dist.init_process_group("gloo", init_method=f"file://{folder}/{name}.store", rank=rank, world_size=parallel.world_size)
     spec = ModelSpec(

@@ -34,8 +34,8 @@ from megarl.checkpoints.convert.distributed_writer import write_distributed
 from megarl.checkpoints.convert.hugging_face import write_hugging_face
 from megarl.checkpoints.convert.open import open_model
 from megarl.checkpoints.role_folder import Layout
-from megarl.config.architecture import read_architecture
 from megarl.machine.files import sync_tree
+from megarl.models.architecture import read_architecture
 from megarl.weights.manifest import SINGLE_FILE, manifest_of
 from megarl.weights.safetensors_file import SafetensorsFile
 from megarl.weights.tensors import ChunkMeta

@@ -49,11 +49,11 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 from megarl.batch.metrics import Metric
-from megarl.config.architecture import read_architecture
 from megarl.config.schema import Device, DType, EngineConfig, OptimConfig, ParallelConfig
 from megarl.data.packing import plan_micro_batches
 from megarl.engine import platform
 from megarl.engine.spec import ModelSpec
+from megarl.models.architecture import read_architecture
 
 platform.activate(Device.cpu)  # before anything that imports Megatron
 

@@ -15,11 +15,11 @@ import torch
 from own_loading import MeasuredWorker, PlanningSeconds, build_measured_engine
 from transformers import Qwen3MoeConfig
 
-from megarl.config.architecture import read_architecture
 from megarl.config.schema import Device, DType, ModelConfig, RolloutConfig, RolloutEngineKind
 from megarl.controller.group import RayWorkerGroup
 from megarl.controller.resource_pool import RayResourcePool
 from megarl.controller.worker import RayClassWithInitArgs
+from megarl.models.architecture import read_architecture
 from megarl.rollout.interface import RolloutEngineSpec
 from megarl.weights.manifest import manifest_of
 

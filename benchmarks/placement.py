@@ -24,7 +24,6 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from megarl.batch.data_proto import DataProto
-from megarl.config.architecture import read_architecture
 from megarl.config.schema import (
     ActorConfig,
     CriticConfig,
@@ -51,6 +50,7 @@ from megarl.controller.resource_pool import ResourcePoolManager
 from megarl.data.loader import BatchLoader
 from megarl.data.prompts import PromptDataset
 from megarl.data.tokenizer import load_tokenizer
+from megarl.models.architecture import read_architecture
 from megarl.placement.dataflow import overlaps
 from megarl.placement.offload_plan import OffloadPlan
 from megarl.placement.plan import plan_placement

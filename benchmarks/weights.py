@@ -44,7 +44,6 @@ from own_means import MeasuredTrainer
 from transformers import Qwen2Config, Qwen2ForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
-from megarl.config.architecture import read_architecture
 from megarl.config.schema import (
     Device,
     DType,
@@ -62,6 +61,7 @@ from megarl.controller.group import RayWorkerGroup, RoleGroup
 from megarl.controller.resource_pool import RayResourcePool
 from megarl.controller.worker import RayClassWithInitArgs
 from megarl.engine.spec import ModelSpec
+from megarl.models.architecture import read_architecture
 from megarl.roles.weights.source import WeightSource
 from megarl.roles.weights.sync import PushReport, WeightSync
 from megarl.rollout.interface import RolloutEngineSpec

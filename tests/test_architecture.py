@@ -15,6 +15,7 @@ ROOT = Path(__file__).parent.parent
 
 LAYERS = (
     ("machine",),
+    ("models",),
     ("config", "batch"),
     ("algorithms", "rewards", "agents", "data", "placement", "tracking", "weights"),
     ("checkpoints", "controller", "rollout"),
@@ -40,7 +41,7 @@ HOMES = {
     "mlflow": ("megarl.tracking",),
     "swanlab": ("megarl.tracking",),
 }
-WITHOUT_TORCH = ("megarl.config", "megarl.placement", "megarl.agents")
+WITHOUT_TORCH = ("megarl.models", "megarl.config", "megarl.placement", "megarl.agents")
 # Roles make the losses on the driver; to what runs in a worker's process they come with the rows, so that it knows no algorithm.
 LOSSES, WITHOUT_LOSSES = "megarl.algorithms.losses", ("engine", "workers")
 
@@ -158,7 +159,7 @@ def test_a_planted_cycle_and_a_doubled_name_are_found() -> None:
     ("module", "source", "named"),
     [
         ("megarl.config.load", "import megarl.trainers.ppo", "trainers"),
-        ("megarl.config.load", "from megarl.batch.data_proto import DataProto", "sibling of layer 0"),
+        ("megarl.config.load", "from megarl.batch.data_proto import DataProto", "sibling of the same layer"),
         ("megarl.engine.model", "from megarl.workers import actor", "higher layer"),
         ("megarl.weights.load", "def f():\n    from megarl import rollout", "inside a function"),
         ("megarl.rollout.interface", "from ..controller.group import RoleGroup", "relative, sibling"),
@@ -169,6 +170,8 @@ def test_a_planted_cycle_and_a_doubled_name_are_found() -> None:
         ("megarl.engine_room.layers", "import transformer_engine.pytorch as te", "a name that only begins like the home"),
         ("megarl.trainers.ppo", "def f():\n    import wandb", "wandb outside tracking"),
         ("megarl.placement.plan", "import torch.distributed", "torch in placement"),
+        ("megarl.models.architecture", "import torch", "torch in the description of a model"),
+        ("megarl.models.architecture", "from megarl.config.schema import PPOConfig", "a higher layer"),
         ("megarl.workers.megatron", "from megarl.algorithms.losses import ActorLoss", "a loss in a worker"),
     ],
 )

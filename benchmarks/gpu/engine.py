@@ -12,7 +12,7 @@ The peer is `Qwen2ForCausalLM` at its best: its inputs are on the device before 
 and its attention of packed rows is flash attention: of the package flash_attn where that is installed, else torch's own `varlen_attn` (on a
 CPU `sdpa`). Beside `full` it recomputes all layers too (its gradient checkpointing), beside `selective` none, for want of such a mode.
 
-MFU: the operations that the model needs (megarl/config/flops.py; of the pass that only scores a third) by those that the GPU could do.
+MFU: the operations that the model needs (megarl/models/flops.py; of the pass that only scores a third) by those that the GPU could do.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from transformers import Qwen2Config
 
 from benchmarks.hugging_face_peer import HuggingFace, Step, flash_attention, pack, prompt_tokens
 from megarl.batch.metrics import Metric
-from megarl.config.architecture import Architecture, read_architecture
-from megarl.config.flops import training_flops
 from megarl.config.layers import has_transformer_engine
 from megarl.config.schema import Device, DType, EngineConfig, Layers, OptimConfig, ParallelConfig, Recomputation, Recompute
 from megarl.data.packing import plan_micro_batches
 from megarl.engine import platform
 from megarl.engine.spec import ModelSpec
 from megarl.machine.usage import Stopwatch
+from megarl.models.architecture import Architecture, read_architecture
+from megarl.models.flops import training_flops
 
 if TYPE_CHECKING:
     from megarl.engine.engine import MegatronEngine

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from docs.generate.svg import FILLS, Drawing
-from megarl.config.architecture import Architecture
 from megarl.config.derive import num_parameters
 from megarl.config.schema import (
     ActorConfig,
@@ -17,11 +16,12 @@ from megarl.config.schema import (
     ReshardingConfig,
     RolloutConfig,
 )
+from megarl.models.architecture import Architecture
+from megarl.models.tensor_table import Weight, weights_of
 from megarl.placement.dataflow import Phase, phases_of, waits_for
 from megarl.placement.placement_plan import GroupPlan, PlacementPlan
 from megarl.placement.plan import plan_placement
 from megarl.roles.weights.forecast import WeightForecast, forecast_weights
-from megarl.weights.name_mapping import Weight, weights_of
 from megarl.weights.plan import NUM_SLOTS
 from megarl.weights.shard_layout import Piece, layouts_of, pieces
 

@@ -27,7 +27,7 @@ from megarl.checkpoints.torch_dist import (
 from megarl.checkpoints.torch_file import refuse_code
 from megarl.machine.errors import CheckpointError
 from megarl.machine.files import write_whole
-from megarl.weights.name_mapping import Head
+from megarl.models.tensor_table import Head
 
 MANIFEST_FILE = "manifest.json"
 HUGGING_FACE_FOLDER = "huggingface"  # config, tokenizer and chat template of the role's model; beside the roles: all of the policy

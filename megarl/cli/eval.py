@@ -23,7 +23,6 @@ from megarl.cli.processes import ray_processes, refuse_launched_ranks
 from megarl.cli.run_context import run_context_of
 from megarl.cli.tables import output_console
 from megarl.cli.train import check_reward_chats, token_rules
-from megarl.config.architecture import read_architecture
 from megarl.config.load import dump_config
 from megarl.config.roles import REWARD_MODEL, model_roles
 from megarl.config.schema import PPOConfig
@@ -36,6 +35,7 @@ from megarl.doctor.reward_functions import choose_truths, judge_rewards
 from megarl.machine.errors import ConfigError
 from megarl.machine.files import write_whole
 from megarl.machine.wording import counted
+from megarl.models.architecture import read_architecture
 from megarl.roles.start import EvaluationRoles, start_evaluation
 from megarl.roles.weights.rollout_weights import FolderWeights
 from megarl.trainers.checkpoint import CONFIG_FILE

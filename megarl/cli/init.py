@@ -13,12 +13,12 @@ from typing import Any
 
 from megarl.cli.starter_data import TRAIN_FILE, VALIDATION_FILE, UserData, read_user_data
 from megarl.cli.starter_reward import NUMBER, STARTER, ChosenReward, choose_reward
-from megarl.config.architecture import Architecture, read_architecture
 from megarl.config.load import load_config
 from megarl.config.schema import DataConfig, Device, PPOConfig, PromptColumnsConfig, RunKind
 from megarl.config.shipped import CONFIGS_DIR
 from megarl.config.sources import is_hub_name
 from megarl.machine.files import write_whole
+from megarl.models.architecture import Architecture, read_architecture
 
 GOOD = 0
 CONFIG_FILE, REWARD_FILE, DATA_SCRIPT = "run.yaml", "reward.py", "make_data.py"

@@ -17,13 +17,13 @@ from megarl.cli.placement_tables import print_absent
 from megarl.cli.rehearsal_progress import RehearsalProgress
 from megarl.cli.rehearsal_tables import collectives_table, memory_table, waits_table
 from megarl.cli.tables import output_console
-from megarl.config.architecture import Architecture
 from megarl.config.load import read_config
 from megarl.config.roles import ModelRole, model_roles
 from megarl.config.schema import Device, DType, Layers, ParallelConfig, PPOConfig, RoutingReplay, SFTConfig
 from megarl.config.validate import read_architectures
 from megarl.doctor.checked_config import find_inputs, refuse
 from megarl.machine.wording import counted
+from megarl.models.architecture import Architecture
 from megarl.placement.plan import plan_placement
 from megarl.rehearsal.prediction import PredictedMemory, predicted_memory
 from megarl.rehearsal.processes import rehearse_ranks

@@ -13,7 +13,6 @@ from rich.table import Table
 
 from megarl.cli.placement_tables import print_placement
 from megarl.cli.tables import print_line, table, table_of_numbers
-from megarl.config.architecture import Architecture
 from megarl.config.derive import (
     RoleArithmetic,
     RunArithmetic,
@@ -32,6 +31,7 @@ from megarl.config.shipped import shown
 from megarl.config.validate import read_architectures
 from megarl.machine.files import existing_folder
 from megarl.machine.wording import counted
+from megarl.models.architecture import Architecture
 from megarl.placement.placement_plan import PlacementPlan
 from megarl.placement.plan import plan_placement
 

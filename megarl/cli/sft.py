@@ -8,13 +8,13 @@ from megarl.cli.processes import refuse_launched_ranks
 from megarl.cli.resumption import is_complete, load_checkpoint, open_checkpoints, say_ended, say_stopped
 from megarl.cli.run_context import RunContext, run_context_of
 from megarl.cli.session import open_monitor, open_session, report_filtered, write_summary
-from megarl.config.architecture import read_architecture
 from megarl.config.schema import SFTConfig
 from megarl.data.chat_clock import saved_chat_time, set_chat_time
 from megarl.data.loader import train_loader
 from megarl.data.sft import SFTDataset
 from megarl.data.tokenizer import load_tokenizer
 from megarl.doctor.examined_config import load_for_run
+from megarl.models.architecture import read_architecture
 from megarl.roles.saved_models import sft_models
 from megarl.roles.start import start_sft
 from megarl.tracking.run_files import writing

@@ -17,7 +17,6 @@ from megarl.cli.resumption import is_complete, load_checkpoint, open_checkpoints
 from megarl.cli.run_context import RunContext, run_context_of
 from megarl.cli.run_summary import title_of
 from megarl.cli.session import Session, open_monitor, open_session, report_filtered, write_summary
-from megarl.config.architecture import Architecture, read_architecture
 from megarl.config.load import schema_of
 from megarl.config.roles import REWARD_MODEL, model_roles
 from megarl.config.schema import PPOConfig, SFTConfig
@@ -28,6 +27,7 @@ from megarl.data.prompts import PromptDataset
 from megarl.data.tokenizer import load_tokenizer
 from megarl.doctor.examined_config import load_for_run
 from megarl.doctor.inputs import endless_turns
+from megarl.models.architecture import Architecture, read_architecture
 from megarl.roles.rollout.rollout import TokenRules
 from megarl.roles.saved_models import ppo_models
 from megarl.roles.start import start_ppo

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from megarl.config.architecture import Architecture
 from megarl.config.roles import ModelRole, model_roles
 from megarl.config.schema import DType, EngineConfig, MicroBatchConfig, ParallelConfig, PPOConfig, RewardModelConfig, SFTConfig
+from megarl.models.architecture import Architecture
 
 VOCABULARY_DIVISOR = 128  # a rank's vocabulary rows are a multiple of it, as matrix units like
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 from dataclasses import fields
 
-from megarl.config.architecture import Architecture
 from megarl.config.roles import ModelRole, scores_in_update
 from megarl.config.schema import OnUpdate, ParallelConfig, PPOConfig, RolloutEngineKind, RoutingReplay, SFTConfig
 from megarl.config.violation import Violation, Violations, either, nearest_divisors
+from megarl.models.architecture import Architecture
 
 _ENGINE_KEY = "rollout.expert_parallel_size"
 _REPLAY = "engine.routing_replay"

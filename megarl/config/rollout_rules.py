@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from megarl.config.architecture import Architecture
 from megarl.config.schema import PlacementStrategy, PPOConfig, RolloutEngineKind
 from megarl.config.violation import Violation, Violations, either, nearest_divisors
+from megarl.models.architecture import Architecture
 
 _LEAST_TEMPERATURE = 0.01
 _TP = "rollout.tensor_parallel_size"

@@ -15,7 +15,6 @@ from megarl.config import (
     rollout_rules,
     staleness_rules,
 )
-from megarl.config.architecture import Architecture, read_architecture
 from megarl.config.derive import max_row_tokens, room_of_longest_row, samples_per_step, updates_per_pass
 from megarl.config.roles import REWARD_MODEL, ModelRole, model_roles, needs_reference
 from megarl.config.schema import (
@@ -31,6 +30,7 @@ from megarl.config.schema import (
 from megarl.config.schema.keys import leaves
 from megarl.config.violation import Violation, Violations, either, nearest_divisors, nearest_multiples
 from megarl.machine.errors import ConfigError
+from megarl.models.architecture import Architecture, read_architecture
 
 RunConfig = PPOConfig | SFTConfig
 

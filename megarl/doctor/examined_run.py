@@ -6,7 +6,6 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from megarl.config.architecture import Architecture
 from megarl.config.load import read_config, schema_of
 from megarl.config.roles import model_roles
 from megarl.config.schema import Device, PPOConfig, SFTConfig
@@ -14,6 +13,7 @@ from megarl.config.validate import read_architectures
 from megarl.doctor.check_result import CheckResult, doubtful, good, wrong
 from megarl.doctor.checked_config import find_on_hub, problems_of
 from megarl.machine.errors import ConfigError
+from megarl.models.architecture import Architecture
 from megarl.placement.placement_plan import PlacementPlan
 from megarl.placement.plan import plan_placement
 

@@ -15,7 +15,6 @@ from megarl.agents.protocol import Task
 from megarl.agents.responder import EnvironmentFailedError
 from megarl.agents.trial import ANSWER, try_agent
 from megarl.algorithms.user_functions import try_functions
-from megarl.config.architecture import Architecture
 from megarl.config.data_rules import too_few_rows
 from megarl.config.derive import max_row_tokens
 from megarl.config.machine_rules import has_tokenizer, has_weights
@@ -36,6 +35,7 @@ from megarl.doctor.reward_functions import LOAD_LIMIT_S, MOST_TRUTHS, choose_tru
 from megarl.machine.spawn import FreshContext
 from megarl.machine.user_functions import UserFunctionError
 from megarl.machine.wording import counted
+from megarl.models.architecture import Architecture
 from megarl.rollout.interface import end_token_ids
 from megarl.rollout.sglang.tool_calls import check_parser
 from megarl.weights.load import check_headers

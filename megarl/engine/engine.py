@@ -35,9 +35,9 @@ from megarl.engine.router import RoutedTokens, RouterTally, freeze_routers, told
 from megarl.engine.routing import RouteKeeper
 from megarl.engine.spec import ModelSpec
 from megarl.engine.vocab_parallel import ENTROPY, Extra, token_scores
+from megarl.models.tensor_table import OUTPUT_LAYER
 from megarl.weights.load import load_into_shards, value_head_of
 from megarl.weights.manifest import read_checkpoint_index
-from megarl.weights.name_mapping import OUTPUT_LAYER
 from megarl.weights.shard_layout import layouts_of
 
 Rows = Mapping[str, Column]

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 import torch
 from torch.cuda._pin_memory_utils import pin_memory, unpin_memory
 
-from megarl.config.flops import peak_tflops
 from megarl.config.schema import Device, DType
 from megarl.engine import rotary
 from megarl.machine.usage import keep_freed_memory, trim_heap
+from megarl.models.flops import peak_tflops
 
 
 @dataclass(frozen=True, kw_only=True)

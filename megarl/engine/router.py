@@ -21,10 +21,10 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
 from megarl.batch.metrics import Metric
-from megarl.config.architecture import Architecture
 from megarl.config.schema import ExpertsConfig
 from megarl.engine.groups import ParallelGroups
 from megarl.engine.micro_batch import MicroBatch, MicroBatchRoutes
+from megarl.models.architecture import Architecture
 
 
 class RoutedTokens(NamedTuple):

@@ -19,11 +19,11 @@ from torch import Tensor
 
 from megarl.batch.ragged import RaggedTensor
 from megarl.batch.token_rows import ROUTED_EXPERTS, route_dtype
-from megarl.config.architecture import Experts
 from megarl.engine.groups import ParallelGroups
 from megarl.engine.micro_batch import MicroBatch, MicroBatchRoutes, TokenPlaces
 from megarl.engine.platform import to_device
 from megarl.engine.router import ExpertRouter
+from megarl.models.architecture import Experts
 
 
 class RouterReplay:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megarl.config.architecture import Architecture
 from megarl.config.derive import optimizer_steps
 from megarl.config.roles import ModelRole
 from megarl.config.schema import (
@@ -19,7 +18,8 @@ from megarl.config.schema import (
     SFTConfig,
 )
 from megarl.engine.offload import StatePart
-from megarl.weights.name_mapping import Head
+from megarl.models.architecture import Architecture
+from megarl.models.tensor_table import Head
 
 _GRACE_S = 60.0  # between the driver's limit of a phase, which shows what every rank does, and NCCL's, which ends the process
 

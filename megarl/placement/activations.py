@@ -12,7 +12,6 @@ from enum import Enum
 from math import ceil
 from typing import NamedTuple
 
-from megarl.config.architecture import Architecture
 from megarl.config.derive import (
     Row,
     fullest_micro_batch,
@@ -24,6 +23,7 @@ from megarl.config.derive import (
 )
 from megarl.config.roles import ModelRole
 from megarl.config.schema import Device, DType, ParallelConfig, PPOConfig, Recompute, RecomputeModule, SFTConfig
+from megarl.models.architecture import Architecture
 from megarl.placement.expert_activations import sparse_layer
 
 _FLOAT32 = 4

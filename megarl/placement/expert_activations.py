@@ -9,8 +9,8 @@ from __future__ import annotations
 from math import ceil
 from typing import NamedTuple
 
-from megarl.config.architecture import Architecture, Experts
 from megarl.config.schema import ParallelConfig
+from megarl.models.architecture import Architecture, Experts
 
 
 class SparseLayer(NamedTuple):

@@ -12,10 +12,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from math import ceil
 
-from megarl.config.architecture import Architecture
 from megarl.config.derive import max_row_tokens, num_parameters, padded_vocab_size, samples_per_step
 from megarl.config.roles import ModelRole, model_roles
 from megarl.config.schema import Device, DType, OverBudget, ParallelConfig, PPOConfig, SFTConfig, Transport
+from megarl.models.architecture import Architecture
 from megarl.placement.activations import working_memory
 from megarl.placement.dataflow import ENGINE, GRADIENTS, OPTIMIZER, PARAMETERS, Item, Phase
 from megarl.placement.expert_activations import sparse_layers_of

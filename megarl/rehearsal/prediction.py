@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from megarl.config.architecture import Architecture
 from megarl.config.roles import ModelRole
 from megarl.config.schema import PPOConfig, SFTConfig
+from megarl.models.architecture import Architecture
 from megarl.placement.activations import working_memory
 from megarl.placement.memory import model_state, second_moments, stage_of
 

@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from megarl.config.architecture import Architecture
 from megarl.config.derive import fullest_micro_batch
 from megarl.config.load import with_dtype
 from megarl.config.roles import ModelRole, model_roles, needs_sum_pi_squared
@@ -26,6 +25,7 @@ from megarl.config.validate import read_architectures
 from megarl.engine import platform
 from megarl.engine.offload import StatePart
 from megarl.engine.spec import spec_of
+from megarl.models.architecture import Architecture
 from megarl.rehearsal.device import FakeDevice
 from megarl.rehearsal.ledger import Ledger, place_of
 from megarl.rehearsal.prediction import UNEVEN

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megarl.config.architecture import Experts
+from megarl.models.architecture import Experts
 
 
 def even_routes(num_tokens: int, experts: Experts) -> Tensor:

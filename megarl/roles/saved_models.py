@@ -17,10 +17,10 @@ from megarl.controller.futures import WorkerFuture, gather
 from megarl.controller.group import RoleGroup
 from megarl.controller.messages import qualified_name
 from megarl.machine.errors import CheckpointError
+from megarl.models.tensor_table import Head
 from megarl.roles.models import Actor
 from megarl.roles.start import PPORoles
 from megarl.weights.hf_folder import copy_companions
-from megarl.weights.name_mapping import Head
 from megarl.workers.megatron import MegatronWorker
 
 T = TypeVar("T")

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from megarl.agents.episode import EpisodeLimits
-from megarl.config.architecture import Architecture
 from megarl.config.load import with_absolute_paths, with_dtype
 from megarl.config.roles import ENVIRONMENT, REWARD_MODEL, ModelRole, model_roles
 from megarl.config.schema import Device, PPOConfig, RoutingReplay, SFTConfig
@@ -17,6 +16,7 @@ from megarl.controller.resource_pool import RayResourcePool, ResourcePoolManager
 from megarl.controller.worker import RayClassWithInitArgs, Worker, create_colocated_worker_cls
 from megarl.engine.offload import StatePart
 from megarl.engine.spec import ModelSpec, spec_of
+from megarl.models.architecture import Architecture
 from megarl.placement.cores import at_work
 from megarl.placement.offload_plan import OffloadPlan
 from megarl.placement.placement_plan import GroupPlan, PlacementPlan

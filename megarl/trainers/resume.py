@@ -12,7 +12,6 @@ import yaml
 
 from megarl.checkpoints.role_folder import HUGGING_FACE_FOLDER, check_folder, read_manifest
 from megarl.checkpoints.run_folder import DESCRIPTION_FILE, LATEST_FILE, CheckpointFolder, check_files
-from megarl.config.architecture import read_architecture
 from megarl.config.compare import FIXED, Difference, differences
 from megarl.config.derive import checkpoint_path
 from megarl.config.roles import model_roles
@@ -20,6 +19,7 @@ from megarl.config.schema import RESUME_AUTO, RESUME_DISABLE, Device, PPOConfig,
 from megarl.config.validate import read_architectures
 from megarl.machine.errors import CheckpointError, ConfigError, one_line
 from megarl.machine.processors import threads_setting
+from megarl.models.architecture import read_architecture
 from megarl.tracking.run_files import CONFIG_FILE
 from megarl.trainers.checkpoint import STATE_FILE
 

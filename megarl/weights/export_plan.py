@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 import torch
 
-from megarl.config.architecture import Architecture
+from megarl.models.architecture import Architecture
+from megarl.models.tensor_table import Head
 from megarl.weights.hf_folder import DEFAULT_FILE_BYTES, FilePlan, plan_files
-from megarl.weights.name_mapping import Head
 from megarl.weights.plan import Boxes, RankBoxes, RankPlace, Streams, TransferPlan, one_after_another, plan_transfer
 from megarl.weights.shard_layout import ShardLayout
 from megarl.weights.shards import boxes_by_rank

@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megarl.config.architecture import CRITIC_CLASS, LM_CLASS, REWARD_CLASS, Architecture, class_prefix
 from megarl.machine.files import whole_folder, write_whole
+from megarl.models.architecture import CRITIC_CLASS, LM_CLASS, REWARD_CLASS, Architecture, class_prefix
+from megarl.models.tensor_table import Head
 from megarl.weights.manifest import INDEX_FILE, SINGLE_FILE, manifest_of
-from megarl.weights.name_mapping import Head
 from megarl.weights.shard_layout import ShardLayout, held_weights
 from megarl.weights.tensors import Manifest, TensorMeta
 

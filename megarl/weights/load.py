@@ -11,7 +11,8 @@ from typing import Any, Literal
 import torch
 from safetensors import SafetensorError, safe_open
 
-from megarl.config.architecture import Architecture
+from megarl.models.architecture import Architecture
+from megarl.models.tensor_table import OUTPUT_LAYER, VALUE_HEAD_TENSOR, Head, Weight
 from megarl.weights.manifest import (
     CheckpointIndex,
     check_index,
@@ -21,7 +22,6 @@ from megarl.weights.manifest import (
     manifest_of,
     read_checkpoint_index,
 )
-from megarl.weights.name_mapping import OUTPUT_LAYER, VALUE_HEAD_TENSOR, Head, Weight
 from megarl.weights.shard_layout import Piece, ShardLayout, held_weights, padding, pieces, shard_shapes, shard_view
 from megarl.weights.tensors import WeightTransferError, tiling_fault
 

@@ -11,9 +11,9 @@ from typing import NamedTuple
 import torch
 from safetensors import SafetensorError, safe_open
 
-from megarl.config.architecture import Architecture
 from megarl.machine.files import read_json_object
-from megarl.weights.name_mapping import EMBEDDING_TENSOR, LM_HEAD_TENSOR, VALUE_BIAS_TENSOR, VALUE_HEAD_TENSOR, Head, weights_of
+from megarl.models.architecture import Architecture
+from megarl.models.tensor_table import EMBEDDING_TENSOR, LM_HEAD_TENSOR, VALUE_BIAS_TENSOR, VALUE_HEAD_TENSOR, Head, weights_of
 from megarl.weights.tensors import Manifest, TensorMeta, WeightTransferError
 
 SINGLE_FILE = "model.safetensors"

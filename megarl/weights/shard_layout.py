@@ -7,10 +7,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
-from megarl.config.architecture import Architecture
 from megarl.config.derive import padded_vocab_size
 from megarl.config.schema import ParallelConfig
-from megarl.weights.name_mapping import AXES, Cut, Head, Place, Weight, weights_of
+from megarl.models.architecture import Architecture
+from megarl.models.tensor_table import AXES, Cut, Head, Place, Weight, weights_of
 from megarl.weights.tensors import Rectangle, WeightTransferError, tiling_fault
 
 

@@ -8,8 +8,8 @@ from functools import cached_property, lru_cache
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
-from megarl.config.architecture import Architecture
-from megarl.weights.name_mapping import Head
+from megarl.models.architecture import Architecture
+from megarl.models.tensor_table import Head
 from megarl.weights.plan import Part
 from megarl.weights.shard_layout import Piece, ShardLayout, held_weights, pieces
 from megarl.weights.tensors import Rectangle, flat_index, range_rectangles, row_major_strides

@@ -15,7 +15,6 @@ import torch.distributed as dist
 from megarl.batch.data_proto import DataProto
 from megarl.batch.metrics import Metric
 from megarl.batch.token_rows import first_with_prompt
-from megarl.config.flops import training_flops
 from megarl.config.schema import ParallelConfig
 from megarl.controller.dispatch import Dispatch, Mesh, MeshCoordinate
 from megarl.controller.worker import register
@@ -23,6 +22,7 @@ from megarl.engine import platform
 from megarl.engine.offload import StatePart
 from megarl.engine.rendezvous import open_store
 from megarl.engine.spec import ModelSpec
+from megarl.models.flops import training_flops
 from megarl.weights.shards import Shards
 from megarl.workers.weight_export import WeightExport
 

@@ -11,7 +11,6 @@ import torch
 
 from megarl.batch.data_proto import DataProto
 from megarl.batch.ragged import RaggedTensor
-from megarl.config.architecture import Architecture
 from megarl.config.derive import max_conversation_tokens
 from megarl.config.schema import MicroBatchConfig, OverlongConversation, PPOConfig
 from megarl.controller.dispatch import Dispatch
@@ -21,6 +20,7 @@ from megarl.data.conversations import Conversation, ConversationEncoder, convers
 from megarl.data.packing import plan_micro_batches
 from megarl.data.tokenizer import decode_rows, load_tokenizer
 from megarl.engine.spec import ModelSpec
+from megarl.models.architecture import Architecture
 from megarl.workers.megatron import MegatronWorker
 
 

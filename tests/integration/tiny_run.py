@@ -18,7 +18,6 @@ from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM,
 
 from megarl.agents.user_tools import load_agent
 from megarl.batch.data_proto import DataProto
-from megarl.config.architecture import read_architecture
 from megarl.config.roles import model_roles
 from megarl.config.schema import (
     ActorConfig,
@@ -48,6 +47,7 @@ from megarl.data.loader import BatchLoader
 from megarl.data.prompts import PromptDataset
 from megarl.data.sft import SFTDataset
 from megarl.data.tokenizer import load_tokenizer
+from megarl.models.architecture import read_architecture
 from megarl.placement.plan import plan_placement
 from megarl.roles.rollout.rollout import TokenRules
 from megarl.roles.saved_models import SavedModels, ppo_models, sft_models

@@ -14,7 +14,6 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from megarl.config.architecture import read_architecture
 from megarl.config.schema import Device, DType, ModelConfig, RolloutConfig, RolloutEngineKind, SGLangConfig, SGLangMode, Transport
 from megarl.controller.dispatch import Dispatch
 from megarl.controller.errors import WorkerError
@@ -22,6 +21,7 @@ from megarl.controller.group import RoleGroup
 from megarl.controller.resource_pool import RayResourcePool
 from megarl.controller.worker import RayClassWithInitArgs, register
 from megarl.engine.spec import ModelSpec
+from megarl.models.architecture import read_architecture
 from megarl.roles.rollout.replicas import ReplicaPlace, Replicas
 from megarl.roles.weights.source import WeightSource
 from megarl.roles.weights.sync import WeightSync

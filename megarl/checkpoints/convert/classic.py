@@ -19,9 +19,9 @@ import torch
 from megarl.checkpoints.convert.classic_file import RankFile, read_rank_file
 from megarl.checkpoints.convert.distributed import canonical_rest
 from megarl.checkpoints.convert.source import ModelSource, StoredPiece, checked_tensors
-from megarl.config.architecture import Architecture, read_architecture
 from megarl.machine.errors import CheckpointError
-from megarl.weights.name_mapping import OUTPUT_LAYER, Head, Weight
+from megarl.models.architecture import Architecture, read_architecture
+from megarl.models.tensor_table import OUTPUT_LAYER, Head, Weight
 from megarl.weights.shard_layout import ShardLayout, held_weights, pieces, shard_shapes
 
 _FILE_NAMES = ("model_optim_rng.pt", "model_rng.pt")  # the second where a distributed optimizer is in files of its own

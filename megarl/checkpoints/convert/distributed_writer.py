@@ -31,10 +31,10 @@ from megarl.checkpoints.role_folder import (
 )
 from megarl.checkpoints.torch_dist import BACKEND_FILE, TORCH_DIST, StoredChunk
 from megarl.checkpoints.torch_dist_writer import ItemToWrite, WrittenItem, write_index, write_items
-from megarl.config.architecture import Architecture
 from megarl.config.derive import padded_vocab_size
+from megarl.models.architecture import Architecture
+from megarl.models.tensor_table import Cut, Head, Weight
 from megarl.weights.hf_folder import copy_companions
-from megarl.weights.name_mapping import Cut, Head, Weight
 from megarl.weights.shard_layout import (
     ShardLayout,
     check_coverage,

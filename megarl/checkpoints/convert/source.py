@@ -10,9 +10,9 @@ from pathlib import Path
 import torch
 
 from megarl.checkpoints.torch_dist import chunks_fault
-from megarl.config.architecture import Architecture
 from megarl.machine.errors import CheckpointError
-from megarl.weights.name_mapping import Head, HFTensor, weights_of
+from megarl.models.architecture import Architecture
+from megarl.models.tensor_table import Head, HFTensor, weights_of
 from megarl.weights.tensors import Rectangle
 
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from megarl.config.architecture import Architecture
 from megarl.config.schema import Device, ParallelConfig, PPOConfig, Transport
+from megarl.models.architecture import Architecture
+from megarl.models.tensor_table import weights_of
 from megarl.placement.memory import weight_bytes
 from megarl.placement.placement_plan import PlacementPlan
 from megarl.placement.transport import choose_transport
-from megarl.weights.name_mapping import weights_of
 from megarl.weights.plan import Boxes, RankBoxes, RankPlace, TransferPlan, message_bytes, plan_transfer
 from megarl.weights.shard_layout import layouts_of
 from megarl.weights.shards import boxes_by_rank

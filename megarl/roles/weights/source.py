@@ -10,18 +10,18 @@ from pathlib import Path
 
 import torch
 
-from megarl.config.architecture import Architecture
 from megarl.config.schema import DType, ParallelConfig
 from megarl.controller.errors import WorkerError
 from megarl.controller.futures import RemoteFuture, WorkerFuture, gather, wait_for_any
 from megarl.controller.group import RoleGroup
 from megarl.controller.messages import FailureKind
+from megarl.models.architecture import Architecture
+from megarl.models.tensor_table import Head
 from megarl.weights.carriers.ends import SendReport
 from megarl.weights.carriers.folder import folder_message_bytes
 from megarl.weights.export_plan import ExportPlan, plan_export
 from megarl.weights.hf_folder import FilePlan, save_hf_folder, write_hf_folder
 from megarl.weights.manifest import manifest_of
-from megarl.weights.name_mapping import Head
 from megarl.weights.plan import Boxes
 from megarl.weights.shard_layout import ShardLayout, layouts_of
 from megarl.weights.shards import boxes_by_rank

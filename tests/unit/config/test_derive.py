@@ -24,7 +24,6 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from megarl.config.architecture import read_architecture
 from megarl.config.derive import RoleArithmetic, RunArithmetic, derive, most_checkpoints, num_parameters, padded_vocab_size, state_bytes
 from megarl.config.load import load_config
 from megarl.config.roles import ModelRole
@@ -41,6 +40,7 @@ from megarl.config.schema import (
 )
 from megarl.config.validate import read_architectures
 from megarl.data.packing import plan_micro_batches
+from megarl.models.architecture import read_architecture
 from tests.unit.config.folders import ppo_values, sft_values, write_yaml
 
 EXPERT_SIZES = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}

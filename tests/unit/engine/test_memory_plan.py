@@ -9,7 +9,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from megarl.config.architecture import read_architecture
 from megarl.config.roles import ModelRole
 from megarl.config.schema import (
     ActorConfig,
@@ -27,6 +26,7 @@ from megarl.config.schema import (
     SFTTrainerConfig,
 )
 from megarl.machine.usage import trim_heap
+from megarl.models.architecture import read_architecture
 from megarl.placement.memory import model_state, plan_memory
 from megarl.placement.plan import plan_placement
 from tests.ranks import RankPool

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 
-from megarl.config.architecture import Architecture
 from megarl.config.schema import (
     ActorConfig,
     CriticConfig,
@@ -27,6 +26,7 @@ from megarl.config.schema import (
     SGLangConfig,
     TrainerConfig,
 )
+from megarl.models.architecture import Architecture
 from megarl.placement.memory import DeviceMemory, budget_problems, plan_memory, stage_parameters
 from megarl.placement.plan import plan_placement
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from megarl.config.architecture import read_architecture
 from megarl.config.roles import model_roles
 from megarl.config.schema import ParallelConfig, PPOConfig, Recompute
+from megarl.models.architecture import read_architecture
 from megarl.rehearsal.prediction import predicted_memory
 from megarl.rehearsal.processes import rehearse_ranks
 from megarl.rehearsal.ranks import distinct_ranks, hangs

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from torch import Tensor
 
-from megarl.config.architecture import Experts
+from megarl.models.architecture import Experts
 from megarl.rehearsal.routes import even_routes, uneven_routes
 
 

@@ -8,7 +8,6 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from megarl.config.architecture import read_architecture
 from megarl.config.schema import (
     AlgorithmConfig,
     Device,
@@ -29,12 +28,13 @@ from megarl.controller.group import RayWorkerGroup, RoleGroup
 from megarl.controller.resource_pool import RayResourcePool
 from megarl.controller.worker import RayClassWithInitArgs, create_colocated_worker_cls
 from megarl.engine.spec import ModelSpec
+from megarl.models.architecture import read_architecture
+from megarl.models.tensor_table import Head
 from megarl.roles.models import Actor, Critic, Reference, UpdatePlan
 from megarl.roles.rollout.rollout import TokenRules
 from megarl.roles.weights.source import WeightSource
 from megarl.roles.weights.sync import WeightSync
 from megarl.rollout.interface import RolloutEngineSpec
-from megarl.weights.name_mapping import Head
 from megarl.workers.engines import build_engine
 from megarl.workers.megatron import ActorWorker, CriticWorker, PolicyWorker
 from tests.rollout_replicas import StartedRollout, started_rollout, sync_of

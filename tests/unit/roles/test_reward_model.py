@@ -15,12 +15,12 @@ from transformers import AutoModelForSequenceClassification
 from megarl.batch.data_proto import DataProto
 from megarl.batch.ragged import RaggedTensor
 from megarl.batch.token_rows import PaddedView
-from megarl.config.architecture import read_architecture
 from megarl.config.schema import Device, DType, EngineConfig, MicroBatchConfig, OverlongConversation, ParallelConfig
 from megarl.controller.dispatch import route_mesh
 from megarl.controller.futures import RemoteFuture
 from megarl.controller.worker import RemoteMethod
 from megarl.engine.spec import ModelSpec
+from megarl.models.architecture import read_architecture
 from megarl.roles.reward import RewardModel
 from megarl.workers.megatron import megatron_mesh
 from megarl.workers.reward_model import Reading, RewardModelWorker

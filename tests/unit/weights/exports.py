@@ -12,12 +12,12 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from megarl.config.architecture import Architecture
+from megarl.models.architecture import Architecture
+from megarl.models.tensor_table import VALUE_HEAD_TENSOR, Head
 from megarl.weights.carriers.ends import Sending, SendReport
 from megarl.weights.carriers.folder import FolderTrainerEnd
 from megarl.weights.export_plan import ExportPlan, plan_export
 from megarl.weights.manifest import manifest_of
-from megarl.weights.name_mapping import VALUE_HEAD_TENSOR, Head
 from megarl.weights.shards import Shards
 from megarl.weights.wire import Message, UnderWay, Wire
 from tests.unit.weights.models import HIDDEN, architecture_of, random_model, shards_of, stored_state

@@ -18,7 +18,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from megarl.config.architecture import Architecture, Experts
+from megarl.models.architecture import Architecture, Experts
 from megarl.weights.shard_layout import ShardLayout
 
 NUM_LAYERS, HIDDEN, HEADS, KV_HEADS, VOCAB, FFN = 4, 32, 8, 4, 199, 20

@@ -9,13 +9,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoModelForTokenClassification
 
+from megarl.models.tensor_table import Head
 from megarl.weights.carriers.ends import Sending
 from megarl.weights.carriers.folder import FolderTrainerEnd
 from megarl.weights.export_plan import plan_export
 from megarl.weights.hf_folder import FilePlan, copy_companions, has_bias, model_class, save_hf_folder
 from megarl.weights.load import load_into_shards
 from megarl.weights.manifest import manifest_of
-from megarl.weights.name_mapping import Head
 from megarl.weights.safetensors_file import SafetensorsFile
 from megarl.weights.shard_layout import model_layouts, shard_shapes
 from megarl.weights.shards import Shards

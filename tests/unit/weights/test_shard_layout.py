@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 
 from megarl.config.schema import ParallelConfig
-from megarl.weights.name_mapping import weights_of
+from megarl.models.tensor_table import weights_of
 from megarl.weights.shard_layout import (
     ShardLayout,
     check_coverage,

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from megarl.config.architecture import Architecture
 from megarl.config.schema import ParallelConfig
+from megarl.models.architecture import Architecture
 from megarl.weights.carriers.device import DevicePlace, DeviceTrainerEnd, device_route
 from megarl.weights.carriers.ends import Landing, Sending, SendReport
 from megarl.weights.carriers.group import GroupPlace, GroupTrainerEnd, group_route

@@ -12,10 +12,10 @@ import torch
 from megarl.batch.data_proto import DataProto
 from megarl.batch.metrics import merge_metrics, values_of
 from megarl.batch.ragged import RaggedTensor
-from megarl.config.architecture import read_architecture
-from megarl.config.flops import training_flops
 from megarl.config.schema import Device, DType, EngineConfig, ParallelConfig
 from megarl.engine.spec import ModelSpec
+from megarl.models.architecture import read_architecture
+from megarl.models.flops import training_flops
 from megarl.workers.megatron import MICRO_BATCHES, speed_metrics
 from tests.unit.config.folders import model_folder
 

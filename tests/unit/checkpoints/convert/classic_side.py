@@ -13,8 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megarl.config.architecture import read_architecture
 from megarl.config.schema import ParallelConfig
+from megarl.models.architecture import read_architecture
 from tests.unit.engine.rank_side import build, start
 
 _WITH_TRANSFORMER_ENGINE = {

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from math import prod
 
-from megarl.config.architecture import Architecture
 from megarl.config.derive import num_parameters
 from megarl.config.schema import (
     ActorConfig,
@@ -20,9 +19,10 @@ from megarl.config.schema import (
     RolloutEngineKind,
     Transport,
 )
+from megarl.models.architecture import Architecture
+from megarl.models.tensor_table import weights_of
 from megarl.placement.plan import plan_placement
 from megarl.roles.weights.forecast import WeightForecast, engine_boxes, forecast_weights
-from megarl.weights.name_mapping import weights_of
 from megarl.weights.plan import Boxes, numel_of
 from megarl.weights.shard_layout import layouts_of
 from megarl.weights.shards import boxes_by_rank

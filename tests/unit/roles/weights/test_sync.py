@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from megarl.config.architecture import read_architecture
 from megarl.config.schema import Device, DType, ModelConfig, ParallelConfig, RolloutConfig, Transport, Verify
 from megarl.controller.dispatch import Mesh
 from megarl.controller.errors import WorkerError
@@ -23,6 +22,7 @@ from megarl.controller.futures import gather
 from megarl.controller.group import RoleGroup
 from megarl.controller.resource_pool import RayResourcePool
 from megarl.controller.worker import RayClassWithInitArgs, register
+from megarl.models.architecture import read_architecture
 from megarl.roles.rollout.replicas import ReplicaPlace, Replicas
 from megarl.roles.weights.source import WeightSource
 from megarl.roles.weights.sync import WeightSync

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from megarl.config.architecture import read_architecture
 from megarl.config.schema import DType, ParallelConfig, Transport, Verify
 from megarl.config.shipped import CONFIGS_DIR
 from megarl.controller.futures import DerivedFuture
+from megarl.models.architecture import read_architecture
 from megarl.roles.weights.forecast import engine_boxes
 from megarl.roles.weights.source import WeightSource
 from megarl.roles.weights.sync import WeightSync

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from megarl.config.architecture import Architecture
+from megarl.models.architecture import Architecture
 
 # TFLOP/s of bfloat16 matrix products without sparsity, as NVIDIA's data sheets say, by words of torch.cuda.get_device_name(): the first row
 # whose words are all in it.

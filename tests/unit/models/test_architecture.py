@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from transformers import LlamaConfig, MixtralConfig, PretrainedConfig, Qwen2Config, Qwen2MoeConfig, Qwen3Config, Qwen3MoeConfig
 
-from megarl.config.architecture import Architecture, Experts, RopeScaling, read_architecture
 from megarl.config.derive import num_active_parameters, num_parameters
 from megarl.machine.errors import ConfigError
+from megarl.models.architecture import Architecture, Experts, RopeScaling, read_architecture
 
 SIZES = {
     "hidden_size": 48,

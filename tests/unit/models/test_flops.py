@@ -10,8 +10,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from megarl.config.architecture import read_architecture
-from megarl.config.flops import peak_tflops, training_flops
+from megarl.models.architecture import read_architecture
+from megarl.models.flops import peak_tflops, training_flops
 from tests.unit.config.folders import model_folder
 
 LAYERS, WIDTH, HEADS, VOCABULARY = 4, 48, 4, 101  # of the tests' model; its heads are 12 wide, two of them of keys and values

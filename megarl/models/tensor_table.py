@@ -14,7 +14,7 @@ from enum import Enum
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
-from megarl.config.architecture import Architecture
+from megarl.models.architecture import Architecture
 
 Head = Literal["lm", "value"]
 
