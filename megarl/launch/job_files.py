@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,6 +12,7 @@ from omegaconf import OmegaConf
 
 import megarl
 from megarl.config.schema import PPOConfig, SFTConfig
+from megarl.config.shipped import CONFIGS_DIR
 from megarl.config.sources import is_hub_name
 from megarl.machine.errors import ConfigError
 
@@ -50,8 +51,7 @@ def pack(config: PPOConfig | SFTConfig, folder: Path, here: Path) -> Package:
     Raises ConfigError where it would be more than LIMIT_MB.
     """
     files = {folder / name: here / name for name in _work_tree(here)}
-    own = Path(megarl.__file__).parent
-    files |= {folder / "megarl" / file.relative_to(own): file for file in own.rglob("*") if file.is_file() and file.suffix != ".pyc"}
+    files |= {folder / "megarl" / name: file for name, file in _own_files()}
     values: Any = OmegaConf.to_container(OmegaConf.structured(config), enum_to_str=True)
     resolved = _moved(values, "", here, lambda path: _take_along(path, folder, here, files))
     sizes = {source: source.stat().st_size for source in files.values()}
@@ -69,6 +69,15 @@ def pack(config: PPOConfig | SFTConfig, folder: Path, here: Path) -> Package:
         shutil.copyfile(source, target)
     OmegaConf.save(OmegaConf.create(resolved), folder / RUN_FILE)
     return Package(len(files) + 1, sum(sizes.values()))
+
+
+def _own_files() -> Iterator[tuple[Path, Path]]:
+    """Yield what a wheel has of megarl: the path in the package, and the file that this process runs from."""
+    package = Path(megarl.__file__).parent
+    for root, place in ((package, Path()), (CONFIGS_DIR, Path("configs"))):
+        for file in root.rglob("*"):
+            if file.is_file() and file.suffix != ".pyc":
+                yield place / file.relative_to(root), file
 
 
 def _work_tree(here: Path) -> list[str]:

@@ -24,7 +24,7 @@ class Clone:
 
     def __init__(self, image: DockerfileSteps) -> None:
         self.image, self.folder = image, image.folder
-        warm_up = self.folder / "megarl" / "configs" / "quickstart_sft.yaml"
+        warm_up = self.folder / "configs" / "quickstart_sft.yaml"
         text = warm_up.read_text()
         for long, short in ((r"(total|warmup)_steps: \d+", r"\1_steps: 1"), ("sft_train.parquet", "sft_validation.parquet")):
             text, changes = re.subn(long, short, text)

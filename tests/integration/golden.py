@@ -58,7 +58,7 @@ class Environment:
 """
 STEPS, PROMPTS, SAMPLES_PER_PROMPT, UPDATES_PER_STEP = 3, 4, 4, 2
 RESPONSE_LENGTH = 8
-_CONFIGS = Path(__file__).parents[2] / "megarl" / "configs"
+_CONFIGS = Path(__file__).parents[2] / "configs"
 # What a clock says, and no computation; and what is of episodes alone.
 _TIMED = re.compile(r"(timing_s|perf|memory|resharding|agent)/.*|rollout/replica_\d+/tokens_per_s|val/(.+/)?turns/mean")
 _EPISODES_ALONE = ("answer_mask", "environment_rewards")

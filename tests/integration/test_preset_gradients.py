@@ -42,7 +42,7 @@ from tests.unit.engine.comparison import assert_same
 from tests.unit.engine.models import load_lm, make_batch, reference_logits, save_model, scores_of
 from tests.unit.engine.rank_side import ALL_LAYOUTS, Tensors, build, hf_gradients, merge, start, take
 
-CONFIGS = Path(__file__).parents[2] / "megarl" / "configs"
+CONFIGS = Path(__file__).parents[2] / "configs"
 NUM_ROWS, RESPONSE_LENGTH = 8, 9
 GROUPS = ["a", "a", "a", "b", "b", "b", "c", "c"]
 SCORES = [1.0, 0.0, 0.5, 0.0, 1.0, 1.0, 0.25, 0.75]

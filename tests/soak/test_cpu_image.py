@@ -13,7 +13,7 @@ import pytest
 from tests.integration.dockerfile_steps import cpu_image
 
 # One step of the warm-up instead of 800, and one of PPO on 16 prompts instead of 70 on 128.
-WARM_UP = "megarl/configs/quickstart_sft.yaml"
+WARM_UP = "configs/quickstart_sft.yaml"
 SHORT = ("trainer.total_steps=1", "trainer.prompts_per_step=16", "trainer.updates_per_step=1")
 
 

@@ -61,6 +61,7 @@ def test_a_bundle_has_the_tree_the_wheels_and_a_command(tmp_path: Path) -> None:
         names = set(archive.getnames())
         assert archive.getmember("gpu-bundle/run.sh").mode & 0o111
     assert {"gpu-bundle/wheels/one.whl", "gpu-bundle/megarl/tests/gpu/table.py", "gpu-bundle/megarl/megarl/engine/engine.py"} <= names
+    assert "gpu-bundle/megarl/configs/quickstart.yaml" in names
 
 
 def test_a_bundle_that_is_too_large_is_refused_with_its_largest_files(tmp_path: Path) -> None:

@@ -22,8 +22,10 @@ from reasoning_gym import create_dataset
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
+from megarl.config.shipped import CONFIGS_DIR
+
 # Its config.json: so narrow a model learns faster from larger weights (initializer_range 0.06) than the usual 0.02.
-MODEL = Path(__file__).parents[2] / "configs" / "models" / "quickstart" / "model"
+MODEL = CONFIGS_DIR / "models" / "quickstart" / "model"
 TASK = "basic_arithmetic"
 TERMS = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2, "operators": ["+"], "allow_parentheses": False}
 NUM_DRAWS = 60_000  # some 10,000 different problems turn up

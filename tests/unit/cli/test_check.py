@@ -303,7 +303,7 @@ def test_the_shipped_configurations_are_good(tmp_path: Path, monkeypatch: pytest
     data = [f"data.{kind}_files={stand_ins['data']['train_files']}" for kind in ("train", "val")]
     model = f"model.path={stand_ins['model']['path']}"
     reward = f"reward.functions=[{{path: {tmp_path}/reward.py}}]"
-    algorithms = [file.stem for file in (ROOT / "megarl" / "configs" / "algorithm").glob("*.yaml")]
+    algorithms = [file.stem for file in (ROOT / "configs" / "algorithm").glob("*.yaml")]
     assert {
         "ppo",
         "grpo",

@@ -18,7 +18,7 @@ from megarl.config.load import load_config, plain_values
 from megarl.config.schema import PPOConfig, SFTConfig
 
 ROOT = Path(__file__).parents[3]
-RUNS = sorted((ROOT / "megarl" / "configs").glob("*.yaml"))
+RUNS = sorted((ROOT / "configs").glob("*.yaml"))
 LIMIT_S = 5.0
 
 _DEEP: Any = "x"

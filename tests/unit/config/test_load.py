@@ -10,10 +10,11 @@ import pytest
 
 from megarl.config.load import dump_config, load_config, schema_of
 from megarl.config.schema import AdvantageEstimator, CorrectionLevel, DType, KLWhere, OnUpdate, PPOConfig, RewardFunctionConfig, SFTConfig
-from megarl.config.shipped import CONFIGS_DIR
+from megarl.config.shipped import CONFIGS_DIR, configs_dir
 from megarl.machine.errors import ConfigError
 from tests.unit.config.folders import write_yaml
 
+ROOT = Path(__file__).parents[3]
 MINIMAL: dict[str, Any] = {"model": {"path": "models/m"}, "data": {"train_files": ["a.parquet"]}}
 
 
@@ -151,7 +152,7 @@ def test_a_group_that_ships_is_found_from_any_folder_and_one_of_ones_own_comes_f
 
 
 def test_a_file_that_ships_has_one_name_in_every_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its models and data are in the current folder, its code is beside it; a file of that name that is there comes first."""
+    """Its models and data are in the current folder; a file of that name that is there comes first."""
     monkeypatch.chdir(tmp_path)
     config = load_config(PPOConfig, "configs/quickstart.yaml")
     assert config.model.path == "outputs/quickstart/sft/huggingface"
@@ -167,6 +168,33 @@ def test_a_file_that_ships_has_one_name_in_every_folder(tmp_path: Path, monkeypa
     write_yaml(tmp_path / "configs" / "quickstart.yaml", MINIMAL | {"trainer": {"seed": 9}})
     assert load_config(PPOConfig, "configs/quickstart.yaml").trainer.seed == 9
     assert "there is no such file" in problems_of("configs/nothing.yaml")[0]
+
+
+def test_code_that_ships_has_one_name_in_every_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file of that name that is there comes first: beside the configuration, or for an override in the current folder."""
+    monkeypatch.chdir(tmp_path)
+    name = "megarl/recipes/math/reward.py"
+    path = write_yaml(tmp_path / "mine" / "run.yaml", MINIMAL | {"reward": {"functions": [{"path": name}]}})
+    shipped = str(ROOT / name)
+    assert load_config(PPOConfig, path).reward.functions[0].path == shipped
+    overridden = load_config(PPOConfig, write_yaml(tmp_path / "run.yaml", MINIMAL), [f"reward.functions=[{{path: {name}}}]"])
+    assert overridden.reward.functions[0].path == shipped
+
+    for own in (tmp_path / name, tmp_path / "mine" / name):
+        own.parent.mkdir(parents=True)
+        own.write_text("")
+    assert load_config(PPOConfig, path).reward.functions[0].path == str(tmp_path / "mine" / name)
+    overridden = load_config(PPOConfig, tmp_path / "run.yaml", [f"reward.functions=[{{path: {name}}}]"])
+    assert overridden.reward.functions[0].path == name
+
+
+def test_the_configurations_of_a_wheel_come_before_a_folder_beside_it_unless_they_are_only_a_rest(tmp_path: Path) -> None:
+    package, beside = tmp_path / "megarl", tmp_path / "configs"
+    assert configs_dir(package) == beside
+    (package / "configs" / "algorithm").mkdir(parents=True)  # as a checkout of an earlier version leaves untracked files
+    assert configs_dir(package) == beside
+    (package / "configs" / "quickstart.yaml").write_text("")
+    assert configs_dir(package) == package / "configs"
 
 
 def test_what_a_file_names_is_relative_to_it_and_what_an_override_names_to_the_current_folder(

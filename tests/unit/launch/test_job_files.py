@@ -89,6 +89,21 @@ def test_functions_of_the_algorithm_go_along_and_names_on_the_hub_stay(here: Pat
     assert (job / "rewards/neighbour.py").is_file()
 
 
+def test_the_job_finds_what_ships_even_beside_a_folder_of_the_same_name(here: Path, tmp_path: Path) -> None:
+    """The project has a `configs` folder of its own, which the job takes along too."""
+    subprocess.run(["git", "init", "--quiet", here], check=True)
+    (here / "configs").mkdir()
+    (here / "configs" / "mine.yaml").write_text("base: configs/quickstart.yaml\n")
+    job_files.pack(config("rewards/count.py"), job := tmp_path / "job", here)
+    assert [file.name for file in (job / "configs").iterdir()] == ["mine.yaml"]
+    assert (job / "megarl/configs/algorithm/grpo.yaml").is_file()
+
+    command = [sys.executable, "-m", "megarl", "check", "--fast", "configs/mine.yaml", "algorithm=grpo"]
+    checked = subprocess.run(command, cwd=job, env={}, capture_output=True, text=True, check=False)
+    assert (checked.returncode, checked.stderr) == (0, "")
+    assert "reward: 1 x compute_score in megarl/recipes/quickstart/reward.py" in checked.stdout
+
+
 def test_a_dtype_that_depends_on_the_device_is_chosen_where_the_job_runs(here: Path, tmp_path: Path) -> None:
     path = write_yaml(tmp_path / "run.yaml", {"model": {"path": "model"}, "data": {"train_files": ["train.parquet"]}})
     given = read_config(PPOConfig, path).required()

@@ -17,7 +17,7 @@ from megarl.rehearsal.processes import rehearse_ranks
 from megarl.rehearsal.ranks import distinct_ranks
 from megarl.rehearsal.record import RankRecord, RankRequest
 
-CONFIGS = Path(__file__).parents[3] / "megarl" / "configs"
+CONFIGS = Path(__file__).parents[3] / "configs"
 FROZEN = "-"  # recomputes nothing
 HELD, PEAK = 0.05, 0.10  # how far the plan may be above what is measured
 _COUNTED = 1e-4  # of a peak: numbers and flags that are no state, padding of Megatron's buffers
