@@ -22,7 +22,7 @@ from megarl.config.schema import AgentConfig, EnvironmentConfig, PPOConfig, Tool
 from megarl.data.turns import TurnTemplate
 from megarl.machine.strict_json import dump_readable
 from megarl.rollout.interface import GenerationRequest
-from megarl.rollout.sglang.tool_calls import call_parser
+from megarl.rollout.tool_calls import call_parser
 
 
 class _Played(NamedTuple):

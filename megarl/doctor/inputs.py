@@ -37,7 +37,7 @@ from megarl.machine.user_functions import UserFunctionError
 from megarl.machine.wording import counted
 from megarl.models.architecture import Architecture
 from megarl.rollout.interface import end_token_ids
-from megarl.rollout.sglang.tool_calls import check_parser
+from megarl.rollout.tool_calls import check_parser
 from megarl.weights.load import check_headers
 from megarl.weights.tensors import WeightTransferError
 

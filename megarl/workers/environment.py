@@ -19,7 +19,7 @@ from megarl.controller.worker import Worker, register
 from megarl.data.chat_clock import set_chat_time
 from megarl.data.tokenizer import load_tokenizer
 from megarl.data.turns import TurnTemplate
-from megarl.rollout.sglang.tool_calls import call_parser
+from megarl.rollout.tool_calls import call_parser
 
 _GRACE_S = 5.0  # a call has the same clock, and says more than that it was too late
 

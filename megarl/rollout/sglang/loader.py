@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megarl.rollout.sglang.destinations import Plan, record_plan, zero_what_is_not_written
+from megarl.rollout.destinations import Plan, record_plan, zero_what_is_not_written
 from megarl.weights.checksum import MODULUS
 from megarl.weights.plan import Boxes, Part
 from megarl.weights.receiver import EngineLink, WeightReceiver, decode_box, encode_box

@@ -7,7 +7,7 @@ import pytest
 from megarl.agents.protocol import CallError, ToolCall
 from megarl.agents.thinking import CallTags, TurnPart, split_thinking
 from megarl.config.schema import AgentConfig, CallsInThinking
-from megarl.rollout.sglang.tool_calls import call_parser
+from megarl.rollout.tool_calls import call_parser
 
 TAGS = CallTags("<tool_call>", "</tool_call>")
 

@@ -31,7 +31,7 @@ from megarl.agents.user_tools import load_agent
 from megarl.config.schema import AgentConfig, EnvironmentConfig, ToolConfig
 from megarl.data.turns import TurnTemplate
 from megarl.machine.sandbox import SandboxError, SandboxLimits
-from megarl.rollout.sglang.tool_calls import call_parser
+from megarl.rollout.tool_calls import call_parser
 from tests.unit.data.test_turns import CHATML, OPENING, tokenizer_of
 
 TASK = Task(extra_info={"prices": {"ab": 42}})

@@ -19,7 +19,7 @@ environment.prepare("cpu")
 
 import torch  # noqa: E402
 
-from megarl.rollout.sglang.destinations import Plan, record_plan  # noqa: E402
+from megarl.rollout.destinations import Plan, record_plan  # noqa: E402
 from megarl.weights.tensors import TensorMeta  # noqa: E402
 
 

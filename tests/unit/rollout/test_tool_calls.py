@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from megarl.config.schema import AgentConfig
-from megarl.rollout.sglang.tool_calls import call_parser
+from megarl.rollout.tool_calls import call_parser
 from tests import warm
 from tests.warm.client import SGLANG
 
@@ -68,7 +68,7 @@ PROGRAM = """
 import json, sys
 from megarl.agents.protocol import CallError
 from megarl.config.schema import AgentConfig
-from megarl.rollout.sglang.tool_calls import call_parser
+from megarl.rollout.tool_calls import call_parser
 schema, texts = json.load(sys.stdin)
 for name, text in texts:
     parse = call_parser(AgentConfig(parser=name), [schema], opens_thinking=False)
@@ -96,6 +96,6 @@ def test_a_parser_that_there_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match=r"agent\.parser is 'gpt', but SGLang has no such parser; there are: .*llama3, .*qwen3_coder"):
         call_parser(AgentConfig(parser="gpt"), [SCHEMA], opens_thinking=False)
     assert "sglang" not in sys.modules
-    monkeypatch.setattr("megarl.rollout.sglang.tool_calls.find_spec", lambda name: None)
+    monkeypatch.setattr("megarl.rollout.sglang.function_calls.find_spec", lambda name: None)
     with pytest.raises(ValueError, match="SGLang is not installed"):
         call_parser(AgentConfig(parser="llama3"), [SCHEMA], opens_thinking=False)

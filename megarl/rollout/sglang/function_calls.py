@@ -1,7 +1,7 @@
-"""Calls of models of any family: read by SGLang's function-call parsers, and what those let pass without a word is told to the model.
+"""SGLang's function-call parsers, which read the calls of models of any family. What they pass over in silence is reported to the model.
 
 SGLang serves users, for whom a call that cannot be read is best left out. A model that learns must be told of it (SGLang 0.5.21, run on
-what `tests/unit/rollout/sglang/test_tool_calls.py` has): broken JSON is no call and no text, or raises; unknown tools are dropped;
+what `tests/unit/rollout/test_tool_calls.py` has): broken JSON is no call and no text, or raises; unknown tools are dropped;
 arguments may be anything.
 """
 
@@ -17,47 +17,28 @@ from pathlib import Path
 from typing import Any
 
 from megarl.agents.protocol import CallError, Schema, ToolCall
-from megarl.agents.strict_calls import CLOSE, OPEN, parse_calls, unreadable
-from megarl.agents.thinking import CallParser, CallTags, parse_outside_thinking
-from megarl.config.schema import AgentConfig
+from megarl.agents.strict_calls import unreadable
+from megarl.agents.thinking import CallTags
 from megarl.machine.strict_json import load_strictly
 
 _NAMES = "srt/function_call/parser_names.py"
 
 
-def call_parser(agent: AgentConfig, tools: Sequence[Schema] | None, *, opens_thinking: bool) -> CallParser:
-    """Returns what reads the calls of a turn, as `agent.parser` and `agent.calls_in_thinking` say.
-
-    Without a name in `agent.parser` it is megarl's own parser of `<tool_call>` JSON, which imports nothing of SGLang.
-
-    Args:
-        opens_thinking: Whether the chat template opens the thinking of each turn.
-
-    Raises:
-        ValueError: There is no such parser, or SGLang does not take the schema of a tool.
-    """
-    if agent.parser is None:
-        return parse_outside_thinking(parse_calls, CallTags(OPEN, CLOSE), agent.calls_in_thinking, opens_thinking=opens_thinking)
-    parser = _sglang_parser(agent.parser, tools)
-    return parse_outside_thinking(parser, parser.tags, agent.calls_in_thinking, opens_thinking=opens_thinking)
-
-
-def _sglang_parser(name: str, tools: Sequence[Schema] | None) -> _SGLangParser:
+def sglang_parser(name: str, tools: Sequence[Schema] | None) -> SGLangParser:
+    """Returns the parser that SGLang knows by `name`. Raises ValueError if there is none, or if SGLang rejects the schema of a tool."""
     known = _names()
     if known is None:
         raise ValueError(f"agent.parser is {name!r}, which is SGLang's, but SGLang is not installed")
     if known and name not in known:
         raise ValueError(f"agent.parser is {name!r}, but SGLang has no such parser; there are: {', '.join(known)}")
-    return _SGLangParser(name, tools or [])
-
-
-def check_parser(name: str, tools: Sequence[Schema]) -> None:
-    """In a process of its own, which imports SGLang. Raises ValueError, see call_parser."""
-    _sglang_parser(name, tools)
+    return SGLangParser(name, tools or [])
 
 
 def _names() -> list[str] | None:
-    """Read from their file, as SGLang takes seconds to be imported. Empty for an SGLang that has no such file; None without SGLang."""
+    """Returns the names of SGLang's parsers, read from their file because importing SGLang takes seconds.
+
+    The list is empty for an SGLang that has no such file. The result is None without SGLang.
+    """
     package = find_spec("sglang")
     if package is None or not package.submodule_search_locations:
         return None
@@ -65,7 +46,13 @@ def _names() -> list[str] | None:
     return sorted(runpy.run_path(str(file))["TOOL_CALL_PARSER_NAMES"]) if file.exists() else []
 
 
-class _SGLangParser:
+class SGLangParser:
+    """One of SGLang's parsers.
+
+    Attributes:
+        tags: The marks around a call, None if the format has none that other text does not have as well.
+    """
+
     def __init__(self, name: str, tools: Sequence[Schema]) -> None:
         _make_ready()
         from sglang.srt.entrypoints.openai.protocol import Tool

@@ -1,0 +1,35 @@
+"""Parsers of the tool calls in a turn: megarl's own parser and those of the engines."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megarl.agents.protocol import Schema
+from megarl.agents.strict_calls import CLOSE, OPEN, parse_calls
+from megarl.agents.thinking import CallParser, CallTags, parse_outside_thinking
+from megarl.config.schema import AgentConfig
+from megarl.rollout.sglang.function_calls import sglang_parser
+
+
+def call_parser(agent: AgentConfig, tools: Sequence[Schema] | None, *, opens_thinking: bool) -> CallParser:
+    """Returns the parser of the calls in a turn that `agent.parser` and `agent.calls_in_thinking` ask for.
+
+    Without a name in `agent.parser` it is megarl's own parser of `<tool_call>` JSON, which imports nothing of SGLang.
+
+    Args:
+        agent: The section of the configuration.
+        tools: The schemas of the tools that the model may call.
+        opens_thinking: Whether the chat template opens the thinking of each turn.
+
+    Raises:
+        ValueError: There is no such parser, or SGLang does not take the schema of a tool.
+    """
+    if agent.parser is None:
+        return parse_outside_thinking(parse_calls, CallTags(OPEN, CLOSE), agent.calls_in_thinking, opens_thinking=opens_thinking)
+    parser = sglang_parser(agent.parser, tools)
+    return parse_outside_thinking(parser, parser.tags, agent.calls_in_thinking, opens_thinking=opens_thinking)
+
+
+def check_parser(name: str, tools: Sequence[Schema]) -> None:
+    """Raises ValueError as `call_parser` does. Call it in a separate process, because it imports SGLang."""
+    sglang_parser(name, tools)
