@@ -74,7 +74,7 @@ def measure(
     from megarl.engine import groups
     from megarl.engine.engine import MegatronEngine
     from megarl.engine.spec import ModelSpec
-    from megarl.models.architecture import read_architecture
+    from megarl.models.families import read_architecture
 
     dist.init_process_group("gloo", init_method=f"file://{folder}/{name}.store", rank=rank, world_size=parallel.world_size)
     spec = ModelSpec(

@@ -35,7 +35,7 @@ from megarl.checkpoints.convert.hugging_face import write_hugging_face
 from megarl.checkpoints.convert.open import open_model
 from megarl.checkpoints.role_folder import Layout
 from megarl.machine.files import sync_tree
-from megarl.models.architecture import read_architecture
+from megarl.models.families import read_architecture
 from megarl.weights.manifest import SINGLE_FILE, manifest_of
 from megarl.weights.safetensors_file import SafetensorsFile
 from megarl.weights.tensors import ChunkMeta

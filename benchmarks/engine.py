@@ -53,7 +53,7 @@ from megarl.config.schema import Device, DType, EngineConfig, OptimConfig, Paral
 from megarl.data.packing import plan_micro_batches
 from megarl.engine import platform
 from megarl.engine.spec import ModelSpec
-from megarl.models.architecture import read_architecture
+from megarl.models.families import read_architecture
 
 platform.activate(Device.cpu)  # before anything that imports Megatron
 

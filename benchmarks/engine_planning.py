@@ -19,7 +19,7 @@ from megarl.config.schema import Device, DType, ModelConfig, RolloutConfig, Roll
 from megarl.controller.group import RayWorkerGroup
 from megarl.controller.resource_pool import RayResourcePool
 from megarl.controller.worker import RayClassWithInitArgs
-from megarl.models.architecture import read_architecture
+from megarl.models.families import read_architecture
 from megarl.rollout.interface import RolloutEngineSpec
 from megarl.weights.manifest import manifest_of
 

@@ -79,7 +79,7 @@ def training_passes(folders: dict[str, str], num_tokens: int, store: str) -> dic
     from megarl.engine import groups
     from megarl.engine.engine import MegatronEngine
     from megarl.engine.spec import ModelSpec
-    from megarl.models.architecture import read_architecture
+    from megarl.models.families import read_architecture
 
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
     num_rows = num_tokens // ROW

@@ -50,7 +50,7 @@ from megarl.controller.resource_pool import ResourcePoolManager
 from megarl.data.loader import BatchLoader
 from megarl.data.prompts import PromptDataset
 from megarl.data.tokenizer import load_tokenizer
-from megarl.models.architecture import read_architecture
+from megarl.models.families import read_architecture
 from megarl.placement.dataflow import overlaps
 from megarl.placement.offload_plan import OffloadPlan
 from megarl.placement.plan import plan_placement

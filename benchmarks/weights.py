@@ -61,7 +61,7 @@ from megarl.controller.group import RayWorkerGroup, RoleGroup
 from megarl.controller.resource_pool import RayResourcePool
 from megarl.controller.worker import RayClassWithInitArgs
 from megarl.engine.spec import ModelSpec
-from megarl.models.architecture import read_architecture
+from megarl.models.families import read_architecture
 from megarl.roles.weights.source import WeightSource
 from megarl.roles.weights.sync import PushReport, WeightSync
 from megarl.rollout.interface import RolloutEngineSpec

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from megarl.models.families import FAMILIES
+
 ROOT = Path(__file__).parent.parent
 
 LAYERS = (
@@ -227,3 +229,58 @@ def test_mypy_checks_every_package_that_calls_workers() -> None:
     left_out = {file for package in callers().values() for file in package for left in mypy["exclude"] if re.search(left, file.as_posix())}
     assert not left_out
     assert "roles" in callers()
+
+
+# ---- model families: what only some of them have is in their files
+
+
+def family_names(source: str) -> list[str]:
+    """Return where a source asks which family a model is of: a comparison of `model_type`, or a family's name as a string."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Compare | ast.Match):
+            operands = [node.subject] if isinstance(node, ast.Match) else [node.left, *node.comparators]
+            if any(is_model_type(operand) for operand in operands):
+                found.append(f"{node.lineno}: model_type is compared")
+        elif isinstance(node, ast.Constant) and node.value in FAMILIES:
+            found.append(f"{node.lineno}: {node.value!r}")
+    return found
+
+
+def is_model_type(node: ast.expr) -> bool:
+    """Return whether an expression is `x.model_type`, `x["model_type"]`, `x.get("model_type")` or a variable `model_type`."""
+    if isinstance(node, ast.Subscript):
+        return isinstance(node.slice, ast.Constant) and node.slice.value == "model_type"
+    if isinstance(node, ast.Call):
+        return any(isinstance(argument, ast.Constant) and argument.value == "model_type" for argument in node.args)
+    return "model_type" in (getattr(node, "attr", None), getattr(node, "id", None))
+
+
+def test_no_module_outside_models_asks_for_a_family_by_name() -> None:
+    found = {}
+    for module, source in own_modules().items():
+        if not within(module, "megarl.models") and (places := family_names(source)):
+            found[module] = places
+    assert found == {}
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        'architecture.model_type == "gemma"',
+        'model_type in ("mistral", "gemma")',
+        'config["model_type"] != other',
+        'config.get("model_type") == other',
+        "match architecture.model_type:\n    case _: ...",
+        'HEADS = {"mixtral": 8}',
+        'is_sparse = name == "qwen3_moe"',
+    ],
+)
+def test_a_planted_family_is_found(source: str) -> None:
+    assert len(family_names(source)) == 1
+
+
+def test_what_does_not_ask_for_a_family_passes() -> None:
+    allowed = 'raise ValueError(f"{architecture.model_type} has no experts")\nFAMILIES[architecture.model_type].sglang_differs(policy)'
+    assert family_names(allowed) == []
+    assert family_names('fields = [name for name in config if name != "model_type"]') == []

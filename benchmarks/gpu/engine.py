@@ -40,7 +40,8 @@ from megarl.data.packing import plan_micro_batches
 from megarl.engine import platform
 from megarl.engine.spec import ModelSpec
 from megarl.machine.usage import Stopwatch
-from megarl.models.architecture import Architecture, read_architecture
+from megarl.models.architecture import Architecture
+from megarl.models.families import read_architecture
 from megarl.models.flops import training_flops
 
 if TYPE_CHECKING:

@@ -35,7 +35,7 @@ from megarl.doctor.reward_functions import choose_truths, judge_rewards
 from megarl.machine.errors import ConfigError
 from megarl.machine.files import write_whole
 from megarl.machine.wording import counted
-from megarl.models.architecture import read_architecture
+from megarl.models.families import read_architecture
 from megarl.roles.start import EvaluationRoles, start_evaluation
 from megarl.roles.weights.rollout_weights import FolderWeights
 from megarl.trainers.checkpoint import CONFIG_FILE

@@ -18,7 +18,8 @@ from megarl.config.schema import DataConfig, Device, PPOConfig, PromptColumnsCon
 from megarl.config.shipped import CONFIGS_DIR
 from megarl.config.sources import is_hub_name
 from megarl.machine.files import write_whole
-from megarl.models.architecture import Architecture, read_architecture
+from megarl.models.architecture import Architecture
+from megarl.models.families import read_architecture
 
 GOOD = 0
 CONFIG_FILE, REWARD_FILE, DATA_SCRIPT = "run.yaml", "reward.py", "make_data.py"

@@ -14,7 +14,7 @@ from megarl.data.loader import train_loader
 from megarl.data.sft import SFTDataset
 from megarl.data.tokenizer import load_tokenizer
 from megarl.doctor.examined_config import load_for_run
-from megarl.models.architecture import read_architecture
+from megarl.models.families import read_architecture
 from megarl.roles.saved_models import sft_models
 from megarl.roles.start import start_sft
 from megarl.tracking.run_files import writing

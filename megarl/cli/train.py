@@ -27,7 +27,8 @@ from megarl.data.prompts import PromptDataset
 from megarl.data.tokenizer import load_tokenizer
 from megarl.doctor.examined_config import load_for_run
 from megarl.doctor.inputs import endless_turns
-from megarl.models.architecture import Architecture, read_architecture
+from megarl.models.architecture import Architecture
+from megarl.models.families import read_architecture
 from megarl.roles.rollout.rollout import TokenRules
 from megarl.roles.saved_models import ppo_models
 from megarl.roles.start import start_ppo

@@ -9,6 +9,7 @@ from megarl.config.roles import ModelRole, scores_in_update
 from megarl.config.schema import OnUpdate, ParallelConfig, PPOConfig, RolloutEngineKind, RoutingReplay, SFTConfig
 from megarl.config.violation import Violation, Violations, either, nearest_divisors
 from megarl.models.architecture import Architecture
+from megarl.models.families import FAMILIES
 
 _ENGINE_KEY = "rollout.expert_parallel_size"
 _REPLAY = "engine.routing_replay"
@@ -88,12 +89,11 @@ def engine_fits(config: PPOConfig, policy: Architecture) -> Violations:
             f"the engine {config.rollout.engine.name!r} does not take weights of experts, which {path} has; use {others}",
         )
         return
-    for problem, is_so in (
-        ("dense layers between its sparse ones", policy.num_dense_layers > 0),
-        ("a tied embedding", policy.tie_word_embeddings),
-    ):
-        if is_so:
-            yield Violation(("rollout.engine",), f"{path} has experts and {problem}: SGLang's {policy.model_type} would be another model")
+    for difference in FAMILIES[policy.model_type].sglang_differs(policy):
+        yield Violation(
+            ("rollout.engine",),
+            f"{path} has experts and {difference}: SGLang's {policy.model_type} would be another model",
+        )
     if tensor % dealt:
         yield Violation(
             (_ENGINE_KEY, "rollout.tensor_parallel_size"),

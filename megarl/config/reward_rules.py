@@ -11,7 +11,8 @@ from megarl.config.derive import max_conversation_tokens, max_row_tokens, micro_
 from megarl.config.roles import needs_reward_model
 from megarl.config.schema import OverlongConversation, PPOConfig, RewardModelConfig
 from megarl.config.violation import Violation, Violations
-from megarl.models.architecture import REWARD_CLASS, Architecture
+from megarl.models.architecture import Architecture
+from megarl.models.families import REWARD_CLASS
 
 _LABELS_BY_DEFAULT = 2  # transformers', for a config.json that names none
 _TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")

@@ -30,7 +30,8 @@ from megarl.config.schema import (
 from megarl.config.schema.keys import leaves
 from megarl.config.violation import Violation, Violations, either, nearest_divisors, nearest_multiples
 from megarl.machine.errors import ConfigError
-from megarl.models.architecture import Architecture, read_architecture
+from megarl.models.architecture import Architecture
+from megarl.models.families import read_architecture
 
 RunConfig = PPOConfig | SFTConfig
 

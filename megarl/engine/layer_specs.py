@@ -30,7 +30,7 @@ from megarl.config.layers import LayerChoice, choose_layers
 from megarl.config.schema import DType, Layers
 from megarl.engine.layers import AttentionCore, LastLayer, RMSNorm, sharing_prompts
 from megarl.engine.router import ExpertRouter, RoutedLayer
-from megarl.models.tensor_table import EXPERT
+from megarl.models.mapping import EXPERT
 
 
 def layers_for(asked: Layers, dtype: DType, *, on_cuda: bool) -> LayerChoice:

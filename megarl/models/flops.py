@@ -37,7 +37,10 @@ def training_flops(architecture: Architecture, rows: Iterable[tuple[int, int]], 
     of the output layer the places that predict response tokens; of experts those that a token meets.
     """
     hidden, head_dim = architecture.hidden_size, architecture.head_dim
-    query, key_value = architecture.num_attention_heads * head_dim, architecture.num_key_value_heads * head_dim
+    query, key_value = (
+        architecture.num_attention_heads * head_dim,
+        architecture.num_key_value_heads * head_dim,
+    )
     layers = architecture.num_hidden_layers * hidden * (2 * query + 2 * key_value) + _feed_forward(architecture)
     output = hidden * (1 if with_value_head else architecture.vocab_size)
     multiply_adds = 0

@@ -19,7 +19,7 @@ from megarl.config.schema import RESUME_AUTO, RESUME_DISABLE, Device, PPOConfig,
 from megarl.config.validate import read_architectures
 from megarl.machine.errors import CheckpointError, ConfigError, one_line
 from megarl.machine.processors import threads_setting
-from megarl.models.architecture import read_architecture
+from megarl.models.families import read_architecture
 from megarl.tracking.run_files import CONFIG_FILE
 from megarl.trainers.checkpoint import STATE_FILE
 

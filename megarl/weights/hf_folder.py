@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 import torch
 
 from megarl.machine.files import whole_folder, write_whole
-from megarl.models.architecture import CRITIC_CLASS, LM_CLASS, REWARD_CLASS, Architecture, class_prefix
+from megarl.models.architecture import Architecture
+from megarl.models.families import CRITIC_CLASS, FAMILIES, LM_CLASS, REWARD_CLASS
 from megarl.models.tensor_table import Head
 from megarl.weights.manifest import INDEX_FILE, SINGLE_FILE, manifest_of
 from megarl.weights.shard_layout import ShardLayout, held_weights
@@ -42,7 +43,7 @@ def copy_companions(source: Path, target: Path, dtype: torch.dtype | None = None
 def _name_class(config: dict[str, Any], head: Head) -> None:
     """A critic made from a language model is another class than the folder it came from. A value head has one label."""
     if model_class(config) not in _CLASSES[head]:
-        config["architectures"] = [class_prefix(config["model_type"]) + _CLASSES[head][0]]
+        config["architectures"] = [FAMILIES[config["model_type"]].class_prefix + _CLASSES[head][0]]
     if head == "value":
         config.update(id2label={"0": "LABEL_0"}, label2id={"LABEL_0": 0})
     else:

@@ -10,7 +10,8 @@ from math import prod
 from megarl.config.derive import padded_vocab_size
 from megarl.config.schema import ParallelConfig
 from megarl.models.architecture import Architecture
-from megarl.models.tensor_table import AXES, Cut, Head, Place, Weight, weights_of
+from megarl.models.mapping import AXES, Cut, Place
+from megarl.models.tensor_table import Head, Weight, weights_of
 from megarl.weights.tensors import Rectangle, WeightTransferError, tiling_fault
 
 

@@ -47,7 +47,7 @@ from megarl.data.loader import BatchLoader
 from megarl.data.prompts import PromptDataset
 from megarl.data.sft import SFTDataset
 from megarl.data.tokenizer import load_tokenizer
-from megarl.models.architecture import read_architecture
+from megarl.models.families import read_architecture
 from megarl.placement.plan import plan_placement
 from megarl.roles.rollout.rollout import TokenRules
 from megarl.roles.saved_models import SavedModels, ppo_models, sft_models

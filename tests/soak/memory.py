@@ -19,7 +19,7 @@ from megarl.config.schema import ParallelConfig, PlacementStrategy, PPOConfig
 from megarl.controller.cluster import shutdown, start_ray
 from megarl.controller.futures import gather
 from megarl.controller.worker import Worker
-from megarl.models.architecture import read_architecture
+from megarl.models.families import read_architecture
 from megarl.placement.memory import Usage, plan_memory
 from megarl.placement.plan import plan_placement
 from megarl.roles.start import PPORoles

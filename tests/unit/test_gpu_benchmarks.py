@@ -16,7 +16,7 @@ from benchmarks.gpu.engine import SHAPES, Result, Settings, Work
 from benchmarks.hugging_face_peer import HuggingFace, prompt_tokens
 from megarl.config.schema import Device, DType
 from megarl.engine import platform
-from megarl.models.architecture import read_architecture
+from megarl.models.families import read_architecture
 from tests.ranks import RankPool
 from tests.unit.engine.test_layers import slow_varlen_attn
 

@@ -20,7 +20,8 @@ from megarl.checkpoints.convert.classic_file import RankFile, read_rank_file
 from megarl.checkpoints.convert.distributed import canonical_rest
 from megarl.checkpoints.convert.source import ModelSource, StoredPiece, checked_tensors
 from megarl.machine.errors import CheckpointError
-from megarl.models.architecture import Architecture, read_architecture
+from megarl.models.architecture import Architecture
+from megarl.models.families import read_architecture
 from megarl.models.tensor_table import OUTPUT_LAYER, Head, Weight
 from megarl.weights.shard_layout import ShardLayout, held_weights, pieces, shard_shapes
 

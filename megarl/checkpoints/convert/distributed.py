@@ -16,8 +16,10 @@ from megarl.checkpoints.role_folder import MANIFEST_FILE, check_folder, read_man
 from megarl.checkpoints.torch_dist import COMMON_FILE, DistributedTensor, StoredChunk, TorchDistIndex, check_chunk, read_chunk, read_index
 from megarl.checkpoints.torch_file import refuse_code
 from megarl.machine.errors import CheckpointError
-from megarl.models.architecture import Architecture, read_architecture
-from megarl.models.tensor_table import OUTPUT_LAYER, Cut, Head, Weight, weights_of
+from megarl.models.architecture import Architecture
+from megarl.models.families import read_architecture
+from megarl.models.mapping import Cut
+from megarl.models.tensor_table import OUTPUT_LAYER, Head, Weight, weights_of
 from megarl.weights.shard_layout import pieces, shard_view, whole_layout
 from megarl.weights.tensors import Rectangle, range_rectangles
 

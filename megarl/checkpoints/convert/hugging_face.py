@@ -15,7 +15,7 @@ import torch
 from megarl.checkpoints.convert.source import ModelSource, SourceTensor, StoredPiece, checked_tensors
 from megarl.checkpoints.convert.streaming import BLOCK_BYTES, Job, Progress, Room, Workers, Written, in_turns, new_folder, no_progress
 from megarl.checkpoints.torch_file import mapped
-from megarl.models.architecture import read_architecture
+from megarl.models.families import read_architecture
 from megarl.models.tensor_table import VALUE_BIAS_TENSOR, VALUE_HEAD_TENSOR, Head, weights_of
 from megarl.weights.hf_folder import DEFAULT_FILE_BYTES, FilePlan, copy_companions, has_bias, plan_files, write_index
 from megarl.weights.manifest import (

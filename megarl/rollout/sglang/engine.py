@@ -18,7 +18,7 @@ from safetensors import safe_open
 
 from megarl.batch.token_rows import route_dtype
 from megarl.config.schema import SGLangMode
-from megarl.models.architecture import read_architecture
+from megarl.models.families import read_architecture
 from megarl.rollout.interface import (
     EngineDeadError,
     FailedRequest,

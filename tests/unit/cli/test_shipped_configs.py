@@ -14,7 +14,7 @@ from megarl.config.schema import PPOConfig, Transport
 from megarl.config.shipped import CONFIGS_DIR
 from megarl.config.validate import read_architectures
 from megarl.doctor.checked_config import load_checked_anywhere
-from megarl.models.architecture import read_architecture
+from megarl.models.families import read_architecture
 from megarl.placement.memory import DeviceMemory, Usage, plan_memory
 from megarl.placement.plan import plan_placement
 from megarl.placement.transport import choose_transport

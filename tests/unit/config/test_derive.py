@@ -40,7 +40,7 @@ from megarl.config.schema import (
 )
 from megarl.config.validate import read_architectures
 from megarl.data.packing import plan_micro_batches
-from megarl.models.architecture import read_architecture
+from megarl.models.families import read_architecture
 from tests.unit.config.folders import ppo_values, sft_values, write_yaml
 
 EXPERT_SIZES = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}

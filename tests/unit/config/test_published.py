@@ -13,7 +13,7 @@ from megarl.config.published import with_published_models
 from megarl.config.schema import PPOConfig
 from megarl.doctor.checked_config import load_checked_anywhere, load_checked_here
 from megarl.machine.errors import ConfigError
-from megarl.models.architecture import read_architecture
+from megarl.models.families import read_architecture
 from tests.unit.config.folders import ARCHITECTURE, model_folder, ppo_values, write_yaml
 
 

@@ -40,7 +40,7 @@ from megarl.doctor import devices, inputs, machine, network, software, storage
 from megarl.doctor import ray_cluster as ray_checks
 from megarl.doctor.check_result import CheckResult, Status, doubtful, good, worst, wrong
 from megarl.doctor.examined_run import ExaminedRun, read_subject
-from megarl.models.architecture import read_architecture
+from megarl.models.families import read_architecture
 from megarl.placement.plan import plan_placement
 from megarl.weights.manifest import manifest_of
 from tests.unit.config.folders import model_folder, ppo_values, write_yaml

@@ -16,7 +16,7 @@ from megarl.batch.metrics import Metric
 from megarl.config.schema import Device, DType, EngineConfig, Layers, ParallelConfig, RoutingReplay
 from megarl.engine import platform
 from megarl.engine.spec import ModelSpec
-from megarl.models.architecture import read_architecture
+from megarl.models.families import read_architecture
 from megarl.models.tensor_table import EMBEDDING_TENSOR
 
 if TYPE_CHECKING:
@@ -175,7 +175,8 @@ def _hf_tensors(engine: MegatronEngine, named: Tensors) -> Tensors:
 
 def _check_copies(engine: MegatronEngine, named: Tensors) -> None:
     """What several ranks hold must be the same on all: replicated parameters of a stage, and the two ends of tied weights."""
-    from megarl.models.tensor_table import OUTPUT_LAYER, Cut
+    from megarl.models.mapping import Cut
+    from megarl.models.tensor_table import OUTPUT_LAYER
     from megarl.weights.shard_layout import held_weights
 
     architecture, groups = engine.spec.architecture, engine.groups

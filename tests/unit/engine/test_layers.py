@@ -19,7 +19,8 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 
 from megarl.config.schema import Device
-from megarl.models.architecture import Architecture, read_architecture
+from megarl.models.architecture import Architecture
+from megarl.models.families import read_architecture
 from tests.ranks import RankPool
 from tests.unit.engine.comparison import max_difference
 

@@ -26,7 +26,7 @@ from megarl.config.schema import (
     SFTTrainerConfig,
 )
 from megarl.machine.usage import trim_heap
-from megarl.models.architecture import read_architecture
+from megarl.models.families import read_architecture
 from megarl.placement.memory import model_state, plan_memory
 from megarl.placement.plan import plan_placement
 from tests.ranks import RankPool

@@ -12,7 +12,7 @@ import torch
 from megarl.batch.metrics import Metric
 from megarl.config.schema import OptimConfig, ParallelConfig
 from megarl.machine.usage import trim_heap
-from megarl.models.architecture import read_architecture
+from megarl.models.families import read_architecture
 from tests.ranks import RankPool
 from tests.unit.engine.models import make_batch, save_large_model, save_model
 from tests.unit.engine.rank_side import LAYOUTS, Tensors, build, deal, hf_weights, merge, replica_rows, start, take

@@ -12,7 +12,8 @@ from transformers import LlamaConfig, MixtralConfig, PretrainedConfig, Qwen2Conf
 
 from megarl.config.derive import num_active_parameters, num_parameters
 from megarl.machine.errors import ConfigError
-from megarl.models.architecture import Architecture, Experts, RopeScaling, read_architecture
+from megarl.models.architecture import Architecture, Experts, RopeScaling
+from megarl.models.families import read_architecture
 
 SIZES = {
     "hidden_size": 48,

@@ -10,7 +10,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from megarl.models.architecture import read_architecture
+from megarl.models.families import read_architecture
 from megarl.models.flops import peak_tflops, training_flops
 from tests.unit.config.folders import model_folder
 

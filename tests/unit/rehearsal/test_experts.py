@@ -14,7 +14,7 @@ import pytest
 from megarl.config.roles import model_roles
 from megarl.config.schema import ParallelConfig, PPOConfig
 from megarl.config.shipped import CONFIGS_DIR
-from megarl.models.architecture import read_architecture
+from megarl.models.families import read_architecture
 from megarl.rehearsal.prediction import predicted_memory
 from megarl.rehearsal.processes import rehearse_ranks
 from megarl.rehearsal.ranks import hangs, rounded_sums

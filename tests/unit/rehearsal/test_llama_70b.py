@@ -11,7 +11,7 @@ import pytest
 
 from megarl.config.roles import model_roles
 from megarl.config.schema import ParallelConfig, PPOConfig, Recompute
-from megarl.models.architecture import read_architecture
+from megarl.models.families import read_architecture
 from megarl.rehearsal.prediction import predicted_memory
 from megarl.rehearsal.processes import rehearse_ranks
 from megarl.rehearsal.ranks import distinct_ranks, hangs

@@ -28,7 +28,7 @@ from megarl.controller.group import RayWorkerGroup, RoleGroup
 from megarl.controller.resource_pool import RayResourcePool
 from megarl.controller.worker import RayClassWithInitArgs, create_colocated_worker_cls
 from megarl.engine.spec import ModelSpec
-from megarl.models.architecture import read_architecture
+from megarl.models.families import read_architecture
 from megarl.models.tensor_table import Head
 from megarl.roles.models import Actor, Critic, Reference, UpdatePlan
 from megarl.roles.rollout.rollout import TokenRules

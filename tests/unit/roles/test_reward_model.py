@@ -20,7 +20,7 @@ from megarl.controller.dispatch import route_mesh
 from megarl.controller.futures import RemoteFuture
 from megarl.controller.worker import RemoteMethod
 from megarl.engine.spec import ModelSpec
-from megarl.models.architecture import read_architecture
+from megarl.models.families import read_architecture
 from megarl.roles.reward import RewardModel
 from megarl.workers.megatron import megatron_mesh
 from megarl.workers.reward_model import Reading, RewardModelWorker

@@ -150,6 +150,6 @@ def test_what_cannot_be_cut_is_an_error_with_both_numbers() -> None:
     with pytest.raises(ValueError, match=r"padded_vocab_size 104 is smaller than the vocabulary of 199"):
         shard_shapes(odd, model_layouts(odd, tensor_parallel_size=1, padded_vocab_size=104)[0])
     with pytest.raises(
-        ValueError, match=r"model_type 'gpt2' has no resharding table; supported: llama, mixtral, qwen2, qwen2_moe, qwen3, qwen3_moe"
+        ValueError, match=r"model_type 'gpt2' has no tensor table; supported: llama, mixtral, qwen2, qwen2_moe, qwen3, qwen3_moe"
     ):
         weights_of(replace(odd, model_type="gpt2"), "lm")

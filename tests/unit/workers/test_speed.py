@@ -14,7 +14,7 @@ from megarl.batch.metrics import merge_metrics, values_of
 from megarl.batch.ragged import RaggedTensor
 from megarl.config.schema import Device, DType, EngineConfig, ParallelConfig
 from megarl.engine.spec import ModelSpec
-from megarl.models.architecture import read_architecture
+from megarl.models.families import read_architecture
 from megarl.models.flops import training_flops
 from megarl.workers.megatron import MICRO_BATCHES, speed_metrics
 from tests.unit.config.folders import model_folder

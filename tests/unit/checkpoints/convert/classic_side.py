@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from megarl.config.schema import ParallelConfig
-from megarl.models.architecture import read_architecture
+from megarl.models.families import read_architecture
 from tests.unit.engine.rank_side import build, start
 
 _WITH_TRANSFORMER_ENGINE = {

@@ -30,7 +30,7 @@ from megarl.checkpoints.role_folder import Layout, read_manifest
 from megarl.checkpoints.torch_dist import read_chunk, read_index
 from megarl.config.shipped import CONFIGS_DIR
 from megarl.machine.errors import CheckpointError
-from megarl.models.architecture import read_architecture
+from megarl.models.families import read_architecture
 from tests.unit.checkpoints.convert.test_source import everything, stacked
 from tests.unit.weights.models import VOCAB, architecture_of, config_of, random_model, save, stored_state
 

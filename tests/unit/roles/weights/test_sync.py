@@ -22,7 +22,7 @@ from megarl.controller.futures import gather
 from megarl.controller.group import RoleGroup
 from megarl.controller.resource_pool import RayResourcePool
 from megarl.controller.worker import RayClassWithInitArgs, register
-from megarl.models.architecture import read_architecture
+from megarl.models.families import read_architecture
 from megarl.roles.rollout.replicas import ReplicaPlace, Replicas
 from megarl.roles.weights.source import WeightSource
 from megarl.roles.weights.sync import WeightSync

@@ -11,7 +11,7 @@ import pytest
 from megarl.config.schema import DType, ParallelConfig, Transport, Verify
 from megarl.config.shipped import CONFIGS_DIR
 from megarl.controller.futures import DerivedFuture
-from megarl.models.architecture import read_architecture
+from megarl.models.families import read_architecture
 from megarl.roles.weights.forecast import engine_boxes
 from megarl.roles.weights.source import WeightSource
 from megarl.roles.weights.sync import WeightSync

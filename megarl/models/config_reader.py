@@ -1,0 +1,127 @@
+"""Takes the fields of a Hugging Face `config.json` one by one, so that no field is silently left out.
+
+A field that would change the forward pass and that no family handles is refused by name. So is a field that
+megarl has never heard of: a model that is silently wrong costs more than a line added to a list.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+# Fields that would change the forward pass, with the values that do not.
+_NEUTRAL: dict[str, tuple[object, ...]] = {
+    "hidden_act": ("silu",),
+    "attention_bias": (False, None),  # Llama and Qwen3 would put a bias on the output projection too
+    "attention_dropout": (0, None),
+    "router_jitter_noise": (0, None),
+    "mlp_bias": (False, None),
+    "partial_rotary_factor": (1, None),
+    "rope_interleaved": (False, None),
+    "use_mrope": (False, None),
+    "quantization_config": (None,),
+    "is_encoder_decoder": (False, None),
+    "add_cross_attention": (False, None),
+    "cross_attention_hidden_size": (None,),
+    "chunk_size_feed_forward": (0, None),
+    "pruned_heads": ({}, None),
+}
+
+# Fields that do not enter the forward pass of these families.
+# fmt: off
+_HARMLESS = {
+    # bookkeeping; `pretraining_tp` splits the same products
+    "_attn_implementation_autoset", "_model_name_or_path", "_name_or_path", "architectures",
+    "attn_implementation", "dtype", "finetuning_task", "initializer_range", "is_decoder", "is_llama_config",
+    "model_type", "prefix", "pretraining_tp", "task_specific_params", "tf_legacy_loss",
+    "tie_encoder_decoder", "tokenizer_class", "torch_dtype", "torchscript", "transformers.js_config",
+    "transformers_version", "unsloth_fixed", "unsloth_version", "use_bfloat16",
+    # what forward() returns and keeps
+    "output_attentions", "output_hidden_states", "output_router_logits", "return_dict", "use_cache",
+    # of the loss that Hugging Face's own training would add; a run says its own
+    "router_aux_loss_coef",
+    # labels of a classification head
+    "id2label", "label2id", "num_labels", "problem_type",
+    # token ids
+    "bos_token_id", "decoder_start_token_id", "eos_token_id", "forced_bos_token_id", "forced_eos_token_id",
+    "pad_token_id", "sep_token_id", "unk_token_id",
+    # generation defaults that transformers v4 kept in this file; sampling comes from the run's own config
+    "bad_words_ids", "begin_suppress_tokens", "diversity_penalty", "do_sample", "early_stopping",
+    "encoder_no_repeat_ngram_size", "exponential_decay_length_penalty", "length_penalty", "max_length",
+    "min_length", "no_repeat_ngram_size", "num_beam_groups", "num_beams", "num_return_sequences",
+    "output_scores", "remove_invalid_values", "repetition_penalty", "return_dict_in_generate",
+    "suppress_tokens", "temperature", "top_k", "top_p", "typical_p",
+}
+# fmt: on
+
+REQUIRED: Any = object()
+_LARGEST = 1e15  # of any number in a config.json
+
+
+@dataclass
+class ConfigReader:
+    """Reads the fields of one JSON object and collects every problem that it meets.
+
+    Attributes:
+        fields: The object as it is in the file.
+        problems: One line for each field that megarl cannot honor.
+        seen: The fields that were read. Those that are left over at the end were handled by nobody.
+    """
+
+    fields: dict[str, Any]
+    problems: list[str] = field(default_factory=list)
+    seen: set[str] = field(default_factory=set)
+
+    def take(self, name: str) -> Any:
+        self.seen.add(name)
+        return self.fields.get(name)
+
+    def number(
+        self,
+        name: str,
+        kind: type[int] | type[float],
+        default: Any = REQUIRED,
+        at_most: float = _LARGEST,
+    ) -> Any:
+        """Read a positive int or float of at most `at_most`; `default` where the field is missing or null."""
+        value = self.take(name)
+        if value is None and default is not REQUIRED:
+            return default
+
+        # A NaN is in no range.
+        is_number = isinstance(value, int | kind) and not isinstance(value, bool)
+        if value is None:
+            self.problems.append(f"field {name!r} is missing")
+        elif not is_number or not 0 < value < math.inf:
+            noun = "integer" if kind is int else "number"
+            self.problems.append(f"field {name!r} is {value!r}, but must be a positive {noun}")
+        elif value > at_most:
+            problem = f"field {name!r} is {value!r}, which no model has; it must be at most {at_most:g}"
+            self.problems.append(problem)
+        else:
+            return kind(value)
+        return kind(1)  # any value: the problem is reported before an Architecture is made
+
+    def flag(self, name: str) -> bool:
+        """Read a boolean. A field that is missing or null is false."""
+        value = self.take(name)
+        if not isinstance(value, bool | None):
+            self.problems.append(f"field {name!r} is {value!r}, but must be true or false")
+        return bool(value)
+
+    def refuse(self, name: str, reason: str) -> None:
+        """Add the problem that the value of a field is not supported."""
+        self.problems.append(f"field {name!r} is {self.fields[name]!r}; {reason}")
+
+    def check_neutral(self) -> None:
+        """Refuse each field that would change the forward pass of every supported family."""
+        for name, accepted in _NEUTRAL.items():
+            if name in self.fields and self.take(name) not in accepted:
+                self.refuse(name, f"only {json.dumps(accepted[0])} is supported")
+
+    def check_left_over(self) -> None:
+        """Refuse each field that nobody has read and that is not known to be harmless."""
+        for name in sorted(set(self.fields) - self.seen - _HARMLESS):
+            self.refuse(name, "megarl does not know whether it changes the model")

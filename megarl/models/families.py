@@ -1,0 +1,90 @@
+"""The supported model families, and the architecture of a Hugging Face folder as its family reads it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from megarl.machine.errors import ConfigError
+from megarl.machine.files import read_json_object
+from megarl.models.architecture import Architecture
+from megarl.models.config_reader import ConfigReader
+from megarl.models.family import Family
+from megarl.models.llama import LLAMA
+from megarl.models.mixtral import MIXTRAL
+from megarl.models.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
+
+FAMILIES: dict[str, Family] = {
+    "llama": LLAMA,
+    "qwen2": QWEN2,
+    "qwen3": QWEN3,
+    "mixtral": MIXTRAL,
+    "qwen2_moe": QWEN2_MOE,
+    "qwen3_moe": QWEN3_MOE,
+}
+
+# What the class names of language models, critics and reward models end with. A critic may start from any.
+LM_CLASS = "ForCausalLM"
+CRITIC_CLASS = "ForTokenClassification"
+REWARD_CLASS = "ForSequenceClassification"
+_HEADS = (LM_CLASS, REWARD_CLASS, CRITIC_CLASS, "Model")
+
+
+def read_architecture(path: str, trust_remote_code: bool = False) -> Architecture:
+    """Read the architecture of a Hugging Face folder, as transformers v4 or v5 wrote it.
+
+    Args:
+        path: The folder.
+        trust_remote_code: Accept a folder with its own model code (`auto_map`), on the user's word that this
+            code computes what the family named by `model_type` does. megarl never runs it.
+
+    Raises:
+        ConfigError: Lists the file, every field that megarl cannot honor, and the field's value.
+    """
+    file = Path(path) / "config.json"
+    reader = ConfigReader(_read_json(file))
+    model_type = reader.take("model_type")
+    family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
+    if family is None:
+        supported = f"the supported families are {', '.join(FAMILIES)}"
+        raise ConfigError(str(file), [f"field 'model_type' is {model_type!r}; {supported}"])
+
+    architecture = family.read(reader)
+    _check_class(reader, family, trust_remote_code)
+    reader.check_neutral()
+    reader.check_left_over()
+    if reader.problems:
+        raise ConfigError(str(file), reader.problems)
+    return architecture
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    if not os.path.isfile(file):
+        reason = f"there is no folder {str(file.parent)!r}"
+        if os.path.isdir(file.parent):
+            reason = "the folder has no such file"
+        needed = "a model is a local Hugging Face folder (config.json, safetensors, tokenizer)"
+        raise ConfigError(str(file), [f"{reason}; {needed}"])
+    try:
+        return read_json_object(file)
+    except (OSError, ValueError) as error:
+        raise ConfigError(str(file), [str(error)]) from error
+
+
+def _check_class(reader: ConfigReader, family: Family, trust_remote_code: bool) -> None:
+    """Refuse code that the folder brings with it, and classes of other families."""
+    auto_map = reader.take("auto_map")
+    if auto_map is not None and not trust_remote_code:
+        reader.problems.append(
+            f"field 'auto_map' is {auto_map!r}: the folder brings its own model code, which may compute "
+            "something else than transformers' own class; set model.trust_remote_code=true if you know that "
+            "it does not"
+        )
+
+    is_own_code = auto_map is not None and trust_remote_code
+    allowed = {family.class_prefix + head for head in _HEADS}
+    for name in reader.fields.get("architectures") or []:
+        if name not in allowed and not is_own_code:
+            supported = ", ".join(sorted(allowed))
+            reader.problems.append(f"field 'architectures' names {name!r}; supported: {supported}")

@@ -1,0 +1,91 @@
+"""The rows of the tensor table: which Hugging Face tensors make a Megatron parameter, and how it is cut.
+
+Loading, weight sync, conversion, export and parameter counts all read these rows, so a mistake here fails
+every parity test at once. Names have placeholders for GLOBAL numbers of layers and experts. Dimensions are
+letters:
+    V vocabulary   H hidden   F feed-forward   Q all query heads   K all key (or value) heads
+    D one head   1 one   E experts   M feed-forward of an expert   S of the shared expert
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from typing import NamedTuple
+
+from megarl.models.architecture import Architecture
+
+
+class Cut(Enum):
+    """How tensor parallelism cuts a parameter; of an expert's, expert tensor parallelism."""
+
+    replicated = "replicated"
+    column = "column"  # output features, dimension 0
+    row = "row"  # input features, dimension 1
+    qkv = "qkv"  # by query group: a group's query heads, its key head, its value head
+    gated = "gated"  # gate and up are cut each for itself, then stacked
+    vocabulary = "vocabulary"  # dimension 0, padded with rows that belong to no token
+
+
+class Place(Enum):
+    """The pipeline stages that hold a parameter."""
+
+    embedding = "embedding"  # the first
+    layer = "layer"  # the one that holds the layer
+    expert = "expert"  # of that one, the ranks that hold the expert
+    output = "output"  # the last
+
+
+class Axes(NamedTuple):
+    """The axes of `HFTensor.view` along which tensors are joined, and along which TP ranks cut the whole."""
+
+    join: int
+    cut: int | None
+
+
+AXES = {
+    Cut.replicated: Axes(join=0, cut=None),
+    Cut.column: Axes(join=0, cut=0),
+    Cut.row: Axes(join=0, cut=1),
+    Cut.qkv: Axes(join=1, cut=0),  # view (groups, rows of a group, ...)
+    Cut.gated: Axes(join=0, cut=1),  # view (1, rows, ...)
+    Cut.vocabulary: Axes(join=0, cut=0),
+}
+
+
+def _always(architecture: Architecture, layer: int | None) -> bool:
+    return True
+
+
+def is_sparse(architecture: Architecture, layer: int | None) -> bool:
+    """Return whether a layer has experts."""
+    return layer in architecture.sparse_layers
+
+
+def is_dense(architecture: Architecture, layer: int | None) -> bool:
+    """Return whether a layer has no experts."""
+    return layer not in architecture.sparse_layers
+
+
+@dataclass(frozen=True, kw_only=True)
+class MappingRow:
+    """One Megatron parameter.
+
+    Attributes:
+        tensors: (Hugging Face name, dimensions) in the order in which the tensors are joined.
+        applies: Whether an architecture has it, in the layer of that number (None outside the layers).
+        is_copy: The tensors are already held by another row, which is the one to gather from.
+    """
+
+    megatron: str
+    place: Place
+    cut: Cut
+    tensors: tuple[tuple[str, str], ...]
+    applies: Callable[[Architecture, int | None], bool] = _always
+    is_copy: bool = False
+
+
+HF_LAYER = "model.layers.{layer}."
+MEGATRON_LAYER = "decoder.layers.{layer}."
+EXPERT = "mlp.experts.local_experts.{expert}."  # of a layer's parameters, those of one expert

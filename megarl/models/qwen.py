@@ -1,0 +1,158 @@
+"""Qwen 2, 2.5 and 3, dense and with experts: Qwen 2 has biases on q, k and v, Qwen 3 norms of q and k."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megarl.models.architecture import Architecture, Experts
+from megarl.models.config_reader import ConfigReader
+from megarl.models.experts import check_router_gradient, expert_rows, read_num_experts, sglang_differs
+from megarl.models.family import Family
+from megarl.models.mapping import HF_LAYER, MEGATRON_LAYER, Cut, MappingRow, Place, is_sparse
+from megarl.models.trunk import EXAMPLE, TRUNK_ROWS, read_trunk
+
+_EXPERT_ROWS = expert_rows("mlp", gate="gate_proj", up="up_proj", down="down_proj")
+# The shared expert sees every token, and a gate of its own says how much of it counts.
+_SHARED_EXPERT_ROWS = (
+    MappingRow(
+        megatron=MEGATRON_LAYER + "mlp.shared_experts.linear_fc1.weight",
+        place=Place.layer,
+        cut=Cut.gated,
+        tensors=(
+            (HF_LAYER + "mlp.shared_expert.gate_proj.weight", "S H"),
+            (HF_LAYER + "mlp.shared_expert.up_proj.weight", "S H"),
+        ),
+        applies=is_sparse,
+    ),
+    MappingRow(
+        megatron=MEGATRON_LAYER + "mlp.shared_experts.linear_fc2.weight",
+        place=Place.layer,
+        cut=Cut.row,
+        tensors=((HF_LAYER + "mlp.shared_expert.down_proj.weight", "H S"),),
+        applies=is_sparse,
+    ),
+    MappingRow(
+        megatron=MEGATRON_LAYER + "mlp.shared_experts.gate_weight",
+        place=Place.layer,
+        cut=Cut.replicated,
+        tensors=((HF_LAYER + "mlp.shared_expert_gate.weight", "1 H"),),
+        applies=is_sparse,
+    ),
+)
+
+
+def _read_qwen2(reader: ConfigReader) -> Architecture:
+    return read_trunk(reader, qkv_bias=True)
+
+
+def _read_qwen3(reader: ConfigReader) -> Architecture:
+    return read_trunk(reader, qk_norm=True, default_head_dim=128)
+
+
+def _read_qwen2_moe(reader: ConfigReader) -> Architecture:
+    return read_trunk(reader, qkv_bias=True, read_experts=_read_experts_with_shared)
+
+
+def _read_qwen3_moe(reader: ConfigReader) -> Architecture:
+    return read_trunk(reader, qk_norm=True, read_experts=_read_experts)
+
+
+def _read_experts_with_shared(reader: ConfigReader, num_hidden_layers: int) -> Experts:
+    if reader.take("qkv_bias") not in (None, True):
+        reader.refuse("qkv_bias", "only true is supported")
+    shared_intermediate_size = reader.number("shared_expert_intermediate_size", int)
+    return _read_experts(reader, num_hidden_layers, shared_intermediate_size)
+
+
+def _read_experts(reader: ConfigReader, num_hidden_layers: int, shared_intermediate_size: int = 0) -> Experts:
+    num_experts, num_experts_per_tok = read_num_experts(reader)
+    norm_topk_prob = reader.flag("norm_topk_prob")
+    check_router_gradient(reader, num_experts_per_tok, norm_topk_prob)
+    return Experts(
+        num_experts=num_experts,
+        num_experts_per_tok=num_experts_per_tok,
+        intermediate_size=reader.number("moe_intermediate_size", int),
+        shared_intermediate_size=shared_intermediate_size,
+        norm_topk_prob=norm_topk_prob,
+        layers=_sparse_layers(reader, num_hidden_layers),
+    )
+
+
+def _sparse_layers(reader: ConfigReader, num_hidden_layers: int) -> tuple[int, ...]:
+    """Return every `decoder_sparse_step`-th layer except those of `mlp_only_layers`, as transformers does."""
+    step = reader.number("decoder_sparse_step", int, 1)
+    dense = reader.take("mlp_only_layers") or []
+    if not isinstance(dense, list) or not all(isinstance(layer, int) for layer in dense):
+        reader.problems.append(f"field 'mlp_only_layers' is {dense!r}, but must be a list of layers' numbers")
+        return ()
+
+    every_step = range(step - 1, num_hidden_layers, step)
+    layers = tuple(layer for layer in every_step if layer not in dense)
+    if not layers:
+        said = f"'decoder_sparse_step' {step} and 'mlp_only_layers' {dense}"
+        reader.problems.append(f"{said} leave no layer with experts")
+    return layers
+
+
+_EXPERTS_OF_EXAMPLE = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+
+
+def _qwen2_example() -> dict[str, Any]:
+    return EXAMPLE | {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
+
+
+def _qwen3_example() -> dict[str, Any]:
+    return EXAMPLE | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 32}
+
+
+def _qwen2_moe_example() -> dict[str, Any]:
+    """Return a tiny Qwen2-MoE whose second layer is dense."""
+    return EXAMPLE | {
+        "architectures": ["Qwen2MoeForCausalLM"],
+        "model_type": "qwen2_moe",
+        "shared_expert_intermediate_size": 48,
+        "mlp_only_layers": [1],
+        **_EXPERTS_OF_EXAMPLE,
+    }
+
+
+def _qwen3_moe_example() -> dict[str, Any]:
+    return EXAMPLE | {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "head_dim": 32,
+        "norm_topk_prob": True,
+        **_EXPERTS_OF_EXAMPLE,
+    }
+
+
+QWEN2 = Family(
+    model_type="qwen2",
+    class_prefix="Qwen2",
+    read=_read_qwen2,
+    rows=TRUNK_ROWS,
+    example=_qwen2_example,
+)
+QWEN3 = Family(
+    model_type="qwen3",
+    class_prefix="Qwen3",
+    read=_read_qwen3,
+    rows=TRUNK_ROWS,
+    example=_qwen3_example,
+)
+QWEN2_MOE = Family(
+    model_type="qwen2_moe",
+    class_prefix="Qwen2Moe",
+    read=_read_qwen2_moe,
+    rows=(*TRUNK_ROWS, *_EXPERT_ROWS, *_SHARED_EXPERT_ROWS),
+    example=_qwen2_moe_example,
+    sglang_differs=sglang_differs,
+)
+QWEN3_MOE = Family(
+    model_type="qwen3_moe",
+    class_prefix="Qwen3Moe",
+    read=_read_qwen3_moe,
+    rows=(*TRUNK_ROWS, *_EXPERT_ROWS),
+    example=_qwen3_moe_example,
+    sglang_differs=sglang_differs,
+)

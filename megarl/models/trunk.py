@@ -1,0 +1,216 @@
+"""What the supported families share: a decoder with pre-norm attention, RoPE and a gated feed-forward.
+
+Qwen 2 and 2.5, Qwen 3, Llama 2 and 3 differ in two switches: the bias of q, k and v, and the norm of q and k.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+from megarl.models.architecture import Architecture, Experts
+from megarl.models.config_reader import REQUIRED, ConfigReader
+from megarl.models.mapping import HF_LAYER, MEGATRON_LAYER, Cut, MappingRow, Place, is_dense
+from megarl.models.rope import read_rope
+
+_LARGEST_EPS = 0.01  # beside a mean square of about 1; models have 1e-5 or 1e-6
+
+TRUNK_ROWS = (
+    MappingRow(
+        megatron="embedding.word_embeddings.weight",
+        place=Place.embedding,
+        cut=Cut.vocabulary,
+        tensors=(("model.embed_tokens.weight", "V H"),),
+    ),
+    MappingRow(
+        megatron=MEGATRON_LAYER + "input_layernorm.weight",
+        place=Place.layer,
+        cut=Cut.replicated,
+        tensors=((HF_LAYER + "input_layernorm.weight", "H"),),
+    ),
+    MappingRow(
+        megatron=MEGATRON_LAYER + "self_attention.linear_qkv.weight",
+        place=Place.layer,
+        cut=Cut.qkv,
+        tensors=(
+            (HF_LAYER + "self_attn.q_proj.weight", "Q H"),
+            (HF_LAYER + "self_attn.k_proj.weight", "K H"),
+            (HF_LAYER + "self_attn.v_proj.weight", "K H"),
+        ),
+    ),
+    MappingRow(
+        megatron=MEGATRON_LAYER + "self_attention.linear_qkv.bias",
+        place=Place.layer,
+        cut=Cut.qkv,
+        tensors=(
+            (HF_LAYER + "self_attn.q_proj.bias", "Q"),
+            (HF_LAYER + "self_attn.k_proj.bias", "K"),
+            (HF_LAYER + "self_attn.v_proj.bias", "K"),
+        ),
+        applies=lambda architecture, layer: architecture.qkv_bias,
+    ),
+    MappingRow(
+        megatron=MEGATRON_LAYER + "self_attention.q_layernorm.weight",
+        place=Place.layer,
+        cut=Cut.replicated,
+        tensors=((HF_LAYER + "self_attn.q_norm.weight", "D"),),
+        applies=lambda architecture, layer: architecture.qk_norm,
+    ),
+    MappingRow(
+        megatron=MEGATRON_LAYER + "self_attention.k_layernorm.weight",
+        place=Place.layer,
+        cut=Cut.replicated,
+        tensors=((HF_LAYER + "self_attn.k_norm.weight", "D"),),
+        applies=lambda architecture, layer: architecture.qk_norm,
+    ),
+    MappingRow(
+        megatron=MEGATRON_LAYER + "self_attention.linear_proj.weight",
+        place=Place.layer,
+        cut=Cut.row,
+        tensors=((HF_LAYER + "self_attn.o_proj.weight", "H Q"),),
+    ),
+    MappingRow(
+        megatron=MEGATRON_LAYER + "pre_mlp_layernorm.weight",
+        place=Place.layer,
+        cut=Cut.replicated,
+        tensors=((HF_LAYER + "post_attention_layernorm.weight", "H"),),
+    ),
+    MappingRow(
+        megatron=MEGATRON_LAYER + "mlp.linear_fc1.weight",
+        place=Place.layer,
+        cut=Cut.gated,
+        tensors=((HF_LAYER + "mlp.gate_proj.weight", "F H"), (HF_LAYER + "mlp.up_proj.weight", "F H")),
+        applies=is_dense,
+    ),
+    MappingRow(
+        megatron=MEGATRON_LAYER + "mlp.linear_fc2.weight",
+        place=Place.layer,
+        cut=Cut.row,
+        tensors=((HF_LAYER + "mlp.down_proj.weight", "H F"),),
+        applies=is_dense,
+    ),
+    MappingRow(
+        megatron="decoder.final_layernorm.weight",
+        place=Place.output,
+        cut=Cut.replicated,
+        tensors=(("model.norm.weight", "H"),),
+    ),
+)
+
+# What `Family.example` begins with. Every size divides by four ranks; the vocabulary is odd, so that every
+# tensor-parallel size pads it.
+EXAMPLE: dict[str, Any] = {
+    "vocab_size": 199,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "bos_token_id": None,
+    "eos_token_id": 0,
+    "pad_token_id": None,
+}
+
+
+def read_trunk(
+    reader: ConfigReader,
+    *,
+    qkv_bias: bool = False,
+    qk_norm: bool = False,
+    default_head_dim: int | None = None,
+    multi_head_by_default: bool = False,
+    default_rope_theta: float = 10000.0,
+    read_experts: Callable[[ConfigReader, int], Experts] | None = None,
+) -> Architecture:
+    """Read what the families share. Defaults are those of transformers for a field that the JSON leaves out.
+
+    Args:
+        reader: The fields of `config.json`.
+        qkv_bias: The projections of queries, keys and values have a bias.
+        qk_norm: Queries and keys are normalized, each head by itself.
+        default_head_dim: The size of a head; None: hidden_size / num_attention_heads.
+        multi_head_by_default: Without `num_key_value_heads` there are as many as query heads.
+        default_rope_theta: The base frequency.
+        read_experts: Reads the experts of a model of that many layers.
+    """
+    hidden_size = reader.number("hidden_size", int)
+
+    # Attention.
+    num_attention_heads = reader.number("num_attention_heads", int)
+    has_default = multi_head_by_default or "num_key_value_heads" in reader.fields
+    default_key_value_heads = num_attention_heads if has_default else REQUIRED
+    num_key_value_heads = reader.number("num_key_value_heads", int, default_key_value_heads)
+    head_dim = reader.number("head_dim", int, default_head_dim or hidden_size // num_attention_heads)
+
+    of_heads = f"a multiple of 'num_attention_heads' {num_attention_heads}"
+    is_derived = reader.fields.get("head_dim") is None and default_head_dim is None
+    if is_derived and hidden_size % num_attention_heads:
+        reader.problems.append(f"'hidden_size' {hidden_size} is not {of_heads}, and 'head_dim' is missing")
+    if num_attention_heads % num_key_value_heads:
+        of_groups = f"a multiple of 'num_key_value_heads' {num_key_value_heads}"
+        reader.problems.append(f"'num_attention_heads' {num_attention_heads} is not {of_groups}")
+    if head_dim % 2:
+        reader.problems.append(f"'head_dim' is {head_dim}; rotary embeddings turn pairs, so it must be even")
+    max_position_embeddings = reader.number("max_position_embeddings", int)
+    rope_theta, rope_scaling = read_rope(reader, max_position_embeddings, default_rope_theta)
+
+    # Layers. The size of the dense ones says nothing where all are sparse, and a folder may leave it out.
+    num_hidden_layers = reader.number("num_hidden_layers", int)
+    experts = read_experts(reader, num_hidden_layers) if read_experts else None
+    is_all_sparse = experts is not None and len(experts.layers) == num_hidden_layers
+    unused = experts.intermediate_size if experts is not None and is_all_sparse else REQUIRED
+    _check_sliding_window(reader, num_hidden_layers, has_experts=experts is not None)
+
+    return Architecture(
+        model_type=reader.take("model_type"),
+        num_hidden_layers=num_hidden_layers,
+        hidden_size=hidden_size,
+        intermediate_size=reader.number("intermediate_size", int, unused),
+        num_attention_heads=num_attention_heads,
+        num_key_value_heads=num_key_value_heads,
+        head_dim=head_dim,
+        vocab_size=reader.number("vocab_size", int),
+        max_position_embeddings=max_position_embeddings,
+        rms_norm_eps=reader.number("rms_norm_eps", float, at_most=_LARGEST_EPS),
+        rope_theta=rope_theta,
+        rope_scaling=rope_scaling,
+        tie_word_embeddings=reader.flag("tie_word_embeddings"),
+        qkv_bias=qkv_bias,
+        qk_norm=qk_norm,
+        experts=experts,
+    )
+
+
+def _check_sliding_window(reader: ConfigReader, num_hidden_layers: int, *, has_experts: bool) -> None:
+    """Refuse a sliding window where a layer would use it.
+
+    Qwen2.5 publishes `sliding_window` with `use_sliding_window: false`. transformers windows the layers from
+    `max_window_layers` on (those before it in Qwen2-MoE), unless `layer_types` says layer by layer. A window
+    without its switch counts as used; a window of no tokens is none.
+    """
+    layer_types = reader.take("layer_types")
+    window = reader.take("sliding_window")
+    switch = reader.take("use_sliding_window")
+    first_windowed = reader.take("max_window_layers")
+
+    if layer_types is not None:
+        if not isinstance(layer_types, list) or len(layer_types) != num_hidden_layers:
+            needed = f"must name one type for each of {num_hidden_layers} layers"
+            reader.problems.append(f"field 'layer_types' is {layer_types!r}, but {needed}")
+        elif other := sorted({str(kind) for kind in layer_types} - {"full_attention"}):
+            named = ", ".join(other)
+            reader.problems.append(f"field 'layer_types' has {named}; only full_attention is supported")
+    elif switch or (switch is None and window):
+        if isinstance(first_windowed, int) and first_windowed >= num_hidden_layers and not has_experts:
+            return
+        reader.problems.append(
+            f"field 'use_sliding_window' is {json.dumps(switch)} with 'sliding_window' {json.dumps(window)} "
+            f"and 'max_window_layers' {json.dumps(first_windowed)}: not all of {num_hidden_layers} layers "
+            "would see every token; only full attention is supported"
+        )
