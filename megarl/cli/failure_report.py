@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from megarl.checkpoints.run_folder import LATEST_FILE
-from megarl.cli.remedies import Cause, remedy_for
+from megarl.cli.hints import Cause, hint_for
 from megarl.cli.run_context import RunContext
 from megarl.config.derive import checkpoint_path
 from megarl.controller.errors import PhaseTimeoutError, WorkerError
-from megarl.machine.errors import RunError
+from megarl.machine.errors import RunError, hint_of
 from megarl.machine.files import write_whole
 from megarl.machine.wording import counted
 from megarl.tracking.run_files import CONFIG_FILE, FAILURE_FILE, GENERATIONS_FILE, METRICS_FILE
@@ -22,7 +22,7 @@ from megarl.trainers.monitor import PHASES, Position
 
 _NUM_LINES = 30
 _NUM_MESSAGE_LINES = 10
-_NUM_ADVICE_LINES = 9
+_NUM_HINT_LINES = 9
 _NUM_CHARACTERS = 400  # of one line of a message
 _WIDTH = 78
 _LABEL = 8
@@ -51,8 +51,8 @@ def last_page(error: Exception, command: str, context: RunContext | None) -> str
         entries.append(_Entry("when", [when]))
     entries += _rows(error)
     entries += _others(error)
-    if advice := remedy_for(cause, None if context is None else context.config):
-        entries.append(_Entry("try", advice[:_NUM_ADVICE_LINES]))
+    if hint := hint_for(cause, None if context is None else context.config):
+        entries.append(_Entry("try", hint[:_NUM_HINT_LINES]))
     if context is not None:
         entries.append(_Entry("logs", _logs(error, context)))
     lines = [f"==== megarl {command} failed ".ljust(_WIDTH, "=")]
@@ -71,26 +71,27 @@ class _Entry(NamedTuple):
 
 
 def _cause(error: Exception) -> Cause:
+    hint = hint_of(error)
     if isinstance(error, WorkerError):
-        own_words = _own_words(error)
-        return Cause(error.error_type, _shortened(own_words), f"{error.summary}\n{error.remote_traceback}", error.role, error.method)
+        text = f"{error.summary}\n{error.remote_traceback}"
+        return Cause(_shortened(_own_words(error)), text, hint, error.role, error.method)
     if isinstance(error, PhaseTimeoutError):
         first = str(error).splitlines()[0]
         lines = [first, *(f"  {report.summary}" for report in error.reports[:6])]
         more = len(error.reports) - 6
-        return Cause(
-            _name(error), [*lines, *([f"  and {counted(more, 'more rank')}"] if more > 0 else [])], str(error), error.role, error.method
-        )
+        if more > 0:
+            lines.append(f"  and {counted(more, 'more rank')}")
+        return Cause(lines, str(error), hint, error.role, error.method)
     below = error.__cause__
     inner = _cause(below) if isinstance(below, Exception) else None
-    text = f"{_name(error)}: {error}"
+    text = f"{type(error).__name__}: {error}"
     head, _, rest = str(error).partition("\n\n")
     last = rest.rpartition("\n\n")[2].splitlines()
     told = [*head.splitlines(), *(last if last and not last[0].startswith((" ", "Traceback")) else [])]
     message = _shortened([f"{type(error).__name__}: {told[0] if told else ''}".rstrip(": "), *told[1:]])
     if inner is None:
-        return Cause(_name(error), message, text)
-    return Cause(_name(error), message, f"{text}\n{inner.text}", inner.role, inner.method)
+        return Cause(message, text, hint)
+    return Cause(message, f"{text}\n{inner.text}", hint, inner.role, inner.method)
 
 
 def _own_words(error: WorkerError) -> list[str]:
@@ -105,10 +106,6 @@ def _shortened(lines: Sequence[str]) -> list[str]:
         left = len(shown) - _NUM_MESSAGE_LINES
         shown = [*shown[: _NUM_MESSAGE_LINES - 1], f"({left + 1:,} more lines above)"]
     return [line if len(line) <= _NUM_CHARACTERS else line[: _NUM_CHARACTERS - 4] + " ..." for line in shown]
-
-
-def _name(error: Exception) -> str:
-    return f"{type(error).__module__}.{type(error).__qualname__}"
 
 
 # ---- where and when

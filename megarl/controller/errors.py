@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from megarl.controller import hints
 from megarl.controller.messages import CONSTRUCTION, CallFailure, RankActivity, Rows
 from megarl.machine.errors import RunError
 
@@ -36,7 +37,7 @@ class WorkerError(RunError):
         lines = [first.describe(), "", self.remote_traceback.rstrip()]
         if others:
             lines += ["", f"{len(others)} more failed after it:", *(f"  {other.describe()}" for other in others[:8])]
-        super().__init__("\n".join(lines))
+        super().__init__("\n".join(lines), hint=first.failure.hint)
 
 
 class RankReport(NamedTuple):
@@ -67,6 +68,8 @@ class RankReport(NamedTuple):
 class RayEndedError(RunError):
     """`daemon`, a process of Ray's own on the driver's node, has ended: what runs under it does not go on."""
 
+    hint = hints.RAY_ENDED
+
     def __init__(self, daemon: str) -> None:
         super().__init__(f"Ray's {daemon} has ended (killed, out of memory, or crashed), and all processes of the run end with it")
 
@@ -82,7 +85,8 @@ class PhaseTimeoutError(RunError, TimeoutError):
         if method == CONSTRUCTION:
             what = f"the construction of {role} rank {rank} (its model is read, its engine starts)"
         lines = [f"{what} took longer than phase_time_limit_s={limit_s:g}; the group was ended. What each rank was doing:"]
-        super().__init__("\n".join([*lines, *(report.describe() for report in reports)]))
+        lines += [report.describe() for report in reports]
+        super().__init__("\n".join(lines), hint=hints.SLOW_CONSTRUCTION if method == CONSTRUCTION else hints.SLOW_CALL)
 
 
 def first_failure(failures: Sequence[RankFailure]) -> WorkerError:

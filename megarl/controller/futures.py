@@ -109,19 +109,19 @@ class Call:
         location = self.processes.locations.get(rank)
         node, pid, log_path = location or ("not known yet", None, "")
         if not isinstance(error, LOST):
-            kind, text = FailureKind.exception, str(error)
+            text = str(error)
             summary = f"{type(error).__name__}: {text.strip().splitlines()[-1]}"
+            failure = CallFailure(FailureKind.exception, summary, text, time.time())
         else:
             log = _end_of_log(log_path) if location else ""
-            kind, text = FailureKind.death, f"{error}\n{log}"
-            summary = why_lost(error, location.node if location else None, log, oom_kills(node))
-        failure = CallFailure(kind, summary, text, time.time())
+            loss = why_lost(error, location.node if location else None, log, oom_kills(node))
+            failure = CallFailure(FailureKind.death, loss.summary, f"{error}\n{log}", time.time(), hint=loss.hint)
         return RankFailure(self.role, rank, node, pid, self.method, failure, self.rows if rank == self.rank else None, log_path)
 
     def fail_without_node(self, node: str) -> RankFailure:
         """Records that the process will never start, because `node` left the cluster and no other may take its place."""
-        summary = node_lost(node, f"{self.role} rank {self.rank} has nowhere to start")
-        failure = CallFailure(FailureKind.death, summary, summary, time.time())
+        loss = node_lost(node, f"{self.role} rank {self.rank} has nowhere to start")
+        failure = CallFailure(FailureKind.death, loss.summary, loss.summary, time.time(), hint=loss.hint)
         self.failure = RankFailure(self.role, self.rank, node, None, self.method, failure, self.rows)
         return self.failure
 

@@ -32,6 +32,7 @@ from megarl.controller.messages import (
     WorkerContext,
     qualified_name,
 )
+from megarl.machine.errors import hint_of
 from megarl.machine.ports import hold_port, own_address
 from megarl.machine.processors import usable_cores
 from megarl.machine.reaper import OWNER, start_reaper
@@ -146,7 +147,7 @@ def _failure_of(error: BaseException) -> CallFailure:
     summary = traceback.format_exception_only(error)[-1].strip().splitlines()[0]
     text = "".join(traceback.format_exception(type(error), error, _after_host(error.__traceback__)))
     kind = FailureKind.communication if _is_about_a_peer(error) else FailureKind.exception
-    return CallFailure(kind, summary, text, now, qualified_name(type(error)))
+    return CallFailure(kind, summary, text, now, qualified_name(type(error)), tuple(hint_of(error)))
 
 
 def _after_host(trace: TracebackType | None) -> TracebackType | None:

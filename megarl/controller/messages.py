@@ -35,6 +35,7 @@ class CallFailure(NamedTuple):
     traceback: str  # as it was in the worker's process
     time_s: float  # seconds since the epoch on the worker's clock
     error_type: str = ""  # module and name of the exception's class, where there was one
+    hint: tuple[str, ...] = ()  # see HintedError
 
 
 class Rows(NamedTuple):

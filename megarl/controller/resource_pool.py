@@ -11,6 +11,8 @@ from typing import NamedTuple
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 
+from megarl.controller import hints
+from megarl.machine.errors import HintedError
 from megarl.placement.placement_plan import PlacementPlan
 
 _CPU, _GPU = "CPU", "GPU"
@@ -20,8 +22,10 @@ NO_EXCEPTIONS: Mapping[str, int] = MappingProxyType({})
 _log = logging.getLogger(__name__)
 
 
-class InsufficientResourcesError(ValueError):
+class InsufficientResourcesError(HintedError, ValueError):
     """The cluster does not have, or does not free, what a pool asks for; the message sets requested beside available, per node."""
+
+    hint = hints.NO_RESOURCES
 
 
 class PoolBundle(NamedTuple):

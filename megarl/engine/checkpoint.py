@@ -11,7 +11,7 @@ import random
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -29,7 +29,7 @@ from megarl.engine.engine import MegatronEngine, TrainingState
 from megarl.engine.groups import ParallelGroups
 from megarl.engine.optimizer import StepCounts
 from megarl.engine.sharding import Shard, sharding_of
-from megarl.machine.errors import CheckpointError
+from megarl.machine.errors import UNWRITTEN, CheckpointError
 
 Result = TypeVar("Result")
 
@@ -90,7 +90,7 @@ class PendingSave:
         Raises CheckpointError, on all ranks, where one of them could not write.
         """
         written, failure = self._writer.wait()
-        _agree(failure)
+        _agree(None if failure is None else _Failure(failure, UNWRITTEN))
         parts: list[list[WrittenItem]] | None = [[] for _ in range(dist.get_world_size())] if dist.get_rank() == 0 else None
         dist.gather_object(written, parts, dst=0)
 
@@ -246,25 +246,34 @@ def _load_random_state(index: TorchDistIndex, groups: ParallelGroups) -> None:
     set_random_state(state)
 
 
+class _Failure(NamedTuple):
+    """What a rank has to say to the others about files that it could not read or write."""
+
+    message: str
+    hint: Sequence[str]
+
+
 def _on_all_ranks(action: Callable[[], Result], folder: Path, done: Literal["read", "written"]) -> Result:
     """What `action` returns here. What it raises of files, on any rank, is raised on every rank."""
     failure = None
     try:
         result = action()
     except CheckpointError as error:
-        failure = str(error)
+        failure = _Failure(str(error), error.hint)
     except OSError as error:
-        failure = f"{error.filename or folder}: cannot be {done}: {error.strerror or error}"
+        message = f"{error.filename or folder}: cannot be {done}: {error.strerror or error}"
+        failure = _Failure(message, UNWRITTEN if done == "written" else CheckpointError.hint)
     _agree(failure)
     return result  # there is none only with a failure
 
 
-def _agree(failure: str | None) -> None:
-    failures: list[str | None] = [None] * dist.get_world_size()
+def _agree(failure: _Failure | None) -> None:
+    """Raise CheckpointError on every rank if any of them failed, with the words of the first."""
+    failures: list[_Failure | None] = [None] * dist.get_world_size()
     dist.all_gather_object(failures, failure)
     for each in failures:
         if each is not None:
-            raise CheckpointError(each)
+            raise CheckpointError(each.message, hint=each.hint)
 
 
 def random_state() -> dict[str, Any]:

@@ -16,12 +16,19 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megarl.config.schema import OptimConfig
 from megarl.engine import platform
+from megarl.machine.errors import RunError
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # of each element, as Adam and Megatron call them
 
 
-class TrainingDivergedError(RuntimeError):
+class TrainingDivergedError(RunError):
     """The gradient is not finite; the weights are still those of the last good step."""
+
+    hint = (
+        "smaller updates: {role.optim.lr, role.optim.warmup_steps, role.optim.clip_grad}; try a tenth of lr",
+        "look at the last steps of metrics.jsonl: grad_norm, approx_kl, ratio_max and scores grow before a loss breaks",
+        "no update was made: the weights are those of the step before, and the checkpoints are good",
+    )
 
 
 class OptimizerSlice(NamedTuple):

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 from megarl.config.schema import RewardFunctionConfig, RewardSandboxConfig
 from megarl.machine.confined import ProcessLimits, landlock_abi
+from megarl.machine.errors import HintedError
 from megarl.machine.reaper import OWNER, start_reaper
 from megarl.machine.user_functions import Expected, UserFunctionError, last_line, load_function
 from megarl.rewards.confined_call import ConfinedCallError, call_confined
@@ -33,8 +34,16 @@ Answer = list[str | None] | None  # the value under the key "answer" as a list o
 EXAMPLE = "def compute_score(data_source, solution_str, ground_truth, extra_info):"
 
 
-class RewardFunctionError(UserFunctionError):
+FIX_THE_FUNCTION = (
+    "fix the function, and try it on the data without training: `megarl score CONFIG ROWS.parquet`",
+    "or let some samples fail, scored as 0: {reward.max_error_rate, reward.time_limit_s}",
+)
+
+
+class RewardFunctionError(HintedError, UserFunctionError):
     """A reward function cannot be used; the message names the file, the function and what to change."""
+
+    hint = FIX_THE_FUNCTION
 
 
 def load_reward_function(path: str, name: str) -> RewardFunction:

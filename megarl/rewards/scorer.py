@@ -20,11 +20,12 @@ from pebble import ProcessExpired, ProcessPool
 from pebble.pool.process import WORKERS_NAME
 
 from megarl.config.schema import RewardFunctionConfig, RewardSandboxConfig
+from megarl.machine.errors import RunError
 from megarl.machine.processors import waited_for_core_s
 from megarl.machine.reaper import OWNER
 from megarl.machine.spawn import BareContext, FreshContext
 from megarl.rewards import process
-from megarl.rewards.process import Outcome, RewardFunctionError, ScoreRequest
+from megarl.rewards.process import FIX_THE_FUNCTION, Outcome, RewardFunctionError, ScoreRequest
 
 START_TIME_LIMIT_S = 120.0  # for a reward file's imports
 _LOOK_S = 0.2
@@ -77,8 +78,10 @@ class BegunScore(NamedTuple):
         return not (self.outcome.done() or self.pool.active)
 
 
-class RewardError(RuntimeError):
+class RewardError(RunError):
     """More samples of a batch failed than `reward.max_error_rate` allows; the message shows the first of them."""
+
+    hint = FIX_THE_FUNCTION
 
 
 def _variables(sandbox: RewardSandboxConfig) -> dict[str, str]:

@@ -88,7 +88,7 @@ def _in_their_words() -> Iterator[None]:
         yield
     except WorkerError as error:
         if error.error_type == qualified_name(CheckpointError):
-            raise CheckpointError(error.summary.removeprefix(f"{error.error_type}: ")) from error
+            raise CheckpointError(error.summary.removeprefix(f"{error.error_type}: "), hint=error.hint) from error
         raise
 
 

@@ -11,6 +11,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from megarl.config.schema import Device, ModelConfig, RolloutConfig
+from megarl.machine.errors import RunError
 from megarl.machine.files import read_json_object
 from megarl.weights.plan import Boxes
 from megarl.weights.receiver import EngineLink
@@ -130,8 +131,25 @@ class RequestFailedError(RuntimeError):
     """As FailedRequest, where somebody waits for all samples."""
 
 
-class EngineDeadError(RuntimeError):
+# What a run can change when the memory of an engine's device is full.
+LESS_ENGINE_MEMORY = (
+    "sequences at a time: {rollout.max_concurrency}; try half",
+    "the engine's share of the device: {engine_share}; try 0.1 less",
+    "more devices a replica: {rollout.tensor_parallel_size}",
+    "weights on their way: {resharding.bucket_mb}",
+    "roles that share its devices: {placement.strategy}",
+)
+ENGINE_ENDED = (
+    "the engine's last words are above; if it ran out of memory:",
+    *(f"  {line}" for line in LESS_ENGINE_MEMORY),
+    "where it comes and goes, allow more restarts: {rollout.restart_limit, rollout.health_limit_s}",
+)
+
+
+class EngineDeadError(RunError):
     """The engine's processes ended, or make no progress. Start another; what was in flight is to be sent again."""
+
+    hint = ENGINE_ENDED
 
 
 class RolloutEngine(ABC):

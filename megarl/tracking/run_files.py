@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from megarl.machine.errors import RunError
+from megarl.machine.errors import UNWRITTEN, RunError
 
 METRICS_FILE = "metrics.jsonl"
 GENERATIONS_FILE = "generations.jsonl"
@@ -38,4 +38,4 @@ def writing(output_dir: Path) -> Iterator[None]:
         if isinstance(error, RunError):  # a rank that hangs is a TimeoutError as well
             raise
         check_run_folder(output_dir)
-        raise RunError(f"{error.filename or output_dir}: cannot be written: {error.strerror or error}") from error
+        raise RunError(f"{error.filename or output_dir}: cannot be written: {error.strerror or error}", hint=UNWRITTEN) from error

@@ -26,7 +26,7 @@ from megarl.checkpoints.role_folder import HUGGING_FACE_FOLDER
 from megarl.checkpoints.run_folder import BestCheckpoint, CheckpointFolder
 from megarl.config.load import dump_config
 from megarl.config.schema import PPOConfig, SFTConfig
-from megarl.machine.errors import CheckpointError, RunError
+from megarl.machine.errors import UNWRITTEN, CheckpointError, RunError
 from megarl.machine.files import write_whole
 from megarl.machine.processors import threads_setting
 from megarl.tracking.run_files import CONFIG_FILE
@@ -252,7 +252,8 @@ class Checkpointer:
                 if gone:
                     remedy = "put back the folder that was removed meanwhile"
                 raise CheckpointError(
-                    f"{place or self._folder.path}: the checkpoint of step {save.step} cannot be written ({why}); {remedy}"
+                    f"{place or self._folder.path}: the checkpoint of step {save.step} cannot be written ({why}); {remedy}",
+                    hint=UNWRITTEN,
                 ) from error
             raise
 

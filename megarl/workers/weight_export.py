@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch.distributed as dist
 
 from megarl.controller.worker import Worker, register
-from megarl.machine.errors import CheckpointError
+from megarl.machine.errors import UNWRITTEN, CheckpointError
 from megarl.weights.carriers.device import DeviceTrainerEnd
 from megarl.weights.carriers.ends import Sending, SendReport, TrainerEnd
 from megarl.weights.carriers.folder import FolderTrainerEnd
@@ -164,7 +164,7 @@ class WeightExport(Worker):
         except OSError as error:
             if error.filename is None:  # of no file: a connection, say
                 raise
-            raise CheckpointError(f"{error.filename}: cannot be written: {error.strerror}") from error
+            raise CheckpointError(f"{error.filename}: cannot be written: {error.strerror}", hint=UNWRITTEN) from error
         finally:
             if has_ended:
                 self._files.close()

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
+from megarl.controller import hints
 from megarl.controller.errors import PhaseTimeoutError, WorkerError
 from megarl.controller.futures import WorkerFuture
 from megarl.controller.group import NO_ENVIRONMENT, RayWorkerGroup, RoleGroup
@@ -14,7 +15,7 @@ from megarl.controller.messages import FailureKind, qualified_name
 from megarl.controller.worker import RayClassWithInitArgs, RemoteMethod
 from megarl.machine.errors import RunError
 from megarl.placement.cores import NOBODY, AtWork
-from megarl.rollout.interface import EngineDeadError, RolloutEngine
+from megarl.rollout.interface import ENGINE_ENDED, EngineDeadError, RolloutEngine
 from megarl.tracking.timeline import Span
 from megarl.workers.rollout_worker import RolloutWorker
 
@@ -37,9 +38,13 @@ def nobody_else(for_weights: bool = False) -> AbstractContextManager[None]:
 class RestartLimitError(RunError):
     """Replicas ended too often. The message ends with the last words of the one that ended last."""
 
+    hint = ENGINE_ENDED
+
 
 class NodeLostError(RunError):
     """The node of a replica has left the cluster. The message ends with the replica's last words."""
+
+    hint = hints.NODE_LOST
 
 
 class ReplicaPlace(NamedTuple):

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import importlib
+import pkgutil
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 
 import pytest
 import torch
 
+import megarl
 from megarl.cli.failure_report import last_page, print_failure
-from megarl.cli.remedies import REMEDIES, Cause
+from megarl.cli.hints import FACTS, FOREIGN_FAILURES, Cause, hint_for
 from megarl.cli.run_context import RunContext
 from megarl.config.schema import (
     ActorConfig,
@@ -22,9 +27,16 @@ from megarl.config.schema import (
     SGLangConfig,
     TrainerConfig,
 )
-from megarl.controller.errors import PhaseTimeoutError, RankFailure, RankReport, WorkerError
+from megarl.controller import hints
+from megarl.controller.errors import PhaseTimeoutError, RankFailure, RankReport, RayEndedError, WorkerError
 from megarl.controller.messages import CallFailure, FailureKind, Rows, qualified_name
-from megarl.machine.errors import CheckpointError, RunError
+from megarl.controller.resource_pool import InsufficientResourcesError
+from megarl.engine.optimizer import TrainingDivergedError
+from megarl.machine.errors import UNWRITTEN, CheckpointError, HintedError, RunError, hint_of
+from megarl.rewards.process import RewardFunctionError
+from megarl.rewards.scorer import RewardError
+from megarl.roles.replicas import NodeLostError, RestartLimitError
+from megarl.rollout.interface import EngineDeadError
 from megarl.trainers.monitor import Position
 
 CONFIG = PPOConfig(
@@ -41,7 +53,8 @@ def raised(error: Exception, role: str = "actor", method: str = "update", kind: 
     """In a worker, as it comes to the driver."""
     name = qualified_name(type(error))
     first, *_ = f"{name}: {error}".splitlines()
-    failure = CallFailure(kind, first, f"Traceback (most recent call last):\n  ...\n{name}: {error}\n", 0.0, name)
+    trace = f"Traceback (most recent call last):\n  ...\n{name}: {error}\n"
+    failure = CallFailure(kind, first, trace, 0.0, name, tuple(hint_of(error)))
     rows = Rows(("0-1", "0-2"), 6, 12)
     return WorkerError(RankFailure(role, 3, "10.0.0.7", 4242, method, failure, rows, "/logs/worker.err"))
 
@@ -101,11 +114,15 @@ def test_a_full_gpu_while_weights_are_sent(tmp_path: Path) -> None:
         (OSError(28, "No space left on device"), "/dev/shm"),
         (raised(RuntimeError("bind: [Errno 98] Address already in use 10.0.0.7:29500")), "ss -ltnp | grep 29500"),
         (CheckpointError("x/metadata: its content is not what was written"), "checkpoint.resume=PATH"),
-        (
-            CheckpointError("x: the checkpoint of step 3 cannot be written (Read-only file system); ..."),
-            "fix the folder and run the same command",
-        ),
-        (CheckpointError("x/__0_0.distcp: cannot be written: Read-only file system"), "fix the folder and run the same command"),
+        (CheckpointError("x: cannot be written", hint=UNWRITTEN), "fix the folder and run the same command"),
+        (raised(TrainingDivergedError("the gradient norm is nan"), role="critic"), "smaller updates: critic.optim.lr="),
+        (raised(RewardError("scoring failed")), "reward.max_error_rate=0.0"),
+        (raised(RewardFunctionError("no such function")), "megarl score CONFIG"),
+        (RestartLimitError("rollout replica 1 ended: ..."), "allow more restarts: rollout.restart_limit="),
+        (raised(EngineDeadError("last words"), role="rollout"), "  sequences at a time: rollout.max_concurrency=99; try half"),
+        (RayEndedError("raylet"), "gcs_server.out, raylet.out"),
+        (NodeLostError("node 10.0.0.7 is lost"), "`ray list nodes`, and `ping`"),
+        (InsufficientResourcesError("more than the cluster has"), "`ray status` what is free"),
         (PhaseTimeoutError("actor", "finish_save", 60.0, [SILENT]), "all of them at work: it is slow, not stuck"),
         (PhaseTimeoutError("actor", "update", 60.0, [SILENT]), "raise the limit: trainer.phase_time_limit_s=1800"),
         (PhaseTimeoutError("actor", "__init__", 60.0, [SILENT]), "raise trainer.phase_time_limit_s=1800"),
@@ -133,30 +150,71 @@ def test_a_page_has_thirty_lines_however_much_there_is_to_say() -> None:
     assert max(map(len, page.splitlines())) <= 450
 
 
-def test_every_remedy_is_for_something_else() -> None:
-    """None is hidden behind another."""
-    shown = (
-        "torch.OutOfMemoryError: CUDA out of memory",
-        "1 worker(s) were killed due to the node running low on memory",
-        "node 10.0.0.7 is lost: health check failed due to missing too many heartbeats",
-        "the process ended; the kernel's OOM killer has ended 1 process of its node during this run",
-        "the process crashed (SIGSEGV)",
-        "DefaultCPUAllocator: can't allocate memory",
-        "OSError: [Errno 28] No space left on device",
-        "DistNetworkError: port: 29500, code: -98, name: EADDRINUSE",
-        "megarl.machine.errors.CheckpointError: a/b: the checkpoint of step 3 cannot be written (Permission denied)",
-        "megarl.machine.errors.CheckpointError: it is damaged",
-        "megarl.rewards.scorer.RewardError: scoring failed",
-        "megarl.engine.optimizer.TrainingDivergedError: the gradient norm is nan",
-        "megarl.controller.errors.PhaseTimeoutError: too long",
-        "megarl.controller.errors.RayEndedError: Ray's raylet has ended",
-        "megarl.rollout.interface.EngineDeadError: last words",
-        "ray.exceptions.ActorUnschedulableError: no node",
-        "Exception: The current node timed out during startup. This could happen because some of the raylet failed to startup",
-        "the process ended (killed, out of memory, or crashed)",
-    )
-    first = [next(number for number, remedy in enumerate(REMEDIES) if remedy.applies(Cause("", [], text))) for text in shown]
-    assert first == list(range(len(REMEDIES)))
+@pytest.mark.parametrize(
+    ("text", "role", "hint"),
+    [
+        ("torch.OutOfMemoryError: CUDA out of memory", "rollout.generate", "rollout.max_concurrency=99"),
+        ("torch.OutOfMemoryError: CUDA out of memory", "actor.push_weights", "resharding.bucket_mb="),
+        ("torch.OutOfMemoryError: CUDA out of memory", "actor.update", "less at a time: actor.micro_batch.max_tokens=12345"),
+        ("torch.OutOfMemoryError: CUDA out of memory", ".", "use a device with more memory"),
+        ("1 worker(s) were killed due to the node running low on memory", ".", "RAY_memory_usage_threshold"),
+        ("DefaultCPUAllocator: can't allocate memory", ".", "the node's memory, not a GPU's"),
+        ("OSError: [Errno 28] No space left on device", ".", "make room where it is full"),
+        ("DistNetworkError: port: 29500, code: -98, name: EADDRINUSE", ".", "ss -ltnp | grep 29500`"),
+        ("OSError: [Errno 98] Address already in use: 10.0.0.7:41234", ".", "ss -ltnp | grep 41234`"),
+        ("OSError: [Errno 98] Address already in use", ".", "ss -ltnp | grep PORT`"),
+        ("ray.exceptions.ActorUnschedulableError: no node", ".", "does not have the resources"),
+        ("Exception: The current node timed out during startup. This could happen because some", ".", "RAY_TMPDIR=FOLDER"),
+    ],
+)
+def test_messages_of_other_programs_are_known(text: str, role: str, hint: str) -> None:
+    own = ("the hint of the error that it caused",)
+    role, _, method = role.partition(".")
+    assert hint in hint_for(Cause([], f"what was said before\n{text}\n", own, role, method), CONFIG)[0]
+
+
+def test_the_own_hint_of_an_error_is_used_where_no_other_program_said_anything() -> None:
+    assert hint_for(Cause([], "anything", ("try {trainer.total_steps}",)), CONFIG) == ["try trainer.total_steps=1"]
+    assert hint_for(Cause([], "anything", ("always", "try {trainer.total_steps}")), None) == ["always"]
+    assert hint_for(Cause([], "anything", ("{role.recompute}",), role="critic"), CONFIG) == ["critic.recompute=none"]
+
+
+def all_hints() -> dict[str, Sequence[str]]:
+    """Return the hints of all errors, of what becomes of processes, and of what other programs say, by where they stand."""
+    for module in pkgutil.walk_packages(megarl.__path__, "megarl."):
+        if not module.name.startswith(("megarl.__main__", "megarl.configs")):
+            source = Path(importlib.util.find_spec(module.name).origin or "").read_text()  # type: ignore[union-attr]
+            if re.search(r"\((Run|Hinted)Error|Error\(.*hint=", source):
+                importlib.import_module(module.name)
+    found: dict[str, Sequence[str]] = {}
+    classes = [HintedError]
+    for each in classes:
+        found[each.__name__] = each.hint
+        classes += each.__subclasses__()
+    found |= {name: value for name, value in vars(hints).items() if name.isupper()}
+    found |= {foreign.text: foreign.hint for foreign in FOREIGN_FAILURES}
+    return found | {"UNWRITTEN": UNWRITTEN}
+
+
+def test_a_hint_names_nothing_that_does_not_exist() -> None:
+    """A field that is misspelled would silently drop its line."""
+    groups = {name for foreign in FOREIGN_FAILURES for name in re.compile(foreign.text).groupindex}
+    keys = {key for config in (CONFIG, SFTConfig()) for key in flat(config)}
+    found = all_hints()
+    assert {"RewardError", "TrainingDivergedError", "EngineDeadError", "RestartLimitError", "CheckpointError"} <= found.keys()
+    for place, hint in found.items():
+        for field in re.findall(r"\{([^{}]+)\}", "\n".join(hint)):
+            if field not in FACTS and field not in groups:
+                for key in field.split(", "):
+                    names = [key.replace("role.", f"{section}.", 1) for section in ("actor", "critic")]
+                    assert key in keys or key.startswith("role.") and all(name in keys for name in names), (place, key)
+
+
+def flat(value: object, prefix: str = "") -> Iterator[str]:
+    if is_dataclass(value):
+        for each in fields(value):
+            yield f"{prefix}{each.name}"
+            yield from flat(getattr(value, each.name), f"{prefix}{each.name}.")
 
 
 def test_a_command_without_a_configuration(capsys: pytest.CaptureFixture[str]) -> None:

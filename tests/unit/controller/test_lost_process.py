@@ -10,7 +10,7 @@ import pytest
 import ray
 from ray.exceptions import ActorUnavailableError, GetTimeoutError, NodeDiedError, ObjectLostError, OutOfMemoryError, RayActorError, RayError
 
-from megarl.controller import actors
+from megarl.controller import actors, hints
 from megarl.controller.actors import ActorSet
 from megarl.controller.futures import Call
 from megarl.controller.lost_process import UNKNOWN, why_lost
@@ -63,7 +63,21 @@ def died(text: str) -> RayActorError:
     ],
 )
 def test_the_cause_is_told_apart(error: RayError, log: str, oom_kills: int, expected: str) -> None:
-    assert why_lost(error, "10.0.0.9", log, oom_kills) == expected
+    assert why_lost(error, "10.0.0.9", log, oom_kills).summary == expected
+
+
+@pytest.mark.parametrize(
+    ("error", "log", "oom_kills", "hint"),
+    [
+        (died(WORKER_DIED + COMMON_CAUSES), "", 0, hints.PROCESS_GONE),
+        (died(WORKER_DIED + COMMON_CAUSES), "", 1, hints.OOM_KILLED),
+        (died(WORKER_DIED + COMMON_CAUSES), "*** SIGSEGV received at time=1", 1, hints.PROCESS_EXITED),
+        (ObjectLostError("ab", b"", ""), "", 0, hints.NODE_LOST),
+        (OutOfMemoryError(OUT_OF_MEMORY), "", 1, hints.MEMORY_MONITOR),
+    ],
+)
+def test_each_cause_has_its_hint(error: RayError, log: str, oom_kills: int, hint: tuple[str, ...]) -> None:
+    assert why_lost(error, "10.0.0.9", log, oom_kills).hint == hint
 
 
 class UnreachableSet(ActorSet):
