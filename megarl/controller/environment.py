@@ -96,6 +96,11 @@ SETTINGS: Mapping[str, Setting] = MappingProxyType(
         "RAY_worker_register_timeout_seconds": Setting(
             "600", Where.daemons, "nor is a worker; by default Ray ends it after 60 s and starts another, which is as slow"
         ),
+        "RAY_worker_niceness": Setting(
+            "0",
+            Where.daemons,
+            "workers share the cores as the driver does; at Ray's 15, any other busy process of the node takes nearly all of their time",
+        ),
         "RAY_enable_worker_prestart": Setting(
             "0", Where.daemons, "workers are started when they are needed, not one per logical CPU in advance"
         ),

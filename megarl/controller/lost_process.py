@@ -33,14 +33,14 @@ _EXIT_CODE = re.compile(r"exits with an exit code (-?\d+)")
 _CRASH = re.compile(r"\*\*\* (SIG[A-Z]+) received|^Fatal Python error: ([^\n]+)", re.MULTILINE)
 
 
-class Loss(NamedTuple):
+class ProcessLoss(NamedTuple):
     """Why a process is gone, in one line, and what to try."""
 
     summary: str
     hint: tuple[str, ...]
 
 
-def why_lost(error: RayError, node: str | None, log: str, oom_kills: int) -> Loss:
+def why_lost(error: RayError, node: str | None, log: str, oom_kills: int) -> ProcessLoss:
     """Describe why a process is gone.
 
     Args:
@@ -53,37 +53,37 @@ def why_lost(error: RayError, node: str | None, log: str, oom_kills: int) -> Los
     if isinstance(error, OutOfMemoryError):
         used = _MEMORY_USED.search(text)
         memory = f" ({used[1]} of {used[2]} used)" if used else ""
-        return Loss(f"Ray's memory monitor ended the process: its node is running out of memory{memory}", hints.MEMORY_MONITOR)
+        return ProcessLoss(f"Ray's memory monitor ended the process: its node is running out of memory{memory}", hints.MEMORY_MONITOR)
     if isinstance(error, NodeDiedError) or _NODE_DIED.search(text):
         address = _NODE_ADDRESS.search(text)
         reason = _NODE_REASON.search(text)
         return node_lost(address[1] if address else node, reason[1].strip() if reason else "it no longer answers")
     if isinstance(error, ActorUnavailableError):
         summary = "the process cannot be reached: the connection to it broke, and its node is still part of the cluster"
-        return Loss(summary, hints.PROCESS_EXITED)
+        return ProcessLoss(summary, hints.PROCESS_EXITED)
     if isinstance(error, ObjectLostError):
         summary = f"a value that was kept on node {node or 'not known'} is lost: the process or the node that kept it is gone"
-        return Loss(summary, hints.NODE_LOST)
+        return ProcessLoss(summary, hints.NODE_LOST)
     return _why_ended(text, log, oom_kills)
 
 
-def node_lost(address: str | None, reason: str) -> Loss:
+def node_lost(address: str | None, reason: str) -> ProcessLoss:
     """Describe a node that left the cluster."""
-    return Loss(f"node {address or '(address not known)'} is lost: {reason}", hints.NODE_LOST)
+    return ProcessLoss(f"node {address or '(address not known)'} is lost: {reason}", hints.NODE_LOST)
 
 
-def _why_ended(text: str, log: str, oom_kills: int) -> Loss:
+def _why_ended(text: str, log: str, oom_kills: int) -> ProcessLoss:
     if signal := _SIGNAL.search(text):
-        return Loss(f"the process was ended by {signal[1]}", hints.PROCESS_EXITED)
+        return ProcessLoss(f"the process was ended by {signal[1]}", hints.PROCESS_EXITED)
     if crash := _CRASH.search(log):
-        return Loss(f"the process crashed ({crash[1] or crash[2]})", hints.PROCESS_EXITED)
+        return ProcessLoss(f"the process crashed ({crash[1] or crash[2]})", hints.PROCESS_EXITED)
     if code := _EXIT_CODE.search(text):
-        return Loss(f"the process ended with exit code {code[1]}", hints.PROCESS_EXITED)
+        return ProcessLoss(f"the process ended with exit code {code[1]}", hints.PROCESS_EXITED)
     if oom_kills:
         processes = counted(oom_kills, "process")
         summary = f"the process ended; the kernel's OOM killer has ended {processes} of its node during this run"
-        return Loss(summary, hints.OOM_KILLED)
-    return Loss(UNKNOWN, hints.PROCESS_GONE)
+        return ProcessLoss(summary, hints.OOM_KILLED)
+    return ProcessLoss(UNKNOWN, hints.PROCESS_GONE)
 
 
 def num_oom_kills() -> int:

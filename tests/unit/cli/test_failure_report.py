@@ -170,11 +170,12 @@ def test_a_page_has_thirty_lines_however_much_there_is_to_say() -> None:
 def test_messages_of_other_programs_are_known(text: str, role: str, hint: str) -> None:
     own = ("the hint of the error that it caused",)
     role, _, method = role.partition(".")
-    assert hint in hint_for(Cause([], f"what was said before\n{text}\n", own, role, method), CONFIG)[0]
+    said = f"what was said before\n{text}\n"
+    assert any(hint in line for line in hint_for(Cause([], said, own, role, method), CONFIG))
 
 
 def test_the_own_hint_of_an_error_is_used_where_no_other_program_said_anything() -> None:
-    assert hint_for(Cause([], "anything", ("try {trainer.total_steps}",)), CONFIG) == ["try trainer.total_steps=1"]
+    assert hint_for(Cause([], "anything", ("try {trainer.total_steps}",)), CONFIG) == ["try trainer.total_steps=100"]
     assert hint_for(Cause([], "anything", ("always", "try {trainer.total_steps}")), None) == ["always"]
     assert hint_for(Cause([], "anything", ("{role.recompute}",), role="critic"), CONFIG) == ["critic.recompute=none"]
 

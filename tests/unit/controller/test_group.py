@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
@@ -54,6 +55,11 @@ def test_the_environment_is_there_before_torch_and_the_constructor(group: RayWor
     assert len({(one["MASTER_ADDR"], one["MASTER_PORT"]) for one in about}) == 1
     assert len({one["pid"] for one in about}) == 4
     assert {(one["role"], one["node"]) for one in about} == {("actor", "127.0.0.1")}
+
+
+def test_workers_have_the_priority_of_the_driver(group: RayWorkerGroup) -> None:
+    """Ray's default of 15 more leaves them a thirtieth of a core that any other process keeps busy."""
+    assert {psutil.Process(about["pid"]).nice() for about in group.about()} == {psutil.Process().nice()}
 
 
 def test_processes_that_compute_side_by_side_share_the_cores(ray_cluster: None, monkeypatch: pytest.MonkeyPatch) -> None:
