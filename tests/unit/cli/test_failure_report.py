@@ -35,7 +35,7 @@ from megarl.engine.optimizer import TrainingDivergedError
 from megarl.machine.errors import UNWRITTEN, CheckpointError, HintedError, RunError, hint_of
 from megarl.rewards.process import RewardFunctionError
 from megarl.rewards.scorer import RewardError
-from megarl.roles.replicas import NodeLostError, RestartLimitError
+from megarl.roles.rollout.replicas import NodeLostError, RestartLimitError
 from megarl.rollout.interface import EngineDeadError
 from megarl.trainers.monitor import Position
 
